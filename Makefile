@@ -1,0 +1,40 @@
+# The commands that people and CI use. The first one makes .venv with everything in it and builds the extension there.
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+PY := .venv/bin/python
+SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
+
+.PHONY: demo test lint format bench gpu clean
+
+demo: .venv/.built      ## trains a small CNN on handwritten digits, every layer watched
+	$(PY) -m hookstats.demo
+
+test: .venv/.built      ## the whole test suite
+	$(PY) -m pytest
+
+lint: .venv/.built      ## ruff, mypy --strict, clang-format
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu' | xargs .venv/bin/clang-format --dry-run --Werror
+
+format: .venv/.built
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+	find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu' | xargs .venv/bin/clang-format -i
+
+bench: .venv/.built     ## benchmarks on this machine
+	$(PY) -m pytest benchmarks --benchmark-columns=median,min,rounds --benchmark-sort=name
+
+# On a machine with an NVIDIA GPU, nvcc and torch >= 2.11: uses $(PYTHON) as it is, and no network.
+gpu:
+	$(PYTHON) benchmarks/gpu.py
+
+clean:
+	rm -rf .venv build hookstats/_built.json hookstats/_C.*.so *.egg-info
+
+.venv/.built: $(SOURCES)
+	test -x $(PY) || $(PYTHON) -m venv .venv
+	$(PY) -m pip install -q "$(TORCH)" "setuptools>=70" wheel ninja pybind11
+	$(PY) -m pip install -q --no-build-isolation -e ".[dev]"
+	touch $@

@@ -1,0 +1,48 @@
+// From a value to its histogram bin, by its exponent: no range to choose, no value lost, exact to merge.
+// Host and device code; knows nothing of torch.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "stats.h"
+
+namespace hookstats {
+
+// Per tensor: sign and exponent of the value as a float32, `sign << 8 | exponent`. Bin 0 holds zeros and subnormals of
+// either sign; bins 255, 256 and 511 stay empty (NaN and Inf are left out, -0 goes to bin 0).
+constexpr int kExponentBins = 512;
+
+// Per channel: octaves of |x|. Bin j holds 2^(j-47) <= |x| < 2^(j-46); bin 0 everything below 2^-46, zeros too;
+// bin 63 everything from 2^16, which is what float16 cannot hold.
+constexpr int kOctaveBins = 64;
+constexpr int kFirstOctave = -46;
+
+constexpr int kNoBin = -1;  // NaN and Inf
+
+HOOKSTATS_HD inline int exponent_bin(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, sizeof bits);
+  const int exponent = (bits >> 23) & 255;
+  if (exponent == 255) return kNoBin;
+  return exponent == 0 ? 0 : int(bits >> 23);
+}
+
+// A double outside float32's exponents is clamped to the nearest bin. Its own bits decide, so rounding moves nothing.
+HOOKSTATS_HD inline int exponent_bin(double x) {
+  uint64_t bits;
+  memcpy(&bits, &x, sizeof bits);
+  const int wide = int(bits >> 52) & 2047;
+  if (wide == 2047) return kNoBin;
+  int exponent = wide - 1023 + 127;
+  if (exponent <= 0) return 0;
+  if (exponent > 254) exponent = 254;
+  return int(bits >> 63) << 8 | exponent;
+}
+
+HOOKSTATS_HD inline int octave_bin(int exponent_bin) {
+  const int octave = (exponent_bin & 255) - 127 - kFirstOctave + 1;
+  return octave < 0 ? 0 : octave >= kOctaveBins ? kOctaveBins - 1 : octave;
+}
+
+}  // namespace hookstats

@@ -1,0 +1,114 @@
+// The C boundary between tensors and kernels: what a kernel is given, the dtypes, one signature per operation.
+// Kernels see a layout, a state, scratch and a stream; nothing of torch.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+
+#include "bins.h"
+#include "layout.h"
+#include "stats.h"
+
+namespace hookstats {
+
+struct Float16 {
+  uint16_t bits;
+};
+struct BFloat16 {
+  uint16_t bits;
+};
+
+// X(name, type in the kernels, name in ATen)
+#define HOOKSTATS_DTYPES(X)       \
+  X(float32, float, Float)        \
+  X(float16, Float16, Half)       \
+  X(bfloat16, BFloat16, BFloat16) \
+  X(float64, double, Double)
+
+enum class Dtype : int {
+#define HOOKSTATS_ENUM(name, type, aten) name,
+  HOOKSTATS_DTYPES(HOOKSTATS_ENUM)
+#undef HOOKSTATS_ENUM
+};
+
+HOOKSTATS_HD inline float widen(float x) { return x; }
+HOOKSTATS_HD inline double widen(double x) { return x; }
+
+HOOKSTATS_HD inline float widen(BFloat16 x) {
+  const uint32_t bits = uint32_t(x.bits) << 16;
+  float value;
+  memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+// Exponent and mantissa are moved to float32's places; the multiplication by 2^112 corrects the exponent's bias, for
+// subnormals too. It needs float32 subnormals: never build with flush-to-zero.
+HOOKSTATS_HD inline float widen(Float16 x) {
+  const uint32_t magnitude = uint32_t(x.bits & 0x7fff) << 13;
+  float value;
+  memcpy(&value, &magnitude, sizeof value);
+  value *= 5.192296858534828e33f;
+  uint32_t bits;
+  memcpy(&bits, &value, sizeof bits);
+  bits |= uint32_t(x.bits & 0x8000) << 16;
+  if ((x.bits & 0x7c00) == 0x7c00) bits |= 0x7f800000;
+  memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+template <class scalar_t>
+using acc_of = decltype(widen(scalar_t{}));
+
+enum class HistogramKind : int { none, per_tensor, per_channel };
+
+struct Input {
+  const void* data;
+  Dtype dtype;
+  Layout layout;
+};
+
+// A site's state. `moments` is [kFields, channels], its rows `row_stride` doubles apart; `histogram` is
+// [kExponentBins] or [channels, kOctaveBins].
+struct State {
+  double* moments;
+  int64_t row_stride;
+  int64_t channels;
+  int64_t* counters;  // [kCounters]
+  int64_t* histogram;
+  HistogramKind kind;
+};
+
+// Counters of a site: tensors folded in since it was cleared, and the place of the first of them in the order of
+// execution on its device (1, 2, ...; 0: none yet).
+enum Counter : int { k_calls, k_first, kCounters };
+
+namespace cpu {
+
+// Calls body(begin, end) on disjoint ranges that cover 0 .. tasks - 1, perhaps on several threads.
+using ParallelFor = void (*)(int64_t tasks, const std::function<void(int64_t, int64_t)>& body);
+
+void accumulate(const Input& input, const State& state, ParallelFor parallel_for);
+void merge(const State& into, const State& from);
+
+}  // namespace cpu
+
+namespace cuda {
+
+// Of the (device, stream) that the kernel runs on. Between launches every counter is zero.
+constexpr int64_t kScratchDoubles = 1024 * 32 * kFields;
+constexpr int64_t kScratchCounters = 1024;
+
+struct Launch {
+  void* stream;
+  int device;
+  double* partials;       // [kScratchDoubles]
+  unsigned* arrivals;     // [kScratchCounters]
+  const int32_t* active;  // on the device; null or non-zero: measure, zero: return at once
+};
+
+// Each starts exactly one kernel and returns null, or what the CUDA runtime said.
+const char* accumulate(const Input& input, const State& state, const Launch& launch);
+const char* merge(const State& into, const State& from, const Launch& launch);
+
+}  // namespace cuda
+}  // namespace hookstats

@@ -1,0 +1,265 @@
+// Tensors to kernels: checks, layout, device and stream; the operators' schemas and registration.
+
+#include "ops.h"
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/library.h>
+
+#include <map>
+#include <mutex>
+
+#include "kernels.h"
+
+namespace hookstats {
+namespace {
+
+#define HOOKSTATS_DTYPE_NAME(name, type, aten) " " #name
+constexpr const char* kDtypeNames = "" HOOKSTATS_DTYPES(HOOKSTATS_DTYPE_NAME);
+
+Dtype dtype_of(const at::Tensor& x) {
+  switch (x.scalar_type()) {
+#define HOOKSTATS_CASE(name, type, aten) \
+  case at::ScalarType::aten:             \
+    return Dtype::name;
+    HOOKSTATS_DTYPES(HOOKSTATS_CASE)
+#undef HOOKSTATS_CASE
+    default:
+      TORCH_CHECK_TYPE(false, "hookstats: expected a tensor of one of", kDtypeNames, ", got ", x.scalar_type());
+  }
+}
+
+State state_of(const at::Tensor& moments, const at::Tensor& counters, const std::optional<at::Tensor>& histogram) {
+  TORCH_CHECK(moments.scalar_type() == at::kDouble && moments.dim() == 2 && moments.size(0) == kFields &&
+                  (moments.size(1) == 1 || moments.stride(1) == 1),
+              "hookstats: moments: expected float64 [", int(kFields), ", channels] with adjacent channels, got ",
+              moments.scalar_type(), " ", moments.sizes(), " with strides ", moments.strides());
+  TORCH_CHECK(counters.scalar_type() == at::kLong && counters.dim() == 1 && counters.size(0) == kCounters &&
+                  counters.is_contiguous() && counters.device() == moments.device(),
+              "hookstats: counters: expected int64 [", int(kCounters), "] on ", moments.device(), ", got ",
+              counters.scalar_type(), " ", counters.sizes(), " on ", counters.device());
+  State state{moments.mutable_data_ptr<double>(),   moments.stride(0), moments.size(1),
+              counters.mutable_data_ptr<int64_t>(), nullptr,           HistogramKind::none};
+  if (histogram) {
+    const auto& h = *histogram;
+    const bool per_tensor = h.dim() == 1 && h.size(0) == kExponentBins;
+    const bool per_channel = h.dim() == 2 && h.size(0) == state.channels && h.size(1) == kOctaveBins;
+    TORCH_CHECK(h.scalar_type() == at::kLong && (per_tensor || per_channel) && h.is_contiguous() &&
+                    h.device() == moments.device(),
+                "hookstats: histogram: expected int64 [", kExponentBins, "] or [", state.channels, ", ", kOctaveBins,
+                "] on ", moments.device(), ", got ", h.scalar_type(), " ", h.sizes(), " on ", h.device());
+    state.histogram = h.mutable_data_ptr<int64_t>();
+    state.kind = per_tensor ? HistogramKind::per_tensor : HistogramKind::per_channel;
+  }
+  return state;
+}
+
+Layout layout_of(const at::Tensor& x, const State& state, int64_t channel_dim) {
+  Layout layout;
+  const int64_t ndim = x.dim();
+  int64_t channel = -1;
+  if (state.channels > 1) {
+    channel = channel_dim < 0 ? channel_dim + ndim : channel_dim;
+    TORCH_CHECK_INDEX(0 <= channel && channel < ndim, "hookstats: channel_dim=", channel_dim,
+                      " is out of range for a tensor of shape ", x.sizes());
+    TORCH_CHECK_VALUE(x.size(channel) == state.channels, "hookstats: expected ", state.channels,
+                      " channels in dimension ", channel_dim, ", got a tensor of shape ", x.sizes());
+    layout.channels = state.channels;
+    layout.channel_stride = x.stride(channel);
+  }
+  for (int64_t d = 0; d < ndim; ++d) {
+    if (d == channel) continue;
+    TORCH_CHECK_VALUE(layout.add(x.size(d), x.stride(d)), "hookstats: expected at most ", Layout::kMaxDims,
+                      " dimensions that do not merge beside the channels, got strides ", x.strides(), " for shape ",
+                      x.sizes());
+  }
+  return layout;
+}
+
+// The CUDA kernels run on the GPU, or, in the tests' build, on the CPU (tests/cuda_on_cpu).
+#if defined(HOOKSTATS_CUDA_ON_CPU)
+bool runs_cuda_kernels(at::Device) { return true; }
+#elif defined(HOOKSTATS_CUDA)
+bool runs_cuda_kernels(at::Device device) { return device.is_cuda(); }
+#endif
+
+#if defined(HOOKSTATS_CUDA) || defined(HOOKSTATS_CUDA_ON_CPU)
+#define HOOKSTATS_CUDA_KERNELS
+// Scratch belongs to a (device, stream): two streams may measure at once. Spare pieces are made ahead, because a hook
+// must not allocate (it may run while a CUDA graph is captured).
+class Scratch {
+ public:
+  struct Piece {
+    at::Tensor partials, arrivals;
+  };
+
+  void reserve(at::Device device) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    auto& spare = spare_[key(device)];
+    while (spare.size() < 2) spare.push_back(make(device));
+  }
+
+  Piece of(at::Device device, void* stream) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    auto [found, is_new] = used_.try_emplace({key(device), stream});
+    if (is_new) {
+      auto& spare = spare_[key(device)];
+      if (spare.empty()) spare.push_back(make(device));
+      found->second = spare.back();
+      spare.pop_back();
+    }
+    return found->second;
+  }
+
+ private:
+  static int key(at::Device device) { return device.is_cpu() ? -1 : device.index(); }
+  static Piece make(at::Device device) {
+    const auto options = at::TensorOptions().device(device);
+    return {at::zeros({cuda::kScratchDoubles}, options.dtype(at::kDouble)),
+            at::zeros({cuda::kScratchCounters}, options.dtype(at::kInt))};
+  }
+
+  std::mutex mutex_;
+  std::map<int, std::vector<Piece>> spare_;
+  std::map<std::pair<int, void*>, Piece> used_;
+};
+
+Scratch& scratch() {
+  static auto* the = new Scratch;  // never destroyed: the device may be gone before static destructors run
+  return *the;
+}
+
+cuda::Launch launch_on(at::Device device, const std::optional<at::Tensor>& active) {
+  void* stream = nullptr;
+  if (!device.is_cpu()) {
+    // libc10 alone: the same binary loads with and without CUDA in torch.
+    stream = c10::impl::getDeviceGuardImpl(device.type())->getStream(device).native_handle();
+  }
+  const auto piece = scratch().of(device, stream);
+  return {stream, device.is_cpu() ? 0 : device.index(), piece.partials.mutable_data_ptr<double>(),
+          reinterpret_cast<unsigned*>(piece.arrivals.mutable_data_ptr<int32_t>()),
+          active ? active->const_data_ptr<int32_t>() : nullptr};
+}
+
+void check(const char* cuda_error) { TORCH_CHECK(!cuda_error, "hookstats: CUDA: ", cuda_error); }
+#endif  // HOOKSTATS_CUDA_KERNELS
+
+void parallel_for(int64_t tasks, const std::function<void(int64_t, int64_t)>& body) {
+  at::parallel_for(0, tasks, 1, body);
+}
+
+void check_active(const at::Tensor& active, at::Device device) {
+  TORCH_CHECK(active.scalar_type() == at::kInt && active.numel() == 1 && active.device() == device,
+              "hookstats: active: expected one int32 on ", device, ", got ", active.scalar_type(), " ", active.sizes(),
+              " on ", active.device());
+}
+
+// What a kernel is given, checked; the data pointer is still to come.
+std::pair<Input, State> described(const at::Tensor& x, const SiteState& site) {
+  TORCH_CHECK_TYPE(x.layout() == at::kStrided, "hookstats: expected a dense strided tensor, got layout ", x.layout());
+  TORCH_CHECK(x.device() == site.moments.device(), "hookstats: expected a tensor on ", site.moments.device(),
+              ", where its state is, got one on ", x.device());
+  if (site.active) check_active(*site.active, x.device());
+  const Dtype dtype = dtype_of(x);
+  const State state = state_of(site.moments, site.counters, site.histogram);
+  return {Input{nullptr, dtype, layout_of(x, state, site.channel_dim)}, state};
+}
+
+void accumulate_op(const at::Tensor& x, at::Tensor moments, at::Tensor counters, std::optional<at::Tensor> histogram,
+                   const std::optional<at::Tensor>& active, int64_t channel_dim, bool skip_recomputation) {
+  if (skip_recomputation && backward_is_running()) return;
+  accumulate(x, {std::move(moments), std::move(counters), std::move(histogram), active, channel_dim});
+}
+
+void merge_op(at::Tensor moments, at::Tensor counters, std::optional<at::Tensor> histogram,
+              const at::Tensor& from_moments, const at::Tensor& from_counters,
+              const std::optional<at::Tensor>& from_histogram) {
+  const State into = state_of(moments, counters, histogram);
+  const State from = state_of(from_moments, from_counters, from_histogram);
+  TORCH_CHECK_VALUE(into.channels == from.channels || into.channels == 1, "hookstats: expected ", into.channels,
+                    " channels to merge, or one channel to merge into; got ", from.channels);
+  TORCH_CHECK_VALUE(into.kind == from.kind, "hookstats: expected states with the same kind of histogram to merge");
+  TORCH_CHECK(moments.device() == from_moments.device(), "hookstats: expected states on one device to merge, got ",
+              moments.device(), " and ", from_moments.device());
+#if defined(HOOKSTATS_CUDA_KERNELS)
+  if (runs_cuda_kernels(moments.device())) {
+    const c10::DeviceGuard guard(moments.device());
+    return check(cuda::merge(into, from, launch_on(moments.device(), std::nullopt)));
+  }
+#endif
+  cpu::merge(into, from);
+}
+
+void accumulate_meta(const at::Tensor&, at::Tensor, at::Tensor, std::optional<at::Tensor>,
+                     const std::optional<at::Tensor>&, int64_t, bool) {}
+
+void merge_meta(at::Tensor, at::Tensor, std::optional<at::Tensor>, const at::Tensor&, const at::Tensor&,
+                const std::optional<at::Tensor>&) {}
+
+}  // namespace
+
+bool backward_is_running() { return torch::autograd::get_current_graph_task_id() != -1; }
+
+void reserve_scratch([[maybe_unused]] at::Device device) {
+#if defined(HOOKSTATS_CUDA_KERNELS)
+  if (runs_cuda_kernels(device)) scratch().reserve(device);
+#endif
+}
+
+void check_measurable(const at::Tensor& x, const SiteState& site) { described(x, site); }
+
+void accumulate(const at::Tensor& tensor, const SiteState& site) {
+  const at::Tensor x = tensor.is_neg() ? tensor.resolve_neg() : tensor;
+  auto [input, state] = described(x, site);
+  if (x.numel() == 0) return;
+  input.data = x.const_data_ptr();
+#if defined(HOOKSTATS_CUDA_KERNELS)
+  if (runs_cuda_kernels(x.device())) {
+    const c10::DeviceGuard guard(x.device());
+    return check(cuda::accumulate(input, state, launch_on(x.device(), site.active)));
+  }
+#endif
+  if (site.active && *site.active->const_data_ptr<int32_t>() == 0) return;
+  cpu::accumulate(input, state, parallel_for);
+}
+
+#if defined(HOOKSTATS_CUDA_ON_CPU)
+#define HOOKSTATS_NAMESPACE hookstats_cuda_on_cpu
+#else
+#define HOOKSTATS_NAMESPACE hookstats
+#endif
+
+TORCH_LIBRARY(HOOKSTATS_NAMESPACE, m) {
+  m.def(
+      "accumulate(Tensor x, Tensor(a!) moments, Tensor(b!) counters, Tensor(c!)? histogram, Tensor? active, "
+      "int channel_dim, bool skip_recomputation=False) -> ()");
+  m.def(
+      "merge(Tensor(a!) moments, Tensor(b!) counters, Tensor(c!)? histogram, Tensor from_moments, "
+      "Tensor from_counters, Tensor? from_histogram) -> ()");
+}
+
+#define HOOKSTATS_KERNELS(key)                      \
+  TORCH_LIBRARY_IMPL(HOOKSTATS_NAMESPACE, key, m) { \
+    m.impl("accumulate", accumulate_op);            \
+    m.impl("merge", merge_op);                      \
+  }
+HOOKSTATS_KERNELS(CPU)
+#if defined(HOOKSTATS_CUDA)
+HOOKSTATS_KERNELS(CUDA)
+#endif
+
+TORCH_LIBRARY_IMPL(HOOKSTATS_NAMESPACE, Meta, m) {
+  m.impl("accumulate", accumulate_meta);
+  m.impl("merge", merge_meta);
+}
+
+// No gradient flows through a statistic, and none is stopped: autograd does not look.
+TORCH_LIBRARY_IMPL(HOOKSTATS_NAMESPACE, Autograd, m) {
+  m.impl("accumulate", torch::CppFunction::makeFallthrough());
+  m.impl("merge", torch::CppFunction::makeFallthrough());
+}
+
+}  // namespace hookstats

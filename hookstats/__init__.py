@@ -1,0 +1,26 @@
+"""hookstats: what happens inside a PyTorch model while it trains.
+
+monitor = hookstats.attach(model)
+for batch in loader:
+    ...
+    optimizer.step()
+    snapshot = monitor.step(loss=loss)
+"""
+
+from hookstats._native import build_info
+from hookstats.fields import ExponentBins, Site
+from hookstats.monitor import Monitor, attach, measure
+from hookstats.snapshot import Histogram, SiteStats, Snapshot, Stats
+
+__all__ = [
+    "ExponentBins",
+    "Histogram",
+    "Monitor",
+    "Site",
+    "SiteStats",
+    "Snapshot",
+    "Stats",
+    "attach",
+    "build_info",
+    "measure",
+]

@@ -1,0 +1,66 @@
+"""Loads the extension. The only file that names torch.ops and hookstats._C."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hookstats import fields
+
+
+def _built() -> dict[str, Any]:
+    record = Path(__file__).with_name("_built.json")
+    if not record.exists():
+        raise ImportError(
+            "hookstats is not built: no extension beside it. Run `pip install --no-build-isolation .`, or in a "
+            "checkout `python setup.py build_ext --inplace`"
+        )
+    built: dict[str, Any] = json.loads(record.read_text())
+    if _minor(built["torch"]) != _minor(torch.__version__):
+        raise ImportError(
+            f"hookstats was built for torch {built['torch']}, but torch {torch.__version__} is installed: rebuild it "
+            "with `pip install --no-build-isolation --force-reinstall --no-deps .`"
+        )
+    return built
+
+
+def _minor(version: str) -> list[str]:
+    return version.split("+")[0].split(".")[:2]
+
+
+_BUILT = _built()
+
+from hookstats import _C  # noqa: E402  (only after the check: against another torch it would not even load)
+
+_here = (fields.FIELDS, fields.EXPONENT_BINS, fields.OCTAVE_BINS, fields.FIRST_OCTAVE)
+if _here != (_C.FIELDS, _C.EXPONENT_BINS, _C.OCTAVE_BINS, _C.FIRST_OCTAVE):
+    raise ImportError("hookstats: the built extension is older than the Python files beside it: rebuild it")
+
+DTYPES: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in _C.DTYPES)
+COUNTERS: int = _C.COUNTERS
+UNKNOWN_DIM: int = _C.UNKNOWN_DIM  # the channel dimension of a site whose first tensor is still to come
+HAS_CUDA: bool = _C.HAS_CUDA
+
+accumulate = torch.ops.hookstats.accumulate.default
+merge = torch.ops.hookstats.merge.default
+observe = _C.observe
+take_failures = _C.take_failures
+
+
+def reserve_scratch(device: torch.device) -> None:
+    """Allocates now what the first launches on new streams of a GPU need, so that no hook has to."""
+    _C.reserve_scratch(str(device))
+
+
+def build_info() -> dict[str, Any]:
+    """What was built: torch's version, the CUDA toolkit's (None: CPU-only) and GPU architectures, dtypes, fields."""
+    return {
+        "torch": _BUILT["torch"],
+        "cuda": _BUILT["cuda"],
+        "architectures": list(_BUILT["architectures"]),
+        "dtypes": list(_C.DTYPES),
+        "fields": list(_C.FIELDS),
+    }

@@ -1,0 +1,115 @@
+"""Device state to host numbers, without waiting.
+
+On a GPU: a copy and a clear on the compute stream, then the copy travels on a side stream into pinned memory; an event
+says when it is there. The CPU takes the same path, where every copy is complete at once.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import torch
+
+from hookstats.fields import Counts
+from hookstats.snapshot import Snapshot
+from hookstats.state import Layout, Store
+
+Key: TypeAlias = tuple[torch.device, int]  # a block of state, by device and number
+_SCALARS = -1  # the "block" of the scalars on a device
+
+
+class Pending:
+    """A closed step on its way to the host."""
+
+    def __init__(
+        self, layout: Layout, step: int, scalars: dict[str, float], names: dict[torch.device, list[str]]
+    ) -> None:
+        self._layout = layout
+        self._step = step
+        self._scalars = scalars
+        self._names = names  # of the scalars that travel, by device
+        self._copies: dict[Key, torch.Tensor] = {}
+        self._events: list[torch.cuda.Event] = []
+
+    def send(self, key: Key, memory: torch.Tensor, side: torch.cuda.Stream | None) -> None:
+        """Starts the way of a tensor that nobody else holds."""
+        if side is None:
+            self._copies[key] = memory
+            return
+        side.wait_stream(torch.cuda.current_stream(memory.device))
+        with torch.cuda.stream(side):
+            host = torch.empty(memory.shape, dtype=memory.dtype, pin_memory=True)
+            host.copy_(memory, non_blocking=True)
+        memory.record_stream(side)
+        self._copies[key] = host
+
+    def sent(self, side: torch.cuda.Stream) -> None:
+        """All that travels on this stream is on its way."""
+        event = torch.cuda.Event()
+        event.record(side)
+        self._events.append(event)
+
+    def ready(self) -> bool:
+        return all(event.query() for event in self._events)
+
+    def finish(self) -> Snapshot:
+        """The Snapshot; waits if it must. The pinned memory is given back."""
+        for event in self._events:
+            event.synchronize()
+        pinned = bool(self._events)
+        arrays: dict[Key, Counts] = {
+            key: (copy.clone() if pinned else copy).numpy() for key, copy in self._copies.items()
+        }
+        scalars = dict(self._scalars)
+        for device, names in self._names.items():
+            scalars.update(zip(names, arrays[device, _SCALARS].view("float64").tolist(), strict=True))
+        return self._layout.snapshot(arrays, self._step, {name: scalars[name] for name in self._scalars})
+
+
+class Drain:
+    """Empties a store, step by step."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._sides: dict[torch.device, torch.cuda.Stream] = {}
+
+    def _side(self, device: torch.device) -> torch.cuda.Stream | None:
+        if device.type != "cuda":
+            return None
+        if device not in self._sides:
+            self._sides[device] = torch.cuda.Stream(device)
+        return self._sides[device]
+
+    def begin(self, step: int, scalars: dict[str, Any], clear: bool = True) -> Pending:
+        """Copies the state as it stands on the current streams (and clears it), and sends it to the host."""
+        on_host, on_device = _split(scalars)
+        names = {device: list(named) for device, named in on_device.items()}
+        pending = Pending(Layout(self._store), step, on_host, names)
+        for device in {**self._store.blocks, **on_device}:
+            side = self._side(device)
+            for number, block in enumerate(self._store.blocks.get(device, [])):
+                copy = block.clone()
+                if clear:
+                    block.zero_()
+                pending.send((device, number), copy, side)
+            if device in on_device:
+                values = torch.stack([t.detach().double().reshape(()) for t in on_device[device].values()])
+                pending.send((device, _SCALARS), values.view(torch.int64), side)
+            if side is not None:
+                pending.sent(side)
+        return pending
+
+
+def _split(scalars: dict[str, Any]) -> tuple[dict[str, float], dict[torch.device, dict[str, torch.Tensor]]]:
+    """Numbers by name (NaN stands in for tensors, which keeps the order), and tensors by device and name."""
+    numbers: dict[str, float] = {}
+    tensors: dict[torch.device, dict[str, torch.Tensor]] = {}
+    for name, value in scalars.items():
+        if isinstance(value, torch.Tensor):
+            if value.numel() != 1:
+                raise ValueError(f"step: expected scalars, got {name} of shape {tuple(value.shape)}")
+            numbers[name] = float("nan")
+            tensors.setdefault(value.device, {})[name] = value
+        else:
+            numbers[name] = float(value)
+    return numbers, tensors

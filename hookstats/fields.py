@@ -1,0 +1,126 @@
+"""The statistics: what a state holds and how each number is finished from it. Pure numpy; knows nothing of torch.
+
+A state is a float64 array ``[fields, ...]`` in the order of `FIELDS`; the trailing shape is that of the channels. Every
+statistic is a row of `STATISTICS`. Moments, norms and extremes are over the finite values; NaN, +Inf and -Inf are
+counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array: TypeAlias = NDArray[np.float64]
+Counts: TypeAlias = NDArray[np.int64]
+
+# In the order of csrc/stats.h; _native refuses an extension that was built with another one.
+FIELDS = ("count", "mean", "m2", "min", "max", "abs_sum", "zeros", "nans", "posinfs", "neginfs")
+
+
+class Site(NamedTuple):
+    """One tensor of one module."""
+
+    name: str  # the module's clean path, "" for the model itself
+    tensor: str  # "output", "grad_output"; "output.0" or "output.logits" inside a container
+
+    def __str__(self) -> str:
+        return f"{self.name or '(model)'} {self.tensor}"
+
+
+class State(NamedTuple):
+    """The rows of a state by name, each an array of the channels' shape."""
+
+    count: Array
+    mean: Array
+    m2: Array
+    min: Array
+    max: Array
+    abs_sum: Array
+    zeros: Array
+    nans: Array
+    posinfs: Array
+    neginfs: Array
+
+
+def total(moments: Array) -> Array:
+    """The state ``[fields]`` of all channels together, from ``[fields, channels]`` (Chan, Golub & LeVeque 1979)."""
+    s = State(*moments)
+    full = s.count > 0
+    count = s.count.sum()
+    mean = (s.count * s.mean).sum() / max(count, 1.0)
+    m2 = (s.m2 + s.count * (s.mean - mean) ** 2).sum()
+    low, high = (s.min[full].min(), s.max[full].max()) if count else (0.0, 0.0)
+    sums = (row.sum() for row in (s.abs_sum, s.zeros, s.nans, s.posinfs, s.neginfs))
+    return np.array([count, mean, m2, low, high, *sums])
+
+
+def _of_values(value: Array, s: State) -> Array:
+    """The value where there was one, NaN where there was none."""
+    return np.where(s.count > 0, value, np.nan)
+
+
+def _per(value: Array, s: State) -> Array:
+    return np.divide(value, s.count, out=np.full_like(s.count, np.nan), where=s.count > 0)
+
+
+def _var(s: State) -> Array:
+    return np.divide(s.m2, s.count - 1, out=np.full_like(s.count, np.nan), where=s.count > 1)
+
+
+def _square_sum(s: State) -> Array:
+    return s.m2 + s.count * s.mean**2
+
+
+def _abs_max(s: State) -> Array:
+    return np.maximum(np.abs(s.min), np.abs(s.max))
+
+
+STATISTICS: dict[str, Callable[[State], Array]] = {
+    "count": lambda s: s.count,
+    "mean": lambda s: _of_values(s.mean, s),
+    "var": _var,
+    "std": lambda s: np.sqrt(_var(s)),
+    "rms": lambda s: np.sqrt(_per(_square_sum(s), s)),
+    "abs_mean": lambda s: _per(s.abs_sum, s),
+    "l1_norm": lambda s: s.abs_sum,
+    "l2_norm": lambda s: np.sqrt(_square_sum(s)),
+    "abs_max": lambda s: _of_values(_abs_max(s), s),
+    "min": lambda s: _of_values(s.min, s),
+    "max": lambda s: _of_values(s.max, s),
+    "zeros": lambda s: s.zeros,
+    "nans": lambda s: s.nans,
+    "posinfs": lambda s: s.posinfs,
+    "neginfs": lambda s: s.neginfs,
+}
+
+# Histogram bins, as csrc/bins.h has them.
+EXPONENT_BINS = 512
+OCTAVE_BINS = 64
+FIRST_OCTAVE = -46
+
+
+class ExponentBins(NamedTuple):
+    """Histogram by the value's exponent: no range to choose, no value lost, exact to merge.
+
+    Per tensor: one bin for each sign and float32 exponent, zeros and subnormals together in the middle (509 bins).
+    ``per_channel=True``: 64 octaves of ``|x|`` for each channel, from below 2^-46 (zeros too) to 2^16 and above; this
+    costs 512 bytes of state per channel.
+    """
+
+    per_channel: bool = False
+
+
+def exponent_histogram(state: Counts) -> tuple[Counts, Array]:
+    """Counts ``[509]`` and edges ``[510]``, ascending, from the state's 512 bins ``sign << 8 | exponent``."""
+    positive, negative = state[1:255], state[257:511]
+    counts = np.concatenate([negative[::-1], state[:1], positive])
+    magnitudes = 2.0 ** np.arange(-126, 129)
+    return counts, np.concatenate([-magnitudes[::-1], magnitudes])
+
+
+def octave_edges() -> Array:
+    """Edges ``[65]`` of the per-channel bins: 0, 2^-46, 2^-45, ..., 2^16, inf."""
+    return np.concatenate([[0.0], 2.0 ** np.arange(FIRST_OCTAVE, FIRST_OCTAVE + OCTAVE_BINS - 1), [np.inf]])

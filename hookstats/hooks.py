@@ -1,0 +1,246 @@
+"""What happens when a module runs: the forward hook, from its output to the extension.
+
+And what happens to a tensor that the fast way cannot take.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+
+from hookstats import _native
+from hookstats.fields import Site
+from hookstats.select import Channels, channel_dim_of, walk
+from hookstats.state import Entry, SiteState, Store
+
+
+def unwatched(module: Any, args: Any, output: Any) -> None:
+    """The hook of a copy of a watched module: a copy is not measured."""
+
+
+class OutputHook:
+    """Measures a module's output and, when it comes, the gradient of that output.
+
+    Under torch.compile the tracer follows the same hook and meets operators instead of the C function. The states are
+    plain attributes: any look-up by site would give every one of many equal modules a graph of its own.
+    """
+
+    __slots__ = ("gradient", "output", "parts", "watcher")
+
+    def __init__(self, watcher: Watcher, output: SiteState | None, gradient: SiteState | None) -> None:
+        self.watcher = watcher
+        self.output = output
+        self.gradient = gradient
+        self.parts: dict[str, OutputHook] = {}  # of a container, by path
+
+    def __call__(self, module: Any, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            self._trace(output)
+        elif type(output) is torch.Tensor:
+            problem = _native.observe(output, self.output, self.gradient)
+            if problem is not None:
+                self.watcher.mend(self, output, problem)
+        elif output is not None:
+            self.watcher.take_apart(self, output)
+
+    def _trace(self, output: Any) -> None:
+        for path, tensor in walk(output):
+            hook = self.parts.get(path) if path else self
+            if hook is not None:
+                _observe_in_graph(tensor, hook.output, hook.gradient)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return unwatched
+
+    def __reduce__(self) -> Any:
+        # A pickled model must load where hookstats is not installed. This stands for a function that takes anything and
+        # returns None.
+        return getattr, (contextlib.nullcontext(), "__exit__")
+
+
+def _observe_in_graph(x: torch.Tensor, output: SiteState | None, gradient: SiteState | None) -> None:
+    """What `_native.observe` does, in operators."""
+    if output is not None and _fits(x, output):
+        _accumulate(x, output, True)
+    if gradient is not None and x.requires_grad and _fits(x, gradient):
+
+        def accumulate_gradient(g: torch.Tensor) -> None:
+            _accumulate(g, gradient, False)
+
+        x.register_hook(accumulate_gradient)
+
+
+def _fits(x: torch.Tensor, state: SiteState) -> bool:
+    """Whether a traced tensor can be measured. What cannot is left out: nothing can be mended inside a graph."""
+    channels = state.moments.shape[1]
+    dim = state.channel_dim
+    if x.dtype not in _native.DTYPES or x.device != state.moments.device:
+        return False
+    return channels == 1 or (-x.dim() <= dim < x.dim() and x.shape[dim] == channels)
+
+
+def _accumulate(x: torch.Tensor, state: SiteState, skip_recomputation: bool) -> None:
+    _native.accumulate(
+        x, state.moments, state.counters, state.histogram, state.active, state.channel_dim, skip_recomputation
+    )
+
+
+# By site, of all monitors: the extension does not know whose site it is.
+_failures: dict[int, str] = {}
+
+
+class Watched:
+    """What is known of a hook's tensor: for `Watcher` alone, never read on the fast way."""
+
+    def __init__(self, name: str, path: str, channels: Channels, keep_channels: bool) -> None:
+        self.name = name
+        self.path = path
+        self.channels = channels
+        self.keep_channels = keep_channels
+        self.bound = not keep_channels or channels.width is not None  # the width is settled
+        self.entries: dict[str, Entry] = {}  # by tensor kind
+
+
+class Watcher:
+    """Makes the hooks, and mends them when a tensor is not what its site was made for."""
+
+    def __init__(self, store: Store, tensors: tuple[str, ...], strict: bool) -> None:
+        self.skipped: dict[Site, str] = {}
+        self._store = store
+        self._tensors = tensors
+        self._strict = strict
+        self._watched: dict[OutputHook, Watched] = {}
+        self._by_entry: dict[int, OutputHook] = {}
+        self._warned_of_budget = False
+
+    def hook(self, name: str, path: str, channels: Channels, keep_channels: bool, device: torch.device) -> OutputHook:
+        """A hook for the output of the module `name`, or for the tensor at `path` in it."""
+        watched = Watched(name, path, channels, keep_channels)
+        width = channels.width if keep_channels and channels.width else 1
+        dim = channels.dim if watched.bound and channels.dim is not None else 0
+        for tensor in self._tensors:
+            site = Site(name, tensor + path)
+            dim_or_unknown = dim if watched.bound else _native.UNKNOWN_DIM
+            watched.entries[tensor] = self._store.add(site, device, width, dim_or_unknown, keep_channels)
+        hook = OutputHook(self, None, None)
+        self._watched[hook] = watched
+        self._by_entry.update((entry.index, hook) for entry in watched.entries.values())
+        self._give_states(hook)
+        return hook
+
+    def _give_states(self, hook: OutputHook) -> None:
+        entries = self._watched[hook].entries
+        hook.output = entries["output"].state if "output" in entries else None
+        hook.gradient = entries["grad_output"].state if "grad_output" in entries else None
+
+    def take_apart(self, hook: OutputHook, output: Any) -> None:
+        """Measures the tensors in a container, each at its own site; and a Parameter, at the module's."""
+        try:
+            for path, tensor in walk(output):
+                if not path:
+                    self._measure(hook, tensor)
+                elif tensor.is_floating_point():
+                    self._measure(hook.parts.get(path) or self._part(hook, path, tensor), tensor)
+        except Exception as error:
+            if self._strict:
+                raise
+            self._give_up(hook, f"{type(error).__name__}: {error}")
+
+    def _part(self, hook: OutputHook, path: str, tensor: torch.Tensor) -> OutputHook:
+        whole = self._watched[hook]
+        for entry in whole.entries.values():
+            entry.in_parts = True
+        part = self.hook(whole.name, path, Channels(whole.channels.dim, None), whole.keep_channels, tensor.device)
+        hook.parts[path] = part
+        return part
+
+    def _measure(self, hook: OutputHook, tensor: torch.Tensor) -> None:
+        if type(tensor) not in (torch.Tensor, nn.Parameter):
+            if type(tensor).__name__ == "FakeTensor":  # somebody looks at shapes only
+                return
+            return self.mend(hook, tensor, f"expected a plain torch.Tensor, got {type(tensor).__name__}")
+        problem = _native.observe(tensor, hook.output, hook.gradient)
+        if problem is not None:
+            self.mend(hook, tensor, problem)
+
+    def mend(self, hook: OutputHook, tensor: torch.Tensor, problem: str | None) -> None:
+        """`tensor` could not be measured: puts a state in place that fits it, or gives the site up."""
+        try:
+            if self._bind(hook, tensor):
+                problem = _native.observe(tensor, hook.output, hook.gradient)
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+        if problem is not None:
+            self._give_up(hook, problem)
+
+    def _bind(self, hook: OutputHook, tensor: torch.Tensor) -> bool:
+        """Moves the hook's states to the device and width of a tensor; False if they were right already."""
+        watched = self._watched[hook]
+        if tensor.dtype not in _native.DTYPES:
+            raise TypeError(f"expected a tensor of one of {', '.join(map(str, _native.DTYPES))}, got {tensor.dtype}")
+        if tensor.layout != torch.strided:
+            raise TypeError(f"expected a dense strided tensor, got layout {tensor.layout}")
+        place = next(iter(watched.entries.values())).place
+        dim = channel_dim_of(tensor, watched.channels.dim)
+        width = 1
+        if watched.keep_channels and dim is not None:
+            if not -tensor.dim() <= dim < tensor.dim():
+                raise IndexError(f"channel_dim={dim} is out of range for an output of shape {tuple(tensor.shape)}")
+            width = tensor.shape[dim]
+        if watched.bound and width != place.channels and watched.keep_channels:
+            width = self._fold(watched, place.channels, width)
+        elif not self._store.fits(tensor.device, width, len(watched.entries)):
+            width = self._fall_to_totals(watched)
+        if watched.bound and (tensor.device, width) == (place.device, place.channels):
+            return False
+        watched.bound = True
+        for entry in watched.entries.values():
+            entry.keep_channels = watched.keep_channels
+            self._store.bind(entry, tensor.device, width, dim if dim is not None else 0)
+        self._give_states(hook)
+        return True
+
+    def _fold(self, watched: Watched, before: int, now: int) -> int:
+        watched.keep_channels = False
+        warnings.warn(
+            f"hookstats: {watched.name!r} had {before} channels and now has {now}: its channels are folded into one",
+            stacklevel=2,
+        )
+        return 1
+
+    def _fall_to_totals(self, watched: Watched) -> int:
+        watched.keep_channels = False
+        if not self._warned_of_budget:
+            self._warned_of_budget = True
+            warnings.warn(
+                f"hookstats: per-channel state of {watched.name!r} and later sites would not fit into memory_budget="
+                f"{self._store.memory_budget} bytes: they keep totals only",
+                stacklevel=2,
+            )
+        return 1
+
+    def _give_up(self, hook: OutputHook, problem: str) -> None:
+        if self._strict:
+            raise RuntimeError(f"hookstats: {self._watched[hook].name!r} cannot be measured: {problem}")
+        hook.output = hook.gradient = None
+        self._skip(self._watched[hook].entries.values(), problem)
+
+    def _skip(self, entries: Any, problem: str) -> None:
+        problem = problem.removeprefix("hookstats: ")
+        for entry in entries:
+            self.skipped[entry.site] = problem
+        sites = " and ".join(str(entry.site) for entry in entries)
+        warnings.warn(f"hookstats: no longer measured: {sites}: {problem}", stacklevel=2)
+
+    def collect_failures(self) -> None:
+        """Gives up the gradients whose kernels failed inside backward, where nothing could be said."""
+        _failures.update(_native.take_failures())
+        for index in [index for index in _failures if index in self._by_entry]:
+            problem = _failures.pop(index)
+            hook = self._by_entry[index]
+            hook.gradient = None
+            self._skip([entry for entry in self._watched[hook].entries.values() if entry.index == index], problem)

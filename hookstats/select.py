@@ -1,0 +1,186 @@
+"""Which tensors of which modules are watched, and along which dimension their channels lie. No device work."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import fields as dataclass_fields
+from dataclasses import is_dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import nn
+
+Modules: TypeAlias = str | Iterable[str] | Callable[[str, nn.Module], bool] | None
+
+# Put into a module's path by what wraps it.
+_WRAPPERS = {"_orig_mod", "module", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
+_WRAPPER_TYPES = ("OptimizedModule", "DistributedDataParallel", "CheckpointWrapper", "FullyShardedDataParallel")
+# They pass values on, or drop some: nothing to see. Containers of this kind are never called.
+_TRANSPARENT = (nn.Identity, nn.Flatten, nn.Unflatten, nn.modules.dropout._DropoutNd)
+_NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+class Channels(NamedTuple):
+    """Where a tensor's channels lie. ``dim`` None: known when the tensor is seen. ``width`` None: likewise."""
+
+    dim: int | None
+    width: int | None
+
+
+def clean_names(model: nn.Module) -> dict[str, nn.Module]:
+    """Every module by its path without wrappers' parts; a shared module by its first path, a wrapper not at all."""
+    named: dict[str, nn.Module] = {}
+
+    def visit(module: nn.Module, path: tuple[str, ...], seen: set[int]) -> None:
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        wraps = type(module).__name__ in _WRAPPER_TYPES
+        if not wraps:
+            named.setdefault(".".join(path), module)
+        for name, child in module.named_children():
+            inner = wraps and name in _WRAPPERS
+            visit(child, path if inner else (*path, name), seen)
+
+    visit(model, (), set())
+    return named
+
+
+def matches(name: str, globs: Iterable[str]) -> bool:
+    """Whether a clean name matches one of the globs (``*`` crosses dots)."""
+    return any(fnmatch.fnmatchcase(name, glob) for glob in globs)
+
+
+def as_globs(argument: str, globs: str | Iterable[str], names: Iterable[str]) -> list[str]:
+    """The globs as a list; ValueError for one that matches no name."""
+    listed = [globs] if isinstance(globs, str) else list(globs)
+    known = list(names)
+    for glob in listed:
+        if not isinstance(glob, str):
+            raise TypeError(f"{argument}: expected globs over module names, got {glob!r}")
+        if not fnmatch.filter(known, glob):
+            some = ", ".join(repr(name) for name in known[:8])
+            raise ValueError(f"{argument}: the glob {glob!r} matches no module; the names are {some}, ...")
+    return listed
+
+
+def select_modules(model: nn.Module, modules: Modules) -> dict[str, nn.Module]:
+    """The watched modules by clean name. None: leaves that do something, and the children of every ModuleList."""
+    named = clean_names(model)
+    if modules is None:
+        in_list = {id(child) for module in named.values() if isinstance(module, nn.ModuleList) for child in module}
+        chosen = {
+            name: module
+            for name, module in named.items()
+            if not isinstance(module, _NEVER_CALLED)
+            and (id(module) in in_list or (_is_leaf(module) and not isinstance(module, _TRANSPARENT)))
+        }
+    elif callable(modules):
+        chosen = {name: module for name, module in named.items() if modules(name, module)}
+    else:
+        globs = as_globs("modules", modules, named)
+        chosen = {name: module for name, module in named.items() if matches(name, globs)}
+    if not chosen:
+        raise ValueError(f"modules: expected to select at least one of {len(named)} modules, selected none")
+    return chosen
+
+
+def _is_leaf(module: nn.Module) -> bool:
+    return next(module.children(), None) is None
+
+
+def _spatial_dims(module: nn.Module) -> int | None:
+    """1, 2 or 3 for modules that are made for a number of spatial dimensions."""
+    kinds = (nn.modules.conv._ConvNd, nn.modules.instancenorm._InstanceNorm, nn.modules.batchnorm._BatchNorm)
+    named_pool = type(module).__module__ == nn.MaxPool1d.__module__
+    if isinstance(module, kinds) or named_pool:
+        for cls in type(module).__mro__:
+            for spatial in (1, 2, 3):
+                if cls.__name__.endswith(f"{spatial}d"):
+                    return spatial
+    return None
+
+
+def natural_channels(module: nn.Module) -> Channels:
+    """Where the channels of a module's output lie, from its type. Widths come from its own attributes."""
+    spatial = _spatial_dims(module)
+    if isinstance(module, (nn.Linear, nn.Bilinear)):
+        found = Channels(-1, module.out_features)
+    elif isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        found = Channels(-1, module.embedding_dim)
+    elif isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
+        found = Channels(-1, module.normalized_shape[-1])
+    elif isinstance(module, nn.modules.batchnorm._BatchNorm):
+        found = Channels(1, module.num_features)
+    elif isinstance(module, nn.GroupNorm):
+        found = Channels(1, module.num_channels)
+    elif isinstance(module, nn.modules.conv._ConvNd) and spatial:
+        found = Channels(-1 - spatial, module.out_channels)
+    elif isinstance(module, nn.modules.instancenorm._InstanceNorm) and spatial:
+        found = Channels(-1 - spatial, module.num_features)
+    else:
+        found = Channels(-1 - spatial if spatial else None, None)
+    lazy = not found.width or not isinstance(found.width, int)  # a Lazy module before its first forward
+    return Channels(found.dim, None) if lazy else found
+
+
+def channels_of(name: str, module: nn.Module, wanted: int | None) -> Channels:
+    """The channels of a module's output, `wanted` being the caller's channel_dim for it.
+
+    ValueError where the module's type fixes the number of dimensions and `wanted` is not among them.
+    """
+    natural = natural_channels(module)
+    if wanted is None:
+        return natural
+    spatial = _spatial_dims(module)
+    if spatial is not None:
+        ndim = spatial + 2
+        if not -ndim <= wanted < ndim:
+            raise ValueError(
+                f"channel_dim: expected {-ndim} to {ndim - 1} for {name!r} ({type(module).__name__}, whose output has "
+                f"{ndim} dimensions), got {wanted}"
+            )
+        same = natural.dim is not None and wanted % ndim == natural.dim % ndim
+    else:
+        same = wanted == natural.dim
+    return Channels(wanted, natural.width if same else None)
+
+
+def channel_dim_of(tensor: torch.Tensor, dim: int | None) -> int | None:
+    """The channel dimension of a tensor that is at hand; None for a 0-dim tensor, which is one channel."""
+    if tensor.dim() == 0:
+        return None
+    if dim is not None:
+        return dim
+    return 1 if tensor.dim() in (4, 5) else -1
+
+
+def wanted_channel_dims(channel_dim: int | Mapping[str, int] | None, names: Iterable[str]) -> dict[str, int]:
+    """The caller's channel_dim for each name that has one. TypeError for what is neither int nor {glob: int}."""
+    known = list(names)
+    if channel_dim is None:
+        return {}
+    rules = channel_dim if isinstance(channel_dim, Mapping) else {"*": channel_dim}
+    for glob, dim in rules.items():
+        if not isinstance(dim, int) or isinstance(dim, bool):
+            raise TypeError(f"channel_dim: expected an int or {{glob: int}}, got {dim!r}")
+        if isinstance(channel_dim, Mapping):
+            as_globs("channel_dim", glob, known)
+    return {name: dim for name in known for glob, dim in rules.items() if matches(name, [glob])}
+
+
+def walk(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors in tuples, lists, mappings and dataclasses, each with its path (".0", ".logits.1", "" itself)."""
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from walk(item, f"{path}.{key}")
+    elif isinstance(value, (tuple, list)):
+        names = getattr(value, "_fields", None) or range(len(value))
+        for name, item in zip(names, value, strict=True):
+            yield from walk(item, f"{path}.{name}")
+    elif is_dataclass(value) and not isinstance(value, type):
+        for field in dataclass_fields(value):
+            yield from walk(getattr(value, field.name), f"{path}.{field.name}")

@@ -1,0 +1,233 @@
+"""Snapshot, SiteStats, Stats: one measured step as numbers on the host. Pure numpy; finished when they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hookstats.fields import STATISTICS, Array, Counts, Site, State, exponent_histogram, octave_edges, total
+
+if TYPE_CHECKING:
+    import pandas
+
+
+class Stats:
+    """The statistics of one set of values: floats, or float64 arrays ``[channels]``.
+
+    Over the finite values: ``count``, ``mean``, ``var`` and ``std`` (correction=1, as torch.var), ``rms``,
+    ``abs_mean``, ``l1_norm``, ``l2_norm``, ``abs_max``, ``min``, ``max``, ``zeros``. Left out of them and counted:
+    ``nans``, ``posinfs``, ``neginfs``. Where there are too few values for a statistic it is NaN.
+    """
+
+    count: Any
+    mean: Any
+    var: Any
+    std: Any
+    rms: Any
+    abs_mean: Any
+    l1_norm: Any
+    l2_norm: Any
+    abs_max: Any
+    min: Any
+    max: Any
+    zeros: Any
+    nans: Any
+    posinfs: Any
+    neginfs: Any
+
+    def __init__(self, moments: Array) -> None:
+        self._state = State(*moments)
+
+    def __getattr__(self, name: str) -> Any:
+        # Only for what is not there yet: a statistic is finished once, when it is first read.
+        if name not in STATISTICS:
+            raise AttributeError(f"expected one of {', '.join(STATISTICS)}; got {name!r}")
+        value = STATISTICS[name](self._state)
+        value = float(value) if value.ndim == 0 else value
+        setattr(self, name, value)
+        return value
+
+    def __repr__(self) -> str:
+        if self._state.count.ndim:
+            return f"Stats({self._state.count.size} channels)"
+        return f"Stats({', '.join(f'{name}={getattr(self, name):.6g}' for name in STATISTICS)})"
+
+
+class Histogram:
+    """Counts per bin. ``edges`` ``[bins + 1]`` ascend; ``counts`` are int64 ``[bins]``, or ``[channels, bins]`` of |x|.
+
+    A bin holds the values from its lower edge up to, not including, the upper one; on the negative side, the other way
+    round (a value belongs to the bin of its magnitude). A float64 beyond float32's range is in the outermost bin.
+    """
+
+    def __init__(self, counts: Counts, edges: Array) -> None:
+        self.counts = counts
+        self.edges = edges
+
+    def __repr__(self) -> str:
+        return f"Histogram({self.counts.sum()} values, counts {list(self.counts.shape)})"
+
+
+class SiteStats:
+    """The statistics of one site in one step.
+
+    ``calls``: tensors folded in (0: the site did not fire). ``total``: over everything. ``channels``: per channel, or
+    None where channels are not kept. ``histogram``: or None.
+    """
+
+    def __init__(self, moments: Array, calls: int, histogram: Counts | None, per_channel: bool) -> None:
+        """moments: ``[fields, channels]``; histogram: ``[512]``, ``[channels, 64]`` or None, as in the state."""
+        self.calls = calls
+        self._moments = moments
+        self._histogram = histogram
+        self._per_channel = per_channel
+
+    @cached_property
+    def total(self) -> Stats:
+        """Over all channels."""
+        return Stats(total(self._moments))
+
+    @cached_property
+    def channels(self) -> Stats | None:
+        """Per channel."""
+        return Stats(self._moments) if self._per_channel else None
+
+    @cached_property
+    def histogram(self) -> Histogram | None:
+        """Of the finite values, by exponent."""
+        if self._histogram is None:
+            return None
+        if self._histogram.ndim == 1:
+            return Histogram(*exponent_histogram(self._histogram))
+        return Histogram(self._histogram, octave_edges())
+
+    def quantile(self, q: float) -> Any:
+        """The q-quantile of the finite values, from the histogram by linear interpolation inside its bin.
+
+        A float; with a per-channel histogram an array ``[channels]``, then of |x|. Both it and the exact quantile lie
+        in the same bin, so they have the same sign and differ by less than a factor of 2 (outside the bin of zeros and
+        subnormals, and inside the histogram's range). NaN where nothing was counted; ValueError without a histogram.
+        """
+        if not 0 <= q <= 1:
+            raise ValueError(f"quantile: expected 0 <= q <= 1, got {q}")
+        if self.histogram is None:
+            raise ValueError("quantile: expected a site with a histogram; this one was measured with histogram=None")
+        if self.histogram.counts.ndim == 1:
+            return _quantile(self.histogram.counts, self.histogram.edges, q, self.total.min, self.total.max)
+        extremes = Stats(self._moments).abs_max
+        extremes = np.broadcast_to(extremes, self.histogram.counts.shape[:1])
+        rows = zip(self.histogram.counts, extremes, strict=True)
+        return np.array([_quantile(counts, self.histogram.edges, q, 0.0, top) for counts, top in rows])
+
+    def __repr__(self) -> str:
+        return f"SiteStats(calls={self.calls}, total={self.total})"
+
+
+def _quantile(counts: Counts, edges: Array, q: float, low: float, high: float) -> float:
+    cumulative = np.cumsum(counts)
+    if cumulative[-1] == 0:
+        return float("nan")
+    rank = q * cumulative[-1]
+    bin_ = int(min(np.searchsorted(cumulative, max(rank, 1e-300)), len(counts) - 1))
+    below = cumulative[bin_] - counts[bin_]
+    lower, upper = max(edges[bin_], low), min(edges[bin_ + 1], high)
+    return float(lower + (upper - lower) * (rank - below) / counts[bin_])
+
+
+class Snapshot(Mapping[Site, SiteStats]):
+    """One measured step: ``snapshot["layers.0.mlp", "output"]`` is a SiteStats.
+
+    ``step``: its number. ``scalars``: what was given to `Monitor.step` with it, as floats. ``order``: the sites that
+    fired, in order of execution (per device).
+    """
+
+    def __init__(
+        self, step: int, sites: Mapping[Site, SiteStats], order: list[Site], scalars: dict[str, float]
+    ) -> None:
+        self.step = step
+        self.scalars = scalars
+        self.order = order
+        self._sites = sites
+
+    def __getitem__(self, site: tuple[str, str]) -> SiteStats:
+        try:
+            return self._sites[Site(*site)]
+        except (KeyError, TypeError):
+            known = ", ".join(str(tuple(each)) for each in list(self._sites)[:5])
+            raise KeyError(f"expected (name, tensor) of a watched site, such as {known}; got {site!r}") from None
+
+    def __iter__(self) -> Iterator[Site]:
+        return iter(self._sites)
+
+    def __len__(self) -> int:
+        return len(self._sites)
+
+    def __repr__(self) -> str:
+        return f"Snapshot(step={self.step}, {len(self.order)} of {len(self)} sites fired)"
+
+    def table(self, sort: str | None = None) -> str:
+        """A text table, a line for each site: in order of execution, or by a statistic of the totals, largest first.
+
+        ``sort``: a statistic's name (ValueError for another one). ``channels`` says how many are kept apart. Sites that
+        did not fire come last.
+        """
+        if sort is not None and sort not in STATISTICS:
+            raise ValueError(f"sort: expected one of {', '.join(STATISTICS)}, got {sort!r}")
+        fired = list(self.order)
+        if sort is not None:
+            fired.sort(key=lambda site: -np.nan_to_num(getattr(self[site].total, sort), nan=-np.inf))
+        shown = ["mean", "std", "rms", "abs_max"]
+        if sort is not None and sort not in (*shown, "count", "zeros", "nans", "posinfs", "neginfs"):
+            shown.append(sort)
+        rows = [["site", "tensor", "calls", "channels", *shown, "zeros %", "nan", "inf"]]
+        for site in fired:
+            stats = self[site]
+            all_ = stats.total
+            channels = "-" if stats.channels is None else str(len(stats.channels.count))
+            numbers = [f"{getattr(all_, name):.3g}" for name in shown]
+            zeros = f"{100 * all_.zeros / all_.count:.1f}" if all_.count else "-"
+            counts = [f"{all_.nans:.0f}", f"{all_.posinfs + all_.neginfs:.0f}"]
+            rows.append([site.name or "(model)", site.tensor, str(stats.calls), channels, *numbers, zeros, *counts])
+        lines = _aligned(rows, left=2)
+        silent = [site for site in self if self[site].calls == 0]
+        if silent:
+            lines.append(f"did not fire: {', '.join(map(str, silent))}")
+        return "\n".join(lines)
+
+    def flat(self, *statistics: str) -> dict[str, float]:
+        """The totals as ``{"name/tensor/statistic": value}``, for loggers. Without arguments, all statistics."""
+        unknown = [name for name in statistics if name not in STATISTICS]
+        if unknown:
+            raise ValueError(f"flat: expected some of {', '.join(STATISTICS)}; got {', '.join(unknown)}")
+        return {
+            "/".join(filter(None, (*site, name))): getattr(self[site].total, name)
+            for site in self.order
+            for name in statistics or STATISTICS
+        }
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """A DataFrame of the totals: a row for each site in order of execution, indexed by (name, tensor)."""
+        try:
+            import pandas
+        except ImportError:
+            raise ImportError("to_pandas needs pandas: pip install 'hookstats[pandas]'") from None
+        rows = [
+            {"calls": self[site].calls} | {name: getattr(self[site].total, name) for name in STATISTICS}
+            for site in self.order
+        ]
+        index = pandas.MultiIndex.from_tuples(self.order, names=["name", "tensor"])
+        return pandas.DataFrame(rows, index=index, columns=["calls", *STATISTICS])
+
+
+def _aligned(rows: list[list[str]], left: int) -> list[str]:
+    """Columns under each other: the first `left` to the left, the others to the right; a rule under the head."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
+        lines.append("  ".join(cells).rstrip())
+    lines.insert(1, "-" * len("  ".join("-" * w for w in widths)))
+    return lines

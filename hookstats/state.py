@@ -1,0 +1,221 @@
+"""Where statistics accumulate: blocks of device memory, a view of them per site.
+
+Nothing here runs inside a hook except `Store.bind`, the first time a tensor is seen whose width or device could not be
+known before.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from hookstats import _native
+from hookstats.fields import EXPONENT_BINS, FIELDS, OCTAVE_BINS, Counts, ExponentBins, Site
+from hookstats.snapshot import SiteStats, Snapshot
+
+_LATER_BLOCK_BYTES = 1 << 16  # room for sites whose width is learned one by one; twice as much each time
+
+
+class SiteState(NamedTuple):
+    """What a hook hands to the extension. csrc/hook.cpp knows this order."""
+
+    moments: torch.Tensor  # float64 [fields, channels]
+    counters: torch.Tensor  # int64 [2]: calls, place in the order of execution
+    histogram: torch.Tensor | None  # int64 [512] or [channels, 64]
+    active: torch.Tensor  # int32 [1] on the device: zero stops the kernel, in compiled graphs too
+    open: torch.Tensor  # the same on the host: eager hooks do not even launch
+    channel_dim: int
+    site: int  # Entry.index
+    strict: bool
+
+
+class Place(NamedTuple):
+    """Where a site's state lies, in units of 8 bytes: moments, counters, histogram, one after another."""
+
+    device: torch.device
+    block: int
+    offset: int
+    channels: int
+    bins: int
+
+    @property
+    def size(self) -> int:
+        return len(FIELDS) * self.channels + _native.COUNTERS + self.bins
+
+
+class Entry:
+    """One site: where its state is, and what the hooks are given."""
+
+    _indices = itertools.count()  # over all monitors
+
+    def __init__(self, site: Site, keep_channels: bool) -> None:
+        self.site = site
+        self.index = next(self._indices)
+        self.keep_channels = keep_channels
+        self.in_parts = False  # the output was a container, whose tensors have sites of their own
+        self.place: Place
+        self.state: SiteState
+
+
+class Flags:
+    """Whether anything is to be measured now: one int32 on the host, one on each device."""
+
+    def __init__(self) -> None:
+        self.host = torch.zeros(1, dtype=torch.int32)
+        self._devices: dict[torch.device, torch.Tensor] = {torch.device("cpu"): self.host}
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        if device not in self._devices:
+            self._devices[device] = self.host.to(device)
+        return self._devices[device]
+
+    @property
+    def value(self) -> bool:
+        return bool(self.host.item())
+
+    @value.setter
+    def value(self, value: bool) -> None:
+        if value != self.value:
+            for flag in self._devices.values():
+                flag.fill_(int(value))
+
+
+class Store:
+    """The state of all sites of a monitor.
+
+    Memory is taken at attach, and in a few large blocks for sites whose width is learned later; a block is never moved,
+    because compiled graphs and waiting gradients hold views of it.
+    """
+
+    def __init__(self, histogram: ExponentBins | None, memory_budget: int, strict: bool) -> None:
+        self.histogram = histogram
+        self.memory_budget = memory_budget
+        self.strict = strict
+        self.flags = Flags()
+        self.entries: list[Entry] = []
+        self.blocks: dict[torch.device, list[torch.Tensor]] = {}
+        self._free: dict[torch.device, tuple[int, int]] = {}  # in the last block: next offset, end
+
+    def bytes_on(self, device: torch.device) -> int:
+        return 8 * sum(block.numel() for block in self.blocks.get(device, []))
+
+    @property
+    def bytes(self) -> int:
+        return sum(map(self.bytes_on, self.blocks))
+
+    def site_bytes(self, channels: int) -> int:
+        return 8 * self._size(channels)
+
+    def _bins(self, channels: int) -> int:
+        if self.histogram is None:
+            return 0
+        return channels * OCTAVE_BINS if self.histogram.per_channel else EXPONENT_BINS
+
+    def _size(self, channels: int) -> int:
+        return len(FIELDS) * channels + _native.COUNTERS + self._bins(channels)
+
+    def reserve(self, device: torch.device, size: int) -> None:
+        """Adds a block of `size` x 8 bytes, from which the next sites on this device are taken."""
+        with torch.inference_mode(False):
+            self.blocks.setdefault(device, []).append(torch.zeros(size, dtype=torch.int64, device=device))
+        self._free[device] = (0, size)
+        if device.type == "cuda":
+            _native.reserve_scratch(device)
+
+    def add(self, site: Site, device: torch.device, channels: int, channel_dim: int, keep_channels: bool) -> Entry:
+        entry = Entry(site, keep_channels)
+        self.entries.append(entry)
+        self._place(entry, device, channels, channel_dim)
+        return entry
+
+    def _place(self, entry: Entry, device: torch.device, channels: int, channel_dim: int) -> None:
+        size = self._size(channels)
+        offset, end = self._free.get(device, (0, 0))
+        if offset + size > end:
+            self.reserve(device, max(size, _LATER_BLOCK_BYTES // 8 << len(self.blocks.get(device, []))))
+            offset = 0
+        block = len(self.blocks[device]) - 1
+        entry.place = Place(device, block, offset, channels, self._bins(channels))
+        self._free[device] = (offset + size, self._free[device][1])
+        with torch.inference_mode(False):
+            memory = self.blocks[device][block].narrow(0, offset, size)
+            fields = len(FIELDS) * channels
+            bins = memory[fields + _native.COUNTERS :]
+            entry.state = SiteState(
+                moments=memory[:fields].view(torch.float64).view(len(FIELDS), channels),
+                counters=memory[fields : fields + _native.COUNTERS],
+                histogram=None if self.histogram is None else self._shaped(bins, channels),
+                active=self.flags.on(device),
+                open=self.flags.host,
+                channel_dim=channel_dim,
+                site=entry.index,
+                strict=self.strict,
+            )
+
+    def _shaped(self, bins: torch.Tensor, channels: int) -> torch.Tensor:
+        per_channel = self.histogram is not None and self.histogram.per_channel
+        return bins.view(channels, OCTAVE_BINS) if per_channel else bins
+
+    def fits(self, device: torch.device, channels: int, sites: int) -> bool:
+        """Whether that many more sites of this width stay inside the budget."""
+        offset, end = self._free.get(device, (0, 0))
+        used = self.bytes_on(device) - 8 * (end - offset)
+        return used + sites * self.site_bytes(channels) <= self.memory_budget
+
+    def bind(self, entry: Entry, device: torch.device, channels: int, channel_dim: int) -> None:
+        """Moves a site to a device and a width; what it has counted so far goes along where that is possible."""
+        old, old_place = entry.state, entry.place
+        self._place(entry, device, channels, channel_dim)
+        if old_place.device == device and channels in (1, old_place.channels):
+            new = entry.state
+            _native.merge(new.moments, new.counters, new.histogram, old.moments, old.counters, old.histogram)
+        for tensor in (old.moments, old.counters, old.histogram):
+            if tensor is not None:
+                tensor.zero_()
+
+    def clear(self) -> None:
+        for blocks in self.blocks.values():
+            for block in blocks:
+                block.zero_()
+
+
+class Row(NamedTuple):
+    """What is needed to find a site in blocks that were copied."""
+
+    site: Site
+    place: Place
+    keep_channels: bool
+    in_parts: bool
+
+
+class Layout:
+    """Where all sites were at one time: what is needed to read blocks that were copied then."""
+
+    def __init__(self, store: Store) -> None:
+        self._rows = [Row(e.site, e.place, e.keep_channels, e.in_parts) for e in store.entries]
+        self._per_channel_histogram = store.histogram is not None and store.histogram.per_channel
+
+    def snapshot(
+        self, blocks: dict[tuple[torch.device, int], Counts], step: int, scalars: dict[str, float]
+    ) -> Snapshot:
+        """The copied blocks as numbers; the arrays are kept, not copied."""
+        sites: dict[Site, SiteStats] = {}
+        fired: list[tuple[int, int, Site]] = []
+        devices = list(dict.fromkeys(row.place.device for row in self._rows))
+        for site, place, keep_channels, in_parts in self._rows:
+            memory = blocks[place.device, place.block][place.offset : place.offset + place.size]
+            fields = len(FIELDS) * place.channels
+            calls, first = memory[fields : fields + _native.COUNTERS].tolist()
+            if in_parts and not calls:
+                continue
+            bins = memory[fields + _native.COUNTERS :] if place.bins else None
+            if bins is not None and self._per_channel_histogram:
+                bins = bins.reshape(place.channels, OCTAVE_BINS)
+            moments = memory[:fields].view(np.float64).reshape(len(FIELDS), place.channels)
+            sites[site] = SiteStats(moments, calls, bins, keep_channels)
+            if calls:
+                fired.append((devices.index(place.device), first, site))
+        return Snapshot(step, sites, [site for _, _, site in sorted(fired)], scalars)

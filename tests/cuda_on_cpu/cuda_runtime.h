@@ -1,0 +1,200 @@
+// CUDA kernels on a CPU, for tests: stands in for <cuda_runtime.h> when csrc/cuda/*.cu are compiled by a C++ compiler.
+//
+// Every CUDA thread is a fiber. Blocks run one after another; in a block, fibers run one after another from barrier to
+// barrier, in index order or, under a seed, both blocks and fibers in shuffled order: what then changes was ordered by
+// nothing. It fails on a barrier that not every thread of the block reaches, and on a write past a shared array; shared
+// memory starts out as garbage. It says nothing about speed, memory ordering between running blocks, or alignment.
+#pragma once
+
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <numeric>
+#include <random>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#define __global__
+#define __device__
+#define __host__
+#define __launch_bounds__(...)
+
+struct dim3 {
+  unsigned x, y, z;
+  dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
+};
+using cudaStream_t = void*;
+enum cudaError_t { cudaSuccess = 0 };
+inline const char* cudaGetErrorString(cudaError_t) { return "no error"; }
+inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }
+
+inline dim3 gridDim, blockDim, blockIdx, threadIdx;
+
+namespace cuda_on_cpu {
+
+inline unsigned shuffle_seed = 0;  // 0: in order
+inline int64_t launches = 0;
+
+class Block {
+ public:
+  Block(dim3 block, const std::function<void()>& kernel) : kernel_(kernel), fibers_(block.x * block.y * block.z) {
+    for (size_t i = 0; i < fibers_.size(); ++i) {
+      auto& fiber = fibers_[i];
+      fiber.index = dim3(i % block.x, i / block.x % block.y, i / block.x / block.y);
+      fiber.stack.reset(new char[kStackBytes]);
+    }
+  }
+
+  void run(std::mt19937& random) {
+    shared_.clear();
+    for (auto& fiber : fibers_) start(fiber);
+    std::vector<size_t> order(fibers_.size());
+    std::iota(order.begin(), order.end(), 0);
+    for (size_t done = 0; done < fibers_.size();) {
+      if (shuffle_seed) std::shuffle(order.begin(), order.end(), random);
+      for (const size_t i : order) resume(fibers_[i]);
+      done = std::count_if(fibers_.begin(), fibers_.end(), [](const Fiber& f) { return f.finished; });
+      check_barrier(done);
+    }
+    for (const auto& array : shared_) array->check();
+  }
+
+  void barrier(int line) {
+    current_->barrier_line = line;
+    swapcontext(&current_->context, &scheduler_);
+  }
+
+  // The same array for every thread of the block: threads ask in the same order.
+  void* shared_array(size_t bytes) {
+    const size_t i = current_->shared_arrays++;
+    if (i == shared_.size()) shared_.push_back(std::make_unique<SharedArray>(bytes));
+    return shared_[i]->memory.data();
+  }
+
+  static inline Block* current = nullptr;
+
+ private:
+  static constexpr size_t kStackBytes = 128 << 10;
+
+  struct Fiber {
+    ucontext_t context;
+    std::unique_ptr<char[]> stack;
+    dim3 index;
+    bool finished;
+    int barrier_line;
+    size_t shared_arrays;
+  };
+
+  struct SharedArray {
+    static constexpr size_t kGuard = 64;
+    std::vector<unsigned char> memory;
+    explicit SharedArray(size_t bytes) : memory(bytes + kGuard, 0xA5) {}
+    void check() const {
+      const auto broken = [](unsigned char c) { return c != 0xA5; };
+      if (std::any_of(memory.end() - kGuard, memory.end(), broken)) {
+        throw std::runtime_error("cuda_on_cpu: a write past the end of a shared array");
+      }
+    }
+  };
+
+  static void enter() {
+    Block& block = *current;
+    block.kernel_();
+    block.current_->finished = true;
+    swapcontext(&block.current_->context, &block.scheduler_);
+  }
+
+  void start(Fiber& fiber) {
+    fiber.finished = false;
+    fiber.barrier_line = 0;
+    fiber.shared_arrays = 0;
+    getcontext(&fiber.context);
+    fiber.context.uc_stack.ss_sp = fiber.stack.get();
+    fiber.context.uc_stack.ss_size = kStackBytes;
+    fiber.context.uc_link = nullptr;
+    makecontext(&fiber.context, enter, 0);
+  }
+
+  void resume(Fiber& fiber) {
+    if (fiber.finished) return;
+    current = this;
+    current_ = &fiber;
+    threadIdx = fiber.index;
+    swapcontext(&scheduler_, &fiber.context);
+  }
+
+  void check_barrier(size_t finished) const {
+    if (finished == fibers_.size()) return;
+    int line = 0;
+    for (const auto& fiber : fibers_) {
+      if (!fiber.finished) line = fiber.barrier_line;
+    }
+    for (const auto& fiber : fibers_) {
+      if (!fiber.finished && fiber.barrier_line == line) continue;
+      throw std::runtime_error("cuda_on_cpu: not every thread of the block reaches the barrier in line " +
+                               std::to_string(line) + " (" + std::to_string(finished) + " of " +
+                               std::to_string(fibers_.size()) + " have returned)");
+    }
+  }
+
+  const std::function<void()>& kernel_;
+  std::vector<Fiber> fibers_;
+  std::vector<std::unique_ptr<SharedArray>> shared_;
+  Fiber* current_ = nullptr;
+  ucontext_t scheduler_;
+};
+
+inline void run(dim3 grid, dim3 block, const std::function<void()>& kernel) {
+  if (!grid.x || !grid.y || !grid.z || grid.y > 65535 || grid.z > 65535 || block.x * block.y * block.z > 1024) {
+    throw std::runtime_error("cuda_on_cpu: invalid launch configuration");
+  }
+  ++launches;
+  gridDim = grid;
+  blockDim = block;
+  std::mt19937 random(shuffle_seed);
+  std::vector<uint64_t> order(uint64_t(grid.x) * grid.y * grid.z);
+  std::iota(order.begin(), order.end(), 0);
+  if (shuffle_seed) std::shuffle(order.begin(), order.end(), random);
+  Block fibers(block, kernel);
+  for (const uint64_t i : order) {
+    blockIdx = dim3(i % grid.x, i / grid.x % grid.y, i / grid.x / grid.y);
+    fibers.run(random);
+  }
+}
+
+}  // namespace cuda_on_cpu
+
+#define HOOKSTATS_SHARED(type, name, count) \
+  type* const name = static_cast<type*>(cuda_on_cpu::Block::current->shared_array(sizeof(type) * (count)))
+
+inline void __syncthreads(int line = __builtin_LINE()) { cuda_on_cpu::Block::current->barrier(line); }
+inline void __threadfence() {}
+
+template <class T>
+T atomicAdd(T* at, T value) {
+  const T old = *at;
+  *at = old + value;
+  return old;
+}
+
+inline unsigned atomicInc(unsigned* at, unsigned wrap) {
+  const unsigned old = *at;
+  *at = old >= wrap ? 0 : old + 1;
+  return old;
+}
+
+namespace hookstats::cuda {
+
+template <class... Params, class... Args>
+cudaError_t launch(void (*kernel)(Params...), dim3 grid, dim3 block, cudaStream_t, const Args&... args) {
+  cuda_on_cpu::run(grid, block, [&] { kernel(args...); });
+  return cudaSuccess;
+}
+
+}  // namespace hookstats::cuda
