@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from setuptools import setup
 
@@ -94,7 +95,7 @@ class BuildWithCuda(BuildExtension):
     def build_extensions(self) -> None:
         (extension,) = self.extensions
         nvcc = find_nvcc()
-        built = {"torch": torch.__version__, "cuda": None, "architectures": []}
+        built: dict[str, Any] = {"torch": str(torch.__version__), "cuda": None, "architectures": []}
         if nvcc:
             version = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
             release = re.search(r"release (\d+\.\d+)", version)

@@ -8,6 +8,7 @@ counted.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -30,7 +31,8 @@ class Site(NamedTuple):
         return f"{self.name or '(model)'} {self.tensor}"
 
 
-class State(NamedTuple):
+@dataclass(frozen=True)
+class State:
     """The rows of a state by name, each an array of the channels' shape."""
 
     count: Array

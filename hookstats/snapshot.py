@@ -45,8 +45,8 @@ class Stats:
         # Only for what is not there yet: a statistic is finished once, when it is first read.
         if name not in STATISTICS:
             raise AttributeError(f"expected one of {', '.join(STATISTICS)}; got {name!r}")
-        value = STATISTICS[name](self._state)
-        value = float(value) if value.ndim == 0 else value
+        array = STATISTICS[name](self._state)
+        value = array if array.ndim else float(array)
         setattr(self, name, value)
         return value
 

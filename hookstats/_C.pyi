@@ -1,0 +1,16 @@
+from torch import Tensor
+
+from hookstats.state import SiteState
+
+FIELDS: tuple[str, ...]
+DTYPES: tuple[str, ...]
+COUNTERS: int
+EXPONENT_BINS: int
+OCTAVE_BINS: int
+FIRST_OCTAVE: int
+UNKNOWN_DIM: int
+HAS_CUDA: bool
+
+def observe(x: Tensor, output: SiteState | None, gradient: SiteState | None, /) -> str | None: ...
+def take_failures() -> list[tuple[int, str]]: ...
+def reserve_scratch(device: str) -> None: ...

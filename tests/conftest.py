@@ -1,0 +1,152 @@
+"""The backends that every kernel test runs on, and comparison with the reference."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils import cpp_extension
+
+import hookstats
+from hookstats import fields
+from tests import reference
+
+ROOT = Path(__file__).parent.parent
+DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
+HISTOGRAMS = ["none", "per_tensor", "per_channel"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU: make gpu"))
+
+
+def load_harness() -> Any:
+    """torch.ops namespace in which CPU tensors go to the CUDA kernels, run on the CPU (tests/cuda_on_cpu)."""
+    sources = ["csrc/ops.cpp", "csrc/cpu/accumulate.cpp", "tests/cuda_on_cpu/harness.cpp"]
+    build = ROOT / "build" / f"cuda_on_cpu-{torch.__version__}"
+    build.mkdir(parents=True, exist_ok=True)
+    os.environ["PATH"] = os.pathsep.join([str(Path(os.__file__).parent), os.environ["PATH"]])
+    cpp_extension.load(
+        name="hookstats_cuda_on_cpu",
+        sources=[str(ROOT / source) for source in sources],
+        extra_cflags=["-O1", "-g", "-fopenmp", "-DHOOKSTATS_CUDA_ON_CPU"],
+        extra_ldflags=["-fopenmp"],
+        extra_include_paths=[str(ROOT / "tests" / "cuda_on_cpu"), str(ROOT / "csrc")],
+        build_directory=str(build),
+        is_python_module=False,
+    )
+    return torch.ops.hookstats_cuda_on_cpu
+
+
+@pytest.fixture(scope="session")
+def harness() -> Any:
+    return load_harness()
+
+
+class State:
+    """A site's state outside any monitor."""
+
+    def __init__(self, channels: int, histogram: str, device: str) -> None:
+        bins = {"none": None, "per_tensor": (fields.EXPONENT_BINS,), "per_channel": (channels, fields.OCTAVE_BINS)}
+        shape = bins[histogram]
+        self.moments = torch.zeros(len(fields.FIELDS), channels, dtype=torch.float64, device=device)
+        self.counters = torch.zeros(2, dtype=torch.int64, device=device)
+        self.histogram = None if shape is None else torch.zeros(shape, dtype=torch.int64, device=device)
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        return self.moments, self.counters, self.histogram
+
+    def stats(self) -> hookstats.SiteStats:
+        bins = None if self.histogram is None else self.histogram.cpu().numpy()
+        return hookstats.SiteStats(self.moments.cpu().numpy(), int(self.counters[0]), bins, True)
+
+    def same_bits(self, other: State) -> bool:
+        """Everything but the place in the order of execution."""
+        pairs = [
+            (self.moments.view(torch.int64), other.moments.view(torch.int64)),
+            (self.counters[:1], other.counters[:1]),
+        ]
+        if self.histogram is not None and other.histogram is not None:
+            pairs.append((self.histogram, other.histogram))
+        return all(torch.equal(a, b) for a, b in pairs)
+
+
+class Backend:
+    """One implementation of the operators, and the device of its tensors."""
+
+    def __init__(self, name: str, ops: Any, device: str) -> None:
+        self.name = name
+        self.ops = ops
+        self.device = device
+
+    def accumulate(
+        self, x: torch.Tensor, channel_dim: int | None, histogram: str = "none", into: State | None = None
+    ) -> State:
+        channels = 1 if channel_dim is None or x.dim() == 0 else x.shape[channel_dim]
+        state = into or State(channels, histogram, self.device)
+        self.ops.accumulate(self.to_device(x), *state.tensors, None, channel_dim or 0)
+        return state
+
+    def merge(self, into: State, other: State) -> None:
+        self.ops.merge(*into.tensors, *other.tensors)
+
+    def to_device(self, x: torch.Tensor) -> torch.Tensor:
+        """With the same strides and storage offset."""
+        if self.device == "cpu":
+            return x
+        storage = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage()).to(self.device)
+        return torch.as_strided(storage, x.shape, x.stride(), x.storage_offset())
+
+
+@pytest.fixture(
+    params=["cpu", "cuda_on_cpu", pytest.param("gpu", marks=pytest.mark.gpu)],
+)
+def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
+    if request.param == "cuda_on_cpu":
+        ops = request.getfixturevalue("harness")
+        yield Backend("cuda_on_cpu", ops, "cpu")
+        ops.shuffle(0)
+    else:
+        yield Backend(request.param, torch.ops.hookstats, "cuda" if request.param == "gpu" else "cpu")
+
+
+def check(stats: hookstats.SiteStats, x: torch.Tensor, channel_dim: int | None, rtol: float = 1e-5) -> None:
+    """Compares per channel and in total with float64 on the same data.
+
+    Counts, min, max and histogram exactly; mean to rtol of max(|mean|, std); everything else to rtol.
+    """
+    rows = reference.channel_rows(x, channel_dim)
+    assert stats.channels is not None
+    for c, row in enumerate(rows):
+        got = {name: float(getattr(stats.channels, name)[c]) for name in fields.STATISTICS}
+        compare(got, row, f"channel {c} of {tuple(x.shape)}", rtol)
+    compare({name: getattr(stats.total, name) for name in fields.STATISTICS}, rows.reshape(-1), "total", rtol)
+    if stats.histogram is not None:
+        if stats.histogram.counts.ndim == 1:
+            np.testing.assert_array_equal(stats.histogram.counts, reference.exponent_counts(rows.reshape(-1)))
+        else:
+            for counts, row in zip(stats.histogram.counts, rows, strict=True):
+                np.testing.assert_array_equal(counts, reference.octave_counts(row))
+
+
+def compare(got: dict[str, float], row: Any, where: str, rtol: float) -> None:
+    wanted = reference.statistics(row)
+    for name, want in wanted.items():
+        exact = name in ("count", "min", "max", "abs_max", "zeros", "nans", "posinfs", "neginfs")
+        tolerance = 0.0 if exact else rtol * abs(want)
+        if name == "mean" and not np.isnan(wanted["std"]):
+            tolerance = rtol * max(abs(want), wanted["std"])
+        if name == "var":
+            tolerance *= 2  # the square of std
+        ok = (np.isnan(want) and np.isnan(got[name])) or abs(got[name] - want) <= tolerance
+        assert ok, f"{where}: {name}: expected {want!r}, got {got[name]!r}"

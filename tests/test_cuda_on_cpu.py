@@ -1,0 +1,76 @@
+"""What only the harness can tell: the order of blocks and threads does not matter, and that it finds planted faults."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conftest import DTYPES, Backend, State, check
+from tests.test_kernels import LAYOUTS, normal
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_shuffled_blocks_and_threads_are_bit_identical(harness: Any, layout: str, dtype: torch.dtype) -> None:
+    backend = Backend("cuda_on_cpu", harness, "cpu")
+    make, channel_dim = LAYOUTS[layout]
+    x = make(dtype)
+    for histogram in ("per_tensor", "per_channel"):
+        harness.shuffle(0)
+        in_order = backend.accumulate(x, channel_dim, histogram)
+        for seed in (1, 2):
+            harness.shuffle(seed)
+            assert backend.accumulate(x, channel_dim, histogram).same_bits(in_order)
+    harness.shuffle(0)
+
+
+def test_shuffled_merges_are_bit_identical(harness: Any) -> None:
+    backend = Backend("cuda_on_cpu", harness, "cpu")
+    part = backend.accumulate(normal(50, 700).float(), 1, "per_channel")
+    folded = []
+    for seed in (0, 1, 2):
+        harness.shuffle(seed)
+        state = State(1, "per_channel", "cpu")
+        backend.merge(state, part)
+        folded.append(state)
+    harness.shuffle(0)
+    assert all(state.same_bits(folded[0]) for state in folded)
+
+
+def test_one_launch_per_accumulate_and_merge(harness: Any) -> None:
+    backend = Backend("cuda_on_cpu", harness, "cpu")
+    state = State(40, "per_channel", "cpu")
+    before = harness.launches()
+    backend.accumulate(normal(5000, 40).float(), 1, into=state)  # many blocks per channel
+    assert harness.launches() == before + 1
+    backend.merge(state, state)
+    assert harness.launches() == before + 2
+    backend.accumulate(torch.empty(0, 40), 1, into=state)
+    assert harness.launches() == before + 2
+
+
+def test_scratch_is_left_as_it_was_found(harness: Any) -> None:
+    # Shapes with different numbers of parts after each other: a dirty arrival counter would lose or repeat a part.
+    backend = Backend("cuda_on_cpu", harness, "cpu")
+    for rows, channels in ((5000, 40), (300, 7), (9000, 1), (5000, 40)):
+        x = normal(rows, channels).float()
+        check(backend.accumulate(x, 1, "per_channel").stats(), x, 1)
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("partial_barrier", r"not every thread of the block reaches the barrier.*32 of 64 have returned"),
+        ("diverged_barrier", "not every thread of the block reaches the barrier"),
+        ("overrun", "past the end of a shared array"),
+    ],
+)
+def test_the_harness_finds(harness: Any, fault: str, message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        harness.run_faulty(fault)
+
+
+def test_the_harness_shows_a_missing_barrier(harness: Any) -> None:
+    assert harness.run_faulty("missing_barrier") != 64

@@ -1,0 +1,379 @@
+"""accumulate and merge against float64 on the same data, on every backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hookstats import fields
+from tests.conftest import DTYPES, HISTOGRAMS, Backend, State, check
+
+INF, NAN = float("inf"), float("nan")
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+# name: (tensor from float64 values of a dtype, channel dimension)
+Maker = Callable[[torch.dtype], torch.Tensor]
+LAYOUTS: dict[str, tuple[Maker, int | None]] = {
+    "rows": (lambda t: normal(700, 70).to(t), 1),
+    "rows_3d": (lambda t: normal(9, 33, 40).to(t), -1),
+    "rows_of_one_channel": (lambda t: normal(300, 1).to(t), 1),
+    "planes": (lambda t: normal(5, 6, 9, 11).to(t), 1),
+    "planes_unaligned": (lambda t: normal(3, 4, 67, 67).to(t), 1),
+    "channels_last": (lambda t: normal(5, 34, 9, 11).to(t).to(memory_format=torch.channels_last), 1),
+    "whole": (lambda t: normal(9, 33, 40).to(t), None),
+    "whole_transposed": (lambda t: normal(33, 40).to(t).t(), None),
+    "channels_first": (lambda t: normal(7, 500).to(t), 0),
+    "transposed": (lambda t: normal(70, 300).to(t).t(), -1),
+    "every_second_row": (lambda t: normal(500, 40).to(t)[::2], -1),
+    "every_second_channel": (lambda t: normal(300, 80).to(t)[:, ::2], -1),
+    "slice_of_channels": (lambda t: normal(12, 30, 50).to(t)[:, 3:20, 5:43], -1),
+    "odd_storage_offset": (lambda t: normal(20001).to(t)[1:].view(400, 50), -1),
+    "permuted_5d": (lambda t: normal(3, 4, 5, 6, 7).to(t).permute(4, 0, 3, 1, 2), 1),
+    "many_dims": (lambda t: normal(4, 6, 4, 6, 4, 6).to(t)[::2, ::3, ::2, ::3, ::2, ::3], 2),
+    "many_dims_rows": (lambda t: normal(4, 6, 4, 6, 34).to(t)[::2, :, ::2, ::3], -1),
+    "expanded": (lambda t: normal(6, 1, 50).to(t).expand(6, 40, 50), -1),
+    "expanded_channels": (lambda t: normal(60, 1).to(t).expand(60, 35), -1),
+    "zero_dim": (lambda t: normal(1)[0].to(t), None),
+    "one_value": (lambda t: normal(1, 1).to(t), -1),
+    "one_row": (lambda t: normal(1, 100).to(t), -1),
+}
+
+
+@pytest.mark.parametrize("histogram", HISTOGRAMS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_dtype_and_histogram_matches_float64(
+    backend: Backend, layout: str, dtype: torch.dtype, histogram: str
+) -> None:
+    make, channel_dim = LAYOUTS[layout]
+    x = make(dtype)
+    state = backend.accumulate(x, channel_dim, histogram)
+    check(state.stats(), x, channel_dim)
+    assert state.counters[0] == 1
+
+
+@pytest.mark.parametrize("channels", [1, 2, 31, 32, 33, 63, 64, 65, 129])
+@pytest.mark.parametrize("rows", [1, 2, 7, 8, 9, 127, 128, 129, 511, 512, 513, 1025, 4097])
+def test_sizes_around_tile_edges(backend: Backend, rows: int, channels: int) -> None:
+    x = normal(rows, channels).float()
+    check(backend.accumulate(x, 1, "per_channel").stats(), x, 1)
+
+
+@pytest.mark.parametrize("size", [1, 63, 64, 65, 255, 256, 257, 4095, 4096, 4097, 16383, 16385, 70001])
+def test_plane_sizes_around_tile_edges(backend: Backend, size: int) -> None:
+    x = normal(2, size).float()
+    check(backend.accumulate(x, 0, "per_channel").stats(), x, 0)
+    check(backend.accumulate(x, None, "per_tensor").stats(), x, None)
+
+
+def test_many_channels(backend: Backend) -> None:
+    x = normal(3, 10007).float()
+    check(backend.accumulate(x, 1).stats(), x, 1)
+    y = normal(1100, 20).float()
+    check(backend.accumulate(y, 0, "per_channel").stats(), y, 0)
+
+
+def _with(x: torch.Tensor, *values: float, first: bool = False) -> torch.Tensor:
+    """The values sown into x; into the first row too, where the shift is taken from."""
+    flat = x.view(-1)
+    places = torch.randperm(flat.numel(), generator=torch.Generator().manual_seed(1))
+    for i, place in enumerate(places[: flat.numel() // 50].tolist()):
+        flat[place] = values[i % len(values)]
+    if first:
+        x[0] = values[0]
+    return x
+
+
+HARD: dict[str, torch.Tensor] = {
+    "mean_1e4": (normal(3000, 5) + 1e4).float(),
+    "mean_-1e4": (normal(3000, 5) - 1e4).float(),
+    "near_1e30": (normal(1000, 5) * 1e30).float(),
+    "near_float32_max": (normal(1000, 5).clamp(-3, 3) * 1e38).float(),
+    "near_1e-30": (normal(1000, 5) * 1e-30).float(),
+    "near_1e-18": (normal(1000, 5) * 1e-18).float(),
+    "subnormal": (normal(1000, 5) * 1e-40).float(),
+    "subnormal_among_normal": _with(normal(1000, 5).float(), 1e-41, -1e-44, 0.0, -0.0),
+    "relu_sparse": normal(1000, 5).float().relu(),
+    "all_zero": torch.zeros(1000, 5),
+    "minus_zero": -torch.zeros(1000, 5),
+    "constant": torch.full((1000, 5), 3.14),
+    "constant_large": torch.full((1000, 5), 1e30),
+    "nan": _with(normal(1000, 5).float(), NAN),
+    "inf": _with(normal(1000, 5).float(), INF, -INF),
+    "nan_and_inf": _with(normal(1000, 5).float(), NAN, INF, -INF),
+    "nan_first": _with(normal(1000, 5).float(), NAN, first=True),
+    "inf_first": _with(normal(1000, 5).float(), INF, first=True),
+    "all_nan": torch.full((300, 5), NAN),
+    "all_inf": torch.full((300, 5), -INF),
+    "outlier_first": _with(normal(1000, 5).float(), 1e5, first=True),
+    "one_outlier_in_each_tile": normal(1000, 5).float() + 1e6 * (torch.arange(1000) % 64 == 3).view(-1, 1),
+    "growing_mean": (normal(4000, 5) + torch.arange(4000).view(-1, 1)).float(),
+    "two_far_means": (normal(4000, 5) + 1e3 * (torch.arange(4000) >= 2000).view(-1, 1)).float(),
+    "hot_bin": torch.where(normal(4000, 5) > 2, 7.0, 1.5).float(),
+}
+
+
+@pytest.mark.parametrize("channel_dim", [1, None], ids=["rows", "whole"])
+@pytest.mark.parametrize("values", HARD)
+def test_hard_float32_values(backend: Backend, values: str, channel_dim: int | None) -> None:
+    x = HARD[values]
+    for histogram in ("per_tensor", "per_channel"):
+        check(backend.accumulate(x, channel_dim, histogram).stats(), x, channel_dim)
+
+
+@pytest.mark.parametrize("values", HARD)
+def test_hard_values_in_planes(backend: Backend, values: str) -> None:
+    x = HARD[values].t().contiguous()
+    check(backend.accumulate(x, 0, "per_channel").stats(), x, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("values", HARD)
+def test_hard_half_precision_values(backend: Backend, values: str, dtype: torch.dtype) -> None:
+    x = HARD[values].to(dtype)
+    check(backend.accumulate(x, 1, "per_channel").stats(), x, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_every_16_bit_value_is_counted_in_its_bin(backend: Backend, dtype: torch.dtype) -> None:
+    x = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype)
+    stats = backend.accumulate(x, None, "per_tensor").stats()
+    check(stats, x, None)
+    check(backend.accumulate(x, None, "per_channel").stats(), x, None)
+
+
+def test_float64_keeps_its_precision_and_clamps_its_histogram(backend: Backend) -> None:
+    x = normal(2000, 3) + 1e4
+    check(backend.accumulate(x, 1, "per_tensor").stats(), x, 1, rtol=1e-10)
+    values = [1e300, -1e300, 1e-300, -1e-300, 5e-324, 0.0, 2.0**128, 2.0**-126, 2.0**-126 * (1 - 2**-53)]
+    wide = torch.tensor(values, dtype=torch.float64)
+    stats = backend.accumulate(wide, None, "per_tensor").stats()
+    assert stats.histogram is not None
+    assert stats.histogram.counts[-1] == 2  # 1e300 and 2^128, with what float32 has largest
+    assert stats.histogram.counts[0] == 1
+    assert stats.histogram.counts[254] == 5  # zero, and all that float32 has no normal number for
+    assert stats.histogram.counts.sum() == 9
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 5), (5, 0), (3, 0, 4)])
+def test_an_empty_tensor_changes_nothing(backend: Backend, shape: tuple[int, ...]) -> None:
+    state = State(4, "per_tensor", backend.device)
+    backend.accumulate(normal(9, 4).float(), 1, into=state)
+    before = [tensor.clone() for tensor in state.tensors if tensor is not None]
+    whole = State(1, "none", backend.device)
+    backend.accumulate(torch.empty(shape), None, into=whole)
+    assert whole.counters.tolist() == [0, 0]
+    backend.accumulate(torch.empty(0, 4), 1, into=state)
+    after = [tensor for tensor in state.tensors if tensor is not None]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_accumulating_parts_equals_accumulating_the_whole(backend: Backend) -> None:
+    x = (normal(5000, 20) + 100 * torch.arange(5000).view(-1, 1) / 5000).float()
+    whole = backend.accumulate(x, 1, "per_channel")
+    parts = State(20, "per_channel", backend.device)
+    for part in x.split(577):
+        backend.accumulate(part, 1, into=parts)
+    check(parts.stats(), x, 1)
+    assert parts.counters[0] == 9
+    assert torch.equal(parts.moments[0], whole.moments[0])
+    assert whole.histogram is not None
+    assert parts.histogram is not None
+    assert torch.equal(parts.histogram, whole.histogram)
+
+
+@pytest.mark.parametrize("histogram", HISTOGRAMS)
+def test_merge_of_parts_with_far_means(backend: Backend, histogram: str) -> None:
+    a, b = normal(1000, 40), normal(300, 40, seed=1) + 1e3
+    a, b = a.float(), b.float()
+    merged = backend.accumulate(a, 1, histogram)
+    backend.merge(merged, backend.accumulate(b, 1, histogram))
+    check(merged.stats(), torch.cat([a, b]), 1)
+    assert merged.counters[0] == 2
+
+
+@pytest.mark.parametrize("histogram", HISTOGRAMS)
+@pytest.mark.parametrize("channels", [2, 255, 700])
+def test_merge_folds_channels_into_one(backend: Backend, channels: int, histogram: str) -> None:
+    x = (normal(50, channels) + 10 * torch.arange(channels)).float()
+    x[3, 1] = NAN
+    one = State(1, histogram, backend.device)
+    backend.merge(one, backend.accumulate(x, 1, histogram))
+    check(one.stats(), x, None)
+
+
+def test_merge_with_an_empty_state_changes_nothing(backend: Backend) -> None:
+    x = normal(100, 5).float() + 3
+    full, empty = backend.accumulate(x, 1, "per_tensor"), State(5, "per_tensor", backend.device)
+    backend.merge(full, empty)
+    check(full.stats(), x, 1)
+    backend.merge(empty, full)
+    assert empty.same_bits(full)
+    assert empty.counters[1] == full.counters[1]
+    nans = backend.accumulate(torch.full((10, 5), NAN), 1, "per_tensor")
+    backend.merge(nans, full)
+    check(nans.stats(), torch.cat([x, torch.full((10, 5), NAN)]), 1)
+
+
+@pytest.mark.parametrize("count", [2**24, 2**31, 2**52])
+def test_counts_stay_exact_past_what_a_float_or_int32_holds(backend: Backend, count: int) -> None:
+    state = State(2, "per_tensor", backend.device)
+    row = {name: i for i, name in enumerate(fields.FIELDS)}
+    assert state.histogram is not None
+    for name in ("count", "zeros", "nans", "posinfs", "neginfs"):
+        state.moments[row[name]] = count
+    state.histogram[0] = count
+    one = backend.accumulate(torch.tensor([[0.0, 0.0], [NAN, NAN], [INF, INF], [-INF, -INF]]), 1, "per_tensor")
+    for _ in range(3):
+        backend.merge(state, one)
+    for name in ("count", "zeros", "nans", "posinfs", "neginfs"):
+        assert state.moments[row[name]].tolist() == [count + 3, count + 3]
+    assert state.histogram[0] == count + 6
+
+
+def test_two_runs_are_bit_identical(backend: Backend) -> None:
+    for make, channel_dim in LAYOUTS.values():
+        x = make(torch.float32)
+        first = backend.accumulate(x, channel_dim, "per_channel")
+        assert first.same_bits(backend.accumulate(x, channel_dim, "per_channel"))
+
+
+def test_the_first_tensor_of_each_site_is_numbered_in_order_of_execution(backend: Backend) -> None:
+    x = normal(10, 3).float()
+    states = [backend.accumulate(x, 1) for _ in range(3)]
+    numbers = [int(state.counters[1]) for state in states]
+    assert 0 < numbers[0] < numbers[1] < numbers[2]
+    backend.accumulate(x, 1, into=states[0])
+    assert states[0].counters.tolist() == [2, numbers[0]]
+
+
+def test_a_zero_flag_stops_the_kernel(backend: Backend) -> None:
+    x = backend.to_device(normal(3000, 40).float())
+    for value, calls in ((0, 0), (1, 1)):
+        state = State(40, "per_tensor", backend.device)
+        active = torch.tensor([value], dtype=torch.int32, device=backend.device)
+        backend.ops.accumulate(x, *state.tensors, active, 1)
+        assert state.counters[0] == calls
+        assert state.moments[0, 0] == 3000 * calls
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("layout", ["rows", "planes"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_any_number_of_threads_is_bit_identical(dtype: torch.dtype, layout: str) -> None:
+    backend = Backend("cpu", torch.ops.hookstats, "cpu")
+    x, dim = (normal(5000, 100).to(dtype), 1) if layout == "rows" else (normal(4, 30, 60, 60).to(dtype), 1)
+    states = []
+    for count in (1, 2, 3, 7):
+        torch.set_num_threads(count)
+        states += [backend.accumulate(x, dim, "per_channel"), backend.accumulate(x, None, "per_channel")]
+    assert all(state.same_bits(states[0]) for state in states[2::2])
+    assert all(state.same_bits(states[1]) for state in states[3::2])
+
+
+@pytest.mark.usefixtures("threads")
+def test_flush_to_zero_set_by_the_trainer_loses_nothing() -> None:
+    backend = Backend("cpu", torch.ops.hookstats, "cpu")
+    torch.set_num_threads(1)
+    x = HARD["subnormal_among_normal"]
+    try:
+        torch.set_flush_denormal(True)
+        stats = backend.accumulate(x, 1, "per_channel").stats()
+        assert float(torch.tensor([1e-40]) * 1) == 0  # still set for everybody else
+    finally:
+        torch.set_flush_denormal(False)
+    check(stats, x, 1)
+
+
+def test_64_bit_offsets(backend: Backend) -> None:
+    # Two elements 2^31 + 5 apart in a storage of which only two pages are ever touched.
+    storage = torch.empty(2**31 + 6, dtype=torch.bfloat16)
+    storage[0], storage[2**31 + 5] = 3.0, 5.0
+    x = torch.as_strided(storage, (2, 1), (2**31 + 5, 1))
+    assert backend.accumulate(x, 1).stats().total.mean == 4.0
+
+
+F32, I64 = torch.zeros(4), torch.zeros(7, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda s: (torch.zeros(3, 4, dtype=torch.int64), *s.tensors, None, 1), TypeError, "float32 .*got Long"),
+        (lambda s: (torch.zeros(3, 4, dtype=torch.complex64), *s.tensors, None, 1), TypeError, "got ComplexFloat"),
+        (lambda s: (torch.zeros(3, 5), *s.tensors, None, 1), ValueError, r"expected 4 channels in.* 1.*\[3, 5\]"),
+        (lambda s: (torch.zeros(3, 4), *s.tensors, None, 2), IndexError, "channel_dim=2 is out of range"),
+        (lambda s: (F32, s.moments.float(), *s.tensors[1:], None, 0), RuntimeError, "moments: expected float64"),
+        (lambda s: (F32, s.moments[1:], *s.tensors[1:], None, 0), RuntimeError, r"moments: expected float64 \[10"),
+        (lambda s: (F32, s.moments, s.counters[:1], None, None, 0), RuntimeError, "counters: expected int64"),
+        (
+            lambda s: (F32, *s.tensors[:2], I64, None, 0),
+            RuntimeError,
+            r"histogram: expected int64 \[512\] or \[4, 64\]",
+        ),
+        (lambda s: (F32, *s.tensors, torch.zeros(1), 0), RuntimeError, "active: expected one int32"),
+    ],
+)
+def test_wrong_arguments_say_what_was_expected_and_what_arrived(
+    make: Callable[[State], tuple[Any, ...]], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        torch.ops.hookstats.accumulate(*make(State(4, "per_tensor", "cpu")))
+
+
+def test_sparse_tensors_are_refused() -> None:
+    with pytest.raises((TypeError, NotImplementedError), match=r"Sparse|sparse"):
+        torch.ops.hookstats.accumulate(torch.eye(4).to_sparse(), *State(4, "none", "cpu").tensors, None, 1)
+
+
+def test_merge_refuses_states_that_do_not_fit() -> None:
+    ops = torch.ops.hookstats
+    with pytest.raises(ValueError, match="expected 3 channels to merge"):
+        ops.merge(*State(3, "none", "cpu").tensors, *State(4, "none", "cpu").tensors)
+    with pytest.raises(ValueError, match="same kind of histogram"):
+        ops.merge(*State(3, "none", "cpu").tensors, *State(3, "per_tensor", "cpu").tensors)
+
+
+@pytest.mark.parametrize("histogram", HISTOGRAMS)
+def test_opcheck(histogram: str) -> None:
+    x = normal(20, 4).float().requires_grad_()
+    a, b = State(4, histogram, "cpu"), State(4, histogram, "cpu")
+    active = torch.ones(1, dtype=torch.int32)
+    torch.library.opcheck(torch.ops.hookstats.accumulate.default, (x, *a.tensors, active, 1, True))
+    torch.library.opcheck(torch.ops.hookstats.merge.default, (*a.tensors, *b.tensors))
+
+
+def test_negative_view_bits_are_resolved() -> None:
+    backend = Backend("cpu", torch.ops.hookstats, "cpu")
+    x = torch.complex(normal(50, 4), normal(50, 4)).conj().imag
+    assert x.is_neg()
+    check(backend.accumulate(x, 1).stats(), x, 1)
+
+
+def test_reference_bins_agree_with_numpy_on_plain_numbers() -> None:
+    from tests import reference
+
+    row = np.array([0.0, 1.0, -1.0, 1.5, 2.0, 0.5])
+    counts = reference.exponent_counts(row)
+    edges = fields.exponent_histogram(np.zeros(512, dtype=np.int64))[1]
+    assert counts.sum() == 6
+    for value, count in ((0.0, 1), (1.2, 2), (2.5, 1), (0.7, 1)):
+        assert counts[np.searchsorted(edges, value) - 1] == count
+    octaves, octave_edges = reference.octave_counts(row), fields.octave_edges()
+    for value, count in ((0.0, 1), (1.2, 3), (2.5, 1), (0.7, 1)):
+        assert octaves[np.searchsorted(octave_edges, value, side="right") - 1] == count
