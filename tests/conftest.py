@@ -19,6 +19,7 @@ from tests import reference
 ROOT = Path(__file__).parent.parent
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 HISTOGRAMS = ["none", "per_tensor", "per_channel"]
+BACKENDS = ["cpu", "cuda_on_cpu", *(["gpu"] if torch.cuda.is_available() else [])]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -72,10 +73,8 @@ class State:
 
     def same_bits(self, other: State) -> bool:
         """Everything but the place in the order of execution."""
-        pairs = [
-            (self.moments.view(torch.int64), other.moments.view(torch.int64)),
-            (self.counters[:1], other.counters[:1]),
-        ]
+        bits, other_bits = self.moments.view(torch.int64), other.moments.view(torch.int64)
+        pairs = [(bits, other_bits), (self.counters[:1], other.counters[:1])]
         if self.histogram is not None and other.histogram is not None:
             pairs.append((self.histogram, other.histogram))
         return all(torch.equal(a, b) for a, b in pairs)
@@ -108,9 +107,7 @@ class Backend:
         return torch.as_strided(storage, x.shape, x.stride(), x.storage_offset())
 
 
-@pytest.fixture(
-    params=["cpu", "cuda_on_cpu", pytest.param("gpu", marks=pytest.mark.gpu)],
-)
+@pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
     if request.param == "cuda_on_cpu":
         ops = request.getfixturevalue("harness")

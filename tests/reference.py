@@ -11,7 +11,7 @@ import torch
 
 def channel_rows(x: torch.Tensor, channel_dim: int | None) -> np.ndarray[Any, Any]:
     """float64 [channels, values]; one channel for channel_dim=None."""
-    wide = x.detach().cpu().double()
+    wide = x.detach().resolve_neg().cpu().double()
     if channel_dim is None or x.dim() == 0:
         return wide.reshape(1, -1).numpy()
     return wide.movedim(channel_dim, 0).reshape(x.shape[channel_dim], -1).numpy()
