@@ -105,6 +105,9 @@ PyObject* observe(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
   const bool watch_output = output.is_open();
   const bool watch_gradient = gradient.is_open();
   if (!watch_output && !watch_gradient) Py_RETURN_NONE;
+  if (x.layout() != at::kStrided || x.is_nested()) {
+    return PyUnicode_FromString("expected a dense strided tensor");
+  }
   if (at::isTensorSubclassLike(x)) Py_RETURN_NONE;  // fake, meta or inside functorch: there is no data to read
   if ((watch_output ? output : gradient).state.channel_dim == kUnknownDim) {
     return PyUnicode_FromString("the width of this site is not known yet");
@@ -125,6 +128,15 @@ PyObject* observe(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
     return PyUnicode_FromString(error.what());
   }
   Py_RETURN_NONE;
+}
+
+at::Tensor part(const at::Tensor& memory, int64_t offset, const std::vector<int64_t>& shape, bool is_float64) {
+  TORCH_CHECK_TYPE(memory.scalar_type() == at::kLong && memory.is_contiguous(), "part: expected contiguous int64");
+  const int64_t size = c10::multiply_integers(shape);
+  TORCH_CHECK_INDEX(0 <= offset && offset + size <= memory.numel(), "part: expected words ", offset, " to ",
+                    offset + size, " in a memory of ", memory.numel());
+  return at::from_blob(memory.mutable_data_ptr<int64_t>() + offset, shape, [memory](void*) {},
+                       memory.options().dtype(is_float64 ? at::kDouble : at::kLong));
 }
 
 PyMethodDef observe_method = {"observe", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(observe)),
@@ -158,6 +170,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 #endif
   m.attr("UNKNOWN_DIM") = kUnknownDim;
   m.def("take_failures", &take_failures);
+  m.def("part", &part);
   m.def("reserve_scratch", [](const std::string& device) { reserve_scratch(at::Device(device)); });
   PyObject* function = PyCFunction_NewEx(&observe_method, nullptr, m.attr("__name__").ptr());
   m.attr("observe") = py::reinterpret_steal<py::object>(function);

@@ -55,6 +55,16 @@ def reserve_scratch(device: torch.device) -> None:
     _C.reserve_scratch(str(device))
 
 
+def part(memory: torch.Tensor, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """The words of an int64 tensor from `offset` on, as a tensor of its own (int64 or float64) over the same memory.
+
+    Not a view, and nothing that torch could take for one: views share a version counter, so that a gradient arriving at
+    one site would look like a change of what compiled graphs saved of all the others; and tensors that share a storage
+    are taken apart and rebuilt by the compiler, wrongly so under dynamic=True (seen in torch 2.13).
+    """
+    return _C.part(memory, offset, shape, dtype == torch.float64)
+
+
 def build_info() -> dict[str, Any]:
     """What was built: torch's version, the CUDA toolkit's (None: CPU-only) and GPU architectures, dtypes, fields."""
     return {

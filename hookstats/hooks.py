@@ -6,16 +6,26 @@ And what happens to a tensor that the fast way cannot take.
 from __future__ import annotations
 
 import contextlib
+import logging
 import warnings
 from typing import Any
 
 import torch
-from torch import nn
 
 from hookstats import _native
 from hookstats.fields import Site
 from hookstats.select import Channels, channel_dim_of, walk
 from hookstats.state import Entry, SiteState, Store
+
+_log = logging.getLogger("hookstats")
+
+
+def warn(text: str) -> None:
+    """A warning, also where warnings are made errors: a training run must not die of what it is told."""
+    try:
+        warnings.warn(f"hookstats: {text}", stacklevel=3)
+    except UserWarning:
+        _log.warning(text)
 
 
 def unwatched(module: Any, args: Any, output: Any) -> None:
@@ -125,7 +135,9 @@ class Watcher:
         for tensor in self._tensors:
             site = Site(name, tensor + path)
             dim_or_unknown = dim if watched.bound else _native.UNKNOWN_DIM
-            watched.entries[tensor] = self._store.add(site, device, width, dim_or_unknown, keep_channels)
+            watched.entries[tensor] = self._store.add(
+                site, device, width, dim_or_unknown, keep_channels and watched.bound
+            )
         hook = OutputHook(self, None, None)
         self._watched[hook] = watched
         self._by_entry.update((entry.index, hook) for entry in watched.entries.values())
@@ -139,6 +151,8 @@ class Watcher:
 
     def take_apart(self, hook: OutputHook, output: Any) -> None:
         """Measures the tensors in a container, each at its own site; and a Parameter, at the module's."""
+        if hook.output is None and hook.gradient is None:  # given up
+            return
         try:
             for path, tensor in walk(output):
                 if not path:
@@ -159,10 +173,10 @@ class Watcher:
         return part
 
     def _measure(self, hook: OutputHook, tensor: torch.Tensor) -> None:
-        if type(tensor) not in (torch.Tensor, nn.Parameter):
-            if type(tensor).__name__ == "FakeTensor":  # somebody looks at shapes only
-                return
-            return self.mend(hook, tensor, f"expected a plain torch.Tensor, got {type(tensor).__name__}")
+        if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:  # a wrapper: it holds no data itself
+            if type(tensor).__name__ != "FakeTensor":  # there somebody looks at shapes only
+                self._give_up(hook, f"expected a plain torch.Tensor, got {type(tensor).__name__}")
+            return
         problem = _native.observe(tensor, hook.output, hook.gradient)
         if problem is not None:
             self.mend(hook, tensor, problem)
@@ -206,20 +220,16 @@ class Watcher:
 
     def _fold(self, watched: Watched, before: int, now: int) -> int:
         watched.keep_channels = False
-        warnings.warn(
-            f"hookstats: {watched.name!r} had {before} channels and now has {now}: its channels are folded into one",
-            stacklevel=2,
-        )
+        warn(f"{watched.name!r} had {before} channels and now has {now}: its channels are folded into one")
         return 1
 
     def _fall_to_totals(self, watched: Watched) -> int:
         watched.keep_channels = False
         if not self._warned_of_budget:
             self._warned_of_budget = True
-            warnings.warn(
-                f"hookstats: per-channel state of {watched.name!r} and later sites would not fit into memory_budget="
-                f"{self._store.memory_budget} bytes: they keep totals only",
-                stacklevel=2,
+            warn(
+                f"per-channel state of {watched.name!r} and later sites would not fit into memory_budget="
+                f"{self._store.memory_budget} bytes: they keep totals only"
             )
         return 1
 
@@ -234,7 +244,7 @@ class Watcher:
         for entry in entries:
             self.skipped[entry.site] = problem
         sites = " and ".join(str(entry.site) for entry in entries)
-        warnings.warn(f"hookstats: no longer measured: {sites}: {problem}", stacklevel=2)
+        warn(f"no longer measured: {sites}: {problem}")
 
     def collect_failures(self) -> None:
         """Gives up the gradients whose kernels failed inside backward, where nothing could be said."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ from torch import nn
 from hookstats import _native
 from hookstats.drain import Drain, Pending
 from hookstats.fields import ExponentBins, Site
-from hookstats.hooks import Watcher
+from hookstats.hooks import Watcher, warn
 from hookstats.select import (
     Modules,
     as_globs,
@@ -114,7 +113,7 @@ class Monitor:
             except Exception as error:
                 if self._strict:
                     raise
-                warnings.warn(f"hookstats: the sink {sink!r} failed: {type(error).__name__}: {error}", stacklevel=3)
+                warn(f"the sink {sink!r} failed: {type(error).__name__}: {error}")
 
     @property
     def _strict(self) -> bool:
@@ -226,7 +225,16 @@ def attach(
         for name, module in chosen.items()
     ]
     monitor = Monitor(watcher, store, handles, due, callables)
-    _log.info("attached to %d sites of %d modules, state %.1f MB", len(monitor.sites), len(chosen), store.bytes / 2**20)
+    late = sum(1 for name in keep if found[name].width is None)
+    _log.info(
+        "attached to %d sites of %d modules, state %.1f MB%s",
+        len(monitor.sites),
+        len(chosen),
+        store.bytes / 2**20,
+        f"; {late} modules show their width at their first eager forward, compiled before that they keep totals only"
+        if late
+        else "",
+    )
     if wanted > memory_budget:
         _log.warning(
             "per-channel state would take %.1f MB of memory_budget=%.1f MB on a device: all sites keep totals only. "

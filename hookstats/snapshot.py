@@ -182,7 +182,7 @@ class Snapshot(Mapping[Site, SiteStats]):
         shown = ["mean", "std", "rms", "abs_max"]
         if sort is not None and sort not in (*shown, "count", "zeros", "nans", "posinfs", "neginfs"):
             shown.append(sort)
-        rows = [["site", "tensor", "calls", "channels", *shown, "zeros %", "nan", "inf"]]
+        rows = [["site", "tensor", "calls", "channels", *shown, "zeros%", "nan", "inf"]]
         for site in fired:
             stats = self[site]
             all_ = stats.total

@@ -7,6 +7,7 @@ known before.
 from __future__ import annotations
 
 import itertools
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -110,9 +111,7 @@ class Store:
         return 8 * self._size(channels)
 
     def _bins(self, channels: int) -> int:
-        if self.histogram is None:
-            return 0
-        return channels * OCTAVE_BINS if self.histogram.per_channel else EXPONENT_BINS
+        return math.prod(self._histogram_shape(channels))
 
     def _size(self, channels: int) -> int:
         return len(FIELDS) * channels + _native.COUNTERS + self._bins(channels)
@@ -140,14 +139,16 @@ class Store:
         block = len(self.blocks[device]) - 1
         entry.place = Place(device, block, offset, channels, self._bins(channels))
         self._free[device] = (offset + size, self._free[device][1])
+        counters = offset + len(FIELDS) * channels
+        bins = counters + _native.COUNTERS
         with torch.inference_mode(False):
-            memory = self.blocks[device][block].narrow(0, offset, size)
-            fields = len(FIELDS) * channels
-            bins = memory[fields + _native.COUNTERS :]
+            memory = self.blocks[device][block]
             entry.state = SiteState(
-                moments=memory[:fields].view(torch.float64).view(len(FIELDS), channels),
-                counters=memory[fields : fields + _native.COUNTERS],
-                histogram=None if self.histogram is None else self._shaped(bins, channels),
+                moments=_native.part(memory, offset, (len(FIELDS), channels), torch.float64),
+                counters=_native.part(memory, counters, (_native.COUNTERS,), torch.int64),
+                histogram=None
+                if self.histogram is None
+                else _native.part(memory, bins, self._histogram_shape(channels), torch.int64),
                 active=self.flags.on(device),
                 open=self.flags.host,
                 channel_dim=channel_dim,
@@ -155,9 +156,10 @@ class Store:
                 strict=self.strict,
             )
 
-    def _shaped(self, bins: torch.Tensor, channels: int) -> torch.Tensor:
-        per_channel = self.histogram is not None and self.histogram.per_channel
-        return bins.view(channels, OCTAVE_BINS) if per_channel else bins
+    def _histogram_shape(self, channels: int) -> tuple[int, ...]:
+        if self.histogram is None:
+            return (0,)
+        return (channels, OCTAVE_BINS) if self.histogram.per_channel else (EXPONENT_BINS,)
 
     def fits(self, device: torch.device, channels: int, sites: int) -> bool:
         """Whether that many more sites of this width stay inside the budget."""

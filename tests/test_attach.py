@@ -1,0 +1,593 @@
+"""What attach watches, what the numbers are, and that training does not notice."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import subprocess
+import sys
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.checkpoint import checkpoint
+
+import hookstats
+from hookstats import ExponentBins, Site, monitor
+from tests.conftest import check
+from tests.models import Containers, Residual, small_cnn
+
+
+def images(count: int = 16, seed: int = 0) -> torch.Tensor:
+    return torch.randn(count, 1, 8, 8, generator=torch.Generator().manual_seed(seed))
+
+
+class Plain:
+    """Independent hooks of plain PyTorch: every output, and every gradient of an output."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.seen: dict[tuple[str, str], list[torch.Tensor]] = {}
+        self.handles = [m.register_forward_hook(self.hook(n)) for n, m in model.named_modules() if n]
+
+    def hook(self, name: str) -> Any:
+        def keep(module: nn.Module, args: Any, output: Any) -> None:
+            if isinstance(output, torch.Tensor):
+                self.seen.setdefault((name, "output"), []).append(output.detach().clone())
+                if output.requires_grad:
+                    keep_gradient = self.seen.setdefault((name, "grad_output"), []).append
+                    output.register_hook(lambda g: keep_gradient(g.clone()))
+
+        return keep
+
+
+def together(tensors: list[torch.Tensor], channel_dim: int) -> torch.Tensor:
+    """All tensors as one [values, channels]."""
+    return torch.cat([t.movedim(channel_dim, -1).reshape(-1, t.shape[channel_dim]) for t in tensors])
+
+
+def check_against(plain: Plain, snapshot: hookstats.Snapshot) -> None:
+    for site in snapshot:
+        tensors = plain.seen[tuple(site)]
+        dim = 1 if tensors[0].dim() == 4 else -1
+        assert snapshot[site].calls == len(tensors)
+        check(snapshot[site], together(tensors, dim), -1)
+
+
+@pytest.mark.parametrize("per_channel", [False, True])
+def test_every_default_site_of_a_cnn_matches_plain_hooks(per_channel: bool) -> None:
+    model = small_cnn()
+    mon = hookstats.attach(model, every=1, histogram=ExponentBins(per_channel))
+    plain = Plain(model)
+    model(images()).square().mean().backward()
+    snapshot = mon.step()
+    assert snapshot is not None
+    names = ["0", "1", "2", "3", "4", "7"]  # neither Dropout nor Flatten
+    assert [site.name for site in snapshot.order] == names + names[::-1]
+    assert set(snapshot) == {Site(name, tensor) for name in names for tensor in ("output", "grad_output")}
+    check_against(plain, snapshot)
+    assert mon.skipped == {}
+
+
+def test_microbatches_and_repeated_modules_are_merged() -> None:
+    shared = nn.Linear(6, 6)
+    model = nn.Sequential(shared, nn.Tanh(), shared)
+    mon = hookstats.attach(model, every=1)
+    plain = Plain(model)
+    for seed in range(3):
+        model(torch.randn(5, 6, generator=torch.Generator().manual_seed(seed))).sum().backward()
+    snapshot = mon.step()
+    assert snapshot is not None
+    assert snapshot["0", "output"].calls == snapshot["0", "grad_output"].calls == 6
+    assert {site.name for site in snapshot} == {"0", "1"}
+    for site in snapshot:
+        seen = [t for (name, tensor), ts in plain.seen.items() for t in ts if (name, tensor) == tuple(site)]
+        check(snapshot[site], together(seen, -1), -1)
+
+
+def test_the_residual_stream_is_watched_and_every_width_is_kept_apart() -> None:
+    model = Residual()
+    mon = hookstats.attach(model, every=1)
+    plain = Plain(model)
+    model(torch.randn(3, 7, 16)).square().sum().backward()
+    snapshot = mon.step()
+    assert snapshot is not None
+    assert {site.name for site in snapshot if site.name.count(".") == 1} == {"blocks.0", "blocks.1", "blocks.2"}
+    check_against(plain, snapshot)
+
+
+@pytest.mark.parametrize(
+    ("kind", "paths"),
+    [
+        ("tuple", [".0", ".1"]),
+        ("dict", [".logits", ".hidden"]),
+        ("dataclass", [".logits", ".hidden.0", ".hidden.1"]),
+        ("nested", [".0.a", ".1.0"]),
+        ("with_ints", [".0"]),
+    ],
+)
+def test_every_floating_tensor_in_a_container_is_a_site(kind: str, paths: list[str]) -> None:
+    model = Containers(kind)
+    mon = hookstats.attach(model, modules=lambda name, module: name == "", every=1)
+    x = torch.randn(9, 6)
+    for _ in range(2):
+        output = model(x)
+        flat = torch.utils._pytree.tree_leaves(vars(output) if kind == "dataclass" else output)
+        sum(t.sum() for t in flat if isinstance(t, torch.Tensor) and t.is_floating_point()).backward()
+    snapshot = mon.step()
+    assert snapshot is not None
+    assert set(snapshot) == {Site("", tensor + path) for tensor in ("output", "grad_output") for path in paths}
+    assert [site for site in snapshot.order if site.tensor.startswith("output")] == [
+        Site("", "output" + path) for path in paths
+    ]
+    y = model.inner(x).detach()
+    check(snapshot["", "output" + paths[0]], torch.cat([2 * y, 2 * y]), -1)
+    assert all(snapshot[site].calls == 2 for site in snapshot)
+    assert mon.skipped == {}
+    assert len(mon.sites) == len(snapshot)
+
+
+def bits(model: nn.Module) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in (*model.parameters(), *model.buffers())]
+
+
+def trained(
+    steps: int, attach: bool, recompute: str | None = None, dtype: torch.dtype | None = None
+) -> list[torch.Tensor]:
+    """Losses and final weights of a training run."""
+    torch.manual_seed(0)
+    model: nn.Module = small_cnn()
+    if recompute:
+        body, head = model[:5], model[5:]  # type: ignore[index]
+        reentrant = recompute == "reentrant"
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            y = checkpoint(body, x.requires_grad_(), use_reentrant=reentrant)
+            return head(y)  # type: ignore[no-any-return]
+
+    else:
+        forward = model
+    mon = hookstats.attach(model, every=2, histogram=ExponentBins(True), strict=True) if attach else None
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+            loss = forward(images(seed=step)).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach().clone())
+        if mon is not None:
+            mon.step(loss=loss)
+    return losses + bits(model)
+
+
+@pytest.mark.parametrize(
+    ("recompute", "dtype"),
+    [(None, None), (None, torch.bfloat16), ("reentrant", None), ("non-reentrant", None)],
+)
+def test_50_training_steps_are_bit_identical_with_and_without(recompute: str | None, dtype: torch.dtype | None) -> None:
+    with_it, without = trained(50, True, recompute, dtype), trained(50, False, recompute, dtype)
+    assert all(torch.equal(a, b) for a, b in zip(with_it, without, strict=True))
+    assert not torch.equal(without[0], without[49])
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_recomputed_forward_is_counted_once(reentrant: bool) -> None:
+    model = Residual()
+    mon = hookstats.attach(model, every=1)
+    x = torch.randn(2, 5, 16, requires_grad=True)
+    for block in model.blocks:
+        x = checkpoint(block, x, use_reentrant=reentrant)
+    model.head(x).sum().backward()
+    snapshot = mon.step()
+    assert snapshot is not None
+    assert {snapshot[site].calls for site in snapshot if site.name != "head" or site.tensor == "output"} == {1}
+
+
+def test_no_grad_and_inference_mode_measure_the_forward_only() -> None:
+    for context in (torch.no_grad, torch.inference_mode):
+        model = small_cnn()
+        with context():
+            mon = hookstats.attach(model)
+            model(images())
+        snapshot = mon.snapshot()
+        assert {site.tensor for site in snapshot.order} == {"output"}
+        model(images()).sum().backward()
+        assert {site.tensor for site in mon.snapshot().order} == {"output", "grad_output"}
+
+
+def test_autocast_measures_the_dtype_that_arrives() -> None:
+    model = nn.Linear(8, 4)
+    mon = hookstats.attach(model)
+    x = torch.randn(50, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = model(x)
+    assert y.dtype == torch.bfloat16
+    check(mon.snapshot()["", "output"], y, -1)
+
+
+def state_of(model: nn.Module) -> tuple[Any, ...]:
+    hooks = [
+        {k: v for k, v in vars(m).items() if "hook" in k and v is not None and not (isinstance(v, dict) and v)}
+        for m in model.modules()
+    ]
+    counts = [sum(len(v) for k, v in vars(m).items() if "hook" in k and isinstance(v, dict)) for m in model.modules()]
+    return [sorted(vars(m)) for m in model.modules()], [sorted(h) for h in hooks], counts, sorted(model.state_dict())
+
+
+def test_detach_leaves_the_model_as_it_was() -> None:
+    model = small_cnn()
+    before = state_of(model)
+    mon = hookstats.attach(model)
+    assert sorted(model.state_dict()) == before[-1]
+    model(images()).sum().backward()
+    assert state_of(model) != before
+    mon.detach()
+    mon.detach()
+    assert state_of(model) == before
+    assert mon.snapshot().order  # what was measured can still be read
+
+    with pytest.raises(RuntimeError, match="mat1 and mat2"), hookstats.attach(model):
+        model(torch.randn(2, 1, 9, 9))
+    assert state_of(model) == before
+
+
+def test_a_gradient_that_arrives_after_detach_is_dropped() -> None:
+    model = nn.Linear(4, 4)
+    mon = hookstats.attach(model)
+    loss = model(torch.randn(3, 4)).sum()
+    mon.detach()
+    loss.backward()
+    assert mon.snapshot()["", "grad_output"].calls == 0
+    assert mon.snapshot()["", "output"].calls == 1
+
+
+def test_deepcopy_and_pickle_give_unwatched_models() -> None:
+    model = small_cnn()
+    mon = hookstats.attach(model)
+    other = copy.deepcopy(model)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    for twin in (other, loaded):
+        twin(images()).sum().backward()
+        assert mon.snapshot().order == []
+    model(images()).sum().backward()
+    assert len(mon.snapshot().order) == 12
+    hookstats.attach(other, every=1)
+
+
+def test_a_pickled_model_loads_where_hookstats_is_not_installed() -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.ReLU())
+    hookstats.attach(model)
+    script = (
+        "import sys, pickle\n"
+        "sys.modules['hookstats'] = None\n"
+        "model = pickle.loads(sys.stdin.buffer.read())\n"
+        "import torch\n"
+        "print(model(torch.zeros(1, 3)).shape)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], input=pickle.dumps(model), capture_output=True)
+    assert b"torch.Size([1, 2])" in done.stdout, done.stderr.decode()
+
+
+def test_two_monitors_on_one_model_are_independent() -> None:
+    model = small_cnn()
+    every, rarely = hookstats.attach(model, every=1), hookstats.attach(model, "7", every=2, tensors="output")
+    for step in range(4):
+        model(images(seed=step)).sum().backward()
+        one, two = every.step(), rarely.step()
+        assert one is not None
+        assert (two is not None) == (step % 2 == 0)
+        if two is not None:
+            assert list(two) == [("7", "output")]
+            assert two["7", "output"].total.mean == one["7", "output"].total.mean
+    rarely.detach()
+    model(images()).sum()
+    assert every.step() is not None
+
+
+def test_a_monitor_that_is_dropped_lets_its_memory_go() -> None:
+    model = nn.Linear(4, 4)
+    mon = hookstats.attach(model)
+    model(torch.randn(2, 4)).sum().backward()
+    mon.detach()
+    import weakref
+
+    block = weakref.ref(mon._store)
+    del mon
+    gc.collect()
+    assert block() is None
+
+
+# What is wrong is said at attach: what was expected, what arrived.
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"tensors": ["output", "weights"]}, ValueError, "expected some of output, grad_output; got 'weights'"),
+        ({"tensors": []}, ValueError, "expected some of output, grad_output; got none"),
+        ({"modules": "layers.*"}, ValueError, "'layers.*' matches no module; the names are '', '0', '1'"),
+        ({"modules": ["7", "8"]}, ValueError, "'8' matches no module"),
+        ({"modules": [7]}, TypeError, "expected globs over module names, got 7"),
+        ({"modules": lambda name, module: False}, ValueError, "selected none"),
+        ({"channels": "nothing*"}, ValueError, "'nothing.' matches no module"),
+        ({"channel_dim": 4}, ValueError, "expected -4 to 3 for '0' .Conv2d, whose output has 4 dimensions.*got 4"),
+        ({"channel_dim": {"1": -5}}, ValueError, "expected -4 to 3 for '1' .BatchNorm2d"),
+        ({"channel_dim": {"x*": 1}}, ValueError, "'x.' matches no module"),
+        ({"channel_dim": "1"}, TypeError, "expected an int or {glob: int}, got '1'"),
+        ({"every": 0}, ValueError, "expected an int from 1, or a callable"),
+        ({"every": "10"}, ValueError, "expected an int from 1, or a callable"),
+        ({"histogram": 64}, TypeError, r"expected ExponentBins\(...\) or None, got 64"),
+        ({"sinks": [3]}, TypeError, "expected callables"),
+    ],
+)
+def test_wrong_arguments_raise_at_attach(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    model = small_cnn()
+    with pytest.raises(error, match=message):
+        hookstats.attach(model, **arguments)
+    assert not any(m._forward_hooks for m in model.modules())
+
+
+def test_what_cannot_be_watched_raises_at_attach(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(TypeError, match=r"expected a torch.nn.Module, got list"):
+        hookstats.attach([1])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"without DataParallel.*DistributedDataParallel"):
+        hookstats.attach(nn.Sequential(nn.DataParallel(nn.Linear(2, 2))))
+    monkeypatch.setattr(monitor._native, "HAS_CUDA", False)
+    model = nn.Linear(2, 2)
+    monkeypatch.setattr(type(model), "parameters", lambda self: iter([torch.empty(0, device="meta")]))
+    monkeypatch.setattr(
+        monitor, "_refuse_device", lambda device, real=monitor._refuse_device: real(torch.device("cuda"))
+    )
+    with pytest.raises(RuntimeError, match=r"built without nvcc and has no CUDA kernels.*rebuild"):
+        hookstats.attach(model)
+
+
+@pytest.mark.parametrize(
+    ("module", "shape", "dim"),
+    [
+        (nn.Linear(5, 7), (3, 4, 5), -1),
+        (nn.Embedding(9, 6), None, -1),
+        (nn.LayerNorm((3, 5)), (4, 3, 5), -1),
+        (nn.RMSNorm(5), (2, 4, 5), -1),
+        (nn.Conv1d(3, 7, 2), (2, 3, 9), 1),
+        (nn.Conv2d(3, 7, 2), (2, 3, 9, 9), 1),
+        (nn.Conv2d(3, 7, 2), (3, 9, 9), 0),
+        (nn.ConvTranspose2d(3, 7, 2), (2, 3, 9, 9), 1),
+        (nn.Conv3d(3, 7, 2), (2, 3, 4, 5, 6), 1),
+        (nn.BatchNorm1d(5), (8, 5), 1),
+        (nn.BatchNorm1d(5), (8, 5, 3), 1),
+        (nn.BatchNorm2d(5), (8, 5, 3, 3), 1),
+        (nn.GroupNorm(2, 6), (3, 6, 5), 1),
+        (nn.InstanceNorm2d(4), (3, 4, 5, 5), 1),
+        (nn.MaxPool2d(2), (3, 4, 6, 6), 1),
+        (nn.MaxPool2d(2), (4, 6, 6), 0),
+        (nn.AdaptiveAvgPool1d(3), (2, 4, 9), 1),
+        (nn.ReLU(), (3, 4, 6, 6), 1),
+        (nn.ReLU(), (3, 4, 6), -1),
+        (nn.LazyLinear(7), (3, 5), -1),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else str(value),
+)
+def test_the_channel_dimension_of_each_kind_of_module(module: nn.Module, shape: Any, dim: int) -> None:
+    x = torch.randint(9, (4, 5)) if shape is None else torch.randn(shape)
+    mon = hookstats.attach(module)
+    y = module(x)
+    check(mon.snapshot()["", "output"], y, dim)
+
+
+def test_channel_dim_and_channels_can_be_chosen() -> None:
+    model = small_cnn()
+    mon = hookstats.attach(model, channel_dim={"*": -1, "7": 0}, channels=["[0-4]", "7"])
+    y = images()
+    for i, module in enumerate(model):
+        y = module(y)
+        if i == 3:
+            conv = y.clone()
+    snapshot = mon.snapshot()
+    check(snapshot["3", "output"], conv, -1)
+    check(snapshot["7", "output"], y, 0)
+    totals = hookstats.attach(small_cnn(), channels=False)
+    assert all(stats.channels is None for stats in totals.snapshot().values())
+
+
+def test_a_channel_dim_that_a_tensor_does_not_have_skips_the_site() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    mon = hookstats.attach(model, channel_dim={"1": 3})
+    with pytest.warns(UserWarning, match=r"1 output.*channel_dim=3 is out of range for an output of shape \(2, 4\)"):
+        model(torch.randn(2, 4)).sum().backward()
+    assert set(mon.skipped) == {Site("1", "output"), Site("1", "grad_output")}
+    assert mon.snapshot()["0", "grad_output"].calls == 1
+
+
+class Changing(nn.Module):
+    """Its n-th call returns whatever is asked for."""
+
+    def __init__(self, *outputs: Any) -> None:
+        super().__init__()
+        self.outputs = list(outputs)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.outputs.pop(0)(x)
+
+
+@pytest.mark.parametrize(
+    ("output", "reason"),
+    [
+        (lambda x: x.argmax(-1), "expected a tensor of one of .*got torch.int64"),
+        (lambda x: x.bool(), "got torch.bool"),
+        (lambda x: torch.complex(x, x), "got torch.complex64"),
+        (lambda x: x.detach().to_sparse(), "expected a dense strided tensor, got layout torch.sparse_coo"),
+        (lambda x: TwoTensor(x, x), "expected a plain torch.Tensor, got TwoTensor"),
+    ],
+)
+def test_what_cannot_be_measured_is_skipped_once_with_its_reason(output: Any, reason: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Changing(output, output))
+    mon = hookstats.attach(model)
+    with pytest.warns(UserWarning, match=f"no longer measured: 1 output and 1 grad_output: .*{reason}"):
+        model(torch.randn(3, 4))
+    with warnings.catch_warnings(record=True) as again:
+        warnings.simplefilter("always")
+        model(torch.randn(3, 4))
+    assert not again
+    assert len(mon.skipped) == 2
+    assert mon.snapshot()["0", "output"].calls == 2
+    model = nn.Sequential(Changing(output))
+    hookstats.attach(model, strict=True)
+    with pytest.raises(RuntimeError, match=f"'0' cannot be measured: .*{reason}"):
+        model(torch.randn(3, 4))
+
+
+def test_warnings_that_are_errors_do_not_stop_training(caplog: pytest.LogCaptureFixture) -> None:
+    model = Changing(lambda x: x.argmax(-1))
+    hookstats.attach(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert model(torch.randn(3, 4)).shape == (3,)
+    assert "no longer measured" in caplog.text
+
+
+def test_a_subclass_that_is_a_tensor_is_measured() -> None:
+    mine = type("Mine", (torch.Tensor,), {})
+    model = Changing(lambda x: x.as_subclass(mine))
+    mon = hookstats.attach(model)
+    x = torch.randn(3, 4)
+    assert type(model(x)) is mine
+    check(mon.snapshot()["", "output"], x, -1)
+
+
+def test_an_internal_failure_in_a_gradient_does_not_stop_backward() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    mon = hookstats.attach(model)
+    hook = next(iter(model[0]._forward_hooks.values()))
+    hook.gradient = hook.gradient._replace(moments=torch.zeros(3))  # broken on purpose
+    model(torch.randn(3, 4)).sum().backward()
+    assert model[0].weight.grad is not None
+    with pytest.warns(UserWarning, match="no longer measured: 0 grad_output: moments: expected float64"):
+        mon.step()
+    assert list(mon.skipped) == [("0", "grad_output")]
+    model(torch.randn(3, 4)).sum().backward()
+    assert mon.snapshot()["0", "output"].calls == 1
+
+    strict = hookstats.attach(model, strict=True)
+    hook = list(model[0]._forward_hooks.values())[-1]
+    hook.gradient = hook.gradient._replace(moments=torch.zeros(3))
+    with pytest.raises(RuntimeError, match="moments: expected float64"):
+        model(torch.randn(3, 4)).sum().backward()
+    strict.detach()
+
+
+def test_an_internal_failure_in_a_forward_does_not_stop_it() -> None:
+    model = nn.Linear(4, 4)
+    mon = hookstats.attach(model)
+    hook = next(iter(model._forward_hooks.values()))
+    hook.output = hook.output._replace(counters=torch.zeros(3))
+    with pytest.warns(UserWarning, match="no longer measured.*counters: expected int64"):
+        model(torch.randn(3, 4)).sum().backward()
+    assert len(mon.skipped) == 2
+
+
+def test_a_width_that_changes_folds_to_one_channel() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Changing(lambda x: x, lambda x: x[:, :3] + 1, lambda x: x + 2))
+    mon = hookstats.attach(model)
+    x = torch.randn(5, 4)
+    model(x).sum().backward()
+    with pytest.warns(UserWarning, match="'1' had 4 channels and now has 3"):
+        model(x).sum().backward()
+    model(x).sum().backward()
+    y = model[0](x).detach()
+    stats = mon.snapshot()["1", "output"]
+    check_total = torch.cat([y.reshape(-1), y[:, :3].reshape(-1) + 1, y.reshape(-1) + 2])
+    assert stats.channels is None
+    assert stats.calls == 3
+    assert stats.total.count == check_total.numel()
+    assert stats.total.mean == pytest.approx(check_total.double().mean().item(), rel=1e-6)
+    assert mon.snapshot()["1", "grad_output"].calls == 3
+    assert mon.skipped == {}
+
+
+def test_past_the_memory_budget_all_sites_keep_totals(caplog: pytest.LogCaptureFixture) -> None:
+    model = small_cnn()
+    with caplog.at_level("INFO", logger="hookstats"):
+        mon = hookstats.attach(model, memory_budget=70_000, histogram=ExponentBins(True))
+        assert "attached to 12 sites of 6 modules" in caplog.text
+        assert "memory_budget" not in caplog.text
+        assert mon.snapshot()["7", "output"].channels is not None
+    with caplog.at_level("INFO", logger="hookstats"):
+        mon = hookstats.attach(model, memory_budget=20_000, histogram=ExponentBins(True))
+    assert "all sites keep totals only" in caplog.text
+    model(images()).sum().backward()
+    assert all(stats.channels is None for stats in mon.snapshot().values())
+    assert mon.state_bytes <= 20_000
+
+
+def test_a_width_learned_late_that_would_break_the_budget_keeps_totals() -> None:
+    model = nn.Sequential(nn.Linear(4, 1000), nn.ReLU(), nn.Tanh())
+    mon = hookstats.attach(model, memory_budget=200_000, histogram=None)
+    with pytest.warns(UserWarning, match=r"'1' and later sites would not fit into memory_budget=200000") as caught:
+        model(torch.randn(2, 4))
+    assert len(caught) == 1
+    assert [mon.snapshot()[name, "output"].channels is None for name in "012"] == [False, True, True]
+
+
+def test_outputs_that_are_parameters_are_measured_and_their_gradients_left_alone() -> None:
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(3, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.weight
+
+    model = Table()
+    mon = hookstats.attach(model, every=1)
+    for _ in range(3):
+        model(torch.zeros(1)).sum().backward()
+    check(mon.snapshot()["", "output"], torch.cat([model.weight] * 3), -1)
+    assert not model.weight._backward_hooks
+    assert mon.skipped == {}
+
+
+def test_functorch_and_fake_tensors_pass_through() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    model = nn.Linear(4, 4)
+    mon = hookstats.attach(model)
+    torch.func.vmap(model)(torch.randn(3, 4))
+    torch.func.grad(lambda x: model(x).sum())(torch.randn(4))
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        model(mode.from_tensor(torch.randn(3, 4)))
+    assert mon.skipped == {}
+    model(torch.randn(3, 4))
+    assert mon.snapshot()["", "output"].calls >= 1
+
+
+def test_measure_one_tensor() -> None:
+    x = torch.randn(50, 7, requires_grad=True)
+    check(hookstats.measure(x), x, -1)
+    check(hookstats.measure(x, 0, histogram=ExponentBins(True)), x, 0)
+    assert hookstats.measure(x, None).channels is None
+    assert hookstats.measure(torch.tensor(3.0)).total.mean == 3
+    assert hookstats.measure(x, histogram=None).histogram is None
+    assert np.isnan(hookstats.measure(torch.empty(0)).total.mean)
+    with pytest.raises(TypeError, match=r"expected a torch.Tensor, got list"):
+        hookstats.measure([1.0])  # type: ignore[arg-type]
+    with pytest.raises(IndexError, match="expected channel_dim from -2 to 1, got 2"):
+        hookstats.measure(x, 2)
+    with pytest.raises(TypeError, match="got Long"):
+        hookstats.measure(torch.arange(3))
+
+
+def test_wrappers_leave_no_trace_in_names() -> None:
+    inner = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    compiled = torch.compile(inner, backend="eager")
+    assert {site.name for site in hookstats.attach(compiled).sites} == {"0", "1"}  # type: ignore[arg-type]
+    module_named = nn.ModuleDict({"module": nn.Linear(2, 2)})
+    assert {site.name for site in hookstats.attach(module_named).sites} == {"module"}

@@ -1,0 +1,134 @@
+"""torch.compile: every watched site fires, with the numbers of eager mode, in one graph, without recompiling."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import hookstats
+from hookstats import ExponentBins, Snapshot, fields
+from tests.models import Residual
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated.*:DeprecationWarning")
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> None:
+    torch._dynamo.reset()
+
+
+def batches(count: int = 4) -> torch.Tensor:
+    return torch.randn(count, 8, 5, 16, generator=torch.Generator().manual_seed(1))
+
+
+def train(how: str, every: int = 1, depth: int = 3, compiler: Any = None, **options: Any) -> list[Snapshot | None]:
+    torch.manual_seed(0)
+    model = Residual(depth=depth)
+    if how == "attach after":
+        compiled = torch.compile(model, fullgraph=True, backend=compiler, **options)
+    mon = hookstats.attach(model, every=every, histogram=ExponentBins(True))
+    run: Any = model
+    if how == "whole":
+        run = torch.compile(model, fullgraph=True, backend=compiler, **options)
+    elif how == "blocks":
+        for block in model.blocks:
+            block.compile(fullgraph=True, backend=compiler, **options)
+    elif how == "attach after":
+        run = compiled
+    snapshots = []
+    for x in batches():
+        run(x).square().sum().backward()
+        snapshots.append(mon.step())
+    assert mon.skipped == {}
+    return snapshots
+
+
+def assert_equal(compiled: list[Snapshot | None], eager: list[Snapshot | None]) -> None:
+    assert [s and s.step for s in compiled] == [s and s.step for s in eager]
+    for got, want in zip(compiled, eager, strict=True):
+        if got is None or want is None:
+            continue
+        assert set(got.order) == set(want.order)
+        for site in want:
+            a, b = got[site], want[site]
+            assert a.calls == b.calls == 1
+            for name in fields.STATISTICS:
+                scale = b.total.std if name == "mean" else abs(getattr(b.total, name))
+                assert abs(getattr(a.total, name) - getattr(b.total, name)) <= 1e-4 * scale, (site, name)
+            # A block's width is not in its type: where a graph meets it first, it keeps totals.
+            assert (a.channels is None) == (site.name.count(".") == 1)
+            assert b.channels is not None
+            if a.channels is not None:
+                torch.testing.assert_close(
+                    torch.tensor(a.channels.rms), torch.tensor(b.channels.rms), rtol=1e-4, atol=1e-9
+                )
+            assert a.histogram is not None
+            assert a.histogram.counts.sum() == a.total.count
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("how", ["whole", "blocks", "attach after"])
+def test_compiled_models_give_eagers_numbers_from_every_site(how: str, dynamic: bool, backend: str) -> None:
+    compiled = train(how, compiler=backend, dynamic=dynamic)
+    assert_equal(compiled, train("eager"))
+
+
+@pytest.mark.parametrize("depth", [20])
+def test_20_blocks_compiled_apart_hit_no_recompile_limit(depth: int) -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        compiled = train("blocks", depth=depth, compiler=counter)
+    assert counter.frame_count <= 4
+    assert_equal(compiled, train("eager", depth=depth))
+
+
+def test_a_whole_model_is_one_graph_and_cadence_does_not_recompile() -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        compiled = train("whole", every=2, compiler=counter)
+    assert counter.frame_count == 1
+    assert [s is not None for s in compiled] == [True, False, True, False]
+    assert_equal(compiled, train("eager", every=2))
+
+
+def test_attach_after_the_first_compiled_run_is_not_ignored() -> None:
+    model = Residual()
+    compiled = torch.compile(model, backend="aot_eager")
+    compiled(batches()[0]).sum().backward()
+    mon = hookstats.attach(compiled, every=1)  # type: ignore[arg-type]
+    compiled(batches()[0]).sum().backward()
+    snapshot = mon.step()
+    assert snapshot is not None
+    assert len(snapshot.order) == len(snapshot)
+    assert {site.name for site in snapshot} >= {"blocks.0", "head"}
+
+
+def test_containers_and_unsupported_outputs_do_not_break_a_graph() -> None:
+    class Odd(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = torch.nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            y = self.inner(x)
+            return y, y.argmax(-1)
+
+    model = Odd()
+    mon = hookstats.attach(model, ["", "inner"], every=1)
+    model(torch.randn(3, 4))[0].sum().backward()  # an eager pass tells what the container holds
+    mon.step()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    x = torch.randn(3, 4)
+    y, _ = compiled(x)
+    y.sum().backward()
+    snapshot = mon.step()
+    assert snapshot is not None
+    assert set(snapshot.order) == {
+        (n, t) for n, p in (("inner", ""), ("", ".0")) for t in ("output" + p, "grad_output" + p)
+    }
+    assert snapshot["", "output.0"].total.mean == pytest.approx(y.double().mean().item(), rel=1e-5)

@@ -1,0 +1,238 @@
+"""Steps: which are measured, what a snapshot covers, when and how often it arrives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hookstats
+from hookstats import Snapshot
+
+
+def run(model: nn.Module, seed: int = 0) -> torch.Tensor:
+    loss = model(torch.randn(6, 4, generator=torch.Generator().manual_seed(seed))).square().sum()
+    loss.backward()
+    return loss
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 3), nn.ReLU())
+
+
+def steps(snapshots: list[Snapshot | None]) -> list[int]:
+    return [snapshot.step for snapshot in snapshots if snapshot is not None]
+
+
+def test_every_nth_step_is_measured_from_the_first_on() -> None:
+    net = model()
+    mon = hookstats.attach(net, every=3)
+    snapshots = []
+    for seed in range(8):
+        run(net, seed)
+        snapshots.append(mon.step())
+    assert steps(snapshots) == [0, 3, 6]
+    assert all(s["0", "output"].calls == s["0", "grad_output"].calls == 1 for s in snapshots if s)
+    alone = hookstats.attach(net)
+    run(net, 3)
+    assert snapshots[3] is not None
+    assert snapshots[3]["0", "output"].total.std == alone.snapshot()["0", "output"].total.std
+
+
+def test_every_may_be_a_callable() -> None:
+    net = model()
+    asked = []
+
+    def due(step: int) -> bool:
+        asked.append(step)
+        return step in (2, 3)
+
+    mon = hookstats.attach(net, every=due)
+    snapshots = [(run(net), mon.step())[1] for _ in range(6)]
+    assert steps(snapshots) == [0, 2, 3]
+    assert asked == [1, 2, 3, 4, 5, 6]
+
+
+def test_the_trainers_own_step_numbers_are_kept() -> None:
+    net = model()
+    mon = hookstats.attach(net, every=10)
+    snapshots = []
+    for step in range(995, 1012):
+        run(net)
+        snapshots.append(mon.step(step))
+    assert steps(snapshots) == [995, 1000, 1010]
+
+
+def test_a_snapshot_covers_all_microbatches_of_its_step_and_no_more() -> None:
+    net = model()
+    mon = hookstats.attach(net, every=1)
+    for count in (1, 3, 2):
+        for seed in range(count):
+            run(net, seed)
+        snapshot = mon.step()
+        assert snapshot is not None
+        assert snapshot["1", "grad_output"].calls == count
+        assert snapshot["1", "output"].total.count == count * 18
+        assert snapshot["1", "output"].histogram is not None
+        assert snapshot["1", "output"].histogram.counts.sum() == count * 18
+
+
+def test_scalars_travel_with_their_step() -> None:
+    net = model()
+    mon = hookstats.attach(net, every=2)
+    losses, got = [], []
+    for seed in range(3):
+        loss = run(net, seed)
+        losses.append(loss.item())
+        snapshot = mon.step(loss=loss, lr=0.5, norm=torch.tensor([seed], dtype=torch.int32))
+        if snapshot:
+            got.append(snapshot.scalars)
+    assert got == [{"loss": losses[0], "lr": 0.5, "norm": 0.0}, {"loss": losses[2], "lr": 0.5, "norm": 2.0}]
+    assert list(got[0]) == ["loss", "lr", "norm"]
+
+
+def test_a_scalar_that_is_none_is_refused() -> None:
+    net = model()
+    mon = hookstats.attach(net, every=1)
+    with pytest.raises(ValueError, match=r"expected scalars, got loss of shape \(2,\)"):
+        mon.step(loss=torch.zeros(2))
+
+
+def test_sinks_get_every_snapshot_once_and_may_fail() -> None:
+    net = model()
+    seen: list[Snapshot] = []
+
+    def broken(snapshot: Snapshot) -> None:
+        raise OSError("disk full")
+
+    mon = hookstats.attach(net, every=2, sinks=[broken, seen.append])
+    for _ in range(4):
+        run(net)
+        if mon._step % 2 == 0:
+            with pytest.warns(UserWarning, match="sink.*failed: OSError: disk full"):
+                mon.step()
+        else:
+            mon.step()
+    assert [snapshot.step for snapshot in seen] == [0, 2]
+    strict = hookstats.attach(net, sinks=[broken], strict=True)
+    with pytest.raises(OSError, match="disk full"):
+        strict.step()
+
+
+def test_paused_measures_nothing_and_nests() -> None:
+    net = model()
+    mon = hookstats.attach(net, every=1)
+    run(net)
+    with mon.paused():
+        run(net)
+        with mon.paused():
+            run(net)
+        run(net)
+    run(net)
+    assert mon.snapshot()["0", "output"].calls == 2
+    with pytest.raises(KeyError), mon.paused():
+        raise KeyError
+    run(net)
+    assert mon.snapshot()["0", "output"].calls == 3
+
+
+def test_a_step_inside_paused_does_not_end_the_pause() -> None:
+    net = model()
+    mon = hookstats.attach(net, every=1)
+    with mon.paused():
+        mon.step()
+        run(net)
+        assert mon.snapshot().order == []
+
+
+def test_reset_forgets_the_open_step() -> None:
+    net = model()
+    mon = hookstats.attach(net)
+    run(net)
+    mon.reset()
+    assert mon.snapshot().order == []
+    run(net)
+    assert mon.snapshot()["0", "output"].calls == 1
+
+
+def test_snapshot_shows_the_open_step_else_the_last_measured_one() -> None:
+    net = model()
+    mon = hookstats.attach(net, every=2)
+    assert mon.snapshot().order == []
+    run(net)
+    assert mon.snapshot().step == 0
+    assert mon.snapshot()["0", "output"].calls == 1  # reading clears nothing
+    mon.step()
+    run(net)  # not measured
+    assert mon.snapshot().step == 0
+    mon.step()
+    run(net)
+    assert mon.snapshot().step == 2
+
+
+def test_step_after_detach_says_nothing() -> None:
+    net = model()
+    mon = hookstats.attach(net, every=1)
+    run(net)
+    mon.detach()
+    assert mon.step() is None
+
+
+def test_a_gradient_that_arrives_after_its_step_lands_in_the_open_one() -> None:
+    net = model()
+    mon = hookstats.attach(net, every=1)
+    loss = net(torch.randn(3, 4)).sum()
+    first = mon.step()
+    loss.backward()
+    second = mon.step()
+    assert first is not None
+    assert second is not None
+    assert first["0", "output"].calls == 1
+    assert first["0", "grad_output"].calls == 0
+    assert second["0", "output"].calls == 0
+    assert second["0", "grad_output"].calls == 1
+
+
+def test_a_snapshot_is_not_changed_by_later_steps() -> None:
+    net = model()
+    mon = hookstats.attach(net, every=1)
+    run(net)
+    first = mon.step()
+    assert first is not None
+    held = first["0", "output"]
+    run(net, 1)
+    run(net, 2)
+    mon.step()
+    assert held.total.count == 18
+    assert held.calls == 1
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_no_step_waits_and_every_snapshot_arrives() -> None:
+    net = model().cuda()
+    mon = hookstats.attach(net, every=2)
+    arrived: list[Any] = []
+    x = torch.randn(6, 4, device="cuda")
+    net(x).square().sum().backward()  # the extension's own first use is outside
+    mon.reset()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(9):
+            loss = net(x).square().sum()
+            loss.backward()
+            arrived.append(mon.step(loss=loss, lr=0.1))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    arrived += [mon.step(), mon.step(), mon.step(), mon.step(), mon.step()]
+    assert steps(arrived)[:5] == [0, 2, 4, 6, 8]
+    plain = net[0](x).detach().double()
+    for snapshot in arrived:
+        if snapshot is not None and snapshot.step <= 8:
+            assert snapshot["0", "output"].total.mean == pytest.approx(plain.mean().item(), rel=1e-5)
+            assert snapshot["0", "grad_output"].calls == 1
+            assert set(snapshot.scalars) == {"loss", "lr"}

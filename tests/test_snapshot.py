@@ -1,0 +1,159 @@
+"""Snapshot, SiteStats, Stats on the host."""
+
+from __future__ import annotations
+
+import builtins
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import hookstats
+from hookstats import ExponentBins, Snapshot, fields
+
+
+def snapshot() -> Snapshot:
+    model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
+    torch.manual_seed(0)
+    with torch.no_grad():
+        model[2].weight.mul_(1000)
+        model[2].bias[0] = float("nan")
+    mon = hookstats.attach(model, ["0", "1", "2", ""], every=1, tensors="output")
+    model[0](torch.randn(8, 4))
+    model[2](model[1](model[0](torch.randn(8, 4))))
+    taken = mon.step()
+    assert taken is not None
+    return taken
+
+
+def test_the_table_reads_in_order_of_execution_and_names_what_did_not_fire() -> None:
+    lines = snapshot().table().splitlines()
+    assert lines[0].split() == [
+        "site",
+        "tensor",
+        "calls",
+        "channels",
+        "mean",
+        "std",
+        "rms",
+        "abs_max",
+        "zeros",
+        "%",
+        "nan",
+        "inf",
+    ]
+    assert [line.split()[0] for line in lines[2:5]] == ["0", "1", "2"]
+    assert lines[2].split()[1:4] == ["output", "2", "3"]
+    assert lines[4].split()[-2:] == ["8", "0"]
+    assert lines[5] == "did not fire: (model) output"
+    assert len({len(line) for line in lines[:5]}) == 1  # columns stand under each other
+
+
+def test_the_table_can_be_sorted_by_any_statistic() -> None:
+    taken = snapshot()
+    rows = taken.table(sort="rms").splitlines()[2:5]
+    assert rows[0].startswith("2 ")
+    rows = taken.table(sort="l1_norm").splitlines()
+    assert "l1_norm" in rows[0]
+    with pytest.raises(ValueError, match=r"expected one of count, mean.*got 'size'"):
+        taken.table(sort="size")
+
+
+def test_flat_gives_names_for_loggers() -> None:
+    taken = snapshot()
+    flat = taken.flat("rms", "nans")
+    assert list(flat) == [f"{i}/output/{name}" for i in (0, 1, 2) for name in ("rms", "nans")]
+    assert flat["2/output/nans"] == 8
+    assert flat["0/output/rms"] == taken["0", "output"].total.rms
+    assert len(taken.flat()) == 3 * len(fields.STATISTICS)
+    with pytest.raises(ValueError, match="got size"):
+        taken.flat("rms", "size")
+
+
+def test_to_pandas() -> None:
+    pytest.importorskip("pandas")
+    taken = snapshot()
+    frame = taken.to_pandas()
+    assert list(frame.index) == taken.order
+    assert list(frame.columns) == ["calls", *fields.STATISTICS]
+    assert frame.loc["0", "output"]["rms"] == taken["0", "output"].total.rms
+
+
+def test_to_pandas_without_pandas_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def without_pandas(name: str, *args: Any) -> Any:
+        if name == "pandas":
+            raise ImportError(name)
+        return real(name, *args)
+
+    taken = snapshot()
+    monkeypatch.setattr(builtins, "__import__", without_pandas)
+    with pytest.raises(ImportError, match=r"pip install 'hookstats\[pandas\]'"):
+        taken.to_pandas()
+
+
+def test_an_unknown_site_is_refused_with_an_example() -> None:
+    with pytest.raises(KeyError, match=r"expected \(name, tensor\) of a watched site.*'0', 'output'.*got \('9', 'x'\)"):
+        snapshot()["9", "x"]
+    with pytest.raises(AttributeError, match=r"expected one of count.*got 'median'"):
+        snapshot()["0", "output"].total.median  # noqa: B018
+
+
+def test_too_few_values_give_nan_not_an_error() -> None:
+    nothing = hookstats.measure(torch.full((3, 2), float("nan")))
+    for stats in (nothing.total, nothing.channels):
+        assert stats is not None
+        for name in ("mean", "var", "std", "rms", "abs_mean", "abs_max", "min", "max"):
+            assert np.all(np.isnan(getattr(stats, name)))
+        for name in ("count", "l1_norm", "l2_norm", "zeros", "posinfs", "neginfs"):
+            assert np.all(getattr(stats, name) == 0)
+    assert nothing.total.nans == 6
+    one = hookstats.measure(torch.tensor([[3.0, -4.0]]))
+    assert one.channels is not None
+    assert np.isnan(one.channels.std).all()
+    assert one.channels.abs_max.tolist() == [3, 4]
+    assert "3" in repr(one.total)
+
+
+@pytest.mark.parametrize("q", [0, 0.001, 0.25, 0.5, 0.9, 0.999, 1])
+def test_a_quantile_lies_in_the_exact_ones_bin(q: float) -> None:
+    x = torch.randn(20000, 3, generator=torch.Generator().manual_seed(0)) * torch.tensor([1e-5, 1, 1e4]) + 0.1
+    exact = np.quantile(x.double().numpy(), q, method="inverted_cdf")
+    got = hookstats.measure(x).quantile(q)
+    assert np.sign(got) == np.sign(exact)
+    assert 0.5 <= got / exact <= 2
+    per_channel = hookstats.measure(x, histogram=ExponentBins(True)).quantile(q)
+    for c in range(3):
+        exact = np.quantile(x[:, c].double().abs().numpy(), q, method="inverted_cdf")
+        assert 0.5 <= per_channel[c] / exact <= 2
+
+
+def test_quantiles_at_the_ends_are_the_extremes() -> None:
+    x = torch.tensor([-3.0, -1.0, 2.0, 5.0])
+    stats = hookstats.measure(x, None)
+    assert stats.quantile(1) == 5
+    assert stats.quantile(0) == -3
+    with pytest.raises(ValueError, match="expected 0 <= q <= 1, got 2"):
+        stats.quantile(2)
+    with pytest.raises(ValueError, match="expected a site with a histogram"):
+        hookstats.measure(x, histogram=None).quantile(0.5)
+    assert np.isnan(hookstats.measure(torch.full((4,), float("nan"))).quantile(0.5))
+
+
+def test_histogram_edges_ascend_and_hold_their_values() -> None:
+    x = torch.tensor([-1.5, -0.3, 0.0, 1e-40, 0.3, 1.0, 1.5, 3e38])
+    histogram = hookstats.measure(x, None).histogram
+    assert histogram is not None
+    assert histogram.counts.shape == (509,)
+    assert histogram.edges.shape == (510,)
+    assert np.all(np.diff(histogram.edges) > 0)
+    for value in x.tolist():
+        bin_ = np.searchsorted(histogram.edges, value, side="right" if value >= 0 else "left") - 1
+        assert histogram.counts[bin_] > 0
+    octaves = hookstats.measure(x, None, ExponentBins(True)).histogram
+    assert octaves is not None
+    assert octaves.counts.shape == (1, 64)
+    assert octaves.edges[[0, 1, -2, -1]].tolist() == [0, 2**-46, 2**16, np.inf]
