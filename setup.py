@@ -29,8 +29,8 @@ except ImportError:
     )
 
 ROOT = Path(__file__).parent
-DEFAULT_ARCHITECTURES = "8.0 9.0 10.0+PTX"
-CXX_FLAGS = ["-O3", "-g0", "-fopenmp", "-Wall", "-Wextra", "-Wno-unused-parameter"]
+DEFAULT_ARCHITECTURES = ["8.0", "9.0", "10.0"]
+CXX_FLAGS = ["-O3", "-g0", "-fopenmp", "-Wall", "-Wextra", "-Wno-unused-parameter", "-Wno-psabi"]
 # Both hold for IEEE arithmetic: they give up errno and floating-point traps, no value.
 KERNEL_FLAGS = ["-fno-math-errno", "-fno-trapping-math"]
 
@@ -40,8 +40,8 @@ def find_nvcc() -> str | None:
     wanted = os.environ.get("HOOKSTATS_CUDA", "")
     if wanted == "0":
         return None
-    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
-    places = [str(Path(home, "bin")) for home in homes if home] + os.environ.get("PATH", "").split(os.pathsep)
+    homes = [str(Path(home, "bin")) for name in ("CUDA_HOME", "CUDA_PATH") if (home := os.environ.get(name))]
+    places = [*homes, os.environ.get("PATH", ""), "/usr/local/cuda/bin"]
     nvcc = shutil.which("nvcc", path=os.pathsep.join(places))
     if nvcc is None and wanted == "1":
         sys.exit("hookstats: HOOKSTATS_CUDA=1, but no nvcc was found in CUDA_HOME, on PATH or in /usr/local/cuda")
@@ -59,9 +59,18 @@ def cudart_folder(nvcc: str) -> str:
     sys.exit(f"hookstats: {nvcc} was found, but no libcudart_static.a in its toolkit {home.resolve()}")
 
 
-def architectures() -> list[str]:
-    """For example ["8.0", "9.0", "10.0+PTX"]."""
-    return os.environ.get("TORCH_CUDA_ARCH_LIST", DEFAULT_ARCHITECTURES).replace(";", " ").split()
+def architectures(nvcc: str) -> list[str]:
+    """For example ["8.0", "9.0", "10.0+PTX"]: what was asked for, else those of the default that nvcc knows."""
+    asked = os.environ.get("TORCH_CUDA_ARCH_LIST", "").replace(";", " ").split()
+    if asked:
+        return asked
+    said = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True).stdout.split()
+    known = [each for each in DEFAULT_ARCHITECTURES if f"compute_{each.replace('.', '')}" in said]
+    if not known:
+        sys.exit(
+            f"hookstats: {nvcc} knows none of {DEFAULT_ARCHITECTURES}: set TORCH_CUDA_ARCH_LIST, or HOOKSTATS_CUDA=0"
+        )
+    return [*known[:-1], known[-1] + "+PTX"]
 
 
 def gencode(architecture: str) -> list[str]:
@@ -75,12 +84,12 @@ def gencode(architecture: str) -> list[str]:
     return flags
 
 
-def compile_cuda(nvcc: str, source: Path, into: Path) -> str:
+def compile_cuda(nvcc: str, source: Path, into: Path, targets: list[str]) -> str:
     """Compiles one .cu file, which includes no torch header, and returns the object's path."""
     into.mkdir(parents=True, exist_ok=True)
     target = into / (source.stem + ".cuda.o")
     command = [nvcc, "-std=c++17", "-O3", "--expt-relaxed-constexpr", "--threads", "0", "-Xcompiler", "-fPIC,-Wall"]
-    for architecture in architectures():
+    for architecture in targets:
         command += gencode(architecture)
     command += ["-c", str(source), "-o", str(target)]
     print(" ".join(command), flush=True)
@@ -94,15 +103,17 @@ class BuildWithCuda(BuildExtension):
 
     def build_extensions(self) -> None:
         (extension,) = self.extensions
+        self.force = True  # without ninja, a changed .cu, torch or HOOKSTATS_CUDA would not link again
         nvcc = find_nvcc()
         built: dict[str, Any] = {"torch": str(torch.__version__), "cuda": None, "architectures": []}
         if nvcc:
             version = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
             release = re.search(r"release (\d+\.\d+)", version)
-            built |= {"cuda": release.group(1) if release else "unknown", "architectures": architectures()}
+            targets = architectures(nvcc)
+            built |= {"cuda": release.group(1) if release else "unknown", "architectures": targets}
             extension.define_macros.append(("HOOKSTATS_CUDA", "1"))
             for source in sorted(Path("csrc/cuda").glob("*.cu")):
-                extension.extra_objects.append(compile_cuda(nvcc, source, Path(self.build_temp)))
+                extension.extra_objects.append(compile_cuda(nvcc, source, Path(self.build_temp), targets))
             extension.library_dirs.append(cudart_folder(nvcc))
             extension.libraries += ["cudart_static", "dl", "rt", "pthread"]
         super().build_extensions()

@@ -4,9 +4,8 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/extension.h>
 
-#include <ATen/TensorSubclassLikeUtils.h>
-
 #include <limits>
+#include <map>
 #include <mutex>
 #include <utility>
 #include <vector>
@@ -65,27 +64,38 @@ bool unpack(PyObject* object, HookedSite& hooked) {
   hooked.state.channel_dim = PyLong_AsLongLong(entry(k_channel_dim));
   hooked.site = PyLong_AsLongLong(entry(k_site));
   hooked.strict = entry(k_strict) == Py_True;
-  return true;
+  return !PyErr_Occurred() && hooked.open.is_cpu() && hooked.open.scalar_type() == at::kInt && hooked.open.numel() == 1;
 }
 
-// Failures inside backward, where Python must not be entered: (site, reason), until Python asks.
+// Failures inside backward, where Python must not be entered: the first of each site, until Python asks.
 std::mutex failures_mutex;
-std::vector<std::pair<int64_t, std::string>> failures;
+std::map<int64_t, std::string> failures;
 
-std::vector<std::pair<int64_t, std::string>> take_failures() {
+std::map<int64_t, std::string> take_failures() {
   std::lock_guard<std::mutex> lock(failures_mutex);
   return std::exchange(failures, {});
+}
+
+const char* reason(const std::exception& error) {
+  const auto* torch_error = dynamic_cast<const c10::Error*>(&error);
+  return torch_error ? torch_error->what_without_backtrace() : error.what();
 }
 
 void accumulate_gradient(const at::Tensor& gradient, const HookedSite& hooked) {
   if (!gradient.defined() || !hooked.is_open()) return;
   try {
     accumulate(gradient, hooked.state);
-  } catch (const c10::Error& error) {
+  } catch (const std::exception& error) {
     if (hooked.strict) throw;
     std::lock_guard<std::mutex> lock(failures_mutex);
-    failures.emplace_back(hooked.site, error.what_without_backtrace());
+    failures.emplace(hooked.site, reason(error));
   }
+}
+
+// Wrappers without memory of their own: fake and meta tensors, and what functorch makes. Their own keys tell; a
+// dispatch mode that is merely active (selective checkpointing, FLOP counting) changes nothing about the data.
+bool has_no_data(const at::Tensor& x) {
+  return x.is_meta() || !x.has_storage() || x.key_set().has(c10::DispatchKey::Python);
 }
 
 constexpr const char* kObserveDoc =
@@ -98,6 +108,7 @@ PyObject* observe(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
   const bool arguments = nargs == 3 && THPVariable_Check(args[0]) && (args[1] == Py_None || unpack(args[1], output)) &&
                          (args[2] == Py_None || unpack(args[2], gradient));
   if (!arguments) {
+    PyErr_Clear();
     PyErr_SetString(PyExc_TypeError, "hookstats: observe: expected (Tensor, SiteState | None, SiteState | None)");
     return nullptr;
   }
@@ -108,7 +119,7 @@ PyObject* observe(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
   if (x.layout() != at::kStrided || x.is_nested()) {
     return PyUnicode_FromString("expected a dense strided tensor");
   }
-  if (at::isTensorSubclassLike(x)) Py_RETURN_NONE;  // fake, meta or inside functorch: there is no data to read
+  if (has_no_data(x)) Py_RETURN_NONE;
   if ((watch_output ? output : gradient).state.channel_dim == kUnknownDim) {
     return PyUnicode_FromString("the width of this site is not known yet");
   }
@@ -116,16 +127,15 @@ PyObject* observe(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
     if (!watch_output) {
       check_measurable(x, gradient.state);
     } else if (!backward_is_running()) {
+      const py::gil_scoped_release release;
       accumulate(x, output.state);
     }
     // A leaf's gradient is its owner's, and a hook on it would outlive the step.
     if (watch_gradient && x.requires_grad() && !x.is_leaf()) {
       x.register_hook([hooked = std::move(gradient)](const at::Tensor& g) { accumulate_gradient(g, hooked); });
     }
-  } catch (const c10::Error& error) {
-    return PyUnicode_FromString(error.what_without_backtrace());
   } catch (const std::exception& error) {
-    return PyUnicode_FromString(error.what());
+    return PyUnicode_FromString(reason(error));
   }
   Py_RETURN_NONE;
 }
@@ -135,8 +145,9 @@ at::Tensor part(const at::Tensor& memory, int64_t offset, const std::vector<int6
   const int64_t size = c10::multiply_integers(shape);
   TORCH_CHECK_INDEX(0 <= offset && offset + size <= memory.numel(), "part: expected words ", offset, " to ",
                     offset + size, " in a memory of ", memory.numel());
-  return at::from_blob(memory.mutable_data_ptr<int64_t>() + offset, shape, [memory](void*) {},
-                       memory.options().dtype(is_float64 ? at::kDouble : at::kLong));
+  return at::from_blob(
+      memory.mutable_data_ptr<int64_t>() + offset, shape, [memory](void*) {},
+      memory.options().dtype(is_float64 ? at::kDouble : at::kLong));
 }
 
 PyMethodDef observe_method = {"observe", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(observe)),

@@ -106,6 +106,8 @@ struct Launch {
   const int32_t* active;  // on the device; null or non-zero: measure, zero: return at once
 };
 
+bool is_capturing(void* stream);
+
 // Each starts exactly one kernel and returns null, or what the CUDA runtime said.
 const char* accumulate(const Input& input, const State& state, const Launch& launch);
 const char* merge(const State& into, const State& from, const Launch& launch);

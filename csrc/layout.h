@@ -4,6 +4,7 @@
 // Host and device code; knows nothing of torch.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "stats.h"
@@ -39,36 +40,28 @@ struct Layout {
     return ndim ? at + i * stride[0] : 0;
   }
 
-  // Adds a dimension beside the channel; false when there are more than kMaxDims that do not merge.
-  bool add(int64_t new_size, int64_t new_stride) {
-    count *= new_size;
-    if (new_size == 1) return true;
-    int at = ndim;
-    while (at > 0 && stride[at - 1] < new_stride) --at;
-    const bool into_outer = at > 0 && stride[at - 1] == new_size * new_stride;
-    const bool into_inner = at < ndim && new_stride == size[at] * stride[at];
-    if (into_inner) {
-      size[at] *= new_size;
-      if (into_outer) {
-        size[at - 1] *= size[at];
-        stride[at - 1] = stride[at];
-        remove(at);
+  struct Dim {
+    int64_t size, stride;
+  };
+
+  // Takes `n` dimensions beside the channel, which are reordered; false if more than kMaxDims are left after merging.
+  bool set_dims(Dim* dims, int n) {
+    std::stable_sort(dims, dims + n, [](const Dim& a, const Dim& b) { return a.stride > b.stride; });
+    ndim = 0;
+    count = 1;
+    for (const Dim* dim = dims; dim < dims + n; ++dim) {
+      count *= dim->size;
+      if (dim->size == 1) continue;
+      if (ndim > 0 && stride[ndim - 1] == dim->size * dim->stride) {
+        size[ndim - 1] *= dim->size;
+        stride[ndim - 1] = dim->stride;
+      } else {
+        if (ndim == kMaxDims) return false;
+        size[ndim] = dim->size;
+        stride[ndim++] = dim->stride;
       }
-    } else if (into_outer) {
-      size[at - 1] *= new_size;
-      stride[at - 1] = new_stride;
-    } else {
-      if (ndim == kMaxDims) return false;
-      for (int d = ndim++; d > at; --d) size[d] = size[d - 1], stride[d] = stride[d - 1];
-      size[at] = new_size;
-      stride[at] = new_stride;
     }
     return true;
-  }
-
- private:
-  void remove(int at) {
-    for (--ndim; at < ndim; ++at) size[at] = size[at + 1], stride[at] = stride[at + 1];
   }
 };
 

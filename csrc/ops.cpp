@@ -34,7 +34,7 @@ Dtype dtype_of(const at::Tensor& x) {
 
 State state_of(const at::Tensor& moments, const at::Tensor& counters, const std::optional<at::Tensor>& histogram) {
   TORCH_CHECK(moments.scalar_type() == at::kDouble && moments.dim() == 2 && moments.size(0) == kFields &&
-                  (moments.size(1) == 1 || moments.stride(1) == 1),
+                  moments.size(1) >= 1 && (moments.size(1) == 1 || moments.stride(1) == 1),
               "hookstats: moments: expected float64 [", int(kFields), ", channels] with adjacent channels, got ",
               moments.scalar_type(), " ", moments.sizes(), " with strides ", moments.strides());
   TORCH_CHECK(counters.scalar_type() == at::kLong && counters.dim() == 1 && counters.size(0) == kCounters &&
@@ -70,12 +70,13 @@ Layout layout_of(const at::Tensor& x, const State& state, int64_t channel_dim) {
     layout.channels = state.channels;
     layout.channel_stride = x.stride(channel);
   }
+  c10::SmallVector<Layout::Dim, 8> dims;
   for (int64_t d = 0; d < ndim; ++d) {
-    if (d == channel) continue;
-    TORCH_CHECK_VALUE(layout.add(x.size(d), x.stride(d)), "hookstats: expected at most ", Layout::kMaxDims,
-                      " dimensions that do not merge beside the channels, got strides ", x.strides(), " for shape ",
-                      x.sizes());
+    if (d != channel) dims.push_back({x.size(d), x.stride(d)});
   }
+  TORCH_CHECK_VALUE(layout.set_dims(dims.data(), int(dims.size())), "hookstats: expected at most ", Layout::kMaxDims,
+                    " dimensions that do not merge beside the channels, got strides ", x.strides(), " for shape ",
+                    x.sizes());
   return layout;
 }
 
@@ -99,27 +100,37 @@ class Scratch {
   void reserve(at::Device device) {
     std::lock_guard<std::mutex> lock(mutex_);
     auto& spare = spare_[key(device)];
-    while (spare.size() < 2) spare.push_back(make(device));
+    while (spare.size() < kSpare) spare.push_back(make(device));
   }
 
   Piece of(at::Device device, void* stream) {
     std::lock_guard<std::mutex> lock(mutex_);
-    auto [found, is_new] = used_.try_emplace({key(device), stream});
-    if (is_new) {
-      auto& spare = spare_[key(device)];
-      if (spare.empty()) spare.push_back(make(device));
-      found->second = spare.back();
-      spare.pop_back();
+    const auto found = used_.find({key(device), stream});
+    if (found != used_.end()) return found->second;
+    auto& spare = spare_[key(device)];
+    if (spare.empty()) {
+      TORCH_CHECK(!cuda::is_capturing(stream), "hookstats: expected at most ", kSpare,
+                  " new streams between attach and the capture of a CUDA graph, where nothing can be allocated");
+      spare.push_back(make(device));
     }
-    return found->second;
+    const Piece piece = spare.back();
+    spare.pop_back();
+    used_.emplace(std::make_pair(key(device), stream), piece);
+    return piece;
   }
 
  private:
+  static constexpr size_t kSpare = 4;  // of 2.6 MB
   static int key(at::Device device) { return device.is_cpu() ? -1 : device.index(); }
   static Piece make(at::Device device) {
     const auto options = at::TensorOptions().device(device);
-    return {at::zeros({cuda::kScratchDoubles}, options.dtype(at::kDouble)),
-            at::zeros({cuda::kScratchCounters}, options.dtype(at::kInt))};
+    Piece piece{at::empty({cuda::kScratchDoubles}, options.dtype(at::kDouble)),
+                at::zeros({cuda::kScratchCounters}, options.dtype(at::kInt))};
+    if (!device.is_cpu()) {  // it may be used first on another stream than the one that clears it here
+      const auto* impl = c10::impl::getDeviceGuardImpl(device.type());
+      impl->synchronizeStream(impl->getStream(device));
+    }
+    return piece;
   }
 
   std::mutex mutex_;
@@ -147,8 +158,21 @@ cuda::Launch launch_on(at::Device device, const std::optional<at::Tensor>& activ
 void check(const char* cuda_error) { TORCH_CHECK(!cuda_error, "hookstats: CUDA: ", cuda_error); }
 #endif  // HOOKSTATS_CUDA_KERNELS
 
+void check_device(at::Device device) {
+#if defined(HOOKSTATS_CUDA_KERNELS)
+  if (runs_cuda_kernels(device)) return;
+#endif
+  TORCH_CHECK(device.is_cpu(), "hookstats: this build has no kernels for ", device);
+}
+
 void parallel_for(int64_t tasks, const std::function<void(int64_t, int64_t)>& body) {
   at::parallel_for(0, tasks, 1, body);
+}
+
+// Two threads may run backward through one site. The CUDA kernels are ordered by their stream instead.
+std::mutex& cpu_lock(const State& state) {
+  static std::mutex locks[64];
+  return locks[reinterpret_cast<uintptr_t>(state.counters) / sizeof(int64_t) % 64];
 }
 
 void check_active(const at::Tensor& active, at::Device device) {
@@ -162,6 +186,7 @@ std::pair<Input, State> described(const at::Tensor& x, const SiteState& site) {
   TORCH_CHECK_TYPE(x.layout() == at::kStrided, "hookstats: expected a dense strided tensor, got layout ", x.layout());
   TORCH_CHECK(x.device() == site.moments.device(), "hookstats: expected a tensor on ", site.moments.device(),
               ", where its state is, got one on ", x.device());
+  check_device(x.device());
   if (site.active) check_active(*site.active, x.device());
   const Dtype dtype = dtype_of(x);
   const State state = state_of(site.moments, site.counters, site.histogram);
@@ -184,12 +209,14 @@ void merge_op(at::Tensor moments, at::Tensor counters, std::optional<at::Tensor>
   TORCH_CHECK_VALUE(into.kind == from.kind, "hookstats: expected states with the same kind of histogram to merge");
   TORCH_CHECK(moments.device() == from_moments.device(), "hookstats: expected states on one device to merge, got ",
               moments.device(), " and ", from_moments.device());
+  check_device(moments.device());
 #if defined(HOOKSTATS_CUDA_KERNELS)
   if (runs_cuda_kernels(moments.device())) {
     const c10::DeviceGuard guard(moments.device());
     return check(cuda::merge(into, from, launch_on(moments.device(), std::nullopt)));
   }
 #endif
+  const std::lock_guard<std::mutex> lock(cpu_lock(into));
   cpu::merge(into, from);
 }
 
@@ -216,6 +243,7 @@ void accumulate(const at::Tensor& tensor, const SiteState& site) {
   auto [input, state] = described(x, site);
   if (x.numel() == 0) return;
   input.data = x.const_data_ptr();
+  TORCH_CHECK(input.data, "hookstats: expected a tensor with data, got one without storage");
 #if defined(HOOKSTATS_CUDA_KERNELS)
   if (runs_cuda_kernels(x.device())) {
     const c10::DeviceGuard guard(x.device());
@@ -223,6 +251,7 @@ void accumulate(const at::Tensor& tensor, const SiteState& site) {
   }
 #endif
   if (site.active && *site.active->const_data_ptr<int32_t>() == 0) return;
+  const std::lock_guard<std::mutex> lock(cpu_lock(state));
   cpu::accumulate(input, state, parallel_for);
 }
 

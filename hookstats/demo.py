@@ -1,7 +1,7 @@
 """The main job, end to end: a small CNN learns handwritten digits, every layer watched, forward and backward.
 
-Run by `make demo`. On a GPU if there is one. Ends with the accuracy, the table, what hookstats cost, a picture, and with
-a weight that is poisoned with one NaN, to see which site shows it first.
+Run by `make demo`. On a GPU if there is one. Ends with the accuracy, the table, what hookstats cost, a picture, and
+with a weight that is poisoned with one NaN, to see which site shows it first.
 """
 
 from __future__ import annotations
@@ -48,12 +48,17 @@ def digits(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
 def cnn() -> nn.Module:
     """Three convolutions with BatchNorm and ReLU, and a linear head: 10 classes."""
 
-    def stage(inputs: int, outputs: int) -> nn.Sequential:
-        conv = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
-        return nn.Sequential(conv, nn.BatchNorm2d(outputs), nn.ReLU(inplace=True))
-
-    body = [stage(1, 32), stage(32, 64), nn.MaxPool2d(2), stage(64, 64)]
-    return nn.Sequential(*body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
+    model = nn.Sequential()
+    for number, (inputs, outputs) in enumerate([(1, 32), (32, 64), (64, 64)], start=1):
+        model.add_module(f"conv{number}", nn.Conv2d(inputs, outputs, 3, padding=1, bias=False))
+        model.add_module(f"norm{number}", nn.BatchNorm2d(outputs))
+        model.add_module(f"relu{number}", nn.ReLU(inplace=True))
+        if number == 2:
+            model.add_module("pool", nn.MaxPool2d(2))
+    model.add_module("average", nn.AdaptiveAvgPool2d(1))
+    model.add_module("flatten", nn.Flatten())
+    model.add_module("head", nn.Linear(64, 10))
+    return model
 
 
 class Timer:
@@ -81,7 +86,7 @@ def train(model: nn.Module, monitor: Monitor, data: Any, epochs: int, timer: Tim
     steps = epochs * (len(labels) // BATCH)
     taken: list[Snapshot] = []
     model.train()
-    with tqdm(total=steps, unit="step") as bar:
+    with tqdm(total=steps, unit="step", mininterval=0.5) as bar:
         for step in range(steps):
             chosen = torch.randint(len(labels), (BATCH,), device=labels.device)
             started = timer.now()
@@ -93,7 +98,7 @@ def train(model: nn.Module, monitor: Monitor, data: Any, epochs: int, timer: Tim
             timer.seconds[step % 4 != 3].append(timer.now() - started)
             if snapshot is not None:
                 taken.append(snapshot)
-                bar.set_postfix(loss=f"{snapshot.scalars['loss']:.3f}")
+                bar.set_postfix(loss=f"{snapshot.scalars['loss']:.3f}", refresh=False)
             bar.update()
     return taken
 
@@ -114,17 +119,18 @@ def heatmap(axes: Any, snapshots: list[Snapshot], sites: list[Site], title: str,
 
 
 def channel_histogram(axes: Any, snapshot: Snapshot, site: Site) -> None:
-    """Share of a channel's values in each octave of |x|, a column per channel; zeros are the bottom row."""
+    """Share of a channel's values in each octave of |x|, a column per channel; zeros and dust are the bottom row."""
     histogram = snapshot[site].histogram
     assert histogram is not None
     counts = histogram.counts / np.maximum(histogram.counts.sum(1, keepdims=True), 1)
-    used = np.flatnonzero(counts.any(0))
-    low, high = max(used[used > 0].min() - 1, 1), used.max() + 1
+    used = np.flatnonzero(counts.mean(0) > 1e-3)
+    low, high = max(used[used > 0].min(), 1), used.max() + 1
     shown = np.concatenate([counts[:, :1], counts[:, low:high]], axis=1).T
-    image = axes.imshow(shown, aspect="auto", origin="lower", interpolation="nearest", cmap="magma")
+    image = axes.imshow(shown, aspect="auto", origin="lower", interpolation="nearest", cmap="magma", norm=LogNorm(1e-3))
+    axes.set_facecolor("black")
     exponents = np.log2(histogram.edges[low:high]).astype(int)
     labels = ["0"] + [f"$2^{{{e}}}$" for e in exponents]
-    ticks = [0, *range(1, len(labels), max(1, len(labels) // 8))]
+    ticks = [*range(0, len(labels), 2)]
     axes.set_yticks(ticks, [labels[i] for i in ticks], fontsize=8)
     axes.set_title(f"layer {site.name}: share of each channel's values per octave of |x|", fontsize=10)
     axes.set_xlabel("channel")
@@ -140,7 +146,7 @@ def picture(snapshots: list[Snapshot], path: Path) -> None:
     heatmap(axes[0, 0], snapshots, outputs, "rms of activations", lambda t: t.rms, log=True)
     heatmap(axes[0, 1], snapshots, gradients, "rms of their gradients", lambda t: t.rms, log=True)
     heatmap(axes[1, 0], snapshots, outputs, "share of zeros", lambda t: t.zeros / t.count, log=False)
-    channel_histogram(axes[1, 1], snapshots[-1], Site("3.2", "output"))
+    channel_histogram(axes[1, 1], snapshots[-1], Site("relu3", "output"))
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
@@ -183,7 +189,7 @@ def main() -> None:
         picture(snapshots, path)
         print(f"picture: {path}")
 
-        layer = "3.0"
+        layer = "conv3"
         with torch.no_grad():
             model.get_submodule(layer).weight[5, 0, 1, 1] = float("nan")  # type: ignore[index, operator]
             found = first_nan(model, monitor, test_images)

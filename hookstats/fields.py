@@ -53,7 +53,8 @@ def total(moments: Array) -> Array:
     full = s.count > 0
     count = s.count.sum()
     mean = (s.count * s.mean).sum() / max(count, 1.0)
-    m2 = (s.m2 + s.count * (s.mean - mean) ** 2).sum()
+    with np.errstate(over="ignore", invalid="ignore"):  # float64 data beyond 1e154: infinite or NaN, as documented
+        m2 = (s.m2 + s.count * (s.mean - mean) ** 2).sum()
     low, high = (s.min[full].min(), s.max[full].max()) if count else (0.0, 0.0)
     sums = (row.sum() for row in (s.abs_sum, s.zeros, s.nans, s.posinfs, s.neginfs))
     return np.array([count, mean, m2, low, high, *sums])

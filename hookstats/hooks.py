@@ -204,7 +204,7 @@ class Watcher:
         if watched.keep_channels and dim is not None:
             if not -tensor.dim() <= dim < tensor.dim():
                 raise IndexError(f"channel_dim={dim} is out of range for an output of shape {tuple(tensor.shape)}")
-            width = tensor.shape[dim]
+            width = max(tensor.shape[dim], 1)  # an empty tensor changes nothing
         if watched.bound and width != place.channels and watched.keep_channels:
             width = self._fold(watched, place.channels, width)
         elif not self._store.fits(tensor.device, width, len(watched.entries)):

@@ -267,7 +267,7 @@ def measure(
     whole = channel_dim is None or tensor.dim() == 0
     if not whole and not -tensor.dim() <= channel_dim < tensor.dim():  # type: ignore[operator]
         raise IndexError(f"measure: expected channel_dim from {-tensor.dim()} to {tensor.dim() - 1}, got {channel_dim}")
-    width = 1 if whole else tensor.shape[channel_dim]  # type: ignore[index]
+    width = 1 if whole else max(tensor.shape[channel_dim], 1)  # type: ignore[index]
     store = Store(histogram, 0, strict=True)
     site = Site("", "tensor")
     state = store.add(site, tensor.device, width, channel_dim or 0, not whole).state

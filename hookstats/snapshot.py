@@ -45,7 +45,8 @@ class Stats:
         # Only for what is not there yet: a statistic is finished once, when it is first read.
         if name not in STATISTICS:
             raise AttributeError(f"expected one of {', '.join(STATISTICS)}; got {name!r}")
-        array = STATISTICS[name](self._state)
+        with np.errstate(over="ignore", invalid="ignore"):  # float64 data beyond 1e154
+            array = STATISTICS[name](self._state)
         value = array if array.ndim else float(array)
         setattr(self, name, value)
         return value

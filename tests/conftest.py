@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ def load_harness() -> Any:
     sources = ["csrc/ops.cpp", "csrc/cpu/accumulate.cpp", "tests/cuda_on_cpu/harness.cpp"]
     build = ROOT / "build" / f"cuda_on_cpu-{torch.__version__}"
     build.mkdir(parents=True, exist_ok=True)
-    os.environ["PATH"] = os.pathsep.join([str(Path(os.__file__).parent), os.environ["PATH"]])
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     cpp_extension.load(
         name="hookstats_cuda_on_cpu",
         sources=[str(ROOT / source) for source in sources],

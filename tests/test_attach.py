@@ -8,6 +8,7 @@ import io
 import pickle
 import subprocess
 import sys
+import threading
 import warnings
 from typing import Any
 
@@ -567,6 +568,66 @@ def test_functorch_and_fake_tensors_pass_through() -> None:
     assert mon.skipped == {}
     model(torch.randn(3, 4))
     assert mon.snapshot()["", "output"].calls >= 1
+
+
+def test_a_dispatch_mode_that_is_active_hides_nothing() -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model = nn.Linear(4, 4)
+    mon = hookstats.attach(model)
+    with FlopCounterMode(display=False):
+        model(torch.randn(3, 4)).sum().backward()
+    assert {stats.calls for stats in mon.snapshot().values()} == {1}
+
+
+def test_a_gradient_without_data_is_skipped() -> None:
+    class Zero(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return torch._efficientzerotensor(gradient.shape)
+
+    model = nn.Linear(4, 4)
+    mon = hookstats.attach(model)
+    Zero.apply(model(torch.randn(3, 4))).sum().backward()
+    with pytest.warns(UserWarning, match="expected a tensor with data"):
+        assert list(mon.skipped) == [("", "grad_output")]
+
+
+def test_an_output_without_elements_changes_nothing() -> None:
+    model = Changing(lambda x: x[:, :0], lambda x: x[:0])
+    mon = hookstats.attach(model)
+    model(torch.randn(3, 4))
+    assert mon.snapshot()["", "output"].calls == 0
+    assert mon.skipped == {}
+
+
+def test_other_python_threads_run_while_a_kernel_does() -> None:
+    x = torch.randn(1 << 24)
+    model = Changing(lambda x: x)
+    hookstats.attach(model, histogram=ExponentBins())
+    ticks, done = [0], threading.Event()
+
+    def tick() -> None:
+        while not done.is_set():
+            ticks[0] += 1
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    hook = next(iter(model._forward_hooks.values()))
+    before_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    model(x[:1])
+    before = ticks[0]
+    hook(model, None, x)  # one kernel of some 10 ms, and nothing else
+    during = ticks[0] - before
+    done.set()
+    thread.join()
+    torch.set_num_threads(before_threads)
+    assert during > 10
 
 
 def test_measure_one_tensor() -> None:

@@ -59,6 +59,25 @@ def test_scratch_is_left_as_it_was_found(harness: Any) -> None:
         check(backend.accumulate(x, 1, "per_channel").stats(), x, 1)
 
 
+@pytest.mark.parametrize("after", [0, 1, 3, 1000])
+def test_a_flag_that_changes_during_a_launch_does_not_disturb_the_next_one(harness: Any, after: int) -> None:
+    backend = Backend("cuda_on_cpu", harness, "cpu")
+    x = normal(5000, 40).float()
+    flag = torch.ones(1, dtype=torch.int32)
+    torn = State(40, "none", "cpu")
+    harness.switch_off_after(flag, after)
+    harness.accumulate(x, *torn.tensors, flag, 1)
+    harness.switch_off_after(flag, -1)
+    assert set(torn.moments[0].tolist()) <= {0.0, 5000.0}  # whole channels or nothing
+    assert (after == 1000) == bool(flag.item())
+    check(backend.accumulate(x, 1, "per_channel").stats(), x, 1)
+
+
+def test_a_channel_in_more_parts_than_a_block_has_threads(harness: Any) -> None:
+    x = normal(300 * 256 * 16).float()
+    check(Backend("cuda_on_cpu", harness, "cpu").accumulate(x, None).stats(), x, None)
+
+
 @pytest.mark.parametrize(
     ("fault", "message"),
     [

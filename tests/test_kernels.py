@@ -117,6 +117,13 @@ HARD: dict[str, torch.Tensor] = {
     "one_outlier_in_each_tile": normal(1000, 5).float() + 1e6 * (torch.arange(1000) % 64 == 3).view(-1, 1),
     "growing_mean": (normal(4000, 5) + torch.arange(4000).view(-1, 1)).float(),
     "two_far_means": (normal(4000, 5) + 1e3 * (torch.arange(4000) >= 2000).view(-1, 1)).float(),
+    # Equal values round the same way each time: nothing averages out.
+    "constant_after_zeros": torch.zeros(1024, 5).index_fill_(
+        0, torch.tensor([i for i in range(1024) if i % 128 >= 8]), 1.4427528381347656
+    ),
+    "constants_after_zeros": torch.where(
+        torch.arange(1024).view(-1, 1) % 64 < 4, 0.0, torch.tensor([1.1, 1.7, 2.3, 1.9, 1.3])
+    ),
     "hot_bin": torch.where(normal(4000, 5) > 2, 7.0, 1.5).float(),
 }
 
@@ -161,6 +168,19 @@ def test_float64_keeps_its_precision_and_clamps_its_histogram(backend: Backend) 
     assert stats.histogram.counts[0] == 1
     assert stats.histogram.counts[254] == 5  # zero, and all that float32 has no normal number for
     assert stats.histogram.counts.sum() == 9
+
+
+@pytest.mark.parametrize("channel_dim", [1, None])
+def test_float64_squares_that_overflow_show_and_spoil_nothing_else(backend: Backend, channel_dim: int | None) -> None:
+    x = normal(1000, 2)
+    check(backend.accumulate(x * 1e150, channel_dim).stats(), x * 1e150, channel_dim)
+    constant = torch.full((10, 2), 1e200, dtype=torch.float64)
+    assert backend.accumulate(constant, channel_dim).stats().total.var == 0
+    x[7, 1] = 1e200
+    stats = backend.accumulate(x, channel_dim).stats()
+    assert not np.isfinite(stats.total.var)
+    assert stats.total.count == 2000
+    assert stats.total.max == 1e200
 
 
 @pytest.mark.parametrize("shape", [(0,), (0, 5), (5, 0), (3, 0, 4)])
@@ -301,11 +321,20 @@ def test_flush_to_zero_set_by_the_trainer_loses_nothing() -> None:
 
 
 def test_64_bit_offsets(backend: Backend) -> None:
-    # Two elements 2^31 + 5 apart in a storage of which only two pages are ever touched.
-    storage = torch.empty(2**31 + 6, dtype=torch.bfloat16)
-    storage[0], storage[2**31 + 5] = 3.0, 5.0
-    x = torch.as_strided(storage, (2, 1), (2**31 + 5, 1))
-    assert backend.accumulate(x, 1).stats().total.mean == 4.0
+    # A few elements far apart in a storage of which only their pages are ever touched.
+    far = 2**31 + 5
+    storage = torch.empty(far + 40, dtype=torch.bfloat16)
+    storage[:40], storage[far:] = 3.0, 5.0
+    for shape, strides, dim, means in [
+        ((2, 1), (far, 1), 1, [4]),
+        ((2, 40), (far, 1), 1, [4] * 40),
+        ((40, 2), (1, far), 1, [3, 5]),
+        ((2, 2, 2, 2, 2), (far, 17, 7, 3, 1), 0, [3, 5]),
+        ((2, 2, 2, 2, 2), (far, 17, 7, 3, 1), 4, [4, 4]),
+    ]:
+        channels = backend.accumulate(torch.as_strided(storage, shape, strides), dim).stats().channels
+        assert channels is not None
+        assert channels.mean.tolist() == means
 
 
 F32, I64 = torch.zeros(4), torch.zeros(7, dtype=torch.int64)
@@ -334,6 +363,24 @@ def test_wrong_arguments_say_what_was_expected_and_what_arrived(
 ) -> None:
     with pytest.raises(error, match=message):
         torch.ops.hookstats.accumulate(*make(State(4, "per_tensor", "cpu")))
+
+
+def test_a_tensor_without_data_is_refused() -> None:
+    x = torch.zeros(3, 4)
+    x.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="expected a tensor with data"):
+        torch.ops.hookstats.accumulate(x, *State(4, "none", "cpu").tensors, None, 1)
+
+
+def test_a_state_without_channels_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="moments: expected float64"):
+        torch.ops.hookstats.accumulate(torch.zeros(3, 4), *State(0, "none", "cpu").tensors, None, 1)
+
+
+def test_strides_that_merge_to_more_dimensions_than_a_kernel_takes_are_refused() -> None:
+    x = torch.empty(3**13)[: 3**13].as_strided((2,) * 13, tuple(3**i for i in range(13)))
+    with pytest.raises(ValueError, match="expected at most 12 dimensions that do not merge"):
+        torch.ops.hookstats.accumulate(x, *State(1, "none", "cpu").tensors, None, 0)
 
 
 def test_sparse_tensors_are_refused() -> None:

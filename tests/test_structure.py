@@ -113,7 +113,7 @@ def test_a_build_without_torch_is_refused_in_one_line() -> None:
 
 @pytest.mark.parametrize("architectures", ["9", "sm_90", "9.0+CUBIN"])
 def test_wrong_architectures_are_refused(architectures: str) -> None:
-    done = python(SETUP + "of['gencode'](of['architectures']()[0])", TORCH_CUDA_ARCH_LIST=architectures)
+    done = python(SETUP + "of['gencode'](of['architectures']('nvcc')[0])", TORCH_CUDA_ARCH_LIST=architectures)
     assert "expected entries such as 9.0 or 10.0+PTX" in done.stderr
 
 

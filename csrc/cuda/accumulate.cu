@@ -115,6 +115,18 @@ __device__ Sample fold_block(Sample sample, double* shared, bool rows, int threa
   return sample;
 }
 
+// Arrivals of a group's blocks are counted in the low half of a word, those that were switched off in the high half.
+constexpr unsigned kOn = 1, kOff = 1 << 16 | 1;
+static_assert(kBlocks < kOff >> 1);
+
+// True for the last block to arrive, if all were on. It leaves the word as it was found.
+__device__ bool arrive(unsigned* word, unsigned as) {
+  const unsigned arrived = atomicAdd(word, as) + as;
+  if ((arrived & 0xffff) != gridDim.y) return false;
+  *word = 0;
+  return arrived >> 16 == 0;
+}
+
 template <class scalar_t, class Walker, HistogramKind kind>
 __device__ Sample read_share(const scalar_t* data, const Layout& layout, int64_t first, int64_t end, int64_t step,
                              BlockHistogram<kind>& histogram) {
@@ -126,10 +138,14 @@ __device__ Sample read_share(const scalar_t* data, const Layout& layout, int64_t
     const int n = int(left < kTileValues ? left : kTileValues);
     Walker again = walker;
     FastTile<acc_t> tile(widen(data[walker.offset()]));
-    for (int i = 0; i < n; ++i, walker.next()) {
-      const acc_t x = widen(data[walker.offset()]);
-      tile.update(x);
-      histogram.add(x);
+    for (int done = 0; done < n; done += kCarryValues) {
+      const int stop = n - done < kCarryValues ? n - done : kCarryValues;
+      for (int i = 0; i < stop; ++i, walker.next()) {
+        const acc_t x = widen(data[walker.offset()]);
+        tile.update(x);
+        histogram.add(x);
+      }
+      tile.carry();
     }
     if (tile.holds()) {
       sample.merge(tile.finish());
@@ -148,10 +164,18 @@ template <class scalar_t, class Walker, HistogramKind kind>
 __global__ void __launch_bounds__(kThreads) accumulate_kernel(const scalar_t* data, const Job job, const bool rows) {
   HOOKSTATS_SHARED(double, shared, kFields* kThreads);
   HOOKSTATS_SHARED(unsigned, shared_counts, BlockHistogram<kind>::kSize);
-  HOOKSTATS_SHARED(bool, is_last, 1);
-  if (job.active && *job.active == 0) return;
+  HOOKSTATS_SHARED(bool, says, 1);  // thread 0 to its block
 
+  // The flag may change while the kernel runs, from another stream: each block reads it once, and blocks that see it
+  // off still arrive, so that the moments of such a launch are dropped and the next one finds its scratch clean.
   const int thread = threadIdx.y * kLanes + threadIdx.x;
+  if (thread == 0) {
+    says[0] = job.active && *static_cast<const volatile int32_t*>(job.active) == 0;
+    if (says[0] && gridDim.y > 1) arrive(&job.arrivals[blockIdx.x], kOff);
+  }
+  __syncthreads();
+  if (says[0]) return;
+
   const int64_t channels = job.layout.channels;
   const int64_t first_channel = int64_t(blockIdx.x) * (rows ? kLanes : 1);
   const int64_t channel = first_channel + (rows ? threadIdx.x : 0);
@@ -174,9 +198,9 @@ __global__ void __launch_bounds__(kThreads) accumulate_kernel(const scalar_t* da
     if (writes) sample.store(&job.partials[blockIdx.y * kFields * channels + channel], channels);
     __threadfence();
     __syncthreads();
-    if (thread == 0) is_last[0] = atomicInc(&job.arrivals[blockIdx.x], gridDim.y - 1) == gridDim.y - 1;
+    if (thread == 0) says[0] = arrive(&job.arrivals[blockIdx.x], kOn);
     __syncthreads();
-    if (!is_last[0]) return;
+    if (!says[0]) return;
     __threadfence();
     sample = Sample::neutral();
     if (channel < channels) {
@@ -246,6 +270,12 @@ cudaError_t launch_accumulate(const void* data, const Job& job, HistogramKind ki
 }
 
 }  // namespace
+
+bool is_capturing(void* stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  return cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status) == cudaSuccess &&
+         status != cudaStreamCaptureStatusNone;
+}
 
 const char* accumulate(const Input& input, const State& state, const Launch& to) {
   const Layout& layout = input.layout;

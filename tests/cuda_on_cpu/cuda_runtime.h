@@ -33,6 +33,8 @@ using cudaStream_t = void*;
 enum cudaError_t { cudaSuccess = 0 };
 inline const char* cudaGetErrorString(cudaError_t) { return "no error"; }
 inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }
+enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone };
+inline cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus*) { return cudaSuccess; }
 
 inline dim3 gridDim, blockDim, blockIdx, threadIdx;
 
@@ -40,6 +42,7 @@ namespace cuda_on_cpu {
 
 inline unsigned shuffle_seed = 0;  // 0: in order
 inline int64_t launches = 0;
+inline std::function<void(uint64_t)> before_block;  // given the number of blocks that have run
 
 class Block {
  public:
@@ -67,6 +70,7 @@ class Block {
 
   void barrier(int line) {
     current_->barrier_line = line;
+    ++current_->barriers;
     swapcontext(&current_->context, &scheduler_);
   }
 
@@ -88,6 +92,7 @@ class Block {
     dim3 index;
     bool finished;
     int barrier_line;
+    int64_t barriers;  // reached so far
     size_t shared_arrays;
   };
 
@@ -113,6 +118,7 @@ class Block {
   void start(Fiber& fiber) {
     fiber.finished = false;
     fiber.barrier_line = 0;
+    fiber.barriers = 0;
     fiber.shared_arrays = 0;
     getcontext(&fiber.context);
     fiber.context.uc_stack.ss_sp = fiber.stack.get();
@@ -131,14 +137,12 @@ class Block {
 
   void check_barrier(size_t finished) const {
     if (finished == fibers_.size()) return;
-    int line = 0;
+    const auto running = [](const Fiber& fiber) { return !fiber.finished; };
+    const Fiber& one = *std::find_if(fibers_.begin(), fibers_.end(), running);
     for (const auto& fiber : fibers_) {
-      if (!fiber.finished) line = fiber.barrier_line;
-    }
-    for (const auto& fiber : fibers_) {
-      if (!fiber.finished && fiber.barrier_line == line) continue;
+      if (running(fiber) && fiber.barrier_line == one.barrier_line && fiber.barriers == one.barriers) continue;
       throw std::runtime_error("cuda_on_cpu: not every thread of the block reaches the barrier in line " +
-                               std::to_string(line) + " (" + std::to_string(finished) + " of " +
+                               std::to_string(one.barrier_line) + " (" + std::to_string(finished) + " of " +
                                std::to_string(fibers_.size()) + " have returned)");
     }
   }
@@ -162,7 +166,9 @@ inline void run(dim3 grid, dim3 block, const std::function<void()>& kernel) {
   std::iota(order.begin(), order.end(), 0);
   if (shuffle_seed) std::shuffle(order.begin(), order.end(), random);
   Block fibers(block, kernel);
+  uint64_t blocks = 0;
   for (const uint64_t i : order) {
+    if (before_block) before_block(blocks++);
     blockIdx = dim3(i % grid.x, i / grid.x % grid.y, i / grid.x / grid.y);
     fibers.run(random);
   }
@@ -180,12 +186,6 @@ template <class T>
 T atomicAdd(T* at, T value) {
   const T old = *at;
   *at = old + value;
-  return old;
-}
-
-inline unsigned atomicInc(unsigned* at, unsigned wrap) {
-  const unsigned old = *at;
-  *at = old >= wrap ? 0 : old + 1;
   return old;
 }
 

@@ -2,6 +2,7 @@
 
 #include "cuda/accumulate.cu"
 
+#include <ATen/core/Tensor.h>
 #include <torch/library.h>
 
 namespace {
@@ -47,6 +48,15 @@ int64_t run_faulty(const std::string& name) {
   return out;
 }
 
+// Sets a flag to zero after that many blocks of each later launch; a negative number: never.
+void switch_off_after(const at::Tensor& flag, int64_t blocks) {
+  cuda_on_cpu::before_block = nullptr;
+  if (blocks < 0) return;
+  cuda_on_cpu::before_block = [=](uint64_t done) {
+    if (done == uint64_t(blocks)) *flag.mutable_data_ptr<int32_t>() = 0;
+  };
+}
+
 void shuffle(int64_t seed) { cuda_on_cpu::shuffle_seed = unsigned(seed); }
 int64_t launches() { return cuda_on_cpu::launches; }
 
@@ -55,5 +65,6 @@ int64_t launches() { return cuda_on_cpu::launches; }
 TORCH_LIBRARY_FRAGMENT(hookstats_cuda_on_cpu, m) {
   m.def("shuffle(int seed) -> ()", &shuffle);
   m.def("launches() -> int", &launches);
+  m.def("switch_off_after(Tensor flag, int blocks) -> ()", &switch_off_after);
   m.def("run_faulty(str name) -> int", &run_faulty);
 }
