@@ -45,14 +45,14 @@ class KeepSubnormals {
 };
 
 // target_clones wants plain functions.
-#define HOOKSTATS_CLONES(name, type, aten)                                                                       \
-  HOOKSTATS_MULTIVERSION void add_tile_clones(const Tile<type>& tile, LaneSamples& samples) {                    \
-    add_tile(tile, samples);                                                                                     \
-  }                                                                                                              \
-  HOOKSTATS_MULTIVERSION Sample flat_tile_clones(const Tile<type>& tile) { return flat_tile(tile); }             \
-  HOOKSTATS_MULTIVERSION void count_tile_clones(const Tile<type>& tile, bool octaves, int lane_mask, int stride, \
-                                                uint32_t* counts) {                                              \
-    count_tile(tile, octaves, lane_mask, stride, counts);                                                        \
+#define HOOKSTATS_CLONES(name, type, aten)                                                                   \
+  HOOKSTATS_MULTIVERSION void add_tile_clones(const Tile<type>& tile, LaneSamples& samples) {                \
+    add_tile(tile, samples);                                                                                 \
+  }                                                                                                          \
+  HOOKSTATS_MULTIVERSION Sample flat_tile_clones(const Tile<type>& tile) { return flat_tile(tile); }         \
+  HOOKSTATS_MULTIVERSION void count_tile_clones(const Tile<type>& tile, bool octaves, const int32_t* offset, \
+                                                uint32_t* counts) {                                          \
+    count_tile(tile, octaves, offset, counts);                                                               \
   }
 HOOKSTATS_DTYPES(HOOKSTATS_CLONES)
 #undef HOOKSTATS_CLONES
@@ -61,18 +61,22 @@ HOOKSTATS_DTYPES(HOOKSTATS_CLONES)
 class ThreadHistogram {
  public:
   // `lanes_are_channels`: else the lanes of a tile are elements of one channel.
-  ThreadHistogram(const State& state, bool lanes_are_channels) : kind_(state.kind), state_(state.histogram) {
-    const bool octaves = kind_ == HistogramKind::per_channel;
-    lane_mask_ = !octaves ? kCopies - 1 : lanes_are_channels ? kLanes - 1 : 0;
-    stride_ = octaves ? kOctaveStride : kExponentBins;
-    used_ = kind_ == HistogramKind::none ? 0 : (lane_mask_ + 1) * stride_;
+  ThreadHistogram(const State& state, bool lanes_are_channels)
+      : state_(state.histogram),
+        kind_(state.kind),
+        octaves_(kind_ == HistogramKind::per_channel),
+        lane_is_channel_(octaves_ && lanes_are_channels),
+        stride_(octaves_ ? kOctaveStride : kExponentBins) {
+    const int copies = lane_is_channel_ ? kLanes : kCopies;
+    for (int lane = 0; lane < kLanes; ++lane) offset_[lane] = lane % copies * stride_;
+    used_ = kind_ == HistogramKind::none ? 0 : copies * stride_;
     std::fill_n(counts_, used_, 0u);
   }
   ~ThreadHistogram() { flush(); }
 
   // The channel of lane 0 from here on.
   void move_to(int64_t channel) {
-    if (kind_ != HistogramKind::per_channel) return;
+    if (!octaves_) return;
     flush();
     channel_ = channel;
   }
@@ -82,19 +86,22 @@ class ThreadHistogram {
     if (kind_ == HistogramKind::none) return;
     if (pending_ > kFlushElements) flush();
     pending_ += int64_t(tile.rows) * tile.width;
-    count_tile_clones(tile, kind_ == HistogramKind::per_channel, lane_mask_, stride_, counts_);
+    count_tile_clones(tile, octaves_, offset_, counts_);
   }
 
  private:
+  // Where lanes share a channel, so that a run of equal values does not wait for its own counter.
   static constexpr int kCopies = 8;
+  static_assert(kCopies * kExponentBins <= kLanes * kOctaveStride);
 
   void flush() {
     pending_ = 0;
     for (int i = 0; i < used_; ++i) {
-      const int lane = i / stride_, bin = i % stride_;
       if (counts_[i] == 0) continue;
-      if (kind_ == HistogramKind::per_channel) {
-        if (bin < kOctaveBins) add_to_state((channel_ + lane) * kOctaveBins + bin, counts_[i]);
+      const int lane = i / stride_, bin = i % stride_;
+      if (octaves_) {
+        const int64_t channel = channel_ + (lane_is_channel_ ? lane : 0);
+        if (bin < kOctaveBins) add_to_state(channel * kOctaveBins + bin, counts_[i]);
       } else if ((bin & 255) != 255) {
         add_to_state(bin == 256 ? 0 : bin, counts_[i]);
       }
@@ -104,13 +111,14 @@ class ThreadHistogram {
 
   void add_to_state(int64_t bin, uint32_t count) { __atomic_fetch_add(&state_[bin], int64_t(count), __ATOMIC_RELAXED); }
 
-  HistogramKind kind_;
   int64_t* state_;
-  int lane_mask_, stride_, used_;
+  HistogramKind kind_;
+  bool octaves_, lane_is_channel_;
+  int stride_, used_;
   int64_t channel_ = 0;
   int64_t pending_ = 0;
+  int32_t offset_[kLanes];
   uint32_t counts_[kLanes * kOctaveStride];
-  static_assert(kCopies * kExponentBins <= kLanes * kOctaveStride);
 };
 
 // How the tiles of a group (a block of channels, or one channel) are shared among tasks.

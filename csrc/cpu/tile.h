@@ -14,6 +14,7 @@ namespace hookstats::cpu {
 
 constexpr int kLanes = 64;
 constexpr int kMostRows = 128;
+constexpr int kAhead = 24;  // rows to prefetch: they may lie on pages of their own, where the hardware does not follow
 constexpr int kOctaveStride = kOctaveBins + 1;  // counters of one channel; the last takes NaN and Inf, and is dropped
 
 // A tile in memory: row r begins at `data + at[r]`.
@@ -100,6 +101,10 @@ HOOKSTATS_INLINE void add_rows(const Tile<scalar_t>& tile, int first, int last, 
   }
   for (int r = first; r < last; ++r) {
     const scalar_t* row = tile.row(r) + lane;
+    if (kGroups > 1 && r + kAhead < tile.rows) {
+      const char* ahead = reinterpret_cast<const char*>(tile.row(r + kAhead) + lane);
+      for (size_t line = 0; line < kGroups * V::kSize * sizeof(scalar_t); line += 64) __builtin_prefetch(ahead + line);
+    }
     for (int g = 0; g < kGroups; ++g) {
       typename V::type x;
       load(row + g * V::kSize, x);
@@ -246,20 +251,24 @@ HOOKSTATS_INLINE Sample flat_tile(const Tile<scalar_t>& tile) {
   return exact.finish();
 }
 
-// The counters of the histogram's bins for one row: `index[lane]`. Without branches: NaN and Inf get counters that are
-// dropped later, and so does the per-tensor bin of negative subnormals, which is moved to bin 0 (see Histogram::flush).
+// The counters that a row's values fall into: `index[lane]` = offset[lane] + bin. Without branches: NaN and Inf get
+// counters that are dropped later, and the per-tensor bin of negative subnormals is moved to bin 0 (see
+// ThreadHistogram::flush).
 template <class scalar_t>
-HOOKSTATS_INLINE void index_row(const scalar_t* row, int width, bool octaves, int32_t* index) {
+HOOKSTATS_INLINE void index_row(const scalar_t* row, int width, bool octaves, const int32_t* offset, int32_t* index) {
   if constexpr (std::is_same_v<acc_of<scalar_t>, double>) {
     for (int lane = 0; lane < width; ++lane) {
       const int bin = exponent_bin(widen(row[lane]));
-      index[lane] = octaves ? (bin == kNoBin ? kOctaveBins : octave_bin(bin)) : bin == kNoBin ? 255 : bin;
+      const int none = octaves ? kOctaveBins : 255;
+      index[lane] = offset[lane] + (bin == kNoBin ? none : octaves ? octave_bin(bin) : bin);
     }
   } else {
     using V = Vector<float>;
     for (int lane = 0; lane < width; lane += V::kSize) {
       V::type x;
+      V::ints offsets;
       load(row + lane, x);
+      load_vector(offset + lane, offsets);
       auto bins = bit_copy<V::ints>(bit_copy<V::bits>(x) >> 23);
       if (octaves) {
         const auto exponents = bins & 255;
@@ -268,20 +277,18 @@ HOOKSTATS_INLINE void index_row(const scalar_t* row, int width, bool octaves, in
         bins = bins > kOctaveBins - 1 ? kOctaveBins - 1 : bins;
         bins = exponents == 255 ? kOctaveBins : bins;
       }
-      store_vector(index + lane, bins);
+      store_vector(index + lane, bins + offsets);
     }
   }
 }
 
-// Counts the values of a tile. Per tensor `stride` apart lie copies of the histogram, so that a run of equal values
-// does not wait for itself; per channel it is from one lane's counters to the next one's.
+// Counts the values of a tile; lane l counts from `offset[l]` on.
 template <class scalar_t>
-HOOKSTATS_INLINE void count_tile(const Tile<scalar_t>& tile, bool octaves, int lane_mask, int stride,
-                                 uint32_t* counts) {
+HOOKSTATS_INLINE void count_tile(const Tile<scalar_t>& tile, bool octaves, const int32_t* offset, uint32_t* counts) {
   alignas(64) int32_t index[kLanes];
   for (int r = 0; r < tile.rows; ++r) {
-    index_row(tile.row(r), tile.width, octaves, index);
-    for (int lane = 0; lane < tile.width; ++lane) ++counts[(lane & lane_mask) * stride + index[lane]];
+    index_row(tile.row(r), tile.width, octaves, offset, index);
+    for (int lane = 0; lane < tile.width; ++lane) ++counts[index[lane]];
   }
 }
 
