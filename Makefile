@@ -24,7 +24,8 @@ format: .venv/.built
 	find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu' | xargs .venv/bin/clang-format -i
 
 bench: .venv/.built     ## benchmarks on this machine
-	$(PY) -m pytest benchmarks --benchmark-columns=median,min,rounds --benchmark-sort=name
+	$(PY) -m pytest benchmarks --benchmark-columns=median,min,rounds --benchmark-sort=fullname \
+		--benchmark-json=build/benchmark.json
 
 # On a machine with an NVIDIA GPU, nvcc and torch >= 2.11: uses $(PYTHON) as it is, and no network.
 gpu:

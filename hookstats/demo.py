@@ -191,7 +191,7 @@ def main() -> None:
 
         layer = "conv3"
         with torch.no_grad():
-            model.get_submodule(layer).weight[5, 0, 1, 1] = float("nan")  # type: ignore[index, operator]
+            model.get_submodule(layer).weight[5, 0, 1, 1] = float("nan")  # type: ignore[operator]
             found = first_nan(model, monitor, test_images)
         print(f"one weight of {layer} is now NaN; the first site that shows it: {found}")
         if found != Site(layer, "output"):

@@ -1,0 +1,89 @@
+"""What is compared: the same statistics by hookstats, by torch's eager operators, and by torch.compile of those.
+
+Each contender is a callable without arguments that leaves its result on the device. `check` compares them first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from hookstats import _native, fields
+
+
+class Case(NamedTuple):
+    """A tensor to measure."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    channel_dim: int
+    channels_last: bool = False
+
+    def tensor(self, device: str) -> torch.Tensor:
+        """Normal values; every call other ones."""
+        x = torch.randn(self.shape, device=device, dtype=self.dtype)
+        return x.to(memory_format=torch.channels_last) if self.channels_last else x
+
+    @property
+    def bytes(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count * self.dtype.itemsize
+
+
+def by_operators(x: torch.Tensor, channel_dim: int) -> torch.Tensor:
+    """The rows of hookstats' state, float32 [fields, channels], by torch's own operators."""
+    dims = [d for d in range(x.dim()) if d != channel_dim % x.dim()]
+    finite = torch.isfinite(x)
+    y = torch.where(finite, x, 0).float()
+    count = finite.sum(dims)
+    mean = y.sum(dims, keepdim=True) / count.view([-1 if d not in dims else 1 for d in range(x.dim())])
+    m2 = torch.where(finite, (y - mean) ** 2, 0).sum(dims)
+    low = torch.where(finite, y, float("inf")).amin(dims)
+    high = torch.where(finite, y, float("-inf")).amax(dims)
+    zeros, nans = (x == 0).sum(dims), torch.isnan(x).sum(dims)
+    posinfs, neginfs = (x == float("inf")).sum(dims), (x == float("-inf")).sum(dims)
+    rows = [count, mean.flatten(), m2, low, high, y.abs().sum(dims), zeros, nans, posinfs, neginfs]
+    return torch.stack([row.float() for row in rows])
+
+
+class Measured:
+    """hookstats' accumulate into a state that is allocated once, as a hook calls it."""
+
+    def __init__(self, channels: int, histogram: str, device: str) -> None:
+        bins = {"none": None, "per_tensor": [fields.EXPONENT_BINS], "per_channel": [channels, fields.OCTAVE_BINS]}
+        shape = bins[histogram]
+        self.moments = torch.zeros(len(fields.FIELDS), channels, dtype=torch.float64, device=device)
+        self.counters = torch.zeros(_native.COUNTERS, dtype=torch.int64, device=device)
+        self.histogram = None if shape is None else torch.zeros(shape, dtype=torch.int64, device=device)
+
+    def __call__(self, x: torch.Tensor, channel_dim: int) -> None:
+        _native.accumulate(x, self.moments, self.counters, self.histogram, None, channel_dim, False)
+
+
+def contenders(case: Case, device: str) -> dict[str, Callable[[torch.Tensor], Any]]:
+    """By name; each takes the tensor. The first is the read itself, as torch does it."""
+    channels = case.shape[case.channel_dim]
+    compiled = torch.compile(by_operators, dynamic=False)
+    found: dict[str, Callable[[torch.Tensor], Any]] = {"x.sum()": lambda x: x.sum()}
+    for histogram in ("none", "per_tensor", "per_channel"):
+        measured = Measured(channels, histogram, device)
+        name = "hookstats" if histogram == "none" else f"hookstats + {histogram} histogram"
+        found[name] = partial(measured, channel_dim=case.channel_dim)
+    found["torch.compile of the operators"] = lambda x: compiled(x, case.channel_dim)
+    found["eager operators"] = lambda x: by_operators(x, case.channel_dim)
+    found["torch.histc alone"] = lambda x: torch.histc(x if x.dtype == torch.float32 else x.float(), 64, -8, 8)
+    return found
+
+
+def check(case: Case, device: str) -> None:
+    """Raises unless hookstats and the operators agree on this case."""
+    x = case.tensor(device)
+    measured = Measured(case.shape[case.channel_dim], "none", device)
+    measured(x, case.channel_dim)
+    torch.testing.assert_close(measured.moments.float(), by_operators(x, case.channel_dim), rtol=1e-3, atol=1e-3)
