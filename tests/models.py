@@ -22,6 +22,10 @@ def small_cnn() -> nn.Sequential:
     )
 
 
+def images(count: int = 16, seed: int = 0) -> torch.Tensor:
+    return torch.randn(count, 1, 8, 8, generator=torch.Generator().manual_seed(seed))
+
+
 class Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()

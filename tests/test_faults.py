@@ -1,0 +1,291 @@
+"""Wrong arguments, tensors that cannot be measured, failures inside: what is said, and that training goes on."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
+
+import hookstats
+from hookstats import ExponentBins, Site, monitor
+from tests.conftest import check
+from tests.models import images, small_cnn
+
+
+# What is wrong is said at attach: what was expected, what arrived.
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"tensors": ["output", "weights"]}, ValueError, "expected some of output, grad_output; got 'weights'"),
+        ({"tensors": []}, ValueError, "expected some of output, grad_output; got none"),
+        ({"modules": "layers.*"}, ValueError, "'layers.*' matches no module; the names are '', '0', '1'"),
+        ({"modules": ["7", "8"]}, ValueError, "'8' matches no module"),
+        ({"modules": [7]}, TypeError, "expected globs over module names, got 7"),
+        ({"modules": lambda name, module: False}, ValueError, "selected none"),
+        ({"channels": "nothing*"}, ValueError, "'nothing.' matches no module"),
+        ({"channel_dim": 4}, ValueError, "expected -4 to 3 for '0' .Conv2d, whose output has 4 dimensions.*got 4"),
+        ({"channel_dim": {"1": -5}}, ValueError, "expected -4 to 3 for '1' .BatchNorm2d"),
+        ({"channel_dim": {"x*": 1}}, ValueError, "'x.' matches no module"),
+        ({"channel_dim": "1"}, TypeError, "expected an int or {glob: int}, got '1'"),
+        ({"every": 0}, ValueError, "expected an int from 1, or a callable"),
+        ({"every": "10"}, ValueError, "expected an int from 1, or a callable"),
+        ({"histogram": 64}, TypeError, r"expected ExponentBins\(...\) or None, got 64"),
+        ({"sinks": [3]}, TypeError, "expected callables"),
+    ],
+)
+def test_wrong_arguments_raise_at_attach(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    model = small_cnn()
+    with pytest.raises(error, match=message):
+        hookstats.attach(model, **arguments)
+    assert not any(m._forward_hooks for m in model.modules())
+
+
+def test_what_cannot_be_watched_raises_at_attach(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(TypeError, match=r"expected a torch.nn.Module, got list"):
+        hookstats.attach([1])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"without DataParallel.*DistributedDataParallel"):
+        hookstats.attach(nn.Sequential(nn.DataParallel(nn.Linear(2, 2))))
+    monkeypatch.setattr(monitor._native, "HAS_CUDA", False)
+    model = nn.Linear(2, 2)
+    monkeypatch.setattr(type(model), "parameters", lambda self: iter([torch.empty(0, device="meta")]))
+    monkeypatch.setattr(
+        monitor, "_refuse_device", lambda device, real=monitor._refuse_device: real(torch.device("cuda"))
+    )
+    with pytest.raises(RuntimeError, match=r"built without nvcc and has no CUDA kernels.*rebuild"):
+        hookstats.attach(model)
+
+
+def test_a_channel_dim_that_a_tensor_does_not_have_skips_the_site() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    mon = hookstats.attach(model, channel_dim={"1": 3})
+    with pytest.warns(UserWarning, match=r"1 output.*channel_dim=3 is out of range for an output of shape \(2, 4\)"):
+        model(torch.randn(2, 4)).sum().backward()
+    assert set(mon.skipped) == {Site("1", "output"), Site("1", "grad_output")}
+    assert mon.snapshot()["0", "grad_output"].calls == 1
+
+
+class Changing(nn.Module):
+    """Its n-th call returns whatever is asked for."""
+
+    def __init__(self, *outputs: Any) -> None:
+        super().__init__()
+        self.outputs = list(outputs)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.outputs.pop(0)(x)
+
+
+@pytest.mark.parametrize(
+    ("output", "reason"),
+    [
+        (lambda x: x.argmax(-1), "expected a tensor of one of .*got torch.int64"),
+        (lambda x: x.bool(), "got torch.bool"),
+        (lambda x: torch.complex(x, x), "got torch.complex64"),
+        (lambda x: x.detach().to_sparse(), "expected a dense strided tensor, got layout torch.sparse_coo"),
+        (lambda x: TwoTensor(x, x), "expected a plain torch.Tensor, got TwoTensor"),
+    ],
+)
+def test_what_cannot_be_measured_is_skipped_once_with_its_reason(output: Any, reason: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Changing(output, output))
+    mon = hookstats.attach(model)
+    with pytest.warns(UserWarning, match=f"no longer measured: 1 output and 1 grad_output: .*{reason}"):
+        model(torch.randn(3, 4))
+    with warnings.catch_warnings(record=True) as again:
+        warnings.simplefilter("always")
+        model(torch.randn(3, 4))
+    assert not again
+    assert len(mon.skipped) == 2
+    assert mon.snapshot()["0", "output"].calls == 2
+    model = nn.Sequential(Changing(output))
+    hookstats.attach(model, strict=True)
+    with pytest.raises(RuntimeError, match=f"'0' cannot be measured: .*{reason}"):
+        model(torch.randn(3, 4))
+
+
+def test_warnings_that_are_errors_do_not_stop_training(caplog: pytest.LogCaptureFixture) -> None:
+    model = Changing(lambda x: x.argmax(-1))
+    hookstats.attach(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert model(torch.randn(3, 4)).shape == (3,)
+    assert "no longer measured" in caplog.text
+
+
+def test_a_subclass_that_is_a_tensor_is_measured() -> None:
+    mine = type("Mine", (torch.Tensor,), {})
+    model = Changing(lambda x: x.as_subclass(mine))
+    mon = hookstats.attach(model)
+    x = torch.randn(3, 4)
+    assert type(model(x)) is mine
+    check(mon.snapshot()["", "output"], x, -1)
+
+
+def test_an_internal_failure_in_a_gradient_does_not_stop_backward() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    mon = hookstats.attach(model)
+    hook = next(iter(model[0]._forward_hooks.values()))
+    hook.gradient = hook.gradient._replace(moments=torch.zeros(3))  # broken on purpose
+    model(torch.randn(3, 4)).sum().backward()
+    assert model[0].weight.grad is not None
+    with pytest.warns(UserWarning, match="no longer measured: 0 grad_output: moments: expected float64"):
+        mon.step()
+    assert list(mon.skipped) == [("0", "grad_output")]
+    model(torch.randn(3, 4)).sum().backward()
+    assert mon.snapshot()["0", "output"].calls == 1
+
+    strict = hookstats.attach(model, strict=True)
+    hook = list(model[0]._forward_hooks.values())[-1]
+    hook.gradient = hook.gradient._replace(moments=torch.zeros(3))
+    with pytest.raises(RuntimeError, match="moments: expected float64"):
+        model(torch.randn(3, 4)).sum().backward()
+    strict.detach()
+
+
+def test_an_internal_failure_in_a_forward_does_not_stop_it() -> None:
+    model = nn.Linear(4, 4)
+    mon = hookstats.attach(model)
+    hook = next(iter(model._forward_hooks.values()))
+    hook.output = hook.output._replace(counters=torch.zeros(3))
+    with pytest.warns(UserWarning, match="no longer measured.*counters: expected int64"):
+        model(torch.randn(3, 4)).sum().backward()
+    assert len(mon.skipped) == 2
+
+
+def test_a_width_that_changes_folds_to_one_channel() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Changing(lambda x: x, lambda x: x[:, :3] + 1, lambda x: x + 2))
+    mon = hookstats.attach(model)
+    x = torch.randn(5, 4)
+    model(x).sum().backward()
+    with pytest.warns(UserWarning, match="'1' had 4 channels and now has 3"):
+        model(x).sum().backward()
+    model(x).sum().backward()
+    y = model[0](x).detach()
+    stats = mon.snapshot()["1", "output"]
+    check_total = torch.cat([y.reshape(-1), y[:, :3].reshape(-1) + 1, y.reshape(-1) + 2])
+    assert stats.channels is None
+    assert stats.calls == 3
+    assert stats.total.count == check_total.numel()
+    assert stats.total.mean == pytest.approx(check_total.double().mean().item(), rel=1e-6)
+    assert mon.snapshot()["1", "grad_output"].calls == 3
+    assert mon.skipped == {}
+
+
+def test_past_the_memory_budget_all_sites_keep_totals(caplog: pytest.LogCaptureFixture) -> None:
+    model = small_cnn()
+    with caplog.at_level("INFO", logger="hookstats"):
+        mon = hookstats.attach(model, memory_budget=70_000, histogram=ExponentBins(True))
+        assert "attached to 12 sites of 6 modules" in caplog.text
+        assert "memory_budget" not in caplog.text
+        assert mon.snapshot()["7", "output"].channels is not None
+    with caplog.at_level("INFO", logger="hookstats"):
+        mon = hookstats.attach(model, memory_budget=20_000, histogram=ExponentBins(True))
+    assert "all sites keep totals only" in caplog.text
+    model(images()).sum().backward()
+    assert all(stats.channels is None for stats in mon.snapshot().values())
+    assert mon.state_bytes <= 20_000
+
+
+def test_a_width_learned_late_that_would_break_the_budget_keeps_totals() -> None:
+    model = nn.Sequential(nn.Linear(4, 1000), nn.ReLU(), nn.Tanh())
+    mon = hookstats.attach(model, memory_budget=200_000, histogram=None)
+    with pytest.warns(UserWarning, match=r"'1' and later sites would not fit into memory_budget=200000") as caught:
+        model(torch.randn(2, 4))
+    assert len(caught) == 1
+    assert [mon.snapshot()[name, "output"].channels is None for name in "012"] == [False, True, True]
+
+
+def test_outputs_that_are_parameters_are_measured_and_their_gradients_left_alone() -> None:
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(3, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.weight
+
+    model = Table()
+    mon = hookstats.attach(model, every=1)
+    for _ in range(3):
+        model(torch.zeros(1)).sum().backward()
+    check(mon.snapshot()["", "output"], torch.cat([model.weight] * 3), -1)
+    assert not model.weight._backward_hooks
+    assert mon.skipped == {}
+
+
+def test_functorch_and_fake_tensors_pass_through() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    model = nn.Linear(4, 4)
+    mon = hookstats.attach(model)
+    torch.func.vmap(model)(torch.randn(3, 4))
+    torch.func.grad(lambda x: model(x).sum())(torch.randn(4))
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        model(mode.from_tensor(torch.randn(3, 4)))
+    assert mon.skipped == {}
+    model(torch.randn(3, 4))
+    assert mon.snapshot()["", "output"].calls >= 1
+
+
+def test_a_dispatch_mode_that_is_active_hides_nothing() -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model = nn.Linear(4, 4)
+    mon = hookstats.attach(model)
+    with FlopCounterMode(display=False):
+        model(torch.randn(3, 4)).sum().backward()
+    assert {stats.calls for stats in mon.snapshot().values()} == {1}
+
+
+def test_a_gradient_without_data_is_skipped() -> None:
+    class Zero(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return torch._efficientzerotensor(gradient.shape)
+
+    model = nn.Linear(4, 4)
+    mon = hookstats.attach(model)
+    Zero.apply(model(torch.randn(3, 4))).sum().backward()
+    with pytest.warns(UserWarning, match="expected a tensor with data"):
+        assert list(mon.skipped) == [("", "grad_output")]
+
+
+def test_an_output_without_elements_changes_nothing() -> None:
+    model = Changing(lambda x: x[:, :0], lambda x: x[:0])
+    mon = hookstats.attach(model)
+    model(torch.randn(3, 4))
+    assert mon.snapshot()["", "output"].calls == 0
+    assert mon.skipped == {}
+
+
+def test_other_python_threads_run_while_a_kernel_does() -> None:
+    x = torch.randn(1 << 24)
+    model = Changing(lambda x: x)
+    hookstats.attach(model, histogram=ExponentBins())
+    ticks, done = [0], threading.Event()
+
+    def tick() -> None:
+        while not done.is_set():
+            ticks[0] += 1
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    hook = next(iter(model._forward_hooks.values()))
+    before_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    model(x[:1])
+    before = ticks[0]
+    hook(model, None, x)  # one kernel of some 10 ms, and nothing else
+    during = ticks[0] - before
+    done.set()
+    thread.join()
+    torch.set_num_threads(before_threads)
+    assert during > 10
