@@ -4,7 +4,6 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/extension.h>
 
-#include <limits>
 #include <map>
 #include <mutex>
 #include <utility>
@@ -28,9 +27,6 @@ enum Entry : Py_ssize_t {
   k_strict,
   kEntries
 };
-
-// The channel dimension of a site whose first tensor is still to come: Python settles its width, then calls again.
-constexpr int64_t kUnknownDim = std::numeric_limits<int32_t>::min();
 
 // What a site needs in a hook. The tensors are held, so that a gradient that arrives after detach finds them.
 struct HookedSite {
@@ -81,8 +77,14 @@ const char* reason(const std::exception& error) {
   return torch_error ? torch_error->what_without_backtrace() : error.what();
 }
 
+// Wrappers without memory of their own: fake and meta tensors, and what functorch makes. Their own keys tell; a
+// dispatch mode that is merely active (selective checkpointing, FLOP counting) changes nothing about the data.
+bool has_no_data(const at::Tensor& x) {
+  return x.is_meta() || !x.has_storage() || x.key_set().has(c10::DispatchKey::Python);
+}
+
 void accumulate_gradient(const at::Tensor& gradient, const HookedSite& hooked) {
-  if (!gradient.defined() || !hooked.is_open()) return;
+  if (!gradient.defined() || has_no_data(gradient) || !hooked.is_open()) return;
   try {
     accumulate(gradient, hooked.state);
   } catch (const std::exception& error) {
@@ -90,12 +92,6 @@ void accumulate_gradient(const at::Tensor& gradient, const HookedSite& hooked) {
     std::lock_guard<std::mutex> lock(failures_mutex);
     failures.emplace(hooked.site, reason(error));
   }
-}
-
-// Wrappers without memory of their own: fake and meta tensors, and what functorch makes. Their own keys tell; a
-// dispatch mode that is merely active (selective checkpointing, FLOP counting) changes nothing about the data.
-bool has_no_data(const at::Tensor& x) {
-  return x.is_meta() || !x.has_storage() || x.key_set().has(c10::DispatchKey::Python);
 }
 
 constexpr const char* kObserveDoc =
@@ -180,7 +176,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("HAS_CUDA") = false;
 #endif
   m.attr("UNKNOWN_DIM") = kUnknownDim;
+  m.attr("DIM_BY_RULE") = kDimByRule;
   m.def("take_failures", &take_failures);
+  m.def("has_no_data", &has_no_data);
   m.def("part", &part);
   m.def("reserve_scratch", [](const std::string& device) { reserve_scratch(at::Device(device)); });
   PyObject* function = PyCFunction_NewEx(&observe_method, nullptr, m.attr("__name__").ptr());

@@ -62,6 +62,7 @@ Layout layout_of(const at::Tensor& x, const State& state, int64_t channel_dim) {
   const int64_t ndim = x.dim();
   int64_t channel = -1;
   if (state.channels > 1) {
+    if (channel_dim == kDimByRule) channel_dim = ndim == 4 || ndim == 5 ? 1 : -1;
     channel = channel_dim < 0 ? channel_dim + ndim : channel_dim;
     TORCH_CHECK_INDEX(0 <= channel && channel < ndim, "hookstats: channel_dim=", channel_dim,
                       " is out of range for a tensor of shape ", x.sizes());

@@ -3,9 +3,15 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <limits>
 #include <optional>
 
 namespace hookstats {
+
+// Channel dimensions that are none: of a site whose first tensor is still to come (hook.cpp asks Python then); and by
+// the number of dimensions: 1 for 4-D and 5-D tensors, else the last.
+constexpr int64_t kUnknownDim = std::numeric_limits<int32_t>::min();
+constexpr int64_t kDimByRule = kUnknownDim + 1;
 
 // One site's state: see kernels.h. All tensors lie on one device.
 struct SiteState {

@@ -41,13 +41,16 @@ if _here != (_C.FIELDS, _C.EXPONENT_BINS, _C.OCTAVE_BINS, _C.FIRST_OCTAVE):
 
 DTYPES: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in _C.DTYPES)
 COUNTERS: int = _C.COUNTERS
-UNKNOWN_DIM: int = _C.UNKNOWN_DIM  # the channel dimension of a site whose first tensor is still to come
+# Channel dimensions that are none: of a site whose first tensor is still to come; by the number of dimensions.
+UNKNOWN_DIM: int = _C.UNKNOWN_DIM
+DIM_BY_RULE: int = _C.DIM_BY_RULE
 HAS_CUDA: bool = _C.HAS_CUDA
 
 accumulate = torch.ops.hookstats.accumulate.default
 merge = torch.ops.hookstats.merge.default
 observe = _C.observe
 take_failures = _C.take_failures
+has_no_data = _C.has_no_data
 
 
 def reserve_scratch(device: torch.device) -> None:

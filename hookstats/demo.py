@@ -151,11 +151,11 @@ def picture(snapshots: list[Snapshot], path: Path) -> None:
     plt.close(figure)
 
 
-def first_nan(model: nn.Module, monitor: Monitor, images: torch.Tensor) -> Site | None:
+def first_nan(model: nn.Module, images: torch.Tensor) -> Site | None:
     """The first site in order of execution that holds a NaN."""
-    monitor.reset()
-    model(images)
-    snapshot = monitor.snapshot()
+    with hookstats.attach(model, tensors="output") as monitor:
+        model(images)
+        snapshot = monitor.snapshot()
     return next((site for site in snapshot.order if snapshot[site].total.nans), None)
 
 
@@ -189,13 +189,13 @@ def main() -> None:
         picture(snapshots, path)
         print(f"picture: {path}")
 
-        layer = "conv3"
-        with torch.no_grad():
-            model.get_submodule(layer).weight[5, 0, 1, 1] = float("nan")  # type: ignore[operator]
-            found = first_nan(model, monitor, test_images)
-        print(f"one weight of {layer} is now NaN; the first site that shows it: {found}")
-        if found != Site(layer, "output"):
-            sys.exit("hookstats: the demo named the wrong site")
+    layer = "conv3"
+    with torch.no_grad():
+        model.get_submodule(layer).weight[5, 0, 1, 1] = float("nan")  # type: ignore[operator]
+        found = first_nan(model, test_images)
+    print(f"one weight of {layer} is now NaN; the first site that shows it: {found}")
+    if found != Site(layer, "output"):
+        sys.exit("hookstats: the demo named the wrong site")
 
 
 if __name__ == "__main__":

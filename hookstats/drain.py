@@ -12,22 +12,39 @@ import torch
 
 from hookstats.fields import Counts
 from hookstats.snapshot import Snapshot
-from hookstats.state import Layout, Store
+from hookstats.state import Map, Store
 
 Key: TypeAlias = tuple[torch.device, int]  # a block of state, by device and number
 _SCALARS = -1  # the "block" of the scalars on a device
 
 
+class Scalars:
+    """What travels with a step: numbers, and one-element tensors by device. TypeError, ValueError for anything else."""
+
+    def __init__(self, scalars: dict[str, Any]) -> None:
+        self.numbers: dict[str, float] = {}  # NaN stands in for tensors, which keeps the order
+        self.tensors: dict[torch.device, dict[str, torch.Tensor]] = {}
+        for name, value in scalars.items():
+            if isinstance(value, torch.Tensor):
+                if value.numel() != 1:
+                    raise ValueError(f"step: {name}: expected a number, got a tensor of shape {tuple(value.shape)}")
+                self.numbers[name] = float("nan")
+                self.tensors.setdefault(value.device, {})[name] = value
+            else:
+                try:
+                    self.numbers[name] = float(value)
+                except (TypeError, ValueError):
+                    raise TypeError(f"step: {name}: expected a number or one-element tensor, got {value!r}") from None
+
+
 class Pending:
     """A closed step on its way to the host."""
 
-    def __init__(
-        self, layout: Layout, step: int, scalars: dict[str, float], names: dict[torch.device, list[str]]
-    ) -> None:
-        self._layout = layout
+    def __init__(self, places: Map, step: int, scalars: Scalars) -> None:
+        self._places = places
         self._step = step
-        self._scalars = scalars
-        self._names = names  # of the scalars that travel, by device
+        self._scalars = scalars.numbers
+        self._names = {device: list(named) for device, named in scalars.tensors.items()}  # of those that travel
         self._copies: dict[Key, torch.Tensor] = {}
         self._events: list[torch.cuda.Event] = []
 
@@ -38,7 +55,7 @@ class Pending:
             return
         side.wait_stream(torch.cuda.current_stream(memory.device))
         with torch.cuda.stream(side):
-            host = torch.empty(memory.shape, dtype=memory.dtype, pin_memory=True)
+            host = torch.empty(memory.shape, dtype=memory.dtype, device="cpu", pin_memory=True)
             host.copy_(memory, non_blocking=True)
         memory.record_stream(side)
         self._copies[key] = host
@@ -63,7 +80,7 @@ class Pending:
         scalars = dict(self._scalars)
         for device, names in self._names.items():
             scalars.update(zip(names, arrays[device, _SCALARS].view("float64").tolist(), strict=True))
-        return self._layout.snapshot(arrays, self._step, {name: scalars[name] for name in self._scalars})
+        return self._places.snapshot(arrays, self._step, {name: scalars[name] for name in self._scalars})
 
 
 class Drain:
@@ -80,36 +97,19 @@ class Drain:
             self._sides[device] = torch.cuda.Stream(device)
         return self._sides[device]
 
-    def begin(self, step: int, scalars: dict[str, Any], clear: bool = True) -> Pending:
+    def begin(self, step: int, scalars: Scalars, clear: bool = True) -> Pending:
         """Copies the state as it stands on the current streams (and clears it), and sends it to the host."""
-        on_host, on_device = _split(scalars)
-        names = {device: list(named) for device, named in on_device.items()}
-        pending = Pending(Layout(self._store), step, on_host, names)
-        for device in {**self._store.blocks, **on_device}:
+        pending = Pending(Map(self._store), step, scalars)
+        for device in {**self._store.blocks, **scalars.tensors}:
             side = self._side(device)
             for number, block in enumerate(self._store.blocks.get(device, [])):
                 copy = block.clone()
                 if clear:
                     block.zero_()
                 pending.send((device, number), copy, side)
-            if device in on_device:
-                values = torch.stack([t.detach().double().reshape(()) for t in on_device[device].values()])
+            if device in scalars.tensors:
+                values = torch.stack([t.detach().double().reshape(()) for t in scalars.tensors[device].values()])
                 pending.send((device, _SCALARS), values.view(torch.int64), side)
             if side is not None:
                 pending.sent(side)
         return pending
-
-
-def _split(scalars: dict[str, Any]) -> tuple[dict[str, float], dict[torch.device, dict[str, torch.Tensor]]]:
-    """Numbers by name (NaN stands in for tensors, which keeps the order), and tensors by device and name."""
-    numbers: dict[str, float] = {}
-    tensors: dict[torch.device, dict[str, torch.Tensor]] = {}
-    for name, value in scalars.items():
-        if isinstance(value, torch.Tensor):
-            if value.numel() != 1:
-                raise ValueError(f"step: expected scalars, got {name} of shape {tuple(value.shape)}")
-            numbers[name] = float("nan")
-            tensors.setdefault(value.device, {})[name] = value
-        else:
-            numbers[name] = float(value)
-    return numbers, tensors

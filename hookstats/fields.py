@@ -48,16 +48,17 @@ class State:
 
 
 def total(moments: Array) -> Array:
-    """The state ``[fields]`` of all channels together, from ``[fields, channels]`` (Chan, Golub & LeVeque 1979)."""
+    """The state ``[fields, ...]`` of all entries of the last dimension together (Chan, Golub & LeVeque 1979)."""
     s = State(*moments)
     full = s.count > 0
-    count = s.count.sum()
-    mean = (s.count * s.mean).sum() / max(count, 1.0)
+    count = s.count.sum(-1)
     with np.errstate(over="ignore", invalid="ignore"):  # float64 data beyond 1e154: infinite or NaN, as documented
-        m2 = (s.m2 + s.count * (s.mean - mean) ** 2).sum()
-    low, high = (s.min[full].min(), s.max[full].max()) if count else (0.0, 0.0)
-    sums = (row.sum() for row in (s.abs_sum, s.zeros, s.nans, s.posinfs, s.neginfs))
-    return np.array([count, mean, m2, low, high, *sums])
+        mean = (s.count * s.mean).sum(-1) / np.maximum(count, 1.0)
+        m2 = (s.m2 + s.count * (s.mean - mean[..., None]) ** 2).sum(-1)
+    low = np.where(full, s.min, np.inf).min(-1)
+    high = np.where(full, s.max, -np.inf).max(-1)
+    sums = (row.sum(-1) for row in (s.abs_sum, s.zeros, s.nans, s.posinfs, s.neginfs))
+    return np.stack([count, mean, m2, low, high, *sums])
 
 
 def _of_values(value: Array, s: State) -> Array:

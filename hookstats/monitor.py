@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import operator
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,7 +15,7 @@ import torch
 from torch import nn
 
 from hookstats import _native
-from hookstats.drain import Drain, Pending
+from hookstats.drain import Drain, Pending, Scalars
 from hookstats.fields import ExponentBins, Site
 from hookstats.hooks import Watcher, warn
 from hookstats.select import (
@@ -56,6 +58,7 @@ class Monitor:
         self._step = 0
         self._measured = True  # the open step
         self._pauses = 0
+        self._warned: list[object] = []
         self._set_flags()
 
     @property
@@ -78,34 +81,43 @@ class Monitor:
         """Closes a training step; to be called after ``optimizer.step()``. Waits for nothing.
 
         ``step``: the number of the step that ends here, where the trainer has its own. ``scalars``: numbers or
-        one-element tensors (``loss=loss``) that travel with a measured step. Returns a Snapshot that has arrived, of
-        this or an earlier measured step, each once and in order; None while there is none.
+        one-element tensors (``loss=loss``) that travel with a measured step; TypeError or ValueError for others.
+        Returns a Snapshot that has arrived, of this or an earlier measured step, each once and in order; None while
+        there is none.
         """
-        if step is not None:
-            self._step = step
+        number = self._step if step is None else operator.index(step)
+        checked = Scalars(scalars)
         self._watcher.collect_failures()
         if self._measured and self._handles:
-            self._pending.append(self._drain.begin(self._step, scalars))
-        self._step += 1
-        self._measured = self._due(self._step)
+            self._pending.append(self._drain.begin(number, checked))
+        self._step = number + 1
+        self._measured = self._is_due()
         self._set_flags()
         while self._pending and self._pending[0].ready():
-            self._arrive()
+            self._deliver(self._pending.popleft().finish())
         return self._finished.popleft() if self._finished else None
+
+    def _is_due(self) -> bool:
+        try:
+            return bool(self._due(self._step))
+        except Exception as error:
+            if self._strict:
+                raise
+            self._warn_once("every", f"every={self._due!r} failed, the step is not measured: {error!r}")
+            return False
 
     def snapshot(self) -> Snapshot:
         """What is in the open step; if nothing is, the last measured step. Waits for the device."""
         self._watcher.collect_failures()
-        now = self._drain.begin(self._step, {}, clear=False).finish()
+        now = self._drain.begin(self._step, Scalars({}), clear=False).finish()
         if now.order:
             return now
         while self._pending:
-            self._arrive()
+            self._deliver(self._pending.popleft().finish())
         return self._last or now
 
-    def _arrive(self) -> None:
-        """Takes the oldest snapshot in; waits if it must."""
-        snapshot = self._last = self._pending.popleft().finish()
+    def _deliver(self, snapshot: Snapshot) -> None:
+        self._last = snapshot
         self._finished.append(snapshot)
         for sink in self._sinks:
             try:
@@ -113,7 +125,12 @@ class Monitor:
             except Exception as error:
                 if self._strict:
                     raise
-                warn(f"the sink {sink!r} failed: {type(error).__name__}: {error}")
+                self._warn_once(sink, f"the sink {sink!r} failed: {error!r}")
+
+    def _warn_once(self, what: object, text: str) -> None:
+        if what not in self._warned:
+            self._warned.append(what)
+            warn(text)
 
     @property
     def _strict(self) -> bool:
@@ -138,11 +155,17 @@ class Monitor:
         self._store.clear()
 
     def detach(self) -> None:
-        """Takes every hook off the model. What has been measured can still be read."""
+        """Takes every hook off the model. What the open step has so far becomes a last snapshot, if it is anything."""
         for handle in self._handles:
             handle.remove()
-        self._handles.clear()
+        was_attached, self._handles = bool(self._handles), []
         self._set_flags()
+        while self._pending:
+            self._deliver(self._pending.popleft().finish())
+        if was_attached and self._measured:
+            last = self._drain.begin(self._step, Scalars({})).finish()
+            if last.order:
+                self._deliver(last)
 
     def __enter__(self) -> Monitor:
         return self
@@ -166,14 +189,15 @@ def attach(
     channel_dim: int | Mapping[str, int] | None = None,
     histogram: ExponentBins | None = ExponentBins(),
     every: int | Callable[[int], bool] = 10,
-    sinks: Iterable[Sink] = (),
+    sinks: Sink | Iterable[Sink] = (),
     memory_budget: int = 256 << 20,
     strict: bool = False,
 ) -> Monitor:
     """Watches a model: statistics of its modules' outputs and of the gradients of those outputs.
 
     Args:
-        model: any module, compiled ones included; attach before or after ``torch.compile``.
+        model: any module, compiled ones included; attach before or after ``torch.compile``. What is in a tuple or dict
+            output is learned from an eager forward. Not for compiled autograd, nor ``torch.export`` (detach before).
         modules: globs over module names (``"layers.*.mlp"``), or a callable ``(name, module) -> bool``. None: the leaf
             modules that do something, and the direct children of every ModuleList.
         tensors: of ``"output"``, ``"grad_output"``.
@@ -183,7 +207,7 @@ def attach(
             the last.
         histogram: ``ExponentBins()``, ``ExponentBins(per_channel=True)``, or None.
         every: every how many steps one is measured, or a callable ``step -> bool``. Step 0 always is.
-        sinks: called with each Snapshot when it arrives.
+        sinks: a callable or several, called with each Snapshot when it arrives.
         memory_budget: bytes of state per device. Where channels would need more, all sites keep totals only.
         strict: what cannot be measured raises; otherwise the site is skipped, with one warning and its reason in
             ``Monitor.skipped``, and training goes on.
@@ -197,8 +221,11 @@ def attach(
     kinds = _checked_tensors(tensors)
     due = _checked_every(every)
     callables = _checked_sinks(sinks)
-    if histogram is not None and not isinstance(histogram, ExponentBins):
-        raise TypeError(f"histogram: expected ExponentBins(...) or None, got {histogram!r}")
+    _check_histogram(histogram)
+    if not isinstance(memory_budget, int) or memory_budget < 0:
+        raise ValueError(f"memory_budget: expected a number of bytes, got {memory_budget!r}")
+    if not isinstance(strict, bool):
+        raise TypeError(f"strict: expected True or False, got {strict!r}")
     chosen = select_modules(model, modules)
     dims = wanted_channel_dims(channel_dim, chosen)
     found = {name: channels_of(name, module, dims.get(name)) for name, module in chosen.items()}
@@ -219,11 +246,16 @@ def attach(
         keep = set()
     for device, size in sizes().items():
         store.reserve(device, size // 8)
-    watcher = Watcher(store, kinds, strict)
-    handles = [
-        module.register_forward_hook(watcher.hook(name, "", found[name], name in keep, devices[name]))
-        for name, module in chosen.items()
-    ]
+    watcher = Watcher(store, kinds)
+    handles: list[Any] = []
+    try:
+        for name, module in chosen.items():
+            hook = watcher.hook(name, "", found[name], name in keep, devices[name])
+            handles.append(module.register_forward_hook(hook))
+    except Exception:
+        for handle in handles:
+            handle.remove()
+        raise
     monitor = Monitor(watcher, store, handles, due, callables)
     late = sum(1 for name in keep if found[name].width is None)
     _log.info(
@@ -242,9 +274,9 @@ def attach(
             wanted / 2**20,
             memory_budget / 2**20,
         )
-    if _is_compiled(model):
+    if _has_compiled():
         torch.compiler.reset()  # what was compiled before has no hooks in it
-        _log.info("the model was compiled: torch.compiler.reset() was called, so that it compiles again, with hooks")
+        _log.info("something was compiled before: torch.compiler.reset() was called, so that hooks are compiled in")
     return monitor
 
 
@@ -264,18 +296,24 @@ def measure(
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"measure: expected a torch.Tensor, got {type(tensor).__name__}")
     _refuse_device(tensor.device)
-    whole = channel_dim is None or tensor.dim() == 0
-    if not whole and not -tensor.dim() <= channel_dim < tensor.dim():  # type: ignore[operator]
+    _check_histogram(histogram)
+    if tensor.layout != torch.strided or tensor.is_nested or _native.has_no_data(tensor):
+        raise TypeError(f"measure: expected a dense strided tensor with data, got {tensor.layout} on {tensor.device}")
+    if channel_dim is None or tensor.dim() == 0:
+        width = 1
+    elif not -tensor.dim() <= operator.index(channel_dim) < tensor.dim():
         raise IndexError(f"measure: expected channel_dim from {-tensor.dim()} to {tensor.dim() - 1}, got {channel_dim}")
-    width = 1 if whole else max(tensor.shape[channel_dim], 1)  # type: ignore[index]
+    else:
+        width = max(tensor.shape[channel_dim], 1)
     store = Store(histogram, 0, strict=True)
     site = Site("", "tensor")
-    state = store.add(site, tensor.device, width, channel_dim or 0, not whole).state
+    keep_channels = channel_dim is not None and tensor.dim() > 0
+    state = store.add(site, tensor.device, width, channel_dim or 0, keep_channels).state
     store.flags.value = True
     _native.accumulate(
         tensor.detach(), state.moments, state.counters, state.histogram, state.active, state.channel_dim, False
     )
-    return Drain(store).begin(0, {}, clear=False).finish()[site]
+    return Drain(store).begin(0, Scalars({}), clear=False).finish()[site]
 
 
 def _device_of(module: nn.Module) -> torch.device | None:
@@ -308,6 +346,8 @@ def _refuse(model: nn.Module) -> None:
 
 
 def _checked_tensors(tensors: Iterable[str]) -> tuple[str, ...]:
+    if not isinstance(tensors, Iterable):
+        raise TypeError(f"tensors: expected some of {', '.join(TENSORS)}; got {tensors!r}")
     kinds = (tensors,) if isinstance(tensors, str) else tuple(tensors)
     for kind in kinds:
         if kind not in TENSORS:
@@ -319,14 +359,14 @@ def _checked_tensors(tensors: Iterable[str]) -> tuple[str, ...]:
 
 def _checked_every(every: int | Callable[[int], bool]) -> Callable[[int], bool]:
     if callable(every):
-        return lambda step: bool(every(step))
+        return every
     if not isinstance(every, int) or isinstance(every, bool) or every < 1:
         raise ValueError(f"every: expected an int from 1, or a callable step -> bool; got {every!r}")
     return lambda step: step % every == 0
 
 
-def _checked_sinks(sinks: Iterable[Sink]) -> tuple[Sink, ...]:
-    listed = tuple(sinks)
+def _checked_sinks(sinks: Sink | Iterable[Sink]) -> tuple[Sink, ...]:
+    listed: tuple[Any, ...] = tuple(sinks) if isinstance(sinks, Iterable) else (sinks,)
     for sink in listed:
         if not callable(sink):
             raise TypeError(f"sinks: expected callables Snapshot -> None, got {sink!r}")
@@ -340,8 +380,13 @@ def _channel_names(channels: bool | str | Iterable[str], chosen: Mapping[str, nn
     return {name for name in chosen if matches(name, globs)}
 
 
-def _is_compiled(model: nn.Module) -> bool:
-    return any(
-        type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
-        for module in model.modules()
-    )
+def _check_histogram(histogram: object) -> None:
+    if histogram is not None and not isinstance(histogram, ExponentBins):
+        raise TypeError(f"histogram: expected ExponentBins(...) or None, got {histogram!r}")
+
+
+def _has_compiled() -> bool:
+    """Whether torch.compile has compiled anything in this process."""
+    if "torch._dynamo.convert_frame" not in sys.modules:
+        return False
+    return bool(sys.modules["torch._dynamo.convert_frame"].FRAME_COUNTER)

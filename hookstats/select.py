@@ -15,7 +15,13 @@ Modules: TypeAlias = str | Iterable[str] | Callable[[str, nn.Module], bool] | No
 
 # Put into a module's path by what wraps it.
 _WRAPPERS = {"_orig_mod", "module", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
-_WRAPPER_TYPES = ("OptimizedModule", "DistributedDataParallel", "CheckpointWrapper", "FullyShardedDataParallel")
+_WRAPPER_TYPES = {
+    "OptimizedModule",
+    "DistributedDataParallel",
+    "FullyShardedDataParallel",
+    "ActivationWrapper",
+    "AveragedModel",
+}
 # They pass values on, or drop some: nothing to see. Containers of this kind are never called.
 _TRANSPARENT = (nn.Identity, nn.Flatten, nn.Unflatten, nn.modules.dropout._DropoutNd)
 _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -31,19 +37,18 @@ class Channels(NamedTuple):
 def clean_names(model: nn.Module) -> dict[str, nn.Module]:
     """Every module by its path without wrappers' parts; a shared module by its first path, a wrapper not at all."""
     named: dict[str, nn.Module] = {}
-
-    def visit(module: nn.Module, path: tuple[str, ...], seen: set[int]) -> None:
+    seen: set[int] = set()
+    waiting: list[tuple[tuple[str, ...], nn.Module]] = [((), model)]
+    while waiting:
+        path, module = waiting.pop()
         if id(module) in seen:
-            return
+            continue
         seen.add(id(module))
-        wraps = type(module).__name__ in _WRAPPER_TYPES
+        wraps = any(cls.__name__ in _WRAPPER_TYPES for cls in type(module).__mro__)
         if not wraps:
             named.setdefault(".".join(path), module)
-        for name, child in module.named_children():
-            inner = wraps and name in _WRAPPERS
-            visit(child, path if inner else (*path, name), seen)
-
-    visit(model, (), set())
+        children = [(path if wraps and name in _WRAPPERS else (*path, name), m) for name, m in module.named_children()]
+        waiting += reversed(children)
     return named
 
 
@@ -54,6 +59,8 @@ def matches(name: str, globs: Iterable[str]) -> bool:
 
 def as_globs(argument: str, globs: str | Iterable[str], names: Iterable[str]) -> list[str]:
     """The globs as a list; ValueError for one that matches no name."""
+    if not isinstance(globs, Iterable):
+        raise TypeError(f"{argument}: expected globs over module names, got {globs!r}")
     listed = [globs] if isinstance(globs, str) else list(globs)
     known = list(names)
     for glob in listed:
@@ -66,28 +73,46 @@ def as_globs(argument: str, globs: str | Iterable[str], names: Iterable[str]) ->
 
 
 def select_modules(model: nn.Module, modules: Modules) -> dict[str, nn.Module]:
-    """The watched modules by clean name. None: leaves that do something, and the children of every ModuleList."""
+    """The watched modules by clean name. None: leaves that do something, and the children of every ModuleList.
+
+    Modules that are never called (ModuleList and the like) are left out whatever was asked for.
+    """
+    if not (modules is None or callable(modules) or isinstance(modules, Iterable)):
+        raise TypeError(f"modules: expected globs, a callable (name, module) -> bool, or None; got {modules!r}")
     named = clean_names(model)
     if modules is None:
-        in_list = {id(child) for module in named.values() if isinstance(module, nn.ModuleList) for child in module}
-        chosen = {
-            name: module
-            for name, module in named.items()
-            if not isinstance(module, _NEVER_CALLED)
-            and (id(module) in in_list or (_is_leaf(module) and not isinstance(module, _TRANSPARENT)))
-        }
+        chosen = _default_modules(named)
     elif callable(modules):
         chosen = {name: module for name, module in named.items() if modules(name, module)}
     else:
         globs = as_globs("modules", modules, named)
         chosen = {name: module for name, module in named.items() if matches(name, globs)}
+    chosen = {name: module for name, module in chosen.items() if not isinstance(module, _NEVER_CALLED)}
     if not chosen:
         raise ValueError(f"modules: expected to select at least one of {len(named)} modules, selected none")
     return chosen
 
 
+def _default_modules(named: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    in_list = {id(child) for module in named.values() if isinstance(module, nn.ModuleList) for child in module}
+    inside = {id(m) for module in named.values() if _is_opaque(module) for m in module.modules() if m is not module}
+    return {
+        name: module
+        for name, module in named.items()
+        if not isinstance(module, torch.jit.ScriptModule)  # takes no hooks
+        and id(module) not in inside
+        and (id(module) in in_list or _is_leaf(module))
+    }
+
+
 def _is_leaf(module: nn.Module) -> bool:
-    return next(module.children(), None) is None
+    is_leaf = _is_opaque(module) or next(module.children(), None) is None
+    return is_leaf and not isinstance(module, _TRANSPARENT)
+
+
+def _is_opaque(module: nn.Module) -> bool:
+    """A leaf for its users, whatever it is made of: some of its children are never called as modules."""
+    return isinstance(module, nn.MultiheadAttention) or "parametrizations" in module._modules
 
 
 def _spatial_dims(module: nn.Module) -> int | None:
@@ -147,10 +172,8 @@ def channels_of(name: str, module: nn.Module, wanted: int | None) -> Channels:
     return Channels(wanted, natural.width if same else None)
 
 
-def channel_dim_of(tensor: torch.Tensor, dim: int | None) -> int | None:
-    """The channel dimension of a tensor that is at hand; None for a 0-dim tensor, which is one channel."""
-    if tensor.dim() == 0:
-        return None
+def channel_dim_of(tensor: torch.Tensor, dim: int | None) -> int:
+    """The channel dimension of a tensor that is at hand: what is known of it, else by its number of dimensions."""
     if dim is not None:
         return dim
     return 1 if tensor.dim() in (4, 5) else -1
@@ -163,8 +186,8 @@ def wanted_channel_dims(channel_dim: int | Mapping[str, int] | None, names: Iter
         return {}
     rules = channel_dim if isinstance(channel_dim, Mapping) else {"*": channel_dim}
     for glob, dim in rules.items():
-        if not isinstance(dim, int) or isinstance(dim, bool):
-            raise TypeError(f"channel_dim: expected an int or {{glob: int}}, got {dim!r}")
+        if not isinstance(dim, int) or isinstance(dim, bool) or not isinstance(glob, str):
+            raise TypeError(f"channel_dim: expected an int or {{glob: int}}, got {channel_dim!r}")
         if isinstance(channel_dim, Mapping):
             as_globs("channel_dim", glob, known)
     return {name: dim for name in known for glob, dim in rules.items() if matches(name, [glob])}

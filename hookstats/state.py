@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 
 from hookstats import _native
-from hookstats.fields import EXPONENT_BINS, FIELDS, OCTAVE_BINS, Counts, ExponentBins, Site
+from hookstats.fields import EXPONENT_BINS, FIELDS, OCTAVE_BINS, Counts, ExponentBins, Site, total
 from hookstats.snapshot import SiteStats, Snapshot
 
 _LATER_BLOCK_BYTES = 1 << 16  # room for sites whose width is learned one by one; twice as much each time
@@ -48,7 +48,11 @@ class Place(NamedTuple):
 
 
 class Entry:
-    """One site: where its state is, and what the hooks are given."""
+    """One site: where its state is, and what the hooks are given.
+
+    A site may move, to another width or device. What it left behind is still read, because gradients may be on their
+    way there: `places` holds all, the present one last.
+    """
 
     _indices = itertools.count()  # over all monitors
 
@@ -57,7 +61,7 @@ class Entry:
         self.index = next(self._indices)
         self.keep_channels = keep_channels
         self.in_parts = False  # the output was a container, whose tensors have sites of their own
-        self.place: Place
+        self.places: list[Place] = []
         self.state: SiteState
 
 
@@ -65,21 +69,25 @@ class Flags:
     """Whether anything is to be measured now: one int32 on the host, one on each device."""
 
     def __init__(self) -> None:
-        self.host = torch.zeros(1, dtype=torch.int32)
-        self._devices: dict[torch.device, torch.Tensor] = {torch.device("cpu"): self.host}
+        self._value = False
+        with torch.inference_mode(False):
+            self.host = torch.zeros(1, dtype=torch.int32, device="cpu")
+        self._devices: dict[torch.device, torch.Tensor] = {self.host.device: self.host}
 
     def on(self, device: torch.device) -> torch.Tensor:
         if device not in self._devices:
-            self._devices[device] = self.host.to(device)
+            with torch.inference_mode(False):
+                self._devices[device] = self.host.to(device)
         return self._devices[device]
 
     @property
     def value(self) -> bool:
-        return bool(self.host.item())
+        return self._value
 
     @value.setter
     def value(self, value: bool) -> None:
-        if value != self.value:
+        if value != self._value:
+            self._value = value
             for flag in self._devices.values():
                 flag.fill_(int(value))
 
@@ -127,17 +135,20 @@ class Store:
     def add(self, site: Site, device: torch.device, channels: int, channel_dim: int, keep_channels: bool) -> Entry:
         entry = Entry(site, keep_channels)
         self.entries.append(entry)
-        self._place(entry, device, channels, channel_dim)
+        self.place(entry, device, channels, channel_dim)
         return entry
 
-    def _place(self, entry: Entry, device: torch.device, channels: int, channel_dim: int) -> None:
+    def place(self, entry: Entry, device: torch.device, channels: int, channel_dim: int) -> None:
+        """Gives a site a state of this width on this device; an earlier one stays and is read too."""
         size = self._size(channels)
         offset, end = self._free.get(device, (0, 0))
         if offset + size > end:
-            self.reserve(device, max(size, _LATER_BLOCK_BYTES // 8 << len(self.blocks.get(device, []))))
+            room = (self.memory_budget - self.bytes_on(device)) // 8
+            later = _LATER_BLOCK_BYTES // 8 << len(self.blocks.get(device, []))
+            self.reserve(device, max(size, min(later, room)))
             offset = 0
         block = len(self.blocks[device]) - 1
-        entry.place = Place(device, block, offset, channels, self._bins(channels))
+        entry.places.append(Place(device, block, offset, channels, self._bins(channels)))
         self._free[device] = (offset + size, self._free[device][1])
         counters = offset + len(FIELDS) * channels
         bins = counters + _native.COUNTERS
@@ -163,20 +174,9 @@ class Store:
 
     def fits(self, device: torch.device, channels: int, sites: int) -> bool:
         """Whether that many more sites of this width stay inside the budget."""
+        needed = sites * self.site_bytes(channels)
         offset, end = self._free.get(device, (0, 0))
-        used = self.bytes_on(device) - 8 * (end - offset)
-        return used + sites * self.site_bytes(channels) <= self.memory_budget
-
-    def bind(self, entry: Entry, device: torch.device, channels: int, channel_dim: int) -> None:
-        """Moves a site to a device and a width; what it has counted so far goes along where that is possible."""
-        old, old_place = entry.state, entry.place
-        self._place(entry, device, channels, channel_dim)
-        if old_place.device == device and channels in (1, old_place.channels):
-            new = entry.state
-            _native.merge(new.moments, new.counters, new.histogram, old.moments, old.counters, old.histogram)
-        for tensor in (old.moments, old.counters, old.histogram):
-            if tensor is not None:
-                tensor.zero_()
+        return needed <= 8 * (end - offset) or self.bytes_on(device) + needed <= self.memory_budget
 
     def clear(self) -> None:
         for blocks in self.blocks.values():
@@ -184,40 +184,68 @@ class Store:
                 block.zero_()
 
 
+Blocks: TypeAlias = dict[tuple[torch.device, int], Counts]  # copies of blocks, by device and number
+
+
 class Row(NamedTuple):
     """What is needed to find a site in blocks that were copied."""
 
     site: Site
-    place: Place
+    places: tuple[Place, ...]
     keep_channels: bool
     in_parts: bool
 
 
-class Layout:
+class Map:
     """Where all sites were at one time: what is needed to read blocks that were copied then."""
 
     def __init__(self, store: Store) -> None:
-        self._rows = [Row(e.site, e.place, e.keep_channels, e.in_parts) for e in store.entries]
+        self._rows = [Row(e.site, tuple(e.places), e.keep_channels, e.in_parts) for e in store.entries]
         self._per_channel_histogram = store.histogram is not None and store.histogram.per_channel
 
-    def snapshot(
-        self, blocks: dict[tuple[torch.device, int], Counts], step: int, scalars: dict[str, float]
-    ) -> Snapshot:
+    def snapshot(self, blocks: Blocks, step: int, scalars: dict[str, float]) -> Snapshot:
         """The copied blocks as numbers; the arrays are kept, not copied."""
         sites: dict[Site, SiteStats] = {}
         fired: list[tuple[int, int, Site]] = []
-        devices = list(dict.fromkeys(row.place.device for row in self._rows))
-        for site, place, keep_channels, in_parts in self._rows:
-            memory = blocks[place.device, place.block][place.offset : place.offset + place.size]
-            fields = len(FIELDS) * place.channels
-            calls, first = memory[fields : fields + _native.COUNTERS].tolist()
-            if in_parts and not calls:
+        devices = list(dict.fromkeys(place.device for row in self._rows for place in row.places))
+        for row in self._rows:
+            parts = [_Part(place, blocks, self._per_channel_histogram) for place in row.places]
+            parts = [part for part in parts[:-1] if part.calls] + parts[-1:]
+            calls = sum(part.calls for part in parts)
+            if row.in_parts and not calls:
                 continue
-            bins = memory[fields + _native.COUNTERS :] if place.bins else None
-            if bins is not None and self._per_channel_histogram:
-                bins = bins.reshape(place.channels, OCTAVE_BINS)
-            moments = memory[:fields].view(np.float64).reshape(len(FIELDS), place.channels)
-            sites[site] = SiteStats(moments, calls, bins, keep_channels)
+            whole = parts[0] if len(parts) == 1 else _merged(parts)
+            keep_channels = row.keep_channels and whole.moments.shape[1] == row.places[-1].channels
+            sites[row.site] = SiteStats(whole.moments, calls, whole.bins, keep_channels)
             if calls:
-                fired.append((devices.index(place.device), first, site))
+                first = min((devices.index(part.device), part.first) for part in parts if part.calls)
+                fired.append((*first, row.site))
         return Snapshot(step, sites, [site for _, _, site in sorted(fired)], scalars)
+
+
+class _Part:
+    """One place's share of a site, from the copies."""
+
+    def __init__(self, place: Place, blocks: Blocks, per_channel_histogram: bool) -> None:
+        memory = blocks[place.device, place.block][place.offset : place.offset + place.size]
+        fields = len(FIELDS) * place.channels
+        self.device = place.device
+        self.calls, self.first = memory[fields : fields + _native.COUNTERS].tolist()
+        self.moments = memory[:fields].view(np.float64).reshape(len(FIELDS), place.channels)
+        self.bins = memory[fields + _native.COUNTERS :] if place.bins else None
+        if self.bins is not None and per_channel_histogram:
+            self.bins = self.bins.reshape(place.channels, OCTAVE_BINS)
+
+
+def _merged(parts: list[_Part]) -> _Part:
+    """All parts in the last one: channel by channel where all have the same ones, else as totals."""
+    whole = parts[-1]
+    if len({part.moments.shape for part in parts}) > 1:
+        for part in parts:
+            part.moments = total(part.moments)[:, None]
+            if part.bins is not None and part.bins.ndim == 2:
+                part.bins = part.bins.sum(0, keepdims=True)
+    whole.moments = total(np.stack([part.moments for part in parts], axis=-1))
+    if whole.bins is not None:
+        whole.bins = np.sum([part.bins for part in parts if part.bins is not None], axis=0)
+    return whole

@@ -8,6 +8,7 @@ import io
 import pickle
 import subprocess
 import sys
+import weakref
 from typing import Any
 
 import numpy as np
@@ -181,7 +182,7 @@ def test_a_recomputed_forward_is_counted_once(reentrant: bool) -> None:
     model.head(x).sum().backward()
     snapshot = mon.step()
     assert snapshot is not None
-    assert {snapshot[site].calls for site in snapshot if site.name != "head" or site.tensor == "output"} == {1}
+    assert {stats.calls for stats in snapshot.values()} == {1}
 
 
 def test_no_grad_and_inference_mode_measure_the_forward_only() -> None:
@@ -194,6 +195,10 @@ def test_no_grad_and_inference_mode_measure_the_forward_only() -> None:
         assert {site.tensor for site in snapshot.order} == {"output"}
         model(images()).sum().backward()
         assert {site.tensor for site in mon.snapshot().order} == {"output", "grad_output"}
+        mon.step()
+        with mon.paused():
+            model(images())
+        assert mon.snapshot().step == 0
 
 
 def test_autocast_measures_the_dtype_that_arrives() -> None:
@@ -255,7 +260,8 @@ def test_deepcopy_and_pickle_give_unwatched_models() -> None:
         assert mon.snapshot().order == []
     model(images()).sum().backward()
     assert len(mon.snapshot().order) == 12
-    hookstats.attach(other, every=1)
+    again = hookstats.attach(pickle.loads(pickle.dumps(other)))
+    assert len(again.sites) == 12
 
 
 def test_a_pickled_model_loads_where_hookstats_is_not_installed() -> None:
@@ -292,13 +298,16 @@ def test_a_monitor_that_is_dropped_lets_its_memory_go() -> None:
     model = nn.Linear(4, 4)
     mon = hookstats.attach(model)
     model(torch.randn(2, 4)).sum().backward()
-    mon.detach()
-    import weakref
-
-    block = weakref.ref(mon._store)
-    del mon
-    gc.collect()
-    assert block() is None
+    store, net = weakref.ref(mon._store), weakref.ref(model)
+    gc.disable()
+    try:
+        mon.detach()
+        del mon
+        assert store() is None
+        del model
+        assert net() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(
@@ -363,6 +372,18 @@ def test_measure_one_tensor() -> None:
         hookstats.measure(x, 2)
     with pytest.raises(TypeError, match="got Long"):
         hookstats.measure(torch.arange(3))
+
+
+def test_modules_that_are_leaves_to_their_users() -> None:
+    normed = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 6)), nn.MultiheadAttention(6, 2))
+    mon = hookstats.attach(normed)
+    assert {site.name for site in mon.sites} == {"0", "1"}
+    y = normed[0](torch.randn(5, 4))
+    z, _ = normed[1](y, y, y)
+    check(mon.snapshot()["0", "output"], y, -1)
+    check(mon.snapshot()["1", "output.0"], z, -1)
+    with pytest.raises(ValueError, match="selected none"):
+        hookstats.attach(nn.ModuleDict({"only": nn.ModuleList([nn.ReLU()])}), "only")
 
 
 def test_wrappers_leave_no_trace_in_names() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -96,11 +97,12 @@ def test_a_whole_model_is_one_graph_and_cadence_does_not_recompile() -> None:
     assert_equal(compiled, train("eager", every=2))
 
 
-def test_attach_after_the_first_compiled_run_is_not_ignored() -> None:
+@pytest.mark.parametrize("inner", [False, True])
+def test_attach_after_the_first_compiled_run_is_not_ignored(inner: bool) -> None:
     model = Residual()
     compiled = torch.compile(model, backend="aot_eager")
     compiled(batches()[0]).sum().backward()
-    mon = hookstats.attach(compiled, every=1)  # type: ignore[arg-type]
+    mon = hookstats.attach(model if inner else compiled, every=1)
     compiled(batches()[0]).sum().backward()
     snapshot = mon.step()
     assert snapshot is not None
@@ -132,3 +134,50 @@ def test_containers_and_unsupported_outputs_do_not_break_a_graph() -> None:
         (n, t) for n, p in (("inner", ""), ("", ".0")) for t in ("output" + p, "grad_output" + p)
     }
     assert snapshot["", "output.0"].total.mean == pytest.approx(y.double().mean().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_an_output_of_a_graph_that_nobody_uses_does_not_break_backward(backend: str) -> None:
+    class Two(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return self.a(x), self.b(x)
+
+    model = Two()
+    mon = hookstats.attach(model, every=1)
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    for _ in range(2):
+        used, _ = compiled(torch.randn(3, 4))
+        used.sum().backward()
+    snapshot = mon.step()
+    assert snapshot is not None
+    assert snapshot["a", "grad_output"].calls == 2
+    assert snapshot["b", "grad_output"].total.abs_max in (0, None) or snapshot["b", "grad_output"].calls == 0
+
+
+def test_a_parameter_that_a_compiled_module_returns_collects_no_hooks() -> None:
+    class Table(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.randn(3, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.weight
+
+    model = torch.nn.Sequential(Table(), torch.nn.Linear(4, 4))
+    hookstats.attach(model, every=1)
+    compiled = torch.compile(model, backend="aot_eager")
+    for _ in range(3):
+        compiled(torch.zeros(1)).sum().backward()
+    assert not model[0].weight._backward_hooks
+
+
+def test_a_copy_of_a_watched_model_compiles() -> None:
+    model = Residual()
+    mon = hookstats.attach(model)
+    twin = torch.compile(copy.deepcopy(model), fullgraph=True, backend="aot_eager")
+    twin(batches()[0]).sum().backward()
+    assert mon.snapshot().order == []

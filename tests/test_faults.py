@@ -36,6 +36,14 @@ from tests.models import images, small_cnn
         ({"every": "10"}, ValueError, "expected an int from 1, or a callable"),
         ({"histogram": 64}, TypeError, r"expected ExponentBins\(...\) or None, got 64"),
         ({"sinks": [3]}, TypeError, "expected callables"),
+        ({"sinks": 3}, TypeError, "expected callables"),
+        ({"modules": 5}, TypeError, "modules: expected globs, a callable"),
+        ({"tensors": 5}, TypeError, "tensors: expected some of output, grad_output; got 5"),
+        ({"channels": None}, TypeError, "channels: expected globs over module names, got None"),
+        ({"channel_dim": {3: 1}}, TypeError, "expected an int or {glob: int}"),
+        ({"memory_budget": -1}, ValueError, "expected a number of bytes, got -1"),
+        ({"memory_budget": None}, ValueError, "expected a number of bytes, got None"),
+        ({"strict": "no"}, TypeError, "expected True or False, got 'no'"),
     ],
 )
 def test_wrong_arguments_raise_at_attach(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -161,9 +169,9 @@ def test_a_width_that_changes_folds_to_one_channel() -> None:
     mon = hookstats.attach(model)
     x = torch.randn(5, 4)
     model(x).sum().backward()
-    with pytest.warns(UserWarning, match="'1' had 4 channels and now has 3"):
+    model(x).sum().backward()  # it may have been a wrong guess, once
+    with pytest.warns(UserWarning, match="'1' had 3 channels and now has 4"):
         model(x).sum().backward()
-    model(x).sum().backward()
     y = model[0](x).detach()
     stats = mon.snapshot()["1", "output"]
     check_total = torch.cat([y.reshape(-1), y[:, :3].reshape(-1) + 1, y.reshape(-1) + 2])
@@ -217,18 +225,35 @@ def test_outputs_that_are_parameters_are_measured_and_their_gradients_left_alone
     assert mon.skipped == {}
 
 
-def test_functorch_and_fake_tensors_pass_through() -> None:
+@pytest.mark.parametrize("container", [False, True])
+def test_functorch_fake_and_meta_tensors_pass_through(container: bool) -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    model = nn.Linear(4, 4)
-    mon = hookstats.attach(model)
+    class Pair(nn.Linear):
+        def forward(self, x: torch.Tensor) -> Any:
+            y = super().forward(x)
+            return (y, y) if container else y
+
+    def first(y: Any) -> torch.Tensor:
+        return y[0] if container else y
+
+    model = Pair(4, 4)
+    mon = hookstats.attach(model, every=1)
     torch.func.vmap(model)(torch.randn(3, 4))
-    torch.func.grad(lambda x: model(x).sum())(torch.randn(4))
+    torch.func.grad(lambda x: first(model(x)).sum())(torch.randn(4))
+    torch.autograd.functional.jacobian(lambda x: first(model(x)), torch.randn(4), vectorize=True)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         model(mode.from_tensor(torch.randn(3, 4)))
-    assert mon.skipped == {}
+    mon.step()
     model(torch.randn(3, 4))
-    assert mon.snapshot()["", "output"].calls >= 1
+    snapshot = mon.step()
+    assert mon.skipped == {}
+    assert snapshot is not None
+    assert snapshot["", "output.0" if container else "output"].calls == 1
+    on_meta = Pair(4, 4, device="meta")
+    mon = hookstats.attach(on_meta, every=1)
+    on_meta(torch.empty(3, 4, device="meta"))
+    assert mon.snapshot().order == []
 
 
 def test_a_dispatch_mode_that_is_active_hides_nothing() -> None:
@@ -259,10 +284,14 @@ def test_a_gradient_without_data_is_skipped() -> None:
 
 
 def test_an_output_without_elements_changes_nothing() -> None:
-    model = Changing(lambda x: x[:, :0], lambda x: x[:0])
+    model = Changing(lambda x: x[:, :0], lambda x: x, lambda x: x[:0])
     mon = hookstats.attach(model)
-    model(torch.randn(3, 4))
+    x = torch.randn(3, 4)
+    model(x)
     assert mon.snapshot()["", "output"].calls == 0
+    model(x)
+    model(x)
+    check(mon.snapshot()["", "output"], x, -1)
     assert mon.skipped == {}
 
 
@@ -289,3 +318,84 @@ def test_other_python_threads_run_while_a_kernel_does() -> None:
     thread.join()
     torch.set_num_threads(before_threads)
     assert during > 10
+
+
+def test_gradients_on_their_way_when_a_site_moves_are_counted() -> None:
+    # A ReLU that is shared by layers of several widths, as residual networks have it.
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 16)
+            self.relu = nn.ReLU()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.relu(self.b(self.relu(self.a(self.relu(x)))))
+
+    model = Net()
+    mon = hookstats.attach(model, "relu", every=1)
+    for calls in (3, 3):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model(torch.randn(5, 4, requires_grad=True)).sum().backward()
+        snapshot = mon.step()
+        assert snapshot is not None
+        for tensor in ("output", "grad_output"):
+            assert snapshot["relu", tensor].calls == calls
+            assert snapshot["relu", tensor].total.count == 5 * (4 + 4 + 16)
+            assert snapshot["relu", tensor].histogram.counts.sum() == 5 * 24  # type: ignore[union-attr]
+
+
+def test_a_width_that_the_type_does_not_tell_is_corrected_once_without_a_word() -> None:
+    class Gated(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.glu(super().forward(x))
+
+    model = Gated(4, 8)
+    mon = hookstats.attach(model, every=1, histogram=ExponentBins(True))
+    x = torch.randn(6, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        y = model(x)
+        y.sum().backward()
+    check(mon.snapshot()["", "output"], y, -1)
+
+
+def test_the_channel_rule_follows_the_tensor_not_the_first_one() -> None:
+    model = nn.ReLU()
+    mon = hookstats.attach(model, every=1)
+    flat, image = torch.randn(2, 8), torch.randn(2, 8, 5, 8) + torch.arange(8.0).view(8, 1, 1)
+    y, z = model(flat), model(image)
+    check(mon.snapshot()["", "output"], torch.cat([y, z.movedim(1, -1).reshape(-1, 8)]), -1)
+
+
+def test_the_memory_budget_bounds_containers_too() -> None:
+    class Fresh(nn.Module):
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            self.n = getattr(self, "n", 0) + 1
+            return {f"key{self.n}": x}
+
+    model = Fresh()
+    mon = hookstats.attach(model, memory_budget=100_000)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(100):
+            model(torch.randn(3, 4))
+    assert mon.state_bytes <= 100_000
+    assert "memory_budget is used up" in mon.skipped.values()
+
+
+def test_an_attach_that_fails_leaves_no_hook() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].register_forward_hook = None  # type: ignore[assignment, method-assign]
+    with pytest.raises(TypeError):
+        hookstats.attach(model)
+    assert not model[0]._forward_hooks
+
+
+def test_a_default_device_does_not_move_the_flags() -> None:
+    with torch.device("meta"):
+        mon = hookstats.attach(model := nn.Linear(3, 3, device="cpu"), every=1)
+        model(torch.zeros(2, 3, device="cpu"))
+        snapshot = mon.step()
+    assert snapshot is not None
+    assert snapshot["", "output"].calls == 1

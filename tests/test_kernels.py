@@ -92,6 +92,7 @@ def _with(x: torch.Tensor, *values: float, first: bool = False) -> torch.Tensor:
     return x
 
 
+CONSTANTS = torch.tensor([1.1, 1.7, 2.3, 1.9, 1.3])
 HARD: dict[str, torch.Tensor] = {
     "mean_1e4": (normal(3000, 5) + 1e4).float(),
     "mean_-1e4": (normal(3000, 5) - 1e4).float(),
@@ -121,9 +122,9 @@ HARD: dict[str, torch.Tensor] = {
     "constant_after_zeros": torch.zeros(1024, 5).index_fill_(
         0, torch.tensor([i for i in range(1024) if i % 128 >= 8]), 1.4427528381347656
     ),
-    "constants_after_zeros": torch.where(
-        torch.arange(1024).view(-1, 1) % 64 < 4, 0.0, torch.tensor([1.1, 1.7, 2.3, 1.9, 1.3])
-    ),
+    "constants_after_zeros": torch.where(torch.arange(1024).view(-1, 1) % 64 < 4, 0.0, CONSTANTS),
+    "far_first_of_128_equal": torch.where(torch.arange(1024).view(-1, 1) % 128 == 0, 77.7, CONSTANTS),
+    "far_first_of_512_equal": torch.where(torch.arange(1024).view(-1, 1) % 512 < 8, 77.7, CONSTANTS),
     "hot_bin": torch.where(normal(4000, 5) > 2, 7.0, 1.5).float(),
 }
 
@@ -381,6 +382,13 @@ def test_strides_that_merge_to_more_dimensions_than_a_kernel_takes_are_refused()
     x = torch.empty(3**13)[: 3**13].as_strided((2,) * 13, tuple(3**i for i in range(13)))
     with pytest.raises(ValueError, match="expected at most 12 dimensions that do not merge"):
         torch.ops.hookstats.accumulate(x, *State(1, "none", "cpu").tensors, None, 0)
+
+
+def test_any_number_of_dimensions_that_merge_is_taken() -> None:
+    x = normal(2**13).view((2,) * 13).permute(*range(12, -1, -1))
+    backend = Backend("cpu", torch.ops.hookstats, "cpu")
+    check(backend.accumulate(x, None).stats(), x, None)
+    check(backend.accumulate(x, 5).stats(), x, 5)
 
 
 def test_sparse_tensors_are_refused() -> None:

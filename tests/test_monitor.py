@@ -94,11 +94,34 @@ def test_scalars_travel_with_their_step() -> None:
     assert list(got[0]) == ["loss", "lr", "norm"]
 
 
-def test_a_scalar_that_is_none_is_refused() -> None:
+def test_what_is_no_scalar_is_refused_at_every_step_and_changes_nothing() -> None:
     net = model()
-    mon = hookstats.attach(net, every=1)
-    with pytest.raises(ValueError, match=r"expected scalars, got loss of shape \(2,\)"):
-        mon.step(loss=torch.zeros(2))
+    mon = hookstats.attach(net, every=2)
+    for _ in range(2):
+        run(net)
+        with pytest.raises(ValueError, match=r"loss: expected a number, got a tensor of shape \(2,\)"):
+            mon.step(loss=torch.zeros(2))
+        with pytest.raises(TypeError, match="norm: expected a number or one-element tensor, got None"):
+            mon.step(norm=None)
+        with pytest.raises(TypeError):
+            mon.step(1.5)  # type: ignore[arg-type]
+        assert mon.snapshot()["0", "output"].calls == 1
+        mon.step()
+
+
+def test_an_every_that_fails_measures_nothing_and_says_so_once() -> None:
+    def broken(step: int) -> bool:
+        raise RuntimeError("no idea")
+
+    net = model()
+    mon = hookstats.attach(net, every=broken)
+    run(net)
+    with pytest.warns(UserWarning, match="the step is not measured: RuntimeError.'no idea'"):
+        assert mon.step() is not None
+    run(net)
+    assert mon.step() is None
+    with pytest.raises(RuntimeError, match="no idea"):
+        hookstats.attach(net, every=broken, strict=True).step()
 
 
 def test_sinks_get_every_snapshot_once_and_may_fail() -> None:
@@ -109,13 +132,12 @@ def test_sinks_get_every_snapshot_once_and_may_fail() -> None:
         raise OSError("disk full")
 
     mon = hookstats.attach(net, every=2, sinks=[broken, seen.append])
-    for _ in range(4):
+    run(net)
+    with pytest.warns(UserWarning, match=r"sink.*failed: OSError.'disk full'"):
+        mon.step()
+    for _ in range(3):
         run(net)
-        if mon._step % 2 == 0:
-            with pytest.warns(UserWarning, match="sink.*failed: OSError: disk full"):
-                mon.step()
-        else:
-            mon.step()
+        mon.step()  # warned once
     assert [snapshot.step for snapshot in seen] == [0, 2]
     strict = hookstats.attach(net, sinks=[broken], strict=True)
     with pytest.raises(OSError, match="disk full"):
@@ -173,12 +195,20 @@ def test_snapshot_shows_the_open_step_else_the_last_measured_one() -> None:
     assert mon.snapshot().step == 2
 
 
-def test_step_after_detach_says_nothing() -> None:
+def test_detach_makes_a_last_snapshot_of_the_open_step() -> None:
     net = model()
-    mon = hookstats.attach(net, every=1)
-    run(net)
-    mon.detach()
+    seen: list[Snapshot] = []
+    with hookstats.attach(net, every=1, sinks=seen.append) as mon:
+        run(net)
+        mon.step()
+        run(net)
+    assert [snapshot.step for snapshot in seen] == [0, 1]
+    assert mon.snapshot() is seen[1]
+    assert mon.step() is seen[1]
     assert mon.step() is None
+    with hookstats.attach(net, every=1, sinks=seen.append):
+        pass
+    assert len(seen) == 2
 
 
 def test_a_gradient_that_arrives_after_its_step_lands_in_the_open_one() -> None:
