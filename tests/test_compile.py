@@ -155,7 +155,8 @@ def test_an_output_of_a_graph_that_nobody_uses_does_not_break_backward(backend: 
     snapshot = mon.step()
     assert snapshot is not None
     assert snapshot["a", "grad_output"].calls == 2
-    assert snapshot["b", "grad_output"].total.abs_max in (0, None) or snapshot["b", "grad_output"].calls == 0
+    # The compiler either hands the hook nothing or a gradient of zeros.
+    assert snapshot["b", "grad_output"].total.l1_norm == 0
 
 
 def test_a_parameter_that_a_compiled_module_returns_collects_no_hooks() -> None:
