@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -61,46 +62,56 @@ def cnn() -> nn.Module:
     return model
 
 
-class Timer:
-    """Seconds of steps with and without hookstats: every fourth step is paused, so both see the same machine."""
+class Trainer:
+    """Adam on random batches, one step at a time."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.seconds: dict[bool, list[float]] = {True: [], False: []}
+    def __init__(self, model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> None:
+        self.model = model
+        self.images = images
+        self.labels = labels
+        self.optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
 
-    def now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
+    def step(self) -> torch.Tensor:
+        """One training step; the loss."""
+        chosen = torch.randint(len(self.labels), (BATCH,), device=self.labels.device)
+        self.optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(self.model(self.images[chosen]), self.labels[chosen])
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
 
-    def share(self) -> float:
-        """The part of a measured step that hookstats took, from the medians."""
-        with_it, without = median(self.seconds[True]), median(self.seconds[False])
-        return 1 - without / with_it
 
-
-def train(model: nn.Module, monitor: Monitor, data: Any, epochs: int, timer: Timer) -> list[Snapshot]:
-    """Trains with Adam and keeps every snapshot."""
-    images, labels = data
-    optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
-    steps = epochs * (len(labels) // BATCH)
-    taken: list[Snapshot] = []
-    model.train()
+def train(trainer: Trainer, monitor: Monitor, epochs: int) -> None:
+    """Every step is measured."""
+    steps = epochs * (len(trainer.labels) // BATCH)
     with tqdm(total=steps, unit="step", mininterval=0.5) as bar:
-        for step in range(steps):
-            chosen = torch.randint(len(labels), (BATCH,), device=labels.device)
-            started = timer.now()
-            optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(model(images[chosen]), labels[chosen])
-            loss.backward()
-            optimizer.step()
-            snapshot = monitor.step(loss=loss)
-            timer.seconds[step % 4 != 3].append(timer.now() - started)
+        for _ in range(steps):
+            snapshot = monitor.step(loss=trainer.step())
             if snapshot is not None:
-                taken.append(snapshot)
                 bar.set_postfix(loss=f"{snapshot.scalars['loss']:.3f}", refresh=False)
             bar.update()
-    return taken
+
+
+def seconds_per_step(trainer: Trainer, monitor: Monitor, pairs: int = 60) -> tuple[float, float]:
+    """Medians of measured and of bare steps, taken in turn so that both see the same machine."""
+
+    def timed(run: Callable[[], object]) -> float:
+        synchronize()
+        began = time.perf_counter()
+        run()
+        synchronize()
+        return time.perf_counter() - began
+
+    def synchronize() -> None:
+        if trainer.images.is_cuda:
+            torch.cuda.synchronize()
+
+    measured, bare = [], []
+    for _ in range(pairs):
+        measured.append(timed(lambda: monitor.step(loss=trainer.step())))
+        with monitor.paused():
+            bare.append(timed(trainer.step))
+    return median(measured), median(bare)
 
 
 def heatmap(axes: Any, snapshots: list[Snapshot], sites: list[Site], title: str, of: Any, log: bool) -> None:
@@ -171,24 +182,31 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() and hookstats.build_info()["cuda"] else "cpu")
     train_images, train_labels, test_images, test_labels = digits(device)
     model = cnn().to(device)
-    timer = Timer(device)
-    # Every step, but for every fourth one: it is what the others are compared with.
-    with hookstats.attach(model, every=lambda step: step % 4 != 3, histogram=ExponentBins(per_channel=True)) as monitor:
+    snapshots: list[Snapshot] = []
+    trainer = Trainer(model, train_images, train_labels)
+    bins = ExponentBins(per_channel=True)
+    with hookstats.attach(model, every=1, histogram=bins, sinks=snapshots.append) as monitor:
         print(f"{monitor} on {device}; {len(train_labels)} images to train on, {len(test_labels)} held out")
-        snapshots = train(model, monitor, (train_images, train_labels), arguments.epochs, timer)
+        train(trainer, monitor, arguments.epochs)
+        last = monitor.snapshot()  # waits for those that are still on their way
+        trained = list(snapshots)
 
         model.eval()
         with torch.no_grad(), monitor.paused():
             correct = (model(test_images).argmax(1) == test_labels).float().mean().item()
+        model.train()
         print(f"\naccuracy on held-out images: {100 * correct:.1f} %\n")
-        print(f"step {snapshots[-1].step}, loss {snapshots[-1].scalars['loss']:.4f}:")
-        print(snapshots[-1].table())
-        milliseconds = 1e3 * median(timer.seconds[False])
-        print(f"\na step takes {milliseconds:.2f} ms; measuring adds {100 * timer.share():.1f} % of the measured step")
-        path = arguments.output / "digits.png"
-        picture(snapshots, path)
-        print(f"picture: {path}")
+        print(f"step {last.step}, loss {last.scalars['loss']:.4f}:")
+        print(last.table())
+        measured, bare = seconds_per_step(trainer, monitor)
+        print(f"\na bare step takes {1e3 * bare:.2f} ms, a measured one {1e3 * measured:.2f} ms")
+        print(f"hookstats took {100 * (1 - bare / measured):.1f} % of the measured step")
 
+    path = arguments.output / "digits.png"
+    picture(trained, path)
+    print(f"picture: {path}")
+
+    model.eval()
     layer = "conv3"
     with torch.no_grad():
         model.get_submodule(layer).weight[5, 0, 1, 1] = float("nan")  # type: ignore[operator]
