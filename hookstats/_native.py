@@ -15,8 +15,9 @@ def _built() -> dict[str, Any]:
     record = Path(__file__).with_name("_built.json")
     if not record.exists():
         raise ImportError(
-            "hookstats is not built: no extension beside it. Run `pip install --no-build-isolation .`, or in a "
-            "checkout `python setup.py build_ext --inplace`"
+            f"hookstats is not built: no extension in {record.parent}. In a checkout run "
+            "`python setup.py build_ext --inplace`, or leave its folder if hookstats is installed; else "
+            "`pip install --no-build-isolation .`"
         )
     built: dict[str, Any] = json.loads(record.read_text())
     if _minor(built["torch"]) != _minor(torch.__version__):

@@ -145,6 +145,7 @@ def channel_histogram(axes: Any, snapshot: Snapshot, site: Site) -> None:
     axes.set_yticks(ticks, [labels[i] for i in ticks], fontsize=8)
     axes.set_title(f"layer {site.name}: share of each channel's values per octave of |x|", fontsize=10)
     axes.set_xlabel("channel")
+    axes.set_ylabel("|x| from")
     axes.figure.colorbar(image, ax=axes)
 
 

@@ -179,7 +179,7 @@ class Watcher:
     def _part(self, hook: OutputHook, path: str, tensor: torch.Tensor) -> OutputHook:
         whole = hook.watched
         for entry in whole.entries.values():
-            entry.in_parts = True
+            entry.hidden_if_silent = True
         channels = Channels(whole.channels.dim, None)
         if self._store.fits(tensor.device, 1, len(self._tensors)):
             part = self.hook(whole.name, path, channels, whole.keep_channels, tensor.device)
@@ -263,12 +263,17 @@ class Watcher:
         if self._store.strict:
             raise RuntimeError(f"hookstats: {hook.watched.name!r} cannot be measured: {problem}")
         hook.output = hook.gradient = None
-        self._skip([entry.site for entry in hook.watched.entries.values()], problem)
+        self._skip_entries(list(hook.watched.entries.values()), problem)
+
+    def _skip_entries(self, entries: list[Entry], problem: str) -> None:
+        for entry in entries:
+            entry.hidden_if_silent = True
+        self._skip([entry.site for entry in entries], problem)
 
     def _skip(self, sites: list[Site], problem: str) -> None:
         problem = problem.removeprefix("hookstats: ")
         self.skipped.update(dict.fromkeys(sites, problem))
-        warn(f"no longer measured: {' and '.join(map(str, sites))}: {problem}")
+        warn(f"not measured: {' and '.join(map(str, sites))}: {problem}")
 
     def collect_failures(self) -> None:
         """Gives up the gradients whose kernels failed inside backward, where nothing could be said."""
@@ -277,7 +282,7 @@ class Watcher:
             problem = _failures.pop(index)
             hook = self._hooks[index]
             hook.gradient = None
-            self._skip([entry.site for entry in hook.watched.entries.values() if entry.index == index], problem)
+            self._skip_entries([entry for entry in hook.watched.entries.values() if entry.index == index], problem)
 
 
 def _is_a_mere_shape(tensor: torch.Tensor) -> bool:

@@ -63,8 +63,8 @@ class Monitor:
 
     @property
     def sites(self) -> list[Site]:
-        """The watched sites, those in containers as soon as they have been seen."""
-        return [entry.site for entry in self._store.entries if not entry.in_parts]
+        """The watched sites, those in containers as soon as they have been seen; not those in `skipped`."""
+        return [entry.site for entry in self._store.entries if not entry.hidden_if_silent]
 
     @property
     def skipped(self) -> dict[Site, str]:
@@ -85,6 +85,10 @@ class Monitor:
         Returns a Snapshot that has arrived, of this or an earlier measured step, each once and in order; None while
         there is none.
         """
+        if step is not None and not hasattr(step, "__index__"):
+            raise TypeError(
+                f"step: expected an int, the number of the step, got {step!r}; scalars go by name: loss=loss"
+            )
         number = self._step if step is None else operator.index(step)
         checked = Scalars(scalars)
         self._watcher.collect_failures()

@@ -77,7 +77,7 @@ def select_modules(model: nn.Module, modules: Modules) -> dict[str, nn.Module]:
 
     Modules that are never called (ModuleList and the like) are left out whatever was asked for.
     """
-    if not (modules is None or callable(modules) or isinstance(modules, Iterable)):
+    if isinstance(modules, type) or not (modules is None or callable(modules) or isinstance(modules, Iterable)):
         raise TypeError(f"modules: expected globs, a callable (name, module) -> bool, or None; got {modules!r}")
     named = clean_names(model)
     if modules is None:

@@ -60,7 +60,7 @@ class Entry:
         self.site = site
         self.index = next(self._indices)
         self.keep_channels = keep_channels
-        self.in_parts = False  # the output was a container, whose tensors have sites of their own
+        self.hidden_if_silent = False  # the output was a container, whose tensors have sites of their own; or given up
         self.places: list[Place] = []
         self.state: SiteState
 
@@ -193,14 +193,14 @@ class Row(NamedTuple):
     site: Site
     places: tuple[Place, ...]
     keep_channels: bool
-    in_parts: bool
+    hidden_if_silent: bool
 
 
 class Map:
     """Where all sites were at one time: what is needed to read blocks that were copied then."""
 
     def __init__(self, store: Store) -> None:
-        self._rows = [Row(e.site, tuple(e.places), e.keep_channels, e.in_parts) for e in store.entries]
+        self._rows = [Row(e.site, tuple(e.places), e.keep_channels, e.hidden_if_silent) for e in store.entries]
         self._per_channel_histogram = store.histogram is not None and store.histogram.per_channel
 
     def snapshot(self, blocks: Blocks, step: int, scalars: dict[str, float]) -> Snapshot:
@@ -212,7 +212,7 @@ class Map:
             parts = [_Part(place, blocks, self._per_channel_histogram) for place in row.places]
             parts = [part for part in parts[:-1] if part.calls] + parts[-1:]
             calls = sum(part.calls for part in parts)
-            if row.in_parts and not calls:
+            if row.hidden_if_silent and not calls:
                 continue
             whole = parts[0] if len(parts) == 1 else _merged(parts)
             keep_channels = row.keep_channels and whole.moments.shape[1] == row.places[-1].channels

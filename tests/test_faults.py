@@ -39,6 +39,7 @@ from tests.models import images, small_cnn
         ({"sinks": [3]}, TypeError, "expected callables"),
         ({"sinks": 3}, TypeError, "expected callables"),
         ({"modules": 5}, TypeError, "modules: expected globs, a callable"),
+        ({"modules": nn.Linear}, TypeError, "modules: expected globs, a callable"),
         ({"tensors": 5}, TypeError, "tensors: expected some of output, grad_output; got 5"),
         ({"channels": None}, TypeError, "channels: expected globs over module names, got None"),
         ({"channel_dim": {3: 1}}, TypeError, "expected an int or {glob: int}"),
@@ -102,7 +103,7 @@ class Changing(nn.Module):
 def test_what_cannot_be_measured_is_skipped_once_with_its_reason(output: Any, reason: str) -> None:
     model = nn.Sequential(nn.Linear(4, 4), Changing(output, output))
     mon = hookstats.attach(model)
-    with pytest.warns(UserWarning, match=f"no longer measured: 1 output and 1 grad_output: .*{reason}"):
+    with pytest.warns(UserWarning, match=f"not measured: 1 output and 1 grad_output: .*{reason}"):
         model(torch.randn(3, 4))
     with warnings.catch_warnings(record=True) as again:
         warnings.simplefilter("always")
@@ -110,6 +111,7 @@ def test_what_cannot_be_measured_is_skipped_once_with_its_reason(output: Any, re
     assert not again
     assert len(mon.skipped) == 2
     assert mon.snapshot()["0", "output"].calls == 2
+    assert set(mon.snapshot()) == set(mon.sites) == {("0", "output"), ("0", "grad_output")}
     model = nn.Sequential(Changing(output))
     hookstats.attach(model, strict=True)
     with pytest.raises(RuntimeError, match=f"'0' cannot be measured: .*{reason}"):
@@ -122,7 +124,7 @@ def test_warnings_that_are_errors_do_not_stop_training(caplog: pytest.LogCapture
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert model(torch.randn(3, 4)).shape == (3,)
-    assert "no longer measured" in caplog.text
+    assert "not measured" in caplog.text
 
 
 def test_a_subclass_that_is_a_tensor_is_measured() -> None:
@@ -141,7 +143,7 @@ def test_an_internal_failure_in_a_gradient_does_not_stop_backward() -> None:
     hook.gradient = hook.gradient._replace(moments=torch.zeros(3))  # broken on purpose
     model(torch.randn(3, 4)).sum().backward()
     assert model[0].weight.grad is not None
-    with pytest.warns(UserWarning, match="no longer measured: 0 grad_output: moments: expected float64"):
+    with pytest.warns(UserWarning, match="not measured: 0 grad_output: moments: expected float64"):
         mon.step()
     assert list(mon.skipped) == [("0", "grad_output")]
     model(torch.randn(3, 4)).sum().backward()
@@ -160,7 +162,7 @@ def test_an_internal_failure_in_a_forward_does_not_stop_it() -> None:
     mon = hookstats.attach(model)
     hook = next(iter(model._forward_hooks.values()))
     hook.output = hook.output._replace(counters=torch.zeros(3))
-    with pytest.warns(UserWarning, match="no longer measured.*counters: expected int64"):
+    with pytest.warns(UserWarning, match="not measured.*counters: expected int64"):
         model(torch.randn(3, 4)).sum().backward()
     assert len(mon.skipped) == 2
 

@@ -103,7 +103,7 @@ def test_what_is_no_scalar_is_refused_at_every_step_and_changes_nothing() -> Non
             mon.step(loss=torch.zeros(2))
         with pytest.raises(TypeError, match="norm: expected a number or one-element tensor, got None"):
             mon.step(norm=None)
-        with pytest.raises(TypeError):
+        with pytest.raises(TypeError, match=r"expected an int, the number of the step, got 1\.5"):
             mon.step(1.5)  # type: ignore[arg-type]
         assert mon.snapshot()["0", "output"].calls == 1
         mon.step()
