@@ -48,7 +48,6 @@ DIM_BY_RULE: int = _C.DIM_BY_RULE
 HAS_CUDA: bool = _C.HAS_CUDA
 
 accumulate = torch.ops.hookstats.accumulate.default
-merge = torch.ops.hookstats.merge.default
 observe = _C.observe
 take_failures = _C.take_failures
 has_no_data = _C.has_no_data

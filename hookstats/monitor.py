@@ -93,13 +93,22 @@ class Monitor:
         checked = Scalars(scalars)
         self._watcher.collect_failures()
         if self._measured and self._handles:
-            self._pending.append(self._drain.begin(number, checked))
+            self._close(number, checked)
         self._step = number + 1
         self._measured = self._is_due()
         self._set_flags()
         while self._pending and self._pending[0].ready():
             self._deliver(self._pending.popleft().finish())
         return self._finished.popleft() if self._finished else None
+
+    def _close(self, number: int, scalars: Scalars) -> None:
+        try:
+            self._pending.append(self._drain.begin(number, scalars))
+        except Exception as error:  # no memory for the copy, say
+            if self._strict:
+                raise
+            self._store.clear()
+            self._warn_once("close", f"step {number} was measured, but could not be copied: {error!r}")
 
     def _is_due(self) -> bool:
         try:

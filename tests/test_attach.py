@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hookstats
 from hookstats import ExponentBins, Site
-from tests.conftest import check
+from tests.conftest import DEVICES, check
 from tests.models import Containers, Residual, images, small_cnn
 
 
@@ -54,14 +54,15 @@ def check_against(plain: Plain, snapshot: hookstats.Snapshot) -> None:
         check(snapshot[site], together(tensors, dim), -1)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("per_channel", [False, True])
-def test_every_default_site_of_a_cnn_matches_plain_hooks(per_channel: bool) -> None:
-    model = small_cnn()
+def test_every_default_site_of_a_cnn_matches_plain_hooks(per_channel: bool, device: str) -> None:
+    model = small_cnn().to(device)
     mon = hookstats.attach(model, every=1, histogram=ExponentBins(per_channel))
     plain = Plain(model)
-    model(images()).square().mean().backward()
-    snapshot = mon.step()
-    assert snapshot is not None
+    model(images().to(device)).square().mean().backward()
+    mon.step()
+    snapshot = mon.snapshot()
     names = ["0", "1", "2", "3", "4", "7"]  # neither Dropout nor Flatten
     assert [site.name for site in snapshot.order] == names + names[::-1]
     assert set(snapshot) == {Site(name, tensor) for name in names for tensor in ("output", "grad_output")}

@@ -12,6 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import hookstats
 from hookstats import ExponentBins, Snapshot, fields
+from tests.conftest import DEVICES
 from tests.models import Residual
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated.*:DeprecationWarning")
@@ -26,9 +27,11 @@ def batches(count: int = 4) -> torch.Tensor:
     return torch.randn(count, 8, 5, 16, generator=torch.Generator().manual_seed(1))
 
 
-def train(how: str, every: int = 1, depth: int = 3, compiler: Any = None, **options: Any) -> list[Snapshot | None]:
+def train(
+    how: str, every: int = 1, depth: int = 3, compiler: Any = None, device: str = "cpu", **options: Any
+) -> list[Snapshot | None]:
     torch.manual_seed(0)
-    model = Residual(depth=depth)
+    model = Residual(depth=depth).to(device)
     if how == "attach after":
         compiled = torch.compile(model, fullgraph=True, backend=compiler, **options)
     mon = hookstats.attach(model, every=every, histogram=ExponentBins(True))
@@ -41,9 +44,11 @@ def train(how: str, every: int = 1, depth: int = 3, compiler: Any = None, **opti
     elif how == "attach after":
         run = compiled
     snapshots = []
-    for x in batches():
+    for x in batches().to(device):
         run(x).square().sum().backward()
-        snapshots.append(mon.step())
+        measured = mon._measured
+        mon.step()
+        snapshots.append(mon.snapshot() if measured else None)  # it may still be on its way from a GPU
     assert mon.skipped == {}
     return snapshots
 
@@ -71,12 +76,15 @@ def assert_equal(compiled: list[Snapshot | None], eager: list[Snapshot | None]) 
             assert a.histogram.counts.sum() == a.total.count
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("how", ["whole", "blocks", "attach after"])
-def test_compiled_models_give_eagers_numbers_from_every_site(how: str, dynamic: bool, backend: str) -> None:
-    compiled = train(how, compiler=backend, dynamic=dynamic)
-    assert_equal(compiled, train("eager"))
+def test_compiled_models_give_eagers_numbers_from_every_site(
+    how: str, dynamic: bool, backend: str, device: str
+) -> None:
+    compiled = train(how, compiler=backend, dynamic=dynamic, device=device)
+    assert_equal(compiled, train("eager", device=device))
 
 
 @pytest.mark.parametrize("depth", [20])

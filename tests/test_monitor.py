@@ -124,6 +124,19 @@ def test_an_every_that_fails_measures_nothing_and_says_so_once() -> None:
         hookstats.attach(net, every=broken, strict=True).step()
 
 
+def test_a_step_that_cannot_be_copied_is_lost_and_training_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = model()
+    mon = hookstats.attach(net, every=1)
+    run(net)
+    with monkeypatch.context() as patched, pytest.warns(UserWarning, match="step 0 .*could not be copied.*no memory"):
+        patched.setattr(torch.Tensor, "clone", lambda self: (_ for _ in ()).throw(RuntimeError("no memory")))
+        assert mon.step() is None
+    run(net)
+    snapshot = mon.step()
+    assert snapshot is not None
+    assert snapshot["0", "output"].calls == 1
+
+
 def test_sinks_get_every_snapshot_once_and_may_fail() -> None:
     net = model()
     seen: list[Snapshot] = []
