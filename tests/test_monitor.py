@@ -128,9 +128,14 @@ def test_a_step_that_cannot_be_copied_is_lost_and_training_goes_on(monkeypatch: 
     net = model()
     mon = hookstats.attach(net, every=1)
     run(net)
-    with monkeypatch.context() as patched, pytest.warns(UserWarning, match="step 0 .*could not be copied.*no memory"):
-        patched.setattr(torch.Tensor, "clone", lambda self: (_ for _ in ()).throw(RuntimeError("no memory")))
+
+    def no_memory(*args: Any) -> None:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(torch.Tensor, "clone", no_memory)
+    with pytest.warns(UserWarning, match=r"step 0 .*could not be copied.*no memory"):
         assert mon.step() is None
+    monkeypatch.undo()
     run(net)
     snapshot = mon.step()
     assert snapshot is not None
