@@ -13,7 +13,8 @@ namespace {
 constexpr int kLanes = 32;
 constexpr int kGroups = 8;
 constexpr int kThreads = kLanes * kGroups;
-constexpr int kTileValues = 64;     // of one thread, at most: FastTile's limit is 128
+constexpr int kTileValues = 64;     // of one thread
+constexpr int kInFlight = 4;        // loads of one thread before the first is used
 constexpr int kSmallestShare = 16;  // values of one thread, before a second block helps
 constexpr int64_t kBlocks = 1024;   // blocks to aim for, on any GPU
 static_assert(kBlocks * kLanes * kFields <= kScratchDoubles && kBlocks <= kScratchCounters);
@@ -140,7 +141,16 @@ __device__ Sample read_share(const scalar_t* data, const Layout& layout, int64_t
     FastTile<acc_t> tile(widen(data[walker.offset()]));
     for (int done = 0; done < n; done += kCarryValues) {
       const int stop = n - done < kCarryValues ? n - done : kCarryValues;
-      for (int i = 0; i < stop; ++i, walker.next()) {
+      int i = 0;
+      for (; i + kInFlight <= stop; i += kInFlight) {
+        acc_t x[kInFlight];
+        for (int j = 0; j < kInFlight; ++j, walker.next()) x[j] = widen(data[walker.offset()]);
+        for (int j = 0; j < kInFlight; ++j) {
+          tile.update(x[j]);
+          histogram.add(x[j]);
+        }
+      }
+      for (; i < stop; ++i, walker.next()) {
         const acc_t x = widen(data[walker.offset()]);
         tile.update(x);
         histogram.add(x);
@@ -161,7 +171,7 @@ __device__ Sample read_share(const scalar_t* data, const Layout& layout, int64_t
 
 // gridDim.x: groups of channels; gridDim.y: parts of their elements.
 template <class scalar_t, class Walker, HistogramKind kind>
-__global__ void __launch_bounds__(kThreads) accumulate_kernel(const scalar_t* data, const Job job, const bool rows) {
+__global__ void __launch_bounds__(kThreads, 2) accumulate_kernel(const scalar_t* data, const Job job, const bool rows) {
   HOOKSTATS_SHARED(double, shared, kFields* kThreads);
   HOOKSTATS_SHARED(unsigned, shared_counts, BlockHistogram<kind>::kSize);
   HOOKSTATS_SHARED(bool, says, 1);  // thread 0 to its block
