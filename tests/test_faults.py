@@ -186,6 +186,7 @@ def test_a_width_that_changes_folds_to_one_channel() -> None:
     assert mon.skipped == {}
 
 
+@pytest.mark.filterwarnings("ignore:hookstats. per-channel state")
 def test_past_the_memory_budget_all_sites_keep_totals(caplog: pytest.LogCaptureFixture) -> None:
     model = small_cnn()
     with caplog.at_level("INFO", logger="hookstats"):
