@@ -96,7 +96,7 @@ class Store:
     """The state of all sites of a monitor.
 
     Memory is taken at attach, and in a few large blocks for sites whose width is learned later; a block is never moved,
-    because compiled graphs and waiting gradients hold views of it.
+    because compiled graphs and waiting gradients hold tensors over it.
     """
 
     def __init__(self, histogram: ExponentBins | None, memory_budget: int, strict: bool) -> None:

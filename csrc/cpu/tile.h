@@ -216,12 +216,12 @@ HOOKSTATS_INLINE void add_tile(const Tile<scalar_t>& tile, LaneSamples& samples)
   LaneSums<acc_of<scalar_t>> sums;
   sum_rows(tile, false, sums);
   const uint64_t again = merge_lanes(sums, tile.rows, samples);
-  for (int lane = 0; again >> lane && lane < tile.width; ++lane) {
+  if (again == 0) return;
+  for (int lane = 0; lane < tile.width; ++lane) {
     if (!(again >> lane & 1)) continue;
     ExactTile exact;
     for (int r = 0; r < tile.rows; ++r) exact.update(widen(tile.row(r)[lane]));
     samples.merge(lane, exact.finish());
-    if (lane == kLanes - 1) break;  // a shift by 64 is not defined
   }
 }
 
