@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <type_traits>
 
 #include "bins.h"
 #include "layout.h"
@@ -95,8 +96,9 @@ void merge(const State& into, const State& from);
 namespace cuda {
 
 // Of the (device, stream) that the kernel runs on. Between launches every counter is zero.
-constexpr int64_t kScratchDoubles = 1024 * 32 * kFields;
-constexpr int64_t kScratchCounters = 1024;
+constexpr int64_t kBlocks = 1056;  // to aim for, on any GPU
+constexpr int64_t kScratchDoubles = kBlocks * 64 * 7;
+constexpr int64_t kScratchCounters = 2 * kBlocks;
 
 struct Launch {
   void* stream;

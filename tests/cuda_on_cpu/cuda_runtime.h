@@ -42,6 +42,7 @@ namespace cuda_on_cpu {
 
 inline unsigned shuffle_seed = 0;  // 0: in order
 inline int64_t launches = 0;
+inline int dynamic_shared_bytes = 0;
 inline std::function<void(uint64_t)> before_block;  // given the number of blocks that have run
 
 class Block {
@@ -178,6 +179,8 @@ inline void run(dim3 grid, dim3 block, const std::function<void()>& kernel) {
 
 #define HOOKSTATS_SHARED(type, name, count) \
   type* const name = static_cast<type*>(cuda_on_cpu::Block::current->shared_array(sizeof(type) * (count)))
+#define HOOKSTATS_DYNAMIC_SHARED(name) HOOKSTATS_SHARED(char, name##_bytes, cuda_on_cpu::dynamic_shared_bytes); \
+  double* const name = reinterpret_cast<double*>(name##_bytes)
 
 inline void __syncthreads(int line = __builtin_LINE()) { cuda_on_cpu::Block::current->barrier(line); }
 inline void __threadfence() {}
@@ -192,9 +195,13 @@ T atomicAdd(T* at, T value) {
 namespace hookstats::cuda {
 
 template <class... Params, class... Args>
-cudaError_t launch(void (*kernel)(Params...), dim3 grid, dim3 block, cudaStream_t, const Args&... args) {
+cudaError_t launch(void (*kernel)(Params...), dim3 grid, dim3 block, int shared_bytes, cudaStream_t,
+                   const Args&... args) {
+  cuda_on_cpu::dynamic_shared_bytes = shared_bytes;
   cuda_on_cpu::run(grid, block, [&] { kernel(args...); });
   return cudaSuccess;
 }
+
+inline double load_fresh(const double* at) { return *at; }
 
 }  // namespace hookstats::cuda

@@ -1,6 +1,7 @@
 // The kernels of csrc/cuda under the harness, its switches, and kernels with planted faults that it must find.
 
 #include "cuda/accumulate.cu"
+#include "cuda/merge.cu"
 
 #include <ATen/core/Tensor.h>
 #include <torch/library.h>
@@ -44,7 +45,7 @@ int64_t run_faulty(const std::string& name) {
                       : name == "missing_barrier"  ? missing_barrier_kernel
                                                    : overrun_kernel;
   int64_t out = 0;
-  hookstats::cuda::launch(kernel, dim3(1), dim3(64), nullptr, &out);
+  hookstats::cuda::launch(kernel, dim3(1), dim3(64), 0, nullptr, &out);
   return out;
 }
 

@@ -1,0 +1,66 @@
+// One launch merges a state into another, or its channels into a state of one channel.
+
+#include "fold.h"
+
+namespace hookstats::cuda {
+namespace {
+
+// One thread per channel and histogram bin. Into a state of one channel: one block, channels folded in a fixed order.
+__global__ void __launch_bounds__(kThreads) merge_kernel(const State into, const State from) {
+  HOOKSTATS_DYNAMIC_SHARED(shared);
+  const bool fold = into.channels != from.channels;
+  const int thread = threadIdx.x;
+  const int64_t first = int64_t(blockIdx.x) * kThreads + thread;
+  const int64_t step = int64_t(gridDim.x) * kThreads;
+
+  WideSums sums = WideSums::neutral();
+  for (int64_t c = first; c < from.channels; c += step) {
+    const double* at = from.moments + c;
+    const int64_t channel = fold ? 0 : c;
+    if (fold) {
+      sums.merge(load_state(at, from.row_stride));
+    } else {
+      merge_into_state(load_state(at, from.row_stride), into.moments + c, into.row_stride);
+    }
+    for (const int kind : {k_nans, k_posinfs, k_neginfs}) {
+      const double count = at[kind * from.row_stride];
+      if (count != 0) atomicAdd(&into.moments[kind * into.row_stride + channel], count);
+    }
+  }
+  if (fold) {
+    sums.store(shared, kThreads, thread);
+    __syncthreads();
+    fold_block<WideSums, 1>(shared, Geometry{1, kThreads, false}, thread);
+    if (thread == 0) merge_into_state(WideSums::load(shared, kThreads, 0), into.moments, into.row_stride);
+  }
+  if (into.kind != HistogramKind::none) {
+    const bool per_channel = into.kind == HistogramKind::per_channel;
+    const int64_t bins = per_channel ? from.channels * kOctaveBins : kExponentBins;
+    for (int64_t i = first; i < bins; i += step) {
+      const int64_t bin = per_channel && fold ? i % kOctaveBins : i;
+      atomicAdd(reinterpret_cast<unsigned long long*>(&into.histogram[bin]), (unsigned long long)from.histogram[i]);
+    }
+  }
+  if (first == 0) {
+    into.counters[k_calls] += from.counters[k_calls];
+    const int64_t theirs = from.counters[k_first], ours = into.counters[k_first];
+    if (theirs && (!ours || theirs < ours)) into.counters[k_first] = theirs;
+  }
+}
+
+}  // namespace
+
+const char* merge(const State& into, const State& from, const Launch& to) {
+  const int64_t bins = into.kind == HistogramKind::none         ? 0
+                       : into.kind == HistogramKind::per_tensor ? kExponentBins
+                                                                : from.channels * kOctaveBins;
+  const bool fold = into.channels != from.channels;
+  const int64_t items = from.channels > bins ? from.channels : bins;
+  const int64_t blocks = fold ? 1 : (items + kThreads - 1) / kThreads;
+  const dim3 grid(unsigned(blocks < kBlocks ? blocks : kBlocks));
+  if (const auto error = cudaSetDevice(to.device)) return message(error);
+  return message(launch(merge_kernel, grid, dim3(kThreads), fold ? kThreads * WideSums::kBytes : 0,
+                        static_cast<cudaStream_t>(to.stream), into, from));
+}
+
+}  // namespace hookstats::cuda

@@ -1,0 +1,336 @@
+// How a thread reads its share of a tensor and sums it: packs of neighbouring elements, several loads in flight, tiles
+// of plain sums in the arithmetic of the data, and an exact way through the few tiles for which those do not hold.
+#pragma once
+
+#include "fold.h"
+
+namespace hookstats::cuda {
+
+// The elements that one load brings.
+template <class scalar_t, int n>
+struct alignas(n * sizeof(scalar_t)) Pack {
+  scalar_t value[n];
+};
+
+// Offsets of the packs first, first + step, ... of a channel, in one dimension.
+struct LineWalker {
+  int64_t at, step_at;
+
+  HOOKSTATS_HD LineWalker(const Layout& layout, int64_t first, int64_t step)
+      : at(first * layout.inner_stride()), step_at(step * layout.inner_stride()) {}
+  HOOKSTATS_HD int64_t offset() const { return at; }
+  HOOKSTATS_HD void next() { at += step_at; }
+};
+
+// The same in up to two dimensions, without a division; the inner one has less than 2^31 packs, or is the only one.
+struct NearWalker {
+  int64_t at, step_at, wrap;
+  int inner, inner_size, step_inner;
+
+  HOOKSTATS_HD NearWalker(const Layout& layout, int64_t first, int64_t step) {
+    const int64_t stride = layout.inner_stride();
+    if (layout.ndim < 2) {
+      at = first * stride;
+      step_at = step * stride;
+      inner = step_inner = 0;
+      inner_size = 1;
+      wrap = 0;
+      return;
+    }
+    const int64_t size = layout.inner_size(), outer_stride = layout.stride[0];
+    at = first / size * outer_stride + first % size * stride;
+    step_at = step / size * outer_stride + step % size * stride;
+    wrap = outer_stride - size * stride;
+    inner = int(first % size);
+    step_inner = int(step % size);
+    inner_size = int(size);
+  }
+  HOOKSTATS_HD int64_t offset() const { return at; }
+  HOOKSTATS_HD void next() {
+    at += step_at;
+    inner += step_inner;
+    if (inner >= inner_size) {
+      inner -= inner_size;
+      at += wrap;
+    }
+  }
+};
+
+// The same in any number of dimensions.
+struct FarWalker {
+  const Layout& layout;
+  int64_t i, step;
+
+  HOOKSTATS_HD FarWalker(const Layout& layout, int64_t first, int64_t step) : layout(layout), i(first), step(step) {}
+  HOOKSTATS_HD FarWalker& operator=(const FarWalker& other) {
+    i = other.i;
+    return *this;
+  }
+  FarWalker(const FarWalker&) = default;
+  HOOKSTATS_HD int64_t offset() const { return layout.offset(i); }
+  HOOKSTATS_HD void next() { i += step; }
+};
+
+// Extremes and zeros at each place of a pack.
+template <class scalar_t, int n, bool pairs = sizeof(scalar_t) == 2 && n % 2 == 0>
+struct Extremes {
+  using acc_t = acc_of<scalar_t>;
+  acc_t lowest[n], highest[n];
+  int zeros_at[n];
+
+  __device__ void clear() {
+    for (int i = 0; i < n; ++i) {
+      lowest[i] = std::numeric_limits<acc_t>::infinity();
+      highest[i] = -std::numeric_limits<acc_t>::infinity();
+      zeros_at[i] = 0;
+    }
+  }
+  __device__ void update(const Pack<scalar_t, n>&, const acc_t (&x)[n]) {
+    for (int i = 0; i < n; ++i) {
+      lowest[i] = x[i] < lowest[i] ? x[i] : lowest[i];
+      highest[i] = x[i] > highest[i] ? x[i] : highest[i];
+      zeros_at[i] += x[i] == 0;
+    }
+  }
+  __device__ acc_t min(int i) const { return lowest[i]; }
+  __device__ acc_t max(int i) const { return highest[i]; }
+  __device__ int zeros(int i) const { return zeros_at[i]; }
+};
+
+template <class scalar_t, int n>
+struct Extremes<scalar_t, n, true> {
+  static constexpr uint32_t kInfinity = std::is_same_v<scalar_t, BFloat16> ? 0x7f807f80 : 0x7c007c00;
+  uint32_t lowest[n / 2], highest[n / 2], zeros_at[n / 2];
+
+  __device__ void clear() {
+    for (int i = 0; i < n / 2; ++i) {
+      lowest[i] = kInfinity;
+      highest[i] = kInfinity | 0x80008000;
+      zeros_at[i] = 0;
+    }
+  }
+  __device__ void update(const Pack<scalar_t, n>& pack, const float (&)[n]) {
+    uint32_t words[n / 2];
+    memcpy(words, &pack, sizeof words);
+    for (int i = 0; i < n / 2; ++i) {
+      lowest[i] = min2<scalar_t>(lowest[i], words[i]);
+      highest[i] = max2<scalar_t>(highest[i], words[i]);
+      zeros_at[i] = add_zeros2<scalar_t>(zeros_at[i], words[i]);
+    }
+  }
+  __device__ float min(int i) const { return half_of<scalar_t>(lowest[i / 2], i % 2); }
+  __device__ float max(int i) const { return half_of<scalar_t>(highest[i / 2], i % 2); }
+  __device__ int zeros(int i) const { return zeros_of<scalar_t>(zeros_at[i / 2], i % 2); }
+};
+
+// Values that are not finite, by channel of the block: [NaN, +Inf, -Inf][kBlockChannels] in shared memory.
+struct Odd {
+  static constexpr int kKinds = 3, kWords = kKinds * kBlockChannels;
+  unsigned* counts;
+
+  __device__ Odd(unsigned* shared, int thread) : counts(shared) {
+    if (thread < kWords) counts[thread] = 0;
+  }
+  __device__ void add(int channel, double x) const {
+    atomicAdd(&counts[(x != x ? 0 : x > 0 ? 1 : 2) * kBlockChannels + channel], 1u);
+  }
+  // Whole numbers: the order of the additions does not matter.
+  __device__ void add_to_state(const State& state, int64_t first_channel, int thread) const {
+    static_assert(kWords <= kThreads && k_posinfs == k_nans + 1 && k_neginfs == k_nans + 2);
+    if (thread >= kWords || counts[thread] == 0) return;
+    const int kind = thread / kBlockChannels, channel = thread % kBlockChannels;
+    atomicAdd(&state.moments[(k_nans + kind) * state.row_stride + first_channel + channel], double(counts[thread]));
+  }
+};
+
+// A thread's sums. The places of a pack are `kChannels` channels, or all of one.
+template <class scalar_t, int kPack_, int kChannels_>
+struct Reader {
+  using acc_t = acc_of<scalar_t>;
+  static constexpr int kPack = kPack_, kChannels = kChannels_;
+  static constexpr int kPlaces = kPack / kChannels;  // of a channel in a pack
+  // Packs in flight: 128 bytes of a thread, where a pack is more than one element.
+  static constexpr int kDepth = kPack == 1 ? (sizeof(acc_t) == 8 ? 8 : 16) : 128 / int(sizeof(Pack<scalar_t, kPack>));
+  static constexpr int kTailDepth = kDepth < 4 ? kDepth : 4;
+  static constexpr int kTilePacks = 64;
+  static_assert(kTilePacks <= 256, "zeros are counted in 16-bit floating point");
+
+  // Over all tiles: sums in shared memory, a slot for each place, where they cost no registers while values are read.
+  using Whole = BlockSums<acc_t>;
+  static constexpr int kSlots = kThreads * kChannels;
+  double* const shared;
+  const int thread;
+
+  // Over the tile: sums about a shift.
+  acc_t shift[kChannels], sum[kChannels], square_sum[kChannels], abs_sum[kChannels];
+  Extremes<scalar_t, kPack> extremes;
+  bool shifted = false;
+
+  __device__ Reader(double* shared, int thread) : shared(shared), thread(thread) {
+    for (int c = 0; c < kChannels; ++c) Whole::neutral().store(shared, kSlots, thread + c * kThreads);
+  }
+
+  // Rounding: a value passes a chain of four additions, a tree over the places, and one addition per four packs.
+  template <int packs, bool may_be_first, class Histogram>
+  __device__ void update(const Pack<scalar_t, kPack>* pack, const Histogram& histogram) {
+    acc_t x[packs][kPack];
+    for (int d = 0; d < packs; ++d) {
+      for (int i = 0; i < kPack; ++i) x[d][i] = widen(pack[d].value[i]);
+      extremes.update(pack[d], x[d]);
+    }
+    if (may_be_first && !shifted) {
+      for (int c = 0; c < kChannels; ++c) {
+        acc_t first = x[0][c];
+        for (int d = 1; d < packs; ++d) first += x[d][c];
+        shift[c] = first * (acc_t(1) / packs);
+      }
+      shifted = true;
+    }
+    acc_t s[kPack], q[kPack], a[kPack];  // of each place
+    for (int i = 0; i < kPack; ++i) {
+      s[i] = x[0][i] - shift[i % kChannels];
+      q[i] = s[i] * s[i];
+      a[i] = fabs(x[0][i]);
+      for (int d = 1; d < packs; ++d) {
+        const acc_t deviation = x[d][i] - shift[i % kChannels];
+        s[i] += deviation;
+        q[i] += deviation * deviation;
+        a[i] += fabs(x[d][i]);
+      }
+    }
+    for (int half = kPack / 2; half >= kChannels; half /= 2) {
+      for (int i = 0; i < half; ++i) {
+        s[i] += s[i + half];
+        q[i] += q[i + half];
+        a[i] += a[i + half];
+      }
+    }
+    for (int c = 0; c < kChannels; ++c) {
+      sum[c] += s[c];
+      square_sum[c] += q[c];
+      abs_sum[c] += a[c];
+    }
+    for (int d = 0; d < packs; ++d) {
+      for (int i = 0; i < kPack; ++i) histogram.add(x[d][i], i % kChannels);
+    }
+  }
+
+  // As sums_hold in stats.h, in the arithmetic of the data. Where no value differs from the shift there is nothing to lose.
+  __device__ bool holds(int c, acc_t low, acc_t high, acc_t inverse_count) const {
+    constexpr acc_t kLargest = std::numeric_limits<acc_t>::max(), kSmallest = std::numeric_limits<acc_t>::min();
+    const acc_t q = square_sum[c];
+    const bool finite = (q <= kLargest / 32) & (abs_sum[c] <= kLargest);
+    const bool constant = (low == shift[c]) & (high == shift[c]);
+    const bool in_range = q * inverse_count >= kSmallest;
+    const bool shift_is_near = 16 * (q - sum[c] * inverse_count * sum[c]) >= q;
+    return finite & (constant | (in_range & shift_is_near));
+  }
+
+  __device__ acc_t tile_min(int c) const {
+    acc_t low = extremes.min(c);
+    for (int i = c + kChannels; i < kPack; i += kChannels) low = extremes.min(i) < low ? extremes.min(i) : low;
+    return low;
+  }
+  __device__ acc_t tile_max(int c) const {
+    acc_t high = extremes.max(c);
+    for (int i = c + kChannels; i < kPack; i += kChannels) high = extremes.max(i) > high ? extremes.max(i) : high;
+    return high;
+  }
+  __device__ unsigned tile_zeros(int c) const {
+    int zeros = extremes.zeros(c);
+    for (int i = c + kChannels; i < kPack; i += kChannels) zeros += extremes.zeros(i);
+    return unsigned(zeros);
+  }
+
+  __device__ void close_tile(int packs, acc_t inverse_count) {
+    for (int c = 0; c < kChannels; ++c) {
+      const Whole tile{double(sum[c]), double(square_sum[c]), double(abs_sum[c]),         shift[c],
+                       tile_min(c),    tile_max(c),           unsigned(packs * kPlaces), tile_zeros(c)};
+      Whole whole = Whole::load(shared, kSlots, thread + c * kThreads);
+      whole.merge(tile);
+      whole.store(shared, kSlots, thread + c * kThreads);
+      shift[c] += sum[c] * inverse_count;  // the next tile's
+    }
+  }
+
+  // The exact way through a tile: in float64, what is not finite counted apart.
+  template <class Walker>
+  __device__ void read_again(const scalar_t* data, Walker walker, int packs, const Odd& odd, int channel) {
+    constexpr int kDepth = 4;
+    Whole whole[kChannels];
+    for (int c = 0; c < kChannels; ++c) whole[c] = Whole::load(shared, kSlots, thread + c * kThreads);
+#pragma unroll 1
+    for (int done = 0; done < packs; done += kDepth) {
+      Pack<scalar_t, kPack> batch[kDepth];
+      for (int d = 0; d < kDepth; ++d, walker.next()) {
+        if (done + d < packs) batch[d] = *reinterpret_cast<const Pack<scalar_t, kPack>*>(data + walker.offset());
+      }
+      for (int d = 0; d < kDepth; ++d) {
+        if (done + d >= packs) break;
+        for (int i = 0; i < kPack; ++i) {
+          const int c = i % kChannels;
+          auto& w = whole[c];
+          const acc_t x = widen(batch[d].value[i]);
+          if (x - x == 0) {
+            if (w.count == 0) w.pivot = x;
+            const double deviation = double(x) - double(w.pivot);
+            w.sum += deviation;
+            w.square_sum += deviation * deviation;
+            w.abs_sum += fabs(double(x));
+            w.min = x < w.min ? x : w.min;
+            w.max = x > w.max ? x : w.max;
+            w.zeros += x == 0;
+            ++w.count;
+          } else {
+            odd.add(channel + c, x);
+          }
+        }
+      }
+    }
+    for (int c = 0; c < kChannels; ++c) whole[c].store(shared, kSlots, thread + c * kThreads);
+    shifted = false;
+  }
+
+  // `count` packs from the walker on. `channel`: the first of the thread's channels in its block.
+  template <class Walker, class Histogram>
+  __device__ void read(const scalar_t* data, Walker walker, int64_t count, const Histogram& histogram, const Odd& odd,
+                       int channel) {
+    using Load = Pack<scalar_t, kPack>;
+    while (count > 0) {
+      const int packs = int(count < kTilePacks ? count : kTilePacks);
+      const Walker start = walker;
+      for (int c = 0; c < kChannels; ++c) sum[c] = square_sum[c] = abs_sum[c] = 0;
+      extremes.clear();
+      int left = packs;
+#pragma unroll 1
+      for (; left >= kDepth; left -= kDepth) {
+        Load batch[kDepth];
+        for (int d = 0; d < kDepth; ++d, walker.next()) batch[d] = *reinterpret_cast<const Load*>(data + walker.offset());
+        update<4, true>(batch, histogram);
+        for (int d = 4; d < kDepth; d += 4) update<4, false>(batch + d, histogram);
+      }
+#pragma unroll 1
+      for (; left > 0; left -= kTailDepth) {
+        Load batch[kTailDepth];
+        for (int d = 0; d < kTailDepth; ++d, walker.next()) {
+          if (d < left) batch[d] = *reinterpret_cast<const Load*>(data + walker.offset());
+        }
+        update<1, true>(&batch[0], histogram);
+        for (int d = 1; d < kTailDepth; ++d) {
+          if (d < left) update<1, false>(&batch[d], histogram);
+        }
+      }
+      bool all_hold = true;
+      const acc_t inverse_count = acc_t(1) / acc_t(packs * kPlaces);
+      for (int c = 0; c < kChannels; ++c) all_hold &= holds(c, tile_min(c), tile_max(c), inverse_count);
+      if (all_hold) {
+        close_tile(packs, inverse_count);
+      } else {
+        read_again(data, start, packs, odd, channel);
+      }
+      count -= packs;
+    }
+  }
+};
+
+}  // namespace hookstats::cuda
