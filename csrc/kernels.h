@@ -18,13 +18,21 @@ struct Float16 {
 struct BFloat16 {
   uint16_t bits;
 };
+struct Float8e4m3fn {
+  uint8_t bits;
+};
+struct Float8e5m2 {
+  uint8_t bits;
+};
 
 // X(name, type in the kernels, name in ATen)
-#define HOOKSTATS_DTYPES(X)       \
-  X(float32, float, Float)        \
-  X(float16, Float16, Half)       \
-  X(bfloat16, BFloat16, BFloat16) \
-  X(float64, double, Double)
+#define HOOKSTATS_DTYPES(X)                     \
+  X(float32, float, Float)                      \
+  X(float16, Float16, Half)                     \
+  X(bfloat16, BFloat16, BFloat16)               \
+  X(float64, double, Double)                    \
+  X(float8_e4m3fn, Float8e4m3fn, Float8_e4m3fn) \
+  X(float8_e5m2, Float8e5m2, Float8_e5m2)
 
 enum class Dtype : int {
 #define HOOKSTATS_ENUM(name, type, aten) name,
@@ -53,6 +61,22 @@ HOOKSTATS_HD inline float widen(Float16 x) {
   memcpy(&bits, &value, sizeof bits);
   bits |= uint32_t(x.bits & 0x8000) << 16;
   if ((x.bits & 0x7c00) == 0x7c00) bits |= 0x7f800000;
+  memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+// The upper half of a float16.
+HOOKSTATS_HD inline float widen(Float8e5m2 x) { return widen(Float16{uint16_t(x.bits << 8)}); }
+
+// As float16, with 4 bits of exponent: times 2^120. No infinity; NaN is all ones.
+HOOKSTATS_HD inline float widen(Float8e4m3fn x) {
+  uint32_t bits = uint32_t(x.bits & 0x7f) << 20;
+  float value;
+  memcpy(&value, &bits, sizeof value);
+  value *= 1.329227995784916e36f;
+  memcpy(&bits, &value, sizeof bits);
+  bits |= uint32_t(x.bits & 0x80) << 24;
+  if ((x.bits & 0x7f) == 0x7f) bits |= 0x7fc00000;
   memcpy(&value, &bits, sizeof value);
   return value;
 }

@@ -18,7 +18,7 @@ from hookstats import fields
 from tests import reference
 
 ROOT = Path(__file__).parent.parent
-DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2]
 HISTOGRAMS = ["none", "per_tensor", "per_channel"]
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 BACKENDS = ["cpu", "cuda_on_cpu", *(["gpu"] if torch.cuda.is_available() else [])]

@@ -158,6 +158,15 @@ def test_every_16_bit_value_is_counted_in_its_bin(backend: Backend, dtype: torch
     check(backend.accumulate(x, None, "per_channel").stats(), x, None)
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_every_8_bit_value_is_read_and_counted_in_its_bin(backend: Backend, dtype: torch.dtype) -> None:
+    x = torch.arange(1 << 8, dtype=torch.uint8).view(dtype)
+    for histogram in ("per_tensor", "per_channel"):
+        check(backend.accumulate(x, None, histogram).stats(), x, None)
+    rows = x.repeat(40, 1)
+    check(backend.accumulate(rows, 1, "per_channel").stats(), rows, 1)
+
+
 def test_float64_keeps_its_precision_and_clamps_its_histogram(backend: Backend) -> None:
     x = normal(2000, 3) + 1e4
     check(backend.accumulate(x, 1, "per_tensor").stats(), x, 1, rtol=1e-10)

@@ -40,6 +40,7 @@ struct Vector {
   typedef double wide __attribute__((vector_size(kSize * sizeof(double))));
 };
 typedef uint16_t Halves __attribute__((vector_size(32)));
+typedef uint8_t Bytes __attribute__((vector_size(16)));
 
 template <class To, class From>
 HOOKSTATS_INLINE To bit_copy(const From& from) {
@@ -58,13 +59,29 @@ HOOKSTATS_INLINE void load(const BFloat16* at, Vector<float>::type& x) {
   memcpy(&halves, at, sizeof halves);
   x = bit_copy<Vector<float>::type>(__builtin_convertvector(halves, Vector<float>::bits) << 16);
 }
-HOOKSTATS_INLINE void load(const Float16* at, Vector<float>::type& x) {
-  Halves halves;
-  memcpy(&halves, at, sizeof halves);
-  const auto wide = __builtin_convertvector(halves, Vector<float>::bits);
+HOOKSTATS_INLINE Vector<float>::type widen_float16(Vector<float>::bits wide) {
   const auto scaled = bit_copy<Vector<float>::type>((wide & 0x7fff) << 13) * 5.192296858534828e33f;
   auto bits = bit_copy<Vector<float>::bits>(scaled) | (wide & 0x8000) << 16;
   bits |= ((wide & 0x7c00) == 0x7c00) & 0x7f800000;
+  return bit_copy<Vector<float>::type>(bits);
+}
+HOOKSTATS_INLINE void load(const Float16* at, Vector<float>::type& x) {
+  Halves halves;
+  memcpy(&halves, at, sizeof halves);
+  x = widen_float16(__builtin_convertvector(halves, Vector<float>::bits));
+}
+HOOKSTATS_INLINE void load(const Float8e5m2* at, Vector<float>::type& x) {
+  Bytes bytes;
+  memcpy(&bytes, at, sizeof bytes);
+  x = widen_float16(__builtin_convertvector(bytes, Vector<float>::bits) << 8);
+}
+HOOKSTATS_INLINE void load(const Float8e4m3fn* at, Vector<float>::type& x) {
+  Bytes bytes;
+  memcpy(&bytes, at, sizeof bytes);
+  const auto wide = __builtin_convertvector(bytes, Vector<float>::bits);
+  const auto scaled = bit_copy<Vector<float>::type>((wide & 0x7f) << 20) * 1.329227995784916e36f;
+  auto bits = bit_copy<Vector<float>::bits>(scaled) | (wide & 0x80) << 24;
+  bits |= ((wide & 0x7f) == 0x7f) & 0x7fc00000;
   x = bit_copy<Vector<float>::type>(bits);
 }
 

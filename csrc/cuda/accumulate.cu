@@ -159,14 +159,14 @@ cudaError_t launch_accumulate(const void* data, Job job, HistogramKind kind, dim
 
 template <class scalar_t>
 cudaError_t accumulate_as(const Input& input, const State& state, const Launch& to) {
-  constexpr int kPack = sizeof(scalar_t) == 8 ? 2 : 4;
+  constexpr int kPack = sizeof(scalar_t) == 8 ? 2 : sizeof(scalar_t) == 1 ? 1 : 4;
   Layout layout = input.layout;
   const bool rows = layout.channels_are_inner();
 
   // Packs need their elements side by side and every step between packs to be whole packs.
   const auto whole_packs = [](int64_t x) { return x % kPack == 0; };
   const bool near = layout.ndim <= 1 || (layout.ndim == 2 && layout.inner_size() < INT32_MAX);
-  bool packed = near && layout.ndim <= (rows ? 1 : 2) && reinterpret_cast<uintptr_t>(input.data) % (kPack * sizeof(scalar_t)) == 0;
+  bool packed = kPack > 1 && near && layout.ndim <= (rows ? 1 : 2) && reinterpret_cast<uintptr_t>(input.data) % (kPack * sizeof(scalar_t)) == 0;
   for (int d = 0; d < layout.ndim; ++d) packed &= whole_packs(layout.stride[d]) || (!rows && d == layout.ndim - 1);
   if (rows) {
     packed &= layout.channel_stride == 1 && whole_packs(layout.channels);
@@ -211,9 +211,11 @@ cudaError_t accumulate_as(const Input& input, const State& state, const Launch& 
   const dim3 grid{unsigned(groups), unsigned(count), 1};
 
   const auto stream = static_cast<cudaStream_t>(to.stream);
-  if (packed && rows) return launch_accumulate<scalar_t, kPack, kPack, LineWalker>(input.data, job, state.kind, grid, stream);
-  if (packed && layout.ndim <= 1) return launch_accumulate<scalar_t, kPack, 1, LineWalker>(input.data, job, state.kind, grid, stream);
-  if (packed) return launch_accumulate<scalar_t, kPack, 1, NearWalker>(input.data, job, state.kind, grid, stream);
+  if constexpr (kPack > 1) {
+    if (packed && rows) return launch_accumulate<scalar_t, kPack, kPack, LineWalker>(input.data, job, state.kind, grid, stream);
+    if (packed && layout.ndim <= 1) return launch_accumulate<scalar_t, kPack, 1, LineWalker>(input.data, job, state.kind, grid, stream);
+    if (packed) return launch_accumulate<scalar_t, kPack, 1, NearWalker>(input.data, job, state.kind, grid, stream);
+  }
   if (near) return launch_accumulate<scalar_t, 1, 1, NearWalker>(input.data, job, state.kind, grid, stream);
   return launch_accumulate<scalar_t, 1, 1, FarWalker>(input.data, job, state.kind, grid, stream);
 }

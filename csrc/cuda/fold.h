@@ -40,8 +40,8 @@ struct Sums {
     square_sum += other.square_sum + shift * (2 * other.sum + other.count * shift);
     sum += other.sum + other.count * shift;
     abs_sum += other.abs_sum;
-    min = other.min < min ? other.min : min;
-    max = other.max > max ? other.max : max;
+    min = std::fmin(min, other.min);
+    max = std::fmax(max, other.max);
     count += other.count;
     zeros += other.zeros;
   }

@@ -60,19 +60,29 @@ template <int kPlaces>
 struct BlockHistogram<HistogramKind::per_channel, kPlaces> {
   static constexpr int kExponents = 256, kSlots = kBlockChannels / kPlaces;
   static constexpr int kWords = kExponents * kBlockChannels;
+  static constexpr unsigned kRowBytes = kBlockChannels * sizeof(unsigned);
   unsigned* counts;
-  int slot;
+  unsigned slot_bytes;
 
   __device__ BlockHistogram(unsigned* shared, const Geometry& geometry, int thread) : counts(shared) {
     for (int i = thread; i < kWords; i += kThreads) counts[i] = 0;
-    slot = geometry.lane(thread) + geometry.group(thread) % copies(geometry) * geometry.lanes;
+    const int slot = geometry.lane(thread) + geometry.group(thread) % copies(geometry) * geometry.lanes;
+    slot_bytes = slot * sizeof(unsigned);
   }
 
   __device__ static int copies(const Geometry& geometry) { return kSlots / geometry.lanes; }
 
-  template <class acc_t>
-  __device__ void add(acc_t x, int place) const {
-    atomicAdd(&counts[(exponent_of(x) & 255) * kBlockChannels + slot + place * kSlots], 1u);
+  // A shift, one logical operation and the atomic one: rows are a power of two long, so the slot's address is or-ed in.
+  __device__ void add(float x, int place) const {
+    static_assert(kRowBytes == 1 << 8);
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    add_at((bits >> (23 - 8) & 255 * kRowBytes) | slot_bytes, place);
+  }
+  __device__ void add(double x, int place) const { add_at((exponent_of(x) & 255) * kRowBytes | slot_bytes, place); }
+
+  __device__ void add_at(unsigned bytes, int place) const {
+    atomicAdd(reinterpret_cast<unsigned*>(reinterpret_cast<char*>(counts) + bytes) + place * kSlots, 1u);
   }
 
   __device__ void add_to_state(const State& state, const Geometry& geometry, int64_t first_channel, int thread) const {

@@ -87,8 +87,8 @@ struct Extremes {
   }
   __device__ void update(const Pack<scalar_t, n>&, const acc_t (&x)[n]) {
     for (int i = 0; i < n; ++i) {
-      lowest[i] = x[i] < lowest[i] ? x[i] : lowest[i];
-      highest[i] = x[i] > highest[i] ? x[i] : highest[i];
+      lowest[i] = std::fmin(lowest[i], x[i]);  // a NaN loses
+      highest[i] = std::fmax(highest[i], x[i]);
       zeros_at[i] += x[i] == 0;
     }
   }
@@ -228,12 +228,12 @@ struct Reader {
 
   __device__ acc_t tile_min(int c) const {
     acc_t low = extremes.min(c);
-    for (int i = c + kChannels; i < kPack; i += kChannels) low = extremes.min(i) < low ? extremes.min(i) : low;
+    for (int i = c + kChannels; i < kPack; i += kChannels) low = std::fmin(low, extremes.min(i));
     return low;
   }
   __device__ acc_t tile_max(int c) const {
     acc_t high = extremes.max(c);
-    for (int i = c + kChannels; i < kPack; i += kChannels) high = extremes.max(i) > high ? extremes.max(i) : high;
+    for (int i = c + kChannels; i < kPack; i += kChannels) high = std::fmax(high, extremes.max(i));
     return high;
   }
   __device__ unsigned tile_zeros(int c) const {
@@ -277,8 +277,8 @@ struct Reader {
             w.sum += deviation;
             w.square_sum += deviation * deviation;
             w.abs_sum += fabs(double(x));
-            w.min = x < w.min ? x : w.min;
-            w.max = x > w.max ? x : w.max;
+            w.min = std::fmin(w.min, x);
+            w.max = std::fmax(w.max, x);
             w.zeros += x == 0;
             ++w.count;
           } else {
