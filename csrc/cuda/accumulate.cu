@@ -15,13 +15,14 @@ namespace {
 
 constexpr unsigned kFan = 64;  // parts that one block merges at most; more are merged in two rounds
 
+// What to cut the work into. Two blocks run on a multiprocessor: on 132 of them, the number that this was measured on,
+// one wave is 264 blocks. A block costs as much as reading 100 KB or so.
+constexpr int64_t kWave = 264, kMostWaves = kBlocks / kWave;
+constexpr int64_t kBlockBytes = 128 << 10;
 int64_t tune(const char* name, int64_t otherwise) {
   const char* value = getenv(name);
   return value ? atoll(value) : otherwise;
 }
-#define kBlockBytes tune("HS_BLOCK_BYTES", 128 << 10)
-#define kShareStep tune("HS_SHARE_STEP", 16)
-#define kWantedBlocks tune("HS_BLOCKS", kBlocks)
 
 struct Job {
   Layout layout;  // its elements are packs
@@ -37,27 +38,46 @@ struct Job {
 // Sequence numbers for the first tensor of each site.
 __device__ unsigned long long execution_clock;
 
-template <class scalar_t, int kPlaces, HistogramKind kind>
-constexpr int kSharedBytes = BlockHistogram<kind, kPlaces>::kWords * int(sizeof(unsigned)) +
-                             kThreads * (kPlaces * BlockSums<acc_of<scalar_t>>::kBytes > WideSums::kBytes
-                                             ? kPlaces * BlockSums<acc_of<scalar_t>>::kBytes
-                                             : WideSums::kBytes);
+constexpr int larger(int a, int b) { return a > b ? a : b; }
+
+// Shared memory: the histogram, then the thread's sums, then the ring.
+template <class scalar_t, int kPack, int kPlaces, template <class> class Walker, HistogramKind kind>
+struct Shared {
+  static constexpr int kHistogram = BlockHistogram<kind, kPlaces>::kWords * int(sizeof(unsigned));
+  static constexpr int kSums = kThreads * larger(kPlaces * BlockSums<acc_of<scalar_t>>::kBytes, WideSums::kBytes);
+  static constexpr int kRing = Reader<scalar_t, kPack, kPlaces, Walker>::Feed::kBytes;
+  static constexpr int kBytes = kHistogram + kSums + kRing;
+};
 
 // gridDim.x: groups of channels; gridDim.y: parts of their elements.
-template <class scalar_t, int kPack, int kPlaces, class Walker, HistogramKind kind>
+template <class scalar_t, int kPack, int kPlaces, template <class> class Walker, HistogramKind kind>
 __global__ void __launch_bounds__(kThreads, 2) accumulate_kernel(const scalar_t* data, const Job job) {
   using Histogram = BlockHistogram<kind, kPlaces>;
+  using Sizes = Shared<scalar_t, kPack, kPlaces, Walker, kind>;
   using Whole = BlockSums<acc_of<scalar_t>>;
   HOOKSTATS_DYNAMIC_SHARED(dynamic);
   HOOKSTATS_SHARED(unsigned, odd_counts, Odd::kWords);
   HOOKSTATS_SHARED(Arrival, says, 1);  // thread 0 to its block
-  double* const shared = dynamic + Histogram::kWords / 2;
+  double* const shared = dynamic + Sizes::kHistogram / sizeof(double);
+  void* const ring = shared + Sizes::kSums / sizeof(double);
 
   const int thread = threadIdx.x;
   const Geometry geometry = job.geometry;
+  const int64_t channels = job.layout.channels;
+  const int64_t first_channel = int64_t(blockIdx.x) * geometry.lanes * kPlaces;
+
+  // While values are read, a thread is a lane and a group.
+  const int lane = geometry.lane(thread), group = geometry.group(thread);
+  const int64_t lane_channel = first_channel + lane * kPlaces;
+  const int64_t first = blockIdx.y * job.share + group, stop = (blockIdx.y + 1) * job.share;
+  const int64_t end = stop < job.layout.count ? stop : job.layout.count;
+  const bool reads = group < geometry.groups && lane_channel < channels && first < end;
+  Reader<scalar_t, kPack, kPlaces, Walker> reader(
+      shared, ring, thread, data + (reads ? lane_channel * job.layout.channel_stride : 0), job.layout, first,
+      geometry.groups, reads ? int((end - first + geometry.groups - 1) / geometry.groups) : 0);
+
   const Histogram histogram(reinterpret_cast<unsigned*>(dynamic), geometry, thread);
   const Odd odd(odd_counts, thread);
-  Reader<scalar_t, kPack, kPlaces> reader(shared, thread);
   // The flag may change while the kernel runs, from another stream: each block reads it once, and blocks that see it
   // off still arrive, so that the moments of such a launch are dropped and the next one finds its scratch clean.
   if (thread == 0) {
@@ -68,53 +88,43 @@ __global__ void __launch_bounds__(kThreads, 2) accumulate_kernel(const scalar_t*
   bool on = says[0] == Arrival::last;
   if (!on && gridDim.y == 1) return;
 
-  const int64_t first_channel = int64_t(blockIdx.x) * geometry.lanes * kPlaces;
-  if (on) {
-    const int lane = geometry.lane(thread), group = geometry.group(thread);
-    const int64_t channel = first_channel + lane * kPlaces;
-    if (group < geometry.groups && channel < job.layout.channels) {
-      const int64_t first = blockIdx.y * job.share + group, stop = (blockIdx.y + 1) * job.share;
-      const int64_t end = stop < job.layout.count ? stop : job.layout.count;
-      const int64_t packs = first < end ? (end - first + geometry.groups - 1) / geometry.groups : 0;
-      reader.read(data + channel * job.layout.channel_stride, Walker(job.layout, first, geometry.groups), packs,
-                  histogram, odd, lane * kPlaces);
-    }
-    __syncthreads();
-    odd.add_to_state(job.state, first_channel, thread);
-    histogram.add_to_state(job.state, geometry, first_channel, thread);
-    fold_block<Whole, kPlaces>(shared, geometry, thread);
-  }
-
-  // From here on a thread is one channel, and, where parts are merged, a share of the parts.
+  // After that, it is one channel, and, where parts are merged, a share of the parts.
   const int block_channels = geometry.lanes * kPlaces;
   const Geometry merging{block_channels, kThreads / block_channels, true};
   const int column = thread % block_channels, row = thread / block_channels;
   const int64_t channel = first_channel + column;
-  const bool owns = row == 0 && channel < job.layout.channels;
-  WideSums sums = WideSums::neutral();
-  if (on && owns) {
-    sums = widen_sums(Whole::load(shared, kThreads * kPlaces,
-                             geometry.thread(column / kPlaces, 0) + column % kPlaces * kThreads));
+  const bool owns = row == 0 && channel < channels;
+  WideSums sums = WideSums::neutral(), before = WideSums::neutral();
+
+  if (on) {
+    reader.read(histogram, odd, lane * kPlaces);
+    __syncthreads();
+    if (owns) before = load_state(job.state.moments + channel, job.state.row_stride);  // while the block is folded
+    odd.add_to_state(job.state, first_channel, thread);
+    histogram.add_to_state(job.state, geometry, first_channel, channels, thread);
+    fold_block<Whole, kPlaces>(shared, geometry, thread);
+    if (owns) {
+      const int slot = geometry.thread(column / kPlaces, 0) + column % kPlaces * kThreads;
+      sums = widen_sums(Whole::load(shared, kThreads * kPlaces, slot));
+    }
   }
 
   unsigned* word = job.arrivals + blockIdx.x * job.words;
   unsigned step = 1;  // between the parts of this round
   for (unsigned count = gridDim.y, mine = blockIdx.y; count > 1;) {
-    const auto part = [&](unsigned i) { return job.partials + i * step * kPartFields * job.layout.channels + channel; };
-    const unsigned first = mine / kFan * kFan, expected = count - first < kFan ? count - first : kFan;
-    if (on && owns) store_part(sums, part(mine), job.layout.channels);
-    __threadfence();
+    const auto part = [&](unsigned i) { return job.partials + i * step * kPartFields * channels + channel; };
+    const unsigned from = mine / kFan * kFan, expected = count - from < kFan ? count - from : kFan;
+    if (on && owns) store_part(sums, part(mine), channels);
     __syncthreads();
     if (thread == 0) says[0] = arrive(&word[mine / kFan], expected, on);
     __syncthreads();
     if (says[0] == Arrival::early) return;
     on = says[0] == Arrival::last;
     if (on) {
-      __threadfence();
       sums = WideSums::neutral();
-      if (row < merging.groups && channel < job.layout.channels) {
+      if (row < merging.groups && channel < channels) {
         for (unsigned i = row; i < expected; i += merging.groups) {
-          sums.merge(load_part(part(first + i), job.layout.channels));
+          sums.merge(load_part(part(from + i), channels));
         }
       }
       sums.store(shared, kThreads, thread);
@@ -129,7 +139,10 @@ __global__ void __launch_bounds__(kThreads, 2) accumulate_kernel(const scalar_t*
   }
   if (!on) return;
 
-  if (owns) merge_into_state(sums, job.state.moments + channel, job.state.row_stride);
+  if (owns) {
+    before.merge(sums);
+    store_state(before, job.state.moments + channel, job.state.row_stride);
+  }
   if (blockIdx.x == 0 && thread == 0) {
     job.state.counters[k_calls] += 1;
     if (job.state.counters[k_first] == 0) {
@@ -140,7 +153,7 @@ __global__ void __launch_bounds__(kThreads, 2) accumulate_kernel(const scalar_t*
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-template <class scalar_t, int kPack, int kPlaces, class Walker>
+template <class scalar_t, int kPack, int kPlaces, template <class> class Walker>
 cudaError_t launch_accumulate(const void* data, Job job, HistogramKind kind, dim3 grid, cudaStream_t stream) {
   constexpr auto none = HistogramKind::none, tensor = HistogramKind::per_tensor, channel = HistogramKind::per_channel;
   const auto start = [&](auto kernel, int shared_bytes) {
@@ -148,12 +161,14 @@ cudaError_t launch_accumulate(const void* data, Job job, HistogramKind kind, dim
   };
   switch (kind) {
     case none:
-      return start(accumulate_kernel<scalar_t, kPack, kPlaces, Walker, none>, kSharedBytes<scalar_t, kPlaces, none>);
+      return start(accumulate_kernel<scalar_t, kPack, kPlaces, Walker, none>,
+                   Shared<scalar_t, kPack, kPlaces, Walker, none>::kBytes);
     case tensor:
-      return start(accumulate_kernel<scalar_t, kPack, kPlaces, Walker, tensor>, kSharedBytes<scalar_t, kPlaces, tensor>);
+      return start(accumulate_kernel<scalar_t, kPack, kPlaces, Walker, tensor>,
+                   Shared<scalar_t, kPack, kPlaces, Walker, tensor>::kBytes);
     default:
       return start(accumulate_kernel<scalar_t, kPack, kPlaces, Walker, channel>,
-                   kSharedBytes<scalar_t, kPlaces, channel>);
+                   Shared<scalar_t, kPack, kPlaces, Walker, channel>::kBytes);
   }
 }
 
@@ -189,7 +204,8 @@ cudaError_t accumulate_as(const Input& input, const State& state, const Launch& 
   int64_t groups;  // of channels
   if (rows) {
     const int64_t lanes = layout.channels / places;
-    groups = divide_up(lanes, kBlockChannels / places);
+    const int most = state.kind == HistogramKind::per_channel ? kCountedChannels : kBlockChannels;
+    groups = divide_up(lanes, most / places);
     geometry.lanes = int(divide_up(lanes, groups));
     geometry.groups = kThreads / geometry.lanes;
   } else {
@@ -199,12 +215,21 @@ cudaError_t accumulate_as(const Input& input, const State& state, const Launch& 
     groups = divide_up(layout.channels, geometry.lanes);
   }
 
-  // Enough parts to fill any GPU; but each has something to read.
+  // As few waves of blocks as fill a GPU to nine tenths; but every part has something to read.
   const int64_t pack_bytes = (packed ? kPack : 1) * int64_t(sizeof(scalar_t));
-  const int64_t most_blocks = divide_up(layout.count * (layout.channels / places) * pack_bytes, kBlockBytes);
-  const int64_t wanted = (most_blocks < kWantedBlocks ? most_blocks : kWantedBlocks) / groups;
-  const int64_t step = geometry.groups * int64_t(kShareStep);
-  const int64_t parts = wanted < 1 ? 1 : wanted;
+  const int64_t bytes = layout.count * (layout.channels / places) * pack_bytes;
+  const int64_t useful = divide_up(divide_up(bytes, tune("HS_BLOCK_BYTES", kBlockBytes)), groups);
+  int64_t parts = 1;
+  double filled = 0;
+  for (int64_t waves = 1; waves <= kMostWaves && filled < 0.9; ++waves) {
+    const int64_t most = waves * tune("HS_BLOCKS", kWave) / groups, candidate = most < useful ? most : useful;
+    const double fills = double(groups * candidate) / double(waves * kWave);
+    if (candidate >= 1 && fills > filled) {
+      parts = candidate;
+      filled = fills;
+    }
+  }
+  const int64_t step = geometry.groups * 4;  // whole groups of packs
   job.share = divide_up(divide_up(layout.count, parts), step) * step;
   const int64_t count = divide_up(layout.count, job.share);
   job.words = unsigned(divide_up(count, kFan)) + 1;

@@ -17,7 +17,7 @@ namespace hookstats::cuda {
 template <class... Params, class... Args>
 cudaError_t launch(void (*kernel)(Params...), dim3 grid, dim3 block, int shared_bytes, cudaStream_t stream,
                    const Args&... args) {
-  if (shared_bytes > 48 << 10) {  // more than any kernel gets unasked
+  if (shared_bytes > 32 << 10) {  // beyond 48 KB, fixed arrays included, a kernel must ask
     const auto error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
     if (error != cudaSuccess) return error;
   }
@@ -27,6 +27,19 @@ cudaError_t launch(void (*kernel)(Params...), dim3 grid, dim3 block, int shared_
 
 // What another block wrote: not from this multiprocessor's cache.
 __device__ inline double load_fresh(const double* at) { return __ldcg(at); }
+
+// Copies 4, 8 or 16 bytes into shared memory while the thread goes on. Copies are waited for in groups, in their order.
+template <int bytes>
+__device__ inline void copy_async(void* shared, const void* global) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(unsigned(__cvta_generic_to_shared(shared))),
+               "l"(global), "n"(bytes)
+               : "memory");
+}
+__device__ inline void end_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int groups>
+__device__ inline void wait_for_all_but() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(groups) : "memory");
+}
 
 }  // namespace hookstats::cuda
 
@@ -50,6 +63,24 @@ HOOKSTATS_HD inline uint32_t choose2(uint32_t a, uint32_t b, Before before) {
     chosen |= ((before(y, x) || x != x ? b : a) >> 16 * i & 0xffff) << 16 * i;
   }
   return chosen;
+}
+
+// Both halves, widened.
+template <class scalar_t>
+HOOKSTATS_HD inline void widen2(uint32_t word, float& low, float& high) {
+#if defined(__CUDA_ARCH__)
+  if constexpr (std::is_same_v<scalar_t, BFloat16>) {
+    low = __uint_as_float(word << 16);
+    high = __uint_as_float(word & 0xffff0000);
+  } else {
+    asm("{ .reg .b16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b; }"
+        : "=f"(low), "=f"(high)
+        : "r"(word));
+  }
+#else
+  low = half_of<scalar_t>(word, 0);
+  high = half_of<scalar_t>(word, 1);
+#endif
 }
 
 // The smaller and the larger of each pair; a NaN loses.

@@ -7,7 +7,8 @@
 namespace hookstats::cuda {
 
 constexpr int kThreads = 256;
-constexpr int kBlockChannels = 64;  // at most
+constexpr int kBlockChannels = 64;    // at most
+constexpr int kCountedChannels = 32;  // at most, where each has a histogram
 
 // Which channels and elements a thread reads. A block has `lanes` x `groups` threads at work: a lane is one channel, or
 // several neighbouring ones, its places; the groups share its elements. Neighbouring threads are neighbouring lanes
@@ -112,10 +113,8 @@ HOOKSTATS_HD inline WideSums load_state(const double* at, int64_t stride) {
   const Sample s = Sample::load_state(at, stride);
   return {0, s.m2, s.abs_sum, s.mean, s.min, s.max, s.count, s.zeros};
 }
-HOOKSTATS_HD inline void merge_into_state(const WideSums& s, double* at, int64_t stride) {
-  WideSums state = load_state(at, stride);
-  state.merge(s);
-  state = centred(state);
+HOOKSTATS_HD inline void store_state(const WideSums& s, double* at, int64_t stride) {
+  const WideSums state = centred(s);
   at[k_count * stride] = state.count;
   at[k_mean * stride] = state.pivot;
   at[k_m2 * stride] = state.square_sum;
@@ -125,23 +124,32 @@ HOOKSTATS_HD inline void merge_into_state(const WideSums& s, double* at, int64_t
   at[k_zeros * stride] = state.zeros;
 }
 
-// Merges the sums of each lane's groups into those of group 0, in a tree. Slots: threads, then places. Every thread of
-// the block calls it, after a barrier; it ends with one.
+// Merges the sums of each lane's groups into those of group 0. Slots: threads, then places. Every thread of the block
+// calls it, after a barrier; it ends with one.
 template <class sums_t, int kPlaces>
 __device__ void fold_block(double* shared, const Geometry& geometry, int thread) {
   constexpr int kSlots = kThreads * kPlaces;
-  for (int size = geometry.groups; size > 1;) {
-    const int half = (size + 1) / 2, pairs = size - half;  // half .. size - 1 are merged into 0 .. pairs - 1
-    for (int task = thread; task < geometry.lanes * pairs; task += kThreads) {
-      const int lane = geometry.lanes_first ? task % geometry.lanes : task / pairs;
-      const int group = geometry.lanes_first ? task / geometry.lanes : task % pairs;
-      const int into = geometry.thread(lane, group), from = geometry.thread(lane, group + half);
-#pragma unroll 1
-      for (int place = 0; place < kPlaces; ++place) {
-        auto sums = sums_t::load(shared, kSlots, into + place * kThreads);
-        sums.merge(sums_t::load(shared, kSlots, from + place * kThreads));
-        sums.store(shared, kSlots, into + place * kThreads);
-      }
+  // A thread stays with a channel: first it merges every `rows`-th group, then the rows meet in a tree.
+  const int columns = geometry.lanes * kPlaces, rows = kThreads / columns;
+  const int column = geometry.lanes_first ? thread % columns : thread / rows;
+  const int row = geometry.lanes_first ? thread / columns : thread % rows;
+  const int lane = column % geometry.lanes, place = column / geometry.lanes;
+  const auto slot = [&](int group) { return geometry.thread(lane, group) + place * kThreads; };
+  const bool works = row < rows && column < columns && row < geometry.groups;
+  sums_t sums = sums_t::neutral();
+  if (works) {
+    sums = sums_t::load(shared, kSlots, slot(row));
+    for (int group = row + rows; group < geometry.groups; group += rows) {
+      sums.merge(sums_t::load(shared, kSlots, slot(group)));
+    }
+    sums.store(shared, kSlots, slot(row));
+  }
+  __syncthreads();
+  for (int size = rows < geometry.groups ? rows : geometry.groups; size > 1;) {
+    const int half = (size + 1) / 2;  // half .. size - 1 are merged into 0 .. size - half - 1
+    if (works && row < size - half) {
+      sums.merge(sums_t::load(shared, kSlots, slot(row + half)));
+      sums.store(shared, kSlots, slot(row));
     }
     __syncthreads();
     size = half;
@@ -152,11 +160,14 @@ __device__ void fold_block(double* shared, const Geometry& geometry, int thread)
 constexpr unsigned kOn = 1, kOff = 1 << 16 | 1;
 enum class Arrival : int { early, last, last_but_torn };
 
+// By one thread of a block, after a barrier: what the block has written before is seen by the block that comes last.
 // `last` for the last of `expected` arrivals, if all were on. It leaves the word as it was found.
 __device__ inline Arrival arrive(unsigned* word, unsigned expected, bool on) {
   const unsigned as = on ? kOn : kOff;
+  __threadfence();
   const unsigned arrived = atomicAdd(word, as) + as;
   if ((arrived & 0xffff) != expected) return Arrival::early;
+  __threadfence();
   *word = 0;
   return arrived >> 16 ? Arrival::last_but_torn : Arrival::last;
 }

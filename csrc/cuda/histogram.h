@@ -22,14 +22,22 @@ __device__ inline void add_to_bin(int64_t* bin, unsigned count) {
   atomicAdd(reinterpret_cast<unsigned long long*>(bin), (unsigned long long)count);
 }
 
-// kPlaces: channels of one lane.
+__device__ inline void clear_words(unsigned* words, int count, int thread) {
+  struct alignas(16) Four {
+    unsigned word[4];
+  };
+  for (int i = thread; i < count / 4; i += kThreads) reinterpret_cast<Four*>(words)[i] = Four{};
+}
+
+// kPlaces: channels of one lane. Lanes of a warp that meet in a counter are added up by the hardware, so that one copy
+// for the block is enough, whatever the data.
 template <HistogramKind kind, int kPlaces>
 struct BlockHistogram {
   static constexpr int kWords = 0;
   __device__ BlockHistogram(unsigned*, const Geometry&, int) {}
   template <class acc_t>
   __device__ void add(acc_t, int) const {}
-  __device__ void add_to_state(const State&, const Geometry&, int64_t, int) const {}
+  __device__ void add_to_state(const State&, const Geometry&, int64_t, int64_t, int) const {}
 };
 
 template <int kPlaces>
@@ -38,16 +46,15 @@ struct BlockHistogram<HistogramKind::per_tensor, kPlaces> {
   unsigned* counts;
 
   __device__ BlockHistogram(unsigned* shared, const Geometry&, int thread) : counts(shared) {
-    for (int i = thread; i < kWords; i += kThreads) counts[i] = 0;
+    clear_words(counts, kWords, thread);
   }
 
-  // One copy for the block: lanes of a warp that meet in a counter are added up by the hardware.
   template <class acc_t>
   __device__ void add(acc_t x, int) const {
     atomicAdd(&counts[exponent_of(x)], 1u);
   }
 
-  __device__ void add_to_state(const State& state, const Geometry&, int64_t, int thread) const {
+  __device__ void add_to_state(const State& state, const Geometry&, int64_t, int64_t, int thread) const {
     for (int i = thread; i < kWords; i += kThreads) {
       const int exponent = i & 255;
       if (counts[i] != 0 && exponent != 255) add_to_bin(&state.histogram[exponent == 0 ? 0 : i], counts[i]);
@@ -55,47 +62,53 @@ struct BlockHistogram<HistogramKind::per_tensor, kPlaces> {
   }
 };
 
-// Counters [exponent][place][slot]. The lanes of a place have a slot each, or several, which their groups share out.
+// Where lanes are neighbouring channels, the counters are [exponent][place][lane]: the lanes of a warp are in different
+// banks. Else [lane][exponent].
 template <int kPlaces>
 struct BlockHistogram<HistogramKind::per_channel, kPlaces> {
-  static constexpr int kExponents = 256, kSlots = kBlockChannels / kPlaces;
-  static constexpr int kWords = kExponents * kBlockChannels;
-  static constexpr unsigned kRowBytes = kBlockChannels * sizeof(unsigned);
+  static constexpr int kExponents = 256, kChannels = kCountedChannels, kLanes = kChannels / kPlaces;
+  static constexpr int kWords = kExponents * kChannels;
   unsigned* counts;
-  unsigned slot_bytes;
+  unsigned lane_bytes, mask;
+  int shift;  // of the exponent, to where it counts in bytes
 
   __device__ BlockHistogram(unsigned* shared, const Geometry& geometry, int thread) : counts(shared) {
-    for (int i = thread; i < kWords; i += kThreads) counts[i] = 0;
-    const int slot = geometry.lane(thread) + geometry.group(thread) % copies(geometry) * geometry.lanes;
-    slot_bytes = slot * sizeof(unsigned);
+    const bool by_exponent = geometry.lanes_first;
+    clear_words(counts, by_exponent ? kWords : geometry.lanes * kExponents, thread);
+    const int step = by_exponent ? kChannels : 1;
+    static_assert(kChannels * sizeof(unsigned) == 1 << 7 && kPlaces * kLanes == kChannels);
+    shift = by_exponent ? 23 - 7 : 23 - 2;
+    mask = (kExponents - 1) * step * sizeof(unsigned);
+    lane_bytes = geometry.lane(thread) * (by_exponent ? 1 : kExponents) * sizeof(unsigned);
   }
 
-  __device__ static int copies(const Geometry& geometry) { return kSlots / geometry.lanes; }
-
-  // A shift, one logical operation and the atomic one: rows are a power of two long, so the slot's address is or-ed in.
+  // A shift, one logical operation, the atomic one.
   __device__ void add(float x, int place) const {
-    static_assert(kRowBytes == 1 << 8);
     uint32_t bits;
     memcpy(&bits, &x, sizeof bits);
-    add_at((bits >> (23 - 8) & 255 * kRowBytes) | slot_bytes, place);
+    add_at(bits >> shift & mask, place);
   }
-  __device__ void add(double x, int place) const { add_at((exponent_of(x) & 255) * kRowBytes | slot_bytes, place); }
+  __device__ void add(double x, int place) const { add_at(exponent_of(x) << 23 >> shift & mask, place); }
 
-  __device__ void add_at(unsigned bytes, int place) const {
-    atomicAdd(reinterpret_cast<unsigned*>(reinterpret_cast<char*>(counts) + bytes) + place * kSlots, 1u);
+  __device__ void add_at(unsigned exponent_bytes, int place) const {
+    auto* at = reinterpret_cast<char*>(counts) + (exponent_bytes | lane_bytes);
+    atomicAdd(reinterpret_cast<unsigned*>(at) + place * kLanes, 1u);
   }
 
-  __device__ void add_to_state(const State& state, const Geometry& geometry, int64_t first_channel, int thread) const {
-    const int lanes = geometry.lanes, channels = lanes * kPlaces, copies = this->copies(geometry);
-    for (int i = thread; i < kExponents * channels; i += kThreads) {
-      const int exponent = i / channels, place = i % channels / lanes, lane = i % lanes;
-      const unsigned* at = &counts[exponent * kBlockChannels + place * kSlots + lane];
-      unsigned sum = 0;
-      // Threads start at different copies: those of one lane lie 64 words apart, in one bank.
-      for (int k = 0; k < copies; ++k) sum += at[(k + exponent) % copies * lanes];
-      if (sum == 0 || exponent == 255) continue;
-      const int64_t channel = first_channel + lane * kPlaces + place;
-      add_to_bin(&state.histogram[channel * kOctaveBins + octave_bin(exponent)], sum);
+  __device__ void add_to_state(const State& state, const Geometry& geometry, int64_t first_channel, int64_t channels,
+                               int thread) const {
+    // A thread stays with its place and lane, or with its exponent.
+    const int row = geometry.lanes_first ? kChannels : kExponents;
+    const int words = geometry.lanes_first ? kWords : geometry.lanes * kExponents;
+    for (int i = thread; i < words; i += kThreads) {
+      const unsigned count = counts[i];
+      if (count == 0) continue;
+      const int column = i % row, exponent = geometry.lanes_first ? i / row : column;
+      const int in_block =
+          geometry.lanes_first ? column % kLanes * kPlaces + column / kLanes : i / row;  // where a lane is its channel
+      if (exponent != 255 && first_channel + in_block < channels) {
+        add_to_bin(&state.histogram[(first_channel + in_block) * kOctaveBins + octave_bin(exponent)], count);
+      }
     }
   }
 };

@@ -20,7 +20,9 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(const State into, const
     if (fold) {
       sums.merge(load_state(at, from.row_stride));
     } else {
-      merge_into_state(load_state(at, from.row_stride), into.moments + c, into.row_stride);
+      WideSums state = load_state(into.moments + c, into.row_stride);
+      state.merge(load_state(at, from.row_stride));
+      store_state(state, into.moments + c, into.row_stride);
     }
     for (const int kind : {k_nans, k_posinfs, k_neginfs}) {
       const double count = at[kind * from.row_stride];
@@ -31,7 +33,11 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(const State into, const
     sums.store(shared, kThreads, thread);
     __syncthreads();
     fold_block<WideSums, 1>(shared, Geometry{1, kThreads, false}, thread);
-    if (thread == 0) merge_into_state(WideSums::load(shared, kThreads, 0), into.moments, into.row_stride);
+    if (thread == 0) {
+      WideSums state = load_state(into.moments, into.row_stride);
+      state.merge(WideSums::load(shared, kThreads, 0));
+      store_state(state, into.moments, into.row_stride);
+    }
   }
   if (into.kind != HistogramKind::none) {
     const bool per_channel = into.kind == HistogramKind::per_channel;

@@ -12,25 +12,32 @@ struct alignas(n * sizeof(scalar_t)) Pack {
   scalar_t value[n];
 };
 
-// Offsets of the packs first, first + step, ... of a channel, in one dimension.
+// The addresses of the packs first, first + step, ... of a channel, in one dimension.
+template <class scalar_t>
 struct LineWalker {
-  int64_t at, step_at;
+  const scalar_t* at;
+  int64_t step_at;
 
-  HOOKSTATS_HD LineWalker(const Layout& layout, int64_t first, int64_t step)
-      : at(first * layout.inner_stride()), step_at(step * layout.inner_stride()) {}
-  HOOKSTATS_HD int64_t offset() const { return at; }
-  HOOKSTATS_HD void next() { at += step_at; }
+  HOOKSTATS_HD LineWalker(const scalar_t* data, const Layout& layout, int64_t first, int64_t step)
+      : at(data + first * layout.inner_stride()), step_at(step * layout.inner_stride()) {}
+  HOOKSTATS_HD const scalar_t* next() {
+    const scalar_t* here = at;
+    at += step_at;
+    return here;
+  }
 };
 
 // The same in up to two dimensions, without a division; the inner one has less than 2^31 packs, or is the only one.
+template <class scalar_t>
 struct NearWalker {
-  int64_t at, step_at, wrap;
+  const scalar_t* at;
+  int64_t step_at, wrap;
   int inner, inner_size, step_inner;
 
-  HOOKSTATS_HD NearWalker(const Layout& layout, int64_t first, int64_t step) {
+  HOOKSTATS_HD NearWalker(const scalar_t* data, const Layout& layout, int64_t first, int64_t step) {
     const int64_t stride = layout.inner_stride();
     if (layout.ndim < 2) {
-      at = first * stride;
+      at = data + first * stride;
       step_at = step * stride;
       inner = step_inner = 0;
       inner_size = 1;
@@ -38,38 +45,51 @@ struct NearWalker {
       return;
     }
     const int64_t size = layout.inner_size(), outer_stride = layout.stride[0];
-    at = first / size * outer_stride + first % size * stride;
+    at = data + first / size * outer_stride + first % size * stride;
     step_at = step / size * outer_stride + step % size * stride;
     wrap = outer_stride - size * stride;
     inner = int(first % size);
     step_inner = int(step % size);
     inner_size = int(size);
   }
-  HOOKSTATS_HD int64_t offset() const { return at; }
-  HOOKSTATS_HD void next() {
+  HOOKSTATS_HD const scalar_t* next() {
+    const scalar_t* here = at;
     at += step_at;
     inner += step_inner;
     if (inner >= inner_size) {
       inner -= inner_size;
       at += wrap;
     }
+    return here;
   }
 };
 
 // The same in any number of dimensions.
+template <class scalar_t>
 struct FarWalker {
+  const scalar_t* data;
   const Layout& layout;
   int64_t i, step;
 
-  HOOKSTATS_HD FarWalker(const Layout& layout, int64_t first, int64_t step) : layout(layout), i(first), step(step) {}
-  HOOKSTATS_HD FarWalker& operator=(const FarWalker& other) {
-    i = other.i;
-    return *this;
+  HOOKSTATS_HD FarWalker(const scalar_t* data, const Layout& layout, int64_t first, int64_t step)
+      : data(data), layout(layout), i(first), step(step) {}
+  HOOKSTATS_HD const scalar_t* next() {
+    const scalar_t* here = data + layout.offset(i);
+    i += step;
+    return here;
   }
-  FarWalker(const FarWalker&) = default;
-  HOOKSTATS_HD int64_t offset() const { return layout.offset(i); }
-  HOOKSTATS_HD void next() { i += step; }
 };
+
+template <class scalar_t, int n>
+HOOKSTATS_HD inline void widen_pack(const Pack<scalar_t, n>& pack, acc_of<scalar_t> (&x)[n]) {
+  if constexpr (sizeof(scalar_t) == 2 && n % 2 == 0) {
+    uint32_t words[n / 2];
+    memcpy(words, &pack, sizeof words);
+    for (int i = 0; i < n / 2; ++i) widen2<scalar_t>(words[i], x[2 * i], x[2 * i + 1]);
+  } else {
+    for (int i = 0; i < n; ++i) x[i] = widen(pack.value[i]);
+  }
+}
 
 // Extremes and zeros at each place of a pack.
 template <class scalar_t, int n, bool pairs = sizeof(scalar_t) == 2 && n % 2 == 0>
@@ -143,16 +163,73 @@ struct Odd {
   }
 };
 
+// A thread's packs on their way, in a ring in shared memory: four are used while the next ones come.
+template <class scalar_t, int kPack, class Walker>
+struct Ring {
+  using Load = Pack<scalar_t, kPack>;
+  static constexpr int kGroup = 4;  // packs taken at a time
+  static constexpr int kGroups = 128 / (kGroup * int(sizeof(Load)));  // 128 bytes of a thread on their way
+  static constexpr int kBytes = kGroups * kGroup * kThreads * int(sizeof(Load));
+  Load* const begin;
+  Load* here;
+  Walker walker;
+  int to_ask;
+
+  __device__ Ring(void* shared, int thread, const Walker& walker, int count)
+      : begin(static_cast<Load*>(shared) + thread), here(begin), walker(walker), to_ask(count) {
+#pragma unroll 1
+    for (int g = 0; g < kGroups; ++g) go_on();
+  }
+
+  __device__ void take(Load (&packs)[kGroup], int) {
+    wait_for_all_but<kGroups - 1>();
+    for (int i = 0; i < kGroup; ++i) packs[i] = here[i * kThreads];
+  }
+
+  // After the packs were used, asks for others in their place.
+  __device__ void go_on() {
+    if (to_ask >= kGroup) {
+      for (int i = 0; i < kGroup; ++i) copy_async<sizeof(Load)>(&here[i * kThreads], walker.next());
+    } else {
+      for (int i = 0; i < kGroup - 1; ++i) {
+        if (i < to_ask) copy_async<sizeof(Load)>(&here[i * kThreads], walker.next());
+      }
+    }
+    to_ask -= kGroup;
+    end_group();
+    here += kGroup * kThreads;
+    if (here == begin + kGroups * kGroup * kThreads) here = begin;
+  }
+};
+
+// The same for elements that cannot be copied so: all are asked for before the first is used.
+template <class scalar_t, int kPack, class Walker>
+struct Burst {
+  using Load = Pack<scalar_t, kPack>;
+  static constexpr int kGroup = sizeof(Load) == 8 ? 8 : 16;
+  static constexpr int kBytes = 0;
+  Walker walker;
+
+  __device__ Burst(void*, int, const Walker& walker, int) : walker(walker) {}
+
+  __device__ void take(Load (&packs)[kGroup], int count) {
+    for (int i = 0; i < kGroup; ++i) {
+      if (i < count) packs[i] = *reinterpret_cast<const Load*>(walker.next());
+    }
+  }
+  __device__ void go_on() {}
+};
+
 // A thread's sums. The places of a pack are `kChannels` channels, or all of one.
-template <class scalar_t, int kPack_, int kChannels_>
+template <class scalar_t, int kPack_, int kChannels_, template <class> class WalkerOf>
 struct Reader {
+  using Walker = WalkerOf<scalar_t>;
+  using Load = Pack<scalar_t, kPack_>;
   using acc_t = acc_of<scalar_t>;
+  using Feed = std::conditional_t<(kPack_ > 1), Ring<scalar_t, kPack_, Walker>, Burst<scalar_t, kPack_, Walker>>;
   static constexpr int kPack = kPack_, kChannels = kChannels_;
   static constexpr int kPlaces = kPack / kChannels;  // of a channel in a pack
-  // Packs in flight: 128 bytes of a thread, where a pack is more than one element.
-  static constexpr int kDepth = kPack == 1 ? (sizeof(acc_t) == 8 ? 8 : 16) : 128 / int(sizeof(Pack<scalar_t, kPack>));
-  static constexpr int kTailDepth = kDepth < 4 ? kDepth : 4;
-  static constexpr int kTilePacks = 64;
+  static constexpr int kTilePacks = 128;
   static_assert(kTilePacks <= 256, "zeros are counted in 16-bit floating point");
 
   // Over all tiles: sums in shared memory, a slot for each place, where they cost no registers while values are read.
@@ -166,7 +243,24 @@ struct Reader {
   Extremes<scalar_t, kPack> extremes;
   bool shifted = false;
 
-  __device__ Reader(double* shared, int thread) : shared(shared), thread(thread) {
+  // What it reads: the packs first, first + step, ..., `count` of them.
+  const scalar_t* const data;
+  const Layout& layout;
+  const int64_t first, step;
+  const int count;
+  Feed feed;
+
+  // Asks for the first packs.
+  __device__ Reader(double* shared, void* ring, int thread, const scalar_t* data, const Layout& layout, int64_t first,
+                    int64_t step, int count)
+      : shared(shared),
+        thread(thread),
+        data(data),
+        layout(layout),
+        first(first),
+        step(step),
+        count(count),
+        feed(ring, thread, Walker(data, layout, first, step), count) {
     for (int c = 0; c < kChannels; ++c) Whole::neutral().store(shared, kSlots, thread + c * kThreads);
   }
 
@@ -175,7 +269,7 @@ struct Reader {
   __device__ void update(const Pack<scalar_t, kPack>* pack, const Histogram& histogram) {
     acc_t x[packs][kPack];
     for (int d = 0; d < packs; ++d) {
-      for (int i = 0; i < kPack; ++i) x[d][i] = widen(pack[d].value[i]);
+      widen_pack(pack[d], x[d]);
       extremes.update(pack[d], x[d]);
     }
     if (may_be_first && !shifted) {
@@ -190,12 +284,12 @@ struct Reader {
     for (int i = 0; i < kPack; ++i) {
       s[i] = x[0][i] - shift[i % kChannels];
       q[i] = s[i] * s[i];
-      a[i] = fabs(x[0][i]);
+      a[i] = std::fabs(x[0][i]);
       for (int d = 1; d < packs; ++d) {
         const acc_t deviation = x[d][i] - shift[i % kChannels];
         s[i] += deviation;
         q[i] += deviation * deviation;
-        a[i] += fabs(x[d][i]);
+        a[i] += std::fabs(x[d][i]);
       }
     }
     for (int half = kPack / 2; half >= kChannels; half /= 2) {
@@ -253,71 +347,66 @@ struct Reader {
     }
   }
 
-  // The exact way through a tile: in float64, what is not finite counted apart.
-  template <class Walker>
-  __device__ void read_again(const scalar_t* data, Walker walker, int packs, const Odd& odd, int channel) {
-    constexpr int kDepth = 4;
-    Whole whole[kChannels];
-    for (int c = 0; c < kChannels; ++c) whole[c] = Whole::load(shared, kSlots, thread + c * kThreads);
+  // The exact way through a tile: in float64, what is not finite counted apart. One channel after the other, to leave
+  // the registers to the fast way.
+  __device__ void read_again(const Walker& start, int packs, const Odd& odd, int channel) {
+    constexpr int kValues = 8, kBatch = kValues / kPlaces;
 #pragma unroll 1
-    for (int done = 0; done < packs; done += kDepth) {
-      Pack<scalar_t, kPack> batch[kDepth];
-      for (int d = 0; d < kDepth; ++d, walker.next()) {
-        if (done + d < packs) batch[d] = *reinterpret_cast<const Pack<scalar_t, kPack>*>(data + walker.offset());
-      }
-      for (int d = 0; d < kDepth; ++d) {
-        if (done + d >= packs) break;
-        for (int i = 0; i < kPack; ++i) {
-          const int c = i % kChannels;
-          auto& w = whole[c];
-          const acc_t x = widen(batch[d].value[i]);
+    for (int c = 0; c < kChannels; ++c) {
+      Whole whole = Whole::load(shared, kSlots, thread + c * kThreads);
+      Walker walker = start;
+#pragma unroll 1
+      for (int left = packs; left > 0; left -= kBatch) {
+        scalar_t values[kValues];
+        for (int d = 0; d < kBatch; ++d) {
+          if (d >= left) break;
+          const scalar_t* at = walker.next() + c;
+          for (int i = 0; i < kPlaces; ++i) values[d * kPlaces + i] = at[i];
+        }
+        for (int i = 0; i < kValues; ++i) {
+          if (i / kPlaces >= left) break;
+          const acc_t x = widen(values[i]);
           if (x - x == 0) {
-            if (w.count == 0) w.pivot = x;
-            const double deviation = double(x) - double(w.pivot);
-            w.sum += deviation;
-            w.square_sum += deviation * deviation;
-            w.abs_sum += fabs(double(x));
-            w.min = std::fmin(w.min, x);
-            w.max = std::fmax(w.max, x);
-            w.zeros += x == 0;
-            ++w.count;
+            if (whole.count == 0) whole.pivot = x;
+            const double deviation = double(x) - double(whole.pivot);
+            whole.sum += deviation;
+            whole.square_sum += deviation * deviation;
+            whole.abs_sum += std::fabs(double(x));
+            whole.min = std::fmin(whole.min, x);
+            whole.max = std::fmax(whole.max, x);
+            whole.zeros += x == 0;
+            ++whole.count;
           } else {
             odd.add(channel + c, x);
           }
         }
       }
+      whole.store(shared, kSlots, thread + c * kThreads);
     }
-    for (int c = 0; c < kChannels; ++c) whole[c].store(shared, kSlots, thread + c * kThreads);
     shifted = false;
   }
 
-  // `count` packs from the walker on. `channel`: the first of the thread's channels in its block.
-  template <class Walker, class Histogram>
-  __device__ void read(const scalar_t* data, Walker walker, int64_t count, const Histogram& histogram, const Odd& odd,
-                       int channel) {
-    using Load = Pack<scalar_t, kPack>;
-    while (count > 0) {
-      const int packs = int(count < kTilePacks ? count : kTilePacks);
-      const Walker start = walker;
+  // `channel`: the first of the thread's channels in its block.
+  template <class Histogram>
+  __device__ void read(const Histogram& histogram, const Odd& odd, int channel) {
+    constexpr int kGroup = Feed::kGroup;
+    Load taken[kGroup];
+    for (int done = 0; done < count;) {
       for (int c = 0; c < kChannels; ++c) sum[c] = square_sum[c] = abs_sum[c] = 0;
       extremes.clear();
-      int left = packs;
+      const int packs = count - done < kTilePacks ? count - done : kTilePacks, tail = packs % kGroup;
 #pragma unroll 1
-      for (; left >= kDepth; left -= kDepth) {
-        Load batch[kDepth];
-        for (int d = 0; d < kDepth; ++d, walker.next()) batch[d] = *reinterpret_cast<const Load*>(data + walker.offset());
-        update<4, true>(batch, histogram);
-        for (int d = 4; d < kDepth; d += 4) update<4, false>(batch + d, histogram);
+      for (int groups = packs / kGroup; groups > 0; --groups) {
+        feed.take(taken, kGroup);
+        update<4, true>(taken, histogram);
+        for (int i = 4; i < kGroup; i += 4) update<4, false>(taken + i, histogram);
+        feed.go_on();
       }
-#pragma unroll 1
-      for (; left > 0; left -= kTailDepth) {
-        Load batch[kTailDepth];
-        for (int d = 0; d < kTailDepth; ++d, walker.next()) {
-          if (d < left) batch[d] = *reinterpret_cast<const Load*>(data + walker.offset());
-        }
-        update<1, true>(&batch[0], histogram);
-        for (int d = 1; d < kTailDepth; ++d) {
-          if (d < left) update<1, false>(&batch[d], histogram);
+      if (tail > 0) {  // the last
+        feed.take(taken, tail);
+        update<1, true>(taken, histogram);
+        for (int i = 1; i < kGroup - 1; ++i) {
+          if (i < tail) update<1, false>(taken + i, histogram);
         }
       }
       bool all_hold = true;
@@ -326,9 +415,9 @@ struct Reader {
       if (all_hold) {
         close_tile(packs, inverse_count);
       } else {
-        read_again(data, start, packs, odd, channel);
+        read_again(Walker(data, layout, first + done * step, step), packs, odd, channel);
       }
-      count -= packs;
+      done += packs;
     }
   }
 };
