@@ -87,6 +87,21 @@ def _observe_in_graph(x: torch.Tensor, output: SiteState | None, gradient: SiteS
                 _accumulate(g, gradient, False)
 
         x.register_hook(accumulate_gradient)
+        torch._dynamo.comptime.comptime(_inputs_first)
+
+
+def _inputs_first(context: Any) -> None:
+    """Runs while `_observe_in_graph` is traced: puts the inputs of the graph back in front, in their order.
+
+    For torch 2.11 and 2.12. They move all that a hook refers to (state and sizes, which are inputs) to the tensor that
+    the hook is registered on, and so behind earlier nodes that use it. Where nothing was moved, nothing is done.
+    """
+    tracer = context.get_local("x").as_proxy().tracer
+    nodes = list(tracer.graph.nodes)
+    inputs = [node for node in nodes if node.op == "placeholder"]
+    if inputs != nodes[: len(inputs)]:
+        for proxy in reversed(tracer.input_name_to_proxy.values()):
+            next(iter(tracer.graph.nodes)).prepend(proxy.node)
 
 
 def _fits(x: torch.Tensor, state: SiteState) -> bool:
