@@ -136,7 +136,8 @@ setup(
             sources=["csrc/ops.cpp", "csrc/hook.cpp", "csrc/cpu/accumulate.cpp"],
             depends=[str(header) for header in sorted(Path("csrc").rglob("*.h"))],
             extra_compile_args={"cxx": CXX_FLAGS + KERNEL_FLAGS},
-            extra_link_args=["-fopenmp"],
+            # One libstdc++, the one that torch uses, also where g++ links its own in statically.
+            extra_link_args=["-fopenmp", "-l:libstdc++.so.6"],
         )
     ],
     cmdclass={"build_ext": BuildWithCuda},

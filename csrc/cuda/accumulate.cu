@@ -39,13 +39,15 @@ struct Job {
 __device__ unsigned long long execution_clock;
 
 constexpr int larger(int a, int b) { return a > b ? a : b; }
+HOOKSTATS_HD inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Shared memory: the histogram, then the thread's sums, then the ring.
 template <class scalar_t, int kPack, int kPlaces, template <class> class Walker, HistogramKind kind>
 struct Shared {
   static constexpr int kHistogram = BlockHistogram<kind, kPlaces>::kWords * int(sizeof(unsigned));
   static constexpr int kSums = kThreads * larger(kPlaces * BlockSums<acc_of<scalar_t>>::kBytes, WideSums::kBytes);
-  static constexpr int kRing = Reader<scalar_t, kPack, kPlaces, Walker>::Feed::kBytes;
+  using Reads = Reader<scalar_t, kPack, kPlaces, Walker, kPlaces == 4 && kind == HistogramKind::per_channel>;
+  static constexpr int kRing = Reads::Feed::kBytes;
   static constexpr int kBytes = kHistogram + kSums + kRing;
 };
 
@@ -72,9 +74,9 @@ __global__ void __launch_bounds__(kThreads, 2) accumulate_kernel(const scalar_t*
   const int64_t first = blockIdx.y * job.share + group, stop = (blockIdx.y + 1) * job.share;
   const int64_t end = stop < job.layout.count ? stop : job.layout.count;
   const bool reads = group < geometry.groups && lane_channel < channels && first < end;
-  Reader<scalar_t, kPack, kPlaces, Walker> reader(
+  typename Sizes::Reads reader(
       shared, ring, thread, data + (reads ? lane_channel * job.layout.channel_stride : 0), job.layout, first,
-      geometry.groups, reads ? int((end - first + geometry.groups - 1) / geometry.groups) : 0);
+      geometry.groups, reads ? int((end - first + geometry.groups - 1) / geometry.groups) : 0, exchanges<kPlaces>(geometry, thread));
 
   const Histogram histogram(reinterpret_cast<unsigned*>(dynamic), geometry, thread);
   const Odd odd(odd_counts, thread);
@@ -97,8 +99,17 @@ __global__ void __launch_bounds__(kThreads, 2) accumulate_kernel(const scalar_t*
   WideSums sums = WideSums::neutral(), before = WideSums::neutral();
 
   if (on) {
-    reader.read(histogram, odd, lane * kPlaces);
-    __syncthreads();
+    const int at_once = Histogram::kMostRows / geometry.groups / Sizes::Reads::kTilePacks * Sizes::Reads::kTilePacks;
+    const int64_t most = geometry.lanes_first ? divide_up(job.share, geometry.groups) : 0;
+    for (int64_t until = at_once;; until += at_once) {
+      reader.read(geometry.lanes_first ? int(until) : INT32_MAX, histogram, odd, lane * kPlaces);
+      __syncthreads();
+      if (until >= most) break;
+      histogram.add_to_state(job.state, geometry, first_channel, channels, thread);
+      __syncthreads();
+      histogram.clear(geometry, thread);
+      __syncthreads();
+    }
     if (owns) before = load_state(job.state.moments + channel, job.state.row_stride);  // while the block is folded
     odd.add_to_state(job.state, first_channel, thread);
     histogram.add_to_state(job.state, geometry, first_channel, channels, thread);
@@ -151,8 +162,6 @@ __global__ void __launch_bounds__(kThreads, 2) accumulate_kernel(const scalar_t*
   }
 }
 
-int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 template <class scalar_t, int kPack, int kPlaces, template <class> class Walker>
 cudaError_t launch_accumulate(const void* data, Job job, HistogramKind kind, dim3 grid, cudaStream_t stream) {
   constexpr auto none = HistogramKind::none, tensor = HistogramKind::per_tensor, channel = HistogramKind::per_channel;
@@ -204,8 +213,7 @@ cudaError_t accumulate_as(const Input& input, const State& state, const Launch& 
   int64_t groups;  // of channels
   if (rows) {
     const int64_t lanes = layout.channels / places;
-    const int most = state.kind == HistogramKind::per_channel ? kCountedChannels : kBlockChannels;
-    groups = divide_up(lanes, most / places);
+    groups = divide_up(lanes, kBlockChannels / places);
     geometry.lanes = int(divide_up(lanes, groups));
     geometry.groups = kThreads / geometry.lanes;
   } else {

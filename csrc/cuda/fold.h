@@ -7,8 +7,7 @@
 namespace hookstats::cuda {
 
 constexpr int kThreads = 256;
-constexpr int kBlockChannels = 64;    // at most
-constexpr int kCountedChannels = 32;  // at most, where each has a histogram
+constexpr int kBlockChannels = 64;  // at most
 
 // Which channels and elements a thread reads. A block has `lanes` x `groups` threads at work: a lane is one channel, or
 // several neighbouring ones, its places; the groups share its elements. Neighbouring threads are neighbouring lanes
@@ -21,6 +20,12 @@ struct Geometry {
   HOOKSTATS_HD int group(int thread) const { return lanes_first ? thread / lanes : thread % groups; }
   HOOKSTATS_HD int thread(int lane, int group) const { return lanes_first ? group * lanes + lane : lane * groups + group; }
 };
+
+// Whether a thread of four places has the halves of its packs exchanged (histogram.h says what for).
+template <int kPlaces>
+HOOKSTATS_HD inline bool exchanges(const Geometry& geometry, int thread) {
+  return kPlaces == 4 && geometry.group(thread) % 2 == 1;
+}
 
 // The statistics of some finite values as sums about a pivot that lies among them: these merge without a division.
 // With the pivot a mean of n of the N values, rounding in square_sum costs at most about N / n * 2^-53 of m2.

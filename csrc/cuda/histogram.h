@@ -33,8 +33,9 @@ __device__ inline void clear_words(unsigned* words, int count, int thread) {
 // for the block is enough, whatever the data.
 template <HistogramKind kind, int kPlaces>
 struct BlockHistogram {
-  static constexpr int kWords = 0;
+  static constexpr int kWords = 0, kMostRows = INT32_MAX;
   __device__ BlockHistogram(unsigned*, const Geometry&, int) {}
+  __device__ void clear(const Geometry&, int) const {}
   template <class acc_t>
   __device__ void add(acc_t, int) const {}
   __device__ void add_to_state(const State&, const Geometry&, int64_t, int64_t, int) const {}
@@ -42,12 +43,13 @@ struct BlockHistogram {
 
 template <int kPlaces>
 struct BlockHistogram<HistogramKind::per_tensor, kPlaces> {
-  static constexpr int kWords = kExponentBins;
+  static constexpr int kWords = kExponentBins, kMostRows = INT32_MAX;
   unsigned* counts;
 
-  __device__ BlockHistogram(unsigned* shared, const Geometry&, int thread) : counts(shared) {
-    clear_words(counts, kWords, thread);
+  __device__ BlockHistogram(unsigned* shared, const Geometry& geometry, int thread) : counts(shared) {
+    clear(geometry, thread);
   }
+  __device__ void clear(const Geometry&, int thread) const { clear_words(counts, kWords, thread); }
 
   template <class acc_t>
   __device__ void add(acc_t x, int) const {
@@ -62,25 +64,38 @@ struct BlockHistogram<HistogramKind::per_tensor, kPlaces> {
   }
 };
 
-// Where lanes are neighbouring channels, the counters are [exponent][place][lane]: the lanes of a warp are in different
-// banks. Else [lane][exponent].
+// By channel. Where lanes share a channel, 32-bit counters [lane][exponent]. Where lanes are neighbouring channels,
+// 16-bit counters in pairs, [exponent][32 words]: half the memory lets two blocks run on a multiprocessor; the block
+// adds them up before one can overflow. A word holds two places of a lane, or lanes 32 apart, so that the lanes of a
+// warp are in different banks: with four places a warp is two groups of 16 lanes, of which the odd ones have the halves
+// of their packs exchanged.
 template <int kPlaces>
 struct BlockHistogram<HistogramKind::per_channel, kPlaces> {
-  static constexpr int kExponents = 256, kChannels = kCountedChannels, kLanes = kChannels / kPlaces;
-  static constexpr int kWords = kExponents * kChannels;
+  static constexpr int kExponents = 256, kRowWords = kBlockChannels / 2, kWords = kExponents * kRowWords;
+  static constexpr int kMostRows = 65535;  // of a block, before its counters must be added up
   unsigned* counts;
-  unsigned lane_bytes, mask;
-  int shift;  // of the exponent, to where it counts in bytes
+  unsigned at_lane, mask;  // in bytes
+  int shift;               // of the exponent, to where it counts in bytes
+  int exchanged;           // words from the place that an odd group has there
+  unsigned unit;
+  bool pairs;
 
-  __device__ BlockHistogram(unsigned* shared, const Geometry& geometry, int thread) : counts(shared) {
-    const bool by_exponent = geometry.lanes_first;
-    clear_words(counts, by_exponent ? kWords : geometry.lanes * kExponents, thread);
-    const int step = by_exponent ? kChannels : 1;
-    static_assert(kChannels * sizeof(unsigned) == 1 << 7 && kPlaces * kLanes == kChannels);
-    shift = by_exponent ? 23 - 7 : 23 - 2;
-    mask = (kExponents - 1) * step * sizeof(unsigned);
-    lane_bytes = geometry.lane(thread) * (by_exponent ? 1 : kExponents) * sizeof(unsigned);
+  __device__ BlockHistogram(unsigned* shared, const Geometry& geometry, int thread)
+      : counts(shared), pairs(geometry.lanes_first) {
+    clear(geometry, thread);
+    const int lane = geometry.lane(thread);
+    static_assert(kRowWords * sizeof(unsigned) == 1 << 7);
+    shift = pairs ? 23 - 7 : 23 - 2;
+    mask = (kExponents - 1) << (23 - shift);
+    at_lane = (pairs ? lane % kRowWords : lane * kExponents) * sizeof(unsigned);
+    unit = pairs && lane >= kRowWords ? 1 << 16 : 1;
+    exchanged = exchanges<kPlaces>(geometry, thread) ? kRowWords / 2 : 0;
   }
+
+  __device__ static int words(const Geometry& geometry) {
+    return geometry.lanes_first ? kWords : geometry.lanes * kExponents;
+  }
+  __device__ void clear(const Geometry& geometry, int thread) const { clear_words(counts, words(geometry), thread); }
 
   // A shift, one logical operation, the atomic one.
   __device__ void add(float x, int place) const {
@@ -91,25 +106,41 @@ struct BlockHistogram<HistogramKind::per_channel, kPlaces> {
   __device__ void add(double x, int place) const { add_at(exponent_of(x) << 23 >> shift & mask, place); }
 
   __device__ void add_at(unsigned exponent_bytes, int place) const {
-    auto* at = reinterpret_cast<char*>(counts) + (exponent_bytes | lane_bytes);
-    atomicAdd(reinterpret_cast<unsigned*>(at) + place * kLanes, 1u);
+    auto* at = reinterpret_cast<unsigned*>(reinterpret_cast<char*>(counts) + (exponent_bytes | at_lane));
+    if (kPlaces == 4) {
+      atomicAdd(at + (place < 2 ? exchanged : kRowWords / 2 - exchanged), place % 2 ? 1u << 16 : 1u);
+    } else if (kPlaces == 2) {
+      atomicAdd(at, place ? 1u << 16 : 1u);
+    } else if (pairs) {
+      atomicAdd(at, unit);
+    } else {
+      atomicAdd(at, 1u);
+    }
   }
 
   __device__ void add_to_state(const State& state, const Geometry& geometry, int64_t first_channel, int64_t channels,
                                int thread) const {
-    // A thread stays with its place and lane, or with its exponent.
-    const int row = geometry.lanes_first ? kChannels : kExponents;
-    const int words = geometry.lanes_first ? kWords : geometry.lanes * kExponents;
-    for (int i = thread; i < words; i += kThreads) {
-      const unsigned count = counts[i];
-      if (count == 0) continue;
-      const int column = i % row, exponent = geometry.lanes_first ? i / row : column;
-      const int in_block =
-          geometry.lanes_first ? column % kLanes * kPlaces + column / kLanes : i / row;  // where a lane is its channel
-      if (exponent != 255 && first_channel + in_block < channels) {
-        add_to_bin(&state.histogram[(first_channel + in_block) * kOctaveBins + octave_bin(exponent)], count);
+    for (int i = thread; i < words(geometry); i += kThreads) {
+      const unsigned word = counts[i];
+      if (word == 0) continue;
+      if (!pairs) {
+        add_one(state, first_channel + i / kExponents, channels, i % kExponents, word);
+        continue;
+      }
+      const int column = i % kRowWords, exponent = i / kRowWords;
+      for (int half = 0; half < 2; ++half) {
+        const unsigned count = word >> 16 * half & 0xffff;
+        const int channel = kPlaces == 4   ? column % 16 * 4 + column / 16 * 2 + half
+                            : kPlaces == 2 ? column * 2 + half
+                                           : column + half * kRowWords;
+        if (count) add_one(state, first_channel + channel, channels, exponent, count);
       }
     }
+  }
+
+  __device__ static void add_one(const State& state, int64_t channel, int64_t channels, int exponent, unsigned count) {
+    if (exponent == 255 || channel >= channels) return;
+    add_to_bin(&state.histogram[channel * kOctaveBins + octave_bin(exponent)], count);
   }
 };
 

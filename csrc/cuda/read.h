@@ -164,7 +164,7 @@ struct Odd {
 };
 
 // A thread's packs on their way, in a ring in shared memory: four are used while the next ones come.
-template <class scalar_t, int kPack, class Walker>
+template <class scalar_t, int kPack, class Walker, bool kExchanges>
 struct Ring {
   using Load = Pack<scalar_t, kPack>;
   static constexpr int kGroup = 4;  // packs taken at a time
@@ -174,16 +174,26 @@ struct Ring {
   Load* here;
   Walker walker;
   int to_ask;
+  const int exchange;  // 1: the halves of packs change places
 
-  __device__ Ring(void* shared, int thread, const Walker& walker, int count)
-      : begin(static_cast<Load*>(shared) + thread), here(begin), walker(walker), to_ask(count) {
+  __device__ Ring(void* shared, int thread, const Walker& walker, int count, bool exchange)
+      : begin(static_cast<Load*>(shared) + thread), here(begin), walker(walker), to_ask(count), exchange(exchange) {
 #pragma unroll 1
     for (int g = 0; g < kGroups; ++g) go_on();
   }
 
   __device__ void take(Load (&packs)[kGroup], int) {
     wait_for_all_but<kGroups - 1>();
-    for (int i = 0; i < kGroup; ++i) packs[i] = here[i * kThreads];
+    using Half = Pack<scalar_t, kPack / 2>;
+    for (int i = 0; i < kGroup; ++i) {
+      if (kExchanges) {
+        const Half* halves = reinterpret_cast<const Half*>(&here[i * kThreads]);
+        const Half both[2] = {halves[exchange], halves[1 - exchange]};
+        memcpy(&packs[i], both, sizeof both);
+      } else {
+        packs[i] = here[i * kThreads];
+      }
+    }
   }
 
   // After the packs were used, asks for others in their place.
@@ -210,7 +220,7 @@ struct Burst {
   static constexpr int kBytes = 0;
   Walker walker;
 
-  __device__ Burst(void*, int, const Walker& walker, int) : walker(walker) {}
+  __device__ Burst(void*, int, const Walker& walker, int, bool) : walker(walker) {}
 
   __device__ void take(Load (&packs)[kGroup], int count) {
     for (int i = 0; i < kGroup; ++i) {
@@ -221,12 +231,13 @@ struct Burst {
 };
 
 // A thread's sums. The places of a pack are `kChannels` channels, or all of one.
-template <class scalar_t, int kPack_, int kChannels_, template <class> class WalkerOf>
+template <class scalar_t, int kPack_, int kChannels_, template <class> class WalkerOf, bool kExchanges>
 struct Reader {
   using Walker = WalkerOf<scalar_t>;
   using Load = Pack<scalar_t, kPack_>;
   using acc_t = acc_of<scalar_t>;
-  using Feed = std::conditional_t<(kPack_ > 1), Ring<scalar_t, kPack_, Walker>, Burst<scalar_t, kPack_, Walker>>;
+  using Feed = std::conditional_t<(kPack_ > 1), Ring<scalar_t, kPack_, Walker, kExchanges>,
+                                  Burst<scalar_t, kPack_, Walker>>;
   static constexpr int kPack = kPack_, kChannels = kChannels_;
   static constexpr int kPlaces = kPack / kChannels;  // of a channel in a pack
   static constexpr int kTilePacks = 128;
@@ -248,11 +259,13 @@ struct Reader {
   const Layout& layout;
   const int64_t first, step;
   const int count;
+  int done = 0;
+  const int exchange;  // exclusive or: from a thread's place to the place in the tensor
   Feed feed;
 
   // Asks for the first packs.
   __device__ Reader(double* shared, void* ring, int thread, const scalar_t* data, const Layout& layout, int64_t first,
-                    int64_t step, int count)
+                    int64_t step, int count, bool exchange)
       : shared(shared),
         thread(thread),
         data(data),
@@ -260,7 +273,8 @@ struct Reader {
         first(first),
         step(step),
         count(count),
-        feed(ring, thread, Walker(data, layout, first, step), count) {
+        exchange(kExchanges && exchange ? kChannels / 2 : 0),
+        feed(ring, thread, Walker(data, layout, first, step), count, exchange) {
     for (int c = 0; c < kChannels; ++c) Whole::neutral().store(shared, kSlots, thread + c * kThreads);
   }
 
@@ -340,9 +354,10 @@ struct Reader {
     for (int c = 0; c < kChannels; ++c) {
       const Whole tile{double(sum[c]), double(square_sum[c]), double(abs_sum[c]),         shift[c],
                        tile_min(c),    tile_max(c),           unsigned(packs * kPlaces), tile_zeros(c)};
-      Whole whole = Whole::load(shared, kSlots, thread + c * kThreads);
+      const int slot = thread + (c ^ exchange) * kThreads;
+      Whole whole = Whole::load(shared, kSlots, slot);
       whole.merge(tile);
-      whole.store(shared, kSlots, thread + c * kThreads);
+      whole.store(shared, kSlots, slot);
       shift[c] += sum[c] * inverse_count;  // the next tile's
     }
   }
@@ -386,12 +401,13 @@ struct Reader {
     shifted = false;
   }
 
-  // `channel`: the first of the thread's channels in its block.
+  // On to pack number `until`, whole tiles, or to the last. `channel`: the first of the thread's channels in its block.
   template <class Histogram>
-  __device__ void read(const Histogram& histogram, const Odd& odd, int channel) {
+  __device__ void read(int until, const Histogram& histogram, const Odd& odd, int channel) {
     constexpr int kGroup = Feed::kGroup;
+    if (until > count) until = count;
     Load taken[kGroup];
-    for (int done = 0; done < count;) {
+    while (done < until) {
       for (int c = 0; c < kChannels; ++c) sum[c] = square_sum[c] = abs_sum[c] = 0;
       extremes.clear();
       const int packs = count - done < kTilePacks ? count - done : kTilePacks, tail = packs % kGroup;
