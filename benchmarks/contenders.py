@@ -22,10 +22,22 @@ class Case(NamedTuple):
     dtype: torch.dtype
     channel_dim: int
     channels_last: bool = False
+    values: str = "normal"  # "relu", "constant", "hot": all but a few in one bin; "nan": 1 %; "mean": 1e4
 
     def tensor(self, device: str) -> torch.Tensor:
-        """Normal values; every call other ones."""
-        x = torch.randn(self.shape, device=device, dtype=self.dtype)
+        """Random values, every call other ones."""
+        x = torch.randn(self.shape, device=device, dtype=self.dtype if self.dtype.itemsize > 1 else torch.bfloat16)
+        if self.values == "relu":
+            x.relu_()
+        elif self.values == "constant":
+            x.fill_(1.5)
+        elif self.values == "hot":
+            x = torch.where(x > 2, x, x.new_tensor(1.5))
+        elif self.values == "nan":
+            x[torch.rand(self.shape, device=device) < 0.01] = float("nan")
+        elif self.values == "mean":
+            x += 1e4
+        x = x.to(self.dtype)
         return x.to(memory_format=torch.channels_last) if self.channels_last else x
 
     @property
@@ -76,6 +88,11 @@ def contenders(case: Case, device: str) -> dict[str, Callable[[torch.Tensor], An
         name = "hookstats" if histogram == "none" else f"hookstats + {histogram} histogram"
         found[name] = partial(measured, channel_dim=case.channel_dim)
     found["torch.compile of the operators"] = lambda x: compiled(x, case.channel_dim)
+    if device == "cuda":
+        tuned = torch.compile(by_operators, dynamic=False, mode="max-autotune-no-cudagraphs")
+        found["the same, max-autotune"] = lambda x: tuned(x, case.channel_dim)
+    others = [d for d in range(len(case.shape)) if d != case.channel_dim]
+    found["torch.var_mean alone"] = lambda x: torch.var_mean(x, others)
     found["eager operators"] = lambda x: by_operators(x, case.channel_dim)
     found["torch.histc alone"] = lambda x: torch.histc(x if x.dtype == torch.float32 else x.float(), 64, -8, 8)
     return found

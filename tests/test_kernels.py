@@ -74,6 +74,53 @@ def test_plane_sizes_around_tile_edges(backend: Backend, size: int) -> None:
     check(backend.accumulate(x, None, "per_tensor").stats(), x, None)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("channels", [1, 3, 4, 5, 7, 12, 60, 61, 66, 68, 100, 127, 132, 250, 257, 1000, 1001])
+def test_numbers_of_channels(backend: Backend, channels: int, dtype: torch.dtype) -> None:
+    x = normal(41, channels).to(dtype)
+    check(backend.accumulate(x, 1, "per_channel").stats(), x, 1)
+    y = x.t().contiguous()
+    check(backend.accumulate(y, 0, "per_channel").stats(), y, 0)
+
+
+@pytest.mark.parametrize("rows", [3, 4, 5, 63, 64, 65, 67, 2047, 2048, 2049, 2113, 4100, 8191])
+def test_sizes_around_the_tiles_of_the_packed_kernels(backend: Backend, rows: int) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        x = normal(rows, 64).to(dtype)
+        check(backend.accumulate(x, 1, "per_channel").stats(), x, 1)
+        y = normal(1, 4 * rows).to(dtype)
+        check(backend.accumulate(y, 0, "per_channel").stats(), y, 0)
+        check(backend.accumulate(y, None, "per_tensor").stats(), y, None)
+
+
+@pytest.mark.parametrize("offset", [1, 2, 3, 4])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_storage_offsets(backend: Backend, dtype: torch.dtype, offset: int) -> None:
+    x = normal(offset + 300 * 40).to(dtype)[offset:].view(300, 40)
+    check(backend.accumulate(x, 1, "per_channel").stats(), x, 1)
+    check(backend.accumulate(x, None, "per_tensor").stats(), x, None)
+    rows = torch.as_strided(x, (299, 36), (40, 1), x.storage_offset())
+    check(backend.accumulate(rows, 1).stats(), rows, 1)
+
+
+def test_planes_with_gaps(backend: Backend) -> None:
+    x = normal(3, 5, 24, 24).float()
+    for view in (x[:, :, 4:12], x[:, :, :, 4:12], x[:, 1:3], x[:, :, :, 3:10], x[:, :, ::2]):
+        check(backend.accumulate(view, 1, "per_channel").stats(), view, 1)
+
+
+@pytest.mark.gpu
+def test_a_block_counts_more_rows_than_16_bits_hold() -> None:
+    x = torch.full((40_000_000, 4), 1.5, dtype=torch.bfloat16, device="cuda")
+    x[:, 1], x[:, 2], x[::3, 3] = 0.3, -70.0, 0.0
+    state = State(4, "per_channel", "cuda")
+    torch.ops.hookstats.accumulate(x, *state.tensors, None, 1)
+    assert state.histogram is not None
+    third = (len(x) + 2) // 3
+    wanted = [{47: len(x)}, {45: len(x)}, {53: len(x)}, {0: third, 47: len(x) - third}]
+    assert [{i: n for i, n in enumerate(row) if n} for row in state.histogram.tolist()] == wanted
+
+
 def test_many_channels(backend: Backend) -> None:
     x = normal(3, 10007).float()
     check(backend.accumulate(x, 1).stats(), x, 1)

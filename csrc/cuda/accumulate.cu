@@ -5,8 +5,6 @@
 // (read.h), the block folds its threads (fold.h), and of the blocks of a channel group the last to arrive folds the
 // parts, in their order, into the state.
 
-#include <cstdlib>
-
 #include "histogram.h"
 #include "read.h"
 
@@ -19,10 +17,6 @@ constexpr unsigned kFan = 64;  // parts that one block merges at most; more are 
 // one wave is 264 blocks. A block costs as much as reading 100 KB or so.
 constexpr int64_t kWave = 264, kMostWaves = kBlocks / kWave;
 constexpr int64_t kBlockBytes = 128 << 10;
-int64_t tune(const char* name, int64_t otherwise) {
-  const char* value = getenv(name);
-  return value ? atoll(value) : otherwise;
-}
 
 struct Job {
   Layout layout;  // its elements are packs
@@ -44,7 +38,7 @@ HOOKSTATS_HD inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1)
 // Shared memory: the histogram, then the thread's sums, then the ring.
 template <class scalar_t, int kPack, int kPlaces, template <class> class Walker, HistogramKind kind>
 struct Shared {
-  static constexpr int kHistogram = BlockHistogram<kind, kPlaces>::kWords * int(sizeof(unsigned));
+  static constexpr int kHistogram = BlockHistogram<kind, kPlaces, (kPack > kPlaces)>::kWords * int(sizeof(unsigned));
   static constexpr int kSums = kThreads * larger(kPlaces * BlockSums<acc_of<scalar_t>>::kBytes, WideSums::kBytes);
   using Reads = Reader<scalar_t, kPack, kPlaces, Walker, kPlaces == 4 && kind == HistogramKind::per_channel>;
   static constexpr int kRing = Reads::Feed::kBytes;
@@ -54,7 +48,7 @@ struct Shared {
 // gridDim.x: groups of channels; gridDim.y: parts of their elements.
 template <class scalar_t, int kPack, int kPlaces, template <class> class Walker, HistogramKind kind>
 __global__ void __launch_bounds__(kThreads, 2) accumulate_kernel(const scalar_t* data, const Job job) {
-  using Histogram = BlockHistogram<kind, kPlaces>;
+  using Histogram = BlockHistogram<kind, kPlaces, (kPack > kPlaces)>;
   using Sizes = Shared<scalar_t, kPack, kPlaces, Walker, kind>;
   using Whole = BlockSums<acc_of<scalar_t>>;
   HOOKSTATS_DYNAMIC_SHARED(dynamic);
@@ -74,9 +68,10 @@ __global__ void __launch_bounds__(kThreads, 2) accumulate_kernel(const scalar_t*
   const int64_t first = blockIdx.y * job.share + group, stop = (blockIdx.y + 1) * job.share;
   const int64_t end = stop < job.layout.count ? stop : job.layout.count;
   const bool reads = group < geometry.groups && lane_channel < channels && first < end;
-  typename Sizes::Reads reader(
-      shared, ring, thread, data + (reads ? lane_channel * job.layout.channel_stride : 0), job.layout, first,
-      geometry.groups, reads ? int((end - first + geometry.groups - 1) / geometry.groups) : 0, exchanges<kPlaces>(geometry, thread));
+  typename Sizes::Reads reader(shared, ring, thread, data + (reads ? lane_channel * job.layout.channel_stride : 0),
+                               job.layout, first, geometry.groups,
+                               reads ? int((end - first + geometry.groups - 1) / geometry.groups) : 0,
+                               exchanges<kPlaces>(geometry, thread));
 
   const Histogram histogram(reinterpret_cast<unsigned*>(dynamic), geometry, thread);
   const Odd odd(odd_counts, thread);
@@ -190,7 +185,8 @@ cudaError_t accumulate_as(const Input& input, const State& state, const Launch& 
   // Packs need their elements side by side and every step between packs to be whole packs.
   const auto whole_packs = [](int64_t x) { return x % kPack == 0; };
   const bool near = layout.ndim <= 1 || (layout.ndim == 2 && layout.inner_size() < INT32_MAX);
-  bool packed = kPack > 1 && near && layout.ndim <= (rows ? 1 : 2) && reinterpret_cast<uintptr_t>(input.data) % (kPack * sizeof(scalar_t)) == 0;
+  bool packed = kPack > 1 && near && layout.ndim <= (rows ? 1 : 2) &&
+                reinterpret_cast<uintptr_t>(input.data) % (kPack * sizeof(scalar_t)) == 0;
   for (int d = 0; d < layout.ndim; ++d) packed &= whole_packs(layout.stride[d]) || (!rows && d == layout.ndim - 1);
   if (rows) {
     packed &= layout.channel_stride == 1 && whole_packs(layout.channels);
@@ -226,11 +222,11 @@ cudaError_t accumulate_as(const Input& input, const State& state, const Launch& 
   // As few waves of blocks as fill a GPU to nine tenths; but every part has something to read.
   const int64_t pack_bytes = (packed ? kPack : 1) * int64_t(sizeof(scalar_t));
   const int64_t bytes = layout.count * (layout.channels / places) * pack_bytes;
-  const int64_t useful = divide_up(divide_up(bytes, tune("HS_BLOCK_BYTES", kBlockBytes)), groups);
+  const int64_t useful = divide_up(divide_up(bytes, kBlockBytes), groups);
   int64_t parts = 1;
   double filled = 0;
   for (int64_t waves = 1; waves <= kMostWaves && filled < 0.9; ++waves) {
-    const int64_t most = waves * tune("HS_BLOCKS", kWave) / groups, candidate = most < useful ? most : useful;
+    const int64_t most = waves * kWave / groups, candidate = most < useful ? most : useful;
     const double fills = double(groups * candidate) / double(waves * kWave);
     if (candidate >= 1 && fills > filled) {
       parts = candidate;
@@ -245,8 +241,10 @@ cudaError_t accumulate_as(const Input& input, const State& state, const Launch& 
 
   const auto stream = static_cast<cudaStream_t>(to.stream);
   if constexpr (kPack > 1) {
-    if (packed && rows) return launch_accumulate<scalar_t, kPack, kPack, LineWalker>(input.data, job, state.kind, grid, stream);
-    if (packed && layout.ndim <= 1) return launch_accumulate<scalar_t, kPack, 1, LineWalker>(input.data, job, state.kind, grid, stream);
+    if (packed && rows)
+      return launch_accumulate<scalar_t, kPack, kPack, LineWalker>(input.data, job, state.kind, grid, stream);
+    if (packed && layout.ndim <= 1)
+      return launch_accumulate<scalar_t, kPack, 1, LineWalker>(input.data, job, state.kind, grid, stream);
     if (packed) return launch_accumulate<scalar_t, kPack, 1, NearWalker>(input.data, job, state.kind, grid, stream);
   }
   if (near) return launch_accumulate<scalar_t, 1, 1, NearWalker>(input.data, job, state.kind, grid, stream);

@@ -18,7 +18,9 @@ struct Geometry {
 
   HOOKSTATS_HD int lane(int thread) const { return lanes_first ? thread % lanes : thread / groups; }
   HOOKSTATS_HD int group(int thread) const { return lanes_first ? thread / lanes : thread % groups; }
-  HOOKSTATS_HD int thread(int lane, int group) const { return lanes_first ? group * lanes + lane : lane * groups + group; }
+  HOOKSTATS_HD int thread(int lane, int group) const {
+    return lanes_first ? group * lanes + lane : lane * groups + group;
+  }
 };
 
 // Whether a thread of four places has the halves of its packs exchanged (histogram.h says what for).
@@ -58,8 +60,8 @@ struct Sums {
     const double* sums = shared + slot;
     const acc_t* values = reinterpret_cast<const acc_t*>(shared + 3 * slots) + slot;
     const count_t* counts = reinterpret_cast<const count_t*>(values - slot + 3 * slots) + slot;
-    return {sums[0],           sums[slots], sums[2 * slots], values[0], values[slots],
-            values[2 * slots], counts[0],   counts[slots]};
+    return {sums[0],       sums[slots],       sums[2 * slots], values[0],
+            values[slots], values[2 * slots], counts[0],       counts[slots]};
   }
   __device__ void store(double* shared, int slots, int slot) const {
     double* sums = shared + slot;

@@ -29,9 +29,9 @@ __device__ inline void clear_words(unsigned* words, int count, int thread) {
   for (int i = thread; i < count / 4; i += kThreads) reinterpret_cast<Four*>(words)[i] = Four{};
 }
 
-// kPlaces: channels of one lane. Lanes of a warp that meet in a counter are added up by the hardware, so that one copy
-// for the block is enough, whatever the data.
-template <HistogramKind kind, int kPlaces>
+// kPlaces: channels of one lane. kPlanes: never are lanes neighbouring channels. Lanes of a warp that meet in a counter
+// are added up by the hardware, so that one copy for the block is enough, whatever the data.
+template <HistogramKind kind, int kPlaces, bool kPlanes>
 struct BlockHistogram {
   static constexpr int kWords = 0, kMostRows = INT32_MAX;
   __device__ BlockHistogram(unsigned*, const Geometry&, int) {}
@@ -41,8 +41,8 @@ struct BlockHistogram {
   __device__ void add_to_state(const State&, const Geometry&, int64_t, int64_t, int) const {}
 };
 
-template <int kPlaces>
-struct BlockHistogram<HistogramKind::per_tensor, kPlaces> {
+template <int kPlaces, bool kPlanes>
+struct BlockHistogram<HistogramKind::per_tensor, kPlaces, kPlanes> {
   static constexpr int kWords = kExponentBins, kMostRows = INT32_MAX;
   unsigned* counts;
 
@@ -69,14 +69,13 @@ struct BlockHistogram<HistogramKind::per_tensor, kPlaces> {
 // adds them up before one can overflow. A word holds two places of a lane, or lanes 32 apart, so that the lanes of a
 // warp are in different banks: with four places a warp is two groups of 16 lanes, of which the odd ones have the halves
 // of their packs exchanged.
-template <int kPlaces>
-struct BlockHistogram<HistogramKind::per_channel, kPlaces> {
+template <int kPlaces, bool kPlanes>
+struct BlockHistogram<HistogramKind::per_channel, kPlaces, kPlanes> {
   static constexpr int kExponents = 256, kRowWords = kBlockChannels / 2, kWords = kExponents * kRowWords;
   static constexpr int kMostRows = 65535;  // of a block, before its counters must be added up
   unsigned* counts;
-  unsigned at_lane, mask;  // in bytes
-  int shift;               // of the exponent, to where it counts in bytes
-  int exchanged;           // words from the place that an odd group has there
+  unsigned at[2], mask;  // of the lower and the upper places, of the exponent: in bytes
+  int shift;             // of the exponent, to where it counts in bytes
   unsigned unit;
   bool pairs;
 
@@ -87,9 +86,11 @@ struct BlockHistogram<HistogramKind::per_channel, kPlaces> {
     static_assert(kRowWords * sizeof(unsigned) == 1 << 7);
     shift = pairs ? 23 - 7 : 23 - 2;
     mask = (kExponents - 1) << (23 - shift);
-    at_lane = (pairs ? lane % kRowWords : lane * kExponents) * sizeof(unsigned);
+    const int word = pairs ? lane % kRowWords : lane * kExponents;
+    const bool exchanged = exchanges<kPlaces>(geometry, thread);
+    for (int i = 0; i < 2; ++i)
+      at[i] = (word + (kPlaces == 4 && (i == 1) != exchanged ? kRowWords / 2 : 0)) * sizeof(unsigned);
     unit = pairs && lane >= kRowWords ? 1 << 16 : 1;
-    exchanged = exchanges<kPlaces>(geometry, thread) ? kRowWords / 2 : 0;
   }
 
   __device__ static int words(const Geometry& geometry) {
@@ -106,15 +107,14 @@ struct BlockHistogram<HistogramKind::per_channel, kPlaces> {
   __device__ void add(double x, int place) const { add_at(exponent_of(x) << 23 >> shift & mask, place); }
 
   __device__ void add_at(unsigned exponent_bytes, int place) const {
-    auto* at = reinterpret_cast<unsigned*>(reinterpret_cast<char*>(counts) + (exponent_bytes | at_lane));
-    if (kPlaces == 4) {
-      atomicAdd(at + (place < 2 ? exchanged : kRowWords / 2 - exchanged), place % 2 ? 1u << 16 : 1u);
-    } else if (kPlaces == 2) {
-      atomicAdd(at, place ? 1u << 16 : 1u);
-    } else if (pairs) {
-      atomicAdd(at, unit);
+    const unsigned bytes = exponent_bytes | at[kPlaces == 4 ? place / 2 : 0];
+    auto* counter = reinterpret_cast<unsigned*>(reinterpret_cast<char*>(counts) + bytes);
+    if (kPlaces > 1) {
+      atomicAdd(counter, place % 2 ? 1u << 16 : 1u);
+    } else if (kPlanes || !pairs) {
+      atomicAdd(counter, 1u);
     } else {
-      atomicAdd(at, 1u);
+      atomicAdd(counter, unit);
     }
   }
 

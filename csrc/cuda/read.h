@@ -167,7 +167,7 @@ struct Odd {
 template <class scalar_t, int kPack, class Walker, bool kExchanges>
 struct Ring {
   using Load = Pack<scalar_t, kPack>;
-  static constexpr int kGroup = 4;  // packs taken at a time
+  static constexpr int kGroup = 4;                                    // packs taken at a time
   static constexpr int kGroups = 128 / (kGroup * int(sizeof(Load)));  // 128 bytes of a thread on their way
   static constexpr int kBytes = kGroups * kGroup * kThreads * int(sizeof(Load));
   Load* const begin;
@@ -236,8 +236,8 @@ struct Reader {
   using Walker = WalkerOf<scalar_t>;
   using Load = Pack<scalar_t, kPack_>;
   using acc_t = acc_of<scalar_t>;
-  using Feed = std::conditional_t<(kPack_ > 1), Ring<scalar_t, kPack_, Walker, kExchanges>,
-                                  Burst<scalar_t, kPack_, Walker>>;
+  using Feed =
+      std::conditional_t<(kPack_ > 1), Ring<scalar_t, kPack_, Walker, kExchanges>, Burst<scalar_t, kPack_, Walker>>;
   static constexpr int kPack = kPack_, kChannels = kChannels_;
   static constexpr int kPlaces = kPack / kChannels;  // of a channel in a pack
   static constexpr int kTilePacks = 128;
@@ -323,7 +323,8 @@ struct Reader {
     }
   }
 
-  // As sums_hold in stats.h, in the arithmetic of the data. Where no value differs from the shift there is nothing to lose.
+  // As sums_hold in stats.h, in the arithmetic of the data. Where no value differs from the shift there is nothing to
+  // lose.
   __device__ bool holds(int c, acc_t low, acc_t high, acc_t inverse_count) const {
     constexpr acc_t kLargest = std::numeric_limits<acc_t>::max(), kSmallest = std::numeric_limits<acc_t>::min();
     const acc_t q = square_sum[c];
@@ -352,7 +353,7 @@ struct Reader {
 
   __device__ void close_tile(int packs, acc_t inverse_count) {
     for (int c = 0; c < kChannels; ++c) {
-      const Whole tile{double(sum[c]), double(square_sum[c]), double(abs_sum[c]),         shift[c],
+      const Whole tile{double(sum[c]), double(square_sum[c]), double(abs_sum[c]),        shift[c],
                        tile_min(c),    tile_max(c),           unsigned(packs * kPlaces), tile_zeros(c)};
       const int slot = thread + (c ^ exchange) * kThreads;
       Whole whole = Whole::load(shared, kSlots, slot);

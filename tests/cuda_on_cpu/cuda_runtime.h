@@ -179,7 +179,8 @@ inline void run(dim3 grid, dim3 block, const std::function<void()>& kernel) {
 
 #define HOOKSTATS_SHARED(type, name, count) \
   type* const name = static_cast<type*>(cuda_on_cpu::Block::current->shared_array(sizeof(type) * (count)))
-#define HOOKSTATS_DYNAMIC_SHARED(name) HOOKSTATS_SHARED(char, name##_bytes, cuda_on_cpu::dynamic_shared_bytes); \
+#define HOOKSTATS_DYNAMIC_SHARED(name)                                     \
+  HOOKSTATS_SHARED(char, name##_bytes, cuda_on_cpu::dynamic_shared_bytes); \
   double* const name = reinterpret_cast<double*>(name##_bytes)
 
 inline void __syncthreads(int line = __builtin_LINE()) { cuda_on_cpu::Block::current->barrier(line); }
