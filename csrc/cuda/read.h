@@ -223,6 +223,7 @@ struct Burst {
   __device__ Burst(void*, int, const Walker& walker, int, bool) : walker(walker) {}
 
   __device__ void take(Load (&packs)[kGroup], int count) {
+#pragma unroll
     for (int i = 0; i < kGroup; ++i) {
       if (i < count) packs[i] = *reinterpret_cast<const Load*>(walker.next());
     }
@@ -416,12 +417,14 @@ struct Reader {
       for (int groups = packs / kGroup; groups > 0; --groups) {
         feed.take(taken, kGroup);
         update<4, true>(taken, histogram);
+#pragma unroll
         for (int i = 4; i < kGroup; i += 4) update<4, false>(taken + i, histogram);
         feed.go_on();
       }
       if (tail > 0) {  // the last
         feed.take(taken, tail);
         update<1, true>(taken, histogram);
+#pragma unroll
         for (int i = 1; i < kGroup - 1; ++i) {
           if (i < tail) update<1, false>(taken + i, histogram);
         }
