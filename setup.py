@@ -84,18 +84,33 @@ def gencode(architecture: str) -> list[str]:
     return flags
 
 
-def compile_cuda(nvcc: str, source: Path, into: Path, targets: list[str]) -> str:
-    """Compiles one .cu file, which includes no torch header, and returns the object's path."""
+def compile_cuda(nvcc: str, source: Path, into: Path, targets: list[str]) -> tuple[str, list[dict[str, Any]]]:
+    """Compiles one .cu file, which includes no torch header; the object's path, and what each kernel takes."""
     into.mkdir(parents=True, exist_ok=True)
     target = into / (source.stem + ".cuda.o")
     command = [nvcc, "-std=c++17", "-O3", "--expt-relaxed-constexpr", "--threads", "0", "-Xcompiler", "-fPIC,-Wall"]
     for architecture in targets:
         command += gencode(architecture)
-    command += ["-c", str(source), "-o", str(target)]
+    command += ["-Xptxas", "-v", "-c", str(source), "-o", str(target)]
     print(" ".join(command), flush=True)
-    if subprocess.run(command).returncode:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        print(done.stdout + done.stderr)
         sys.exit(f"hookstats: nvcc failed on {source}; HOOKSTATS_CUDA=0 builds without the CUDA kernels")
-    return str(target)
+    return str(target), resources(done.stderr)
+
+
+def resources(said: str) -> list[dict[str, Any]]:
+    """What ptxas -v says of each kernel and GPU: registers, bytes of stack frame and of spills."""
+    pattern = re.compile(
+        r"Compiling entry function '(?P<kernel>\w+)' for '(?P<gpu>\w+)'.*?"
+        r"(?P<stack>\d+) bytes stack frame, (?P<spilled>\d+) bytes spill stores.*?Used (?P<registers>\d+) registers",
+        re.DOTALL,
+    )
+    return [
+        {key: int(value) if value.isdigit() else value for key, value in match.groupdict().items()}
+        for match in pattern.finditer(said)
+    ]
 
 
 class BuildWithCuda(BuildExtension):
@@ -110,10 +125,12 @@ class BuildWithCuda(BuildExtension):
             version = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
             release = re.search(r"release (\d+\.\d+)", version)
             targets = architectures(nvcc)
-            built |= {"cuda": release.group(1) if release else "unknown", "architectures": targets}
+            built |= {"cuda": release.group(1) if release else "unknown", "architectures": targets, "kernels": []}
             extension.define_macros.append(("HOOKSTATS_CUDA", "1"))
             for source in sorted(Path("csrc/cuda").glob("*.cu")):
-                extension.extra_objects.append(compile_cuda(nvcc, source, Path(self.build_temp), targets))
+                compiled, kernels = compile_cuda(nvcc, source, Path(self.build_temp), targets)
+                extension.extra_objects.append(compiled)
+                built["kernels"] += kernels
             extension.library_dirs.append(cudart_folder(nvcc))
             extension.libraries += ["cudart_static", "dl", "rt", "pthread"]
         super().build_extensions()

@@ -35,14 +35,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def load_harness() -> Any:
     """torch.ops namespace in which CPU tensors go to the CUDA kernels, run on the CPU (tests/cuda_on_cpu)."""
     sources = ["csrc/ops.cpp", "csrc/cpu/accumulate.cpp", "tests/cuda_on_cpu/harness.cpp"]
-    build = ROOT / "build" / f"cuda_on_cpu-{torch.__version__}"
+    # HOOKSTATS_ASAN=1, with the sanitizer's library preloaded, also finds accesses outside of any tensor (.ci/run).
+    sanitized = ["-fsanitize=address"] if os.environ.get("HOOKSTATS_ASAN") == "1" else []
+    build = ROOT / "build" / f"cuda_on_cpu-{torch.__version__}{'-asan' if sanitized else ''}"
     build.mkdir(parents=True, exist_ok=True)
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     cpp_extension.load(
         name="hookstats_cuda_on_cpu",
         sources=[str(ROOT / source) for source in sources],
-        extra_cflags=["-O1", "-g", "-fopenmp", "-DHOOKSTATS_CUDA_ON_CPU"],
-        extra_ldflags=["-fopenmp"],
+        extra_cflags=["-O1", "-g", "-fopenmp", "-DHOOKSTATS_CUDA_ON_CPU", *sanitized],
+        extra_ldflags=["-fopenmp", *sanitized],
         extra_include_paths=[str(ROOT / "tests" / "cuda_on_cpu"), str(ROOT / "csrc")],
         build_directory=str(build),
         is_python_module=False,
