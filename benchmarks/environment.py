@@ -34,8 +34,9 @@ def describe() -> dict[str, Any]:
     """Hardware, versions, commit and date."""
     found: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
-        "commit": _output("git", "rev-parse", "--short=12", "HEAD") or os.environ.get("COMMIT", "unknown"),
-        "uncommitted_changes": bool(_output("git", "status", "--porcelain", "--untracked-files=no")),
+        "commit": os.environ.get("COMMIT") or _output("git", "rev-parse", "--short=12", "HEAD") or "unknown",
+        "uncommitted_changes": "COMMIT" not in os.environ
+        and bool(_output("git", "status", "--porcelain", "--untracked-files=no")),
         "processor": _processor(),
         "cores": os.cpu_count(),
         "capability": torch.backends.cpu.get_cpu_capability(),

@@ -1,0 +1,115 @@
+"""From the newest JSON in benchmarks/results/ to benchmarks/README.md and its picture: python -m benchmarks.report"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+OURS = ["hookstats", "hookstats + per_tensor histogram", "hookstats + per_channel histogram"]
+SHORT = ["moments, norms, counts", "+ histogram per tensor", "+ histogram per channel"]
+
+
+def newest(kind: str) -> tuple[Path, dict[str, Any]] | None:
+    """The result whose figures were taken last, of those that have any."""
+    found = [(path, json.loads(path.read_text())) for path in (HERE / "results").glob(f"{kind}-*.json")]
+    found = [(path, record) for path, record in found if record["figures"]]
+    return max(found, key=lambda each: (each[1]["date"], each[0].stat().st_mtime), default=None)
+
+
+def row(*cells: object) -> str:
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def number(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def by_case(figures: list[dict[str, Any]], case: str) -> dict[str, dict[str, dict[str, Any]]]:
+    cases: dict[str, dict[str, dict[str, Any]]] = {}
+    for figure in figures:
+        cases.setdefault(figure[case], {})[figure["name"]] = figure
+    return cases
+
+
+def gpu_page(path: Path, record: dict[str, Any]) -> list[str]:
+    gpu = record["gpu"]
+    cases = by_case(record["figures"], "case")
+    lines = [
+        f"## {gpu['name']}",
+        "",
+        f"{gpu['multiprocessors']} multiprocessors, {gpu['l2_mib']:.0f} MiB of L2, driver {gpu['driver']}, torch "
+        f"{record['torch']}, CUDA {record['hookstats']['cuda']}, {record['date']}, commit {record['commit']}; "
+        f"[{path.name}](results/{path.name}). Median device time of one call, out of a CUDA graph of many calls that "
+        "go round buffers of 512 MB or more together. *read* is our own kernel that reads the buffer and does nothing "
+        "([floor.cu](floor.cu)); in brackets the ratio to it.",
+        "",
+        row("", "read", *SHORT),
+        row("---", "---", "---", "---", "---"),
+    ]
+    for case, names in cases.items():
+        read = names["read floor"]
+        ours = [f"{number(names[n]['median_us'])} us ({names[n]['times_floor']:.2f})" for n in OURS if n in names]
+        lines.append(row(case, f"{number(read['median_us'])} us, {read['gb_per_s']:.0f} GB/s", *ours))
+    others = [name for name in next(iter(cases.values())) if name not in (*OURS, "read floor")]
+    lines += ["", "The same statistics by other means, and parts of them, in the same run:", ""]
+    lines += [row("us", "hookstats", *others), row("---", "---", *["---"] * len(others))]
+    for case, names in cases.items():
+        if others[0] in names:
+            lines.append(row(case, *[number(names[n]["median_us"]) if n in names else "-" for n in (OURS[0], *others)]))
+    return [*lines, ""]
+
+
+def cpu_page(path: Path, record: dict[str, Any]) -> list[str]:
+    cases = by_case(record["figures"], "group")
+    lines = [
+        f"## {record['processor']}",
+        "",
+        f"{record['threads']} threads, {record['capability']}, torch {record['torch']}, {record['date']}, commit "
+        f"{record['commit']}; [{path.name}](results/{path.name}). Median ms of one call.",
+        "",
+    ]
+    names = list(next(iter(cases.values())))
+    lines += [row("ms", *names), row("---", *["---"] * len(names))]
+    for case, found in cases.items():
+        if set(names) <= set(found):
+            lines.append(row(case, *[number(found[name]["median_ms"]) for name in names]))
+    return [*lines, ""]
+
+
+def picture(record: dict[str, Any], path: Path) -> None:
+    """Ratio to the floor over the size, of the row-wise bf16 cases of normal values."""
+    from matplotlib import pyplot
+
+    cases = by_case(record["figures"], "case")
+    plain = {case: names for case, names in cases.items() if case.startswith("rows") and case.endswith("B bf16")}
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    for name, label in zip(OURS, SHORT, strict=True):
+        points = sorted((names[name]["bytes"], names[name]["times_floor"]) for names in plain.values())
+        axes.plot([size / 2**20 for size, _ in points], [ratio for _, ratio in points], "o-", label=label)
+    axes.axhline(1, color="grey", linewidth=1)
+    axes.set(xscale="log", xlabel="MB of bf16", ylabel="time / time of reading it", ylim=(0, None))
+    axes.set_title(f"{record['gpu']['name']}: one tensor, bf16 rows")
+    axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    lines = [
+        "# Measured",
+        "",
+        "Written by `python -m benchmarks.report` from the JSON in results/. Notes: NOTES.md.",
+        "",
+    ]
+    gpu, cpu = newest("gpu"), newest("cpu")
+    if gpu:
+        picture(gpu[1], HERE / "results" / "gpu.png")
+        lines += [*gpu_page(*gpu), "![Ratio to the read floor over the size](results/gpu.png)", ""]
+    if cpu:
+        lines += cpu_page(*cpu)
+    (HERE / "README.md").write_text("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()
