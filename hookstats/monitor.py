@@ -299,7 +299,8 @@ def measure(
     """The statistics of one tensor, now.
 
     Args:
-        tensor: float32, float16, bfloat16 or float64, any strides, on a CPU or (with a CUDA build) a GPU.
+        tensor: float32, float16, bfloat16, float64, float8_e4m3fn or float8_e5m2, any strides, on a CPU or (with a CUDA
+            build) a GPU.
         channel_dim: the dimension whose entries are kept apart; None: none is. Not read for a 0-dim tensor.
         histogram: as in `attach`.
 
