@@ -67,7 +67,8 @@ class Session:
                 status = f"stopped after {limit:.0f} s"
         lines = log.read_text(errors="replace").splitlines()
         seconds = round(time.monotonic() - began, 1)
-        self.steps.append({"name": name, "status": status, "seconds": seconds, "last_lines": lines[-15:]})
+        said = [line for line in lines[-3:] if "/" not in line]  # no paths: they are of one machine
+        self.steps.append({"name": name, "status": status, "seconds": seconds, "said": said})
         print("\n".join(lines[-(3 if status == 0 else 60) :]), f"-- status {status}, {seconds} s", sep="\n", flush=True)
         return status == 0
 
