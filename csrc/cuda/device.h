@@ -8,9 +8,9 @@
 
 #if defined(__CUDACC__)
 
-// Defines `type name[count]`, one per block; and `double name[]`, as large as the launch says.
+// Defines `type name[count]`, one per block; and `double name[]`, as large as the launch says, on 16 bytes.
 #define HOOKSTATS_SHARED(type, name, count) __shared__ type name[count]
-#define HOOKSTATS_DYNAMIC_SHARED(name) extern __shared__ double name[]
+#define HOOKSTATS_DYNAMIC_SHARED(name) extern __shared__ __align__(16) double name[]
 
 namespace hookstats::cuda {
 
