@@ -241,7 +241,7 @@ def main() -> int:
             figures = json.loads((ROOT / "build" / "gpu-figures.json").read_text())
         session.sanitize("memcheck")
         session.sanitize("racecheck")
-        options = ["-n", "8"] if find_spec("xdist") else []
+        options = ["--durations", "8", *(["-n", "8"] if find_spec("xdist") else [])]
         options += ["--timeout", "60"] if find_spec("pytest_timeout") else []
         chosen = ["-k", "not cuda_on_cpu and not harness"]  # those run on any machine
         session.run("tests", [python, "-m", "pytest", "-q", *options, *chosen, "tests"], 240)
