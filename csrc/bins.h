@@ -1,4 +1,5 @@
-// From a value to its histogram bin, by its exponent: no range to choose, no value lost, exact to merge.
+// From a value to its histogram bin: by its exponent (no range to choose, no value lost, exact to merge), or in a range
+// that the caller chose.
 // Host and device code; knows nothing of torch.
 #pragma once
 
@@ -43,6 +44,16 @@ HOOKSTATS_HD inline int exponent_bin(double x) {
 HOOKSTATS_HD inline int octave_bin(int exponent_bin) {
   const int octave = (exponent_bin & 255) - 127 - kFirstOctave + 1;
   return octave < 0 ? 0 : octave >= kOctaveBins ? kOctaveBins - 1 : octave;
+}
+
+// `bins` counters for bins - 2 equal bins from low to high, high included: the first counter is for what lies below,
+// the last for what lies above. In the arithmetic and the order of operations of torch.histc.
+template <class acc_t>
+HOOKSTATS_HD inline int linear_bin(acc_t x, acc_t low, acc_t high, int bins) {
+  if (x < low) return 0;
+  if (x > high) return bins - 1;
+  const int bin = int((x - low) * acc_t(bins - 2) / (high - low));
+  return bin < bins - 2 ? bin + 1 : bins - 2;
 }
 
 }  // namespace hookstats

@@ -25,6 +25,8 @@ enum Entry : Py_ssize_t {
   k_channel_dim,
   k_site,
   k_strict,
+  k_low,
+  k_high,
   kEntries
 };
 
@@ -58,6 +60,8 @@ bool unpack(PyObject* object, HookedSite& hooked) {
   hooked.state.active = optional_tensor(entry(k_active));
   hooked.open = THPVariable_Unpack(entry(k_open));
   hooked.state.channel_dim = PyLong_AsLongLong(entry(k_channel_dim));
+  hooked.state.low = PyFloat_AsDouble(entry(k_low));
+  hooked.state.high = PyFloat_AsDouble(entry(k_high));
   hooked.site = PyLong_AsLongLong(entry(k_site));
   hooked.strict = entry(k_strict) == Py_True;
   return !PyErr_Occurred() && hooked.open.is_cpu() && hooked.open.scalar_type() == at::kInt && hooked.open.numel() == 1;
@@ -75,12 +79,6 @@ std::map<int64_t, std::string> take_failures() {
 const char* reason(const std::exception& error) {
   const auto* torch_error = dynamic_cast<const c10::Error*>(&error);
   return torch_error ? torch_error->what_without_backtrace() : error.what();
-}
-
-// Wrappers without memory of their own: fake and meta tensors, and what functorch makes. Their own keys tell; a
-// dispatch mode that is merely active (selective checkpointing, FLOP counting) changes nothing about the data.
-bool has_no_data(const at::Tensor& x) {
-  return x.is_meta() || !x.has_storage() || x.key_set().has(c10::DispatchKey::Python);
 }
 
 void accumulate_gradient(const at::Tensor& gradient, const HookedSite& hooked) {

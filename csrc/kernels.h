@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <functional>
 #include <type_traits>
+#include <vector>
 
 #include "bins.h"
 #include "layout.h"
@@ -84,7 +85,8 @@ HOOKSTATS_HD inline float widen(Float8e4m3fn x) {
 template <class scalar_t>
 using acc_of = decltype(widen(scalar_t{}));
 
-enum class HistogramKind : int { none, per_tensor, per_channel };
+// Exponents per tensor, octaves per channel (bins.h), or linear bins, either way.
+enum class HistogramKind : int { none, per_tensor, per_channel, linear };
 
 struct Input {
   const void* data;
@@ -92,15 +94,19 @@ struct Input {
   Layout layout;
 };
 
-// A site's state. `moments` is [kFields, channels], its rows `row_stride` doubles apart; `histogram` is
-// [kExponentBins] or [channels, kOctaveBins].
+// A site's state. `moments` is [kFields, channels], its rows `row_stride` doubles apart.
 struct State {
   double* moments;
   int64_t row_stride;
   int64_t channels;
-  int64_t* counters;  // [kCounters]
-  int64_t* histogram;
+  int64_t* counters;   // [kCounters]
+  int64_t* histogram;  // [channels, bins] if by_channel, else [bins]
   HistogramKind kind;
+  bool by_channel;
+  int bins;
+  double low, high;  // of linear bins
+
+  HOOKSTATS_HD int64_t all_bins() const { return by_channel ? channels * bins : bins; }
 };
 
 // Counters of a site: tensors folded in since it was cleared, and the place of the first of them in the order of
@@ -127,16 +133,38 @@ constexpr int64_t kScratchCounters = 2 * kBlocks;
 struct Launch {
   void* stream;
   int device;
-  double* partials;       // [kScratchDoubles]
-  unsigned* arrivals;     // [kScratchCounters]
-  const int32_t* active;  // on the device; null or non-zero: measure, zero: return at once
+  double* partials;           // [kScratchDoubles]
+  unsigned* arrivals;         // [kScratchCounters]
+  unsigned long long* clock;  // of the device: counts the sites that have met a tensor
+  const int32_t* active;      // on the device; null or non-zero: measure, zero: return at once
 };
+
+constexpr int kMany = 3900;  // tensors of one launch at most: their addresses travel with it
+
+// The plan of one launch over many tensors, whose addresses alone may change from launch to launch.
+struct Many {
+  Dtype dtype;
+  HistogramKind kind;
+  bool packed;
+  int64_t tensors, blocks = 0;
+  std::vector<unsigned char> table = {};  // the caller puts a copy into the device's memory
+  int64_t partials = 0, arrivals = 0;     // scratch of its own, as in Launch
+};
+
+// Whether a tensor can be read so; those in packs and those value by value are read by launches of their own.
+enum class AmongMany : int { no, in_packs, by_value };
 
 bool is_capturing(void* stream);
 
 // Each starts exactly one kernel and returns null, or what the CUDA runtime said.
 const char* accumulate(const Input& input, const State& state, const Launch& launch);
+const char* accumulate(const Many& many, const void* table, const void* const* data, const Launch& launch);
 const char* merge(const State& into, const State& from, const Launch& launch);
+
+// Of at most kMany tensors of one dtype and one way of reading, and states with one kind of histogram. In the launch, a
+// tensor whose address is null is left out.
+AmongMany among_many(const Input& input);
+Many plan_many(const std::vector<Input>& inputs, const std::vector<State>& states);
 
 }  // namespace cuda
 }  // namespace hookstats

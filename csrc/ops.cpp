@@ -12,8 +12,6 @@
 #include <map>
 #include <mutex>
 
-#include "kernels.h"
-
 namespace hookstats {
 namespace {
 
@@ -32,7 +30,9 @@ Dtype dtype_of(const at::Tensor& x) {
   }
 }
 
-State state_of(const at::Tensor& moments, const at::Tensor& counters, const std::optional<at::Tensor>& histogram) {
+// low < high: the histogram is of linear bins. Both NaN: of any bins; it is only to be merged.
+State state_of(const at::Tensor& moments, const at::Tensor& counters, const std::optional<at::Tensor>& histogram,
+               double low, double high) {
   TORCH_CHECK(moments.scalar_type() == at::kDouble && moments.dim() == 2 && moments.size(0) == kFields &&
                   moments.size(1) >= 1 && (moments.size(1) == 1 || moments.stride(1) == 1),
               "hookstats: moments: expected float64 [", int(kFields), ", channels] with adjacent channels, got ",
@@ -41,18 +41,29 @@ State state_of(const at::Tensor& moments, const at::Tensor& counters, const std:
                   counters.is_contiguous() && counters.device() == moments.device(),
               "hookstats: counters: expected int64 [", int(kCounters), "] on ", moments.device(), ", got ",
               counters.scalar_type(), " ", counters.sizes(), " on ", counters.device());
-  State state{moments.mutable_data_ptr<double>(),   moments.stride(0), moments.size(1),
-              counters.mutable_data_ptr<int64_t>(), nullptr,           HistogramKind::none};
+  State state{};
+  state.moments = moments.mutable_data_ptr<double>();
+  state.row_stride = moments.stride(0);
+  state.channels = moments.size(1);
+  state.counters = counters.mutable_data_ptr<int64_t>();
   if (histogram) {
     const auto& h = *histogram;
-    const bool per_tensor = h.dim() == 1 && h.size(0) == kExponentBins;
-    const bool per_channel = h.dim() == 2 && h.size(0) == state.channels && h.size(1) == kOctaveBins;
-    TORCH_CHECK(h.scalar_type() == at::kLong && (per_tensor || per_channel) && h.is_contiguous() &&
-                    h.device() == moments.device(),
+    const bool exponents = low == high;
+    state.by_channel = h.dim() == 2;
+    state.bins = h.dim() ? int(h.size(-1)) : 0;
+    state.low = low;
+    state.high = high;
+    state.kind = !exponents         ? HistogramKind::linear
+                 : state.by_channel ? HistogramKind::per_channel
+                                    : HistogramKind::per_tensor;
+    const int expected = state.by_channel ? kOctaveBins : kExponentBins;
+    const bool fits = state.by_channel ? h.size(0) == state.channels : h.dim() == 1;
+    TORCH_CHECK(h.scalar_type() == at::kLong && fits && (exponents ? state.bins == expected : state.bins > 2) &&
+                    h.is_contiguous() && h.device() == moments.device(),
                 "hookstats: histogram: expected int64 [", kExponentBins, "] or [", state.channels, ", ", kOctaveBins,
-                "] on ", moments.device(), ", got ", h.scalar_type(), " ", h.sizes(), " on ", h.device());
+                "] on ", moments.device(), ", or with low < high [bins + 2] or [", state.channels, ", bins + 2]; got ",
+                h.scalar_type(), " ", h.sizes(), " on ", h.device(), " with low=", low, ", high=", high);
     state.histogram = h.mutable_data_ptr<int64_t>();
-    state.kind = per_tensor ? HistogramKind::per_tensor : HistogramKind::per_channel;
   }
   return state;
 }
@@ -81,21 +92,13 @@ Layout layout_of(const at::Tensor& x, const State& state, int64_t channel_dim) {
   return layout;
 }
 
-// The CUDA kernels run on the GPU, or, in the tests' build, on the CPU (tests/cuda_on_cpu).
-#if defined(HOOKSTATS_CUDA_ON_CPU)
-bool runs_cuda_kernels(at::Device) { return true; }
-#elif defined(HOOKSTATS_CUDA)
-bool runs_cuda_kernels(at::Device device) { return device.is_cuda(); }
-#endif
-
-#if defined(HOOKSTATS_CUDA) || defined(HOOKSTATS_CUDA_ON_CPU)
-#define HOOKSTATS_CUDA_KERNELS
+#if defined(HOOKSTATS_CUDA_KERNELS)
 // Scratch belongs to a (device, stream): two streams may measure at once. Spare pieces are made ahead, because a hook
 // must not allocate (it may run while a CUDA graph is captured).
 class Scratch {
  public:
   struct Piece {
-    at::Tensor partials, arrivals;
+    at::Tensor partials, arrivals, clock;
   };
 
   void reserve(at::Device device) {
@@ -123,10 +126,15 @@ class Scratch {
  private:
   static constexpr size_t kSpare = 4;  // of 2.6 MB
   static int key(at::Device device) { return device.is_cpu() ? -1 : device.index(); }
-  static Piece make(at::Device device) {
+  at::Tensor clock(at::Device device) {  // one, whatever the stream
+    auto& clock = clocks_[key(device)];
+    if (!clock.defined()) clock = at::zeros({1}, at::TensorOptions().device(device).dtype(at::kLong));
+    return clock;
+  }
+  Piece make(at::Device device) {
     const auto options = at::TensorOptions().device(device);
     Piece piece{at::empty({cuda::kScratchDoubles}, options.dtype(at::kDouble)),
-                at::zeros({cuda::kScratchCounters}, options.dtype(at::kInt))};
+                at::zeros({cuda::kScratchCounters}, options.dtype(at::kInt)), clock(device)};
     if (!device.is_cpu()) {  // it may be used first on another stream than the one that clears it here
       const auto* impl = c10::impl::getDeviceGuardImpl(device.type());
       impl->synchronizeStream(impl->getStream(device));
@@ -135,6 +143,7 @@ class Scratch {
   }
 
   std::mutex mutex_;
+  std::map<int, at::Tensor> clocks_;
   std::map<int, std::vector<Piece>> spare_;
   std::map<std::pair<int, void*>, Piece> used_;
 };
@@ -144,19 +153,6 @@ Scratch& scratch() {
   return *the;
 }
 
-cuda::Launch launch_on(at::Device device, const std::optional<at::Tensor>& active) {
-  void* stream = nullptr;
-  if (!device.is_cpu()) {
-    // libc10 alone: the same binary loads with and without CUDA in torch.
-    stream = c10::impl::getDeviceGuardImpl(device.type())->getStream(device).native_handle();
-  }
-  const auto piece = scratch().of(device, stream);
-  return {stream, device.is_cpu() ? 0 : device.index(), piece.partials.mutable_data_ptr<double>(),
-          reinterpret_cast<unsigned*>(piece.arrivals.mutable_data_ptr<int32_t>()),
-          active ? active->const_data_ptr<int32_t>() : nullptr};
-}
-
-void check(const char* cuda_error) { TORCH_CHECK(!cuda_error, "hookstats: CUDA: ", cuda_error); }
 #endif  // HOOKSTATS_CUDA_KERNELS
 
 void check_device(at::Device device) {
@@ -182,32 +178,23 @@ void check_active(const at::Tensor& active, at::Device device) {
               " on ", active.device());
 }
 
-// What a kernel is given, checked; the data pointer is still to come.
-std::pair<Input, State> described(const at::Tensor& x, const SiteState& site) {
-  TORCH_CHECK_TYPE(x.layout() == at::kStrided, "hookstats: expected a dense strided tensor, got layout ", x.layout());
-  TORCH_CHECK(x.device() == site.moments.device(), "hookstats: expected a tensor on ", site.moments.device(),
-              ", where its state is, got one on ", x.device());
-  check_device(x.device());
-  if (site.active) check_active(*site.active, x.device());
-  const Dtype dtype = dtype_of(x);
-  const State state = state_of(site.moments, site.counters, site.histogram);
-  return {Input{nullptr, dtype, layout_of(x, state, site.channel_dim)}, state};
-}
-
 void accumulate_op(const at::Tensor& x, at::Tensor moments, at::Tensor counters, std::optional<at::Tensor> histogram,
-                   const std::optional<at::Tensor>& active, int64_t channel_dim, bool skip_recomputation) {
+                   const std::optional<at::Tensor>& active, int64_t channel_dim, bool skip_recomputation, double low,
+                   double high) {
   if (skip_recomputation && backward_is_running()) return;
-  accumulate(x, {std::move(moments), std::move(counters), std::move(histogram), active, channel_dim});
+  accumulate(x, {std::move(moments), std::move(counters), std::move(histogram), active, channel_dim, low, high});
 }
 
 void merge_op(at::Tensor moments, at::Tensor counters, std::optional<at::Tensor> histogram,
               const at::Tensor& from_moments, const at::Tensor& from_counters,
               const std::optional<at::Tensor>& from_histogram) {
-  const State into = state_of(moments, counters, histogram);
-  const State from = state_of(from_moments, from_counters, from_histogram);
+  constexpr double kAny = std::numeric_limits<double>::quiet_NaN();
+  const State into = state_of(moments, counters, histogram, kAny, kAny);
+  const State from = state_of(from_moments, from_counters, from_histogram, kAny, kAny);
   TORCH_CHECK_VALUE(into.channels == from.channels || into.channels == 1, "hookstats: expected ", into.channels,
                     " channels to merge, or one channel to merge into; got ", from.channels);
-  TORCH_CHECK_VALUE(into.kind == from.kind, "hookstats: expected states with the same kind of histogram to merge");
+  TORCH_CHECK_VALUE(into.kind == from.kind && into.bins == from.bins && into.by_channel == from.by_channel,
+                    "hookstats: expected states with the same kind of histogram to merge");
   TORCH_CHECK(moments.device() == from_moments.device(), "hookstats: expected states on one device to merge, got ",
               moments.device(), " and ", from_moments.device());
   check_device(moments.device());
@@ -222,12 +209,52 @@ void merge_op(at::Tensor moments, at::Tensor counters, std::optional<at::Tensor>
 }
 
 void accumulate_meta(const at::Tensor&, at::Tensor, at::Tensor, std::optional<at::Tensor>,
-                     const std::optional<at::Tensor>&, int64_t, bool) {}
+                     const std::optional<at::Tensor>&, int64_t, bool, double, double) {}
 
 void merge_meta(at::Tensor, at::Tensor, std::optional<at::Tensor>, const at::Tensor&, const at::Tensor&,
                 const std::optional<at::Tensor>&) {}
 
 }  // namespace
+
+#if defined(HOOKSTATS_CUDA_ON_CPU)
+bool runs_cuda_kernels(at::Device) { return true; }
+#elif defined(HOOKSTATS_CUDA)
+bool runs_cuda_kernels(at::Device device) { return device.is_cuda(); }
+#endif
+
+#if defined(HOOKSTATS_CUDA_KERNELS)
+cuda::Launch launch_on(at::Device device, const std::optional<at::Tensor>& active) {
+  void* stream = nullptr;
+  if (!device.is_cpu()) {
+    // libc10 alone: the same binary loads with and without CUDA in torch.
+    stream = c10::impl::getDeviceGuardImpl(device.type())->getStream(device).native_handle();
+  }
+  const auto piece = scratch().of(device, stream);
+  return {stream,
+          device.is_cpu() ? 0 : device.index(),
+          piece.partials.mutable_data_ptr<double>(),
+          reinterpret_cast<unsigned*>(piece.arrivals.mutable_data_ptr<int32_t>()),
+          reinterpret_cast<unsigned long long*>(piece.clock.mutable_data_ptr<int64_t>()),
+          active ? active->const_data_ptr<int32_t>() : nullptr};
+}
+
+void check(const char* cuda_error) { TORCH_CHECK(!cuda_error, "hookstats: CUDA: ", cuda_error); }
+#endif
+
+std::pair<Input, State> described(const at::Tensor& x, const SiteState& site) {
+  TORCH_CHECK_TYPE(x.layout() == at::kStrided, "hookstats: expected a dense strided tensor, got layout ", x.layout());
+  TORCH_CHECK(x.device() == site.moments.device(), "hookstats: expected a tensor on ", site.moments.device(),
+              ", where its state is, got one on ", x.device());
+  check_device(x.device());
+  if (site.active) check_active(*site.active, x.device());
+  const Dtype dtype = dtype_of(x);
+  const State state = state_of(site.moments, site.counters, site.histogram, site.low, site.high);
+  return {Input{nullptr, dtype, layout_of(x, state, site.channel_dim)}, state};
+}
+
+bool has_no_data(const at::Tensor& x) {
+  return x.is_meta() || !x.has_storage() || x.key_set().has(c10::DispatchKey::Python);
+}
 
 bool backward_is_running() { return torch::autograd::get_current_graph_task_id() != -1; }
 
@@ -256,16 +283,10 @@ void accumulate(const at::Tensor& tensor, const SiteState& site) {
   cpu::accumulate(input, state, parallel_for);
 }
 
-#if defined(HOOKSTATS_CUDA_ON_CPU)
-#define HOOKSTATS_NAMESPACE hookstats_cuda_on_cpu
-#else
-#define HOOKSTATS_NAMESPACE hookstats
-#endif
-
 TORCH_LIBRARY(HOOKSTATS_NAMESPACE, m) {
   m.def(
       "accumulate(Tensor x, Tensor(a!) moments, Tensor(b!) counters, Tensor(c!)? histogram, Tensor? active, "
-      "int channel_dim, bool skip_recomputation=False) -> ()");
+      "int channel_dim, bool skip_recomputation=False, float low=0.0, float high=0.0) -> ()");
   m.def(
       "merge(Tensor(a!) moments, Tensor(b!) counters, Tensor(c!)? histogram, Tensor from_moments, "
       "Tensor from_counters, Tensor? from_histogram) -> ()");

@@ -1,10 +1,23 @@
-// What ops.cpp offers hook.cpp.
+// What ops.cpp offers hook.cpp and batch.cpp.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <limits>
 #include <optional>
+#include <utility>
+
+#include "kernels.h"
+
+#if defined(HOOKSTATS_CUDA) || defined(HOOKSTATS_CUDA_ON_CPU)
+#define HOOKSTATS_CUDA_KERNELS
+#endif
+
+#if defined(HOOKSTATS_CUDA_ON_CPU)
+#define HOOKSTATS_NAMESPACE hookstats_cuda_on_cpu
+#else
+#define HOOKSTATS_NAMESPACE hookstats
+#endif
 
 namespace hookstats {
 
@@ -17,9 +30,10 @@ constexpr int64_t kDimByRule = kUnknownDim + 1;
 struct SiteState {
   at::Tensor moments;                   // [fields, channels] float64
   at::Tensor counters;                  // [2] int64
-  std::optional<at::Tensor> histogram;  // [512] or [channels, 64] int64
+  std::optional<at::Tensor> histogram;  // int64: [512] or [channels, 64]; linear bins: [bins + 2], [channels, bins + 2]
   std::optional<at::Tensor> active;     // [1] int32; zero: the kernel returns at once
-  int64_t channel_dim;                  // not read where the state has one channel
+  int64_t channel_dim = 0;              // not read where the state has one channel
+  double low = 0, high = 0;             // of linear bins; equal: there are none
 };
 
 // Folds `x` into the state. One kernel on the current stream; nothing is allocated or waited for. Throws c10::Error.
@@ -30,6 +44,23 @@ void check_measurable(const at::Tensor& x, const SiteState& site);
 
 // Makes sure that the first launches on new streams of this device find their scratch allocated.
 void reserve_scratch(at::Device device);
+
+// What a kernel is given for `x`, checked; the data pointer is still to come.
+std::pair<Input, State> described(const at::Tensor& x, const SiteState& site);
+
+#if defined(HOOKSTATS_CUDA_KERNELS)
+// The CUDA kernels run on the GPU, or, in the tests' build, on the CPU (tests/cuda_on_cpu).
+bool runs_cuda_kernels(at::Device device);
+
+// The current stream of a device, with its scratch.
+cuda::Launch launch_on(at::Device device, const std::optional<at::Tensor>& active);
+
+void check(const char* cuda_error);
+#endif
+
+// Wrappers without memory of their own: fake and meta tensors, and what functorch makes. Their own keys tell; a
+// dispatch mode that is merely active (selective checkpointing, FLOP counting) changes nothing about the data.
+bool has_no_data(const at::Tensor& x);
 
 // Whether this thread is inside backward(): a forward seen there is a recomputation.
 bool backward_is_running();

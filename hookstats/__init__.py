@@ -8,13 +8,14 @@ for batch in loader:
 """
 
 from hookstats._native import build_info
-from hookstats.fields import ExponentBins, Site
+from hookstats.fields import ExponentBins, LinearBins, Site
 from hookstats.monitor import Monitor, attach, measure
 from hookstats.snapshot import Histogram, SiteStats, Snapshot, Stats
 
 __all__ = [
     "ExponentBins",
     "Histogram",
+    "LinearBins",
     "Monitor",
     "Site",
     "SiteStats",

@@ -48,6 +48,9 @@ DIM_BY_RULE: int = _C.DIM_BY_RULE
 HAS_CUDA: bool = _C.HAS_CUDA
 
 accumulate = torch.ops.hookstats.accumulate.default
+# Batch(moments, counters, histograms, active, channel_dims, low, high), lists with an entry for each site; its
+# .accumulate(list of Tensor | None) returns a list of (number, why it could not be measured).
+Batch = torch.classes.hookstats.Batch
 observe = _C.observe
 take_failures = _C.take_failures
 has_no_data = _C.has_no_data

@@ -22,10 +22,10 @@ FIELDS = ("count", "mean", "m2", "min", "max", "abs_sum", "zeros", "nans", "posi
 
 
 class Site(NamedTuple):
-    """One tensor of one module."""
+    """One tensor of one module, or a parameter."""
 
-    name: str  # the module's clean path, "" for the model itself
-    tensor: str  # "output", "grad_output"; "output.0" or "output.logits" inside a container
+    name: str  # the module's or parameter's clean path, "" for the model itself
+    tensor: str  # "output", "grad_output", "param", "param_grad"; "output.0" or "output.logits" inside a container
 
     def __str__(self) -> str:
         return f"{self.name or '(model)'} {self.tensor}"
@@ -115,6 +115,41 @@ class ExponentBins(NamedTuple):
     """
 
     per_channel: bool = False
+
+
+@dataclass(frozen=True)
+class LinearBins:
+    """Histogram in ``n`` equal bins from ``lo`` to ``hi``, ``hi`` included, as ``torch.histc`` has them.
+
+    Finite values outside are counted in ``Histogram.underflow`` and ``.overflow``. ``per_channel=True``: one for each
+    channel, at 8 * (n + 2) bytes of state. ValueError unless lo < hi, and (hi - lo) * n is finite, in float32.
+    """
+
+    lo: float
+    hi: float
+    n: int
+    per_channel: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.n, int) or isinstance(self.n, bool) or not 1 <= self.n <= 2**30:
+            raise ValueError(f"LinearBins: expected n, the number of bins, from 1 to 2^30; got {self.n!r}")
+        with np.errstate(over="ignore", invalid="ignore"):
+            lo, hi = np.float32(self.lo), np.float32(self.hi)
+            usable = lo < hi and np.isfinite((hi - lo) * np.float32(self.n))
+        if not usable:
+            raise ValueError(f"LinearBins: expected lo < hi and a finite range, in float32; got {self.lo}, {self.hi}")
+
+
+Bins: TypeAlias = ExponentBins | LinearBins
+
+
+def histogram_shape(bins: Bins | None, channels: int) -> tuple[int, ...]:
+    """Of the histogram in a state; (0,) without one. Linear bins have a counter for what lies below, and above."""
+    if bins is None:
+        return (0,)
+    if isinstance(bins, LinearBins):
+        return (channels, bins.n + 2) if bins.per_channel else (bins.n + 2,)
+    return (channels, OCTAVE_BINS) if bins.per_channel else (EXPONENT_BINS,)
 
 
 def exponent_histogram(state: Counts) -> tuple[Counts, Array]:

@@ -16,7 +16,7 @@ import torch
 from hookstats import _native
 from hookstats.fields import Site
 from hookstats.select import Channels, channel_dim_of, walk
-from hookstats.state import Entry, SiteState, Store
+from hookstats.state import Entry, SiteState, Store, accumulate
 
 _log = logging.getLogger("hookstats")
 
@@ -79,12 +79,12 @@ def _nothing() -> Any:
 def _observe_in_graph(x: torch.Tensor, output: SiteState | None, gradient: SiteState | None) -> None:
     """What `_native.observe` does, in operators."""
     if output is not None and _fits(x, output):
-        _accumulate(x, output, True)
+        accumulate(x, output, skip_recomputation=True)
     if gradient is not None and x.requires_grad and not x.is_leaf and _fits(x, gradient):
 
         def accumulate_gradient(g: torch.Tensor | None) -> None:
             if g is not None:  # a graph's output that nobody used
-                _accumulate(g, gradient, False)
+                accumulate(g, gradient)
 
         x.register_hook(accumulate_gradient)
         torch._dynamo.comptime.comptime(_inputs_first)
@@ -113,12 +113,6 @@ def _fits(x: torch.Tensor, state: SiteState) -> bool:
     if dim in (_native.DIM_BY_RULE, _native.UNKNOWN_DIM):
         dim = channel_dim_of(x, None)
     return channels == 1 or (-x.dim() <= dim < x.dim() and x.shape[dim] == channels)
-
-
-def _accumulate(x: torch.Tensor, state: SiteState, skip_recomputation: bool) -> None:
-    _native.accumulate(
-        x, state.moments, state.counters, state.histogram, state.active, state.channel_dim, skip_recomputation
-    )
 
 
 # By site, of all monitors: the extension does not know whose site it is.
@@ -278,9 +272,10 @@ class Watcher:
         if self._store.strict:
             raise RuntimeError(f"hookstats: {hook.watched.name!r} cannot be measured: {problem}")
         hook.output = hook.gradient = None
-        self._skip_entries(list(hook.watched.entries.values()), problem)
+        self.skip_entries(list(hook.watched.entries.values()), problem)
 
-    def _skip_entries(self, entries: list[Entry], problem: str) -> None:
+    def skip_entries(self, entries: list[Entry], problem: str) -> None:
+        """Gives sites up, with a warning."""
         for entry in entries:
             entry.hidden_if_silent = True
         self._skip([entry.site for entry in entries], problem)
@@ -297,7 +292,7 @@ class Watcher:
             problem = _failures.pop(index)
             hook = self._hooks[index]
             hook.gradient = None
-            self._skip_entries([entry for entry in hook.watched.entries.values() if entry.index == index], problem)
+            self.skip_entries([entry for entry in hook.watched.entries.values() if entry.index == index], problem)
 
 
 def _is_a_mere_shape(tensor: torch.Tensor) -> bool:

@@ -16,20 +16,24 @@ from torch import nn
 
 from hookstats import _native
 from hookstats.drain import Drain, Pending, Scalars
-from hookstats.fields import ExponentBins, Site
+from hookstats.fields import Bins, ExponentBins, LinearBins, Site
 from hookstats.hooks import Watcher, warn
+from hookstats.params import Parameters, kinds_of, placing, watch_optimizers
 from hookstats.select import (
     Modules,
+    Slot,
     as_globs,
     channels_of,
     matches,
-    select_modules,
+    select,
     wanted_channel_dims,
 )
 from hookstats.snapshot import SiteStats, Snapshot
-from hookstats.state import Store
+from hookstats.state import Store, accumulate
 
-TENSORS = ("output", "grad_output")
+_OF_MODULES = ("output", "grad_output")
+_OF_PARAMETERS = ("param", "param_grad")
+TENSORS = (*_OF_MODULES, *_OF_PARAMETERS)
 Sink: TypeAlias = Callable[[Snapshot], object]
 
 _log = logging.getLogger("hookstats")
@@ -41,12 +45,14 @@ class Monitor:
     def __init__(
         self,
         watcher: Watcher,
+        parameters: Parameters,
         store: Store,
         handles: list[Any],
         due: Callable[[int], bool],
         sinks: tuple[Sink, ...],
     ) -> None:
         self._watcher = watcher
+        self._parameters = parameters
         self._store = store
         self._drain = Drain(store)
         self._handles = handles
@@ -102,6 +108,7 @@ class Monitor:
         return self._finished.popleft() if self._finished else None
 
     def _close(self, number: int, scalars: Scalars) -> None:
+        self._parameters.close_step()
         try:
             self._pending.append(self._drain.begin(number, scalars))
         except Exception as error:  # no memory for the copy, say
@@ -197,28 +204,32 @@ def attach(
     model: nn.Module,
     modules: Modules = None,
     *,
-    tensors: Iterable[str] = TENSORS,
+    tensors: Iterable[str] = _OF_MODULES,
     channels: bool | str | Iterable[str] = True,
     channel_dim: int | Mapping[str, int] | None = None,
-    histogram: ExponentBins | None = ExponentBins(),
+    histogram: Bins | None = ExponentBins(),
     every: int | Callable[[int], bool] = 10,
     sinks: Sink | Iterable[Sink] = (),
     memory_budget: int = 256 << 20,
     strict: bool = False,
 ) -> Monitor:
-    """Watches a model: statistics of its modules' outputs and of the gradients of those outputs.
+    """Watches a model: statistics of its modules' outputs and the gradients of those, of parameters and theirs.
 
     Args:
         model: any module, compiled ones included; attach before or after ``torch.compile``. What is in a tuple or dict
             output is learned from an eager forward. Not for compiled autograd, nor ``torch.export`` (detach before).
         modules: globs over module names (``"layers.*.mlp"``), or a callable ``(name, module) -> bool``. None: the leaf
-            modules that do something, and the direct children of every ModuleList.
-        tensors: of ``"output"``, ``"grad_output"``.
+            modules that do something, and the direct children of every ModuleList. Parameters are those of the chosen
+            modules (None: all), and those whose names the globs match (``"*.weight"``).
+        tensors: of ``"output"``, ``"grad_output"``, ``"param"``, ``"param_grad"``. The last two are read when the
+            parameter's optimizer steps: gradients are whole then, and clipped if they are clipped; without an optimizer
+            of torch.optim in `Monitor.step`. Of a DTensor, this process's part is read.
         channels: whether statistics are kept per channel: True, False, or globs.
-        channel_dim: an int, or ``{glob: int}``. None: by the module's type (Linear, Embedding, LayerNorm: last;
-            convolutions, BatchNorm, pooling: the one before the spatial ones), else 1 for 4-D and 5-D tensors, else
-            the last.
-        histogram: ``ExponentBins()``, ``ExponentBins(per_channel=True)``, or None.
+        channel_dim: an int, or ``{glob: int}``, of outputs. None: by the module's type (Linear, Embedding, LayerNorm:
+            last; convolutions, BatchNorm, pooling: the one before the spatial ones), else 1 for 4-D and 5-D tensors,
+            else the last. A parameter's channels are its outputs (dimension 0; of a transposed convolution 1); one of
+            fewer than two dimensions has a total only.
+        histogram: ``ExponentBins()``, ``LinearBins(lo, hi, n)``, either with ``per_channel=True``, or None.
         every: every how many steps one is measured, or a callable ``step -> bool``. Step 0 always is.
         sinks: a callable or several, called with each Snapshot when it arrives.
         memory_budget: bytes of state per device. Where channels would need more, all sites keep totals only.
@@ -239,10 +250,14 @@ def attach(
         raise ValueError(f"memory_budget: expected a number of bytes, got {memory_budget!r}")
     if not isinstance(strict, bool):
         raise TypeError(f"strict: expected True or False, got {strict!r}")
-    chosen = select_modules(model, modules)
+    of_modules = tuple(kind for kind in kinds if kind in _OF_MODULES)
+    of_parameters = tuple(kind for kind in kinds if kind in _OF_PARAMETERS)
+    chosen, slots = select(model, modules, bool(of_parameters))
+    if not of_modules:
+        chosen = {}
     dims = wanted_channel_dims(channel_dim, chosen)
     found = {name: channels_of(name, module, dims.get(name)) for name, module in chosen.items()}
-    keep = _channel_names(channels, chosen)
+    keep = _channel_names(channels, chosen, slots)
     default = _device_of(model) or torch.device("cpu")
     devices = {name: _device_of(module) or default for name, module in chosen.items()}
 
@@ -250,7 +265,12 @@ def attach(
         total = dict.fromkeys(devices.values(), 0)
         for name, device in devices.items():
             width = (found[name].width or 1) if name in keep else 1
-            total[device] += len(kinds) * store.site_bytes(width)
+            total[device] += len(of_modules) * store.site_bytes(width)
+        for name, slot in slots.items():
+            tensor = slot.get()
+            assert tensor is not None
+            device, width, _ = placing(slot, tensor, name in keep, default)
+            total[device] = total.get(device, 0) + len(kinds_of(tensor, of_parameters)) * store.site_bytes(width)
         return total
 
     store = Store(histogram, memory_budget, strict)
@@ -259,22 +279,28 @@ def attach(
         keep = set()
     for device, size in sizes().items():
         store.reserve(device, size // 8)
-    watcher = Watcher(store, kinds)
+    watcher = Watcher(store, of_modules)
+    parameters = Parameters(store, of_parameters, watcher.skip_entries)
     handles: list[Any] = []
     try:
         for name, module in chosen.items():
             hook = watcher.hook(name, "", found[name], name in keep, devices[name])
             handles.append(module.register_forward_hook(hook))
+        for name, slot in slots.items():
+            parameters.add(name, slot, name in keep, default)
+        if slots:
+            handles.append(watch_optimizers(parameters))
     except Exception:
         for handle in handles:
             handle.remove()
         raise
-    monitor = Monitor(watcher, store, handles, due, callables)
-    late = sum(1 for name in keep if found[name].width is None)
+    monitor = Monitor(watcher, parameters, store, handles, due, callables)
+    late = sum(1 for name, each in found.items() if name in keep and each.width is None)
     _log.info(
-        "attached to %d sites of %d modules, state %.1f MB%s",
+        "attached to %d sites of %d modules and %d parameters, state %.1f MB%s",
         len(monitor.sites),
         len(chosen),
+        len(slots),
         store.bytes / 2**20,
         f"; {late} modules show their width at their first eager forward, compiled before that they keep totals only"
         if late
@@ -293,9 +319,7 @@ def attach(
     return monitor
 
 
-def measure(
-    tensor: torch.Tensor, channel_dim: int | None = -1, histogram: ExponentBins | None = ExponentBins()
-) -> SiteStats:
+def measure(tensor: torch.Tensor, channel_dim: int | None = -1, histogram: Bins | None = ExponentBins()) -> SiteStats:
     """The statistics of one tensor, now.
 
     Args:
@@ -324,9 +348,7 @@ def measure(
     keep_channels = channel_dim is not None and tensor.dim() > 0
     state = store.add(site, tensor.device, width, channel_dim or 0, keep_channels).state
     store.flags.value = True
-    _native.accumulate(
-        tensor.detach(), state.moments, state.counters, state.histogram, state.active, state.channel_dim, False
-    )
+    accumulate(tensor.detach(), state)
     return Drain(store).begin(0, Scalars({}), clear=False).finish()[site]
 
 
@@ -387,16 +409,21 @@ def _checked_sinks(sinks: Sink | Iterable[Sink]) -> tuple[Sink, ...]:
     return listed
 
 
-def _channel_names(channels: bool | str | Iterable[str], chosen: Mapping[str, nn.Module]) -> set[str]:
+def _channel_names(
+    channels: bool | str | Iterable[str], chosen: Mapping[str, nn.Module], slots: Mapping[str, Slot]
+) -> set[str]:
+    """Of modules and parameters; a parameter goes with its module, too."""
+    names = [*chosen, *slots]
     if isinstance(channels, bool):
-        return set(chosen) if channels else set()
-    globs = as_globs("channels", channels, chosen)
-    return {name for name in chosen if matches(name, globs)}
+        return set(names) if channels else set()
+    globs = as_globs("channels", channels, names)
+    inside = {id(module) for name, module in chosen.items() if matches(name, globs)}
+    return {n for n in names if matches(n, globs) or (n in slots and id(slots[n].module) in inside)}
 
 
 def _check_histogram(histogram: object) -> None:
-    if histogram is not None and not isinstance(histogram, ExponentBins):
-        raise TypeError(f"histogram: expected ExponentBins(...) or None, got {histogram!r}")
+    if histogram is not None and not isinstance(histogram, (ExponentBins, LinearBins)):
+        raise TypeError(f"histogram: expected ExponentBins(...), LinearBins(...) or None, got {histogram!r}")
 
 
 def _has_compiled() -> bool:

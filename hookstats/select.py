@@ -60,37 +60,76 @@ def matches(name: str, globs: Iterable[str]) -> bool:
 def as_globs(argument: str, globs: str | Iterable[str], names: Iterable[str]) -> list[str]:
     """The globs as a list; ValueError for one that matches no name."""
     if not isinstance(globs, Iterable):
-        raise TypeError(f"{argument}: expected globs over module names, got {globs!r}")
+        raise TypeError(f"{argument}: expected globs over names, got {globs!r}")
     listed = [globs] if isinstance(globs, str) else list(globs)
     known = list(names)
     for glob in listed:
         if not isinstance(glob, str):
-            raise TypeError(f"{argument}: expected globs over module names, got {glob!r}")
+            raise TypeError(f"{argument}: expected globs over names, got {glob!r}")
         if not fnmatch.filter(known, glob):
             some = ", ".join(repr(name) for name in known[:8])
-            raise ValueError(f"{argument}: the glob {glob!r} matches no module; the names are {some}, ...")
+            raise ValueError(f"{argument}: the glob {glob!r} matches nothing; the names are {some}, ...")
     return listed
 
 
-def select_modules(model: nn.Module, modules: Modules) -> dict[str, nn.Module]:
-    """The watched modules by clean name. None: leaves that do something, and the children of every ModuleList.
+def select(model: nn.Module, modules: Modules, parameters: bool) -> tuple[dict[str, nn.Module], dict[str, Slot]]:
+    """The watched modules, and (if wanted) the watched parameters, by clean name.
 
-    Modules that are never called (ModuleList and the like) are left out whatever was asked for.
+    None: the leaves that do something, and the children of every ModuleList; all parameters. Else what was asked for,
+    and the parameters that are directly in it; globs may name parameters, too. Modules that are never called
+    (ModuleList and the like) are left out whatever was asked for.
     """
     if isinstance(modules, type) or not (modules is None or callable(modules) or isinstance(modules, Iterable)):
         raise TypeError(f"modules: expected globs, a callable (name, module) -> bool, or None; got {modules!r}")
     named = clean_names(model)
+    slots = _slots(named) if parameters else {}
     if modules is None:
-        chosen = _default_modules(named)
-    elif callable(modules):
+        return _default_modules(named), slots
+    if callable(modules):
         chosen = {name: module for name, module in named.items() if modules(name, module)}
+        globs = []
     else:
-        globs = as_globs("modules", modules, named)
+        globs = as_globs("modules", modules, [*named, *slots])
         chosen = {name: module for name, module in named.items() if matches(name, globs)}
+    inside = {id(module) for module in chosen.values()}
+    slots = {name: slot for name, slot in slots.items() if id(slot.module) in inside or matches(name, globs)}
     chosen = {name: module for name, module in chosen.items() if not isinstance(module, _NEVER_CALLED)}
-    if not chosen:
+    if not chosen and not slots:
         raise ValueError(f"modules: expected to select at least one of {len(named)} modules, selected none")
-    return chosen
+    return chosen, slots
+
+
+class Slot(NamedTuple):
+    """Where a module keeps a parameter. The parameter itself may be replaced."""
+
+    module: nn.Module
+    key: str
+
+    def get(self) -> torch.Tensor | None:
+        return self.module._parameters.get(self.key)
+
+
+def _slots(named: Mapping[str, nn.Module]) -> dict[str, Slot]:
+    """The parameters of modules by clean name; a shared one by its first name."""
+    slots: dict[str, Slot] = {}
+    seen: set[int] = set()
+    for name, module in named.items():
+        for key, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in seen:
+                seen.add(id(parameter))
+                slots[f"{name}.{key}" if name else key] = Slot(module, key)
+    return slots
+
+
+def parameter_channels(slot: Slot, parameter: torch.Tensor) -> Channels:
+    """A weight's channels are its outputs: dimension 0, of a transposed convolution 1. One of width 1 has no channels.
+
+    A vector (a bias, the weight of a norm) is one channel: its entries would each be a channel of one value.
+    """
+    if isinstance(parameter, nn.parameter.UninitializedParameter) or parameter.dim() < 2:
+        return Channels(0, 1)
+    dim = 1 if isinstance(slot.module, nn.modules.conv._ConvTransposeNd) else 0
+    return Channels(dim, max(parameter.shape[dim], 1))
 
 
 def _default_modules(named: dict[str, nn.Module]) -> dict[str, nn.Module]:

@@ -8,7 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hookstats.fields import STATISTICS, Array, Counts, Site, State, exponent_histogram, octave_edges, total
+from hookstats.fields import (
+    STATISTICS,
+    Array,
+    Bins,
+    Counts,
+    ExponentBins,
+    LinearBins,
+    Site,
+    State,
+    exponent_histogram,
+    octave_edges,
+    total,
+)
 
 if TYPE_CHECKING:
     import pandas
@@ -58,15 +70,20 @@ class Stats:
 
 
 class Histogram:
-    """Counts per bin. ``edges`` ``[bins + 1]`` ascend; ``counts`` are int64 ``[bins]``, or ``[channels, bins]`` of |x|.
+    """Counts per bin. ``edges`` ``[bins + 1]`` ascend; ``counts`` are int64 ``[bins]`` or ``[channels, bins]``.
 
-    A bin holds the values from its lower edge up to, not including, the upper one; on the negative side, the other way
-    round (a value belongs to the bin of its magnitude). A float64 beyond float32's range is in the outermost bin.
+    ``underflow``, ``overflow``: finite values below and above all bins, an int or int64 ``[channels]``.
+
+    By exponent, per channel of |x|: a bin holds the values from its lower edge up to, not including, the upper one; on
+    the negative side, the other way round (a value belongs to the bin of its magnitude). No value lies outside; a
+    float64 beyond float32's range is in the outermost bin. Linear: the same, and the last bin has its upper edge too.
     """
 
-    def __init__(self, counts: Counts, edges: Array) -> None:
+    def __init__(self, counts: Counts, edges: Array, underflow: Any = 0, overflow: Any = 0) -> None:
         self.counts = counts
         self.edges = edges
+        self.underflow = underflow
+        self.overflow = overflow
 
     def __repr__(self) -> str:
         return f"Histogram({self.counts.sum()} values, counts {list(self.counts.shape)})"
@@ -79,12 +96,15 @@ class SiteStats:
     None where channels are not kept. ``histogram``: or None.
     """
 
-    def __init__(self, moments: Array, calls: int, histogram: Counts | None, per_channel: bool) -> None:
-        """moments: ``[fields, channels]``; histogram: ``[512]``, ``[channels, 64]`` or None, as in the state."""
+    def __init__(
+        self, moments: Array, calls: int, histogram: Counts | None, per_channel: bool, bins: Bins | None = None
+    ) -> None:
+        """moments: ``[fields, channels]``; histogram: as in the state, of these bins (None: by exponent)."""
         self.calls = calls
         self._moments = moments
         self._histogram = histogram
         self._per_channel = per_channel
+        self._bins = bins or ExponentBins()
 
     @cached_property
     def total(self) -> Stats:
@@ -98,9 +118,13 @@ class SiteStats:
 
     @cached_property
     def histogram(self) -> Histogram | None:
-        """Of the finite values, by exponent."""
+        """Of the finite values."""
         if self._histogram is None:
             return None
+        if isinstance(self._bins, LinearBins):
+            below, counts, above = np.split(self._histogram, [1, -1], axis=-1)
+            outside = (below[..., 0], above[..., 0]) if counts.ndim == 2 else (int(below[0]), int(above[0]))
+            return Histogram(counts, np.linspace(self._bins.lo, self._bins.hi, self._bins.n + 1), *outside)
         if self._histogram.ndim == 1:
             return Histogram(*exponent_histogram(self._histogram))
         return Histogram(self._histogram, octave_edges())
@@ -108,20 +132,25 @@ class SiteStats:
     def quantile(self, q: float) -> Any:
         """The q-quantile of the finite values, from the histogram by linear interpolation inside its bin.
 
-        A float; with a per-channel histogram an array ``[channels]``, then of |x|. Both it and the exact quantile lie
-        in the same bin, so they have the same sign and differ by less than a factor of 2 (outside the bin of zeros and
-        subnormals, and inside the histogram's range). NaN where nothing was counted; ValueError without a histogram.
+        A float; with a per-channel histogram an array ``[channels]``, then, by exponent, of |x|. It and the exact
+        quantile lie in the same bin. By exponent they have the same sign, and differ by less than a factor of 2
+        (outside the bin of zeros and subnormals, and inside the histogram's range); linear, by less than a bin's width
+        (inside the range; outside, both lie between it and the extreme). NaN where nothing was counted; ValueError
+        without a histogram.
         """
         if not 0 <= q <= 1:
             raise ValueError(f"quantile: expected 0 <= q <= 1, got {q}")
         if self.histogram is None:
             raise ValueError("quantile: expected a site with a histogram; this one was measured with histogram=None")
-        if self.histogram.counts.ndim == 1:
-            return _quantile(self.histogram.counts, self.histogram.edges, q, self.total.min, self.total.max)
-        extremes = Stats(self._moments).abs_max
-        extremes = np.broadcast_to(extremes, self.histogram.counts.shape[:1])
-        rows = zip(self.histogram.counts, extremes, strict=True)
-        return np.array([_quantile(counts, self.histogram.edges, q, 0.0, top) for counts, top in rows])
+        counts, edges = self.histogram.counts, self.histogram.edges
+        if isinstance(self._bins, LinearBins) and self._histogram is not None:  # with what lies outside
+            counts, edges = self._histogram, np.concatenate([[-np.inf], edges, [np.inf]])
+        if counts.ndim == 1:
+            return _quantile(counts, edges, q, self.total.min, self.total.max)
+        channels = Stats(self._moments)
+        low, high = (channels.min, channels.max) if isinstance(self._bins, LinearBins) else (0.0, channels.abs_max)
+        low, high = (np.broadcast_to(extreme, len(counts)) for extreme in (low, high))
+        return np.array([_quantile(*row[:1], edges, q, *row[1:]) for row in zip(counts, low, high, strict=True)])
 
     def __repr__(self) -> str:
         return f"SiteStats(calls={self.calls}, total={self.total})"
@@ -165,6 +194,22 @@ class Snapshot(Mapping[Site, SiteStats]):
 
     def __len__(self) -> int:
         return len(self._sites)
+
+    @property
+    def grad_norm(self) -> float | None:
+        """The L2 norm of the watched parameters' gradients together, as ``clip_grad_norm_`` returns it.
+
+        Of the gradients that the optimizer was given: after clipping, where they were clipped; of this process.
+        Infinite or NaN where a gradient is, None where no ``param_grad`` was measured.
+        """
+        gradients = [stats.total for site, stats in self.items() if site.tensor == "param_grad" and stats.calls]
+        if not gradients:
+            return None
+        if any(total.nans for total in gradients):
+            return float("nan")
+        if any(total.posinfs or total.neginfs for total in gradients):
+            return float("inf")
+        return float(np.sqrt(sum(total.l2_norm**2 for total in gradients)))
 
     def __repr__(self) -> str:
         return f"Snapshot(step={self.step}, {len(self.order)} of {len(self)} sites fired)"

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from hookstats import _native
-from hookstats.fields import EXPONENT_BINS, FIELDS, OCTAVE_BINS, Counts, ExponentBins, Site, total
+from hookstats.fields import FIELDS, Bins, Counts, LinearBins, Site, histogram_shape, total
 from hookstats.snapshot import SiteStats, Snapshot
 
 _LATER_BLOCK_BYTES = 1 << 16  # room for sites whose width is learned one by one; twice as much each time
@@ -25,12 +25,29 @@ class SiteState(NamedTuple):
 
     moments: torch.Tensor  # float64 [fields, channels]
     counters: torch.Tensor  # int64 [2]: calls, place in the order of execution
-    histogram: torch.Tensor | None  # int64 [512] or [channels, 64]
+    histogram: torch.Tensor | None  # int64, of fields.histogram_shape
     active: torch.Tensor  # int32 [1] on the device: zero stops the kernel, in compiled graphs too
     open: torch.Tensor  # the same on the host: eager hooks do not even launch
     channel_dim: int
     site: int  # Entry.index
     strict: bool
+    low: float  # of linear bins; equal: there are none
+    high: float
+
+
+def accumulate(x: torch.Tensor, state: SiteState, skip_recomputation: bool = False) -> None:
+    """Folds a tensor into a state, by the operator; torch.compile traces it."""
+    _native.accumulate(
+        x,
+        state.moments,
+        state.counters,
+        state.histogram,
+        state.active,
+        state.channel_dim,
+        skip_recomputation,
+        state.low,
+        state.high,
+    )
 
 
 class Place(NamedTuple):
@@ -60,6 +77,7 @@ class Entry:
         self.site = site
         self.index = next(self._indices)
         self.keep_channels = keep_channels
+        self.is_parameter = False  # measured together with others
         self.hidden_if_silent = False  # the output was a container, whose tensors have sites of their own; or given up
         self.places: list[Place] = []
         self.state: SiteState
@@ -99,7 +117,7 @@ class Store:
     because compiled graphs and waiting gradients hold tensors over it.
     """
 
-    def __init__(self, histogram: ExponentBins | None, memory_budget: int, strict: bool) -> None:
+    def __init__(self, histogram: Bins | None, memory_budget: int, strict: bool) -> None:
         self.histogram = histogram
         self.memory_budget = memory_budget
         self.strict = strict
@@ -119,7 +137,7 @@ class Store:
         return 8 * self._size(channels)
 
     def _bins(self, channels: int) -> int:
-        return math.prod(self._histogram_shape(channels))
+        return math.prod(histogram_shape(self.histogram, channels))
 
     def _size(self, channels: int) -> int:
         return len(FIELDS) * channels + _native.COUNTERS + self._bins(channels)
@@ -152,6 +170,7 @@ class Store:
         self._free[device] = (offset + size, self._free[device][1])
         counters = offset + len(FIELDS) * channels
         bins = counters + _native.COUNTERS
+        linear = self.histogram if isinstance(self.histogram, LinearBins) else None
         with torch.inference_mode(False):
             memory = self.blocks[device][block]
             entry.state = SiteState(
@@ -159,18 +178,15 @@ class Store:
                 counters=_native.part(memory, counters, (_native.COUNTERS,), torch.int64),
                 histogram=None
                 if self.histogram is None
-                else _native.part(memory, bins, self._histogram_shape(channels), torch.int64),
+                else _native.part(memory, bins, histogram_shape(self.histogram, channels), torch.int64),
                 active=self.flags.on(device),
                 open=self.flags.host,
                 channel_dim=channel_dim,
                 site=entry.index,
                 strict=self.strict,
+                low=float(linear.lo) if linear else 0.0,
+                high=float(linear.hi) if linear else 0.0,
             )
-
-    def _histogram_shape(self, channels: int) -> tuple[int, ...]:
-        if self.histogram is None:
-            return (0,)
-        return (channels, OCTAVE_BINS) if self.histogram.per_channel else (EXPONENT_BINS,)
 
     def fits(self, device: torch.device, channels: int, sites: int) -> bool:
         """Whether that many more sites of this width stay inside the budget."""
@@ -194,47 +210,52 @@ class Row(NamedTuple):
     places: tuple[Place, ...]
     keep_channels: bool
     hidden_if_silent: bool
+    is_parameter: bool
 
 
 class Map:
     """Where all sites were at one time: what is needed to read blocks that were copied then."""
 
     def __init__(self, store: Store) -> None:
-        self._rows = [Row(e.site, tuple(e.places), e.keep_channels, e.hidden_if_silent) for e in store.entries]
-        self._per_channel_histogram = store.histogram is not None and store.histogram.per_channel
+        self._rows = [
+            Row(e.site, tuple(e.places), e.keep_channels, e.hidden_if_silent, e.is_parameter) for e in store.entries
+        ]
+        self._bins = store.histogram
 
     def snapshot(self, blocks: Blocks, step: int, scalars: dict[str, float]) -> Snapshot:
         """The copied blocks as numbers; the arrays are kept, not copied."""
         sites: dict[Site, SiteStats] = {}
-        fired: list[tuple[int, int, Site]] = []
+        fired: dict[Site, tuple[int, int]] = {}  # device, number in the order of execution there
+        launched: dict[tuple[str, int], int] = {}  # parameters are measured together: the number of the first
         devices = list(dict.fromkeys(place.device for row in self._rows for place in row.places))
         for row in self._rows:
-            parts = [_Part(place, blocks, self._per_channel_histogram) for place in row.places]
+            parts = [_Part(place, blocks, self._bins) for place in row.places]
             parts = [part for part in parts[:-1] if part.calls] + parts[-1:]
             calls = sum(part.calls for part in parts)
             if row.hidden_if_silent and not calls:
                 continue
             whole = parts[0] if len(parts) == 1 else _merged(parts)
             keep_channels = row.keep_channels and whole.moments.shape[1] == row.places[-1].channels
-            sites[row.site] = SiteStats(whole.moments, calls, whole.bins, keep_channels)
+            sites[row.site] = SiteStats(whole.moments, calls, whole.bins, keep_channels, self._bins)
             if calls:
-                first = min((devices.index(part.device), part.first) for part in parts if part.calls)
-                fired.append((*first, row.site))
-        return Snapshot(step, sites, [site for _, _, site in sorted(fired)], scalars)
+                device, first = min((devices.index(part.device), part.first) for part in parts if part.calls)
+                if row.is_parameter:
+                    first = launched.setdefault((row.site.tensor, device), first)
+                fired[row.site] = (device, first)
+        return Snapshot(step, sites, sorted(fired, key=fired.__getitem__), scalars)
 
 
 class _Part:
     """One place's share of a site, from the copies."""
 
-    def __init__(self, place: Place, blocks: Blocks, per_channel_histogram: bool) -> None:
+    def __init__(self, place: Place, blocks: Blocks, bins: Bins | None) -> None:
         memory = blocks[place.device, place.block][place.offset : place.offset + place.size]
         fields = len(FIELDS) * place.channels
         self.device = place.device
         self.calls, self.first = memory[fields : fields + _native.COUNTERS].tolist()
         self.moments = memory[:fields].view(np.float64).reshape(len(FIELDS), place.channels)
-        self.bins = memory[fields + _native.COUNTERS :] if place.bins else None
-        if self.bins is not None and per_channel_histogram:
-            self.bins = self.bins.reshape(place.channels, OCTAVE_BINS)
+        counts = memory[fields + _native.COUNTERS :]
+        self.bins = counts.reshape(histogram_shape(bins, place.channels)) if place.bins else None
 
 
 def _merged(parts: list[_Part]) -> _Part:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import pytest
 import hookstats
 
 RECORD = Path(hookstats.__file__).with_name("_built.json")
-# Registers of a thread: two blocks of 256 threads on a multiprocessor (__launch_bounds__ in csrc/cuda).
-MOST_REGISTERS = {"accumulate_kernel": 128, "merge_kernel": 128}
+# Registers of a thread. 128: two blocks of 256 threads on a multiprocessor. Some kernels of doubles are let have one
+# (kBlocksAtOnce in csrc/cuda/block.h). The first pattern that a kernel's name shows decides.
+MOST_REGISTERS = {r"_kernelId.*KindE[23]": 168, r"accumulate_kernel|many_kernel|merge_kernel": 128}
 
 
 def kernels() -> list[dict[str, Any]]:
@@ -24,7 +26,7 @@ def test_no_kernel_spills_or_takes_more_registers_than_its_bound() -> None:
     if not kernels():
         pytest.skip("built without CUDA kernels")
     for each in kernels():
-        bounds = [most for name, most in MOST_REGISTERS.items() if name in each["kernel"]]
+        bounds = [most for pattern, most in MOST_REGISTERS.items() if re.search(pattern, each["kernel"])]
         assert bounds, f"{each['kernel']}: a kernel without a bound"
         assert each["stack"] == each["spilled"] == 0, each
         assert each["registers"] <= bounds[0], each

@@ -25,8 +25,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "_native": {"fields", "_C"},
     "state": {"_native", "fields", "snapshot"},
     "hooks": {"_native", "fields", "select", "state"},
+    "params": {"_native", "fields", "select", "state"},
     "drain": {"fields", "snapshot", "state"},
-    "monitor": {"_native", "drain", "fields", "hooks", "select", "snapshot", "state"},
+    "monitor": {"_native", "drain", "fields", "hooks", "params", "select", "snapshot", "state"},
     "__init__": {"_native", "fields", "monitor", "snapshot"},
     "demo": {"__init__"},
 }

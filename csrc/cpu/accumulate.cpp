@@ -285,11 +285,7 @@ void merge(const State& into, const State& from) {
   const int64_t first = from.counters[k_first];
   if (first && (!into.counters[k_first] || first < into.counters[k_first])) into.counters[k_first] = first;
   if (into.kind == HistogramKind::none) return;
-  const bool per_channel = into.kind == HistogramKind::per_channel;
-  const int64_t bins = per_channel ? from.channels * kOctaveBins : kExponentBins;
-  for (int64_t i = 0; i < bins; ++i) {
-    into.histogram[per_channel && fold ? i % kOctaveBins : i] += from.histogram[i];
-  }
+  for (int64_t i = 0; i < from.all_bins(); ++i) into.histogram[fold ? i % into.bins : i] += from.histogram[i];
 }
 
 }  // namespace hookstats::cpu

@@ -1,6 +1,6 @@
-// A block's histogram in shared memory: 32-bit counters by exponent, added to the state at the end.
-// Counting must cost few instructions: there is a counter for every exponent, NaN's and Inf's too, so that no value is
-// tested or clamped on the way. What is no bin is dropped when the counters are added up.
+// A block's histogram in shared memory, added to the state at the end.
+// Counting exponents must cost few instructions: there is a counter for every exponent, NaN's and Inf's too, so that no
+// value is tested or clamped on the way. What is no bin is dropped when the counters are added up.
 #pragma once
 
 #include "fold.h"
@@ -34,7 +34,7 @@ __device__ inline void clear_words(unsigned* words, int count, int thread) {
 template <HistogramKind kind, int kPlaces, bool kPlanes>
 struct BlockHistogram {
   static constexpr int kWords = 0, kMostRows = INT32_MAX;
-  __device__ BlockHistogram(unsigned*, const Geometry&, int) {}
+  __device__ BlockHistogram(unsigned*, const State&, const Geometry&, int64_t, int) {}
   __device__ void clear(const Geometry&, int) const {}
   template <class acc_t>
   __device__ void add(acc_t, int) const {}
@@ -46,7 +46,8 @@ struct BlockHistogram<HistogramKind::per_tensor, kPlaces, kPlanes> {
   static constexpr int kWords = kExponentBins, kMostRows = INT32_MAX;
   unsigned* counts;
 
-  __device__ BlockHistogram(unsigned* shared, const Geometry& geometry, int thread) : counts(shared) {
+  __device__ BlockHistogram(unsigned* shared, const State&, const Geometry& geometry, int64_t, int thread)
+      : counts(shared) {
     clear(geometry, thread);
   }
   __device__ void clear(const Geometry&, int thread) const { clear_words(counts, kWords, thread); }
@@ -79,7 +80,7 @@ struct BlockHistogram<HistogramKind::per_channel, kPlaces, kPlanes> {
   unsigned unit;
   bool pairs;
 
-  __device__ BlockHistogram(unsigned* shared, const Geometry& geometry, int thread)
+  __device__ BlockHistogram(unsigned* shared, const State&, const Geometry& geometry, int64_t, int thread)
       : counts(shared), pairs(geometry.lanes_first) {
     clear(geometry, thread);
     const int lane = geometry.lane(thread);
@@ -141,6 +142,51 @@ struct BlockHistogram<HistogramKind::per_channel, kPlaces, kPlanes> {
   __device__ static void add_one(const State& state, int64_t channel, int64_t channels, int exponent, unsigned count) {
     if (exponent == 255 || channel >= channels) return;
     add_to_bin(&state.histogram[channel * kOctaveBins + octave_bin(exponent)], count);
+  }
+};
+
+// Linear bins, in shared memory where the block's channels' counters fit there, else in the state itself.
+template <int kPlaces, bool kPlanes>
+struct BlockHistogram<HistogramKind::linear, kPlaces, kPlanes> {
+  static constexpr int kWords = 8192, kMostRows = INT32_MAX;
+  unsigned* counts;  // null: in the state
+  const State& state;
+  int64_t first;  // of the lane's counters in the state
+  int at, step;   // of the lane's counters in the block, and from place to place
+
+  __device__ BlockHistogram(unsigned* shared, const State& state, const Geometry& geometry, int64_t first_channel,
+                            int thread)
+      : counts(words(state, geometry, first_channel) <= kWords ? shared : nullptr), state(state) {
+    step = state.by_channel ? state.bins : 0;
+    at = geometry.lane(thread) * kPlaces * step;
+    first = first_channel * step + at;
+    if (counts) clear_words(counts, (words(state, geometry, first_channel) + 3) / 4 * 4, thread);
+  }
+  __device__ static int words(const State& state, const Geometry& geometry, int64_t first_channel) {
+    const int64_t channels = state.channels - first_channel, most = geometry.lanes * kPlaces;
+    const int64_t words = state.by_channel ? (channels < most ? channels : most) * state.bins : state.bins;
+    return words <= kWords ? int(words) : kWords + 1;
+  }
+  __device__ void clear(const Geometry&, int) const {}  // only where counters are of 16 bits
+
+  template <class acc_t>
+  __device__ void add(acc_t x, int place) const {
+    if (!(x - x == 0)) return;
+    const int bin = place * step + linear_bin(x, acc_t(state.low), acc_t(state.high), state.bins);
+    if (counts) {
+      atomicAdd(&counts[at + bin], 1u);
+    } else {
+      add_to_bin(&state.histogram[first + bin], 1);
+    }
+  }
+
+  __device__ void add_to_state(const State&, const Geometry& geometry, int64_t first_channel, int64_t,
+                               int thread) const {
+    if (!counts) return;
+    const int all = words(state, geometry, first_channel);
+    for (int i = thread; i < all; i += kThreads) {
+      if (counts[i] != 0) add_to_bin(&state.histogram[first_channel * step + i], counts[i]);
+    }
   }
 };
 

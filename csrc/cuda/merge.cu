@@ -40,10 +40,8 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(const State into, const
     }
   }
   if (into.kind != HistogramKind::none) {
-    const bool per_channel = into.kind == HistogramKind::per_channel;
-    const int64_t bins = per_channel ? from.channels * kOctaveBins : kExponentBins;
-    for (int64_t i = first; i < bins; i += step) {
-      const int64_t bin = per_channel && fold ? i % kOctaveBins : i;
+    for (int64_t i = first; i < from.all_bins(); i += step) {
+      const int64_t bin = fold ? i % into.bins : i;
       atomicAdd(reinterpret_cast<unsigned long long*>(&into.histogram[bin]), (unsigned long long)from.histogram[i]);
     }
   }
@@ -57,9 +55,7 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(const State into, const
 }  // namespace
 
 const char* merge(const State& into, const State& from, const Launch& to) {
-  const int64_t bins = into.kind == HistogramKind::none         ? 0
-                       : into.kind == HistogramKind::per_tensor ? kExponentBins
-                                                                : from.channels * kOctaveBins;
+  const int64_t bins = from.kind == HistogramKind::none ? 0 : from.all_bins();
   const bool fold = into.channels != from.channels;
   const int64_t items = from.channels > bins ? from.channels : bins;
   const int64_t blocks = fold ? 1 : (items + kThreads - 1) / kThreads;

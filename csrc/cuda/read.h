@@ -216,7 +216,7 @@ struct Ring {
 template <class scalar_t, int kPack, class Walker>
 struct Burst {
   using Load = Pack<scalar_t, kPack>;
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ < 900 || __CUDA_ARCH__ >= 1000)
   static constexpr int kGroup = 8;  // there 16 would not fit into the registers
 #else
   static constexpr int kGroup = sizeof(Load) == 8 ? 8 : 16;

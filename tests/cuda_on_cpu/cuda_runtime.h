@@ -24,6 +24,8 @@
 #define __device__
 #define __host__
 #define __launch_bounds__(...)
+#define __forceinline__ inline
+#define __grid_constant__
 
 struct dim3 {
   unsigned x, y, z;

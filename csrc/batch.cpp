@@ -1,0 +1,183 @@
+// Many tensors at once, the parameters of a model or their gradients: on a GPU one launch for each dtype (and
+// another one for those that cannot be read in packs).
+
+#include <ATen/ATen.h>
+#include <c10/core/DeviceGuard.h>
+#include <torch/custom_class.h>
+#include <torch/library.h>
+
+#include <map>
+#include <mutex>
+#include <tuple>
+
+#include "ops.h"
+
+namespace hookstats {
+namespace {
+
+using Tensors = std::vector<std::optional<at::Tensor>>;
+using Failures = std::vector<std::tuple<int64_t, std::string>>;
+
+const char* reason(const std::exception& error) {
+  const auto* torch_error = dynamic_cast<const c10::Error*>(&error);
+  return torch_error ? torch_error->what_without_backtrace() : error.what();
+}
+
+// The sites whose tensors come together. What is known of a tensor is kept from call to call, so that a call with
+// tensors like those of the call before only hands over their addresses.
+class Batch : public torch::CustomClassHolder {
+ public:
+  Batch(std::vector<at::Tensor> moments, std::vector<at::Tensor> counters, Tensors histograms,
+        std::vector<at::Tensor> active, std::vector<int64_t> channel_dims, double low, double high) {
+    const size_t n = moments.size();
+    TORCH_CHECK_VALUE(counters.size() == n && histograms.size() == n && active.size() == n && channel_dims.size() == n,
+                      "hookstats: Batch: expected lists of one length, got ", n, ", ", counters.size(), ", ",
+                      histograms.size(), ", ", active.size(), ", ", channel_dims.size());
+    for (size_t i = 0; i < n; ++i) {
+      members_.push_back({{moments[i], counters[i], histograms[i], active[i], channel_dims[i], low, high}, {}, {}, {}});
+    }
+  }
+
+  // Folds each tensor into its site's state; none, or an empty one: nothing to fold. Returns what could not be folded,
+  // by number, and why.
+  Failures accumulate(const Tensors& tensors) {
+    TORCH_CHECK_VALUE(tensors.size() == members_.size(), "hookstats: Batch: expected ", members_.size(),
+                      " tensors, got ", tensors.size());
+    const std::lock_guard<std::mutex> lock(mutex_);
+    Failures failures;
+    std::vector<at::Tensor> arrived(tensors.size());
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      if (!tensors[i] || !tensors[i]->defined()) continue;
+      try {
+        const at::Tensor x = tensors[i]->is_neg() ? tensors[i]->resolve_neg() : *tensors[i];
+        if (learn(members_[i], x) && x.numel() > 0) arrived[i] = x;
+      } catch (const std::exception& error) {
+        failures.emplace_back(i, reason(error));
+      }
+    }
+#if defined(HOOKSTATS_CUDA_KERNELS)
+    if (stale_) plan(arrived);
+    for (const Group& group : groups_) launch(group, arrived, failures);
+#endif
+    for (size_t i = 0; i < arrived.size(); ++i) {
+      if (!arrived[i].defined() || members_[i].among_many) continue;
+      try {
+        hookstats::accumulate(arrived[i], members_[i].site);
+      } catch (const std::exception& error) {
+        failures.emplace_back(i, reason(error));
+      }
+    }
+    return failures;
+  }
+
+ private:
+  struct Member {
+    SiteState site;
+    // Of the last tensor: what decides how it is read.
+    std::optional<std::tuple<at::ScalarType, std::vector<int64_t>, std::vector<int64_t>, uintptr_t>> kind;
+    Input input;
+    State state;
+    bool among_many = false;  // else it is folded alone
+  };
+
+  // False for a tensor that is empty: it says nothing.
+  bool learn(Member& member, const at::Tensor& x) {
+    constexpr uintptr_t kAlignment = 16;
+    const void* data = x.layout() == at::kStrided && !has_no_data(x) ? x.const_data_ptr() : nullptr;
+    if (member.kind) {
+      const auto& [dtype, sizes, strides, offset] = *member.kind;
+      if (data && dtype == x.scalar_type() && x.sizes() == sizes && x.strides() == strides &&
+          offset == reinterpret_cast<uintptr_t>(data) % kAlignment && x.device() == member.site.moments.device()) {
+        return true;
+      }
+    }
+    if (x.numel() == 0) return false;
+    member.kind.reset();
+    stale_ = true;
+    std::tie(member.input, member.state) = described(x, member.site);
+    TORCH_CHECK_TYPE(data, "hookstats: expected a plain tensor with data, got a wrapper or a mere shape");
+    member.input.data = data;
+    member.kind.emplace(x.scalar_type(), x.sizes().vec(), x.strides().vec(),
+                        reinterpret_cast<uintptr_t>(data) % kAlignment);
+    return true;
+  }
+
+#if defined(HOOKSTATS_CUDA_KERNELS)
+  struct Group {
+    std::vector<size_t> members;
+    cuda::Many many;
+    at::Tensor table, partials, arrivals;  // on the device
+  };
+
+  void plan(const std::vector<at::Tensor>& arrived) {
+    std::map<std::tuple<c10::DeviceIndex, Dtype, cuda::AmongMany>, std::vector<size_t>> groups;
+    for (size_t i = 0; i < members_.size(); ++i) {
+      Member& member = members_[i];
+      const auto device = member.site.moments.device();
+      if (!member.kind || !runs_cuda_kernels(device)) continue;
+      const auto how = cuda::among_many(member.input);
+      member.among_many = how != cuda::AmongMany::no;
+      if (member.among_many) groups[{device.index(), member.input.dtype, how}].push_back(i);
+    }
+    groups_.clear();
+    for (const auto& [key, all] : groups) {
+      for (size_t first = 0; first < all.size(); first += cuda::kMany) {
+        const size_t last = std::min(first + cuda::kMany, all.size());
+        groups_.push_back(group_of({all.begin() + first, all.begin() + last}));
+      }
+    }
+    stale_ = false;
+  }
+
+  Group group_of(std::vector<size_t> members) {
+    std::vector<Input> inputs;
+    std::vector<State> states;
+    for (const size_t i : members) {
+      inputs.push_back(members_[i].input);
+      states.push_back(members_[i].state);
+    }
+    Group group{std::move(members), cuda::plan_many(inputs, states), {}, {}, {}};
+    const auto device = members_[group.members[0]].site.moments.device();
+    const auto options = at::TensorOptions().device(device);
+    auto& table = group.many.table;
+    group.table = at::from_blob(table.data(), {int64_t(table.size())}, at::kByte).to(device, at::kByte, false, true);
+    group.partials = at::empty({group.many.partials}, options.dtype(at::kDouble));
+    group.arrivals = at::zeros({group.many.arrivals}, options.dtype(at::kInt));
+    return group;
+  }
+
+  void launch(const Group& group, const std::vector<at::Tensor>& arrived, Failures& failures) {
+    std::vector<const void*> addresses;
+    for (const size_t i : group.members) {
+      addresses.push_back(arrived[i].defined() ? arrived[i].const_data_ptr() : nullptr);
+    }
+    const SiteState& site = members_[group.members[0]].site;
+    const auto device = site.moments.device();
+    try {
+      const c10::DeviceGuard guard(device);
+      cuda::Launch to = launch_on(device, site.active);
+      to.partials = group.partials.mutable_data_ptr<double>();
+      to.arrivals = reinterpret_cast<unsigned*>(group.arrivals.mutable_data_ptr<int32_t>());
+      check(cuda::accumulate(group.many, group.table.const_data_ptr(), addresses.data(), to));
+    } catch (const std::exception& error) {
+      for (const size_t i : group.members) failures.emplace_back(i, reason(error));
+    }
+  }
+
+  std::vector<Group> groups_;
+#endif
+
+  std::mutex mutex_;
+  std::vector<Member> members_;
+  bool stale_ = true;
+};
+
+TORCH_LIBRARY_FRAGMENT(HOOKSTATS_NAMESPACE, m) {
+  m.class_<Batch>("Batch")
+      .def(torch::init<std::vector<at::Tensor>, std::vector<at::Tensor>, Tensors, std::vector<at::Tensor>,
+                       std::vector<int64_t>, double, double>())
+      .def("accumulate", &Batch::accumulate);
+}
+
+}  // namespace
+}  // namespace hookstats

@@ -1,0 +1,160 @@
+// What one block of threads does: it reads its share of a tensor once (read.h), folds its threads (fold.h), and if it
+// is the last of its channel group to arrive, it folds the parts of all, in their order, into the state. Deterministic:
+// every merge has a fixed order, and only whole numbers are added atomically.
+#pragma once
+
+#include "histogram.h"
+#include "plan.h"
+#include "read.h"
+
+namespace hookstats::cuda {
+
+constexpr int larger(int a, int b) { return a > b ? a : b; }
+
+// Shared memory: the histogram, then the thread's sums, then the ring.
+template <class scalar_t, int kPack, int kPlaces, template <class> class Walker, HistogramKind kind>
+struct Shared {
+  static constexpr int kHistogram = BlockHistogram<kind, kPlaces, (kPack > kPlaces)>::kWords * int(sizeof(unsigned));
+  static constexpr int kSums = kThreads * larger(kPlaces * BlockSums<acc_of<scalar_t>>::kBytes, WideSums::kBytes);
+  using Reads = Reader<scalar_t, kPack, kPlaces, Walker, kPlaces == 4 && kind == HistogramKind::per_channel>;
+  static constexpr int kRing = Reads::Feed::kBytes;
+  static constexpr int kBytes = kHistogram + kSums + kRing;
+};
+
+// Blocks on a multiprocessor, whose registers they share: of doubles, some kernels need more than half of them.
+template <class scalar_t, HistogramKind kind, bool kPlanes>
+constexpr int kBlocksAtOnce =
+    sizeof(scalar_t) == 8 && (kind == HistogramKind::linear || (kPlanes && kind == HistogramKind::per_channel)) ? 1 : 2;
+
+// Calls f(constant of the kind).
+template <class F>
+auto with_kind(HistogramKind kind, const F& f) {
+  switch (kind) {
+#define HOOKSTATS_CASE(name) \
+  case HistogramKind::name:  \
+    return f(std::integral_constant<HistogramKind, HistogramKind::name>{});
+    HOOKSTATS_CASE(none)
+    HOOKSTATS_CASE(per_tensor)
+    HOOKSTATS_CASE(per_channel)
+    default:
+      HOOKSTATS_CASE(linear)
+#undef HOOKSTATS_CASE
+  }
+}
+
+// What one block does. `place` says which: place.group() of the groups of channels, place.part() of the parts of their
+// elements. All threads of the block call it, once.
+template <class scalar_t, int kPack, int kPlaces, template <class> class Walker, HistogramKind kind, class Place>
+__device__ __forceinline__ void run_block(const scalar_t* data, const Job& job, const Launch& launch, Place place) {
+  using Histogram = BlockHistogram<kind, kPlaces, (kPack > kPlaces)>;
+  using Sizes = Shared<scalar_t, kPack, kPlaces, Walker, kind>;
+  using Whole = BlockSums<acc_of<scalar_t>>;
+  HOOKSTATS_DYNAMIC_SHARED(dynamic);
+  HOOKSTATS_SHARED(unsigned, odd_counts, Odd::kWords);
+  HOOKSTATS_SHARED(Arrival, says, 1);  // thread 0 to its block
+  double* const shared = dynamic + Sizes::kHistogram / sizeof(double);
+  void* const ring = shared + Sizes::kSums / sizeof(double);
+
+  const int thread = threadIdx.x;
+  const Geometry geometry = job.geometry;
+  const int64_t channels = job.layout.channels;
+  const int64_t first_channel = int64_t(place.group()) * geometry.lanes * kPlaces;
+
+  // While values are read, a thread is a lane and a group.
+  const int lane = geometry.lane(thread), group = geometry.group(thread);
+  const int64_t lane_channel = first_channel + lane * kPlaces;
+  const int64_t first = place.part() * job.share + group, stop = (place.part() + 1) * job.share;
+  const int64_t end = stop < job.layout.count ? stop : job.layout.count;
+  const bool reads = group < geometry.groups && lane_channel < channels && first < end;
+  typename Sizes::Reads reader(shared, ring, thread, data + (reads ? lane_channel * job.layout.channel_stride : 0),
+                               job.layout, first, geometry.groups,
+                               reads ? int((end - first + geometry.groups - 1) / geometry.groups) : 0,
+                               exchanges<kPlaces>(geometry, thread));
+
+  const Histogram histogram(reinterpret_cast<unsigned*>(dynamic), job.state, geometry, first_channel, thread);
+  const Odd odd(odd_counts, thread);
+  // The flag may change while the kernel runs, from another stream: each block reads it once, and blocks that see it
+  // off still arrive, so that the moments of such a launch are dropped and the next one finds its scratch clean.
+  if (thread == 0) {
+    const bool off = launch.active && *static_cast<const volatile int32_t*>(launch.active) == 0;
+    says[0] = off ? Arrival::last_but_torn : Arrival::last;
+  }
+  __syncthreads();
+  bool on = says[0] == Arrival::last;
+  if (!on && job.parts == 1) return;
+
+  // After that, it is one channel, and, where parts are merged, a share of the parts.
+  const int block_channels = geometry.lanes * kPlaces;
+  const Geometry merging{block_channels, kThreads / block_channels, true};
+  const int column = thread % block_channels, row = thread / block_channels;
+  const int64_t channel = first_channel + column;
+  const bool owns = row == 0 && channel < channels;
+  WideSums sums = WideSums::neutral(), before = WideSums::neutral();
+
+  if (on) {
+    const int at_once = Histogram::kMostRows / geometry.groups / Sizes::Reads::kTilePacks * Sizes::Reads::kTilePacks;
+    const int64_t most = geometry.lanes_first ? divide_up(job.share, geometry.groups) : 0;
+    for (int64_t until = at_once;; until += at_once) {
+      reader.read(geometry.lanes_first ? int(until) : INT32_MAX, histogram, odd, lane * kPlaces);
+      __syncthreads();
+      if (until >= most) break;
+      histogram.add_to_state(job.state, geometry, first_channel, channels, thread);
+      __syncthreads();
+      histogram.clear(geometry, thread);
+      __syncthreads();
+    }
+    if (owns) before = load_state(job.state.moments + channel, job.state.row_stride);  // while the block is folded
+    odd.add_to_state(job.state, first_channel, thread);
+    histogram.add_to_state(job.state, geometry, first_channel, channels, thread);
+    fold_block<Whole, kPlaces>(shared, geometry, thread);
+    if (owns) {
+      const int slot = geometry.thread(column / kPlaces, 0) + column % kPlaces * kThreads;
+      sums = widen_sums(Whole::load(shared, kThreads * kPlaces, slot));
+    }
+  }
+
+  unsigned* word = launch.arrivals + job.first_arrival + place.group() * job.words;
+  unsigned step = 1;  // between the parts of this round
+  for (unsigned count = job.parts, mine = place.part(); count > 1;) {
+    const auto part = [&](unsigned i) {
+      return launch.partials + job.first_partial + i * step * kPartFields * channels + channel;
+    };
+    const unsigned from = mine / kFan * kFan, expected = count - from < kFan ? count - from : kFan;
+    if (on && owns) store_part(sums, part(mine), channels);
+    __syncthreads();
+    if (thread == 0) says[0] = arrive(&word[mine / kFan], expected, on);
+    __syncthreads();
+    if (says[0] == Arrival::early) return;
+    on = says[0] == Arrival::last;
+    if (on) {
+      sums = WideSums::neutral();
+      if (row < merging.groups && channel < channels) {
+        for (unsigned i = row; i < expected; i += merging.groups) {
+          sums.merge(load_part(part(from + i), channels));
+        }
+      }
+      sums.store(shared, kThreads, thread);
+      __syncthreads();
+      fold_block<WideSums, 1>(shared, merging, thread);
+      if (owns) sums = WideSums::load(shared, kThreads, thread);
+    }
+    word += (count + kFan - 1) / kFan;
+    mine /= kFan;
+    count = (count + kFan - 1) / kFan;
+    step *= kFan;
+  }
+  if (!on) return;
+
+  if (owns) {
+    before.merge(sums);
+    store_state(before, job.state.moments + channel, job.state.row_stride);
+  }
+  if (place.group() == 0 && thread == 0) {
+    job.state.counters[k_calls] += 1;
+    if (job.state.counters[k_first] == 0) {
+      job.state.counters[k_first] = int64_t(atomicAdd(launch.clock, 1ull)) + 1;
+    }
+  }
+}
+
+}  // namespace hookstats::cuda

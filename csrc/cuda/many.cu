@@ -1,0 +1,159 @@
+// One launch folds many tensors of one dtype into their states: the parameters of a model, or their gradients.
+
+#include "block.h"
+
+namespace hookstats::cuda {
+namespace {
+
+constexpr int64_t kPartBytes = 512 << 10;  // tensors are many: only a large one is worth cutting
+
+struct Task {
+  Job job;
+  unsigned first_block;
+};
+
+// A kernel's parameters may take 32,764 bytes.
+struct Addresses {
+  const void* of[kMany];
+};
+
+// The blocks of a task have consecutive numbers.
+struct TaskPlace {
+  unsigned block, groups;
+  __device__ unsigned group() const { return block % groups; }
+  __device__ unsigned part() const { return block / groups; }
+};
+
+// The table: the tasks, and behind them the task of each block.
+template <class scalar_t, int kPack, template <class> class Walker, HistogramKind kind>
+__global__ void __launch_bounds__(kThreads, kBlocksAtOnce<scalar_t, kind, true>)
+    many_kernel(const __grid_constant__ Addresses addresses, const Task* tasks, const unsigned* task_of,
+                const Launch launch) {
+  const unsigned i = task_of[blockIdx.x];
+  const auto* data = static_cast<const scalar_t*>(addresses.of[i]);
+  if (!data) return;
+  // Near at hand: in registers it would crowd out what is read.
+  HOOKSTATS_SHARED(Task, task, 1);
+  static_assert(sizeof(Task) % sizeof(unsigned) == 0);
+  for (unsigned w = threadIdx.x; w < sizeof(Task) / sizeof(unsigned); w += kThreads) {
+    reinterpret_cast<unsigned*>(task)[w] = reinterpret_cast<const unsigned*>(&tasks[i])[w];
+  }
+  __syncthreads();
+  const TaskPlace place{blockIdx.x - task[0].first_block, task[0].job.groups};
+  run_block<scalar_t, kPack, 1, Walker, kind>(data, task[0].job, launch, place);
+}
+
+// Threads for each channel of a matrix that is stored channel by channel: as few as still read neighbouring memory
+// together, so that a block has enough to read; all of them where channels are long.
+int plane_groups(const Layout& layout) {
+  if (layout.channels == 1 || layout.count >= 64 * kThreads) return kThreads;
+  int groups = 32;  // 8 of a warp's threads read 64 bytes of 16-bit values at once
+  while (groups > 8 && layout.count < 64 * groups) groups /= 2;
+  return groups;
+}
+
+template <class scalar_t>
+Access access_among_many(Layout& layout, const void* data) {
+  const Layout before = layout;
+  Access how = access<scalar_t>(layout, is_aligned(data, kPackOf<scalar_t> * sizeof(scalar_t)));
+  if (how.packed && (how.rows || layout.ndim > 1)) {  // rare among parameters: value by value
+    how.packed = false;
+    layout = before;
+  }
+  return how;
+}
+
+template <class scalar_t>
+Job job_among_many(const Input& input, const State& state) {
+  Layout layout = input.layout;
+  const Access how = access_among_many<scalar_t>(layout, input.data);
+  Job job = job_of(layout, state, how.rows, 1, plane_groups(layout));
+  const int64_t values = layout.count * (how.packed ? kPackOf<scalar_t> : 1) * job.geometry.lanes;
+  const int64_t parts = divide_up(values * int64_t(sizeof(scalar_t)), kPartBytes);
+  cut(job, parts < kMostParts ? parts : kMostParts);
+  return job;
+}
+
+template <class scalar_t, int kPack, template <class> class Walker>
+cudaError_t launch_many(const Many& many, const void* table, const void* const* data, const Launch& to) {
+  Addresses addresses{};
+  std::copy(data, data + many.tensors, addresses.of);
+  const auto* tasks = static_cast<const Task*>(table);
+  const auto* task_of = reinterpret_cast<const unsigned*>(tasks + many.tensors);
+  return with_kind(many.kind, [&](auto kind) {
+    constexpr HistogramKind k = decltype(kind)::value;
+    return launch(many_kernel<scalar_t, kPack, Walker, k>, dim3(unsigned(many.blocks)), dim3(kThreads),
+                  Shared<scalar_t, kPack, 1, Walker, k>::kBytes, static_cast<cudaStream_t>(to.stream), addresses, tasks,
+                  task_of, to);
+  });
+}
+
+template <class scalar_t>
+cudaError_t launch_as(const Many& many, const void* table, const void* const* data, const Launch& to) {
+  if constexpr (kPackOf<scalar_t> > 1) {
+    if (many.packed) return launch_many<scalar_t, kPackOf<scalar_t>, LineWalker>(many, table, data, to);
+  }
+  return launch_many<scalar_t, 1, NearWalker>(many, table, data, to);
+}
+
+}  // namespace
+
+AmongMany among_many(const Input& input) {
+  Layout layout = input.layout;
+  if (!is_near(layout)) return AmongMany::no;
+  switch (input.dtype) {
+#define HOOKSTATS_CASE(name, type, aten) \
+  case Dtype::name:                      \
+    return access_among_many<type>(layout, input.data).packed ? AmongMany::in_packs : AmongMany::by_value;
+    HOOKSTATS_DTYPES(HOOKSTATS_CASE)
+#undef HOOKSTATS_CASE
+  }
+  return AmongMany::no;
+}
+
+Many plan_many(const std::vector<Input>& inputs, const std::vector<State>& states) {
+  Many many{inputs[0].dtype, states[0].kind, among_many(inputs[0]) == AmongMany::in_packs, int64_t(inputs.size())};
+  std::vector<Task> tasks;
+  std::vector<unsigned> task_of_block;
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    Task task{};
+    Job& job = task.job;
+    switch (many.dtype) {
+#define HOOKSTATS_CASE(name, type, aten)              \
+  case Dtype::name:                                   \
+    job = job_among_many<type>(inputs[i], states[i]); \
+    break;
+      HOOKSTATS_DTYPES(HOOKSTATS_CASE)
+#undef HOOKSTATS_CASE
+    }
+    task.first_block = unsigned(task_of_block.size());
+    task_of_block.insert(task_of_block.end(), size_t(job.groups) * job.parts, unsigned(i));
+    job.first_partial = many.partials;
+    job.first_arrival = many.arrivals;
+    many.partials += job.partials();
+    many.arrivals += job.arrivals();
+    tasks.push_back(task);
+  }
+  many.blocks = int64_t(task_of_block.size());
+  const auto append = [&](const auto& items) {
+    const auto* bytes = reinterpret_cast<const unsigned char*>(items.data());
+    many.table.insert(many.table.end(), bytes, bytes + items.size() * sizeof(items[0]));
+  };
+  append(tasks);
+  append(task_of_block);
+  return many;
+}
+
+const char* accumulate(const Many& many, const void* table, const void* const* data, const Launch& to) {
+  if (const auto error = cudaSetDevice(to.device)) return message(error);
+  switch (many.dtype) {
+#define HOOKSTATS_CASE(name, type, aten) \
+  case Dtype::name:                      \
+    return message(launch_as<type>(many, table, data, to));
+    HOOKSTATS_DTYPES(HOOKSTATS_CASE)
+#undef HOOKSTATS_CASE
+  }
+  return "unknown dtype";
+}
+
+}  // namespace hookstats::cuda

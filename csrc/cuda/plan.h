@@ -1,0 +1,102 @@
+// How the work on a tensor is cut into blocks: by its shape alone, never by the number of multiprocessors.
+//
+// The work is a grid: groups of channels x parts of their elements.
+#pragma once
+
+#include "fold.h"
+
+namespace hookstats::cuda {
+
+constexpr unsigned kFan = 64;  // parts that one block merges at most; more are merged in two rounds
+constexpr int64_t kMostParts = kBlocks;
+static_assert(kMostParts <= int64_t(kFan) * kFan);
+
+HOOKSTATS_HD inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// One tensor's work, as its blocks see it.
+struct Job {
+  Layout layout;  // its elements are packs
+  State state;
+  Geometry geometry;
+  unsigned groups, parts;
+  int64_t share;          // packs of a channel in one part
+  int64_t first_partial;  // in the launch's scratch: [parts, kPartFields, channels]
+  int64_t first_arrival;  // [groups, words]
+  unsigned words;
+
+  int64_t partials() const { return parts > 1 ? parts * kPartFields * layout.channels : 0; }
+  int64_t arrivals() const { return parts > 1 ? int64_t(groups) * words : 0; }
+};
+
+// The kernel that can read a tensor.
+struct Access {
+  bool rows;    // neighbouring channels lie closer than neighbouring elements of one
+  bool packed;  // in packs of kPackOf elements
+  bool near;    // in at most two dimensions beside the channels
+};
+
+template <class scalar_t>
+constexpr int kPackOf = sizeof(scalar_t) == 8   ? 2
+                        : sizeof(scalar_t) == 1 ? 1
+                                                : 4;
+
+// Whether an address can be read in packs.
+inline bool is_aligned(const void* data, int pack_bytes) { return reinterpret_cast<uintptr_t>(data) % pack_bytes == 0; }
+
+inline bool is_near(const Layout& layout) {
+  return layout.ndim <= 1 || (layout.ndim == 2 && layout.inner_size() < INT32_MAX);
+}
+
+// Packs need their elements side by side and every step between packs to be whole packs. Where they are of one channel,
+// `layout` becomes one of packs.
+template <class scalar_t>
+Access access(Layout& layout, bool aligned) {
+  constexpr int kPack = kPackOf<scalar_t>;
+  const auto whole_packs = [](int64_t x) { return x % kPack == 0; };
+  const bool rows = layout.channels_are_inner();
+  const bool near = is_near(layout);
+  bool packed = kPack > 1 && near && layout.ndim <= (rows ? 1 : 2) && aligned;
+  for (int d = 0; d < layout.ndim; ++d) packed &= whole_packs(layout.stride[d]) || (!rows && d == layout.ndim - 1);
+  if (rows) {
+    packed &= layout.channel_stride == 1 && whole_packs(layout.channels);
+  } else {
+    packed &= layout.inner_stride() == 1 && whole_packs(layout.inner_size());
+    packed &= layout.channels == 1 || whole_packs(layout.channel_stride);
+    if (packed) {
+      layout.count /= kPack;
+      if (layout.ndim) {
+        layout.size[layout.ndim - 1] /= kPack;
+        layout.stride[layout.ndim - 1] = kPack;
+      }
+    }
+  }
+  return {rows, packed, near};
+}
+
+// A job of one part. `plane_groups`: threads that share a channel where channels do not lie side by side.
+inline Job job_of(const Layout& layout, const State& state, bool rows, int places, int plane_groups) {
+  Job job{layout, state, {}, 0, 1, 0, 0, 0, 0};
+  Geometry& geometry = job.geometry;
+  geometry.lanes_first = rows;
+  if (rows) {
+    const int64_t lanes = layout.channels / places;
+    job.groups = unsigned(divide_up(lanes, kBlockChannels / places));
+    geometry.lanes = int(divide_up(lanes, job.groups));
+    geometry.groups = kThreads / geometry.lanes;
+  } else {
+    geometry.groups = plane_groups;
+    geometry.lanes = kThreads / plane_groups;
+    job.groups = unsigned(divide_up(layout.channels, geometry.lanes));
+  }
+  return job;
+}
+
+// Cuts the elements into about `parts`, each with something to read.
+inline void cut(Job& job, int64_t parts) {
+  const int64_t step = job.geometry.groups * 4;  // whole groups of packs
+  job.share = divide_up(divide_up(job.layout.count, parts), step) * step;
+  job.parts = unsigned(divide_up(job.layout.count, job.share));
+  job.words = unsigned(divide_up(job.parts, kFan)) + 1;
+}
+
+}  // namespace hookstats::cuda
