@@ -100,6 +100,13 @@ class Backend:
         self.ops.accumulate(self.to_device(x), *state.tensors, None, channel_dim or 0)
         return state
 
+    def batch(self, states: list[State], channel_dims: list[int], active: torch.Tensor | None = None) -> Any:
+        """The sites of these states, whose tensors come together."""
+        library = getattr(torch.classes, "hookstats" if self.ops is torch.ops.hookstats else "hookstats_cuda_on_cpu")
+        active = torch.ones(1, dtype=torch.int32, device=self.device) if active is None else active
+        columns = zip(*(state.tensors for state in states), strict=True)
+        return library.Batch(*map(list, columns), [active] * len(states), channel_dims, 0.0, 0.0)
+
     def merge(self, into: State, other: State) -> None:
         self.ops.merge(*into.tensors, *other.tensors)
 
