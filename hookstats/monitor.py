@@ -62,6 +62,7 @@ class Monitor:
         self._finished: deque[Snapshot] = deque()  # arrived, not yet returned by step()
         self._last: Snapshot | None = None
         self._step = 0
+        self._stepped = False  # step() was called
         self._measured = True  # the open step
         self._pauses = 0
         self._warned: list[object] = []
@@ -101,6 +102,7 @@ class Monitor:
         if self._measured and self._handles:
             self._close(number, checked)
         self._step = number + 1
+        self._stepped = True
         self._measured = self._is_due()
         self._set_flags()
         while self._pending and self._pending[0].ready():
@@ -129,6 +131,8 @@ class Monitor:
     def snapshot(self) -> Snapshot:
         """What is in the open step; if nothing is, the last measured step. Waits for the device."""
         self._watcher.collect_failures()
+        if not self._stepped:  # one forward and backward, without steps
+            self._parameters.measure()
         now = self._drain.begin(self._step, Scalars({}), clear=False).finish()
         if now.order:
             return now

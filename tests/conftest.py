@@ -19,7 +19,16 @@ from tests import reference
 
 ROOT = Path(__file__).parent.parent
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2]
-HISTOGRAMS = ["none", "per_tensor", "per_channel"]
+HISTOGRAMS = ["none", "per_tensor", "per_channel", "linear", "linear_per_channel"]
+BINS = {
+    "none": None,
+    "per_tensor": fields.ExponentBins(),
+    "per_channel": fields.ExponentBins(per_channel=True),
+    "linear": fields.LinearBins(-1.5, 2.0, 37),
+    "linear_per_channel": fields.LinearBins(-1.5, 2.0, 37, per_channel=True),
+    "many_linear": fields.LinearBins(0.0, 1.0, 10_000),  # more than shared memory holds
+    "many_linear_per_channel": fields.LinearBins(-4.0, 4.0, 1000, per_channel=True),
+}
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 BACKENDS = ["cpu", "cuda_on_cpu", *(["gpu"] if torch.cuda.is_available() else [])]
 
@@ -61,11 +70,15 @@ class State:
     """A site's state outside any monitor."""
 
     def __init__(self, channels: int, histogram: str, device: str) -> None:
-        bins = {"none": None, "per_tensor": (fields.EXPONENT_BINS,), "per_channel": (channels, fields.OCTAVE_BINS)}
-        shape = bins[histogram]
+        self.bins = BINS[histogram]
+        shape = fields.histogram_shape(self.bins, channels)
         self.moments = torch.zeros(len(fields.FIELDS), channels, dtype=torch.float64, device=device)
         self.counters = torch.zeros(2, dtype=torch.int64, device=device)
-        self.histogram = None if shape is None else torch.zeros(shape, dtype=torch.int64, device=device)
+        self.histogram = None if self.bins is None else torch.zeros(shape, dtype=torch.int64, device=device)
+
+    @property
+    def range(self) -> tuple[float, float]:
+        return (self.bins.lo, self.bins.hi) if isinstance(self.bins, fields.LinearBins) else (0.0, 0.0)
 
     @property
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -73,7 +86,7 @@ class State:
 
     def stats(self) -> hookstats.SiteStats:
         bins = None if self.histogram is None else self.histogram.cpu().numpy()
-        return hookstats.SiteStats(self.moments.cpu().numpy(), int(self.counters[0]), bins, True)
+        return hookstats.SiteStats(self.moments.cpu().numpy(), int(self.counters[0]), bins, True, self.bins)
 
     def same_bits(self, other: State) -> bool:
         """Everything but the place in the order of execution."""
@@ -97,7 +110,7 @@ class Backend:
     ) -> State:
         channels = 1 if channel_dim is None or x.dim() == 0 else x.shape[channel_dim]
         state = into or State(channels, histogram, self.device)
-        self.ops.accumulate(self.to_device(x), *state.tensors, None, channel_dim or 0)
+        self.ops.accumulate(self.to_device(x), *state.tensors, None, channel_dim or 0, False, *state.range)
         return state
 
     def batch(self, states: list[State], channel_dims: list[int], active: torch.Tensor | None = None) -> Any:
@@ -105,7 +118,7 @@ class Backend:
         library = getattr(torch.classes, "hookstats" if self.ops is torch.ops.hookstats else "hookstats_cuda_on_cpu")
         active = torch.ones(1, dtype=torch.int32, device=self.device) if active is None else active
         columns = zip(*(state.tensors for state in states), strict=True)
-        return library.Batch(*map(list, columns), [active] * len(states), channel_dims, 0.0, 0.0)
+        return library.Batch(*map(list, columns), [active] * len(states), channel_dims, *states[0].range)
 
     def merge(self, into: State, other: State) -> None:
         self.ops.merge(*into.tensors, *other.tensors)
@@ -139,7 +152,11 @@ def check(stats: hookstats.SiteStats, x: torch.Tensor, channel_dim: int | None, 
         got = {name: float(getattr(stats.channels, name)[c]) for name in fields.STATISTICS}
         compare(got, row, f"channel {c} of {tuple(x.shape)}", rtol)
     compare({name: getattr(stats.total, name) for name in fields.STATISTICS}, rows.reshape(-1), "total", rtol)
-    if stats.histogram is not None:
+    if stats._histogram is not None and isinstance(stats._bins, fields.LinearBins):
+        all_counts = stats._histogram.reshape(-1, stats._bins.n + 2)
+        for counts, row in zip(all_counts, rows if stats._bins.per_channel else rows.reshape(1, -1), strict=True):
+            np.testing.assert_array_equal(counts, reference.linear_counts(row, stats._bins, x.dtype))
+    elif stats.histogram is not None:
         if stats.histogram.counts.ndim == 1:
             np.testing.assert_array_equal(stats.histogram.counts, reference.exponent_counts(rows.reshape(-1)))
         else:

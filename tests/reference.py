@@ -70,6 +70,14 @@ def exponent_counts(row: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return np.bincount(place, minlength=509)
 
 
+def linear_counts(row: np.ndarray[Any, Any], bins: Any, dtype: torch.dtype) -> np.ndarray[Any, Any]:
+    """int64 [n + 2]: below, the bins of torch.histc, above; in float64 for float64 data, else in float32."""
+    v = torch.from_numpy(finite(row)).to(torch.float64 if dtype == torch.float64 else torch.float32)
+    counts = torch.histc(v, bins.n, bins.lo, bins.hi).long()
+    lo, hi = torch.tensor([bins.lo, bins.hi], dtype=v.dtype)
+    return np.concatenate([[int((v < lo).sum())], counts.numpy(), [int((v > hi).sum())]])
+
+
 def octave_counts(row: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """int64 [64] of |x|: below 2^-46, then octaves up to 2^16, then all above."""
     return np.bincount(np.clip(_exponents(finite(row)) + 47, 0, 63).astype(int), minlength=64)

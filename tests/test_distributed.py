@@ -1,10 +1,11 @@
-"""FSDP2 on two ranks of gloo: every watched site fires, with the numbers of a single process."""
+"""FSDP2 on two ranks of gloo: every site fires, with the numbers of one process; of parameters, those of its part."""
 
 from __future__ import annotations
 
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,13 +28,16 @@ def worker(rank: int, world: int, folder: str, attach_first: bool) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
     torch.manual_seed(0)
     model = Residual()
-    mon = hookstats.attach(model, every=1, strict=True) if attach_first else None
+    settings = {"every": 1, "strict": True, "tensors": hookstats.monitor.TENSORS}
+    mon = hookstats.attach(model, **settings) if attach_first else None
     mesh = init_device_mesh("cpu", (world,))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    mon = mon or hookstats.attach(model, every=1, strict=True)
+    mon = mon or hookstats.attach(model, **settings)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(batch(rank)).square().sum().backward()
+    optimizer.step()
     snapshot = mon.step()
     assert snapshot is not None
     torch.save({tuple(site): (s.calls, s._moments) for site, s in snapshot.items()}, f"{folder}/{rank}.pt")
@@ -52,8 +56,9 @@ def test_fsdp2_on_two_ranks_sees_what_one_process_sees(attach_first: bool) -> No
             snapshot = mon.step()
             assert snapshot is not None
             seen = torch.load(Path(folder, f"{rank}.pt"), weights_only=False)
-            assert set(seen) == {tuple(site) for site in snapshot.order}
-            for site, (calls, moments) in seen.items():
+            modules = {site: found for site, found in seen.items() if "param" not in site[1]}
+            assert set(modules) == {tuple(site) for site in snapshot.order}
+            for site, (calls, moments) in modules.items():
                 assert calls == 1
                 assert snapshot[site].channels is not None
                 # Gradients of outputs are this rank's own: they are not reduced.
@@ -61,3 +66,25 @@ def test_fsdp2_on_two_ranks_sees_what_one_process_sees(attach_first: bool) -> No
                     want = getattr(snapshot[site].channels, name)
                     got = getattr(hookstats.Stats(moments), name)
                     torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=1e-5, atol=1e-6)
+
+            check_parameters({site: found for site, found in seen.items() if "param" in site[1]}, rank)
+
+
+def check_parameters(seen: dict[tuple[str, str], tuple[int, Any]], rank: int) -> None:
+    """Each rank holds half of the rows, and gradients that are the mean over the ranks."""
+    torch.manual_seed(0)
+    model = Residual()
+    for each in range(2):
+        (model(batch(each)).square().sum() / 2).backward()
+    wanted = {(name, "param"): p.detach() for name, p in model.named_parameters()}
+    wanted |= {(name, "param_grad"): p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert set(seen) == set(wanted)
+    for site, whole in wanted.items():
+        calls, moments = seen[site]
+        part = whole.chunk(2)[rank]
+        row = hookstats.Stats(moments)
+        assert calls == 1
+        if part.dim() > 1:
+            assert len(row.count) == len(part)
+        got = torch.tensor(row.count * row.rms**2).sum()
+        torch.testing.assert_close(got, part.double().square().sum(), rtol=1e-5, atol=1e-9)

@@ -214,6 +214,24 @@ def test_every_8_bit_value_is_read_and_counted_in_its_bin(backend: Backend, dtyp
     check(backend.accumulate(rows, 1, "per_channel").stats(), rows, 1)
 
 
+@pytest.mark.parametrize("histogram", ["many_linear", "many_linear_per_channel"])
+@pytest.mark.parametrize("channel_dim", [0, 1])
+def test_more_linear_bins_than_shared_memory_holds(backend: Backend, histogram: str, channel_dim: int) -> None:
+    x = normal(60, 300).float()
+    check(backend.accumulate(x, channel_dim, histogram).stats(), x, channel_dim)
+
+
+def test_linear_bins_have_the_edges_of_histc(backend: Backend) -> None:
+    edges = np.linspace(-1.5, 2.0, 38)
+    near = [np.nextafter(np.float32(edge), np.float32(side)) for edge in edges for side in (-9, edge, 9)]
+    x = torch.tensor([*near, *edges, INF, -INF, NAN, 1e30, -1e30, 0.0, -0.0], dtype=torch.float32)
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        stats = backend.accumulate(x.to(dtype), None, "linear").stats()
+        check(stats, x.to(dtype), None)
+        assert stats.histogram is not None
+        assert stats.histogram.counts.sum() + stats.histogram.underflow + stats.histogram.overflow == len(x) - 3
+
+
 def test_float64_keeps_its_precision_and_clamps_its_histogram(backend: Backend) -> None:
     x = normal(2000, 3) + 1e4
     check(backend.accumulate(x, 1, "per_tensor").stats(), x, 1, rtol=1e-10)
@@ -465,7 +483,7 @@ def test_opcheck(histogram: str) -> None:
     x = normal(20, 4).float().requires_grad_()
     a, b = State(4, histogram, "cpu"), State(4, histogram, "cpu")
     active = torch.ones(1, dtype=torch.int32)
-    torch.library.opcheck(torch.ops.hookstats.accumulate.default, (x, *a.tensors, active, 1, True))
+    torch.library.opcheck(torch.ops.hookstats.accumulate.default, (x, *a.tensors, active, 1, True, *a.range))
     torch.library.opcheck(torch.ops.hookstats.merge.default, (*a.tensors, *b.tensors))
 
 
