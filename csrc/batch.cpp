@@ -34,7 +34,8 @@ class Batch : public torch::CustomClassHolder {
                       "hookstats: Batch: expected lists of one length, got ", n, ", ", counters.size(), ", ",
                       histograms.size(), ", ", active.size(), ", ", channel_dims.size());
     for (size_t i = 0; i < n; ++i) {
-      members_.push_back({{moments[i], counters[i], histograms[i], active[i], channel_dims[i], low, high}, {}, {}, {}});
+      members_.push_back(
+          {Site({moments[i], counters[i], histograms[i], active[i], channel_dims[i], low, high}), {}, {}});
     }
   }
 
@@ -72,11 +73,10 @@ class Batch : public torch::CustomClassHolder {
 
  private:
   struct Member {
-    SiteState site;
+    Site site;
     // Of the last tensor: what decides how it is read.
     std::optional<std::tuple<at::ScalarType, std::vector<int64_t>, std::vector<int64_t>, uintptr_t>> kind;
     Input input;
-    State state;
     bool among_many = false;  // else it is folded alone
   };
 
@@ -87,14 +87,15 @@ class Batch : public torch::CustomClassHolder {
     if (member.kind) {
       const auto& [dtype, sizes, strides, offset] = *member.kind;
       if (data && dtype == x.scalar_type() && x.sizes() == sizes && x.strides() == strides &&
-          offset == reinterpret_cast<uintptr_t>(data) % kAlignment && x.device() == member.site.moments.device()) {
+          offset == reinterpret_cast<uintptr_t>(data) % kAlignment &&
+          x.device() == member.site.tensors.moments.device()) {
         return true;
       }
     }
     if (x.numel() == 0) return false;
     member.kind.reset();
     stale_ = true;
-    std::tie(member.input, member.state) = described(x, member.site);
+    member.input = described(x, member.site);
     TORCH_CHECK_TYPE(data, "hookstats: expected a plain tensor with data, got a wrapper or a mere shape");
     member.input.data = data;
     member.kind.emplace(x.scalar_type(), x.sizes().vec(), x.strides().vec(),
@@ -113,7 +114,7 @@ class Batch : public torch::CustomClassHolder {
     std::map<std::tuple<c10::DeviceIndex, Dtype, cuda::AmongMany>, std::vector<size_t>> groups;
     for (size_t i = 0; i < members_.size(); ++i) {
       Member& member = members_[i];
-      const auto device = member.site.moments.device();
+      const auto device = member.site.tensors.moments.device();
       if (!member.kind || !runs_cuda_kernels(device)) continue;
       const auto how = cuda::among_many(member.input);
       member.among_many = how != cuda::AmongMany::no;
@@ -134,10 +135,10 @@ class Batch : public torch::CustomClassHolder {
     std::vector<State> states;
     for (const size_t i : members) {
       inputs.push_back(members_[i].input);
-      states.push_back(members_[i].state);
+      states.push_back(members_[i].site.state);
     }
     Group group{std::move(members), cuda::plan_many(inputs, states), {}, {}, {}};
-    const auto device = members_[group.members[0]].site.moments.device();
+    const auto device = members_[group.members[0]].site.tensors.moments.device();
     const auto options = at::TensorOptions().device(device);
     auto& table = group.many.table;
     group.table = at::from_blob(table.data(), {int64_t(table.size())}, at::kByte).to(device, at::kByte, false, true);
@@ -151,7 +152,7 @@ class Batch : public torch::CustomClassHolder {
     for (const size_t i : group.members) {
       addresses.push_back(arrived[i].defined() ? arrived[i].const_data_ptr() : nullptr);
     }
-    const SiteState& site = members_[group.members[0]].site;
+    const SiteState& site = members_[group.members[0]].site.tensors;
     const auto device = site.moments.device();
     try {
       const c10::DeviceGuard guard(device);

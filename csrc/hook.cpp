@@ -5,6 +5,7 @@
 #include <torch/extension.h>
 
 #include <map>
+#include <memory>
 #include <mutex>
 #include <utility>
 #include <vector>
@@ -30,41 +31,60 @@ enum Entry : Py_ssize_t {
   kEntries
 };
 
-// What a site needs in a hook. The tensors are held, so that a gradient that arrives after detach finds them.
-struct HookedSite {
-  SiteState state;
+// What a module's hook hands over: the sites of its output and of the output's gradient. The tensors are held, so that
+// a gradient that arrives after detach finds them.
+struct Observed {
+  struct Half {
+    Site site;
+    int64_t number;
+    bool strict;
+  };
+  std::optional<Half> output, gradient;
   at::Tensor open;  // [1] int32 on the CPU: zero while nothing is to be measured
-  int64_t site;
-  bool strict;
-
-  bool is_open() const { return open.defined() && *open.const_data_ptr<int32_t>() != 0; }
+  const int32_t* is_open;
 };
+using Shared = std::shared_ptr<const Observed>;
+constexpr const char* kObserved = "hookstats.observed";
 
-std::optional<at::Tensor> optional_tensor(PyObject* object) {
-  if (object == Py_None) return std::nullopt;
+Shared* shared_of(PyObject* object) { return static_cast<Shared*>(PyCapsule_GetPointer(object, kObserved)); }
+
+at::Tensor tensor_of(PyObject* object) {
+  TORCH_CHECK_TYPE(THPVariable_Check(object), "observed: expected a tensor, got ", Py_TYPE(object)->tp_name);
   return THPVariable_Unpack(object);
 }
 
-bool unpack(PyObject* object, HookedSite& hooked) {
-  if (!PyTuple_Check(object) || PyTuple_GET_SIZE(object) != kEntries) return false;
-  const auto entry = [object](Entry i) { return PyTuple_GET_ITEM(object, i); };
-  for (const auto i : {k_moments, k_state_counters, k_open}) {
-    if (!THPVariable_Check(entry(i))) return false;
-  }
-  for (const auto i : {k_histogram, k_active}) {
-    if (entry(i) != Py_None && !THPVariable_Check(entry(i))) return false;
-  }
-  hooked.state.moments = THPVariable_Unpack(entry(k_moments));
-  hooked.state.counters = THPVariable_Unpack(entry(k_state_counters));
-  hooked.state.histogram = optional_tensor(entry(k_histogram));
-  hooked.state.active = optional_tensor(entry(k_active));
-  hooked.open = THPVariable_Unpack(entry(k_open));
-  hooked.state.channel_dim = PyLong_AsLongLong(entry(k_channel_dim));
-  hooked.state.low = PyFloat_AsDouble(entry(k_low));
-  hooked.state.high = PyFloat_AsDouble(entry(k_high));
-  hooked.site = PyLong_AsLongLong(entry(k_site));
-  hooked.strict = entry(k_strict) == Py_True;
-  return !PyErr_Occurred() && hooked.open.is_cpu() && hooked.open.scalar_type() == at::kInt && hooked.open.numel() == 1;
+std::optional<at::Tensor> optional_tensor(PyObject* object) {
+  if (object == Py_None) return std::nullopt;
+  return tensor_of(object);
+}
+
+std::optional<Observed::Half> half_of(PyObject* state, at::Tensor& open) {
+  if (state == Py_None) return std::nullopt;
+  TORCH_CHECK_TYPE(PyTuple_Check(state) && PyTuple_GET_SIZE(state) == kEntries, "observed: expected a SiteState");
+  const auto entry = [state](Entry i) { return PyTuple_GET_ITEM(state, i); };
+  SiteState tensors{
+      tensor_of(entry(k_moments)),      tensor_of(entry(k_state_counters)),      optional_tensor(entry(k_histogram)),
+      optional_tensor(entry(k_active)), PyLong_AsLongLong(entry(k_channel_dim)), PyFloat_AsDouble(entry(k_low)),
+      PyFloat_AsDouble(entry(k_high))};
+  open = tensor_of(entry(k_open));
+  TORCH_CHECK_TYPE(open.is_cpu() && open.scalar_type() == at::kInt && open.numel() == 1,
+                   "observed: expected one int32 on the CPU that says whether anything is measured");
+  const int64_t number = PyLong_AsLongLong(entry(k_site));
+  if (PyErr_Occurred()) throw py::error_already_set();
+  return Observed::Half{Site(std::move(tensors)), number, entry(k_strict) == Py_True};
+}
+
+constexpr const char* kObservedDoc =
+    "observed(output, gradient) -> object\n\n"
+    "What `observe` is given: the SiteStates of a module's output and of its gradient; either may be None.";
+
+py::capsule observed(py::object output, py::object gradient) {
+  auto made = std::make_shared<Observed>();
+  made->output = half_of(output.ptr(), made->open);
+  made->gradient = half_of(gradient.ptr(), made->open);
+  TORCH_CHECK_TYPE(made->open.defined(), "observed: expected at least one SiteState");
+  made->is_open = made->open.const_data_ptr<int32_t>();
+  return py::capsule(new Shared(std::move(made)), kObserved, [](PyObject* capsule) { delete shared_of(capsule); });
 }
 
 // Failures inside backward, where Python must not be entered: the first of each site, until Python asks.
@@ -81,52 +101,54 @@ const char* reason(const std::exception& error) {
   return torch_error ? torch_error->what_without_backtrace() : error.what();
 }
 
-void accumulate_gradient(const at::Tensor& gradient, const HookedSite& hooked) {
-  if (!gradient.defined() || has_no_data(gradient) || !hooked.is_open()) return;
+void accumulate_gradient(const at::Tensor& gradient, const Observed& observed) {
+  if (!gradient.defined() || !*observed.is_open || has_no_data(gradient)) return;
   try {
-    accumulate(gradient, hooked.state);
+    accumulate(gradient, observed.gradient->site);
   } catch (const std::exception& error) {
-    if (hooked.strict) throw;
+    if (observed.gradient->strict) throw;
     std::lock_guard<std::mutex> lock(failures_mutex);
-    failures.emplace(hooked.site, reason(error));
+    failures.emplace(observed.gradient->number, reason(error));
   }
 }
 
 constexpr const char* kObserveDoc =
-    "observe(x, output, gradient) -> None | str\n\n"
-    "Folds the plain tensor x into the SiteState `output` (unless it is a recomputation) and its gradient, when it\n"
-    "comes, into the SiteState `gradient`. Either may be None. Returns None, or why x was not measured.";
+    "observe(x, observed) -> None | str | NotImplemented\n\n"
+    "Folds the tensor x into the site of the output (unless it is a recomputation) and its gradient, when it comes,\n"
+    "into the gradient's. Returns None, or why x was not measured; NotImplemented for a container or a wrapper.\n"
+    "observed: what observed() made, or None: nothing is measured.";
 
 PyObject* observe(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
-  HookedSite output, gradient;
-  const bool arguments = nargs == 3 && THPVariable_Check(args[0]) && (args[1] == Py_None || unpack(args[1], output)) &&
-                         (args[2] == Py_None || unpack(args[2], gradient));
-  if (!arguments) {
-    PyErr_Clear();
-    PyErr_SetString(PyExc_TypeError, "hookstats: observe: expected (Tensor, SiteState | None, SiteState | None)");
+  if (nargs != 2) {
+    PyErr_SetString(PyExc_TypeError, "hookstats: observe: expected (object, observed)");
     return nullptr;
   }
+  if (args[1] == Py_None) Py_RETURN_NONE;
+  const Shared* shared = shared_of(args[1]);
+  if (!shared) return nullptr;
+  const Observed& observed = **shared;
+  if (!*observed.is_open) Py_RETURN_NONE;
+  if (!THPVariable_Check(args[0])) Py_RETURN_NOTIMPLEMENTED;
   const at::Tensor& x = THPVariable_Unpack(args[0]);
-  const bool watch_output = output.is_open();
-  const bool watch_gradient = gradient.is_open();
-  if (!watch_output && !watch_gradient) Py_RETURN_NONE;
+  if (x.key_set().has(c10::DispatchKey::Python)) Py_RETURN_NOTIMPLEMENTED;
   if (x.layout() != at::kStrided || x.is_nested()) {
     return PyUnicode_FromString("expected a dense strided tensor");
   }
   if (has_no_data(x)) Py_RETURN_NONE;
-  if ((watch_output ? output : gradient).state.channel_dim == kUnknownDim) {
+  const Site& site = (observed.output ? observed.output : observed.gradient)->site;
+  if (site.tensors.channel_dim == kUnknownDim) {
     return PyUnicode_FromString("the width of this site is not known yet");
   }
   try {
-    if (!watch_output) {
-      check_measurable(x, gradient.state);
+    if (!observed.output) {
+      described(x, site);  // throws what accumulate would
     } else if (!backward_is_running()) {
       const py::gil_scoped_release release;
-      accumulate(x, output.state);
+      accumulate(x, site);
     }
     // A leaf's gradient is its owner's, and a hook on it would outlive the step.
-    if (watch_gradient && x.requires_grad() && !x.is_leaf()) {
-      x.register_hook([hooked = std::move(gradient)](const at::Tensor& g) { accumulate_gradient(g, hooked); });
+    if (observed.gradient && x.requires_grad() && !x.is_leaf()) {
+      x.register_hook([kept = *shared](const at::Tensor& g) { accumulate_gradient(g, *kept); });
     }
   } catch (const std::exception& error) {
     return PyUnicode_FromString(reason(error));
@@ -176,6 +198,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("UNKNOWN_DIM") = kUnknownDim;
   m.attr("DIM_BY_RULE") = kDimByRule;
   m.def("take_failures", &take_failures);
+  m.def("observed", &observed, kObservedDoc);
   m.def("has_no_data", &has_no_data);
   m.def("part", &part);
   m.def("reserve_scratch", [](const std::string& device) { reserve_scratch(at::Device(device)); });

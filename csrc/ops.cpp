@@ -182,7 +182,7 @@ void accumulate_op(const at::Tensor& x, at::Tensor moments, at::Tensor counters,
                    const std::optional<at::Tensor>& active, int64_t channel_dim, bool skip_recomputation, double low,
                    double high) {
   if (skip_recomputation && backward_is_running()) return;
-  accumulate(x, {std::move(moments), std::move(counters), std::move(histogram), active, channel_dim, low, high});
+  accumulate(x, Site({std::move(moments), std::move(counters), std::move(histogram), active, channel_dim, low, high}));
 }
 
 void merge_op(at::Tensor moments, at::Tensor counters, std::optional<at::Tensor> histogram,
@@ -241,15 +241,21 @@ cuda::Launch launch_on(at::Device device, const std::optional<at::Tensor>& activ
 void check(const char* cuda_error) { TORCH_CHECK(!cuda_error, "hookstats: CUDA: ", cuda_error); }
 #endif
 
-std::pair<Input, State> described(const at::Tensor& x, const SiteState& site) {
+Site::Site(SiteState of)
+    : tensors(std::move(of)),
+      state(state_of(tensors.moments, tensors.counters, tensors.histogram, tensors.low, tensors.high)) {
+  const auto device = tensors.moments.device();
+  check_device(device);
+  if (tensors.active) check_active(*tensors.active, device);
+}
+
+Input described(const at::Tensor& x, const Site& site) {
   TORCH_CHECK_TYPE(x.layout() == at::kStrided, "hookstats: expected a dense strided tensor, got layout ", x.layout());
-  TORCH_CHECK(x.device() == site.moments.device(), "hookstats: expected a tensor on ", site.moments.device(),
-              ", where its state is, got one on ", x.device());
-  check_device(x.device());
-  if (site.active) check_active(*site.active, x.device());
+  const auto device = site.tensors.moments.device();
+  TORCH_CHECK(x.device() == device, "hookstats: expected a tensor on ", device, ", where its state is, got one on ",
+              x.device());
   const Dtype dtype = dtype_of(x);
-  const State state = state_of(site.moments, site.counters, site.histogram, site.low, site.high);
-  return {Input{nullptr, dtype, layout_of(x, state, site.channel_dim)}, state};
+  return {nullptr, dtype, layout_of(x, site.state, site.tensors.channel_dim)};
 }
 
 bool has_no_data(const at::Tensor& x) {
@@ -264,21 +270,22 @@ void reserve_scratch([[maybe_unused]] at::Device device) {
 #endif
 }
 
-void check_measurable(const at::Tensor& x, const SiteState& site) { described(x, site); }
-
-void accumulate(const at::Tensor& tensor, const SiteState& site) {
-  const at::Tensor x = tensor.is_neg() ? tensor.resolve_neg() : tensor;
-  auto [input, state] = described(x, site);
+void accumulate(const at::Tensor& tensor, const Site& site) {
+  if (tensor.is_neg()) return accumulate(tensor.resolve_neg(), site);
+  const at::Tensor& x = tensor;
+  const State& state = site.state;
+  const auto& active = site.tensors.active;
+  Input input = described(x, site);
   if (x.numel() == 0) return;
   input.data = x.const_data_ptr();
   TORCH_CHECK(input.data, "hookstats: expected a tensor with data, got one without storage");
 #if defined(HOOKSTATS_CUDA_KERNELS)
   if (runs_cuda_kernels(x.device())) {
     const c10::DeviceGuard guard(x.device());
-    return check(cuda::accumulate(input, state, launch_on(x.device(), site.active)));
+    return check(cuda::accumulate(input, state, launch_on(x.device(), active)));
   }
 #endif
-  if (site.active && *site.active->const_data_ptr<int32_t>() == 0) return;
+  if (active && *active->const_data_ptr<int32_t>() == 0) return;
   const std::lock_guard<std::mutex> lock(cpu_lock(state));
   cpu::accumulate(input, state, parallel_for);
 }

@@ -5,7 +5,6 @@
 
 #include <limits>
 #include <optional>
-#include <utility>
 
 #include "kernels.h"
 
@@ -36,17 +35,23 @@ struct SiteState {
   double low = 0, high = 0;             // of linear bins; equal: there are none
 };
 
-// Folds `x` into the state. One kernel on the current stream; nothing is allocated or waited for. Throws c10::Error.
-void accumulate(const at::Tensor& x, const SiteState& site);
+// A site's state, checked, so that a hook need not.
+struct Site {
+  SiteState tensors;
+  State state;
 
-// What accumulate would throw for `x`, without measuring it.
-void check_measurable(const at::Tensor& x, const SiteState& site);
+  Site() = default;
+  explicit Site(SiteState tensors);
+};
+
+// Folds `x` into the state. One kernel on the current stream; nothing is allocated or waited for. Throws c10::Error.
+void accumulate(const at::Tensor& x, const Site& site);
 
 // Makes sure that the first launches on new streams of this device find their scratch allocated.
 void reserve_scratch(at::Device device);
 
-// What a kernel is given for `x`, checked; the data pointer is still to come.
-std::pair<Input, State> described(const at::Tensor& x, const SiteState& site);
+// What a kernel is given for `x`, checked; the data pointer is still to come. Throws c10::Error.
+Input described(const at::Tensor& x, const Site& site);
 
 #if defined(HOOKSTATS_CUDA_KERNELS)
 // The CUDA kernels run on the GPU, or, in the tests' build, on the CPU (tests/cuda_on_cpu).

@@ -52,6 +52,7 @@ accumulate = torch.ops.hookstats.accumulate.default
 # .accumulate(list of Tensor | None) returns a list of (number, why it could not be measured).
 Batch = torch.classes.hookstats.Batch
 observe = _C.observe
+observed = _C.observed
 take_failures = _C.take_failures
 has_no_data = _C.has_no_data
 

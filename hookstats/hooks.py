@@ -36,24 +36,29 @@ class OutputHook:
     plain attributes: any look-up by site would give every one of many equal modules a graph of its own.
     """
 
-    __slots__ = ("__weakref__", "gradient", "output", "parts", "watched", "watcher")
+    __slots__ = ("__weakref__", "gradient", "observed", "output", "parts", "watched", "watcher")
 
     def __init__(self, watcher: Watcher, watched: Watched) -> None:
         self.watcher = watcher
         self.watched = watched
-        self.output: SiteState | None = None
-        self.gradient: SiteState | None = None
+        self.give(None, None)
         self.parts: dict[str, OutputHook] = {}  # of a container, by path
 
     def __call__(self, module: Any, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
             self._trace(output)
-        elif type(output) is torch.Tensor:
-            problem = _native.observe(output, self.output, self.gradient)
-            if problem is not None:
+        else:
+            problem = _native.observe(output, self.observed)
+            if problem is NotImplemented:
+                self.watcher.take_apart(self, output)
+            elif problem is not None:
                 self.watcher.mend(self, output, problem)
-        elif output is not None:
-            self.watcher.take_apart(self, output)
+
+    def give(self, output: SiteState | None, gradient: SiteState | None) -> None:
+        """From now on it measures into these."""
+        self.output = output  # for the tracer
+        self.gradient = gradient
+        self.observed = None if output is None and gradient is None else _native.observed(output, gradient)
 
     def _trace(self, output: Any) -> None:
         for path, tensor in walk(output):
@@ -167,13 +172,11 @@ class Watcher:
 
     def _give_states(self, hook: OutputHook) -> None:
         entries = hook.watched.entries
-        hook.output = entries["output"].state if "output" in entries else None
-        hook.gradient = entries["grad_output"].state if "grad_output" in entries else None
+        output, gradient = (entries[kind].state if kind in entries else None for kind in ("output", "grad_output"))
+        hook.give(output, gradient)
 
     def take_apart(self, hook: OutputHook, output: Any) -> None:
-        """Measures the tensors in a container, each at its own site; and a tensor of another class, at the module's."""
-        if (hook.output is None and hook.gradient is None) or not self._store.flags.value:
-            return
+        """Measures the tensors in a container, each at its own site; and a wrapped tensor, at the module's."""
         try:
             for path, tensor in walk(output):
                 if not path:
@@ -199,11 +202,11 @@ class Watcher:
         return part
 
     def _measure(self, hook: OutputHook, tensor: torch.Tensor) -> None:
-        if (hook.output is None and hook.gradient is None) or _is_a_mere_shape(tensor):
+        if hook.observed is None or _is_a_mere_shape(tensor):
             return
         if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:  # a wrapper: it holds no data itself
             return self._give_up(hook, f"expected a plain torch.Tensor, got {type(tensor).__name__}")
-        problem = _native.observe(tensor, hook.output, hook.gradient)
+        problem = _native.observe(tensor, hook.observed)
         if problem is not None:
             self.mend(hook, tensor, problem)
 
@@ -213,7 +216,7 @@ class Watcher:
             if tensor.numel() == 0:  # nothing to measure, and its width says nothing
                 return
             if self._bind(hook, tensor):
-                problem = _native.observe(tensor, hook.output, hook.gradient)
+                problem = _native.observe(tensor, hook.observed)
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
         if problem is not None:
@@ -271,7 +274,7 @@ class Watcher:
     def _give_up(self, hook: OutputHook, problem: str) -> None:
         if self._store.strict:
             raise RuntimeError(f"hookstats: {hook.watched.name!r} cannot be measured: {problem}")
-        hook.output = hook.gradient = None
+        hook.give(None, None)
         self.skip_entries(list(hook.watched.entries.values()), problem)
 
     def skip_entries(self, entries: list[Entry], problem: str) -> None:
@@ -291,7 +294,7 @@ class Watcher:
         for index in [index for index in _failures if index in self._hooks]:
             problem = _failures.pop(index)
             hook = self._hooks[index]
-            hook.gradient = None
+            hook.give(hook.output, None)
             self.skip_entries([entry for entry in hook.watched.entries.values() if entry.index == index], problem)
 
 

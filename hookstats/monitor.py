@@ -287,8 +287,8 @@ def attach(
     parameters = Parameters(store, of_parameters, watcher.skip_entries)
     handles: list[Any] = []
     try:
-        for name, module in chosen.items():
-            hook = watcher.hook(name, "", found[name], name in keep, devices[name])
+        hooks = [watcher.hook(name, "", found[name], name in keep, devices[name]) for name in chosen]
+        for module, hook in zip(chosen.values(), hooks, strict=True):
             handles.append(module.register_forward_hook(hook))
         for name, slot in slots.items():
             parameters.add(name, slot, name in keep, default)

@@ -144,10 +144,11 @@ def test_an_internal_failure_in_a_gradient_does_not_stop_backward() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     mon = hookstats.attach(model)
     hook = next(iter(model[0]._forward_hooks.values()))
-    hook.gradient = hook.gradient._replace(moments=torch.zeros(3))  # broken on purpose
+    wrong = {"moments": torch.zeros(10, 3, dtype=torch.float64), "histogram": None}
+    hook.give(hook.output, hook.gradient._replace(**wrong))  # broken on purpose
     model(torch.randn(3, 4)).sum().backward()
     assert model[0].weight.grad is not None
-    with pytest.warns(UserWarning, match="not measured: 0 grad_output: moments: expected float64"):
+    with pytest.warns(UserWarning, match="not measured: 0 grad_output: expected 3 channels"):
         mon.step()
     assert list(mon.skipped) == [("0", "grad_output")]
     model(torch.randn(3, 4)).sum().backward()
@@ -155,8 +156,8 @@ def test_an_internal_failure_in_a_gradient_does_not_stop_backward() -> None:
 
     strict = hookstats.attach(model, strict=True)
     hook = list(model[0]._forward_hooks.values())[-1]
-    hook.gradient = hook.gradient._replace(moments=torch.zeros(3))
-    with pytest.raises(RuntimeError, match="moments: expected float64"):
+    hook.give(hook.output, hook.gradient._replace(**wrong))
+    with pytest.raises(ValueError, match="expected 3 channels"):
         model(torch.randn(3, 4)).sum().backward()
     strict.detach()
 
@@ -165,8 +166,9 @@ def test_an_internal_failure_in_a_forward_does_not_stop_it() -> None:
     model = nn.Linear(4, 4)
     mon = hookstats.attach(model)
     hook = next(iter(model._forward_hooks.values()))
-    hook.output = hook.output._replace(counters=torch.zeros(3))
-    with pytest.warns(UserWarning, match="not measured.*counters: expected int64"):
+    wrong = {"moments": torch.zeros(10, 3, dtype=torch.float64), "histogram": None}
+    hook.give(hook.output._replace(**wrong), hook.gradient)
+    with pytest.warns(UserWarning, match="not measured.*expected 3 channels"):
         model(torch.randn(3, 4)).sum().backward()
     assert len(mon.skipped) == 2
 
