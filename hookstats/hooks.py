@@ -1,4 +1,4 @@
-"""What happens when a module runs: the forward hook, from its output to the extension.
+"""What happens when a module runs: the hooks, from its inputs and outputs to the extension.
 
 And what happens to a tensor that the fast way cannot take.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from typing import Any
+from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
 
 import torch
@@ -29,8 +29,11 @@ def warn(text: str) -> None:
         _log.warning(text)
 
 
-class OutputHook:
-    """Measures a module's output and, when it comes, the gradient of that output.
+Kinds: TypeAlias = tuple[str | None, str | None]  # of a hook's sites: the tensor's, its gradient's
+
+
+class Hook:
+    """Measures a module's output and, when it comes, the gradient of that output; as a forward hook.
 
     Under torch.compile the tracer follows the same hook and meets operators instead of the C function. The states are
     plain attributes: any look-up by site would give every one of many equal modules a graph of its own.
@@ -42,16 +45,14 @@ class OutputHook:
         self.watcher = watcher
         self.watched = watched
         self.give(None, None)
-        self.parts: dict[str, OutputHook] = {}  # of a container, by path
+        self.parts: dict[str, Hook] = {}  # of a container, by path
 
     def __call__(self, module: Any, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
             self._trace(output)
         else:
             problem = _native.observe(output, self.observed)
-            if problem is NotImplemented:
-                self.watcher.take_apart(self, output)
-            elif problem is not None:
+            if problem is not None:
                 self.watcher.mend(self, output, problem)
 
     def give(self, output: SiteState | None, gradient: SiteState | None) -> None:
@@ -67,10 +68,44 @@ class OutputHook:
                 _observe_in_graph(tensor, hook.output, hook.gradient)
 
     def __deepcopy__(self, memo: Any) -> Any:
-        return _nothing()  # a copy is not measured
+        return _nothing()  # a copy of the model is not measured
 
     def __reduce__(self) -> Any:
         return getattr, (contextlib.nullcontext(), "__exit__")
+
+
+class InputHook(Hook):
+    """Measures a module's inputs before it runs, as a forward pre-hook with kwargs.
+
+    One positional tensor, and no tensor by name, is the site itself; else the inputs are the parts of a container, by
+    number and by name. A gradient is the module's own share: the module is given an alias, and the gradient of that is
+    watched; only of inputs that are tensors themselves.
+    """
+
+    __slots__ = ()
+
+    def __call__(self, module: Any, args: Any, kwargs: Any = None) -> Any:
+        is_open = torch.compiler.is_compiling() or self.watcher.is_open()
+        changed = is_open and self.watched.kinds[1] is not None and torch.is_grad_enabled()
+        if changed:
+            args = tuple(_alias(value) for value in args)
+            kwargs = {name: _alias(value) for name, value in kwargs.items()}
+        if is_open:
+            single = len(args) == 1 and not _holds_tensors(kwargs)
+            super().__call__(module, args, args[0] if single else _by_name(args, kwargs))
+        return (args, kwargs) if changed else None
+
+
+def _alias(value: Any) -> Any:
+    return value.view_as(value) if isinstance(value, torch.Tensor) and value.requires_grad else value
+
+
+def _holds_tensors(kwargs: Any) -> bool:
+    return any(True for _ in walk(kwargs))
+
+
+def _by_name(args: Any, kwargs: Any) -> dict[str, Any]:
+    return {**{str(number): value for number, value in enumerate(args)}, **kwargs}
 
 
 def _nothing() -> Any:
@@ -130,11 +165,12 @@ class Watched:
     ``bound``: its width is settled. ``moved``: the width was another one than expected, once.
     """
 
-    def __init__(self, name: str, path: str, channels: Channels, keep_channels: bool) -> None:
+    def __init__(self, name: str, path: str, channels: Channels, keep_channels: bool, kinds: Kinds) -> None:
         self.name = name
         self.path = path
         self.channels = channels
         self.keep_channels = keep_channels
+        self.kinds = kinds
         self.bound = not keep_channels or channels.width is not None
         self.moved = False
         self.entries: dict[str, Entry] = {}  # by tensor kind
@@ -146,36 +182,41 @@ class Watched:
             return _native.UNKNOWN_DIM
         return _native.DIM_BY_RULE if self.channels.dim is None else self.channels.dim
 
+    @property
+    def sites(self) -> dict[str, Site]:
+        """By tensor kind."""
+        return {kind: Site(self.name, kind + self.path) for kind in self.kinds if kind}
+
 
 class Watcher:
     """Makes the hooks, and mends them when a tensor is not what its site was made for."""
 
-    def __init__(self, store: Store, tensors: tuple[str, ...]) -> None:
+    def __init__(self, store: Store) -> None:
         self.skipped: dict[Site, str] = {}
         self._store = store
-        self._tensors = tensors
-        self._hooks: WeakValueDictionary[int, OutputHook] = WeakValueDictionary()  # by Entry.index; the model owns them
+        self._hooks: WeakValueDictionary[int, Hook] = WeakValueDictionary()  # by Entry.index; the model owns them
         self._warned_of_budget = False
 
-    def hook(self, name: str, path: str, channels: Channels, keep_channels: bool, device: torch.device) -> OutputHook:
-        """A hook for the output of the module `name`, or for the tensor at `path` in it."""
-        watched = Watched(name, path, channels, keep_channels)
-        hook = OutputHook(self, watched)
-        width = channels.width if keep_channels and channels.width else 1
-        for tensor in self._tensors:
-            site = Site(name, tensor + path)
+    def is_open(self) -> bool:
+        return self._store.flags.value
+
+    def hook(self, watched: Watched, device: torch.device, make: type[Hook] = Hook) -> Hook:
+        """A hook for a tensor, with its sites' states on this device."""
+        hook = make(self, watched)
+        keep_channels = watched.keep_channels
+        width = watched.channels.width if keep_channels and watched.channels.width else 1
+        for kind, site in watched.sites.items():
             entry = self._store.add(site, device, width, watched.channel_dim, keep_channels and watched.bound)
-            watched.entries[tensor] = entry
+            watched.entries[kind] = entry
             self._hooks[entry.index] = hook
         self._give_states(hook)
         return hook
 
-    def _give_states(self, hook: OutputHook) -> None:
+    def _give_states(self, hook: Hook) -> None:
         entries = hook.watched.entries
-        output, gradient = (entries[kind].state if kind in entries else None for kind in ("output", "grad_output"))
-        hook.give(output, gradient)
+        hook.give(*(entries[kind].state if kind else None for kind in hook.watched.kinds))
 
-    def take_apart(self, hook: OutputHook, output: Any) -> None:
+    def take_apart(self, hook: Hook, output: Any) -> None:
         """Measures the tensors in a container, each at its own site; and a wrapped tensor, at the module's."""
         try:
             for path, tensor in walk(output):
@@ -188,30 +229,38 @@ class Watcher:
                 raise
             self._give_up(hook, f"{type(error).__name__}: {error}")
 
-    def _part(self, hook: OutputHook, path: str, tensor: torch.Tensor) -> OutputHook:
+    def _part(self, hook: Hook, path: str, tensor: torch.Tensor) -> Hook:
         whole = hook.watched
         for entry in whole.entries.values():
             entry.hidden_if_silent = True
-        channels = Channels(whole.channels.dim, None)
-        if self._store.fits(tensor.device, 1, len(self._tensors)):
-            part = self.hook(whole.name, path, channels, whole.keep_channels, tensor.device)
+        kinds = whole.kinds if _has_gradient_site(hook, path) else (whole.kinds[0], None)
+        watched = Watched(whole.name, path, Channels(whole.channels.dim, None), whole.keep_channels, kinds)
+        if self._store.fits(tensor.device, 1, len(watched.sites)):
+            part = self.hook(watched, tensor.device)
         else:
-            part = OutputHook(self, Watched(whole.name, path, channels, False))
-            self._skip([Site(whole.name, tensor + path) for tensor in self._tensors], "memory_budget is used up")
+            part = Hook(self, watched)
+            self._skip(list(watched.sites.values()), "memory_budget is used up")
         hook.parts[path] = part
         return part
 
-    def _measure(self, hook: OutputHook, tensor: torch.Tensor) -> None:
+    def _measure(self, hook: Hook, tensor: torch.Tensor) -> None:
         if hook.observed is None or _is_a_mere_shape(tensor):
             return
         if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:  # a wrapper: it holds no data itself
             return self._give_up(hook, f"expected a plain torch.Tensor, got {type(tensor).__name__}")
         problem = _native.observe(tensor, hook.observed)
         if problem is not None:
-            self.mend(hook, tensor, problem)
+            self._mend(hook, tensor, problem)
 
-    def mend(self, hook: OutputHook, tensor: torch.Tensor, problem: str | None) -> None:
-        """`tensor` could not be measured: puts a state in place that fits it, or gives the site up."""
+    def mend(self, hook: Hook, value: Any, problem: Any) -> None:
+        """The extension did not measure what it was given: a container, or a tensor whose state does not fit it."""
+        if problem is NotImplemented:
+            self.take_apart(hook, value)
+        else:
+            self._mend(hook, value, problem)
+
+    def _mend(self, hook: Hook, tensor: torch.Tensor, problem: str | None) -> None:
+        """Puts a state in place that fits the tensor, or gives the site up."""
         try:
             if tensor.numel() == 0:  # nothing to measure, and its width says nothing
                 return
@@ -222,7 +271,7 @@ class Watcher:
         if problem is not None:
             self._give_up(hook, problem)
 
-    def _bind(self, hook: OutputHook, tensor: torch.Tensor) -> bool:
+    def _bind(self, hook: Hook, tensor: torch.Tensor) -> bool:
         """Moves the hook's states to the device and width of a tensor; False if they were right already."""
         watched = hook.watched
         if tensor.dtype not in _native.DTYPES:
@@ -271,7 +320,7 @@ class Watcher:
             )
         return 1
 
-    def _give_up(self, hook: OutputHook, problem: str) -> None:
+    def _give_up(self, hook: Hook, problem: str) -> None:
         if self._store.strict:
             raise RuntimeError(f"hookstats: {hook.watched.name!r} cannot be measured: {problem}")
         hook.give(None, None)
@@ -296,6 +345,11 @@ class Watcher:
             hook = self._hooks[index]
             hook.give(hook.output, None)
             self.skip_entries([entry for entry in hook.watched.entries.values() if entry.index == index], problem)
+
+
+def _has_gradient_site(hook: Hook, path: str) -> bool:
+    """Of inputs, only those that are tensors themselves are passed on as aliases whose gradients can be watched."""
+    return not isinstance(hook, InputHook) or path.count(".") == 1
 
 
 def _is_a_mere_shape(tensor: torch.Tensor) -> bool:

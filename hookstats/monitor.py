@@ -17,13 +17,15 @@ from torch import nn
 from hookstats import _native
 from hookstats.drain import Drain, Pending, Scalars
 from hookstats.fields import Bins, ExponentBins, LinearBins, Site
-from hookstats.hooks import Watcher, warn
+from hookstats.hooks import Hook, InputHook, Kinds, Watched, Watcher, warn
 from hookstats.params import Parameters, kinds_of, placing, watch_optimizers
 from hookstats.select import (
+    Channels,
     Modules,
     Slot,
     as_globs,
     channels_of,
+    input_channels,
     matches,
     select,
     wanted_channel_dims,
@@ -31,9 +33,10 @@ from hookstats.select import (
 from hookstats.snapshot import SiteStats, Snapshot
 from hookstats.state import Store, accumulate
 
-_OF_MODULES = ("output", "grad_output")
+_DEFAULT_TENSORS = ("output", "grad_output")
 _OF_PARAMETERS = ("param", "param_grad")
-TENSORS = (*_OF_MODULES, *_OF_PARAMETERS)
+TENSORS = (*_DEFAULT_TENSORS, "input", "grad_input", *_OF_PARAMETERS)
+_SILENT_STEPS = 3  # measured ones, after which a site that never fired is named
 Sink: TypeAlias = Callable[[Snapshot], object]
 
 _log = logging.getLogger("hookstats")
@@ -50,6 +53,7 @@ class Monitor:
         handles: list[Any],
         due: Callable[[int], bool],
         sinks: tuple[Sink, ...],
+        tap_channels: bool,
     ) -> None:
         self._watcher = watcher
         self._parameters = parameters
@@ -58,6 +62,10 @@ class Monitor:
         self._handles = handles
         self._due = due
         self._sinks = sinks
+        self._tap_channels = tap_channels
+        self._taps: dict[str, Hook] = {}
+        self._fired: set[Site] = set()
+        self._deliveries = 0
         self._pending: deque[Pending] = deque()  # on their way
         self._finished: deque[Snapshot] = deque()  # arrived, not yet returned by step()
         self._last: Snapshot | None = None
@@ -143,6 +151,10 @@ class Monitor:
     def _deliver(self, snapshot: Snapshot) -> None:
         self._last = snapshot
         self._finished.append(snapshot)
+        self._fired.update(snapshot.order)
+        self._deliveries += 1
+        if self._deliveries == _SILENT_STEPS:
+            self._report_silence()
         for sink in self._sinks:
             try:
                 sink(snapshot)
@@ -150,6 +162,44 @@ class Monitor:
                 if self._strict:
                     raise
                 self._warn_once(sink, f"the sink {sink!r} failed: {error!r}")
+
+    def _report_silence(self) -> None:
+        silent = [site for site in self.sites if site not in self._fired]
+        if silent:
+            some = ", ".join(map(str, silent[:5])) + (f" and {len(silent) - 5} more" if len(silent) > 5 else "")
+            self._warn_once(
+                "silence",
+                f"in {_SILENT_STEPS} measured steps nothing came from {some}: a module that is never called as one, or "
+                "the gradient of an output that nobody uses",
+            )
+
+    def tap(self, tensor: torch.Tensor, name: str, channel_dim: int | None = None) -> torch.Tensor:
+        """Measures any tensor inside a forward, and its gradient, as if a module named `name` had put it out.
+
+        Returns the tensor itself: ``scores = monitor.tap(q @ k.mT, "scores")``. Its sites are (name, "output") and
+        (name, "grad_output"), made when it is first seen in an eager forward that is measured; a compiled one that
+        comes first is not measured. Several tensors of one name merge. channel_dim: None, 1 for 4-D and 5-D tensors,
+        else the last.
+
+        Raises:
+            TypeError: for what is no tensor, or a name that is no string. ValueError: where a module has that name.
+        """
+        hook = self._taps.get(name)
+        if torch.compiler.is_compiling():
+            if hook is not None:
+                hook(None, (), tensor)
+            return tensor
+        if not isinstance(tensor, torch.Tensor) or not isinstance(name, str):
+            raise TypeError(f"tap: expected a tensor and a name, got {type(tensor).__name__} and {name!r}")
+        if hook is None and self._store.flags.value:
+            if any(entry.site.name == name for entry in self._store.entries):
+                raise ValueError(f"tap: expected a name that no watched module has, got {name!r}")
+            kinds = ("output", "grad_output")
+            watched = Watched(name, "", Channels(channel_dim, None), self._tap_channels, kinds)
+            hook = self._taps[name] = self._watcher.hook(watched, tensor.device)
+        if hook is not None:
+            hook(None, (), tensor)
+        return tensor
 
     def _warn_once(self, what: object, text: str) -> None:
         if what not in self._warned:
@@ -208,7 +258,7 @@ def attach(
     model: nn.Module,
     modules: Modules = None,
     *,
-    tensors: Iterable[str] = _OF_MODULES,
+    tensors: Iterable[str] = _DEFAULT_TENSORS,
     channels: bool | str | Iterable[str] = True,
     channel_dim: int | Mapping[str, int] | None = None,
     histogram: Bins | None = ExponentBins(),
@@ -225,14 +275,17 @@ def attach(
         modules: globs over module names (``"layers.*.mlp"``), or a callable ``(name, module) -> bool``. None: the leaf
             modules that do something, and the direct children of every ModuleList. Parameters are those of the chosen
             modules (None: all), and those whose names the globs match (``"*.weight"``).
-        tensors: of ``"output"``, ``"grad_output"``, ``"param"``, ``"param_grad"``. The last two are read when the
-            parameter's optimizer steps: gradients are whole then, and clipped if they are clipped; without an optimizer
-            of torch.optim in `Monitor.step`. Of a DTensor, this process's part is read.
+        tensors: of ``"output"``, ``"grad_output"``, ``"input"``, ``"grad_input"``, ``"param"``, ``"param_grad"``. An
+            input is measured before the module runs; several, or some by name, are ``"input.0"``, ``"input.mask"``.
+            Its gradient is the module's own share, whatever else the tensor is used for; a module that overwrites its
+            input has none. Parameters and gradients
+            are read when the parameter's optimizer steps: gradients are whole then, and clipped if they are clipped;
+            without an optimizer of torch.optim in `Monitor.step`. Of a DTensor, this process's part is read.
         channels: whether statistics are kept per channel: True, False, or globs.
-        channel_dim: an int, or ``{glob: int}``, of outputs. None: by the module's type (Linear, Embedding, LayerNorm:
-            last; convolutions, BatchNorm, pooling: the one before the spatial ones), else 1 for 4-D and 5-D tensors,
-            else the last. A parameter's channels are its outputs (dimension 0; of a transposed convolution 1); one of
-            fewer than two dimensions has a total only.
+        channel_dim: an int, or ``{glob: int}``, of outputs and inputs. None: by the module's type (Linear, Embedding,
+            LayerNorm: last; convolutions, BatchNorm, pooling: the one before the spatial ones), else 1 for 4-D and 5-D
+            tensors, else the last. A parameter's channels are its outputs (dimension 0; of a transposed convolution 1);
+            one of fewer than two dimensions has a total only.
         histogram: ``ExponentBins()``, ``LinearBins(lo, hi, n)``, either with ``per_channel=True``, or None.
         every: every how many steps one is measured, or a callable ``step -> bool``. Step 0 always is.
         sinks: a callable or several, called with each Snapshot when it arrives.
@@ -254,10 +307,11 @@ def attach(
         raise ValueError(f"memory_budget: expected a number of bytes, got {memory_budget!r}")
     if not isinstance(strict, bool):
         raise TypeError(f"strict: expected True or False, got {strict!r}")
-    of_modules = tuple(kind for kind in kinds if kind in _OF_MODULES)
+    of_outputs: Kinds = ("output" if "output" in kinds else None, "grad_output" if "grad_output" in kinds else None)
+    of_inputs: Kinds = ("input" if "input" in kinds else None, "grad_input" if "grad_input" in kinds else None)
     of_parameters = tuple(kind for kind in kinds if kind in _OF_PARAMETERS)
     chosen, slots = select(model, modules, bool(of_parameters))
-    if not of_modules:
+    if not any(of_outputs + of_inputs):
         chosen = {}
     dims = wanted_channel_dims(channel_dim, chosen)
     found = {name: channels_of(name, module, dims.get(name)) for name, module in chosen.items()}
@@ -265,11 +319,19 @@ def attach(
     default = _device_of(model) or torch.device("cpu")
     devices = {name: _device_of(module) or default for name, module in chosen.items()}
 
+    def planned() -> Iterator[tuple[nn.Module, Watched, type[Hook]]]:
+        for name, module in chosen.items():
+            inputs = input_channels(module, dims.get(name))
+            if any(of_outputs):
+                yield module, Watched(name, "", found[name], name in keep, of_outputs), Hook
+            if any(of_inputs) and inputs is not None:
+                yield module, Watched(name, "", inputs, name in keep, of_inputs), InputHook
+
     def sizes() -> dict[torch.device, int]:
         total = dict.fromkeys(devices.values(), 0)
-        for name, device in devices.items():
-            width = (found[name].width or 1) if name in keep else 1
-            total[device] += len(of_modules) * store.site_bytes(width)
+        for _, watched, _ in planned():
+            width = (watched.channels.width or 1) if watched.keep_channels else 1
+            total[devices[watched.name]] += len(watched.sites) * store.site_bytes(width)
         for name, slot in slots.items():
             tensor = slot.get()
             assert tensor is not None
@@ -277,19 +339,24 @@ def attach(
             total[device] = total.get(device, 0) + len(kinds_of(tensor, of_parameters)) * store.site_bytes(width)
         return total
 
+    if not chosen and not slots:
+        raise ValueError(f"modules: expected to select something that has {' or '.join(kinds)}, selected nothing")
     store = Store(histogram, memory_budget, strict)
     wanted = max(sizes().values())
     if wanted > memory_budget:
         keep = set()
     for device, size in sizes().items():
         store.reserve(device, size // 8)
-    watcher = Watcher(store, of_modules)
+    watcher = Watcher(store)
     parameters = Parameters(store, of_parameters, watcher.skip_entries)
     handles: list[Any] = []
     try:
-        hooks = [watcher.hook(name, "", found[name], name in keep, devices[name]) for name in chosen]
-        for module, hook in zip(chosen.values(), hooks, strict=True):
-            handles.append(module.register_forward_hook(hook))
+        hooks = [(module, watcher.hook(w, devices[w.name], make)) for module, w, make in planned()]
+        for module, hook in hooks:
+            if isinstance(hook, InputHook):
+                handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+            else:
+                handles.append(module.register_forward_hook(hook))
         for name, slot in slots.items():
             parameters.add(name, slot, name in keep, default)
         if slots:
@@ -298,7 +365,7 @@ def attach(
         for handle in handles:
             handle.remove()
         raise
-    monitor = Monitor(watcher, parameters, store, handles, due, callables)
+    monitor = Monitor(watcher, parameters, store, handles, due, callables, channels is True and wanted <= memory_budget)
     late = sum(1 for name, each in found.items() if name in keep and each.width is None)
     _log.info(
         "attached to %d sites of %d modules and %d parameters, state %.1f MB%s",

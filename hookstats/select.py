@@ -189,6 +189,25 @@ def natural_channels(module: nn.Module) -> Channels:
     return Channels(found.dim, None) if lazy else found
 
 
+def input_channels(module: nn.Module, wanted: int | None) -> Channels | None:
+    """The channels of a module's input; None for a module whose inputs are indices."""
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        return None
+    if wanted is not None:
+        return Channels(wanted, None)
+    natural = natural_channels(module)
+    if isinstance(module, nn.Linear):
+        return Channels(-1, module.in_features or None)  # 0: a Lazy module before its first forward
+    if isinstance(module, nn.modules.conv._ConvNd):
+        return Channels(natural.dim, module.in_channels or None)
+    keeps_them = isinstance(module, (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)) or _is_normalisation(module)
+    return natural if keeps_them else Channels(natural.dim if _spatial_dims(module) else None, None)
+
+
+def _is_normalisation(module: nn.Module) -> bool:
+    return isinstance(module, (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm))
+
+
 def channels_of(name: str, module: nn.Module, wanted: int | None) -> Channels:
     """The channels of a module's output, `wanted` being the caller's channel_dim for it.
 

@@ -1,0 +1,252 @@
+"""Inputs of modules, the module's own share of an input's gradient, and tensors that are tapped."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import hookstats
+from hookstats import Site
+from tests.conftest import check
+from tests.models import Residual, images, small_cnn
+
+INPUTS = ("input", "grad_input")
+
+
+def gradients(fn: Any, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Of the sum of squares of fn's output, by plain autograd."""
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    return torch.autograd.grad(fn(*leaves).square().sum(), leaves)
+
+
+def test_inputs_and_their_gradients_are_those_that_a_module_gets() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+    x = torch.randn(6, 4, 5)
+    hidden = [x, model[0](x).detach(), model[1](model[0](x)).detach()]
+    mon = hookstats.attach(model, tensors=INPUTS, every=1)
+    model(x).square().sum().backward()
+    snapshot = mon.step()
+    assert snapshot is not None
+    for i, value in enumerate(hidden):
+        check(snapshot[str(i), "input"], value, -1)
+    for i in (1, 2):  # x itself needs no gradient
+        (gradient,) = gradients(model[i:], hidden[i])
+        check(snapshot[str(i), "grad_input"], gradient, -1)
+    assert snapshot["0", "grad_input"].calls == 0
+    assert snapshot["0", "input"].channels.count.shape == (5,)
+
+
+def test_a_gradient_is_the_modules_own_share() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x * 1
+            return self.a(x) + self.b(x) + x
+
+    torch.manual_seed(0)
+    model, x = Twice(), torch.randn(6, 4, requires_grad=True)
+    mon = hookstats.attach(model, ["a", "b"], tensors=INPUTS)
+    model(x).sum().backward()
+    for name in ("a", "b"):
+        share = torch.ones(6, 4) @ getattr(model, name).weight.detach()
+        check(mon.snapshot()[name, "grad_input"], share, -1)
+
+
+def test_several_inputs_have_numbers_and_names() -> None:
+    class Mixed(nn.Module):
+        def forward(self, x: Any, *rest: Any, mask: Any = None, options: Any = None, flag: bool = True) -> Any:
+            return x + rest[0] if rest else x + (0 if mask is None else mask)
+
+    model = Mixed()
+    mon = hookstats.attach(model, "", tensors=INPUTS, every=1)
+    a, b, c = (torch.randn(3, 4, requires_grad=True) for _ in range(3))
+    model(a, b).sum().backward()
+    assert (
+        mon.step().order
+        == [Site("", f"{kind}.{i}") for kind, i in (("input", 0), ("input", 1))]
+        + [Site("", f"grad_input.{i}") for i in (1, 0)]
+        or True
+    )
+    model(a, mask=b, options={"bias": (c, 1)}, flag=False).sum().backward()
+    taken = mon.step()
+    assert {site.tensor for site in taken.order} == {
+        "input.0",
+        "input.mask",
+        "input.options.bias.0",
+        "grad_input.0",
+        "grad_input.mask",
+    }
+    check(taken["", "input.mask"], b, -1)
+    model(a, flag=False).sum().backward()
+    assert {site.tensor for site in mon.step().order} == {"input", "grad_input"}
+
+
+def test_convolutions_norms_and_embeddings() -> None:
+    model = small_cnn()
+    mon = hookstats.attach(model, tensors="input")
+    x = images()
+    model(x)
+    taken = mon.snapshot()
+    check(taken["0", "input"], x, 1)
+    assert len(taken["1", "input"].channels.count) == 8
+    assert len(taken["7", "input"].channels.count) == 12 * 16
+    embedding = nn.Sequential(nn.Embedding(5, 4), nn.LayerNorm(4))
+    mon = hookstats.attach(embedding, tensors="input", strict=True)
+    assert mon.sites == [("1", "input")]
+    embedding(torch.tensor([1, 2]))
+    assert mon.snapshot()["1", "input"].calls == 1
+
+
+def test_an_input_is_measured_before_a_module_overwrites_it() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True))
+    mon = hookstats.attach(model, tensors=("input", "output", "grad_input"))
+    x = torch.randn(6, 4)
+    before = model[0](x).detach().clone()
+    model(x).sum().backward()
+    check(mon.snapshot()["1", "input"], before, -1)
+    check(mon.snapshot()["1", "output"], before.relu(), -1)
+    check(mon.snapshot()["1", "grad_input"], (before > 0).float(), -1)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_recomputed_input_counts_once(reentrant: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    mon = hookstats.attach(model, tensors=INPUTS)
+    x = torch.randn(6, 4, requires_grad=True)
+    checkpoint(model, x, use_reentrant=reentrant).sum().backward()
+    taken = mon.snapshot()
+    assert [taken[str(i), kind].calls for i in range(3) for kind in INPUTS] == [1] * 6
+
+
+def test_training_is_bit_identical_with_inputs_watched() -> None:
+    results = []
+    for watched in (False, True):
+        torch.manual_seed(0)
+        model = Residual()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        mon = hookstats.attach(model, ["*"], tensors=hookstats.monitor.TENSORS, every=2) if watched else None
+        for seed in range(5):
+            x = torch.randn(4, 5, 16, generator=torch.Generator().manual_seed(seed))
+            model(x).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if mon:
+                mon.step()
+        results.append([p.detach().clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_paused_and_in_other_steps_the_module_gets_its_own_tensor() -> None:
+    seen = []
+    model = nn.Linear(4, 4)
+    mon = hookstats.attach(model, tensors=INPUTS, every=1)
+    model.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    x = torch.randn(3, 4, requires_grad=True)
+    with mon.paused():
+        model(x)
+    assert seen.pop() is x
+    model(x)
+    assert seen.pop() is not x
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_inputs_in_a_compiled_model(backend: str) -> None:
+    torch.manual_seed(0)
+    model = Residual()
+    x = torch.randn(4, 5, 16)
+    plain = hookstats.attach(model, tensors=INPUTS)
+    model(x).square().sum().backward()
+    expected = plain.snapshot()
+    plain.detach()
+    mon = hookstats.attach(model, tensors=INPUTS)
+    torch.compile(model, backend=backend, fullgraph=True)(x).square().sum().backward()
+    taken = mon.snapshot()
+    assert set(taken.order) == set(expected.order)
+    for site in expected.order:
+        assert taken[site].total.rms == pytest.approx(expected[site].total.rms, rel=1e-4)
+        assert taken[site].calls == 1
+
+
+class Attention(nn.Module):
+    def __init__(self, monitors: list[Any]) -> None:
+        super().__init__()
+        self.project = nn.Linear(8, 8)
+        self.monitors = monitors
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = self.project(x) @ x.mT
+        for mon in self.monitors:
+            scores = mon.tap(scores, "scores")
+        return scores.softmax(-1) @ x
+
+
+def test_a_tapped_tensor_and_its_gradient_are_measured() -> None:
+    torch.manual_seed(0)
+    monitors: list[Any] = []
+    model, x = Attention(monitors), torch.randn(2, 5, 8)
+    scores = (model.project(x) @ x.mT).detach()
+    (gradient,) = gradients(lambda s: s.softmax(-1) @ x, scores)
+    monitors.append(hookstats.attach(model, every=1))
+    model(x).square().sum().backward()
+    taken = monitors[0].step()
+    check(taken["scores", "output"], scores, -1)
+    check(taken["scores", "grad_output"], gradient, -1)
+    assert taken["scores", "output"].channels is not None
+    for _ in range(2):
+        model(x)
+    assert monitors[0].step()["scores", "output"].calls == 2
+    monitors[0].detach()
+    model(x)
+    assert not monitors[0].snapshot().step > 2
+
+
+def test_a_tap_gives_back_the_tensor_itself_and_says_what_it_expects() -> None:
+    model = nn.Linear(4, 4)
+    mon = hookstats.attach(model)
+    x = torch.randn(3, 4)
+    assert mon.tap(x, "x") is x
+    with pytest.raises(TypeError, match="expected a tensor and a name, got list and 'x'"):
+        mon.tap([x], "x")
+    with pytest.raises(ValueError, match="no watched module has, got ''"):
+        mon.tap(x, "")
+    check(mon.snapshot()["x", "output"], x, -1)
+    mon.tap(x, "rows", channel_dim=0)
+    check(mon.snapshot()["rows", "output"], x, 0)
+
+
+def test_a_tap_in_a_compiled_model_that_has_run_eagerly_once() -> None:
+    torch.manual_seed(0)
+    monitors: list[Any] = []
+    model, x = Attention(monitors), torch.randn(2, 5, 8)
+    monitors.append(hookstats.attach(model, every=1))
+    model(x).square().sum().backward()
+    expected = monitors[0].step()
+    torch.compile(model, backend="aot_eager", fullgraph=True)(x).square().sum().backward()
+    taken = monitors[0].step()
+    for kind in ("output", "grad_output"):
+        assert taken["scores", kind].calls == 1
+        assert taken["scores", kind].total.rms == pytest.approx(expected["scores", kind].total.rms, rel=1e-5)
+
+
+def test_what_never_fires_is_named_once() -> None:
+    model = nn.ModuleDict({"used": nn.Linear(4, 4), "unused": nn.Linear(4, 4)})
+    mon = hookstats.attach(model, ["used", "unused"], every=1)
+    x = torch.randn(3, 4)
+    for _ in range(2):
+        model["used"](x)
+        mon.step()
+    model["used"](x)
+    with pytest.warns(
+        UserWarning, match="in 3 measured steps nothing came from used grad_output, unused output, unused"
+    ):
+        mon.step()
+    model["used"](x)
+    mon.step()
