@@ -113,7 +113,11 @@ def test_an_input_is_measured_before_a_module_overwrites_it() -> None:
     model(x).sum().backward()
     check(mon.snapshot()["1", "input"], before, -1)
     check(mon.snapshot()["1", "output"], before.relu(), -1)
-    check(mon.snapshot()["1", "grad_input"], (before > 0).float(), -1)
+    assert mon.snapshot()["1", "grad_input"].calls == 0  # autograd knows an overwritten alias only as its base
+    gradient = model[0].weight.grad
+    mon.detach()
+    (expected,) = torch.autograd.grad(model(x).sum(), model[0].weight)
+    torch.testing.assert_close(gradient, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -132,7 +136,7 @@ def test_training_is_bit_identical_with_inputs_watched() -> None:
         torch.manual_seed(0)
         model = Residual()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        mon = hookstats.attach(model, ["*"], tensors=hookstats.monitor.TENSORS, every=2) if watched else None
+        mon = hookstats.attach(model, "*", tensors=hookstats.monitor.TENSORS, every=2) if watched else None
         for seed in range(5):
             x = torch.randn(4, 5, 16, generator=torch.Generator().manual_seed(seed))
             model(x).square().sum().backward()
@@ -244,9 +248,7 @@ def test_what_never_fires_is_named_once() -> None:
         model["used"](x)
         mon.step()
     model["used"](x)
-    with pytest.warns(
-        UserWarning, match="in 3 measured steps nothing came from used grad_output, unused output, unused"
-    ):
+    with pytest.warns(UserWarning, match="in 3 measured steps nothing came from used grad_output, unused"):
         mon.step()
     model["used"](x)
     mon.step()
