@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
+from collections.abc import Iterator
 from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
 
@@ -193,12 +194,28 @@ class Watcher:
 
     def __init__(self, store: Store) -> None:
         self.skipped: dict[Site, str] = {}
+        self._seen: list[tuple[Hook, Any]] | None = None  # while a forward on fake tensors runs
+        self._learns = False  # after it
         self._store = store
         self._hooks: WeakValueDictionary[int, Hook] = WeakValueDictionary()  # by Entry.index; the model owns them
         self._warned_of_budget = False
 
     def is_open(self) -> bool:
         return self._store.flags.value
+
+    @contextlib.contextmanager
+    def learning(self) -> Iterator[None]:
+        """Inside, a forward on fake tensors shows the hooks every width, and what is in containers."""
+        before, self._store.flags.value = self._store.flags.value, True
+        seen = self._seen = []
+        try:
+            yield
+        finally:
+            self._seen, self._store.flags.value = None, before
+        self._learns = True
+        for hook, value in seen:  # only now: in there, states would be fake, too
+            self.take_apart(hook, value)
+        self._learns = False
 
     def hook(self, watched: Watched, device: torch.device, make: type[Hook] = Hook) -> Hook:
         """A hook for a tensor, with its sites' states on this device."""
@@ -222,7 +239,7 @@ class Watcher:
             for path, tensor in walk(output):
                 if not path:
                     self._measure(hook, tensor)
-                elif tensor.is_floating_point() and not _is_a_mere_shape(tensor):
+                elif tensor.is_floating_point() and (self._learns or not _is_a_mere_shape(tensor)):
                     self._measure(hook.parts.get(path) or self._part(hook, path, tensor), tensor)
         except Exception as error:
             if self._store.strict:
@@ -244,7 +261,11 @@ class Watcher:
         return part
 
     def _measure(self, hook: Hook, tensor: torch.Tensor) -> None:
-        if hook.observed is None or _is_a_mere_shape(tensor):
+        if hook.observed is None:
+            return
+        if _is_a_mere_shape(tensor):
+            if self._learns and tensor.numel() > 0:
+                self._bind(hook, tensor)
             return
         if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:  # a wrapper: it holds no data itself
             return self._give_up(hook, f"expected a plain torch.Tensor, got {type(tensor).__name__}")
@@ -254,7 +275,9 @@ class Watcher:
 
     def mend(self, hook: Hook, value: Any, problem: Any) -> None:
         """The extension did not measure what it was given: a container, or a tensor whose state does not fit it."""
-        if problem is NotImplemented:
+        if self._seen is not None:
+            self._seen.append((hook, value))
+        elif problem is NotImplemented:
             self.take_apart(hook, value)
         else:
             self._mend(hook, value, problem)

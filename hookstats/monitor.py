@@ -9,35 +9,45 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
+from torch.utils._pytree import tree_map
 
 from hookstats import _native
+from hookstats.arguments import (
+    DEFAULT_TENSORS,
+    OF_PARAMETERS,
+    Sink,
+    channel_names,
+    check_example,
+    check_histogram,
+    checked_every,
+    checked_sinks,
+    checked_tensors,
+    device_of,
+    refuse,
+    refuse_device,
+)
 from hookstats.drain import Drain, Pending, Scalars
-from hookstats.fields import Bins, ExponentBins, LinearBins, Site
+from hookstats.fields import Bins, ExponentBins, Site
 from hookstats.hooks import Hook, InputHook, Kinds, Watched, Watcher, warn
 from hookstats.params import Parameters, kinds_of, placing, watch_optimizers
 from hookstats.select import (
     Channels,
     Modules,
-    Slot,
-    as_globs,
     channels_of,
     input_channels,
-    matches,
     select,
     wanted_channel_dims,
 )
 from hookstats.snapshot import SiteStats, Snapshot
 from hookstats.state import Store, accumulate
 
-_DEFAULT_TENSORS = ("output", "grad_output")
-_OF_PARAMETERS = ("param", "param_grad")
-TENSORS = (*_DEFAULT_TENSORS, "input", "grad_input", *_OF_PARAMETERS)
 _SILENT_STEPS = 3  # measured ones, after which a site that never fired is named
-Sink: TypeAlias = Callable[[Snapshot], object]
 
 _log = logging.getLogger("hookstats")
 
@@ -169,8 +179,8 @@ class Monitor:
             some = ", ".join(map(str, silent[:5])) + (f" and {len(silent) - 5} more" if len(silent) > 5 else "")
             self._warn_once(
                 "silence",
-                f"in {_SILENT_STEPS} measured steps nothing came from {some}: a module that is never called as one, or "
-                "the gradient of an output that nobody uses",
+                f"in {_SILENT_STEPS} measured steps nothing came from {some}: a module that is never called as one, an "
+                "input that needs no gradient, or an output whose gradient nobody asks for",
             )
 
     def tap(self, tensor: torch.Tensor, name: str, channel_dim: int | None = None) -> torch.Tensor:
@@ -258,11 +268,12 @@ def attach(
     model: nn.Module,
     modules: Modules = None,
     *,
-    tensors: Iterable[str] = _DEFAULT_TENSORS,
+    tensors: Iterable[str] = DEFAULT_TENSORS,
     channels: bool | str | Iterable[str] = True,
     channel_dim: int | Mapping[str, int] | None = None,
     histogram: Bins | None = ExponentBins(),
     every: int | Callable[[int], bool] = 10,
+    example: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
     sinks: Sink | Iterable[Sink] = (),
     memory_budget: int = 256 << 20,
     strict: bool = False,
@@ -288,6 +299,8 @@ def attach(
             one of fewer than two dimensions has a total only.
         histogram: ``ExponentBins()``, ``LinearBins(lo, hi, n)``, either with ``per_channel=True``, or None.
         every: every how many steps one is measured, or a callable ``step -> bool``. Step 0 always is.
+        example: (args, kwargs) for the model. One forward on fake tensors then shows every width and what is in
+            containers, which a compiled model cannot show; no value is computed, no buffer changes.
         sinks: a callable or several, called with each Snapshot when it arrives.
         memory_budget: bytes of state per device. Where channels would need more, all sites keep totals only.
         strict: what cannot be measured raises; otherwise the site is skipped, with one warning and its reason in
@@ -296,28 +309,29 @@ def attach(
     Raises:
         TypeError, ValueError: for arguments that are not as above: an unknown tensor kind, a glob that matches nothing,
             a channel_dim that the module cannot have; for a DataParallel model.
-        RuntimeError: for a model on a GPU where hookstats was built without CUDA.
+        RuntimeError: for a model on a GPU where hookstats was built without CUDA; where the forward of `example` fails.
     """
-    _refuse(model)
-    kinds = _checked_tensors(tensors)
-    due = _checked_every(every)
-    callables = _checked_sinks(sinks)
-    _check_histogram(histogram)
+    refuse(model)
+    check_example(example)
+    kinds = checked_tensors(tensors)
+    due = checked_every(every)
+    callables = checked_sinks(sinks)
+    check_histogram(histogram)
     if not isinstance(memory_budget, int) or memory_budget < 0:
         raise ValueError(f"memory_budget: expected a number of bytes, got {memory_budget!r}")
     if not isinstance(strict, bool):
         raise TypeError(f"strict: expected True or False, got {strict!r}")
     of_outputs: Kinds = ("output" if "output" in kinds else None, "grad_output" if "grad_output" in kinds else None)
     of_inputs: Kinds = ("input" if "input" in kinds else None, "grad_input" if "grad_input" in kinds else None)
-    of_parameters = tuple(kind for kind in kinds if kind in _OF_PARAMETERS)
+    of_parameters = tuple(kind for kind in kinds if kind in OF_PARAMETERS)
     chosen, slots = select(model, modules, bool(of_parameters))
     if not any(of_outputs + of_inputs):
         chosen = {}
     dims = wanted_channel_dims(channel_dim, chosen)
     found = {name: channels_of(name, module, dims.get(name)) for name, module in chosen.items()}
-    keep = _channel_names(channels, chosen, slots)
-    default = _device_of(model) or torch.device("cpu")
-    devices = {name: _device_of(module) or default for name, module in chosen.items()}
+    keep = channel_names(channels, chosen, slots)
+    default = device_of(model) or torch.device("cpu")
+    devices = {name: device_of(module) or default for name, module in chosen.items()}
 
     def planned() -> Iterator[tuple[nn.Module, Watched, type[Hook]]]:
         for name, module in chosen.items():
@@ -359,6 +373,8 @@ def attach(
                 handles.append(module.register_forward_hook(hook))
         for name, slot in slots.items():
             parameters.add(name, slot, name in keep, default)
+        if example is not None:
+            _learn(model, watcher, *example)
         if slots:
             handles.append(watch_optimizers(parameters))
     except Exception:
@@ -366,14 +382,15 @@ def attach(
             handle.remove()
         raise
     monitor = Monitor(watcher, parameters, store, handles, due, callables, channels is True and wanted <= memory_budget)
-    late = sum(1 for name, each in found.items() if name in keep and each.width is None)
+    late = sum(1 for _, hook in hooks if not hook.watched.bound)
     _log.info(
         "attached to %d sites of %d modules and %d parameters, state %.1f MB%s",
         len(monitor.sites),
         len(chosen),
         len(slots),
         store.bytes / 2**20,
-        f"; {late} modules show their width at their first eager forward, compiled before that they keep totals only"
+        f"; {late} tensors show their width at their first eager forward (or example=), compiled before that they keep "
+        "totals only"
         if late
         else "",
     )
@@ -404,8 +421,8 @@ def measure(tensor: torch.Tensor, channel_dim: int | None = -1, histogram: Bins 
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"measure: expected a torch.Tensor, got {type(tensor).__name__}")
-    _refuse_device(tensor.device)
-    _check_histogram(histogram)
+    refuse_device(tensor.device)
+    check_histogram(histogram)
     if tensor.layout != torch.strided or tensor.is_nested or _native.has_no_data(tensor):
         raise TypeError(f"measure: expected a dense strided tensor with data, got {tensor.layout} on {tensor.device}")
     if channel_dim is None or tensor.dim() == 0:
@@ -423,78 +440,19 @@ def measure(tensor: torch.Tensor, channel_dim: int | None = -1, histogram: Bins 
     return Drain(store).begin(0, Scalars({}), clear=False).finish()[site]
 
 
-def _device_of(module: nn.Module) -> torch.device | None:
-    for tensor in (*module.parameters(), *module.buffers()):
-        if tensor.device.type in ("cpu", "cuda"):
-            return tensor.device
-    return None
+def _learn(model: nn.Module, watcher: Watcher, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """One forward on fake tensors, which the hooks see."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
 
+    def fake(value: Any) -> Any:
+        return mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
 
-def _refuse_device(device: torch.device) -> None:
-    if device.type == "cuda" and not _native.HAS_CUDA:
-        raise RuntimeError(
-            f"expected a CPU tensor or model, got one on {device}: this hookstats was built without nvcc and has no "
-            "CUDA kernels. Install the CUDA toolkit and rebuild: "
-            "pip install --no-build-isolation --force-reinstall --no-deps ."
-        )
-
-
-def _refuse(model: nn.Module) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"attach: expected a torch.nn.Module, got {type(model).__name__}")
-    for module in model.modules():
-        if isinstance(module, nn.DataParallel):
-            raise TypeError(
-                "attach: expected a model without DataParallel, whose replicas would share hooks across devices; use "
-                "DistributedDataParallel"
-            )
-    for tensor in (*model.parameters(), *model.buffers()):
-        _refuse_device(tensor.device)
-
-
-def _checked_tensors(tensors: Iterable[str]) -> tuple[str, ...]:
-    if not isinstance(tensors, Iterable):
-        raise TypeError(f"tensors: expected some of {', '.join(TENSORS)}; got {tensors!r}")
-    kinds = (tensors,) if isinstance(tensors, str) else tuple(tensors)
-    for kind in kinds:
-        if kind not in TENSORS:
-            raise ValueError(f"tensors: expected some of {', '.join(TENSORS)}; got {kind!r}")
-    if not kinds:
-        raise ValueError(f"tensors: expected some of {', '.join(TENSORS)}; got none")
-    return tuple(kind for kind in TENSORS if kind in kinds)
-
-
-def _checked_every(every: int | Callable[[int], bool]) -> Callable[[int], bool]:
-    if callable(every):
-        return every
-    if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-        raise ValueError(f"every: expected an int from 1, or a callable step -> bool; got {every!r}")
-    return lambda step: step % every == 0
-
-
-def _checked_sinks(sinks: Sink | Iterable[Sink]) -> tuple[Sink, ...]:
-    listed: tuple[Any, ...] = tuple(sinks) if isinstance(sinks, Iterable) else (sinks,)
-    for sink in listed:
-        if not callable(sink):
-            raise TypeError(f"sinks: expected callables Snapshot -> None, got {sink!r}")
-    return listed
-
-
-def _channel_names(
-    channels: bool | str | Iterable[str], chosen: Mapping[str, nn.Module], slots: Mapping[str, Slot]
-) -> set[str]:
-    """Of modules and parameters; a parameter goes with its module, too."""
-    names = [*chosen, *slots]
-    if isinstance(channels, bool):
-        return set(names) if channels else set()
-    globs = as_globs("channels", channels, names)
-    inside = {id(module) for name, module in chosen.items() if matches(name, globs)}
-    return {n for n in names if matches(n, globs) or (n in slots and id(slots[n].module) in inside)}
-
-
-def _check_histogram(histogram: object) -> None:
-    if histogram is not None and not isinstance(histogram, (ExponentBins, LinearBins)):
-        raise TypeError(f"histogram: expected ExponentBins(...), LinearBins(...) or None, got {histogram!r}")
+    try:
+        with watcher.learning(), torch.no_grad(), torch.compiler.set_stance("force_eager"), mode:
+            state = {name: fake(value) for name, value in (*model.named_parameters(), *model.named_buffers())}
+            functional_call(model, state, tree_map(fake, args), tree_map(fake, kwargs))
+    except Exception as error:
+        raise RuntimeError(f"example: the model's forward on fake tensors failed: {error}") from error
 
 
 def _has_compiled() -> bool:

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import hookstats
-from hookstats import fields
+from hookstats import arguments, fields
 from tests.models import Residual
 
 
@@ -28,7 +28,7 @@ def worker(rank: int, world: int, folder: str, attach_first: bool) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
     torch.manual_seed(0)
     model = Residual()
-    settings = {"every": 1, "strict": True, "tensors": hookstats.monitor.TENSORS}
+    settings = {"every": 1, "strict": True, "tensors": arguments.TENSORS}
     mon = hookstats.attach(model, **settings) if attach_first else None
     mesh = init_device_mesh("cpu", (world,))
     for block in model.blocks:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import hookstats
-from hookstats import ExponentBins, Site, monitor
+from hookstats import ExponentBins, Site, arguments
 from tests.conftest import check
 from tests.models import images, small_cnn
 
@@ -64,11 +64,11 @@ def test_what_cannot_be_watched_raises_at_attach(monkeypatch: pytest.MonkeyPatch
         hookstats.attach([1])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"without DataParallel.*DistributedDataParallel"):
         hookstats.attach(nn.Sequential(nn.DataParallel(nn.Linear(2, 2))))
-    monkeypatch.setattr(monitor._native, "HAS_CUDA", False)
+    monkeypatch.setattr(arguments._native, "HAS_CUDA", False)
     model = nn.Linear(2, 2)
     monkeypatch.setattr(type(model), "parameters", lambda self: iter([torch.empty(0, device="meta")]))
     monkeypatch.setattr(
-        monitor, "_refuse_device", lambda device, real=monitor._refuse_device: real(torch.device("cuda"))
+        arguments, "refuse_device", lambda device, real=arguments.refuse_device: real(torch.device("cuda"))
     )
     with pytest.raises(RuntimeError, match=r"built without nvcc and has no CUDA kernels.*rebuild"):
         hookstats.attach(model)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hookstats
-from hookstats import Site
+from hookstats import Site, arguments
 from tests.conftest import check
-from tests.models import Residual, images, small_cnn
+from tests.models import Containers, Residual, images, small_cnn
 
 INPUTS = ("input", "grad_input")
 
@@ -136,7 +137,7 @@ def test_training_is_bit_identical_with_inputs_watched() -> None:
         torch.manual_seed(0)
         model = Residual()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        mon = hookstats.attach(model, "*", tensors=hookstats.monitor.TENSORS, every=2) if watched else None
+        mon = hookstats.attach(model, "*", tensors=arguments.TENSORS, every=2) if watched else None
         for seed in range(5):
             x = torch.randn(4, 5, 16, generator=torch.Generator().manual_seed(seed))
             model(x).square().sum().backward()
@@ -252,3 +253,37 @@ def test_what_never_fires_is_named_once() -> None:
         mon.step()
     model["used"](x)
     mon.step()
+
+
+@pytest.mark.parametrize("kind", ["tuple", "dict", "dataclass", "nested"])
+def test_an_example_shows_widths_and_containers_to_a_compiled_model(kind: str) -> None:
+    torch.manual_seed(0)
+    model, x = Containers(kind), torch.randn(3, 6)
+    plain = hookstats.attach(model, "*")
+    model(x)
+    expected = plain.snapshot()
+    plain.detach()
+    mon = hookstats.attach(model, "*", example=((x,), {}))
+    torch.compile(model, backend="aot_eager", fullgraph=True)(x)
+    taken = mon.snapshot()
+    assert set(taken.order) == set(expected.order)
+    for site in expected.order:
+        assert taken[site].channels is not None
+        np.testing.assert_allclose(taken[site].channels.rms, expected[site].channels.rms, rtol=1e-6)
+
+
+def test_an_example_changes_nothing_in_the_model_and_measures_nothing() -> None:
+    model = small_cnn()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    torch.manual_seed(7)
+    mon = hookstats.attach(model, every=1, example=((images(),), {}))
+    assert torch.equal(torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(7)))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not mon.snapshot().order
+    model(images())
+    assert mon.snapshot()["2", "output"].channels is not None
+    with pytest.raises(RuntimeError, match="forward on fake tensors failed"):
+        hookstats.attach(model, example=((torch.randn(3),), {}))
+    assert len(model[0]._forward_hooks) == 1
+    with pytest.raises(TypeError, match=r"expected \(args, kwargs\), a tuple and a dict, got Tensor"):
+        hookstats.attach(model, example=images())

@@ -14,7 +14,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import hookstats
-from hookstats import Site, Snapshot, fields
+from hookstats import Site, Snapshot, arguments, fields
 from tests.conftest import check, compare
 from tests.models import Residual, images, small_cnn
 
@@ -321,7 +321,7 @@ def test_training_is_bit_identical() -> None:
     for watched in (False, True):
         model = residual()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        mon = hookstats.attach(model, tensors=hookstats.monitor.TENSORS, every=2) if watched else None
+        mon = hookstats.attach(model, tensors=arguments.TENSORS, every=2) if watched else None
         for seed in range(6):
             optimizer.zero_grad()
             loss_of(model, seed).backward()

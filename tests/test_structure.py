@@ -27,7 +27,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "hooks": {"_native", "fields", "select", "state"},
     "params": {"_native", "fields", "select", "state"},
     "drain": {"fields", "snapshot", "state"},
-    "monitor": {"_native", "drain", "fields", "hooks", "params", "select", "snapshot", "state"},
+    "arguments": {"_native", "fields", "select", "snapshot"},
+    "monitor": {"_native", "arguments", "drain", "fields", "hooks", "params", "select", "snapshot", "state"},
     "__init__": {"_native", "fields", "monitor", "snapshot"},
     "demo": {"__init__"},
 }

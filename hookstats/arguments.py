@@ -1,0 +1,101 @@
+"""The arguments of attach: what is accepted, and what is said of anything else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from hookstats import _native
+from hookstats.fields import ExponentBins, LinearBins
+from hookstats.select import Slot, as_globs, matches
+from hookstats.snapshot import Snapshot
+
+DEFAULT_TENSORS = ("output", "grad_output")
+OF_PARAMETERS = ("param", "param_grad")
+TENSORS = (*DEFAULT_TENSORS, "input", "grad_input", *OF_PARAMETERS)
+Sink: TypeAlias = Callable[[Snapshot], object]
+
+
+def device_of(module: nn.Module) -> torch.device | None:
+    for tensor in (*module.parameters(), *module.buffers()):
+        if tensor.device.type in ("cpu", "cuda"):
+            return tensor.device
+    return None
+
+
+def refuse_device(device: torch.device) -> None:
+    if device.type == "cuda" and not _native.HAS_CUDA:
+        raise RuntimeError(
+            f"expected a CPU tensor or model, got one on {device}: this hookstats was built without nvcc and has no "
+            "CUDA kernels. Install the CUDA toolkit and rebuild: "
+            "pip install --no-build-isolation --force-reinstall --no-deps ."
+        )
+
+
+def refuse(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"attach: expected a torch.nn.Module, got {type(model).__name__}")
+    for module in model.modules():
+        if isinstance(module, nn.DataParallel):
+            raise TypeError(
+                "attach: expected a model without DataParallel, whose replicas would share hooks across devices; use "
+                "DistributedDataParallel"
+            )
+    for tensor in (*model.parameters(), *model.buffers()):
+        refuse_device(tensor.device)
+
+
+def checked_tensors(tensors: Iterable[str]) -> tuple[str, ...]:
+    if not isinstance(tensors, Iterable):
+        raise TypeError(f"tensors: expected some of {', '.join(TENSORS)}; got {tensors!r}")
+    kinds = (tensors,) if isinstance(tensors, str) else tuple(tensors)
+    for kind in kinds:
+        if kind not in TENSORS:
+            raise ValueError(f"tensors: expected some of {', '.join(TENSORS)}; got {kind!r}")
+    if not kinds:
+        raise ValueError(f"tensors: expected some of {', '.join(TENSORS)}; got none")
+    return tuple(kind for kind in TENSORS if kind in kinds)
+
+
+def checked_every(every: int | Callable[[int], bool]) -> Callable[[int], bool]:
+    if callable(every):
+        return every
+    if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+        raise ValueError(f"every: expected an int from 1, or a callable step -> bool; got {every!r}")
+    return lambda step: step % every == 0
+
+
+def checked_sinks(sinks: Sink | Iterable[Sink]) -> tuple[Sink, ...]:
+    listed: tuple[Any, ...] = tuple(sinks) if isinstance(sinks, Iterable) else (sinks,)
+    for sink in listed:
+        if not callable(sink):
+            raise TypeError(f"sinks: expected callables Snapshot -> None, got {sink!r}")
+    return listed
+
+
+def check_example(example: Any) -> None:
+    if example is None:
+        return
+    is_pair = isinstance(example, tuple) and len(example) == 2
+    if not is_pair or not isinstance(example[0], tuple) or not isinstance(example[1], dict):
+        raise TypeError(f"example: expected (args, kwargs), a tuple and a dict, got {type(example).__name__}")
+
+
+def channel_names(
+    channels: bool | str | Iterable[str], chosen: Mapping[str, nn.Module], slots: Mapping[str, Slot]
+) -> set[str]:
+    """Of modules and parameters; a parameter goes with its module, too."""
+    names = [*chosen, *slots]
+    if isinstance(channels, bool):
+        return set(names) if channels else set()
+    globs = as_globs("channels", channels, names)
+    inside = {id(module) for name, module in chosen.items() if matches(name, globs)}
+    return {n for n in names if matches(n, globs) or (n in slots and id(slots[n].module) in inside)}
+
+
+def check_histogram(histogram: object) -> None:
+    if histogram is not None and not isinstance(histogram, (ExponentBins, LinearBins)):
+        raise TypeError(f"histogram: expected ExponentBins(...), LinearBins(...) or None, got {histogram!r}")
