@@ -22,7 +22,7 @@ class Case(NamedTuple):
     dtype: torch.dtype
     channel_dim: int
     channels_last: bool = False
-    values: str = "normal"  # "relu", "constant", "hot": all but a few in one bin; "nan": 1 %; "mean": 1e4
+    values: str = "normal"  # "relu", "constant", "hot": all but a few in one bin; "nan": 1 %; "wide"; "mean": 1e4
 
     def tensor(self, device: str) -> torch.Tensor:
         """Random values, every call other ones."""
@@ -35,6 +35,8 @@ class Case(NamedTuple):
             x = torch.where(x > 2, x, x.new_tensor(1.5))
         elif self.values == "nan":
             x[torch.rand(self.shape, device=device) < 0.01] = float("nan")
+        elif self.values == "wide":
+            x = torch.ldexp(x, torch.randint(-120, 120, self.shape, device=device))
         elif self.values == "mean":
             x += 1e4
         x = x.to(self.dtype)
@@ -62,6 +64,14 @@ def by_operators(x: torch.Tensor, channel_dim: int) -> torch.Tensor:
     posinfs, neginfs = (x == float("inf")).sum(dims), (x == float("-inf")).sum(dims)
     rows = [count, mean.flatten(), m2, low, high, y.abs().sum(dims), zeros, nans, posinfs, neginfs]
     return torch.stack([row.float() for row in rows])
+
+
+def octaves_by_operators(x: torch.Tensor, channel_dim: int) -> torch.Tensor:
+    """The octave histogram alone, int64 [channels * 64], by torch's own operators."""
+    edges = torch.from_numpy(fields.octave_edges()[1:-1]).to(x)
+    bins = torch.bucketize(x.movedim(channel_dim, -1).abs(), edges, right=True)
+    bins += fields.OCTAVE_BINS * torch.arange(x.shape[channel_dim], device=x.device)
+    return torch.bincount(bins.flatten(), minlength=fields.OCTAVE_BINS * x.shape[channel_dim])
 
 
 class Measured:
@@ -94,13 +104,68 @@ def contenders(case: Case, device: str) -> dict[str, Callable[[torch.Tensor], An
     others = [d for d in range(len(case.shape)) if d != case.channel_dim]
     found["torch.var_mean alone"] = lambda x: torch.var_mean(x, others)
     found["eager operators"] = lambda x: by_operators(x, case.channel_dim)
+    found["octaves alone, bucketize + bincount"] = lambda x: octaves_by_operators(x, case.channel_dim)
     found["torch.histc alone"] = lambda x: torch.histc(x if x.dtype == torch.float32 else x.float(), 64, -8, 8)
     return found
+
+
+def transformer(layers: int, width: int, vocabulary: int) -> list[tuple[int, ...]]:
+    """The shapes of a Llama-like model's parameters."""
+    hidden = width * 8 // 3 // 64 * 64
+    layer: list[tuple[int, ...]] = [(width, width)] * 4 + [(hidden, width)] * 2 + [(width, hidden)] + [(width,)] * 2
+    return [(vocabulary, width), *layer * layers, (width,)]
+
+
+# Many tensors at once: their shapes and dtype.
+MANY: dict[str, tuple[list[tuple[int, ...]], torch.dtype]] = {
+    "64 tensors, 256 KB fp32": ([(32, 32)] * 63 + [(1024,)], torch.float32),
+    "111 tensors, 50 MB fp32": (transformer(12, 256, 16384), torch.float32),
+    "201 tensors, 2.2 GB bf16": (transformer(22, 2048, 32000), torch.bfloat16),
+}
+
+
+class MeasuredTogether:
+    """hookstats' states of many tensors, channels = dimension 0, as parameters are measured."""
+
+    def __init__(self, shapes: list[tuple[int, ...]], device: str) -> None:
+        self.states = [Measured(shape[0] if len(shape) > 1 else 1, "none", device) for shape in shapes]
+        active = torch.ones(1, dtype=torch.int32, device=device)
+        columns: tuple[list[Any], ...] = (
+            [state.moments for state in self.states],
+            [state.counters for state in self.states],
+            [None] * len(shapes),
+            [active] * len(shapes),
+            [0] * len(shapes),
+        )
+        self.batch = _native.Batch(*columns, 0.0, 0.0)
+
+    def together(self, tensors: list[torch.Tensor]) -> None:
+        failures = self.batch.accumulate(tensors)
+        if failures:
+            raise RuntimeError(f"not measured: {failures}")
+
+    def one_by_one(self, tensors: list[torch.Tensor]) -> None:
+        for state, x in zip(self.states, tensors, strict=True):
+            state(x, 0)
+
+
+def many_contenders(name: str, device: str) -> dict[str, Callable[[list[torch.Tensor]], Any]]:
+    """By name; each takes the list of tensors."""
+    shapes, _ = MANY[name]
+    return {
+        "hookstats, together": MeasuredTogether(shapes, device).together,
+        "hookstats, one by one": MeasuredTogether(shapes, device).one_by_one,
+        "norms alone (foreach)": torch._foreach_norm,
+        "norms alone, one by one": lambda tensors: [torch.linalg.vector_norm(x) for x in tensors],
+        "eager operators": lambda tensors: [by_operators(x.view(len(x), -1), 0) for x in tensors],
+    }
 
 
 def check(case: Case, device: str) -> None:
     """Raises unless hookstats and the operators agree on this case."""
     x = case.tensor(device)
-    measured = Measured(case.shape[case.channel_dim], "none", device)
+    measured = Measured(case.shape[case.channel_dim], "per_channel", device)
     measured(x, case.channel_dim)
+    assert measured.histogram is not None
+    assert torch.equal(measured.histogram.flatten(), octaves_by_operators(x, case.channel_dim))
     torch.testing.assert_close(measured.moments.float(), by_operators(x, case.channel_dim), rtol=1e-3, atol=1e-3)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -212,6 +213,39 @@ def kernel_figures() -> list[dict[str, Any]]:
             )
             print(f"{case.name:34} {name:36} {us:10.2f} us {us / lowest:8.3f} x floor", flush=True)
         del first, tensors, runs
+    return figures + many_figures(floor)
+
+
+def many_figures(floor: Callable[[Any], None]) -> list[dict[str, Any]]:
+    """Many tensors at once; the floor reads one buffer of as many bytes."""
+    import torch
+
+    from benchmarks.contenders import MANY, many_contenders
+
+    figures = []
+    for case, (shapes, dtype) in MANY.items():
+        size = sum(math.prod(shape) for shape in shapes) * dtype.itemsize
+        copies = max(2, min(64, (512 << 20) // size))
+        lists = [[torch.randn(shape, device="cuda", dtype=dtype) for shape in shapes] for _ in range(copies)]
+        whole = [torch.randn(size // dtype.itemsize, device="cuda", dtype=dtype) for _ in range(copies)]
+        lowest, how = microseconds(floor, whole, max(8, copies))
+        rows = [("read floor", lowest, how)]
+        for name, run in many_contenders(case, "cuda").items():
+            rows.append((name, *microseconds(run, lists, 2 if name == "eager operators" else max(8, copies))))
+        for name, us, how in rows:
+            figures.append(
+                {
+                    "case": case,
+                    "bytes": size,
+                    "name": name,
+                    "median_us": us,
+                    "gb_per_s": size / us / 1e3,
+                    "times_floor": us / lowest,
+                    "how": how,
+                }
+            )
+            print(f"{case:34} {name:36} {us:10.2f} us {us / lowest:8.3f} x floor", flush=True)
+        del lists, whole
     return figures
 
 

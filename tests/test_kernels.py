@@ -75,7 +75,7 @@ def test_plane_sizes_around_tile_edges(backend: Backend, size: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("channels", [1, 3, 4, 5, 7, 12, 60, 61, 66, 68, 100, 127, 132, 250, 257, 1000, 1001])
+@pytest.mark.parametrize("channels", [1, 3, 4, 5, 7, 12, 60, 61, 66, 68, 100, 127, 132, 250, 257, 1000, 1001, 10007])
 def test_numbers_of_channels(backend: Backend, channels: int, dtype: torch.dtype) -> None:
     x = normal(41, channels).to(dtype)
     check(backend.accumulate(x, 1, "per_channel").stats(), x, 1)

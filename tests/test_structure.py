@@ -74,6 +74,15 @@ def test_kernels_know_nothing_of_torch() -> None:
             assert not any("torch" in line or "ATen" in line or "c10" in line for line in includes), path
 
 
+def test_kernels_never_ask_how_many_multiprocessors_there_are() -> None:
+    """So the shape alone decides how work is split, and results are the same on every GPU of one kind of arithmetic."""
+    for path in ROOT.glob("csrc/cuda/*"):
+        text = path.read_text()
+        assert not any(word in text for word in ("DeviceProp", "DeviceGetAttribute", "Occupancy", "smid", "nsmid")), (
+            path
+        )
+
+
 def test_build_info_says_what_was_built() -> None:
     info = hookstats.build_info()
     assert info["torch"].split("+")[0] == torch.__version__.split("+")[0]

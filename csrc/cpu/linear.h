@@ -1,0 +1,72 @@
+// Linear bins on the CPU: a thread's own counters, one update per value. Slower than histogram.h; made on request only.
+// Included by accumulate.cpp alone, as tile.h.
+#pragma once
+
+#include <vector>
+
+#include "tile.h"
+
+namespace hookstats::cpu {
+
+class LinearHistogram {
+ public:
+  // `lanes_are_channels`: else the lanes of a tile are elements of one channel.
+  LinearHistogram(const State& state, bool lanes_are_channels) : state_(state) {
+    if (state.kind != HistogramKind::linear) return;
+    stride_ = state.bins + 1;  // the last takes NaN and Inf, and is dropped
+    const int64_t channels = state.by_channel && lanes_are_channels ? kLanes : 1;
+    for (int lane = 0; lane < kLanes; ++lane) first_[lane] = channels > 1 ? lane * stride_ : 0;
+    thread_local std::vector<uint32_t> buffer;
+    if (int64_t(buffer.size()) < channels * stride_) buffer.resize(channels * stride_);
+    counts_ = buffer.data();
+    used_ = channels * stride_;
+  }
+  ~LinearHistogram() { flush(); }
+
+  // The channel of lane 0 from here on.
+  void move_to(int64_t channel) {
+    if (channel != channel_ && state_.by_channel) flush();
+    channel_ = channel;
+  }
+
+  template <class scalar_t>
+  void add(const Tile<scalar_t>& tile) {
+    if (!counts_) return;
+    if (pending_ > kMostPending) flush();
+    pending_ += int64_t(tile.rows) * tile.width;
+    int64_t at[kLanes];
+    for (int r = 0; r < tile.rows; ++r) {
+      const scalar_t* row = tile.row(r);
+      for (int lane = 0; lane < tile.width; ++lane) at[lane] = first_[lane] + counter_of(widen(row[lane]));
+      for (int lane = 0; lane < tile.width; ++lane) ++counts_[at[lane]];
+    }
+  }
+
+ private:
+  static constexpr int64_t kMostPending = 1 << 30;  // of 32-bit counters
+
+  template <class acc_t>
+  int counter_of(acc_t x) const {
+    return x - x == 0 ? linear_bin(x, acc_t(state_.low), acc_t(state_.high), state_.bins) : state_.bins;
+  }
+
+  void flush() {
+    pending_ = 0;
+    for (int64_t i = 0; i < used_; ++i) {
+      const int64_t channel = state_.by_channel ? channel_ + i / stride_ : 0, bin = i % stride_;
+      if (counts_[i] != 0 && bin < state_.bins) {
+        __atomic_fetch_add(&state_.histogram[channel * state_.bins + bin], int64_t(counts_[i]), __ATOMIC_RELAXED);
+      }
+      counts_[i] = 0;
+    }
+  }
+
+  const State& state_;
+  int64_t stride_ = 0, used_ = 0;
+  int64_t first_[kLanes];
+  uint32_t* counts_ = nullptr;
+  int64_t channel_ = 0;
+  int64_t pending_ = 0;
+};
+
+}  // namespace hookstats::cpu
