@@ -57,8 +57,11 @@ class Batch : public torch::CustomClassHolder {
       }
     }
 #if defined(HOOKSTATS_CUDA_KERNELS)
-    if (stale_) plan(arrived);
-    for (const Group& group : groups_) launch(group, arrived, failures);
+    if (stale_) {
+      refuse_capture(arrived, failures);
+      plan();
+    }
+    for (Group& group : groups_) launch(group, arrived, failures);
 #endif
     for (size_t i = 0; i < arrived.size(); ++i) {
       if (!arrived[i].defined() || members_[i].among_many) continue;
@@ -108,17 +111,33 @@ class Batch : public torch::CustomClassHolder {
     std::vector<size_t> members;
     cuda::Many many;
     at::Tensor table, partials, arrivals;  // on the device
+    bool is_captured = false;              // a CUDA graph reads them, as long as it lives
   };
 
-  void plan(const std::vector<at::Tensor>& arrived) {
+  // Takes out what a CUDA graph would capture: a table cannot be made then.
+  void refuse_capture(std::vector<at::Tensor>& arrived, Failures& failures) {
+    for (size_t i = 0; i < arrived.size(); ++i) {
+      if (!arrived[i].defined() || !runs_cuda_kernels(arrived[i].device())) continue;
+      if (!cuda::is_capturing(launch_on(arrived[i].device(), std::nullopt).stream)) continue;
+      failures.emplace_back(i, "a CUDA graph is captured before any step was measured");
+      members_[i].kind.reset();
+      arrived[i] = {};
+    }
+  }
+
+  void plan() {
     std::map<std::tuple<c10::DeviceIndex, Dtype, cuda::AmongMany>, std::vector<size_t>> groups;
     for (size_t i = 0; i < members_.size(); ++i) {
       Member& member = members_[i];
       const auto device = member.site.tensors.moments.device();
+      member.among_many = false;
       if (!member.kind || !runs_cuda_kernels(device)) continue;
       const auto how = cuda::among_many(member.input);
       member.among_many = how != cuda::AmongMany::no;
       if (member.among_many) groups[{device.index(), member.input.dtype, how}].push_back(i);
+    }
+    for (Group& group : groups_) {
+      if (group.is_captured) captured_.push_back(std::move(group));
     }
     groups_.clear();
     for (const auto& [key, all] : groups) {
@@ -137,7 +156,7 @@ class Batch : public torch::CustomClassHolder {
       inputs.push_back(members_[i].input);
       states.push_back(members_[i].site.state);
     }
-    Group group{std::move(members), cuda::plan_many(inputs, states), {}, {}, {}};
+    Group group{std::move(members), cuda::plan_many(inputs, states), {}, {}, {}, false};
     const auto device = members_[group.members[0]].site.tensors.moments.device();
     const auto options = at::TensorOptions().device(device);
     auto& table = group.many.table;
@@ -147,7 +166,7 @@ class Batch : public torch::CustomClassHolder {
     return group;
   }
 
-  void launch(const Group& group, const std::vector<at::Tensor>& arrived, Failures& failures) {
+  void launch(Group& group, const std::vector<at::Tensor>& arrived, Failures& failures) {
     std::vector<const void*> addresses;
     for (const size_t i : group.members) {
       addresses.push_back(arrived[i].defined() ? arrived[i].const_data_ptr() : nullptr);
@@ -159,13 +178,14 @@ class Batch : public torch::CustomClassHolder {
       cuda::Launch to = launch_on(device, site.active);
       to.partials = group.partials.mutable_data_ptr<double>();
       to.arrivals = reinterpret_cast<unsigned*>(group.arrivals.mutable_data_ptr<int32_t>());
+      group.is_captured |= cuda::is_capturing(to.stream);
       check(cuda::accumulate(group.many, group.table.const_data_ptr(), addresses.data(), to));
     } catch (const std::exception& error) {
       for (const size_t i : group.members) failures.emplace_back(i, reason(error));
     }
   }
 
-  std::vector<Group> groups_;
+  std::vector<Group> groups_, captured_;
 #endif
 
   std::mutex mutex_;
