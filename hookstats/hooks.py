@@ -5,7 +5,6 @@ And what happens to a tensor that the fast way cannot take.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import warnings
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 from hookstats import _native
 from hookstats.fields import Site
 from hookstats.select import Channels, channel_dim_of, walk
+from hookstats.stages import ModuleHook
 from hookstats.state import Entry, SiteState, Store
 
 _log = logging.getLogger("hookstats")
@@ -29,7 +29,7 @@ def warn(text: str) -> None:
         _log.warning(text)
 
 
-class OutputHook:
+class OutputHook(ModuleHook):
     """Measures a module's output and, when it comes, the gradient of that output.
 
     Under torch.compile the tracer follows the same hook and meets operators instead of the C function. The states are
@@ -60,20 +60,6 @@ class OutputHook:
             hook = self.parts.get(path) if path else self
             if hook is not None:
                 _observe_in_graph(tensor, hook.output, hook.gradient)
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        return _nothing()  # a copy is not measured
-
-    def __reduce__(self) -> Any:
-        return getattr, (contextlib.nullcontext(), "__exit__")
-
-
-def _nothing() -> Any:
-    """A function that takes anything and returns None, and can be pickled: what a hook is in a copied or loaded model.
-
-    Not one of ours: such a model must load where hookstats is not installed.
-    """
-    return contextlib.nullcontext().__exit__
 
 
 def _observe_in_graph(x: torch.Tensor, output: SiteState | None, gradient: SiteState | None) -> None:

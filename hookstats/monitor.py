@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import operator
-import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from hookstats import _native
+from hookstats import _native, stages
 from hookstats.drain import Drain, Pending, Scalars
 from hookstats.fields import ExponentBins, Site
 from hookstats.hooks import Watcher, warn
@@ -264,7 +263,7 @@ def attach(
     try:
         for name, module in chosen.items():
             hook = watcher.hook(name, "", found[name], name in keep, devices[name])
-            handles.append(module.register_forward_hook(hook))
+            handles.append(stages.register(module, hook))
     except Exception:
         for handle in handles:
             handle.remove()
@@ -287,8 +286,7 @@ def attach(
             wanted / 2**20,
             memory_budget / 2**20,
         )
-    if _has_compiled():
-        torch.compiler.reset()  # what was compiled before has no hooks in it
+    if stages.forget_compiled():
         _log.info("something was compiled before: torch.compiler.reset() was called, so that hooks are compiled in")
     return monitor
 
@@ -397,10 +395,3 @@ def _channel_names(channels: bool | str | Iterable[str], chosen: Mapping[str, nn
 def _check_histogram(histogram: object) -> None:
     if histogram is not None and not isinstance(histogram, ExponentBins):
         raise TypeError(f"histogram: expected ExponentBins(...) or None, got {histogram!r}")
-
-
-def _has_compiled() -> bool:
-    """Whether torch.compile has compiled anything in this process."""
-    if "torch._dynamo.convert_frame" not in sys.modules:
-        return False
-    return bool(sys.modules["torch._dynamo.convert_frame"].FRAME_COUNTER)
