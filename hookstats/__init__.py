@@ -7,6 +7,7 @@ for batch in loader:
     snapshot = monitor.step(loss=loss)
 """
 
+from hookstats import edit
 from hookstats._native import build_info
 from hookstats.fields import ExponentBins, Site
 from hookstats.monitor import Monitor, attach, measure
@@ -22,5 +23,6 @@ __all__ = [
     "Stats",
     "attach",
     "build_info",
+    "edit",
     "measure",
 ]

@@ -21,13 +21,15 @@ PACKAGE = ROOT / "hookstats"
 MAY_IMPORT: dict[str, set[str]] = {
     "fields": set(),
     "select": set(),
+    "stages": set(),
     "snapshot": {"fields"},
     "_native": {"fields", "_C"},
     "state": {"_native", "fields", "snapshot"},
-    "hooks": {"_native", "fields", "select", "state"},
+    "hooks": {"_native", "fields", "select", "stages", "state"},
     "drain": {"fields", "snapshot", "state"},
-    "monitor": {"_native", "drain", "fields", "hooks", "select", "snapshot", "state"},
-    "__init__": {"_native", "fields", "monitor", "snapshot"},
+    "monitor": {"_native", "drain", "fields", "hooks", "select", "snapshot", "stages", "state"},
+    "edit": {"select", "stages"},
+    "__init__": {"_native", "edit", "fields", "monitor", "snapshot"},
     "demo": {"__init__"},
 }
 WITHOUT_TORCH = {"fields", "snapshot"}
