@@ -269,7 +269,7 @@ class EditHook(stages.ModuleHook):
 
     def _count(self, old: torch.Tensor, new: torch.Tensor) -> None:
         in_graph = torch.compiler.is_compiling()
-        if not in_graph and not self.of_gradient and _recomputing():
+        if not in_graph and not self.of_gradient and stages.recomputing():
             return
         if not in_graph and self.counters[-1].device != old.device:
             self.counters.append(_counter(old.device))
@@ -296,15 +296,10 @@ class InputEdit(EditHook):
         return tuple(new[str(place)] for place in range(len(args))), {name: new[name] for name in kwargs}
 
 
-def _recomputing() -> bool:
-    """Whether a backward is running: then a forward is one of activation checkpointing."""
-    return torch._C._current_graph_task_id() != -1
-
-
 @torch.library.custom_op("hookstats::add_unless_recomputing", mutates_args=("counter",))
 def _add_unless_recomputing(counter: torch.Tensor, amount: torch.Tensor) -> None:
     """Asks when a graph runs, not when it is traced."""
-    if not _recomputing():
+    if not stages.recomputing():
         counter.add_(amount)
 
 

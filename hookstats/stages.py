@@ -80,3 +80,8 @@ def forget_compiled() -> bool:
         return False
     torch.compiler.reset()
     return True
+
+
+def recomputing() -> bool:
+    """Whether a backward is running: a forward that runs now is one of activation checkpointing."""
+    return torch._C._current_graph_task_id() != -1

@@ -29,7 +29,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "drain": {"fields", "snapshot", "state"},
     "monitor": {"_native", "drain", "fields", "hooks", "select", "snapshot", "stages", "state"},
     "edit": {"select", "stages"},
-    "__init__": {"_native", "edit", "fields", "monitor", "snapshot"},
+    "pictures": set(),
+    "capture": {"hooks", "pictures", "select", "stages"},
+    "gradient": set(),
+    "__init__": {"_native", "capture", "edit", "fields", "gradient", "monitor", "snapshot"},
     "demo": {"__init__"},
 }
 WITHOUT_TORCH = {"fields", "snapshot"}
