@@ -10,6 +10,7 @@ for batch in loader:
 from hookstats import edit
 from hookstats._native import build_info
 from hookstats.capture import Capture, Captured, capture
+from hookstats.explain import Explanation, HookRow, explain
 from hookstats.fields import ExponentBins, Site
 from hookstats.gradient import KeptGradient, grad_of
 from hookstats.monitor import Monitor, attach, measure
@@ -18,8 +19,10 @@ from hookstats.snapshot import Histogram, SiteStats, Snapshot, Stats
 __all__ = [
     "Capture",
     "Captured",
+    "Explanation",
     "ExponentBins",
     "Histogram",
+    "HookRow",
     "KeptGradient",
     "Monitor",
     "Site",
@@ -30,6 +33,7 @@ __all__ = [
     "build_info",
     "capture",
     "edit",
+    "explain",
     "grad_of",
     "measure",
 ]

@@ -268,6 +268,8 @@ def _capture(x: torch.Tensor, token: torch.Tensor, what: str) -> None:
 
 
 class _OutputHook(stages.ModuleHook):
+    description = "capture"
+
     def __init__(self, ring: _Ring) -> None:
         self.ring = ring
 
@@ -290,6 +292,7 @@ class _OutputHook(stages.ModuleHook):
 
 class _LeavingHook(stages.ModuleHook):
     stage = stages.LEAVING
+    description = "capture(edited=True)"
 
     def __init__(self, ring: _Ring) -> None:
         self.ring = ring

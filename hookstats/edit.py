@@ -209,6 +209,7 @@ class EditHook(stages.ModuleHook):
 
     def __init__(self, edit: Edit, name: str, tensor: str, device: torch.device) -> None:
         self.edit = edit
+        self.description = f"edit.{edit.description} of {tensor}"
         self.name = name
         self.tensor = tensor
         kind, _, path = tensor.partition(".")

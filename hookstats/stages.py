@@ -19,10 +19,11 @@ BEFORE_STATISTICS, STATISTICS, AFTER_STATISTICS, LEAVING = range(4)
 
 
 class ModuleHook:
-    """A hook of ours. It stays behind when its model is copied or pickled."""
+    """A hook of ours, for statistics if nothing else is said. It stays behind when its model is copied or pickled."""
 
     __slots__ = ()
     stage: int = STATISTICS
+    description: str = "attach"
 
     def __deepcopy__(self, memo: Any) -> Any:
         return _nothing()

@@ -32,7 +32,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "pictures": set(),
     "capture": {"hooks", "pictures", "select", "stages"},
     "gradient": set(),
-    "__init__": {"_native", "capture", "edit", "fields", "gradient", "monitor", "snapshot"},
+    "explain": {"select", "stages"},
+    "__init__": {"_native", "capture", "edit", "explain", "fields", "gradient", "monitor", "snapshot"},
     "demo": {"__init__"},
 }
 WITHOUT_TORCH = {"fields", "snapshot"}
