@@ -43,7 +43,7 @@ class Explanation:
         if not self.rows:
             return f"no hooks on {self._modules} modules"
         names = [row.name or "(model)" for row in self.rows]
-        width, kinds = max(map(len, names)), max(len(row.kind) for row in self.rows)
+        width, kinds = max(map(len, ["module", *names])), max(len(row.kind) for row in self.rows)
         lines = [f"{'module':{width}}  {'when':{kinds}}  hook, in the order in which they run"]
         lines.append("-" * len(lines[0]))
         for name, row in zip(names, self.rows, strict=True):

@@ -22,7 +22,7 @@ def feature_maps(title: str, panels: dict[str, torch.Tensor]) -> Any:
         raise ImportError(f"plot() needs {error.name}: pip install 'hookstats[demo]'") from error
     images = {label: _images(tensor.detach().float()) for label, tensor in panels.items()}
     rows = {label: math.ceil(len(found) / _COLUMNS) for label, found in images.items()}
-    figure = Figure(figsize=(9, 0.8 + sum(1.15 * count + 0.35 for count in rows.values())), layout="constrained")
+    figure = Figure(figsize=(9, 0.5 + sum(1.1 * count + 0.3 for count in rows.values())), layout="constrained")
     figure.suptitle(title, fontsize=11)
     below = figure.subfigures(len(images), 1, squeeze=False, height_ratios=[count + 0.3 for count in rows.values()])
     values = [tensor.float() for label, tensor in panels.items() if label != "gradient"]
