@@ -66,13 +66,18 @@ def capture(
             raise ValueError(f"{name}: expected an int from 1, got {number!r}")
     rings: dict[str, _Ring] = {}
     handles: list[RemovableHandle] = []
-    for name, module in modules_at(model, where).items():
-        ring = rings[name] = _Ring(name, every, keep, items, channels, natural_channels(module).dim)
-        handles.append(stages.register(module, _OutputHook(ring)))
-        if edited:
-            handles.append(stages.register(module, _LeavingHook(ring)))
+    captured = Captured(rings, handles)
+    try:
+        for name, module in modules_at(model, where).items():
+            ring = rings[name] = _Ring(name, every, keep, items, channels, natural_channels(module).dim)
+            handles.append(stages.register(module, _OutputHook(ring)))
+            if edited:
+                handles.append(stages.register(module, _LeavingHook(ring)))
+    except Exception:
+        captured.remove()
+        raise
     stages.forget_compiled()
-    return Captured(rings, handles)
+    return captured
 
 
 class Captured:

@@ -496,6 +496,14 @@ def test_wrong_arguments_are_refused_before_a_hook_hangs(call: Any, error: Any, 
     assert state_of(model) == before
 
 
+def test_where_one_module_takes_no_hooks_none_is_left_behind() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.Linear(2, 2)))
+    before = state_of(model[:1])
+    with pytest.raises(RuntimeError, match="not supported on ScriptModules"):
+        edit.scale_gradient(model, "*", 2)
+    assert state_of(model[:1]) == before
+
+
 def test_what_cannot_be_edited_says_so_when_the_model_runs() -> None:
     model = nn.Sequential(nn.Embedding(5, 4))
     edit.mask_activations(model, "0", 1, "input")

@@ -155,6 +155,7 @@ def test_hooks_that_may_return_something_are_pointed_out() -> None:
         (Doubles(), True),
         (functools.partial(lambda scale, m, args, out: scale * out, 2), True),
         (lambda m, args, out: None, False),
+        (lambda m, args, out: 0, True),
         (looks, False),
         (functools.partial(looks, 1), False),
         (Doubles().looks, False),
