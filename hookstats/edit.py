@@ -30,7 +30,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from hookstats import stages
+from hookstats import _native, stages
 from hookstats.select import modules_at, rebuilt, walk
 
 VALUES = ("output", "input")
@@ -178,7 +178,8 @@ class Edit:
     def changed(self) -> int:
         """How many elements were changed so far, that is, are not equal to what they were. Waits for the device.
 
-        A recomputed forward (activation checkpointing) counts once.
+        A recomputed forward (activation checkpointing) counts once. Not counted, though edited, is what has no data of
+        its own: DTensors, fake tensors, tensors inside ``torch.func``.
         """
         return sum(int(counter) for hook in self._hooks.values() for counter in hook.counters)
 
@@ -270,9 +271,14 @@ class EditHook(stages.ModuleHook):
 
     def _count(self, old: torch.Tensor, new: torch.Tensor) -> None:
         in_graph = torch.compiler.is_compiling()
-        if not in_graph and not self.of_gradient and stages.recomputing():
+        if not in_graph and (_native.has_no_data(old) or (stages.recomputing() and not self.of_gradient)):
             return
-        if not in_graph and self.counters[-1].device != old.device:
+        if self.counters[-1].device != old.device:
+            if in_graph:
+                raise RuntimeError(
+                    f"{self.edit.description}: expected tensors on {self.counters[-1].device}, where the model was "
+                    f"when the edit was made, got one on {old.device}: make edits after model.to()"
+                )
             self.counters.append(_counter(old.device))
         amount = ((new != old) & ~(new.isnan() & old.isnan())).sum()
         if in_graph and not self.of_gradient:

@@ -403,6 +403,24 @@ def test_changed_counts_what_is_different_afterwards() -> None:
     assert (mask.changed, repaired.changed) == (4, 2)
 
 
+def test_what_has_no_data_of_its_own_is_edited_but_not_counted() -> None:
+    model = nn.Linear(3, 3)
+    mask = edit.mask_activations(model, "", 100)
+    scale = edit.scale_gradient(model, "", 2)
+    assert not torch.vmap(model)(torch.randn(4, 3)).any()
+    with torch.device("meta"):
+        assert nn.Sequential(model.to("meta"))(torch.randn(4, 3)).device.type == "meta"
+    assert (mask.changed, scale.changed) == (0, 0)
+
+
+def test_a_graph_on_another_device_than_the_edit_is_refused() -> None:
+    model = nn.Linear(3, 3)
+    edit.mask_activations(model, "", 1)
+    model.to("meta")
+    with pytest.raises(RuntimeError, match=r"expected tensors on cpu, .* got one on meta: make edits after model.to()"):
+        compiled(model, "eager")(torch.randn(2, 3, device="meta"))
+
+
 def test_without_a_gradient_there_is_nothing_to_edit() -> None:
     model = small_cnn()
     scale = edit.scale_gradient(model, "*", 2)

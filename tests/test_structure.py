@@ -28,7 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "hooks": {"_native", "fields", "select", "stages", "state"},
     "drain": {"fields", "snapshot", "state"},
     "monitor": {"_native", "drain", "fields", "hooks", "select", "snapshot", "stages", "state"},
-    "edit": {"select", "stages"},
+    "edit": {"_native", "select", "stages"},
     "pictures": set(),
     "capture": {"hooks", "pictures", "select", "stages"},
     "gradient": set(),
