@@ -13,7 +13,8 @@ argument, "input.mask" the keyword argument. Modules may be made of others, and 
   tensor that it meets: if an edit of "output" was made before it, that of the changed output. An edit of "grad_input"
   acts where the gradient leaves the module, whatever was done to the "input".
 - `hookstats.attach` shows an edited tensor, and its gradient, before the edit; with ``after=True`` after it. Which of
-  them came first makes no difference.
+  them came first makes no difference. (In graphs that torch before 2.13 compiled, the gradient of one tensor meets
+  edits and statistics in the reverse order.)
 - A module whose input or "grad_input" is edited works on a tensor of its own: if it works in place, its caller's tensor
   stays as it was.
 - A copy of the model (``deepcopy``, ``pickle``) is without edits.

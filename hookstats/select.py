@@ -240,28 +240,38 @@ def walk(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
             yield from walk(getattr(value, field.name), f"{path}.{field.name}")
 
 
-def rebuilt(value: Any, change: Callable[[str, torch.Tensor], torch.Tensor], path: str = "") -> Any:
+def rebuilt(value: Any, change: Callable[[str, torch.Tensor], torch.Tensor]) -> Any:
     """`value` with every tensor replaced by what `change` makes of it and its path; `walk` says which those are.
 
     What changes in no place stays the very object that it was. TypeError for a mapping or dataclass that cannot be
     made anew with other items.
     """
+    return _rebuilt(value, change, "")[0]
+
+
+def _rebuilt(value: Any, change: Callable[[str, torch.Tensor], torch.Tensor], path: str) -> tuple[Any, bool]:
+    """And whether it is another object (torch.compile compares the identity of tensors, but not of every container)."""
     if isinstance(value, torch.Tensor):
-        return change(path, value)
+        tensor = change(path, value)
+        return tensor, tensor is not value
     if isinstance(value, Mapping):
-        items = {key: rebuilt(item, change, f"{path}.{key}") for key, item in value.items()}
-        return value if all(items[key] is value[key] for key in items) else _mapping_with(value, items)
+        items = {key: _rebuilt(item, change, f"{path}.{key}") for key, item in value.items()}
+        if not any(changed for _, changed in items.values()):
+            return value, False
+        return _mapping_with(value, {key: item for key, (item, _) in items.items()}), True
     if isinstance(value, (tuple, list)):
         names = getattr(value, "_fields", None) or range(len(value))
-        listed = [rebuilt(item, change, f"{path}.{name}") for name, item in zip(names, value, strict=True)]
-        if all(new is old for new, old in zip(listed, value, strict=True)):
-            return value
-        return type(value)(*listed) if hasattr(value, "_fields") else type(value)(listed)
+        pairs = [_rebuilt(item, change, f"{path}.{name}") for name, item in zip(names, value, strict=True)]
+        if not any(changed for _, changed in pairs):
+            return value, False
+        listed = [item for item, _ in pairs]
+        return type(value)(*listed) if hasattr(value, "_fields") else type(value)(listed), True
     if is_dataclass(value) and not isinstance(value, type):
-        held = {field.name: getattr(value, field.name) for field in dataclass_fields(value)}
-        new = {name: rebuilt(item, change, f"{path}.{name}") for name, item in held.items()}
-        return value if all(new[name] is held[name] for name in held) else replace(value, **new)
-    return value
+        items = {f.name: _rebuilt(getattr(value, f.name), change, f"{path}.{f.name}") for f in dataclass_fields(value)}
+        if not any(changed for _, changed in items.values()):
+            return value, False
+        return replace(value, **{name: item for name, (item, _) in items.items()}), True
+    return value, False
 
 
 def _mapping_with(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:

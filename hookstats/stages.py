@@ -62,7 +62,7 @@ def register(
     if behind:
         keys = list(hooks)
         for key in keys[keys.index(behind[0]) : -1]:
-            hooks.move_to_end(key)
+            hooks[key] = hooks.pop(key)  # move_to_end would be lost on torch.compile, which reads the dict beneath
     return handle
 
 

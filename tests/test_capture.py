@@ -36,14 +36,16 @@ def steps(model: nn.Module, forward: Any, count: int, device: str) -> None:
 def test_captures_are_the_first_items_and_channels_that_plain_hooks_see(backend: str | None, device: str) -> None:
     torch.manual_seed(0)
     model = small_cnn().eval().to(device)
-    captured = hookstats.capture(model, ["0", "1", "7"], every=2, items=3, channels=5, keep=2)
+    # Behind "1" there is an in-place ReLU, which graphs refuse before torch 2.13 on what has a gradient hook.
+    names = ["0", "7"] if backend and torch.__version__ < (2, 13) else ["0", "1", "7"]
+    captured = hookstats.capture(model, names, every=2, items=3, channels=5, keep=2)
     forward: Any = torch.compile(model, backend=backend, fullgraph=True) if backend else model
     steps(model, forward, 7, device)  # calls 0, 2, 4, 6; the last two are kept
     captured.remove()
     plain = Plain(model)
     steps(model, model, 7, device)
     tolerance: Any = {"rtol": 1e-4, "atol": 1e-5} if backend == "inductor" else {"rtol": 0, "atol": 0}
-    for name in ("0", "1", "7"):
+    for name in names:
         assert [shot.call for shot in captured[name]] == [4, 6]
         for shot in captured[name]:
             for kept, tensor in ((shot.output, "output"), (shot.gradient, "grad_output")):
