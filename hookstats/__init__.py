@@ -7,14 +7,23 @@ for batch in loader:
     snapshot = monitor.step(loss=loss)
 """
 
+from hookstats import edit
 from hookstats._native import build_info
+from hookstats.capture import Capture, Captured, capture
+from hookstats.explain import Explanation, HookRow, explain
 from hookstats.fields import ExponentBins, LinearBins, Site
+from hookstats.gradient import KeptGradient, grad_of
 from hookstats.monitor import Monitor, attach, measure
 from hookstats.snapshot import Histogram, SiteStats, Snapshot, Stats
 
 __all__ = [
+    "Capture",
+    "Captured",
+    "Explanation",
     "ExponentBins",
     "Histogram",
+    "HookRow",
+    "KeptGradient",
     "LinearBins",
     "Monitor",
     "Site",
@@ -23,5 +32,9 @@ __all__ = [
     "Stats",
     "attach",
     "build_info",
+    "capture",
+    "edit",
+    "explain",
+    "grad_of",
     "measure",
 ]

@@ -17,6 +17,7 @@ import torch
 from hookstats import _native
 from hookstats.fields import Site
 from hookstats.select import Channels, channel_dim_of, walk
+from hookstats.stages import ModuleHook
 from hookstats.state import Entry, SiteState, Store, accumulate
 
 _log = logging.getLogger("hookstats")
@@ -33,7 +34,7 @@ def warn(text: str) -> None:
 Kinds: TypeAlias = tuple[str | None, str | None]  # of a hook's sites: the tensor's, its gradient's
 
 
-class Hook:
+class Hook(ModuleHook):
     """Measures a module's output and, when it comes, the gradient of that output; as a forward hook.
 
     Under torch.compile the tracer follows the same hook and meets operators instead of the C function. The states are
@@ -68,12 +69,6 @@ class Hook:
             if hook is not None:
                 _observe_in_graph(tensor, hook.output, hook.gradient)
 
-    def __deepcopy__(self, memo: Any) -> Any:
-        return _nothing()  # a copy of the model is not measured
-
-    def __reduce__(self) -> Any:
-        return getattr, (contextlib.nullcontext(), "__exit__")
-
 
 class InputHook(Hook):
     """Measures a module's inputs before it runs, as a forward pre-hook with kwargs.
@@ -107,14 +102,6 @@ def _holds_tensors(kwargs: Any) -> bool:
 
 def _by_name(args: Any, kwargs: Any) -> dict[str, Any]:
     return {**{str(number): value for number, value in enumerate(args)}, **kwargs}
-
-
-def _nothing() -> Any:
-    """A function that takes anything and returns None, and can be pickled: what a hook is in a copied or loaded model.
-
-    Not one of ours: such a model must load where hookstats is not installed.
-    """
-    return contextlib.nullcontext().__exit__
 
 
 def _observe_in_graph(x: torch.Tensor, output: SiteState | None, gradient: SiteState | None) -> None:

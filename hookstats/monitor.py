@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import operator
-import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
-from hookstats import _native
+from hookstats import _native, stages
 from hookstats.arguments import (
     DEFAULT_TENSORS,
     OF_PARAMETERS,
@@ -367,10 +366,8 @@ def attach(
     try:
         hooks = [(module, watcher.hook(w, devices[w.name], make)) for module, w, make in planned()]
         for module, hook in hooks:
-            if isinstance(hook, InputHook):
-                handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-            else:
-                handles.append(module.register_forward_hook(hook))
+            on_inputs = isinstance(hook, InputHook)
+            handles.append(stages.register(module, hook, on_inputs=on_inputs, with_kwargs=on_inputs))
         for name, slot in slots.items():
             parameters.add(name, slot, name in keep, default)
         if example is not None:
@@ -401,8 +398,7 @@ def attach(
             wanted / 2**20,
             memory_budget / 2**20,
         )
-    if _has_compiled():
-        torch.compiler.reset()  # what was compiled before has no hooks in it
+    if stages.forget_compiled():
         _log.info("something was compiled before: torch.compiler.reset() was called, so that hooks are compiled in")
     return monitor
 
@@ -453,10 +449,3 @@ def _learn(model: nn.Module, watcher: Watcher, args: tuple[Any, ...], kwargs: di
             functional_call(model, state, tree_map(fake, args), tree_map(fake, kwargs))
     except Exception as error:
         raise RuntimeError(f"example: the model's forward on fake tensors failed: {error}") from error
-
-
-def _has_compiled() -> bool:
-    """Whether torch.compile has compiled anything in this process."""
-    if "torch._dynamo.convert_frame" not in sys.modules:
-        return False
-    return bool(sys.modules["torch._dynamo.convert_frame"].FRAME_COUNTER)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from copy import copy
 from dataclasses import fields as dataclass_fields
-from dataclasses import is_dataclass
+from dataclasses import is_dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -130,6 +131,36 @@ def parameter_channels(slot: Slot, parameter: torch.Tensor) -> Channels:
         return Channels(0, 1)
     dim = 1 if isinstance(slot.module, nn.modules.conv._ConvTransposeNd) else 0
     return Channels(dim, max(parameter.shape[dim], 1))
+
+
+def modules_at(model: nn.Module, where: str | Iterable[str]) -> dict[str, nn.Module]:
+    """The modules that one glob or several choose, by clean name. For hooks that must not miss what was asked for.
+
+    Raises:
+        TypeError: for a model or globs that are none. ValueError: for a glob that matches no module, or none that is
+            ever called.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    named = clean_names(model)
+    globs = as_globs("where", where, named)
+    silent = never_called(model)
+    for glob in globs:
+        found = [name for name in named if matches(name, [glob])]
+        if all(name in silent for name in found):
+            raise ValueError(f"where: {glob!r} matches only {found[0]!r}, whose hooks never run: {silent[found[0]]}")
+    return {name: module for name, module in named.items() if matches(name, globs) and name not in silent}
+
+
+def never_called(model: nn.Module) -> dict[str, str]:
+    """The modules whose forward is never called, as far as their types tell, by clean name, each with the reason."""
+    silent: dict[str, str] = {}
+    for name, module in clean_names(model).items():
+        if isinstance(module, _NEVER_CALLED):
+            silent[name] = f"a {type(module).__name__} is never called, only its children are"
+        elif isinstance(module, nn.MultiheadAttention):
+            silent[f"{name}.out_proj".lstrip(".")] = "MultiheadAttention uses its weight without calling it"
+    return silent
 
 
 def _default_modules(named: dict[str, nn.Module]) -> dict[str, nn.Module]:
@@ -265,3 +296,48 @@ def walk(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     elif is_dataclass(value) and not isinstance(value, type):
         for field in dataclass_fields(value):
             yield from walk(getattr(value, field.name), f"{path}.{field.name}")
+
+
+def rebuilt(value: Any, change: Callable[[str, torch.Tensor], torch.Tensor]) -> Any:
+    """`value` with every tensor replaced by what `change` makes of it and its path; `walk` says which those are.
+
+    What changes in no place stays the very object that it was. TypeError for a mapping or dataclass that cannot be
+    made anew with other items.
+    """
+    return _rebuilt(value, change, "")[0]
+
+
+def _rebuilt(value: Any, change: Callable[[str, torch.Tensor], torch.Tensor], path: str) -> tuple[Any, bool]:
+    """And whether it is another object (torch.compile compares the identity of tensors, but not of every container)."""
+    if isinstance(value, torch.Tensor):
+        tensor = change(path, value)
+        return tensor, tensor is not value
+    if isinstance(value, Mapping):
+        items = {key: _rebuilt(item, change, f"{path}.{key}") for key, item in value.items()}
+        if not any(changed for _, changed in items.values()):
+            return value, False
+        return _mapping_with(value, {key: item for key, (item, _) in items.items()}), True
+    if isinstance(value, (tuple, list)):
+        names = getattr(value, "_fields", None) or range(len(value))
+        pairs = [_rebuilt(item, change, f"{path}.{name}") for name, item in zip(names, value, strict=True)]
+        if not any(changed for _, changed in pairs):
+            return value, False
+        listed = [item for item, _ in pairs]
+        return type(value)(*listed) if hasattr(value, "_fields") else type(value)(listed), True
+    if is_dataclass(value) and not isinstance(value, type):
+        items = {f.name: _rebuilt(getattr(value, f.name), change, f"{path}.{f.name}") for f in dataclass_fields(value)}
+        if not any(changed for _, changed in items.values()):
+            return value, False
+        return replace(value, **{name: item for name, (item, _) in items.items()}), True
+    return value, False
+
+
+def _mapping_with(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    if type(value) is dict:
+        return items
+    if not isinstance(value, MutableMapping):
+        raise TypeError(f"expected a mapping whose items can be set, got {type(value).__name__}")
+    changed = copy(value)
+    for key, item in items.items():
+        changed[key] = item
+    return changed

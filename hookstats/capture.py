@@ -1,0 +1,316 @@
+"""capture(): a few feature maps and their gradients, kept on the host while a model trains.
+
+    with hookstats.capture(model, ["conv1", "conv3"], every=100) as captured:
+        train(model)
+    captured["conv1"][-1].output, captured["conv1"][-1].gradient
+    captured.plot("conv1").savefig("conv1.png")
+
+Memory is bounded: of each module the last few captures, of each capture a few items and channels, in buffers that are
+used again. Nothing waits: from a GPU the copies go to pinned memory, and only reading them waits for them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from hookstats import pictures, stages
+from hookstats.hooks import warn
+from hookstats.select import channel_dim_of, modules_at, natural_channels, walk
+
+
+class Capture(NamedTuple):
+    """One call of a module. Tensors on the CPU: the first items and channels of those in the model, in their dtype."""
+
+    call: int  # which call of the module, from 0; recomputations are none
+    output: torch.Tensor  # before edits
+    gradient: torch.Tensor | None  # of that output; None: none has come
+    edited: torch.Tensor | None  # what left the module, after edits; None unless it was asked for
+
+
+def capture(
+    model: nn.Module,
+    where: str | Iterable[str],
+    *,
+    every: int = 1,
+    items: int = 1,
+    channels: int = 16,
+    keep: int = 4,
+    edited: bool = False,
+) -> Captured:
+    """Keeps outputs of modules and the gradients of those outputs.
+
+    Args:
+        model: any module, compiled ones included.
+        where: globs over module names (``"layers.*.mlp"``; ``*`` crosses dots). Of a tuple, list, dict or dataclass the
+            first floating tensor is kept.
+        every: every how many calls of a module one is kept; call 0 always is.
+        items: how many items of a batch (the first dimension).
+        channels: how many channels, along the dimension by which `attach` tells them apart.
+        keep: how many captures of each module; a new one takes the place of the oldest.
+        edited: whether to keep, too, what left the module after the edits of `hookstats.edit`.
+
+    Raises:
+        TypeError, ValueError: for arguments that are not as above; a glob that matches nothing, or only modules that
+            are never called.
+    """
+    for name, number in (("every", every), ("items", items), ("channels", channels), ("keep", keep)):
+        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+            raise ValueError(f"{name}: expected an int from 1, got {number!r}")
+    rings: dict[str, _Ring] = {}
+    handles: list[RemovableHandle] = []
+    captured = Captured(rings, handles)
+    try:
+        for name, module in modules_at(model, where).items():
+            ring = rings[name] = _Ring(name, every, keep, items, channels, natural_channels(module).dim)
+            handles.append(stages.register(module, _OutputHook(ring)))
+            if edited:
+                handles.append(stages.register(module, _LeavingHook(ring)))
+    except Exception:
+        captured.remove()
+        raise
+    stages.forget_compiled()
+    return captured
+
+
+class Captured:
+    """What `capture` returns. As a context manager, it is removed at the end; what was captured stays."""
+
+    def __init__(self, rings: dict[str, _Ring], handles: list[RemovableHandle]) -> None:
+        self._rings = rings
+        self._handles = handles
+
+    @property
+    def names(self) -> list[str]:
+        """The modules, by clean name."""
+        return list(self._rings)
+
+    def __getitem__(self, name: str) -> list[Capture]:
+        """The captures of a module, the oldest first. Waits for the copies; the tensors are the caller's own."""
+        if name not in self._rings:
+            raise KeyError(f"expected one of {', '.join(map(repr, self._rings))}; got {name!r}")
+        return self._rings[name].captures()
+
+    def plot(self, name: str, index: int = -1, item: int = 0) -> Any:
+        """A picture of one capture: the output's channels, their gradients, and what edits made of them.
+
+        Args:
+            name: a module. index: which of its captures. item: which item of the batch.
+
+        Returns a ``matplotlib.figure.Figure``. Raises KeyError or IndexError where there is no such capture or item,
+        ImportError without matplotlib (``pip install 'hookstats[demo]'``).
+        """
+        shot = self[name][index]
+        return pictures.feature_maps(
+            f"{name or '(model)'}, call {shot.call}",
+            {
+                label: self._rings[name].item(tensor, item)
+                for label, tensor in (("output", shot.output), ("edited", shot.edited), ("gradient", shot.gradient))
+                if tensor is not None
+            },
+        )
+
+    def remove(self) -> None:
+        """Takes the hooks off the model. Gradients that are still to come are kept."""
+        for handle in self._handles:
+            handle.remove()
+        if self._handles:
+            stages.forget_compiled()
+        self._handles = []
+
+    def __enter__(self) -> Captured:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+
+class _Buffer:
+    """A tensor's place on the host, used again for the next one of the same shape."""
+
+    def __init__(self) -> None:
+        self._host: torch.Tensor | None = None
+        self._copied: torch.cuda.Event | None = None
+        self.full = False
+
+    def fill(self, x: torch.Tensor) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            x = x.detach()
+            if self._host is None or (self._host.shape, self._host.dtype) != (x.shape, x.dtype):
+                self._host = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=x.is_cuda)
+            self._host.copy_(x, non_blocking=True)
+        if x.is_cuda:
+            self._copied = self._copied or torch.cuda.Event()
+            self._copied.record(torch.cuda.current_stream(x.device))
+        self.full = True
+
+    def read(self) -> torch.Tensor | None:
+        if not self.full or self._host is None:
+            return None
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._host.clone()
+
+
+class _Slot:
+    """One capture that is kept."""
+
+    def __init__(self) -> None:
+        self.call = -1
+        self.output, self.gradient, self.edited = _Buffer(), _Buffer(), _Buffer()
+
+    def begin(self, call: int) -> None:
+        self.call = call
+        self.output.full = self.gradient.full = self.edited.full = False
+
+
+class _Ring:
+    """The captures of one module."""
+
+    _indices = itertools.count()
+
+    def __init__(self, name: str, every: int, keep: int, items: int, channels: int, channel_dim: int | None) -> None:
+        self._name = name
+        self._warned = False
+        self._every = every
+        self._items = items
+        self._channels = channels
+        self._channel_dim = channel_dim
+        self._slots = [_Slot() for _ in range(keep)]
+        self._calls = 0
+        self.token = torch.tensor(next(self._indices))  # its index, for operators
+        _rings[int(self.token)] = self
+
+    def share(self, x: torch.Tensor) -> torch.Tensor:
+        """The items and channels of a tensor that are kept."""
+        if x.dim() == 0:
+            return x
+        dim = channel_dim_of(x, self._channel_dim) % x.dim()
+        x = x.narrow(dim, 0, min(self._channels, x.shape[dim]))
+        return x if dim == 0 else x[: self._items]
+
+    def item(self, x: torch.Tensor, number: int) -> torch.Tensor:
+        """One item of what is kept, with its channels first if it is an image."""
+        dim = channel_dim_of(x, self._channel_dim) % x.dim() if x.dim() else 0
+        if dim:
+            x, dim = x[number], dim - 1
+        return x.movedim(dim, 0) if x.dim() == 3 else x
+
+    def _fill(self, buffer: _Buffer, x: torch.Tensor) -> None:
+        try:
+            buffer.fill(self.share(x))
+        except Exception as error:  # a tensor without data of its own, say: training goes on
+            if not self._warned:
+                self._warned = True
+                warn(f"not captured: {self._name or '(model)'}: {type(error).__name__}: {error}")
+
+    def put_output(self, x: torch.Tensor) -> _Slot | None:
+        """The capture that this output, or its recomputation, belongs to; None if this call is not kept."""
+        if stages.recomputing():
+            return self._newest()
+        call = self._calls
+        self._calls += 1
+        if call % self._every:
+            return None
+        slot = self._slots[call // self._every % len(self._slots)]
+        slot.begin(call)
+        self._fill(slot.output, x)
+        return slot
+
+    def put_gradient(self, g: torch.Tensor, slot: _Slot | None, call: int) -> None:
+        if slot is not None and slot.call == call:  # not yet taken by a later capture
+            self._fill(slot.gradient, g)
+
+    def put_edited(self, x: torch.Tensor) -> None:
+        slot = None if stages.recomputing() else self._newest()
+        if slot is not None:
+            self._fill(slot.edited, x)
+
+    def _newest(self) -> _Slot | None:
+        """The capture of the last call, if that was kept and its gradient has not come yet."""
+        last = self._calls - 1
+        slot = self._slots[last // self._every % len(self._slots)]
+        return slot if last >= 0 and slot.call == last and not slot.gradient.full else None
+
+    def put_from_graph(self, what: str, x: torch.Tensor) -> None:
+        """In a graph nothing says to which call a gradient belongs: it goes to the last one."""
+        if what == "output":
+            self.put_output(x)
+        elif what == "edited":
+            self.put_edited(x)
+        else:
+            slot = self._newest()
+            self.put_gradient(x, slot, slot.call if slot else -1)
+
+    def captures(self) -> list[Capture]:
+        found = []
+        for slot in sorted(self._slots, key=lambda slot: slot.call):
+            output = slot.output.read()
+            if output is not None:
+                found.append(Capture(slot.call, output, slot.gradient.read(), slot.edited.read()))
+        return found
+
+
+_rings: WeakValueDictionary[int, _Ring] = WeakValueDictionary()
+
+
+# Not into CUDA graphs: a replay would not come by here.
+@torch.library.custom_op("hookstats::capture", mutates_args=("token",), tags=(torch.Tag.cudagraph_unsafe,))
+def _capture(x: torch.Tensor, token: torch.Tensor, what: str) -> None:
+    """What the hooks do, in graphs. `token` is said to be changed, so that no compiler leaves this out."""
+    ring = _rings.get(int(token))
+    if ring is not None:
+        ring.put_from_graph(what, x)
+
+
+class _OutputHook(stages.ModuleHook):
+    description = "capture"
+
+    def __init__(self, ring: _Ring) -> None:
+        self.ring = ring
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        x = _first_floating(output)
+        ring = self.ring
+        if x is None:
+            return
+        has_gradient = x.requires_grad and not x.is_leaf
+        if torch.compiler.is_compiling():
+            _capture(ring.share(x.detach()), ring.token, "output")
+            if has_gradient:
+                x.register_hook(lambda g: _capture(ring.share(g), ring.token, "gradient"))
+            return
+        slot = ring.put_output(x)
+        if slot is not None and has_gradient:
+            call = slot.call
+            x.register_hook(lambda g: ring.put_gradient(g, slot, call))
+
+
+class _LeavingHook(stages.ModuleHook):
+    stage = stages.LEAVING
+    description = "capture(edited=True)"
+
+    def __init__(self, ring: _Ring) -> None:
+        self.ring = ring
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        x = _first_floating(output)
+        if x is None:
+            return
+        if torch.compiler.is_compiling():
+            _capture(self.ring.share(x.detach()), self.ring.token, "edited")
+        else:
+            self.ring.put_edited(x)
+
+
+def _first_floating(output: Any) -> torch.Tensor | None:
+    return next((tensor for _, tensor in walk(output) if tensor.is_floating_point()), None)

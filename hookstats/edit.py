@@ -1,0 +1,326 @@
+"""Changes what flows through a model: gradients clipped or scaled, activations masked, any tensor replaced.
+
+    with hookstats.edit.clip_gradient(model, "layers.*.mlp", -1, 1) as clip:
+        train(model)
+    print(clip.changed)
+
+Which tensor of a module an edit changes is named as everywhere in hookstats: "output" and "input" are what leaves and
+what enters a module, "grad_output" and "grad_input" the gradients of those two. Of tuples, lists, dicts and dataclasses
+every floating tensor is changed; "output.0" or "grad_output.logits" is one of them, "input.0" the first positional
+argument, "input.mask" the keyword argument. Modules may be made of others, and the model may be compiled.
+
+- Edits of one tensor act in the order in which they were made. An edit of "grad_output" acts on the gradient of the
+  tensor that it meets: if an edit of "output" was made before it, that of the changed output. An edit of "grad_input"
+  acts where the gradient leaves the module, whatever was done to the "input".
+- `hookstats.attach` shows an edited tensor, and its gradient, before the edit; with ``after=True`` after it. Which of
+  them came first makes no difference. (In graphs that torch before 2.13 compiled, the gradient of one tensor meets
+  edits and statistics in the reverse order.)
+- A module whose input or "grad_input" is edited works on a tensor of its own: if it works in place, its caller's tensor
+  stays as it was.
+- A copy of the model (``deepcopy``, ``pickle``) is without edits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from numbers import Real
+from types import TracebackType
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from hookstats import _native, stages
+from hookstats.select import modules_at, rebuilt, walk
+
+VALUES = ("output", "input")
+GRADIENTS = ("grad_output", "grad_input")
+Change: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+
+
+def clip_gradient(
+    model: nn.Module,
+    where: str | Iterable[str],
+    min: float | None,
+    max: float | None,
+    tensor: str = "grad_output",
+    *,
+    after: bool = False,
+) -> Edit:
+    """Every element of a gradient is brought into [min, max]; NaN stays NaN.
+
+    Args:
+        model: any module, compiled ones included.
+        where: globs over module names (``"layers.*.mlp"``; ``*`` crosses dots). A container that matches is edited, and
+            each of its children that matches, too.
+        min, max: the bounds; None: none.
+        tensor: ``"grad_output"`` or ``"grad_input"``, or one tensor in it (``"grad_output.0"``).
+        after: whether `hookstats.attach` shows the gradient after the edit.
+
+    Raises:
+        TypeError, ValueError: for arguments that are not as above; a glob that matches nothing, or only modules that
+            are never called. In the forward pass, TypeError where there is no floating tensor to edit.
+    """
+    for name, bound in (("min", min), ("max", max)):
+        if bound is not None:
+            _check_number(name, bound)
+    if (min is None and max is None) or (min is not None and max is not None and min > max):
+        raise ValueError(f"clip_gradient: expected min <= max, at least one of them given; got min={min}, max={max}")
+    return Edit(
+        f"clip_gradient(min={min}, max={max})",
+        lambda g: torch.clamp(g, min, max),
+        model,
+        where,
+        tensor,
+        GRADIENTS,
+        after,
+    )
+
+
+def scale_gradient(
+    model: nn.Module,
+    where: str | Iterable[str],
+    factor: float,
+    tensor: str = "grad_output",
+    *,
+    after: bool = False,
+) -> Edit:
+    """Every element of a gradient is multiplied by `factor`. Arguments and errors as in `clip_gradient`."""
+    _check_number("factor", factor)
+    return Edit(f"scale_gradient(factor={factor})", lambda g: g * factor, model, where, tensor, GRADIENTS, after)
+
+
+def mask_activations(
+    model: nn.Module,
+    where: str | Iterable[str],
+    threshold: float,
+    tensor: str = "output",
+    *,
+    after: bool = False,
+) -> Edit:
+    """Elements with |x| <= `threshold` become 0, and so do their gradients; NaN stays NaN.
+
+    ``tensor``: ``"output"`` or ``"input"``, or one tensor in it. Other arguments and errors as in `clip_gradient`.
+    """
+    _check_number("threshold", threshold)
+    if not threshold >= 0:
+        raise ValueError(f"threshold: expected a number from 0, got {threshold!r}")
+    return Edit(
+        f"mask_activations(threshold={threshold})",
+        lambda x: x.masked_fill(x.abs() <= threshold, 0),
+        model,
+        where,
+        tensor,
+        VALUES,
+        after,
+    )
+
+
+def replace(
+    model: nn.Module, where: str | Iterable[str], fn: Change, tensor: str = "output", *, after: bool = False
+) -> Edit:
+    """A tensor becomes what `fn` makes of it.
+
+    Args:
+        fn: a callable ``Tensor -> Tensor`` of the same shape and dtype, that does not change its argument in place. Its
+            gradient is autograd's. Under torch.compile it is traced into the graph.
+        tensor: ``"output"``, ``"input"``, ``"grad_output"`` or ``"grad_input"``, or one tensor in it.
+
+    Other arguments and errors as in `clip_gradient`; and TypeError or ValueError, when the model runs, for what `fn`
+    returned.
+    """
+    if not callable(fn):
+        raise TypeError(f"fn: expected a callable Tensor -> Tensor, got {fn!r}")
+    name = getattr(fn, "__name__", type(fn).__name__)
+    return Edit(f"replace(fn={name})", fn, model, where, tensor, VALUES + GRADIENTS, after)
+
+
+class Edit:
+    """What an edit returns. As a context manager, it is removed at the end."""
+
+    def __init__(
+        self,
+        description: str,
+        change: Change,
+        model: nn.Module,
+        where: str | Iterable[str],
+        tensor: str,
+        kinds: tuple[str, ...],
+        after: bool,
+    ) -> None:
+        kind = tensor.partition(".")[0] if isinstance(tensor, str) else ""
+        if kind not in kinds:
+            raise ValueError(f"tensor: expected {' or '.join(kinds)} (or one in it: '{kinds[0]}.0'); got {tensor!r}")
+        if not isinstance(after, bool):
+            raise TypeError(f"after: expected True or False, got {after!r}")
+        self.description = description
+        self.change = change
+        self.removed = False
+        self._hooks: dict[str, EditHook] = {}
+        self._handles: list[RemovableHandle] = []
+        # Where inputs are handed on from hook to hook, their gradients pass the hooks in the reverse order.
+        reverse = kind == "grad_input"
+        on_inputs = kind.endswith("input")
+        try:
+            for name, module in modules_at(model, where).items():
+                hook = (InputEdit if on_inputs else OutputEdit)(self, name, tensor, _device_of(module, model))
+                hook.stage = stages.BEFORE_STATISTICS if after != reverse else stages.AFTER_STATISTICS
+                self._hooks[name] = hook
+                self._handles.append(
+                    stages.register(module, hook, on_inputs=on_inputs, with_kwargs=True, newest_first=reverse)
+                )
+        except Exception:
+            self.remove()
+            raise
+        stages.forget_compiled()
+
+    @property
+    def changed(self) -> int:
+        """How many elements were changed so far, that is, are not equal to what they were. Waits for the device.
+
+        A recomputed forward (activation checkpointing) counts once. Not counted, though edited, is what has no data of
+        its own: DTensors, fake tensors, tensors inside ``torch.func``.
+        """
+        return sum(int(counter) for hook in self._hooks.values() for counter in hook.counters)
+
+    def remove(self) -> None:
+        """Takes the edit off the model. Gradients that are still to come are not changed any more (in eager mode)."""
+        if self.removed:
+            return
+        self.removed = True
+        for handle in self._handles:
+            handle.remove()
+        stages.forget_compiled()
+
+    def __enter__(self) -> Edit:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+    def __repr__(self) -> str:
+        where = ", ".join(name or "(model)" for name in self._hooks)
+        return f"<{self.description} on {where}{': removed' if self.removed else ''}>"
+
+
+class EditHook(stages.ModuleHook):
+    """An edit on one module. What a graph needs is in plain attributes, so that equal modules share one."""
+
+    def __init__(self, edit: Edit, name: str, tensor: str, device: torch.device) -> None:
+        self.edit = edit
+        self.description = f"edit.{edit.description} of {tensor}"
+        self.name = name
+        self.tensor = tensor
+        kind, _, path = tensor.partition(".")
+        self.path = f".{path}" if path else ""
+        self.of_gradient = kind in GRADIENTS
+        self.counters = [_counter(device)]  # one on each device where tensors were seen, the present one last
+
+    def edited(self, value: Any, inputs: Any) -> Any:
+        """`value`, with the tensors in question changed, or with hooks for their gradients; `inputs` are not ours."""
+        done: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+        def change(path: str, old: torch.Tensor) -> torch.Tensor:
+            inside = not self.path or path == self.path or path.startswith(f"{self.path}.")
+            if not inside or not old.is_floating_point():
+                return old
+            for before, after in done:  # the same tensor in two places is one tensor
+                if before is old:
+                    return after
+            new = self._with_gradient_edited(old, inputs) if self.of_gradient else self._changed(old)
+            done.append((old, new))
+            return new
+
+        new = rebuilt(value, change)
+        if not done:
+            found = [f"{self.tensor.partition('.')[0]}{path} {tensor.dtype}" for path, tensor in walk(value)]
+            raise TypeError(
+                f"{self.edit.description}: expected a floating tensor as {self.tensor} of {self.name or '(model)'}, "
+                f"got {', '.join(found) or type(value).__name__}"
+            )
+        return new
+
+    def _with_gradient_edited(self, tensor: torch.Tensor, inputs: Any) -> torch.Tensor:
+        if not tensor.requires_grad or not torch.is_grad_enabled():
+            return tensor
+        if tensor.is_leaf or any(tensor is other for _, other in walk(inputs)):
+            tensor = tensor.clone()  # others use it, too: its gradient is not this module's alone
+
+        def edit_gradient(gradient: torch.Tensor | None) -> torch.Tensor | None:
+            if gradient is None or self.edit.removed:  # in a graph: of an output that nobody used
+                return None
+            return self._changed(gradient)
+
+        tensor.register_hook(edit_gradient)
+        return tensor
+
+    def _changed(self, old: torch.Tensor) -> torch.Tensor:
+        new = self.edit.change(old)
+        if not isinstance(new, torch.Tensor):
+            raise TypeError(f"{self.edit.description}: expected fn to return a tensor, got {type(new).__name__}")
+        if new.shape != old.shape or new.dtype != old.dtype:
+            raise ValueError(
+                f"{self.edit.description}: expected fn to return {old.dtype} {list(old.shape)} for {self.tensor} of "
+                f"{self.name or '(model)'}, got {new.dtype} {list(new.shape)}"
+            )
+        with torch.no_grad():
+            self._count(old, new)
+        return new
+
+    def _count(self, old: torch.Tensor, new: torch.Tensor) -> None:
+        in_graph = torch.compiler.is_compiling()
+        if not in_graph and (_native.has_no_data(old) or (stages.recomputing() and not self.of_gradient)):
+            return
+        if self.counters[-1].device != old.device:
+            if in_graph:
+                raise RuntimeError(
+                    f"{self.edit.description}: expected tensors on {self.counters[-1].device}, where the model was "
+                    f"when the edit was made, got one on {old.device}: make edits after model.to()"
+                )
+            self.counters.append(_counter(old.device))
+        amount = ((new != old) & ~(new.isnan() & old.isnan())).sum()
+        if in_graph and not self.of_gradient:
+            _add_unless_recomputing(self.counters[-1], amount)
+        else:
+            self.counters[-1].add_(amount)
+
+
+class OutputEdit(EditHook):
+    """A forward hook."""
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        return self.edited(output, (args, kwargs))
+
+
+class InputEdit(EditHook):
+    """A forward-pre hook."""
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        given = {str(place): arg for place, arg in enumerate(args)} | kwargs
+        new = self.edited(given, given)
+        return tuple(new[str(place)] for place in range(len(args))), {name: new[name] for name in kwargs}
+
+
+@torch.library.custom_op("hookstats::add_unless_recomputing", mutates_args=("counter",))
+def _add_unless_recomputing(counter: torch.Tensor, amount: torch.Tensor) -> None:
+    """Asks when a graph runs, not when it is traced."""
+    if not stages.recomputing():
+        counter.add_(amount)
+
+
+def _counter(device: torch.device) -> torch.Tensor:
+    with torch.inference_mode(False):
+        return torch.zeros((), dtype=torch.int64, device=device)
+
+
+def _device_of(*modules: nn.Module) -> torch.device:
+    tensors = (t for module in modules for t in (*module.parameters(), *module.buffers()))
+    return next((t.device for t in tensors if t.device.type != "meta"), torch.device("cpu"))
+
+
+def _check_number(name: str, value: object) -> None:
+    if not isinstance(value, Real) or isinstance(value, bool) or value != value:
+        raise TypeError(f"{name}: expected a number, got {value!r}")

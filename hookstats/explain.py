@@ -1,0 +1,169 @@
+"""explain(): which hooks are on a model, in the order in which they run, and which will not do what they seem to do.
+
+What is said is read off the model; nothing is run.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from hookstats.select import clean_names, never_called
+from hookstats.stages import ModuleHook
+
+
+class HookRow(NamedTuple):
+    """One hook."""
+
+    name: str  # the module's or parameter's clean name; "(every module)" for a global hook
+    kind: str  # "forward-pre", "forward", "full backward-pre", "full backward", "old backward", "gradient", ...
+    hook: str  # what it is, and where it was written
+    ours: bool
+    traps: tuple[str, ...]
+
+
+class Explanation:
+    """What `explain` returns: the hooks as `rows`, and as a text when printed."""
+
+    def __init__(self, rows: list[HookRow], modules: int) -> None:
+        self.rows = rows
+        self._modules = modules
+
+    @property
+    def traps(self) -> list[HookRow]:
+        """The hooks of which there is something to beware."""
+        return [row for row in self.rows if row.traps]
+
+    def __str__(self) -> str:
+        if not self.rows:
+            return f"no hooks on {self._modules} modules"
+        names = [row.name or "(model)" for row in self.rows]
+        width, kinds = max(map(len, ["module", *names])), max(len(row.kind) for row in self.rows)
+        lines = [f"{'module':{width}}  {'when':{kinds}}  hook, in the order in which they run"]
+        lines.append("-" * len(lines[0]))
+        for name, row in zip(names, self.rows, strict=True):
+            lines.append(f"{name:{width}}  {row.kind:{kinds}}  {row.hook}")
+            lines += [f"{'':{width}}  {'':{kinds}}  ! {trap}" for trap in row.traps]
+        return "\n".join(lines)
+
+
+def explain(model: nn.Module) -> Explanation:
+    """The hooks on a model's modules and parameters, ours and others', with what is known to go wrong.
+
+    These are pointed out: the deprecated ``register_backward_hook``; full backward hooks beside a module that works in
+    place; hooks whose code may return something, which takes the place of what they were given; hooks on modules that
+    are never called. Not seen: hooks on tensors inside the forward pass, and those written in C++.
+
+    Raises TypeError for what is no module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"explain: expected a torch.nn.Module, got {type(model).__name__}")
+    clean = {id(module): name for name, module in clean_names(model).items()}
+    silent = never_called(model)
+    followers = _in_place_neighbours(model)
+    rows = _global_rows()
+    modules = dict(model.named_modules())
+    for path, module in modules.items():
+        name = clean.get(id(module), f"{path} ({type(module).__name__})".lstrip())
+        for kind, hook in _hooks_of(module):
+            traps = [f"never runs: {silent[name]}"] if name in silent else []
+            if kind == "old backward":
+                traps.append(_old_backward(module))
+            elif kind.startswith("full backward") and id(module) in followers:
+                traps.append(followers[id(module)])
+            rows.append(_row(name, kind, hook, traps))
+        for key, parameter in module.named_parameters(recurse=False):
+            for kind, hooks in (
+                ("gradient", parameter._backward_hooks),
+                ("gradient in .grad", getattr(parameter, "_post_accumulate_grad_hooks", None)),
+            ):
+                rows += [_row(f"{name}.{key}".lstrip("."), kind, hook, []) for hook in (hooks or {}).values()]
+    return Explanation(rows, len(modules))
+
+
+def _hooks_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    backward = "old backward" if module._is_full_backward_hook is False else "full backward"
+    for kind, hooks in (
+        ("forward-pre", module._forward_pre_hooks),
+        ("forward", module._forward_hooks),
+        ("full backward-pre", module._backward_pre_hooks),
+        (backward, module._backward_hooks),
+    ):
+        for hook in hooks.values():
+            yield kind, hook
+
+
+def _global_rows() -> list[HookRow]:
+    of = torch.nn.modules.module
+    backward = "old backward" if of._global_is_full_backward_hook is False else "full backward"
+    return [
+        _row("(every module)", kind, hook, [])
+        for kind, hooks in (
+            ("forward-pre", of._global_forward_pre_hooks),
+            ("forward", of._global_forward_hooks),
+            ("full backward-pre", of._global_backward_pre_hooks),
+            (backward, of._global_backward_hooks),
+        )
+        for hook in hooks.values()
+    ]
+
+
+def _row(name: str, kind: str, hook: Any, traps: list[str]) -> HookRow:
+    if isinstance(hook, ModuleHook):
+        return HookRow(name, kind, f"hookstats.{hook.description}", True, tuple(traps))
+    function, code = _code(hook)
+    if code is not None and kind != "gradient in .grad" and _may_return(code):
+        given = {"forward": "the output", "forward-pre": "the input"}.get(kind, "the gradient")
+        traps = [*traps, f"may return something, which takes the place of {given}"]
+    where = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
+    called = getattr(function, "__qualname__", type(function).__qualname__)
+    return HookRow(name, kind, f"{getattr(function, '__module__', None) or '?'}.{called}{where}", False, tuple(traps))
+
+
+def _code(hook: Any) -> tuple[Any, Any]:
+    """The function that is called in the end, and its code, if it is Python's."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    hook = getattr(hook, "__func__", hook)
+    if not hasattr(hook, "__code__") and hasattr(type(hook).__call__, "__code__"):
+        return hook, type(hook).__call__.__code__
+    return hook, getattr(hook, "__code__", None)
+
+
+def _may_return(code: Any) -> bool:
+    """Whether a function has a place where it returns anything but the constant None."""
+    before = None
+    for step in dis.get_instructions(code):
+        if step.opname == "RETURN_CONST" and step.argval is not None:
+            return True
+        if step.opname == "RETURN_VALUE" and not (before and before.opname == "LOAD_CONST" and before.argval is None):
+            return True
+        before = step
+    return False
+
+
+def _old_backward(module: nn.Module) -> str:
+    if next(module.children(), None) is not None:
+        return "deprecated register_backward_hook: of all that is in this module, it sees the last operation only"
+    return "deprecated register_backward_hook: its grad_input is that of the module's last operation, not the module's"
+
+
+def _in_place_neighbours(model: nn.Module) -> dict[int, str]:
+    """The modules, by id, on which a full backward hook raises, if the leaves run in the order of their names."""
+    leaves = [(name, module) for name, module in model.named_modules() if next(module.children(), None) is None]
+    places = {id(module): place for place, (_, module) in enumerate(leaves)}
+    found: dict[int, str] = {}
+    for module in model.modules():
+        inside = [places[id(leaf)] for leaf in module.modules() if id(leaf) in places]
+        for place, what in ((min(inside), "which comes first in it"), (max(inside) + 1, "which comes next")):
+            if place < len(leaves) and getattr(leaves[place][1], "inplace", False) is True:
+                itself = leaves[place][1] is module
+                found[id(module)] = "a full backward hook makes a view of what it watches, so that this raises: " + (
+                    "the module works in place" if itself else f"{leaves[place][0]!r}, {what}, works in place"
+                )
+    return found

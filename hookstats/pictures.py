@@ -1,0 +1,62 @@
+"""Feature maps as a picture. matplotlib is imported where it is used; nothing else is known of hookstats."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+_COLUMNS = 8
+
+
+def feature_maps(title: str, panels: dict[str, torch.Tensor]) -> Any:
+    """A panel for each tensor: a small image per channel of [channels, height, width], else one image of the whole.
+
+    Panels named "gradient" are red for positive and blue for negative values; the others share one scale.
+    Returns a ``matplotlib.figure.Figure``; raises ImportError without matplotlib.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(f"plot() needs {error.name}: pip install 'hookstats[demo]'") from error
+    images = {label: _images(tensor.detach().float()) for label, tensor in panels.items()}
+    rows = {label: math.ceil(len(found) / _COLUMNS) for label, found in images.items()}
+    figure = Figure(figsize=(9, 0.5 + sum(1.1 * count + 0.3 for count in rows.values())), layout="constrained")
+    figure.suptitle(title, fontsize=11)
+    below = figure.subfigures(len(images), 1, squeeze=False, height_ratios=[count + 0.3 for count in rows.values()])
+    values = [tensor.float() for label, tensor in panels.items() if label != "gradient"]
+    shared = _scale(values)
+    for (label, found), part in zip(images.items(), below[:, 0], strict=True):
+        part.suptitle(label, fontsize=9, x=0.01, ha="left")
+        largest = max(abs(bound) for bound in _scale([panels[label].float()]))
+        style = (
+            {"cmap": "RdBu_r", "vmin": -largest, "vmax": largest}
+            if label == "gradient"
+            else {"cmap": "viridis", "vmin": shared[0], "vmax": shared[1]}
+        )
+        axes = part.subplots(rows[label], min(len(found), _COLUMNS), squeeze=False)
+        for place in axes.flat:
+            place.set_axis_off()
+        for place, pixels in zip(axes.flat, found, strict=False):
+            shown = place.imshow(
+                pixels.numpy(), interpolation="nearest", aspect="equal" if len(found) > 1 else "auto", **style
+            )
+        bar = part.colorbar(shown, ax=axes, fraction=0.02, pad=0.01)
+        bar.ax.tick_params(labelsize=7)
+    return figure
+
+
+def _images(x: torch.Tensor) -> list[torch.Tensor]:
+    if x.dim() == 3:
+        return list(x)
+    return [x.reshape(-1, x.shape[-1]) if x.dim() else x.reshape(1, 1)]
+
+
+def _scale(tensors: list[torch.Tensor]) -> tuple[float, float]:
+    """The finite extremes."""
+    finite = torch.cat([x[x.isfinite()].flatten() for x in tensors])
+    if not finite.numel():
+        return 0.0, 1.0
+    low, high = finite.min().item(), finite.max().item()
+    return (low, high) if low < high else (low - 0.5, high + 0.5)

@@ -1,0 +1,88 @@
+"""The place of our hooks among a module's hooks, whoever came first. Knows torch alone.
+
+Hooks of one stage run in the order in which they came, and every hook of an earlier stage runs before them. Hooks of
+others keep their order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+# What a forward hook of one stage changes is what those of the later stages see.
+BEFORE_STATISTICS, STATISTICS, AFTER_STATISTICS, LEAVING = range(4)
+
+
+class ModuleHook:
+    """A hook of ours, for statistics if nothing else is said. It stays behind when its model is copied or pickled."""
+
+    __slots__ = ()
+    stage: int = STATISTICS
+    description: str = "attach"
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return _nothing()
+
+    def __reduce__(self) -> Any:
+        return getattr, (contextlib.nullcontext(), "__exit__")
+
+
+def _nothing() -> Any:
+    """A function that takes anything and returns None, and can be pickled: what a hook is in a copied or loaded model.
+
+    Not one of ours: such a model must load where hookstats is not installed.
+    """
+    return contextlib.nullcontext().__exit__
+
+
+def register(
+    module: nn.Module,
+    hook: ModuleHook,
+    *,
+    on_inputs: bool = False,
+    with_kwargs: bool = False,
+    newest_first: bool = False,
+) -> RemovableHandle:
+    """Hangs a hook on a module, behind those of its stage and before those of later ones.
+
+    Args:
+        on_inputs: a forward-pre hook instead of a forward hook.
+        with_kwargs: the hook is given the module's keyword arguments after the positional ones.
+        newest_first: before those of its stage.
+    """
+    hooks: Any = module._forward_pre_hooks if on_inputs else module._forward_hooks
+    behind = [key for key, other in hooks.items() if _comes_after(other, hook.stage, newest_first)]
+    hang: Any = module.register_forward_pre_hook if on_inputs else module.register_forward_hook
+    handle: RemovableHandle = hang(hook, with_kwargs=with_kwargs)
+    if behind:
+        keys = list(hooks)
+        for key in keys[keys.index(behind[0]) : -1]:
+            hooks[key] = hooks.pop(key)  # move_to_end would be lost on torch.compile, which reads the dict beneath
+    return handle
+
+
+def _comes_after(other: object, stage: int, newest_first: bool) -> bool:
+    return isinstance(other, ModuleHook) and (other.stage > stage or (newest_first and other.stage == stage))
+
+
+def forget_compiled() -> bool:
+    """Lets compiled models compile anew: what was compiled before does not know of hooks that came or went since.
+
+    False if torch.compile has compiled nothing in this process.
+    """
+    if "torch._dynamo.convert_frame" not in sys.modules:
+        return False
+    if not sys.modules["torch._dynamo.convert_frame"].FRAME_COUNTER:
+        return False
+    torch.compiler.reset()
+    return True
+
+
+def recomputing() -> bool:
+    """Whether a backward is running: a forward that runs now is one of activation checkpointing."""
+    return torch._C._current_graph_task_id() != -1
