@@ -92,7 +92,16 @@ def test_missing_and_empty_tensors_change_nothing(backend: Backend) -> None:
 
 def test_tensors_may_change_shape_strides_dtype_and_alignment(backend: Backend) -> None:
     whole = normal(8, 65).float()
-    kinds = [whole[:, :64].contiguous(), whole, whole[:, 1:], whole.bfloat16(), whole.t().contiguous().t(), whole]
+    unaligned = normal(1 + 8 * 64, seed=3).float()[1:].view(8, 64)
+    kinds = [
+        whole[:, :64].contiguous(),
+        unaligned,
+        whole,
+        whole[:, 1:],
+        whole.bfloat16(),
+        whole.t().contiguous().t(),
+        whole,
+    ]
     state = State(8, "per_channel", backend.device)
     batch = backend.batch([state], [0])
     for x in kinds:

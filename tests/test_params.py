@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -367,3 +368,29 @@ def test_a_cnn_with_a_convolution_in_channels_last() -> None:
     model(images()).sum().backward()
     snapshot = mon.snapshot()
     check_site(snapshot, "3.weight", "param_grad", grad_of(model[3].weight))
+
+
+def test_a_linear_regression_records_the_gradients_that_plain_hooks_see() -> None:
+    runs = []
+    for watched in (False, True):
+        torch.manual_seed(0)
+        x, target = torch.randn(64, 3), torch.randn(64, 2)
+        model = nn.Linear(3, 2)
+        seen: dict[str, torch.Tensor] = {}
+        for name, p in model.named_parameters():
+            if not watched:
+                p.register_hook(partial(seen.__setitem__, name))
+        mon = hookstats.attach(model, tensors="param_grad", every=1) if watched else None
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        record = []
+        for _ in range(50):
+            optimizer.zero_grad()
+            (model(x) - target).square().mean().backward()
+            optimizer.step()
+            taken = mon.step() if mon else None
+            for name, dim in (("weight", 0), ("bias", None)):
+                stats = taken[name, "param_grad"] if taken else hookstats.measure(seen[name], dim)
+                record.append([getattr(stats.total, each) for each in fields.STATISTICS])
+        runs.append((record, [p.detach().clone() for p in model.parameters()]))
+    assert runs[0][0] == runs[1][0]
+    assert all(torch.equal(a, b) for a, b in zip(runs[0][1], runs[1][1], strict=True))

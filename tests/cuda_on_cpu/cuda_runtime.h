@@ -3,7 +3,9 @@
 // Every CUDA thread is a fiber. Blocks run one after another; in a block, fibers run one after another from barrier to
 // barrier, in index order or, under a seed, both blocks and fibers in shuffled order: what then changes was ordered by
 // nothing. It fails on a barrier that not every thread of the block reaches, and on a write past a shared array; shared
-// memory starts out as garbage. It says nothing about speed, memory ordering between running blocks, or alignment.
+// memory starts out as garbage. An
+// asynchronous copy must be aligned, other accesses are not checked for that. It says nothing about speed, or memory
+// ordering between running blocks.
 #pragma once
 
 #include <ucontext.h>
@@ -211,6 +213,9 @@ inline double load_fresh(const double* at) { return *at; }
 template <int bytes>
 void copy_async(void* shared, const void* global) {
   static_assert(bytes == 4 || bytes == 8 || bytes == 16);
+  if ((reinterpret_cast<uintptr_t>(shared) | reinterpret_cast<uintptr_t>(global)) % bytes) {
+    throw std::runtime_error("cuda_on_cpu: an asynchronous copy from or to an address that is not aligned");
+  }
   memcpy(shared, global, bytes);
 }
 inline void end_group() {}
