@@ -121,7 +121,7 @@ class Batch : public torch::CustomClassHolder {
       if (!cuda::is_capturing(launch_on(arrived[i].device(), std::nullopt).stream)) continue;
       failures.emplace_back(i, "a CUDA graph is captured before any step was measured");
       members_[i].kind.reset();
-      arrived[i] = {};
+      arrived[i] = at::Tensor();
     }
   }
 
