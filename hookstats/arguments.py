@@ -14,7 +14,7 @@ from hookstats.select import Slot, as_globs, matches
 from hookstats.snapshot import Snapshot
 
 DEFAULT_TENSORS = ("output", "grad_output")
-OF_PARAMETERS = ("param", "param_grad")
+OF_PARAMETERS = ("param", "param_grad", "param_update")
 TENSORS = (*DEFAULT_TENSORS, "input", "grad_input", *OF_PARAMETERS)
 Sink: TypeAlias = Callable[[Snapshot], object]
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from hookstats import _native
 from hookstats.fields import Site
@@ -28,10 +28,68 @@ class Parameter:
         self.key = slot.key
         self.entries = entries
         self.measured = False  # in the open step
+        self.before: torch.Tensor | None = None  # a copy, while an optimizer steps
+
+    def slot(self) -> Slot | None:
+        module = self.module()
+        return None if module is None else Slot(module, self.key)
 
     def get(self) -> torch.Tensor | None:
-        module = self.module()
-        return None if module is None else Slot(module, self.key).get()
+        slot = self.slot()
+        return None if slot is None else slot.get()
+
+
+class Together:
+    """Sites whose tensors come at one time: one call into the extension."""
+
+    def __init__(self, store: Store, skip: Skip) -> None:
+        self.owners: list[tuple[Parameter, str]] = []
+        self._store = store
+        self._skip = skip
+        self._batches: list[Any] = []  # the last one is used; CUDA graphs may still read what others have
+        self._stale = True  # states have moved, or sites were given up
+
+    def accumulate(self, tensors: list[torch.Tensor | None]) -> None:
+        """A tensor for each owner; None: nothing of it."""
+        if all(tensor is None for tensor in tensors):
+            return
+        owners = list(self.owners)
+        if self._stale:
+            states = [owner.entries[kind].state for owner, kind in owners]
+            self._batches.append(
+                _native.Batch(
+                    [state.moments for state in states],
+                    [state.counters for state in states],
+                    [state.histogram for state in states],
+                    [state.active for state in states],
+                    [state.channel_dim for state in states],
+                    states[0].low,
+                    states[0].high,
+                )
+            )
+            self._stale = False
+        for number, problem in self._batches[-1].accumulate(tensors):
+            owner, kind = owners[number]
+            self._mend(owner, kind, tensors[number], problem)
+
+    def _mend(self, owner: Parameter, kind: str, tensor: torch.Tensor | None, problem: str) -> None:
+        """A tensor could not be measured: puts a state in place that fits it, or gives the site up."""
+        entry, slot = owner.entries[kind], owner.slot()
+        assert tensor is not None
+        assert slot is not None
+        self._stale = True
+        if tensor.layout == torch.strided and tensor.dtype in _native.DTYPES:
+            device, width, dim = placing(slot, tensor, entry.keep_channels, tensor.device)
+            if not self._store.fits(device, width, 1):
+                width, entry.keep_channels = 1, False
+            if (device, width) != (entry.places[-1].device, entry.places[-1].channels):
+                self._store.place(entry, device, width, dim)
+                accumulate(tensor, entry.state)
+                return
+        if self._store.strict:
+            raise RuntimeError(f"hookstats: {entry.site} cannot be measured: {problem}")
+        self.owners.remove((owner, kind))
+        self._skip([entry], problem)
 
 
 class Parameters:
@@ -42,81 +100,99 @@ class Parameters:
         self._kinds = kinds
         self._skip = skip
         self._parameters: list[Parameter] = []
-        self._batch: Any = None  # made when something is first measured, and when a site has moved
+        self._values = Together(store, skip)
+        self._updates = Together(store, skip)
+        self._copied_bytes: dict[torch.device, int] = {}
 
     def add(self, name: str, slot: Slot, keep_channels: bool, default: torch.device) -> None:
-        """Watches a parameter. Gradients only where they are required."""
+        """Watches a parameter."""
         tensor = slot.get()
         assert tensor is not None
         device, width, dim = placing(slot, tensor, keep_channels, default)
-        entries = {}
+        parameter = Parameter(slot, {})
         for kind in kinds_of(tensor, self._kinds):
-            entries[kind] = self._store.add(Site(name, kind), device, width, dim, keep_channels and width > 1)
-            entries[kind].is_parameter = True
-        self._parameters.append(Parameter(slot, entries))
+            entry = self._store.add(Site(name, kind), device, width, dim, keep_channels and width > 1)
+            entry.is_parameter = True
+            parameter.entries[kind] = entry
+            if kind != "param_update":
+                self._values.owners.append((parameter, kind))
+            elif self._may_copy(tensor, device):
+                self._updates.owners.append((parameter, kind))
+            else:
+                self._skip([entry], "a copy of it would not fit into memory_budget: choose fewer modules=")
+        self._parameters.append(parameter)
+
+    def _may_copy(self, tensor: torch.Tensor, device: torch.device) -> bool:
+        size = self._copied_bytes.get(device, 0) + tensor.numel() * tensor.element_size()
+        if size + self._store.bytes_on(device) > self._store.memory_budget:
+            return False
+        self._copied_bytes[device] = size
+        return True
 
     def before_optimizer_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """For every optimizer of the process: measures those of its parameters that are watched."""
-        if self._store.flags.value and not torch.compiler.is_compiling():
-            self.measure({id(parameter) for group in optimizer.param_groups for parameter in group["params"]})
+        if not self._store.flags.value or torch.compiler.is_compiling():
+            return
+        ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        self.measure(ids)
+        self._carefully(self._copy, ids)
+
+    def after_optimizer_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Measures by how much the step has changed them."""
+        if not torch.compiler.is_compiling():
+            self._carefully(self._measure_updates)
 
     def measure(self, ids: set[int] | None = None) -> None:
         """Measures the watched parameters among these; None: all that were not measured in this step."""
-        if not self._store.flags.value:
+        if self._store.flags.value:
+            self._carefully(self._measure, ids)
+
+    def _measure(self, ids: set[int] | None) -> None:
+        wanted: dict[Parameter, torch.Tensor] = {}
+        for each in self._parameters:
+            tensor = each.get()
+            if tensor is not None and (not each.measured if ids is None else id(tensor) in ids):
+                each.measured = True
+                wanted[each] = tensor
+        self._values.accumulate(
+            [
+                _local(None if each not in wanted else wanted[each] if kind == "param" else wanted[each].grad)
+                for each, kind in self._values.owners
+            ]
+        )
+
+    def _copy(self, ids: set[int]) -> None:
+        for each, _ in self._updates.owners:
+            tensor = each.get()
+            each.before = None
+            if tensor is not None and id(tensor) in ids:
+                local = _local(tensor)
+                each.before = None if local is None else local.detach().clone()
+
+    def _measure_updates(self) -> None:
+        differences: list[torch.Tensor | None] = []
+        for each, _ in self._updates.owners:
+            before, each.before = each.before, None
+            now = _local(each.get())
+            if before is not None and now is not None and now.shape == before.shape:
+                differences.append(torch.sub(now.detach(), before, out=before))
+            else:
+                differences.append(None)
+        self._updates.accumulate(differences)
+
+    def _carefully(self, measure: Callable[..., None], *args: Any) -> None:
+        """An internal failure stops the measuring, not the training."""
+        if not self._parameters:
             return
         try:
-            tensors: list[torch.Tensor | None] = []
-            for each in self._parameters:
-                tensor = each.get()
-                wanted = not each.measured if ids is None else id(tensor) in ids
-                each.measured |= wanted
-                for kind in each.entries:
-                    found = None if tensor is None or not wanted else tensor if kind == "param" else tensor.grad
-                    tensors.append(_local(found))
-            if any(tensor is not None for tensor in tensors):
-                self._accumulate(tensors)
+            measure(*args)
         except Exception as error:
             if self._store.strict:
                 raise
-            self._skip([e for each in self._parameters for e in each.entries.values()], f"{error!r}")
+            self._skip([entry for each in self._parameters for entry in each.entries.values()], f"{error!r}")
             self._parameters = []
-
-    def _accumulate(self, tensors: list[torch.Tensor | None]) -> None:
-        owners = [(each, kind) for each in self._parameters for kind in each.entries]
-        if self._batch is None:
-            states = [each.entries[kind].state for each, kind in owners]
-            self._batch = _native.Batch(
-                [state.moments for state in states],
-                [state.counters for state in states],
-                [state.histogram for state in states],
-                [state.active for state in states],
-                [state.channel_dim for state in states],
-                states[0].low,
-                states[0].high,
-            )
-        for number, problem in self._batch.accumulate(tensors):
-            owner, kind = owners[number]
-            self._mend(owner, kind, tensors[number], problem)
-
-    def _mend(self, owner: Parameter, kind: str, tensor: torch.Tensor | None, problem: str) -> None:
-        """A tensor could not be measured: puts a state in place that fits it, or gives the site up."""
-        entry = owner.entries[kind]
-        module = owner.module()
-        assert tensor is not None
-        assert module is not None
-        self._batch = None
-        if tensor.layout == torch.strided and tensor.dtype in _native.DTYPES:
-            device, width, dim = placing(Slot(module, owner.key), tensor, entry.keep_channels, tensor.device)
-            if not self._store.fits(device, width, 1):
-                width, entry.keep_channels = 1, False
-            if (device, width) != (entry.places[-1].device, entry.places[-1].channels):
-                self._store.place(entry, device, width, dim)
-                accumulate(tensor, entry.state)
-                return
-        if self._store.strict:
-            raise RuntimeError(f"hookstats: {entry.site} cannot be measured: {problem}")
-        del owner.entries[kind]
-        self._skip([entry], problem)
+            self._values.owners.clear()
+            self._updates.owners.clear()
 
     def close_step(self) -> None:
         """What was not measured before is; then the next step begins."""
@@ -126,7 +202,7 @@ class Parameters:
 
 
 def kinds_of(parameter: torch.Tensor, kinds: tuple[str, ...]) -> list[str]:
-    """The sites that a parameter has: one that is frozen has no gradient."""
+    """The sites that a parameter has: one that is frozen has no gradient, and nothing updates it."""
     return [kind for kind in kinds if kind == "param" or parameter.requires_grad]
 
 
@@ -147,13 +223,18 @@ def _local(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return local if isinstance(local, torch.Tensor) else tensor
 
 
-def watch_optimizers(parameters: Parameters) -> Any:
-    """Measures before every optimizer step, until the returned handle is removed or nobody holds `parameters`."""
+def watch_optimizers(parameters: Parameters) -> list[Any]:
+    """Measures at every optimizer step, until the returned handles are removed or nobody holds `parameters`."""
     held = weakref.ref(parameters)
 
-    def hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def before(*args: Any) -> None:
         found = held()
         if found is not None:
-            found.before_optimizer_step(optimizer, args, kwargs)
+            found.before_optimizer_step(*args)
 
-    return register_optimizer_step_pre_hook(hook)
+    def after(*args: Any) -> None:
+        found = held()
+        if found is not None:
+            found.after_optimizer_step(*args)
+
+    return [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]

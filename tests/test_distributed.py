@@ -15,8 +15,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import hookstats
-from hookstats import arguments, fields
+from hookstats import fields
 from tests.models import Residual
+
+TENSORS = ("output", "grad_output", "param", "param_grad", "param_update")
 
 
 def batch(rank: int) -> torch.Tensor:
@@ -28,7 +30,7 @@ def worker(rank: int, world: int, folder: str, attach_first: bool) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
     torch.manual_seed(0)
     model = Residual()
-    settings = {"every": 1, "strict": True, "tensors": arguments.TENSORS}
+    settings = {"every": 1, "strict": True, "tensors": TENSORS}
     mon = hookstats.attach(model, **settings) if attach_first else None
     mesh = init_device_mesh("cpu", (world,))
     for block in model.blocks:
@@ -77,6 +79,7 @@ def check_parameters(seen: dict[tuple[str, str], tuple[int, Any]], rank: int) ->
     for each in range(2):
         (model(batch(each)).square().sum() / 2).backward()
     wanted = {(name, "param"): p.detach() for name, p in model.named_parameters()}
+    wanted |= {(name, "param_update"): -0.1 * p.grad for name, p in model.named_parameters() if p.grad is not None}
     wanted |= {(name, "param_grad"): p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert set(seen) == set(wanted)
     for site, whole in wanted.items():

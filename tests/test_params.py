@@ -339,12 +339,57 @@ def test_an_internal_failure_stops_the_measuring_and_not_the_training(monkeypatc
     mon = hookstats.attach(model, tensors="param", every=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loss_of(model).backward()
-    monkeypatch.setattr(mon._parameters, "_accumulate", lambda tensors: 1 / 0)
+    monkeypatch.setattr(mon._parameters._values, "accumulate", lambda tensors: 1 / 0)
     with pytest.warns(UserWarning, match="ZeroDivisionError"):
         optimizer.step()
     optimizer.step()
     mon.step()
     assert len(mon.skipped) == len(list(model.parameters()))
+
+
+def test_updates_are_new_minus_old() -> None:
+    model = residual()
+    model.head.requires_grad_(False)
+    mon = hookstats.attach(model, "*", tensors=("param", "param_update"), every=2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        before = {name: p.detach().clone() for name, p in model.blocks.named_parameters()}
+        optimizer.step()
+        taken = mon.step()
+        assert (taken is not None) == (step != 1)
+        for name, p in model.blocks.named_parameters():
+            if taken:
+                check_site(taken, f"blocks.{name}", "param_update", p.detach() - before[name])
+                assert taken[f"blocks.{name}", "param_update"].calls == 1
+    assert ("head.weight", "param_update") not in mon.sites
+
+
+def test_an_update_whose_copy_does_not_fit_is_skipped() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(400, 400))
+    with pytest.warns(UserWarning, match=r"not measured: 1.weight param_update: a copy of it would not fit"):
+        mon = hookstats.attach(model, tensors="param_update", every=1, memory_budget=200_000)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model[0](torch.randn(3, 4)).sum().backward()
+    optimizer.step()
+    taken = mon.step()
+    assert taken is not None
+    assert taken["0.weight", "param_update"].calls == 1
+    assert taken["0.weight", "param_update"].total.l2_norm > 0
+
+
+def test_an_optimizer_that_does_not_step_makes_no_update() -> None:
+    model = residual()
+    mon = hookstats.attach(model, tensors=("param_grad", "param_update"), every=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    scaler.scale(loss_of(model) * 1e6).backward()
+    scaler.step(optimizer)
+    taken = mon.step()
+    assert taken is not None
+    assert taken["head.weight", "param_grad"].calls == 1
+    assert taken["head.weight", "param_update"].calls == 0
 
 
 def test_a_compiled_optimizer_is_measured_when_the_step_ends() -> None:
