@@ -150,13 +150,20 @@ void offsets(const Layout& layout, int64_t first, int n, int64_t* at) {
   }
 }
 
+// Lanes are channels, or `fold` times the channels: see accumulate_rows.
 template <class scalar_t>
-void accumulate_rows(const Input& input, const State& state, ParallelFor parallel_for) {
+void accumulate_lanes(const Input& input, int64_t fold, const State& state, ParallelFor parallel_for) {
   const Layout& layout = input.layout;
   const auto* data = static_cast<const scalar_t*>(input.data);
   const Split split(divide_up(layout.channels, kLanes), divide_up(layout.count, kMostRows));
   LaneSamples* parts = split.parts > 1 ? partials(split.groups * split.parts) : nullptr;
   const bool shared = split.parts > 1 || (state.kind == HistogramKind::per_tensor && parallel_for != serial);
+  const auto add_to_state = [&](const LaneSamples& samples, int64_t group) {
+    if (fold == 1) return merge_into_state(samples, state, group * kLanes);
+    for (int64_t lane = 0; lane < layout.channels; ++lane) {
+      samples.get(int(lane)).merge_into_state(state.moments + lane % state.channels, state.row_stride);
+    }
+  };
 
   parallel_for(split.groups * split.parts, [&](int64_t begin, int64_t end) {
     KeepSubnormals keep;
@@ -176,15 +183,32 @@ void accumulate_rows(const Input& input, const State& state, ParallelFor paralle
         offsets(layout, first, tile.known, at);
         add_tile(tile, samples, histogram.counting(tile.rows));
       }
-      if (!parts) merge_into_state(samples, state, channel);
+      if (!parts) add_to_state(samples, group);
     }
   });
   if (!parts) return;
   for (int64_t group = 0; group < split.groups; ++group) {
     LaneSamples* samples = parts + group * split.parts;
     for (int64_t part = 1; part < split.parts; ++part) merge(samples[0], samples[part]);
-    merge_into_state(samples[0], state, group * kLanes);
+    add_to_state(samples[0], group);
   }
+}
+
+// Where rows lie one behind the other and are short, several of them are one row of the lanes.
+template <class scalar_t>
+void accumulate_rows(const Input& input, const State& state, ParallelFor parallel_for) {
+  const Layout& layout = input.layout;
+  const bool dense = layout.ndim == 1 && layout.stride[0] == layout.channels;
+  const int64_t fold = dense ? std::clamp<int64_t>(kLanes / layout.channels, 1, layout.count) : 1;
+  Input folded = input, rest = input;
+  folded.layout.channels *= fold;
+  folded.layout.stride[0] *= fold;
+  folded.layout.count = folded.layout.size[0] = layout.count / fold;
+  rest.layout.count = rest.layout.size[0] = layout.count % fold;
+  rest.data = static_cast<const scalar_t*>(input.data) + (layout.count - rest.layout.count) * layout.channels;
+  if (fold == 1) return accumulate_lanes<scalar_t>(input, 1, state, parallel_for);
+  accumulate_lanes<scalar_t>(folded, fold, state, parallel_for);
+  if (rest.layout.count) accumulate_lanes<scalar_t>(rest, 1, state, parallel_for);
 }
 
 // The elements of one channel in an order of their own, as tiles of rows of kLanes neighbours: in place where there are
@@ -201,6 +225,7 @@ class FlatTiles {
     const int64_t inner = layout.inner_size(), stride = layout.inner_stride();
     sum_ = Sample::neutral();
     channel_ = channel;
+    first_rows_ = 0;
     while (first < last) {
       const int64_t run = std::min(last - first, inner - first % inner);
       int64_t from = layout.offset(first);
@@ -208,8 +233,9 @@ class FlatTiles {
       int64_t left = run;
       if (stride == 1) {
         for (; left >= kLanes; left -= kLanes, from += kLanes) {
+          if (first_rows_ < kMostAheadRows) first_at_[first_rows_++] = from;
           at_[rows_++] = from;
-          if (rows_ == kMostRows + kMostAheadRows) add_rows();
+          if (rows_ == kMostRows + kMostAheadRows) add_rows(rows_);
         }
       }
       while (left > 0) {
@@ -225,17 +251,21 @@ class FlatTiles {
         if (gathered_ == kMostRows * kLanes) add_gathered();
       }
     }
-    while (rows_ > 0) add_rows();
+    int known = rows_;  // and then, most likely, the same rows of the next channel
+    for (int r = 0; r < first_rows_ && known < kMostRows + kMostAheadRows; ++r) {
+      at_[known++] = first_at_[r] + layout.channel_stride;
+    }
+    for (; rows_ > 0; known -= kMostRows) add_rows(known);
     add_gathered();
     return sum_;
   }
 
  private:
-  void add_rows() {
+  void add_rows(int known) {
     const int rows = std::min(rows_, kMostRows);
-    add({channel_, at_, rows, kLanes, rows_});
+    add({channel_, at_, rows, kLanes, known});
     rows_ -= rows;
-    std::copy_n(at_ + rows, rows_, at_);
+    std::copy_n(at_ + rows, known - rows, at_);
   }
   void add_gathered() {
     const int rows = gathered_ / kLanes;
@@ -250,8 +280,8 @@ class FlatTiles {
   ThreadHistogram& histogram_;
   Sample sum_;
   const scalar_t* channel_ = nullptr;
-  int rows_ = 0, gathered_ = 0;
-  int64_t at_[kMostRows + kMostAheadRows], gathered_at_[kMostRows];
+  int rows_ = 0, first_rows_ = 0, gathered_ = 0;
+  int64_t at_[kMostRows + kMostAheadRows], first_at_[kMostAheadRows], gathered_at_[kMostRows];
   alignas(64) scalar_t buffer_[kMostRows * kLanes];
 };
 

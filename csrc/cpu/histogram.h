@@ -215,7 +215,10 @@ class ThreadHistogram {
     thread_local std::vector<LaneCounts> buffer;
     if (buffer.empty()) buffer.resize(1);
     counting_.counts = buffer.data();
-    for (int place = 0; place < kLanes; ++place) lane_[place] = lane_at(place, vector_bytes, value_bytes);
+    for (int place = 0; place < kLanes; ++place) {
+      const int lane = lane_at(place, vector_bytes, value_bytes);
+      channel_of_[place] = uint8_t(lane % state.channels);  // several lanes may be one channel
+    }
   }
   ~ThreadHistogram() { flush(); }
 
@@ -251,7 +254,7 @@ class ThreadHistogram {
       if (lanes_are_channels_ && counting_.kind == HistogramKind::per_channel) {
         for (int i = 0; i < kLanes; ++i) {
           if (counts[second][i])
-            add_to_state((channel_ + lane_[i]) * kOctaveBins + 2 * pair + second, counts[second][i]);
+            add_to_state((channel_ + channel_of_[i]) * kOctaveBins + 2 * pair + second, counts[second][i]);
         }
       } else {
         int sum = 0;
@@ -280,7 +283,7 @@ class ThreadHistogram {
   Counting counting_;
   int64_t channel_ = 0;
   int rows_ = 0;
-  uint8_t lane_[kLanes];
+  uint8_t channel_of_[kLanes];
 };
 
 }  // namespace hookstats::cpu

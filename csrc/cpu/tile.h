@@ -42,8 +42,6 @@ struct Vector {
   typedef bits_t bits __attribute__((vector_size(kBytes)));
   typedef int_t ints __attribute__((vector_size(kBytes)));
   typedef double wide __attribute__((vector_size(kBytes)));
-  typedef uint16_t halves __attribute__((vector_size(kSize * 2)));  // what bits are widened from
-  typedef uint8_t bytes __attribute__((vector_size(kSize)));
 };
 
 template <class To, class From>
@@ -73,13 +71,17 @@ template <class V>
 HOOKSTATS_INLINE typename V::type load(const double* at) {
   return load_vector<typename V::type>(at);
 }
-template <class V>
-HOOKSTATS_INLINE typename V::bits load_bits(const uint16_t* at) {
-  return __builtin_convertvector(load_vector<typename V::halves>(at), typename V::bits);
-}
-template <class V>
-HOOKSTATS_INLINE typename V::bits load_bits(const uint8_t* at) {
-  return __builtin_convertvector(load_vector<typename V::bytes>(at), typename V::bits);
+// g++ makes a dozen instructions of __builtin_convertvector where a loop becomes one, but the other way round on SSE2.
+template <class V, class narrow_t>
+HOOKSTATS_INLINE typename V::bits load_bits(const narrow_t* at) {
+  if constexpr (sizeof(typename V::bits) == 16) {
+    typedef narrow_t Narrow __attribute__((vector_size(V::kSize * sizeof(narrow_t))));
+    return __builtin_convertvector(load_vector<Narrow>(at), typename V::bits);
+  } else {
+    typename V::bits_t wide[V::kSize];
+    for (int i = 0; i < V::kSize; ++i) wide[i] = at[i];
+    return load_vector<typename V::bits>(wide);
+  }
 }
 template <class V>
 HOOKSTATS_INLINE typename V::type load(const BFloat16* at) {
