@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "histogram.h"
+#include "samples.h"
 #include "tile.h"
 
 #if defined(__x86_64__)
@@ -53,13 +54,14 @@ HOOKSTATS_INLINE void add_tile_in(const Tile<scalar_t>& tile, LaneSamples& sampl
   LaneSums<acc_of<scalar_t>> sums;
   sums.start(tile.row(0), tile.width, false);
   add_chunks<kBytes>(tile, sums, counting);
-  const uint64_t again = merge_lanes(sums, tile.rows, samples);
+  const uint64_t in_use = ~uint64_t(0) >> (kLanes - tile.width);
+  const uint64_t again = merge_lanes(sums, tile.rows, samples) & in_use;
   if (again == 0) return;
+  LaneSamples exact;
+  const bool few = __builtin_popcountll(again) <= 4;  // for which a lane at a time is faster
+  if (!few) exact_lanes(tile, exact);
   for (int lane = 0; lane < tile.width; ++lane) {
-    if (!(again >> lane & 1)) continue;
-    ExactTile exact;
-    for (int r = 0; r < tile.rows; ++r) exact.update(widen(tile.row(r)[lane]));
-    samples.merge(lane, exact.finish());
+    if (again >> lane & 1) samples.merge(lane, few ? exact_lane(tile, lane) : exact.get(lane));
   }
 }
 
@@ -74,11 +76,11 @@ HOOKSTATS_INLINE Sample flat_tile_in(const Tile<scalar_t>& tile, const Counting&
   if (sums_hold<acc_t>(total.count, total.sum, total.square_sum, total.abs_sum, total.min, total.max)) {
     return total.finish();
   }
-  ExactTile exact;
-  for (int r = 0; r < tile.rows; ++r) {
-    for (int lane = 0; lane < tile.width; ++lane) exact.update(widen(tile.row(r)[lane]));
-  }
-  return exact.finish();
+  LaneSamples exact;
+  exact_lanes(tile, exact);
+  Sample sample = exact.get(0);
+  for (int lane = 1; lane < tile.width; ++lane) sample.merge(exact.get(lane));
+  return sample;
 }
 
 // The functions below in versions for AVX-512, AVX2 and the baseline, chosen when the library is loaded. They are
