@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "histogram.h"
-#include "samples.h"
+#include "reduce.h"
 #include "tile.h"
 
 #if defined(__x86_64__)
@@ -32,56 +32,6 @@ class KeepSubnormals {
   unsigned saved_;
 #endif
 };
-
-// Adds a tile to its lanes' sums, and to the histogram, a chunk of rows at a time.
-template <int kBytes, class scalar_t, class acc_t>
-HOOKSTATS_INLINE void add_chunks(const Tile<scalar_t>& tile, LaneSums<acc_t>& sums, const Counting& counting) {
-  PaddedRows<scalar_t> padded;
-  Keys keys;
-  for (int r = 0; r < tile.rows; r += kCarryValues) {
-    const int rows = std::min(kCarryValues, tile.rows - r);
-    Tile<scalar_t> chunk{tile.data, tile.at + r, rows, tile.width, tile.known - r};
-    if (tile.width % 16) chunk = padded.of(chunk);
-    add_chunk<kBytes>(chunk, sums);
-    if (counting.counts) add_keys<kBytes>(chunk, counting.kind, r, keys);
-  }
-  if (counting.counts) count_keys<kBytes>(keys, tile.rows, *counting.counts);
-}
-
-// Lanes are channels.
-template <int kBytes, class scalar_t>
-HOOKSTATS_INLINE void add_tile_in(const Tile<scalar_t>& tile, LaneSamples& samples, const Counting& counting) {
-  LaneSums<acc_of<scalar_t>> sums;
-  sums.start(tile.row(0), tile.width, false);
-  add_chunks<kBytes>(tile, sums, counting);
-  const uint64_t in_use = ~uint64_t(0) >> (kLanes - tile.width);
-  const uint64_t again = merge_lanes(sums, tile.rows, samples) & in_use;
-  if (again == 0) return;
-  LaneSamples exact;
-  const bool few = __builtin_popcountll(again) <= 4;  // for which a lane at a time is faster
-  if (!few) exact_lanes(tile, exact);
-  for (int lane = 0; lane < tile.width; ++lane) {
-    if (again >> lane & 1) samples.merge(lane, few ? exact_lane(tile, lane) : exact.get(lane));
-  }
-}
-
-// Lanes are elements of one channel.
-template <int kBytes, class scalar_t>
-HOOKSTATS_INLINE Sample flat_tile_in(const Tile<scalar_t>& tile, const Counting& counting) {
-  using acc_t = acc_of<scalar_t>;
-  LaneSums<acc_t> sums;
-  sums.start(tile.row(0), tile.width, true);
-  add_chunks<kBytes>(tile, sums, counting);
-  const FastTile<double> total = sums.fold(tile.rows, tile.width);
-  if (sums_hold<acc_t>(total.count, total.sum, total.square_sum, total.abs_sum, total.min, total.max)) {
-    return total.finish();
-  }
-  LaneSamples exact;
-  exact_lanes(tile, exact);
-  Sample sample = exact.get(0);
-  for (int lane = 1; lane < tile.width; ++lane) sample.merge(exact.get(lane));
-  return sample;
-}
 
 // The functions below in versions for AVX-512, AVX2 and the baseline, chosen when the library is loaded. They are
 // written out, where target_clones would do with less, because the vectors of each version are as wide as its

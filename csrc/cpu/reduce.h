@@ -2,6 +2,10 @@
 // accumulate.cpp alone, as tile.h.
 #pragma once
 
+#include <cmath>
+#include <limits>
+
+#include "histogram.h"
 #include "tile.h"
 
 namespace hookstats::cpu {
@@ -75,14 +79,14 @@ HOOKSTATS_INLINE void exact_lanes(const Tile<scalar_t>& tile, LaneSamples& sampl
     for (int lane = 0; lane < tile.width; ++lane) {
       const double x = widen(row[lane]), magnitude = std::fabs(x);
       const bool finite = magnitude < kInfinity;
-      shift[lane] = (field[k_count][lane] == 0) & finite ? x : shift[lane];
+      shift[lane] = ((field[k_count][lane] == 0) & finite) ? x : shift[lane];
       const double deviation = finite ? x - shift[lane] : 0;
       sum[lane] += deviation;
       square_sum[lane] += deviation * deviation;
       field[k_count][lane] += finite ? 1 : 0;
       field[k_abs_sum][lane] += finite ? magnitude : 0;
-      field[k_min][lane] = finite & (x < field[k_min][lane]) ? x : field[k_min][lane];
-      field[k_max][lane] = finite & (x > field[k_max][lane]) ? x : field[k_max][lane];
+      field[k_min][lane] = (finite & (x < field[k_min][lane])) ? x : field[k_min][lane];
+      field[k_max][lane] = (finite & (x > field[k_max][lane])) ? x : field[k_max][lane];
       field[k_zeros][lane] += x == 0 ? 1 : 0;
       field[k_nans][lane] += x != x ? 1 : 0;
       field[k_posinfs][lane] += x == kInfinity ? 1 : 0;
@@ -94,6 +98,56 @@ HOOKSTATS_INLINE void exact_lanes(const Tile<scalar_t>& tile, LaneSamples& sampl
     if (count == 0) continue;
     finish_moments(count, shift[lane], sum[lane], square_sum[lane], field[k_mean][lane], field[k_m2][lane]);
   }
+}
+
+// Adds a tile to its lanes' sums, and to the histogram, a chunk of rows at a time.
+template <int kBytes, class scalar_t, class acc_t>
+HOOKSTATS_INLINE void add_chunks(const Tile<scalar_t>& tile, LaneSums<acc_t>& sums, const Counting& counting) {
+  PaddedRows<scalar_t> padded;
+  Keys keys;
+  for (int r = 0; r < tile.rows; r += kCarryValues) {
+    const int rows = std::min(kCarryValues, tile.rows - r);
+    Tile<scalar_t> chunk{tile.data, tile.at + r, rows, tile.width, tile.known - r};
+    if (tile.width % 16) chunk = padded.of(chunk);
+    add_chunk<kBytes>(chunk, sums);
+    if (counting.counts) add_keys<kBytes>(chunk, counting.kind, r, keys);
+  }
+  if (counting.counts) count_keys<kBytes>(keys, tile.rows, *counting.counts);
+}
+
+// Lanes are channels.
+template <int kBytes, class scalar_t>
+HOOKSTATS_INLINE void add_tile_in(const Tile<scalar_t>& tile, LaneSamples& samples, const Counting& counting) {
+  LaneSums<acc_of<scalar_t>> sums;
+  sums.start(tile.row(0), tile.width, false);
+  add_chunks<kBytes>(tile, sums, counting);
+  const uint64_t in_use = ~uint64_t(0) >> (kLanes - tile.width);
+  const uint64_t again = merge_lanes(sums, tile.rows, samples) & in_use;
+  if (again == 0) return;
+  LaneSamples exact;
+  const bool few = __builtin_popcountll(again) <= 4;  // for which a lane at a time is faster
+  if (!few) exact_lanes(tile, exact);
+  for (int lane = 0; lane < tile.width; ++lane) {
+    if (again >> lane & 1) samples.merge(lane, few ? exact_lane(tile, lane) : exact.get(lane));
+  }
+}
+
+// Lanes are elements of one channel.
+template <int kBytes, class scalar_t>
+HOOKSTATS_INLINE Sample flat_tile_in(const Tile<scalar_t>& tile, const Counting& counting) {
+  using acc_t = acc_of<scalar_t>;
+  LaneSums<acc_t> sums;
+  sums.start(tile.row(0), tile.width, true);
+  add_chunks<kBytes>(tile, sums, counting);
+  const FastTile<double> total = sums.fold(tile.rows, tile.width);
+  if (sums_hold<acc_t>(total.count, total.sum, total.square_sum, total.abs_sum, total.min, total.max)) {
+    return total.finish();
+  }
+  LaneSamples exact;
+  exact_lanes(tile, exact);
+  Sample sample = exact.get(0);
+  for (int lane = 1; lane < tile.width; ++lane) sample.merge(exact.get(lane));
+  return sample;
 }
 
 }  // namespace hookstats::cpu
