@@ -25,6 +25,7 @@ LAYOUTS: dict[str, tuple[Maker, int | None]] = {
     "rows": (lambda t: normal(700, 70).to(t), 1),
     "rows_3d": (lambda t: normal(9, 33, 40).to(t), -1),
     "rows_of_one_channel": (lambda t: normal(300, 1).to(t), 1),
+    "rows_of_three_channels": (lambda t: normal(30011, 3).to(t), 1),
     "planes": (lambda t: normal(5, 6, 9, 11).to(t), 1),
     "planes_unaligned": (lambda t: normal(3, 4, 67, 67).to(t), 1),
     "channels_last": (lambda t: normal(5, 34, 9, 11).to(t).to(memory_format=torch.channels_last), 1),
@@ -397,6 +398,17 @@ def test_any_number_of_threads_is_bit_identical(dtype: torch.dtype, layout: str)
         states += [backend.accumulate(x, dim, "per_channel"), backend.accumulate(x, None, "per_channel")]
     assert all(state.same_bits(states[0]) for state in states[2::2])
     assert all(state.same_bits(states[1]) for state in states[3::2])
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize(("channel_dim", "histogram"), [(1, "per_channel"), (1, "per_tensor"), (None, "per_channel")])
+def test_one_bin_of_one_thread_takes_more_than_16_bits(channel_dim: int | None, histogram: str) -> None:
+    backend = Backend("cpu", torch.ops.hookstats, "cpu")
+    torch.set_num_threads(1)
+    state = backend.accumulate(torch.ones(140_000, 64, dtype=torch.bfloat16), channel_dim, histogram)
+    assert state.histogram is not None
+    per_row = 64 if channel_dim is None or histogram == "per_tensor" else 1
+    assert set(state.histogram.flatten().tolist()) == {0, 140_000 * per_row}
 
 
 @pytest.mark.usefixtures("threads")

@@ -7,30 +7,19 @@
 #include <type_traits>
 #include <vector>
 
+#include "histogram.h"
+#include "reduce.h"
 #include "tile.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
 
-// One body, compiled for AVX-512, AVX2 and the baseline, chosen when the library is loaded.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && defined(__gnu_linux__)
-#if __GNUC__ >= 12
-#define HOOKSTATS_MULTIVERSION __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
-#define HOOKSTATS_MULTIVERSION __attribute__((target_clones("avx512f", "avx2", "default")))
-#endif
-#else
-#define HOOKSTATS_MULTIVERSION
-#endif
-
 namespace hookstats::cpu {
 namespace {
 
-constexpr int kFlatTile = 64 * kLanes;        // elements of one channel in a tile
 constexpr int64_t kTasks = 64;                // tasks to aim for, whatever the number of threads
 constexpr int64_t kSerialElements = 1 << 15;  // below, waking threads costs more than it saves
-constexpr int64_t kFlushElements = 1 << 30;   // of 32-bit histogram counters
 
 // Flush-to-zero would lose subnormals and count them as zeros; a trainer may have set it on this thread.
 class KeepSubnormals {
@@ -44,82 +33,45 @@ class KeepSubnormals {
 #endif
 };
 
-// target_clones wants plain functions.
-#define HOOKSTATS_CLONES(name, type, aten)                                                                   \
-  HOOKSTATS_MULTIVERSION void add_tile_clones(const Tile<type>& tile, LaneSamples& samples) {                \
-    add_tile(tile, samples);                                                                                 \
-  }                                                                                                          \
-  HOOKSTATS_MULTIVERSION Sample flat_tile_clones(const Tile<type>& tile) { return flat_tile(tile); }         \
-  HOOKSTATS_MULTIVERSION void count_tile_clones(const Tile<type>& tile, bool octaves, const int32_t* offset, \
-                                                uint32_t* counts) {                                          \
-    count_tile(tile, octaves, offset, counts);                                                               \
+// The functions below in versions for AVX-512, AVX2 and the baseline, chosen when the library is loaded. They are
+// written out, where target_clones would do with less, because the vectors of each version are as wide as its
+// registers.
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && defined(__gnu_linux__)
+#if __GNUC__ >= 12
+#define HOOKSTATS_VERSIONS(X, type)                      \
+  X(__attribute__((target("arch=x86-64-v4"))), 64, type) \
+  X(__attribute__((target("arch=x86-64-v3"))), 32, type) \
+  X(__attribute__((target("default"))), 16, type)
+#else
+#define HOOKSTATS_VERSIONS(X, type)            \
+  X(__attribute__((target("avx2"))), 32, type) \
+  X(__attribute__((target("default"))), 16, type)
+#endif
+#else
+#define HOOKSTATS_VERSIONS(X, type) X(, 16, type)
+#endif
+
+#define HOOKSTATS_VERSION(target, bytes, type)                                                   \
+  target void add_tile(const Tile<type>& tile, LaneSamples& samples, const Counting& counting) { \
+    add_tile_in<bytes>(tile, samples, counting);                                                 \
+  }                                                                                              \
+  target Sample flat_tile(const Tile<type>& tile, const Counting& counting) {                    \
+    return flat_tile_in<bytes>(tile, counting);                                                  \
   }
-HOOKSTATS_DTYPES(HOOKSTATS_CLONES)
-#undef HOOKSTATS_CLONES
+#define HOOKSTATS_VERSIONS_OF(name, type, aten) HOOKSTATS_VERSIONS(HOOKSTATS_VERSION, type)
+HOOKSTATS_DTYPES(HOOKSTATS_VERSIONS_OF)
+#undef HOOKSTATS_VERSIONS_OF
+#undef HOOKSTATS_VERSION
 
-// A thread's own 32-bit histogram, added to the state's when it moves on. Integers: the order does not matter.
-class ThreadHistogram {
- public:
-  // `lanes_are_channels`: else the lanes of a tile are elements of one channel.
-  ThreadHistogram(const State& state, bool lanes_are_channels)
-      : state_(state.histogram),
-        kind_(state.kind),
-        octaves_(kind_ == HistogramKind::per_channel),
-        lane_is_channel_(octaves_ && lanes_are_channels),
-        stride_(octaves_ ? kOctaveStride : kExponentBins) {
-    const int copies = lane_is_channel_ ? kLanes : kCopies;
-    for (int lane = 0; lane < kLanes; ++lane) offset_[lane] = lane % copies * stride_;
-    used_ = kind_ == HistogramKind::none ? 0 : copies * stride_;
-    std::fill_n(counts_, used_, 0u);
+#define HOOKSTATS_VERSION(target, bytes, type)                                                    \
+  target int vector_bytes() { return bytes; }                                                     \
+  target void merge(LaneSamples& into, const LaneSamples& from) { into.merge(from); }             \
+  target void merge_into_state(const LaneSamples& samples, const State& state, int64_t channel) { \
+    const int width = int(std::min<int64_t>(kLanes, state.channels - channel));                   \
+    samples.merge_into_state(state.moments + channel, state.row_stride, width);                   \
   }
-  ~ThreadHistogram() { flush(); }
-
-  // The channel of lane 0 from here on.
-  void move_to(int64_t channel) {
-    if (!octaves_) return;
-    flush();
-    channel_ = channel;
-  }
-
-  template <class scalar_t>
-  void add(const Tile<scalar_t>& tile) {
-    if (kind_ == HistogramKind::none) return;
-    if (pending_ > kFlushElements) flush();
-    pending_ += int64_t(tile.rows) * tile.width;
-    count_tile_clones(tile, octaves_, offset_, counts_);
-  }
-
- private:
-  // Where lanes share a channel, so that a run of equal values does not wait for its own counter.
-  static constexpr int kCopies = 8;
-  static_assert(kCopies * kExponentBins <= kLanes * kOctaveStride);
-
-  void flush() {
-    pending_ = 0;
-    for (int i = 0; i < used_; ++i) {
-      if (counts_[i] == 0) continue;
-      const int lane = i / stride_, bin = i % stride_;
-      if (octaves_) {
-        const int64_t channel = channel_ + (lane_is_channel_ ? lane : 0);
-        if (bin < kOctaveBins) add_to_state(channel * kOctaveBins + bin, counts_[i]);
-      } else if ((bin & 255) != 255) {
-        add_to_state(bin == 256 ? 0 : bin, counts_[i]);
-      }
-      counts_[i] = 0;
-    }
-  }
-
-  void add_to_state(int64_t bin, uint32_t count) { __atomic_fetch_add(&state_[bin], int64_t(count), __ATOMIC_RELAXED); }
-
-  int64_t* state_;
-  HistogramKind kind_;
-  bool octaves_, lane_is_channel_;
-  int stride_, used_;
-  int64_t channel_ = 0;
-  int64_t pending_ = 0;
-  int32_t offset_[kLanes];
-  uint32_t counts_[kLanes * kOctaveStride];
-};
+HOOKSTATS_VERSIONS(HOOKSTATS_VERSION, )
+#undef HOOKSTATS_VERSION
 
 // How the tiles of a group (a block of channels, or one channel) are shared among tasks.
 struct Split {
@@ -131,112 +83,179 @@ struct Split {
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+void serial(int64_t tasks, const std::function<void(int64_t, int64_t)>& body) { body(0, tasks); }
+
 // Samples of the tasks where a group has several; kept between calls, at most 2 * kTasks * sizeof(LaneSamples).
-LaneSamples* partials(int64_t tasks) {
+LaneSamples* partials(int64_t count) {
   thread_local std::vector<LaneSamples> buffer;
-  if (int64_t(buffer.size()) < tasks) buffer.resize(tasks);
+  if (int64_t(buffer.size()) < count) buffer.resize(count);
   return buffer.data();
 }
 
+// Of the elements first .. first + n - 1 of channel 0.
+void offsets(const Layout& layout, int64_t first, int n, int64_t* at) {
+  for (int i = 0; i < n;) {
+    const int64_t from = layout.offset(first + i), left = layout.inner_size() - (first + i) % layout.inner_size();
+    const int run = int(std::min<int64_t>(n - i, left));
+    for (int j = 0; j < run; ++j) at[i + j] = from + j * layout.inner_stride();
+    i += run;
+  }
+}
+
+// Lanes are channels, or `fold` times the channels: see accumulate_rows.
 template <class scalar_t>
-void accumulate_rows(const Input& input, const State& state, ParallelFor parallel_for) {
+void accumulate_lanes(const Input& input, int64_t fold, const State& state, ParallelFor parallel_for) {
   const Layout& layout = input.layout;
   const auto* data = static_cast<const scalar_t*>(input.data);
   const Split split(divide_up(layout.channels, kLanes), divide_up(layout.count, kMostRows));
-  const auto width_of = [&](int64_t group) { return int(std::min<int64_t>(kLanes, layout.channels - group * kLanes)); };
-  const auto merge_into_state = [&](int64_t group, const LaneSamples& samples) {
-    for (int lane = 0; lane < width_of(group); ++lane) {
-      samples.get(lane).merge_into_state(state.moments + group * kLanes + lane, state.row_stride);
+  LaneSamples* parts = split.parts > 1 ? partials(split.groups * split.parts) : nullptr;
+  const bool shared = split.parts > 1 || (state.kind == HistogramKind::per_tensor && parallel_for != serial);
+  const auto add_to_state = [&](const LaneSamples& samples, int64_t group) {
+    if (fold == 1) return merge_into_state(samples, state, group * kLanes);
+    for (int64_t lane = 0; lane < layout.channels; ++lane) {
+      samples.get(int(lane)).merge_into_state(state.moments + lane % state.channels, state.row_stride);
     }
   };
-  LaneSamples* parts = split.parts > 1 ? partials(split.groups * split.parts) : nullptr;
 
   parallel_for(split.groups * split.parts, [&](int64_t begin, int64_t end) {
     KeepSubnormals keep;
-    int64_t at[kMostRows];
-    PaddedTile<scalar_t> padded;
+    int64_t at[kMostRows + kMostAheadRows];
     LaneSamples own;
-    ThreadHistogram histogram(state, true);
+    ThreadHistogram histogram(state, true, vector_bytes(), sizeof(acc_of<scalar_t>), shared);
     for (int64_t task = begin; task < end; ++task) {
-      const int64_t group = task / split.parts, part = task % split.parts;
+      const int64_t group = task / split.parts, part = task % split.parts, channel = group * kLanes;
+      const int64_t end_of_part = std::min(layout.count, split.begin(part + 1) * kMostRows);
       LaneSamples& samples = parts ? parts[task] : own;
       samples.clear();
-      histogram.move_to(group * kLanes);
-      Tile<scalar_t> tile{data, at, 0, width_of(group)};
-      for (int64_t t = split.begin(part); t < split.begin(part + 1); ++t) {
-        const int64_t first = t * kMostRows;
-        tile.rows = int(std::min<int64_t>(kMostRows, layout.count - first));
-        for (int r = 0; r < tile.rows; ++r) at[r] = group * kLanes + layout.offset(first + r);
-        const Tile<scalar_t> readable = tile.width % 16 ? padded.of(tile) : tile;
-        add_tile_clones(readable, samples);
-        histogram.add(readable);
+      histogram.move_to(channel);
+      Tile<scalar_t> tile{data + channel, at, 0, int(std::min<int64_t>(kLanes, layout.channels - channel))};
+      for (int64_t first = split.begin(part) * kMostRows; first < end_of_part; first += kMostRows) {
+        tile.rows = int(std::min<int64_t>(kMostRows, end_of_part - first));
+        tile.known = int(std::min<int64_t>(kMostRows + kMostAheadRows, end_of_part - first));
+        offsets(layout, first, tile.known, at);
+        add_tile(tile, samples, histogram.counting(tile.rows));
       }
-      if (!parts) merge_into_state(group, samples);
+      if (!parts) add_to_state(samples, group);
     }
   });
   if (!parts) return;
   for (int64_t group = 0; group < split.groups; ++group) {
-    for (int64_t part = 1; part < split.parts; ++part) {
-      for (int lane = 0; lane < width_of(group); ++lane) {
-        parts[group * split.parts].merge(lane, parts[group * split.parts + part].get(lane));
-      }
-    }
-    merge_into_state(group, parts[group * split.parts]);
+    LaneSamples* samples = parts + group * split.parts;
+    for (int64_t part = 1; part < split.parts; ++part) merge(samples[0], samples[part]);
+    add_to_state(samples[0], group);
   }
 }
 
-// The elements first .. first + n - 1 of a channel side by side: in place if they lie so, else gathered.
+// Where rows lie one behind the other and are short, several of them are one row of the lanes.
 template <class scalar_t>
-const scalar_t* flat(const scalar_t* channel, const Layout& layout, int64_t first, int n, scalar_t* buffer) {
-  const int64_t inner = layout.inner_size();
-  const bool dense = layout.inner_stride() == 1;
-  if (dense && first % inner + n <= inner) return channel + layout.offset(first);
-  for (int filled = 0; filled < n;) {
-    const int64_t within = (first + filled) % inner;
-    const int run = int(std::min<int64_t>(n - filled, inner - within));
-    const scalar_t* from = channel + layout.offset(first + filled);
-    if (dense) {
-      std::memcpy(buffer + filled, from, run * sizeof(scalar_t));
-    } else {
-      for (int i = 0; i < run; ++i) buffer[filled + i] = from[i * layout.inner_stride()];
-    }
-    filled += run;
-  }
-  return buffer;
+void accumulate_rows(const Input& input, const State& state, ParallelFor parallel_for) {
+  const Layout& layout = input.layout;
+  const bool dense = layout.ndim == 1 && layout.stride[0] == layout.channels;
+  const int64_t fold = dense ? std::clamp<int64_t>(kLanes / layout.channels, 1, layout.count) : 1;
+  Input folded = input, rest = input;
+  folded.layout.channels *= fold;
+  folded.layout.stride[0] *= fold;
+  folded.layout.count = folded.layout.size[0] = layout.count / fold;
+  rest.layout.count = rest.layout.size[0] = layout.count % fold;
+  rest.data = static_cast<const scalar_t*>(input.data) + (layout.count - rest.layout.count) * layout.channels;
+  if (fold == 1) return accumulate_lanes<scalar_t>(input, 1, state, parallel_for);
+  accumulate_lanes<scalar_t>(folded, fold, state, parallel_for);
+  if (rest.layout.count) accumulate_lanes<scalar_t>(rest, 1, state, parallel_for);
 }
+
+// The elements of one channel in an order of their own, as tiles of rows of kLanes neighbours: in place where there are
+// that many side by side, the rest gathered in a buffer.
+template <class scalar_t>
+class FlatTiles {
+ public:
+  FlatTiles(ThreadHistogram& histogram) : histogram_(histogram) {
+    for (int r = 0; r < kMostRows; ++r) gathered_at_[r] = r * kLanes;
+  }
+
+  // Sample of the elements first .. last - 1.
+  Sample sample(const scalar_t* channel, const Layout& layout, int64_t first, int64_t last) {
+    const int64_t inner = layout.inner_size(), stride = layout.inner_stride();
+    sum_ = Sample::neutral();
+    channel_ = channel;
+    first_rows_ = 0;
+    while (first < last) {
+      const int64_t run = std::min(last - first, inner - first % inner);
+      int64_t from = layout.offset(first);
+      first += run;
+      int64_t left = run;
+      if (stride == 1) {
+        for (; left >= kLanes; left -= kLanes, from += kLanes) {
+          if (first_rows_ < kMostAheadRows) first_at_[first_rows_++] = from;
+          at_[rows_++] = from;
+          if (rows_ == kMostRows + kMostAheadRows) add_rows(rows_);
+        }
+      }
+      while (left > 0) {
+        const int n = int(std::min<int64_t>(left, kMostRows * kLanes - gathered_));
+        if (stride == 1) {
+          std::memcpy(buffer_ + gathered_, channel + from, n * sizeof(scalar_t));
+        } else {
+          for (int i = 0; i < n; ++i) buffer_[gathered_ + i] = channel[from + i * stride];
+        }
+        gathered_ += n;
+        left -= n;
+        from += n * stride;
+        if (gathered_ == kMostRows * kLanes) add_gathered();
+      }
+    }
+    int known = rows_;  // and then, most likely, the same rows of the next channel
+    for (int r = 0; r < first_rows_ && known < kMostRows + kMostAheadRows; ++r) {
+      at_[known++] = first_at_[r] + layout.channel_stride;
+    }
+    for (; rows_ > 0; known -= kMostRows) add_rows(known);
+    add_gathered();
+    return sum_;
+  }
+
+ private:
+  void add_rows(int known) {
+    const int rows = std::min(rows_, kMostRows);
+    add({channel_, at_, rows, kLanes, known});
+    rows_ -= rows;
+    std::copy_n(at_ + rows, known - rows, at_);
+  }
+  void add_gathered() {
+    const int rows = gathered_ / kLanes;
+    add({buffer_, gathered_at_, rows, kLanes});
+    add({buffer_ + rows * kLanes, gathered_at_, 1, gathered_ % kLanes});
+    gathered_ = 0;
+  }
+  void add(const Tile<scalar_t>& tile) {
+    if (tile.rows && tile.width) sum_.merge(flat_tile(tile, histogram_.counting(tile.rows)));
+  }
+
+  ThreadHistogram& histogram_;
+  Sample sum_;
+  const scalar_t* channel_ = nullptr;
+  int rows_ = 0, first_rows_ = 0, gathered_ = 0;
+  int64_t at_[kMostRows + kMostAheadRows], first_at_[kMostAheadRows], gathered_at_[kMostRows];
+  alignas(64) scalar_t buffer_[kMostRows * kLanes];
+};
 
 template <class scalar_t>
 void accumulate_planes(const Input& input, const State& state, ParallelFor parallel_for) {
+  constexpr int64_t kTile = kMostRows * kLanes;
   const Layout& layout = input.layout;
-  const Split split(layout.channels, divide_up(layout.count, kFlatTile));
+  const Split split(layout.channels, divide_up(layout.count, kTile));
   Sample* parts =
       split.parts > 1 ? reinterpret_cast<Sample*>(partials(divide_up(split.groups * split.parts, kLanes))) : nullptr;
+  const bool shared = split.parts > 1 || (state.kind == HistogramKind::per_tensor && parallel_for != serial);
 
   parallel_for(split.groups * split.parts, [&](int64_t begin, int64_t end) {
     KeepSubnormals keep;
-    alignas(64) scalar_t buffer[kFlatTile];
-    PaddedTile<scalar_t> padded;
-    int64_t at[kFlatTile / kLanes];
-    for (int r = 0; r < kFlatTile / kLanes; ++r) at[r] = r * kLanes;
-    ThreadHistogram histogram(state, false);
+    ThreadHistogram histogram(state, false, vector_bytes(), sizeof(acc_of<scalar_t>), shared);
+    FlatTiles<scalar_t> tiles(histogram);
     for (int64_t task = begin; task < end; ++task) {
       const int64_t c = task / split.parts, part = task % split.parts;
       const auto* channel = static_cast<const scalar_t*>(input.data) + c * layout.channel_stride;
-      Sample sum = Sample::neutral();
       histogram.move_to(c);
-      for (int64_t t = split.begin(part); t < split.begin(part + 1); ++t) {
-        const int64_t first = t * kFlatTile;
-        const int n = int(std::min<int64_t>(kFlatTile, layout.count - first));
-        const scalar_t* values = flat(channel, layout, first, n, buffer);
-        const Tile<scalar_t> full{values, at, n / kLanes, kLanes};
-        const Tile<scalar_t> rest{values + n / kLanes * kLanes, at, 1, n % kLanes};
-        for (const auto& tile : {full, rest}) {
-          if (tile.rows == 0 || tile.width == 0) continue;
-          const Tile<scalar_t> readable = tile.width % 16 ? padded.of(tile) : tile;
-          sum.merge(flat_tile_clones(readable));
-          histogram.add(readable);
-        }
-      }
+      const Sample sum = tiles.sample(channel, layout, split.begin(part) * kTile,
+                                      std::min(layout.count, split.begin(part + 1) * kTile));
       if (parts) {
         parts[task] = sum;
       } else {
@@ -253,8 +272,6 @@ void accumulate_planes(const Input& input, const State& state, ParallelFor paral
 }
 
 std::atomic<int64_t> execution_clock{0};
-
-void serial(int64_t tasks, const std::function<void(int64_t, int64_t)>& body) { body(0, tasks); }
 
 }  // namespace
 
