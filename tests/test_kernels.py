@@ -387,15 +387,16 @@ def threads() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("histogram", ["per_channel", "linear", "linear_per_channel"])
 @pytest.mark.parametrize("layout", ["rows", "planes"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_any_number_of_threads_is_bit_identical(dtype: torch.dtype, layout: str) -> None:
+def test_any_number_of_threads_is_bit_identical(dtype: torch.dtype, layout: str, histogram: str) -> None:
     backend = Backend("cpu", torch.ops.hookstats, "cpu")
     x, dim = (normal(5000, 100).to(dtype), 1) if layout == "rows" else (normal(4, 30, 60, 60).to(dtype), 1)
     states = []
     for count in (1, 2, 3, 7):
         torch.set_num_threads(count)
-        states += [backend.accumulate(x, dim, "per_channel"), backend.accumulate(x, None, "per_channel")]
+        states += [backend.accumulate(x, dim, histogram), backend.accumulate(x, None, histogram)]
     assert all(state.same_bits(states[0]) for state in states[2::2])
     assert all(state.same_bits(states[1]) for state in states[3::2])
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import hookstats
-from hookstats import ExponentBins, Snapshot, fields
+from hookstats import ExponentBins, LinearBins, Snapshot, fields
 
 
 def snapshot() -> Snapshot:
@@ -145,3 +145,65 @@ def test_histogram_edges_ascend_and_hold_their_values() -> None:
     assert octaves is not None
     assert octaves.counts.shape == (1, 64)
     assert octaves.edges[[0, 1, -2, -1]].tolist() == [0, 2**-46, 2**16, np.inf]
+
+
+def test_linear_bins_count_what_lies_outside() -> None:
+    x = torch.tensor([-5.0, -1.0, -0.5, 0.0, 0.4, 1.0, 1.5, 7.0, float("nan"), float("inf")])
+    stats = hookstats.measure(x, None, LinearBins(-1, 1, 4))
+    assert stats.histogram is not None
+    assert stats.histogram.counts.tolist() == [1, 1, 2, 1]
+    assert (stats.histogram.underflow, stats.histogram.overflow) == (1, 2)
+    assert stats.histogram.edges.tolist() == [-1, -0.5, 0, 0.5, 1]
+    columns = hookstats.measure(torch.stack([x, 2 * x], 1), 1, LinearBins(-1, 1, 4, per_channel=True)).histogram
+    assert columns is not None
+    assert columns.counts.tolist() == [[1, 1, 2, 1], [1, 0, 1, 1]]
+    assert columns.underflow.tolist() == [1, 2]
+    assert columns.overflow.tolist() == [2, 3]
+
+
+def test_quantiles_of_linear_bins_lie_in_the_bin_of_the_exact_one() -> None:
+    x = torch.randn(3, 5000, generator=torch.Generator().manual_seed(0))
+    whole = hookstats.measure(x, None, LinearBins(-2, 2, 50))
+    rows = hookstats.measure(x, 0, LinearBins(-2, 2, 50, per_channel=True))
+    for q in (0.05, 0.5, 0.9):
+        assert abs(whole.quantile(q) - x.quantile(q).item()) <= 0.08
+        assert (abs(rows.quantile(q) - x.quantile(q, dim=1).numpy()) <= 0.08).all()
+    assert 2 < whole.quantile(0.999) < x.max().item()
+    assert whole.quantile(0) == pytest.approx(x.min().item())
+    assert whole.quantile(1) == pytest.approx(x.max().item())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((1, 1, 5), "expected lo < hi and a finite range, in float32; got 1, 1"),
+        ((1, 1 + 1e-12, 5), "expected lo < hi"),
+        ((0, float("inf"), 5), "finite range"),
+        ((float("nan"), 1, 5), "expected lo < hi"),
+        ((-3e38, 3e38, 5), "finite range"),
+        ((0, 1, 0), "the number of bins, from 1 to 2\\^30; got 0"),
+        ((0, 1, 2.5), "got 2.5"),
+    ],
+)
+def test_wrong_linear_bins_are_refused(arguments: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LinearBins(*arguments)
+
+
+@pytest.mark.parametrize("per_channel", [False, True])
+def test_linear_bins_in_a_model_eager_and_compiled(per_channel: bool) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 3), nn.Tanh()), torch.randn(50, 4)
+    expected = model(x).detach()
+    mon = hookstats.attach(model, histogram=LinearBins(-0.5, 0.5, 10, per_channel), every=1)
+    for run in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
+        run(x).sum().backward()
+        taken = mon.step()
+        assert taken is not None
+        histogram = taken["1", "output"].histogram
+        assert histogram is not None
+        for column, counts in zip(expected.T, np.atleast_2d(histogram.counts), strict=False):
+            values = column if per_channel else expected
+            assert counts.tolist() == torch.histc(values, 10, -0.5, 0.5).tolist()
+        outside = np.sum(histogram.underflow) + np.sum(histogram.overflow)
+        assert histogram.counts.sum() + outside == expected.numel()

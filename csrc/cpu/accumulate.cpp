@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "histogram.h"
+#include "linear.h"
 #include "reduce.h"
 #include "tile.h"
 
@@ -122,18 +123,21 @@ void accumulate_lanes(const Input& input, int64_t fold, const State& state, Para
     int64_t at[kMostRows + kMostAheadRows];
     LaneSamples own;
     ThreadHistogram histogram(state, true, vector_bytes(), sizeof(acc_of<scalar_t>), shared);
+    LinearHistogram linear(state, true);
     for (int64_t task = begin; task < end; ++task) {
       const int64_t group = task / split.parts, part = task % split.parts, channel = group * kLanes;
       const int64_t end_of_part = std::min(layout.count, split.begin(part + 1) * kMostRows);
       LaneSamples& samples = parts ? parts[task] : own;
       samples.clear();
       histogram.move_to(channel);
+      linear.move_to(channel);
       Tile<scalar_t> tile{data + channel, at, 0, int(std::min<int64_t>(kLanes, layout.channels - channel))};
       for (int64_t first = split.begin(part) * kMostRows; first < end_of_part; first += kMostRows) {
         tile.rows = int(std::min<int64_t>(kMostRows, end_of_part - first));
         tile.known = int(std::min<int64_t>(kMostRows + kMostAheadRows, end_of_part - first));
         offsets(layout, first, tile.known, at);
         add_tile(tile, samples, histogram.counting(tile.rows));
+        linear.add(tile);
       }
       if (!parts) add_to_state(samples, group);
     }
@@ -168,7 +172,7 @@ void accumulate_rows(const Input& input, const State& state, ParallelFor paralle
 template <class scalar_t>
 class FlatTiles {
  public:
-  FlatTiles(ThreadHistogram& histogram) : histogram_(histogram) {
+  FlatTiles(ThreadHistogram& histogram, LinearHistogram& linear) : histogram_(histogram), linear_(linear) {
     for (int r = 0; r < kMostRows; ++r) gathered_at_[r] = r * kLanes;
   }
 
@@ -226,10 +230,13 @@ class FlatTiles {
     gathered_ = 0;
   }
   void add(const Tile<scalar_t>& tile) {
-    if (tile.rows && tile.width) sum_.merge(flat_tile(tile, histogram_.counting(tile.rows)));
+    if (!tile.rows || !tile.width) return;
+    sum_.merge(flat_tile(tile, histogram_.counting(tile.rows)));
+    linear_.add(tile);
   }
 
   ThreadHistogram& histogram_;
+  LinearHistogram& linear_;
   Sample sum_;
   const scalar_t* channel_ = nullptr;
   int rows_ = 0, first_rows_ = 0, gathered_ = 0;
@@ -249,11 +256,13 @@ void accumulate_planes(const Input& input, const State& state, ParallelFor paral
   parallel_for(split.groups * split.parts, [&](int64_t begin, int64_t end) {
     KeepSubnormals keep;
     ThreadHistogram histogram(state, false, vector_bytes(), sizeof(acc_of<scalar_t>), shared);
-    FlatTiles<scalar_t> tiles(histogram);
+    LinearHistogram linear(state, false);
+    FlatTiles<scalar_t> tiles(histogram, linear);
     for (int64_t task = begin; task < end; ++task) {
       const int64_t c = task / split.parts, part = task % split.parts;
       const auto* channel = static_cast<const scalar_t*>(input.data) + c * layout.channel_stride;
       histogram.move_to(c);
+      linear.move_to(c);
       const Sample sum = tiles.sample(channel, layout, split.begin(part) * kTile,
                                       std::min(layout.count, split.begin(part + 1) * kTile));
       if (parts) {

@@ -211,7 +211,7 @@ class ThreadHistogram {
         lanes_are_channels_(lanes_are_channels),
         shared_(shared),
         counting_{state.kind, nullptr} {
-    if (state.kind == HistogramKind::none) return;
+    if (state.kind == HistogramKind::none || state.kind == HistogramKind::linear) return;
     thread_local std::vector<LaneCounts> buffer;
     if (buffer.empty()) buffer.resize(1);
     counting_.counts = buffer.data();
@@ -240,7 +240,7 @@ class ThreadHistogram {
 
   void flush() {
     rows_ = 0;
-    if (counting_.kind == HistogramKind::none) return;
+    if (!counting_.counts) return;
     LaneCounts& counts = *counting_.counts;
     add_pair(0, counts.at[0]);
     for (int pair = counts.low; pair <= counts.high; ++pair) add_pair(pair, counts.at[pair]);

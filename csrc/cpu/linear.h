@@ -15,7 +15,9 @@ class LinearHistogram {
     if (state.kind != HistogramKind::linear) return;
     stride_ = state.bins + 1;  // the last takes NaN and Inf, and is dropped
     const int64_t channels = state.by_channel && lanes_are_channels ? kLanes : 1;
-    for (int lane = 0; lane < kLanes; ++lane) first_[lane] = channels > 1 ? lane * stride_ : 0;
+    for (int lane = 0; lane < kLanes; ++lane) {
+      first_[lane] = channels > 1 ? lane % state.channels * stride_ : 0;  // several lanes may be one channel
+    }
     thread_local std::vector<uint32_t> buffer;
     if (int64_t(buffer.size()) < channels * stride_) buffer.resize(channels * stride_);
     counts_ = buffer.data();
