@@ -103,6 +103,13 @@ def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def test_importing_hookstats_does_not_import_the_compiler() -> None:
+    done = python(
+        "import hookstats, sys; print([name for name in ('torch._dynamo', 'matplotlib') if name in sys.modules])"
+    )
+    assert done.stdout.splitlines()[-1] == "[]", done.stderr
+
+
 def test_a_build_for_another_torch_is_refused_in_one_line(tmp_path: Path) -> None:
     package = tmp_path / "hookstats"
     package.mkdir()
