@@ -125,7 +125,8 @@ void accumulate_lanes(const Input& input, int64_t fold, const State& state, Para
     ThreadHistogram histogram(state, true, vector_bytes(), sizeof(acc_of<scalar_t>), shared);
     LinearHistogram linear(state, true);
     for (int64_t task = begin; task < end; ++task) {
-      const int64_t group = task / split.parts, part = task % split.parts, channel = group * kLanes;
+      // In this order threads share rows, not columns, and read whole pages.
+      const int64_t group = task % split.groups, part = task / split.groups, channel = group * kLanes;
       const int64_t end_of_part = std::min(layout.count, split.begin(part + 1) * kMostRows);
       LaneSamples& samples = parts ? parts[task] : own;
       samples.clear();
@@ -144,9 +145,8 @@ void accumulate_lanes(const Input& input, int64_t fold, const State& state, Para
   });
   if (!parts) return;
   for (int64_t group = 0; group < split.groups; ++group) {
-    LaneSamples* samples = parts + group * split.parts;
-    for (int64_t part = 1; part < split.parts; ++part) merge(samples[0], samples[part]);
-    add_to_state(samples[0], group);
+    for (int64_t part = 1; part < split.parts; ++part) merge(parts[group], parts[part * split.groups + group]);
+    add_to_state(parts[group], group);
   }
 }
 
