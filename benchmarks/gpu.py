@@ -244,7 +244,11 @@ def main() -> int:
         options = ["--durations", "8", *(["-n", "8"] if find_spec("xdist") else [])]
         options += ["--timeout", "60"] if find_spec("pytest_timeout") else []
         chosen = ["-k", "not cuda_on_cpu and not harness"]  # those run on any machine
-        session.run("tests", [python, "-m", "pytest", "-q", *options, *chosen, "tests"], 240)
+        name = "tests"
+        if not find_spec("transformers"):
+            name = "tests without transformers"
+            options += ["--ignore", "tests/test_transformers.py"]
+        session.run(name, [python, "-m", "pytest", "-q", *options, *chosen, "tests"], 240)
         session.run("demo", [python, "-m", "hookstats.demo", "--output", "build/demo"], 60)
 
     sys.path.insert(0, str(ROOT))
