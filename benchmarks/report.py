@@ -72,15 +72,16 @@ def hook_lines(figures: list[dict[str, Any]]) -> list[str]:
         "Median ns per module, forward and backward together unless a direction is named, and what is added to an "
         "empty forward hook; beside a thread that computes in Python all the time, to no hook.",
         "",
-        row("", "modules", "ns per module", "added"),
-        row("---", "---", "---", "---"),
+        row("", "modules", "ns per module", "added", "%"),
+        row("---", "---", "---", "---", "---"),
     ]
     for group, names in groups.items():
         where = group.removeprefix("hooks").removeprefix(": ")
         for name, each in names.items():
             ns, added = (1e6 * each[key] / each["modules"] for key in ("median_ms", "added_ms"))
-            added_text = "-" if name == each["compared_with"] else f"{added:+.0f}"
-            lines.append(row(f"{where}: {name}" if where else name, each["modules"], f"{ns:.0f}", added_text))
+            percent = 100 * each["added_ms"] / names[each["compared_with"]]["median_ms"]
+            more = ["-", "-"] if name == each["compared_with"] else [f"{added:+.0f}", f"{percent:+.1f}"]
+            lines.append(row(f"{where}: {name}" if where else name, each["modules"], f"{ns:.0f}", *more))
     return [*lines, ""]
 
 
