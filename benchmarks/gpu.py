@@ -119,6 +119,10 @@ def microseconds(run: Callable[[Any], Any], tensors: list[Any], calls: int, roun
     return timed(graph.replay, calls), f"CUDA graph of {calls} calls"
 
 
+def taken_to(option: str) -> Path:
+    return ROOT / "build" / f"gpu{option.removeprefix('-')}.json"
+
+
 def floor_reader() -> Callable[[Any], None]:
     """benchmarks/floor.cu: a kernel that reads a tensor and does nothing else."""
     import torch
@@ -249,6 +253,23 @@ def many_figures(floor: Callable[[Any], None]) -> list[dict[str, Any]]:
     return figures
 
 
+def training_figures() -> list[dict[str, Any]]:
+    """A training step of a model of 1 G parameters, bare and watched."""
+    from benchmarks.steps import LARGE, MODES
+    from benchmarks.steps import training_figures as figures_of
+
+    figures = []
+    for compiled, mode in enumerate(MODES):
+        for figure in figures_of(LARGE, "cuda", bool(compiled), 7):
+            figures.append({"group": f"training step, {mode}", **figure})
+            print(f"{mode:16} {figure['name']:36} {figure['median_ms']:8.2f} ms {figure['added_ms']:+8.3f}", flush=True)
+    return figures
+
+
+# Each in a process of its own, after the build.
+FIGURES = {"--figures": kernel_figures, "--training": training_figures}
+
+
 def main() -> int:
     try:
         import torch
@@ -258,9 +279,9 @@ def main() -> int:
     if not torch.cuda.is_available():
         print(f"make gpu: an NVIDIA GPU is needed, and torch {torch.__version__} sees none here; nothing was run")
         return 1
-    if sys.argv[1:] == ["--figures"]:  # in a process of its own, after the build
+    if len(sys.argv) > 1:
         sys.path.insert(0, str(ROOT))
-        (ROOT / "build" / "gpu-figures.json").write_text(json.dumps(kernel_figures()))
+        taken_to(sys.argv[1]).write_text(json.dumps(FIGURES[sys.argv[1]]()))
         return 0
 
     session = Session()
@@ -268,21 +289,27 @@ def main() -> int:
     architecture = {"TORCH_CUDA_ARCH_LIST": f"{major}.{minor}", "HOOKSTATS_CUDA": "1"}
     python = sys.executable
     built = session.run("build", [python, "setup.py", "build_ext", "--inplace"], 240, environment=architecture)
-    figures: list[dict[str, Any]] = []
+    figures: dict[str, list[dict[str, Any]]] = {option: [] for option in FIGURES}
     if built:
-        (ROOT / "build" / "gpu-figures.json").unlink(missing_ok=True)
-        if session.run("benchmarks", [python, "benchmarks/gpu.py", "--figures"], 150):
-            figures = json.loads((ROOT / "build" / "gpu-figures.json").read_text())
+        for option, name in (("--figures", "benchmarks"), ("--training", "training")):
+            taken_to(option).unlink(missing_ok=True)
+            if session.run(name, [python, "benchmarks/gpu.py", option], 150):
+                figures[option] = json.loads(taken_to(option).read_text())
         session.sanitize("memcheck")
         session.sanitize("racecheck")
         options = ["--durations", "8", *(["-n", "8"] if find_spec("xdist") else [])]
         options += ["--timeout", "60"] if find_spec("pytest_timeout") else []
         chosen = ["-k", "not cuda_on_cpu and not harness"]  # those run on any machine
-        session.run("tests", [python, "-m", "pytest", "-q", *options, *chosen, "tests"], 240)
+        name = "tests"
+        if not find_spec("transformers"):
+            name = "tests without transformers"
+            options += ["--ignore", "tests/test_transformers.py"]
+        session.run(name, [python, "-m", "pytest", "-q", *options, *chosen, "tests"], 240)
         session.run("demo", [python, "-m", "hookstats.demo", "--output", "build/demo"], 60)
 
     sys.path.insert(0, str(ROOT))
-    record: dict[str, Any] = {"steps": session.steps, "not_run": session.not_run, "figures": figures}
+    record: dict[str, Any] = {"steps": session.steps, "not_run": session.not_run}
+    record |= {option.removeprefix("--"): taken for option, taken in figures.items()}
     if built:
         from benchmarks.environment import describe
 

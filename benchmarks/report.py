@@ -58,7 +58,67 @@ def gpu_page(path: Path, record: dict[str, Any]) -> list[str]:
     for case, names in cases.items():
         if others[0] in names:
             lines.append(row(case, *[number(names[n]["median_us"]) if n in names else "-" for n in (OURS[0], *others)]))
+    floor = max((names["read floor"]["gb_per_s"] for names in cases.values()), default=None)
+    return [*lines, "", *training_lines(record.get("training", []), floor)]
+
+
+def hook_lines(figures: list[dict[str, Any]]) -> list[str]:
+    """What a hook costs the host, from the groups that begin with "hooks"."""
+    groups = {group: names for group, names in by_case(figures, "group").items() if group.startswith("hooks")}
+    if not groups:
+        return []
+    lines = [
+        "What a hook costs the host: a chain of modules that do next to nothing, one thread, all contenders in turns. "
+        "Median ns per module, forward and backward together unless a direction is named, and what is added to an "
+        "empty forward hook; beside a thread that computes in Python all the time, to no hook.",
+        "",
+        row("", "modules", "ns per module", "added", "%"),
+        row("---", "---", "---", "---", "---"),
+    ]
+    for group, names in groups.items():
+        where = group.removeprefix("hooks").removeprefix(": ")
+        for name, each in names.items():
+            ns, added = (1e6 * each[key] / each["modules"] for key in ("median_ms", "added_ms"))
+            percent = 100 * each["added_ms"] / names[each["compared_with"]]["median_ms"]
+            more = ["-", "-"] if name == each["compared_with"] else [f"{added:+.0f}", f"{percent:+.1f}"]
+            lines.append(row(f"{where}: {name}" if where else name, each["modules"], f"{ns:.0f}", *more))
     return [*lines, ""]
+
+
+def training_lines(figures: list[dict[str, Any]], gb_per_s: float | None = None) -> list[str]:
+    """Training steps; with a read bandwidth, also what is added over the time it takes to read what is hooked."""
+    groups = {group: names for group, names in by_case(figures, "group").items() if group.startswith("training")}
+    if not groups:
+        return []
+    some = next(iter(next(iter(groups.values())).values()))
+    threads = f", {some['threads']} thread{'s' * (some['threads'] > 1)}" if "threads" in some else ""
+    lines = [
+        f"A training step (forward, backward, AdamW) of a Llama-shaped model with {number(some['parameters'] / 1e6)} M "
+        f"parameters and {some['tokens']} tokens{threads}; watched are the outputs of all modules and their gradients. "
+        "Median ms, and what is added to the bare step; all contenders in turns.",
+        "",
+    ]
+    columns = ["step, ms", "added, ms", "added, %", "hooked, MB", "state, MB"]
+    columns += ["a step's memory, MB", "added / reading what is hooked"] if gb_per_s else []
+    for group, names in groups.items():
+        lines += [row(group.removeprefix("training step, "), *columns), row("---", *["---"] * len(columns))]
+        for name, each in names.items():
+            base = names[each["compared_with"]]["median_ms"]
+            added = "-" if name == each["compared_with"] else f"{each['added_ms']:+.3g}"
+            percent = "-" if name == each["compared_with"] else f"{100 * each['added_ms'] / base:+.1f}"
+            cells = [number(each["median_ms"]), added, percent, megabytes(each, "hooked_bytes")]
+            cells.append(megabytes(each, "state_bytes"))
+            if gb_per_s:
+                hooked = each.get("hooked_bytes")
+                ratio = f"{each['added_ms'] * gb_per_s * 1e6 / hooked:.2f}" if hooked else "-"
+                cells += [megabytes(each, "step_bytes"), ratio]
+            lines.append(row(name, *cells))
+        lines.append("")
+    return lines
+
+
+def megabytes(figure: dict[str, Any], key: str) -> str:
+    return number(figure[key] / 2**20) if key in figure else "-"
 
 
 def cpu_page(path: Path, record: dict[str, Any]) -> list[str]:
@@ -70,12 +130,13 @@ def cpu_page(path: Path, record: dict[str, Any]) -> list[str]:
         f"{record['commit']}; [{path.name}](results/{path.name}). Median ms of one call.",
         "",
     ]
-    names = list(next(iter(cases.values())))
-    lines += [row("ms", *names), row("---", *["---"] * len(names))]
-    for case, found in cases.items():
-        if set(names) <= set(found):
-            lines.append(row(case, *[number(found[name]["median_ms"]) for name in names]))
-    return [*lines, ""]
+    kernels = {case: found for case, found in cases.items() if OURS[0] in found}
+    names = list(next(iter(kernels.values()), {}))
+    if kernels:
+        lines += [row("ms", *names), row("---", *["---"] * len(names))]
+    for case, found in kernels.items():
+        lines.append(row(case, *[number(found[name]["median_ms"]) for name in names]))
+    return [*lines, "", *hook_lines(record["figures"]), *training_lines(record["figures"])]
 
 
 def picture(record: dict[str, Any], path: Path) -> None:

@@ -1,0 +1,182 @@
+"""What a hook costs the host: make bench. A chain of modules that do next to nothing, on one thread."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hookstats
+from benchmarks.interleaved import figures, interleaved, seconds
+from hookstats.hooks import OutputHook
+
+MODULES = 400
+
+Chain = nn.Sequential
+
+
+class Negate(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return -x
+
+
+def nothing(*_: Any) -> None:
+    pass
+
+
+def by_operators(x: torch.Tensor) -> list[torch.Tensor]:
+    """Fewer statistics than hookstats takes."""
+    return [*torch.var_mean(x), x.abs().max(), x.norm(), (x == 0).sum(), torch.isfinite(x).sum()]
+
+
+def measuring(chain: Chain) -> hookstats.Monitor:
+    return hookstats.attach(chain, tensors=("output", "grad_output"), channels=False, histogram=None, every=1)
+
+
+def returning_at_once(chain: Chain) -> hookstats.Monitor:
+    """Everything but what the kernels do: to the host, this step is measured; on the device, it is not."""
+    monitor = measuring(chain)
+    skip = torch.zeros(1, dtype=torch.int32)
+    for module in chain:
+        for hook in module._forward_hooks.values():
+            assert isinstance(hook, OutputHook)
+            assert hook.output is not None
+            assert hook.gradient is not None
+            hook.give(hook.output._replace(active=skip), hook.gradient._replace(active=skip))
+    return monitor
+
+
+def paused(chain: Chain) -> tuple[hookstats.Monitor, Any]:
+    monitor = measuring(chain)
+    pause = monitor.paused()
+    pause.__enter__()
+    return monitor, pause
+
+
+def forward_hooks(chain: Chain, hook: Callable[..., None]) -> None:
+    for module in chain:
+        module.register_forward_hook(hook)
+
+
+def tensor_hooks(chain: Chain, hook: Callable[[torch.Tensor], Any], of_output: Callable[[torch.Tensor], Any]) -> None:
+    """Python functions on every output and its gradient; what they return is dropped."""
+    results: list[Any] = [None]
+
+    def keep(gradient: torch.Tensor) -> None:
+        results[0] = hook(gradient)
+
+    def forward_hook(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        results[0] = of_output(output)
+        output.register_hook(keep)
+
+    forward_hooks(chain, forward_hook)
+
+
+def full_backward_hooks(chain: Chain) -> None:
+    for module in chain:
+        module.register_full_backward_hook(nothing)
+
+
+# Each prepares a chain, and returns what must be kept alive.
+CONTENDERS: dict[str, Callable[[Chain], Any]] = {
+    "bare": nothing,
+    "empty forward hook": lambda chain: forward_hooks(chain, nothing),
+    "hookstats, paused": paused,
+    "hookstats, kernels return at once": returning_at_once,
+    "hookstats, measuring": measuring,
+    "Python tensor hooks, empty": lambda chain: tensor_hooks(chain, nothing, nothing),
+    "Python hooks, torch operators": lambda chain: tensor_hooks(chain, by_operators, by_operators),
+    "full backward hooks, empty": full_backward_hooks,
+}
+BESIDE = ["bare", "hookstats, kernels return at once", "Python tensor hooks, empty"]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+class Prepared:
+    """A chain with a contender's hooks."""
+
+    def __init__(self, name: str, modules: int = MODULES, side: int = 4) -> None:
+        self.chain = nn.Sequential(*(Negate() for _ in range(modules)))
+        self.kept = CONTENDERS[name](self.chain)
+        self.x = torch.randn(side, side, requires_grad=True)
+        self.gradient = torch.ones(side, side)
+        self.backward(self.forward())
+
+    def forward(self) -> torch.Tensor:
+        y: torch.Tensor = self.chain(self.x)
+        return y
+
+    def backward(self, y: torch.Tensor) -> None:
+        y.backward(self.gradient)
+        self.x.grad = None
+
+
+def timed(name: str) -> Callable[[], float]:
+    """Forward and backward with a contender's hooks; the shortest of three in a row, as the first is often cold."""
+    prepared = Prepared(name)
+    return lambda: min(seconds(lambda: prepared.backward(prepared.forward())) for _ in range(3))
+
+
+def bench_hooks(benchmark: Any) -> None:
+    """Forward and backward of a chain."""
+    benchmark.group = "hooks"
+    contenders = {name: timed(name) for name in CONTENDERS}
+    times = benchmark.pedantic(interleaved, args=(contenders, 40))
+    benchmark.extra_info.update(modules=MODULES, contenders=figures(times, "empty forward hook"))
+
+
+class BusyThread:
+    """A Python thread that computes for as long as one is inside the `with`. It needs a core that is free."""
+
+    def __enter__(self) -> None:
+        self.stop = False
+
+        def spin() -> None:
+            while not self.stop:
+                pass
+
+        self.thread = threading.Thread(target=spin)
+        self.thread.start()
+        time.sleep(0.01)
+
+    def __exit__(self, *_: object) -> None:
+        self.stop = True
+        self.thread.join()
+
+
+def timed_beside(direction: str, name: str, modules: int) -> Callable[[], float]:
+    """One direction beside a busy thread; the forward that a backward needs is alone.
+
+    An operator takes 0.3 ms, long enough for the other thread to wake up and take the GIL.
+    """
+    prepared = Prepared(name, modules, side=1024)
+
+    def run() -> float:
+        if direction == "forward":
+            with BusyThread():
+                return seconds(prepared.forward)
+        y = prepared.forward()
+        with BusyThread():
+            return seconds(lambda: prepared.backward(y))
+
+    return run
+
+
+@pytest.mark.parametrize(("direction", "modules", "rounds"), [("forward", 40, 8), ("backward", 100, 8)])
+def bench_beside_a_busy_python_thread(benchmark: Any, direction: str, modules: int, rounds: int) -> None:
+    benchmark.group = f"hooks: {direction} beside a busy Python thread"
+    contenders = {name: timed_beside(direction, name, modules) for name in BESIDE}
+    times = benchmark.pedantic(interleaved, args=(contenders, rounds))
+    benchmark.extra_info.update(modules=modules, contenders=figures(times, "bare"))

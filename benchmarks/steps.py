@@ -1,0 +1,119 @@
+"""Training steps that are compared: bare, and with hookstats measuring more and more, or nothing. On a CPU or a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import hookstats
+from benchmarks.interleaved import figures, interleaved, seconds
+from benchmarks.llama import Llama, Shape
+from hookstats import ExponentBins
+
+SMALL = Shape(width=256, hidden=688, heads=4, blocks=4, vocabulary=2048, batch=1, length=128)  # 4.2 M parameters
+LARGE = Shape(width=2048, hidden=5632, heads=16, blocks=18, vocabulary=32000, batch=4, length=2048)  # 1.06 G
+
+DEFAULT = "+ histogram per tensor (default)"
+ATTACHED: dict[str, dict[str, Any] | None] = {
+    "bare": None,
+    "totals": {"channels": False, "histogram": None},
+    "channels": {"histogram": None},
+    DEFAULT: {},
+    "+ histogram per channel": {"histogram": ExponentBins(per_channel=True), "memory_budget": 4 << 30},
+}
+MODES = ["eager", "blocks compiled"]  # by `compiled`
+NEVER, PERIOD = 0, 10
+
+
+class Trainer:
+    """A model in training, watched or (attached=None) not."""
+
+    def __init__(self, shape: Shape, device: str, attached: dict[str, Any] | None) -> None:
+        torch.manual_seed(0)
+        self.device = device
+        self.every = 1  # or NEVER
+        with torch.device(device):
+            self.model = Llama(shape).to(torch.bfloat16 if device == "cuda" else torch.float32)
+        self.ids = torch.randint(shape.vocabulary, (shape.batch, shape.length), device=device)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
+        self.monitor = None if attached is None else hookstats.attach(self.model, every=self._is_due, **attached)
+
+    def _is_due(self, step: int) -> bool:
+        return self.every != NEVER and step % self.every == 0
+
+    def step(self) -> None:
+        self.model(self.ids).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.monitor is not None:
+            self.monitor.step()
+
+    def _steps(self, count: int) -> None:
+        for _ in range(count):
+            self.step()
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+    def timed(self, every: int = 1, pause: bool = False) -> float:
+        """Seconds of a step; of a measured one and those around it, the mean."""
+        if every != self.every:
+            self.every = every
+            self._steps(1)  # whether a step is measured was decided when the one before it ended
+        count = max(every, 1)
+        if pause and self.monitor is not None:
+            with self.monitor.paused():
+                return seconds(lambda: self._steps(count)) / count
+        return seconds(lambda: self._steps(count)) / count
+
+    def memory(self) -> dict[str, int]:
+        """Bytes: what is measured in a step, hookstats' state, and (CUDA) what a step adds to what is there before."""
+        found = {}
+        if self.monitor is not None:
+            self.timed()
+            sites = self.monitor.snapshot().values()
+            size = next(self.model.parameters()).element_size()
+            found = {
+                "hooked_bytes": int(sum(site.total.count for site in sites)) * size,
+                "state_bytes": self.monitor.state_bytes,
+            }
+        if self.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            self._steps(1)
+            found["step_bytes"] = torch.cuda.max_memory_allocated() - before
+        return found
+
+
+def training_figures(shape: Shape, device: str, compiled: bool, rounds: int) -> list[dict[str, Any]]:
+    """A figure for each contender, all timed in turns; what they add is compared with the bare step.
+
+    Compiled is each block, as one does with a deep model. All contenders' blocks have the same code: torch would run
+    what was compiled for one of them, with its hooks or without, for all. Hence the guards.
+    """
+    with torch._dynamo.config.patch(skip_nnmodule_hook_guards=False, recompile_limit=64):
+        return _training_figures(shape, device, compiled, rounds)
+
+
+def _training_figures(shape: Shape, device: str, compiled: bool, rounds: int) -> list[dict[str, Any]]:
+    trainers = {name: Trainer(shape, device, attached) for name, attached in ATTACHED.items()}
+    for trainer in trainers.values():
+        if compiled:
+            for block in trainer.model.blocks:
+                block.compile()
+        trainer.timed()
+    default = trainers[DEFAULT]
+    contenders: dict[str, Callable[[], float]] = {name: trainer.timed for name, trainer in trainers.items()}
+    contenders |= {
+        f"every={PERIOD}, mean of {PERIOD} steps": lambda: default.timed(PERIOD),
+        "off-step": lambda: default.timed(NEVER),
+        "paused": lambda: default.timed(pause=True),
+    }
+    interleaved(contenders, 1)  # warms up
+    found = figures(interleaved(contenders, rounds), "bare")
+    for figure in found:
+        figure |= {"parameters": sum(p.numel() for p in default.model.parameters()), "tokens": default.ids.numel()}
+        if figure["name"] in trainers:
+            figure |= trainers[figure["name"]].memory()
+    return found

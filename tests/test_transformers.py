@@ -1,0 +1,231 @@
+"""Real models, from transformers (tiny, random weights): every site against plain hooks, and training that goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+import hookstats
+from hookstats import fields
+from tests.conftest import DEVICES, check, compare
+
+WIDTH, VOCABULARY = 16, 24
+SHAPE = {"hidden_size": WIDTH, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 4}
+TEXT = {"vocab_size": VOCABULARY, "max_position_embeddings": 32}
+GROUPED = {"num_key_value_heads": 2}  # query heads share keys and values
+CONTAINERS = {"output_hidden_states": True, "output_attentions": True, "attn_implementation": "eager"}
+EXPERTS = {
+    "moe_intermediate_size": 12,
+    "shared_expert_intermediate_size": 12,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "output_router_logits": True,
+}
+KINDS = ("output", "grad_output", "param", "param_grad")
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, **TEXT, **GROUPED)),
+    "gpt2": lambda: GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=VOCABULARY, n_positions=32, n_embd=WIDTH, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0
+        )
+    ),
+    "bert": lambda: BertForMaskedLM(BertConfig(**SHAPE, **TEXT, **CONTAINERS)),
+    "vit": lambda: ViTForImageClassification(ViTConfig(**SHAPE, image_size=16, patch_size=4, num_labels=5)),
+    "experts, grouped": lambda: Qwen2MoeForCausalLM(Qwen2MoeConfig(**SHAPE, **TEXT, **GROUPED, **EXPERTS)),
+    "experts, one by one": lambda: Qwen2MoeForCausalLM(
+        Qwen2MoeConfig(**SHAPE, **TEXT, **GROUPED, **EXPERTS, experts_implementation="eager")
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """On a busy machine, threads that wait for each other take most of the time of models this small."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def made(name: str, device: str = "cpu") -> nn.Module:
+    torch.manual_seed(0)
+    return MODELS[name]().train().to(device)
+
+
+def loss_of(model: nn.Module, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(step)
+    device = next(model.parameters()).device
+    if isinstance(model, ViTForImageClassification):
+        images, labels = torch.randn(3, 3, 16, 16, generator=generator), torch.randint(5, (3,), generator=generator)
+        return model(pixel_values=images.to(device), labels=labels.to(device)).loss
+    ids = torch.randint(VOCABULARY, (3, 7), generator=generator).to(device)
+    return model(input_ids=ids, labels=ids).loss
+
+
+def every_module(name: str, module: nn.Module) -> bool:
+    return True
+
+
+def leaves(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """The floating tensors of an output with their paths, as the README names them."""
+    if isinstance(value, torch.Tensor) and value.is_floating_point():
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key in value:
+            yield from leaves(value[key], f"{path}.{key}")
+    elif isinstance(value, tuple):
+        for i, item in enumerate(value):
+            yield from leaves(item, f"{path}.{i}")
+
+
+class Plain:
+    """Independent hooks of plain PyTorch: clones of every output and of its gradient, by site."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.seen: dict[tuple[str, str], list[torch.Tensor]] = {}
+        self.channel_dims: dict[tuple[str, str], int] = {}
+        for name, module in model.named_modules():
+            module.register_forward_hook(partial(self._keep, name))
+
+    def _keep(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        for path, tensor in leaves(output):
+            last = isinstance(module, (nn.Linear, nn.LayerNorm, nn.Embedding)) or tensor.dim() not in (4, 5)
+            self._add(name, "output" + path, -1 if last else 1, tensor)
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self._add, name, "grad_output" + path, -1 if last else 1))
+
+    def _add(self, name: str, kind: str, channel_dim: int, tensor: torch.Tensor) -> None:
+        self.seen.setdefault((name, kind), []).append(tensor.detach().clone())
+        self.channel_dims[name, kind] = channel_dim
+
+    def parameters(self, model: nn.Module) -> None:
+        """To be called before the optimizer steps."""
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None
+            self._add(name, "param", 0, parameter)
+            self._add(name, "param_grad", 0, parameter.grad)
+
+    def rows(self, site: tuple[str, str]) -> torch.Tensor:
+        """All tensors of a site as one [values, channels]."""
+        dim = self.channel_dims[site]
+        tensors = [t.reshape(1, 1) if t.dim() == 0 else t.movedim(dim, -1) for t in self.seen[site]]
+        return torch.cat([t.reshape(-1, t.shape[-1]) for t in tensors])
+
+
+def check_site(stats: hookstats.SiteStats, plain: Plain, site: tuple[str, str]) -> None:
+    assert stats.calls == len(plain.seen[site])
+    shape = plain.seen[site][0].shape
+    if site[1].startswith("param") and (len(shape) < 2 or shape[0] == 1):
+        assert stats.channels is None
+        got = {name: getattr(stats.total, name) for name in fields.STATISTICS}
+        compare(got, plain.rows(site).flatten().double().numpy(), f"{site}", 1e-5)
+    else:
+        check(stats, plain.rows(site), -1)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", MODELS)
+def test_three_training_steps_of_a_real_model_match_plain_hooks_at_every_site(name: str, device: str) -> None:
+    model = made(name, device)
+    mon = hookstats.attach(model, every_module, tensors=KINDS, every=1, strict=True)
+    plain = Plain(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(3):
+        loss = loss_of(model, step)
+        loss.backward()
+        norm = clip_grad_norm_(model.parameters(), float("inf"))
+        plain.parameters(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        snapshot = mon.step()
+        assert snapshot is not None
+        assert {tuple(site) for site in snapshot.order} == set(plain.seen)
+        for site in snapshot.order:
+            check_site(snapshot[site], plain, tuple(site))
+        assert snapshot.grad_norm == pytest.approx(norm.item(), rel=1e-6)
+        assert snapshot["", "output.loss"].total.mean == loss.item()
+        plain.seen.clear()
+    assert mon.skipped == {}
+
+
+def test_what_real_models_return_in_containers_has_sites_of_its_own() -> None:
+    """The test above compares them; this one holds that there are such sites in it."""
+    kinds = {}
+    for name in ("bert", "experts, grouped"):
+        model = made(name)
+        mon = hookstats.attach(model, every_module, every=1)
+        loss_of(model, 0).backward()
+        kinds[name] = {site.tensor for site in mon.snapshot().order if site.name == ""}
+    hidden, attentions = [f"output.hidden_states.{i}" for i in range(3)], [f"output.attentions.{i}" for i in range(2)]
+    outputs = {"output.loss", "output.logits", *hidden, *attentions}
+    assert kinds["bert"] == outputs | {f"grad_{kind}" for kind in outputs}
+    outputs = {"output.loss", "output.aux_loss", "output.logits", "output.router_logits.0", "output.router_logits.1"}
+    assert kinds["experts, grouped"] == outputs | {f"grad_{kind}" for kind in outputs}
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing_counts_each_forward_once(reentrant: bool) -> None:
+    def snapshot_of(recompute: bool) -> hookstats.Snapshot:
+        model = made("llama")
+        if recompute:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        ran = []
+        model.model.layers[0].self_attn.q_proj.register_forward_hook(lambda *_: ran.append(1))
+        mon = hookstats.attach(model, every_module, tensors=KINDS, every=1, strict=True)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for microbatch in range(2):
+            loss_of(model, microbatch).backward()
+        optimizer.step()
+        snapshot = mon.step()
+        assert snapshot is not None
+        assert len(ran) == (4 if recompute else 2)
+        return snapshot
+
+    plain, recomputed = snapshot_of(False), snapshot_of(True)
+    assert set(recomputed.order) == set(plain.order)
+    for site in plain.order:
+        assert recomputed[site].calls == plain[site].calls
+        got, want = ([getattr(each[site].total, name) for name in fields.STATISTICS] for each in (recomputed, plain))
+        np.testing.assert_array_equal(got, want, err_msg=str(site))
+
+
+def test_training_gpt2_is_bit_identical_with_and_without() -> None:
+    def trained(attach: bool) -> list[torch.Tensor]:
+        model = made("gpt2")  # it has dropout, so the random numbers too must be the same
+        mon = hookstats.attach(model, every_module, tensors=KINDS, every=2, strict=True) if attach else None
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        losses = []
+        for step in range(10):
+            loss = loss_of(model, step)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+            if mon is not None:
+                mon.step(loss=loss)
+        return losses + list(model.state_dict().values())
+
+    with_it, without = trained(True), trained(False)
+    assert all(torch.equal(a, b) for a, b in zip(with_it, without, strict=True))
+    assert not torch.equal(without[0], without[9])
