@@ -55,6 +55,7 @@ def register(
         with_kwargs: the hook is given the module's keyword arguments after the positional ones.
         newest_first: before those of its stage.
     """
+    _make_graphs_look_at_hooks()
     hooks: Any = module._forward_pre_hooks if on_inputs else module._forward_hooks
     behind = [key for key, other in hooks.items() if _comes_after(other, hook.stage, newest_first)]
     hang: Any = module.register_forward_pre_hook if on_inputs else module.register_forward_hook
@@ -68,6 +69,18 @@ def register(
 
 def _comes_after(other: object, stage: int, newest_first: bool) -> bool:
     return isinstance(other, ModuleHook) and (other.stage > stage or (newest_first and other.stage == stage))
+
+
+def _make_graphs_look_at_hooks() -> None:
+    """From now on a graph is used for modules without hooks only if they have none.
+
+    By default torch.compile leaves these guards out, and uses the graph of a model without hooks for another one of the
+    same class that has some: a second model, an EMA copy, one of many equal blocks. The first time, this imports the
+    compiler, which takes a second or two.
+    """
+    import torch._dynamo
+
+    torch._dynamo.config.skip_nnmodule_hook_guards = False
 
 
 def forget_compiled() -> bool:

@@ -192,3 +192,18 @@ def test_a_copy_of_a_watched_model_compiles() -> None:
     twin = torch.compile(copy.deepcopy(model), fullgraph=True, backend="aot_eager")
     twin(batches()[0]).sum().backward()
     assert mon.snapshot().order == []
+
+
+@pytest.mark.parametrize("blocks", [False, True], ids=["whole", "blocks"])
+def test_a_twin_that_is_compiled_first_does_not_take_the_measuring_away(blocks: bool) -> None:
+    torch.compiler.reset()
+    watched, twin = Residual(), Residual()
+    mon = hookstats.attach(watched, every=1)
+    for model in (watched, twin):
+        for part in model.blocks if blocks else [model]:
+            part.compile(backend="aot_eager")
+    x = torch.randn(2, 5, 16)
+    for model in (twin, watched, twin, watched):
+        model(x).sum().backward()
+    taken = mon.snapshot()
+    assert {site: taken[site].calls for site in mon.sites} == dict.fromkeys(mon.sites, 2)
