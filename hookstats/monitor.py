@@ -236,11 +236,15 @@ class Monitor:
     def reset(self) -> None:
         """Forgets what the open step has so far: after warm-up, say."""
         self._store.clear()
+        self._parameters.reset()
 
     def detach(self) -> None:
         """Takes every hook off the model. What the open step has so far becomes a last snapshot, if it is anything."""
         for handle in self._handles:
             handle.remove()
+        if self._handles and not self._stepped:
+            self._parameters.measure()
+        self._watcher.collect_failures()
         was_attached, self._handles = bool(self._handles), []
         self._set_flags()
         while self._pending:

@@ -1,6 +1,8 @@
 """The parameters of a model and their gradients: read in one launch for each dtype when an optimizer steps.
 
-Then gradients are whole: accumulated over microbatches, reduced over ranks, unscaled and clipped, and not yet zeroed.
+Then gradients are whole: accumulated over microbatches, reduced over ranks, clipped, and not yet zeroed. What an
+optimizer unscales itself (a fused one, with a GradScaler) is unscaled here, too; what a closure computes is read behind
+its first call; of an optimizer inside another one, the outer counts.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from hookstats import _native
@@ -27,7 +30,7 @@ class Parameter:
         self.module = weakref.ref(slot.module)
         self.key = slot.key
         self.entries = entries
-        self.measured = False  # in the open step
+        self.measured: dict[str, bool] = {}  # by kind, in the open step: whether by an optimizer
         self.before: torch.Tensor | None = None  # a copy, while an optimizer steps
 
     def slot(self) -> Slot | None:
@@ -103,6 +106,7 @@ class Parameters:
         self._values = Together(store, skip)
         self._updates = Together(store, skip)
         self._copied_bytes: dict[torch.device, int] = {}
+        self._depth = 0  # of optimizers that step inside each other
 
     def add(self, name: str, slot: Slot, keep_channels: bool, default: torch.device) -> None:
         """Watches a parameter."""
@@ -123,51 +127,90 @@ class Parameters:
         self._parameters.append(parameter)
 
     def _may_copy(self, tensor: torch.Tensor, device: torch.device) -> bool:
+        if isinstance(tensor, nn.parameter.UninitializedParameter):
+            return True  # nothing yet
         size = self._copied_bytes.get(device, 0) + tensor.numel() * tensor.element_size()
         if size + self._store.bytes_on(device) > self._store.memory_budget:
             return False
         self._copied_bytes[device] = size
         return True
 
-    def before_optimizer_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """For every optimizer of the process: measures those of its parameters that are watched."""
-        if not self._store.flags.value or torch.compiler.is_compiling():
-            return
+    def before_optimizer_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """For every optimizer of the process: measures those of its parameters that are watched.
+
+        Returns None, or other (args, kwargs) for its step.
+        """
+        if torch.compiler.is_compiling():
+            return None
+        self._depth += 1
+        if self._depth > 1 or not self._store.flags.value:
+            return None
         ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        self.measure(ids)
         self._carefully(self._copy, ids)
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if not callable(closure):
+            self.measure(ids, getattr(optimizer, "grad_scale", None))
+            return None
+        first = True
+
+        def measured_closure() -> Any:
+            nonlocal first
+            loss = closure()
+            if first:
+                first = False
+                self.measure(ids)
+            return loss
+
+        if len(args) > 1:
+            return (args[0], measured_closure, *args[2:]), kwargs
+        return args, kwargs | {"closure": measured_closure}
 
     def after_optimizer_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Measures by how much the step has changed them."""
-        if not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            return
+        self._depth = max(self._depth - 1, 0)
+        if self._depth == 0:
             self._carefully(self._measure_updates)
 
-    def measure(self, ids: set[int] | None = None) -> None:
+    def measure(self, ids: set[int] | None = None, grad_scale: torch.Tensor | None = None) -> None:
         """Measures the watched parameters among these; None: all that were not measured in this step."""
         if self._store.flags.value:
-            self._carefully(self._measure, ids)
+            self._carefully(self._measure, ids, grad_scale)
 
-    def _measure(self, ids: set[int] | None) -> None:
-        wanted: dict[Parameter, torch.Tensor] = {}
-        for each in self._parameters:
-            tensor = each.get()
-            if tensor is not None and (not each.measured if ids is None else id(tensor) in ids):
-                each.measured = True
-                wanted[each] = tensor
-        self._values.accumulate(
-            [
-                _local(None if each not in wanted else wanted[each] if kind == "param" else wanted[each].grad)
-                for each, kind in self._values.owners
-            ]
-        )
+    def _measure(self, ids: set[int] | None, grad_scale: torch.Tensor | None) -> None:
+        found = {each: each.get() for each in self._parameters}
+        if ids is not None and ids.isdisjoint(map(id, found.values())):
+            return
+        tensors: list[torch.Tensor | None] = []
+        for each, kind in self._values.owners:
+            tensor = found[each]
+            if tensor is None or not self._is_wanted(each, kind, None if ids is None else id(tensor) in ids):
+                tensors.append(None)
+                continue
+            value = _local(tensor if kind == "param" else tensor.grad)
+            if value is not None and kind == "param_grad" and grad_scale is not None:
+                value = value / grad_scale.to(value.device)
+            if value is not None:
+                each.measured[kind] = ids is not None
+            tensors.append(value)
+        self._values.accumulate(tensors)
+
+    @staticmethod
+    def _is_wanted(each: Parameter, kind: str, by_optimizer: bool | None) -> bool:
+        """by_optimizer: whether one has it that steps now; None: none steps."""
+        if by_optimizer is None:
+            return kind not in each.measured
+        if by_optimizer and each.measured.get(kind) is False:  # already in this step, when somebody asked
+            each.measured[kind] = True
+            return False
+        return by_optimizer
 
     def _copy(self, ids: set[int]) -> None:
         for each, _ in self._updates.owners:
             tensor = each.get()
-            each.before = None
-            if tensor is not None and id(tensor) in ids:
-                local = _local(tensor)
-                each.before = None if local is None else local.detach().clone()
+            local = _local(tensor) if id(tensor) in ids else None
+            each.before = None if local is None else local.detach().clone()
 
     def _measure_updates(self) -> None:
         differences: list[torch.Tensor | None] = []
@@ -197,8 +240,14 @@ class Parameters:
     def close_step(self) -> None:
         """What was not measured before is; then the next step begins."""
         self.measure()
+        self.reset()
+
+    def reset(self) -> None:
+        """Nothing was measured in the open step."""
+        self._depth = 0
         for each in self._parameters:
-            each.measured = False
+            each.measured.clear()
+            each.before = None
 
 
 def kinds_of(parameter: torch.Tensor, kinds: tuple[str, ...]) -> list[str]:
@@ -227,14 +276,16 @@ def watch_optimizers(parameters: Parameters) -> list[Any]:
     """Measures at every optimizer step, until the returned handles are removed or nobody holds `parameters`."""
     held = weakref.ref(parameters)
 
-    def before(*args: Any) -> None:
+    def before(*args: Any) -> Any:
         found = held()
-        if found is not None:
-            found.before_optimizer_step(*args)
+        return None if found is None else found.before_optimizer_step(*args)
 
     def after(*args: Any) -> None:
         found = held()
         if found is not None:
             found.after_optimizer_step(*args)
 
-    return [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
+    handles = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
+    for handle in handles:
+        weakref.finalize(parameters, handle.remove)
+    return handles

@@ -200,16 +200,17 @@ class Snapshot(Mapping[Site, SiteStats]):
         """The L2 norm of the watched parameters' gradients together, as ``clip_grad_norm_`` returns it.
 
         Of the gradients that the optimizer was given: after clipping, where they were clipped; of this process.
-        Infinite or NaN where a gradient is, None where no ``param_grad`` was measured.
+        Where an optimizer stepped several times in the step, the root of the mean square over these. Infinite or NaN
+        where a gradient is, None where no ``param_grad`` was measured.
         """
-        gradients = [stats.total for site, stats in self.items() if site.tensor == "param_grad" and stats.calls]
+        gradients = [stats for site, stats in self.items() if site.tensor == "param_grad" and stats.calls]
         if not gradients:
             return None
-        if any(total.nans for total in gradients):
+        if any(stats.total.nans for stats in gradients):
             return float("nan")
-        if any(total.posinfs or total.neginfs for total in gradients):
+        if any(stats.total.posinfs or stats.total.neginfs for stats in gradients):
             return float("inf")
-        return float(np.sqrt(sum(total.l2_norm**2 for total in gradients)))
+        return float(np.sqrt(sum(stats.total.l2_norm**2 / stats.calls for stats in gradients)))
 
     def __repr__(self) -> str:
         return f"Snapshot(step={self.step}, {len(self.order)} of {len(self)} sites fired)"

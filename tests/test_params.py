@@ -178,10 +178,11 @@ def test_gradients_that_overflowed_are_seen_though_the_optimizer_does_not_step()
     assert not np.isfinite(snapshot.grad_norm)
 
 
-def test_gradients_are_seen_unscaled() -> None:
+@pytest.mark.parametrize("fused", [False, True])
+def test_gradients_are_seen_unscaled(fused: bool) -> None:
     model = residual()
     mon = hookstats.attach(model, tensors="param_grad", every=1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)  # a fused one unscales them itself
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     scaler.scale(loss_of(model)).backward()
     scaler.step(optimizer)
@@ -294,10 +295,19 @@ def test_paused_and_detached_monitors_measure_nothing() -> None:
     with mon.paused():
         optimizer.step()
         assert not mon.snapshot().order
+    assert mon.step() is not None  # what was not read before is read when the step ends
     mon.detach()
     assert len(_global_optimizer_pre_hooks) == before
     optimizer.step()
-    assert not mon.snapshot().order
+    assert mon.snapshot().step == 0
+
+
+def test_without_steps_the_last_snapshot_has_the_parameters() -> None:
+    got: list[Snapshot] = []
+    model = residual()
+    with hookstats.attach(model, tensors="param", sinks=got.append):
+        pass
+    assert got[0]["head.weight", "param"].calls == 1
 
 
 def test_a_forgotten_monitor_keeps_nothing_alive_and_measures_nothing() -> None:
@@ -315,6 +325,104 @@ def test_a_forgotten_monitor_keeps_nothing_alive_and_measures_nothing() -> None:
     gc.collect()
     assert head() is None
     other.step()
+    other.detach()
+
+
+def test_forgotten_monitors_take_their_hooks_with_them() -> None:
+    before = len(_global_optimizer_pre_hooks)
+    for _ in range(3):
+        hookstats.attach(residual(), tensors=BOTH)
+    gc.collect()
+    assert len(_global_optimizer_pre_hooks) == before
+
+
+def test_gradients_of_a_closure_are_those_that_it_computes() -> None:
+    for optimizer_type in (torch.optim.SGD, torch.optim.LBFGS):
+        model, twin = residual(), residual()
+        mon = hookstats.attach(model, tensors=("param_grad", "param_update"), every=1)
+        optimizers = [optimizer_type(m.parameters(), lr=0.1) for m in (model, twin)]
+        for seed in range(3):
+            twin.zero_grad()
+            loss_of(twin, seed).backward()
+            gradient = grad_of(twin.head.weight).clone()
+
+            def closure(m: nn.Module, o: Any, seed: int) -> torch.Tensor:
+                o.zero_grad()
+                loss = loss_of(m, seed)
+                loss.backward()
+                return loss
+
+            for m, o in zip((model, twin), optimizers, strict=True):
+                if m is model:
+                    o.step(closure=partial(closure, m, o, seed))
+                else:
+                    o.step(partial(closure, m, o, seed))
+            taken = mon.step()
+            assert taken is not None
+            check_site(taken, "head.weight", "param_grad", gradient)
+            assert taken["head.weight", "param_update"].calls == 1
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+        mon.detach()
+
+
+def test_an_optimizer_inside_another_one_counts_once() -> None:
+    class Outer(torch.optim.SGD):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.inner = torch.optim.SGD(*args, **kwargs)
+
+        def step(self, closure: Any = None) -> None:
+            self.inner.step()
+
+    model = residual()
+    mon = hookstats.attach(model, tensors=(*BOTH, "param_update"), every=1)
+    loss_of(model).backward()
+    norm = clip_grad_norm_(model.parameters(), float("inf"))
+    Outer(list(model.parameters()), lr=0.1).step()
+    taken = mon.step()
+    assert taken is not None
+    assert taken.grad_norm == pytest.approx(norm.item(), rel=1e-6)
+    assert {stats.calls for stats in taken.values()} == {1}
+
+
+def test_the_norm_over_several_optimizer_steps_is_that_of_one() -> None:
+    model = residual()
+    mon = hookstats.attach(model, tensors="param_grad", every=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    loss_of(model).backward()
+    norm = clip_grad_norm_(model.parameters(), float("inf"))
+    optimizer.step()
+    optimizer.step()
+    taken = mon.step()
+    assert taken is not None
+    assert taken["head.weight", "param_grad"].calls == 2
+    assert taken.grad_norm == pytest.approx(norm.item(), rel=1e-6)
+
+
+def test_asking_before_backward_spoils_nothing() -> None:
+    model = residual()
+    mon = hookstats.attach(model, tensors=BOTH, every=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mon.snapshot()
+    loss_of(model).backward()
+    assert mon.snapshot()["head.weight", "param_grad"].calls == 1
+    optimizer.step()
+    taken = mon.step()
+    assert taken is not None
+    assert {stats.calls for stats in taken.values()} == {1}
+
+
+def test_lazy_parameters_are_read_when_they_are_there() -> None:
+    model = nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 2))
+    mon = hookstats.attach(model, tensors=(*BOTH, "param_update"), every=1)
+    model(torch.randn(5, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.randn(5, 4)).sum().backward()
+    optimizer.step()
+    taken = mon.step()
+    assert taken is not None
+    assert {stats.calls for stats in taken.values()} == {1}
+    assert taken["0.weight", "param"].total.count == 12
 
 
 def test_training_is_bit_identical() -> None:
