@@ -18,11 +18,6 @@ namespace {
 using Tensors = std::vector<std::optional<at::Tensor>>;
 using Failures = std::vector<std::tuple<int64_t, std::string>>;
 
-const char* reason(const std::exception& error) {
-  const auto* torch_error = dynamic_cast<const c10::Error*>(&error);
-  return torch_error ? torch_error->what_without_backtrace() : error.what();
-}
-
 // The sites whose tensors come together. What is known of a tensor is kept from call to call, so that a call with
 // tensors like those of the call before only hands over their addresses.
 class Batch : public torch::CustomClassHolder {
@@ -111,14 +106,14 @@ class Batch : public torch::CustomClassHolder {
     std::vector<size_t> members;
     cuda::Many many;
     at::Tensor table, partials, arrivals;  // on the device
-    bool is_captured = false;              // a CUDA graph reads them, as long as it lives
+    bool is_captured = false;              // a CUDA graph reads them
   };
 
   // Takes out what a CUDA graph would capture: a table cannot be made then.
   void refuse_capture(std::vector<at::Tensor>& arrived, Failures& failures) {
     for (size_t i = 0; i < arrived.size(); ++i) {
       if (!arrived[i].defined() || !runs_cuda_kernels(arrived[i].device())) continue;
-      if (!cuda::is_capturing(launch_on(arrived[i].device(), std::nullopt).stream)) continue;
+      if (!cuda::is_capturing(stream_of(arrived[i].device()))) continue;
       failures.emplace_back(i, "a CUDA graph is captured before any step was measured");
       members_[i].kind.reset();
       arrived[i] = at::Tensor();
@@ -163,6 +158,7 @@ class Batch : public torch::CustomClassHolder {
     group.table = at::from_blob(table.data(), {int64_t(table.size())}, at::kByte).to(device, at::kByte, false, true);
     group.partials = at::empty({group.many.partials}, options.dtype(at::kDouble));
     group.arrivals = at::zeros({group.many.arrivals}, options.dtype(at::kInt));
+    wait_for(device);  // it may be used on other streams than the one that fills it here
     return group;
   }
 

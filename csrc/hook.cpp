@@ -96,11 +96,6 @@ std::map<int64_t, std::string> take_failures() {
   return std::exchange(failures, {});
 }
 
-const char* reason(const std::exception& error) {
-  const auto* torch_error = dynamic_cast<const c10::Error*>(&error);
-  return torch_error ? torch_error->what_without_backtrace() : error.what();
-}
-
 void accumulate_gradient(const at::Tensor& gradient, const Observed& observed) {
   if (!gradient.defined() || !*observed.is_open || has_no_data(gradient)) return;
   try {
@@ -143,7 +138,10 @@ PyObject* observe(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
     if (!observed.output) {
       described(x, site);  // throws what accumulate would
     } else if (!backward_is_running()) {
-      const py::gil_scoped_release release;
+      // Only where it takes longer than getting the GIL back: a launch does not, nor does a small tensor.
+      constexpr int64_t kLong = 1 << 15;
+      std::optional<py::gil_scoped_release> release;
+      if (x.is_cpu() && x.numel() >= kLong) release.emplace();
       accumulate(x, site);
     }
     // A leaf's gradient is its owner's, and a hook on it would outlive the step.

@@ -135,10 +135,7 @@ class Scratch {
     const auto options = at::TensorOptions().device(device);
     Piece piece{at::empty({cuda::kScratchDoubles}, options.dtype(at::kDouble)),
                 at::zeros({cuda::kScratchCounters}, options.dtype(at::kInt)), clock(device)};
-    if (!device.is_cpu()) {  // it may be used first on another stream than the one that clears it here
-      const auto* impl = c10::impl::getDeviceGuardImpl(device.type());
-      impl->synchronizeStream(impl->getStream(device));
-    }
+    wait_for(device);  // it may be used first on another stream than the one that clears it here
     return piece;
   }
 
@@ -223,12 +220,14 @@ bool runs_cuda_kernels(at::Device device) { return device.is_cuda(); }
 #endif
 
 #if defined(HOOKSTATS_CUDA_KERNELS)
+void* stream_of(at::Device device) {
+  if (device.is_cpu()) return nullptr;
+  // libc10 alone: the same binary loads with and without CUDA in torch.
+  return c10::impl::getDeviceGuardImpl(device.type())->getStream(device).native_handle();
+}
+
 cuda::Launch launch_on(at::Device device, const std::optional<at::Tensor>& active) {
-  void* stream = nullptr;
-  if (!device.is_cpu()) {
-    // libc10 alone: the same binary loads with and without CUDA in torch.
-    stream = c10::impl::getDeviceGuardImpl(device.type())->getStream(device).native_handle();
-  }
+  void* stream = stream_of(device);
   const auto piece = scratch().of(device, stream);
   return {stream,
           device.is_cpu() ? 0 : device.index(),
@@ -258,8 +257,19 @@ Input described(const at::Tensor& x, const Site& site) {
   return {nullptr, dtype, layout_of(x, site.state, site.tensors.channel_dim)};
 }
 
+const char* reason(const std::exception& error) {
+  const auto* torch_error = dynamic_cast<const c10::Error*>(&error);
+  return torch_error ? torch_error->what_without_backtrace() : error.what();
+}
+
 bool has_no_data(const at::Tensor& x) {
   return x.is_meta() || !x.has_storage() || x.key_set().has(c10::DispatchKey::Python);
+}
+
+void wait_for(at::Device device) {
+  if (device.is_cpu()) return;
+  const auto* impl = c10::impl::getDeviceGuardImpl(device.type());
+  impl->synchronizeStream(impl->getStream(device));
 }
 
 bool backward_is_running() { return torch::autograd::get_current_graph_task_id() != -1; }

@@ -57,7 +57,10 @@ Input described(const at::Tensor& x, const Site& site);
 // The CUDA kernels run on the GPU, or, in the tests' build, on the CPU (tests/cuda_on_cpu).
 bool runs_cuda_kernels(at::Device device);
 
-// The current stream of a device, with its scratch.
+// The current stream of a device; null on a CPU.
+void* stream_of(at::Device device);
+
+// The same with its scratch.
 cuda::Launch launch_on(at::Device device, const std::optional<at::Tensor>& active);
 
 void check(const char* cuda_error);
@@ -66,6 +69,12 @@ void check(const char* cuda_error);
 // Wrappers without memory of their own: fake and meta tensors, and what functorch makes. Their own keys tell; a
 // dispatch mode that is merely active (selective checkpointing, FLOP counting) changes nothing about the data.
 bool has_no_data(const at::Tensor& x);
+
+// Waits for the current stream of a device.
+void wait_for(at::Device device);
+
+// What went wrong, in a line.
+const char* reason(const std::exception& error);
 
 // Whether this thread is inside backward(): a forward seen there is a recomputation.
 bool backward_is_running();

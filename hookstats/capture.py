@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from hookstats import pictures, stages
+from hookstats import _native, pictures, stages
 from hookstats.hooks import warn
 from hookstats.select import channel_dim_of, modules_at, natural_channels, walk
 
@@ -205,18 +205,38 @@ class _Ring:
             x, dim = x[number], dim - 1
         return x.movedim(dim, 0) if x.dim() == 3 else x
 
+    def first_floating(self, output: Any) -> torch.Tensor | None:
+        """What is kept of an output. Nothing of fake tensors and other wrappers, nor while a CUDA graph is captured."""
+        if torch.compiler.is_compiling():
+            return _first_floating(output)
+        try:
+            x = _first_floating(output)
+        except Exception as error:  # a container that cannot be walked
+            self._warn(error)
+            return None
+        if x is None or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return None
+        if _native.has_no_data(x):
+            if type(x).__name__ != "FakeTensor":
+                self._warn(TypeError(f"expected a plain tensor with data, got {type(x).__name__} on {x.device}"))
+            return None
+        return x
+
+    def _warn(self, error: Exception) -> None:
+        if not self._warned:
+            self._warned = True
+            warn(f"not captured: {self._name or '(model)'}: {type(error).__name__}: {error}")
+
     def _fill(self, buffer: _Buffer, x: torch.Tensor) -> None:
         try:
             buffer.fill(self.share(x))
-        except Exception as error:  # a tensor without data of its own, say: training goes on
-            if not self._warned:
-                self._warned = True
-                warn(f"not captured: {self._name or '(model)'}: {type(error).__name__}: {error}")
+        except Exception as error:  # no memory, say: training goes on
+            self._warn(error)
 
     def put_output(self, x: torch.Tensor) -> _Slot | None:
         """The capture that this output, or its recomputation, belongs to; None if this call is not kept."""
         if stages.recomputing():
-            return self._newest()
+            return self._recomputed()
         call = self._calls
         self._calls += 1
         if call % self._every:
@@ -240,6 +260,11 @@ class _Ring:
         last = self._calls - 1
         slot = self._slots[last // self._every % len(self._slots)]
         return slot if last >= 0 and slot.call == last and not slot.gradient.full else None
+
+    def _recomputed(self) -> _Slot | None:
+        """The capture that is recomputed. None where several wait for gradients: nothing says whose turn it is."""
+        waiting = [slot for slot in self._slots if slot.output.full and not slot.gradient.full]
+        return self._newest() if len(waiting) == 1 else None
 
     def put_from_graph(self, what: str, x: torch.Tensor) -> None:
         """In a graph nothing says to which call a gradient belongs: it goes to the last one."""
@@ -279,8 +304,8 @@ class _OutputHook(stages.ModuleHook):
         self.ring = ring
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        x = _first_floating(output)
         ring = self.ring
+        x = ring.first_floating(output)
         if x is None:
             return
         has_gradient = x.requires_grad and not x.is_leaf
@@ -303,7 +328,7 @@ class _LeavingHook(stages.ModuleHook):
         self.ring = ring
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        x = _first_floating(output)
+        x = self.ring.first_floating(output)
         if x is None:
             return
         if torch.compiler.is_compiling():

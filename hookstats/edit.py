@@ -280,7 +280,8 @@ class EditHook(stages.ModuleHook):
                     f"{self.edit.description}: expected tensors on {self.counters[-1].device}, where the model was "
                     f"when the edit was made, got one on {old.device}: make edits after model.to()"
                 )
-            self.counters.append(_counter(old.device))
+            at = next((i for i, counter in enumerate(self.counters) if counter.device == old.device), None)
+            self.counters.append(_counter(old.device) if at is None else self.counters.pop(at))
         amount = ((new != old) & ~(new.isnan() & old.isnan())).sum()
         if in_graph and not self.of_gradient:
             _add_unless_recomputing(self.counters[-1], amount)

@@ -25,7 +25,7 @@ class Site(NamedTuple):
     """One tensor of one module, or a parameter."""
 
     name: str  # the module's or parameter's clean path, "" for the model itself
-    tensor: str  # "output", "grad_output", "param", "param_grad"; "output.0" or "output.logits" inside a container
+    tensor: str  # "output", "grad_output", "input", ..., see attach; "output.0" or "output.logits" inside a container
 
     def __str__(self) -> str:
         return f"{self.name or '(model)'} {self.tensor}"

@@ -74,26 +74,44 @@ class InputHook(Hook):
     """Measures a module's inputs before it runs, as a forward pre-hook with kwargs.
 
     One positional tensor, and no tensor by name, is the site itself; else the inputs are the parts of a container, by
-    number and by name. A gradient is the module's own share: the module is given an alias, and the gradient of that is
-    watched; only of inputs that are tensors themselves.
+    number and by name. A gradient is the module's own share: the module is given an alias of each argument that is a
+    tensor (not a parameter, nor in a container), and the gradient of the alias is watched.
     """
 
     __slots__ = ()
 
     def __call__(self, module: Any, args: Any, kwargs: Any = None) -> Any:
-        is_open = torch.compiler.is_compiling() or self.watcher.is_open()
-        changed = is_open and self.watched.kinds[1] is not None and torch.is_grad_enabled()
+        if torch.compiler.is_compiling():
+            return self._observe_inputs(module, args, kwargs)
+        if not self.watcher.is_open():
+            return None
+        try:
+            return self._observe_inputs(module, args, kwargs)
+        except Exception as error:
+            self.watcher.give_up(self, f"{type(error).__name__}: {error}")
+
+    def _observe_inputs(self, module: Any, args: Any, kwargs: Any) -> Any:
+        changed = self.watched.kinds[1] is not None and torch.is_grad_enabled()
         if changed:
-            args = tuple(_alias(value) for value in args)
-            kwargs = {name: _alias(value) for name, value in kwargs.items()}
-        if is_open:
-            single = len(args) == 1 and not _holds_tensors(kwargs)
-            super().__call__(module, args, args[0] if single else _by_name(args, kwargs))
+            args, kwargs = _aliases(args, kwargs)
+        single = len(args) == 1 and isinstance(args[0], torch.Tensor) and not _holds_tensors(kwargs)
+        super().__call__(module, args, args[0] if single else _by_name(args, kwargs))
         return (args, kwargs) if changed else None
 
 
-def _alias(value: Any) -> Any:
-    return value.view_as(value) if isinstance(value, torch.Tensor) and value.requires_grad else value
+def _aliases(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments, with an alias in the place of each tensor; in all places of one tensor the same one."""
+    given = [*args, *kwargs.values()]
+    new: list[Any] = []
+    for i, value in enumerate(given):
+        before = next((j for j in range(i) if given[j] is value), None)
+        if before is not None:
+            new.append(new[before])
+        elif isinstance(value, torch.Tensor) and value.requires_grad and not isinstance(value, torch.nn.Parameter):
+            new.append(value.view_as(value))
+        else:
+            new.append(value)
+    return tuple(new[: len(args)]), dict(zip(kwargs, new[len(args) :], strict=True))
 
 
 def _holds_tensors(kwargs: Any) -> bool:
@@ -229,9 +247,7 @@ class Watcher:
                 elif tensor.is_floating_point() and (self._learns or not _is_a_mere_shape(tensor)):
                     self._measure(hook.parts.get(path) or self._part(hook, path, tensor), tensor)
         except Exception as error:
-            if self._store.strict:
-                raise
-            self._give_up(hook, f"{type(error).__name__}: {error}")
+            self.give_up(hook, f"{type(error).__name__}: {error}")
 
     def _part(self, hook: Hook, path: str, tensor: torch.Tensor) -> Hook:
         whole = hook.watched
@@ -255,7 +271,7 @@ class Watcher:
                 self._bind(hook, tensor)
             return
         if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:  # a wrapper: it holds no data itself
-            return self._give_up(hook, f"expected a plain torch.Tensor, got {type(tensor).__name__}")
+            return self.give_up(hook, f"expected a plain torch.Tensor, got {type(tensor).__name__}")
         problem = _native.observe(tensor, hook.observed)
         if problem is not None:
             self._mend(hook, tensor, problem)
@@ -279,7 +295,7 @@ class Watcher:
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
         if problem is not None:
-            self._give_up(hook, problem)
+            self.give_up(hook, problem)
 
     def _bind(self, hook: Hook, tensor: torch.Tensor) -> bool:
         """Moves the hook's states to the device and width of a tensor; False if they were right already."""
@@ -330,7 +346,8 @@ class Watcher:
             )
         return 1
 
-    def _give_up(self, hook: Hook, problem: str) -> None:
+    def give_up(self, hook: Hook, problem: str) -> None:
+        """A site that cannot be measured: from now on nothing is done for it, unless it is to raise."""
         if self._store.strict:
             raise RuntimeError(f"hookstats: {hook.watched.name!r} cannot be measured: {problem}")
         hook.give(None, None)

@@ -200,15 +200,24 @@ class Monitor:
             return tensor
         if not isinstance(tensor, torch.Tensor) or not isinstance(name, str):
             raise TypeError(f"tap: expected a tensor and a name, got {type(tensor).__name__} and {name!r}")
-        if hook is None and self._store.flags.value:
+        if hook is None and self._store.flags.value and not _native.has_no_data(tensor):
             if any(entry.site.name == name for entry in self._store.entries):
                 raise ValueError(f"tap: expected a name that no watched module has, got {name!r}")
-            kinds = ("output", "grad_output")
-            watched = Watched(name, "", Channels(channel_dim, None), self._tap_channels, kinds)
-            hook = self._taps[name] = self._watcher.hook(watched, tensor.device)
+            hook = self._tapped(tensor, name, channel_dim)
         if hook is not None:
             hook(None, (), tensor)
         return tensor
+
+    def _tapped(self, tensor: torch.Tensor, name: str, channel_dim: int | None) -> Hook | None:
+        watched = Watched(name, "", Channels(channel_dim, None), self._tap_channels, ("output", "grad_output"))
+        try:
+            refuse_device(tensor.device)
+            self._taps[name] = self._watcher.hook(watched, tensor.device)
+        except Exception as error:  # no memory for its state, say
+            if self._strict:
+                raise
+            self._warn_once(("tap", name), f"not measured: {name!r}: {error}")
+        return self._taps.get(name)
 
     def _warn_once(self, what: object, text: str) -> None:
         if what not in self._warned:

@@ -142,6 +142,8 @@ def modules_at(model: nn.Module, where: str | Iterable[str]) -> dict[str, nn.Mod
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    if any(isinstance(module, nn.DataParallel) for module in model.modules()):
+        raise TypeError("expected a model without DataParallel, whose replicas would share hooks across devices")
     named = clean_names(model)
     globs = as_globs("where", where, named)
     silent = never_called(model)

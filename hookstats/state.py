@@ -1,7 +1,7 @@
 """Where statistics accumulate: blocks of device memory, a view of them per site.
 
-Nothing here runs inside a hook except `Store.bind`, the first time a tensor is seen whose width or device could not be
-known before.
+Nothing here runs inside a hook, except where a tensor is seen for the first time: one whose width or device could not
+be known before, one in a container, a tapped one.
 """
 
 from __future__ import annotations
@@ -152,8 +152,8 @@ class Store:
 
     def add(self, site: Site, device: torch.device, channels: int, channel_dim: int, keep_channels: bool) -> Entry:
         entry = Entry(site, keep_channels)
-        self.entries.append(entry)
         self.place(entry, device, channels, channel_dim)
+        self.entries.append(entry)
         return entry
 
     def place(self, entry: Entry, device: torch.device, channels: int, channel_dim: int) -> None:

@@ -27,7 +27,7 @@ BINS = {
     "linear": fields.LinearBins(-1.5, 2.0, 37),
     "linear_per_channel": fields.LinearBins(-1.5, 2.0, 37, per_channel=True),
     "many_linear": fields.LinearBins(0.0, 1.0, 10_000),  # more than shared memory holds
-    "many_linear_per_channel": fields.LinearBins(-4.0, 4.0, 1000, per_channel=True),
+    "many_linear_per_channel": fields.LinearBins(-4.0, 4.0, 2000, per_channel=True),
 }
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 BACKENDS = ["cpu", "cuda_on_cpu", *(["gpu"] if torch.cuda.is_available() else [])]

@@ -377,3 +377,27 @@ def test_captures_do_not_wait_for_the_device() -> None:
         torch.cuda.set_sync_debug_mode("default")
     assert all(ring._host.is_pinned() for ring in (captured._rings["7"]._slots[0].output,) if ring._host is not None)
     assert len(captured["7"]) == 2
+
+
+def test_recomputed_calls_that_wait_for_their_gradients_together_get_none_rather_than_each_others() -> None:
+    layer = nn.Linear(2, 2)
+    captured = hookstats.capture(layer, "")
+    x = torch.randn(1, 2, requires_grad=True)
+    a, b = (checkpoint(layer, x, use_reentrant=True) for _ in range(2))
+    a.sum().backward()
+    (100 * b).sum().backward()
+    assert [shot.gradient for shot in captured[""]] == [None, None]
+    captured = hookstats.capture(layer, "")
+    checkpoint(layer, x, use_reentrant=True).sum().backward()
+    assert captured[""][0].gradient is not None
+
+
+def test_a_forward_on_fake_tensors_is_no_call() -> None:
+    layer = nn.Linear(2, 3)
+    captured = hookstats.capture(layer, "", keep=1)
+    hookstats.attach(layer, example=((torch.randn(4, 2),), {}))
+    assert captured[""] == []
+    y = layer(torch.randn(4, 2))
+    (shot,) = captured[""]
+    assert shot.call == 0
+    assert torch.equal(shot.output, y.detach()[:1])

@@ -287,3 +287,83 @@ def test_an_example_changes_nothing_in_the_model_and_measures_nothing() -> None:
     assert len(model[0]._forward_hooks) == 1
     with pytest.raises(TypeError, match=r"expected \(args, kwargs\), a tuple and a dict, got Tensor"):
         hookstats.attach(model, example=images())
+
+
+class Custom(nn.Module):
+    """What it does is given."""
+
+    def __init__(self, fn: Any) -> None:
+        super().__init__()
+        self.fn = fn
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.fn(*args, **kwargs)
+
+
+def test_one_tensor_in_several_places_stays_one() -> None:
+    seen: list[bool] = []
+
+    def same(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        seen.append(q is k is v)
+        return q + k + v
+
+    model = Custom(same)
+    hookstats.attach(model, "", tensors=INPUTS)
+    h = torch.randn(3, 4, requires_grad=True)
+    model(h, h, v=h).sum().backward()
+    assert seen == [True]
+    torch.manual_seed(0)
+    attention, results = nn.MultiheadAttention(8, 2, batch_first=True), []
+    for watched in (False, True):
+        x = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        if watched:
+            hookstats.attach(attention, "", tensors=INPUTS)
+        attention(*[x * 1] * 3)[0].square().sum().backward()
+        results.append(x.grad)
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("container", [list, tuple, lambda values: {"a": values[0]}])
+def test_of_tensors_in_containers_there_is_no_share_of_the_gradient(container: Any) -> None:
+    model = Custom(lambda values: 2 * (values["a"] if isinstance(values, dict) else values[0]))
+    mon = hookstats.attach(model, "", tensors=INPUTS)
+    h = torch.randn(3, 4, requires_grad=True) * 1
+    (model(container([h])) + 100 * h).sum().backward()
+    assert [site.tensor.partition(".")[0] for site in mon.snapshot().order] == ["input"]
+
+
+def test_parameters_are_handed_on_as_they_are() -> None:
+    kinds: list[type] = []
+    model = Custom(lambda w: kinds.append(type(w)) or w * 2)
+    hookstats.attach(model, "", tensors=INPUTS)
+    model(nn.Parameter(torch.randn(3))).sum().backward()
+    assert kinds == [nn.Parameter]
+
+
+def test_a_container_that_cannot_be_walked_does_not_stop_the_forward() -> None:
+    class Broken(dict):  # type: ignore[type-arg]
+        def items(self) -> Any:
+            raise RuntimeError("not today")
+
+    model = Custom(lambda x, broken: x + 1)
+    mon = hookstats.attach(model, "", tensors=INPUTS)
+    with pytest.warns(UserWarning, match="not today"):
+        model(torch.randn(3), broken=Broken(a=1)).sum()
+    assert mon.skipped
+
+
+def test_a_tap_that_cannot_be_made_does_not_stop_the_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    mon = hookstats.attach(nn.Linear(4, 4), every=1)
+    assert mon.tap(torch.empty(3, 4, device="meta"), "shape").is_meta
+    x = torch.randn(3, 4)
+
+    def no_memory(*args: Any) -> Any:
+        raise MemoryError("no memory left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mon._store, "place", no_memory)
+        with pytest.warns(UserWarning, match="not measured: 'x': no memory left"):
+            assert mon.tap(x, "x") is x
+    assert mon.step() is not None
+    mon.tap(x, "x")
+    assert mon.step()["x", "output"].calls == 1

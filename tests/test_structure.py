@@ -32,7 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "monitor": {"_native", "arguments", "drain", "fields", "hooks", "params", "select", "snapshot", "stages", "state"},
     "edit": {"_native", "select", "stages"},
     "pictures": set(),
-    "capture": {"hooks", "pictures", "select", "stages"},
+    "capture": {"_native", "hooks", "pictures", "select", "stages"},
     "gradient": set(),
     "explain": {"select", "stages"},
     "__init__": {"_native", "capture", "edit", "explain", "fields", "gradient", "monitor", "snapshot"},

@@ -13,10 +13,12 @@ class LinearHistogram {
   // `lanes_are_channels`: else the lanes of a tile are elements of one channel.
   LinearHistogram(const State& state, bool lanes_are_channels) : state_(state) {
     if (state.kind != HistogramKind::linear) return;
+    const int64_t channels = state.by_channel && lanes_are_channels ? std::min<int64_t>(kLanes, state.channels) : 1;
     stride_ = state.bins + 1;  // the last takes NaN and Inf, and is dropped
-    const int64_t channels = state.by_channel && lanes_are_channels ? kLanes : 1;
+    lane_is_channel_ = channels > 1;
+    if (channels * stride_ > kMostWords) return;
     for (int lane = 0; lane < kLanes; ++lane) {
-      first_[lane] = channels > 1 ? lane % state.channels * stride_ : 0;  // several lanes may be one channel
+      first_[lane] = lane_is_channel_ ? lane % state.channels * stride_ : 0;  // several lanes may be one channel
     }
     thread_local std::vector<uint32_t> buffer;
     if (int64_t(buffer.size()) < channels * stride_) buffer.resize(channels * stride_);
@@ -33,7 +35,8 @@ class LinearHistogram {
 
   template <class scalar_t>
   void add(const Tile<scalar_t>& tile) {
-    if (!counts_) return;
+    if (state_.kind != HistogramKind::linear) return;
+    if (!counts_) return add_to_state(tile);
     if (pending_ > kMostPending) flush();
     pending_ += int64_t(tile.rows) * tile.width;
     int64_t at[kLanes];
@@ -46,6 +49,22 @@ class LinearHistogram {
 
  private:
   static constexpr int64_t kMostPending = 1 << 30;  // of 32-bit counters
+  static constexpr int64_t kMostWords = 1 << 16;    // of a thread's own; more are counted where they are kept
+
+  template <class scalar_t>
+  void add_to_state(const Tile<scalar_t>& tile) {
+    for (int r = 0; r < tile.rows; ++r) {
+      for (int lane = 0; lane < tile.width; ++lane) {
+        const int bin = counter_of(widen(tile.row(r)[lane]));
+        if (bin < state_.bins) add_to_bin(channel_ + (lane_is_channel_ ? lane % state_.channels : 0), bin, 1);
+      }
+    }
+  }
+
+  void add_to_bin(int64_t channel, int64_t bin, int64_t count) {
+    __atomic_fetch_add(&state_.histogram[(state_.by_channel ? channel : 0) * state_.bins + bin], count,
+                       __ATOMIC_RELAXED);
+  }
 
   template <class acc_t>
   int counter_of(acc_t x) const {
@@ -55,15 +74,14 @@ class LinearHistogram {
   void flush() {
     pending_ = 0;
     for (int64_t i = 0; i < used_; ++i) {
-      const int64_t channel = state_.by_channel ? channel_ + i / stride_ : 0, bin = i % stride_;
-      if (counts_[i] != 0 && bin < state_.bins) {
-        __atomic_fetch_add(&state_.histogram[channel * state_.bins + bin], int64_t(counts_[i]), __ATOMIC_RELAXED);
-      }
+      const int64_t bin = i % stride_;
+      if (counts_[i] != 0 && bin < state_.bins) add_to_bin(channel_ + i / stride_, bin, counts_[i]);
       counts_[i] = 0;
     }
   }
 
   const State& state_;
+  bool lane_is_channel_ = false;
   int64_t stride_ = 0, used_ = 0;
   int64_t first_[kLanes];
   uint32_t* counts_ = nullptr;
