@@ -49,6 +49,8 @@ def gpu_page(path: Path, record: dict[str, Any]) -> list[str]:
         row("---", "---", "---", "---", "---"),
     ]
     for case, names in cases.items():
+        if OURS[0] not in names:
+            continue
         read = names["read floor"]
         ours = [f"{number(names[n]['median_us'])} us ({names[n]['times_floor']:.2f})" for n in OURS if n in names]
         lines.append(row(case, f"{number(read['median_us'])} us, {read['gb_per_s']:.0f} GB/s", *ours))
@@ -59,7 +61,7 @@ def gpu_page(path: Path, record: dict[str, Any]) -> list[str]:
         if others[0] in names:
             lines.append(row(case, *[number(names[n]["median_us"]) if n in names else "-" for n in (OURS[0], *others)]))
     floor = max((names["read floor"]["gb_per_s"] for names in cases.values()), default=None)
-    return [*lines, "", *training_lines(record.get("training", []), floor)]
+    return [*lines, "", *many_lines(cases, "us"), *training_lines(record.get("training", []), floor)]
 
 
 def hook_lines(figures: list[dict[str, Any]]) -> list[str]:
@@ -117,6 +119,22 @@ def training_lines(figures: list[dict[str, Any]], gb_per_s: float | None = None)
     return lines
 
 
+def many_lines(cases: dict[str, dict[str, dict[str, Any]]], unit: str) -> list[str]:
+    """Many tensors at once."""
+    many = {case: names for case, names in cases.items() if "hookstats, together" in names}
+    if not many:
+        return []
+    names = list(next(iter(many.values())))
+    lines = [
+        "The parameters of a model, or their gradients, channels = dimension 0; beside them their L2 norms alone:",
+        "",
+        row(unit, *names),
+        row("---", *["---"] * len(names)),
+    ]
+    lines += [row(case, *[number(found[n][f"median_{unit}"]) for n in names]) for case, found in many.items()]
+    return [*lines, ""]
+
+
 def megabytes(figure: dict[str, Any], key: str) -> str:
     return number(figure[key] / 2**20) if key in figure else "-"
 
@@ -135,8 +153,8 @@ def cpu_page(path: Path, record: dict[str, Any]) -> list[str]:
     if kernels:
         lines += [row("ms", *names), row("---", *["---"] * len(names))]
     for case, found in kernels.items():
-        lines.append(row(case, *[number(found[name]["median_ms"]) for name in names]))
-    return [*lines, "", *hook_lines(record["figures"]), *training_lines(record["figures"])]
+        lines.append(row(case, *[number(found[name]["median_ms"]) if name in found else "-" for name in names]))
+    return [*lines, "", *many_lines(cases, "ms"), *hook_lines(record["figures"]), *training_lines(record["figures"])]
 
 
 def picture(record: dict[str, Any], path: Path) -> None:
