@@ -98,9 +98,8 @@ def contenders(case: Case, device: str) -> dict[str, Callable[[torch.Tensor], An
         name = "hookstats" if histogram == "none" else f"hookstats + {histogram} histogram"
         found[name] = partial(measured, channel_dim=case.channel_dim)
     found["torch.compile of the operators"] = lambda x: compiled(x, case.channel_dim)
-    if device == "cuda":
-        tuned = torch.compile(by_operators, dynamic=False, mode="max-autotune-no-cudagraphs")
-        found["the same, max-autotune"] = lambda x: tuned(x, case.channel_dim)
+    tuned = torch.compile(by_operators, dynamic=False, mode="max-autotune-no-cudagraphs")
+    found["the same, max-autotune"] = lambda x: tuned(x, case.channel_dim)
     others = [d for d in range(len(case.shape)) if d != case.channel_dim]
     found["torch.var_mean alone"] = lambda x: torch.var_mean(x, others)
     found["eager operators"] = lambda x: by_operators(x, case.channel_dim)

@@ -5,6 +5,7 @@ What is said is read off the model; nothing is run.
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import functools
 from collections.abc import Iterator
@@ -116,6 +117,8 @@ def _global_rows() -> list[HookRow]:
 def _row(name: str, kind: str, hook: Any, traps: list[str]) -> HookRow:
     if isinstance(hook, ModuleHook):
         return HookRow(name, kind, f"hookstats.{hook.description}", True, tuple(traps))
+    if isinstance(getattr(hook, "__self__", None), contextlib.nullcontext):  # see stages.ModuleHook
+        return HookRow(name, kind, "nothing: what a hook of hookstats is in a copy of its model", True, ())
     function, code = _code(hook)
     if code is not None and kind != "gradient in .grad" and _may_return(code):
         given = {"forward": "the output", "forward-pre": "the input"}.get(kind, "the gradient")

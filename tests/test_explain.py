@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any
 
@@ -196,3 +197,11 @@ def test_the_text_shows_every_row_and_trap() -> None:
     assert [row.name for row in hookstats.explain(model).traps] == ["1"]
     with pytest.raises(TypeError, match=r"expected a torch.nn.Module, got list"):
         hookstats.explain([model])  # type: ignore[arg-type]
+
+
+def test_a_copy_of_a_watched_model_says_what_its_hooks_are() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    hookstats.attach(model)
+    (row,) = hookstats.explain(copy.deepcopy(model)).rows
+    assert row.hook == "nothing: what a hook of hookstats is in a copy of its model"
+    assert not row.traps
