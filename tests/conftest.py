@@ -41,6 +41,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU: make gpu"))
 
 
+@pytest.fixture(autouse=True)
+def _same_random_numbers_in_every_run() -> None:
+    torch.manual_seed(0)
+
+
 def load_harness() -> Any:
     """torch.ops namespace in which CPU tensors go to the CUDA kernels, run on the CPU (tests/cuda_on_cpu)."""
     sources = ["csrc/ops.cpp", "csrc/batch.cpp", "csrc/cpu/accumulate.cpp", "tests/cuda_on_cpu/harness.cpp"]
