@@ -120,6 +120,7 @@ class Monitor:
             self._close(number, checked)
         self._step = number + 1
         self._stepped = True
+        self._parameters.begin_step()
         self._measured = self._is_due()
         self._set_flags()
         while self._pending and self._pending[0].ready():

@@ -242,9 +242,12 @@ class Parameters:
         self.measure()
         self.reset()
 
+    def begin_step(self) -> None:
+        """No optimizer is stepping: one that raised did not say that it ended."""
+        self._depth = 0
+
     def reset(self) -> None:
         """Nothing was measured in the open step."""
-        self._depth = 0
         for each in self._parameters:
             each.measured.clear()
             each.before = None

@@ -385,6 +385,31 @@ def test_an_optimizer_inside_another_one_counts_once() -> None:
     assert {stats.calls for stats in taken.values()} == {1}
 
 
+def test_an_optimizer_step_that_raised_does_not_hide_the_next_one() -> None:
+    class Failing(torch.optim.SGD):
+        fails = True
+
+        def step(self, closure: Any = None) -> None:
+            if self.fails:
+                raise RuntimeError("no")
+            super().step(closure)
+
+    model = residual()
+    mon = hookstats.attach(model, tensors="param_grad", every=2)
+    assert mon.step() is not None
+    optimizer = Failing(model.parameters(), lr=0.1)
+    with pytest.raises(RuntimeError, match="no"):  # in a step that is not measured, which no close cleans up after
+        optimizer.step()
+    mon.step()
+    optimizer.fails = False
+    loss_of(model).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    taken = mon.step()
+    assert taken is not None
+    assert taken["head.weight", "param_grad"].calls == 1
+
+
 def test_the_norm_over_several_optimizer_steps_is_that_of_one() -> None:
     model = residual()
     mon = hookstats.attach(model, tensors="param_grad", every=1)
