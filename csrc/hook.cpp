@@ -1,7 +1,11 @@
 // The fast hook: one METH_FASTCALL function from a module's output to its kernels, and the Python module.
 // It never raises out of a training step: what went wrong is returned, or, inside backward, kept for take_failures().
 
+#include <ATen/TracerMode.h>
+#include <torch/csrc/PyInterpreter.h>
+#include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/dynamo/compiled_autograd.h>
 #include <torch/extension.h>
 
 #include <map>
@@ -42,11 +46,43 @@ struct Observed {
   std::optional<Half> output, gradient;
   at::Tensor open;  // [1] int32 on the CPU: zero while nothing is to be measured
   const int32_t* is_open;
+  std::optional<c10::SafePyObject> in_graph;  // callable: what compiled autograd is to trace for a gradient
 };
 using Shared = std::shared_ptr<const Observed>;
-constexpr const char* kObserved = "hookstats.observed";
 
-Shared* shared_of(PyObject* object) { return static_cast<Shared*>(PyCapsule_GetPointer(object, kObserved)); }
+// The part of a hookstats.hooks.Hook that is ours.
+struct HookObject {
+  PyObject_HEAD Shared observed;
+};
+
+PyTypeObject* hook_type = nullptr;
+
+HookObject* hook_of(PyObject* object) {
+  if (!PyObject_TypeCheck(object, hook_type)) {
+    PyErr_Format(PyExc_TypeError, "hookstats: expected a hook, got %s", Py_TYPE(object)->tp_name);
+    return nullptr;
+  }
+  return reinterpret_cast<HookObject*>(object);
+}
+
+PyObject* new_hook(PyTypeObject* type, PyObject*, PyObject*) {
+  PyObject* hook = type->tp_alloc(type, 0);
+  if (hook) new (&reinterpret_cast<HookObject*>(hook)->observed) Shared();
+  return hook;
+}
+
+void delete_hook(PyObject* hook) {
+  PyTypeObject* type = Py_TYPE(hook);
+  reinterpret_cast<HookObject*>(hook)->observed.~Shared();
+  type->tp_free(hook);
+  Py_DECREF(type);
+}
+
+PyType_Slot hook_slots[] = {{Py_tp_new, reinterpret_cast<void*>(new_hook)},
+                            {Py_tp_dealloc, reinterpret_cast<void*>(delete_hook)},
+                            {0, nullptr}};
+PyType_Spec hook_spec = {"hookstats._C.Hook", sizeof(HookObject), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE,
+                         hook_slots};
 
 at::Tensor tensor_of(PyObject* object) {
   TORCH_CHECK_TYPE(THPVariable_Check(object), "observed: expected a tensor, got ", Py_TYPE(object)->tp_name);
@@ -74,17 +110,21 @@ std::optional<Observed::Half> half_of(PyObject* state, at::Tensor& open) {
   return Observed::Half{Site(std::move(tensors)), number, entry(k_strict) == Py_True};
 }
 
-constexpr const char* kObservedDoc =
-    "observed(output, gradient) -> object\n\n"
-    "What `observe` is given: the SiteStates of a module's output and of its gradient; either may be None.";
+constexpr const char* kGiveDoc =
+    "give(hook, output, gradient, in_graph)\n\n"
+    "From now on `observe` folds into these SiteStates, of a module's output and of its gradient; either may be None.\n"
+    "in_graph: a callable that compiled autograd can trace, which does with a gradient what `observe` arranges.";
 
-py::capsule observed(py::object output, py::object gradient) {
+void give(py::object hook, py::object output, py::object gradient, py::object in_graph) {
+  HookObject* own = hook_of(hook.ptr());
+  if (!own) throw py::error_already_set();
+  if (output.is_none() && gradient.is_none()) return own->observed.reset();
   auto made = std::make_shared<Observed>();
   made->output = half_of(output.ptr(), made->open);
   made->gradient = half_of(gradient.ptr(), made->open);
-  TORCH_CHECK_TYPE(made->open.defined(), "observed: expected at least one SiteState");
   made->is_open = made->open.const_data_ptr<int32_t>();
-  return py::capsule(new Shared(std::move(made)), kObserved, [](PyObject* capsule) { delete shared_of(capsule); });
+  made->in_graph.emplace(in_graph.release().ptr(), getPyInterpreter());
+  own->observed = std::move(made);
 }
 
 // Failures inside backward, where Python must not be entered: the first of each site, until Python asks.
@@ -107,29 +147,48 @@ void accumulate_gradient(const at::Tensor& gradient, const Observed& observed) {
   }
 }
 
+// On the gradient of an output, of which it is input number `index_` of a node of the graph.
+class GradientHook : public torch::autograd::FunctionPreHook {
+ public:
+  GradientHook(Shared observed, size_t index) : observed_(std::move(observed)), index_(index) {}
+
+  torch::autograd::variable_list operator()(const torch::autograd::variable_list& gradients) override {
+    accumulate_gradient(gradients[index_], *observed_);
+    return gradients;
+  }
+
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
+    PyObject* in_graph = observed_->in_graph->ptr(getPyInterpreter());
+    args.add_tensor_pre_hook(c10::SafePyObject(py::reinterpret_borrow<py::object>(in_graph).release().ptr(), getPyInterpreter()), int(index_));
+  }
+
+ private:
+  Shared observed_;
+  size_t index_;
+};
+
 constexpr const char* kObserveDoc =
-    "observe(x, observed) -> None | str | NotImplemented\n\n"
+    "observe(x, hook) -> None | str | NotImplemented\n\n"
     "Folds the tensor x into the site of the output (unless it is a recomputation) and its gradient, when it comes,\n"
     "into the gradient's. Returns None, or why x was not measured; NotImplemented for a container or a wrapper.\n"
-    "observed: what observed() made, or None: nothing is measured.";
+    "The sites are those that the hook was given.";
 
 PyObject* observe(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
   if (nargs != 2) {
     PyErr_SetString(PyExc_TypeError, "hookstats: observe: expected (object, observed)");
     return nullptr;
   }
-  if (args[1] == Py_None) Py_RETURN_NONE;
-  const Shared* shared = shared_of(args[1]);
-  if (!shared) return nullptr;
-  const Observed& observed = **shared;
-  if (!*observed.is_open) Py_RETURN_NONE;
+  const HookObject* hook = hook_of(args[1]);
+  if (!hook) return nullptr;
+  if (!hook->observed || !*hook->observed->is_open) Py_RETURN_NONE;
+  const Observed& observed = *hook->observed;
   if (!THPVariable_Check(args[0])) Py_RETURN_NOTIMPLEMENTED;
   const at::Tensor& x = THPVariable_Unpack(args[0]);
   if (x.key_set().has(c10::DispatchKey::Python)) Py_RETURN_NOTIMPLEMENTED;
   if (x.layout() != at::kStrided || x.is_nested()) {
     return PyUnicode_FromString("expected a dense strided tensor");
   }
-  if (has_no_data(x)) Py_RETURN_NONE;
+  if (has_no_data(x) || at::tracer::impl::is_dispatch_enabled()) Py_RETURN_NONE;
   const Site& site = (observed.output ? observed.output : observed.gradient)->site;
   if (site.tensors.channel_dim == kUnknownDim) {
     return PyUnicode_FromString("the width of this site is not known yet");
@@ -145,8 +204,10 @@ PyObject* observe(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
       accumulate(x, site);
     }
     // A leaf's gradient is its owner's, and a hook on it would outlive the step.
-    if (observed.gradient && x.requires_grad() && !x.is_leaf()) {
-      x.register_hook([kept = *shared](const at::Tensor& g) { accumulate_gradient(g, *kept); });
+    if (observed.gradient && x.requires_grad()) {
+      if (const auto& node = x.grad_fn()) {
+        node->add_tensor_pre_hook(std::make_unique<GradientHook>(hook->observed, x.output_nr()));
+      }
     }
   } catch (const std::exception& error) {
     return PyUnicode_FromString(reason(error));
@@ -196,10 +257,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("UNKNOWN_DIM") = kUnknownDim;
   m.attr("DIM_BY_RULE") = kDimByRule;
   m.def("take_failures", &take_failures);
-  m.def("observed", &observed, kObservedDoc);
+  m.def("give", &give, kGiveDoc);
   m.def("has_no_data", &has_no_data);
   m.def("part", &part);
   m.def("reserve_scratch", [](const std::string& device) { reserve_scratch(at::Device(device)); });
+  hook_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&hook_spec));
+  if (!hook_type) throw py::error_already_set();
+  m.attr("Hook") = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(hook_type));
   PyObject* function = PyCFunction_NewEx(&observe_method, nullptr, m.attr("__name__").ptr());
   m.attr("observe") = py::reinterpret_steal<py::object>(function);
 }

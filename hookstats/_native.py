@@ -51,8 +51,9 @@ accumulate = torch.ops.hookstats.accumulate.default
 # Batch(moments, counters, histograms, active, channel_dims, low, high), lists with an entry for each site; its
 # .accumulate(list of Tensor | None) returns a list of (number, why it could not be measured).
 Batch = torch.classes.hookstats.Batch
+Hook = _C.Hook
+give = _C.give
 observe = _C.observe
-observed = _C.observed
 take_failures = _C.take_failures
 has_no_data = _C.has_no_data
 

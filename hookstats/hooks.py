@@ -6,6 +6,7 @@ And what happens to a tensor that the fast way cannot take.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import warnings
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from hookstats import _native
 from hookstats.fields import Site
 from hookstats.select import Channels, channel_dim_of, walk
 from hookstats.stages import ModuleHook
-from hookstats.state import Entry, SiteState, Store, accumulate
+from hookstats.state import Entry, SiteState, Store, accumulate, local_part
 
 _log = logging.getLogger("hookstats")
 
@@ -31,17 +32,20 @@ def warn(text: str) -> None:
         _log.warning(text)
 
 
+_observe = _native.observe  # a global of its own: one look-up less in every hook
+
+
 Kinds: TypeAlias = tuple[str | None, str | None]  # of a hook's sites: the tensor's, its gradient's
 
 
-class Hook(ModuleHook):
+class Hook(ModuleHook, _native.Hook):
     """Measures a module's output and, when it comes, the gradient of that output; as a forward hook.
 
-    Under torch.compile the tracer follows the same hook and meets operators instead of the C function. The states are
-    plain attributes: any look-up by site would give every one of many equal modules a graph of its own.
+    Under torch.compile the tracer follows the same hook, with `_observe_in_graph` in the place of the C function. The
+    states are plain attributes: any look-up by site would give every one of many equal modules a graph of its own.
     """
 
-    __slots__ = ("__weakref__", "gradient", "observed", "output", "parts", "watched", "watcher")
+    __slots__ = ("__weakref__", "gradient", "output", "parts", "watched", "watcher")
 
     def __init__(self, watcher: Watcher, watched: Watched) -> None:
         self.watcher = watcher
@@ -50,24 +54,15 @@ class Hook(ModuleHook):
         self.parts: dict[str, Hook] = {}  # of a container, by path
 
     def __call__(self, module: Any, args: Any, output: Any) -> None:
-        if torch.compiler.is_compiling():
-            self._trace(output)
-        else:
-            problem = _native.observe(output, self.observed)
-            if problem is not None:
-                self.watcher.mend(self, output, problem)
+        problem = _observe(output, self)
+        if problem is not None:
+            self.watcher.mend(self, output, problem)
 
     def give(self, output: SiteState | None, gradient: SiteState | None) -> None:
         """From now on it measures into these."""
         self.output = output  # for the tracer
         self.gradient = gradient
-        self.observed = None if output is None and gradient is None else _native.observed(output, gradient)
-
-    def _trace(self, output: Any) -> None:
-        for path, tensor in walk(output):
-            hook = self.parts.get(path) if path else self
-            if hook is not None:
-                _observe_in_graph(tensor, hook.output, hook.gradient)
+        _native.give(self, output, gradient, functools.partial(_observe_gradient_in_graph, gradient))
 
 
 class InputHook(Hook):
@@ -82,8 +77,8 @@ class InputHook(Hook):
 
     def __call__(self, module: Any, args: Any, kwargs: Any = None) -> Any:
         if torch.compiler.is_compiling():
-            return self._observe_inputs(module, args, kwargs)
-        if not self.watcher.is_open():
+            return None if torch.compiler.is_exporting() else self._observe_inputs(module, args, kwargs)
+        if not self.watcher.is_open() or torch._C._is_tracing():
             return None
         try:
             return self._observe_inputs(module, args, kwargs)
@@ -122,22 +117,40 @@ def _by_name(args: Any, kwargs: Any) -> dict[str, Any]:
     return {**{str(number): value for number, value in enumerate(args)}, **kwargs}
 
 
-def _observe_in_graph(x: torch.Tensor, output: SiteState | None, gradient: SiteState | None) -> None:
-    """What `_native.observe` does, in operators."""
+def _observe_in_graph(output: object, hook: Hook) -> None:
+    """What `_native.observe` does, in operators; also for what is in a container, where an eager forward showed it."""
+    if torch.compiler.is_exporting():
+        return
+    for path, tensor in walk(output):
+        part = hook.parts.get(path) if path else hook
+        if part is not None:
+            _observe_tensor_in_graph(tensor, part.output, part.gradient)
+
+
+def _observe_tensor_in_graph(x: torch.Tensor, output: SiteState | None, gradient: SiteState | None) -> None:
     if output is not None and _fits(x, output):
         accumulate(x, output, skip_recomputation=True)
     if gradient is not None and x.requires_grad and not x.is_leaf and _fits(x, gradient):
-
-        def accumulate_gradient(g: torch.Tensor | None) -> None:
-            if g is not None:  # a graph's output that nobody used
-                accumulate(g, gradient)
-
-        x.register_hook(accumulate_gradient)
+        # A closure: of a partial, all that the state holds would be guarded, and every site have a graph of its own.
+        x.register_hook(lambda g: _observe_gradient_in_graph(gradient, g))
         torch._dynamo.comptime.comptime(_inputs_first)
 
 
+def _observe_gradient_in_graph(state: SiteState | None, gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """Returns the gradient: inside of a graph, compiled autograd takes None for what is to replace it."""
+    if state is not None and gradient is not None and _fits(gradient, state):  # None: of a graph's unused output
+        accumulate(gradient, state)
+    return gradient
+
+
+@functools.cache
+def _teach_the_compiler() -> None:
+    """Imports the compiler, the first time."""
+    torch.compiler.substitute_in_graph(_observe, skip_signature_check=True)(_observe_in_graph)
+
+
 def _inputs_first(context: Any) -> None:
-    """Runs while `_observe_in_graph` is traced: puts the inputs of the graph back in front, in their order.
+    """Runs while `_observe_tensor_in_graph` is traced: puts the inputs of the graph back in front, in their order.
 
     For torch 2.11 and 2.12. They move all that a hook refers to (state and sizes, which are inputs) to the tensor that
     the hook is registered on, and so behind earlier nodes that use it. Where nothing was moved, nothing is done.
@@ -204,6 +217,7 @@ class Watcher:
         self._store = store
         self._hooks: WeakValueDictionary[int, Hook] = WeakValueDictionary()  # by Entry.index; the model owns them
         self._warned_of_budget = False
+        _teach_the_compiler()
 
     def is_open(self) -> bool:
         return self._store.flags.value
@@ -264,17 +278,39 @@ class Watcher:
         return part
 
     def _measure(self, hook: Hook, tensor: torch.Tensor) -> None:
-        if hook.observed is None:
+        if hook.output is None and hook.gradient is None:
             return
         if _is_a_mere_shape(tensor):
             if self._learns and tensor.numel() > 0:
                 self._bind(hook, tensor)
             return
-        if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:  # a wrapper: it holds no data itself
-            return self.give_up(hook, f"expected a plain torch.Tensor, got {type(tensor).__name__}")
-        problem = _native.observe(tensor, hook.observed)
+        if _is_wrapper(tensor):
+            return self._measure_wrapped(hook, tensor)
+        problem = _observe(tensor, hook)
         if problem is not None:
             self._mend(hook, tensor, problem)
+
+    def _measure_wrapped(self, hook: Hook, tensor: torch.Tensor) -> None:
+        """By operators: a wrapper knows how to hand its data to one, or waits for them first."""
+        part = _part_here(tensor)
+        if part.numel() == 0:
+            return
+        self._bind(hook, part)
+        if hook.output is not None:
+            accumulate(part.detach(), hook.output, skip_recomputation=True)
+        if hook.gradient is not None and tensor.requires_grad and not tensor.is_leaf:
+            tensor.register_hook(functools.partial(self._measure_wrapped_gradient, hook.gradient))
+
+    def _measure_wrapped_gradient(self, state: SiteState, gradient: torch.Tensor) -> None:
+        """Inside backward: what goes wrong is told when the step is closed."""
+        if not self.is_open():
+            return
+        try:
+            accumulate(_part_here(gradient).detach(), state)
+        except Exception as error:
+            if state.strict:
+                raise
+            _failures.setdefault(state.site, f"{type(error).__name__}: {error}")
 
     def mend(self, hook: Hook, value: Any, problem: Any) -> None:
         """The extension did not measure what it was given: a container, or a tensor whose state does not fit it."""
@@ -291,7 +327,7 @@ class Watcher:
             if tensor.numel() == 0:  # nothing to measure, and its width says nothing
                 return
             if self._bind(hook, tensor):
-                problem = _native.observe(tensor, hook.observed)
+                problem = _observe(tensor, hook)
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
         if problem is not None:
@@ -381,6 +417,19 @@ def _has_gradient_site(hook: Hook, path: str) -> bool:
 
 def _is_a_mere_shape(tensor: torch.Tensor) -> bool:
     """Fake and meta tensors, and those inside functorch: there is no one piece of data to read."""
-    return type(tensor).__name__ == "FakeTensor" or (
-        type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__ and _native.has_no_data(tensor)
-    )
+    return type(tensor).__name__ == "FakeTensor" or (not _is_wrapper(tensor) and _native.has_no_data(tensor))
+
+
+def _is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether it holds its data in other tensors."""
+    return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+
+
+def _part_here(tensor: torch.Tensor) -> torch.Tensor:
+    """What this process has of a wrapper's values. TypeError where that is not a part of them."""
+    for placement in getattr(tensor, "placements", ()):
+        if placement.is_partial():
+            raise TypeError(
+                f"expected a DTensor that is whole or sharded, got {placement}: its values are yet to be reduced"
+            )
+    return local_part(tensor)

@@ -18,7 +18,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from hookstats import _native
 from hookstats.fields import Site
 from hookstats.select import Slot, parameter_channels
-from hookstats.state import Entry, Store, accumulate
+from hookstats.state import Entry, Store, accumulate, local_part
 
 Skip = Callable[[list[Entry], str], None]
 
@@ -188,7 +188,7 @@ class Parameters:
             if tensor is None or not self._is_wanted(each, kind, None if ids is None else id(tensor) in ids):
                 tensors.append(None)
                 continue
-            value = _local(tensor if kind == "param" else tensor.grad)
+            value = local_part(tensor if kind == "param" else tensor.grad)
             if value is not None and kind == "param_grad" and grad_scale is not None:
                 value = value / grad_scale.to(value.device)
             if value is not None:
@@ -209,14 +209,14 @@ class Parameters:
     def _copy(self, ids: set[int]) -> None:
         for each, _ in self._updates.owners:
             tensor = each.get()
-            local = _local(tensor) if id(tensor) in ids else None
+            local = local_part(tensor) if id(tensor) in ids else None
             each.before = None if local is None else local.detach().clone()
 
     def _measure_updates(self) -> None:
         differences: list[torch.Tensor | None] = []
         for each, _ in self._updates.owners:
             before, each.before = each.before, None
-            now = _local(each.get())
+            now = local_part(each.get())
             if before is not None and now is not None and now.shape == before.shape:
                 differences.append(torch.sub(now.detach(), before, out=before))
             else:
@@ -262,17 +262,11 @@ def placing(
     slot: Slot, tensor: torch.Tensor, keep_channels: bool, default: torch.device
 ) -> tuple[torch.device, int, int]:
     """Device, width and channel dimension of the state for a parameter or a gradient; `default` for a meta tensor."""
-    local = _local(tensor)
+    local = local_part(tensor)
     channels = parameter_channels(slot, tensor if local is None else local)
     width = channels.width if keep_channels and channels.width else 1
     device = tensor.device if tensor.device.type in ("cpu", "cuda") else default
     return device, width, channels.dim or 0
-
-
-def _local(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """The tensor itself; of a DTensor, this process's part."""
-    local = getattr(tensor, "_local_tensor", None)
-    return local if isinstance(local, torch.Tensor) else tensor
 
 
 def watch_optimizers(parameters: Parameters) -> list[Any]:

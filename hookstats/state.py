@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -48,6 +48,15 @@ def accumulate(x: torch.Tensor, state: SiteState, skip_recomputation: bool = Fal
         state.low,
         state.high,
     )
+
+
+_Tensor = TypeVar("_Tensor", torch.Tensor, torch.Tensor | None)
+
+
+def local_part(tensor: _Tensor) -> _Tensor:
+    """The tensor itself; of a DTensor, this process's part."""
+    local = getattr(tensor, "_local_tensor", None)
+    return local if isinstance(local, torch.Tensor) else tensor
 
 
 class Place(NamedTuple):
