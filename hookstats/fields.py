@@ -152,6 +152,15 @@ def histogram_shape(bins: Bins | None, channels: int) -> tuple[int, ...]:
     return (channels, OCTAVE_BINS) if bins.per_channel else (EXPONENT_BINS,)
 
 
+def divided(moments: Array, by: float) -> Array:
+    """The state of the values, each divided by a positive number."""
+    result: Array = moments.copy()
+    for name in ("mean", "min", "max", "abs_sum"):
+        result[FIELDS.index(name)] /= by
+    result[FIELDS.index("m2")] /= by * by
+    return result
+
+
 def exponent_histogram(state: Counts) -> tuple[Counts, Array]:
     """Counts ``[509]`` and edges ``[510]``, ascending, from the state's 512 bins ``sign << 8 | exponent``."""
     positive, negative = state[1:255], state[257:511]

@@ -35,6 +35,7 @@ from hookstats.drain import Drain, Pending, Scalars
 from hookstats.fields import Bins, ExponentBins, Site
 from hookstats.hooks import Hook, InputHook, Kinds, Watched, Watcher, warn
 from hookstats.params import Parameters, kinds_of, placing, watch_optimizers
+from hookstats.scaling import Scaling, check_scaler
 from hookstats.select import (
     Channels,
     Modules,
@@ -43,7 +44,7 @@ from hookstats.select import (
     select,
     wanted_channel_dims,
 )
-from hookstats.snapshot import SiteStats, Snapshot
+from hookstats.snapshot import OF_SCALER, SiteStats, Snapshot
 from hookstats.state import Store, accumulate
 
 _SILENT_STEPS = 3  # measured ones, after which a site that never fired is named
@@ -63,6 +64,7 @@ class Monitor:
         due: Callable[[int], bool],
         sinks: tuple[Sink, ...],
         tap_channels: bool,
+        scaling: Scaling | None,
     ) -> None:
         self._watcher = watcher
         self._parameters = parameters
@@ -72,6 +74,7 @@ class Monitor:
         self._due = due
         self._sinks = sinks
         self._tap_channels = tap_channels
+        self._scaling = scaling
         self._taps: dict[str, Hook] = {}
         self._fired: set[Site] = set()
         self._deliveries = 0
@@ -83,6 +86,8 @@ class Monitor:
         self._measured = True  # the open step
         self._pauses = 0
         self._warned: list[object] = []
+        if scaling is not None:
+            scaling.begin_step()
         self._set_flags()
 
     @property
@@ -114,7 +119,7 @@ class Monitor:
                 f"step: expected an int, the number of the step, got {step!r}; scalars go by name: loss=loss"
             )
         number = self._step if step is None else operator.index(step)
-        checked = Scalars(scalars)
+        checked = self._scalars(scalars)
         self._watcher.collect_failures()
         if self._measured and self._handles:
             self._close(number, checked)
@@ -122,10 +127,19 @@ class Monitor:
         self._stepped = True
         self._parameters.begin_step()
         self._measured = self._is_due()
+        if self._scaling is not None and self._measured:
+            self._scaling.begin_step()
         self._set_flags()
         while self._pending and self._pending[0].ready():
             self._deliver(self._pending.popleft().finish())
         return self._finished.popleft() if self._finished else None
+
+    def _scalars(self, given: dict[str, Any]) -> Scalars:
+        if self._scaling is None:
+            return Scalars(given)
+        if not given.keys().isdisjoint(OF_SCALER):
+            raise ValueError(f"step: expected other names than {' and '.join(OF_SCALER)}, which the grad_scaler gives")
+        return Scalars(given | (self._scaling.scalars() if self._measured else {}))
 
     def _close(self, number: int, scalars: Scalars) -> None:
         self._parameters.close_step()
@@ -151,7 +165,7 @@ class Monitor:
         self._watcher.collect_failures()
         if not self._stepped:  # one forward and backward, without steps
             self._parameters.measure()
-        now = self._drain.begin(self._step, Scalars({}), clear=False).finish()
+        now = self._drain.begin(self._step, self._scalars({}), clear=False).finish()
         if now.order:
             return now
         while self._pending:
@@ -260,7 +274,7 @@ class Monitor:
         while self._pending:
             self._deliver(self._pending.popleft().finish())
         if was_attached and self._measured:
-            last = self._drain.begin(self._step, Scalars({})).finish()
+            last = self._drain.begin(self._step, self._scalars({})).finish()
             if last.order:
                 self._deliver(last)
 
@@ -288,6 +302,7 @@ def attach(
     every: int | Callable[[int], bool] = 10,
     example: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
     sinks: Sink | Iterable[Sink] = (),
+    grad_scaler: Any = None,
     memory_budget: int = 256 << 20,
     strict: bool = False,
 ) -> Monitor:
@@ -317,6 +332,9 @@ def attach(
         example: (args, kwargs) for the model. One forward on fake tensors then shows every width and what is in
             containers, which a compiled model cannot show; no value is computed, no buffer changes.
         sinks: a callable or several, called with each Snapshot when it arrives.
+        grad_scaler: the torch.amp.GradScaler that the loss goes through. The gradients of outputs and inputs are then
+            reported without its scale (moments and norms are divided by it, as are the edges of histograms), and
+            ``Snapshot.overflowed`` marks the steps that it skipped. Call `Monitor.step` after ``scaler.update()``.
         memory_budget: bytes of state per device. Where channels would need more, all sites keep totals only.
         strict: what cannot be measured raises; otherwise the site is skipped, with one warning and its reason in
             ``Monitor.skipped``, and training goes on.
@@ -332,6 +350,7 @@ def attach(
     due = checked_every(every)
     callables = checked_sinks(sinks)
     check_histogram(histogram)
+    check_scaler(grad_scaler)
     if not isinstance(memory_budget, int) or memory_budget < 0:
         raise ValueError(f"memory_budget: expected a number of bytes, got {memory_budget!r}")
     if not isinstance(strict, bool):
@@ -377,7 +396,8 @@ def attach(
     for device, size in sizes().items():
         store.reserve(device, size // 8)
     watcher = Watcher(store)
-    parameters = Parameters(store, of_parameters, watcher.skip_entries)
+    scaling = None if grad_scaler is None else Scaling(grad_scaler, model)
+    parameters = Parameters(store, of_parameters, watcher.skip_entries, scaling)
     handles: list[Any] = []
     try:
         hooks = [(module, watcher.hook(w, devices[w.name], make)) for module, w, make in planned()]
@@ -388,13 +408,14 @@ def attach(
             parameters.add(name, slot, name in keep, default)
         if example is not None:
             _learn(model, watcher, *example)
-        if slots:
+        if slots or scaling is not None:
             handles += watch_optimizers(parameters)
     except Exception:
         for handle in handles:
             handle.remove()
         raise
-    monitor = Monitor(watcher, parameters, store, handles, due, callables, channels is True and wanted <= memory_budget)
+    tap_channels = channels is True and wanted <= memory_budget
+    monitor = Monitor(watcher, parameters, store, handles, due, callables, tap_channels, scaling)
     late = sum(1 for _, hook in hooks if not hook.watched.bound)
     _log.info(
         "attached to %d sites of %d modules and %d parameters, state %.1f MB%s",

@@ -17,6 +17,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 
 from hookstats import _native
 from hookstats.fields import Site
+from hookstats.scaling import Scaling
 from hookstats.select import Slot, parameter_channels
 from hookstats.state import Entry, Store, accumulate, local_part
 
@@ -98,10 +99,11 @@ class Together:
 class Parameters:
     """Measures parameters and gradients, those of an optimizer when it steps, all others when the step ends."""
 
-    def __init__(self, store: Store, kinds: tuple[str, ...], skip: Skip) -> None:
+    def __init__(self, store: Store, kinds: tuple[str, ...], skip: Skip, scaling: Scaling | None = None) -> None:
         self._store = store
         self._kinds = kinds
         self._skip = skip
+        self._scaling = scaling
         self._parameters: list[Parameter] = []
         self._values = Together(store, skip)
         self._updates = Together(store, skip)
@@ -145,6 +147,8 @@ class Parameters:
         self._depth += 1
         if self._depth > 1 or not self._store.flags.value:
             return None
+        if self._scaling is not None:
+            self._scaling.optimizer_steps(optimizer)
         ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         self._carefully(self._copy, ids)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")

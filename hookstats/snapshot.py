@@ -17,6 +17,7 @@ from hookstats.fields import (
     LinearBins,
     Site,
     State,
+    divided,
     exponent_histogram,
     octave_edges,
     total,
@@ -24,6 +25,9 @@ from hookstats.fields import (
 
 if TYPE_CHECKING:
     import pandas
+
+
+OF_SCALER = GRAD_SCALE, OVERFLOWED = "grad_scale", "overflowed"  # scalars of a step with a GradScaler
 
 
 class Stats:
@@ -97,11 +101,21 @@ class SiteStats:
     """
 
     def __init__(
-        self, moments: Array, calls: int, histogram: Counts | None, per_channel: bool, bins: Bins | None = None
+        self,
+        moments: Array,
+        calls: int,
+        histogram: Counts | None,
+        per_channel: bool,
+        bins: Bins | None = None,
+        scale: float = 1.0,
     ) -> None:
-        """moments: ``[fields, channels]``; histogram: as in the state, of these bins (None: by exponent)."""
+        """moments: ``[fields, channels]``; histogram: as in the state, of these bins (None: by exponent).
+
+        scale: what the values were multiplied with before they were measured.
+        """
         self.calls = calls
-        self._moments = moments
+        self._moments = moments if scale == 1 else divided(moments, scale)
+        self._scale = scale
         self._histogram = histogram
         self._per_channel = per_channel
         self._bins = bins or ExponentBins()
@@ -124,10 +138,12 @@ class SiteStats:
         if isinstance(self._bins, LinearBins):
             below, counts, above = np.split(self._histogram, [1, -1], axis=-1)
             outside = (below[..., 0], above[..., 0]) if counts.ndim == 2 else (int(below[0]), int(above[0]))
-            return Histogram(counts, np.linspace(self._bins.lo, self._bins.hi, self._bins.n + 1), *outside)
+            edges = np.linspace(self._bins.lo, self._bins.hi, self._bins.n + 1)
+            return Histogram(counts, edges / self._scale, *outside)
         if self._histogram.ndim == 1:
-            return Histogram(*exponent_histogram(self._histogram))
-        return Histogram(self._histogram, octave_edges())
+            counts, edges = exponent_histogram(self._histogram)
+            return Histogram(counts, edges / self._scale)
+        return Histogram(self._histogram, octave_edges() / self._scale)
 
     def quantile(self, q: float) -> Any:
         """The q-quantile of the finite values, from the histogram by linear interpolation inside its bin.
@@ -170,7 +186,8 @@ def _quantile(counts: Counts, edges: Array, q: float, low: float, high: float) -
 class Snapshot(Mapping[Site, SiteStats]):
     """One measured step: ``snapshot["layers.0.mlp", "output"]`` is a SiteStats.
 
-    ``step``: its number. ``scalars``: what was given to `Monitor.step` with it, as floats. ``order``: the sites that
+    ``step``: its number. ``scalars``: what was given to `Monitor.step` with it, as floats; with a grad_scaler also
+    ``grad_scale``, by which gradients of outputs and inputs were divided, and ``overflowed``. ``order``: the sites that
     fired, in order of execution (per device).
     """
 
@@ -194,6 +211,11 @@ class Snapshot(Mapping[Site, SiteStats]):
 
     def __len__(self) -> int:
         return len(self._sites)
+
+    @property
+    def overflowed(self) -> bool | None:
+        """Whether the GradScaler skipped the optimizer step for an overflow; None without ``grad_scaler=``."""
+        return bool(self.scalars[OVERFLOWED]) if OVERFLOWED in self.scalars else None
 
     @property
     def grad_norm(self) -> float | None:

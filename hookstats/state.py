@@ -15,7 +15,7 @@ import torch
 
 from hookstats import _native
 from hookstats.fields import FIELDS, Bins, Counts, LinearBins, Site, histogram_shape, total
-from hookstats.snapshot import SiteStats, Snapshot
+from hookstats.snapshot import GRAD_SCALE, SiteStats, Snapshot
 
 _LATER_BLOCK_BYTES = 1 << 16  # room for sites whose width is learned one by one; twice as much each time
 
@@ -245,7 +245,8 @@ class Map:
                 continue
             whole = parts[0] if len(parts) == 1 else _merged(parts)
             keep_channels = row.keep_channels and whole.moments.shape[1] == row.places[-1].channels
-            sites[row.site] = SiteStats(whole.moments, calls, whole.bins, keep_channels, self._bins)
+            scale = scalars.get(GRAD_SCALE, 1.0) if row.site.tensor.startswith("grad_") else 1.0
+            sites[row.site] = SiteStats(whole.moments, calls, whole.bins, keep_channels, self._bins, scale)
             if calls:
                 device, first = min((devices.index(part.device), part.first) for part in parts if part.calls)
                 if row.is_parameter:

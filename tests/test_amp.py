@@ -1,0 +1,172 @@
+"""Mixed precision with a GradScaler: gradients without its scale, and the steps that it skipped."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import hookstats
+from hookstats import fields
+from tests import reference
+
+Tensors = dict[tuple[str, str], torch.Tensor]
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(12, 24), nn.Tanh(), nn.Linear(24, 3))
+
+
+def batch() -> torch.Tensor:
+    return torch.randn(40, 12, generator=torch.Generator().manual_seed(2))
+
+
+def gradients_without_a_scaler() -> Tensors:
+    """Of every module's output, by plain hooks, in float64."""
+    model, found = network().double(), {}
+
+    def keep(name: str) -> Any:
+        def hook(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+            output.register_hook(lambda g: found.update({(name, "grad_output"): g}))
+
+        return hook
+
+    for name, module in model.named_children():
+        module.register_forward_hook(keep(name))
+    model(batch().double()).square().mean().backward()
+    return found
+
+
+def train(model: nn.Module, optimizer: Any, scaler: Any, times: float = 1.0) -> None:
+    scaler.scale(model(batch()).square().mean() * times).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("scale", [1024.0, 3.0])
+@pytest.mark.parametrize(
+    "bins", [hookstats.ExponentBins(), hookstats.ExponentBins(per_channel=True), hookstats.LinearBins(-16, 16, 64)]
+)
+def test_gradients_are_reported_without_the_scale(scale: float, bins: Any) -> None:
+    model = network()
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=1000)
+    mon = hookstats.attach(model, tensors=("grad_output", "output"), grad_scaler=scaler, histogram=bins)
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1), scaler)
+    snapshot = mon.step()
+    assert snapshot is not None
+    assert snapshot.scalars["grad_scale"] == scale
+    for site, gradient in gradients_without_a_scaler().items():
+        stats, wanted = snapshot[site], gradient.numpy()
+        for c, row in enumerate(wanted.T):
+            for name, value in reference.statistics(row).items():
+                atol = 1e-5 * row.std() if name == "mean" else 0.0
+                got = getattr(stats.channels, name)[c]
+                np.testing.assert_allclose(got, value, rtol=1e-4, atol=atol)  # of a backward in float32
+        histogram = stats.histogram
+        assert histogram is not None
+        by_channel = histogram.counts.ndim == 2
+        if not by_channel:
+            counts = np.histogram(wanted, histogram.edges)[0]
+            assert np.abs(counts - histogram.counts).sum() <= 4  # rounding takes two over an edge, say
+            assert counts.sum() > 0.9 * wanted.size
+        quantile = np.quantile(np.abs(wanted) if by_channel else wanted, 0.8, axis=0 if by_channel else None)
+        bin_of = [np.searchsorted(histogram.edges, q) for q in (stats.quantile(0.8), quantile)]
+        assert np.abs(bin_of[0] - bin_of[1]).max() <= 1
+    with torch.no_grad():
+        output = network()[0](batch())
+    np.testing.assert_allclose(snapshot["0", "output"].total.rms, output.square().mean().sqrt(), rtol=1e-5)
+
+
+def test_what_is_not_a_gradient_of_the_scaled_loss_keeps_its_values() -> None:
+    model = network()
+    scaler = torch.amp.GradScaler("cpu", init_scale=512.0)
+    mon = hookstats.attach(model, tensors=("param_grad", "param"), grad_scaler=scaler)
+    train(model, torch.optim.SGD(model.parameters(), lr=0.0), scaler)
+    snapshot = mon.step()
+    assert snapshot is not None
+    model(batch()).square().mean().backward()
+    for name, parameter in model.named_parameters():
+        for kind, value in (("param", parameter.detach()), ("param_grad", parameter.grad)):
+            assert value is not None
+            np.testing.assert_allclose(snapshot[name, kind].total.rms, value.square().mean().sqrt(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_that_the_scaler_skips_is_marked(fused: bool) -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=1)
+    mon = hookstats.attach(model, every=1, grad_scaler=scaler)
+    marks, scales = [], []
+    for times in (1.0, 1e38, 1.0):
+        train(model, optimizer, scaler, times)
+        snapshot = mon.step()
+        assert snapshot is not None
+        marks.append(snapshot.overflowed)
+        scales.append(snapshot.scalars["grad_scale"])
+    assert marks == [False, True, False]
+    assert scales == [2.0**20, 2.0**21, 2.0**20]  # doubled after a good step, halved after an overflow
+
+
+def test_the_scale_is_that_of_the_step_also_where_few_are_measured() -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=1)
+    mon = hookstats.attach(model, every=3, grad_scaler=scaler)
+    seen = {}
+    for _ in range(5):
+        train(model, optimizer, scaler)
+        snapshot = mon.step()
+        if snapshot is not None:
+            seen[snapshot.step] = snapshot.scalars["grad_scale"], snapshot.overflowed
+    assert seen == {0: (16.0, False), 3: (128.0, False)}
+
+
+def test_an_optimizer_of_another_model_says_nothing_about_this_one() -> None:
+    model, other = network(), network()
+    optimizers = [torch.optim.SGD(each.parameters(), lr=1e-4) for each in (model, other)]
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
+    mon = hookstats.attach(model, every=1, grad_scaler=scaler)
+    scaler.scale(model(batch()).square().mean() * 1e38 + other(batch()).square().mean()).backward()
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler.update()
+    snapshot = mon.step()
+    assert snapshot is not None
+    assert snapshot.overflowed is True
+
+
+def test_a_disabled_scaler_scales_nothing() -> None:
+    model = network()
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    mon = hookstats.attach(model, grad_scaler=scaler)
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1), scaler)
+    snapshot = mon.step()
+    assert snapshot is not None
+    assert snapshot.scalars["grad_scale"] == 1.0
+    wanted = gradients_without_a_scaler()["2", "grad_output"]
+    np.testing.assert_allclose(snapshot["2", "grad_output"].total.rms, wanted.square().mean().sqrt(), rtol=1e-5)
+
+
+def test_without_a_scaler_nothing_is_said_of_overflows() -> None:
+    mon = hookstats.attach(network())
+    assert mon.snapshot().overflowed is None
+
+
+def test_bad_input_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"expected a torch.amp.GradScaler or None, got int"):
+        hookstats.attach(network(), grad_scaler=3)
+    mon = hookstats.attach(network(), grad_scaler=torch.amp.GradScaler("cpu"))
+    with pytest.raises(ValueError, match="expected other names than grad_scale and overflowed"):
+        mon.step(grad_scale=2.0)
+
+
+def test_a_state_is_divided_like_its_values() -> None:
+    x = torch.randn(50, 4, dtype=torch.float64) * 3 + 1
+    whole, part = (hookstats.measure(values, histogram=None)._moments for values in (x, x / 7))
+    np.testing.assert_allclose(fields.divided(whole, 7.0), part, rtol=1e-12)
