@@ -16,6 +16,7 @@
 
 #include "kernels.h"
 #include "ops.h"
+#include "times.h"
 
 namespace hookstats {
 namespace {
@@ -26,13 +27,26 @@ enum Entry : Py_ssize_t {
   k_state_counters,
   k_histogram,
   k_active,
-  k_open,
+  k_gate,
   k_channel_dim,
   k_site,
   k_strict,
   k_low,
   k_high,
   kEntries
+};
+
+// What all hooks of a monitor share.
+struct Gate {
+  at::Tensor open;  // [1] int32 on the CPU: zero while nothing is to be measured
+  const int32_t* is_open;
+  std::shared_ptr<Times> times;  // of the open step, if it is timed
+
+  explicit Gate(at::Tensor flag) : open(std::move(flag)) {
+    TORCH_CHECK_TYPE(open.is_cpu() && open.scalar_type() == at::kInt && open.numel() == 1,
+                     "Gate: expected one int32 on the CPU that says whether anything is measured");
+    is_open = open.const_data_ptr<int32_t>();
+  }
 };
 
 // What a module's hook hands over: the sites of its output and of the output's gradient. The tensors are held, so that
@@ -44,8 +58,7 @@ struct Observed {
     bool strict;
   };
   std::optional<Half> output, gradient;
-  at::Tensor open;  // [1] int32 on the CPU: zero while nothing is to be measured
-  const int32_t* is_open;
+  std::shared_ptr<const Gate> gate;
   std::optional<c10::SafePyObject> in_graph;  // callable: what compiled autograd is to trace for a gradient
 };
 using Shared = std::shared_ptr<const Observed>;
@@ -94,7 +107,7 @@ std::optional<at::Tensor> optional_tensor(PyObject* object) {
   return tensor_of(object);
 }
 
-std::optional<Observed::Half> half_of(PyObject* state, at::Tensor& open) {
+std::optional<Observed::Half> half_of(PyObject* state, std::shared_ptr<const Gate>& gate) {
   if (state == Py_None) return std::nullopt;
   TORCH_CHECK_TYPE(PyTuple_Check(state) && PyTuple_GET_SIZE(state) == kEntries, "observed: expected a SiteState");
   const auto entry = [state](Entry i) { return PyTuple_GET_ITEM(state, i); };
@@ -102,9 +115,7 @@ std::optional<Observed::Half> half_of(PyObject* state, at::Tensor& open) {
       tensor_of(entry(k_moments)),      tensor_of(entry(k_state_counters)),      optional_tensor(entry(k_histogram)),
       optional_tensor(entry(k_active)), PyLong_AsLongLong(entry(k_channel_dim)), PyFloat_AsDouble(entry(k_low)),
       PyFloat_AsDouble(entry(k_high))};
-  open = tensor_of(entry(k_open));
-  TORCH_CHECK_TYPE(open.is_cpu() && open.scalar_type() == at::kInt && open.numel() == 1,
-                   "observed: expected one int32 on the CPU that says whether anything is measured");
+  gate = py::cast<std::shared_ptr<Gate>>(py::handle(entry(k_gate)));
   const int64_t number = PyLong_AsLongLong(entry(k_site));
   if (PyErr_Occurred()) throw py::error_already_set();
   return Observed::Half{Site(std::move(tensors)), number, entry(k_strict) == Py_True};
@@ -120,9 +131,8 @@ void give(py::object hook, py::object output, py::object gradient, py::object in
   if (!own) throw py::error_already_set();
   if (output.is_none() && gradient.is_none()) return own->observed.reset();
   auto made = std::make_shared<Observed>();
-  made->output = half_of(output.ptr(), made->open);
-  made->gradient = half_of(gradient.ptr(), made->open);
-  made->is_open = made->open.const_data_ptr<int32_t>();
+  made->output = half_of(output.ptr(), made->gate);
+  made->gradient = half_of(gradient.ptr(), made->gate);
   made->in_graph.emplace(in_graph.release().ptr(), getPyInterpreter());
   own->observed = std::move(made);
 }
@@ -137,7 +147,8 @@ std::map<int64_t, std::string> take_failures() {
 }
 
 void accumulate_gradient(const at::Tensor& gradient, const Observed& observed) {
-  if (!gradient.defined() || !*observed.is_open || has_no_data(gradient)) return;
+  if (!gradient.defined() || !*observed.gate->is_open || has_no_data(gradient)) return;
+  const Times::Span span(observed.gate->times, gradient.device());
   try {
     accumulate(gradient, observed.gradient->site);
   } catch (const std::exception& error) {
@@ -180,7 +191,7 @@ PyObject* observe(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
   }
   const HookObject* hook = hook_of(args[1]);
   if (!hook) return nullptr;
-  if (!hook->observed || !*hook->observed->is_open) Py_RETURN_NONE;
+  if (!hook->observed || !*hook->observed->gate->is_open) Py_RETURN_NONE;
   const Observed& observed = *hook->observed;
   if (!THPVariable_Check(args[0])) Py_RETURN_NOTIMPLEMENTED;
   const at::Tensor& x = THPVariable_Unpack(args[0]);
@@ -193,6 +204,7 @@ PyObject* observe(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
   if (site.tensors.channel_dim == kUnknownDim) {
     return PyUnicode_FromString("the width of this site is not known yet");
   }
+  const Times::Span span(observed.gate->times, x.device(), 1);
   try {
     if (!observed.output) {
       described(x, site);  // throws what accumulate would
@@ -225,6 +237,13 @@ at::Tensor part(const at::Tensor& memory, int64_t offset, const std::vector<int6
       memory.options().dtype(is_float64 ? at::kDouble : at::kLong));
 }
 
+// A Times::Span for Python's `with`.
+struct PythonSpan {
+  std::shared_ptr<Times> times;
+  at::Device device;
+  std::unique_ptr<Times::Span> running;
+};
+
 PyMethodDef observe_method = {"observe", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(observe)),
                               METH_FASTCALL, kObserveDoc};
 
@@ -256,6 +275,20 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 #endif
   m.attr("UNKNOWN_DIM") = kUnknownDim;
   m.attr("DIM_BY_RULE") = kDimByRule;
+  py::class_<Times, std::shared_ptr<Times>>(m, "Times")
+      .def(py::init<>())
+      .def_property_readonly("calls", &Times::calls)
+      .def_property_readonly("host_us", &Times::host_us)
+      .def_property_readonly("device_us", &Times::device_us)
+      .def("span", [](std::shared_ptr<Times> times, const std::string& device) {
+        return PythonSpan{std::move(times), at::Device(device), nullptr};
+      });
+  py::class_<PythonSpan>(m, "Span")
+      .def("__enter__", [](PythonSpan& span) { span.running = std::make_unique<Times::Span>(span.times, span.device); })
+      .def("__exit__", [](PythonSpan& span, const py::args&) { span.running.reset(); });
+  py::class_<Gate, std::shared_ptr<Gate>>(m, "Gate")
+      .def(py::init<at::Tensor>())
+      .def_readwrite("times", &Gate::times);
   m.def("take_failures", &take_failures);
   m.def("give", &give, kGiveDoc);
   m.def("has_no_data", &has_no_data);

@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
@@ -16,6 +17,16 @@ DIM_BY_RULE: int
 HAS_CUDA: bool
 
 class Hook: ...
+
+class Times:
+    calls: int
+    host_us: float
+    device_us: float | None
+    def span(self, device: str) -> AbstractContextManager[None]: ...
+
+class Gate:
+    times: Times | None
+    def __init__(self, open: Tensor) -> None: ...
 
 def give(hook: Hook, output: SiteState | None, gradient: SiteState | None, in_graph: Callable[..., Any]) -> None: ...
 def observe(x: object, hook: Any, /) -> Any: ...

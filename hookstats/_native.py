@@ -51,6 +51,8 @@ accumulate = torch.ops.hookstats.accumulate.default
 # Batch(moments, counters, histograms, active, channel_dims, low, high), lists with an entry for each site; its
 # .accumulate(list of Tensor | None) returns a list of (number, why it could not be measured).
 Batch = torch.classes.hookstats.Batch
+Gate = _C.Gate
+Times = _C.Times
 Hook = _C.Hook
 give = _C.give
 observe = _C.observe

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -99,10 +100,14 @@ class Together:
 class Parameters:
     """Measures parameters and gradients, those of an optimizer when it steps, all others when the step ends."""
 
-    def __init__(self, store: Store, kinds: tuple[str, ...], skip: Skip, scaling: Scaling | None = None) -> None:
+    def __init__(
+        self, store: Store, kinds: tuple[str, ...], skip: Skip, default: torch.device, scaling: Scaling | None
+    ) -> None:
+        """default: the device of what lies on none."""
         self._store = store
         self._kinds = kinds
         self._skip = skip
+        self._device = default
         self._scaling = scaling
         self._parameters: list[Parameter] = []
         self._values = Together(store, skip)
@@ -110,11 +115,11 @@ class Parameters:
         self._copied_bytes: dict[torch.device, int] = {}
         self._depth = 0  # of optimizers that step inside each other
 
-    def add(self, name: str, slot: Slot, keep_channels: bool, default: torch.device) -> None:
+    def add(self, name: str, slot: Slot, keep_channels: bool) -> None:
         """Watches a parameter."""
         tensor = slot.get()
         assert tensor is not None
-        device, width, dim = placing(slot, tensor, keep_channels, default)
+        device, width, dim = placing(slot, tensor, keep_channels, self._device)
         parameter = Parameter(slot, {})
         for kind in kinds_of(tensor, self._kinds):
             entry = self._store.add(Site(name, kind), device, width, dim, keep_channels and width > 1)
@@ -150,7 +155,8 @@ class Parameters:
         if self._scaling is not None:
             self._scaling.optimizer_steps(optimizer)
         ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        self._carefully(self._copy, ids)
+        with self._store.flags.span(self._device):
+            self._carefully(self._copy, ids)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if not callable(closure):
             self.measure(ids, getattr(optimizer, "grad_scale", None))
@@ -175,12 +181,14 @@ class Parameters:
             return
         self._depth = max(self._depth - 1, 0)
         if self._depth == 0:
-            self._carefully(self._measure_updates)
+            with self._store.flags.span(self._device):
+                self._carefully(self._measure_updates)
 
     def measure(self, ids: set[int] | None = None, grad_scale: torch.Tensor | None = None) -> None:
         """Measures the watched parameters among these; None: all that were not measured in this step."""
         if self._store.flags.value:
-            self._carefully(self._measure, ids, grad_scale)
+            with nullcontext() if ids is None else self._store.flags.span(self._device):
+                self._carefully(self._measure, ids, grad_scale)
 
     def _measure(self, ids: set[int] | None, grad_scale: torch.Tensor | None) -> None:
         found = {each: each.get() for each in self._parameters}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
@@ -27,7 +28,7 @@ class SiteState(NamedTuple):
     counters: torch.Tensor  # int64 [2]: calls, place in the order of execution
     histogram: torch.Tensor | None  # int64, of fields.histogram_shape
     active: torch.Tensor  # int32 [1] on the device: zero stops the kernel, in compiled graphs too
-    open: torch.Tensor  # the same on the host: eager hooks do not even launch
+    gate: _native.Gate  # the same on the host: eager hooks do not even launch
     channel_dim: int
     site: int  # Entry.index
     strict: bool
@@ -99,6 +100,7 @@ class Flags:
         self._value = False
         with torch.inference_mode(False):
             self.host = torch.zeros(1, dtype=torch.int32, device="cpu")
+        self.gate = _native.Gate(self.host)
         self._devices: dict[torch.device, torch.Tensor] = {self.host.device: self.host}
 
     def on(self, device: torch.device) -> torch.Tensor:
@@ -106,6 +108,11 @@ class Flags:
             with torch.inference_mode(False):
                 self._devices[device] = self.host.to(device)
         return self._devices[device]
+
+    def span(self, device: torch.device) -> AbstractContextManager[None]:
+        """Around what hookstats does outside of hooks, in a step that is timed."""
+        times = self.gate.times
+        return nullcontext() if times is None else times.span(str(device))
 
     @property
     def value(self) -> bool:
@@ -189,7 +196,7 @@ class Store:
                 if self.histogram is None
                 else _native.part(memory, bins, histogram_shape(self.histogram, channels), torch.int64),
                 active=self.flags.on(device),
-                open=self.flags.host,
+                gate=self.flags.gate,
                 channel_dim=channel_dim,
                 site=entry.index,
                 strict=self.strict,

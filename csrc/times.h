@@ -1,0 +1,93 @@
+// What hookstats itself takes of a step: time on the host, and on a device between pairs of events. Waits for nothing.
+#pragma once
+
+#include <c10/core/Event.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+
+#include <chrono>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "ops.h"
+
+namespace hookstats {
+
+class __attribute__((visibility("hidden"))) Times {  // as pybind11's own classes
+ public:
+  // Counts its own life, as time on the host, and as time on the current stream of the device. Null times: nothing.
+  // `calls`: of hooks in a forward, whose Python frames are outside.
+  class Span {
+   public:
+    Span(std::shared_ptr<Times> times, at::Device device, int calls = 0)
+        : times_(std::move(times)), device_(device), calls_(calls) {
+      if (!times_) return;
+      begin_ = Clock::now();
+      before_ = times_->marked(device_);
+    }
+    Span(const Span&) = delete;
+    Span& operator=(const Span&) = delete;
+    ~Span() {
+      if (!times_) return;
+      auto after = before_ ? times_->marked(device_) : std::nullopt;
+      const std::lock_guard<std::mutex> lock(times_->mutex_);
+      if (after) times_->events_.emplace_back(std::move(*before_), std::move(*after));
+      times_->host_ += Clock::now() - begin_;
+      times_->calls_ += calls_;
+    }
+
+   private:
+    using Clock = std::chrono::steady_clock;
+    std::shared_ptr<Times> times_;
+    at::Device device_;
+    int calls_;
+    Clock::time_point begin_;
+    std::optional<c10::Event> before_;
+  };
+
+  int64_t calls() const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return calls_;
+  }
+
+  double host_us() const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return std::chrono::duration<double, std::micro>(host_).count();
+  }
+
+  // None while the device has not come to the last event; 0 if it was never used.
+  std::optional<double> device_us() const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    double us = 0;
+    for (const auto& [before, after] : events_) {
+      if (!after.query()) return std::nullopt;
+      us += 1e3 * before.elapsedTime(after);
+    }
+    return us;
+  }
+
+ private:
+  // An event on the current stream; none where there are none, or where a CUDA graph would capture it.
+  static std::optional<c10::Event> marked(at::Device device) {
+    if (device.is_cpu()) return std::nullopt;
+    try {
+#if defined(HOOKSTATS_CUDA_KERNELS)
+      if (cuda::is_capturing(stream_of(device))) return std::nullopt;
+#endif
+      c10::Event event(device.type(), c10::EventFlag::BACKEND_DEFAULT);
+      event.record(c10::impl::getDeviceGuardImpl(device.type())->getStream(device));
+      return event;
+    } catch (const std::exception&) {  // a device without timing
+      return std::nullopt;
+    }
+  }
+
+  mutable std::mutex mutex_;
+  std::chrono::steady_clock::duration host_{};
+  int64_t calls_ = 0;
+  std::vector<std::pair<c10::Event, c10::Event>> events_;
+};
+
+}  // namespace hookstats

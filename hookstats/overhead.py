@@ -1,0 +1,115 @@
+"""What hookstats itself takes of a training step. Found on a few steps, with events on a GPU; waits for nothing."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from statistics import median
+from typing import NamedTuple
+
+import torch
+
+from hookstats import _native
+from hookstats.state import Flags
+
+_TIMED_STEPS = 3  # measured ones, behind the first two steps, whose every hook is timed
+_LAST_STEPS = 32  # whole steps of either kind that are remembered
+_PAUSED_CALLS = 2000
+
+
+class Overhead(NamedTuple):
+    """Microseconds of a step; NaN where nothing is known yet.
+
+    ``measured_host``, ``skipped_host``: what hookstats' hooks and `Monitor.step` take of the host, kernels included
+    where they run there. ``measured_device``: its kernels on a GPU (0 without one); a step that is skipped launches
+    none. Medians of a few steps. What is inside a compiled graph is not in these.
+
+    ``measured_step``, ``skipped_step``: the whole step, from one `Monitor.step` to the next, on the GPU's clock if
+    there is one; the medians of the last 32 of either kind, without the first step. Their difference also has what a
+    compiled graph does for hookstats, and the noise of the machine.
+    """
+
+    measured_host: float
+    measured_device: float
+    skipped_host: float
+    measured_step: float
+    skipped_step: float
+
+
+class _Mark:
+    """A moment of a device; without a GPU, of the host."""
+
+    def __init__(self, device: torch.device | None) -> None:
+        self.event: torch.cuda.Event | None = None
+        self.at = time.perf_counter()
+        if device is not None:
+            self.event = torch.cuda.Event(enable_timing=True)
+            self.event.record(torch.cuda.current_stream(device))
+
+    def us_since(self, before: _Mark) -> float | None:
+        """None while the device has not come to it."""
+        if self.event is None or before.event is None:
+            return 1e6 * (self.at - before.at)
+        return 1e3 * before.event.elapsed_time(self.event) if self.event.query() else None
+
+
+class Stopwatch:
+    """Times the steps of a monitor."""
+
+    def __init__(self, flags: Flags, device: torch.device) -> None:
+        self._flags = flags
+        self._device = device
+        self._timed: list[_native.Times] = []
+        self._closing: deque[float] = deque(maxlen=_LAST_STEPS)  # Monitor.step alone, of steps that were skipped
+        self._steps: deque[tuple[bool, _Mark, _Mark]] = deque(maxlen=2 * _LAST_STEPS)
+        self._begun: _Mark | None = None
+
+    @contextmanager
+    def closing(self, measured: bool) -> Iterator[None]:
+        """Around `Monitor.step`, which ends a step of this kind and sets the stopwatch for the next one."""
+        begun, at = self._begun, time.perf_counter()
+        with self._flags.span(self._device):
+            yield
+        self._begun = self._mark()
+        if begun is not None:
+            self._steps.append((measured, begun, self._begun))
+            if not measured:
+                self._closing.append(1e6 * (time.perf_counter() - at))
+
+    def begin(self, measured: bool) -> None:
+        """The step that begins now is measured, or is not."""
+        timed = measured and self._begun is not None and len(self._timed) < _TIMED_STEPS
+        self._flags.gate.times = _native.Times() if timed else None
+        if self._flags.gate.times is not None:
+            self._timed.append(self._flags.gate.times)
+
+    def _mark(self) -> _Mark:
+        is_gpu = self._device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
+        return _Mark(self._device if is_gpu else None)
+
+    def overhead(self, paused_hook: Callable[[], None]) -> Overhead:
+        """`paused_hook`: what a hook does in a step that is skipped."""
+        begun = time.perf_counter()
+        for _ in range(_PAUSED_CALLS):
+            paused_hook()
+        paused = 1e6 * (time.perf_counter() - begun) / _PAUSED_CALLS
+        timed = [times for times in self._timed if times is not self._flags.gate.times]
+        calls = _median([float(times.calls) for times in timed])
+        steps: dict[bool, list[float]] = {True: [], False: []}
+        for measured, before, after in self._steps:
+            us = after.us_since(before)
+            if us is not None:
+                steps[measured].append(us)
+        return Overhead(
+            measured_host=_median([times.host_us for times in timed]) + calls * paused,
+            measured_device=_median([us for us in (times.device_us for times in timed) if us is not None]),
+            skipped_host=_median(list(self._closing)) + calls * paused,
+            measured_step=_median(steps[True]),
+            skipped_step=_median(steps[False]),
+        )
+
+
+def _median(values: list[float]) -> float:
+    return median(values) if values else float("nan")

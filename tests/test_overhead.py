@@ -1,0 +1,101 @@
+"""Monitor.overhead: what hookstats takes of a step."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hookstats
+from hookstats import _native
+
+
+def network() -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(16, 16) for _ in range(5)))
+
+
+def run(model: nn.Module, mon: hookstats.Monitor, steps: int, optimizer: Any = None) -> None:
+    for _ in range(steps):
+        model(torch.ones(8, 16)).square().sum().backward()
+        if optimizer is not None:
+            optimizer.step()
+        mon.step()
+
+
+def test_nothing_is_known_before_the_second_step() -> None:
+    mon = hookstats.attach(network(), every=1)
+    assert all(map(math.isnan, mon.overhead()))
+
+
+def test_every_part_is_known_after_a_few_steps() -> None:
+    model = network()
+    mon = hookstats.attach(model, every=2)
+    run(model, mon, 8)
+    found = mon.overhead()
+    assert found.measured_device == 0  # of the CPU: its kernels are in the host's part
+    assert 0 < found.skipped_host < math.inf
+    assert 0 < found.measured_host < found.measured_step
+    assert 0 < found.skipped_step < math.inf
+
+
+def test_three_measured_steps_behind_the_first_two_are_timed_and_then_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    times = _native.Times
+    monkeypatch.setattr(_native, "Times", lambda: made.append(times()) or made[-1])
+    model = network()
+    mon = hookstats.attach(model, tensors=("output", "grad_output", "param"), every=1)
+    run(model, mon, 7)
+    assert [each.calls for each in made] == [5, 5, 5]  # a hook of each module
+    host = [each.host_us for each in made]
+    assert min(host) > 0
+    run(model, mon, 2)
+    assert [each.host_us for each in made] == host
+
+
+def test_what_happens_in_backward_and_in_the_optimizer_is_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    times = _native.Times
+    monkeypatch.setattr(_native, "Times", lambda: made.append(times()) or made[-1])
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    mon = hookstats.attach(model, tensors=("grad_output", "param", "param_update"), every=1)
+    run(model, mon, 2, optimizer)
+    y = model(torch.ones(8, 16)).square().sum()
+    seen = [made[-1].host_us]
+    y.backward()
+    seen.append(made[-1].host_us)
+    optimizer.step()
+    seen.append(made[-1].host_us)
+    mon.step()
+    seen.append(made[0].host_us)
+    assert seen == sorted(set(seen))  # more after each of them
+
+
+def test_asking_changes_no_statistic() -> None:
+    model = network()
+    mon = hookstats.attach(model, every=1)
+    model(torch.ones(8, 16)).sum().backward()
+    before = mon.snapshot().flat()
+    mon.overhead()
+    assert mon.snapshot().flat() == before
+
+
+@pytest.mark.gpu
+def test_kernels_on_a_gpu_take_device_time_and_nothing_waits() -> None:
+    model = network().cuda()
+    mon = hookstats.attach(model, every=1)
+    x = torch.ones(8, 16, device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(6):
+            model(x).square().sum().backward()
+            mon.step()
+        mon.overhead()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    found = mon.overhead()
+    assert 0 < found.measured_device < found.measured_step
