@@ -301,7 +301,7 @@ class Watcher:
             return
         self._bind(hook, part)
         if hook.output is not None:
-            accumulate(part.detach(), hook.output, skip_recomputation=True)
+            accumulate(part, hook.output, skip_recomputation=True)
         if hook.gradient is not None and tensor.requires_grad and not tensor.is_leaf:
             tensor.register_hook(functools.partial(self._measure_wrapped_gradient, hook.gradient))
 
@@ -310,7 +310,7 @@ class Watcher:
         if not self.is_open():
             return
         try:
-            accumulate(_part_here(gradient).detach(), state)
+            accumulate(_part_here(gradient), state)
         except Exception as error:
             if state.strict:
                 raise

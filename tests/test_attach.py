@@ -21,37 +21,7 @@ import hookstats
 from hookstats import ExponentBins, Site
 from tests.conftest import DEVICES, check
 from tests.models import Containers, Residual, images, small_cnn
-
-
-class Plain:
-    """Independent hooks of plain PyTorch: every output, and every gradient of an output."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.seen: dict[tuple[str, str], list[torch.Tensor]] = {}
-        self.handles = [m.register_forward_hook(self.hook(n)) for n, m in model.named_modules() if n]
-
-    def hook(self, name: str) -> Any:
-        def keep(module: nn.Module, args: Any, output: Any) -> None:
-            if isinstance(output, torch.Tensor):
-                self.seen.setdefault((name, "output"), []).append(output.detach().clone())
-                if output.requires_grad:
-                    keep_gradient = self.seen.setdefault((name, "grad_output"), []).append
-                    output.register_hook(lambda g: keep_gradient(g.clone()))
-
-        return keep
-
-
-def together(tensors: list[torch.Tensor], channel_dim: int) -> torch.Tensor:
-    """All tensors as one [values, channels]."""
-    return torch.cat([t.movedim(channel_dim, -1).reshape(-1, t.shape[channel_dim]) for t in tensors])
-
-
-def check_against(plain: Plain, snapshot: hookstats.Snapshot) -> None:
-    for site in snapshot:
-        tensors = plain.seen[tuple(site)]
-        dim = 1 if tensors[0].dim() == 4 else -1
-        assert snapshot[site].calls == len(tensors)
-        check(snapshot[site], together(tensors, dim), -1)
+from tests.plain import Plain, check_against, together
 
 
 @pytest.mark.parametrize("device", DEVICES)
