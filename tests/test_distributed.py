@@ -1,22 +1,27 @@
-"""FSDP2 on two ranks of gloo: every site fires, with the numbers of one process; of parameters, those of its part."""
+"""Two ranks of gloo: FSDP2, DDP and tensor parallelism. Every rank sees what it holds."""
 
 from __future__ import annotations
 
 import os
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 import torch.multiprocessing as mp
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import hookstats
 from hookstats import fields
 from tests.models import Residual
+from tests.plain import Plain, check_against
 
 TENSORS = ("output", "grad_output", "param", "param_grad", "param_update")
 
@@ -25,10 +30,14 @@ def batch(rank: int) -> torch.Tensor:
     return torch.randn(4, 5, 16, generator=torch.Generator().manual_seed(rank))
 
 
-def worker(rank: int, world: int, folder: str, attach_first: bool) -> None:
+def join(rank: int, world: int, folder: str) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", RANK=str(rank), WORLD_SIZE=str(world))
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
     torch.manual_seed(0)
+
+
+def worker(rank: int, world: int, folder: str, attach_first: bool) -> None:
+    join(rank, world, folder)
     model = Residual()
     settings = {"every": 1, "strict": True, "tensors": TENSORS}
     mon = hookstats.attach(model, **settings) if attach_first else None
@@ -91,3 +100,99 @@ def check_parameters(seen: dict[tuple[str, str], tuple[int, Any]], rank: int) ->
             assert len(row.count) == len(part)
         got = torch.tensor(row.count * row.rms**2).sum()
         torch.testing.assert_close(got, part.double().square().sum(), rtol=1e-5, atol=1e-9)
+
+
+def ddp_worker(rank: int, world: int, folder: str) -> None:
+    join(rank, world, folder)
+    model = nn.parallel.DistributedDataParallel(Residual())
+    mon, plain = hookstats.attach(model, every=1, strict=True), Plain(model)
+    names = list(model.state_dict())
+    for _ in range(2):
+        model(batch(rank)).square().sum().backward()  # a forward broadcasts rank 0's buffers
+    seen = {(name.removeprefix("module."), kind): tensors for (name, kind), tensors in plain.seen.items()}
+    plain.seen = seen
+    assert list(model.state_dict()) == names
+    assert all("blocks" in site.name or site.name == "head" for site in mon.sites)  # clean names
+    check_against(plain, mon.snapshot())
+    dist.destroy_process_group()
+
+
+def test_under_ddp_each_rank_sees_its_own_batch() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(ddp_worker, (2, folder), nprocs=2)
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 6))
+
+
+def tensor_parallel_worker(rank: int, world: int, folder: str, attach_first: bool) -> None:
+    join(rank, world, folder)
+    whole = mlp()
+    plain = Plain(whole)
+    whole(batch8()).square().sum().backward()
+    model = mlp()
+    mon = hookstats.attach(model, every=1) if attach_first else None
+    mesh = init_device_mesh("cpu", (world,))
+    parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    mon = mon or hookstats.attach(model, every=1)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        model(batch8()).square().sum().backward()
+    snapshot = mon.snapshot()
+    for name in ("0", "1"):  # this rank's half of the channels
+        for kind in ("output", "grad_output"):
+            check_channels(snapshot[name, kind], plain.seen[name, kind][0].chunk(world, dim=-1)[rank])
+    texts = [str(each.message) for each in told]
+    if attach_first:  # before the reduction: each rank has a summand
+        assert {site.name for site in mon.skipped} == {"2"}
+        assert any("expected a DTensor that is whole or sharded, got P(sum)" in text for text in texts)
+    else:
+        assert mon.skipped == {}
+        for kind in ("output", "grad_output"):
+            check_channels(snapshot["2", kind], plain.seen["2", kind][0])
+    dist.destroy_process_group()
+
+
+def batch8() -> torch.Tensor:
+    return torch.randn(5, 8, generator=torch.Generator().manual_seed(3))
+
+
+def check_channels(stats: hookstats.SiteStats, tensor: torch.Tensor) -> None:
+    """Against another process's arithmetic: equal to rounding."""
+    assert stats.calls == 1
+    assert stats.channels is not None
+    rows = tensor.double().reshape(-1, tensor.shape[-1])
+    torch.testing.assert_close(torch.tensor(stats.channels.mean), rows.mean(0), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(torch.tensor(stats.channels.rms), rows.square().mean(0).sqrt(), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("attach_first", [True, False])
+def test_tensor_parallel_layers_show_this_ranks_part_and_what_is_yet_to_be_reduced_is_skipped(
+    attach_first: bool,
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(tensor_parallel_worker, (2, folder, attach_first), nprocs=2)
+
+
+class Gathers(nn.Module):
+    """Its output is still being gathered when the hook gets it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return funcol.all_gather_tensor(x, 0, dist.group.WORLD)
+
+
+def asynchronous_worker(rank: int, world: int, folder: str) -> None:
+    join(rank, world, folder)
+    model = Gathers()
+    mon = hookstats.attach(model, every=1, strict=True)
+    y = model(torch.full((3, 4), float(rank)))
+    assert type(y).__name__ == "AsyncCollectiveTensor"
+    check_channels(mon.snapshot()["", "output"], torch.tensor([[0.0] * 4] * 3 + [[1.0] * 4] * 3))
+    dist.destroy_process_group()
+
+
+def test_an_asynchronous_collective_is_waited_for_and_measured() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(asynchronous_worker, (2, folder), nprocs=2)
