@@ -51,6 +51,9 @@ accumulate = torch.ops.hookstats.accumulate.default
 # Batch(moments, counters, histograms, active, channel_dims, low, high), lists with an entry for each site; its
 # .accumulate(list of Tensor | None) returns a list of (number, why it could not be measured).
 Batch = torch.classes.hookstats.Batch
+# Totals(moments, counters), lists with an entry for each site, all on one device; its .fold() returns their totals,
+# int64 [sites, fields + counters], one behind the other as in a state of one channel.
+Totals = torch.classes.hookstats.Totals
 observe = _C.observe
 observed = _C.observed
 take_failures = _C.take_failures
