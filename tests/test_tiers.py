@@ -74,6 +74,16 @@ def test_what_is_not_finite_is_counted_and_empty_channels_say_nothing(backend: B
         compare(finished(row), x.reshape(-1).numpy(), f"{x.shape[1]} channels", 1e-5)
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_empty_channels_have_no_extremes(backend: Backend, sign: int) -> None:
+    tensors = [sign * (10 + normal(4, channels).abs()) for channels in WIDTHS[1:]]
+    for x in tensors:
+        x[:, ::3] = NAN
+    moments, _ = totals_of(backend, [backend.accumulate(x, 1) for x in tensors])
+    for x, row in zip(tensors, moments, strict=True):
+        compare(finished(row), x.reshape(-1).numpy(), f"{x.shape[1]} channels", 1e-5)
+
+
 def test_counts_beyond_32_bits_are_exact(backend: Backend) -> None:
     state = State(300, "none", backend.device)
     for kind in ("count", "zeros", "nans", "posinfs", "neginfs"):
