@@ -180,3 +180,21 @@ def bench_beside_a_busy_python_thread(benchmark: Any, direction: str, modules: i
     contenders = {name: timed_beside(direction, name, modules) for name in BESIDE}
     times = benchmark.pedantic(interleaved, args=(contenders, rounds))
     benchmark.extra_info.update(modules=modules, contenders=figures(times, "bare"))
+
+
+def timed_close(channels_every: int) -> Callable[[], float]:
+    """`Monitor.step` of 200 sites of 4096 channels, which met something once: what is there changes no time."""
+    chain = nn.Sequential(*(nn.Linear(1, 4096) for _ in range(100)))
+    monitor = hookstats.attach(chain, every=1, channels_every=channels_every)
+    for module in chain:
+        module(torch.ones(2, 1)).sum().backward()
+    monitor.step()  # has channels in any case
+    return lambda: seconds(monitor.step)
+
+
+def bench_closing_a_step(benchmark: Any) -> None:
+    """What is copied, cleared and read when a measured step closes."""
+    benchmark.group = "closing a step"
+    contenders = {"channels and histograms": timed_close(1), "totals": timed_close(1 << 30)}
+    times = benchmark.pedantic(interleaved, args=(contenders, 40))
+    benchmark.extra_info.update(sites=200, channels=4096, contenders=figures(times, "channels and histograms"))

@@ -113,6 +113,9 @@ struct State {
 // execution on its device (1, 2, ...; 0: none yet).
 enum Counter : int { k_calls, k_first, kCounters };
 
+// The totals of a site are 8-byte words, as a state of one channel has them: the fields, then the counters.
+constexpr int kTotalsWords = int(kFields) + int(kCounters);
+
 namespace cpu {
 
 // Calls body(begin, end) on disjoint ranges that cover 0 .. tasks - 1, perhaps on several threads.
@@ -120,6 +123,9 @@ using ParallelFor = void (*)(int64_t tasks, const std::function<void(int64_t, in
 
 void accumulate(const Input& input, const State& state, ParallelFor parallel_for);
 void merge(const State& into, const State& from);
+
+// `out` is [states, kTotalsWords]: all channels of each state together.
+void totals(const State* states, int64_t count, int64_t* out, ParallelFor parallel_for);
 
 }  // namespace cpu
 
@@ -160,6 +166,7 @@ bool is_capturing(void* stream);
 const char* accumulate(const Input& input, const State& state, const Launch& launch);
 const char* accumulate(const Many& many, const void* table, const void* const* data, const Launch& launch);
 const char* merge(const State& into, const State& from, const Launch& launch);
+const char* totals(const State* states, int64_t count, int64_t* out, const Launch& launch);  // all on the device
 
 // Of at most kMany tensors of one dtype and one way of reading, and states with one kind of histogram. In the launch, a
 // tensor whose address is null is left out.

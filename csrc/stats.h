@@ -102,8 +102,13 @@ struct Sample {
   HOOKSTATS_HD void merge_into_state(double* at, int64_t stride) const {
     Sample sum = load_state(at, stride);
     sum.merge(*this);
-    if (sum.count == 0) sum.min = sum.max = 0;
-    sum.store(at, stride);
+    sum.store_state(at, stride);
+  }
+
+  HOOKSTATS_HD void store_state(double* at, int64_t stride) const {
+    Sample sample = *this;
+    if (count == 0) sample.min = sample.max = 0;
+    sample.store(at, stride);
   }
 };
 

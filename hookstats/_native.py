@@ -55,6 +55,9 @@ Gate = _C.Gate
 Times = _C.Times
 Hook = _C.Hook
 give = _C.give
+# Totals(moments, counters), lists with an entry for each site, all on one device; its .fold() returns their totals,
+# int64 [sites, fields + counters], one behind the other as in a state of one channel.
+Totals = torch.classes.hookstats.Totals
 observe = _C.observe
 take_failures = _C.take_failures
 has_no_data = _C.has_no_data

@@ -68,6 +68,11 @@ def checked_every(every: int | Callable[[int], bool]) -> Callable[[int], bool]:
     return lambda step: step % every == 0
 
 
+def check_channels_every(every: object) -> None:
+    if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+        raise ValueError(f"channels_every: expected an int from 1, got {every!r}")
+
+
 def checked_sinks(sinks: Sink | Iterable[Sink]) -> tuple[Sink, ...]:
     listed: tuple[Any, ...] = tuple(sinks) if isinstance(sinks, Iterable) else (sinks,)
     for sink in listed:

@@ -1,7 +1,8 @@
 """Device state to host numbers, without waiting.
 
-On a GPU: a copy and a clear on the compute stream, then the copy travels on a side stream into pinned memory; an event
-says when it is there. The CPU takes the same path, where every copy is complete at once.
+On a GPU: a copy (or one launch that folds all channels of each site: their totals are kilobytes) and a clear on the
+compute stream, then the copy travels on a side stream into pinned memory; an event says when it is there. The CPU takes
+the same path, where every copy is complete at once.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ import torch
 
 from hookstats.fields import Counts
 from hookstats.snapshot import Snapshot
-from hookstats.state import Map, Store
+from hookstats.state import TOTALS, Map, Store
 
 Key: TypeAlias = tuple[torch.device, int]  # a block of state, by device and number
-_SCALARS = -1  # the "block" of the scalars on a device
+_SCALARS = -2  # the "block" of the scalars on a device
 
 
 class Scalars:
@@ -97,15 +98,21 @@ class Drain:
             self._sides[device] = torch.cuda.Stream(device)
         return self._sides[device]
 
-    def begin(self, step: int, scalars: Scalars, clear: bool = True) -> Pending:
-        """Copies the state as it stands on the current streams (and clears it), and sends it to the host."""
-        pending = Pending(Map(self._store), step, scalars)
+    def begin(self, step: int, scalars: Scalars, clear: bool = True, totals_only: bool = False) -> Pending:
+        """Copies the state, or its totals, as it stands on the current streams (and clears it), and sends the copy."""
+        pending = Pending(Map(self._store, totals_only), step, scalars)
         for device in {**self._store.blocks, **scalars.tensors}:
             side = self._side(device)
-            for number, block in enumerate(self._store.blocks.get(device, [])):
-                copy = block.clone()
-                if clear:
+            blocks = self._store.blocks.get(device, [])
+            if totals_only:
+                totals = self._store.totals(device)
+                copies = {} if totals is None else {TOTALS: totals}
+            else:
+                copies = {number: block.clone() for number, block in enumerate(blocks)}
+            if clear:
+                for block in blocks:
                     block.zero_()
+            for number, copy in copies.items():
                 pending.send((device, number), copy, side)
             if device in scalars.tensors:
                 values = torch.stack([t.detach().double().reshape(()) for t in scalars.tensors[device].values()])

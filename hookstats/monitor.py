@@ -22,6 +22,7 @@ from hookstats.arguments import (
     OF_PARAMETERS,
     Sink,
     channel_names,
+    check_channels_every,
     check_example,
     check_histogram,
     checked_every,
@@ -67,6 +68,7 @@ class Monitor:
         tap_channels: bool,
         scaling: Scaling | None,
         device: torch.device,
+        channels_every: int,
     ) -> None:
         self._watcher = watcher
         self._parameters = parameters
@@ -78,6 +80,8 @@ class Monitor:
         self._tap_channels = tap_channels
         self._scaling = scaling
         self._stopwatch = Stopwatch(store.flags, device)
+        self._channels_every = channels_every
+        self._closed = 0  # measured steps
         self._taps: dict[str, Hook] = {}
         self._fired: set[Site] = set()
         self._deliveries = 0
@@ -156,8 +160,10 @@ class Monitor:
 
     def _close(self, number: int, scalars: Scalars) -> None:
         self._parameters.close_step()
+        totals_only = self._closed % self._channels_every > 0
+        self._closed += 1
         try:
-            self._pending.append(self._drain.begin(number, scalars))
+            self._pending.append(self._drain.begin(number, scalars, totals_only=totals_only))
         except Exception as error:  # no memory for the copy, say
             if self._strict:
                 raise
@@ -174,7 +180,7 @@ class Monitor:
             return False
 
     def snapshot(self) -> Snapshot:
-        """What is in the open step; if nothing is, the last measured step. Waits for the device."""
+        """What is in the open step, channels too; if nothing is, the last measured step. Waits for the device."""
         self._watcher.collect_failures()
         if not self._stepped:  # one forward and backward, without steps
             self._parameters.measure()
@@ -310,6 +316,7 @@ def attach(
     *,
     tensors: Iterable[str] = DEFAULT_TENSORS,
     channels: bool | str | Iterable[str] = True,
+    channels_every: int = 1,
     channel_dim: int | Mapping[str, int] | None = None,
     histogram: Bins | None = ExponentBins(),
     every: int | Callable[[int], bool] = 10,
@@ -336,6 +343,8 @@ def attach(
             the new value minus the old one, of which a copy is kept while the optimizer steps, inside memory_budget. Of
             a DTensor, this process's part is read.
         channels: whether statistics are kept per channel: True, False, or globs.
+        channels_every: channels and histograms leave the device at every how many measured steps, from the first on; in
+            the snapshots between they are None, and ``total`` is all that travels.
         channel_dim: an int, or ``{glob: int}``, of outputs and inputs. None: by the module's type (Linear, Embedding,
             LayerNorm: last; convolutions, BatchNorm, pooling: the one before the spatial ones), else 1 for 4-D and 5-D
             tensors, else the last. A parameter's channels are its outputs (dimension 0; of a transposed convolution 1);
@@ -361,6 +370,7 @@ def attach(
     check_example(example)
     kinds = checked_tensors(tensors)
     due = checked_every(every)
+    check_channels_every(channels_every)
     callables = checked_sinks(sinks)
     check_histogram(histogram)
     check_scaler(grad_scaler)
@@ -428,7 +438,9 @@ def attach(
             handle.remove()
         raise
     tap_channels = channels is True and wanted <= memory_budget
-    monitor = Monitor(watcher, parameters, store, handles, due, callables, tap_channels, scaling, default)
+    monitor = Monitor(
+        watcher, parameters, store, handles, due, callables, tap_channels, scaling, default, channels_every
+    )
     late = sum(1 for _, hook in hooks if not hook.watched.bound)
     _log.info(
         "attached to %d sites of %d modules and %d parameters, state %.1f MB%s",

@@ -97,7 +97,7 @@ class SiteStats:
     """The statistics of one site in one step.
 
     ``calls``: tensors folded in (0: the site did not fire). ``total``: over everything. ``channels``: per channel, or
-    None where channels are not kept. ``histogram``: or None.
+    None where channels are not kept, or were not sent in this step (``channels_every``). ``histogram``: or None.
     """
 
     def __init__(
@@ -157,7 +157,10 @@ class SiteStats:
         if not 0 <= q <= 1:
             raise ValueError(f"quantile: expected 0 <= q <= 1, got {q}")
         if self.histogram is None:
-            raise ValueError("quantile: expected a site with a histogram; this one was measured with histogram=None")
+            raise ValueError(
+                "quantile: expected a site with a histogram; this one was measured with histogram=None, or "
+                "in a step of which totals alone were sent (channels_every)"
+            )
         counts, edges = self.histogram.counts, self.histogram.edges
         if isinstance(self._bins, LinearBins) and self._histogram is not None:  # with what lies outside
             counts, edges = self._histogram, np.concatenate([[-np.inf], edges, [np.inf]])

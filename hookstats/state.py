@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from hookstats import _native
 from hookstats.fields import FIELDS, Bins, Counts, LinearBins, Site, histogram_shape, total
 from hookstats.snapshot import GRAD_SCALE, SiteStats, Snapshot
 
+TOTALS = -1  # the "block" of a device that `Store.totals` returns
 _LATER_BLOCK_BYTES = 1 << 16  # room for sites whose width is learned one by one; twice as much each time
 
 
@@ -68,10 +69,16 @@ class Place(NamedTuple):
     offset: int
     channels: int
     bins: int
+    number: int  # on its device
 
     @property
     def size(self) -> int:
         return len(FIELDS) * self.channels + _native.COUNTERS + self.bins
+
+    def totals(self) -> Place:
+        """Where the same lies in what `Store.totals` returns."""
+        whole = self._replace(block=TOTALS, channels=1, bins=0)
+        return whole._replace(offset=self.number * whole.size)
 
 
 class Entry:
@@ -141,6 +148,8 @@ class Store:
         self.entries: list[Entry] = []
         self.blocks: dict[torch.device, list[torch.Tensor]] = {}
         self._free: dict[torch.device, tuple[int, int]] = {}  # in the last block: next offset, end
+        self._states: dict[torch.device, list[SiteState]] = {}  # of all places, by Place.number
+        self._tables: dict[torch.device, tuple[int, Any]] = {}  # of so many of them: _native.Totals
 
     def bytes_on(self, device: torch.device) -> int:
         return 8 * sum(block.numel() for block in self.blocks.get(device, []))
@@ -182,7 +191,8 @@ class Store:
             self.reserve(device, max(size, min(later, room)))
             offset = 0
         block = len(self.blocks[device]) - 1
-        entry.places.append(Place(device, block, offset, channels, self._bins(channels)))
+        states = self._states.setdefault(device, [])
+        entry.places.append(Place(device, block, offset, channels, self._bins(channels), len(states)))
         self._free[device] = (offset + size, self._free[device][1])
         counters = offset + len(FIELDS) * channels
         bins = counters + _native.COUNTERS
@@ -203,12 +213,25 @@ class Store:
                 low=float(linear.lo) if linear else 0.0,
                 high=float(linear.hi) if linear else 0.0,
             )
+        states.append(entry.state)
 
     def fits(self, device: torch.device, channels: int, sites: int) -> bool:
         """Whether that many more sites of this width stay inside the budget."""
         needed = sites * self.site_bytes(channels)
         offset, end = self._free.get(device, (0, 0))
         return needed <= 8 * (end - offset) or self.bytes_on(device) + needed <= self.memory_budget
+
+    def totals(self, device: torch.device) -> torch.Tensor | None:
+        """All channels of each place on a device together, in one launch; None where there is no place."""
+        states = self._states.get(device)
+        if not states:
+            return None
+        known, table = self._tables.get(device, (0, None))
+        if known != len(states):
+            table = _native.Totals([state.moments for state in states], [state.counters for state in states])
+            self._tables[device] = (len(states), table)
+        totals: torch.Tensor = table.fold()
+        return totals.view(-1)
 
     def clear(self) -> None:
         for blocks in self.blocks.values():
@@ -230,11 +253,18 @@ class Row(NamedTuple):
 
 
 class Map:
-    """Where all sites were at one time: what is needed to read blocks that were copied then."""
+    """Where all sites were at one time: what is needed to read blocks, or totals, that were copied then."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, totals_only: bool = False) -> None:
         self._rows = [
-            Row(e.site, tuple(e.places), e.keep_channels, e.hidden_if_silent, e.is_parameter) for e in store.entries
+            Row(
+                e.site,
+                tuple(place.totals() for place in e.places) if totals_only else tuple(e.places),
+                e.keep_channels and not totals_only,
+                e.hidden_if_silent,
+                e.is_parameter,
+            )
+            for e in store.entries
         ]
         self._bins = store.histogram
 

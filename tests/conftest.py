@@ -48,7 +48,8 @@ def _same_random_numbers_in_every_run() -> None:
 
 def load_harness() -> Any:
     """torch.ops namespace in which CPU tensors go to the CUDA kernels, run on the CPU (tests/cuda_on_cpu)."""
-    sources = ["csrc/ops.cpp", "csrc/batch.cpp", "csrc/cpu/accumulate.cpp", "tests/cuda_on_cpu/harness.cpp"]
+    sources = ["csrc/ops.cpp", "csrc/batch.cpp", "csrc/totals.cpp", "csrc/cpu/accumulate.cpp"]
+    sources += ["tests/cuda_on_cpu/harness.cpp"]
     # HOOKSTATS_ASAN=1, with the sanitizer's library preloaded, also finds accesses outside of any tensor (.ci/run).
     sanitized = ["-fsanitize=address"] if os.environ.get("HOOKSTATS_ASAN") == "1" else []
     build = ROOT / "build" / f"cuda_on_cpu-{torch.__version__}{'-asan' if sanitized else ''}"
@@ -109,6 +110,8 @@ class Backend:
         self.name = name
         self.ops = ops
         self.device = device
+        library = "hookstats" if ops is torch.ops.hookstats else "hookstats_cuda_on_cpu"
+        self.classes = getattr(torch.classes, library)
 
     def accumulate(
         self, x: torch.Tensor, channel_dim: int | None, histogram: str = "none", into: State | None = None
@@ -120,10 +123,9 @@ class Backend:
 
     def batch(self, states: list[State], channel_dims: list[int], active: torch.Tensor | None = None) -> Any:
         """The sites of these states, whose tensors come together."""
-        library = getattr(torch.classes, "hookstats" if self.ops is torch.ops.hookstats else "hookstats_cuda_on_cpu")
         active = torch.ones(1, dtype=torch.int32, device=self.device) if active is None else active
         columns = zip(*(state.tensors for state in states), strict=True)
-        return library.Batch(*map(list, columns), [active] * len(states), channel_dims, *states[0].range)
+        return self.classes.Batch(*map(list, columns), [active] * len(states), channel_dims, *states[0].range)
 
     def merge(self, into: State, other: State) -> None:
         self.ops.merge(*into.tensors, *other.tensors)

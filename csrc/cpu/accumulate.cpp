@@ -70,6 +70,10 @@ HOOKSTATS_DTYPES(HOOKSTATS_VERSIONS_OF)
   target void merge_into_state(const LaneSamples& samples, const State& state, int64_t channel) { \
     const int width = int(std::min<int64_t>(kLanes, state.channels - channel));                   \
     samples.merge_into_state(state.moments + channel, state.row_stride, width);                   \
+  }                                                                                               \
+  target void merge_state(LaneSamples& into, const State& state, int64_t channel) {               \
+    const int width = int(std::min<int64_t>(kLanes, state.channels - channel));                   \
+    into.merge_state(state.moments + channel, state.row_stride, width);                           \
   }
 HOOKSTATS_VERSIONS(HOOKSTATS_VERSION, )
 #undef HOOKSTATS_VERSION
@@ -312,6 +316,25 @@ void merge(const State& into, const State& from) {
   if (first && (!into.counters[k_first] || first < into.counters[k_first])) into.counters[k_first] = first;
   if (into.kind == HistogramKind::none) return;
   for (int64_t i = 0; i < from.all_bins(); ++i) into.histogram[fold ? i % into.bins : i] += from.histogram[i];
+}
+
+void totals(const State* states, int64_t count, int64_t* out, ParallelFor parallel_for) {
+  int64_t channels = 0;
+  for (int64_t i = 0; i < count; ++i) channels += states[i].channels;
+  if (channels < kSerialElements) parallel_for = serial;
+  parallel_for(count, [=](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const State& state = states[i];
+      LaneSamples lanes;
+      lanes.clear();
+      for (int64_t channel = 0; channel < state.channels; channel += kLanes) merge_state(lanes, state, channel);
+      Sample total = Sample::neutral();
+      for (int lane = 0; lane < kLanes; ++lane) total.merge(lanes.get(lane));
+      int64_t* words = out + i * kTotalsWords;
+      total.store_state(reinterpret_cast<double*>(words), 1);
+      std::copy_n(state.counters, int(kCounters), words + kFields);
+    }
+  });
 }
 
 }  // namespace hookstats::cpu

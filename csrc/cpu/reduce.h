@@ -28,6 +28,10 @@ struct LaneSamples {
 #pragma omp simd
     for (int lane = 0; lane < kLanes; ++lane) merge(lane, other.get(lane));
   }
+  HOOKSTATS_INLINE void merge_state(const double* moments, int64_t row_stride, int width) {
+#pragma omp simd
+    for (int lane = 0; lane < width; ++lane) merge(lane, Sample::load_state(moments + lane, row_stride));
+  }
   HOOKSTATS_INLINE void merge_into_state(double* moments, int64_t row_stride, int width) const {
 #pragma omp simd
     for (int lane = 0; lane < width; ++lane) get(lane).merge_into_state(moments + lane, row_stride);

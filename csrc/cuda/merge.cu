@@ -1,4 +1,5 @@
-// One launch merges a state into another, or its channels into a state of one channel.
+// One launch merges a state into another, or its channels into a state of one channel; or it takes the totals of many
+// states.
 
 #include "fold.h"
 
@@ -52,6 +53,32 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(const State into, const
   }
 }
 
+// As fold_block wants it: in shared memory an array of each field. All fields, those of what is not finite too.
+struct Part : Sample {
+  __device__ static Part neutral() { return {Sample::neutral()}; }
+  __device__ static Part load(const double* shared, int slots, int slot) {
+    return {Sample::load(shared + slot, slots)};
+  }
+  __device__ void store(double* shared, int slots, int slot) const { Sample::store(shared + slot, slots); }
+};
+
+// One block per state: its channels folded in a fixed order.
+__global__ void __launch_bounds__(kThreads) totals_kernel(const State* states, int64_t* out) {
+  HOOKSTATS_DYNAMIC_SHARED(shared);
+  const int thread = threadIdx.x;
+  const State& state = states[blockIdx.x];
+  const int64_t channels = state.channels, stride = state.row_stride;
+  const double* moments = state.moments;
+  Part part = Part::neutral();
+  for (int64_t c = thread; c < channels; c += kThreads) part.merge(Sample::load_state(moments + c, stride));
+  part.store(shared, kThreads, thread);
+  __syncthreads();
+  fold_block<Part, 1>(shared, Geometry{1, kThreads, false}, thread);
+  int64_t* words = out + int64_t(blockIdx.x) * kTotalsWords;
+  if (thread == 0) Part::load(shared, kThreads, 0).store_state(reinterpret_cast<double*>(words), 1);
+  if (thread < kCounters) words[kFields + thread] = state.counters[thread];
+}
+
 }  // namespace
 
 const char* merge(const State& into, const State& from, const Launch& to) {
@@ -63,6 +90,12 @@ const char* merge(const State& into, const State& from, const Launch& to) {
   if (const auto error = cudaSetDevice(to.device)) return message(error);
   return message(launch(merge_kernel, grid, dim3(kThreads), fold ? kThreads * WideSums::kBytes : 0,
                         static_cast<cudaStream_t>(to.stream), into, from));
+}
+
+const char* totals(const State* states, int64_t count, int64_t* out, const Launch& to) {
+  if (const auto error = cudaSetDevice(to.device)) return message(error);
+  return message(launch(totals_kernel, dim3(unsigned(count)), dim3(kThreads), kThreads * sizeof(Part),
+                        static_cast<cudaStream_t>(to.stream), states, out));
 }
 
 }  // namespace hookstats::cuda
