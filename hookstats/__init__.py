@@ -9,11 +9,12 @@ for batch in loader:
 
 from hookstats import edit
 from hookstats._native import build_info
+from hookstats.attaching import attach, measure
 from hookstats.capture import Capture, Captured, capture
 from hookstats.explain import Explanation, HookRow, explain
 from hookstats.fields import ExponentBins, LinearBins, Site
 from hookstats.gradient import KeptGradient, grad_of
-from hookstats.monitor import Monitor, attach, measure
+from hookstats.monitor import Monitor
 from hookstats.snapshot import Histogram, SiteStats, Snapshot, Stats
 
 __all__ = [

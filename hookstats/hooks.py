@@ -214,6 +214,7 @@ class Watcher:
         self.skipped: dict[Site, str] = {}
         self._seen: list[tuple[Hook, Any]] | None = None  # while a forward on fake tensors runs
         self._learns = False  # after it
+        self.example_bytes = 0  # that it would have read, gradients included
         self._store = store
         self._hooks: WeakValueDictionary[int, Hook] = WeakValueDictionary()  # by Entry.index; the model owns them
         self._warned_of_budget = False
@@ -286,6 +287,7 @@ class Watcher:
             return
         if _is_a_mere_shape(tensor):
             if self._learns and tensor.numel() > 0:
+                self.example_bytes += tensor.nbytes * len(hook.watched.sites)
                 self._bind(hook, tensor)
             return
         if _is_wrapper(tensor):

@@ -31,26 +31,16 @@ MAY_IMPORT: dict[str, set[str]] = {
     "params": {"_native", "fields", "scaling", "select", "state"},
     "drain": {"fields", "snapshot", "state"},
     "arguments": {"_native", "fields", "select", "snapshot"},
-    "monitor": {
-        "_native",
-        "arguments",
-        "drain",
-        "fields",
-        "hooks",
-        "overhead",
-        "params",
-        "scaling",
-        "select",
-        "snapshot",
-        "stages",
-        "state",
-    },
+    "monitor": {"_native", "arguments", "drain", "fields", "hooks", "overhead", "params", "scaling", "select"}
+    | {"snapshot", "state"},
+    "attaching": {"_native", "arguments", "drain", "fields", "hooks", "monitor", "params", "scaling", "select"}
+    | {"snapshot", "stages", "state"},
     "edit": {"_native", "select", "stages"},
     "pictures": set(),
     "capture": {"_native", "hooks", "pictures", "select", "stages"},
     "gradient": set(),
     "explain": {"select", "stages"},
-    "__init__": {"_native", "capture", "edit", "explain", "fields", "gradient", "monitor", "snapshot"},
+    "__init__": {"_native", "attaching", "capture", "edit", "explain", "fields", "gradient", "monitor", "snapshot"},
     "demo": {"__init__"},
 }
 WITHOUT_TORCH = {"fields", "snapshot"}
