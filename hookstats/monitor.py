@@ -164,6 +164,7 @@ class Monitor:
         if not self._stepped:  # one forward and backward, without steps
             self._parameters.measure()
         now = self._drain.begin(self._step, self._scalars({}), clear=False).finish()
+        now.skipped = self.skipped
         if now.order:
             return now
         while self._pending:
@@ -172,6 +173,7 @@ class Monitor:
 
     def _deliver(self, snapshot: Snapshot) -> None:
         self._last = snapshot
+        snapshot.skipped = self.skipped
         self._finished.append(snapshot)
         self._fired.update(snapshot.order)
         self._deliveries += 1

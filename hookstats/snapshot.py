@@ -191,7 +191,7 @@ class Snapshot(Mapping[Site, SiteStats]):
 
     ``step``: its number. ``scalars``: what was given to `Monitor.step` with it, as floats; with a grad_scaler also
     ``grad_scale``, by which gradients of outputs and inputs were divided, and ``overflowed``. ``order``: the sites that
-    fired, in order of execution (per device).
+    fired, in order of execution (per device). ``skipped``: sites that are not measured, each with the reason.
     """
 
     def __init__(
@@ -200,6 +200,7 @@ class Snapshot(Mapping[Site, SiteStats]):
         self.step = step
         self.scalars = scalars
         self.order = order
+        self.skipped: dict[Site, str] = {}
         self._sites = sites
 
     def __getitem__(self, site: tuple[str, str]) -> SiteStats:
@@ -244,7 +245,7 @@ class Snapshot(Mapping[Site, SiteStats]):
         """A text table, a line for each site: in order of execution, or by a statistic of the totals, largest first.
 
         ``sort``: a statistic's name (ValueError for another one). ``channels`` says how many are kept apart. Sites that
-        did not fire come last.
+        did not fire come last, and those that are not measured, each with the reason.
         """
         if sort is not None and sort not in STATISTICS:
             raise ValueError(f"sort: expected one of {', '.join(STATISTICS)}, got {sort!r}")
@@ -267,6 +268,7 @@ class Snapshot(Mapping[Site, SiteStats]):
         silent = [site for site in self if self[site].calls == 0]
         if silent:
             lines.append(f"did not fire: {', '.join(map(str, silent))}")
+        lines += [f"not measured: {site}: {reason}" for site, reason in self.skipped.items()]
         return "\n".join(lines)
 
     def flat(self, *statistics: str) -> dict[str, float]:

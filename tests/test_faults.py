@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 import warnings
@@ -113,6 +114,9 @@ def test_what_cannot_be_measured_is_skipped_once_with_its_reason(output: Any, re
     assert not again
     assert len(mon.skipped) == 2
     assert mon.snapshot()["0", "output"].calls == 2
+    assert re.search(f"\nnot measured: 1 output: .*{reason}.*\nnot measured: 1 grad_output: ", mon.snapshot().table())
+    assert mon.step().skipped == mon.skipped  # type: ignore[union-attr]
+    assert mon.snapshot().skipped == mon.skipped
     assert set(mon.snapshot()) == set(mon.sites) == {("0", "output"), ("0", "grad_output")}
     model = nn.Sequential(Changing(output))
     hookstats.attach(model, strict=True)

@@ -272,6 +272,13 @@ def test_an_example_shows_widths_and_containers_to_a_compiled_model(kind: str) -
         np.testing.assert_allclose(taken[site].channels.rms, expected[site].channels.rms, rtol=1e-6)
 
 
+def test_the_line_of_attach_says_what_a_step_like_the_example_reads(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Linear(64, 1024), nn.Tanh())
+    with caplog.at_level("INFO", logger="hookstats"):
+        hookstats.attach(model, example=((torch.zeros(256, 64),), {}))
+    assert "a step like the example reads 4.0 MB" in caplog.text  # two outputs of 1 MB, and their gradients
+
+
 def test_an_example_changes_nothing_in_the_model_and_measures_nothing() -> None:
     model = small_cnn()
     before = {name: value.clone() for name, value in model.state_dict().items()}
