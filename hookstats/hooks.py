@@ -60,6 +60,10 @@ class Hook(ModuleHook, _native.Hook):
 
     def give(self, output: SiteState | None, gradient: SiteState | None) -> None:
         """From now on it measures into these."""
+        for state in (output, gradient):
+            for tensor in (state.moments, state.counters, state.histogram, state.active) if state else ():
+                if tensor is not None:
+                    torch._dynamo.mark_static_address(tensor)  # else mode="reduce-overhead" gives up, as they change
         self.output = output  # for the tracer
         self.gradient = gradient
         _native.give(self, output, gradient, functools.partial(_observe_gradient_in_graph, gradient))

@@ -1,0 +1,164 @@
+"""CUDA graphs, torch's own and those of mode="reduce-overhead", and streams: what only a GPU can show."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from torch import nn
+
+import hookstats
+from tests.conftest import check
+from tests.models import Residual
+from tests.plain import Plain, check_against
+
+pytestmark = pytest.mark.gpu
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).cuda()
+
+
+def captured(model: nn.Module, x: torch.Tensor) -> torch.cuda.CUDAGraph:
+    """A forward and backward as a graph, after three of them on a side stream, as torch's notes have it."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            model.zero_grad(set_to_none=True)
+            model(x).square().sum().backward()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    model.zero_grad(set_to_none=True)
+    with torch.cuda.graph(graph):
+        model(x).square().sum().backward()
+    return graph
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_captured_step_counts_at_every_replay_of_a_step_that_is_due(every: int) -> None:
+    model = mlp()
+    x = torch.randn(5, 6, device="cuda")
+    mon = hookstats.attach(model, every=every)
+    graph = captured(model, x)
+    mon.reset()  # the warm-up
+    twin = mlp()
+    plain, snapshots = Plain(twin), []
+    for step in range(4):
+        x.copy_(torch.randn(5, 6))
+        for _ in range(2):  # microbatches
+            graph.replay()
+            if step % every == 0:
+                twin(x).square().sum().backward()
+        measured = mon._measured
+        mon.step()
+        if measured:
+            snapshots.append(mon.snapshot())
+            assert {stats.calls for stats in snapshots[-1].values()} == {2}
+            check_against(plain, snapshots[-1])
+            plain.seen.clear()
+    assert [snapshot.step for snapshot in snapshots] == list(range(0, 4, every))
+    kinds = [(site.name, site.tensor) for site in snapshots[0].order]
+    assert kinds == [(n, "output") for n in "012"] + [(n, "grad_output") for n in "210"]
+
+
+def test_a_mask_in_a_captured_step_is_read_at_every_replay() -> None:
+    model = mlp()
+    x, skip = torch.randn(5, 6, device="cuda"), torch.tensor([False, True, False, False, True], device="cuda")
+    mon = hookstats.attach(model, every=1)
+    graph = torch.cuda.CUDAGraph()
+    with mon.mask(skip):
+        model(x)
+        torch.cuda.synchronize()
+    with torch.cuda.graph(graph), mon.mask(skip):
+        model(x)
+    mon.reset()
+    skip.copy_(torch.tensor([True, True, True, False, False]))
+    graph.replay()
+    check(mon.snapshot()["0", "output"], model[0](x)[3:].detach(), -1)
+
+
+@pytest.mark.parametrize("how", ["whole", "blocks"])
+def test_reduce_overhead_gives_eagers_numbers_and_uses_its_graphs(how: str) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    torch.manual_seed(0)
+    model = Residual().cuda()
+    mon = hookstats.attach(model, every=2)
+    run: Any = torch.compile(model, mode="reduce-overhead") if how == "whole" else model
+    if how == "blocks":
+        for block in model.blocks:
+            block.compile(mode="reduce-overhead")
+    torch.manual_seed(0)
+    twin = Residual().cuda()
+    plain = Plain(twin)
+    for step in range(6):
+        x = torch.randn(8, 5, 16, device="cuda")
+        torch.compiler.cudagraph_mark_step_begin()
+        run(x).square().sum().backward()
+        plain.seen.clear()
+        twin(x).square().sum().backward()
+        mon.step()
+        snapshot = mon.snapshot()
+        assert snapshot.step == step // 2 * 2
+        if step % 2 == 0:
+            for site in snapshot:
+                want = plain.seen[tuple(site)][0].double()
+                assert snapshot[site].calls == 1
+                assert snapshot[site].total.rms == pytest.approx(want.square().mean().sqrt().item(), rel=1e-3)
+    assert torch._dynamo.utils.counters["inductor"]["cudagraph_skips"] == 0
+
+
+def test_two_streams_measure_two_sites_at_once() -> None:
+    layers = [nn.Linear(512, 512).cuda() for _ in range(2)]
+    model = nn.ModuleList(layers)
+    mon = hookstats.attach(model, modules=lambda name, module: isinstance(module, nn.Linear))
+    inputs = [torch.randn(4096, 512, device="cuda") for _ in range(2)]
+    outputs = [layer(x).detach() for layer, x in zip(layers, inputs, strict=True)]
+    mon.reset()
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    for _ in range(20):
+        for stream, layer, x in zip(streams, layers, inputs, strict=True):
+            with torch.cuda.stream(stream), torch.no_grad():
+                layer(x)
+    torch.cuda.synchronize()
+    for name, y in enumerate(outputs):
+        stats = mon.snapshot()[str(name), "output"]
+        assert stats.calls == 20
+        assert stats.total.count == 20 * y.numel()
+        check(hookstats.measure(y), y, -1)
+        assert stats.total.rms == pytest.approx(y.double().square().mean().sqrt().item(), rel=1e-5)
+
+
+def test_a_mixed_precision_step_on_the_gpu_waits_for_nothing() -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, fused=True)
+    scaler = torch.amp.GradScaler("cuda", init_scale=256.0)
+    mon = hookstats.attach(model, tensors=("output", "grad_output", "param_grad"), every=1, grad_scaler=scaler)
+    x = torch.randn(5, 6, device="cuda")
+
+    def step() -> None:
+        with torch.autocast("cuda", torch.float16):
+            loss = model(x).float().square().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        mon.step()
+
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    snapshot = mon.snapshot()
+    assert snapshot.scalars["grad_scale"] == 256
+    assert snapshot.overflowed is False
