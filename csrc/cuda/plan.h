@@ -32,7 +32,7 @@ struct Job {
 struct Access {
   bool rows;    // neighbouring channels lie closer than neighbouring elements of one
   bool packed;  // in packs of kPackOf elements
-  bool near;    // in at most two dimensions beside the channels
+  bool near;    // in at most two dimensions beside the channels, or in one of listed rows and one within them
 };
 
 template <class scalar_t>
@@ -54,8 +54,8 @@ Access access(Layout& layout, bool aligned) {
   constexpr int kPack = kPackOf<scalar_t>;
   const auto whole_packs = [](int64_t x) { return x % kPack == 0; };
   const bool rows = layout.channels_are_inner();
-  const bool near = is_near(layout);
-  bool packed = kPack > 1 && near && layout.ndim <= (rows ? 1 : 2) && aligned;
+  const bool near = is_near(layout) && layout.row_dims <= 1;
+  bool packed = kPack > 1 && near && (!rows || layout.row_dims > 0 || layout.ndim <= 1) && aligned;
   for (int d = 0; d < layout.ndim; ++d) packed &= whole_packs(layout.stride[d]) || (!rows && d == layout.ndim - 1);
   if (rows) {
     packed &= layout.channel_stride == 1 && whole_packs(layout.channels);
@@ -91,10 +91,15 @@ inline Job job_of(const Layout& layout, const State& state, bool rows, int place
   return job;
 }
 
+// Of `count` elements: what one of `parts` reads.
+HOOKSTATS_HD inline int64_t share_of(int64_t count, int64_t parts, const Geometry& geometry) {
+  const int64_t step = geometry.groups * 4;  // whole groups of packs
+  return divide_up(divide_up(count, parts), step) * step;
+}
+
 // Cuts the elements into about `parts`, each with something to read.
 inline void cut(Job& job, int64_t parts) {
-  const int64_t step = job.geometry.groups * 4;  // whole groups of packs
-  job.share = divide_up(divide_up(job.layout.count, parts), step) * step;
+  job.share = share_of(job.layout.count, parts, job.geometry);
   job.parts = unsigned(divide_up(job.layout.count, job.share));
   job.words = unsigned(divide_up(job.parts, kFan)) + 1;
 }

@@ -15,6 +15,7 @@ struct alignas(n * sizeof(scalar_t)) Pack {
 // The addresses of the packs first, first + step, ... of a channel, in one dimension.
 template <class scalar_t>
 struct LineWalker {
+  static constexpr bool kKnowsLists = false;
   const scalar_t* at;
   int64_t step_at;
 
@@ -30,6 +31,7 @@ struct LineWalker {
 // The same in up to two dimensions, without a division; the inner one has less than 2^31 packs, or is the only one.
 template <class scalar_t>
 struct NearWalker {
+  static constexpr bool kKnowsLists = false;
   const scalar_t* at;
   int64_t step_at, wrap;
   int inner, inner_size, step_inner;
@@ -64,9 +66,38 @@ struct NearWalker {
   }
 };
 
-// The same in any number of dimensions.
+// The same of listed rows: one dimension of them, and up to one within a row.
+template <class scalar_t>
+struct ListedWalker {
+  static constexpr bool kKnowsLists = true;
+  const scalar_t* data;
+  const Layout& layout;
+  const int32_t* row;
+  int inner, inner_size, step_row, step_inner;
+
+  __device__ ListedWalker(const scalar_t* data, const Layout& layout, int64_t first, int64_t step)
+      : data(data), layout(layout), inner_size(int(layout.inner_size())) {
+    row = layout.listed + first / inner_size;
+    inner = int(first % inner_size);
+    step_row = int(step / inner_size);
+    step_inner = int(step % inner_size);
+  }
+  __device__ const scalar_t* next() {
+    const scalar_t* here = data + load_constant(row) * layout.stride[0] + inner * layout.stride[1];
+    row += step_row;
+    inner += step_inner;
+    if (inner >= inner_size) {
+      inner -= inner_size;
+      ++row;
+    }
+    return here;
+  }
+};
+
+// The same in any number of dimensions, of all rows or of listed ones.
 template <class scalar_t>
 struct FarWalker {
+  static constexpr bool kKnowsLists = true;
   const scalar_t* data;
   const Layout& layout;
   int64_t i, step;
