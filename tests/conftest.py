@@ -46,6 +46,13 @@ def _same_random_numbers_in_every_run() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
 def load_harness() -> Any:
     """torch.ops namespace in which CPU tensors go to the CUDA kernels, run on the CPU (tests/cuda_on_cpu)."""
     sources = ["csrc/ops.cpp", "csrc/batch.cpp", "csrc/cpu/accumulate.cpp", "tests/cuda_on_cpu/harness.cpp"]

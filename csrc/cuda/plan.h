@@ -32,7 +32,7 @@ struct Job {
 struct Access {
   bool rows;    // neighbouring channels lie closer than neighbouring elements of one
   bool packed;  // in packs of kPackOf elements
-  bool near;    // in at most two dimensions beside the channels, or in one of listed rows and one within them
+  bool near;    // in at most two dimensions beside the channels
 };
 
 template <class scalar_t>
@@ -47,6 +47,13 @@ inline bool is_near(const Layout& layout) {
   return layout.ndim <= 1 || (layout.ndim == 2 && layout.inner_size() < INT32_MAX);
 }
 
+// Whether ListedWalker takes the rows.
+template <class scalar_t>
+bool are_near(const Layout& layout) {
+  constexpr int64_t kMost = INT32_MAX / sizeof(scalar_t);
+  return layout.row_dims <= 1 && layout.stride[0] <= kMost && layout.stride[1] <= kMost;
+}
+
 // Packs need their elements side by side and every step between packs to be whole packs. Where they are of one channel,
 // `layout` becomes one of packs.
 template <class scalar_t>
@@ -54,8 +61,9 @@ Access access(Layout& layout, bool aligned) {
   constexpr int kPack = kPackOf<scalar_t>;
   const auto whole_packs = [](int64_t x) { return x % kPack == 0; };
   const bool rows = layout.channels_are_inner();
-  const bool near = is_near(layout) && layout.row_dims <= 1;
-  bool packed = kPack > 1 && near && (!rows || layout.row_dims > 0 || layout.ndim <= 1) && aligned;
+  const bool near = is_near(layout), listed = layout.row_dims > 0;
+  bool packed = kPack > 1 && near && aligned;
+  packed &= listed ? are_near<scalar_t>(layout) : layout.ndim <= (rows ? 1 : 2);
   for (int d = 0; d < layout.ndim; ++d) packed &= whole_packs(layout.stride[d]) || (!rows && d == layout.ndim - 1);
   if (rows) {
     packed &= layout.channel_stride == 1 && whole_packs(layout.channels);

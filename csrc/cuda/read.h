@@ -66,31 +66,36 @@ struct NearWalker {
   }
 };
 
-// The same of listed rows: one dimension of them, and up to one within a row.
+// The same of listed rows: one dimension of them, and up to one within a row, both with strides of less than 2^31
+// bytes.
 template <class scalar_t>
 struct ListedWalker {
   static constexpr bool kKnowsLists = true;
-  const scalar_t* data;
-  const Layout& layout;
-  const int32_t* row;
-  int inner, inner_size, step_row, step_inner;
+  const char* const data;
+  const int32_t* const listed;
+  const int row_bytes, inner_bytes, inner_size;
+  int row, inner, step_row, step_inner;
 
   __device__ ListedWalker(const scalar_t* data, const Layout& layout, int64_t first, int64_t step)
-      : data(data), layout(layout), inner_size(int(layout.inner_size())) {
-    row = layout.listed + first / inner_size;
+      : data(reinterpret_cast<const char*>(data)),
+        listed(layout.listed),
+        row_bytes(int(layout.stride[0] * sizeof(scalar_t))),
+        inner_bytes(int(layout.stride[1] * sizeof(scalar_t))),
+        inner_size(int(layout.inner_size())) {
+    row = int(first / inner_size);
     inner = int(first % inner_size);
     step_row = int(step / inner_size);
     step_inner = int(step % inner_size);
   }
   __device__ const scalar_t* next() {
-    const scalar_t* here = data + load_constant(row) * layout.stride[0] + inner * layout.stride[1];
+    const char* here = data + int64_t(load_constant(listed + row)) * row_bytes + int64_t(inner) * inner_bytes;
     row += step_row;
     inner += step_inner;
     if (inner >= inner_size) {
       inner -= inner_size;
       ++row;
     }
-    return here;
+    return reinterpret_cast<const scalar_t*>(here);
   }
 };
 
