@@ -11,6 +11,7 @@
 
 #include <map>
 #include <mutex>
+#include <utility>
 
 namespace hookstats {
 namespace {
@@ -28,6 +29,14 @@ Dtype dtype_of(const at::Tensor& x) {
     default:
       TORCH_CHECK_TYPE(false, "hookstats: expected a tensor of one of", kDtypeNames, ", got ", x.scalar_type());
   }
+}
+
+bool has_device_kernels([[maybe_unused]] at::Device device) {
+#if defined(HOOKSTATS_CUDA_KERNELS)
+  return runs_cuda_kernels(device);
+#else
+  return false;
+#endif
 }
 
 // low < high: the histogram is of linear bins. Both NaN: of any bins; it is only to be merged.
@@ -68,7 +77,18 @@ State state_of(const at::Tensor& moments, const at::Tensor& counters, const std:
   return state;
 }
 
-Layout layout_of(const at::Tensor& x, const State& state, int64_t channel_dim) {
+// How many of the tensor's first dimensions are rows of the mask; 0: the mask is not about it, all of it counts.
+int64_t row_dims_of(const at::Tensor& x, int64_t channel, const at::Tensor& mask) {
+  int64_t dims = 0;
+  if (x.dim() >= mask.dim() && x.sizes().slice(0, mask.dim()) == mask.sizes()) {
+    dims = mask.dim();
+  } else if (x.dim() > 0 && x.size(0) == mask.numel()) {
+    dims = 1;
+  }
+  return 0 <= channel && channel < dims ? 0 : dims;
+}
+
+Layout layout_of(const at::Tensor& x, const State& state, int64_t channel_dim, const Rows* rows) {
   Layout layout;
   const int64_t ndim = x.dim();
   int64_t channel = -1;
@@ -86,9 +106,15 @@ Layout layout_of(const at::Tensor& x, const State& state, int64_t channel_dim) {
   for (int64_t d = 0; d < ndim; ++d) {
     if (d != channel) dims.push_back({x.size(d), x.stride(d)});
   }
-  TORCH_CHECK_VALUE(layout.set_dims(dims.data(), int(dims.size())), "hookstats: expected at most ", Layout::kMaxDims,
-                    " dimensions that do not merge beside the channels, got strides ", x.strides(), " for shape ",
-                    x.sizes());
+  const int64_t row_dims = rows ? row_dims_of(x, channel, rows->listed) : 0;
+  TORCH_CHECK_VALUE(layout.set_dims(dims.data(), int(dims.size()), int(row_dims)), "hookstats: expected at most ",
+                    Layout::kMaxDims, " dimensions that do not merge beside the channels, got strides ", x.strides(),
+                    " for shape ", x.sizes());
+  if (row_dims > 0) {
+    layout.listed = rows->listed.const_data_ptr<int32_t>();
+    layout.kept = rows->kept.const_data_ptr<int32_t>();
+    if (!has_device_kernels(x.device())) layout.count = *std::exchange(layout.kept, nullptr) * layout.row_size();
+  }
   return layout;
 }
 
@@ -153,9 +179,7 @@ Scratch& scratch() {
 #endif  // HOOKSTATS_CUDA_KERNELS
 
 void check_device(at::Device device) {
-#if defined(HOOKSTATS_CUDA_KERNELS)
-  if (runs_cuda_kernels(device)) return;
-#endif
+  if (has_device_kernels(device)) return;
   TORCH_CHECK(device.is_cpu(), "hookstats: this build has no kernels for ", device);
 }
 
@@ -169,17 +193,33 @@ std::mutex& cpu_lock(const State& state) {
   return locks[reinterpret_cast<uintptr_t>(state.counters) / sizeof(int64_t) % 64];
 }
 
-void check_active(const at::Tensor& active, at::Device device) {
-  TORCH_CHECK(active.scalar_type() == at::kInt && active.numel() == 1 && active.device() == device,
-              "hookstats: active: expected one int32 on ", device, ", got ", active.scalar_type(), " ", active.sizes(),
-              " on ", active.device());
+void check_one_int32(const char* name, const at::Tensor& x, at::Device device) {
+  TORCH_CHECK(x.scalar_type() == at::kInt && x.numel() == 1 && x.device() == device, "hookstats: ", name,
+              ": expected one int32 on ", device, ", got ", x.scalar_type(), " ", x.sizes(), " on ", x.device());
+}
+
+void check_rows(const Rows& rows, at::Device device) {
+  const at::Tensor& listed = rows.listed;
+  TORCH_CHECK(listed.scalar_type() == at::kInt && listed.is_contiguous() && listed.device() == device,
+              "hookstats: rows: expected contiguous int32 on ", device, ", got ", listed.scalar_type(), " ",
+              listed.sizes(), " with strides ", listed.strides(), " on ", listed.device());
+  check_one_int32("kept", rows.kept, device);
+  if (has_device_kernels(device)) return;
+  const int32_t kept = *rows.kept.const_data_ptr<int32_t>();
+  TORCH_CHECK_VALUE(0 <= kept && kept <= listed.numel(), "hookstats: kept: expected 0 to ", listed.numel(),
+                    " rows, got ", kept);
 }
 
 void accumulate_op(const at::Tensor& x, at::Tensor moments, at::Tensor counters, std::optional<at::Tensor> histogram,
                    const std::optional<at::Tensor>& active, int64_t channel_dim, bool skip_recomputation, double low,
-                   double high) {
+                   double high, const std::optional<at::Tensor>& rows, const std::optional<at::Tensor>& kept) {
   if (skip_recomputation && backward_is_running()) return;
-  accumulate(x, Site({std::move(moments), std::move(counters), std::move(histogram), active, channel_dim, low, high}));
+  TORCH_CHECK(rows.has_value() == kept.has_value(), "hookstats: expected both rows and kept or neither, got only ",
+              rows ? "rows" : "kept");
+  const Site site({std::move(moments), std::move(counters), std::move(histogram), active, channel_dim, low, high});
+  if (!rows) return accumulate(x, site);
+  const Rows both{*rows, *kept};
+  accumulate(x, site, &both);
 }
 
 void merge_op(at::Tensor moments, at::Tensor counters, std::optional<at::Tensor> histogram,
@@ -206,7 +246,8 @@ void merge_op(at::Tensor moments, at::Tensor counters, std::optional<at::Tensor>
 }
 
 void accumulate_meta(const at::Tensor&, at::Tensor, at::Tensor, std::optional<at::Tensor>,
-                     const std::optional<at::Tensor>&, int64_t, bool, double, double) {}
+                     const std::optional<at::Tensor>&, int64_t, bool, double, double, const std::optional<at::Tensor>&,
+                     const std::optional<at::Tensor>&) {}
 
 void merge_meta(at::Tensor, at::Tensor, std::optional<at::Tensor>, const at::Tensor&, const at::Tensor&,
                 const std::optional<at::Tensor>&) {}
@@ -245,16 +286,17 @@ Site::Site(SiteState of)
       state(state_of(tensors.moments, tensors.counters, tensors.histogram, tensors.low, tensors.high)) {
   const auto device = tensors.moments.device();
   check_device(device);
-  if (tensors.active) check_active(*tensors.active, device);
+  if (tensors.active) check_one_int32("active", *tensors.active, device);
 }
 
-Input described(const at::Tensor& x, const Site& site) {
+Input described(const at::Tensor& x, const Site& site, const Rows* rows) {
   TORCH_CHECK_TYPE(x.layout() == at::kStrided, "hookstats: expected a dense strided tensor, got layout ", x.layout());
   const auto device = site.tensors.moments.device();
   TORCH_CHECK(x.device() == device, "hookstats: expected a tensor on ", device, ", where its state is, got one on ",
               x.device());
   const Dtype dtype = dtype_of(x);
-  return {nullptr, dtype, layout_of(x, site.state, site.tensors.channel_dim)};
+  if (rows) check_rows(*rows, device);
+  return {nullptr, dtype, layout_of(x, site.state, site.tensors.channel_dim, rows)};
 }
 
 const char* reason(const std::exception& error) {
@@ -280,13 +322,13 @@ void reserve_scratch([[maybe_unused]] at::Device device) {
 #endif
 }
 
-void accumulate(const at::Tensor& tensor, const Site& site) {
-  if (tensor.is_neg()) return accumulate(tensor.resolve_neg(), site);
+void accumulate(const at::Tensor& tensor, const Site& site, const Rows* rows) {
+  if (tensor.is_neg()) return accumulate(tensor.resolve_neg(), site, rows);
   const at::Tensor& x = tensor;
   const State& state = site.state;
   const auto& active = site.tensors.active;
-  Input input = described(x, site);
-  if (x.numel() == 0) return;
+  Input input = described(x, site, rows);
+  if (input.layout.count == 0) return;
   input.data = x.const_data_ptr();
   TORCH_CHECK(input.data, "hookstats: expected a tensor with data, got one without storage");
 #if defined(HOOKSTATS_CUDA_KERNELS)
@@ -303,7 +345,8 @@ void accumulate(const at::Tensor& tensor, const Site& site) {
 TORCH_LIBRARY(HOOKSTATS_NAMESPACE, m) {
   m.def(
       "accumulate(Tensor x, Tensor(a!) moments, Tensor(b!) counters, Tensor(c!)? histogram, Tensor? active, "
-      "int channel_dim, bool skip_recomputation=False, float low=0.0, float high=0.0) -> ()");
+      "int channel_dim, bool skip_recomputation=False, float low=0.0, float high=0.0, Tensor? rows=None, "
+      "Tensor? kept=None) -> ()");
   m.def(
       "merge(Tensor(a!) moments, Tensor(b!) counters, Tensor(c!)? histogram, Tensor from_moments, "
       "Tensor from_counters, Tensor? from_histogram) -> ()");

@@ -44,14 +44,21 @@ struct Site {
   explicit Site(SiteState tensors);
 };
 
+// The rows that count of the tensors that a mask applies to: those that begin with its shape, or have its elements
+// in dimension 0. Both int32, on the device of the data.
+struct Rows {
+  at::Tensor listed;  // of the mask's shape: at its beginning the numbers of those rows, ascending
+  at::Tensor kept;    // [1]: how many they are; on a GPU it is read by the kernel alone
+};
+
 // Folds `x` into the state. One kernel on the current stream; nothing is allocated or waited for. Throws c10::Error.
-void accumulate(const at::Tensor& x, const Site& site);
+void accumulate(const at::Tensor& x, const Site& site, const Rows* rows = nullptr);
 
 // Makes sure that the first launches on new streams of this device find their scratch allocated.
 void reserve_scratch(at::Device device);
 
 // What a kernel is given for `x`, checked; the data pointer is still to come. Throws c10::Error.
-Input described(const at::Tensor& x, const Site& site);
+Input described(const at::Tensor& x, const Site& site, const Rows* rows = nullptr);
 
 #if defined(HOOKSTATS_CUDA_KERNELS)
 // The CUDA kernels run on the GPU, or, in the tests' build, on the CPU (tests/cuda_on_cpu).

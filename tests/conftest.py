@@ -46,6 +46,13 @@ def _same_random_numbers_in_every_run() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
 def load_harness() -> Any:
     """torch.ops namespace in which CPU tensors go to the CUDA kernels, run on the CPU (tests/cuda_on_cpu)."""
     sources = ["csrc/ops.cpp", "csrc/batch.cpp", "csrc/totals.cpp", "csrc/cpu/accumulate.cpp"]
@@ -103,6 +110,12 @@ class State:
         return all(torch.equal(a, b) for a, b in pairs)
 
 
+def listed(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the operator is given for a mask: the rows that count, before those that do not, and their number."""
+    rows = torch.argsort(~mask.flatten(), stable=True).to(torch.int32)
+    return rows.view(mask.shape), mask.sum(dtype=torch.int32).view(1)
+
+
 class Backend:
     """One implementation of the operators, and the device of its tensors."""
 
@@ -114,11 +127,17 @@ class Backend:
         self.classes = getattr(torch.classes, library)
 
     def accumulate(
-        self, x: torch.Tensor, channel_dim: int | None, histogram: str = "none", into: State | None = None
+        self,
+        x: torch.Tensor,
+        channel_dim: int | None,
+        histogram: str = "none",
+        into: State | None = None,
+        mask: torch.Tensor | None = None,
     ) -> State:
         channels = 1 if channel_dim is None or x.dim() == 0 else x.shape[channel_dim]
         state = into or State(channels, histogram, self.device)
-        self.ops.accumulate(self.to_device(x), *state.tensors, None, channel_dim or 0, False, *state.range)
+        rows = () if mask is None else tuple(each.to(self.device) for each in listed(mask))
+        self.ops.accumulate(self.to_device(x), *state.tensors, None, channel_dim or 0, False, *state.range, *rows)
         return state
 
     def batch(self, states: list[State], channel_dims: list[int], active: torch.Tensor | None = None) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -377,13 +377,6 @@ def test_a_zero_flag_stops_the_kernel(backend: Backend) -> None:
         backend.ops.accumulate(x, *state.tensors, active, 1)
         assert state.counters[0] == calls
         assert state.moments[0, 0] == 3000 * calls
-
-
-@pytest.fixture
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.usefixtures("threads")

@@ -99,6 +99,10 @@ LaneSamples* partials(int64_t count) {
 
 // Of the elements first .. first + n - 1 of channel 0.
 void offsets(const Layout& layout, int64_t first, int n, int64_t* at) {
+  if (layout.row_dims == 1 && layout.ndim == 1) {  // as below, without its divisions
+    for (int i = 0; i < n; ++i) at[i] = layout.listed[first + i] * layout.stride[0];
+    return;
+  }
   for (int i = 0; i < n;) {
     const int64_t from = layout.offset(first + i), left = layout.inner_size() - (first + i) % layout.inner_size();
     const int run = int(std::min<int64_t>(n - i, left));
@@ -158,7 +162,7 @@ void accumulate_lanes(const Input& input, int64_t fold, const State& state, Para
 template <class scalar_t>
 void accumulate_rows(const Input& input, const State& state, ParallelFor parallel_for) {
   const Layout& layout = input.layout;
-  const bool dense = layout.ndim == 1 && layout.stride[0] == layout.channels;
+  const bool dense = layout.ndim == 1 && layout.row_dims == 0 && layout.stride[0] == layout.channels;
   const int64_t fold = dense ? std::clamp<int64_t>(kLanes / layout.channels, 1, layout.count) : 1;
   Input folded = input, rest = input;
   folded.layout.channels *= fold;

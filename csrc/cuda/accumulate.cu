@@ -60,12 +60,15 @@ cudaError_t accumulate_as(const Input& input, const State& state, const Launch& 
   Job job = job_of(layout, state, rows, places, plane_groups);
   cut(job, parts_of(job, layout.count * (layout.channels / places) * (packed ? kPack : 1) * int64_t(sizeof(scalar_t))));
 
+  const bool listed = layout.row_dims > 0;
   if constexpr (kPack > 1) {
+    if (packed && rows && listed) return launch_accumulate<scalar_t, kPack, kPack, ListedWalker>(input.data, job, to);
+    if (packed && listed) return launch_accumulate<scalar_t, kPack, 1, ListedWalker>(input.data, job, to);
     if (packed && rows) return launch_accumulate<scalar_t, kPack, kPack, LineWalker>(input.data, job, to);
     if (packed && layout.ndim <= 1) return launch_accumulate<scalar_t, kPack, 1, LineWalker>(input.data, job, to);
     if (packed) return launch_accumulate<scalar_t, kPack, 1, NearWalker>(input.data, job, to);
   }
-  if (near) return launch_accumulate<scalar_t, 1, 1, NearWalker>(input.data, job, to);
+  if (near && !listed) return launch_accumulate<scalar_t, 1, 1, NearWalker>(input.data, job, to);
   return launch_accumulate<scalar_t, 1, 1, FarWalker>(input.data, job, to);
 }
 

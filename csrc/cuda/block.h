@@ -59,12 +59,19 @@ __device__ __forceinline__ void run_block(const scalar_t* data, const Job& job, 
   const Geometry geometry = job.geometry;
   const int64_t channels = job.layout.channels;
   const int64_t first_channel = int64_t(place.group()) * geometry.lanes * kPlaces;
+  int64_t count = job.layout.count, share = job.share;
+  if constexpr (Walker<scalar_t>::kKnowsLists) {
+    if (job.layout.kept) {  // the same parts share what there is
+      count = *job.layout.kept * job.layout.row_size();
+      share = share_of(count, job.parts, geometry);
+    }
+  }
 
   // While values are read, a thread is a lane and a group.
   const int lane = geometry.lane(thread), group = geometry.group(thread);
   const int64_t lane_channel = first_channel + lane * kPlaces;
-  const int64_t first = place.part() * job.share + group, stop = (place.part() + 1) * job.share;
-  const int64_t end = stop < job.layout.count ? stop : job.layout.count;
+  const int64_t first = place.part() * share + group, stop = (place.part() + 1) * share;
+  const int64_t end = stop < count ? stop : count;
   const bool reads = group < geometry.groups && lane_channel < channels && first < end;
   typename Sizes::Reads reader(shared, ring, thread, data + (reads ? lane_channel * job.layout.channel_stride : 0),
                                job.layout, first, geometry.groups,
@@ -74,10 +81,12 @@ __device__ __forceinline__ void run_block(const scalar_t* data, const Job& job, 
   const Histogram histogram(reinterpret_cast<unsigned*>(dynamic), job.state, geometry, first_channel, thread);
   const Odd odd(odd_counts, thread);
   // The flag may change while the kernel runs, from another stream: each block reads it once, and blocks that see it
-  // off still arrive, so that the moments of such a launch are dropped and the next one finds its scratch clean.
+  // off still arrive, so that the moments of such a launch are dropped and the next one finds its scratch clean. So do
+  // those of a tensor of which no row counts.
   if (thread == 0) {
     const bool off = launch.active && *static_cast<const volatile int32_t*>(launch.active) == 0;
-    says[0] = off ? Arrival::last_but_torn : Arrival::last;
+    const bool nothing = Walker<scalar_t>::kKnowsLists && count == 0;
+    says[0] = off || nothing ? Arrival::last_but_torn : Arrival::last;
   }
   __syncthreads();
   bool on = says[0] == Arrival::last;
@@ -93,7 +102,7 @@ __device__ __forceinline__ void run_block(const scalar_t* data, const Job& job, 
 
   if (on) {
     const int at_once = Histogram::kMostRows / geometry.groups / Sizes::Reads::kTilePacks * Sizes::Reads::kTilePacks;
-    const int64_t most = geometry.lanes_first ? divide_up(job.share, geometry.groups) : 0;
+    const int64_t most = geometry.lanes_first ? divide_up(share, geometry.groups) : 0;
     for (int64_t until = at_once;; until += at_once) {
       reader.read(geometry.lanes_first ? int(until) : INT32_MAX, histogram, odd, lane * kPlaces);
       __syncthreads();

@@ -28,6 +28,9 @@ cudaError_t launch(void (*kernel)(Params...), dim3 grid, dim3 block, int shared_
 // What another block wrote: not from this multiprocessor's cache.
 __device__ inline double load_fresh(const double* at) { return __ldcg(at); }
 
+// What the kernel never writes: it may be read ahead of other accesses.
+__device__ inline int32_t load_constant(const int32_t* at) { return __ldg(at); }
+
 // Copies 4, 8 or 16 bytes into shared memory while the thread goes on. Copies are waited for in groups, in their order.
 template <int bytes>
 __device__ inline void copy_async(void* shared, const void* global) {

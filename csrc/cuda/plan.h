@@ -47,6 +47,13 @@ inline bool is_near(const Layout& layout) {
   return layout.ndim <= 1 || (layout.ndim == 2 && layout.inner_size() < INT32_MAX);
 }
 
+// Whether ListedWalker takes the rows.
+template <class scalar_t>
+bool are_near(const Layout& layout) {
+  constexpr int64_t kMost = INT32_MAX / sizeof(scalar_t);
+  return layout.row_dims <= 1 && layout.stride[0] <= kMost && layout.stride[1] <= kMost;
+}
+
 // Packs need their elements side by side and every step between packs to be whole packs. Where they are of one channel,
 // `layout` becomes one of packs.
 template <class scalar_t>
@@ -54,8 +61,9 @@ Access access(Layout& layout, bool aligned) {
   constexpr int kPack = kPackOf<scalar_t>;
   const auto whole_packs = [](int64_t x) { return x % kPack == 0; };
   const bool rows = layout.channels_are_inner();
-  const bool near = is_near(layout);
-  bool packed = kPack > 1 && near && layout.ndim <= (rows ? 1 : 2) && aligned;
+  const bool near = is_near(layout), listed = layout.row_dims > 0;
+  bool packed = kPack > 1 && near && aligned;
+  packed &= listed ? are_near<scalar_t>(layout) : layout.ndim <= (rows ? 1 : 2);
   for (int d = 0; d < layout.ndim; ++d) packed &= whole_packs(layout.stride[d]) || (!rows && d == layout.ndim - 1);
   if (rows) {
     packed &= layout.channel_stride == 1 && whole_packs(layout.channels);
@@ -91,10 +99,15 @@ inline Job job_of(const Layout& layout, const State& state, bool rows, int place
   return job;
 }
 
+// Of `count` elements: what one of `parts` reads.
+HOOKSTATS_HD inline int64_t share_of(int64_t count, int64_t parts, const Geometry& geometry) {
+  const int64_t step = geometry.groups * 4;  // whole groups of packs
+  return divide_up(divide_up(count, parts), step) * step;
+}
+
 // Cuts the elements into about `parts`, each with something to read.
 inline void cut(Job& job, int64_t parts) {
-  const int64_t step = job.geometry.groups * 4;  // whole groups of packs
-  job.share = divide_up(divide_up(job.layout.count, parts), step) * step;
+  job.share = share_of(job.layout.count, parts, job.geometry);
   job.parts = unsigned(divide_up(job.layout.count, job.share));
   job.words = unsigned(divide_up(job.parts, kFan)) + 1;
 }

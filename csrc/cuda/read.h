@@ -15,6 +15,7 @@ struct alignas(n * sizeof(scalar_t)) Pack {
 // The addresses of the packs first, first + step, ... of a channel, in one dimension.
 template <class scalar_t>
 struct LineWalker {
+  static constexpr bool kKnowsLists = false;
   const scalar_t* at;
   int64_t step_at;
 
@@ -30,6 +31,7 @@ struct LineWalker {
 // The same in up to two dimensions, without a division; the inner one has less than 2^31 packs, or is the only one.
 template <class scalar_t>
 struct NearWalker {
+  static constexpr bool kKnowsLists = false;
   const scalar_t* at;
   int64_t step_at, wrap;
   int inner, inner_size, step_inner;
@@ -64,9 +66,43 @@ struct NearWalker {
   }
 };
 
-// The same in any number of dimensions.
+// The same of listed rows: one dimension of them, and up to one within a row, both with strides of less than 2^31
+// bytes.
+template <class scalar_t>
+struct ListedWalker {
+  static constexpr bool kKnowsLists = true;
+  const char* const data;
+  const int32_t* const listed;
+  const int row_bytes, inner_bytes, inner_size;
+  int row, inner, step_row, step_inner;
+
+  __device__ ListedWalker(const scalar_t* data, const Layout& layout, int64_t first, int64_t step)
+      : data(reinterpret_cast<const char*>(data)),
+        listed(layout.listed),
+        row_bytes(int(layout.stride[0] * sizeof(scalar_t))),
+        inner_bytes(int(layout.stride[1] * sizeof(scalar_t))),
+        inner_size(int(layout.inner_size())) {
+    row = int(first / inner_size);
+    inner = int(first % inner_size);
+    step_row = int(step / inner_size);
+    step_inner = int(step % inner_size);
+  }
+  __device__ const scalar_t* next() {
+    const char* here = data + int64_t(load_constant(listed + row)) * row_bytes + int64_t(inner) * inner_bytes;
+    row += step_row;
+    inner += step_inner;
+    if (inner >= inner_size) {
+      inner -= inner_size;
+      ++row;
+    }
+    return reinterpret_cast<const scalar_t*>(here);
+  }
+};
+
+// The same in any number of dimensions, of all rows or of listed ones.
 template <class scalar_t>
 struct FarWalker {
+  static constexpr bool kKnowsLists = true;
   const scalar_t* data;
   const Layout& layout;
   int64_t i, step;

@@ -208,6 +208,7 @@ cudaError_t launch(void (*kernel)(Params...), dim3 grid, dim3 block, int shared_
 }
 
 inline double load_fresh(const double* at) { return *at; }
+inline int32_t load_constant(const int32_t* at) { return *at; }
 
 // Done at once.
 template <int bytes>
