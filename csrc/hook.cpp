@@ -40,7 +40,15 @@ enum Entry : Py_ssize_t {
 struct Gate {
   at::Tensor open;  // [1] int32 on the CPU: zero while nothing is to be measured
   const int32_t* is_open;
+  std::vector<Rows> rows;        // what counts of a masked tensor, for each device; none: all
   std::shared_ptr<Times> times;  // of the open step, if it is timed
+
+  std::optional<Rows> rows_on(at::Device device) const {
+    for (const Rows& each : rows) {
+      if (each.listed.device() == device) return each;
+    }
+    return std::nullopt;
+  }
 
   explicit Gate(at::Tensor flag) : open(std::move(flag)) {
     TORCH_CHECK_TYPE(open.is_cpu() && open.scalar_type() == at::kInt && open.numel() == 1,
@@ -146,11 +154,11 @@ std::map<int64_t, std::string> take_failures() {
   return std::exchange(failures, {});
 }
 
-void accumulate_gradient(const at::Tensor& gradient, const Observed& observed) {
+void accumulate_gradient(const at::Tensor& gradient, const Observed& observed, const std::optional<Rows>& rows) {
   if (!gradient.defined() || !*observed.gate->is_open || has_no_data(gradient)) return;
   const Times::Span span(observed.gate->times, gradient.device());
   try {
-    accumulate(gradient, observed.gradient->site);
+    accumulate(gradient, observed.gradient->site, rows ? &*rows : nullptr);
   } catch (const std::exception& error) {
     if (observed.gradient->strict) throw;
     std::lock_guard<std::mutex> lock(failures_mutex);
@@ -161,21 +169,28 @@ void accumulate_gradient(const at::Tensor& gradient, const Observed& observed) {
 // On the gradient of an output, of which it is input number `index_` of a node of the graph.
 class GradientHook : public torch::autograd::FunctionPreHook {
  public:
-  GradientHook(Shared observed, size_t index) : observed_(std::move(observed)), index_(index) {}
+  // rows: those that counted in the forward.
+  GradientHook(Shared observed, size_t index, std::optional<Rows> rows)
+      : observed_(std::move(observed)), index_(index), rows_(std::move(rows)) {}
 
   torch::autograd::variable_list operator()(const torch::autograd::variable_list& gradients) override {
-    accumulate_gradient(gradients[index_], *observed_);
+    accumulate_gradient(gradients[index_], *observed_, rows_);
     return gradients;
   }
 
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
-    PyObject* in_graph = observed_->in_graph->ptr(getPyInterpreter());
-    args.add_tensor_pre_hook(c10::SafePyObject(py::reinterpret_borrow<py::object>(in_graph).release().ptr(), getPyInterpreter()), int(index_));
+    auto call = py::reinterpret_borrow<py::object>(observed_->in_graph->ptr(getPyInterpreter()));
+    if (rows_) {
+      const auto partial = py::module_::import("functools").attr("partial");
+      call = partial(call, py::arg("rows") = py::make_tuple(rows_->listed, rows_->kept));
+    }
+    args.add_tensor_pre_hook(c10::SafePyObject(call.release().ptr(), getPyInterpreter()), int(index_));
   }
 
  private:
   Shared observed_;
   size_t index_;
+  std::optional<Rows> rows_;
 };
 
 constexpr const char* kObserveDoc =
@@ -205,20 +220,22 @@ PyObject* observe(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
     return PyUnicode_FromString("the width of this site is not known yet");
   }
   const Times::Span span(observed.gate->times, x.device(), 1);
+  const std::optional<Rows> rows = observed.gate->rows_on(x.device());
+  const Rows* listed = rows ? &*rows : nullptr;
   try {
     if (!observed.output) {
-      described(x, site);  // throws what accumulate would
+      described(x, site, listed);  // throws what accumulate would
     } else if (!backward_is_running()) {
       // Only where it takes longer than getting the GIL back: a launch does not, nor does a small tensor.
       constexpr int64_t kLong = 1 << 15;
       std::optional<py::gil_scoped_release> release;
       if (x.is_cpu() && x.numel() >= kLong) release.emplace();
-      accumulate(x, site);
+      accumulate(x, site, listed);
     }
     // A leaf's gradient is its owner's, and a hook on it would outlive the step.
     if (observed.gradient && x.requires_grad()) {
       if (const auto& node = x.grad_fn()) {
-        node->add_tensor_pre_hook(std::make_unique<GradientHook>(hook->observed, x.output_nr()));
+        node->add_tensor_pre_hook(std::make_unique<GradientHook>(hook->observed, x.output_nr(), rows));
       }
     }
   } catch (const std::exception& error) {
@@ -288,7 +305,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("__exit__", [](PythonSpan& span, const py::args&) { span.running.reset(); });
   py::class_<Gate, std::shared_ptr<Gate>>(m, "Gate")
       .def(py::init<at::Tensor>())
-      .def_readwrite("times", &Gate::times);
+      .def_readwrite("times", &Gate::times)
+      .def("set_rows", [](Gate& gate, const std::vector<std::pair<at::Tensor, at::Tensor>>& rows) {
+        gate.rows.clear();
+        for (const auto& [listed, kept] : rows) gate.rows.push_back({listed, kept});
+      });
   m.def("take_failures", &take_failures);
   m.def("give", &give, kGiveDoc);
   m.def("has_no_data", &has_no_data);

@@ -1,4 +1,4 @@
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -27,6 +27,7 @@ class Times:
 class Gate:
     times: Times | None
     def __init__(self, open: Tensor) -> None: ...
+    def set_rows(self, rows: Sequence[tuple[Tensor, Tensor]]) -> None: ...
 
 def give(hook: Hook, output: SiteState | None, gradient: SiteState | None, in_graph: Callable[..., Any]) -> None: ...
 def observe(x: object, hook: Any, /) -> Any: ...

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 import warnings
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from hookstats import _native
 from hookstats.fields import Site
 from hookstats.select import Channels, channel_dim_of, walk
 from hookstats.stages import ModuleHook
-from hookstats.state import Entry, SiteState, Store, accumulate, local_part
+from hookstats.state import Entry, Rows, SiteState, Store, accumulate, local_part
 
 _log = logging.getLogger("hookstats")
 
@@ -125,25 +126,34 @@ def _observe_in_graph(output: object, hook: Hook) -> None:
     """What `_native.observe` does, in operators; also for what is in a container, where an eager forward showed it."""
     if torch.compiler.is_exporting():
         return
+    masks = MASKS.get(hook.watcher.number, ())
     for path, tensor in walk(output):
         part = hook.parts.get(path) if path else hook
         if part is not None:
-            _observe_tensor_in_graph(tensor, part.output, part.gradient)
+            _observe_tensor_in_graph(tensor, part.output, part.gradient, masks)
 
 
-def _observe_tensor_in_graph(x: torch.Tensor, output: SiteState | None, gradient: SiteState | None) -> None:
+def _observe_tensor_in_graph(
+    x: torch.Tensor, output: SiteState | None, gradient: SiteState | None, masks: tuple[Rows, ...]
+) -> None:
+    rows = None
+    for each in masks:
+        if each[0].device == x.device:
+            rows = each
     if output is not None and _fits(x, output):
-        accumulate(x, output, skip_recomputation=True)
+        accumulate(x, output, skip_recomputation=True, rows=rows)
     if gradient is not None and x.requires_grad and not x.is_leaf and _fits(x, gradient):
         # A closure: of a partial, all that the state holds would be guarded, and every site have a graph of its own.
-        x.register_hook(lambda g: _observe_gradient_in_graph(gradient, g))
+        x.register_hook(lambda g: _observe_gradient_in_graph(gradient, g, rows))
         torch._dynamo.comptime.comptime(_inputs_first)
 
 
-def _observe_gradient_in_graph(state: SiteState | None, gradient: torch.Tensor | None) -> torch.Tensor | None:
+def _observe_gradient_in_graph(
+    state: SiteState | None, gradient: torch.Tensor | None, rows: Rows | None = None
+) -> torch.Tensor | None:
     """Returns the gradient: inside of a graph, compiled autograd takes None for what is to replace it."""
     if state is not None and gradient is not None and _fits(gradient, state):  # None: of a graph's unused output
-        accumulate(gradient, state)
+        accumulate(gradient, state, rows=rows)
     return gradient
 
 
@@ -177,6 +187,10 @@ def _fits(x: torch.Tensor, state: SiteState) -> bool:
         dim = channel_dim_of(x, None)
     return channels == 1 or (-x.dim() <= dim < x.dim() and x.shape[dim] == channels)
 
+
+# The mask that is in force, on every device, by Watcher.number: for graphs alone. A global, because whatever hangs on a
+# module is taken to stay where it is, and mode="reduce-overhead" would record its graphs anew for each mask.
+MASKS: dict[int, tuple[Rows, ...]] = {}
 
 # By site, of all monitors: the extension does not know whose site it is.
 _failures: dict[int, str] = {}
@@ -214,7 +228,10 @@ class Watched:
 class Watcher:
     """Makes the hooks, and mends them when a tensor is not what its site was made for."""
 
+    _numbers = itertools.count()
+
     def __init__(self, store: Store) -> None:
+        self.number = next(self._numbers)
         self.skipped: dict[Site, str] = {}
         self._seen: list[tuple[Hook, Any]] | None = None  # while a forward on fake tensors runs
         self._learns = False  # after it
@@ -227,6 +244,22 @@ class Watcher:
     def idle_hook(self) -> Hook:
         """One that does what hooks do in a step that is not measured."""
         return Hook(self, Watched("", "", Channels(None, None), False, (None, None)))
+
+    @contextlib.contextmanager
+    def masked(self, mask: torch.Tensor) -> Iterator[None]:
+        """Inside, rows where the mask is True do not count."""
+        before = MASKS.get(self.number, ())
+        self._set_rows(tuple(_rows(mask, device, self.is_open()) for device in self._store.blocks))
+        try:
+            yield
+        finally:
+            self._set_rows(before)
+
+    def _set_rows(self, rows: tuple[Rows, ...]) -> None:
+        self._store.flags.gate.set_rows(rows)
+        MASKS[self.number] = rows
+        if not rows:
+            del MASKS[self.number]
 
     def is_open(self) -> bool:
         return self._store.flags.value
@@ -306,17 +339,18 @@ class Watcher:
         if part.numel() == 0:
             return
         self._bind(hook, part)
+        rows = next((rows for rows in MASKS.get(self.number, ()) if rows[0].device == part.device), None)
         if hook.output is not None:
-            accumulate(part, hook.output, skip_recomputation=True)
+            accumulate(part, hook.output, skip_recomputation=True, rows=rows)
         if hook.gradient is not None and tensor.requires_grad and not tensor.is_leaf:
-            tensor.register_hook(functools.partial(self._measure_wrapped_gradient, hook.gradient))
+            tensor.register_hook(functools.partial(self._measure_wrapped_gradient, hook.gradient, rows))
 
-    def _measure_wrapped_gradient(self, state: SiteState, gradient: torch.Tensor) -> None:
+    def _measure_wrapped_gradient(self, state: SiteState, rows: Rows | None, gradient: torch.Tensor) -> None:
         """Inside backward: what goes wrong is told when the step is closed."""
         if not self.is_open():
             return
         try:
-            accumulate(_part_here(gradient), state)
+            accumulate(_part_here(gradient), state, rows=rows)
         except Exception as error:
             if state.strict:
                 raise
@@ -418,6 +452,17 @@ class Watcher:
             hook = self._hooks[index]
             hook.give(hook.output, None)
             self.skip_entries([entry for entry in hook.watched.entries.values() if entry.index == index], problem)
+
+
+def _rows(mask: torch.Tensor, device: torch.device, wanted: bool) -> Rows:
+    """The rows that the mask leaves; if nothing is measured, none, for graphs that expect some. Waits for nothing."""
+    with torch.inference_mode(False), torch.no_grad():
+        if not wanted:
+            nothing = torch.zeros(mask.shape, dtype=torch.int32, device=device)
+            return nothing, torch.zeros(1, dtype=torch.int32, device=device)
+        mask = mask.to(device, non_blocking=True)
+        left_first = mask.reshape(-1).to(torch.uint8).argsort(stable=True).to(torch.int32).reshape(mask.shape)
+        return left_first, mask.logical_not().sum(dtype=torch.int32).reshape(1)
 
 
 def _has_gradient_site(hook: Hook, path: str) -> bool:

@@ -257,6 +257,26 @@ class Monitor:
             self._pauses -= 1
             self._set_flags()
 
+    @contextmanager
+    def mask(self, rows: torch.Tensor) -> Iterator[None]:
+        """Leaves rows out of all statistics of a forward inside, and of its backward, wherever that runs: padding.
+
+        rows: bool, True where a row is to be left out, such as ``[batch, sequence]``; of a Hugging Face attention_mask
+        ``attention_mask == 0``. It concerns every tensor that begins with these dimensions, or has all their rows in
+        its first one (``[batch * sequence, ...]``), unless its channels are among them; others count as a whole, as do
+        parameters. Inside another mask, this one counts. With reentrant checkpointing, backward belongs inside, too.
+        Waits for nothing; a CUDA graph that captures it reads the mask anew in every replay. TypeError for anything but
+        a bool tensor.
+        """
+        if not isinstance(rows, torch.Tensor) or rows.dtype != torch.bool:
+            got = rows.dtype if isinstance(rows, torch.Tensor) else type(rows).__name__
+            raise TypeError(
+                f"mask: expected a bool tensor, True for rows to leave out, got {got}; of an attention_mask that is 1 "
+                "for what counts: attention_mask == 0"
+            )
+        with self._watcher.masked(rows):
+            yield
+
     def reset(self) -> None:
         """Forgets what the open step has so far: after warm-up, say."""
         self._store.clear()

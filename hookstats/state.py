@@ -37,8 +37,14 @@ class SiteState(NamedTuple):
     high: float
 
 
-def accumulate(x: torch.Tensor, state: SiteState, skip_recomputation: bool = False) -> None:
+# What counts of the tensors that a mask is about: the numbers of its rows that do, at the beginning of a tensor of the
+# mask's shape, and how many they are; both int32, on one device. Kernels read them, nobody waits.
+Rows: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+
+
+def accumulate(x: torch.Tensor, state: SiteState, skip_recomputation: bool = False, rows: Rows | None = None) -> None:
     """Folds a tensor into a state, by the operator; torch.compile traces it."""
+    listed, kept = rows or (None, None)
     _native.accumulate(
         x,
         state.moments,
@@ -49,6 +55,8 @@ def accumulate(x: torch.Tensor, state: SiteState, skip_recomputation: bool = Fal
         skip_recomputation,
         state.low,
         state.high,
+        listed,
+        kept,
     )
 
 

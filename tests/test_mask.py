@@ -1,0 +1,234 @@
+"""Monitor.mask: padding does not count, in forward and backward, eager and compiled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
+
+import hookstats
+from tests.conftest import DEVICES, check
+from tests.models import Residual
+from tests.plain import Plain
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> None:
+    torch._dynamo.reset()
+
+
+def model() -> Residual:
+    torch.manual_seed(0)
+    return Residual()
+
+
+def batch(seed: int = 0) -> torch.Tensor:
+    return torch.randn(4, 7, 16, generator=torch.Generator().manual_seed(seed))
+
+
+def padding(seed: int = 0) -> torch.Tensor:
+    """True behind each sequence's end."""
+    lengths = torch.randint(1, 8, (4,), generator=torch.Generator().manual_seed(seed))
+    return torch.arange(7) >= lengths[:, None]
+
+
+def check_masked(plain: Plain, masks: list[torch.Tensor], snapshot: hookstats.Snapshot) -> None:
+    """Every site, against the same tensors without the rows that are masked."""
+    assert len(snapshot) == len(snapshot.order) > 0
+    for site in snapshot:
+        tensors = plain.seen[tuple(site)]
+        assert snapshot[site].calls == len(tensors) == len(masks)
+        check(snapshot[site], torch.cat([t[~m] for t, m in zip(tensors, masks, strict=True)]), -1)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_masked_rows_do_not_count_and_each_microbatch_has_its_mask(device: str) -> None:
+    net = model().to(device)
+    mon, plain = hookstats.attach(net, every=1), Plain(net)
+    masks = [padding(seed).to(device) for seed in range(3)]
+    losses = []
+    for seed, mask in enumerate(masks):
+        x = batch(seed).to(device)
+        x[mask] = torch.inf  # what is there must not be seen
+        with mon.mask(mask):
+            losses.append(torch.where(mask[..., None], 0.0, net(x)).square().sum())
+    for loss in losses[::-1]:  # outside, and in another order
+        loss.backward()
+    for kind in ("output", "grad_output"):
+        for name in ("head", "blocks.0.up"):
+            if kind == "grad_output":
+                plain.seen[name, kind].reverse()
+    snapshot = mon.snapshot()
+    for site in (("head", "output"), ("blocks.0.up", "output"), ("head", "grad_output")):
+        want = torch.cat([t[~m] for t, m in zip(plain.seen[site], masks, strict=True)])
+        assert snapshot[site].calls == 3
+        assert snapshot[site].total.nans == 0
+        check(snapshot[site], want, -1)
+    assert mon.skipped == {}
+
+
+def test_outside_of_a_mask_all_rows_count_also_after_an_error_inside() -> None:
+    net = model()
+    mon, plain = hookstats.attach(net, every=1), Plain(net)
+    net(batch())
+    with mon.mask(padding()):
+        net(batch(1))
+        with mon.mask(padding(5)):
+            net(batch(2))
+        net(batch(3))
+    with pytest.raises(KeyError), mon.mask(padding()):
+        raise KeyError
+    net(batch(4)).square().sum().backward()
+    none = torch.zeros(4, 7, dtype=torch.bool)
+    masks = [none, padding(), padding(5), padding(), none]
+    for name in ("head", "blocks.1"):
+        want = torch.cat([t[~m] for t, m in zip(plain.seen[name, "output"], masks, strict=True)])
+        check(mon.snapshot()[name, "output"], want, -1)
+
+
+def test_inputs_and_tapped_tensors_are_masked_and_parameters_are_not() -> None:
+    net = model()
+    kinds = ("input", "grad_input", "param")
+    mon = hookstats.attach(net, every=1, tensors=kinds)
+    kept = ~padding()
+    with mon.mask(padding()):
+        mon.tap(net(batch()), "scores").sum().backward()
+    snapshot = mon.snapshot()
+    check(snapshot["blocks.0.norm", "input"], batch()[kept], -1)
+    check(snapshot["scores", "output"], net(batch())[kept].detach(), -1)
+    assert snapshot["head", "grad_input"].total.count == kept.sum() * 16
+    assert snapshot["head.weight", "param"].total.count == 64
+
+
+def test_flattened_tokens_are_masked_and_tensors_of_other_shapes_count_as_a_whole() -> None:
+    class Flattens(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.flat, self.pooled = nn.Linear(16, 8), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            tokens = self.flat(x.flatten(0, 1))
+            return self.pooled(tokens.mean(0, keepdim=True))
+
+    net = Flattens()
+    mon, plain = hookstats.attach(net, every=1), Plain(net)
+    with mon.mask(padding()):
+        net(batch()).sum().backward()
+    kept = ~padding().reshape(-1)
+    for kind in ("output", "grad_output"):
+        check(mon.snapshot()["flat", kind], plain.seen["flat", kind][0][kept], -1)
+        check(mon.snapshot()["pooled", kind], plain.seen["pooled", kind][0], -1)
+
+
+@pytest.mark.parametrize("mask", [torch.zeros(4, 7, dtype=torch.bool), torch.ones(4, 7, dtype=torch.bool)])
+def test_a_mask_may_leave_all_or_nothing(mask: torch.Tensor) -> None:
+    net = model()
+    mon = hookstats.attach(net, every=1)
+    with mon.mask(mask):
+        net(batch()).square().sum().backward()
+    assert {stats.total.count > 0 for stats in mon.snapshot().values()} == {not mask.any().item()}
+
+
+@pytest.mark.parametrize("recompute", ["non-reentrant", "reentrant"])
+def test_a_recomputed_forward_is_masked_once(recompute: str) -> None:
+    net = model()
+    mon = hookstats.attach(net, every=1)
+    x = batch().requires_grad_()
+    with mon.mask(padding()):
+        for block in net.blocks:
+            x = checkpoint(block, x, use_reentrant=recompute == "reentrant")
+        loss = net.head(x).square().sum()
+        if recompute == "reentrant":
+            loss.backward()
+    if recompute != "reentrant":
+        loss.backward()
+    twin = model()
+    plain = Plain(twin)
+    twin(batch()).square().sum().backward()
+    check_masked(plain, [padding()], mon.snapshot())
+
+
+@pytest.mark.parametrize("how", ["whole", "blocks"])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_models_take_every_new_mask_without_compiling_anew(how: str, backend: str) -> None:
+    net = model()
+    mon = hookstats.attach(net, every=2, example=((batch(),), {}))
+    counter = CompileCounterWithBackend(backend)
+    run: Any = net
+    if how == "whole":
+        run = torch.compile(net, fullgraph=True, backend=counter)
+    else:
+        for block in net.blocks:
+            block.compile(fullgraph=True, backend=counter)
+    twin = model()
+    plain = Plain(twin)
+    frames = []
+    for step in range(6):
+        mask = padding(step)
+        with mon.mask(mask):
+            loss = run(batch(step)).square().sum()
+        loss.backward()
+        frames.append(counter.frame_count)
+        snapshot = mon.step()
+        assert (snapshot is not None) == (step % 2 == 0)
+        if snapshot is None:
+            continue
+        plain.seen.clear()
+        twin(batch(step)).square().sum().backward()
+        for site in snapshot:
+            rows = plain.seen[tuple(site)][0][~mask].double()
+            assert snapshot[site].calls == 1
+            assert snapshot[site].total.count == rows.numel()
+            assert snapshot[site].total.rms == pytest.approx(rows.square().mean().sqrt().item(), rel=1e-4)
+    assert len(set(frames)) == 1
+    run(batch()).square().sum().backward()  # without a mask: graphs of their own, once
+    assert counter.frame_count <= 2 * frames[0]
+
+
+def test_compiled_autograd_masks_gradients() -> None:
+    net = model()
+    mon = hookstats.attach(net, every=1)
+    backend = torch.compile(backend="aot_eager")
+    with torch._dynamo.compiled_autograd._enable(backend):
+        with mon.mask(padding()):
+            loss = net(batch()).square().sum()
+        loss.backward()
+    twin = model()
+    plain = Plain(twin)
+    twin(batch()).square().sum().backward()
+    check_masked(plain, [padding()], mon.snapshot())
+
+
+def test_what_is_no_mask_is_refused() -> None:
+    mon = hookstats.attach(model())
+    with (
+        pytest.raises(TypeError, match=r"expected a bool tensor.*got torch.int64.*attention_mask == 0"),
+        mon.mask(torch.ones(4, 7, dtype=torch.int64)),
+    ):
+        pass
+    with pytest.raises(TypeError, match="got list"), mon.mask([True]):  # type: ignore[arg-type]
+        pass
+
+
+def test_training_is_bit_identical_with_a_mask() -> None:
+    weights = []
+    for masked in (True, False):
+        net = model()
+        mon = hookstats.attach(net, every=1)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for step in range(5):
+            if masked:
+                with mon.mask(padding(step)):
+                    net(batch(step)).square().mean().backward()
+            else:
+                net(batch(step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            mon.step()
+        weights.append([p.detach().clone() for p in net.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
