@@ -135,6 +135,34 @@ def many_lines(cases: dict[str, dict[str, dict[str, Any]]], unit: str) -> list[s
     return [*lines, ""]
 
 
+def closing_lines(figures: list[dict[str, Any]]) -> list[str]:
+    """What a step costs that ends with its channels and histograms, and one that ends with totals."""
+    found = [each for each in figures if each["group"] == "closing a step"]
+    if not found:
+        return []
+    times = " and ".join(f"{number(each['median_ms'])} ms with {each['name']}" for each in found)
+    first = found[0]
+    return [f"Closing a measured step of {first['sites']} sites of {first['channels']} channels takes {times}.", ""]
+
+
+def deviation_lines(figures: list[dict[str, Any]]) -> list[str]:
+    """How far equivalent programs train apart."""
+    programs = by_case([each for each in figures if each["group"] == "deviation"], "dtype")
+    if not programs:
+        return []
+    lines = [
+        "How far from a compiled model (inductor) equivalent programs train in five steps of AdamW, of a small Llama: the "
+        "RMS difference of the parameters over the RMS by which training moved them. Rounding, which every change of the "
+        "graph changes.",
+        "",
+        row("", *programs),
+        row("---", *["---"] * len(programs)),
+    ]
+    for name in next(iter(programs.values())):
+        lines.append(row(name, *[f"{found[name]['deviation']:.1e}" for found in programs.values()]))
+    return [*lines, ""]
+
+
 def megabytes(figure: dict[str, Any], key: str) -> str:
     return number(figure[key] / 2**20) if key in figure else "-"
 
@@ -154,7 +182,8 @@ def cpu_page(path: Path, record: dict[str, Any]) -> list[str]:
         lines += [row("ms", *names), row("---", *["---"] * len(names))]
     for case, found in kernels.items():
         lines.append(row(case, *[number(found[name]["median_ms"]) if name in found else "-" for name in names]))
-    return [*lines, "", *many_lines(cases, "ms"), *hook_lines(record["figures"]), *training_lines(record["figures"])]
+    lines += ["", *many_lines(cases, "ms"), *hook_lines(record["figures"]), *closing_lines(record["figures"])]
+    return [*lines, *training_lines(record["figures"]), *deviation_lines(record["figures"])]
 
 
 def picture(record: dict[str, Any], path: Path) -> None:
