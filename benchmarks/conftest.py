@@ -38,5 +38,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: Any) -> None:
     session = getattr(config, "_benchmarksession", None)
     for each in session.benchmarks if session else ():
         for figure in each.extra_info.get("contenders", ()):
+            if "added_ms" not in figure:
+                continue
             added = f"{figure['added_ms']:+.3f} over {figure['compared_with']}"
             terminalreporter.write_line(f"{each.group}: {figure['name']}: {figure['median_ms']:.3f} ms, {added}")

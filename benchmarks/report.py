@@ -151,9 +151,9 @@ def deviation_lines(figures: list[dict[str, Any]]) -> list[str]:
     if not programs:
         return []
     lines = [
-        "How far from a compiled model (inductor) equivalent programs train in five steps of AdamW, of a small Llama: the "
-        "RMS difference of the parameters over the RMS by which training moved them. Rounding, which every change of the "
-        "graph changes.",
+        "How far from a compiled model (inductor) equivalent programs train in five steps of AdamW, of a small Llama: "
+        "the RMS difference of the parameters over the RMS by which training moved them. It is rounding, which every "
+        "change of a graph changes.",
         "",
         row("", *programs),
         row("---", *["---"] * len(programs)),
