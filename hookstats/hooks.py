@@ -82,7 +82,7 @@ class InputHook(Hook):
 
     def __call__(self, module: Any, args: Any, kwargs: Any = None) -> Any:
         if torch.compiler.is_compiling():
-            return None if torch.compiler.is_exporting() else self._observe_inputs(module, args, kwargs)
+            return None if _is_exporting() else self._observe_inputs(module, args, kwargs)
         if not self.watcher.is_open() or torch._C._is_tracing():
             return None
         try:
@@ -124,7 +124,7 @@ def _by_name(args: Any, kwargs: Any) -> dict[str, Any]:
 
 def _observe_in_graph(output: object, hook: Hook) -> None:
     """What `_native.observe` does, in operators; also for what is in a container, where an eager forward showed it."""
-    if torch.compiler.is_exporting():
+    if _is_exporting():
         return
     masks = MASKS.get(hook.watcher.number, ())
     for path, tensor in walk(output):
@@ -155,6 +155,11 @@ def _observe_gradient_in_graph(
     if state is not None and gradient is not None and _fits(gradient, state):  # None: of a graph's unused output
         accumulate(gradient, state, rows=rows)
     return gradient
+
+
+def _is_exporting() -> bool:
+    """torch.compiler.is_exporting(), which graphs of torch 2.11 take for true, whatever is traced."""
+    return torch.compiler._is_exporting_flag
 
 
 @functools.cache
