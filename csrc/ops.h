@@ -44,14 +44,15 @@ struct Site {
   explicit Site(SiteState tensors);
 };
 
-// The rows that count of the tensors that a mask applies to: those that begin with its shape, or have its elements
-// in dimension 0. Both int32, on the device of the data.
+// Of the tensors that a mask applies to, those that begin with its shape or have its elements in dimension 0, the rows
+// that count. Both int32, on the device of the data, and not written before the kernels that read them have run.
 struct Rows {
   at::Tensor listed;  // of the mask's shape: at its beginning the numbers of those rows, ascending
   at::Tensor kept;    // [1]: how many they are; on a GPU it is read by the kernel alone
 };
 
-// Folds `x` into the state. One kernel on the current stream; nothing is allocated or waited for. Throws c10::Error.
+// Folds `x`, or its rows that count, into the state. One kernel on the current stream; nothing is allocated or waited
+// for. Throws c10::Error.
 void accumulate(const at::Tensor& x, const Site& site, const Rows* rows = nullptr);
 
 // Makes sure that the first launches on new streams of this device find their scratch allocated.

@@ -48,10 +48,8 @@ inline bool is_near(const Layout& layout) {
 }
 
 // Whether ListedWalker takes the rows.
-template <class scalar_t>
-bool are_near(const Layout& layout) {
-  constexpr int64_t kMost = INT32_MAX / sizeof(scalar_t);
-  return layout.row_dims <= 1 && layout.stride[0] <= kMost && layout.stride[1] <= kMost;
+inline bool rows_are_near(const Layout& layout) {
+  return layout.row_dims == 1 && layout.stride[0] <= INT32_MAX && layout.stride[1] <= INT32_MAX;
 }
 
 // Packs need their elements side by side and every step between packs to be whole packs. Where they are of one channel,
@@ -63,7 +61,7 @@ Access access(Layout& layout, bool aligned) {
   const bool rows = layout.channels_are_inner();
   const bool near = is_near(layout), listed = layout.row_dims > 0;
   bool packed = kPack > 1 && near && aligned;
-  packed &= listed ? are_near<scalar_t>(layout) : layout.ndim <= (rows ? 1 : 2);
+  packed &= listed ? rows_are_near(layout) : layout.ndim <= (rows ? 1 : 2);
   for (int d = 0; d < layout.ndim; ++d) packed &= whole_packs(layout.stride[d]) || (!rows && d == layout.ndim - 1);
   if (rows) {
     packed &= layout.channel_stride == 1 && whole_packs(layout.channels);

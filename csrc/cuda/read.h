@@ -66,36 +66,33 @@ struct NearWalker {
   }
 };
 
-// The same of listed rows: one dimension of them, and up to one within a row, both with strides of less than 2^31
-// bytes.
+// The same of listed rows: one dimension of them, and up to one within a row, with strides of less than 2^31. Rows are
+// looked up through the layout, in the kernel's parameters: in members they would cost registers.
 template <class scalar_t>
 struct ListedWalker {
   static constexpr bool kKnowsLists = true;
-  const char* const data;
-  const int32_t* const listed;
-  const int row_bytes, inner_bytes, inner_size;
-  int row, inner, step_row, step_inner;
+  const scalar_t* const data;
+  const Layout& layout;
+  const unsigned inner_size;
+  unsigned row, inner, step_row, step_inner;
 
   __device__ ListedWalker(const scalar_t* data, const Layout& layout, int64_t first, int64_t step)
-      : data(reinterpret_cast<const char*>(data)),
-        listed(layout.listed),
-        row_bytes(int(layout.stride[0] * sizeof(scalar_t))),
-        inner_bytes(int(layout.stride[1] * sizeof(scalar_t))),
-        inner_size(int(layout.inner_size())) {
-    row = int(first / inner_size);
-    inner = int(first % inner_size);
-    step_row = int(step / inner_size);
-    step_inner = int(step % inner_size);
+      : data(data), layout(layout), inner_size(unsigned(layout.inner_size())) {
+    row = unsigned(first / inner_size);
+    inner = unsigned(first % inner_size);
+    step_row = unsigned(step / inner_size);
+    step_inner = unsigned(step % inner_size);
   }
   __device__ const scalar_t* next() {
-    const char* here = data + int64_t(load_constant(listed + row)) * row_bytes + int64_t(inner) * inner_bytes;
+    const uint64_t listed = unsigned(load_constant(layout.listed + row)), within = inner;
+    const scalar_t* here = data + (listed * unsigned(layout.stride[0]) + within * unsigned(layout.stride[1]));
     row += step_row;
     inner += step_inner;
     if (inner >= inner_size) {
       inner -= inner_size;
       ++row;
     }
-    return reinterpret_cast<const scalar_t*>(here);
+    return here;
   }
 };
 
