@@ -8,6 +8,7 @@
 #include <torch/csrc/dynamo/compiled_autograd.h>
 #include <torch/extension.h>
 
+#include <atomic>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -40,8 +41,10 @@ enum Entry : Py_ssize_t {
 struct Gate {
   at::Tensor open;  // [1] int32 on the CPU: zero while nothing is to be measured
   const int32_t* is_open;
-  std::vector<Rows> rows;        // what counts of a masked tensor, for each device; none: all
-  std::shared_ptr<Times> times;  // of the open step, if it is timed
+  std::vector<Rows> rows;                                // what counts of a masked tensor, for each device; none: all
+  mutable std::atomic<int64_t> concerned{0}, others{0};  // tensors that met these rows: whether they are about them
+  std::atomic<Times*> times{nullptr};                    // of the open step, if it is timed
+  std::vector<std::shared_ptr<Times>> kept;              // a backward on another thread may still use them
 
   std::optional<Rows> rows_on(at::Device device) const {
     for (const Rows& each : rows) {
@@ -52,7 +55,8 @@ struct Gate {
 
   explicit Gate(at::Tensor flag) : open(std::move(flag)) {
     TORCH_CHECK_TYPE(open.is_cpu() && open.scalar_type() == at::kInt && open.numel() == 1,
-                     "Gate: expected one int32 on the CPU that says whether anything is measured");
+                     "Gate: expected one int32 on the CPU that says whether anything is measured, got ",
+                     open.scalar_type(), " ", open.sizes(), " on ", open.device());
     is_open = open.const_data_ptr<int32_t>();
   }
 };
@@ -106,7 +110,7 @@ PyType_Spec hook_spec = {"hookstats._C.Hook", sizeof(HookObject), 0, Py_TPFLAGS_
                          hook_slots};
 
 at::Tensor tensor_of(PyObject* object) {
-  TORCH_CHECK_TYPE(THPVariable_Check(object), "observed: expected a tensor, got ", Py_TYPE(object)->tp_name);
+  TORCH_CHECK_TYPE(THPVariable_Check(object), "give: expected a tensor, got ", Py_TYPE(object)->tp_name);
   return THPVariable_Unpack(object);
 }
 
@@ -117,7 +121,8 @@ std::optional<at::Tensor> optional_tensor(PyObject* object) {
 
 std::optional<Observed::Half> half_of(PyObject* state, std::shared_ptr<const Gate>& gate) {
   if (state == Py_None) return std::nullopt;
-  TORCH_CHECK_TYPE(PyTuple_Check(state) && PyTuple_GET_SIZE(state) == kEntries, "observed: expected a SiteState");
+  TORCH_CHECK_TYPE(PyTuple_Check(state) && PyTuple_GET_SIZE(state) == kEntries, "give: expected a SiteState, got ",
+                   Py_TYPE(state)->tp_name);
   const auto entry = [state](Entry i) { return PyTuple_GET_ITEM(state, i); };
   SiteState tensors{
       tensor_of(entry(k_moments)),      tensor_of(entry(k_state_counters)),      optional_tensor(entry(k_histogram)),
@@ -156,7 +161,7 @@ std::map<int64_t, std::string> take_failures() {
 
 void accumulate_gradient(const at::Tensor& gradient, const Observed& observed, const std::optional<Rows>& rows) {
   if (!gradient.defined() || !*observed.gate->is_open || has_no_data(gradient)) return;
-  const Times::Span span(observed.gate->times, gradient.device());
+  const Times::Span span(observed.gate->times.load(), gradient.device());
   try {
     accumulate(gradient, observed.gradient->site, rows ? &*rows : nullptr);
   } catch (const std::exception& error) {
@@ -201,13 +206,14 @@ constexpr const char* kObserveDoc =
 
 PyObject* observe(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
   if (nargs != 2) {
-    PyErr_SetString(PyExc_TypeError, "hookstats: observe: expected (object, observed)");
+    PyErr_Format(PyExc_TypeError, "observe: expected (x, hook), got %zd arguments", nargs);
     return nullptr;
   }
   const HookObject* hook = hook_of(args[1]);
   if (!hook) return nullptr;
   if (!hook->observed || !*hook->observed->gate->is_open) Py_RETURN_NONE;
-  const Observed& observed = *hook->observed;
+  const Shared kept = hook->observed;  // another thread may give the hook other states while the GIL is released
+  const Observed& observed = *kept;
   if (!THPVariable_Check(args[0])) Py_RETURN_NOTIMPLEMENTED;
   const at::Tensor& x = THPVariable_Unpack(args[0]);
   if (x.key_set().has(c10::DispatchKey::Python)) Py_RETURN_NOTIMPLEMENTED;
@@ -219,7 +225,7 @@ PyObject* observe(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
   if (site.tensors.channel_dim == kUnknownDim) {
     return PyUnicode_FromString("the width of this site is not known yet");
   }
-  const Times::Span span(observed.gate->times, x.device(), 1);
+  const Times::Span span(observed.gate->times.load(), x.device(), 1);
   const std::optional<Rows> rows = observed.gate->rows_on(x.device());
   const Rows* listed = rows ? &*rows : nullptr;
   try {
@@ -230,12 +236,13 @@ PyObject* observe(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
       constexpr int64_t kLong = 1 << 15;
       std::optional<py::gil_scoped_release> release;
       if (x.is_cpu() && x.numel() >= kLong) release.emplace();
-      accumulate(x, site, listed);
+      const bool concerned = accumulate(x, site, listed);
+      if (listed) ++(concerned ? observed.gate->concerned : observed.gate->others);
     }
     // A leaf's gradient is its owner's, and a hook on it would outlive the step.
     if (observed.gradient && x.requires_grad()) {
       if (const auto& node = x.grad_fn()) {
-        node->add_tensor_pre_hook(std::make_unique<GradientHook>(hook->observed, x.output_nr(), rows));
+        node->add_tensor_pre_hook(std::make_unique<GradientHook>(kept, x.output_nr(), rows));
       }
     }
   } catch (const std::exception& error) {
@@ -245,7 +252,8 @@ PyObject* observe(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
 }
 
 at::Tensor part(const at::Tensor& memory, int64_t offset, const std::vector<int64_t>& shape, bool is_float64) {
-  TORCH_CHECK_TYPE(memory.scalar_type() == at::kLong && memory.is_contiguous(), "part: expected contiguous int64");
+  TORCH_CHECK_TYPE(memory.scalar_type() == at::kLong && memory.is_contiguous(), "part: expected contiguous int64, got ",
+                   memory.scalar_type(), " with strides ", memory.strides());
   const int64_t size = c10::multiply_integers(shape);
   TORCH_CHECK_INDEX(0 <= offset && offset + size <= memory.numel(), "part: expected words ", offset, " to ",
                     offset + size, " in a memory of ", memory.numel());
@@ -258,6 +266,7 @@ at::Tensor part(const at::Tensor& memory, int64_t offset, const std::vector<int6
 struct PythonSpan {
   std::shared_ptr<Times> times;
   at::Device device;
+  int calls;
   std::unique_ptr<Times::Span> running;
 };
 
@@ -297,17 +306,28 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_property_readonly("calls", &Times::calls)
       .def_property_readonly("host_us", &Times::host_us)
       .def_property_readonly("device_us", &Times::device_us)
-      .def("span", [](std::shared_ptr<Times> times, const std::string& device) {
-        return PythonSpan{std::move(times), at::Device(device), nullptr};
+      .def("span", [](std::shared_ptr<Times> times, const std::string& device, int calls) {
+        return PythonSpan{std::move(times), at::Device(device), calls, nullptr};
       });
   py::class_<PythonSpan>(m, "Span")
-      .def("__enter__", [](PythonSpan& span) { span.running = std::make_unique<Times::Span>(span.times, span.device); })
+      .def("__enter__",
+           [](PythonSpan& span) {
+             span.running = std::make_unique<Times::Span>(span.times.get(), span.device, span.calls);
+           })
       .def("__exit__", [](PythonSpan& span, const py::args&) { span.running.reset(); });
   py::class_<Gate, std::shared_ptr<Gate>>(m, "Gate")
       .def(py::init<at::Tensor>())
-      .def_readwrite("times", &Gate::times)
+      .def_property(
+          "times", [](const Gate& gate) { return gate.times.load() ? gate.kept.back() : nullptr; },
+          [](Gate& gate, std::shared_ptr<Times> times) {
+            gate.times = times.get();
+            if (times) gate.kept.push_back(std::move(times));
+          })
+      .def_property_readonly("met",
+                             [](const Gate& gate) { return std::make_pair(gate.concerned.load(), gate.others.load()); })
       .def("set_rows", [](Gate& gate, const std::vector<std::pair<at::Tensor, at::Tensor>>& rows) {
         gate.rows.clear();
+        gate.concerned = gate.others = 0;
         for (const auto& [listed, kept] : rows) gate.rows.push_back({listed, kept});
       });
   m.def("take_failures", &take_failures);

@@ -91,10 +91,11 @@ int64_t row_dims_of(const at::Tensor& x, int64_t channel, const at::Tensor& mask
 Layout layout_of(const at::Tensor& x, const State& state, int64_t channel_dim, const Rows* rows) {
   Layout layout;
   const int64_t ndim = x.dim();
+  if (channel_dim == kDimByRule) channel_dim = ndim == 4 || ndim == 5 ? 1 : -1;
+  const int64_t named = channel_dim < 0 ? channel_dim + ndim : channel_dim;  // kUnknownDim: none
   int64_t channel = -1;
   if (state.channels > 1) {
-    if (channel_dim == kDimByRule) channel_dim = ndim == 4 || ndim == 5 ? 1 : -1;
-    channel = channel_dim < 0 ? channel_dim + ndim : channel_dim;
+    channel = named;
     TORCH_CHECK_INDEX(0 <= channel && channel < ndim, "hookstats: channel_dim=", channel_dim,
                       " is out of range for a tensor of shape ", x.sizes());
     TORCH_CHECK_VALUE(x.size(channel) == state.channels, "hookstats: expected ", state.channels,
@@ -106,7 +107,7 @@ Layout layout_of(const at::Tensor& x, const State& state, int64_t channel_dim, c
   for (int64_t d = 0; d < ndim; ++d) {
     if (d != channel) dims.push_back({x.size(d), x.stride(d)});
   }
-  const int64_t row_dims = rows ? row_dims_of(x, channel, rows->listed) : 0;
+  const int64_t row_dims = rows ? row_dims_of(x, named, rows->listed) : 0;
   TORCH_CHECK_VALUE(layout.set_dims(dims.data(), int(dims.size()), int(row_dims)), "hookstats: expected at most ",
                     Layout::kMaxDims, " dimensions that do not merge beside the channels, got strides ", x.strides(),
                     " for shape ", x.sizes());
@@ -217,7 +218,7 @@ void accumulate_op(const at::Tensor& x, at::Tensor moments, at::Tensor counters,
   TORCH_CHECK(rows.has_value() == kept.has_value(), "hookstats: expected both rows and kept or neither, got only ",
               rows ? "rows" : "kept");
   const Site site({std::move(moments), std::move(counters), std::move(histogram), active, channel_dim, low, high});
-  if (!rows) return accumulate(x, site);
+  if (!rows) return void(accumulate(x, site));
   const Rows both{*rows, *kept};
   accumulate(x, site, &both);
 }
@@ -231,7 +232,8 @@ void merge_op(at::Tensor moments, at::Tensor counters, std::optional<at::Tensor>
   TORCH_CHECK_VALUE(into.channels == from.channels || into.channels == 1, "hookstats: expected ", into.channels,
                     " channels to merge, or one channel to merge into; got ", from.channels);
   TORCH_CHECK_VALUE(into.kind == from.kind && into.bins == from.bins && into.by_channel == from.by_channel,
-                    "hookstats: expected states with the same kind of histogram to merge");
+                    "hookstats: expected states with the same kind of histogram to merge, got ", into.bins, " and ",
+                    from.bins, " bins, by channel: ", into.by_channel, " and ", from.by_channel);
   TORCH_CHECK(moments.device() == from_moments.device(), "hookstats: expected states on one device to merge, got ",
               moments.device(), " and ", from_moments.device());
   check_device(moments.device());
@@ -322,24 +324,27 @@ void reserve_scratch([[maybe_unused]] at::Device device) {
 #endif
 }
 
-void accumulate(const at::Tensor& tensor, const Site& site, const Rows* rows) {
+bool accumulate(const at::Tensor& tensor, const Site& site, const Rows* rows) {
   if (tensor.is_neg()) return accumulate(tensor.resolve_neg(), site, rows);
   const at::Tensor& x = tensor;
   const State& state = site.state;
   const auto& active = site.tensors.active;
   Input input = described(x, site, rows);
-  if (input.layout.count == 0) return;
+  const bool by_rows = input.layout.row_dims > 0;
+  if (input.layout.count == 0) return by_rows;
   input.data = x.const_data_ptr();
   TORCH_CHECK(input.data, "hookstats: expected a tensor with data, got one without storage");
 #if defined(HOOKSTATS_CUDA_KERNELS)
   if (runs_cuda_kernels(x.device())) {
     const c10::DeviceGuard guard(x.device());
-    return check(cuda::accumulate(input, state, launch_on(x.device(), active)));
+    check(cuda::accumulate(input, state, launch_on(x.device(), active)));
+    return by_rows;
   }
 #endif
-  if (active && *active->const_data_ptr<int32_t>() == 0) return;
+  if (active && *active->const_data_ptr<int32_t>() == 0) return by_rows;
   const std::lock_guard<std::mutex> lock(cpu_lock(state));
   cpu::accumulate(input, state, parallel_for);
+  return by_rows;
 }
 
 TORCH_LIBRARY(HOOKSTATS_NAMESPACE, m) {

@@ -53,7 +53,8 @@ struct Rows {
 
 // Folds `x`, or its rows that count, into the state. One kernel on the current stream; nothing is allocated or waited
 // for. Throws c10::Error.
-void accumulate(const at::Tensor& x, const Site& site, const Rows* rows = nullptr);
+// Returns whether there are rows and they are about this tensor.
+bool accumulate(const at::Tensor& x, const Site& site, const Rows* rows = nullptr);
 
 // Makes sure that the first launches on new streams of this device find their scratch allocated.
 void reserve_scratch(at::Device device);

@@ -5,7 +5,6 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include <chrono>
-#include <memory>
 #include <mutex>
 #include <optional>
 #include <utility>
@@ -18,31 +17,40 @@ namespace hookstats {
 class __attribute__((visibility("hidden"))) Times {  // as pybind11's own classes
  public:
   // Counts its own life, as time on the host, and as time on the current stream of the device. Null times: nothing.
-  // `calls`: of hooks in a forward, whose Python frames are outside.
+  // `calls`: of hooks in a forward, of which a part is outside. Inside another span of the thread, the host's time is
+  // already counted.
   class Span {
    public:
-    Span(std::shared_ptr<Times> times, at::Device device, int calls = 0)
-        : times_(std::move(times)), device_(device), calls_(calls) {
+    Span(Times* times, at::Device device, int calls = 0) : times_(times), device_(device), calls_(calls) {
       if (!times_) return;
-      begin_ = Clock::now();
+      is_outermost_ = depth()++ == 0;
       before_ = times_->marked(device_);
+      begin_ = Clock::now();
     }
     Span(const Span&) = delete;
     Span& operator=(const Span&) = delete;
     ~Span() {
       if (!times_) return;
+      const auto end = Clock::now();
       auto after = before_ ? times_->marked(device_) : std::nullopt;
+      --depth();
       const std::lock_guard<std::mutex> lock(times_->mutex_);
       if (after) times_->events_.emplace_back(std::move(*before_), std::move(*after));
-      times_->host_ += Clock::now() - begin_;
+      if (!is_outermost_) return;
+      times_->host_ += end - begin_;
       times_->calls_ += calls_;
     }
 
    private:
     using Clock = std::chrono::steady_clock;
-    std::shared_ptr<Times> times_;
+    static int& depth() {
+      thread_local int depth = 0;
+      return depth;
+    }
+    Times* times_;  // a Gate keeps it
     at::Device device_;
     int calls_;
+    bool is_outermost_ = false;
     Clock::time_point begin_;
     std::optional<c10::Event> before_;
   };
@@ -57,15 +65,14 @@ class __attribute__((visibility("hidden"))) Times {  // as pybind11's own classe
     return std::chrono::duration<double, std::micro>(host_).count();
   }
 
-  // None while the device has not come to the last event; 0 if it was never used.
-  std::optional<double> device_us() const {
+  // None while the device has not come to the last event; 0 if it was never used. Events that are read are given back.
+  std::optional<double> device_us() {
     const std::lock_guard<std::mutex> lock(mutex_);
-    double us = 0;
-    for (const auto& [before, after] : events_) {
-      if (!after.query()) return std::nullopt;
-      us += 1e3 * before.elapsedTime(after);
+    while (!events_.empty() && events_.back().second.query()) {
+      device_us_ += 1e3 * events_.back().first.elapsedTime(events_.back().second);
+      events_.pop_back();
     }
-    return us;
+    return events_.empty() ? std::optional(device_us_) : std::nullopt;
   }
 
  private:
@@ -87,6 +94,7 @@ class __attribute__((visibility("hidden"))) Times {  // as pybind11's own classe
   mutable std::mutex mutex_;
   std::chrono::steady_clock::duration host_{};
   int64_t calls_ = 0;
+  double device_us_ = 0;
   std::vector<std::pair<c10::Event, c10::Event>> events_;
 };
 

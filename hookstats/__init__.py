@@ -15,6 +15,7 @@ from hookstats.explain import Explanation, HookRow, explain
 from hookstats.fields import ExponentBins, LinearBins, Site
 from hookstats.gradient import KeptGradient, grad_of
 from hookstats.monitor import Monitor
+from hookstats.overhead import Overhead
 from hookstats.snapshot import Histogram, SiteStats, Snapshot, Stats
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "KeptGradient",
     "LinearBins",
     "Monitor",
+    "Overhead",
     "Site",
     "SiteStats",
     "Snapshot",

@@ -68,7 +68,7 @@ def attach(
 
     Args:
         model: any module, compiled ones included; attach before or after ``torch.compile``. What is in a tuple or dict
-            output is learned from an eager forward. Not for compiled autograd, nor ``torch.export`` (detach before).
+            output is learned from an eager forward.
         modules: globs over module names (``"layers.*.mlp"``), or a callable ``(name, module) -> bool``. None: the leaf
             modules that do something, and the direct children of every ModuleList. Parameters are those of the chosen
             modules (None: all), and those whose names the globs match (``"*.weight"``).
@@ -94,7 +94,8 @@ def attach(
         sinks: a callable or several, called with each Snapshot when it arrives.
         grad_scaler: the torch.amp.GradScaler that the loss goes through. The gradients of outputs and inputs are then
             reported without its scale (moments and norms are divided by it, as are the edges of histograms), and
-            ``Snapshot.overflowed`` marks the steps that it skipped. Call `Monitor.step` after ``scaler.update()``.
+            ``Snapshot.overflowed`` marks the steps in which it skipped one of its optimizers. Call `Monitor.step` after
+            ``scaler.update()``.
         memory_budget: bytes of state per device. Where channels would need more, all sites keep totals only.
         strict: what cannot be measured raises; otherwise the site is skipped, with one warning and its reason in
             ``Monitor.skipped``, and training goes on.

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import logging
+import threading
 import warnings
 from collections.abc import Iterator
 from typing import Any, TypeAlias
@@ -18,6 +18,7 @@ import torch
 
 from hookstats import _native
 from hookstats.fields import Site
+from hookstats.masks import Masks, rows_on
 from hookstats.select import Channels, channel_dim_of, walk
 from hookstats.stages import ModuleHook
 from hookstats.state import Entry, Rows, SiteState, Store, accumulate, local_part
@@ -33,6 +34,7 @@ def warn(text: str) -> None:
         _log.warning(text)
 
 
+_HOST = torch.device("cpu")
 _observe = _native.observe  # a global of its own: one look-up less in every hook
 
 
@@ -86,7 +88,8 @@ class InputHook(Hook):
         if not self.watcher.is_open() or torch._C._is_tracing():
             return None
         try:
-            return self._observe_inputs(module, args, kwargs)
+            with self.watcher.span_of_a_hook():
+                return self._observe_inputs(module, args, kwargs)
         except Exception as error:
             self.watcher.give_up(self, f"{type(error).__name__}: {error}")
 
@@ -126,20 +129,17 @@ def _observe_in_graph(output: object, hook: Hook) -> None:
     """What `_native.observe` does, in operators; also for what is in a container, where an eager forward showed it."""
     if _is_exporting():
         return
-    masks = MASKS.get(hook.watcher.number, ())
     for path, tensor in walk(output):
         part = hook.parts.get(path) if path else hook
         if part is not None:
-            _observe_tensor_in_graph(tensor, part.output, part.gradient, masks)
+            _observe_tensor_in_graph(
+                tensor, part.output, part.gradient, rows_on(tensor.device, hook.watcher.masks.number)
+            )
 
 
 def _observe_tensor_in_graph(
-    x: torch.Tensor, output: SiteState | None, gradient: SiteState | None, masks: tuple[Rows, ...]
+    x: torch.Tensor, output: SiteState | None, gradient: SiteState | None, rows: Rows | None
 ) -> None:
-    rows = None
-    for each in masks:
-        if each[0].device == x.device:
-            rows = each
     if output is not None and _fits(x, output):
         accumulate(x, output, skip_recomputation=True, rows=rows)
     if gradient is not None and x.requires_grad and not x.is_leaf and _fits(x, gradient):
@@ -193,10 +193,6 @@ def _fits(x: torch.Tensor, state: SiteState) -> bool:
     return channels == 1 or (-x.dim() <= dim < x.dim() and x.shape[dim] == channels)
 
 
-# The mask that is in force, on every device, by Watcher.number: for graphs alone. A global, because whatever hangs on a
-# module is taken to stay where it is, and mode="reduce-overhead" would record its graphs anew for each mask.
-MASKS: dict[int, tuple[Rows, ...]] = {}
-
 # By site, of all monitors: the extension does not know whose site it is.
 _failures: dict[int, str] = {}
 
@@ -233,10 +229,10 @@ class Watched:
 class Watcher:
     """Makes the hooks, and mends them when a tensor is not what its site was made for."""
 
-    _numbers = itertools.count()
-
     def __init__(self, store: Store) -> None:
-        self.number = next(self._numbers)
+        self.masks = Masks(store, self.warn_once)
+        self._warned: list[object] = []
+        self._binding = threading.RLock()
         self.skipped: dict[Site, str] = {}
         self._seen: list[tuple[Hook, Any]] | None = None  # while a forward on fake tensors runs
         self._learns = False  # after it
@@ -250,21 +246,14 @@ class Watcher:
         """One that does what hooks do in a step that is not measured."""
         return Hook(self, Watched("", "", Channels(None, None), False, (None, None)))
 
-    @contextlib.contextmanager
-    def masked(self, mask: torch.Tensor) -> Iterator[None]:
-        """Inside, rows where the mask is True do not count."""
-        before = MASKS.get(self.number, ())
-        self._set_rows(tuple(_rows(mask, device, self.is_open()) for device in self._store.blocks))
-        try:
-            yield
-        finally:
-            self._set_rows(before)
+    def span_of_a_hook(self) -> contextlib.AbstractContextManager[None]:
+        """Around what a hook does in Python."""
+        return self._store.flags.span(_HOST, calls=1)
 
-    def _set_rows(self, rows: tuple[Rows, ...]) -> None:
-        self._store.flags.gate.set_rows(rows)
-        MASKS[self.number] = rows
-        if not rows:
-            del MASKS[self.number]
+    def warn_once(self, what: object, text: str) -> None:
+        if what not in self._warned:
+            self._warned.append(what)
+            warn(text)
 
     def is_open(self) -> bool:
         return self._store.flags.value
@@ -344,7 +333,7 @@ class Watcher:
         if part.numel() == 0:
             return
         self._bind(hook, part)
-        rows = next((rows for rows in MASKS.get(self.number, ()) if rows[0].device == part.device), None)
+        rows = rows_on(part.device, self.masks.number)
         if hook.output is not None:
             accumulate(part, hook.output, skip_recomputation=True, rows=rows)
         if hook.gradient is not None and tensor.requires_grad and not tensor.is_leaf:
@@ -365,25 +354,31 @@ class Watcher:
         """The extension did not measure what it was given: a container, or a tensor whose state does not fit it."""
         if self._seen is not None:
             self._seen.append((hook, value))
-        elif problem is NotImplemented:
-            self.take_apart(hook, value)
-        else:
-            self._mend(hook, value, problem)
+            return
+        with self.span_of_a_hook():
+            if problem is NotImplemented:
+                self.take_apart(hook, value)
+            else:
+                self._mend(hook, value, problem)
 
     def _mend(self, hook: Hook, tensor: torch.Tensor, problem: str | None) -> None:
         """Puts a state in place that fits the tensor, or gives the site up."""
         try:
             if tensor.numel() == 0:  # nothing to measure, and its width says nothing
                 return
-            if self._bind(hook, tensor):
-                problem = _observe(tensor, hook)
+            self._bind(hook, tensor)
+            problem = _observe(tensor, hook)  # if it was right already, another thread has just done it
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
         if problem is not None:
             self.give_up(hook, problem)
 
-    def _bind(self, hook: Hook, tensor: torch.Tensor) -> bool:
-        """Moves the hook's states to the device and width of a tensor; False if they were right already."""
+    def _bind(self, hook: Hook, tensor: torch.Tensor) -> None:
+        """Moves the hook's states to the device and width of a tensor, one thread after the other."""
+        with self._binding:
+            self._bind_alone(hook, tensor)
+
+    def _bind_alone(self, hook: Hook, tensor: torch.Tensor) -> None:
         watched = hook.watched
         if tensor.dtype not in _native.DTYPES:
             raise TypeError(f"expected a tensor of one of {', '.join(map(str, _native.DTYPES))}, got {tensor.dtype}")
@@ -398,13 +393,14 @@ class Watcher:
         if not self._store.fits(tensor.device, width, len(watched.entries)):
             width = self._fall_to_totals(watched)
         if watched.bound and (tensor.device, width) == (place.device, place.channels):
-            return False
+            return
         watched.bound = True
         for entry in watched.entries.values():
             entry.keep_channels = watched.keep_channels
             self._store.place(entry, tensor.device, width, watched.channel_dim)
         self._give_states(hook)
-        return True
+        if tensor.device != place.device:
+            self.masks.refresh()
 
     @staticmethod
     def _width(watched: Watched, tensor: torch.Tensor) -> int:
@@ -452,22 +448,11 @@ class Watcher:
     def collect_failures(self) -> None:
         """Gives up the gradients whose kernels failed inside backward, where nothing could be said."""
         _failures.update(_native.take_failures())
-        for index in [index for index in _failures if index in self._hooks]:
+        for index in [index for index in list(_failures) if index in self._hooks]:
             problem = _failures.pop(index)
             hook = self._hooks[index]
             hook.give(hook.output, None)
             self.skip_entries([entry for entry in hook.watched.entries.values() if entry.index == index], problem)
-
-
-def _rows(mask: torch.Tensor, device: torch.device, wanted: bool) -> Rows:
-    """The rows that the mask leaves; if nothing is measured, none, for graphs that expect some. Waits for nothing."""
-    with torch.inference_mode(False), torch.no_grad():
-        if not wanted:
-            nothing = torch.zeros(mask.shape, dtype=torch.int32, device=device)
-            return nothing, torch.zeros(1, dtype=torch.int32, device=device)
-        mask = mask.to(device, non_blocking=True)
-        left_first = mask.reshape(-1).to(torch.uint8).argsort(stable=True).to(torch.int32).reshape(mask.shape)
-        return left_first, mask.logical_not().sum(dtype=torch.int32).reshape(1)
 
 
 def _has_gradient_site(hook: Hook, path: str) -> bool:

@@ -12,19 +12,14 @@ from typing import Any
 import torch
 
 from hookstats import _native
-from hookstats.arguments import (
-    Sink,
-    refuse_device,
-)
+from hookstats.arguments import Sink, refuse_device
 from hookstats.drain import Drain, Pending, Scalars
 from hookstats.fields import Site
-from hookstats.hooks import Hook, Watched, Watcher, warn
+from hookstats.hooks import Hook, Watched, Watcher
 from hookstats.overhead import Overhead, Stopwatch
 from hookstats.params import Parameters
 from hookstats.scaling import Scaling
-from hookstats.select import (
-    Channels,
-)
+from hookstats.select import Channels
 from hookstats.snapshot import OF_SCALER, Snapshot
 from hookstats.state import Store
 
@@ -71,9 +66,6 @@ class Monitor:
         self._stepped = False  # step() was called
         self._measured = True  # the open step
         self._pauses = 0
-        self._warned: list[object] = []
-        if scaling is not None:
-            scaling.begin_step()
         self._set_flags()
 
     @property
@@ -94,8 +86,7 @@ class Monitor:
 
     def overhead(self) -> Overhead:
         """What hookstats takes of a step, in microseconds, on the host and on the device. Waits for nothing."""
-        hook, tensor = self._watcher.idle_hook(), torch.empty(0)
-        return self._stopwatch.overhead(lambda: hook(None, (), tensor))
+        return self._stopwatch.overhead(self._watcher.idle_hook())
 
     def step(self, step: int | None = None, **scalars: Any) -> Snapshot | None:
         """Closes a training step; to be called after ``optimizer.step()``. Waits for nothing.
@@ -124,7 +115,7 @@ class Monitor:
         self._parameters.begin_step()
         self._measured = self._is_due()
         if self._scaling is not None and self._measured:
-            self._scaling.begin_step()
+            self._of_scaler(self._scaling.begin_step)
         self._stopwatch.begin(self._measured)
         self._set_flags()
         while self._pending and self._pending[0].ready():
@@ -135,7 +126,16 @@ class Monitor:
             return Scalars(given)
         if not given.keys().isdisjoint(OF_SCALER):
             raise ValueError(f"step: expected other names than {' and '.join(OF_SCALER)}, which the grad_scaler gives")
-        return Scalars(given | (self._scaling.scalars() if self._measured else {}))
+        return Scalars(given | ((self._measured and self._of_scaler(self._scaling.scalars)) or {}))
+
+    def _of_scaler(self, ask: Callable[[], Any]) -> Any:
+        """What a GradScaler says; None if it fails."""
+        try:
+            return ask()
+        except Exception as error:
+            if self._strict:
+                raise
+            self._watcher.warn_once("scaler", f"grad_scaler failed, gradients are reported with their scale: {error!r}")
 
     def _close(self, number: int, scalars: Scalars) -> None:
         self._parameters.close_step()
@@ -147,7 +147,7 @@ class Monitor:
             if self._strict:
                 raise
             self._store.clear()
-            self._warn_once("close", f"step {number} was measured, but could not be copied: {error!r}")
+            self._watcher.warn_once("close", f"step {number} was measured, but could not be copied: {error!r}")
 
     def _is_due(self) -> bool:
         try:
@@ -155,7 +155,7 @@ class Monitor:
         except Exception as error:
             if self._strict:
                 raise
-            self._warn_once("every", f"every={self._due!r} failed, the step is not measured: {error!r}")
+            self._watcher.warn_once("every", f"every={self._due!r} failed, the step is not measured: {error!r}")
             return False
 
     def snapshot(self) -> Snapshot:
@@ -185,13 +185,13 @@ class Monitor:
             except Exception as error:
                 if self._strict:
                     raise
-                self._warn_once(sink, f"the sink {sink!r} failed: {error!r}")
+                self._watcher.warn_once(sink, f"the sink {sink!r} failed: {error!r}")
 
     def _report_silence(self) -> None:
         silent = [site for site in self.sites if site not in self._fired]
         if silent:
             some = ", ".join(map(str, silent[:5])) + (f" and {len(silent) - 5} more" if len(silent) > 5 else "")
-            self._warn_once(
+            self._watcher.warn_once(
                 "silence",
                 f"in {_SILENT_STEPS} measured steps nothing came from {some}: a module that is never called as one, an "
                 "input that needs no gradient, or an output whose gradient nobody asks for",
@@ -231,20 +231,18 @@ class Monitor:
         except Exception as error:  # no memory for its state, say
             if self._strict:
                 raise
-            self._warn_once(("tap", name), f"not measured: {name!r}: {error}")
+            self._watcher.warn_once(("tap", name), f"not measured: {name!r}: {error}")
         return self._taps.get(name)
-
-    def _warn_once(self, what: object, text: str) -> None:
-        if what not in self._warned:
-            self._warned.append(what)
-            warn(text)
 
     @property
     def _strict(self) -> bool:
         return self._store.strict
 
     def _set_flags(self) -> None:
-        self._store.flags.value = bool(self._measured and self._handles and not self._pauses)
+        value = bool(self._measured and self._handles and not self._pauses)
+        if value != self._store.flags.value:
+            self._store.flags.value = value
+            self._watcher.masks.refresh()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -266,15 +264,9 @@ class Monitor:
         its first one (``[batch * sequence, ...]``), unless its channels are among them; others count as a whole, as do
         parameters. Inside another mask, this one counts. With reentrant checkpointing, backward belongs inside, too.
         Waits for nothing; a CUDA graph that captures it reads the mask anew in every replay. TypeError for anything but
-        a bool tensor.
+        a bool tensor, ValueError for one of no dimension.
         """
-        if not isinstance(rows, torch.Tensor) or rows.dtype != torch.bool:
-            got = rows.dtype if isinstance(rows, torch.Tensor) else type(rows).__name__
-            raise TypeError(
-                f"mask: expected a bool tensor, True for rows to leave out, got {got}; of an attention_mask that is 1 "
-                "for what counts: attention_mask == 0"
-            )
-        with self._watcher.masked(rows):
+        with self._watcher.masks.within(rows):
             yield
 
     def reset(self) -> None:

@@ -10,21 +10,24 @@ from statistics import median
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from hookstats import _native
 from hookstats.state import Flags
 
 _TIMED_STEPS = 3  # measured ones, behind the first two steps, whose every hook is timed
 _LAST_STEPS = 32  # whole steps of either kind that are remembered
-_PAUSED_CALLS = 2000
+_CALLS, _ROUNDS = 500, 5  # of a module that does nothing, with and without a hook
 
 
 class Overhead(NamedTuple):
     """Microseconds of a step; NaN where nothing is known yet.
 
-    ``measured_host``, ``skipped_host``: what hookstats' hooks and `Monitor.step` take of the host, kernels included
-    where they run there. ``measured_device``: its kernels on a GPU (0 without one); a step that is skipped launches
-    none. Medians of a few steps. What is inside a compiled graph is not in these.
+    ``measured_host``, ``skipped_host``: what hookstats' hooks (and torch's calls of them) and `Monitor.step` take of
+    the host, kernels included where they run there; of three measured steps, the first two not among them, and of the
+    last 32 that were skipped. ``measured_device``: of a GPU (0 without one), from the first to the last kernel of each
+    hook and of closing the step; a step that is skipped launches none. Medians. What is inside a compiled graph is not
+    in these.
 
     ``measured_step``, ``skipped_step``: the whole step, from one `Monitor.step` to the next, on the GPU's clock if
     there is one; the medians of the last 32 of either kind, without the first step. Their difference also has what a
@@ -80,6 +83,8 @@ class Stopwatch:
 
     def begin(self, measured: bool) -> None:
         """The step that begins now is measured, or is not."""
+        for times in self._timed:
+            times.device_us  # noqa: B018  (gives the events back that have come)
         timed = measured and self._begun is not None and len(self._timed) < _TIMED_STEPS
         self._flags.gate.times = _native.Times() if timed else None
         if self._flags.gate.times is not None:
@@ -89,12 +94,9 @@ class Stopwatch:
         is_gpu = self._device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
         return _Mark(self._device if is_gpu else None)
 
-    def overhead(self, paused_hook: Callable[[], None]) -> Overhead:
-        """`paused_hook`: what a hook does in a step that is skipped."""
-        begun = time.perf_counter()
-        for _ in range(_PAUSED_CALLS):
-            paused_hook()
-        paused = 1e6 * (time.perf_counter() - begun) / _PAUSED_CALLS
+    def overhead(self, idle_hook: Callable[..., None]) -> Overhead:
+        """`idle_hook`: a forward hook that does what hooks do in a step that is skipped."""
+        paused = _us_of_a_hook(idle_hook)
         timed = [times for times in self._timed if times is not self._flags.gate.times]
         calls = _median([float(times.calls) for times in timed])
         steps: dict[bool, list[float]] = {True: [], False: []}
@@ -109,6 +111,25 @@ class Stopwatch:
             measured_step=_median(steps[True]),
             skipped_step=_median(steps[False]),
         )
+
+
+class _Nothing(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def _us_of_a_hook(hook: Callable[..., None]) -> float:
+    """What it adds to a module's call: torch's own way of calling hooks takes most of it."""
+    x, bare, hooked = torch.empty(0), _Nothing(), _Nothing()
+    hooked.register_forward_hook(hook)
+    shortest = dict.fromkeys((bare, hooked), float("inf"))
+    for _ in range(_ROUNDS):
+        for module in shortest:
+            begun = time.perf_counter()
+            for _ in range(_CALLS):
+                module(x)
+            shortest[module] = min(shortest[module], 1e6 * (time.perf_counter() - begun) / _CALLS)
+    return max(shortest[hooked] - shortest[bare], 0.0)
 
 
 def _median(values: list[float]) -> float:

@@ -153,7 +153,7 @@ class Parameters:
         if self._depth > 1 or not self._store.flags.value:
             return None
         if self._scaling is not None:
-            self._scaling.optimizer_steps(optimizer)
+            self._watch_scale(self._scaling, optimizer)
         ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         with self._store.flags.span(self._device):
             self._carefully(self._copy, ids)
@@ -174,6 +174,13 @@ class Parameters:
         if len(args) > 1:
             return (args[0], measured_closure, *args[2:]), kwargs
         return args, kwargs | {"closure": measured_closure}
+
+    def _watch_scale(self, scaling: Scaling, optimizer: Optimizer) -> None:
+        try:
+            scaling.before_optimizer_step(optimizer)
+        except Exception:  # the scale of the step's beginning will do
+            if self._store.strict:
+                raise
 
     def after_optimizer_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Measures by how much the step has changed them."""

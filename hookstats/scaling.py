@@ -1,4 +1,4 @@
-"""A GradScaler's part in a step: by what it multiplied the gradients, and whether it let the optimizers step."""
+"""A GradScaler's part in a step: by what it multiplied the gradients, and whether it found an overflow."""
 
 from __future__ import annotations
 
@@ -18,36 +18,26 @@ class Scaling:
     def __init__(self, scaler: Any, model: nn.Module) -> None:
         self._scaler = scaler
         self._model = weakref.ref(model)
-        self._scale: float | torch.Tensor = 1.0
-        self._stepped = False
-        self._found_inf: list[torch.Tensor] = []  # of optimizers that step in any case, and look at it themselves
+        self._scale: float | torch.Tensor = self._now()
+
+    def _now(self) -> float | torch.Tensor:
+        scale = getattr(self._scaler, "_scale", None)  # on the device; None before its first use, or if it is disabled
+        return float(self._scaler.get_scale()) if scale is None else scale.detach().clone()
 
     def begin_step(self) -> None:
-        """The scale that the gradients of this step will have; the scaler changes its own when it is updated."""
-        now = getattr(self._scaler, "_scale", None)  # on the device; None before its first use, or if it is disabled
-        self._scale = float(self._scaler.get_scale()) if now is None else now.detach().clone()
-        self._stepped = False
-        self._found_inf = []
+        """Notes the scale that the gradients of this step will have, if nobody changes it."""
+        self._scale = self._now()
 
-    def optimizer_steps(self, optimizer: Optimizer) -> None:
-        """Notes it if the optimizer is one of the model's."""
+    def before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Notes the scale that they have: it may have been loaded or set, and is changed only behind this."""
         model = self._model()
         own = set() if model is None else {id(parameter) for parameter in model.parameters()}
-        if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
-            return
-        self._stepped = True
-        found_inf = getattr(optimizer, "found_inf", None)
-        if isinstance(found_inf, torch.Tensor):
-            self._found_inf.append(found_inf.detach().clone())
+        if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+            self._scale = self._now()
 
     def scalars(self) -> dict[str, Any]:
-        """Of the open step, to travel with it."""
-        overflowed: Any = not self._stepped
-        if self._found_inf:
-            device = self._found_inf[0].device
-            found = [each.to(device, non_blocking=True).reshape(()) for each in self._found_inf]
-            overflowed = torch.stack(found).amax()
-        return {GRAD_SCALE: self._scale, OVERFLOWED: overflowed}
+        """Of the open step, to travel with it. A scaler lowers its scale when, and only when, it has skipped a step."""
+        return {GRAD_SCALE: self._scale, OVERFLOWED: self._now() < self._scale}
 
 
 def check_scaler(scaler: Any) -> None:

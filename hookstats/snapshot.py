@@ -218,7 +218,7 @@ class Snapshot(Mapping[Site, SiteStats]):
 
     @property
     def overflowed(self) -> bool | None:
-        """Whether the GradScaler skipped the optimizer step for an overflow; None without ``grad_scaler=``."""
+        """Whether the GradScaler has skipped an optimizer's step for an overflow; None without ``grad_scaler=``."""
         return bool(self.scalars[OVERFLOWED]) if OVERFLOWED in self.scalars else None
 
     @property

@@ -124,10 +124,10 @@ class Flags:
                 self._devices[device] = self.host.to(device)
         return self._devices[device]
 
-    def span(self, device: torch.device) -> AbstractContextManager[None]:
-        """Around what hookstats does outside of hooks, in a step that is timed."""
+    def span(self, device: torch.device, calls: int = 0) -> AbstractContextManager[None]:
+        """Around what hookstats does in Python in a step that is timed: `calls` of hooks, or something else."""
         times = self.gate.times
-        return nullcontext() if times is None else times.span(str(device))
+        return nullcontext() if times is None else times.span(str(device), calls)
 
     @property
     def value(self) -> bool:
@@ -158,6 +158,10 @@ class Store:
         self._free: dict[torch.device, tuple[int, int]] = {}  # in the last block: next offset, end
         self._states: dict[torch.device, list[SiteState]] = {}  # of all places, by Place.number
         self._tables: dict[torch.device, tuple[int, Any]] = {}  # of so many of them: _native.Totals
+
+    def devices(self) -> set[torch.device]:
+        """Where sites are now; where they were, no more."""
+        return {entry.places[-1].device for entry in self.entries}
 
     def bytes_on(self, device: torch.device) -> int:
         return 8 * sum(block.numel() for block in self.blocks.get(device, []))

@@ -14,7 +14,7 @@ import torch
 from torch.utils import cpp_extension
 
 import hookstats
-from hookstats import fields
+from hookstats import _native, fields
 from tests import reference
 
 ROOT = Path(__file__).parent.parent
@@ -137,7 +137,8 @@ class Backend:
         channels = 1 if channel_dim is None or x.dim() == 0 else x.shape[channel_dim]
         state = into or State(channels, histogram, self.device)
         rows = () if mask is None else tuple(each.to(self.device) for each in listed(mask))
-        self.ops.accumulate(self.to_device(x), *state.tensors, None, channel_dim or 0, False, *state.range, *rows)
+        dim = _native.UNKNOWN_DIM if channel_dim is None else channel_dim
+        self.ops.accumulate(self.to_device(x), *state.tensors, None, dim, False, *state.range, *rows)
         return state
 
     def batch(self, states: list[State], channel_dims: list[int], active: torch.Tensor | None = None) -> Any:

@@ -170,3 +170,70 @@ def test_a_state_is_divided_like_its_values() -> None:
     x = torch.randn(50, 4, dtype=torch.float64) * 3 + 1
     whole, part = (hookstats.measure(values, histogram=None)._moments for values in (x, x / 7))
     np.testing.assert_allclose(fields.divided(whole, 7.0), part, rtol=1e-12)
+
+
+def test_the_scale_that_is_loaded_after_attach_is_the_one_that_counts() -> None:
+    model = network()
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    mon = hookstats.attach(model, grad_scaler=scaler)
+    saved = torch.amp.GradScaler("cpu", init_scale=1024.0).state_dict()
+    scaler.load_state_dict(saved)
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1), scaler)
+    snapshot = mon.step()
+    assert snapshot is not None
+    assert snapshot.scalars["grad_scale"] == 1024
+    wanted = gradients_without_a_scaler()["2", "grad_output"].square().mean().sqrt()
+    np.testing.assert_allclose(snapshot["2", "grad_output"].total.rms, wanted, rtol=1e-4)
+
+
+def test_a_step_that_is_still_open_or_accumulates_has_not_overflowed() -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    mon = hookstats.attach(model, every=1, grad_scaler=scaler)
+    marks = []
+    for microbatch in range(4):
+        scaler.scale(model(batch()).square().mean()).backward()
+        assert mon.snapshot().overflowed is False
+        if microbatch % 2:
+            scaler.step(optimizer)
+            scaler.update()
+        marks.append(mon.step())
+    assert [each.overflowed for each in marks if each is not None] == [False] * 4
+
+
+def test_one_of_two_optimizers_that_is_skipped_is_marked() -> None:
+    model = network()
+    optimizers = [torch.optim.SGD(module.parameters(), lr=1e-4) for module in (model[0], model[2])]
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
+    mon = hookstats.attach(model, every=1, grad_scaler=scaler)
+    scaler.scale(model(batch()).square().mean()).backward()
+    assert model[0].weight.grad is not None
+    model[0].weight.grad.fill_(float("inf"))
+    before = model[2].weight.detach().clone()
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler.update()
+    snapshot = mon.step()
+    assert snapshot is not None
+    assert snapshot.overflowed is True
+    assert not torch.equal(model[2].weight, before)  # the other one stepped
+
+
+def test_a_scaler_that_fails_does_not_stop_training() -> None:
+    class Broken(torch.amp.GradScaler):
+        def get_scale(self) -> float:
+            if self.broken:
+                raise RuntimeError("no scale")
+            return 1.0
+
+    scaler = Broken("cpu", enabled=False)
+    scaler.broken = False
+    model = network()
+    mon = hookstats.attach(model, every=1, grad_scaler=scaler)
+    scaler.broken = True
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    model(batch()).sum().backward()
+    optimizer.step()
+    with pytest.warns(UserWarning, match="grad_scaler failed, gradients are reported with their scale.*no scale"):
+        assert mon.step() is not None

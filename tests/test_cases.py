@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -120,6 +121,25 @@ def test_threads_that_run_one_model_are_all_counted() -> None:
         thread.join()
     assert {stats.calls for stats in mon.snapshot().values()} == {80}
     assert mon.snapshot()["0", "output"].total.count == 80 * 5 * 8
+
+
+def test_threads_that_learn_a_width_at_the_same_time_lose_no_site() -> None:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    x = torch.randn(1 << 13, 4)  # so large that the kernel lets other threads run
+    try:
+        for _ in range(30):
+            model = nn.Sequential(nn.ReLU(), nn.Tanh())
+            mon = hookstats.attach(model, strict=True)
+            threads = [threading.Thread(target=lambda model=model: [model(x) for _ in range(5)]) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert mon.skipped == {}
+            assert [mon.snapshot()[name, "output"].calls for name in "01"] == [20, 20]
+    finally:
+        sys.setswitchinterval(before)
 
 
 # In place.

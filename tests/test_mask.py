@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import hookstats
+from hookstats import masks
 from tests.conftest import DEVICES, check
 from tests.models import Residual
 from tests.plain import Plain
@@ -213,6 +215,13 @@ def test_what_is_no_mask_is_refused() -> None:
         pass
     with pytest.raises(TypeError, match="got list"), mon.mask([True]):  # type: ignore[arg-type]
         pass
+    some = torch.ones(4, 7, dtype=torch.bool)
+    for mask in (some[0, 0], some.to("meta"), some.to_sparse()):
+        with (
+            pytest.raises(ValueError, match=r"expected a dense tensor of one or more dimensions.*got shape"),
+            mon.mask(mask),
+        ):
+            pass
 
 
 def test_training_is_bit_identical_with_a_mask() -> None:
@@ -232,3 +241,89 @@ def test_training_is_bit_identical_with_a_mask() -> None:
             mon.step()
         weights.append([p.detach().clone() for p in net.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+
+
+def test_a_mask_that_is_entered_in_a_step_that_is_not_measured_counts_in_those_that_are() -> None:
+    net = model()
+    mon = hookstats.attach(net, every=2)
+    net(batch())
+    mon.step()
+    kept = int((~padding()).sum())
+    counts = []
+    with mon.mask(padding()):
+        for step in range(1, 5):
+            net(batch(step))
+            if step % 2 == 0:
+                counts.append(mon.snapshot()["head", "output"].total.count)
+            mon.step()
+    assert counts == [4 * kept] * 2
+
+
+def test_a_mask_that_no_tensor_fits_is_told_once() -> None:
+    net = model()
+    mon = hookstats.attach(net, every=1)
+    wrong = padding().t()
+    with (
+        pytest.warns(UserWarning, match=r"no tensor that was measured begins with its shape \(7, 4\)"),
+        mon.mask(wrong),
+    ):
+        net(batch()).sum().backward()
+    assert mon.snapshot()["head", "output"].total.count == 4 * 7 * 4
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with mon.mask(wrong):
+            net(batch())
+        with mon.mask(padding()):
+            net(batch())
+        mon.step()
+        with mon.paused(), mon.mask(wrong):
+            net(batch())
+
+
+@pytest.mark.parametrize("channels", [True, False])
+def test_channels_are_no_rows_also_where_totals_alone_are_kept(channels: bool) -> None:
+    net = nn.Sequential(nn.Conv2d(3, 7, 1))
+    mon = hookstats.attach(net, every=1, channels=channels)
+    x = torch.randn(4, 3, 2, 2)
+    with (
+        pytest.warns(UserWarning, match="nothing was left out"),
+        mon.mask(padding()),
+    ):  # [4, 7], as [batch, channels] here
+        net(x)
+    assert mon.snapshot()["0", "output"].total.count == 4 * 7 * 4
+
+
+def test_masks_that_end_in_another_order_than_they_began_leave_nothing_behind() -> None:
+    net = model()
+    mon = hookstats.attach(net, every=1)
+    first, second = mon.mask(padding()), mon.mask(padding(5))
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    net(batch())
+    assert mon.snapshot()["head", "output"].total.count == 4 * (~padding(5)).sum()
+    second.__exit__(None, None, None)
+    mon.reset()
+    net(batch())
+    assert mon.snapshot()["head", "output"].total.count == 4 * 28
+
+
+def test_a_width_that_is_learned_inside_a_mask_is_masked() -> None:
+    net = nn.Sequential(nn.ReLU())
+    mon = hookstats.attach(net, every=1)  # of unknown width: bound inside the mask
+    with mon.mask(padding()):
+        net(batch())
+    check(mon.snapshot()["0", "output"], batch().relu()[~padding()], -1)
+
+
+def test_a_mask_that_cannot_be_applied_does_not_stop_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = model()
+    mon = hookstats.attach(net, every=1)
+
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(masks, "_rows", fails)
+    with pytest.warns(UserWarning, match="mask: not applied: .*out of memory"), mon.mask(padding()):
+        net(batch()).sum().backward()
+    assert mon.snapshot()["head", "output"].total.count == 4 * 28

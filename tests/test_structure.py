@@ -25,7 +25,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "snapshot": {"fields"},
     "_native": {"fields", "_C"},
     "state": {"_native", "fields", "snapshot"},
-    "hooks": {"_native", "fields", "select", "stages", "state"},
+    "masks": {"state"},
+    "hooks": {"_native", "fields", "masks", "select", "stages", "state"},
     "scaling": {"snapshot"},
     "overhead": {"_native", "state"},
     "params": {"_native", "fields", "scaling", "select", "state"},
@@ -40,7 +41,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "capture": {"_native", "hooks", "pictures", "select", "stages"},
     "gradient": set(),
     "explain": {"select", "stages"},
-    "__init__": {"_native", "attaching", "capture", "edit", "explain", "fields", "gradient", "monitor", "snapshot"},
+    "__init__": {"_native", "attaching", "capture", "edit", "explain", "fields", "gradient", "monitor", "overhead"}
+    | {"snapshot"},
     "demo": {"__init__"},
 }
 WITHOUT_TORCH = {"fields", "snapshot"}
