@@ -22,8 +22,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from hookstats import _native, pictures, stages
-from hookstats.hooks import warn
 from hookstats.select import channel_dim_of, modules_at, natural_channels, walk
+from hookstats.telling import warn
 
 
 class Capture(NamedTuple):

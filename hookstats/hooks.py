@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import threading
-import warnings
 from collections.abc import Iterator
 from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
@@ -22,17 +20,7 @@ from hookstats.masks import Masks, rows_on
 from hookstats.select import Channels, channel_dim_of, walk
 from hookstats.stages import ModuleHook
 from hookstats.state import Entry, Rows, SiteState, Store, accumulate, local_part
-
-_log = logging.getLogger("hookstats")
-
-
-def warn(text: str) -> None:
-    """A warning, also where warnings are made errors: a training run must not die of what it is told."""
-    try:
-        warnings.warn(f"hookstats: {text}", stacklevel=3)
-    except UserWarning:
-        _log.warning(text)
-
+from hookstats.telling import WarnOnce, warn
 
 _HOST = torch.device("cpu")
 _observe = _native.observe  # a global of its own: one look-up less in every hook
@@ -230,8 +218,8 @@ class Watcher:
     """Makes the hooks, and mends them when a tensor is not what its site was made for."""
 
     def __init__(self, store: Store) -> None:
+        self.warn_once = WarnOnce()
         self.masks = Masks(store, self.warn_once)
-        self._warned: list[object] = []
         self._binding = threading.RLock()
         self.skipped: dict[Site, str] = {}
         self._seen: list[tuple[Hook, Any]] | None = None  # while a forward on fake tensors runs
@@ -249,11 +237,6 @@ class Watcher:
     def span_of_a_hook(self) -> contextlib.AbstractContextManager[None]:
         """Around what a hook does in Python."""
         return self._store.flags.span(_HOST, calls=1)
-
-    def warn_once(self, what: object, text: str) -> None:
-        if what not in self._warned:
-            self._warned.append(what)
-            warn(text)
 
     def is_open(self) -> bool:
         return self._store.flags.value

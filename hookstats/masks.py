@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 
 from hookstats.state import Rows, Store
+from hookstats.telling import WarnOnce
 
 # What is in force on every device, by Masks.number: for graphs. A global, because of whatever hangs on a module graphs
 # take the address to stay the same, and mode="reduce-overhead" would record them anew for each mask.
@@ -29,7 +30,7 @@ class Masks:
 
     _numbers = itertools.count()
 
-    def __init__(self, store: Store, warn_once: Callable[[str, str], None]) -> None:
+    def __init__(self, store: Store, warn_once: WarnOnce) -> None:
         self.number = next(self._numbers)
         self._store = store
         self._warn_once = warn_once

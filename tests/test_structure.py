@@ -25,8 +25,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "snapshot": {"fields"},
     "_native": {"fields", "_C"},
     "state": {"_native", "fields", "snapshot"},
-    "masks": {"state"},
-    "hooks": {"_native", "fields", "masks", "select", "stages", "state"},
+    "telling": set(),
+    "masks": {"state", "telling"},
+    "hooks": {"_native", "fields", "masks", "select", "stages", "state", "telling"},
     "scaling": {"snapshot"},
     "overhead": {"_native", "state"},
     "params": {"_native", "fields", "scaling", "select", "state"},
@@ -38,14 +39,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"snapshot", "stages", "state"},
     "edit": {"_native", "select", "stages"},
     "pictures": set(),
-    "capture": {"_native", "hooks", "pictures", "select", "stages"},
+    "capture": {"_native", "pictures", "select", "stages", "telling"},
     "gradient": set(),
     "explain": {"select", "stages"},
     "__init__": {"_native", "attaching", "capture", "edit", "explain", "fields", "gradient", "monitor", "overhead"}
     | {"snapshot"},
     "demo": {"__init__"},
 }
-WITHOUT_TORCH = {"fields", "snapshot"}
+WITHOUT_TORCH = {"fields", "snapshot", "telling"}
 
 
 def imports(path: Path) -> set[str]:
