@@ -84,8 +84,9 @@ class Measured:
         self.counters = torch.zeros(_native.COUNTERS, dtype=torch.int64, device=device)
         self.histogram = None if shape is None else torch.zeros(shape, dtype=torch.int64, device=device)
 
-    def __call__(self, x: torch.Tensor, channel_dim: int) -> None:
-        _native.accumulate(x, self.moments, self.counters, self.histogram, None, channel_dim, False)
+    def __call__(self, x: torch.Tensor, channel_dim: int, rows: tuple[torch.Tensor, ...] = ()) -> None:
+        state = (self.moments, self.counters, self.histogram, None, channel_dim, False, 0.0, 0.0)
+        _native.accumulate(x, *state, *rows)
 
 
 def contenders(case: Case, device: str) -> dict[str, Callable[[torch.Tensor], Any]]:
@@ -97,6 +98,9 @@ def contenders(case: Case, device: str) -> dict[str, Callable[[torch.Tensor], An
         measured = Measured(channels, histogram, device)
         name = "hookstats" if histogram == "none" else f"hookstats + {histogram} histogram"
         found[name] = partial(measured, channel_dim=case.channel_dim)
+    if case.channel_dim == 1:
+        masked, rows = Measured(channels, "none", device), every_other_row(case.shape[0], device)
+        found["hookstats, half of the rows masked"] = partial(masked, channel_dim=1, rows=rows)
     found["torch.compile of the operators"] = lambda x: compiled(x, case.channel_dim)
     tuned = torch.compile(by_operators, dynamic=False, mode="max-autotune-no-cudagraphs")
     found["the same, max-autotune"] = lambda x: tuned(x, case.channel_dim)
@@ -106,6 +110,13 @@ def contenders(case: Case, device: str) -> dict[str, Callable[[torch.Tensor], An
     found["octaves alone, bucketize + bincount"] = lambda x: octaves_by_operators(x, case.channel_dim)
     found["torch.histc alone"] = lambda x: torch.histc(x if x.dtype == torch.float32 else x.float(), 64, -8, 8)
     return found
+
+
+def every_other_row(count: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """As a mask hands over which rows count: of images, which images."""
+    listed = torch.zeros(count, dtype=torch.int32, device=device)
+    listed[: (count + 1) // 2] = torch.arange(0, count, 2, device=device)
+    return listed, torch.full((1,), (count + 1) // 2, dtype=torch.int32, device=device)
 
 
 def transformer(layers: int, width: int, vocabulary: int) -> list[tuple[int, ...]]:

@@ -26,9 +26,10 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 SECONDS = int(os.environ.get("SECONDS", "570"))
 SANITIZED = (
-    "gpu and (every_layout or merge or flag or empty or two_runs or offset) "
-    "and not torch.float16 and not float64 and not float8"
+    "gpu and ((every_layout and bfloat16 and linear_per_channel) or merge or flag or empty or two_runs or offset "
+    "or many_parts or many_sites) and not torch.float16 and not torch.float64 and not float8"
 )
+SANITIZED_FILES = ["tests/test_kernels.py", "tests/test_rows.py", "tests/test_tiers.py"]
 
 
 class Session:
@@ -78,7 +79,7 @@ class Session:
         if not Path(program).exists():
             self.not_run.append(f"{tool}: compute-sanitizer was not found")
             return
-        tests = [sys.executable, "-m", "pytest", "-q", "-x", "tests/test_kernels.py", "-k", SANITIZED]
+        tests = [sys.executable, "-m", "pytest", "-q", "-x", *SANITIZED_FILES, "-k", SANITIZED]
         command = [program, "--tool", tool, "--error-exitcode", "99", *tests]
         # Freed memory goes back to the driver at once, so that an access past a tensor's end is seen.
         self.run(tool, command, most=70, needed=30, environment={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})

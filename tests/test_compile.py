@@ -87,6 +87,12 @@ def test_compiled_models_give_eagers_numbers_from_every_site(
     assert_equal(compiled, train("eager", device=device))
 
 
+@pytest.mark.parametrize("how", ["whole", "blocks"])
+def test_reduce_overhead_gives_eagers_numbers(how: str) -> None:
+    """On a CPU, where it makes no CUDA graphs; test_cuda_graphs.py has those."""
+    assert_equal(train(how, compiler="inductor", mode="reduce-overhead"), train("eager"))
+
+
 @pytest.mark.parametrize("depth", [20])
 def test_20_blocks_compiled_apart_hit_no_recompile_limit(depth: int) -> None:
     counter = CompileCounterWithBackend("aot_eager")
