@@ -227,7 +227,6 @@ class Watcher:
         self.example_bytes = 0  # that it would have read, gradients included
         self._store = store
         self._hooks: WeakValueDictionary[int, Hook] = WeakValueDictionary()  # by Entry.index; the model owns them
-        self._warned_of_budget = False
         _teach_the_compiler()
 
     def idle_hook(self) -> Hook:
@@ -402,12 +401,11 @@ class Watcher:
 
     def _fall_to_totals(self, watched: Watched) -> int:
         watched.keep_channels = False
-        if not self._warned_of_budget:
-            self._warned_of_budget = True
-            warn(
-                f"per-channel state of {watched.name!r} and later sites would not fit into memory_budget="
-                f"{self._store.memory_budget} bytes: they keep totals only"
-            )
+        self.warn_once(
+            "budget",
+            f"per-channel state of {watched.name!r} and later sites would not fit into memory_budget="
+            f"{self._store.memory_budget} bytes: they keep totals only",
+        )
         return 1
 
     def give_up(self, hook: Hook, problem: str) -> None:
