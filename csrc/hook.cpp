@@ -230,7 +230,8 @@ PyObject* observe(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
   const Rows* listed = rows ? &*rows : nullptr;
   try {
     if (!observed.output) {
-      described(x, site, listed);  // throws what accumulate would
+      const bool concerned = described(x, site, listed).layout.row_dims > 0;  // throws what accumulate would
+      if (listed) ++(concerned ? observed.gate->concerned : observed.gate->others);
     } else if (!backward_is_running()) {
       // Only where it takes longer than getting the GIL back: a launch does not, nor does a small tensor.
       constexpr int64_t kLong = 1 << 15;

@@ -95,7 +95,7 @@ def attach(
         grad_scaler: the torch.amp.GradScaler that the loss goes through. The gradients of outputs and inputs are then
             reported without its scale (moments and norms are divided by it, as are the edges of histograms), and
             ``Snapshot.overflowed`` marks the steps in which it skipped one of its optimizers. Call `Monitor.step` after
-            ``scaler.update()``.
+            ``scaler.update()``, and load a saved scaler before attach.
         memory_budget: bytes of state per device. Where channels would need more, all sites keep totals only.
         strict: what cannot be measured raises; otherwise the site is skipped, with one warning and its reason in
             ``Monitor.skipped``, and training goes on.

@@ -11,9 +11,10 @@ from typing import Any, TypeAlias
 
 import torch
 
+from hookstats import _native
 from hookstats.fields import Counts
 from hookstats.snapshot import Snapshot
-from hookstats.state import TOTALS, Map, Store
+from hookstats.state import TOTALS, Map, Store, local_part
 
 Key: TypeAlias = tuple[torch.device, int]  # a block of state, by device and number
 _SCALARS = -2  # the "block" of the scalars on a device
@@ -29,6 +30,9 @@ class Scalars:
             if isinstance(value, torch.Tensor):
                 if value.numel() != 1:
                     raise ValueError(f"step: {name}: expected a number, got a tensor of shape {tuple(value.shape)}")
+                value = _plain(value.detach())
+                if _native.has_no_data(value):
+                    raise TypeError(f"step: {name}: expected a number or a tensor with data, got {value}")
                 self.numbers[name] = float("nan")
                 self.tensors.setdefault(value.device, {})[name] = value
             else:
@@ -36,6 +40,12 @@ class Scalars:
                     self.numbers[name] = float(value)
                 except (TypeError, ValueError):
                     raise TypeError(f"step: {name}: expected a number or one-element tensor, got {value!r}") from None
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """This process's part of a DTensor; what an asynchronous collective brings."""
+    part = local_part(tensor)
+    return part.double() if _native.has_no_data(part) and not part.is_meta else part
 
 
 class Pending:

@@ -229,6 +229,15 @@ class Watcher:
         self._hooks: WeakValueDictionary[int, Hook] = WeakValueDictionary()  # by Entry.index; the model owns them
         _teach_the_compiler()
 
+    @staticmethod
+    def has_data(tensor: torch.Tensor) -> bool:
+        """Whether there is something to measure, in the tensor or in what it wraps."""
+        return not _is_a_mere_shape(tensor)
+
+    def hooks(self) -> int:
+        """How many there are."""
+        return len({id(hook) for hook in self._hooks.values()})
+
     def idle_hook(self) -> Hook:
         """One that does what hooks do in a step that is not measured."""
         return Hook(self, Watched("", "", Channels(None, None), False, (None, None)))
@@ -264,6 +273,7 @@ class Watcher:
             watched.entries[kind] = entry
             self._hooks[entry.index] = hook
         self._give_states(hook)
+        self.masks.refresh()  # the device may be a new one
         return hook
 
     def _give_states(self, hook: Hook) -> None:

@@ -8,7 +8,9 @@ from collections.abc import Iterator
 
 import torch
 
-from hookstats.state import Rows, Store
+from hookstats import _native
+from hookstats.stages import has_compiled
+from hookstats.state import Rows, Store, local_part
 from hookstats.telling import WarnOnce
 
 # What is in force on every device, by Masks.number: for graphs. A global, because of whatever hangs on a module graphs
@@ -25,6 +27,14 @@ def rows_on(device: torch.device, number: int) -> Rows | None:
     return found
 
 
+class _Entered:
+    """A mask, and how many tensors were measured inside: those that it is about, and others."""
+
+    def __init__(self, mask: torch.Tensor) -> None:
+        self.mask = mask
+        self.concerned = self.others = 0
+
+
 class Masks:
     """A monitor's masks: the innermost one is in force."""
 
@@ -34,61 +44,70 @@ class Masks:
         self.number = next(self._numbers)
         self._store = store
         self._warn_once = warn_once
-        self._entered: list[torch.Tensor] = []
+        self._entered: list[_Entered] = []
+        self._in_force: _Entered | None = None
 
     @contextlib.contextmanager
     def within(self, mask: torch.Tensor) -> Iterator[None]:
         """Inside, rows where the mask is True do not count."""
-        check(mask)
-        self._entered.append(mask)
-        self.refresh()
+        entered = _Entered(checked(mask))
         try:
+            self._entered.append(entered)
+            self.refresh()
             yield
         finally:
-            concerned, others = self._store.flags.gate.met
-            if others and not concerned:
+            self._entered.remove(entered)
+            self.refresh()
+            # What a graph measures is not seen here.
+            if entered.others and not entered.concerned and not has_compiled():
                 self._warn_once(
                     "mask",
                     f"mask: no tensor that was measured begins with its shape {tuple(mask.shape)}, or with all its "
                     f"{mask.numel()} rows: nothing was left out",
                 )
-            last = max(i for i, each in enumerate(self._entered) if each is mask)
-            del self._entered[last]
-            self.refresh()
 
     def refresh(self) -> None:
         """To be called when another mask, another device, or another step (measured or not) comes."""
-        mask = self._entered[-1] if self._entered else None
-        if mask is None and self.number not in IN_FORCE:
+        entered = self._entered[-1] if self._entered else None
+        if entered is None and self._in_force is None:
             return
+        gate = self._store.flags.gate
+        if self._in_force is not None:
+            concerned, others = gate.met
+            self._in_force.concerned += concerned
+            self._in_force.others += others
         rows: list[Rows] = []
         try:
-            if mask is not None:
-                rows = [_rows(mask, device, self._store.flags.value) for device in self._store.devices()]
+            if entered is not None:
+                rows = [_rows(entered.mask, device, self._store.flags.value) for device in self._store.devices()]
         except Exception as error:  # no memory, say
             if self._store.strict:
                 raise
             rows = []
             self._warn_once("mask failed", f"mask: not applied: {error!r}")
-        self._store.flags.gate.set_rows(rows)
+        gate.set_rows(rows)
+        self._in_force = entered
         if rows:
             IN_FORCE[self.number] = tuple(rows)
         else:
             IN_FORCE.pop(self.number, None)
 
 
-def check(mask: object) -> None:
+def checked(mask: torch.Tensor) -> torch.Tensor:
+    """The mask; of a DTensor, this process's part."""
     if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool:
         got = mask.dtype if isinstance(mask, torch.Tensor) else type(mask).__name__
         raise TypeError(
             f"mask: expected a bool tensor, True for rows to leave out, got {got}; of an attention_mask that is 1 for "
             "what counts: attention_mask == 0"
         )
-    if mask.layout != torch.strided or mask.is_meta or mask.dim() == 0:
+    part = local_part(mask)
+    if part.layout != torch.strided or _native.has_no_data(part) or part.dim() == 0:
         raise ValueError(
-            "mask: expected a dense tensor of one or more dimensions, such as [batch, sequence], got shape "
-            f"{tuple(mask.shape)}, layout {mask.layout} on {mask.device}"
+            "mask: expected a dense tensor with data, of one or more dimensions, such as [batch, sequence], got "
+            f"{type(part).__name__} of shape {tuple(part.shape)}, layout {part.layout} on {part.device}"
         )
+    return part
 
 
 def _rows(mask: torch.Tensor, device: torch.device, wanted: bool) -> Rows:
@@ -97,6 +116,6 @@ def _rows(mask: torch.Tensor, device: torch.device, wanted: bool) -> Rows:
         if not wanted:
             nothing = torch.zeros(mask.shape, dtype=torch.int32, device=device)
             return nothing, torch.zeros(1, dtype=torch.int32, device=device)
-        mask = mask.to(device, non_blocking=True)
+        mask = mask.to(device, non_blocking=device.type != "cpu")  # the CPU would not wait for what it reads
         left_first = mask.reshape(-1).to(torch.uint8).argsort(stable=True).to(torch.int32).reshape(mask.shape)
         return left_first, mask.logical_not().sum(dtype=torch.int32).reshape(1)

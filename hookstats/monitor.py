@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from hookstats import _native
 from hookstats.arguments import Sink, refuse_device
 from hookstats.drain import Drain, Pending, Scalars
 from hookstats.fields import Site
@@ -21,7 +20,7 @@ from hookstats.params import Parameters
 from hookstats.scaling import Scaling
 from hookstats.select import Channels
 from hookstats.snapshot import OF_SCALER, Snapshot
-from hookstats.state import Store
+from hookstats.state import Store, local_part
 
 _SILENT_STEPS = 3  # measured ones, after which a site that never fired is named
 
@@ -85,8 +84,11 @@ class Monitor:
         return self._store.bytes
 
     def overhead(self) -> Overhead:
-        """What hookstats takes of a step, in microseconds, on the host and on the device. Waits for nothing."""
-        return self._stopwatch.overhead(self._watcher.idle_hook())
+        """What hookstats takes of a step, in microseconds, on the host and on the device. Waits for no device.
+
+        The first time, it calls an empty module some 2000 times, to see what a hook costs.
+        """
+        return self._stopwatch.overhead(self._watcher.idle_hook(), self._watcher.hooks())
 
     def step(self, step: int | None = None, **scalars: Any) -> Snapshot | None:
         """Closes a training step; to be called after ``optimizer.step()``. Waits for nothing.
@@ -119,7 +121,7 @@ class Monitor:
         self._stopwatch.begin(self._measured)
         self._set_flags()
         while self._pending and self._pending[0].ready():
-            self._deliver(self._pending.popleft().finish())
+            self._arrived(self._pending.popleft())
 
     def _scalars(self, given: dict[str, Any]) -> Scalars:
         if self._scaling is None:
@@ -168,8 +170,17 @@ class Monitor:
         if now.order:
             return now
         while self._pending:
-            self._deliver(self._pending.popleft().finish())
+            self._arrived(self._pending.popleft())
         return self._last or now
+
+    def _arrived(self, pending: Pending) -> None:
+        try:
+            snapshot = pending.finish()
+        except Exception as error:
+            if self._strict:
+                raise
+            return self._watcher.warn_once("finish", f"a step was measured, but could not be read: {error!r}")
+        self._deliver(snapshot)
 
     def _deliver(self, snapshot: Snapshot) -> None:
         self._last = snapshot
@@ -194,7 +205,8 @@ class Monitor:
             self._watcher.warn_once(
                 "silence",
                 f"in {_SILENT_STEPS} measured steps nothing came from {some}: a module that is never called as one, an "
-                "input that needs no gradient, or an output whose gradient nobody asks for",
+                "input that needs no gradient, an output whose gradient nobody asks for, or a view that was then "
+                "changed in place",
             )
 
     def tap(self, tensor: torch.Tensor, name: str, channel_dim: int | None = None) -> torch.Tensor:
@@ -208,14 +220,15 @@ class Monitor:
         Raises:
             TypeError: for what is no tensor, or a name that is no string. ValueError: where a module has that name.
         """
-        hook = self._taps.get(name)
         if torch.compiler.is_compiling():
+            hook = self._taps.get(name)
             if hook is not None:
                 hook(None, (), tensor)
             return tensor
         if not isinstance(tensor, torch.Tensor) or not isinstance(name, str):
             raise TypeError(f"tap: expected a tensor and a name, got {type(tensor).__name__} and {name!r}")
-        if hook is None and self._store.flags.value and not _native.has_no_data(tensor):
+        hook = self._taps.get(name)
+        if hook is None and self._store.flags.value and self._watcher.has_data(tensor):
             if any(entry.site.name == name for entry in self._store.entries):
                 raise ValueError(f"tap: expected a name that no watched module has, got {name!r}")
             hook = self._tapped(tensor, name, channel_dim)
@@ -227,7 +240,7 @@ class Monitor:
         watched = Watched(name, "", Channels(channel_dim, None), self._tap_channels, ("output", "grad_output"))
         try:
             refuse_device(tensor.device)
-            self._taps[name] = self._watcher.hook(watched, tensor.device)
+            self._taps[name] = self._watcher.hook(watched, local_part(tensor).device)
         except Exception as error:  # no memory for its state, say
             if self._strict:
                 raise
@@ -248,8 +261,8 @@ class Monitor:
     def paused(self) -> Iterator[None]:
         """Nothing is measured inside: for evaluation between steps."""
         self._pauses += 1
-        self._set_flags()
         try:
+            self._set_flags()
             yield
         finally:
             self._pauses -= 1
@@ -263,6 +276,7 @@ class Monitor:
         ``attention_mask == 0``. It concerns every tensor that begins with these dimensions, or has all their rows in
         its first one (``[batch * sequence, ...]``), unless its channels are among them; others count as a whole, as do
         parameters. Inside another mask, this one counts. With reentrant checkpointing, backward belongs inside, too.
+        Where tensors are sharded, it is a mask of this process's part.
         Waits for nothing; a CUDA graph that captures it reads the mask anew in every replay. TypeError for anything but
         a bool tensor, ValueError for one of no dimension.
         """
@@ -284,7 +298,7 @@ class Monitor:
         was_attached, self._handles = bool(self._handles), []
         self._set_flags()
         while self._pending:
-            self._deliver(self._pending.popleft().finish())
+            self._arrived(self._pending.popleft())
         if was_attached and self._measured:
             last = self._drain.begin(self._step, self._scalars({})).finish()
             if last.order:

@@ -17,7 +17,7 @@ from hookstats.state import Flags
 
 _TIMED_STEPS = 3  # measured ones, behind the first two steps, whose every hook is timed
 _LAST_STEPS = 32  # whole steps of either kind that are remembered
-_CALLS, _ROUNDS = 500, 5  # of a module that does nothing, with and without a hook
+_CALLS, _ROUNDS = 200, 5  # of a module that does nothing, with and without a hook
 
 
 class Overhead(NamedTuple):
@@ -68,6 +68,7 @@ class Stopwatch:
         self._closing: deque[float] = deque(maxlen=_LAST_STEPS)  # Monitor.step alone, of steps that were skipped
         self._steps: deque[tuple[bool, _Mark, _Mark]] = deque(maxlen=2 * _LAST_STEPS)
         self._begun: _Mark | None = None
+        self._us_of_a_hook: float | None = None
 
     @contextmanager
     def closing(self, measured: bool) -> Iterator[None]:
@@ -94,11 +95,13 @@ class Stopwatch:
         is_gpu = self._device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
         return _Mark(self._device if is_gpu else None)
 
-    def overhead(self, idle_hook: Callable[..., None]) -> Overhead:
-        """`idle_hook`: a forward hook that does what hooks do in a step that is skipped."""
-        paused = _us_of_a_hook(idle_hook)
+    def overhead(self, idle_hook: Callable[..., None], hooks: int) -> Overhead:
+        """`idle_hook`: a forward hook that does what the `hooks` do in a step that is skipped."""
+        if self._us_of_a_hook is None:
+            self._us_of_a_hook = _us_of_a_hook(idle_hook)
+        paused = self._us_of_a_hook
         timed = [times for times in self._timed if times is not self._flags.gate.times]
-        calls = _median([float(times.calls) for times in timed])
+        calls = _median([float(times.calls) for times in timed] or [float(hooks)])
         steps: dict[bool, list[float]] = {True: [], False: []}
         for measured, before, after in self._steps:
             us = after.us_since(before)

@@ -36,7 +36,7 @@ class Scaling:
             self._scale = self._now()
 
     def scalars(self) -> dict[str, Any]:
-        """Of the open step, to travel with it. A scaler lowers its scale when, and only when, it has skipped a step."""
+        """Of the open step, to travel with it. A scaler of itself lowers its scale only when it has skipped a step."""
         return {GRAD_SCALE: self._scale, OVERFLOWED: self._now() < self._scale}
 
 

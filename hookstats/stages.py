@@ -88,12 +88,16 @@ def forget_compiled() -> bool:
 
     False if torch.compile has compiled nothing in this process.
     """
-    if "torch._dynamo.convert_frame" not in sys.modules:
-        return False
-    if not sys.modules["torch._dynamo.convert_frame"].FRAME_COUNTER:
+    if not has_compiled():
         return False
     torch.compiler.reset()
     return True
+
+
+def has_compiled() -> bool:
+    """Whether torch.compile has compiled anything in this process."""
+    module = sys.modules.get("torch._dynamo.convert_frame")
+    return module is not None and module.FRAME_COUNTER > 0
 
 
 def recomputing() -> bool:

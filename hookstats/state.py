@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import torch
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from hookstats import _native
 from hookstats.fields import FIELDS, Bins, Counts, LinearBins, Site, histogram_shape, total
@@ -138,7 +139,9 @@ class Flags:
         if value != self._value:
             self._value = value
             for flag in self._devices.values():
-                flag.fill_(int(value))
+                # Compiled graphs keep it for their backward, which is not to refuse it for having changed.
+                with _unsafe_preserve_version_counter(flag):
+                    flag.fill_(int(value))
 
 
 class Store:

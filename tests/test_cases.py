@@ -349,6 +349,12 @@ def test_a_wrapper_that_refuses_is_skipped_with_its_reason_and_the_step_goes_on(
     assert len(mon.skipped) == 2
 
 
+def test_a_tapped_wrapper_is_measured() -> None:
+    mon = hookstats.attach(mlp())
+    mon.tap(Wrapper(batch()), "wrapped")
+    check(mon.snapshot()["wrapped", "output"], batch(), -1)
+
+
 # Recomputation.
 
 

@@ -93,6 +93,26 @@ def test_reduce_overhead_gives_eagers_numbers(how: str) -> None:
     assert_equal(train(how, compiler="inductor", mode="reduce-overhead"), train("eager"))
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("between", ["pause", "step", "detach"])
+def test_what_happens_between_a_compiled_forward_and_its_backward_is_no_obstacle(between: str, backend: str) -> None:
+    model = Residual()
+    mon = hookstats.attach(model, every=2)
+    run = torch.compile(model, backend=backend)
+    for _ in range(3):
+        loss = run(batches()[0]).square().sum()
+        if between == "pause":
+            with mon.paused():
+                pass
+        elif between == "step":
+            mon.step()
+        else:
+            mon.detach()
+        loss.backward()
+        assert model.head.weight.grad is not None
+    assert mon.skipped == {}
+
+
 @pytest.mark.parametrize("depth", [20])
 def test_20_blocks_compiled_apart_hit_no_recompile_limit(depth: int) -> None:
     counter = CompileCounterWithBackend("aot_eager")

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import hookstats
-from hookstats import Snapshot
+from hookstats import Snapshot, drain
 
 
 def run(model: nn.Module, seed: int = 0) -> torch.Tensor:
@@ -103,6 +103,8 @@ def test_what_is_no_scalar_is_refused_at_every_step_and_changes_nothing() -> Non
             mon.step(loss=torch.zeros(2))
         with pytest.raises(TypeError, match="norm: expected a number or one-element tensor, got None"):
             mon.step(norm=None)
+        with pytest.raises(TypeError, match=r"loss: expected a number or a tensor with data, got tensor.*meta"):
+            mon.step(loss=torch.zeros((), device="meta"))
         with pytest.raises(TypeError, match=r"expected an int, the number of the step, got 1\.5"):
             mon.step(1.5)  # type: ignore[arg-type]
         assert mon.snapshot()["0", "output"].calls == 1
@@ -122,6 +124,20 @@ def test_an_every_that_fails_measures_nothing_and_says_so_once() -> None:
     assert mon.step() is None
     with pytest.raises(RuntimeError, match="no idea"):
         hookstats.attach(net, every=broken, strict=True).step()
+
+
+def test_a_step_that_cannot_be_read_is_lost_and_training_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = model()
+    mon = hookstats.attach(net, every=1)
+    run(net)
+    with monkeypatch.context() as patch:
+        patch.setattr(drain.Pending, "finish", lambda self: 1 / 0)
+        with pytest.warns(UserWarning, match=r"a step was measured, but could not be read: ZeroDivisionError"):
+            assert mon.step() is None
+    run(net)
+    snapshot = mon.step()
+    assert snapshot is not None
+    assert snapshot.step == 1
 
 
 def test_a_step_that_cannot_be_copied_is_lost_and_training_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,6 +57,13 @@ def test_three_measured_steps_behind_the_first_two_are_timed_and_then_none(monke
     assert [each.host_us for each in made] == host
 
 
+def test_skipped_steps_are_known_though_none_but_the_first_is_measured() -> None:
+    model = network()
+    mon = hookstats.attach(model, every=1000)
+    run(model, mon, 5)
+    assert 0 < mon.overhead().skipped_host < math.inf
+
+
 def test_what_happens_in_backward_and_in_the_optimizer_is_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
     times = _native.Times

@@ -26,14 +26,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "_native": {"fields", "_C"},
     "state": {"_native", "fields", "snapshot"},
     "telling": set(),
-    "masks": {"state", "telling"},
+    "masks": {"_native", "stages", "state", "telling"},
     "hooks": {"_native", "fields", "masks", "select", "stages", "state", "telling"},
     "scaling": {"snapshot"},
     "overhead": {"_native", "state"},
     "params": {"_native", "fields", "scaling", "select", "state"},
-    "drain": {"fields", "snapshot", "state"},
+    "drain": {"_native", "fields", "snapshot", "state"},
     "arguments": {"_native", "fields", "select", "snapshot"},
-    "monitor": {"_native", "arguments", "drain", "fields", "hooks", "overhead", "params", "scaling", "select"}
+    "monitor": {"arguments", "drain", "fields", "hooks", "overhead", "params", "scaling", "select"}
     | {"snapshot", "state"},
     "attaching": {"_native", "arguments", "drain", "fields", "hooks", "monitor", "params", "scaling", "select"}
     | {"snapshot", "stages", "state"},
