@@ -231,7 +231,7 @@ def test_what_is_no_mask_is_refused() -> None:
     for mask in (some[0, 0], some.to("meta"), some.to_sparse()):
         with (
             pytest.raises(
-                ValueError, match="expected a dense tensor with data, of one or more dimensions.*got Tensor of shape"
+                ValueError, match=r"expected a dense tensor with data, of one or more dimensions.*got Tensor of shape"
             ),
             mon.mask(mask),
         ):
