@@ -1,0 +1,41 @@
+"""What the tests of edits share: how a model is run, and how two runs compare."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.models import Residual
+
+
+def compiled(model: Any, backend: str | None) -> Any:
+    return torch.compile(model, fullgraph=True, backend=backend) if backend else model
+
+
+def run(model: nn.Module, forward: Any = None, steps: int = 2, device: str = "cpu") -> list[torch.Tensor]:
+    """Outputs, and the gradients of the input and of every parameter, over a few steps."""
+    forward = model if forward is None else forward
+    x = torch.randn(3, 5, 16, generator=torch.Generator().manual_seed(1)).to(device).requires_grad_()
+    outputs = []
+    for _ in range(steps):
+        y = forward(x)
+        y.square().sum().backward()
+        outputs.append(y.detach())
+    return [*outputs, x.grad, *(p.grad for p in model.parameters())]
+
+
+def residual(device: str = "cpu") -> Residual:
+    torch.manual_seed(0)
+    return Residual().to(device)
+
+
+def assert_close(got: list[torch.Tensor], want: list[torch.Tensor], exact: bool = False) -> None:
+    tolerance: Any = {"rtol": 0, "atol": 0} if exact else {"rtol": 1e-5, "atol": 1e-6}
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, **tolerance)
+
+
+def differ(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    return any(not torch.allclose(a, b, rtol=1e-3) for a, b in zip(some, others, strict=True))
