@@ -13,7 +13,7 @@ from torch import nn
 
 import hookstats
 from benchmarks.interleaved import figures, interleaved, seconds
-from hookstats.hooks import Hook
+from hookstats.watch.hooks import Hook
 
 MODULES = 400
 
@@ -47,7 +47,7 @@ def returning_at_once(chain: Chain) -> hookstats.Monitor:
             assert isinstance(hook, Hook)
             assert hook.output is not None
             assert hook.gradient is not None
-            hook.give(hook.output._replace(active=skip), hook.gradient._replace(active=skip))
+            hook.bind(hook.output._replace(active=skip), hook.gradient._replace(active=skip))
     return monitor
 
 

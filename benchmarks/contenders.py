@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hookstats import _native, fields
+from hookstats import _native
+from hookstats.numbers import fields
 
 
 class Case(NamedTuple):

@@ -110,7 +110,7 @@ PyType_Spec hook_spec = {"hookstats._C.Hook", sizeof(HookObject), 0, Py_TPFLAGS_
                          hook_slots};
 
 at::Tensor tensor_of(PyObject* object) {
-  TORCH_CHECK_TYPE(THPVariable_Check(object), "give: expected a tensor, got ", Py_TYPE(object)->tp_name);
+  TORCH_CHECK_TYPE(THPVariable_Check(object), "bind: expected a tensor, got ", Py_TYPE(object)->tp_name);
   return THPVariable_Unpack(object);
 }
 
@@ -121,7 +121,7 @@ std::optional<at::Tensor> optional_tensor(PyObject* object) {
 
 std::optional<Observed::Half> half_of(PyObject* state, std::shared_ptr<const Gate>& gate) {
   if (state == Py_None) return std::nullopt;
-  TORCH_CHECK_TYPE(PyTuple_Check(state) && PyTuple_GET_SIZE(state) == kEntries, "give: expected a SiteState, got ",
+  TORCH_CHECK_TYPE(PyTuple_Check(state) && PyTuple_GET_SIZE(state) == kEntries, "bind: expected a SiteState, got ",
                    Py_TYPE(state)->tp_name);
   const auto entry = [state](Entry i) { return PyTuple_GET_ITEM(state, i); };
   SiteState tensors{
@@ -134,12 +134,12 @@ std::optional<Observed::Half> half_of(PyObject* state, std::shared_ptr<const Gat
   return Observed::Half{Site(std::move(tensors)), number, entry(k_strict) == Py_True};
 }
 
-constexpr const char* kGiveDoc =
-    "give(hook, output, gradient, in_graph)\n\n"
+constexpr const char* kBindDoc =
+    "bind(hook, output, gradient, in_graph)\n\n"
     "From now on `observe` folds into these SiteStates, of a module's output and of its gradient; either may be None.\n"
     "in_graph: a callable that compiled autograd can trace, which does with a gradient what `observe` arranges.";
 
-void give(py::object hook, py::object output, py::object gradient, py::object in_graph) {
+void bind(py::object hook, py::object output, py::object gradient, py::object in_graph) {
   HookObject* own = hook_of(hook.ptr());
   if (!own) throw py::error_already_set();
   if (output.is_none() && gradient.is_none()) return own->observed.reset();
@@ -332,7 +332,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         for (const auto& [listed, kept] : rows) gate.rows.push_back({listed, kept});
       });
   m.def("take_failures", &take_failures);
-  m.def("give", &give, kGiveDoc);
+  m.def("bind", &bind, kBindDoc);
   m.def("has_no_data", &has_no_data);
   m.def("part", &part);
   m.def("reserve_scratch", [](const std::string& device) { reserve_scratch(at::Device(device)); });

@@ -5,18 +5,39 @@ for batch in loader:
     ...
     optimizer.step()
     snapshot = monitor.step(loss=loss)
+
+A public name is imported when it is first used: what needs numpy alone does not load torch.
 """
 
-from hookstats import edit
-from hookstats._native import build_info
-from hookstats.attaching import attach, measure
-from hookstats.capture import Capture, Captured, capture
-from hookstats.explain import Explanation, HookRow, explain
-from hookstats.fields import ExponentBins, LinearBins, Site
-from hookstats.gradient import KeptGradient, grad_of
-from hookstats.monitor import Monitor
-from hookstats.overhead import Overhead
-from hookstats.snapshot import Histogram, SiteStats, Snapshot, Stats
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hookstats._native import build_info
+    from hookstats.numbers.fields import ExponentBins, LinearBins, Site
+    from hookstats.numbers.snapshot import Histogram, SiteStats, Snapshot, Stats
+    from hookstats.tools import edit
+    from hookstats.tools.capture import Capture, Captured, capture
+    from hookstats.tools.explain import Explanation, HookRow, explain
+    from hookstats.tools.gradient import KeptGradient, grad_of
+    from hookstats.watch.attaching import attach, measure
+    from hookstats.watch.monitor import Monitor
+    from hookstats.watch.overhead import Overhead
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "hookstats._native": ["build_info"],
+    "hookstats.numbers.fields": ["ExponentBins", "LinearBins", "Site"],
+    "hookstats.numbers.snapshot": ["Histogram", "SiteStats", "Snapshot", "Stats"],
+    "hookstats.tools.capture": ["Capture", "Captured", "capture"],
+    "hookstats.tools.explain": ["Explanation", "HookRow", "explain"],
+    "hookstats.tools.gradient": ["KeptGradient", "grad_of"],
+    "hookstats.watch.attaching": ["attach", "measure"],
+    "hookstats.watch.monitor": ["Monitor"],
+    "hookstats.watch.overhead": ["Overhead"],
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "Capture",
@@ -33,6 +54,7 @@ __all__ = [
     "SiteStats",
     "Snapshot",
     "Stats",
+    "__version__",
     "attach",
     "build_info",
     "capture",
@@ -41,3 +63,18 @@ __all__ = [
     "grad_of",
     "measure",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "edit":
+        value: Any = import_module("hookstats.tools.edit")
+    elif name in _HOME_OF:
+        value = getattr(import_module(_HOME_OF[name]), name)
+    else:
+        raise AttributeError(f"module 'hookstats' has no attribute {name!r}; expected one of {', '.join(__all__)}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

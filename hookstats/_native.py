@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hookstats import fields
+from hookstats.numbers import fields
 
 
 def _built() -> dict[str, Any]:
@@ -54,7 +54,7 @@ Batch = torch.classes.hookstats.Batch
 Gate = _C.Gate
 Times = _C.Times
 Hook = _C.Hook
-give = _C.give
+bind = _C.bind
 # Totals(moments, counters), lists with an entry for each site, all on one device; its .fold() returns their totals,
 # int64 [sites, fields + counters], one behind the other as in a state of one channel.
 Totals = torch.classes.hookstats.Totals

@@ -14,7 +14,8 @@ import torch
 from torch.utils import cpp_extension
 
 import hookstats
-from hookstats import _native, fields
+from hookstats import _native
+from hookstats.numbers import fields
 from tests import reference
 
 ROOT = Path(__file__).parent.parent

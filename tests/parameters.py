@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from hookstats import Snapshot, fields
+from hookstats import Snapshot
+from hookstats.numbers import fields
 from tests.conftest import check, compare
 from tests.models import Residual
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import hookstats
-from hookstats import fields
+from hookstats.numbers import fields
 from tests import reference
 
 Tensors = dict[tuple[str, str], torch.Tensor]

@@ -11,7 +11,8 @@ import torch._dynamo
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import hookstats
-from hookstats import ExponentBins, Snapshot, fields
+from hookstats import ExponentBins, Snapshot
+from hookstats.numbers import fields
 from tests.conftest import DEVICES
 from tests.models import Residual
 

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import hookstats
-from hookstats import fields
+from hookstats.numbers import fields
 from tests.models import Residual
 from tests.plain import Plain, check_against
 

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 import hookstats
-from hookstats import ExponentBins, Site, arguments
+from hookstats import ExponentBins, Site
+from hookstats.watch import arguments
 from tests.conftest import check
 from tests.models import images, small_cnn
 
@@ -147,7 +148,7 @@ def test_an_internal_failure_in_a_gradient_does_not_stop_backward() -> None:
     mon = hookstats.attach(model)
     hook = next(iter(model[0]._forward_hooks.values()))
     wrong = {"moments": torch.zeros(10, 3, dtype=torch.float64), "histogram": None}
-    hook.give(hook.output, hook.gradient._replace(**wrong))  # broken on purpose
+    hook.bind(hook.output, hook.gradient._replace(**wrong))  # broken on purpose
     model(torch.randn(3, 4)).sum().backward()
     assert model[0].weight.grad is not None
     with pytest.warns(UserWarning, match="not measured: 0 grad_output: expected 3 channels"):
@@ -158,7 +159,7 @@ def test_an_internal_failure_in_a_gradient_does_not_stop_backward() -> None:
 
     strict = hookstats.attach(model, strict=True)
     hook = list(model[0]._forward_hooks.values())[-1]
-    hook.give(hook.output, hook.gradient._replace(**wrong))
+    hook.bind(hook.output, hook.gradient._replace(**wrong))
     with pytest.raises(ValueError, match="expected 3 channels"):
         model(torch.randn(3, 4)).sum().backward()
     strict.detach()
@@ -169,7 +170,7 @@ def test_an_internal_failure_in_a_forward_does_not_stop_it() -> None:
     mon = hookstats.attach(model)
     hook = next(iter(model._forward_hooks.values()))
     wrong = {"moments": torch.zeros(10, 3, dtype=torch.float64), "histogram": None}
-    hook.give(hook.output._replace(**wrong), hook.gradient)
+    hook.bind(hook.output._replace(**wrong), hook.gradient)
     with pytest.warns(UserWarning, match="not measured.*expected 3 channels"):
         model(torch.randn(3, 4)).sum().backward()
     assert len(mon.skipped) == 2

@@ -11,7 +11,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hookstats
-from hookstats import Site, arguments
+from hookstats import Site
+from hookstats.watch import arguments
 from tests.conftest import check
 from tests.models import Containers, Residual, images, small_cnn
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from hookstats import fields
+from hookstats.numbers import fields
 from tests.conftest import DTYPES, HISTOGRAMS, Backend, State, check
 
 INF, NAN = float("inf"), float("nan")

@@ -15,7 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import hookstats
-from hookstats import masks
+from hookstats.watch import masks
 from tests.conftest import DEVICES, check
 from tests.models import Residual
 from tests.plain import Plain

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import hookstats
-from hookstats import Snapshot, drain
+from hookstats import Snapshot
+from hookstats.watch import drain
 
 
 def run(model: nn.Module, seed: int = 0) -> torch.Tensor:

@@ -15,7 +15,9 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import hookstats
-from hookstats import Site, Snapshot, arguments, fields
+from hookstats import Site, Snapshot
+from hookstats.numbers import fields
+from hookstats.watch import arguments
 from tests.models import images, small_cnn
 from tests.parameters import BOTH, check_site, grad_of, loss_of, residual
 

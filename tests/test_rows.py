@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from hookstats import fields
+from hookstats.numbers import fields
 from tests.conftest import DTYPES, HISTOGRAMS, Backend, State, check, listed
 from tests.test_kernels import normal
 

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 import hookstats
-from hookstats import ExponentBins, LinearBins, Snapshot, fields
+from hookstats import ExponentBins, LinearBins, Snapshot
+from hookstats.numbers import fields
 
 
 def snapshot() -> Snapshot:

@@ -17,67 +17,73 @@ from hookstats import _native
 from tests.conftest import DTYPES, ROOT
 
 PACKAGE = ROOT / "hookstats"
-# Each room, and the rooms that it may import. Downwards only.
+# Each room, and the rooms that it may import: downwards only. A room is a folder, or a file beside the folders.
 MAY_IMPORT: dict[str, set[str]] = {
-    "fields": set(),
-    "select": set(),
-    "stages": set(),
-    "snapshot": {"fields"},
-    "_native": {"fields", "_C"},
-    "state": {"_native", "fields", "snapshot"},
-    "telling": set(),
-    "masks": {"_native", "stages", "state", "telling"},
-    "hooks": {"_native", "fields", "masks", "select", "stages", "state", "telling"},
-    "scaling": {"snapshot"},
-    "overhead": {"_native", "state"},
-    "params": {"_native", "fields", "scaling", "select", "state"},
-    "drain": {"_native", "fields", "snapshot", "state"},
-    "arguments": {"_native", "fields", "select", "snapshot"},
-    "monitor": {"arguments", "drain", "fields", "hooks", "overhead", "params", "scaling", "select"}
-    | {"snapshot", "state"},
-    "attaching": {"_native", "arguments", "drain", "fields", "hooks", "monitor", "params", "scaling", "select"}
-    | {"snapshot", "stages", "state"},
-    "edit": {"_native", "select", "stages"},
-    "pictures": set(),
-    "capture": {"_native", "pictures", "select", "stages", "telling"},
-    "gradient": set(),
-    "explain": {"select", "stages"},
-    "__init__": {"_native", "attaching", "capture", "edit", "explain", "fields", "gradient", "monitor", "overhead"}
-    | {"snapshot"},
+    "numbers": set(),
+    "modules": set(),
+    "_warn": set(),
+    "_native": {"numbers", "_C"},
+    "watch": {"_native", "_warn", "modules", "numbers"},
+    "tools": {"_native", "_warn", "modules"},
+    "__init__": {"_native", "numbers", "tools", "watch"},
     "demo": {"__init__"},
 }
-WITHOUT_TORCH = {"fields", "snapshot", "telling"}
+WITHOUT_TORCH = {"numbers", "_warn", "__init__"}
+
+
+def name_of(path: Path) -> str:
+    """The module's name behind "hookstats."; of a package, the package's."""
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
+
+
+def room_of(name: str) -> str:
+    return name.split(".")[0]
+
+
+FILES = {name_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 
 def imports(path: Path) -> set[str]:
-    """Modules imported at any depth; of hookstats, the room alone."""
+    """Modules that a file imports, at any depth."""
+    known = {f"hookstats.{name}" for name in [*FILES, "_C"]}
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            module = node.module or ""
-            found |= {f"hookstats.{a.name}" for a in node.names} if module == "hookstats" else {module}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            submodules = {f"{node.module}.{alias.name}" for alias in node.names} & known
+            found |= submodules or {node.module}
     return found
 
 
-def test_internal_imports_go_downwards_only() -> None:
-    rooms = {path.stem for path in PACKAGE.glob("*.py")}
-    assert rooms == set(MAY_IMPORT)
-    for path in PACKAGE.glob("*.py"):
-        inner = {name.removeprefix("hookstats.") for name in imports(path) if name.startswith("hookstats.")}
-        inner = {name if name in rooms | {"_C"} else "__init__" for name in inner}
-        inner |= {"__init__"} if "hookstats" in imports(path) else set()
-        assert inner <= MAY_IMPORT[path.stem], path.name
-        top = {name.split(".")[0] for name in imports(path)}
-        assert path.stem not in WITHOUT_TORCH or "torch" not in top, path.name
+def inner(path: Path) -> set[str]:
+    """Those of hookstats, without its name; "__init__" where public names are imported."""
+    names = {"hookstats.__init__" if name == "hookstats" else name for name in imports(path)}
+    return {name.removeprefix("hookstats.") for name in names if name.startswith("hookstats.")}
+
+
+def test_rooms_import_downwards_only() -> None:
+    assert {room_of(name) for name in FILES} == set(MAY_IMPORT)
+    for name, path in FILES.items():
+        room = room_of(name)
+        assert {room_of(other) for other in inner(path)} - {room} <= MAY_IMPORT[room], name
+        top = {other.split(".")[0] for other in imports(path)}
+        assert room not in WITHOUT_TORCH or "torch" not in top, name
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    waiting = {name: inner(path) - {name} for name, path in FILES.items()}
+    while waiting:
+        free = {name for name, needed in waiting.items() if not needed & set(waiting)}
+        assert free, f"a circle among {sorted(waiting)}"
+        waiting = {name: needed for name, needed in waiting.items() if name not in free}
 
 
 def test_only_native_names_torch_ops_and_the_extension() -> None:
-    for path in PACKAGE.glob("*.py"):
-        if path.stem != "_native":
-            assert "torch.ops" not in path.read_text()
-            assert "hookstats._C" not in imports(path)
+    for name, path in FILES.items():
+        if name != "_native":
+            assert "torch.ops" not in path.read_text(), name
+            assert "_C" not in inner(path), name
 
 
 def test_kernels_know_nothing_of_torch() -> None:
@@ -113,17 +119,34 @@ def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 def test_importing_hookstats_does_not_import_the_compiler() -> None:
     done = python(
-        "import hookstats, sys; print([name for name in ('torch._dynamo', 'matplotlib') if name in sys.modules])"
+        "import hookstats, sys; hookstats.attach, hookstats.edit, hookstats.capture\n"
+        "print([name for name in ('torch._dynamo', 'matplotlib') if name in sys.modules])"
     )
     assert done.stdout.splitlines()[-1] == "[]", done.stderr
+
+
+def test_what_needs_numpy_alone_does_not_import_torch() -> None:
+    done = python(
+        "import hookstats, sys; hookstats.Snapshot, hookstats.LinearBins, hookstats.__version__\n"
+        "print([name for name in ('torch', 'pandas') if name in sys.modules])"
+    )
+    assert done.stdout.splitlines()[-1] == "[]", done.stderr
+
+
+def test_every_public_name_is_there_and_another_one_is_refused() -> None:
+    assert all(getattr(hookstats, name) is not None for name in hookstats.__all__)
+    assert dir(hookstats) == sorted(hookstats.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'attatch'; expected one of Capture"):
+        hookstats.attatch  # noqa: B018
 
 
 def test_a_build_for_another_torch_is_refused_in_one_line(tmp_path: Path) -> None:
     package = tmp_path / "hookstats"
     package.mkdir()
-    for path in PACKAGE.glob("*.py"):
-        (package / path.name).symlink_to(path)
-    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import hookstats"
+    for path in PACKAGE.iterdir():
+        if path.is_dir() or path.suffix == ".py":
+            (package / path.name).symlink_to(path)
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import hookstats; hookstats.attach"
     assert "hookstats is not built" in python(code).stderr.splitlines()[-1]
     (package / "_built.json").write_text(json.dumps({"torch": "2.1.0+cu118", "cuda": None, "architectures": []}))
     last = python(code).stderr.splitlines()[-1]

@@ -11,8 +11,9 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
 import hookstats
-from hookstats import ExponentBins, LinearBins, Site, Snapshot, _native, fields
-from hookstats.drain import Pending
+from hookstats import ExponentBins, LinearBins, Site, Snapshot, _native
+from hookstats.numbers import fields
+from hookstats.watch.drain import Pending
 from tests.conftest import Backend, State, compare
 from tests.models import Residual
 from tests.test_kernels import normal

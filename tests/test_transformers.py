@@ -25,7 +25,7 @@ from transformers import (
 )
 
 import hookstats
-from hookstats import fields
+from hookstats.numbers import fields
 from tests.conftest import DEVICES, check, compare
 
 WIDTH, VOCABULARY = 16, 24

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import torch
 
 from hookstats import _native
-from hookstats.stages import has_compiled
-from hookstats.state import Rows, Store, local_part
-from hookstats.telling import WarnOnce
+from hookstats._warn import WarnOnce
+from hookstats.modules.order import has_compiled
+from hookstats.watch.memory import Rows, Store, local_part
 
 # What is in force on every device, by Masks.number: for graphs. A global, because of whatever hangs on a module graphs
 # take the address to stay the same, and mode="reduce-overhead" would record them anew for each mask.

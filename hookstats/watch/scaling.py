@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from hookstats.snapshot import GRAD_SCALE, OVERFLOWED
+from hookstats.numbers.snapshot import GRAD_SCALE, OVERFLOWED
 
 
 class Scaling:

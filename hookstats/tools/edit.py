@@ -31,8 +31,10 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from hookstats import _native, stages
-from hookstats.select import modules_at, rebuilt, walk
+from hookstats import _native
+from hookstats.modules import order
+from hookstats.modules.containers import rebuilt, walk
+from hookstats.modules.selection import modules_at
 
 VALUES = ("output", "input")
 GRADIENTS = ("grad_output", "grad_input")
@@ -165,15 +167,15 @@ class Edit:
         try:
             for name, module in modules_at(model, where).items():
                 hook = (InputEdit if on_inputs else OutputEdit)(self, name, tensor, _device_of(module, model))
-                hook.stage = stages.BEFORE_STATISTICS if after != reverse else stages.AFTER_STATISTICS
+                hook.stage = order.BEFORE_STATISTICS if after != reverse else order.AFTER_STATISTICS
                 self._hooks[name] = hook
                 self._handles.append(
-                    stages.register(module, hook, on_inputs=on_inputs, with_kwargs=True, newest_first=reverse)
+                    order.register(module, hook, on_inputs=on_inputs, with_kwargs=True, newest_first=reverse)
                 )
         except Exception:
             self.remove()
             raise
-        stages.forget_compiled()
+        order.forget_compiled()
 
     @property
     def changed(self) -> int:
@@ -191,7 +193,7 @@ class Edit:
         self.removed = True
         for handle in self._handles:
             handle.remove()
-        stages.forget_compiled()
+        order.forget_compiled()
 
     def __enter__(self) -> Edit:
         return self
@@ -206,7 +208,7 @@ class Edit:
         return f"<{self.description} on {where}{': removed' if self.removed else ''}>"
 
 
-class EditHook(stages.ModuleHook):
+class EditHook(order.ModuleHook):
     """An edit on one module. What a graph needs is in plain attributes, so that equal modules share one."""
 
     def __init__(self, edit: Edit, name: str, tensor: str, device: torch.device) -> None:
@@ -272,7 +274,7 @@ class EditHook(stages.ModuleHook):
 
     def _count(self, old: torch.Tensor, new: torch.Tensor) -> None:
         in_graph = torch.compiler.is_compiling()
-        if not in_graph and (_native.has_no_data(old) or (stages.recomputing() and not self.of_gradient)):
+        if not in_graph and (_native.has_no_data(old) or (order.recomputing() and not self.of_gradient)):
             return
         if self.counters[-1].device != old.device:
             if in_graph:
@@ -308,7 +310,7 @@ class InputEdit(EditHook):
 @torch.library.custom_op("hookstats::add_unless_recomputing", mutates_args=("counter",))
 def _add_unless_recomputing(counter: torch.Tensor, amount: torch.Tensor) -> None:
     """Asks when a graph runs, not when it is traced."""
-    if not stages.recomputing():
+    if not order.recomputing():
         counter.add_(amount)
 
 

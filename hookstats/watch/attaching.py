@@ -13,8 +13,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
-from hookstats import _native, stages
-from hookstats.arguments import (
+from hookstats import _native
+from hookstats.modules import order
+from hookstats.modules.channels import channels_of, input_channels, wanted_channel_dims
+from hookstats.modules.selection import Modules, select
+from hookstats.numbers.fields import Bins, ExponentBins, Site
+from hookstats.numbers.snapshot import SiteStats
+from hookstats.watch.arguments import (
     DEFAULT_TENSORS,
     OF_PARAMETERS,
     Sink,
@@ -29,21 +34,13 @@ from hookstats.arguments import (
     refuse,
     refuse_device,
 )
-from hookstats.drain import Drain, Scalars
-from hookstats.fields import Bins, ExponentBins, Site
-from hookstats.hooks import Hook, InputHook, Kinds, Watched, Watcher
-from hookstats.monitor import Monitor
-from hookstats.params import Parameters, kinds_of, placing, watch_optimizers
-from hookstats.scaling import Scaling, check_scaler
-from hookstats.select import (
-    Modules,
-    channels_of,
-    input_channels,
-    select,
-    wanted_channel_dims,
-)
-from hookstats.snapshot import SiteStats
-from hookstats.state import Store, accumulate
+from hookstats.watch.binding import SiteBinder
+from hookstats.watch.drain import Drain, Scalars
+from hookstats.watch.hooks import Hook, InputHook, Kinds, SiteSpec
+from hookstats.watch.memory import Store, accumulate
+from hookstats.watch.monitor import Monitor
+from hookstats.watch.parameters import Parameters, kinds_of, placing, watch_optimizers
+from hookstats.watch.scaling import Scaling, check_scaler
 
 _log = logging.getLogger("hookstats")
 
@@ -129,19 +126,19 @@ def attach(
     default = device_of(model) or torch.device("cpu")
     devices = {name: device_of(module) or default for name, module in chosen.items()}
 
-    def planned() -> Iterator[tuple[nn.Module, Watched, type[Hook]]]:
+    def planned() -> Iterator[tuple[nn.Module, SiteSpec, type[Hook]]]:
         for name, module in chosen.items():
             inputs = input_channels(module, dims.get(name))
             if any(of_outputs):
-                yield module, Watched(name, "", found[name], name in keep, of_outputs), Hook
+                yield module, SiteSpec(name, "", found[name], name in keep, of_outputs), Hook
             if any(of_inputs) and inputs is not None:
-                yield module, Watched(name, "", inputs, name in keep, of_inputs), InputHook
+                yield module, SiteSpec(name, "", inputs, name in keep, of_inputs), InputHook
 
     def sizes() -> dict[torch.device, int]:
         total = dict.fromkeys(devices.values(), 0)
-        for _, watched, _ in planned():
-            width = (watched.channels.width or 1) if watched.keep_channels else 1
-            total[devices[watched.name]] += len(watched.sites) * store.site_bytes(width)
+        for _, spec, _ in planned():
+            width = (spec.channels.width or 1) if spec.keep_channels else 1
+            total[devices[spec.name]] += len(spec.sites) * store.site_bytes(width)
         for name, slot in slots.items():
             tensor = slot.get()
             assert tensor is not None
@@ -157,19 +154,19 @@ def attach(
         keep = set()
     for device, size in sizes().items():
         store.reserve(device, size // 8)
-    watcher = Watcher(store)
+    binder = SiteBinder(store)
     scaling = None if grad_scaler is None else Scaling(grad_scaler, model)
-    parameters = Parameters(store, of_parameters, watcher.skip_entries, default, scaling)
+    parameters = Parameters(store, of_parameters, binder.skip_entries, default, scaling)
     handles: list[Any] = []
     try:
-        hooks = [(module, watcher.hook(w, devices[w.name], make)) for module, w, make in planned()]
+        hooks = [(module, binder.hook(w, devices[w.name], make)) for module, w, make in planned()]
         for module, hook in hooks:
             on_inputs = isinstance(hook, InputHook)
-            handles.append(stages.register(module, hook, on_inputs=on_inputs, with_kwargs=on_inputs))
+            handles.append(order.register(module, hook, on_inputs=on_inputs, with_kwargs=on_inputs))
         for name, slot in slots.items():
             parameters.add(name, slot, name in keep)
         if example is not None:
-            _learn(model, watcher, *example)
+            _learn(model, binder, *example)
         if slots or scaling is not None:
             handles += watch_optimizers(parameters)
     except Exception:
@@ -178,7 +175,7 @@ def attach(
         raise
     monitor = Monitor(
         store,
-        watcher,
+        binder,
         parameters,
         handles,
         due=due,
@@ -188,14 +185,14 @@ def attach(
         tap_channels=channels is True and wanted <= memory_budget,
         device=default,
     )
-    late = sum(1 for _, hook in hooks if not hook.watched.bound)
+    late = sum(1 for _, hook in hooks if not hook.spec.bound)
     _log.info(
         "attached to %d sites of %d modules and %d parameters, state %.1f MB%s%s",
         len(monitor.sites),
         len(chosen),
         len(slots),
         store.bytes / 2**20,
-        "" if example is None else f"; a step like the example reads {watcher.example_bytes / 2**20:.1f} MB",
+        "" if example is None else f"; a step like the example reads {binder.example_bytes / 2**20:.1f} MB",
         f"; {late} tensors show their width at their first eager forward (or example=), compiled before that they keep "
         "totals only"
         if late
@@ -208,7 +205,7 @@ def attach(
             wanted / 2**20,
             memory_budget / 2**20,
         )
-    if stages.forget_compiled():
+    if order.forget_compiled():
         _log.info("something was compiled before: torch.compiler.reset() was called, so that hooks are compiled in")
     return monitor
 
@@ -246,7 +243,7 @@ def measure(tensor: torch.Tensor, channel_dim: int | None = -1, histogram: Bins 
     return Drain(store).begin(0, Scalars({}), clear=False).finish()[site]
 
 
-def _learn(model: nn.Module, watcher: Watcher, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _learn(model: nn.Module, binder: SiteBinder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """One forward on fake tensors, which the hooks see."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -254,7 +251,7 @@ def _learn(model: nn.Module, watcher: Watcher, args: tuple[Any, ...], kwargs: di
         return mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
 
     try:
-        with watcher.learning(), torch.no_grad(), torch.compiler.set_stance("force_eager"), mode:
+        with binder.learning(), torch.no_grad(), torch.compiler.set_stance("force_eager"), mode:
             state = {name: fake(value) for name, value in (*model.named_parameters(), *model.named_buffers())}
             functional_call(model, state, tree_map(fake, args), tree_map(fake, kwargs))
     except Exception as error:

@@ -21,9 +21,13 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from hookstats import _native, pictures, stages
-from hookstats.select import channel_dim_of, modules_at, natural_channels, walk
-from hookstats.telling import warn
+from hookstats import _native
+from hookstats._warn import warn
+from hookstats.modules import order
+from hookstats.modules.channels import channel_dim_of, natural_channels
+from hookstats.modules.containers import walk
+from hookstats.modules.selection import modules_at
+from hookstats.tools import pictures
 
 
 class Capture(NamedTuple):
@@ -70,13 +74,13 @@ def capture(
     try:
         for name, module in modules_at(model, where).items():
             ring = rings[name] = _Ring(name, every, keep, items, channels, natural_channels(module).dim)
-            handles.append(stages.register(module, _OutputHook(ring)))
+            handles.append(order.register(module, _OutputHook(ring)))
             if edited:
-                handles.append(stages.register(module, _LeavingHook(ring)))
+                handles.append(order.register(module, _LeavingHook(ring)))
     except Exception:
         captured.remove()
         raise
-    stages.forget_compiled()
+    order.forget_compiled()
     return captured
 
 
@@ -122,7 +126,7 @@ class Captured:
         for handle in self._handles:
             handle.remove()
         if self._handles:
-            stages.forget_compiled()
+            order.forget_compiled()
         self._handles = []
 
     def __enter__(self) -> Captured:
@@ -235,7 +239,7 @@ class _Ring:
 
     def put_output(self, x: torch.Tensor) -> _Slot | None:
         """The capture that this output, or its recomputation, belongs to; None if this call is not kept."""
-        if stages.recomputing():
+        if order.recomputing():
             return self._recomputed()
         call = self._calls
         self._calls += 1
@@ -251,7 +255,7 @@ class _Ring:
             self._fill(slot.gradient, g)
 
     def put_edited(self, x: torch.Tensor) -> None:
-        slot = None if stages.recomputing() else self._newest()
+        slot = None if order.recomputing() else self._newest()
         if slot is not None:
             self._fill(slot.edited, x)
 
@@ -297,7 +301,7 @@ def _capture(x: torch.Tensor, token: torch.Tensor, what: str) -> None:
         ring.put_from_graph(what, x)
 
 
-class _OutputHook(stages.ModuleHook):
+class _OutputHook(order.ModuleHook):
     description = "capture"
 
     def __init__(self, ring: _Ring) -> None:
@@ -320,8 +324,8 @@ class _OutputHook(stages.ModuleHook):
             x.register_hook(lambda g: ring.put_gradient(g, slot, call))
 
 
-class _LeavingHook(stages.ModuleHook):
-    stage = stages.LEAVING
+class _LeavingHook(order.ModuleHook):
+    stage = order.LEAVING
     description = "capture(edited=True)"
 
     def __init__(self, ring: _Ring) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hookstats.fields import (
+from hookstats.numbers.fields import (
     STATISTICS,
     Array,
     Bins,

@@ -17,10 +17,11 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from hookstats import _native
-from hookstats.fields import Site
-from hookstats.scaling import Scaling
-from hookstats.select import Slot, parameter_channels
-from hookstats.state import Entry, Store, accumulate, local_part
+from hookstats.modules.channels import parameter_channels
+from hookstats.modules.selection import Slot
+from hookstats.numbers.fields import Site
+from hookstats.watch.memory import Entry, Store, accumulate, local_part
+from hookstats.watch.scaling import Scaling
 
 Skip = Callable[[list[Entry], str], None]
 
@@ -75,9 +76,9 @@ class Together:
             self._stale = False
         for number, problem in self._batches[-1].accumulate(tensors):
             owner, kind = owners[number]
-            self._mend(owner, kind, tensors[number], problem)
+            self._rebind(owner, kind, tensors[number], problem)
 
-    def _mend(self, owner: Parameter, kind: str, tensor: torch.Tensor | None, problem: str) -> None:
+    def _rebind(self, owner: Parameter, kind: str, tensor: torch.Tensor | None, problem: str) -> None:
         """A tensor could not be measured: puts a state in place that fits it, or gives the site up."""
         entry, slot = owner.entries[kind], owner.slot()
         assert tensor is not None

@@ -12,9 +12,10 @@ from typing import Any, TypeAlias
 import torch
 
 from hookstats import _native
-from hookstats.fields import Counts
-from hookstats.snapshot import Snapshot
-from hookstats.state import TOTALS, Map, Store, local_part
+from hookstats.numbers.fields import Counts
+from hookstats.numbers.snapshot import Snapshot
+from hookstats.watch.decoding import Map
+from hookstats.watch.memory import TOTALS, Store, local_part
 
 Key: TypeAlias = tuple[torch.device, int]  # a block of state, by device and number
 _SCALARS = -2  # the "block" of the scalars on a device

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from hookstats import _native
-from hookstats.fields import ExponentBins, LinearBins
-from hookstats.select import Slot, as_globs, matches
-from hookstats.snapshot import Snapshot
+from hookstats.modules.selection import Slot, as_globs, matches
+from hookstats.numbers.fields import ExponentBins, LinearBins
+from hookstats.numbers.snapshot import Snapshot
 
 DEFAULT_TENSORS = ("output", "grad_output")
 OF_PARAMETERS = ("param", "param_grad", "param_update")

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from hookstats import _native
-from hookstats.state import Flags
+from hookstats.watch.memory import Flags
 
 _TIMED_STEPS = 3  # measured ones, behind the first two steps, whose every hook is timed
 _LAST_STEPS = 32  # whole steps of either kind that are remembered

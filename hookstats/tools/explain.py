@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from hookstats.select import clean_names, never_called
-from hookstats.stages import ModuleHook
+from hookstats.modules.order import ModuleHook
+from hookstats.modules.selection import clean_names, never_called
 
 
 class HookRow(NamedTuple):

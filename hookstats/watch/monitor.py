@@ -11,16 +11,17 @@ from typing import Any
 
 import torch
 
-from hookstats.arguments import Sink, refuse_device
-from hookstats.drain import Drain, Pending, Scalars
-from hookstats.fields import Site
-from hookstats.hooks import Hook, Watched, Watcher
-from hookstats.overhead import Overhead, Stopwatch
-from hookstats.params import Parameters
-from hookstats.scaling import Scaling
-from hookstats.select import Channels
-from hookstats.snapshot import OF_SCALER, Snapshot
-from hookstats.state import Store, local_part
+from hookstats.modules.channels import Channels
+from hookstats.numbers.fields import Site
+from hookstats.numbers.snapshot import OF_SCALER, Snapshot
+from hookstats.watch.arguments import Sink, refuse_device
+from hookstats.watch.binding import SiteBinder
+from hookstats.watch.drain import Drain, Pending, Scalars
+from hookstats.watch.hooks import Hook, SiteSpec
+from hookstats.watch.memory import Store, local_part
+from hookstats.watch.overhead import Overhead, Stopwatch
+from hookstats.watch.parameters import Parameters
+from hookstats.watch.scaling import Scaling
 
 _SILENT_STEPS = 3  # measured ones, after which a site that never fired is named
 
@@ -31,7 +32,7 @@ class Monitor:
     def __init__(
         self,
         store: Store,
-        watcher: Watcher,
+        binder: SiteBinder,
         parameters: Parameters,
         handles: list[Any],
         *,
@@ -43,7 +44,7 @@ class Monitor:
         device: torch.device,
     ) -> None:
         """handles: of the hooks on the model. tap_channels: of tapped tensors, too. device: most of the model's."""
-        self._watcher = watcher
+        self._binder = binder
         self._parameters = parameters
         self._store = store
         self._drain = Drain(store)
@@ -75,8 +76,8 @@ class Monitor:
     @property
     def skipped(self) -> dict[Site, str]:
         """The sites that are no longer measured, each with the reason."""
-        self._watcher.collect_failures()
-        return dict(self._watcher.skipped)
+        self._binder.collect_failures()
+        return dict(self._binder.skipped)
 
     @property
     def state_bytes(self) -> int:
@@ -88,7 +89,7 @@ class Monitor:
 
         The first time, it calls an empty module some 2000 times, to see what a hook costs.
         """
-        return self._stopwatch.overhead(self._watcher.idle_hook(), self._watcher.hooks())
+        return self._stopwatch.overhead(self._binder.idle_hook(), self._binder.hooks())
 
     def step(self, step: int | None = None, **scalars: Any) -> Snapshot | None:
         """Closes a training step; to be called after ``optimizer.step()``. Waits for nothing.
@@ -109,7 +110,7 @@ class Monitor:
         return self._finished.popleft() if self._finished else None
 
     def _end_step(self, number: int, checked: Scalars) -> None:
-        self._watcher.collect_failures()
+        self._binder.collect_failures()
         if self._measured and self._handles:
             self._close(number, checked)
         self._step = number + 1
@@ -137,7 +138,7 @@ class Monitor:
         except Exception as error:
             if self._strict:
                 raise
-            self._watcher.warn_once("scaler", f"grad_scaler failed, gradients are reported with their scale: {error!r}")
+            self._binder.warn_once("scaler", f"grad_scaler failed, gradients are reported with their scale: {error!r}")
 
     def _close(self, number: int, scalars: Scalars) -> None:
         self._parameters.close_step()
@@ -149,7 +150,7 @@ class Monitor:
             if self._strict:
                 raise
             self._store.clear()
-            self._watcher.warn_once("close", f"step {number} was measured, but could not be copied: {error!r}")
+            self._binder.warn_once("close", f"step {number} was measured, but could not be copied: {error!r}")
 
     def _is_due(self) -> bool:
         try:
@@ -157,12 +158,12 @@ class Monitor:
         except Exception as error:
             if self._strict:
                 raise
-            self._watcher.warn_once("every", f"every={self._due!r} failed, the step is not measured: {error!r}")
+            self._binder.warn_once("every", f"every={self._due!r} failed, the step is not measured: {error!r}")
             return False
 
     def snapshot(self) -> Snapshot:
         """What is in the open step, channels too; if nothing is, the last measured step. Waits for the device."""
-        self._watcher.collect_failures()
+        self._binder.collect_failures()
         if not self._stepped:  # one forward and backward, without steps
             self._parameters.measure()
         now = self._drain.begin(self._step, self._scalars({}), clear=False).finish()
@@ -179,7 +180,7 @@ class Monitor:
         except Exception as error:
             if self._strict:
                 raise
-            return self._watcher.warn_once("finish", f"a step was measured, but could not be read: {error!r}")
+            return self._binder.warn_once("finish", f"a step was measured, but could not be read: {error!r}")
         self._deliver(snapshot)
 
     def _deliver(self, snapshot: Snapshot) -> None:
@@ -196,13 +197,13 @@ class Monitor:
             except Exception as error:
                 if self._strict:
                     raise
-                self._watcher.warn_once(sink, f"the sink {sink!r} failed: {error!r}")
+                self._binder.warn_once(sink, f"the sink {sink!r} failed: {error!r}")
 
     def _report_silence(self) -> None:
         silent = [site for site in self.sites if site not in self._fired]
         if silent:
             some = ", ".join(map(str, silent[:5])) + (f" and {len(silent) - 5} more" if len(silent) > 5 else "")
-            self._watcher.warn_once(
+            self._binder.warn_once(
                 "silence",
                 f"in {_SILENT_STEPS} measured steps nothing came from {some}: a module that is never called as one, an "
                 "input that needs no gradient, an output whose gradient nobody asks for, or a view that was then "
@@ -228,7 +229,7 @@ class Monitor:
         if not isinstance(tensor, torch.Tensor) or not isinstance(name, str):
             raise TypeError(f"tap: expected a tensor and a name, got {type(tensor).__name__} and {name!r}")
         hook = self._taps.get(name)
-        if hook is None and self._store.flags.value and self._watcher.has_data(tensor):
+        if hook is None and self._store.flags.value and self._binder.has_data(tensor):
             if any(entry.site.name == name for entry in self._store.entries):
                 raise ValueError(f"tap: expected a name that no watched module has, got {name!r}")
             hook = self._tapped(tensor, name, channel_dim)
@@ -237,14 +238,14 @@ class Monitor:
         return tensor
 
     def _tapped(self, tensor: torch.Tensor, name: str, channel_dim: int | None) -> Hook | None:
-        watched = Watched(name, "", Channels(channel_dim, None), self._tap_channels, ("output", "grad_output"))
+        spec = SiteSpec(name, "", Channels(channel_dim, None), self._tap_channels, ("output", "grad_output"))
         try:
             refuse_device(tensor.device)
-            self._taps[name] = self._watcher.hook(watched, local_part(tensor).device)
+            self._taps[name] = self._binder.hook(spec, local_part(tensor).device)
         except Exception as error:  # no memory for its state, say
             if self._strict:
                 raise
-            self._watcher.warn_once(("tap", name), f"not measured: {name!r}: {error}")
+            self._binder.warn_once(("tap", name), f"not measured: {name!r}: {error}")
         return self._taps.get(name)
 
     @property
@@ -255,7 +256,7 @@ class Monitor:
         value = bool(self._measured and self._handles and not self._pauses)
         if value != self._store.flags.value:
             self._store.flags.value = value
-            self._watcher.masks.refresh()
+            self._binder.masks.refresh()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -280,7 +281,7 @@ class Monitor:
         Waits for nothing; a CUDA graph that captures it reads the mask anew in every replay. TypeError for anything but
         a bool tensor, ValueError for one of no dimension.
         """
-        with self._watcher.masks.within(rows):
+        with self._binder.masks.within(rows):
             yield
 
     def reset(self) -> None:
@@ -294,7 +295,7 @@ class Monitor:
             handle.remove()
         if self._handles and not self._stepped:
             self._parameters.measure()
-        self._watcher.collect_failures()
+        self._binder.collect_failures()
         was_attached, self._handles = bool(self._handles), []
         self._set_flags()
         while self._pending:

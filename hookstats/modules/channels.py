@@ -1,0 +1,126 @@
+"""Along which dimension of a tensor its channels lie, and how many they are. No device work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from hookstats.modules.selection import Slot, as_globs, matches
+
+
+class Channels(NamedTuple):
+    """Where a tensor's channels lie. ``dim`` None: known when the tensor is seen. ``width`` None: likewise."""
+
+    dim: int | None
+    width: int | None
+
+
+def parameter_channels(slot: Slot, parameter: torch.Tensor) -> Channels:
+    """A weight's channels are its outputs: dimension 0, of a transposed convolution 1. One of width 1 has no channels.
+
+    A vector (a bias, the weight of a norm) is one channel: its entries would each be a channel of one value.
+    """
+    if isinstance(parameter, nn.parameter.UninitializedParameter) or parameter.dim() < 2:
+        return Channels(0, 1)
+    dim = 1 if isinstance(slot.module, nn.modules.conv._ConvTransposeNd) else 0
+    return Channels(dim, max(parameter.shape[dim], 1))
+
+
+def _spatial_dims(module: nn.Module) -> int | None:
+    """1, 2 or 3 for modules that are made for a number of spatial dimensions."""
+    kinds = (nn.modules.conv._ConvNd, nn.modules.instancenorm._InstanceNorm, nn.modules.batchnorm._BatchNorm)
+    named_pool = type(module).__module__ == nn.MaxPool1d.__module__
+    if isinstance(module, kinds) or named_pool:
+        for cls in type(module).__mro__:
+            for spatial in (1, 2, 3):
+                if cls.__name__.endswith(f"{spatial}d"):
+                    return spatial
+    return None
+
+
+def natural_channels(module: nn.Module) -> Channels:
+    """Where the channels of a module's output lie, from its type. Widths come from its own attributes."""
+    spatial = _spatial_dims(module)
+    if isinstance(module, (nn.Linear, nn.Bilinear)):
+        found = Channels(-1, module.out_features)
+    elif isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        found = Channels(-1, module.embedding_dim)
+    elif isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
+        found = Channels(-1, module.normalized_shape[-1])
+    elif isinstance(module, nn.modules.batchnorm._BatchNorm):
+        found = Channels(1, module.num_features)
+    elif isinstance(module, nn.GroupNorm):
+        found = Channels(1, module.num_channels)
+    elif isinstance(module, nn.modules.conv._ConvNd) and spatial:
+        found = Channels(-1 - spatial, module.out_channels)
+    elif isinstance(module, nn.modules.instancenorm._InstanceNorm) and spatial:
+        found = Channels(-1 - spatial, module.num_features)
+    else:
+        found = Channels(-1 - spatial if spatial else None, None)
+    lazy = not found.width or not isinstance(found.width, int)  # a Lazy module before its first forward
+    return Channels(found.dim, None) if lazy else found
+
+
+def input_channels(module: nn.Module, wanted: int | None) -> Channels | None:
+    """The channels of a module's input; None for a module whose inputs are indices."""
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        return None
+    if wanted is not None:
+        return Channels(wanted, None)
+    natural = natural_channels(module)
+    if isinstance(module, nn.Linear):
+        return Channels(-1, module.in_features or None)  # 0: a Lazy module before its first forward
+    if isinstance(module, nn.modules.conv._ConvNd):
+        return Channels(natural.dim, module.in_channels or None)
+    keeps_them = isinstance(module, (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)) or _is_normalisation(module)
+    return natural if keeps_them else Channels(natural.dim if _spatial_dims(module) else None, None)
+
+
+def _is_normalisation(module: nn.Module) -> bool:
+    return isinstance(module, (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm))
+
+
+def channels_of(name: str, module: nn.Module, wanted: int | None) -> Channels:
+    """The channels of a module's output, `wanted` being the caller's channel_dim for it.
+
+    ValueError where the module's type fixes the number of dimensions and `wanted` is not among them.
+    """
+    natural = natural_channels(module)
+    if wanted is None:
+        return natural
+    spatial = _spatial_dims(module)
+    if spatial is not None:
+        ndim = spatial + 2
+        if not -ndim <= wanted < ndim:
+            raise ValueError(
+                f"channel_dim: expected {-ndim} to {ndim - 1} for {name!r} ({type(module).__name__}, whose output has "
+                f"{ndim} dimensions), got {wanted}"
+            )
+        same = natural.dim is not None and wanted % ndim == natural.dim % ndim
+    else:
+        same = wanted == natural.dim
+    return Channels(wanted, natural.width if same else None)
+
+
+def channel_dim_of(tensor: torch.Tensor, dim: int | None) -> int:
+    """The channel dimension of a tensor that is at hand: what is known of it, else by its number of dimensions."""
+    if dim is not None:
+        return dim
+    return 1 if tensor.dim() in (4, 5) else -1
+
+
+def wanted_channel_dims(channel_dim: int | Mapping[str, int] | None, names: Iterable[str]) -> dict[str, int]:
+    """The caller's channel_dim for each name that has one. TypeError for what is neither int nor {glob: int}."""
+    known = list(names)
+    if channel_dim is None:
+        return {}
+    rules = channel_dim if isinstance(channel_dim, Mapping) else {"*": channel_dim}
+    for glob, dim in rules.items():
+        if not isinstance(dim, int) or isinstance(dim, bool) or not isinstance(glob, str):
+            raise TypeError(f"channel_dim: expected an int or {{glob: int}}, got {channel_dim!r}")
+        if isinstance(channel_dim, Mapping):
+            as_globs("channel_dim", glob, known)
+    return {name: dim for name in known for glob, dim in rules.items() if matches(name, [glob])}

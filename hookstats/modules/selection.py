@@ -1,0 +1,166 @@
+"""Which modules and parameters are watched, and under which names. No device work."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import nn
+
+Modules: TypeAlias = str | Iterable[str] | Callable[[str, nn.Module], bool] | None
+
+# Put into a module's path by what wraps it.
+_WRAPPERS = {"_orig_mod", "module", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
+_WRAPPER_TYPES = {
+    "OptimizedModule",
+    "DistributedDataParallel",
+    "FullyShardedDataParallel",
+    "ActivationWrapper",
+    "AveragedModel",
+}
+# They pass values on, or drop some: nothing to see. Containers of this kind are never called.
+_TRANSPARENT = (nn.Identity, nn.Flatten, nn.Unflatten, nn.modules.dropout._DropoutNd)
+_NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+def clean_names(model: nn.Module) -> dict[str, nn.Module]:
+    """Every module by its path without wrappers' parts; a shared module by its first path, a wrapper not at all."""
+    named: dict[str, nn.Module] = {}
+    seen: set[int] = set()
+    waiting: list[tuple[tuple[str, ...], nn.Module]] = [((), model)]
+    while waiting:
+        path, module = waiting.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        wraps = any(cls.__name__ in _WRAPPER_TYPES for cls in type(module).__mro__)
+        if not wraps:
+            named.setdefault(".".join(path), module)
+        children = [(path if wraps and name in _WRAPPERS else (*path, name), m) for name, m in module.named_children()]
+        waiting += reversed(children)
+    return named
+
+
+def matches(name: str, globs: Iterable[str]) -> bool:
+    """Whether a clean name matches one of the globs (``*`` crosses dots)."""
+    return any(fnmatch.fnmatchcase(name, glob) for glob in globs)
+
+
+def as_globs(argument: str, globs: str | Iterable[str], names: Iterable[str]) -> list[str]:
+    """The globs as a list; ValueError for one that matches no name."""
+    if not isinstance(globs, Iterable):
+        raise TypeError(f"{argument}: expected globs over names, got {globs!r}")
+    listed = [globs] if isinstance(globs, str) else list(globs)
+    known = list(names)
+    for glob in listed:
+        if not isinstance(glob, str):
+            raise TypeError(f"{argument}: expected globs over names, got {glob!r}")
+        if not fnmatch.filter(known, glob):
+            some = ", ".join(repr(name) for name in known[:8])
+            raise ValueError(f"{argument}: the glob {glob!r} matches nothing; the names are {some}, ...")
+    return listed
+
+
+def select(model: nn.Module, modules: Modules, parameters: bool) -> tuple[dict[str, nn.Module], dict[str, Slot]]:
+    """The watched modules, and (if wanted) the watched parameters, by clean name.
+
+    None: the leaves that do something, and the children of every ModuleList; all parameters. Else what was asked for,
+    and the parameters that are directly in it; globs may name parameters, too. Modules that are never called
+    (ModuleList and the like) are left out whatever was asked for.
+    """
+    if isinstance(modules, type) or not (modules is None or callable(modules) or isinstance(modules, Iterable)):
+        raise TypeError(f"modules: expected globs, a callable (name, module) -> bool, or None; got {modules!r}")
+    named = clean_names(model)
+    slots = _slots(named) if parameters else {}
+    if modules is None:
+        return _default_modules(named), slots
+    if callable(modules):
+        chosen = {name: module for name, module in named.items() if modules(name, module)}
+        globs = []
+    else:
+        globs = as_globs("modules", modules, [*named, *slots])
+        chosen = {name: module for name, module in named.items() if matches(name, globs)}
+    inside = {id(module) for module in chosen.values()}
+    slots = {name: slot for name, slot in slots.items() if id(slot.module) in inside or matches(name, globs)}
+    chosen = {name: module for name, module in chosen.items() if not isinstance(module, _NEVER_CALLED)}
+    if not chosen and not slots:
+        raise ValueError(f"modules: expected to select at least one of {len(named)} modules, selected none")
+    return chosen, slots
+
+
+class Slot(NamedTuple):
+    """Where a module keeps a parameter. The parameter itself may be replaced."""
+
+    module: nn.Module
+    key: str
+
+    def get(self) -> torch.Tensor | None:
+        return self.module._parameters.get(self.key)
+
+
+def _slots(named: Mapping[str, nn.Module]) -> dict[str, Slot]:
+    """The parameters of modules by clean name; a shared one by its first name."""
+    slots: dict[str, Slot] = {}
+    seen: set[int] = set()
+    for name, module in named.items():
+        for key, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in seen:
+                seen.add(id(parameter))
+                slots[f"{name}.{key}" if name else key] = Slot(module, key)
+    return slots
+
+
+def modules_at(model: nn.Module, where: str | Iterable[str]) -> dict[str, nn.Module]:
+    """The modules that one glob or several choose, by clean name. For hooks that must not miss what was asked for.
+
+    Raises:
+        TypeError: for a model or globs that are none. ValueError: for a glob that matches no module, or none that is
+            ever called.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    if any(isinstance(module, nn.DataParallel) for module in model.modules()):
+        raise TypeError("expected a model without DataParallel, whose replicas would share hooks across devices")
+    named = clean_names(model)
+    globs = as_globs("where", where, named)
+    silent = never_called(model)
+    for glob in globs:
+        found = [name for name in named if matches(name, [glob])]
+        if all(name in silent for name in found):
+            raise ValueError(f"where: {glob!r} matches only {found[0]!r}, whose hooks never run: {silent[found[0]]}")
+    return {name: module for name, module in named.items() if matches(name, globs) and name not in silent}
+
+
+def never_called(model: nn.Module) -> dict[str, str]:
+    """The modules whose forward is never called, as far as their types tell, by clean name, each with the reason."""
+    silent: dict[str, str] = {}
+    for name, module in clean_names(model).items():
+        if isinstance(module, _NEVER_CALLED):
+            silent[name] = f"a {type(module).__name__} is never called, only its children are"
+        elif isinstance(module, nn.MultiheadAttention):
+            silent[f"{name}.out_proj".lstrip(".")] = "MultiheadAttention uses its weight without calling it"
+    return silent
+
+
+def _default_modules(named: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    in_list = {id(child) for module in named.values() if isinstance(module, nn.ModuleList) for child in module}
+    inside = {id(m) for module in named.values() if _is_opaque(module) for m in module.modules() if m is not module}
+    return {
+        name: module
+        for name, module in named.items()
+        if not isinstance(module, torch.jit.ScriptModule)  # takes no hooks
+        and id(module) not in inside
+        and (id(module) in in_list or _is_leaf(module))
+    }
+
+
+def _is_leaf(module: nn.Module) -> bool:
+    is_leaf = _is_opaque(module) or next(module.children(), None) is None
+    return is_leaf and not isinstance(module, _TRANSPARENT)
+
+
+def _is_opaque(module: nn.Module) -> bool:
+    """A leaf for its users, whatever it is made of: some of its children are never called as modules."""
+    return isinstance(module, nn.MultiheadAttention) or "parametrizations" in module._modules

@@ -1,0 +1,1 @@
+"""What a number means: statistics, bins, histograms, snapshots. numpy alone; knows nothing of torch."""

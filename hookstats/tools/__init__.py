@@ -1,0 +1,1 @@
+"""Changing, capturing and explaining what flows through a model."""

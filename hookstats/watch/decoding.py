@@ -1,0 +1,92 @@
+"""Copied blocks of state to numbers: where every site was when they were copied, and a Snapshot of it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+
+from hookstats import _native
+from hookstats.numbers.fields import FIELDS, Bins, Counts, Site, histogram_shape, total
+from hookstats.numbers.snapshot import GRAD_SCALE, SiteStats, Snapshot
+from hookstats.watch.memory import Place, Store
+
+Blocks: TypeAlias = dict[tuple[torch.device, int], Counts]  # copies of blocks, by device and number
+
+
+class Row(NamedTuple):
+    """What is needed to find a site in blocks that were copied."""
+
+    site: Site
+    places: tuple[Place, ...]
+    keep_channels: bool
+    hidden_if_silent: bool
+    is_parameter: bool
+
+
+class Map:
+    """Where all sites were at one time: what is needed to read blocks, or totals, that were copied then."""
+
+    def __init__(self, store: Store, totals_only: bool = False) -> None:
+        self._rows = [
+            Row(
+                e.site,
+                tuple(place.totals() for place in e.places) if totals_only else tuple(e.places),
+                e.keep_channels and not totals_only,
+                e.hidden_if_silent,
+                e.is_parameter,
+            )
+            for e in store.entries
+        ]
+        self._bins = store.histogram
+
+    def snapshot(self, blocks: Blocks, step: int, scalars: dict[str, float]) -> Snapshot:
+        """The copied blocks as numbers; the arrays are kept, not copied."""
+        sites: dict[Site, SiteStats] = {}
+        fired: dict[Site, tuple[int, int]] = {}  # device, number in the order of execution there
+        launched: dict[tuple[str, int], int] = {}  # parameters are measured together: the number of the first
+        devices = list(dict.fromkeys(place.device for row in self._rows for place in row.places))
+        for row in self._rows:
+            parts = [_Part(place, blocks, self._bins) for place in row.places]
+            parts = [part for part in parts[:-1] if part.calls] + parts[-1:]
+            calls = sum(part.calls for part in parts)
+            if row.hidden_if_silent and not calls:
+                continue
+            whole = parts[0] if len(parts) == 1 else _merged(parts)
+            keep_channels = row.keep_channels and whole.moments.shape[1] == row.places[-1].channels
+            scale = scalars.get(GRAD_SCALE, 1.0) if row.site.tensor.startswith("grad_") else 1.0
+            sites[row.site] = SiteStats(whole.moments, calls, whole.bins, keep_channels, self._bins, scale)
+            if calls:
+                device, first = min((devices.index(part.device), part.first) for part in parts if part.calls)
+                if row.is_parameter:
+                    first = launched.setdefault((row.site.tensor, device), first)
+                fired[row.site] = (device, first)
+        return Snapshot(step, sites, sorted(fired, key=fired.__getitem__), scalars)
+
+
+class _Part:
+    """One place's share of a site, from the copies."""
+
+    def __init__(self, place: Place, blocks: Blocks, bins: Bins | None) -> None:
+        memory = blocks[place.device, place.block][place.offset : place.offset + place.size]
+        fields = len(FIELDS) * place.channels
+        self.device = place.device
+        self.calls, self.first = memory[fields : fields + _native.COUNTERS].tolist()
+        self.moments = memory[:fields].view(np.float64).reshape(len(FIELDS), place.channels)
+        counts = memory[fields + _native.COUNTERS :]
+        self.bins = counts.reshape(histogram_shape(bins, place.channels)) if place.bins else None
+
+
+def _merged(parts: list[_Part]) -> _Part:
+    """All parts in the last one: channel by channel where all have the same ones, else as totals."""
+    whole = parts[-1]
+    if len({part.moments.shape for part in parts}) > 1:
+        for part in parts:
+            part.moments = total(part.moments)[:, None]
+            if part.bins is not None and part.bins.ndim == 2:
+                part.bins = part.bins.sum(0, keepdims=True)
+    whole.moments = total(np.stack([part.moments for part in parts], axis=-1))
+    if whole.bins is not None:
+        whole.bins = np.sum([part.bins for part in parts if part.bins is not None], axis=0)
+    return whole

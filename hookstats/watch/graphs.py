@@ -1,0 +1,85 @@
+"""What torch.compile traces in the place of the C function that hooks call: the same, in operators."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from hookstats import _native
+from hookstats.modules.channels import channel_dim_of
+from hookstats.modules.containers import walk
+from hookstats.watch.masks import rows_on
+from hookstats.watch.memory import Rows, SiteState, accumulate
+
+
+def observe_in_graph(output: object, hook: Any) -> None:
+    """What `_native.observe` does, in operators; also for what is in a container, where an eager forward showed it.
+
+    hook: a `hookstats.watch.hooks.Hook`.
+    """
+    if is_exporting():
+        return
+    for path, tensor in walk(output):
+        part = hook.parts.get(path) if path else hook
+        if part is not None:
+            _observe_tensor_in_graph(
+                tensor, part.output, part.gradient, rows_on(tensor.device, hook.binder.masks.number)
+            )
+
+
+def _observe_tensor_in_graph(
+    x: torch.Tensor, output: SiteState | None, gradient: SiteState | None, rows: Rows | None
+) -> None:
+    if output is not None and _fits(x, output):
+        accumulate(x, output, skip_recomputation=True, rows=rows)
+    if gradient is not None and x.requires_grad and not x.is_leaf and _fits(x, gradient):
+        # A closure: of a partial, all that the state holds would be guarded, and every site have a graph of its own.
+        x.register_hook(lambda g: observe_gradient_in_graph(gradient, g, rows))
+        torch._dynamo.comptime.comptime(_inputs_first)
+
+
+def observe_gradient_in_graph(
+    state: SiteState | None, gradient: torch.Tensor | None, rows: Rows | None = None
+) -> torch.Tensor | None:
+    """Returns the gradient: inside of a graph, compiled autograd takes None for what is to replace it."""
+    if state is not None and gradient is not None and _fits(gradient, state):  # None: of a graph's unused output
+        accumulate(gradient, state, rows=rows)
+    return gradient
+
+
+def is_exporting() -> bool:
+    """torch.compiler.is_exporting(), which graphs of torch 2.11 take for true, whatever is traced."""
+    return torch.compiler._is_exporting_flag
+
+
+@functools.cache
+def teach_the_compiler() -> None:
+    """Imports the compiler, the first time."""
+    torch.compiler.substitute_in_graph(_native.observe, skip_signature_check=True)(observe_in_graph)
+
+
+def _inputs_first(context: Any) -> None:
+    """Runs while `_observe_tensor_in_graph` is traced: puts the inputs of the graph back in front, in their order.
+
+    For torch 2.11 and 2.12. They move all that a hook refers to (state and sizes, which are inputs) to the tensor that
+    the hook is registered on, and so behind earlier nodes that use it. Where nothing was moved, nothing is done.
+    """
+    tracer = context.get_local("x").as_proxy().tracer
+    nodes = list(tracer.graph.nodes)
+    inputs = [node for node in nodes if node.op == "placeholder"]
+    if inputs != nodes[: len(inputs)]:
+        for proxy in reversed(tracer.input_name_to_proxy.values()):
+            next(iter(tracer.graph.nodes)).prepend(proxy.node)
+
+
+def _fits(x: torch.Tensor, state: SiteState) -> bool:
+    """Whether a traced tensor can be measured. What cannot is left out: nothing can be mended inside a graph."""
+    channels = state.moments.shape[1]
+    dim = state.channel_dim
+    if x.dtype not in _native.DTYPES or x.device != state.moments.device:
+        return False
+    if dim in (_native.DIM_BY_RULE, _native.UNKNOWN_DIM):
+        dim = channel_dim_of(x, None)
+    return channels == 1 or (-x.dim() <= dim < x.dim() and x.shape[dim] == channels)

@@ -1,0 +1,134 @@
+"""What happens when a module runs: the hooks, from its inputs and outputs to the extension."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, TypeAlias
+
+import torch
+
+from hookstats import _native
+from hookstats.modules.channels import Channels
+from hookstats.modules.containers import walk
+from hookstats.modules.order import ModuleHook
+from hookstats.numbers.fields import Site
+from hookstats.watch.graphs import is_exporting, observe_gradient_in_graph
+from hookstats.watch.memory import Entry, SiteState
+
+_observe = _native.observe  # a global of its own: one look-up less in every hook
+
+Kinds: TypeAlias = tuple[str | None, str | None]  # of a hook's sites: the tensor's, its gradient's
+
+
+class SiteSpec:
+    """What is known of a hook's tensor: for `SiteBinder` alone, never read on the fast way.
+
+    ``bound``: its width is settled. ``moved``: the width was another one than expected, once.
+    """
+
+    def __init__(self, name: str, path: str, channels: Channels, keep_channels: bool, kinds: Kinds) -> None:
+        self.name = name
+        self.path = path
+        self.channels = channels
+        self.keep_channels = keep_channels
+        self.kinds = kinds
+        self.bound = not keep_channels or channels.width is not None
+        self.moved = False
+        self.entries: dict[str, Entry] = {}  # by tensor kind
+
+    @property
+    def channel_dim(self) -> int:
+        """For the extension."""
+        if not self.bound:
+            return _native.UNKNOWN_DIM
+        return _native.DIM_BY_RULE if self.channels.dim is None else self.channels.dim
+
+    @property
+    def sites(self) -> dict[str, Site]:
+        """By tensor kind."""
+        return {kind: Site(self.name, kind + self.path) for kind in self.kinds if kind}
+
+
+class Hook(ModuleHook, _native.Hook):
+    """Measures a module's output and, when it comes, the gradient of that output; as a forward hook.
+
+    Under torch.compile the tracer follows the same hook, with `observe_in_graph` in the place of the C function. The
+    states are plain attributes: any look-up by site would give every one of many equal modules a graph of its own.
+    """
+
+    __slots__ = ("__weakref__", "binder", "gradient", "output", "parts", "spec")
+
+    def __init__(self, binder: Any, spec: SiteSpec) -> None:
+        """binder: the SiteBinder that makes this hook."""
+        self.binder = binder
+        self.spec = spec
+        self.bind(None, None)
+        self.parts: dict[str, Hook] = {}  # of a container, by path
+
+    def __call__(self, module: Any, args: Any, output: Any) -> None:
+        problem = _observe(output, self)
+        if problem is not None:
+            self.binder.rebind(self, output, problem)
+
+    def bind(self, output: SiteState | None, gradient: SiteState | None) -> None:
+        """From now on it measures into these."""
+        for state in (output, gradient):
+            for tensor in (state.moments, state.counters, state.histogram, state.active) if state else ():
+                if tensor is not None:
+                    torch._dynamo.mark_static_address(tensor)  # else mode="reduce-overhead" gives up, as they change
+        self.output = output  # for the tracer
+        self.gradient = gradient
+        _native.bind(self, output, gradient, functools.partial(observe_gradient_in_graph, gradient))
+
+
+class InputHook(Hook):
+    """Measures a module's inputs before it runs, as a forward pre-hook with kwargs.
+
+    One positional tensor, and no tensor by name, is the site itself; else the inputs are the parts of a container, by
+    number and by name. A gradient is the module's own share: the module is given an alias of each argument that is a
+    tensor (not a parameter, nor in a container), and the gradient of the alias is watched.
+    """
+
+    __slots__ = ()
+
+    def __call__(self, module: Any, args: Any, kwargs: Any = None) -> Any:
+        if torch.compiler.is_compiling():
+            return None if is_exporting() else self._observe_inputs(module, args, kwargs)
+        if not self.binder.is_open() or torch._C._is_tracing():
+            return None
+        try:
+            with self.binder.span_of_a_hook():
+                return self._observe_inputs(module, args, kwargs)
+        except Exception as error:
+            self.binder.give_up(self, f"{type(error).__name__}: {error}")
+
+    def _observe_inputs(self, module: Any, args: Any, kwargs: Any) -> Any:
+        changed = self.spec.kinds[1] is not None and torch.is_grad_enabled()
+        if changed:
+            args, kwargs = _aliases(args, kwargs)
+        single = len(args) == 1 and isinstance(args[0], torch.Tensor) and not _holds_tensors(kwargs)
+        super().__call__(module, args, args[0] if single else _by_name(args, kwargs))
+        return (args, kwargs) if changed else None
+
+
+def _aliases(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments, with an alias in the place of each tensor; in all places of one tensor the same one."""
+    given = [*args, *kwargs.values()]
+    new: list[Any] = []
+    for i, value in enumerate(given):
+        before = next((j for j in range(i) if given[j] is value), None)
+        if before is not None:
+            new.append(new[before])
+        elif isinstance(value, torch.Tensor) and value.requires_grad and not isinstance(value, torch.nn.Parameter):
+            new.append(value.view_as(value))
+        else:
+            new.append(value)
+    return tuple(new[: len(args)]), dict(zip(kwargs, new[len(args) :], strict=True))
+
+
+def _holds_tensors(kwargs: Any) -> bool:
+    return any(True for _ in walk(kwargs))
+
+
+def _by_name(args: Any, kwargs: Any) -> dict[str, Any]:
+    return {**{str(number): value for number, value in enumerate(args)}, **kwargs}
