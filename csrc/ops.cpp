@@ -9,6 +9,7 @@
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/library.h>
 
+#include <array>
 #include <map>
 #include <mutex>
 #include <utility>
@@ -188,10 +189,11 @@ void parallel_for(int64_t tasks, const std::function<void(int64_t, int64_t)>& bo
   at::parallel_for(0, tasks, 1, body);
 }
 
-// Two threads may run backward through one site. The CUDA kernels are ordered by their stream instead.
+// Two threads may run through one site. The CUDA kernels are ordered by their stream instead.
+std::array<std::mutex, 64> cpu_locks;
+
 std::mutex& cpu_lock(const State& state) {
-  static std::mutex locks[64];
-  return locks[reinterpret_cast<uintptr_t>(state.counters) / sizeof(int64_t) % 64];
+  return cpu_locks[reinterpret_cast<uintptr_t>(state.counters) / sizeof(int64_t) % cpu_locks.size()];
 }
 
 void check_one_int32(const char* name, const at::Tensor& x, at::Device device) {
@@ -322,6 +324,46 @@ void reserve_scratch([[maybe_unused]] at::Device device) {
 #if defined(HOOKSTATS_CUDA_KERNELS)
   if (runs_cuda_kernels(device)) scratch().reserve(device);
 #endif
+}
+
+NoCpuKernel::NoCpuKernel() {
+  for (std::mutex& lock : cpu_locks) lock.lock();
+}
+
+NoCpuKernel::~NoCpuKernel() {
+  for (std::mutex& lock : cpu_locks) lock.unlock();
+}
+
+std::vector<at::Tensor> take(const std::vector<at::Tensor>& blocks, bool clear) {
+  std::vector<at::Tensor> copies;
+  for (const at::Tensor& block : blocks) copies.push_back(at::empty_like(block));
+  const NoCpuKernel none;
+  for (size_t i = 0; i < blocks.size(); ++i) {
+    if (!blocks[i].is_cpu()) {
+      copies[i].copy_(blocks[i], /*non_blocking=*/true);
+      if (clear) blocks[i].zero_();
+      continue;
+    }
+    TORCH_CHECK_TYPE(blocks[i].scalar_type() == at::kLong && blocks[i].is_contiguous(),
+                     "take: expected contiguous int64, got ", blocks[i].scalar_type(), " with strides ",
+                     blocks[i].strides());
+    auto* from = blocks[i].mutable_data_ptr<int64_t>();
+    auto* to = copies[i].mutable_data_ptr<int64_t>();
+    constexpr int64_t kPiece = 1 << 12;  // words that are still in the cache when they are cleared
+    at::parallel_for(0, (blocks[i].numel() + kPiece - 1) / kPiece, 16, [&](int64_t begin, int64_t end) {
+      for (int64_t piece = begin; piece < end; ++piece) {
+        const int64_t at = piece * kPiece, bytes = 8 * std::min(kPiece, blocks[i].numel() - at);
+        memcpy(to + at, from + at, bytes);
+        if (clear) memset(from + at, 0, bytes);
+      }
+    });
+  }
+  return copies;
+}
+
+void clear(const std::vector<at::Tensor>& blocks) {
+  const NoCpuKernel none;
+  for (const at::Tensor& block : blocks) block.zero_();
 }
 
 bool accumulate(const at::Tensor& tensor, const Site& site, const Rows* rows) {

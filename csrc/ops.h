@@ -5,6 +5,7 @@
 
 #include <limits>
 #include <optional>
+#include <vector>
 
 #include "kernels.h"
 
@@ -55,6 +56,22 @@ struct Rows {
 // for. Throws c10::Error.
 // Returns whether there are rows and they are about this tensor.
 bool accumulate(const at::Tensor& x, const Site& site, const Rows* rows = nullptr);
+
+// While it lives no CPU kernel writes into any state.
+class NoCpuKernel {
+ public:
+  NoCpuKernel();
+  NoCpuKernel(const NoCpuKernel&) = delete;
+  NoCpuKernel& operator=(const NoCpuKernel&) = delete;
+  ~NoCpuKernel();
+};
+
+// Copies of blocks of state, int64, as they are between two kernels; then (clear) the blocks are zero. On a GPU in the
+// order of the current stream.
+std::vector<at::Tensor> take(const std::vector<at::Tensor>& blocks, bool clear);
+
+// Makes them zero between two kernels.
+void clear(const std::vector<at::Tensor>& blocks);
 
 // Makes sure that the first launches on new streams of this device find their scratch allocated.
 void reserve_scratch(at::Device device);

@@ -39,7 +39,16 @@ class Totals : public torch::CustomClassHolder {
 #endif
   }
 
-  // Of each site in a row: fields, as the bits of float64, then counters. int64 [sites, kTotalsWords].
+  // Of each site in a row: fields, as the bits of float64, then counters. int64 [sites, kTotalsWords]. Then the blocks
+  // of memory, which are those of the states, or none, are zero; no kernel comes between.
+  at::Tensor take(const std::vector<at::Tensor>& blocks) const {
+    const NoCpuKernel none;
+    const at::Tensor totals = fold();
+    for (const at::Tensor& block : blocks) block.zero_();
+    return totals;
+  }
+
+ private:
   at::Tensor fold() const {
     const auto device = moments_[0].device();
     const int64_t n = states_.size();
@@ -59,7 +68,6 @@ class Totals : public torch::CustomClassHolder {
     return out;
   }
 
- private:
   std::vector<at::Tensor> moments_, counters_;  // the states' memory
   std::vector<State> states_;
   at::Tensor table_;  // the same on the device
@@ -68,7 +76,7 @@ class Totals : public torch::CustomClassHolder {
 TORCH_LIBRARY_FRAGMENT(HOOKSTATS_NAMESPACE, m) {
   m.class_<Totals>("Totals")
       .def(torch::init<std::vector<at::Tensor>, std::vector<at::Tensor>>())
-      .def("fold", &Totals::fold);
+      .def("take", &Totals::take);
 }
 
 }  // namespace

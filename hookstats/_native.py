@@ -55,12 +55,15 @@ Gate = _C.Gate
 Times = _C.Times
 Hook = _C.Hook
 bind = _C.bind
-# Totals(moments, counters), lists with an entry for each site, all on one device; its .fold() returns their totals,
-# int64 [sites, fields + counters], one behind the other as in a state of one channel.
+# Totals(moments, counters), lists with an entry for each site, all on one device; its .take(blocks) returns their
+# totals, int64 [sites, fields + counters], one behind the other as in a state of one channel, and clears the blocks.
 Totals = torch.classes.hookstats.Totals
 observe = _C.observe
 take_failures = _C.take_failures
 has_no_data = _C.has_no_data
+# take(blocks, clear): copies of blocks of state, as they are between two kernels; the blocks are then zero if so wanted.
+take = _C.take
+clear = _C.clear  # clear(blocks): makes them zero between two kernels
 
 
 def reserve_scratch(device: torch.device) -> None:

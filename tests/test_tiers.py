@@ -25,7 +25,7 @@ WORDS = len(fields.FIELDS) + _native.COUNTERS
 
 def totals_of(backend: Backend, states: list[State]) -> tuple[np.ndarray[Any, Any], list[list[int]]]:
     """Of each site: fields [sites, fields], and counters."""
-    out = backend.classes.Totals([s.moments for s in states], [s.counters for s in states]).fold().cpu()
+    out = backend.classes.Totals([s.moments for s in states], [s.counters for s in states]).take([]).cpu()
     assert out.shape == (len(states), WORDS)
     moments = out[:, : len(fields.FIELDS)].contiguous().view(torch.float64).numpy()
     return moments, out[:, len(fields.FIELDS) :].tolist()
@@ -145,9 +145,9 @@ def test_the_same_table_reads_the_state_as_it_is(backend: Backend) -> None:
     x = normal(8, 70)
     state = backend.accumulate(x, 1)
     table = backend.classes.Totals([state.moments], [state.counters])
-    once = table.fold().cpu()
+    once = table.take([]).cpu()
     backend.accumulate(x, 1, into=state)
-    twice = table.fold().cpu()
+    twice = table.take([]).cpu()
     assert (once[0, -2], twice[0, -2]) == (1, 2)
     counts = [float(out[0, :1].view(torch.float64)) for out in (once, twice)]
     assert counts == [560, 1120]

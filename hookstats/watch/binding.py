@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Iterator
 from typing import Any
 from weakref import WeakValueDictionary
@@ -35,7 +34,6 @@ class SiteBinder:
     def __init__(self, store: Store) -> None:
         self.warn_once = WarnOnce()
         self.masks = Masks(store, self.warn_once)
-        self._binding = threading.RLock()
         self.skipped: dict[Site, str] = {}
         self._seen: list[tuple[Hook, Any]] | None = None  # while a forward on fake tensors runs
         self._learns = False  # after it
@@ -83,12 +81,13 @@ class SiteBinder:
         hook = make(self, spec)
         keep_channels = spec.keep_channels
         width = spec.channels.width if keep_channels and spec.channels.width else 1
-        for kind, site in spec.sites.items():
-            entry = self._store.add(site, device, width, spec.channel_dim, keep_channels and spec.bound)
-            spec.entries[kind] = entry
-            self._hooks[entry.index] = hook
-        self._give_states(hook)
-        self.masks.refresh()  # the device may be a new one
+        with self._store.lock:
+            for kind, site in spec.sites.items():
+                entry = self._store.add(site, device, width, spec.channel_dim, keep_channels and spec.bound)
+                spec.entries[kind] = entry
+                self._hooks[entry.index] = hook
+            self._give_states(hook)
+            self.masks.refresh()  # the device may be a new one
         return hook
 
     def _give_states(self, hook: Hook) -> None:
@@ -102,9 +101,14 @@ class SiteBinder:
                 if not path:
                     self._measure(hook, tensor)
                 elif tensor.is_floating_point() and (self._learns or not is_a_mere_shape(tensor)):
-                    self._measure(hook.parts.get(path) or self._part(hook, path, tensor), tensor)
+                    self._measure(hook.parts.get(path) or self._part_once(hook, path, tensor), tensor)
         except Exception as error:
             self.give_up(hook, f"{type(error).__name__}: {error}")
+
+    def _part_once(self, hook: Hook, path: str, tensor: torch.Tensor) -> Hook:
+        """Made by the first of the threads that meet it."""
+        with self._store.lock:
+            return hook.parts.get(path) or self._part(hook, path, tensor)
 
     def _part(self, hook: Hook, path: str, tensor: torch.Tensor) -> Hook:
         whole = hook.spec
@@ -139,12 +143,14 @@ class SiteBinder:
         part = part_here(tensor)
         if part.numel() == 0:
             return
-        self._bind(hook, part)
+        with self._store.lock:  # no other thread moves the site in between
+            self._bind(hook, part)
+            output, gradient = hook.output, hook.gradient
         rows = rows_on(part.device, self.masks.number)
-        if hook.output is not None:
-            accumulate(part, hook.output, skip_recomputation=True, rows=rows)
-        if hook.gradient is not None and tensor.requires_grad and not tensor.is_leaf:
-            tensor.register_hook(functools.partial(self._measure_wrapped_gradient, hook.gradient, rows))
+        if output is not None:
+            accumulate(part, output, skip_recomputation=True, rows=rows)
+        if gradient is not None and tensor.requires_grad and not tensor.is_leaf:
+            tensor.register_hook(functools.partial(self._measure_wrapped_gradient, gradient, rows))
 
     def _measure_wrapped_gradient(self, state: SiteState, rows: Rows | None, gradient: torch.Tensor) -> None:
         """Inside backward: what goes wrong is told when the step is closed."""
@@ -173,8 +179,9 @@ class SiteBinder:
         try:
             if tensor.numel() == 0:  # nothing to measure, and its width says nothing
                 return
-            self._bind(hook, tensor)
-            problem = _native.observe(tensor, hook)  # if it was right already, another thread has just done it
+            with self._store.lock:  # no other thread moves the site in between
+                self._bind(hook, tensor)
+                problem = _native.observe(tensor, hook)
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
         if problem is not None:
@@ -182,7 +189,7 @@ class SiteBinder:
 
     def _bind(self, hook: Hook, tensor: torch.Tensor) -> None:
         """Moves the hook's states to the device and width of a tensor, one thread after the other."""
-        with self._binding:
+        with self._store.lock:
             self._bind_alone(hook, tensor)
 
     def _bind_alone(self, hook: Hook, tensor: torch.Tensor) -> None:

@@ -111,18 +111,18 @@ class Drain:
 
     def begin(self, step: int, scalars: Scalars, clear: bool = True, totals_only: bool = False) -> Pending:
         """Copies the state, or its totals, as it stands on the current streams (and clears it), and sends the copy."""
+        with self._store.lock:  # no site is made or moved meanwhile
+            return self._begin(step, scalars, clear, totals_only)
+
+    def _begin(self, step: int, scalars: Scalars, clear: bool, totals_only: bool) -> Pending:
         pending = Pending(Map(self._store, totals_only), step, scalars)
         for device in {**self._store.blocks, **scalars.tensors}:
             side = self._side(device)
-            blocks = self._store.blocks.get(device, [])
             if totals_only:
-                totals = self._store.totals(device)
+                totals = self._store.take_totals(device, clear)
                 copies = {} if totals is None else {TOTALS: totals}
             else:
-                copies = {number: block.clone() for number, block in enumerate(blocks)}
-            if clear:
-                for block in blocks:
-                    block.zero_()
+                copies = dict(enumerate(self._store.take(device, clear)))
             for number, copy in copies.items():
                 pending.send((device, number), copy, side)
             if device in scalars.tensors:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import threading
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -17,7 +18,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from hookstats import _native
 from hookstats.numbers.fields import FIELDS, Bins, LinearBins, Site, histogram_shape
 
-TOTALS = -1  # the "block" of a device that `Store.totals` returns
+TOTALS = -1  # the "block" of a device that `Store.take_totals` returns
 _LATER_BLOCK_BYTES = 1 << 16  # room for sites whose width is learned one by one; twice as much each time
 
 
@@ -83,7 +84,7 @@ class Place(NamedTuple):
         return len(FIELDS) * self.channels + _native.COUNTERS + self.bins
 
     def totals(self) -> Place:
-        """Where the same lies in what `Store.totals` returns."""
+        """Where the same lies in what `Store.take_totals` returns."""
         whole = self._replace(block=TOTALS, channels=1, bins=0)
         return whole._replace(offset=self.number * whole.size)
 
@@ -154,6 +155,7 @@ class Store:
         self.memory_budget = memory_budget
         self.strict = strict
         self.flags = Flags()
+        self.lock = threading.RLock()  # around making, placing and binding a site, and copying what there is
         self.entries: list[Entry] = []
         self.blocks: dict[torch.device, list[torch.Tensor]] = {}
         self._free: dict[torch.device, tuple[int, int]] = {}  # in the last block: next offset, end
@@ -190,8 +192,9 @@ class Store:
 
     def add(self, site: Site, device: torch.device, channels: int, channel_dim: int, keep_channels: bool) -> Entry:
         entry = Entry(site, keep_channels)
-        self.place(entry, device, channels, channel_dim)
-        self.entries.append(entry)
+        with self.lock:
+            self.place(entry, device, channels, channel_dim)
+            self.entries.append(entry)
         return entry
 
     def place(self, entry: Entry, device: torch.device, channels: int, channel_dim: int) -> None:
@@ -234,7 +237,11 @@ class Store:
         offset, end = self._free.get(device, (0, 0))
         return needed <= 8 * (end - offset) or self.bytes_on(device) + needed <= self.memory_budget
 
-    def totals(self, device: torch.device) -> torch.Tensor | None:
+    def take(self, device: torch.device, clear: bool) -> list[torch.Tensor]:
+        """Copies of the blocks on a device, each site as it is between two of its tensors; then they may be cleared."""
+        return _native.take(self.blocks.get(device, []), clear)
+
+    def take_totals(self, device: torch.device, clear: bool) -> torch.Tensor | None:
         """All channels of each place on a device together, in one launch; None where there is no place."""
         states = self._states.get(device)
         if not states:
@@ -243,10 +250,10 @@ class Store:
         if known != len(states):
             table = _native.Totals([state.moments for state in states], [state.counters for state in states])
             self._tables[device] = (len(states), table)
-        totals: torch.Tensor = table.fold()
+        totals: torch.Tensor = table.take(self.blocks[device] if clear else [])
         return totals.view(-1)
 
     def clear(self) -> None:
-        for blocks in self.blocks.values():
-            for block in blocks:
-                block.zero_()
+        with self.lock:
+            for blocks in self.blocks.values():
+                _native.clear(blocks)

@@ -230,14 +230,15 @@ class Monitor:
             raise TypeError(f"tap: expected a tensor and a name, got {type(tensor).__name__} and {name!r}")
         hook = self._taps.get(name)
         if hook is None and self._store.flags.value and self._binder.has_data(tensor):
-            if any(entry.site.name == name for entry in self._store.entries):
-                raise ValueError(f"tap: expected a name that no watched module has, got {name!r}")
-            hook = self._tapped(tensor, name, channel_dim)
+            with self._store.lock:
+                hook = self._taps.get(name) or self._tapped(tensor, name, channel_dim)
         if hook is not None:
             hook(None, (), tensor)
         return tensor
 
     def _tapped(self, tensor: torch.Tensor, name: str, channel_dim: int | None) -> Hook | None:
+        if any(entry.site.name == name for entry in self._store.entries):
+            raise ValueError(f"tap: expected a name that no watched module has, got {name!r}")
         spec = SiteSpec(name, "", Channels(channel_dim, None), self._tap_channels, ("output", "grad_output"))
         try:
             refuse_device(tensor.device)
