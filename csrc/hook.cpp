@@ -1,6 +1,7 @@
 // The fast hook: one METH_FASTCALL function from a module's output to its kernels, and the Python module.
 // It never raises out of a training step: what went wrong is returned, or, inside backward, kept for take_failures().
 
+#include <ATen/ThreadLocalPythonObjects.h>
 #include <ATen/TracerMode.h>
 #include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/function_hook.h>
@@ -8,6 +9,7 @@
 #include <torch/csrc/dynamo/compiled_autograd.h>
 #include <torch/extension.h>
 
+#include <algorithm>
 #include <atomic>
 #include <map>
 #include <memory>
@@ -28,7 +30,7 @@ enum Entry : Py_ssize_t {
   k_state_counters,
   k_histogram,
   k_active,
-  k_gate,
+  k_enabled,
   k_channel_dim,
   k_site,
   k_strict,
@@ -37,27 +39,71 @@ enum Entry : Py_ssize_t {
   kEntries
 };
 
-// What all hooks of a monitor share.
-struct Gate {
-  at::Tensor open;  // [1] int32 on the CPU: zero while nothing is to be measured
-  const int32_t* is_open;
-  std::vector<Rows> rows;                                // what counts of a masked tensor, for each device; none: all
-  mutable std::atomic<int64_t> concerned{0}, others{0};  // tensors that met these rows: whether they are about them
-  std::atomic<Times*> times{nullptr};                    // of the open step, if it is timed
-  std::vector<std::shared_ptr<Times>> kept;              // a backward on another thread may still use them
+// Where Python leaves the identity of a thread that ignores rows, for the threads of its backward.
+constexpr const char* kThreadKey = "hookstats.thread";
 
-  std::optional<Rows> rows_on(at::Device device) const {
+// What counts of the tensors that a thread measures, where it has rows ignored: for each device.
+struct Counted {
+  const unsigned long thread;  // threading.get_ident()
+  std::vector<Rows> rows;
+  std::atomic<int64_t> concerned{0}, others{0};  // tensors that met these rows: whether they are about them
+
+  explicit Counted(unsigned long ident) : thread(ident) {}
+
+  std::optional<Rows> on(at::Device device) const {
     for (const Rows& each : rows) {
       if (each.listed.device() == device) return each;
     }
     return std::nullopt;
   }
+};
 
-  explicit Gate(at::Tensor flag) : open(std::move(flag)) {
+// What all hooks of a monitor share: whether and what they measure. Changed and read under the GIL, but for `is_open`
+// and `times`, which backward reads.
+struct Enabled {
+  at::Tensor open;  // [1] int32 on the CPU: zero while nothing is to be measured
+  const int32_t* is_open;
+  PyObject* root =
+      nullptr;  // the module whose `training` decides, borrowed: Python takes it away before it dies; or null
+  std::vector<std::shared_ptr<Counted>> counted;  // of all threads; the innermost last
+  std::atomic<Times*> times{nullptr};             // of the open step, if it is timed
+  std::vector<std::shared_ptr<Times>> kept;       // a backward on another thread may still use them
+
+  // Whether a forward that runs now is measured. A recomputation belongs to a forward that was.
+  bool measures_now() const { return *is_open && (!root || is_training() || backward_is_running()); }
+
+  // The innermost of this thread; in a backward that another thread called, of that one. Null: all counts.
+  std::shared_ptr<Counted> counted_here() const {
+    if (counted.empty()) return nullptr;
+    if (auto own = innermost(PyThread_get_thread_ident())) return own;
+    using Stash = at::impl::ThreadLocalPythonObjects;  // autograd hands it on to its threads
+    if (!backward_is_running() || !Stash::contains(kThreadKey)) return nullptr;
+    return innermost(PyLong_AsUnsignedLong(Stash::get(kThreadKey)->ptr(getPyInterpreter())));
+  }
+
+  explicit Enabled(at::Tensor flag) : open(std::move(flag)) {
     TORCH_CHECK_TYPE(open.is_cpu() && open.scalar_type() == at::kInt && open.numel() == 1,
-                     "Gate: expected one int32 on the CPU that says whether anything is measured, got ",
+                     "Enabled: expected one int32 on the CPU that says whether anything is measured, got ",
                      open.scalar_type(), " ", open.sizes(), " on ", open.device());
     is_open = open.const_data_ptr<int32_t>();
+  }
+
+ private:
+  std::shared_ptr<Counted> innermost(unsigned long thread) const {
+    const auto found =
+        std::find_if(counted.rbegin(), counted.rend(), [thread](const auto& each) { return each->thread == thread; });
+    return found == counted.rend() ? nullptr : *found;
+  }
+
+  // root.training, without the look-ups by which a module finds its parameters.
+  bool is_training() const {
+    static PyObject* const name = PyUnicode_InternFromString("training");
+    PyObject* attributes = PyObject_GenericGetDict(root, nullptr);
+    const PyObject* training = attributes ? PyDict_GetItemWithError(attributes, name) : nullptr;
+    const bool result = training != Py_False;
+    Py_XDECREF(attributes);
+    PyErr_Clear();
+    return result;
   }
 };
 
@@ -70,7 +116,7 @@ struct Observed {
     bool strict;
   };
   std::optional<Half> output, gradient;
-  std::shared_ptr<const Gate> gate;
+  std::shared_ptr<const Enabled> enabled;
   std::optional<c10::SafePyObject> in_graph;  // callable: what compiled autograd is to trace for a gradient
 };
 using Shared = std::shared_ptr<const Observed>;
@@ -119,7 +165,7 @@ std::optional<at::Tensor> optional_tensor(PyObject* object) {
   return tensor_of(object);
 }
 
-std::optional<Observed::Half> half_of(PyObject* state, std::shared_ptr<const Gate>& gate) {
+std::optional<Observed::Half> half_of(PyObject* state, std::shared_ptr<const Enabled>& enabled) {
   if (state == Py_None) return std::nullopt;
   TORCH_CHECK_TYPE(PyTuple_Check(state) && PyTuple_GET_SIZE(state) == kEntries, "bind: expected a SiteState, got ",
                    Py_TYPE(state)->tp_name);
@@ -128,7 +174,7 @@ std::optional<Observed::Half> half_of(PyObject* state, std::shared_ptr<const Gat
       tensor_of(entry(k_moments)),      tensor_of(entry(k_state_counters)),      optional_tensor(entry(k_histogram)),
       optional_tensor(entry(k_active)), PyLong_AsLongLong(entry(k_channel_dim)), PyFloat_AsDouble(entry(k_low)),
       PyFloat_AsDouble(entry(k_high))};
-  gate = py::cast<std::shared_ptr<Gate>>(py::handle(entry(k_gate)));
+  enabled = py::cast<std::shared_ptr<Enabled>>(py::handle(entry(k_enabled)));
   const int64_t number = PyLong_AsLongLong(entry(k_site));
   if (PyErr_Occurred()) throw py::error_already_set();
   return Observed::Half{Site(std::move(tensors)), number, entry(k_strict) == Py_True};
@@ -144,8 +190,8 @@ void bind(py::object hook, py::object output, py::object gradient, py::object in
   if (!own) throw py::error_already_set();
   if (output.is_none() && gradient.is_none()) return own->observed.reset();
   auto made = std::make_shared<Observed>();
-  made->output = half_of(output.ptr(), made->gate);
-  made->gradient = half_of(gradient.ptr(), made->gate);
+  made->output = half_of(output.ptr(), made->enabled);
+  made->gradient = half_of(gradient.ptr(), made->enabled);
   made->in_graph.emplace(in_graph.release().ptr(), getPyInterpreter());
   own->observed = std::move(made);
 }
@@ -160,8 +206,8 @@ std::map<int64_t, std::string> take_failures() {
 }
 
 void accumulate_gradient(const at::Tensor& gradient, const Observed& observed, const std::optional<Rows>& rows) {
-  if (!gradient.defined() || !*observed.gate->is_open || has_no_data(gradient)) return;
-  const Times::Span span(observed.gate->times.load(), gradient.device());
+  if (!gradient.defined() || !*observed.enabled->is_open || has_no_data(gradient)) return;
+  const Times::Span span(observed.enabled->times.load(), gradient.device());
   try {
     accumulate(gradient, observed.gradient->site, rows ? &*rows : nullptr);
   } catch (const std::exception& error) {
@@ -211,7 +257,7 @@ PyObject* observe(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
   }
   const HookObject* hook = hook_of(args[1]);
   if (!hook) return nullptr;
-  if (!hook->observed || !*hook->observed->gate->is_open) Py_RETURN_NONE;
+  if (!hook->observed || !hook->observed->enabled->measures_now()) Py_RETURN_NONE;
   const Shared kept = hook->observed;  // another thread may give the hook other states while the GIL is released
   const Observed& observed = *kept;
   if (!THPVariable_Check(args[0])) Py_RETURN_NOTIMPLEMENTED;
@@ -225,20 +271,21 @@ PyObject* observe(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
   if (site.tensors.channel_dim == kUnknownDim) {
     return PyUnicode_FromString("the width of this site is not known yet");
   }
-  const Times::Span span(observed.gate->times.load(), x.device(), 1);
-  const std::optional<Rows> rows = observed.gate->rows_on(x.device());
+  const Times::Span span(observed.enabled->times.load(), x.device(), 1);
+  const auto counted = observed.enabled->counted_here();
+  const std::optional<Rows> rows = counted ? counted->on(x.device()) : std::nullopt;
   const Rows* listed = rows ? &*rows : nullptr;
   try {
     if (!observed.output) {
       const bool concerned = described(x, site, listed).layout.row_dims > 0;  // throws what accumulate would
-      if (listed) ++(concerned ? observed.gate->concerned : observed.gate->others);
+      if (listed) ++(concerned ? counted->concerned : counted->others);
     } else if (!backward_is_running()) {
       // Only where it takes longer than getting the GIL back: a launch does not, nor does a small tensor.
       constexpr int64_t kLong = 1 << 15;
       std::optional<py::gil_scoped_release> release;
       if (x.is_cpu() && x.numel() >= kLong) release.emplace();
       const bool concerned = accumulate(x, site, listed);
-      if (listed) ++(concerned ? observed.gate->concerned : observed.gate->others);
+      if (listed) ++(concerned ? counted->concerned : counted->others);
     }
     // A leaf's gradient is its owner's, and a hook on it would outlive the step.
     if (observed.gradient && x.requires_grad()) {
@@ -316,21 +363,27 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
              span.running = std::make_unique<Times::Span>(span.times.get(), span.device, span.calls);
            })
       .def("__exit__", [](PythonSpan& span, const py::args&) { span.running.reset(); });
-  py::class_<Gate, std::shared_ptr<Gate>>(m, "Gate")
+  py::class_<Counted, std::shared_ptr<Counted>>(m, "Counted")
+      .def(py::init<unsigned long>())
+      .def_property_readonly(
+          "met", [](const Counted& counted) { return std::make_pair(counted.concerned.load(), counted.others.load()); })
+      .def("set_rows", [](Counted& counted, const std::vector<std::pair<at::Tensor, at::Tensor>>& rows) {
+        counted.rows.clear();
+        for (const auto& [listed, kept] : rows) counted.rows.push_back({listed, kept});
+      });
+  py::class_<Enabled, std::shared_ptr<Enabled>>(m, "Enabled")
       .def(py::init<at::Tensor>())
       .def_property(
-          "times", [](const Gate& gate) { return gate.times.load() ? gate.kept.back() : nullptr; },
-          [](Gate& gate, std::shared_ptr<Times> times) {
-            gate.times = times.get();
-            if (times) gate.kept.push_back(std::move(times));
+          "times", [](const Enabled& enabled) { return enabled.times.load() ? enabled.kept.back() : nullptr; },
+          [](Enabled& enabled, std::shared_ptr<Times> times) {
+            enabled.times = times.get();
+            if (times) enabled.kept.push_back(std::move(times));
           })
-      .def_property_readonly("met",
-                             [](const Gate& gate) { return std::make_pair(gate.concerned.load(), gate.others.load()); })
-      .def("set_rows", [](Gate& gate, const std::vector<std::pair<at::Tensor, at::Tensor>>& rows) {
-        gate.rows.clear();
-        gate.concerned = gate.others = 0;
-        for (const auto& [listed, kept] : rows) gate.rows.push_back({listed, kept});
-      });
+      .def("measures_now", &Enabled::measures_now)
+      .def("decide_by", [](Enabled& enabled, py::object root) { enabled.root = root.is_none() ? nullptr : root.ptr(); })
+      .def("count",
+           [](Enabled& enabled, std::vector<std::shared_ptr<Counted>> all) { enabled.counted = std::move(all); });
+  m.attr("THREAD_KEY") = kThreadKey;
   m.def("take_failures", &take_failures);
   m.def("bind", &bind, kBindDoc);
   m.def("has_no_data", &has_no_data);

@@ -47,7 +47,7 @@ class __attribute__((visibility("hidden"))) Times {  // as pybind11's own classe
       thread_local int depth = 0;
       return depth;
     }
-    Times* times_;  // a Gate keeps it
+    Times* times_;  // an Enabled keeps it
     at::Device device_;
     int calls_;
     bool is_outermost_ = false;

@@ -51,7 +51,9 @@ accumulate = torch.ops.hookstats.accumulate.default
 # Batch(moments, counters, histograms, active, channel_dims, low, high), lists with an entry for each site; its
 # .accumulate(list of Tensor | None) returns a list of (number, why it could not be measured).
 Batch = torch.classes.hookstats.Batch
-Gate = _C.Gate
+Counted = _C.Counted
+Enabled = _C.Enabled
+THREAD_KEY = _C.THREAD_KEY
 Times = _C.Times
 Hook = _C.Hook
 bind = _C.bind
@@ -61,7 +63,7 @@ Totals = torch.classes.hookstats.Totals
 observe = _C.observe
 take_failures = _C.take_failures
 has_no_data = _C.has_no_data
-# take(blocks, clear): copies of blocks of state, as they are between two kernels; the blocks are then zero if so wanted.
+# take(blocks, clear): copies of blocks of state, as they are between two kernels; then the blocks may be made zero.
 take = _C.take
 clear = _C.clear  # clear(blocks): makes them zero between two kernels
 

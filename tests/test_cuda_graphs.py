@@ -70,10 +70,10 @@ def test_a_mask_in_a_captured_step_is_read_at_every_replay() -> None:
     x, skip = torch.randn(5, 6, device="cuda"), torch.tensor([False, True, False, False, True], device="cuda")
     mon = hookstats.attach(model, every=1)
     graph = torch.cuda.CUDAGraph()
-    with mon.mask(skip):
+    with mon.ignore(skip):
         model(x)
         torch.cuda.synchronize()
-    with torch.cuda.graph(graph), mon.mask(skip):
+    with torch.cuda.graph(graph), mon.ignore(skip):
         model(x)
     mon.reset()
     skip.copy_(torch.tensor([True, True, True, False, False]))

@@ -196,6 +196,24 @@ def test_paused_measures_nothing_and_nests() -> None:
     assert mon.snapshot()["0", "output"].calls == 3
 
 
+def test_pause_lasts_until_resume_and_nothing_else_ends_it() -> None:
+    net = model()
+    mon = hookstats.attach(net, every=1)
+    mon.pause()
+    mon.pause()
+    with mon.paused():
+        pass
+    mon.step()
+    run(net)
+    assert mon.snapshot().order == []
+    mon.resume()
+    run(net)
+    with mon.paused():
+        mon.resume()
+        run(net)
+    assert mon.snapshot()["0", "output"].calls == 1
+
+
 def test_a_step_inside_paused_does_not_end_the_pause() -> None:
     net = model()
     mon = hookstats.attach(net, every=1)
@@ -230,20 +248,37 @@ def test_snapshot_shows_the_open_step_else_the_last_measured_one() -> None:
     assert mon.snapshot().step == 2
 
 
-def test_detach_makes_a_last_snapshot_of_the_open_step() -> None:
+def test_detach_returns_what_nobody_has_fetched_and_makes_no_step_of_a_part_of_one() -> None:
     net = model()
     seen: list[Snapshot] = []
-    with hookstats.attach(net, every=1, sinks=seen.append) as mon:
-        run(net)
-        mon.step()
-        run(net)
-    assert [snapshot.step for snapshot in seen] == [0, 1]
-    assert mon.snapshot() is seen[1]
-    assert mon.step() is seen[1]
+    mon = hookstats.attach(net, every=1, sinks=seen.append)
+    arrive, drain.Pending.ready = drain.Pending.ready, lambda self: False  # as on a GPU that is behind
+    try:
+        for seed in range(2):
+            run(net, seed)
+            assert mon.step() is None
+    finally:
+        drain.Pending.ready = arrive  # type: ignore[method-assign]
+    run(net)  # of a step that never ends
+    left = mon.detach()
+    assert [snapshot.step for snapshot in left] == [snapshot.step for snapshot in seen] == [0, 1]
+    assert mon.detach() == []
     assert mon.step() is None
-    with hookstats.attach(net, every=1, sinks=seen.append):
-        pass
-    assert len(seen) == 2
+    assert mon.snapshot() is left[1]
+
+
+def test_without_steps_detach_makes_a_snapshot_of_what_there_is() -> None:
+    net = model()
+    mon = hookstats.attach(net)
+    for seed in range(2):
+        run(net, seed)
+    (whole,) = mon.detach()
+    assert whole["0", "output"].calls == 2
+    assert hookstats.attach(net).detach() == []
+    with hookstats.attach(net) as mon:
+        run(net)
+    assert mon.snapshot()["0", "output"].calls == 1
+    assert [snapshot["0", "output"].calls for snapshot in mon.detach()] == [1]
 
 
 def test_a_gradient_that_arrives_after_its_step_lands_in_the_open_one() -> None:

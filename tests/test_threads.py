@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -65,7 +66,7 @@ def test_sites_that_several_threads_meet_first_at_once_are_made_once() -> None:
         mon = hookstats.attach(model, "*", every=1, tensors="output")
         model.tap = mon.tap
         with torch.no_grad():
-            at_once(lambda _: model(x))
+            at_once(lambda _, model=model: model(x))
             y = model.containers(x)
             want = {
                 ("containers", "output.logits"): y["logits"],
@@ -83,7 +84,7 @@ def test_sites_that_several_threads_meet_first_at_once_are_made_once() -> None:
             assert taken[site].total.mean == pytest.approx(tensor.double().mean().item(), rel=1e-5), site
         states = [entry.state for entry in mon._store.entries]
         places = sorted((s.moments.data_ptr(), s.moments.numel()) for s in states)
-        assert all(a + 8 * n <= b for (a, n), (b, _) in zip(places, places[1:], strict=False))
+        assert all(a + 8 * n <= b for (a, n), (b, _) in itertools.pairwise(places))
 
 
 @pytest.mark.parametrize("channels_every", [1, 2])

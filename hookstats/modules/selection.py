@@ -25,6 +25,20 @@ _TRANSPARENT = (nn.Identity, nn.Flatten, nn.Unflatten, nn.modules.dropout._Dropo
 _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The module inside DistributedDataParallel, FullyShardedDataParallel, a compiled module and other wrappers."""
+    while _wraps(model):
+        inside = [child for name, child in model.named_children() if name in _WRAPPERS]
+        if not inside:
+            break
+        model = inside[0]
+    return model
+
+
+def _wraps(module: nn.Module) -> bool:
+    return any(cls.__name__ in _WRAPPER_TYPES for cls in type(module).__mro__)
+
+
 def clean_names(model: nn.Module) -> dict[str, nn.Module]:
     """Every module by its path without wrappers' parts; a shared module by its first path, a wrapper not at all."""
     named: dict[str, nn.Module] = {}
@@ -35,7 +49,7 @@ def clean_names(model: nn.Module) -> dict[str, nn.Module]:
         if id(module) in seen:
             continue
         seen.add(id(module))
-        wraps = any(cls.__name__ in _WRAPPER_TYPES for cls in type(module).__mro__)
+        wraps = _wraps(module)
         if not wraps:
             named.setdefault(".".join(path), module)
         children = [(path if wraps and name in _WRAPPERS else (*path, name), m) for name, m in module.named_children()]

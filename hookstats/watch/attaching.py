@@ -36,6 +36,7 @@ from hookstats.watch.arguments import (
 )
 from hookstats.watch.binding import SiteBinder
 from hookstats.watch.drain import Drain, Scalars
+from hookstats.watch.evaluation import TrainingOnly, check_training_only
 from hookstats.watch.hooks import Hook, InputHook, Kinds, SiteSpec
 from hookstats.watch.memory import Store, accumulate
 from hookstats.watch.monitor import Monitor
@@ -58,6 +59,7 @@ def attach(
     example: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
     sinks: Sink | Iterable[Sink] = (),
     grad_scaler: Any = None,
+    training_only: bool | None = None,
     memory_budget: int = 256 << 20,
     strict: bool = False,
 ) -> Monitor:
@@ -93,6 +95,9 @@ def attach(
             reported without its scale (moments and norms are divided by it, as are the edges of histograms), and
             ``Snapshot.overflowed`` marks the steps in which it skipped one of its optimizers. Call `Monitor.step` after
             ``scaler.update()``, and load a saved scaler before attach.
+        training_only: whether only forwards in training mode are measured, so that evaluation between steps is not. The
+            model's own ``training`` decides, not that of its submodules. None: as soon as the model was in training
+            mode, at attach or when a step ended.
         memory_budget: bytes of state per device. Where channels would need more, all sites keep totals only.
         strict: what cannot be measured raises; otherwise the site is skipped, with one warning and its reason in
             ``Monitor.skipped``, and training goes on.
@@ -110,6 +115,7 @@ def attach(
     callables = checked_sinks(sinks)
     check_histogram(histogram)
     check_scaler(grad_scaler)
+    check_training_only(training_only)
     if not isinstance(memory_budget, int) or memory_budget < 0:
         raise ValueError(f"memory_budget: expected a number of bytes, got {memory_budget!r}")
     if not isinstance(strict, bool):
@@ -154,7 +160,8 @@ def attach(
         keep = set()
     for device, size in sizes().items():
         store.reserve(device, size // 8)
-    binder = SiteBinder(store)
+    training = TrainingOnly(model, training_only, store.flags)
+    binder = SiteBinder(store, training)
     scaling = None if grad_scaler is None else Scaling(grad_scaler, model)
     parameters = Parameters(store, of_parameters, binder.skip_entries, default, scaling)
     handles: list[Any] = []

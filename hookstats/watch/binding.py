@@ -15,9 +15,10 @@ from hookstats._warn import WarnOnce, warn
 from hookstats.modules.channels import Channels, channel_dim_of
 from hookstats.modules.containers import walk
 from hookstats.numbers.fields import Site
+from hookstats.watch.evaluation import TrainingOnly
 from hookstats.watch.graphs import teach_the_compiler
 from hookstats.watch.hooks import Hook, InputHook, SiteSpec
-from hookstats.watch.masks import Masks, rows_on
+from hookstats.watch.ignoring import Ignoring, rows_on
 from hookstats.watch.memory import Entry, Rows, SiteState, Store, accumulate
 from hookstats.watch.wrappers import is_a_mere_shape, is_wrapper, part_here
 
@@ -31,9 +32,10 @@ _failures: dict[int, str] = {}
 class SiteBinder:
     """Makes the hooks, and mends them when a tensor is not what its site was made for."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, training: TrainingOnly) -> None:
         self.warn_once = WarnOnce()
-        self.masks = Masks(store, self.warn_once)
+        self.training = training
+        self.ignoring = Ignoring(store, self.warn_once)
         self.skipped: dict[Site, str] = {}
         self._seen: list[tuple[Hook, Any]] | None = None  # while a forward on fake tensors runs
         self._learns = False  # after it
@@ -62,6 +64,10 @@ class SiteBinder:
     def is_open(self) -> bool:
         return self._store.flags.value
 
+    def measures_now(self) -> bool:
+        """Whether a forward that runs now is measured."""
+        return self._store.flags.enabled.measures_now()
+
     @contextlib.contextmanager
     def learning(self) -> Iterator[None]:
         """Inside, a forward on fake tensors shows the hooks every width, and what is in containers."""
@@ -87,7 +93,7 @@ class SiteBinder:
                 spec.entries[kind] = entry
                 self._hooks[entry.index] = hook
             self._give_states(hook)
-            self.masks.refresh()  # the device may be a new one
+            self.ignoring.refresh()  # the device may be a new one
         return hook
 
     def _give_states(self, hook: Hook) -> None:
@@ -146,7 +152,7 @@ class SiteBinder:
         with self._store.lock:  # no other thread moves the site in between
             self._bind(hook, part)
             output, gradient = hook.output, hook.gradient
-        rows = rows_on(part.device, self.masks.number)
+        rows = rows_on(part.device, self.ignoring.number)
         if output is not None:
             accumulate(part, output, skip_recomputation=True, rows=rows)
         if gradient is not None and tensor.requires_grad and not tensor.is_leaf:
@@ -214,7 +220,7 @@ class SiteBinder:
             self._store.place(entry, tensor.device, width, spec.channel_dim)
         self._give_states(hook)
         if tensor.device != place.device:
-            self.masks.refresh()
+            self.ignoring.refresh()
 
     @staticmethod
     def _width(spec: SiteSpec, tensor: torch.Tensor) -> int:

@@ -10,7 +10,8 @@ import torch
 from hookstats import _native
 from hookstats.modules.channels import channel_dim_of
 from hookstats.modules.containers import walk
-from hookstats.watch.masks import rows_on
+from hookstats.watch.evaluation import is_left_out
+from hookstats.watch.ignoring import rows_on
 from hookstats.watch.memory import Rows, SiteState, accumulate
 
 
@@ -19,13 +20,13 @@ def observe_in_graph(output: object, hook: Any) -> None:
 
     hook: a `hookstats.watch.hooks.Hook`.
     """
-    if is_exporting():
+    if is_exporting() or is_left_out(hook.binder.training.number):
         return
     for path, tensor in walk(output):
         part = hook.parts.get(path) if path else hook
         if part is not None:
             _observe_tensor_in_graph(
-                tensor, part.output, part.gradient, rows_on(tensor.device, hook.binder.masks.number)
+                tensor, part.output, part.gradient, rows_on(tensor.device, hook.binder.ignoring.number)
             )
 
 

@@ -94,7 +94,7 @@ class InputHook(Hook):
     def __call__(self, module: Any, args: Any, kwargs: Any = None) -> Any:
         if torch.compiler.is_compiling():
             return None if is_exporting() else self._observe_inputs(module, args, kwargs)
-        if not self.binder.is_open() or torch._C._is_tracing():
+        if not self.binder.measures_now() or torch._C._is_tracing():
             return None
         try:
             with self.binder.span_of_a_hook():

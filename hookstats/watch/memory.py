@@ -29,7 +29,7 @@ class SiteState(NamedTuple):
     counters: torch.Tensor  # int64 [2]: calls, place in the order of execution
     histogram: torch.Tensor | None  # int64, of fields.histogram_shape
     active: torch.Tensor  # int32 [1] on the device: zero stops the kernel, in compiled graphs too
-    gate: _native.Gate  # the same on the host: eager hooks do not even launch
+    enabled: _native.Enabled  # the same on the host: eager hooks do not even launch
     channel_dim: int
     site: int  # Entry.index
     strict: bool
@@ -115,7 +115,7 @@ class Flags:
         self._value = False
         with torch.inference_mode(False):
             self.host = torch.zeros(1, dtype=torch.int32, device="cpu")
-        self.gate = _native.Gate(self.host)
+        self.enabled = _native.Enabled(self.host)
         self._devices: dict[torch.device, torch.Tensor] = {self.host.device: self.host}
 
     def on(self, device: torch.device) -> torch.Tensor:
@@ -126,7 +126,7 @@ class Flags:
 
     def span(self, device: torch.device, calls: int = 0) -> AbstractContextManager[None]:
         """Around what hookstats does in Python in a step that is timed: `calls` of hooks, or something else."""
-        times = self.gate.times
+        times = self.enabled.times
         return nullcontext() if times is None else times.span(str(device), calls)
 
     @property
@@ -222,7 +222,7 @@ class Store:
                 if self.histogram is None
                 else _native.part(memory, bins, histogram_shape(self.histogram, channels), torch.int64),
                 active=self.flags.on(device),
-                gate=self.flags.gate,
+                enabled=self.flags.enabled,
                 channel_dim=channel_dim,
                 site=entry.index,
                 strict=self.strict,

@@ -65,7 +65,8 @@ class Monitor:
         self._step = 0
         self._stepped = False  # step() was called
         self._measured = True  # the open step
-        self._pauses = 0
+        self._pauses = 0  # contexts
+        self._is_paused = False  # by pause()
         self._set_flags()
 
     @property
@@ -115,6 +116,7 @@ class Monitor:
             self._close(number, checked)
         self._step = number + 1
         self._stepped = True
+        self._binder.training.begin_step()
         self._parameters.begin_step()
         self._measured = self._is_due()
         if self._scaling is not None and self._measured:
@@ -229,7 +231,7 @@ class Monitor:
         if not isinstance(tensor, torch.Tensor) or not isinstance(name, str):
             raise TypeError(f"tap: expected a tensor and a name, got {type(tensor).__name__} and {name!r}")
         hook = self._taps.get(name)
-        if hook is None and self._store.flags.value and self._binder.has_data(tensor):
+        if hook is None and self._binder.measures_now() and self._binder.has_data(tensor):
             with self._store.lock:
                 hook = self._taps.get(name) or self._tapped(tensor, name, channel_dim)
         if hook is not None:
@@ -254,14 +256,24 @@ class Monitor:
         return self._store.strict
 
     def _set_flags(self) -> None:
-        value = bool(self._measured and self._handles and not self._pauses)
+        value = bool(self._measured and self._handles and not self._pauses and not self._is_paused)
         if value != self._store.flags.value:
             self._store.flags.value = value
-            self._binder.masks.refresh()
+            self._binder.ignoring.refresh()
+
+    def pause(self) -> None:
+        """From now on nothing is measured, until `resume`: for callbacks, which cannot use ``with``."""
+        self._is_paused = True
+        self._set_flags()
+
+    def resume(self) -> None:
+        """Ends what `pause` began, however often that was called."""
+        self._is_paused = False
+        self._set_flags()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Nothing is measured inside: for evaluation between steps."""
+        """Nothing is measured inside: for forwards that belong to no step."""
         self._pauses += 1
         try:
             self._set_flags()
@@ -271,18 +283,18 @@ class Monitor:
             self._set_flags()
 
     @contextmanager
-    def mask(self, rows: torch.Tensor) -> Iterator[None]:
+    def ignore(self, rows: torch.Tensor) -> Iterator[None]:
         """Leaves rows out of all statistics of a forward inside, and of its backward, wherever that runs: padding.
 
-        rows: bool, True where a row is to be left out, such as ``[batch, sequence]``; of a Hugging Face attention_mask
-        ``attention_mask == 0``. It concerns every tensor that begins with these dimensions, or has all their rows in
-        its first one (``[batch * sequence, ...]``), unless its channels are among them; others count as a whole, as do
-        parameters. Inside another mask, this one counts. With reentrant checkpointing, backward belongs inside, too.
-        Where tensors are sharded, it is a mask of this process's part.
-        Waits for nothing; a CUDA graph that captures it reads the mask anew in every replay. TypeError for anything but
-        a bool tensor, ValueError for one of no dimension.
+        rows: bool, True where a row is to be left out, such as ``[batch, sequence]``; with a Hugging Face
+        attention_mask ``attention_mask == 0``. It concerns every tensor that begins with these dimensions, or has all
+        their rows in its first one (``[batch * sequence, ...]``), unless its channels are among them; others count as a
+        whole, as do parameters. It holds for the thread that enters; inside other ignored rows, these hold alone. With
+        reentrant checkpointing, backward belongs inside, too. Where tensors are sharded, they are rows of this
+        process's part. Waits for nothing; a CUDA graph that captures it reads the rows anew in every replay. TypeError
+        for anything but a bool tensor, ValueError for one of no dimension.
         """
-        with self._binder.masks.within(rows):
+        with self._binder.ignoring.within(rows):
             yield
 
     def reset(self) -> None:
@@ -290,21 +302,34 @@ class Monitor:
         self._store.clear()
         self._parameters.reset()
 
-    def detach(self) -> None:
-        """Takes every hook off the model. What the open step has so far becomes a last snapshot, if it is anything."""
+    def detach(self) -> list[Snapshot]:
+        """Takes every hook off the model. Returns the snapshots that `step` has not returned yet; waits for them.
+
+        What the open step has so far becomes one of them only where `step` was never called: else the step has not
+        ended.
+        """
+        self._take_hooks_off()
+        left = list(self._finished)
+        self._finished.clear()
+        return left
+
+    def _take_hooks_off(self) -> None:
         for handle in self._handles:
             handle.remove()
-        if self._handles and not self._stepped:
+        is_whole = bool(self._handles) and not self._stepped
+        if is_whole:
             self._parameters.measure()
         self._binder.collect_failures()
-        was_attached, self._handles = bool(self._handles), []
+        self._binder.training.forget()
+        self._handles = []
         self._set_flags()
         while self._pending:
             self._arrived(self._pending.popleft())
-        if was_attached and self._measured:
+        if is_whole:
             last = self._drain.begin(self._step, self._scalars({})).finish()
             if last.order:
                 self._deliver(last)
+        self._store.clear()
 
     def __enter__(self) -> Monitor:
         return self
@@ -312,7 +337,7 @@ class Monitor:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.detach()
+        self._take_hooks_off()  # what has not been fetched can still be
 
     def __repr__(self) -> str:
         state = f"step {self._step}" if self._handles else "detached"

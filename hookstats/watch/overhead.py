@@ -87,9 +87,9 @@ class Stopwatch:
         for times in self._timed:
             times.device_us  # noqa: B018  (gives the events back that have come)
         timed = measured and self._begun is not None and len(self._timed) < _TIMED_STEPS
-        self._flags.gate.times = _native.Times() if timed else None
-        if self._flags.gate.times is not None:
-            self._timed.append(self._flags.gate.times)
+        self._flags.enabled.times = _native.Times() if timed else None
+        if self._flags.enabled.times is not None:
+            self._timed.append(self._flags.enabled.times)
 
     def _mark(self) -> _Mark:
         is_gpu = self._device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
@@ -100,7 +100,7 @@ class Stopwatch:
         if self._us_of_a_hook is None:
             self._us_of_a_hook = _us_of_a_hook(idle_hook)
         paused = self._us_of_a_hook
-        timed = [times for times in self._timed if times is not self._flags.gate.times]
+        timed = [times for times in self._timed if times is not self._flags.enabled.times]
         calls = _median([float(times.calls) for times in timed] or [float(hooks)])
         steps: dict[bool, list[float]] = {True: [], False: []}
         for measured, before, after in self._steps:

@@ -1,7 +1,8 @@
-"""Monitor.mask: padding does not count, in forward and backward, eager and compiled."""
+"""Monitor.ignore: padding does not count, in forward and backward, eager and compiled."""
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import hookstats
-from hookstats.watch import masks
+from hookstats.watch import ignoring
 from tests.conftest import DEVICES, check
 from tests.models import Residual
 from tests.plain import Plain
@@ -69,7 +70,7 @@ def test_masked_rows_do_not_count_and_each_microbatch_has_its_mask(device: str) 
     for seed, mask in enumerate(masks):
         x = batch(seed).to(device)
         x[mask] = torch.inf  # what is there must not be seen
-        with mon.mask(mask):
+        with mon.ignore(mask):
             losses.append(torch.where(mask[..., None], 0.0, net(x)).square().sum())
     for loss in losses[::-1]:  # outside, and in another order
         loss.backward()
@@ -90,12 +91,12 @@ def test_outside_of_a_mask_all_rows_count_also_after_an_error_inside() -> None:
     net = model()
     mon, plain = hookstats.attach(net, every=1), Plain(net)
     net(batch())
-    with mon.mask(padding()):
+    with mon.ignore(padding()):
         net(batch(1))
-        with mon.mask(padding(5)):
+        with mon.ignore(padding(5)):
             net(batch(2))
         net(batch(3))
-    with pytest.raises(KeyError), mon.mask(padding()):
+    with pytest.raises(KeyError), mon.ignore(padding()):
         raise KeyError
     net(batch(4)).square().sum().backward()
     none = torch.zeros(4, 7, dtype=torch.bool)
@@ -110,7 +111,7 @@ def test_inputs_and_tapped_tensors_are_masked_and_parameters_are_not() -> None:
     kinds = ("input", "grad_input", "param")
     mon = hookstats.attach(net, every=1, tensors=kinds)
     kept = ~padding()
-    with mon.mask(padding()):
+    with mon.ignore(padding()):
         mon.tap(net(batch()), "scores").sum().backward()
     snapshot = mon.snapshot()
     check(snapshot["blocks.0.norm", "input"], batch()[kept], -1)
@@ -131,7 +132,7 @@ def test_flattened_tokens_are_masked_and_tensors_of_other_shapes_count_as_a_whol
 
     net = Flattens()
     mon, plain = hookstats.attach(net, every=1), Plain(net)
-    with mon.mask(padding()):
+    with mon.ignore(padding()):
         net(batch()).sum().backward()
     kept = ~padding().reshape(-1)
     for kind in ("output", "grad_output"):
@@ -143,7 +144,7 @@ def test_flattened_tokens_are_masked_and_tensors_of_other_shapes_count_as_a_whol
 def test_a_mask_may_leave_all_or_nothing(mask: torch.Tensor) -> None:
     net = model()
     mon = hookstats.attach(net, every=1)
-    with mon.mask(mask):
+    with mon.ignore(mask):
         net(batch()).square().sum().backward()
     assert {stats.total.count > 0 for stats in mon.snapshot().values()} == {not mask.any().item()}
 
@@ -153,7 +154,7 @@ def test_a_recomputed_forward_is_masked_once(recompute: str) -> None:
     net = model()
     mon = hookstats.attach(net, every=1)
     x = batch().requires_grad_()
-    with mon.mask(padding()):
+    with mon.ignore(padding()):
         for block in net.blocks:
             x = checkpoint(block, x, use_reentrant=recompute == "reentrant")
         loss = net.head(x).square().sum()
@@ -184,7 +185,7 @@ def test_compiled_models_take_every_new_mask_without_compiling_anew(how: str, ba
     frames = []
     for step in range(6):
         mask = padding(step)
-        with mon.mask(mask):
+        with mon.ignore(mask):
             loss = run(batch(step)).square().sum()
         loss.backward()
         frames.append(counter.frame_count)
@@ -209,7 +210,7 @@ def test_compiled_autograd_masks_gradients() -> None:
     mon = hookstats.attach(net, every=1)
     backend = torch.compile(backend="aot_eager")
     with torch._dynamo.compiled_autograd._enable(backend):
-        with mon.mask(padding()):
+        with mon.ignore(padding()):
             loss = net(batch()).square().sum()
         loss.backward()
     twin = model()
@@ -222,10 +223,10 @@ def test_what_is_no_mask_is_refused() -> None:
     mon = hookstats.attach(model())
     with (
         pytest.raises(TypeError, match=r"expected a bool tensor.*got torch.int64.*attention_mask == 0"),
-        mon.mask(torch.ones(4, 7, dtype=torch.int64)),
+        mon.ignore(torch.ones(4, 7, dtype=torch.int64)),
     ):
         pass
-    with pytest.raises(TypeError, match="got list"), mon.mask([True]):  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="got list"), mon.ignore([True]):  # type: ignore[arg-type]
         pass
     some = torch.ones(4, 7, dtype=torch.bool)
     for mask in (some[0, 0], some.to("meta"), some.to_sparse()):
@@ -233,7 +234,7 @@ def test_what_is_no_mask_is_refused() -> None:
             pytest.raises(
                 ValueError, match=r"expected a dense tensor with data, of one or more dimensions.*got Tensor of shape"
             ),
-            mon.mask(mask),
+            mon.ignore(mask),
         ):
             pass
 
@@ -246,7 +247,7 @@ def test_training_is_bit_identical_with_a_mask() -> None:
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         for step in range(5):
             if masked:
-                with mon.mask(padding(step)):
+                with mon.ignore(padding(step)):
                     net(batch(step)).square().mean().backward()
             else:
                 net(batch(step)).square().mean().backward()
@@ -264,7 +265,7 @@ def test_a_mask_that_is_entered_in_a_step_that_is_not_measured_counts_in_those_t
     mon.step()
     kept = int((~padding()).sum())
     counts = []
-    with mon.mask(padding()):
+    with mon.ignore(padding()):
         for step in range(1, 5):
             net(batch(step))
             if step % 2 == 0:
@@ -278,18 +279,18 @@ def test_a_mask_that_no_tensor_fits_is_told_once() -> None:
     mon = hookstats.attach(net, every=1)
     wrong = padding().t()
     with (
-        pytest.warns(UserWarning, match=r"no tensor that was measured begins with its shape \(7, 4\)"),
-        mon.mask(wrong),
+        pytest.warns(UserWarning, match=r"no tensor that was measured begins with the shape of the rows, \(7, 4\)"),
+        mon.ignore(wrong),
     ):
         net(batch()).sum().backward()
     assert mon.snapshot()["head", "output"].total.count == 4 * 7 * 4
     with hearing() as told:
-        with mon.mask(wrong):
+        with mon.ignore(wrong):
             net(batch())
-        with mon.mask(padding()):
+        with mon.ignore(padding()):
             net(batch())
         mon.step()
-        with mon.paused(), mon.mask(wrong):
+        with mon.paused(), mon.ignore(wrong):
             net(batch())
     assert told == []
 
@@ -300,8 +301,8 @@ def test_channels_are_no_rows_also_where_totals_alone_are_kept(channels: bool) -
     mon = hookstats.attach(net, every=1, channels=channels)
     x = torch.randn(4, 3, 2, 2)
     with (
-        pytest.warns(UserWarning, match="nothing was left out"),
-        mon.mask(padding()),
+        pytest.warns(UserWarning, match="every row counted"),
+        mon.ignore(padding()),
     ):  # [4, 7], as [batch, channels] here
         net(x)
     assert mon.snapshot()["0", "output"].total.count == 4 * 7 * 4
@@ -310,7 +311,7 @@ def test_channels_are_no_rows_also_where_totals_alone_are_kept(channels: bool) -
 def test_masks_that_end_in_another_order_than_they_began_leave_nothing_behind() -> None:
     net = model()
     mon = hookstats.attach(net, every=1)
-    first, second = mon.mask(padding()), mon.mask(padding(5))
+    first, second = mon.ignore(padding()), mon.ignore(padding(5))
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
@@ -325,7 +326,7 @@ def test_masks_that_end_in_another_order_than_they_began_leave_nothing_behind() 
 def test_a_width_that_is_learned_inside_a_mask_is_masked() -> None:
     net = nn.Sequential(nn.ReLU())
     mon = hookstats.attach(net, every=1)  # of unknown width: bound inside the mask
-    with mon.mask(padding()):
+    with mon.ignore(padding()):
         net(batch())
     check(mon.snapshot()["0", "output"], batch().relu()[~padding()], -1)
 
@@ -337,8 +338,8 @@ def test_a_mask_that_cannot_be_applied_does_not_stop_training(monkeypatch: pytes
     def fails(*_: Any) -> Any:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(masks, "_rows", fails)
-    with pytest.warns(UserWarning, match="mask: not applied: .*out of memory"), mon.mask(padding()):
+    monkeypatch.setattr(ignoring, "_rows", fails)
+    with pytest.warns(UserWarning, match="ignore: every row counts: .*out of memory"), mon.ignore(padding()):
         net(batch()).sum().backward()
     assert mon.snapshot()["head", "output"].total.count == 4 * 28
 
@@ -347,15 +348,15 @@ def test_no_word_of_masks_that_did_their_work() -> None:
     net = model()
     mon = hookstats.attach(net, every=1)
     with hearing() as told:
-        with mon.mask(padding()):
+        with mon.ignore(padding()):
             net(batch())
-            with mon.mask(padding()[:2]):
+            with mon.ignore(padding()[:2]):
                 net(batch()[:2])
             with mon.paused():
                 net(batch()[:1])
             net(batch()[:1])  # another shape: whole
         compiled = torch.compile(net.blocks[0], backend="aot_eager")
-        with mon.mask(padding()):
+        with mon.ignore(padding()):
             net.head(compiled(batch()).mean(1, keepdim=True))
     assert told == []
 
@@ -368,8 +369,55 @@ def test_a_failure_under_strict_leaves_no_mask_behind(monkeypatch: pytest.Monkey
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(masks, "_rows", fails)
-        with pytest.raises(RuntimeError, match="out of memory"), mon.mask(padding()):
+        patch.setattr(ignoring, "_rows", fails)
+        with pytest.raises(RuntimeError, match="out of memory"), mon.ignore(padding()):
             pass
     net(batch())
     assert mon.snapshot()["head", "output"].total.count == 4 * 28
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_rows_are_ignored_on_the_thread_that_entered_and_in_its_forwards_backward(compiled: bool) -> None:
+    net = model()
+    mon = hookstats.attach(net, every=1, example=((batch(),), {}))
+    run: Any = torch.compile(net, backend="aot_eager", fullgraph=True) if compiled else net
+    ours, theirs = padding(), padding(5)
+    losses: list[torch.Tensor] = []
+
+    def forward(seed: int) -> None:
+        loss = run(batch(seed)).square().sum()
+        if compiled:  # aot_eager refuses two forwards before the first backward
+            loss.backward()
+        else:
+            losses.append(loss)
+
+    def elsewhere() -> None:
+        forward(1)  # nothing is ignored here
+        with mon.ignore(theirs):
+            forward(2)
+
+    with mon.ignore(ours):
+        forward(0)
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+        forward(3)
+    for loss in losses:  # behind it, on one thread
+        loss.backward()
+    kept = 2 * int((~ours).sum()) + int((~theirs).sum()) + ours.numel()
+    for site in (("head", "output"), ("head", "grad_output"), ("blocks.1.up", "grad_output")):
+        assert mon.snapshot()[site].calls == 4
+        width = 4 if site[0] == "head" else 32
+        assert mon.snapshot()[site].total.count == kept * width
+
+
+def test_a_step_that_another_thread_closes_renews_the_rows_of_all() -> None:
+    net = model()
+    mon = hookstats.attach(net, every=2)
+    mon.step()  # the next one is not measured
+    with mon.ignore(padding()):
+        thread = threading.Thread(target=mon.step)
+        thread.start()
+        thread.join()
+        net(batch())
+    assert mon.snapshot()["head", "output"].total.count == 4 * (~padding()).sum()

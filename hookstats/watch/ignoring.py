@@ -1,0 +1,132 @@
+"""Which rows count: those that `Monitor.ignore` leaves, as kernels and graphs read them."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from collections.abc import Iterator
+
+import torch
+
+from hookstats import _native
+from hookstats._warn import WarnOnce
+from hookstats.modules.order import has_compiled
+from hookstats.watch.memory import Rows, Store, local_part
+
+
+class _InGraphs(threading.local):
+    """What counts on every device, by Ignoring.number, for what this thread runs.
+
+    A global, because of whatever hangs on a module graphs take the address to stay the same, and mode="reduce-overhead"
+    would record them anew for each new set of rows.
+    """
+
+    def __init__(self) -> None:
+        self.rows: dict[int, tuple[Rows, ...]] = {}
+
+
+IN_GRAPHS = _InGraphs()
+
+
+def rows_on(device: torch.device, number: int) -> Rows | None:
+    """What counts of a tensor there; None: all. Can be traced."""
+    found = None
+    for rows in IN_GRAPHS.rows.get(number, ()):
+        if rows[0].device == device:
+            found = rows
+    return found
+
+
+class _Entered:
+    """Rows that a thread ignores until it leaves the context, and where graphs and hooks find what counts."""
+
+    def __init__(self, ignored: torch.Tensor) -> None:
+        self.ignored = ignored
+        self.thread = threading.get_ident()
+        self.counted = _native.Counted(self.thread)
+        self.in_graphs = IN_GRAPHS.rows
+        torch._C._stash_obj_in_tls(_native.THREAD_KEY, self.thread)
+
+
+class Ignoring:
+    """A monitor's ignored rows. Each thread has its own; of those that it has entered the innermost are in force."""
+
+    _numbers = itertools.count()
+
+    def __init__(self, store: Store, warn_once: WarnOnce) -> None:
+        self.number = next(self._numbers)
+        self._store = store
+        self._warn_once = warn_once
+        self._entered: list[_Entered] = []
+
+    @contextlib.contextmanager
+    def within(self, rows: torch.Tensor) -> Iterator[None]:
+        """Inside, rows do not count where `rows` is True."""
+        entered = _Entered(checked(rows))
+        try:
+            with self._store.lock:
+                self._entered.append(entered)
+                self.refresh()
+            yield
+        finally:
+            with self._store.lock:
+                self._entered.remove(entered)
+                entered.in_graphs.pop(self.number, None)
+                self.refresh()
+            concerned, others = entered.counted.met
+            if others and not concerned and not has_compiled():  # what a graph measures is not seen here
+                self._warn_once(
+                    "ignore",
+                    "ignore: no tensor that was measured begins with the shape of the rows, "
+                    f"{tuple(rows.shape)}, or has all {rows.numel()} of them in its first dimension: every row counted",
+                )
+
+    def refresh(self) -> None:
+        """To be called when other rows, another device, or another step (measured or not) comes."""
+        with self._store.lock:
+            for entered in {entered.thread: entered for entered in self._entered}.values():
+                rows = self._counted(entered)
+                entered.counted.set_rows(rows)
+                if rows:
+                    entered.in_graphs[self.number] = tuple(rows)
+                else:
+                    entered.in_graphs.pop(self.number, None)
+            self._store.flags.enabled.count([entered.counted for entered in self._entered])
+
+    def _counted(self, entered: _Entered) -> list[Rows]:
+        try:
+            return [_rows(entered.ignored, device, self._store.flags.value) for device in self._store.devices()]
+        except Exception as error:  # no memory, say
+            if self._store.strict:
+                raise
+            self._warn_once("ignore failed", f"ignore: every row counts: {error!r}")
+            return []
+
+
+def checked(rows: torch.Tensor) -> torch.Tensor:
+    """The rows; of a DTensor, this process's part."""
+    if not isinstance(rows, torch.Tensor) or rows.dtype != torch.bool:
+        got = rows.dtype if isinstance(rows, torch.Tensor) else type(rows).__name__
+        raise TypeError(
+            f"ignore: expected a bool tensor, True for rows to leave out, got {got}; with an attention_mask that is 1 "
+            "for what counts: attention_mask == 0"
+        )
+    part = local_part(rows)
+    if part.layout != torch.strided or _native.has_no_data(part) or part.dim() == 0:
+        raise ValueError(
+            "ignore: expected a dense tensor with data, of one or more dimensions, such as [batch, sequence], got "
+            f"{type(part).__name__} of shape {tuple(part.shape)}, layout {part.layout} on {part.device}"
+        )
+    return part
+
+
+def _rows(ignored: torch.Tensor, device: torch.device, wanted: bool) -> Rows:
+    """The rows that are left; if nothing is measured, none, for graphs that expect some. Waits for nothing."""
+    with torch.inference_mode(False), torch.no_grad():
+        if not wanted:
+            nothing = torch.zeros(ignored.shape, dtype=torch.int32, device=device)
+            return nothing, torch.zeros(1, dtype=torch.int32, device=device)
+        ignored = ignored.to(device, non_blocking=device.type != "cpu")  # the CPU would not wait for what it reads
+        left_first = ignored.reshape(-1).to(torch.uint8).argsort(stable=True).to(torch.int32).reshape(ignored.shape)
+        return left_first, ignored.logical_not().sum(dtype=torch.int32).reshape(1)

@@ -1,0 +1,155 @@
+"""Evaluation is left out by itself: only forwards in training mode are measured."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
+
+import hookstats
+from hookstats import Monitor
+from hookstats.watch import evaluation
+from tests.models import Residual
+
+
+def batch(seed: int = 0) -> torch.Tensor:
+    return torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(seed))
+
+
+def train_and_evaluate(model: nn.Module, run: Any, mon: Monitor, evaluations: int = 3) -> hookstats.Snapshot:
+    """One step with two microbatches, and evaluation between and behind them, with gradients and without."""
+    for _ in range(2):
+        model.train()
+        run(batch()).square().sum().backward()
+        model.eval()
+        for _ in range(evaluations):
+            run(batch()).square().sum().backward()
+            with torch.no_grad():
+                run(batch())
+    model.train()
+    snapshot = mon.step()
+    assert snapshot is not None
+    return snapshot
+
+
+def calls(snapshot: hookstats.Snapshot) -> set[int]:
+    return {stats.calls for stats in snapshot.values()}
+
+
+@pytest.mark.parametrize("tensors", [("output", "grad_output"), ("input", "grad_input")])
+def test_only_forwards_in_training_mode_are_measured(tensors: tuple[str, ...]) -> None:
+    model = Residual()
+    mon = hookstats.attach(model, "blocks.1*", every=1, tensors=tensors)
+    for _ in range(2):
+        assert calls(train_and_evaluate(model, model, mon)) == {2}
+
+
+@pytest.mark.parametrize("how", ["whole", "blocks"])
+def test_in_compiled_models_evaluation_is_one_program_without_statistics(how: str) -> None:
+    torch._dynamo.reset()
+    model = Residual()
+    mon = hookstats.attach(model, every=1, tensors=("output", "grad_output"), example=((batch(),), {}))
+    counter = CompileCounterWithBackend("aot_eager")
+    run: Any = model
+    if how == "whole":
+        run = torch.compile(model, backend=counter, fullgraph=True)
+    else:
+        for block in model.blocks:
+            block.compile(backend=counter, fullgraph=True)
+    assert calls(train_and_evaluate(model, run, mon)) == {2}
+    frames = counter.frame_count
+    assert calls(train_and_evaluate(model, run, mon)) == {2}
+    assert counter.frame_count == frames
+
+
+def test_a_frozen_submodule_in_eval_mode_counts() -> None:
+    model = Residual()
+    model.blocks[0].eval()
+    mon = hookstats.attach(model, every=1)
+    model(batch()).sum().backward()
+    assert mon.snapshot()["blocks.0", "output"].calls == 1
+
+
+def test_the_flag_of_what_is_inside_wrappers_decides() -> None:
+    outer: Any = torch.optim.swa_utils.AveragedModel(torch.compile(Residual(), backend="eager"))
+    mon = hookstats.attach(outer, every=1)
+    outer.module.eval()  # the wrapper stays in training mode, as trainers leave it
+    outer(batch())
+    assert outer.training
+    assert mon.snapshot().order == []
+
+
+def test_a_model_in_eval_mode_is_measured_until_it_was_seen_in_training_mode() -> None:
+    model = Residual().eval()
+    mon = hookstats.attach(model, every=1)
+    model(batch())
+    assert calls(mon.step()) >= {1}  # type: ignore[arg-type]
+    model.train()
+    model(batch())
+    mon.step()
+    model.eval()
+    model(batch())
+    assert mon.step().order == []  # type: ignore[union-attr]
+
+
+def test_true_and_false_say_it_outright() -> None:
+    model = Residual().eval()
+    only, always = (hookstats.attach(model, every=1, training_only=wanted) for wanted in (True, False))
+    model(batch())
+    assert only.snapshot().order == []
+    model.train()
+    for mon in (only, always):
+        mon.step()
+    model.eval()
+    model(batch())
+    assert only.snapshot().step == 0
+    assert {site.tensor for site in always.snapshot().order} == {"output"}
+    with pytest.raises(TypeError, match="training_only: expected True, False or None, got 1"):
+        hookstats.attach(model, training_only=1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_recomputation_after_eval_belongs_to_its_training_forward(reentrant: bool) -> None:
+    model = Residual()
+    mon = hookstats.attach(model, every=1)
+    x = batch().requires_grad_()
+    loss = checkpoint(model, x, use_reentrant=reentrant).square().sum()
+    model.eval()
+    loss.backward()
+    assert {(s.tensor, mon.snapshot()[s].calls) for s in mon.snapshot().order} == {("output", 1), ("grad_output", 1)}
+
+
+def test_taps_and_wrapped_tensors_are_left_out_of_evaluation() -> None:
+    model = nn.Linear(4, 4)
+    mon = hookstats.attach(model, every=1)
+    model.eval()
+    mon.tap(model(torch.randn(2, 4)), "scores")
+    assert ("scores", "output") not in mon.sites
+    model.train()
+    mon.tap(torch.randn(2, 4), "scores")
+    model.eval()
+    mon.tap(torch.randn(2, 4), "scores")
+    assert mon.snapshot()["scores", "output"].calls == 1
+
+
+def test_detach_and_the_models_end_leave_nothing_behind() -> None:
+    gc.collect()
+    before = set(evaluation.ROOTS)
+    model, other = Residual(), Residual()
+    mon = hookstats.attach(model)
+    assert len(evaluation.ROOTS) == len(before) + 1
+    mon.detach()
+    assert before == evaluation.ROOTS
+    kept = hookstats.attach(other)
+    gone = weakref.ref(other)
+    del other
+    gc.collect()
+    assert gone() is None
+    assert before == evaluation.ROOTS
+    assert kept._store.flags.enabled.measures_now()  # asks no module that is gone
