@@ -145,11 +145,11 @@ def test_detach_and_the_models_end_leave_nothing_behind() -> None:
     mon = hookstats.attach(model)
     assert len(evaluation.ROOTS) == len(before) + 1
     mon.detach()
-    assert before == evaluation.ROOTS
+    assert before == set(evaluation.ROOTS)
     kept = hookstats.attach(other)
     gone = weakref.ref(other)
     del other
     gc.collect()
     assert gone() is None
-    assert before == evaluation.ROOTS
+    assert before == set(evaluation.ROOTS)
     assert kept._store.flags.enabled.measures_now()  # asks no module that is gone
