@@ -36,6 +36,9 @@ class Stats:
     Over the finite values: ``count``, ``mean``, ``var`` and ``std`` (correction=1, as torch.var), ``rms``,
     ``abs_mean``, ``l1_norm``, ``l2_norm``, ``abs_max``, ``min``, ``max``, ``zeros``. Left out of them and counted:
     ``nans``, ``posinfs``, ``neginfs``. Where there are too few values for a statistic it is NaN.
+
+    Subnormals are no zeros, also where torch.set_flush_denormal(True) is in force. What a thread of that mode computes
+    itself it takes for zero: a float64 mean or norm below 2.3e-308 that is read there, and ``min == 0``.
     """
 
     count: Any
