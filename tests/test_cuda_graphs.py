@@ -160,5 +160,5 @@ def test_a_mixed_precision_step_on_the_gpu_waits_for_nothing() -> None:
         torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
     snapshot = mon.snapshot()
-    assert snapshot.scalars["grad_scale"] == 256
+    assert snapshot.grad_scale == 256
     assert snapshot.overflowed is False

@@ -27,9 +27,6 @@ if TYPE_CHECKING:
     import pandas
 
 
-OF_SCALER = GRAD_SCALE, OVERFLOWED = "grad_scale", "overflowed"  # scalars of a step with a GradScaler
-
-
 class Stats:
     """The statistics of one set of values: floats, or float64 arrays ``[channels]``.
 
@@ -192,16 +189,26 @@ def _quantile(counts: Counts, edges: Array, q: float, low: float, high: float) -
 class Snapshot(Mapping[Site, SiteStats]):
     """One measured step: ``snapshot["layers.0.mlp", "output"]`` is a SiteStats.
 
-    ``step``: its number. ``scalars``: what was given to `Monitor.step` with it, as floats; with a grad_scaler also
-    ``grad_scale``, by which gradients of outputs and inputs were divided, and ``overflowed``. ``order``: the sites that
+    ``step``: its number. ``scalars``: what was given to `Monitor.step` with it, as floats. ``order``: the sites that
     fired, in order of execution (per device). ``skipped``: sites that are not measured, each with the reason.
+
+    With a grad_scaler, else None: ``grad_scale``, a float, by which gradients of outputs and inputs were divided;
+    ``overflowed``, whether the scaler has skipped an optimizer's step for an overflow.
     """
 
     def __init__(
-        self, step: int, sites: Mapping[Site, SiteStats], order: list[Site], scalars: dict[str, float]
+        self,
+        step: int,
+        sites: Mapping[Site, SiteStats],
+        order: list[Site],
+        scalars: dict[str, float],
+        grad_scale: float | None = None,
+        overflowed: bool | None = None,
     ) -> None:
         self.step = step
         self.scalars = scalars
+        self.grad_scale = grad_scale
+        self.overflowed = overflowed
         self.order = order
         self.skipped: dict[Site, str] = {}
         self._sites = sites
@@ -218,11 +225,6 @@ class Snapshot(Mapping[Site, SiteStats]):
 
     def __len__(self) -> int:
         return len(self._sites)
-
-    @property
-    def overflowed(self) -> bool | None:
-        """Whether the GradScaler has skipped an optimizer's step for an overflow; None without ``grad_scaler=``."""
-        return bool(self.scalars[OVERFLOWED]) if OVERFLOWED in self.scalars else None
 
     @property
     def grad_norm(self) -> float | None:

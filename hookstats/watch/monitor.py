@@ -13,7 +13,7 @@ import torch
 
 from hookstats.modules.channels import Channels
 from hookstats.numbers.fields import Site
-from hookstats.numbers.snapshot import OF_SCALER, Snapshot
+from hookstats.numbers.snapshot import Snapshot
 from hookstats.watch.arguments import Sink, refuse_device
 from hookstats.watch.binding import SiteBinder
 from hookstats.watch.drain import Drain, Pending, Scalars
@@ -125,11 +125,9 @@ class Monitor:
             self._arrived(self._pending.popleft())
 
     def _scalars(self, given: dict[str, Any]) -> Scalars:
-        if self._scaling is None:
+        if self._scaling is None or not self._measured:
             return Scalars(given)
-        if not given.keys().isdisjoint(OF_SCALER):
-            raise ValueError(f"step: expected other names than {' and '.join(OF_SCALER)}, which the grad_scaler gives")
-        return Scalars(given | ((self._measured and self._of_scaler(self._scaling.scalars)) or {}))
+        return Scalars(given, self._of_scaler(self._scaling.marks))
 
     def _of_scaler(self, ask: Callable[[], Any]) -> Any:
         """What a GradScaler says; None if it fails."""
