@@ -179,6 +179,62 @@ def test_sinks_get_every_snapshot_once_and_may_fail() -> None:
         strict.step()
 
 
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
+def test_a_sink_that_raises_keeps_no_snapshot_from_other_sinks_or_later_steps(
+    strict: bool, error: type[BaseException]
+) -> None:
+    seen: dict[str, list[int]] = {"first": [], "last": []}
+    raising: list[BaseException] = []
+
+    def first(snapshot: Snapshot) -> None:
+        seen["first"].append(snapshot.step)
+        if raising:
+            raise raising.pop()
+
+    net = model()
+    mon = hookstats.attach(
+        net, every=2, sinks=[first, lambda snapshot: seen["last"].append(snapshot.step)], strict=strict
+    )
+    returned = []
+    for step in range(7):
+        run(net)
+        if step == 2:
+            raising.append(error("stop"))
+        if step == 2 and (strict or error is KeyboardInterrupt):
+            with pytest.raises(error, match="stop"):
+                mon.step()
+            assert mon.snapshot().step == 2
+        elif step == 2:
+            with pytest.warns(UserWarning, match="failed: OSError"):
+                returned.append(mon.step())
+        else:
+            returned.append(mon.step())
+    assert seen == {"first": [0, 2, 4, 6], "last": [0, 2, 4, 6]}
+    got = [None if snapshot is None else snapshot.step for snapshot in returned]
+    assert got == [0, None, *([] if strict or error is KeyboardInterrupt else [2]), None, 4, None, 6]
+
+
+def test_of_two_sinks_that_raise_the_first_one_is_heard_also_from_detach() -> None:
+    seen: list[Snapshot] = []
+
+    def interrupted(snapshot: Snapshot) -> None:
+        raise KeyboardInterrupt("first")
+
+    def exits(snapshot: Snapshot) -> None:
+        seen.append(snapshot)
+        raise SystemExit("second")
+
+    net = model()
+    mon = hookstats.attach(net, sinks=[interrupted, exits])
+    run(net)
+    with pytest.raises(KeyboardInterrupt, match="first"):
+        mon.detach()
+    assert len(seen) == 1
+    assert not net[0]._forward_hooks
+    mon.detach()
+
+
 def test_paused_measures_nothing_and_nests() -> None:
     net = model()
     mon = hookstats.attach(net, every=1)

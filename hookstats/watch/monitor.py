@@ -62,6 +62,7 @@ class Monitor:
         self._pending: deque[Pending] = deque()  # on their way
         self._finished: deque[Snapshot] = deque()  # arrived, not yet returned by step()
         self._last: Snapshot | None = None
+        self._failure: BaseException | None = None  # to be raised once everything has been delivered
         self._step = 0
         self._stepped = False  # step() was called
         self._measured = True  # the open step
@@ -97,7 +98,8 @@ class Monitor:
         ``step``: the number of the step that ends here, where the trainer has its own. ``scalars``: numbers or
         one-element tensors (``loss=loss``) that travel with a measured step; TypeError or ValueError for others.
         Returns a Snapshot that has arrived, of this or an earlier measured step, each once and in order; None while
-        there is none.
+        there is none. What a sink raises is raised here when all sinks have the Snapshot (an Exception only if
+        ``strict``, else it is a warning); that step counts as returned.
         """
         if step is not None and not hasattr(step, "__index__"):
             raise TypeError(
@@ -107,7 +109,9 @@ class Monitor:
         checked = self._scalars(scalars)
         with self._stopwatch.closing(self._measured):
             self._end_step(number, checked)
-        return self._finished.popleft() if self._finished else None
+        snapshot = self._finished.popleft() if self._finished else None
+        self._raise_failure()
+        return snapshot
 
     def _end_step(self, number: int, checked: Scalars) -> None:
         self._binder.collect_failures()
@@ -170,16 +174,27 @@ class Monitor:
             return now
         while self._pending:
             self._arrived(self._pending.popleft())
+        self._raise_failure()
         return self._last or now
 
     def _arrived(self, pending: Pending) -> None:
         try:
             snapshot = pending.finish()
         except Exception as error:
-            if self._strict:
-                raise
-            return self._binder.warn_once("finish", f"a step was measured, but could not be read: {error!r}")
+            return self._failed("finish", f"a step was measured, but could not be read: {error!r}", error)
         self._deliver(snapshot)
+
+    def _failed(self, what: object, text: str, error: BaseException) -> None:
+        """Told once; or kept, to be raised when the others have what they are to get."""
+        if self._strict or not isinstance(error, Exception):
+            self._failure = self._failure or error
+        else:
+            self._binder.warn_once(what, text)
+
+    def _raise_failure(self) -> None:
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
 
     def _deliver(self, snapshot: Snapshot) -> None:
         self._last = snapshot
@@ -192,10 +207,8 @@ class Monitor:
         for sink in self._sinks:
             try:
                 sink(snapshot)
-            except Exception as error:
-                if self._strict:
-                    raise
-                self._binder.warn_once(sink, f"the sink {sink!r} failed: {error!r}")
+            except BaseException as error:  # a KeyboardInterrupt in one sink is not to keep it from the next
+                self._failed(sink, f"the sink {sink!r} failed: {error!r}", error)
 
     def _report_silence(self) -> None:
         silent = [site for site in self.sites if site not in self._fired]
@@ -303,6 +316,7 @@ class Monitor:
             last = self._drain.begin(self._step, self._scalars({})).finish()
             if last.order:
                 self._deliver(last)
+        self._raise_failure()
 
     def __enter__(self) -> Monitor:
         return self
