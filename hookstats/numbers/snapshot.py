@@ -123,7 +123,13 @@ class SiteStats:
     @cached_property
     def total(self) -> Stats:
         """Over all channels."""
-        return Stats(total(self._moments))
+        return Stats(self._folded())
+
+    def _folded(self) -> Array:
+        return self._moments[:, 0] if self._moments.shape[1] == 1 else total(self._moments)
+
+    def _compact(self) -> SiteStats:
+        return SiteStats(self._folded()[:, None].copy(), self.calls, None, False)
 
     @cached_property
     def channels(self) -> Stats | None:
@@ -158,8 +164,8 @@ class SiteStats:
             raise ValueError(f"quantile: expected 0 <= q <= 1, got {q}")
         if self.histogram is None:
             raise ValueError(
-                "quantile: expected a site with a histogram; this one was measured with histogram=None, or "
-                "in a step of which totals alone were sent (channels_every)"
+                "quantile: expected a site with a histogram; this one was measured with histogram=None, or in a step "
+                "of which totals alone were sent (channels_every), or is of Snapshot.compact()"
             )
         counts, edges = self.histogram.counts, self.histogram.edges
         if isinstance(self._bins, LinearBins) and self._histogram is not None:  # with what lies outside
@@ -242,6 +248,17 @@ class Snapshot(Mapping[Site, SiteStats]):
         if any(stats.total.posinfs or stats.total.neginfs for stats in gradients):
             return float("inf")
         return float(np.sqrt(sum(stats.total.l2_norm**2 / stats.calls for stats in gradients)))
+
+    def compact(self) -> Snapshot:
+        """The totals alone, for keeping: less than a kilobyte for each site, and for each SiteStats kept of it.
+
+        A Snapshot holds the copy of the whole step's state, and so does every SiteStats that is kept of it. Of this
+        one ``channels`` and ``histogram`` are None; everything else is the same.
+        """
+        sites = {site: stats._compact() for site, stats in self.items()}
+        compact = Snapshot(self.step, sites, list(self.order), dict(self.scalars), self.grad_scale, self.overflowed)
+        compact.skipped = dict(self.skipped)
+        return compact
 
     def __repr__(self) -> str:
         return f"Snapshot(step={self.step}, {len(self.order)} of {len(self)} sites fired)"
