@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -18,7 +15,7 @@ import hookstats
 from hookstats.watch import masks
 from tests.conftest import DEVICES, check
 from tests.models import Residual
-from tests.plain import Plain
+from tests.plain import OF_OUTPUTS, Plain, hearing
 
 
 @pytest.fixture(autouse=True)
@@ -41,16 +38,6 @@ def padding(seed: int = 0) -> torch.Tensor:
     return torch.arange(7) >= lengths[:, None]
 
 
-@contextmanager
-def hearing() -> Iterator[list[str]]:
-    """What hookstats warns of inside: it does not let a warning become an error."""
-    heard: list[str] = []
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        yield heard
-    heard += [str(each.message) for each in told if "hookstats" in str(each.message)]
-
-
 def check_masked(plain: Plain, masks: list[torch.Tensor], snapshot: hookstats.Snapshot) -> None:
     """Every site, against the same tensors without the rows that are masked."""
     assert len(snapshot) == len(snapshot.order) > 0
@@ -63,7 +50,7 @@ def check_masked(plain: Plain, masks: list[torch.Tensor], snapshot: hookstats.Sn
 @pytest.mark.parametrize("device", DEVICES)
 def test_masked_rows_do_not_count_and_each_microbatch_has_its_mask(device: str) -> None:
     net = model().to(device)
-    mon, plain = hookstats.attach(net, every=1), Plain(net)
+    mon, plain = hookstats.attach(net, every=1, tensors=OF_OUTPUTS), Plain(net)
     masks = [padding(seed).to(device) for seed in range(3)]
     losses = []
     for seed, mask in enumerate(masks):
@@ -88,7 +75,7 @@ def test_masked_rows_do_not_count_and_each_microbatch_has_its_mask(device: str) 
 
 def test_outside_of_a_mask_all_rows_count_also_after_an_error_inside() -> None:
     net = model()
-    mon, plain = hookstats.attach(net, every=1), Plain(net)
+    mon, plain = hookstats.attach(net, every=1, tensors=OF_OUTPUTS), Plain(net)
     net(batch())
     with mon.mask(padding()):
         net(batch(1))
@@ -142,7 +129,7 @@ def test_flattened_tokens_are_masked_and_tensors_of_other_shapes_count_as_a_whol
 @pytest.mark.parametrize("mask", [torch.zeros(4, 7, dtype=torch.bool), torch.ones(4, 7, dtype=torch.bool)])
 def test_a_mask_may_leave_all_or_nothing(mask: torch.Tensor) -> None:
     net = model()
-    mon = hookstats.attach(net, every=1)
+    mon = hookstats.attach(net, every=1, tensors=OF_OUTPUTS)
     with mon.mask(mask):
         net(batch()).square().sum().backward()
     assert {stats.total.count > 0 for stats in mon.snapshot().values()} == {not mask.any().item()}
