@@ -233,10 +233,24 @@ class Snapshot(Mapping[Site, SiteStats]):
         return len(self._sites)
 
     @property
+    def first_nonfinite(self) -> Site | None:
+        """The first site in ``order`` that holds NaN, Inf or -Inf; None where every value is finite.
+
+        Gradients of parameters count as well. In the step in which a run diverges, this is where it began; one step
+        later everything holds NaN.
+        """
+        for site in self.order:
+            whole = self[site].total
+            if whole.nans or whole.posinfs or whole.neginfs:
+                return site
+        return None
+
+    @property
     def grad_norm(self) -> float | None:
         """The L2 norm of the watched parameters' gradients together, as ``clip_grad_norm_`` returns it.
 
-        Of the gradients that the optimizer was given: after clipping, where they were clipped; of this process.
+        Of the gradients that the optimizer was given, after clipping, where they were clipped; or as they were when
+        `Monitor.measure_gradients` was called. Of this process.
         Where an optimizer stepped several times in the step, the root of the mean square over these. Infinite or NaN
         where a gradient is, None where no ``param_grad`` was measured.
         """

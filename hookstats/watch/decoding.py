@@ -22,7 +22,7 @@ class Row(NamedTuple):
     places: tuple[Place, ...]
     keep_channels: bool
     hidden_if_silent: bool
-    is_parameter: bool
+    reading: int | None  # of a parameter
 
 
 class Map:
@@ -35,7 +35,7 @@ class Map:
                 tuple(place.totals() for place in e.places) if totals_only else tuple(e.places),
                 e.keep_channels and not totals_only,
                 e.hidden_if_silent,
-                e.is_parameter,
+                e.reading if e.is_parameter else None,
             )
             for e in store.entries
         ]
@@ -52,7 +52,8 @@ class Map:
         """The copied blocks as numbers; the arrays are kept, not copied."""
         sites: dict[Site, SiteStats] = {}
         fired: dict[Site, tuple[int, int]] = {}  # device, number in the order of execution there
-        launched: dict[tuple[str, int], int] = {}  # parameters are measured together: the number of the first
+        # Parameters are measured together: all of one reading have the number of the first.
+        together: dict[tuple[str, int, int], int] = {}
         devices = list(dict.fromkeys(place.device for row in self._rows for place in row.places))
         for row in self._rows:
             parts = [_Part(place, blocks, self._bins) for place in row.places]
@@ -66,8 +67,8 @@ class Map:
             sites[row.site] = SiteStats(whole.moments, calls, whole.bins, keep_channels, self._bins, scale)
             if calls:
                 device, first = min((devices.index(part.device), part.first) for part in parts if part.calls)
-                if row.is_parameter:
-                    first = launched.setdefault((row.site.tensor, device), first)
+                if row.reading is not None:
+                    first = together.setdefault((row.site.tensor, device, row.reading), first)
                 fired[row.site] = (device, first)
         return Snapshot(step, sites, sorted(fired, key=fired.__getitem__), scalars, grad_scale, overflowed)
 

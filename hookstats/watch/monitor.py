@@ -217,9 +217,24 @@ class Monitor:
             self._binder.warn_once(
                 "silence",
                 f"in {_SILENT_STEPS} measured steps nothing came from {some}: a module that is never called as one, an "
-                "input that needs no gradient, an output whose gradient nobody asks for, or a view that was then "
-                "changed in place",
+                "input that needs no gradient, an output whose gradient nobody asks for, a parameter that "
+                "gets none, or a view that was then changed in place",
             )
+
+    def measure_gradients(self) -> None:
+        """Reads the parameters' gradients now, instead of when the optimizer steps: before they are clipped. ::
+
+            loss.backward()
+            scaler.unscale_(optimizer)  # with a GradScaler: before that, they are read with its scale
+            monitor.measure_gradients()
+            clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            monitor.step()
+
+        Of each parameter that has a gradient, once per measured step; behind the last backward of several. Nothing
+        without ``"param_grad"``, in a step that is not measured, or paused.
+        """
+        self._parameters.measure_gradients()
 
     def tap(self, tensor: torch.Tensor, name: str, channel_dim: int | None = None) -> torch.Tensor:
         """Measures any tensor inside a forward, and its gradient, as if a module named `name` had put it out.
