@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -11,6 +12,7 @@ from torch import nn
 import hookstats
 from hookstats import Snapshot, _native
 from hookstats.watch import drain
+from tests.plain import OF_OUTPUTS, hearing
 
 
 def run(model: nn.Module, seed: int = 0) -> torch.Tensor:
@@ -65,6 +67,52 @@ def test_the_trainers_own_step_numbers_are_kept() -> None:
         run(net)
         snapshots.append(mon.step(step))
     assert steps(snapshots) == [995, 1000, 1010]
+
+
+@pytest.mark.parametrize(
+    ("step", "got"),
+    [
+        (torch.tensor(1.0), "a Tensor"),
+        (torch.tensor(3), "a Tensor"),
+        (nn.Parameter(torch.tensor(1.0)), "a Parameter"),
+        (True, "True"),
+        (1.5, r"1\.5"),
+        ("3", "'3'"),
+        (np.array([1, 2]), r"array\(\[1, 2\]\)"),
+    ],
+)
+def test_what_is_no_step_number_is_refused_with_a_hint_at_scalars(step: Any, got: str) -> None:
+    mon = hookstats.attach(model())
+    with pytest.raises(TypeError, match=f"step: expected an int, the number .*, got {got}; scalars .*loss=loss"):
+        mon.step(step)
+    assert mon.snapshot().step == 0
+
+
+def test_step_numbers_of_numpy_are_ints() -> None:
+    snapshot = hookstats.attach(model()).step(np.int64(7))  # type: ignore[arg-type]
+    assert snapshot is not None
+    assert type(snapshot.step) is int
+
+
+@pytest.mark.parametrize("numbers", [[3, 3, 4, 4], [5, 4, 3, 7], [None, 0, 0, None]])
+def test_numbers_that_do_not_grow_are_told_once_and_every_snapshot_comes(numbers: list[int | None]) -> None:
+    net = model()
+    seen: list[Snapshot] = []
+    mon = hookstats.attach(net, every=lambda step: True, sinks=seen.append)
+    run(net)
+    with hearing() as told:
+        first = mon.step(numbers[0])
+    assert told == []
+    returned = [first]
+    with hearing() as told:
+        for number in numbers[1:]:
+            run(net)
+            returned.append(mon.step(number))
+    (text,) = told
+    assert "step: expected a larger number than that of the step before" in text
+    assert returned == seen
+    assert steps(returned) == [number if number is not None else 0 if i == 0 else 1 for i, number in enumerate(numbers)]
+    assert {snapshot["0", "output"].calls for snapshot in seen} == {1}
 
 
 def test_a_snapshot_covers_all_microbatches_of_its_step_and_no_more() -> None:
@@ -122,7 +170,9 @@ def test_an_every_that_fails_measures_nothing_and_says_so_once() -> None:
     with pytest.warns(UserWarning, match="the step is not measured: RuntimeError.'no idea'"):
         assert mon.step() is not None
     run(net)
-    assert mon.step() is None
+    with hearing() as told:
+        assert mon.step() is None
+    assert told == []
     with pytest.raises(RuntimeError, match="no idea"):
         hookstats.attach(net, every=broken, strict=True).step()
 
@@ -170,9 +220,11 @@ def test_sinks_get_every_snapshot_once_and_may_fail() -> None:
     run(net)
     with pytest.warns(UserWarning, match=r"sink.*failed: OSError.'disk full'"):
         mon.step()
-    for _ in range(3):
-        run(net)
-        mon.step()  # warned once
+    with hearing() as told:
+        for _ in range(3):
+            run(net)
+            mon.step()
+    assert told == []
     assert [snapshot.step for snapshot in seen] == [0, 2]
     strict = hookstats.attach(net, sinks=[broken], strict=True)
     with pytest.raises(OSError, match="disk full"):
@@ -263,7 +315,7 @@ def test_a_step_inside_paused_does_not_end_the_pause() -> None:
 
 def test_reset_forgets_the_open_step() -> None:
     net = model()
-    mon = hookstats.attach(net)
+    mon = hookstats.attach(net, tensors=OF_OUTPUTS)
     run(net)
     mon.reset()
     assert mon.snapshot().order == []
@@ -289,7 +341,7 @@ def test_snapshot_shows_the_open_step_else_the_last_measured_one() -> None:
 def test_detach_makes_a_last_snapshot_of_the_open_step() -> None:
     net = model()
     seen: list[Snapshot] = []
-    with hookstats.attach(net, every=1, sinks=seen.append) as mon:
+    with hookstats.attach(net, tensors=OF_OUTPUTS, every=1, sinks=seen.append) as mon:
         run(net)
         mon.step()
         run(net)
@@ -297,7 +349,7 @@ def test_detach_makes_a_last_snapshot_of_the_open_step() -> None:
     assert mon.snapshot() is seen[1]
     assert mon.step() is seen[1]
     assert mon.step() is None
-    with hookstats.attach(net, every=1, sinks=seen.append):
+    with hookstats.attach(net, tensors=OF_OUTPUTS, every=1, sinks=seen.append):
         pass
     assert len(seen) == 2
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any
 
@@ -95,17 +95,20 @@ class Monitor:
     def step(self, step: int | None = None, **scalars: Any) -> Snapshot | None:
         """Closes a training step; to be called after ``optimizer.step()``. Waits for nothing.
 
-        ``step``: the number of the step that ends here, where the trainer has its own. ``scalars``: numbers or
-        one-element tensors (``loss=loss``) that travel with a measured step; TypeError or ValueError for others.
+        ``step``: the number of the step that ends here, where the trainer has its own: an int, larger than the one
+        before. ``scalars``: numbers or one-element tensors (``loss=loss``) that travel with a measured step; TypeError
+        or ValueError for others.
         Returns a Snapshot that has arrived, of this or an earlier measured step, each once and in order; None while
         there is none. What a sink raises is raised here when all sinks have the Snapshot (an Exception only if
         ``strict``, else it is a warning); that step counts as returned.
         """
-        if step is not None and not hasattr(step, "__index__"):
-            raise TypeError(
-                f"step: expected an int, the number of the step, got {step!r}; scalars go by name: loss=loss"
+        number = self._step if step is None else _number(step)
+        if self._stepped and number < self._step:
+            self._watcher.warn_once(
+                "number",
+                f"step: expected a larger number than that of the step before, {self._step - 1}, got {number}: "
+                "snapshots have the numbers that were given, and cannot be told apart or sorted by these",
             )
-        number = self._step if step is None else operator.index(step)
         checked = self._scalars(scalars)
         with self._stopwatch.closing(self._measured):
             self._end_step(number, checked)
@@ -344,3 +347,12 @@ class Monitor:
     def __repr__(self) -> str:
         state = f"step {self._step}" if self._handles else "detached"
         return f"Monitor({len(self.sites)} sites, {self.state_bytes / 2**20:.1f} MB, {state})"
+
+
+def _number(step: Any) -> int:
+    """Of a step. A tensor is a scalar that was given without its name."""
+    if not isinstance(step, (bool, torch.Tensor)):
+        with suppress(TypeError):
+            return operator.index(step)
+    got = f"a {type(step).__name__}" if isinstance(step, torch.Tensor) else repr(step)
+    raise TypeError(f"step: expected an int, the number of the step, got {got}; scalars go by name: loss=loss")
