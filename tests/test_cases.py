@@ -63,7 +63,7 @@ def test_microbatches_merge_and_calls_says_how_often() -> None:
 def test_a_module_called_twice_and_a_shared_module_merge_under_their_first_name() -> None:
     shared = nn.Linear(6, 6)
     model = nn.Sequential(shared, nn.Tanh(), shared)
-    mon = hookstats.attach(model)
+    mon = hookstats.attach(model, tensors=OF_OUTPUTS)
     y = [batch()]
     for module in model:
         y.append(module(y[-1]))

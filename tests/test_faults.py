@@ -214,7 +214,7 @@ def test_past_the_memory_budget_all_sites_keep_totals(caplog: pytest.LogCaptureF
 
 def test_a_width_learned_late_that_would_break_the_budget_keeps_totals() -> None:
     model = nn.Sequential(nn.Linear(4, 1000), nn.ReLU(), nn.Tanh())
-    mon = hookstats.attach(model, memory_budget=200_000, histogram=None)
+    mon = hookstats.attach(model, memory_budget=200_000, histogram=None, tensors=OF_OUTPUTS)
     with pytest.warns(UserWarning, match=r"'1' and later sites would not fit into memory_budget=200000") as caught:
         model(torch.randn(2, 4))
     assert len(caught) == 1

@@ -138,7 +138,7 @@ def test_a_mask_may_leave_all_or_nothing(mask: torch.Tensor) -> None:
 @pytest.mark.parametrize("recompute", ["non-reentrant", "reentrant"])
 def test_a_recomputed_forward_is_masked_once(recompute: str) -> None:
     net = model()
-    mon = hookstats.attach(net, every=1)
+    mon = hookstats.attach(net, every=1, tensors=OF_OUTPUTS)
     x = batch().requires_grad_()
     with mon.mask(padding()):
         for block in net.blocks:
@@ -158,7 +158,7 @@ def test_a_recomputed_forward_is_masked_once(recompute: str) -> None:
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled_models_take_every_new_mask_without_compiling_anew(how: str, backend: str) -> None:
     net = model()
-    mon = hookstats.attach(net, every=2, example=((batch(),), {}))
+    mon = hookstats.attach(net, every=2, example=((batch(),), {}), tensors=OF_OUTPUTS)
     counter = CompileCounterWithBackend(backend)
     run: Any = net
     if how == "whole":
@@ -193,7 +193,7 @@ def test_compiled_models_take_every_new_mask_without_compiling_anew(how: str, ba
 
 def test_compiled_autograd_masks_gradients() -> None:
     net = model()
-    mon = hookstats.attach(net, every=1)
+    mon = hookstats.attach(net, every=1, tensors=OF_OUTPUTS)
     backend = torch.compile(backend="aot_eager")
     with torch._dynamo.compiled_autograd._enable(backend):
         with mon.mask(padding()):
