@@ -104,7 +104,7 @@ class Monitor:
         """
         number = self._step if step is None else _number(step)
         if self._stepped and number < self._step:
-            self._watcher.warn_once(
+            self._binder.warn_once(
                 "number",
                 f"step: expected a larger number than that of the step before, {self._step - 1}, got {number}: "
                 "snapshots have the numbers that were given, and cannot be told apart or sorted by these",
