@@ -15,13 +15,19 @@ from hookstats import ExponentBins
 SMALL = Shape(width=256, hidden=688, heads=4, blocks=4, vocabulary=2048, batch=1, length=128)  # 4.2 M parameters
 LARGE = Shape(width=2048, hidden=5632, heads=16, blocks=18, vocabulary=32000, batch=4, length=2048)  # 1.06 G
 
-DEFAULT = "+ histogram per tensor (default)"
+OF_OUTPUTS = ("output", "grad_output")
+DEFAULT = "+ histogram per tensor, gradients of parameters (default)"
 ATTACHED: dict[str, dict[str, Any] | None] = {
     "bare": None,
-    "totals": {"channels": False, "histogram": None},
-    "channels": {"histogram": None},
+    "totals": {"tensors": OF_OUTPUTS, "channels": False, "histogram": None},
+    "channels": {"tensors": OF_OUTPUTS, "histogram": None},
+    "+ histogram per tensor": {"tensors": OF_OUTPUTS},
     DEFAULT: {},
-    "+ histogram per channel": {"histogram": ExponentBins(per_channel=True), "memory_budget": 4 << 30},
+    "+ histogram per channel": {
+        "tensors": OF_OUTPUTS,
+        "histogram": ExponentBins(per_channel=True),
+        "memory_budget": 4 << 30,
+    },
 }
 MODES = ["eager", "blocks compiled"]  # by `compiled`
 NEVER, PERIOD = 0, 10

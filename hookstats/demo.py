@@ -163,12 +163,11 @@ def picture(snapshots: list[Snapshot], path: Path) -> None:
     plt.close(figure)
 
 
-def first_nan(model: nn.Module, images: torch.Tensor) -> Site | None:
-    """The first site in order of execution that holds a NaN."""
+def first_nonfinite(model: nn.Module, images: torch.Tensor) -> Site | None:
+    """The first site in order of execution that holds a NaN or an infinity."""
     with hookstats.attach(model, tensors="output") as monitor:
         model(images)
-        snapshot = monitor.snapshot()
-    return next((site for site in snapshot.order if snapshot[site].total.nans), None)
+        return monitor.snapshot().first_nonfinite
 
 
 def main() -> None:
@@ -211,7 +210,7 @@ def main() -> None:
     layer = "conv3"
     with torch.no_grad():
         model.get_submodule(layer).weight[5, 0, 1, 1] = float("nan")  # type: ignore[operator]
-        found = first_nan(model, test_images)
+        found = first_nonfinite(model, test_images)
     print(f"one weight of {layer} is now NaN; the first site that shows it: {found}")
     if found != Site(layer, "output"):
         sys.exit("hookstats: the demo named the wrong site")

@@ -59,7 +59,7 @@ def test_gradients_are_reported_without_the_scale(scale: float, bins: Any) -> No
     train(model, torch.optim.SGD(model.parameters(), lr=0.1), scaler)
     snapshot = mon.step()
     assert snapshot is not None
-    assert snapshot.scalars["grad_scale"] == scale
+    assert snapshot.grad_scale == scale
     for site, gradient in gradients_without_a_scaler().items():
         stats, wanted = snapshot[site], gradient.numpy()
         for c, row in enumerate(wanted.T):
@@ -108,7 +108,7 @@ def test_a_step_that_the_scaler_skips_is_marked(fused: bool) -> None:
         snapshot = mon.step()
         assert snapshot is not None
         marks.append(snapshot.overflowed)
-        scales.append(snapshot.scalars["grad_scale"])
+        scales.append(snapshot.grad_scale)
     assert marks == [False, True, False]
     assert scales == [2.0**20, 2.0**21, 2.0**20]  # doubled after a good step, halved after an overflow
 
@@ -123,7 +123,7 @@ def test_the_scale_is_that_of_the_step_also_where_few_are_measured() -> None:
         train(model, optimizer, scaler)
         snapshot = mon.step()
         if snapshot is not None:
-            seen[snapshot.step] = snapshot.scalars["grad_scale"], snapshot.overflowed
+            seen[snapshot.step] = snapshot.grad_scale, snapshot.overflowed
     assert seen == {0: (16.0, False), 3: (128.0, False)}
 
 
@@ -148,7 +148,7 @@ def test_a_disabled_scaler_scales_nothing() -> None:
     train(model, torch.optim.SGD(model.parameters(), lr=0.1), scaler)
     snapshot = mon.step()
     assert snapshot is not None
-    assert snapshot.scalars["grad_scale"] == 1.0
+    assert snapshot.grad_scale == 1.0
     wanted = gradients_without_a_scaler()["2", "grad_output"]
     np.testing.assert_allclose(snapshot["2", "grad_output"].total.rms, wanted.square().mean().sqrt(), rtol=1e-5)
 
@@ -158,12 +158,24 @@ def test_without_a_scaler_nothing_is_said_of_overflows() -> None:
     assert mon.snapshot().overflowed is None
 
 
+@pytest.mark.parametrize("with_scaler", [False, True])
+def test_no_scalar_of_the_user_is_taken_for_the_scalers(with_scaler: bool) -> None:
+    model = network()
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled=with_scaler)
+    mon = hookstats.attach(model, grad_scaler=scaler if with_scaler else None)
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1), scaler)
+    own = {"grad_scale": 2.0, "overflowed": True, "scale": 3.0}
+    snapshot = mon.step(**own, loss=torch.tensor(7.0))
+    assert snapshot is not None
+    assert snapshot.scalars == own | {"loss": 7.0}
+    assert (snapshot.grad_scale, snapshot.overflowed) == ((64.0, False) if with_scaler else (None, None))
+    wanted = gradients_without_a_scaler()["2", "grad_output"].square().mean().sqrt()
+    np.testing.assert_allclose(snapshot["2", "grad_output"].total.rms, wanted, rtol=1e-4)
+
+
 def test_bad_input_is_refused() -> None:
     with pytest.raises(TypeError, match=r"expected a torch.amp.GradScaler or None, got int"):
         hookstats.attach(network(), grad_scaler=3)
-    mon = hookstats.attach(network(), grad_scaler=torch.amp.GradScaler("cpu"))
-    with pytest.raises(ValueError, match="expected other names than grad_scale and overflowed"):
-        mon.step(grad_scale=2.0)
 
 
 def test_a_state_is_divided_like_its_values() -> None:
@@ -181,7 +193,7 @@ def test_the_scale_that_is_loaded_after_attach_is_the_one_that_counts() -> None:
     train(model, torch.optim.SGD(model.parameters(), lr=0.1), scaler)
     snapshot = mon.step()
     assert snapshot is not None
-    assert snapshot.scalars["grad_scale"] == 1024
+    assert snapshot.grad_scale == 1024
     wanted = gradients_without_a_scaler()["2", "grad_output"].square().mean().sqrt()
     np.testing.assert_allclose(snapshot["2", "grad_output"].total.rms, wanted, rtol=1e-4)
 

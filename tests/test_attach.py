@@ -21,14 +21,14 @@ import hookstats
 from hookstats import ExponentBins, Site
 from tests.conftest import DEVICES, check
 from tests.models import Containers, Residual, images, small_cnn
-from tests.plain import Plain, check_against, together
+from tests.plain import OF_OUTPUTS, Plain, check_against, together
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("per_channel", [False, True])
 def test_every_default_site_of_a_cnn_matches_plain_hooks(per_channel: bool, device: str) -> None:
     model = small_cnn().to(device)
-    mon = hookstats.attach(model, every=1, histogram=ExponentBins(per_channel))
+    mon = hookstats.attach(model, every=1, histogram=ExponentBins(per_channel), tensors=OF_OUTPUTS)
     plain = Plain(model)
     model(images().to(device)).square().mean().backward()
     mon.step()
@@ -43,7 +43,7 @@ def test_every_default_site_of_a_cnn_matches_plain_hooks(per_channel: bool, devi
 def test_microbatches_and_repeated_modules_are_merged() -> None:
     shared = nn.Linear(6, 6)
     model = nn.Sequential(shared, nn.Tanh(), shared)
-    mon = hookstats.attach(model, every=1)
+    mon = hookstats.attach(model, every=1, tensors=OF_OUTPUTS)
     plain = Plain(model)
     for seed in range(3):
         model(torch.randn(5, 6, generator=torch.Generator().manual_seed(seed))).sum().backward()
@@ -58,7 +58,7 @@ def test_microbatches_and_repeated_modules_are_merged() -> None:
 
 def test_the_residual_stream_is_watched_and_every_width_is_kept_apart() -> None:
     model = Residual()
-    mon = hookstats.attach(model, every=1)
+    mon = hookstats.attach(model, every=1, tensors=OF_OUTPUTS)
     plain = Plain(model)
     model(torch.randn(3, 7, 16)).square().sum().backward()
     snapshot = mon.step()
@@ -160,7 +160,7 @@ def test_no_grad_and_inference_mode_measure_the_forward_only() -> None:
     for context in (torch.no_grad, torch.inference_mode):
         model = small_cnn()
         with context():
-            mon = hookstats.attach(model)
+            mon = hookstats.attach(model, tensors=OF_OUTPUTS)
             model(images())
         snapshot = mon.snapshot()
         assert {site.tensor for site in snapshot.order} == {"output"}
@@ -220,7 +220,7 @@ def test_a_gradient_that_arrives_after_detach_is_dropped() -> None:
 
 def test_deepcopy_and_pickle_give_unwatched_models() -> None:
     model = small_cnn()
-    mon = hookstats.attach(model)
+    mon = hookstats.attach(model, tensors=OF_OUTPUTS)
     other = copy.deepcopy(model)
     file = io.BytesIO()
     torch.save(model, file)
@@ -231,7 +231,7 @@ def test_deepcopy_and_pickle_give_unwatched_models() -> None:
         assert mon.snapshot().order == []
     model(images()).sum().backward()
     assert len(mon.snapshot().order) == 12
-    again = hookstats.attach(pickle.loads(pickle.dumps(other)))
+    again = hookstats.attach(pickle.loads(pickle.dumps(other)), tensors=OF_OUTPUTS)
     assert len(again.sites) == 12
 
 
@@ -347,7 +347,7 @@ def test_measure_one_tensor() -> None:
 
 def test_modules_that_are_leaves_to_their_users() -> None:
     normed = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 6)), nn.MultiheadAttention(6, 2))
-    mon = hookstats.attach(normed)
+    mon = hookstats.attach(normed, tensors=OF_OUTPUTS)
     assert {site.name for site in mon.sites} == {"0", "1"}
     y = normed[0](torch.randn(5, 4))
     z, _ = normed[1](y, y, y)
@@ -360,6 +360,6 @@ def test_modules_that_are_leaves_to_their_users() -> None:
 def test_wrappers_leave_no_trace_in_names() -> None:
     inner = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     compiled = torch.compile(inner, backend="eager")
-    assert {site.name for site in hookstats.attach(compiled).sites} == {"0", "1"}  # type: ignore[arg-type]
+    assert {site.name for site in hookstats.attach(compiled, tensors=OF_OUTPUTS).sites} == {"0", "1"}  # type: ignore[arg-type]
     module_named = nn.ModuleDict({"module": nn.Linear(2, 2)})
-    assert {site.name for site in hookstats.attach(module_named).sites} == {"module"}
+    assert {site.name for site in hookstats.attach(module_named, tensors=OF_OUTPUTS).sites} == {"module"}

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import hookstats
 from tests.conftest import check
 from tests.models import Containers, Residual
-from tests.plain import Plain, check_against
+from tests.plain import OF_OUTPUTS, Plain, check_against, hearing
 
 
 class Calls(nn.Module):
@@ -53,7 +53,7 @@ def run(model: nn.Module, x: torch.Tensor) -> None:
 
 def test_microbatches_merge_and_calls_says_how_often() -> None:
     model = mlp()
-    mon, plain = hookstats.attach(model), Plain(model)
+    mon, plain = hookstats.attach(model, tensors=OF_OUTPUTS), Plain(model)
     for seed in range(3):
         run(model, batch(seed))
     check_against(plain, mon.snapshot())
@@ -63,7 +63,7 @@ def test_microbatches_merge_and_calls_says_how_often() -> None:
 def test_a_module_called_twice_and_a_shared_module_merge_under_their_first_name() -> None:
     shared = nn.Linear(6, 6)
     model = nn.Sequential(shared, nn.Tanh(), shared)
-    mon = hookstats.attach(model)
+    mon = hookstats.attach(model, tensors=OF_OUTPUTS)
     y = [batch()]
     for module in model:
         y.append(module(y[-1]))
@@ -113,7 +113,7 @@ def test_without_gradients_the_forward_alone_is_measured_and_training_may_follow
 
 def test_threads_that_run_one_model_are_all_counted() -> None:
     model = mlp()
-    mon = hookstats.attach(model)
+    mon = hookstats.attach(model, tensors=OF_OUTPUTS)
     threads = [threading.Thread(target=lambda: [run(model, batch()) for _ in range(20)]) for _ in range(4)]
     for thread in threads:
         thread.start()
@@ -249,7 +249,9 @@ def test_what_has_no_kernel_is_skipped_counted_and_told_once(name: str, make: An
     mon = hookstats.attach(model)
     with pytest.warns(UserWarning, match="not measured"):
         model(batch())
-    model(batch())
+    with hearing() as told:
+        model(batch())
+    assert told == []
     assert set(mon.skipped) == {("", "output"), ("", "grad_output")}
 
 
@@ -387,7 +389,7 @@ def inside_compile(block: nn.Module, x: torch.Tensor) -> Any:
 def test_a_recomputed_forward_counts_once_and_so_does_its_gradient(way: Callable[..., Any]) -> None:
     torch.compiler.reset()
     model = Residual()
-    mon = hookstats.attach(model)
+    mon = hookstats.attach(model, tensors=OF_OUTPUTS)
     x = torch.randn(2, 5, 16, requires_grad=True)
     plain_model = copy.deepcopy(model)
     plain = Plain(plain_model)

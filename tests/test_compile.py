@@ -15,6 +15,7 @@ from hookstats import ExponentBins, Snapshot
 from hookstats.numbers import fields
 from tests.conftest import DEVICES
 from tests.models import Residual
+from tests.plain import OF_OUTPUTS
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated.*:DeprecationWarning")
 
@@ -35,7 +36,7 @@ def train(
     model = Residual(depth=depth).to(device)
     if how == "attach after":
         compiled = torch.compile(model, fullgraph=True, backend=compiler, **options)
-    mon = hookstats.attach(model, every=every, histogram=ExponentBins(True))
+    mon = hookstats.attach(model, tensors=OF_OUTPUTS, every=every, histogram=ExponentBins(True))
     run: Any = model
     if how == "whole":
         run = torch.compile(model, fullgraph=True, backend=compiler, **options)
@@ -156,7 +157,7 @@ def test_containers_and_unsupported_outputs_do_not_break_a_graph() -> None:
             return y, y.argmax(-1)
 
     model = Odd()
-    mon = hookstats.attach(model, ["", "inner"], every=1)
+    mon = hookstats.attach(model, ["", "inner"], tensors=OF_OUTPUTS, every=1)
     model(torch.randn(3, 4))[0].sum().backward()  # an eager pass tells what the container holds
     mon.step()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")

@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import hookstats
 from hookstats.numbers import fields
 from tests.models import Residual
-from tests.plain import Plain, check_against
+from tests.plain import OF_OUTPUTS, Plain, check_against
 
 TENSORS = ("output", "grad_output", "param", "param_grad", "param_update")
 
@@ -62,7 +62,7 @@ def test_fsdp2_on_two_ranks_sees_what_one_process_sees(attach_first: bool) -> No
         for rank in range(2):
             torch.manual_seed(0)
             model = Residual()
-            mon = hookstats.attach(model, every=1)
+            mon = hookstats.attach(model, tensors=OF_OUTPUTS, every=1)
             model(batch(rank)).square().sum().backward()
             snapshot = mon.step()
             assert snapshot is not None
@@ -111,6 +111,7 @@ def ddp_worker(rank: int, world: int, folder: str) -> None:
         model(batch(rank)).square().sum().backward()  # a forward broadcasts rank 0's buffers
     seen = {(name.removeprefix("module."), kind): tensors for (name, kind), tensors in plain.seen.items()}
     plain.seen = seen
+    plain.by_default = {name.removeprefix("module.") for name in plain.by_default}
     assert list(model.state_dict()) == names
     assert all("blocks" in site.name or site.name == "head" for site in mon.sites)  # clean names
     check_against(plain, mon.snapshot())

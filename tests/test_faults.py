@@ -17,6 +17,7 @@ from hookstats import ExponentBins, Site
 from hookstats.watch import arguments
 from tests.conftest import check
 from tests.models import images, small_cnn
+from tests.plain import OF_OUTPUTS
 
 
 # What is wrong is said at attach: what was expected, what arrived.
@@ -106,7 +107,7 @@ class Changing(nn.Module):
 )
 def test_what_cannot_be_measured_is_skipped_once_with_its_reason(output: Any, reason: str) -> None:
     model = nn.Sequential(nn.Linear(4, 4), Changing(output, output))
-    mon = hookstats.attach(model)
+    mon = hookstats.attach(model, tensors=OF_OUTPUTS)
     with pytest.warns(UserWarning, match=f"not measured: 1 output and 1 grad_output: .*{reason}"):
         model(torch.randn(3, 4))
     with warnings.catch_warnings(record=True) as again:
@@ -199,12 +200,12 @@ def test_a_width_that_changes_folds_to_one_channel() -> None:
 def test_past_the_memory_budget_all_sites_keep_totals(caplog: pytest.LogCaptureFixture) -> None:
     model = small_cnn()
     with caplog.at_level("INFO", logger="hookstats"):
-        mon = hookstats.attach(model, memory_budget=70_000, histogram=ExponentBins(True))
+        mon = hookstats.attach(model, memory_budget=70_000, histogram=ExponentBins(True), tensors=OF_OUTPUTS)
         assert "attached to 12 sites of 6 modules" in caplog.text
         assert "memory_budget" not in caplog.text
         assert mon.snapshot()["7", "output"].channels is not None
     with caplog.at_level("INFO", logger="hookstats"):
-        mon = hookstats.attach(model, memory_budget=20_000, histogram=ExponentBins(True))
+        mon = hookstats.attach(model, memory_budget=20_000, histogram=ExponentBins(True), tensors=OF_OUTPUTS)
     assert "all sites keep totals only" in caplog.text
     model(images()).sum().backward()
     assert all(stats.channels is None for stats in mon.snapshot().values())
@@ -213,7 +214,7 @@ def test_past_the_memory_budget_all_sites_keep_totals(caplog: pytest.LogCaptureF
 
 def test_a_width_learned_late_that_would_break_the_budget_keeps_totals() -> None:
     model = nn.Sequential(nn.Linear(4, 1000), nn.ReLU(), nn.Tanh())
-    mon = hookstats.attach(model, memory_budget=200_000, histogram=None)
+    mon = hookstats.attach(model, memory_budget=200_000, histogram=None, tensors=OF_OUTPUTS)
     with pytest.warns(UserWarning, match=r"'1' and later sites would not fit into memory_budget=200000") as caught:
         model(torch.randn(2, 4))
     assert len(caught) == 1

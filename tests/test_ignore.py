@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import threading
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -19,7 +16,7 @@ import hookstats
 from hookstats.watch import ignoring
 from tests.conftest import DEVICES, check
 from tests.models import Residual
-from tests.plain import Plain
+from tests.plain import OF_OUTPUTS, Plain, hearing
 
 
 @pytest.fixture(autouse=True)
@@ -42,16 +39,6 @@ def padding(seed: int = 0) -> torch.Tensor:
     return torch.arange(7) >= lengths[:, None]
 
 
-@contextmanager
-def hearing() -> Iterator[list[str]]:
-    """What hookstats warns of inside: it does not let a warning become an error."""
-    heard: list[str] = []
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        yield heard
-    heard += [str(each.message) for each in told if "hookstats" in str(each.message)]
-
-
 def check_masked(plain: Plain, masks: list[torch.Tensor], snapshot: hookstats.Snapshot) -> None:
     """Every site, against the same tensors without the rows that are masked."""
     assert len(snapshot) == len(snapshot.order) > 0
@@ -64,7 +51,7 @@ def check_masked(plain: Plain, masks: list[torch.Tensor], snapshot: hookstats.Sn
 @pytest.mark.parametrize("device", DEVICES)
 def test_masked_rows_do_not_count_and_each_microbatch_has_its_mask(device: str) -> None:
     net = model().to(device)
-    mon, plain = hookstats.attach(net, every=1), Plain(net)
+    mon, plain = hookstats.attach(net, every=1, tensors=OF_OUTPUTS), Plain(net)
     masks = [padding(seed).to(device) for seed in range(3)]
     losses = []
     for seed, mask in enumerate(masks):
@@ -89,7 +76,7 @@ def test_masked_rows_do_not_count_and_each_microbatch_has_its_mask(device: str) 
 
 def test_outside_of_a_mask_all_rows_count_also_after_an_error_inside() -> None:
     net = model()
-    mon, plain = hookstats.attach(net, every=1), Plain(net)
+    mon, plain = hookstats.attach(net, every=1, tensors=OF_OUTPUTS), Plain(net)
     net(batch())
     with mon.ignore(padding()):
         net(batch(1))
@@ -143,7 +130,7 @@ def test_flattened_tokens_are_masked_and_tensors_of_other_shapes_count_as_a_whol
 @pytest.mark.parametrize("mask", [torch.zeros(4, 7, dtype=torch.bool), torch.ones(4, 7, dtype=torch.bool)])
 def test_a_mask_may_leave_all_or_nothing(mask: torch.Tensor) -> None:
     net = model()
-    mon = hookstats.attach(net, every=1)
+    mon = hookstats.attach(net, every=1, tensors=OF_OUTPUTS)
     with mon.ignore(mask):
         net(batch()).square().sum().backward()
     assert {stats.total.count > 0 for stats in mon.snapshot().values()} == {not mask.any().item()}
@@ -152,7 +139,7 @@ def test_a_mask_may_leave_all_or_nothing(mask: torch.Tensor) -> None:
 @pytest.mark.parametrize("recompute", ["non-reentrant", "reentrant"])
 def test_a_recomputed_forward_is_masked_once(recompute: str) -> None:
     net = model()
-    mon = hookstats.attach(net, every=1)
+    mon = hookstats.attach(net, every=1, tensors=OF_OUTPUTS)
     x = batch().requires_grad_()
     with mon.ignore(padding()):
         for block in net.blocks:
@@ -172,7 +159,7 @@ def test_a_recomputed_forward_is_masked_once(recompute: str) -> None:
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled_models_take_every_new_mask_without_compiling_anew(how: str, backend: str) -> None:
     net = model()
-    mon = hookstats.attach(net, every=2, example=((batch(),), {}))
+    mon = hookstats.attach(net, every=2, example=((batch(),), {}), tensors=OF_OUTPUTS)
     counter = CompileCounterWithBackend(backend)
     run: Any = net
     if how == "whole":
@@ -207,7 +194,7 @@ def test_compiled_models_take_every_new_mask_without_compiling_anew(how: str, ba
 
 def test_compiled_autograd_masks_gradients() -> None:
     net = model()
-    mon = hookstats.attach(net, every=1)
+    mon = hookstats.attach(net, every=1, tensors=OF_OUTPUTS)
     backend = torch.compile(backend="aot_eager")
     with torch._dynamo.compiled_autograd._enable(backend):
         with mon.ignore(padding()):
@@ -243,7 +230,7 @@ def test_training_is_bit_identical_with_a_mask() -> None:
     weights = []
     for masked in (True, False):
         net = model()
-        mon = hookstats.attach(net, every=1)
+        mon = hookstats.attach(net, every=1, tensors=OF_OUTPUTS)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         for step in range(5):
             if masked:
@@ -276,7 +263,7 @@ def test_a_mask_that_is_entered_in_a_step_that_is_not_measured_counts_in_those_t
 
 def test_a_mask_that_no_tensor_fits_is_told_once() -> None:
     net = model()
-    mon = hookstats.attach(net, every=1)
+    mon = hookstats.attach(net, every=1, tensors=OF_OUTPUTS)
     wrong = padding().t()
     with (
         pytest.warns(UserWarning, match=r"no tensor that was measured begins with the shape of the rows, \(7, 4\)"),
@@ -310,7 +297,7 @@ def test_channels_are_no_rows_also_where_totals_alone_are_kept(channels: bool) -
 
 def test_masks_that_end_in_another_order_than_they_began_leave_nothing_behind() -> None:
     net = model()
-    mon = hookstats.attach(net, every=1)
+    mon = hookstats.attach(net, every=1, tensors=OF_OUTPUTS)
     first, second = mon.ignore(padding()), mon.ignore(padding(5))
     first.__enter__()
     second.__enter__()
@@ -333,7 +320,7 @@ def test_a_width_that_is_learned_inside_a_mask_is_masked() -> None:
 
 def test_a_mask_that_cannot_be_applied_does_not_stop_training(monkeypatch: pytest.MonkeyPatch) -> None:
     net = model()
-    mon = hookstats.attach(net, every=1)
+    mon = hookstats.attach(net, every=1, tensors=OF_OUTPUTS)
 
     def fails(*_: Any) -> Any:
         raise RuntimeError("out of memory")
@@ -346,7 +333,7 @@ def test_a_mask_that_cannot_be_applied_does_not_stop_training(monkeypatch: pytes
 
 def test_no_word_of_masks_that_did_their_work() -> None:
     net = model()
-    mon = hookstats.attach(net, every=1)
+    mon = hookstats.attach(net, every=1, tensors=OF_OUTPUTS)
     with hearing() as told:
         with mon.ignore(padding()):
             net(batch())

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+import hookstats
+from hookstats import _native
 from hookstats.numbers import fields
 from tests.conftest import DTYPES, HISTOGRAMS, Backend, State, check
 
@@ -416,6 +418,33 @@ def test_flush_to_zero_set_by_the_trainer_loses_nothing() -> None:
     finally:
         torch.set_flush_denormal(False)
     check(stats, x, 1)
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (3000, 5), (2, 20_000)])
+@pytest.mark.parametrize("way", ["rows", "planes", "merge", "totals"])
+def test_flush_to_zero_does_not_make_zeros_of_float64_subnormals(way: str, shape: tuple[int, int]) -> None:
+    bits = torch.randint(1, 2**52, shape) | torch.randint(0, 2, shape) << 63
+    x = bits.view(torch.float64)
+    backend, dim = Backend("cpu", torch.ops.hookstats, "cpu"), 0 if way == "planes" else 1
+    try:
+        torch.set_flush_denormal(True)
+        state = backend.accumulate(x, dim, "per_tensor")
+        if way == "merge":
+            part, state = state, State(shape[1], "per_tensor", "cpu")
+            backend.merge(state, part)
+        stats = state.stats()
+        if way == "totals":
+            words = _native.Totals([state.moments], [state.counters]).fold()
+            moments = words[:, : len(fields.FIELDS)].view(torch.float64).T.numpy()
+            stats = hookstats.SiteStats(moments, 1, None, False)
+        got = [getattr(stats.total, name) for name in ("zeros", "min", "max", "abs_max")]
+        of_channels = None if stats.channels is None else [stats.channels.zeros, stats.channels.min, stats.channels.max]
+    finally:
+        torch.set_flush_denormal(False)
+    assert got == [0, x.min().item(), x.max().item(), x.abs().max().item()]
+    if of_channels is not None:
+        expected = [0 * x.amin(1 - dim), x.amin(1 - dim), x.amax(1 - dim)]
+        np.testing.assert_array_equal(of_channels, torch.stack(expected).numpy())
 
 
 def test_64_bit_offsets(backend: Backend) -> None:

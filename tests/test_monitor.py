@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -11,6 +12,7 @@ from torch import nn
 import hookstats
 from hookstats import Snapshot, _native
 from hookstats.watch import drain
+from tests.plain import OF_OUTPUTS, hearing
 
 
 def run(model: nn.Module, seed: int = 0) -> torch.Tensor:
@@ -65,6 +67,52 @@ def test_the_trainers_own_step_numbers_are_kept() -> None:
         run(net)
         snapshots.append(mon.step(step))
     assert steps(snapshots) == [995, 1000, 1010]
+
+
+@pytest.mark.parametrize(
+    ("step", "got"),
+    [
+        (torch.tensor(1.0), "a Tensor"),
+        (torch.tensor(3), "a Tensor"),
+        (nn.Parameter(torch.tensor(1.0)), "a Parameter"),
+        (True, "True"),
+        (1.5, r"1\.5"),
+        ("3", "'3'"),
+        (np.array([1, 2]), r"array\(\[1, 2\]\)"),
+    ],
+)
+def test_what_is_no_step_number_is_refused_with_a_hint_at_scalars(step: Any, got: str) -> None:
+    mon = hookstats.attach(model())
+    with pytest.raises(TypeError, match=f"step: expected an int, the number .*, got {got}; scalars .*loss=loss"):
+        mon.step(step)
+    assert mon.snapshot().step == 0
+
+
+def test_step_numbers_of_numpy_are_ints() -> None:
+    snapshot = hookstats.attach(model()).step(np.int64(7))  # type: ignore[arg-type]
+    assert snapshot is not None
+    assert type(snapshot.step) is int
+
+
+@pytest.mark.parametrize("numbers", [[3, 3, 4, 4], [5, 4, 3, 7], [None, 0, 0, None]])
+def test_numbers_that_do_not_grow_are_told_once_and_every_snapshot_comes(numbers: list[int | None]) -> None:
+    net = model()
+    seen: list[Snapshot] = []
+    mon = hookstats.attach(net, every=lambda step: True, sinks=seen.append)
+    run(net)
+    with hearing() as told:
+        first = mon.step(numbers[0])
+    assert told == []
+    returned = [first]
+    with hearing() as told:
+        for number in numbers[1:]:
+            run(net)
+            returned.append(mon.step(number))
+    (text,) = told
+    assert "step: expected a larger number than that of the step before" in text
+    assert returned == seen
+    assert steps(returned) == [number if number is not None else 0 if i == 0 else 1 for i, number in enumerate(numbers)]
+    assert {snapshot["0", "output"].calls for snapshot in seen} == {1}
 
 
 def test_a_snapshot_covers_all_microbatches_of_its_step_and_no_more() -> None:
@@ -122,7 +170,9 @@ def test_an_every_that_fails_measures_nothing_and_says_so_once() -> None:
     with pytest.warns(UserWarning, match="the step is not measured: RuntimeError.'no idea'"):
         assert mon.step() is not None
     run(net)
-    assert mon.step() is None
+    with hearing() as told:
+        assert mon.step() is None
+    assert told == []
     with pytest.raises(RuntimeError, match="no idea"):
         hookstats.attach(net, every=broken, strict=True).step()
 
@@ -170,13 +220,71 @@ def test_sinks_get_every_snapshot_once_and_may_fail() -> None:
     run(net)
     with pytest.warns(UserWarning, match=r"sink.*failed: OSError.'disk full'"):
         mon.step()
-    for _ in range(3):
-        run(net)
-        mon.step()  # warned once
+    with hearing() as told:
+        for _ in range(3):
+            run(net)
+            mon.step()
+    assert told == []
     assert [snapshot.step for snapshot in seen] == [0, 2]
     strict = hookstats.attach(net, sinks=[broken], strict=True)
     with pytest.raises(OSError, match="disk full"):
         strict.step()
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
+def test_a_sink_that_raises_keeps_no_snapshot_from_other_sinks_or_later_steps(
+    strict: bool, error: type[BaseException]
+) -> None:
+    seen: dict[str, list[int]] = {"first": [], "last": []}
+    raising: list[BaseException] = []
+
+    def first(snapshot: Snapshot) -> None:
+        seen["first"].append(snapshot.step)
+        if raising:
+            raise raising.pop()
+
+    net = model()
+    mon = hookstats.attach(
+        net, every=2, sinks=[first, lambda snapshot: seen["last"].append(snapshot.step)], strict=strict
+    )
+    returned = []
+    for step in range(7):
+        run(net)
+        if step == 2:
+            raising.append(error("stop"))
+        if step == 2 and (strict or error is KeyboardInterrupt):
+            with pytest.raises(error, match="stop"):
+                mon.step()
+            assert mon.snapshot().step == 2
+        elif step == 2:
+            with pytest.warns(UserWarning, match="failed: OSError"):
+                returned.append(mon.step())
+        else:
+            returned.append(mon.step())
+    assert seen == {"first": [0, 2, 4, 6], "last": [0, 2, 4, 6]}
+    got = [None if snapshot is None else snapshot.step for snapshot in returned]
+    assert got == [0, None, *([] if strict or error is KeyboardInterrupt else [2]), None, 4, None, 6]
+
+
+def test_of_two_sinks_that_raise_the_first_one_is_heard_also_from_detach() -> None:
+    seen: list[Snapshot] = []
+
+    def interrupted(snapshot: Snapshot) -> None:
+        raise KeyboardInterrupt("first")
+
+    def exits(snapshot: Snapshot) -> None:
+        seen.append(snapshot)
+        raise SystemExit("second")
+
+    net = model()
+    mon = hookstats.attach(net, sinks=[interrupted, exits])
+    run(net)
+    with pytest.raises(KeyboardInterrupt, match="first"):
+        mon.detach()
+    assert len(seen) == 1
+    assert not net[0]._forward_hooks
+    mon.detach()
 
 
 def test_paused_measures_nothing_and_nests() -> None:
@@ -225,7 +333,7 @@ def test_a_step_inside_paused_does_not_end_the_pause() -> None:
 
 def test_reset_forgets_the_open_step() -> None:
     net = model()
-    mon = hookstats.attach(net)
+    mon = hookstats.attach(net, tensors=OF_OUTPUTS)
     run(net)
     mon.reset()
     assert mon.snapshot().order == []
@@ -269,13 +377,13 @@ def test_detach_returns_what_nobody_has_fetched_and_makes_no_step_of_a_part_of_o
 
 def test_without_steps_detach_makes_a_snapshot_of_what_there_is() -> None:
     net = model()
-    mon = hookstats.attach(net)
+    mon = hookstats.attach(net, tensors=OF_OUTPUTS)
     for seed in range(2):
         run(net, seed)
     (whole,) = mon.detach()
     assert whole["0", "output"].calls == 2
-    assert hookstats.attach(net).detach() == []
-    with hookstats.attach(net) as mon:
+    assert hookstats.attach(net, tensors=OF_OUTPUTS).detach() == []
+    with hookstats.attach(net, tensors=OF_OUTPUTS) as mon:
         run(net)
     assert mon.snapshot()["0", "output"].calls == 1
     assert [snapshot["0", "output"].calls for snapshot in mon.detach()] == [1]

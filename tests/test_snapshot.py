@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import builtins
+import gc
+import weakref
 from typing import Any
 
 import numpy as np
@@ -48,6 +50,45 @@ def test_the_table_can_be_sorted_by_any_statistic() -> None:
     assert "l1_norm" in rows[0]
     with pytest.raises(ValueError, match=r"expected one of count, mean.*got 'size'"):
         taken.table(sort="size")
+
+
+def owner(array: Any) -> Any:
+    """The array whose memory this one shows."""
+    while isinstance(array.base, np.ndarray):
+        array = array.base
+    return array
+
+
+@pytest.mark.parametrize("channels", [True, False])
+def test_a_compact_snapshot_keeps_the_totals_and_nothing_of_the_steps_memory(channels: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 1000), nn.ReLU(), nn.Linear(1000, 3), nn.Tanh())
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    mon = hookstats.attach(model, ["0", "2", "3", ""], tensors="output", channels=channels, grad_scaler=scaler)
+    model[2](model[0](torch.randn(8, 4)))
+    mon.step(loss=3.0)
+    taken = mon.snapshot()
+    taken.skipped = {hookstats.Site("x", "output"): "a reason"}
+    del mon
+    assert taken.overflowed is False
+    memory = {id(owner(stats._moments)): weakref.ref(owner(stats._moments)) for stats in taken.values()}
+    compact = taken.compact()
+    assert isinstance(compact, Snapshot)
+    for name in ("step", "order", "scalars", "skipped", "grad_scale", "overflowed"):
+        assert getattr(compact, name) == getattr(taken, name)
+    assert list(compact) == list(taken)
+    for site, stats in taken.items():
+        assert compact[site].calls == stats.calls
+        for name in fields.STATISTICS:  # to the bit
+            np.testing.assert_equal(getattr(compact[site].total, name), getattr(stats.total, name))
+        assert compact[site].channels is compact[site].histogram is None
+    kept, other = compact["2", "output"], compact["0", "output"]
+    assert owner(kept._moments) is not owner(other._moments)
+    assert owner(kept._moments).nbytes == 8 * len(fields.FIELDS)
+    with pytest.raises(ValueError, match=r"or is of Snapshot\.compact"):
+        kept.quantile(0.5)
+    del taken, stats
+    gc.collect()
+    assert [each() for each in memory.values()] == [None] * len(memory)
 
 
 def test_flat_gives_names_for_loggers() -> None:

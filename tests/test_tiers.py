@@ -16,6 +16,7 @@ from hookstats.numbers import fields
 from hookstats.watch.drain import Pending
 from tests.conftest import Backend, State, compare
 from tests.models import Residual
+from tests.plain import OF_OUTPUTS
 from tests.test_kernels import normal
 
 INF, NAN = float("inf"), float("nan")
@@ -229,6 +230,7 @@ def same_totals(one: Snapshot, other: Snapshot) -> None:
 
 def both(model: nn.Module, **how: Any) -> tuple[hookstats.Monitor, hookstats.Monitor]:
     """A monitor of two tiers, and one that has everything at each step."""
+    how = {"tensors": OF_OUTPUTS} | how
     return hookstats.attach(model, channels_every=3, **how), hookstats.attach(model, **how)
 
 
@@ -284,7 +286,7 @@ def test_a_totals_step_sends_kilobytes(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Pending, "send", counted)
     net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
-    mon = hookstats.attach(net, every=1, channels_every=2, histogram=ExponentBins(per_channel=True))
+    mon = hookstats.attach(net, tensors=OF_OUTPUTS, every=1, channels_every=2, histogram=ExponentBins(per_channel=True))
     for _ in range(4):
         sent.append(0)
         loss = run(net, 0, 5, 64)
@@ -309,7 +311,7 @@ def test_each_snapshot_covers_its_own_step_alone() -> None:
 
 def test_whoever_waits_gets_everything() -> None:
     net = network()
-    mon = hookstats.attach(net, every=1, channels_every=3)
+    mon = hookstats.attach(net, tensors=OF_OUTPUTS, every=1, channels_every=3)
     for seed in range(2):
         run(net, seed)
         stepped(mon)
@@ -434,7 +436,7 @@ def test_a_monitor_without_a_site_yet_has_nothing_to_send() -> None:
 
 def test_totals_that_cannot_be_taken_are_lost_and_training_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     net = network()
-    mon = hookstats.attach(net, every=1, channels_every=2)
+    mon = hookstats.attach(net, tensors=OF_OUTPUTS, every=1, channels_every=2)
     run(net)
     stepped(mon)
     run(net)

@@ -16,6 +16,7 @@ import hookstats
 from hookstats import Monitor
 from hookstats.watch import evaluation
 from tests.models import Residual
+from tests.plain import OF_OUTPUTS
 
 
 def batch(seed: int = 0) -> torch.Tensor:
@@ -71,14 +72,14 @@ def test_in_compiled_models_evaluation_is_one_program_without_statistics(how: st
 def test_a_frozen_submodule_in_eval_mode_counts() -> None:
     model = Residual()
     model.blocks[0].eval()
-    mon = hookstats.attach(model, every=1)
+    mon = hookstats.attach(model, every=1, tensors=OF_OUTPUTS)
     model(batch()).sum().backward()
     assert mon.snapshot()["blocks.0", "output"].calls == 1
 
 
 def test_the_flag_of_what_is_inside_wrappers_decides() -> None:
     outer: Any = torch.optim.swa_utils.AveragedModel(torch.compile(Residual(), backend="eager"))
-    mon = hookstats.attach(outer, every=1)
+    mon = hookstats.attach(outer, every=1, tensors=OF_OUTPUTS)
     outer.module.eval()  # the wrapper stays in training mode, as trainers leave it
     outer(batch())
     assert outer.training
@@ -87,7 +88,7 @@ def test_the_flag_of_what_is_inside_wrappers_decides() -> None:
 
 def test_a_model_in_eval_mode_is_measured_until_it_was_seen_in_training_mode() -> None:
     model = Residual().eval()
-    mon = hookstats.attach(model, every=1)
+    mon = hookstats.attach(model, every=1, tensors=OF_OUTPUTS)
     model(batch())
     assert calls(mon.step()) >= {1}  # type: ignore[arg-type]
     model.train()
@@ -117,7 +118,7 @@ def test_true_and_false_say_it_outright() -> None:
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_recomputation_after_eval_belongs_to_its_training_forward(reentrant: bool) -> None:
     model = Residual()
-    mon = hookstats.attach(model, every=1)
+    mon = hookstats.attach(model, every=1, tensors=OF_OUTPUTS)
     x = batch().requires_grad_()
     loss = checkpoint(model, x, use_reentrant=reentrant).square().sum()
     model.eval()
@@ -127,7 +128,7 @@ def test_a_recomputation_after_eval_belongs_to_its_training_forward(reentrant: b
 
 def test_taps_and_wrapped_tensors_are_left_out_of_evaluation() -> None:
     model = nn.Linear(4, 4)
-    mon = hookstats.attach(model, every=1)
+    mon = hookstats.attach(model, every=1, tensors=OF_OUTPUTS)
     model.eval()
     mon.tap(model(torch.randn(2, 4)), "scores")
     assert ("scores", "output") not in mon.sites

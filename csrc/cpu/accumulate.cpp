@@ -152,6 +152,7 @@ void accumulate_lanes(const Input& input, int64_t fold, const State& state, Para
     }
   });
   if (!parts) return;
+  KeepSubnormals keep;
   for (int64_t group = 0; group < split.groups; ++group) {
     for (int64_t part = 1; part < split.parts; ++part) merge(parts[group], parts[part * split.groups + group]);
     add_to_state(parts[group], group);
@@ -281,6 +282,7 @@ void accumulate_planes(const Input& input, const State& state, ParallelFor paral
     }
   });
   if (!parts) return;
+  KeepSubnormals keep;
   for (int64_t c = 0; c < layout.channels; ++c) {
     Sample sum = Sample::neutral();
     for (int64_t part = 0; part < split.parts; ++part) sum.merge(parts[c * split.parts + part]);
@@ -310,6 +312,7 @@ void accumulate(const Input& input, const State& state, ParallelFor parallel_for
 
 // `into` has as many channels as `from`, or one, which then takes all.
 void merge(const State& into, const State& from) {
+  KeepSubnormals keep;
   const bool fold = into.channels != from.channels;
   for (int64_t c = 0; c < from.channels; ++c) {
     const Sample sample = Sample::load_state(from.moments + c, from.row_stride);
@@ -327,6 +330,7 @@ void totals(const State* states, int64_t count, int64_t* out, ParallelFor parall
   for (int64_t i = 0; i < count; ++i) channels += states[i].channels;
   if (channels < kSerialElements) parallel_for = serial;
   parallel_for(count, [=](int64_t begin, int64_t end) {
+    KeepSubnormals keep;
     for (int64_t i = begin; i < end; ++i) {
       const State& state = states[i];
       LaneSamples lanes;

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,6 +47,12 @@ class State:
     neginfs: Array
 
 
+def _in_order(values: Any, to: type[np.generic]) -> Any:
+    """float64 as int64 of the same order, or back: a thread that flushes subnormals to zero compares them as zeros."""
+    bits = values.view(np.int64)
+    return (bits ^ (bits >> 63 & np.int64(2**63 - 1))).view(to)
+
+
 def total(moments: Array) -> Array:
     """The state ``[fields, ...]`` of all entries of the last dimension together (Chan, Golub & LeVeque 1979)."""
     s = State(*moments)
@@ -55,8 +61,8 @@ def total(moments: Array) -> Array:
     with np.errstate(over="ignore", invalid="ignore"):  # float64 data beyond 1e154: infinite or NaN, as documented
         mean = (s.count * s.mean).sum(-1) / np.maximum(count, 1.0)
         m2 = (s.m2 + s.count * (s.mean - mean[..., None]) ** 2).sum(-1)
-    low = np.where(full, s.min, np.inf).min(-1)
-    high = np.where(full, s.max, -np.inf).max(-1)
+    low = _in_order(_in_order(np.where(full, s.min, np.inf), np.int64).min(-1), np.float64)
+    high = _in_order(_in_order(np.where(full, s.max, -np.inf), np.int64).max(-1), np.float64)
     sums = (row.sum(-1) for row in (s.abs_sum, s.zeros, s.nans, s.posinfs, s.neginfs))
     return np.stack([count, mean, m2, low, high, *sums])
 
@@ -79,7 +85,8 @@ def _square_sum(s: State) -> Array:
 
 
 def _abs_max(s: State) -> Array:
-    return np.maximum(np.abs(s.min), np.abs(s.max))
+    largest: Array = np.maximum(np.abs(s.min).view(np.int64), np.abs(s.max).view(np.int64)).view(np.float64)
+    return largest
 
 
 STATISTICS: dict[str, Callable[[State], Array]] = {

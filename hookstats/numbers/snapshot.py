@@ -27,15 +27,15 @@ if TYPE_CHECKING:
     import pandas
 
 
-OF_SCALER = GRAD_SCALE, OVERFLOWED = "grad_scale", "overflowed"  # scalars of a step with a GradScaler
-
-
 class Stats:
     """The statistics of one set of values: floats, or float64 arrays ``[channels]``.
 
     Over the finite values: ``count``, ``mean``, ``var`` and ``std`` (correction=1, as torch.var), ``rms``,
     ``abs_mean``, ``l1_norm``, ``l2_norm``, ``abs_max``, ``min``, ``max``, ``zeros``. Left out of them and counted:
     ``nans``, ``posinfs``, ``neginfs``. Where there are too few values for a statistic it is NaN.
+
+    Subnormals are no zeros, also where torch.set_flush_denormal(True) is in force. What a thread of that mode computes
+    itself it takes for zero: a float64 mean or norm below 2.3e-308 that is read there, and ``min == 0``.
     """
 
     count: Any
@@ -123,7 +123,13 @@ class SiteStats:
     @cached_property
     def total(self) -> Stats:
         """Over all channels."""
-        return Stats(total(self._moments))
+        return Stats(self._folded())
+
+    def _folded(self) -> Array:
+        return self._moments[:, 0] if self._moments.shape[1] == 1 else total(self._moments)
+
+    def _compact(self) -> SiteStats:
+        return SiteStats(self._folded()[:, None].copy(), self.calls, None, False)
 
     @cached_property
     def channels(self) -> Stats | None:
@@ -158,8 +164,8 @@ class SiteStats:
             raise ValueError(f"quantile: expected 0 <= q <= 1, got {q}")
         if self.histogram is None:
             raise ValueError(
-                "quantile: expected a site with a histogram; this one was measured with histogram=None, or "
-                "in a step of which totals alone were sent (channels_every)"
+                "quantile: expected a site with a histogram; this one was measured with histogram=None, or in a step "
+                "of which totals alone were sent (channels_every), or is of Snapshot.compact()"
             )
         counts, edges = self.histogram.counts, self.histogram.edges
         if isinstance(self._bins, LinearBins) and self._histogram is not None:  # with what lies outside
@@ -189,16 +195,26 @@ def _quantile(counts: Counts, edges: Array, q: float, low: float, high: float) -
 class Snapshot(Mapping[Site, SiteStats]):
     """One measured step: ``snapshot["layers.0.mlp", "output"]`` is a SiteStats.
 
-    ``step``: its number. ``scalars``: what was given to `Monitor.step` with it, as floats; with a grad_scaler also
-    ``grad_scale``, by which gradients of outputs and inputs were divided, and ``overflowed``. ``order``: the sites that
+    ``step``: its number. ``scalars``: what was given to `Monitor.step` with it, as floats. ``order``: the sites that
     fired, in order of execution (per device). ``skipped``: sites that are not measured, each with the reason.
+
+    With a grad_scaler, else None: ``grad_scale``, a float, by which gradients of outputs and inputs were divided;
+    ``overflowed``, whether the scaler has skipped an optimizer's step for an overflow.
     """
 
     def __init__(
-        self, step: int, sites: Mapping[Site, SiteStats], order: list[Site], scalars: dict[str, float]
+        self,
+        step: int,
+        sites: Mapping[Site, SiteStats],
+        order: list[Site],
+        scalars: dict[str, float],
+        grad_scale: float | None = None,
+        overflowed: bool | None = None,
     ) -> None:
         self.step = step
         self.scalars = scalars
+        self.grad_scale = grad_scale
+        self.overflowed = overflowed
         self.order = order
         self.skipped: dict[Site, str] = {}
         self._sites = sites
@@ -217,15 +233,24 @@ class Snapshot(Mapping[Site, SiteStats]):
         return len(self._sites)
 
     @property
-    def overflowed(self) -> bool | None:
-        """Whether the GradScaler has skipped an optimizer's step for an overflow; None without ``grad_scaler=``."""
-        return bool(self.scalars[OVERFLOWED]) if OVERFLOWED in self.scalars else None
+    def first_nonfinite(self) -> Site | None:
+        """The first site in ``order`` that holds NaN, Inf or -Inf; None where every value is finite.
+
+        Gradients of parameters count as well. In the step in which a run diverges, this is where it began; one step
+        later everything holds NaN.
+        """
+        for site in self.order:
+            whole = self[site].total
+            if whole.nans or whole.posinfs or whole.neginfs:
+                return site
+        return None
 
     @property
     def grad_norm(self) -> float | None:
         """The L2 norm of the watched parameters' gradients together, as ``clip_grad_norm_`` returns it.
 
-        Of the gradients that the optimizer was given: after clipping, where they were clipped; of this process.
+        Of the gradients that the optimizer was given, after clipping, where they were clipped; or as they were when
+        `Monitor.measure_gradients` was called. Of this process.
         Where an optimizer stepped several times in the step, the root of the mean square over these. Infinite or NaN
         where a gradient is, None where no ``param_grad`` was measured.
         """
@@ -237,6 +262,17 @@ class Snapshot(Mapping[Site, SiteStats]):
         if any(stats.total.posinfs or stats.total.neginfs for stats in gradients):
             return float("inf")
         return float(np.sqrt(sum(stats.total.l2_norm**2 / stats.calls for stats in gradients)))
+
+    def compact(self) -> Snapshot:
+        """The totals alone, for keeping: less than a kilobyte for each site, and for each SiteStats kept of it.
+
+        A Snapshot holds the copy of the whole step's state, and so does every SiteStats that is kept of it. Of this
+        one ``channels`` and ``histogram`` are None; everything else is the same.
+        """
+        sites = {site: stats._compact() for site, stats in self.items()}
+        compact = Snapshot(self.step, sites, list(self.order), dict(self.scalars), self.grad_scale, self.overflowed)
+        compact.skipped = dict(self.skipped)
+        return compact
 
     def __repr__(self) -> str:
         return f"Snapshot(step={self.step}, {len(self.order)} of {len(self)} sites fired)"

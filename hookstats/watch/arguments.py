@@ -13,9 +13,9 @@ from hookstats.modules.selection import Slot, as_globs, matches
 from hookstats.numbers.fields import ExponentBins, LinearBins
 from hookstats.numbers.snapshot import Snapshot
 
-DEFAULT_TENSORS = ("output", "grad_output")
+DEFAULT_TENSORS = ("output", "grad_output", "param_grad")
 OF_PARAMETERS = ("param", "param_grad", "param_update")
-TENSORS = (*DEFAULT_TENSORS, "input", "grad_input", *OF_PARAMETERS)
+TENSORS = ("output", "grad_output", "input", "grad_input", *OF_PARAMETERS)
 Sink: TypeAlias = Callable[[Snapshot], object]
 
 

@@ -71,14 +71,14 @@ def attach(
         modules: globs over module names (``"layers.*.mlp"``), or a callable ``(name, module) -> bool``. None: the leaf
             modules that do something, and the direct children of every ModuleList. Parameters are those of the chosen
             modules (None: all), and those whose names the globs match (``"*.weight"``).
-        tensors: of ``"output"``, ``"grad_output"``, ``"input"``, ``"grad_input"``, ``"param"``, ``"param_grad"``,
-            ``"param_update"``. An
-            input is measured before the module runs; several, or some by name, are ``"input.0"``, ``"input.mask"``.
-            Its gradient is the module's own share, whatever else the tensor is used for; a module that overwrites its
-            input has none. Parameters and gradients are read when the parameter's optimizer steps: gradients are whole
-            then, and clipped if they are clipped; without an optimizer of torch.optim in `Monitor.step`. An update is
-            the new value minus the old one, of which a copy is kept while the optimizer steps, inside memory_budget. Of
-            a DTensor, this process's part is read.
+        tensors: of ``"output"``, ``"grad_output"``, ``"param_grad"`` (these by default), ``"input"``,
+            ``"grad_input"``, ``"param"``, ``"param_update"``. An input is measured before the module runs; several, or
+            some by name, are ``"input.0"``, ``"input.mask"``. Its gradient is the module's own share, whatever else the
+            tensor is used for; a module that overwrites its input has none. Parameters and gradients are read when the
+            parameter's optimizer steps: gradients are whole then, and clipped if they are clipped
+            (`Monitor.measure_gradients` reads them before); without an optimizer of torch.optim in `Monitor.step`. An
+            update is the new value minus the old one, of which a copy is kept while the optimizer steps, inside
+            memory_budget. Of a DTensor, this process's part is read.
         channels: whether statistics are kept per channel: True, False, or globs.
         channels_every: channels and histograms leave the device at every how many measured steps, from the first on; in
             the snapshots between they are None, and ``total`` is all that travels.

@@ -9,7 +9,7 @@ import torch
 
 from hookstats import _native
 from hookstats.numbers.fields import FIELDS, Bins, Counts, Site, histogram_shape, total
-from hookstats.numbers.snapshot import GRAD_SCALE, SiteStats, Snapshot
+from hookstats.numbers.snapshot import SiteStats, Snapshot
 from hookstats.watch.memory import Place, Store
 
 Blocks: TypeAlias = dict[tuple[torch.device, int], Counts]  # copies of blocks, by device and number
@@ -22,7 +22,7 @@ class Row(NamedTuple):
     places: tuple[Place, ...]
     keep_channels: bool
     hidden_if_silent: bool
-    is_parameter: bool
+    reading: int | None  # of a parameter
 
 
 class Map:
@@ -35,17 +35,25 @@ class Map:
                 tuple(place.totals() for place in e.places) if totals_only else tuple(e.places),
                 e.keep_channels and not totals_only,
                 e.hidden_if_silent,
-                e.is_parameter,
+                e.reading if e.is_parameter else None,
             )
             for e in store.entries
         ]
         self._bins = store.histogram
 
-    def snapshot(self, blocks: Blocks, step: int, scalars: dict[str, float]) -> Snapshot:
+    def snapshot(
+        self,
+        blocks: Blocks,
+        step: int,
+        scalars: dict[str, float],
+        grad_scale: float | None,
+        overflowed: bool | None,
+    ) -> Snapshot:
         """The copied blocks as numbers; the arrays are kept, not copied."""
         sites: dict[Site, SiteStats] = {}
         fired: dict[Site, tuple[int, int]] = {}  # device, number in the order of execution there
-        launched: dict[tuple[str, int], int] = {}  # parameters are measured together: the number of the first
+        # Parameters are measured together: all of one reading have the number of the first.
+        together: dict[tuple[str, int, int], int] = {}
         devices = list(dict.fromkeys(place.device for row in self._rows for place in row.places))
         for row in self._rows:
             parts = [_Part(place, blocks, self._bins) for place in row.places]
@@ -55,14 +63,14 @@ class Map:
                 continue
             whole = parts[0] if len(parts) == 1 else _merged(parts)
             keep_channels = row.keep_channels and whole.moments.shape[1] == row.places[-1].channels
-            scale = scalars.get(GRAD_SCALE, 1.0) if row.site.tensor.startswith("grad_") else 1.0
+            scale = grad_scale if grad_scale is not None and row.site.tensor.startswith("grad_") else 1.0
             sites[row.site] = SiteStats(whole.moments, calls, whole.bins, keep_channels, self._bins, scale)
             if calls:
                 device, first = min((devices.index(part.device), part.first) for part in parts if part.calls)
-                if row.is_parameter:
-                    first = launched.setdefault((row.site.tensor, device), first)
+                if row.reading is not None:
+                    first = together.setdefault((row.site.tensor, device, row.reading), first)
                 fired[row.site] = (device, first)
-        return Snapshot(step, sites, sorted(fired, key=fired.__getitem__), scalars)
+        return Snapshot(step, sites, sorted(fired, key=fired.__getitem__), scalars, grad_scale, overflowed)
 
 
 class _Part:

@@ -22,23 +22,28 @@ _SCALARS = -2  # the "block" of the scalars on a device
 
 
 class Scalars:
-    """What travels with a step: numbers, and one-element tensors by device. TypeError, ValueError for anything else."""
+    """What travels with a step: numbers, and one-element tensors by device. TypeError, ValueError for anything else.
 
-    def __init__(self, scalars: dict[str, Any]) -> None:
-        self.numbers: dict[str, float] = {}  # NaN stands in for tensors, which keeps the order
-        self.tensors: dict[torch.device, dict[str, torch.Tensor]] = {}
-        for name, value in scalars.items():
+    Those that the user named, and apart from them, under no name that could be the user's, what a GradScaler gives.
+    """
+
+    def __init__(self, named: dict[str, Any], of_scaler: tuple[Any, Any] | None = None) -> None:
+        """of_scaler: grad_scale and overflowed; None: there is no GradScaler."""
+        self.names = list(named)
+        self.numbers: list[float] = []  # then those of the scaler; NaN stands in for tensors
+        self.tensors: dict[torch.device, dict[int, torch.Tensor]] = {}  # by place in `numbers`
+        for name, value in [*named.items(), *zip(("grad_scale", "overflowed"), of_scaler or (), strict=False)]:
             if isinstance(value, torch.Tensor):
                 if value.numel() != 1:
                     raise ValueError(f"step: {name}: expected a number, got a tensor of shape {tuple(value.shape)}")
                 value = _plain(value.detach())
                 if _native.has_no_data(value):
                     raise TypeError(f"step: {name}: expected a number or a tensor with data, got {value}")
-                self.numbers[name] = float("nan")
-                self.tensors.setdefault(value.device, {})[name] = value
+                self.tensors.setdefault(value.device, {})[len(self.numbers)] = value
+                self.numbers.append(float("nan"))
             else:
                 try:
-                    self.numbers[name] = float(value)
+                    self.numbers.append(float(value))
                 except (TypeError, ValueError):
                     raise TypeError(f"step: {name}: expected a number or one-element tensor, got {value!r}") from None
 
@@ -55,8 +60,9 @@ class Pending:
     def __init__(self, places: Map, step: int, scalars: Scalars) -> None:
         self._places = places
         self._step = step
-        self._scalars = scalars.numbers
-        self._names = {device: list(named) for device, named in scalars.tensors.items()}  # of those that travel
+        self._names = scalars.names
+        self._numbers = scalars.numbers
+        self._travelling = {device: list(tensors) for device, tensors in scalars.tensors.items()}
         self._copies: dict[Key, torch.Tensor] = {}
         self._events: list[torch.cuda.Event] = []
 
@@ -89,10 +95,15 @@ class Pending:
         arrays: dict[Key, Counts] = {
             key: (copy.clone() if pinned else copy).numpy() for key, copy in self._copies.items()
         }
-        scalars = dict(self._scalars)
-        for device, names in self._names.items():
-            scalars.update(zip(names, arrays[device, _SCALARS].view("float64").tolist(), strict=True))
-        return self._places.snapshot(arrays, self._step, {name: scalars[name] for name in self._scalars})
+        numbers = list(self._numbers)
+        for device, places in self._travelling.items():
+            for place, number in zip(places, arrays[device, _SCALARS].view("float64").tolist(), strict=True):
+                numbers[place] = number
+        of_scaler = numbers[len(self._names) :]
+        scale, overflowed = (of_scaler[0], bool(of_scaler[1])) if of_scaler else (None, None)
+        return self._places.snapshot(
+            arrays, self._step, dict(zip(self._names, numbers, strict=False)), scale, overflowed
+        )
 
 
 class Drain:

@@ -103,6 +103,7 @@ class Entry:
         self.index = next(self._indices)
         self.keep_channels = keep_channels
         self.is_parameter = False  # measured together with others
+        self.reading = 0  # the latest of these, by number
         self.hidden_if_silent = False  # the output was a container, whose tensors have sites of their own; or given up
         self.places: list[Place] = []
         self.state: SiteState

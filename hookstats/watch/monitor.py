@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 
 from hookstats.modules.channels import Channels
 from hookstats.numbers.fields import Site
-from hookstats.numbers.snapshot import OF_SCALER, Snapshot
+from hookstats.numbers.snapshot import Snapshot
 from hookstats.watch.arguments import Sink, refuse_device
 from hookstats.watch.binding import SiteBinder
 from hookstats.watch.drain import Drain, Pending, Scalars
@@ -62,6 +62,7 @@ class Monitor:
         self._pending: deque[Pending] = deque()  # on their way
         self._finished: deque[Snapshot] = deque()  # arrived, not yet returned by step()
         self._last: Snapshot | None = None
+        self._failure: BaseException | None = None  # to be raised once everything has been delivered
         self._step = 0
         self._stepped = False  # step() was called
         self._measured = True  # the open step
@@ -95,20 +96,26 @@ class Monitor:
     def step(self, step: int | None = None, **scalars: Any) -> Snapshot | None:
         """Closes a training step; to be called after ``optimizer.step()``. Waits for nothing.
 
-        ``step``: the number of the step that ends here, where the trainer has its own. ``scalars``: numbers or
-        one-element tensors (``loss=loss``) that travel with a measured step; TypeError or ValueError for others.
+        ``step``: the number of the step that ends here, where the trainer has its own: an int, larger than the one
+        before. ``scalars``: numbers or one-element tensors (``loss=loss``) that travel with a measured step; TypeError
+        or ValueError for others.
         Returns a Snapshot that has arrived, of this or an earlier measured step, each once and in order; None while
-        there is none.
+        there is none. What a sink raises is raised here when all sinks have the Snapshot (an Exception only if
+        ``strict``, else it is a warning); that step counts as returned.
         """
-        if step is not None and not hasattr(step, "__index__"):
-            raise TypeError(
-                f"step: expected an int, the number of the step, got {step!r}; scalars go by name: loss=loss"
+        number = self._step if step is None else _number(step)
+        if self._stepped and number < self._step:
+            self._binder.warn_once(
+                "number",
+                f"step: expected a larger number than that of the step before, {self._step - 1}, got {number}: "
+                "snapshots have the numbers that were given, and cannot be told apart or sorted by these",
             )
-        number = self._step if step is None else operator.index(step)
         checked = self._scalars(scalars)
         with self._stopwatch.closing(self._measured):
             self._end_step(number, checked)
-        return self._finished.popleft() if self._finished else None
+        snapshot = self._finished.popleft() if self._finished else None
+        self._raise_failure()
+        return snapshot
 
     def _end_step(self, number: int, checked: Scalars) -> None:
         self._binder.collect_failures()
@@ -127,11 +134,9 @@ class Monitor:
             self._arrived(self._pending.popleft())
 
     def _scalars(self, given: dict[str, Any]) -> Scalars:
-        if self._scaling is None:
+        if self._scaling is None or not self._measured:
             return Scalars(given)
-        if not given.keys().isdisjoint(OF_SCALER):
-            raise ValueError(f"step: expected other names than {' and '.join(OF_SCALER)}, which the grad_scaler gives")
-        return Scalars(given | ((self._measured and self._of_scaler(self._scaling.scalars)) or {}))
+        return Scalars(given, self._of_scaler(self._scaling.marks))
 
     def _of_scaler(self, ask: Callable[[], Any]) -> Any:
         """What a GradScaler says; None if it fails."""
@@ -174,16 +179,27 @@ class Monitor:
             return now
         while self._pending:
             self._arrived(self._pending.popleft())
+        self._raise_failure()
         return self._last or now
 
     def _arrived(self, pending: Pending) -> None:
         try:
             snapshot = pending.finish()
         except Exception as error:
-            if self._strict:
-                raise
-            return self._binder.warn_once("finish", f"a step was measured, but could not be read: {error!r}")
+            return self._failed("finish", f"a step was measured, but could not be read: {error!r}", error)
         self._deliver(snapshot)
+
+    def _failed(self, what: object, text: str, error: BaseException) -> None:
+        """Told once; or kept, to be raised when the others have what they are to get."""
+        if self._strict or not isinstance(error, Exception):
+            self._failure = self._failure or error
+        else:
+            self._binder.warn_once(what, text)
+
+    def _raise_failure(self) -> None:
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
 
     def _deliver(self, snapshot: Snapshot) -> None:
         self._last = snapshot
@@ -196,10 +212,8 @@ class Monitor:
         for sink in self._sinks:
             try:
                 sink(snapshot)
-            except Exception as error:
-                if self._strict:
-                    raise
-                self._binder.warn_once(sink, f"the sink {sink!r} failed: {error!r}")
+            except BaseException as error:  # a KeyboardInterrupt in one sink is not to keep it from the next
+                self._failed(sink, f"the sink {sink!r} failed: {error!r}", error)
 
     def _report_silence(self) -> None:
         silent = [site for site in self.sites if site not in self._fired]
@@ -208,9 +222,24 @@ class Monitor:
             self._binder.warn_once(
                 "silence",
                 f"in {_SILENT_STEPS} measured steps nothing came from {some}: a module that is never called as one, an "
-                "input that needs no gradient, an output whose gradient nobody asks for, or a view that was then "
-                "changed in place",
+                "input that needs no gradient, an output whose gradient nobody asks for, a parameter that "
+                "gets none, or a view that was then changed in place",
             )
+
+    def measure_gradients(self) -> None:
+        """Reads the parameters' gradients now, instead of when the optimizer steps: before they are clipped. ::
+
+            loss.backward()
+            scaler.unscale_(optimizer)  # with a GradScaler: before that, they are read with its scale
+            monitor.measure_gradients()
+            clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            monitor.step()
+
+        Of each parameter that has a gradient, once per measured step; behind the last backward of several. Nothing
+        without ``"param_grad"``, in a step that is not measured, or paused.
+        """
+        self._parameters.measure_gradients()
 
     def tap(self, tensor: torch.Tensor, name: str, channel_dim: int | None = None) -> torch.Tensor:
         """Measures any tensor inside a forward, and its gradient, as if a module named `name` had put it out.
@@ -330,6 +359,7 @@ class Monitor:
             if last.order:
                 self._deliver(last)
         self._store.clear()
+        self._raise_failure()
 
     def __enter__(self) -> Monitor:
         return self
@@ -342,3 +372,12 @@ class Monitor:
     def __repr__(self) -> str:
         state = f"step {self._step}" if self._handles else "detached"
         return f"Monitor({len(self.sites)} sites, {self.state_bytes / 2**20:.1f} MB, {state})"
+
+
+def _number(step: Any) -> int:
+    """Of a step. A tensor is a scalar that was given without its name."""
+    if not isinstance(step, (bool, torch.Tensor)):
+        with suppress(TypeError):
+            return operator.index(step)
+    got = f"a {type(step).__name__}" if isinstance(step, torch.Tensor) else repr(step)
+    raise TypeError(f"step: expected an int, the number of the step, got {got}; scalars go by name: loss=loss")

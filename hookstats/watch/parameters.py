@@ -34,6 +34,7 @@ class Parameter:
         self.key = slot.key
         self.entries = entries
         self.measured: dict[str, bool] = {}  # by kind, in the open step: whether by an optimizer
+        self.is_unclipped = False  # its gradient was read before clipping, in the open step
         self.before: torch.Tensor | None = None  # a copy, while an optimizer steps
 
     def slot(self) -> Slot | None:
@@ -115,6 +116,7 @@ class Parameters:
         self._updates = Together(store, skip)
         self._copied_bytes: dict[torch.device, int] = {}
         self._depth = 0  # of optimizers that step inside each other
+        self._readings = 0
 
     def add(self, name: str, slot: Slot, keep_channels: bool) -> None:
         """Watches a parameter."""
@@ -202,6 +204,7 @@ class Parameters:
         found = {each: each.get() for each in self._parameters}
         if ids is not None and ids.isdisjoint(map(id, found.values())):
             return
+        self._readings += 1
         tensors: list[torch.Tensor | None] = []
         for each, kind in self._values.owners:
             tensor = found[each]
@@ -212,13 +215,35 @@ class Parameters:
             if value is not None and kind == "param_grad" and grad_scale is not None:
                 value = value / grad_scale.to(value.device)
             if value is not None:
+                if kind not in each.measured:
+                    each.entries[kind].reading = self._readings
                 each.measured[kind] = ids is not None
             tensors.append(value)
         self._values.accumulate(tensors)
 
+    def measure_gradients(self) -> None:
+        """Measures the gradients that are there and were not, in this step; optimizers do not measure them again."""
+        if self._store.flags.value:
+            with self._store.flags.span(self._device):
+                self._carefully(self._measure_gradients)
+
+    def _measure_gradients(self) -> None:
+        self._readings += 1
+        gradients: list[torch.Tensor | None] = []
+        for each, kind in self._values.owners:
+            tensor = each.get() if kind == "param_grad" and kind not in each.measured else None
+            gradient = None if tensor is None else local_part(tensor.grad)
+            if gradient is not None:
+                each.measured[kind] = each.is_unclipped = True
+                each.entries[kind].reading = self._readings
+            gradients.append(gradient)
+        self._values.accumulate(gradients)
+
     @staticmethod
     def _is_wanted(each: Parameter, kind: str, by_optimizer: bool | None) -> bool:
         """by_optimizer: whether one has it that steps now; None: none steps."""
+        if kind == "param_grad" and each.is_unclipped:
+            return False
         if by_optimizer is None:
             return kind not in each.measured
         if by_optimizer and each.measured.get(kind) is False:  # already in this step, when somebody asked
@@ -270,6 +295,7 @@ class Parameters:
         """Nothing was measured in the open step."""
         for each in self._parameters:
             each.measured.clear()
+            each.is_unclipped = False
             each.before = None
 
 

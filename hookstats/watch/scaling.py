@@ -9,11 +9,9 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from hookstats.numbers.snapshot import GRAD_SCALE, OVERFLOWED
-
 
 class Scaling:
-    """Of one model's gradients. Waits for nothing: what lies on a device travels with the step's scalars."""
+    """Of one model's gradients. Waits for nothing: what lies on a device travels with the step."""
 
     def __init__(self, scaler: Any, model: nn.Module) -> None:
         self._scaler = scaler
@@ -35,9 +33,12 @@ class Scaling:
         if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
             self._scale = self._now()
 
-    def scalars(self) -> dict[str, Any]:
-        """Of the open step, to travel with it. A scaler of itself lowers its scale only when it has skipped a step."""
-        return {GRAD_SCALE: self._scale, OVERFLOWED: self._now() < self._scale}
+    def marks(self) -> tuple[float | torch.Tensor, bool | torch.Tensor]:
+        """Of the open step, to travel with it: the scale, and whether a step was skipped for an overflow.
+
+        A scaler of itself lowers its scale only then.
+        """
+        return self._scale, self._now() < self._scale
 
 
 def check_scaler(scaler: Any) -> None:
