@@ -122,13 +122,18 @@ class SiteBinder:
             entry.hidden_if_silent = True
         kinds = whole.kinds if _has_gradient_site(hook, path) else (whole.kinds[0], None)
         spec = SiteSpec(whole.name, path, Channels(whole.channels.dim, None), whole.keep_channels, kinds)
-        if self._store.fits(tensor.device, 1, len(spec.sites)):
-            part = self.hook(spec, tensor.device)
-        else:
-            part = Hook(self, spec)
-            self._skip(list(spec.sites.values()), "memory_budget is used up")
-        hook.parts[path] = part
+        part = hook.parts[path] = self.late_hook(spec, tensor.device)
         return part
+
+    def late_hook(self, spec: SiteSpec, device: torch.device) -> Hook:
+        """A hook for what is seen only now; where its state would not fit into memory_budget, one that does nothing."""
+        if self._store.make_room(device, 1, len(spec.sites)):
+            return self.hook(spec, device)
+        problem = self._store.no_room(1, len(spec.sites))
+        if self._store.strict:
+            raise RuntimeError(f"hookstats: {spec.name!r} cannot be measured: {problem}")
+        self._skip(list(spec.sites.values()), problem)
+        return Hook(self, spec)
 
     def _measure(self, hook: Hook, tensor: torch.Tensor) -> None:
         if hook.output is None and hook.gradient is None:
@@ -210,10 +215,11 @@ class SiteBinder:
             if spec.moved:
                 width = self._fold(spec, place.channels, width)
             spec.moved = True
-        if not self._store.fits(tensor.device, width, len(spec.entries)):
-            width = self._fall_to_totals(spec)
         if spec.bound and (tensor.device, width) == (place.device, place.channels):
             return
+        new = sum(entry.place_at(tensor.device, width) is None for entry in spec.entries.values())
+        if spec.keep_channels and not self._store.make_room(tensor.device, width, new):
+            width = self._fall_to_totals(spec)
         spec.bound = True
         for entry in spec.entries.values():
             entry.keep_channels = spec.keep_channels

@@ -37,6 +37,7 @@ class Parameter:
         self.module = weakref.ref(slot.module)
         self.key = slot.key
         self.entries: dict[str, Entry] = {}  # of what is still measured
+        self.copy_bytes = 0  # of the budget
         self.measured: dict[str, bool] = {}  # by kind, in the open step: whether by an optimizer
 
     def slot(self) -> Slot | None:
@@ -143,16 +144,21 @@ class Batches:
         self._forget()
         if tensor.layout == torch.strided and tensor.dtype in _native.DTYPES:
             device, width, dim = placing(slot, tensor, entry.keep_channels, tensor.device)
-            if not self._store.fits(device, width, 1):
+            if not self._has_room(entry, device, width):
                 width, entry.keep_channels = 1, False
             if (device, width) != (entry.places[-1].device, entry.places[-1].channels):
-                self._store.place(entry, device, width, dim)
-                accumulate(tensor, entry.state)
-                return
+                if self._has_room(entry, device, width):
+                    self._store.place(entry, device, width, dim)
+                    accumulate(tensor, entry.state)
+                    return
+                problem = self._store.no_room(width, 1)
         if self._store.strict:
             raise RuntimeError(f"hookstats: {entry.site} cannot be measured: {problem}")
         del owner.entries[kind]
         self._skip([entry], problem)
+
+    def _has_room(self, entry: Entry, device: torch.device, width: int) -> bool:
+        return entry.place_at(device, width) is not None or self._store.make_room(device, width, 1)
 
 
 class Parameters:
@@ -170,7 +176,6 @@ class Parameters:
         self._parameters = ByIdentity()
         self._batches = Batches(store, skip)
         self._copies: list[tuple[Parameter, torch.Tensor]] = []  # of their values, while an optimizer steps
-        self._copied_bytes: dict[torch.device, int] = {}
         self._depth = 0  # of optimizers that step inside each other
 
     def add(self, name: str, slot: Slot, keep_channels: bool) -> None:
@@ -182,20 +187,27 @@ class Parameters:
         for kind in kinds_of(tensor, self._kinds):
             entry = self._store.add(Site(name, kind), device, width, dim, keep_channels and width > 1)
             entry.is_parameter = True
-            if kind != "param_update" or self._may_copy(tensor, device):
-                parameter.entries[kind] = entry
-            else:
-                self._skip([entry], "a copy of it would not fit into memory_budget: choose fewer modules=")
+            parameter.entries[kind] = entry
+        is_there = not isinstance(tensor, nn.parameter.UninitializedParameter) and not tensor.is_meta
+        if "param_update" in parameter.entries and is_there:
+            self._may_copy(parameter, local_part(tensor))
         self._parameters.all.append(parameter)
 
-    def _may_copy(self, tensor: torch.Tensor, device: torch.device) -> bool:
-        if isinstance(tensor, nn.parameter.UninitializedParameter):
-            return True  # nothing yet
-        size = self._copied_bytes.get(device, 0) + tensor.numel() * tensor.element_size()
-        if size + self._store.bytes_on(device) > self._store.memory_budget:
-            return False
-        self._copied_bytes[device] = size
-        return True
+    def _may_copy(self, each: Parameter, local: torch.Tensor) -> bool:
+        """Whether a copy stays inside the budget, once and for all copies of this size; else the update is skipped."""
+        if local.nbytes <= each.copy_bytes:
+            return True
+        if self._store.claim(local.device, local.nbytes - each.copy_bytes):
+            each.copy_bytes = local.nbytes
+            return True
+        problem = (
+            f"a copy of it would not fit into what is left of memory_budget={self._store.memory_budget} bytes, it is "
+            f"of {local.nbytes}: raise it, or choose fewer modules="
+        )
+        if self._store.strict:
+            raise RuntimeError(f"hookstats: {each.entries['param_update'].site} cannot be measured: {problem}")
+        self._skip([each.entries.pop("param_update")], problem)
+        return False
 
     def before_optimizer_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """For every optimizer of the process: measures those of its parameters that are watched.
@@ -285,7 +297,7 @@ class Parameters:
         self._copies = []
         for each in self._parameters.among(stepping):
             local = local_part(each.get())
-            if local is not None and "param_update" in each.entries:
+            if local is not None and "param_update" in each.entries and self._may_copy(each, local):
                 self._copies.append((each, local.detach().clone()))
 
     def _measure_updates(self) -> None:
