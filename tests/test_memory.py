@@ -13,6 +13,8 @@ import hookstats
 from hookstats import LinearBins
 from hookstats._native import COUNTERS
 from hookstats.numbers.fields import FIELDS
+from hookstats.watch import binding
+from tests.conftest import check
 from tests.parameters import check_site, grad_of
 
 
@@ -107,3 +109,142 @@ def test_a_parameter_that_no_longer_fits_is_skipped_and_the_others_are_measured(
     assert snapshot is not None
     assert list(mon.skipped) == [("weight", "param")]
     check_site(snapshot, "bias", "param", model.bias)
+
+
+def places(mon: hookstats.Monitor) -> list[int]:
+    return [len(entry.places) for entry in mon._store.entries]
+
+
+def test_a_parameter_whose_width_alternates_takes_no_more_memory_and_keeps_its_channels() -> None:
+    model = nn.Linear(4, 3)
+    mon = hookstats.attach(model, tensors="param", every=1, strict=True)
+    for step in range(300):
+        model.weight = nn.Parameter(torch.randn(3 + step % 2, 4))
+        snapshot = mon.step()
+        assert snapshot is not None
+        check_site(snapshot, "weight", "param", model.weight)
+        assert snapshot["weight", "param"].calls == 1
+        if step == 1:
+            before = mon.state_bytes, places(mon)
+    assert (mon.state_bytes, places(mon)) == before
+
+
+def test_a_parameter_of_many_widths_keeps_totals() -> None:
+    model = nn.Linear(4, 3)
+    mon = hookstats.attach(model, tensors="param", every=1, strict=True)
+    for step in range(50):
+        model.weight = nn.Parameter(torch.randn(3 + step, 4))
+        snapshot = mon.step()
+        assert snapshot is not None
+        assert snapshot["weight", "param"].total.count == model.weight.numel()
+    assert snapshot["weight", "param"].channels is None
+    assert max(places(mon)) < 10
+
+
+@pytest.mark.filterwarnings("ignore:hookstats. .* had")
+def test_a_module_whose_width_alternates_takes_no_more_memory() -> None:
+    model = nn.ReLU()
+    mon = hookstats.attach(model, every=1, strict=True)
+    for step in range(300):
+        x = torch.randn(5, 3 + step % 2, requires_grad=True)
+        model(x).sum().backward()
+        snapshot = mon.step()
+        assert snapshot is not None
+        for tensor in ("output", "grad_output"):
+            assert snapshot["", tensor].calls == 1
+            assert snapshot["", tensor].total.count == x.numel()
+        if step == 5:
+            before = mon.state_bytes, places(mon)
+    assert (mon.state_bytes, places(mon)) == before
+
+
+def test_a_site_that_goes_back_gets_the_state_that_it_had_there() -> None:
+    store = hookstats.attach(nn.Linear(4, 3), every=1)._store
+    entry = store.entries[0]
+    cpu, states, before = torch.device("cpu"), [], store.bytes
+    for step in range(300):
+        store.place(entry, cpu, (3, 5, 1)[step % 3], step)
+        states.append(entry.state)
+        assert entry.state.channel_dim == step
+        assert entry.places[-1].channels == entry.state.moments.shape[1] == (3, 5, 1)[step % 3]
+    assert len(entry.places) == 3
+    assert store.bytes <= before + (1 << 17)
+    assert len({state.moments.data_ptr() for state in states}) == 3
+    assert len(store._states[cpu]) == len(store.entries) + 2
+
+
+class Fresh(nn.Module):
+    """Puts out tensors under names that change with every call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor, **more: torch.Tensor) -> dict[str, torch.Tensor]:
+        self.calls += 1
+        return {"same": x * 2, f"call{self.calls}": x * self.calls}
+
+
+def test_a_container_whose_keys_change_with_every_call_shares_a_site_past_a_number_of_them() -> None:
+    model = Fresh()
+    mon = hookstats.attach(model, every=1, strict=True)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for step in range(300):
+            x = torch.randn(3, 4, requires_grad=True)
+            sum(y.sum() for y in model(x).values()).backward()  # type: ignore[union-attr]
+            if step == binding.MOST_PARTS:
+                before = mon.state_bytes, len(mon.sites)
+            snapshot = mon.step()
+    assert snapshot is not None
+    assert [str(w.message) for w in told if "share" in str(w.message)] == [
+        "hookstats: '' has had 128 tensors of other names: all later ones share the site (model) output.*"
+    ]
+    assert (mon.state_bytes, len(mon.sites)) == before
+    check(snapshot["", "output.same"], x * 2, -1)
+    rest = snapshot["", "output.*"]
+    assert rest.channels is None
+    assert rest.calls == 1
+    assert rest.total.rms == pytest.approx((x * 300).double().square().mean().sqrt().item(), rel=1e-6)
+    assert snapshot["", "grad_output.*"].total.mean == 1
+    assert [site for site in snapshot.order if site.tensor.startswith("output")] == [
+        ("", "output.same"),
+        ("", "output.*"),
+    ]
+
+
+def test_inputs_whose_names_change_share_a_site_too() -> None:
+    model = Fresh()
+    mon = hookstats.attach(model, tensors=("input", "grad_input"), every=1, strict=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for step in range(200):
+            x, y = torch.randn(3, 4, requires_grad=True), torch.randn(3, 5, requires_grad=True)
+            model(x, **{f"name{step}": y})["same"].sum().backward()
+            snapshot = mon.step()
+    assert snapshot is not None
+    check(snapshot["", "input.0"], x, -1)
+    assert snapshot["", "input.*"].total.count == 15
+    assert snapshot["", "input.*"].total.mean == pytest.approx(y.double().mean().item(), rel=1e-5, abs=1e-7)
+    assert ("", "grad_input.*") not in snapshot
+    assert len(mon.sites) < 300
+
+
+def test_a_compiled_container_counts_what_has_no_site_of_its_own() -> None:
+    class Keys(nn.Module):
+        def forward(self, x: torch.Tensor, key: str) -> dict[str, torch.Tensor]:
+            return {key: x + 1}
+
+    model = Keys()
+    mon = hookstats.attach(model, every=1, strict=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for number in range(140):
+            model(torch.randn(3, 4), f"key{number}")
+        mon.step()
+        x = torch.randn(3, 4)
+        torch.compile(model, backend="aot_eager")(x, "another")
+        snapshot = mon.step()
+    assert snapshot is not None
+    assert snapshot["", "output.*"].calls == 1
+    assert snapshot["", "output.*"].total.mean == pytest.approx((x + 1).double().mean().item(), rel=1e-6)

@@ -13,7 +13,7 @@ import torch
 from hookstats import _native
 from hookstats._warn import WarnOnce, warn
 from hookstats.modules.channels import Channels, channel_dim_of
-from hookstats.modules.containers import walk
+from hookstats.modules.containers import REST, walk
 from hookstats.numbers.fields import Site
 from hookstats.watch.evaluation import TrainingOnly
 from hookstats.watch.graphs import teach_the_compiler
@@ -23,6 +23,7 @@ from hookstats.watch.memory import Entry, Rows, SiteState, Store, accumulate
 from hookstats.watch.wrappers import is_a_mere_shape, is_wrapper, part_here
 
 _HOST = torch.device("cpu")
+MOST_PARTS = 128  # of one module's container; 64 layers' keys and values are as many
 
 
 # By site, of all monitors: the extension does not know whose site it is.
@@ -112,8 +113,10 @@ class SiteBinder:
             self.give_up(hook, f"{type(error).__name__}: {error}")
 
     def _part_once(self, hook: Hook, path: str, tensor: torch.Tensor) -> Hook:
-        """Made by the first of the threads that meet it."""
+        """Made by the first of the threads that meet it. All that come when there are many share one."""
         with self._store.lock:
+            if path not in hook.parts and len(hook.parts) >= MOST_PARTS:
+                path = REST
             return hook.parts.get(path) or self._part(hook, path, tensor)
 
     def _part(self, hook: Hook, path: str, tensor: torch.Tensor) -> Hook:
@@ -121,7 +124,11 @@ class SiteBinder:
         for entry in whole.entries.values():
             entry.hidden_if_silent = True
         kinds = whole.kinds if _has_gradient_site(hook, path) else (whole.kinds[0], None)
-        spec = SiteSpec(whole.name, path, Channels(whole.channels.dim, None), whole.keep_channels, kinds)
+        keep_channels = whole.keep_channels and path != REST
+        spec = SiteSpec(whole.name, path, Channels(whole.channels.dim, None), keep_channels, kinds)
+        if path == REST:
+            some, *_ = spec.sites.values()
+            warn(f"{whole.name!r} has had {MOST_PARTS} tensors of other names: all later ones share the site {some}")
         part = hook.parts[path] = self.late_hook(spec, tensor.device)
         return part
 
@@ -282,4 +289,4 @@ class SiteBinder:
 
 def _has_gradient_site(hook: Hook, path: str) -> bool:
     """Of inputs, only those that are tensors themselves are passed on as aliases whose gradients can be watched."""
-    return not isinstance(hook, InputHook) or path.count(".") == 1
+    return not isinstance(hook, InputHook) or (path.count(".") == 1 and path != REST)

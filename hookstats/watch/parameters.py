@@ -26,6 +26,7 @@ from hookstats.watch.scaling import Scaling
 Skip = Callable[[list[Entry], str], None]
 
 
+_MOST_PLACES = 8  # widths that a site has memory for; then it keeps totals
 _MOST_BATCHED = 8  # times that a site is in a batch, on average: optimizers that are made anew do not pile up
 
 
@@ -144,13 +145,17 @@ class Batches:
         self._forget()
         if tensor.layout == torch.strided and tensor.dtype in _native.DTYPES:
             device, width, dim = placing(slot, tensor, entry.keep_channels, tensor.device)
-            if not self._has_room(entry, device, width):
-                width, entry.keep_channels = 1, False
-            if (device, width) != (entry.places[-1].device, entry.places[-1].channels):
-                if self._has_room(entry, device, width):
+            with self._store.lock:
+                if not self._has_room(entry, device, width):
+                    width, entry.keep_channels = 1, False
+                moves = (device, width) != (entry.places[-1].device, entry.places[-1].channels)
+                has_room = self._has_room(entry, device, width)
+                if moves and has_room:
                     self._store.place(entry, device, width, dim)
-                    accumulate(tensor, entry.state)
-                    return
+            if moves and has_room:
+                accumulate(tensor, entry.state)
+                return
+            if moves:
                 problem = self._store.no_room(width, 1)
         if self._store.strict:
             raise RuntimeError(f"hookstats: {entry.site} cannot be measured: {problem}")
@@ -158,7 +163,9 @@ class Batches:
         self._skip([entry], problem)
 
     def _has_room(self, entry: Entry, device: torch.device, width: int) -> bool:
-        return entry.place_at(device, width) is not None or self._store.make_room(device, width, 1)
+        if entry.place_at(device, width) is not None:
+            return True
+        return (width == 1 or len(entry.places) < _MOST_PLACES) and self._store.make_room(device, width, 1)
 
 
 class Parameters:
