@@ -6,6 +6,7 @@
 #include <torch/custom_class.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <map>
 #include <mutex>
 #include <tuple>
@@ -67,6 +68,19 @@ class Batch : public torch::CustomClassHolder {
       }
     }
     return failures;
+  }
+
+  // Whether CUDA graphs read what this has on the device.
+  bool is_captured() {
+#if defined(HOOKSTATS_CUDA_KERNELS)
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (const Group& group : groups_) {
+      if (group.is_captured) return true;
+    }
+    return !captured_.empty();
+#else
+    return false;
+#endif
   }
 
  private:
@@ -167,6 +181,8 @@ class Batch : public torch::CustomClassHolder {
     for (const size_t i : group.members) {
       addresses.push_back(arrived[i].defined() ? arrived[i].const_data_ptr() : nullptr);
     }
+    const auto is_null = [](const void* address) { return !address; };
+    if (std::all_of(addresses.begin(), addresses.end(), is_null)) return;
     const SiteState& site = members_[group.members[0]].site.tensors;
     const auto device = site.moments.device();
     try {
@@ -193,7 +209,8 @@ TORCH_LIBRARY_FRAGMENT(HOOKSTATS_NAMESPACE, m) {
   m.class_<Batch>("Batch")
       .def(torch::init<std::vector<at::Tensor>, std::vector<at::Tensor>, Tensors, std::vector<at::Tensor>,
                        std::vector<int64_t>, double, double>())
-      .def("accumulate", &Batch::accumulate);
+      .def("accumulate", &Batch::accumulate)
+      .def("is_captured", &Batch::is_captured);
 }
 
 }  // namespace

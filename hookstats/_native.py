@@ -49,7 +49,8 @@ HAS_CUDA: bool = _C.HAS_CUDA
 
 accumulate = torch.ops.hookstats.accumulate.default
 # Batch(moments, counters, histograms, active, channel_dims, low, high), lists with an entry for each site; its
-# .accumulate(list of Tensor | None) returns a list of (number, why it could not be measured).
+# .accumulate(list of Tensor | None) returns a list of (number, why it could not be measured); .is_captured() says
+# whether CUDA graphs read what it has.
 Batch = torch.classes.hookstats.Batch
 Counted = _C.Counted
 Enabled = _C.Enabled

@@ -178,6 +178,19 @@ def test_one_launch_for_each_dtype_and_one_more_for_what_has_no_packs(harness: A
     assert launches([x.float() for x in weights] + [normal(5, 7).float()]) == 2
 
 
+def test_a_dtype_of_which_nothing_comes_is_not_launched(harness: Any) -> None:
+    backend = Backend("cuda_on_cpu", harness, "cpu")
+    tensors = [normal(16, 64).to(t) for t in (torch.float32, torch.bfloat16, torch.float16)]
+    batch, states = batch_of(backend, tensors, [0, 0, 0], "per_channel")
+    batch.accumulate(tensors)
+    before = harness.launches()
+    batch.accumulate([None, tensors[1], None])
+    assert harness.launches() - before == 1
+    batch.accumulate([None, None, None])
+    assert harness.launches() - before == 1
+    assert [int(state.counters[0]) for state in states] == [1, 2, 1]
+
+
 def test_more_tensors_than_one_launch_takes(harness: Any) -> None:
     backend = Backend("cuda_on_cpu", harness, "cpu")
     x = normal(4001, 4).float()

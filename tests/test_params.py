@@ -297,7 +297,7 @@ def test_an_internal_failure_stops_the_measuring_and_not_the_training(monkeypatc
     mon = hookstats.attach(model, tensors="param", every=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loss_of(model).backward()
-    monkeypatch.setattr(mon._parameters._values, "accumulate", lambda tensors: 1 / 0)
+    monkeypatch.setattr(mon._parameters._batches, "accumulate", lambda *args: 1 / 0)
     with pytest.warns(UserWarning, match="ZeroDivisionError"):
         optimizer.step()
     optimizer.step()

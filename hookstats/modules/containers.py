@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+REST = ".*"  # stands for the paths of a container that are too many for a site each
+
 
 def walk(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors in tuples, lists, mappings and dataclasses, each with its path (".0", ".logits.1", "" itself)."""

@@ -98,13 +98,17 @@ def attach(
         training_only: whether only forwards in training mode are measured, so that evaluation between steps is not. The
             model's own ``training`` decides, not that of its submodules. None: as soon as the model was in training
             mode, at attach or when a step ended.
-        memory_budget: bytes of state per device. Where channels would need more, all sites keep totals only.
+        memory_budget: bytes per device, of state and of the copies for ``"param_update"``. Where channels would need
+            more, all sites keep totals only; what is seen later (a container's tensors, a tap, a width) and does not
+            fit keeps totals, or is skipped. Not in it is the copy of the state that leaves the device when a measured
+            step is closed: for that long it takes as much again; on a CPU, for as long as the Snapshot is kept.
         strict: what cannot be measured raises; otherwise the site is skipped, with one warning and its reason in
             ``Monitor.skipped``, and training goes on.
 
     Raises:
         TypeError, ValueError: for arguments that are not as above: an unknown tensor kind, a glob that matches nothing,
-            a channel_dim that the module cannot have; for a DataParallel model.
+            a channel_dim that the module cannot have; for a DataParallel model; where even totals would not fit into
+            memory_budget.
         RuntimeError: for a model on a GPU where hookstats was built without CUDA; where the forward of `example` fails.
     """
     refuse(model)
@@ -159,6 +163,12 @@ def attach(
     if wanted > memory_budget:
         keep = set()
     for device, size in sizes().items():
+        if size > memory_budget:
+            raise ValueError(
+                f"memory_budget: expected at least {size} bytes on {device}, for the totals alone with histogram="
+                f"{histogram}, got {memory_budget}: raise it, choose fewer modules= or tensors=, or a histogram= of "
+                "fewer bins, or None"
+            )
         store.reserve(device, size // 8)
     training = TrainingOnly(model, training_only, store.flags)
     binder = SiteBinder(store, training)
@@ -242,6 +252,7 @@ def measure(tensor: torch.Tensor, channel_dim: int | None = -1, histogram: Bins 
     else:
         width = max(tensor.shape[channel_dim], 1)
     store = Store(histogram, 0, strict=True)
+    store.reserve(tensor.device, store.site_bytes(width) // 8)
     site = Site("", "tensor")
     keep_channels = channel_dim is not None and tensor.dim() > 0
     state = store.add(site, tensor.device, width, channel_dim or 0, keep_channels).state

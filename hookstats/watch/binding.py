@@ -13,7 +13,7 @@ import torch
 from hookstats import _native
 from hookstats._warn import WarnOnce, warn
 from hookstats.modules.channels import Channels, channel_dim_of
-from hookstats.modules.containers import walk
+from hookstats.modules.containers import REST, walk
 from hookstats.numbers.fields import Site
 from hookstats.watch.evaluation import TrainingOnly
 from hookstats.watch.graphs import teach_the_compiler
@@ -23,6 +23,7 @@ from hookstats.watch.memory import Entry, Rows, SiteState, Store, accumulate
 from hookstats.watch.wrappers import is_a_mere_shape, is_wrapper, part_here
 
 _HOST = torch.device("cpu")
+MOST_PARTS = 128  # of one module's container; 64 layers' keys and values are as many
 
 
 # By site, of all monitors: the extension does not know whose site it is.
@@ -112,8 +113,10 @@ class SiteBinder:
             self.give_up(hook, f"{type(error).__name__}: {error}")
 
     def _part_once(self, hook: Hook, path: str, tensor: torch.Tensor) -> Hook:
-        """Made by the first of the threads that meet it."""
+        """Made by the first of the threads that meet it. All that come when there are many share one."""
         with self._store.lock:
+            if path not in hook.parts and len(hook.parts) >= MOST_PARTS:
+                path = REST
             return hook.parts.get(path) or self._part(hook, path, tensor)
 
     def _part(self, hook: Hook, path: str, tensor: torch.Tensor) -> Hook:
@@ -121,14 +124,23 @@ class SiteBinder:
         for entry in whole.entries.values():
             entry.hidden_if_silent = True
         kinds = whole.kinds if _has_gradient_site(hook, path) else (whole.kinds[0], None)
-        spec = SiteSpec(whole.name, path, Channels(whole.channels.dim, None), whole.keep_channels, kinds)
-        if self._store.fits(tensor.device, 1, len(spec.sites)):
-            part = self.hook(spec, tensor.device)
-        else:
-            part = Hook(self, spec)
-            self._skip(list(spec.sites.values()), "memory_budget is used up")
-        hook.parts[path] = part
+        keep_channels = whole.keep_channels and path != REST
+        spec = SiteSpec(whole.name, path, Channels(whole.channels.dim, None), keep_channels, kinds)
+        if path == REST:
+            some, *_ = spec.sites.values()
+            warn(f"{whole.name!r} has had {MOST_PARTS} tensors of other names: all later ones share the site {some}")
+        part = hook.parts[path] = self.late_hook(spec, tensor.device)
         return part
+
+    def late_hook(self, spec: SiteSpec, device: torch.device) -> Hook:
+        """A hook for what is seen only now; where its state would not fit into memory_budget, one that does nothing."""
+        if self._store.make_room(device, 1, len(spec.sites)):
+            return self.hook(spec, device)
+        problem = self._store.no_room(1, len(spec.sites))
+        if self._store.strict:
+            raise RuntimeError(f"hookstats: {spec.name!r} cannot be measured: {problem}")
+        self._skip(list(spec.sites.values()), problem)
+        return Hook(self, spec)
 
     def _measure(self, hook: Hook, tensor: torch.Tensor) -> None:
         if hook.output is None and hook.gradient is None:
@@ -210,10 +222,11 @@ class SiteBinder:
             if spec.moved:
                 width = self._fold(spec, place.channels, width)
             spec.moved = True
-        if not self._store.fits(tensor.device, width, len(spec.entries)):
-            width = self._fall_to_totals(spec)
         if spec.bound and (tensor.device, width) == (place.device, place.channels):
             return
+        new = sum(entry.place_at(tensor.device, width) is None for entry in spec.entries.values())
+        if spec.keep_channels and not self._store.make_room(tensor.device, width, new):
+            width = self._fall_to_totals(spec)
         spec.bound = True
         for entry in spec.entries.values():
             entry.keep_channels = spec.keep_channels
@@ -276,4 +289,4 @@ class SiteBinder:
 
 def _has_gradient_site(hook: Hook, path: str) -> bool:
     """Of inputs, only those that are tensors themselves are passed on as aliases whose gradients can be watched."""
-    return not isinstance(hook, InputHook) or path.count(".") == 1
+    return not isinstance(hook, InputHook) or (path.count(".") == 1 and path != REST)

@@ -9,7 +9,7 @@ import torch
 
 from hookstats import _native
 from hookstats.modules.channels import channel_dim_of
-from hookstats.modules.containers import walk
+from hookstats.modules.containers import REST, walk
 from hookstats.watch.evaluation import is_left_out
 from hookstats.watch.ignoring import rows_on
 from hookstats.watch.memory import Rows, SiteState, accumulate
@@ -24,6 +24,8 @@ def observe_in_graph(output: object, hook: Any) -> None:
         return
     for path, tensor in walk(output):
         part = hook.parts.get(path) if path else hook
+        if part is None:
+            part = hook.parts.get(REST)
         if part is not None:
             _observe_tensor_in_graph(
                 tensor, part.output, part.gradient, rows_on(tensor.device, hook.binder.ignoring.number)

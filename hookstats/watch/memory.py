@@ -92,8 +92,8 @@ class Place(NamedTuple):
 class Entry:
     """One site: where its state is, and what the hooks are given.
 
-    A site may move, to another width or device. What it left behind is still read, because gradients may be on their
-    way there: `places` holds all, the present one last.
+    A site may move, to another width or device, and back. What it left behind is still read, because gradients may be
+    on their way there: `places` holds all, one for each width on each device, the present one last.
     """
 
     _indices = itertools.count()  # over all monitors
@@ -107,6 +107,10 @@ class Entry:
         self.hidden_if_silent = False  # the output was a container, whose tensors have sites of their own; or given up
         self.places: list[Place] = []
         self.state: SiteState
+
+    def place_at(self, device: torch.device, channels: int) -> Place | None:
+        """Where it is, or was, on this device with this width."""
+        return next((place for place in self.places if (place.device, place.channels) == (device, channels)), None)
 
 
 class Flags:
@@ -148,7 +152,8 @@ class Store:
     """The state of all sites of a monitor.
 
     Memory is taken at attach, and in a few large blocks for sites whose width is learned later; a block is never moved,
-    because compiled graphs and waiting gradients hold tensors over it.
+    because compiled graphs and waiting gradients hold tensors over it. All that is taken on a device stays inside the
+    budget: `make_room` says no, `place` raises.
     """
 
     def __init__(self, histogram: Bins | None, memory_budget: int, strict: bool) -> None:
@@ -160,6 +165,7 @@ class Store:
         self.entries: list[Entry] = []
         self.blocks: dict[torch.device, list[torch.Tensor]] = {}
         self._free: dict[torch.device, tuple[int, int]] = {}  # in the last block: next offset, end
+        self._claimed: dict[torch.device, int] = {}  # bytes that others may take while a step is measured
         self._states: dict[torch.device, list[SiteState]] = {}  # of all places, by Place.number
         self._tables: dict[torch.device, tuple[int, Any]] = {}  # of so many of them: _native.Totals
 
@@ -183,6 +189,29 @@ class Store:
     def _size(self, channels: int) -> int:
         return len(FIELDS) * channels + _native.COUNTERS + self._bins(channels)
 
+    def _bytes_left(self, device: torch.device) -> int:
+        return self.memory_budget - self.bytes_on(device) - self._claimed.get(device, 0)
+
+    def claim(self, device: torch.device, size: int) -> bool:
+        """Leaves this many bytes of the budget to somebody else. False: so many are not left, and none are given."""
+        if size > self._bytes_left(device):
+            return False
+        self._claimed[device] = self._claimed.get(device, 0) + size
+        return True
+
+    def make_room(self, device: torch.device, channels: int, sites: int) -> bool:
+        """Takes memory for that many more sites of this width. False: they would not stay inside the budget."""
+        needed = sites * self._size(channels)
+        offset, end = self._free.get(device, (0, 0))
+        if needed <= end - offset:
+            return True
+        left = self._bytes_left(device) // 8
+        if needed > left:
+            return False
+        later = _LATER_BLOCK_BYTES // 8 << len(self.blocks.get(device, []))
+        self.reserve(device, max(needed, min(later, left // 2)))  # others may need some, too
+        return True
+
     def reserve(self, device: torch.device, size: int) -> None:
         """Adds a block of `size` x 8 bytes, from which the next sites on this device are taken."""
         with torch.inference_mode(False):
@@ -199,18 +228,22 @@ class Store:
         return entry
 
     def place(self, entry: Entry, device: torch.device, channels: int, channel_dim: int) -> None:
-        """Gives a site a state of this width on this device; an earlier one stays and is read too."""
-        size = self._size(channels)
-        offset, end = self._free.get(device, (0, 0))
-        if offset + size > end:
-            room = (self.memory_budget - self.bytes_on(device)) // 8
-            later = _LATER_BLOCK_BYTES // 8 << len(self.blocks.get(device, []))
-            self.reserve(device, max(size, min(later, room)))
-            offset = 0
+        """Gives a site a state of this width on this device, the one that it had there if it had one.
+
+        What it leaves behind stays and is read, too. MemoryError where it would not stay inside the budget.
+        """
+        earlier = entry.place_at(device, channels)
+        if earlier is not None:
+            entry.places = [place for place in entry.places if place is not earlier] + [earlier]
+            entry.state = self._states[device][earlier.number]._replace(channel_dim=channel_dim)
+            return
+        if not self.make_room(device, channels, 1):
+            raise MemoryError(self.no_room(channels, 1))
+        offset, end = self._free[device]
         block = len(self.blocks[device]) - 1
         states = self._states.setdefault(device, [])
         entry.places.append(Place(device, block, offset, channels, self._bins(channels), len(states)))
-        self._free[device] = (offset + size, self._free[device][1])
+        self._free[device] = (offset + self._size(channels), end)
         counters = offset + len(FIELDS) * channels
         bins = counters + _native.COUNTERS
         linear = self.histogram if isinstance(self.histogram, LinearBins) else None
@@ -232,11 +265,10 @@ class Store:
             )
         states.append(entry.state)
 
-    def fits(self, device: torch.device, channels: int, sites: int) -> bool:
-        """Whether that many more sites of this width stay inside the budget."""
-        needed = sites * self.site_bytes(channels)
-        offset, end = self._free.get(device, (0, 0))
-        return needed <= 8 * (end - offset) or self.bytes_on(device) + needed <= self.memory_budget
+    def no_room(self, channels: int, sites: int) -> str:
+        """Why `make_room` said no."""
+        size = sites * self.site_bytes(channels)
+        return f"its state of {size} bytes would not fit into what is left of memory_budget={self.memory_budget} bytes"
 
     def take(self, device: torch.device, clear: bool) -> list[torch.Tensor]:
         """Copies of the blocks on a device, each site as it is between two of its tensors; then they may be cleared."""

@@ -273,7 +273,7 @@ class Monitor:
         spec = SiteSpec(name, "", Channels(channel_dim, None), self._tap_channels, ("output", "grad_output"))
         try:
             refuse_device(tensor.device)
-            self._taps[name] = self._binder.hook(spec, local_part(tensor).device)
+            self._taps[name] = self._binder.late_hook(spec, local_part(tensor).device)
         except Exception as error:  # no memory for its state, say
             if self._strict:
                 raise

@@ -16,7 +16,8 @@ class Scaling:
     def __init__(self, scaler: Any, model: nn.Module) -> None:
         self._scaler = scaler
         self._model = weakref.ref(model)
-        self._scale: float | torch.Tensor = self._now()
+        self._own: set[int] = set()  # ids of the model's parameters
+        self.begin_step()
 
     def _now(self) -> float | torch.Tensor:
         scale = getattr(self._scaler, "_scale", None)  # on the device; None before its first use, or if it is disabled
@@ -24,13 +25,13 @@ class Scaling:
 
     def begin_step(self) -> None:
         """Notes the scale that the gradients of this step will have, if nobody changes it."""
-        self._scale = self._now()
+        self._scale: float | torch.Tensor = self._now()
+        model = self._model()
+        self._own = set() if model is None else {id(parameter) for parameter in model.parameters()}
 
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Notes the scale that they have: it may have been loaded or set, and is changed only behind this."""
-        model = self._model()
-        own = set() if model is None else {id(parameter) for parameter in model.parameters()}
-        if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+        if any(id(parameter) in self._own for group in optimizer.param_groups for parameter in group["params"]):
             self._scale = self._now()
 
     def marks(self) -> tuple[float | torch.Tensor, bool | torch.Tensor]:
