@@ -196,11 +196,13 @@ void bind(py::object hook, py::object output, py::object gradient, py::object in
   own->observed = std::move(made);
 }
 
-// Failures inside backward, where Python must not be entered: the first of each site, until Python asks.
+// Failures inside backward, where Python must not be entered: of each site the first reason and how many there were,
+// until Python asks.
+using Failures = std::map<int64_t, std::pair<std::string, int64_t>>;
 std::mutex failures_mutex;
-std::map<int64_t, std::string> failures;
+Failures failures;
 
-std::map<int64_t, std::string> take_failures() {
+Failures take_failures() {
   std::lock_guard<std::mutex> lock(failures_mutex);
   return std::exchange(failures, {});
 }
@@ -213,7 +215,7 @@ void accumulate_gradient(const at::Tensor& gradient, const Observed& observed, c
   } catch (const std::exception& error) {
     if (observed.gradient->strict) throw;
     std::lock_guard<std::mutex> lock(failures_mutex);
-    failures.emplace(observed.gradient->number, reason(error));
+    ++failures.try_emplace(observed.gradient->number, reason(error), 0).first->second.second;
   }
 }
 

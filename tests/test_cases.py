@@ -238,7 +238,6 @@ def test_hooks_of_others_see_what_they_saw_before() -> None:
         ("sparse", lambda x: x.to_sparse()),
         ("csr", lambda x: x.to_sparse_csr()),
         ("nested", lambda x: torch.nested.nested_tensor([x, x[:2]])),
-        ("jagged", lambda x: torch.nested.nested_tensor([x, x[:2]], layout=torch.jagged)),
         ("quantised", lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8)),
         ("mkldnn", lambda x: x.to_mkldnn()),
     ],

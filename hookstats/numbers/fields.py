@@ -31,6 +31,18 @@ class Site(NamedTuple):
         return f"{self.name or '(model)'} {self.tensor}"
 
 
+class Skipped(NamedTuple):
+    """Why tensors of a site were not measured, and how many: in a snapshot those of its step."""
+
+    reason: str
+    times: int | None  # None: the site was given up, after several measured steps in which nothing could be measured
+
+    def __str__(self) -> str:
+        if self.times is None:
+            return f"given up: {self.reason}"
+        return f"{self.times} {'tensor' if self.times == 1 else 'tensors'}: {self.reason}"
+
+
 @dataclass(frozen=True)
 class State:
     """The rows of a state by name, each an array of the channels' shape."""

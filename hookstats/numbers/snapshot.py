@@ -16,6 +16,7 @@ from hookstats.numbers.fields import (
     ExponentBins,
     LinearBins,
     Site,
+    Skipped,
     State,
     divided,
     exponent_histogram,
@@ -196,7 +197,8 @@ class Snapshot(Mapping[Site, SiteStats]):
     """One measured step: ``snapshot["layers.0.mlp", "output"]`` is a SiteStats.
 
     ``step``: its number. ``scalars``: what was given to `Monitor.step` with it, as floats. ``order``: the sites that
-    fired, in order of execution (per device). ``skipped``: sites that are not measured, each with the reason.
+    fired, in order of execution (per device). ``skipped``: sites of which tensors were left out in this step, or that
+    are given up, each with the reason and how many tensors.
 
     With a grad_scaler, else None: ``grad_scale``, a float, by which gradients of outputs and inputs were divided;
     ``overflowed``, whether the scaler has skipped an optimizer's step for an overflow.
@@ -216,7 +218,7 @@ class Snapshot(Mapping[Site, SiteStats]):
         self.grad_scale = grad_scale
         self.overflowed = overflowed
         self.order = order
-        self.skipped: dict[Site, str] = {}
+        self.skipped: dict[Site, Skipped] = {}
         self._sites = sites
 
     def __getitem__(self, site: tuple[str, str]) -> SiteStats:
@@ -304,7 +306,7 @@ class Snapshot(Mapping[Site, SiteStats]):
         silent = [site for site in self if self[site].calls == 0]
         if silent:
             lines.append(f"did not fire: {', '.join(map(str, silent))}")
-        lines += [f"not measured: {site}: {reason}" for site, reason in self.skipped.items()]
+        lines += [f"not measured: {site}: {skipped}" for site, skipped in self.skipped.items()]
         return "\n".join(lines)
 
     def flat(self, *statistics: str) -> dict[str, float]:

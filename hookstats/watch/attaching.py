@@ -102,8 +102,9 @@ def attach(
             more, all sites keep totals only; what is seen later (a container's tensors, a tap, a width) and does not
             fit keeps totals, or is skipped. Not in it is the copy of the state that leaves the device when a measured
             step is closed: for that long it takes as much again; on a CPU, for as long as the Snapshot is kept.
-        strict: what cannot be measured raises; otherwise the site is skipped, with one warning and its reason in
-            ``Monitor.skipped``, and training goes on.
+        strict: what cannot be measured raises; otherwise that tensor is left out, with one warning for each site and
+            its reason in ``Snapshot.skipped``, and training goes on. A site is given up after three measured steps in a
+            row in which none of its tensors could be measured.
 
     Raises:
         TypeError, ValueError: for arguments that are not as above: an unknown tensor kind, a glob that matches nothing,
@@ -173,7 +174,7 @@ def attach(
     training = TrainingOnly(model, training_only, store.flags)
     binder = SiteBinder(store, training)
     scaling = None if grad_scaler is None else Scaling(grad_scaler, model)
-    parameters = Parameters(store, of_parameters, binder.skip_entries, default, scaling)
+    parameters = Parameters(store, of_parameters, binder, default, scaling)
     handles: list[Any] = []
     try:
         hooks = [(module, binder.hook(w, devices[w.name], make)) for module, w, make in planned()]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -14,20 +14,22 @@ from hookstats import _native
 from hookstats._warn import WarnOnce, warn
 from hookstats.modules.channels import Channels, channel_dim_of
 from hookstats.modules.containers import REST, walk
-from hookstats.numbers.fields import Site
+from hookstats.numbers.fields import Site, Skipped
+from hookstats.numbers.snapshot import Snapshot
 from hookstats.watch.evaluation import TrainingOnly
 from hookstats.watch.graphs import teach_the_compiler
 from hookstats.watch.hooks import Hook, InputHook, SiteSpec
 from hookstats.watch.ignoring import Ignoring, rows_on
 from hookstats.watch.memory import Entry, Rows, SiteState, Store, accumulate
+from hookstats.watch.skipping import Skipping
 from hookstats.watch.wrappers import is_a_mere_shape, is_wrapper, part_here
 
 _HOST = torch.device("cpu")
 MOST_PARTS = 128  # of one module's container; 64 layers' keys and values are as many
 
 
-# By site, of all monitors: the extension does not know whose site it is.
-_failures: dict[int, str] = {}
+# By Entry.index, of all monitors (the extension does not know whose site it is): the first reason, and how often.
+_failures: dict[int, tuple[str, int]] = {}
 
 
 class SiteBinder:
@@ -37,7 +39,7 @@ class SiteBinder:
         self.warn_once = WarnOnce()
         self.training = training
         self.ignoring = Ignoring(store, self.warn_once)
-        self.skipped: dict[Site, str] = {}
+        self.skipping = Skipping(store.strict)
         self._seen: list[tuple[Hook, Any]] | None = None  # while a forward on fake tensors runs
         self._learns = False  # after it
         self.example_bytes = 0  # that it would have read, gradients included
@@ -99,7 +101,7 @@ class SiteBinder:
 
     def _give_states(self, hook: Hook) -> None:
         entries = hook.spec.entries
-        hook.bind(*(entries[kind].state if kind else None for kind in hook.spec.kinds))
+        hook.bind(*(entries[kind].state if kind and not entries[kind].given_up else None for kind in hook.spec.kinds))
 
     def take_apart(self, hook: Hook, output: Any) -> None:
         """Measures the tensors in a container, each at its own site; and a wrapped tensor, at the module's."""
@@ -108,9 +110,10 @@ class SiteBinder:
                 if not path:
                     self._measure(hook, tensor)
                 elif tensor.is_floating_point() and (self._learns or not is_a_mere_shape(tensor)):
-                    self._measure(hook.parts.get(path) or self._part_once(hook, path, tensor), tensor)
+                    part = hook.parts.get(path) or self._part_once(hook, path, tensor)
+                    self._measure(part, tensor)
         except Exception as error:
-            self.give_up(hook, f"{type(error).__name__}: {error}")
+            self.leave_out(hook.spec.entries.values(), f"{type(error).__name__}: {error}")
 
     def _part_once(self, hook: Hook, path: str, tensor: torch.Tensor) -> Hook:
         """Made by the first of the threads that meet it. All that come when there are many share one."""
@@ -122,7 +125,7 @@ class SiteBinder:
     def _part(self, hook: Hook, path: str, tensor: torch.Tensor) -> Hook:
         whole = hook.spec
         for entry in whole.entries.values():
-            entry.hidden_if_silent = True
+            entry.is_container = True
         kinds = whole.kinds if _has_gradient_site(hook, path) else (whole.kinds[0], None)
         keep_channels = whole.keep_channels and path != REST
         spec = SiteSpec(whole.name, path, Channels(whole.channels.dim, None), keep_channels, kinds)
@@ -136,10 +139,7 @@ class SiteBinder:
         """A hook for what is seen only now; where its state would not fit into memory_budget, one that does nothing."""
         if self._store.make_room(device, 1, len(spec.sites)):
             return self.hook(spec, device)
-        problem = self._store.no_room(1, len(spec.sites))
-        if self._store.strict:
-            raise RuntimeError(f"hookstats: {spec.name!r} cannot be measured: {problem}")
-        self._skip(list(spec.sites.values()), problem)
+        self.skipping.give_up(spec.sites.values(), self._store.no_room(1, len(spec.sites)))
         return Hook(self, spec)
 
     def _measure(self, hook: Hook, tensor: torch.Tensor) -> None:
@@ -151,7 +151,10 @@ class SiteBinder:
                 self._bind(hook, tensor)
             return
         if is_wrapper(tensor):
-            return self._measure_wrapped(hook, tensor)
+            try:
+                return self._measure_wrapped(hook, tensor)
+            except Exception as error:
+                return self.leave_out(hook.spec.entries.values(), f"{type(error).__name__}: {error}")
         problem = _native.observe(tensor, hook)
         if problem is not None:
             self._rebind(hook, tensor, problem)
@@ -179,7 +182,7 @@ class SiteBinder:
         except Exception as error:
             if state.strict:
                 raise
-            _failures.setdefault(state.site, f"{type(error).__name__}: {error}")
+            _add_failure(state.site, f"{type(error).__name__}: {error}")
 
     def rebind(self, hook: Hook, value: Any, problem: Any) -> None:
         """The extension did not measure what it was given: a container, or a tensor whose state does not fit it."""
@@ -193,7 +196,9 @@ class SiteBinder:
                 self._rebind(hook, value, problem)
 
     def _rebind(self, hook: Hook, tensor: torch.Tensor, problem: str | None) -> None:
-        """Puts a state in place that fits the tensor, or gives the site up."""
+        """Puts a state in place that fits the tensor, or leaves the tensor out."""
+        if tensor.is_nested:  # has no shape to ask for
+            return self.leave_out(hook.spec.entries.values(), f"{problem}, got a nested one")
         try:
             if tensor.numel() == 0:  # nothing to measure, and its width says nothing
                 return
@@ -203,7 +208,7 @@ class SiteBinder:
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
         if problem is not None:
-            self.give_up(hook, problem)
+            self.leave_out(hook.spec.entries.values(), problem)
 
     def _bind(self, hook: Hook, tensor: torch.Tensor) -> None:
         """Moves the hook's states to the device and width of a tensor, one thread after the other."""
@@ -259,32 +264,44 @@ class SiteBinder:
         )
         return 1
 
-    def give_up(self, hook: Hook, problem: str) -> None:
-        """A site that cannot be measured: from now on nothing is done for it, unless it is to raise."""
-        if self._store.strict:
-            raise RuntimeError(f"hookstats: {hook.spec.name!r} cannot be measured: {problem}")
-        hook.bind(None, None)
-        self.skip_entries(list(hook.spec.entries.values()), problem)
+    def leave_out(self, entries: Iterable[Entry], problem: str, times: int = 1) -> None:
+        """Tensors of these sites cannot be measured; training goes on, unless it is to raise."""
+        for entry in (entries := list(entries)):
+            entry.left_out = True
+        self.skipping.leave_out([entry.site for entry in entries], problem, times)
 
-    def skip_entries(self, entries: list[Entry], problem: str) -> None:
-        """Gives sites up, with a warning."""
+    def give_up(self, entries: Iterable[Entry], problem: str) -> None:
+        """What can never be measured."""
+        entries = list(entries)
+        self.skipping.give_up([entry.site for entry in entries], problem)
+        self._no_more(entries)
+
+    def judge(self, left_out: dict[Site, Skipped], snapshot: Snapshot) -> None:
+        """The numbers of a step have come: gives up the sites of which nothing could be measured for some steps."""
+        hopeless = set(self.skipping.judge(left_out, snapshot)) if left_out else set()
+        if hopeless:
+            self._no_more([entry for entry in self._store.entries if entry.site in hopeless])
+
+    def _no_more(self, entries: list[Entry]) -> None:
         for entry in entries:
-            entry.hidden_if_silent = True
-        self._skip([entry.site for entry in entries], problem)
-
-    def _skip(self, sites: list[Site], problem: str) -> None:
-        problem = problem.removeprefix("hookstats: ")
-        self.skipped.update(dict.fromkeys(sites, problem))
-        warn(f"not measured: {' and '.join(map(str, sites))}: {problem}")
+            entry.given_up = True
+            hook = self._hooks.get(entry.index)
+            if hook is not None:
+                self._give_states(hook)
 
     def collect_failures(self) -> None:
-        """Gives up the gradients whose kernels failed inside backward, where nothing could be said."""
-        _failures.update(_native.take_failures())
+        """Counts the gradients whose kernels failed inside backward, where nothing could be said."""
+        for index, (problem, times) in _native.take_failures().items():
+            _add_failure(index, problem, times)
         for index in [index for index in list(_failures) if index in self._hooks]:
-            problem = _failures.pop(index)
-            hook = self._hooks[index]
-            hook.bind(hook.output, None)
-            self.skip_entries([entry for entry in hook.spec.entries.values() if entry.index == index], problem)
+            problem, times = _failures.pop(index)
+            entries = self._hooks[index].spec.entries.values()
+            self.leave_out([entry for entry in entries if entry.index == index], problem, times)
+
+
+def _add_failure(index: int, problem: str, times: int = 1) -> None:
+    problem, before = _failures.get(index, (problem, 0))
+    _failures[index] = problem, before + times
 
 
 def _has_gradient_site(hook: Hook, path: str) -> bool:

@@ -100,7 +100,7 @@ class InputHook(Hook):
             with self.binder.span_of_a_hook():
                 return self._observe_inputs(module, args, kwargs)
         except Exception as error:
-            self.binder.give_up(self, f"{type(error).__name__}: {error}")
+            self.binder.leave_out(self.spec.entries.values(), f"{type(error).__name__}: {error}")
 
     def _observe_inputs(self, module: Any, args: Any, kwargs: Any) -> Any:
         changed = self.spec.kinds[1] is not None and torch.is_grad_enabled()

@@ -104,9 +104,16 @@ class Entry:
         self.keep_channels = keep_channels
         self.is_parameter = False  # measured together with others
         self.reading = 0  # the latest of these, by number
-        self.hidden_if_silent = False  # the output was a container, whose tensors have sites of their own; or given up
+        self.is_container = False  # the output was one, whose tensors have sites of their own
+        self.left_out = False  # tensors of it could not be measured
+        self.given_up = False
         self.places: list[Place] = []
         self.state: SiteState
+
+    @property
+    def hidden_if_silent(self) -> bool:
+        """Whether a step in which nothing of it was measured says nothing of it."""
+        return self.is_container or self.left_out or self.given_up
 
     def place_at(self, device: torch.device, channels: int) -> Place | None:
         """Where it is, or was, on this device with this width."""

@@ -7,12 +7,12 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from hookstats.modules.channels import Channels
-from hookstats.numbers.fields import Site
+from hookstats.numbers.fields import Site, Skipped
 from hookstats.numbers.snapshot import Snapshot
 from hookstats.watch.arguments import Sink, refuse_device
 from hookstats.watch.binding import SiteBinder
@@ -23,6 +23,7 @@ from hookstats.watch.overhead import Overhead, Stopwatch
 from hookstats.watch.parameters import Parameters
 from hookstats.watch.scaling import Scaling
 
+LeftOut: TypeAlias = dict[Site, Skipped]  # in one step
 _SILENT_STEPS = 3  # measured ones, after which a site that never fired is named
 
 
@@ -59,7 +60,7 @@ class Monitor:
         self._taps: dict[str, Hook] = {}
         self._fired: set[Site] = set()
         self._deliveries = 0
-        self._pending: deque[Pending] = deque()  # on their way
+        self._pending: deque[tuple[Pending, LeftOut]] = deque()  # on their way
         self._finished: deque[Snapshot] = deque()  # arrived, not yet returned by step()
         self._last: Snapshot | None = None
         self._failure: BaseException | None = None  # to be raised once everything has been delivered
@@ -72,14 +73,14 @@ class Monitor:
 
     @property
     def sites(self) -> list[Site]:
-        """The watched sites, those in containers as soon as they have been seen; not those in `skipped`."""
-        return [entry.site for entry in self._store.entries if not entry.hidden_if_silent]
+        """The watched sites, those in containers as soon as they have been seen; not those given up."""
+        return [entry.site for entry in self._store.entries if not (entry.is_container or entry.given_up)]
 
     @property
-    def skipped(self) -> dict[Site, str]:
-        """The sites that are no longer measured, each with the reason."""
+    def skipped(self) -> dict[Site, Skipped]:
+        """The sites of which tensors could not be measured, with the reason, and how many so far."""
         self._binder.collect_failures()
-        return dict(self._binder.skipped)
+        return self._binder.skipping.so_far()
 
     @property
     def state_bytes(self) -> int:
@@ -130,8 +131,8 @@ class Monitor:
             self._of_scaler(self._scaling.begin_step)
         self._stopwatch.begin(self._measured)
         self._set_flags()
-        while self._pending and self._pending[0].ready():
-            self._arrived(self._pending.popleft())
+        while self._pending and self._pending[0][0].ready():
+            self._arrived(*self._pending.popleft())
 
     def _scalars(self, given: dict[str, Any]) -> Scalars:
         if self._scaling is None or not self._measured:
@@ -152,7 +153,8 @@ class Monitor:
         totals_only = self._closed % self._channels_every > 0
         self._closed += 1
         try:
-            self._pending.append(self._drain.begin(number, scalars, totals_only=totals_only))
+            left_out = self._binder.skipping.take()
+            self._pending.append((self._drain.begin(number, scalars, totals_only=totals_only), left_out))
         except Exception as error:  # no memory for the copy, say
             if self._strict:
                 raise
@@ -174,20 +176,20 @@ class Monitor:
         if not self._stepped:  # one forward and backward, without steps
             self._parameters.measure()
         now = self._drain.begin(self._step, self._scalars({}), clear=False).finish()
-        now.skipped = self.skipped
+        now.skipped = self._binder.skipping.of_step(self._binder.skipping.in_open_step())
         if now.order:
             return now
         while self._pending:
-            self._arrived(self._pending.popleft())
+            self._arrived(*self._pending.popleft())
         self._raise_failure()
         return self._last or now
 
-    def _arrived(self, pending: Pending) -> None:
+    def _arrived(self, pending: Pending, left_out: LeftOut) -> None:
         try:
             snapshot = pending.finish()
         except Exception as error:
             return self._failed("finish", f"a step was measured, but could not be read: {error!r}", error)
-        self._deliver(snapshot)
+        self._deliver(snapshot, left_out)
 
     def _failed(self, what: object, text: str, error: BaseException) -> None:
         """Told once; or kept, to be raised when the others have what they are to get."""
@@ -201,9 +203,10 @@ class Monitor:
         if failure is not None:
             raise failure
 
-    def _deliver(self, snapshot: Snapshot) -> None:
+    def _deliver(self, snapshot: Snapshot, left_out: LeftOut) -> None:
         self._last = snapshot
-        snapshot.skipped = self.skipped
+        self._binder.judge(left_out, snapshot)
+        snapshot.skipped = self._binder.skipping.of_step(left_out)
         self._finished.append(snapshot)
         self._fired.update(snapshot.order)
         self._deliveries += 1
@@ -353,11 +356,11 @@ class Monitor:
         self._handles = []
         self._set_flags()
         while self._pending:
-            self._arrived(self._pending.popleft())
+            self._arrived(*self._pending.popleft())
         if is_whole:
             last = self._drain.begin(self._step, self._scalars({})).finish()
             if last.order:
-                self._deliver(last)
+                self._deliver(last, self._binder.skipping.take())
         self._store.clear()
         self._raise_failure()
 

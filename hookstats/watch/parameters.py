@@ -20,11 +20,9 @@ from hookstats import _native
 from hookstats.modules.channels import parameter_channels
 from hookstats.modules.selection import Slot
 from hookstats.numbers.fields import Site
+from hookstats.watch.binding import SiteBinder
 from hookstats.watch.memory import Entry, SiteState, Store, accumulate, local_part
 from hookstats.watch.scaling import Scaling
-
-Skip = Callable[[list[Entry], str], None]
-
 
 _MOST_PLACES = 8  # widths that a site has memory for; then it keeps totals
 _MOST_BATCHED = 8  # times that a site is in a batch, on average: optimizers that are made anew do not pile up
@@ -41,6 +39,10 @@ class Parameter:
         self.copy_bytes = 0  # of the budget
         self.measured: dict[str, bool] = {}  # by kind, in the open step: whether by an optimizer
         self.is_unclipped = False  # its gradient was read before clipping, in the open step
+
+    def measures(self, kind: str) -> bool:
+        """Whether it has such a site that was not given up."""
+        return kind in self.entries and not self.entries[kind].given_up
 
     def slot(self) -> Slot | None:
         module = self.module()
@@ -97,9 +99,9 @@ class ByIdentity:
 class Batches:
     """Sites whose tensors come at one time: one call into the extension, and on a GPU launches for them alone."""
 
-    def __init__(self, store: Store, skip: Skip) -> None:
+    def __init__(self, store: Store, binder: SiteBinder) -> None:
         self._store = store
-        self._skip = skip
+        self._binder = binder
         self._known: dict[tuple[int, ...], Any] = {}  # by the sites' Entry.index
         self._members = 0  # of all that are known
         self._captured: list[Any] = []  # no longer used, but CUDA graphs read what they have
@@ -158,10 +160,7 @@ class Batches:
                 return
             if moves:
                 problem = self._store.no_room(width, 1)
-        if self._store.strict:
-            raise RuntimeError(f"hookstats: {entry.site} cannot be measured: {problem}")
-        del owner.entries[kind]
-        self._skip([entry], problem)
+        self._binder.leave_out([entry], problem)
 
     def _has_room(self, entry: Entry, device: torch.device, width: int) -> bool:
         if entry.place_at(device, width) is not None:
@@ -173,16 +172,16 @@ class Parameters:
     """Measures parameters and gradients, those of an optimizer when it steps, all others when the step ends."""
 
     def __init__(
-        self, store: Store, kinds: tuple[str, ...], skip: Skip, default: torch.device, scaling: Scaling | None
+        self, store: Store, kinds: tuple[str, ...], binder: SiteBinder, default: torch.device, scaling: Scaling | None
     ) -> None:
         """default: the device of what lies on none."""
         self._store = store
         self._kinds = kinds
-        self._skip = skip
+        self._binder = binder
         self._device = default
         self._scaling = scaling
         self._parameters = ByIdentity()
-        self._batches = Batches(store, skip)
+        self._batches = Batches(store, binder)
         self._copies: list[tuple[Parameter, torch.Tensor]] = []  # of their values, while an optimizer steps
         self._depth = 0  # of optimizers that step inside each other
         self._readings = 0
@@ -213,9 +212,7 @@ class Parameters:
             f"a copy of it would not fit into what is left of memory_budget={self._store.memory_budget} bytes, it is "
             f"of {local.nbytes}: raise it, or choose fewer modules="
         )
-        if self._store.strict:
-            raise RuntimeError(f"hookstats: {each.entries['param_update'].site} cannot be measured: {problem}")
-        self._skip([each.entries.pop("param_update")], problem)
+        self._binder.give_up([each.entries["param_update"]], problem)
         return False
 
     def before_optimizer_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -280,15 +277,15 @@ class Parameters:
         values: list[torch.Tensor | None] = []
         for each in self._parameters.all if stepping is None else self._parameters.among(stepping):
             tensor = each.get()
-            for kind in each.entries:
-                if kind == "param_update":
+            for kind, entry in each.entries.items():
+                if kind == "param_update" or entry.given_up:
                     continue
                 value = None
                 if tensor is not None and self._is_wanted(each, kind, by_optimizer=stepping is not None):
                     value = local_part(tensor if kind == "param" else tensor.grad)
                 if value is not None:
                     if kind not in each.measured:
-                        each.entries[kind].reading = self._readings
+                        entry.reading = self._readings
                     each.measured[kind] = stepping is not None
                     if kind == "param_grad" and grad_scale is not None:
                         value = value / grad_scale.to(value.device)
@@ -304,7 +301,7 @@ class Parameters:
 
     def _measure_gradients(self) -> None:
         self._readings += 1
-        owners = [(each, "param_grad") for each in self._parameters.all if "param_grad" in each.entries]
+        owners = [(each, "param_grad") for each in self._parameters.all if each.measures("param_grad")]
         gradients: list[torch.Tensor | None] = []
         for each, kind in owners:
             tensor = None if kind in each.measured else each.get()
@@ -330,7 +327,7 @@ class Parameters:
         self._copies = []
         for each in self._parameters.among(stepping):
             local = local_part(each.get())
-            if local is not None and "param_update" in each.entries and self._may_copy(each, local):
+            if local is not None and each.measures("param_update") and self._may_copy(each, local):
                 self._copies.append((each, local.detach().clone()))
 
     def _measure_updates(self) -> None:
@@ -353,7 +350,9 @@ class Parameters:
         except Exception as error:
             if self._store.strict:
                 raise
-            self._skip([entry for each in self._parameters.all for entry in each.entries.values()], f"{error!r}")
+            self._binder.give_up(
+                [entry for each in self._parameters.all for entry in each.entries.values()], f"{error!r}"
+            )
             self._parameters, self._copies = ByIdentity(), []
 
     def close_step(self) -> None:

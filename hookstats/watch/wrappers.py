@@ -19,10 +19,15 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
 
 
 def part_here(tensor: torch.Tensor) -> torch.Tensor:
-    """What this process has of a wrapper's values. TypeError where that is not a part of them."""
+    """What this process has of a wrapper's values; of a nested tensor, those of all its items, one behind the other.
+
+    TypeError where that is not a part of them.
+    """
     for placement in getattr(tensor, "placements", ()):
         if placement.is_partial():
             raise TypeError(
                 f"expected a DTensor that is whole or sharded, got {placement}: its values are yet to be reduced"
             )
+    if tensor.is_nested and tensor.layout == torch.jagged:
+        return tensor.detach().values()
     return local_part(tensor)

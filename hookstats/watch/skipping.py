@@ -1,0 +1,96 @@
+"""What could not be measured: tensors that are left out, each counted, and sites that are given up."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+
+from hookstats._warn import warn
+from hookstats.numbers.fields import Site, Skipped
+from hookstats.numbers.snapshot import Snapshot
+
+GIVE_UP_AFTER = 3  # measured steps in a row in which tensors of a site came and none could be measured
+
+
+class Skipping:
+    """One tensor that cannot be measured is left out; a site of which this is so again and again is given up."""
+
+    def __init__(self, strict: bool) -> None:
+        self._strict = strict
+        self._lock = threading.Lock()
+        self._told: set[Site] = set()
+        self._open: dict[Site, Skipped] = {}  # of the open step
+        self._earlier: dict[Site, Skipped] = {}  # of the steps before
+        self._in_vain: dict[Site, int] = {}  # measured steps in a row
+        self._given_up: dict[Site, Skipped] = {}
+
+    def leave_out(self, sites: Iterable[Site], problem: str, times: int = 1) -> None:
+        """Counts, and warns of each site once. RuntimeError under strict."""
+        sites, problem = list(sites), problem.removeprefix("hookstats: ")
+        if self._strict:
+            raise RuntimeError(f"hookstats: {_listed(sites)} cannot be measured: {problem}")
+        with self._lock:
+            new = [site for site in sites if site not in self._told]
+            self._told.update(sites)
+            _add(self._open, {site: Skipped(problem, times) for site in sites})
+        if new:
+            warn(f"not measured: {_listed(new)}: {problem}")
+
+    def give_up(self, sites: Iterable[Site], problem: str) -> None:
+        """What can never be measured."""
+        self.leave_out(sites, problem)
+        self._given_up.update(dict.fromkeys(sites, Skipped(problem.removeprefix("hookstats: "), None)))
+
+    def take(self) -> dict[Site, Skipped]:
+        """What the open step left out, which begins anew."""
+        with self._lock:
+            left_out, self._open = self._open, {}
+            _add(self._earlier, left_out)
+        return left_out
+
+    def judge(self, left_out: dict[Site, Skipped], snapshot: Snapshot) -> list[Site]:
+        """The sites that are given up now that the numbers of a step have come."""
+        hopeless = []
+        for site in {**self._in_vain, **left_out}:
+            if _came(site, snapshot):
+                self._in_vain.pop(site, None)
+            elif site in left_out:
+                self._in_vain[site] = self._in_vain.get(site, 0) + 1
+                if self._in_vain[site] == GIVE_UP_AFTER and site not in self._given_up:
+                    self._given_up[site] = left_out[site]._replace(times=None)
+                    hopeless.append(site)
+        return hopeless
+
+    def of_step(self, left_out: dict[Site, Skipped]) -> dict[Site, Skipped]:
+        """What a snapshot says of its step."""
+        return left_out | self._given_up
+
+    def so_far(self) -> dict[Site, Skipped]:
+        """Of all steps, the open one too."""
+        with self._lock:
+            everything = dict(self._earlier)
+            _add(everything, self._open)
+        return everything | self._given_up
+
+    def in_open_step(self) -> dict[Site, Skipped]:
+        with self._lock:
+            return dict(self._open)
+
+
+def _came(site: Site, snapshot: Snapshot) -> bool:
+    """Whether anything of a site was measured, or of what is in it, where it is a container."""
+    return any(
+        stats.calls and other.name == site.name and f"{other.tensor}.".startswith(f"{site.tensor}.")
+        for other, stats in snapshot.items()
+    )
+
+
+def _add(to: dict[Site, Skipped], more: dict[Site, Skipped]) -> None:
+    for site, skipped in more.items():
+        before = to.get(site)
+        times = (skipped.times or 0) + ((before.times or 0) if before else 0)
+        to[site] = Skipped(skipped.reason, times)
+
+
+def _listed(sites: list[Site]) -> str:
+    return " and ".join(map(str, sites))
