@@ -226,7 +226,7 @@ def test_a_copy_of_a_watched_model_compiles() -> None:
 def test_a_twin_that_is_compiled_first_does_not_take_the_measuring_away(blocks: bool) -> None:
     torch.compiler.reset()
     watched, twin = Residual(), Residual()
-    mon = hookstats.attach(watched, every=1)
+    mon = hookstats.attach(watched, tensors=OF_OUTPUTS, every=1)
     for model in (watched, twin):
         for part in model.blocks if blocks else [model]:
             part.compile(backend="aot_eager")
