@@ -1,4 +1,4 @@
-"""One tensor that cannot be measured is left out and counted; a site is given up when again and again nothing could be."""
+"""One tensor that cannot be measured is left out and counted; a site of which that is always so is given up."""
 
 from __future__ import annotations
 

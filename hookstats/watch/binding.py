@@ -278,7 +278,7 @@ class SiteBinder:
 
     def judge(self, left_out: dict[Site, Skipped], snapshot: Snapshot) -> None:
         """The numbers of a step have come: gives up the sites of which nothing could be measured for some steps."""
-        hopeless = set(self.skipping.judge(left_out, snapshot)) if left_out else set()
+        hopeless = set(self.skipping.judge(left_out, snapshot))
         if hopeless:
             self._no_more([entry for entry in self._store.entries if entry.site in hopeless])
 
