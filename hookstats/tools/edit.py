@@ -175,7 +175,7 @@ class Edit:
         except Exception:
             self.remove()
             raise
-        order.forget_compiled()
+        order.make_room_for_graphs()
 
     @property
     def changed(self) -> int:
@@ -193,7 +193,7 @@ class Edit:
         self.removed = True
         for handle in self._handles:
             handle.remove()
-        order.forget_compiled()
+        order.make_room_for_graphs()
 
     def __enter__(self) -> Edit:
         return self

@@ -222,8 +222,7 @@ def attach(
             wanted / 2**20,
             memory_budget / 2**20,
         )
-    if order.forget_compiled():
-        _log.info("something was compiled before: torch.compiler.reset() was called, so that hooks are compiled in")
+    order.make_room_for_graphs()
     return monitor
 
 

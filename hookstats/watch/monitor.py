@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from hookstats.modules import order
 from hookstats.modules.channels import Channels
 from hookstats.numbers.fields import Site
 from hookstats.numbers.snapshot import Snapshot
@@ -350,6 +351,8 @@ class Monitor:
             self._parameters.measure()
         self._binder.collect_failures()
         self._binder.training.forget()
+        if self._handles:
+            order.make_room_for_graphs()
         self._handles = []
         self._set_flags()
         while self._pending:
