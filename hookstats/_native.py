@@ -49,7 +49,7 @@ DIM_BY_RULE: int = _C.DIM_BY_RULE
 HAS_CUDA: bool = _C.HAS_CUDA
 
 accumulate = torch.ops.hookstats.accumulate.default
-# (counter, amount, skip_recomputation): adds to a counter, in graphs; any other change in a gradient hook is refused there.
+# (counter, amount, skip_recomputation): adds to a counter, in graphs; gradient hooks may change nothing otherwise.
 add = torch.ops.hookstats.add.default
 # Batch(moments, counters, histograms, active, channel_dims, low, high), lists with an entry for each site; its
 # .accumulate(list of Tensor | None) returns a list of (number, why it could not be measured); .is_captured() says

@@ -1,4 +1,4 @@
-"""What hooks that come and go cost a process that has compiled: what was compiled once is kept, and the numbers hold."""
+"""Hooks that come and go in a process that has compiled: what it compiled is kept, and no call is missed."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_what_was_compiled_for_another_model_is_kept() -> None:
 def test_a_frame_that_has_used_up_its_graphs_has_room_for_those_with_hooks(cycle: Callable[..., None]) -> None:
     hookstats.attach(nn.Linear(2, 2)).detach()
     counter = CompileCounterWithBackend("aot_eager")
-    other, run_other = compiled("sequential", counter)
+    _, run_other = compiled("sequential", counter)
     run_other(batch()).sum().backward()
     model = Residual(depth=1)
     run = torch.compile(model, backend="aot_eager", dynamic=False, fullgraph=True)
