@@ -100,13 +100,14 @@ def make_room_for_graphs() -> None:
     """
     if not has_compiled():
         return
-    from torch._dynamo import config, convert_frame, eval_frame
+    from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code
+    from torch._dynamo import config, convert_frame
 
     with convert_frame.compile_lock:
         for reference in convert_frame.input_codes.seen:
             code = reference()
-            if code and len(eval_frame._debug_get_cache_entry_list(code)) > config.recompile_limit // 4:
-                eval_frame.reset_code(code)
+            if code and len(_debug_get_cache_entry_list(code)) > config.recompile_limit // 4:
+                reset_code(code)
 
 
 def has_compiled() -> bool:
