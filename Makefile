@@ -1,16 +1,25 @@
 # The commands that people and CI use. The first one makes .venv with everything in it and builds the extension there.
 PYTHON ?= python3
-TORCH ?= torch==2.13.0
+TORCH ?= 2.13.0
 PY := .venv/bin/python
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
 
-.PHONY: demo test lint format bench gpu clean
+.PHONY: demo test compat lint format bench gpu clean
 
 demo: .venv/.built      ## trains a small CNN on handwritten digits, every layer watched
 	$(PY) -m hookstats.demo
 
 test: .venv/.built      ## the whole test suite
 	$(PY) -m pytest
+
+# In a copy of the sources with an environment, an extension and a harness of its own, which are kept for the next time.
+COPY = build/compat-$(TORCH)
+compat:                 ## the whole test suite with another torch: make compat TORCH=2.15.0
+	mkdir -p $(COPY)
+	find $(COPY) -mindepth 1 -maxdepth 1 ! -name .venv ! -name build -exec rm -rf {} +
+	git ls-files -z --cached --others --exclude-standard | xargs -0 cp -p --parents --target-directory=$(COPY)
+	rm -f $(COPY)/.venv/.built
+	$(MAKE) -C $(COPY) test TORCH=$(TORCH)
 
 lint: .venv/.built      ## ruff, mypy --strict, clang-format
 	$(PY) -m ruff check .
@@ -36,6 +45,6 @@ clean:
 
 .venv/.built: $(SOURCES)
 	test -x $(PY) || $(PYTHON) -m venv .venv
-	$(PY) -m pip install -q "$(TORCH)" "setuptools>=70" wheel ninja pybind11
+	$(PY) -m pip install -q "torch==$(TORCH)" "setuptools>=70" wheel ninja pybind11
 	$(PY) -m pip install -q --no-build-isolation -e ".[dev]"
 	touch $@

@@ -4,6 +4,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -249,6 +250,14 @@ void merge_op(at::Tensor moments, at::Tensor counters, std::optional<at::Tensor>
   cpu::merge(into, from);
 }
 
+// Asks when a graph runs, not when it is traced. The counter's version stays: changed in a gradient hook, it would be
+// refused while the hook is traced.
+void add_op(at::Tensor counter, const at::Tensor& amount, bool skip_recomputation) {
+  if (skip_recomputation && backward_is_running()) return;
+  const at::AutoDispatchBelowADInplaceOrView no_version;
+  counter.add_(amount);
+}
+
 void accumulate_meta(const at::Tensor&, at::Tensor, at::Tensor, std::optional<at::Tensor>,
                      const std::optional<at::Tensor>&, int64_t, bool, double, double, const std::optional<at::Tensor>&,
                      const std::optional<at::Tensor>&) {}
@@ -397,6 +406,7 @@ TORCH_LIBRARY(HOOKSTATS_NAMESPACE, m) {
   m.def(
       "merge(Tensor(a!) moments, Tensor(b!) counters, Tensor(c!)? histogram, Tensor from_moments, "
       "Tensor from_counters, Tensor? from_histogram) -> ()");
+  m.def("add(Tensor(a!) counter, Tensor amount, bool skip_recomputation) -> ()");
 }
 
 #define HOOKSTATS_KERNELS(key)                      \
@@ -409,6 +419,10 @@ HOOKSTATS_KERNELS(CPU)
 HOOKSTATS_KERNELS(CUDA)
 #endif
 
+TORCH_LIBRARY_IMPL(HOOKSTATS_NAMESPACE, CompositeExplicitAutograd, m) {
+  m.impl("add", add_op);  // on any device, in any build
+}
+
 TORCH_LIBRARY_IMPL(HOOKSTATS_NAMESPACE, Meta, m) {
   m.impl("accumulate", accumulate_meta);
   m.impl("merge", merge_meta);
@@ -418,6 +432,7 @@ TORCH_LIBRARY_IMPL(HOOKSTATS_NAMESPACE, Meta, m) {
 TORCH_LIBRARY_IMPL(HOOKSTATS_NAMESPACE, Autograd, m) {
   m.impl("accumulate", torch::CppFunction::makeFallthrough());
   m.impl("merge", torch::CppFunction::makeFallthrough());
+  m.impl("add", torch::CppFunction::makeFallthrough());
 }
 
 }  // namespace hookstats

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,8 @@ DIM_BY_RULE: int = _C.DIM_BY_RULE
 HAS_CUDA: bool = _C.HAS_CUDA
 
 accumulate = torch.ops.hookstats.accumulate.default
+# (counter, amount, skip_recomputation): adds to a counter, in graphs; gradient hooks may change nothing otherwise.
+add = torch.ops.hookstats.add.default
 # Batch(moments, counters, histograms, active, channel_dims, low, high), lists with an entry for each site; its
 # .accumulate(list of Tensor | None) returns a list of (number, why it could not be measured); .is_captured() says
 # whether CUDA graphs read what it has.
@@ -72,6 +75,23 @@ clear = _C.clear  # clear(blocks): makes them zero between two kernels
 def reserve_scratch(device: torch.device) -> None:
     """Allocates now what the first launches on new streams of a GPU need, so that no hook has to."""
     _C.reserve_scratch(str(device))
+
+
+_library = torch.library.Library("hookstats", "FRAGMENT")
+
+
+def operator(schema: str, run: Callable[..., None], *tags: torch.Tag) -> Callable[..., None]:
+    """An operator for graphs: nothing while they are traced, `run` when they run.
+
+    Plain, because torch.library.custom_op raises the version of what it changes, and from torch 2.15 on a graph refuses
+    that in a gradient hook.
+    """
+    name = _library.define(schema, tags=tags)
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    _library.impl(name, lambda *arguments: None, "Meta")
+    _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
+    made: Callable[..., None] = getattr(torch.ops.hookstats, name).default
+    return made
 
 
 def part(memory: torch.Tensor, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

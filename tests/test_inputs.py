@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import numpy as np
@@ -254,6 +255,36 @@ def test_what_never_fires_is_named_once() -> None:
             model["used"](x)
             mon.step()
     assert told == []
+
+
+def test_what_needs_no_gradient_is_not_named() -> None:
+    """A frozen layer and what comes behind it, the batch, a table of constants."""
+
+    class Table(nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return x.detach().cos(), x.detach().sin()
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.frozen, self.act = Table(), nn.Linear(4, 4).requires_grad_(False), nn.ReLU()
+            self.head, self.detached = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            cos, sin = self.table(x)
+            self.detached(x).detach()
+            return self.head(self.act(self.frozen(x)) * cos + sin)
+
+    model = Model()
+    mon = hookstats.attach(model, tensors=("output", "grad_output", "grad_input"), every=1)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            model(torch.randn(3, 4)).sum().backward()
+            mon.step()
+    (said,) = [str(warning.message) for warning in told]
+    assert "nothing came from detached grad_output:" in said
+    assert ("head", "grad_output") in mon.snapshot().order
 
 
 @pytest.mark.parametrize("kind", ["tuple", "dict", "dataclass", "nested"])

@@ -86,6 +86,16 @@ def test_opcheck(histogram: str) -> None:
     torch.library.opcheck(torch.ops.hookstats.merge.default, (*a.tensors, *b.tensors))
 
 
+@pytest.mark.parametrize("skip_recomputation", [False, True])
+def test_opcheck_of_counters_that_leave_their_version_alone(skip_recomputation: bool) -> None:
+    """A graph of torch 2.15 refuses a gradient hook that changes a version while it is traced."""
+    counter, amount = torch.tensor(5), torch.tensor(3)
+    torch.library.opcheck(torch.ops.hookstats.add.default, (counter, amount, skip_recomputation))
+    before, version = int(counter), counter._version
+    torch.ops.hookstats.add(counter, amount, skip_recomputation)
+    assert (int(counter), counter._version) == (before + 3, version)
+
+
 def test_negative_view_bits_are_resolved() -> None:
     backend = Backend("cpu", torch.ops.hookstats, "cpu")
     x = torch.complex(normal(50, 4), normal(50, 4)).conj().imag

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -229,3 +230,16 @@ def test_training_gpt2_is_bit_identical_with_and_without() -> None:
     with_it, without = trained(True), trained(False)
     assert all(torch.equal(a, b) for a, b in zip(with_it, without, strict=True))
     assert not torch.equal(without[0], without[9])
+
+
+def test_a_table_of_positions_is_not_named_as_silent() -> None:
+    model = MODELS["llama"]()
+    mon = hookstats.attach(model, every=1)
+    tokens = torch.randint(0, VOCABULARY, (2, 6))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            model(input_ids=tokens, labels=tokens).loss.backward()
+            mon.step()
+    assert [str(warning.message) for warning in told if "hookstats" in str(warning.message)] == []
+    assert ("model.rotary_emb", "output.0") in mon.snapshot().order

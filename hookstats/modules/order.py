@@ -7,12 +7,15 @@ others keep their order.
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
+
+_log = logging.getLogger("hookstats")
 
 # What a forward hook of one stage changes is what those of the later stages see.
 BEFORE_STATISTICS, STATISTICS, AFTER_STATISTICS, LEAVING = range(4)
@@ -75,23 +78,36 @@ def _make_graphs_look_at_hooks() -> None:
     """From now on a graph is used for modules without hooks only if they have none.
 
     By default torch.compile leaves these guards out, and uses the graph of a model without hooks for another one of the
-    same class that has some: a second model, an EMA copy, one of many equal blocks. The first time, this imports the
-    compiler, which takes a second or two.
+    same class that has some: a second model, an EMA copy, one of many equal blocks. What was compiled so is forgotten.
+    What is compiled from now on notices by itself which hooks come and go, and need not be. The first time, this
+    imports the compiler, which takes a second or two.
     """
     import torch._dynamo
 
-    torch._dynamo.config.skip_nnmodule_hook_guards = False
+    if torch._dynamo.config.skip_nnmodule_hook_guards:
+        torch._dynamo.config.skip_nnmodule_hook_guards = False
+        if has_compiled():
+            torch.compiler.reset()
+            _log.info("something was compiled before: torch.compiler.reset() was called, so that hooks are compiled in")
 
 
-def forget_compiled() -> bool:
-    """Lets compiled models compile anew: what was compiled before does not know of hooks that came or went since.
+def make_room_for_graphs() -> None:
+    """To be called when hooks have come or gone: what is compiled with them comes on top of what is there.
 
-    False if torch.compile has compiled nothing in this process.
+    A frame that needs more graphs than the recompile limit (8 by default) runs eagerly for good, and raises if it is to
+    be one full graph. A monitor of blocks that are compiled apart needs five, so where more than a quarter of the limit
+    is used up, that frame's are forgotten: all of them, as nobody knows which are still used.
     """
     if not has_compiled():
-        return False
-    torch.compiler.reset()
-    return True
+        return
+    from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code
+    from torch._dynamo import config, convert_frame
+
+    with convert_frame.compile_lock:
+        for reference in convert_frame.input_codes.seen:
+            code = reference()
+            if code and len(_debug_get_cache_entry_list(code)) > config.recompile_limit // 4:
+                reset_code(code)
 
 
 def has_compiled() -> bool:

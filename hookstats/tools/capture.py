@@ -80,7 +80,7 @@ def capture(
     except Exception:
         captured.remove()
         raise
-    order.forget_compiled()
+    order.make_room_for_graphs()
     return captured
 
 
@@ -125,9 +125,8 @@ class Captured:
         """Takes the hooks off the model. Gradients that are still to come are kept."""
         for handle in self._handles:
             handle.remove()
-        if self._handles:
-            order.forget_compiled()
         self._handles = []
+        order.make_room_for_graphs()
 
     def __enter__(self) -> Captured:
         return self
@@ -292,13 +291,17 @@ class _Ring:
 _rings: WeakValueDictionary[int, _Ring] = WeakValueDictionary()
 
 
-# Not into CUDA graphs: a replay would not come by here.
-@torch.library.custom_op("hookstats::capture", mutates_args=("token",), tags=(torch.Tag.cudagraph_unsafe,))
-def _capture(x: torch.Tensor, token: torch.Tensor, what: str) -> None:
-    """What the hooks do, in graphs. `token` is said to be changed, so that no compiler leaves this out."""
+def _put_from_graph(x: torch.Tensor, token: torch.Tensor, what: str) -> None:
+    """What the hooks do, in graphs."""
     ring = _rings.get(int(token))
     if ring is not None:
         ring.put_from_graph(what, x)
+
+
+# The token is said to be changed, so that no compiler leaves this out. Not into CUDA graphs: replays would not come by.
+_capture = _native.operator(
+    "capture(Tensor x, Tensor(a!) token, str what) -> ()", _put_from_graph, torch.Tag.cudagraph_unsafe
+)
 
 
 class _OutputHook(order.ModuleHook):

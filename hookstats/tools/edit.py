@@ -175,7 +175,7 @@ class Edit:
         except Exception:
             self.remove()
             raise
-        order.forget_compiled()
+        order.make_room_for_graphs()
 
     @property
     def changed(self) -> int:
@@ -193,7 +193,7 @@ class Edit:
         self.removed = True
         for handle in self._handles:
             handle.remove()
-        order.forget_compiled()
+        order.make_room_for_graphs()
 
     def __enter__(self) -> Edit:
         return self
@@ -285,8 +285,8 @@ class EditHook(order.ModuleHook):
             at = next((i for i, counter in enumerate(self.counters) if counter.device == old.device), None)
             self.counters.append(_counter(old.device) if at is None else self.counters.pop(at))
         amount = ((new != old) & ~(new.isnan() & old.isnan())).sum()
-        if in_graph and not self.of_gradient:
-            _add_unless_recomputing(self.counters[-1], amount)
+        if in_graph:
+            _native.add(self.counters[-1], amount, not self.of_gradient)
         else:
             self.counters[-1].add_(amount)
 
@@ -305,13 +305,6 @@ class InputEdit(EditHook):
         given = {str(place): arg for place, arg in enumerate(args)} | kwargs
         new = self.edited(given, given)
         return tuple(new[str(place)] for place in range(len(args))), {name: new[name] for name in kwargs}
-
-
-@torch.library.custom_op("hookstats::add_unless_recomputing", mutates_args=("counter",))
-def _add_unless_recomputing(counter: torch.Tensor, amount: torch.Tensor) -> None:
-    """Asks when a graph runs, not when it is traced."""
-    if not order.recomputing():
-        counter.add_(amount)
 
 
 def _counter(device: torch.device) -> torch.Tensor:

@@ -117,7 +117,7 @@ def _global_rows() -> list[HookRow]:
 def _row(name: str, kind: str, hook: Any, traps: list[str]) -> HookRow:
     if isinstance(hook, ModuleHook):
         return HookRow(name, kind, f"hookstats.{hook.description}", True, tuple(traps))
-    if isinstance(getattr(hook, "__self__", None), contextlib.nullcontext):  # see stages.ModuleHook
+    if isinstance(getattr(hook, "__self__", None), contextlib.nullcontext):  # see order.ModuleHook
         return HookRow(name, kind, "nothing: what a hook of hookstats is in a copy of its model", True, ())
     function, code = _code(hook)
     if code is not None and kind != "gradient in .grad" and _may_return(code):

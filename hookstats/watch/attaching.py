@@ -67,7 +67,8 @@ def attach(
 
     Args:
         model: any module, compiled ones included; attach before or after ``torch.compile``. What is in a tuple or dict
-            output is learned from an eager forward.
+            output is learned from an eager forward. In evaluation, ``nn.TransformerEncoderLayer`` leaves its fused
+            path for the ordinary one while hooks are on it or on what it holds.
         modules: globs over module names (``"layers.*.mlp"``), or a callable ``(name, module) -> bool``. None: the leaf
             modules that do something, and the direct children of every ModuleList. Parameters are those of the chosen
             modules (None: all), and those whose names the globs match (``"*.weight"``).
@@ -201,6 +202,7 @@ def attach(
         sinks=callables,
         scaling=scaling,
         tap_channels=channels is True and wanted <= memory_budget,
+        trained=frozenset(name for name, module in chosen.items() if any(p.requires_grad for p in module.parameters())),
         device=default,
     )
     late = sum(1 for _, hook in hooks if not hook.spec.bound)
@@ -223,8 +225,7 @@ def attach(
             wanted / 2**20,
             memory_budget / 2**20,
         )
-    if order.forget_compiled():
-        _log.info("something was compiled before: torch.compiler.reset() was called, so that hooks are compiled in")
+    order.make_room_for_graphs()
     return monitor
 
 

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from hookstats.modules import order
 from hookstats.modules.channels import Channels
 from hookstats.numbers.fields import Site, Skipped
 from hookstats.numbers.snapshot import Snapshot
@@ -42,9 +43,13 @@ class Monitor:
         sinks: tuple[Sink, ...],
         scaling: Scaling | None,
         tap_channels: bool,
+        trained: frozenset[str],
         device: torch.device,
     ) -> None:
-        """handles: of the hooks on the model. tap_channels: of tapped tensors, too. device: most of the model's."""
+        """handles: of the hooks on the model. tap_channels: of tapped tensors, too. device: most of the model's.
+
+        trained: the watched modules that hold parameters which require grad.
+        """
         self._binder = binder
         self._parameters = parameters
         self._store = store
@@ -53,6 +58,7 @@ class Monitor:
         self._due = due
         self._sinks = sinks
         self._tap_channels = tap_channels
+        self._trained = trained
         self._scaling = scaling
         self._stopwatch = Stopwatch(store.flags, device)
         self._channels_every = channels_every
@@ -219,15 +225,23 @@ class Monitor:
                 self._failed(sink, f"the sink {sink!r} failed: {error!r}", error)
 
     def _report_silence(self) -> None:
-        silent = [site for site in self.sites if site not in self._fired]
+        silent = [site for site in self.sites if site not in self._fired and not self._needs_no_gradient(site)]
         if silent:
             some = ", ".join(map(str, silent[:5])) + (f" and {len(silent) - 5} more" if len(silent) > 5 else "")
             self._binder.warn_once(
                 "silence",
                 f"in {_SILENT_STEPS} measured steps nothing came from {some}: a module that is never called as one, an "
-                "input that needs no gradient, an output whose gradient nobody asks for, a parameter that "
-                "gets none, or a view that was then changed in place",
+                "output whose gradient nobody asks for, a parameter that gets none, or a view that was then changed in "
+                "place",
             )
+
+    def _needs_no_gradient(self, site: Site) -> bool:
+        """Whether it is in order that no gradient came: nothing before it is trained, as far as anybody can see."""
+        if site.tensor.startswith("grad_output"):  # of a table of positions, a frozen layer
+            return site.name not in self._trained
+        if site.tensor.startswith("grad_input"):  # of a batch
+            return any(fired.name == site.name for fired in self._fired)
+        return False
 
     def measure_gradients(self) -> None:
         """Reads the parameters' gradients now, instead of when the optimizer steps: before they are clipped. ::
@@ -353,6 +367,8 @@ class Monitor:
             self._parameters.measure()
         self._binder.collect_failures()
         self._binder.training.forget()
+        if self._handles:
+            order.make_room_for_graphs()
         self._handles = []
         self._set_flags()
         while self._pending:

@@ -1,0 +1,161 @@
+"""Hooks that come and go in a process that has compiled: what it compiled is kept, and no call is missed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import hookstats
+from hookstats import edit
+from tests.models import Residual
+
+CYCLES = 10
+
+
+@pytest.fixture(autouse=True)
+def a_process_that_has_not_met_hookstats() -> Iterator[None]:
+    """And in which a frame that would run eagerly for good raises instead."""
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(skip_nnmodule_hook_guards=True, fail_on_recompile_limit_hit=True):
+        yield
+
+
+class Broken(nn.Module):
+    """Two graphs, the second one in a frame that the compiler wrote."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.head = nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.up(x)
+        torch._dynamo.graph_break()
+        return self.head(x)
+
+
+def compiled(how: str, backend: Any) -> tuple[nn.Module, Callable[[torch.Tensor], torch.Tensor]]:
+    """A model whose first and last Linear are called "up" and "head", and what runs it."""
+    if how == "breaks":
+        model: nn.Module = Broken()
+        return model, torch.compile(model, backend=backend)
+    if how == "sequential":
+        model = nn.Sequential()
+        model.add_module("up", nn.Linear(16, 16))
+        model.add_module("head", nn.Linear(16, 4))
+        return model, torch.compile(model, backend=backend, fullgraph=True)
+    model = Residual(depth=1)
+    if how == "function":
+        return model, torch.compile(lambda x: model(x).square(), backend=backend, fullgraph=True)
+    if how == "blocks":
+        for block in model.blocks:
+            block.compile(backend=backend, fullgraph=True)
+        return model, model
+    if how == "module.compile":
+        model.compile(backend=backend)
+        return model, model
+    return model, torch.compile(model, backend=backend, fullgraph=True)
+
+
+def batch(size: int = 3) -> torch.Tensor:
+    return torch.randn(size, 5, 16)
+
+
+def measure(model: nn.Module, run: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    with hookstats.attach(model, ["*up", "head"], every=1) as mon:
+        for _ in range(2):
+            x = batch()
+            y = run(x)
+            y.sum().backward()
+            mon.step()
+            taken = mon.snapshot()
+            assert {site: taken[site].calls for site in mon.sites} == dict.fromkeys(mon.sites, 1)
+            up = next(name for name in ("up", "blocks.0.up") if (name, "output") in taken)
+            seen = model.get_submodule(up)(x if up == "up" else model.blocks[0].norm(x))
+            # Comes last: an eager call is measured, too.
+            assert taken[up, "output"].total.mean == pytest.approx(seen.double().mean().item(), rel=1e-4, abs=1e-6)
+            mon.reset()
+    assert mon.skipped == {}
+
+
+def change(model: nn.Module, run: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    x = batch()
+    with (
+        edit.replace(model, "*up", torch.neg) as negated,
+        edit.scale_gradient(model, "*up", 0.5) as scaled,
+    ):
+        run(x).sum().backward()
+        ups = [module for name, module in model.named_modules() if name.endswith("up")]
+        assert negated.changed == 3 * 5 * sum(up.out_features for up in ups)
+        assert scaled.changed > 0
+        before = negated.changed, scaled.changed
+    run(x).sum().backward()
+    assert (negated.changed, scaled.changed) == before
+
+
+def keep(model: nn.Module, run: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    with hookstats.capture(model, "*up", items=3, channels=64) as captured:
+        run(batch()).sum().backward()
+        run(batch()).sum().backward()
+    run(batch()).sum().backward()
+    for name in captured.names:
+        assert [shot.call for shot in captured[name]] == [0, 1]
+        assert all(shot.gradient is not None for shot in captured[name])
+
+
+@pytest.mark.parametrize("cycle", [measure, change, keep])
+@pytest.mark.parametrize("how", ["fullgraph", "function", "module.compile", "blocks", "sequential", "breaks"])
+def test_hooks_that_come_and_go_often_are_never_missed_and_never_end_compilation(
+    how: str, cycle: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resets: list[None] = []
+    reset = torch.compiler.reset
+    monkeypatch.setattr(torch.compiler, "reset", lambda: (resets.append(None), reset()))
+    counter = CompileCounterWithBackend("aot_eager")
+    model, run = compiled(how, counter)
+    run(batch()).sum().backward()
+    first = 0
+    for number in range(CYCLES):
+        cycle(model, run)
+        run(batch()).sum().backward()
+        first = first or counter.frame_count
+        if cycle is not measure:  # a monitor's graphs are its own; edits and captures find those of the last ones again
+            assert counter.frame_count == first, number
+    assert len(resets) == 1
+
+
+def test_what_was_compiled_for_another_model_is_kept() -> None:
+    hookstats.attach(nn.Linear(2, 2)).detach()  # what was compiled before the first one is forgotten
+    counter = CompileCounterWithBackend("aot_eager")
+    other, run_other = compiled("sequential", counter)
+    run_other(batch()).sum().backward()
+    assert counter.frame_count == 1
+    model, run = compiled("fullgraph", "aot_eager")
+    for cycle in (measure, change, keep):
+        cycle(model, run)
+        run_other(batch()).sum().backward()
+        assert counter.frame_count == 1, cycle
+    mon = hookstats.attach(other, every=1)
+    run_other(batch()).sum().backward()
+    assert counter.frame_count == 2
+    assert [mon.snapshot()[site].calls for site in mon.sites] == [1] * len(mon.sites)
+
+
+@pytest.mark.parametrize("cycle", [measure, change, keep])
+def test_a_frame_that_has_used_up_its_graphs_has_room_for_those_with_hooks(cycle: Callable[..., None]) -> None:
+    hookstats.attach(nn.Linear(2, 2)).detach()
+    counter = CompileCounterWithBackend("aot_eager")
+    _, run_other = compiled("sequential", counter)
+    run_other(batch()).sum().backward()
+    model = Residual(depth=1)
+    run = torch.compile(model, backend="aot_eager", dynamic=False, fullgraph=True)
+    for size in range(3, 3 + torch._dynamo.config.recompile_limit):
+        run(batch(size)).sum().backward()
+    cycle(model, run)
+    run_other(batch()).sum().backward()
+    assert counter.frame_count == 1
