@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 from hookstats import _native
 from hookstats.modules import order
 from hookstats.modules.channels import channels_of, input_channels, wanted_channel_dims
-from hookstats.modules.selection import Modules, select
+from hookstats.modules.selection import Globs, Modules, select
 from hookstats.numbers.fields import Bins, ExponentBins, Site
 from hookstats.numbers.snapshot import SiteStats
 from hookstats.watch.arguments import (
@@ -50,6 +50,7 @@ def attach(
     model: nn.Module,
     modules: Modules = None,
     *,
+    exclude: Globs | None = None,
     tensors: Iterable[str] = DEFAULT_TENSORS,
     channels: bool | str | Iterable[str] = True,
     channels_every: int = 1,
@@ -72,6 +73,8 @@ def attach(
         modules: globs over module names (``"layers.*.mlp"``), or a callable ``(name, module) -> bool``. None: the leaf
             modules that do something, and the direct children of every ModuleList. Parameters are those of the chosen
             modules (None: all), and those whose names the globs match (``"*.weight"``).
+        exclude: globs over the names of modules and parameters; what they match is left out, with all that is inside
+            it.
         tensors: of ``"output"``, ``"grad_output"``, ``"param_grad"`` (these by default), ``"input"``,
             ``"grad_input"``, ``"param"``, ``"param_update"``. An input is measured before the module runs; several, or
             some by name, are ``"input.0"``, ``"input.mask"``. Its gradient is the module's own share, whatever else the
@@ -129,7 +132,7 @@ def attach(
     of_outputs: Kinds = ("output" if "output" in kinds else None, "grad_output" if "grad_output" in kinds else None)
     of_inputs: Kinds = ("input" if "input" in kinds else None, "grad_input" if "grad_input" in kinds else None)
     of_parameters = tuple(kind for kind in kinds if kind in OF_PARAMETERS)
-    chosen, slots = select(model, modules, bool(of_parameters))
+    chosen, slots = select(model, modules, exclude, bool(of_parameters))
     if not any(of_outputs + of_inputs):
         chosen = {}
     dims = wanted_channel_dims(channel_dim, chosen)
