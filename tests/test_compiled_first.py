@@ -16,6 +16,8 @@ import hookstats
 from hookstats import ExponentBins, Snapshot
 from tests.models import Block, Containers
 
+ACTIVATIONS = ("output", "grad_output")
+
 pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated.*:DeprecationWarning")
 
 
@@ -38,7 +40,7 @@ def steps_of(
     """Two steps of a model: "no" compilation, "whole", or its "blocks" apart."""
     torch.manual_seed(0)
     model = make()
-    mon = hookstats.attach(model, every=1, histogram=ExponentBins(True))
+    mon = hookstats.attach(model, tensors=ACTIVATIONS, every=1, histogram=ExponentBins(True))
     run: Any = model
     if compiled == "whole":
         run = torch.compile(model, backend=counter or "aot_eager", **options)
@@ -238,7 +240,7 @@ def test_sizes_that_depend_on_data_are_no_obstacle() -> None:
 def test_a_length_that_changes_is_no_width() -> None:
     """Graphs with dynamic shapes are traced again; what was learned stays."""
     model = Unequal()
-    mon = hookstats.attach(model, every=1)
+    mon = hookstats.attach(model, tensors=ACTIVATIONS, every=1)
     compiled = torch.compile(model, backend="aot_eager", dynamic=True, fullgraph=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
