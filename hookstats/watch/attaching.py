@@ -68,8 +68,9 @@ def attach(
 
     Args:
         model: any module, compiled ones included; attach before or after ``torch.compile``. What is in a tuple or dict
-            output is learned from an eager forward. In evaluation, ``nn.TransformerEncoderLayer`` leaves its fused
-            path for the ordinary one while hooks are on it or on what it holds.
+            output, and widths that no type tells, are learned from the first forward, or when that is traced. In
+            evaluation, ``nn.TransformerEncoderLayer`` leaves its fused path for the ordinary one while hooks are on it
+            or on what it holds.
         modules: globs over module names (``"layers.*.mlp"``), or a callable ``(name, module) -> bool``. None: the leaf
             modules that do something, and the direct children of every ModuleList. Parameters are those of the chosen
             modules (None: all), and those whose names the globs match (``"*.weight"``).
@@ -86,10 +87,13 @@ def attach(
         channels: whether statistics are kept per channel: True, False, or globs.
         channels_every: channels and histograms leave the device at every how many measured steps, from the first on; in
             the snapshots between they are None, and ``total`` is all that travels.
-        channel_dim: an int, or ``{glob: int}``, of outputs and inputs. None: by the module's type (Linear, Embedding,
-            LayerNorm: last; convolutions, BatchNorm, pooling: the one before the spatial ones), else 1 for 4-D and 5-D
-            tensors, else the last. A parameter's channels are its outputs (dimension 0; of a transposed convolution 1);
-            one of fewer than two dimensions has a total only.
+        channel_dim: an int, or ``{glob: int}``, of outputs and inputs. None: by the type of a torch.nn module (Linear,
+            Embedding, LayerNorm: last; convolutions, BatchNorm, pooling: the one before the spatial ones), else by
+            evidence: the dimension that has the size of a vector among the module's parameters; for a leaf, that of the
+            latest output of the same shape; a width found inside the module; a width of what ran before it.
+            ``SiteStats.channel_dim`` says what was found. Where the width of a site alternates, it keeps totals. A
+            parameter's channels are its outputs (dimension 0; of a transposed convolution, and of transformers' Conv1D,
+            1); one of fewer than two dimensions has a total only.
         histogram: ``ExponentBins()``, ``LinearBins(lo, hi, n)``, either with ``per_channel=True``, or None.
         every: every how many steps one is measured, or a callable ``step -> bool``. Step 0 always is.
         example: (args, kwargs) for the model. One forward on fake tensors then shows every width and what is in
@@ -145,9 +149,9 @@ def attach(
         for name, module in chosen.items():
             inputs = input_channels(module, dims.get(name))
             if any(of_outputs):
-                yield module, SiteSpec(name, "", found[name], name in keep, of_outputs), Hook
+                yield module, SiteSpec(name, "", found[name], name in keep, of_outputs, module), Hook
             if any(of_inputs) and inputs is not None:
-                yield module, SiteSpec(name, "", inputs, name in keep, of_inputs), InputHook
+                yield module, SiteSpec(name, "", inputs, name in keep, of_inputs, module), InputHook
 
     def sizes() -> dict[torch.device, int]:
         total = dict.fromkeys(devices.values(), 0)
@@ -208,18 +212,13 @@ def attach(
         trained=frozenset(name for name, module in chosen.items() if any(p.requires_grad for p in module.parameters())),
         device=default,
     )
-    late = sum(1 for _, hook in hooks if not hook.spec.bound)
     _log.info(
-        "attached to %d sites of %d modules and %d parameters, state %.1f MB%s%s",
+        "attached to %d sites of %d modules and %d parameters, state %.1f MB%s",
         len(monitor.sites),
         len(chosen),
         len(slots),
         store.bytes / 2**20,
         "" if example is None else f"; a step like the example reads {binder.example_bytes / 2**20:.1f} MB",
-        f"; {late} tensors show their width at their first eager forward (or example=), compiled before that they keep "
-        "totals only"
-        if late
-        else "",
     )
     if wanted > memory_budget:
         _log.warning(
