@@ -100,6 +100,25 @@ def test_a_gpu_that_nvcc_does_not_know_gets_ptx(machine: Path, architectures: Ca
     assert architectures() == ["8.0", "9.0", "10.0+PTX"]
 
 
+@pytest.mark.parametrize("asked", ["9", "sm_90", "9.0+CUBIN"])
+def test_wrong_architectures_are_refused(
+    setup: dict[str, Any], architectures: Callable[..., list[str]], asked: str
+) -> None:
+    with pytest.raises(SystemExit, match=r"expected entries such as 9.0 or 10.0\+PTX, got '"):
+        setup["gencode"](architectures(TORCH_CUDA_ARCH_LIST=asked)[0])
+
+
+@pytest.mark.usefixtures("machine")
+def test_a_missing_nvcc_is_an_error_only_when_cuda_was_asked_for(
+    setup: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shutil.which", lambda *args, **options: None)
+    assert setup["find_nvcc"]() is None
+    monkeypatch.setenv("HOOKSTATS_CUDA", "1")
+    with pytest.raises(SystemExit, match="HOOKSTATS_CUDA=1, but no nvcc was found"):
+        setup["find_nvcc"]()
+
+
 def test_no_cuda_object_is_compiled_twice(
     setup: dict[str, Any], machine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
