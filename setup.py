@@ -22,6 +22,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -179,15 +180,24 @@ class BuildWithCuda(BuildExtension):
         # pip gives each editable install a new temporary folder, in which all would be compiled again.
         made_by = "\n".join([platform.python_version(), str(torch.__version__), *compilers])
         self.build_temp = str(Path("build", "objects-" + hashlib.sha256(made_by.encode()).hexdigest()[:12]))
-        if nvcc and targets:
-            release = re.search(r"release (\d+\.\d+)", compilers[-1])
-            objects, kernels = compile_cuda(nvcc, targets, Path(self.build_temp, "cuda"))
-            built |= {"cuda": release.group(1) if release else "unknown", "kernels": kernels}
-            extension.define_macros.append(("HOOKSTATS_CUDA", "1"))
-            extension.extra_objects += objects
-            extension.library_dirs.append(cudart_folder(nvcc))
-            extension.libraries += ["cudart_static", "dl", "rt", "pthread"]
-        super().build_extensions()
+        with ThreadPoolExecutor(1) as beside:
+            if nvcc and targets:
+                release = re.search(r"release (\d+\.\d+)", compilers[-1])
+                built["cuda"] = release.group(1) if release else "unknown"
+                extension.define_macros.append(("HOOKSTATS_CUDA", "1"))
+                extension.library_dirs.append(cudart_folder(nvcc))
+                extension.libraries += ["cudart_static", "dl", "rt", "pthread"]
+                # nvcc takes longest for one file: the C++ is compiled meanwhile, and leaves it half of the cores.
+                os.environ.setdefault("MAX_JOBS", str(max(1, (os.cpu_count() or 2) // 2)))
+                compiled = beside.submit(compile_cuda, nvcc, targets, Path(self.build_temp, "cuda"))
+                link = self.compiler.link_shared_object
+
+                def link_with_kernels(objects: list[str], *args: Any, **options: Any) -> None:
+                    kernel_objects, built["kernels"] = compiled.result()
+                    link([*objects, *kernel_objects], *args, **options)
+
+                self.compiler.link_shared_object = link_with_kernels
+            super().build_extensions()
         self.record = json.dumps(built, indent=2) + "\n"
         self.write_record()
 
