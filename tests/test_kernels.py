@@ -195,6 +195,13 @@ HARD: dict[str, torch.Tensor] = {
 }
 
 
+@pytest.mark.parametrize("values", [(0.0, 1e-41), (0.0, NAN, INF, -INF)], ids=["finite", "not_finite"])
+def test_nothing_is_lost_between_the_parts_of_a_large_tensor(backend: Backend, values: tuple[float, ...]) -> None:
+    x = _with(normal(30011, 3).float(), *values)
+    for tensor, channel_dim in ((x, 1), (x.t().contiguous(), 0), (x, None)):
+        check(backend.accumulate(tensor, channel_dim, "per_channel").stats(), tensor, channel_dim)
+
+
 @pytest.mark.parametrize("channel_dim", [1, None], ids=["rows", "whole"])
 @pytest.mark.parametrize("values", HARD)
 def test_hard_float32_values(backend: Backend, values: str, channel_dim: int | None) -> None:
