@@ -333,7 +333,9 @@ def test_measure_one_tensor() -> None:
     x = torch.randn(50, 7, requires_grad=True)
     check(hookstats.measure(x), x, -1)
     check(hookstats.measure(x, 0, histogram=ExponentBins(True)), x, 0)
-    assert hookstats.measure(x, None).channels is None
+    image = torch.randn(2, 3, 5, 7)
+    check(hookstats.measure(image), image, 1)  # as attach and tap take what tells nothing else
+    assert hookstats.measure(x, channels=False).channels is None
     assert hookstats.measure(torch.tensor(3.0)).total.mean == 3
     assert hookstats.measure(x, histogram=None).histogram is None
     assert np.isnan(hookstats.measure(torch.empty(0)).total.mean)
