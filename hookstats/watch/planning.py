@@ -10,9 +10,10 @@ from torch import nn
 from hookstats.modules.channels import channels_of, input_channels, wanted_channel_dims
 from hookstats.modules.selection import Globs, Modules, select
 from hookstats.watch.arguments import OF_PARAMETERS, channel_names, device_of
+from hookstats.watch.batches import placing
 from hookstats.watch.hooks import Hook, InputHook, Kinds, SiteSpec
 from hookstats.watch.memory import Store
-from hookstats.watch.parameters import kinds_of, placing
+from hookstats.watch.parameters import kinds_of
 
 
 class Plan:
