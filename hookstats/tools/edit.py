@@ -56,7 +56,8 @@ def clip_gradient(
         model: any module, compiled ones included.
         where: globs over module names (``"layers.*.mlp"``; ``*`` crosses dots). A container that matches is edited, and
             each of its children that matches, too.
-        min, max: the bounds; None: none.
+        min: the lower bound; None: none.
+        max: the upper bound; None: none.
         tensor: ``"grad_output"`` or ``"grad_input"``, or one tensor in it (``"grad_output.0"``).
         after: whether `hookstats.attach` shows the gradient after the edit.
 
