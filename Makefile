@@ -4,7 +4,7 @@ TORCH ?= 2.13.0
 PY := .venv/bin/python
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
 
-.PHONY: demo test compat lint format bench gpu docs clean
+.PHONY: demo test compat lint format bench gpu clean
 
 demo: .venv/.built      ## trains a small CNN on handwritten digits, every layer watched
 	$(PY) -m hookstats.demo
@@ -36,17 +36,18 @@ bench: .venv/.built     ## benchmarks on this machine
 	$(PY) -m pytest benchmarks --benchmark-columns=median,min,rounds --benchmark-sort=fullname \
 		--benchmark-json=build/benchmark.json
 
+# On a machine with an NVIDIA GPU, nvcc and torch >= 2.11: uses $(PYTHON) as it is, and no network.
+gpu:
+	$(PYTHON) benchmarks/gpu.py
+
 # In an environment of its own: the pages are made from sources, without torch and the extension.
 DOCS = build/docs-venv
 DOCS_NEED = $(shell sed -n 's/^docs = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d ,)
+.PHONY: docs
 docs:                   ## the site, into build/site; a dead link or any other warning is an error
 	test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
 	$(DOCS)/bin/python -m pip install -q $(DOCS_NEED)
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
-
-# On a machine with an NVIDIA GPU, nvcc and torch >= 2.11: uses $(PYTHON) as it is, and no network.
-gpu:
-	$(PYTHON) benchmarks/gpu.py
 
 clean:
 	rm -rf .venv build hookstats/_built.json hookstats/_C.*.so *.egg-info
