@@ -42,6 +42,15 @@ bench: .venv/.dev       ## benchmarks on this machine
 gpu:
 	$(PYTHON) benchmarks/gpu.py
 
+# In an environment of its own: the pages are made from sources, without torch and the extension.
+DOCS = build/docs-venv
+DOCS_NEED = $(shell sed -n 's/^docs = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d ,)
+.PHONY: docs
+docs:                   ## the site, into build/site; a dead link or any other warning is an error
+	test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install -q $(DOCS_NEED)
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
+
 clean:
 	rm -rf .venv build hookstats/_built.json hookstats/_C.*.so *.egg-info
 

@@ -108,7 +108,9 @@ class Captured:
         """A picture of one capture: the output's channels, their gradients, and what edits made of them.
 
         Args:
-            name: a module. index: which of its captures. item: which item of the batch.
+            name: a module.
+            index: which of its captures.
+            item: which item of the batch.
 
         Returns a ``matplotlib.figure.Figure``. Raises KeyError or IndexError where there is no such capture or item,
         ImportError without matplotlib (``pip install 'hookstats[demo]'``).

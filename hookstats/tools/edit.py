@@ -59,7 +59,8 @@ def clip_gradient(
         modules: globs over module names (``"layers.*.mlp"``; ``*`` crosses dots), or a callable
             ``(name, module) -> bool``. A container that matches is edited, and each of its children that matches, too.
         exclude: globs over module names; what they match is left out, with all that is inside it.
-        min, max: the bounds; None: none.
+        min: the lower bound; None: none.
+        max: the upper bound; None: none.
         tensor: ``"grad_output"`` or ``"grad_input"``, or one tensor in it (``"grad_output.0"``).
         after: whether `hookstats.attach` shows the gradient after the edit.
 

@@ -93,7 +93,7 @@ def attach(
             parameter's channels are its outputs (dimension 0; of a transposed convolution, and of transformers' Conv1D,
             1); one of fewer than two dimensions has a total only.
         histogram: ``ExponentBins()``, ``LinearBins(lo, hi, n)``, either with ``per_channel=True``, or None.
-        every: every how many steps one is measured, or a callable ``step -> bool``. Step 0 always is.
+        every: n, to measure every n-th step from step 0 on, or a callable ``step -> bool``. Step 0 is always measured.
         example: (args, kwargs) for the model. One forward on fake tensors then shows every width and what is in
             containers, which a compiled model cannot show; no value is computed, no buffer changes.
         sinks: a callable or several, called with each Snapshot when it arrives.

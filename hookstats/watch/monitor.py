@@ -167,7 +167,7 @@ class Monitor:
         return self._delivery.last or now
 
     def measure_gradients(self) -> None:
-        """Reads the parameters' gradients now, instead of when the optimizer steps: before they are clipped. ::
+        """Reads the parameters' gradients now, instead of when the optimizer steps: before they are clipped.
 
             loss.backward()
             scaler.unscale_(optimizer)  # with a GradScaler: before that, they are read with its scale
