@@ -42,14 +42,6 @@ class Totals : public torch::CustomClassHolder {
   // Of each site in a row: fields, as the bits of float64, then counters. int64 [sites, kTotalsWords]. Then the blocks
   // of memory, which are those of the states, or none, are zero; no kernel comes between.
   at::Tensor take(const std::vector<at::Tensor>& blocks) const {
-    const NoCpuKernel none;
-    const at::Tensor totals = fold();
-    for (const at::Tensor& block : blocks) block.zero_();
-    return totals;
-  }
-
- private:
-  at::Tensor fold() const {
     const auto device = moments_[0].device();
     const int64_t n = states_.size();
     at::Tensor out = at::empty({n, kTotalsWords}, at::TensorOptions().device(device).dtype(at::kLong));
@@ -59,15 +51,21 @@ class Totals : public torch::CustomClassHolder {
       const c10::DeviceGuard guard(device);
       const auto* table = static_cast<const State*>(table_.const_data_ptr());
       check(cuda::totals(table, n, words, launch_on(device, std::nullopt)));
+      clear(blocks);
       return out;
     }
 #endif
+    const NoCpuKernel none;
     cpu::totals(states_.data(), n, words, [](int64_t tasks, const std::function<void(int64_t, int64_t)>& body) {
       at::parallel_for(0, tasks, 1, body);
     });
+    for (const at::Tensor& block : blocks) {
+      if (block.is_cpu()) memset(block.mutable_data_ptr(), 0, block.nbytes());
+    }
     return out;
   }
 
+ private:
   std::vector<at::Tensor> moments_, counters_;  // the states' memory
   std::vector<State> states_;
   at::Tensor table_;  // the same on the device

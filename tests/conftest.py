@@ -148,7 +148,7 @@ class Backend:
         channels = 1 if channel_dim is None or x.dim() == 0 else x.shape[channel_dim]
         state = into or State(channels, histogram, self.device)
         rows = () if mask is None else tuple(each.to(self.device) for each in listed(mask))
-        dim = _native.UNKNOWN_DIM if channel_dim is None else channel_dim
+        dim = _native.DIMS_BY_NDIM if channel_dim is None else channel_dim
         self.ops.accumulate(self.to_device(x), *state.tensors, None, dim, False, *state.range, *rows)
         return state
 

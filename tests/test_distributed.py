@@ -105,7 +105,7 @@ def check_parameters(seen: dict[tuple[str, str], tuple[int, Any]], rank: int) ->
 def ddp_worker(rank: int, world: int, folder: str) -> None:
     join(rank, world, folder)
     model = nn.parallel.DistributedDataParallel(Residual())
-    mon, plain = hookstats.attach(model, every=1, strict=True), Plain(model)
+    mon, plain = hookstats.attach(model, tensors=OF_OUTPUTS, every=1, strict=True), Plain(model)
     names = list(model.state_dict())
     for _ in range(2):
         model(batch(rank)).square().sum().backward()  # a forward broadcasts rank 0's buffers
@@ -134,10 +134,10 @@ def tensor_parallel_worker(rank: int, world: int, folder: str, attach_first: boo
     plain = Plain(whole)
     whole(batch8()).square().sum().backward()
     model = mlp()
-    mon = hookstats.attach(model, every=1) if attach_first else None
+    mon = hookstats.attach(model, tensors=OF_OUTPUTS, every=1) if attach_first else None
     mesh = init_device_mesh("cpu", (world,))
     parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    mon = mon or hookstats.attach(model, every=1)
+    mon = mon or hookstats.attach(model, tensors=OF_OUTPUTS, every=1)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         model(batch8()).square().sum().backward()
@@ -187,7 +187,7 @@ class Gathers(nn.Module):
 def asynchronous_worker(rank: int, world: int, folder: str) -> None:
     join(rank, world, folder)
     model = Gathers()
-    mon = hookstats.attach(model, every=1, strict=True)
+    mon = hookstats.attach(model, tensors=OF_OUTPUTS, every=1, strict=True)
     y = model(torch.full((3, 4), float(rank)))
     assert type(y).__name__ == "AsyncCollectiveTensor"
     check_channels(mon.snapshot()["", "output"], torch.tensor([[0.0] * 4] * 3 + [[1.0] * 4] * 3))

@@ -125,7 +125,7 @@ def test_measure_gradients_that_fails_does_not_stop_training(monkeypatch: pytest
     model = residual()
     mon = hookstats.attach(model, tensors="param_grad", every=1)
     loss_of(model).backward()
-    monkeypatch.setattr(mon._parameters._values, "accumulate", lambda tensors: 1 / 0)
+    monkeypatch.setattr(mon._parameters._batches, "accumulate", lambda owners, tensors: 1 / 0)
     with pytest.warns(UserWarning, match="ZeroDivisionError"):
         mon.measure_gradients()
 

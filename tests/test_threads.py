@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from torch import nn
 
 import hookstats
 from hookstats import Snapshot
+from tests.conftest import ROOT
 from tests.models import Containers
 
 
@@ -119,3 +121,57 @@ def test_steps_that_are_closed_beside_forwards_take_what_is_there_whole_and_once
     assert all(site.total.count == site.calls * rows * width for site in sites)
     assert all(site.histogram is None or site.histogram.counts.sum() == site.total.count for site in sites)
     assert sum(site.calls for site in sites) == sum(forwards)
+
+
+def test_optimizers_of_other_threads_do_not_look_like_outer_ones() -> None:
+    models = [nn.Linear(4, 4) for _ in range(2)]
+    stranger = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    done, wrong = threading.Event(), []
+
+    def spin() -> None:
+        while not done.is_set():
+            stranger.step()
+
+    def train(number: int) -> None:
+        model = models[number]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        mon = hookstats.attach(model, tensors=("param_grad", "param_update"), every=1)
+        for _ in range(100):
+            model(torch.randn(3, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            snapshot = mon.step()
+            wrong.extend(site for site in mon.sites if snapshot is None or snapshot[site].calls != 1)
+
+    spinning = threading.Thread(target=spin)
+    spinning.start()
+    try:
+        at_once(train, threads=2)
+    finally:
+        done.set()
+        spinning.join()
+    assert wrong == []
+
+
+def test_closing_a_step_under_a_dispatch_mode_waits_for_no_thread_that_waits_for_it() -> None:
+    code = """
+import threading, torch, hookstats
+from torch.utils.flop_counter import FlopCounterMode
+model = torch.nn.Linear(4, 4096).requires_grad_(False)
+mon = hookstats.attach(model, every=1, tensors="output", channels_every=2)
+done, x = threading.Event(), torch.randn(4, 4)
+def run():
+    while not done.is_set():
+        model(x)
+thread = threading.Thread(target=run, daemon=True)
+thread.start()
+with FlopCounterMode(display=False):
+    for _ in range(200):
+        mon.step()
+        mon.reset()
+done.set()
+thread.join()
+print("closed")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert done.stdout == "closed\n", done.stderr

@@ -16,7 +16,7 @@ import hookstats
 from hookstats import Monitor
 from hookstats.watch import evaluation
 from tests.models import Residual
-from tests.plain import OF_OUTPUTS
+from tests.plain import OF_OUTPUTS, hearing
 
 
 def batch(seed: int = 0) -> torch.Tensor:
@@ -154,3 +154,29 @@ def test_detach_and_the_models_end_leave_nothing_behind() -> None:
     assert gone() is None
     assert before == set(evaluation.ROOTS)
     assert kept._store.flags.enabled.measures_now()  # asks no module that is gone
+
+
+def test_a_model_that_trains_in_evaluation_mode_is_told_why_nothing_comes() -> None:
+    model = Residual()
+    mon = hookstats.attach(model, tensors=OF_OUTPUTS, every=1)
+    model.eval()
+    with hearing() as told:
+        for _ in range(3):
+            model(batch()).sum().backward()
+            mon.step()
+    (text,) = told
+    assert "the model is in evaluation mode, which is left out: call model.train()" in text
+
+
+def test_monitors_that_come_and_go_leave_no_finalizers_on_the_model() -> None:
+    model = Residual()
+    gc.collect()
+    before, roots = len(weakref.finalize._registry), set(evaluation.ROOTS)  # type: ignore[attr-defined]
+    for _ in range(5):
+        mon = hookstats.attach(model, tensors="output")
+        mon.detach()
+        mon.step()
+    with pytest.raises(RuntimeError, match="forward on fake tensors failed"):
+        hookstats.attach(model, tensors="output", example=((torch.randn(3),), {}))
+    assert set(evaluation.ROOTS) == roots
+    assert len(weakref.finalize._registry) == before  # type: ignore[attr-defined]

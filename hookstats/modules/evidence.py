@@ -41,7 +41,7 @@ def widths_of(module: nn.Module | None) -> Widths:
     for part in module.modules():
         inside.add(natural_channels(part).width or 1)
         for tensor in (*part._parameters.values(), *part._buffers.values()):
-            if tensor is None or nn.parameter.is_lazy(tensor):
+            if tensor is None or nn.parameter.is_lazy(tensor) or not tensor.is_floating_point():
                 continue
             if tensor.dim() == 1 and part is module:
                 vectors.add(tensor.numel())

@@ -149,6 +149,7 @@ def attach(
     except Exception:
         for handle in handles:
             handle.remove()
+        binder.training.forget()
         raise
     keeps = channels is True and too_much is None
     watching = Watching(store, binder, parameters, scaling, handles, keeps, plan.trained, plan.device)

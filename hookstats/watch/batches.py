@@ -58,22 +58,20 @@ class ByIdentity:
 
     def among(self, tensors: Iterable[torch.Tensor]) -> list[Parameter]:
         """Those that these tensors are, in the order of the model."""
-        if self.may_be_outdated:
+        tensors = list(tensors)
+        if self.may_be_outdated or not all(map(self._is_known, tensors)):
             self._look_again()
-        found = {each.number: each for tensor in tensors for each in self._who_keeps(tensor)}
+            self._strangers |= {id(t): weakref.ref(t) for t in tensors if id(t) not in self._keepers}
+        found = {each.number: each for tensor in tensors for each in self._keepers.get(id(tensor), [])}
         return [found[number] for number in sorted(found)]
 
-    def _who_keeps(self, tensor: torch.Tensor) -> list[Parameter]:
-        keepers = self._keepers.get(id(tensor), [])
-        if keepers and all(each.get() is tensor for each in keepers):
-            return keepers
+    def _is_known(self, tensor: torch.Tensor) -> bool:
+        """To be one of ours, still, or a stranger."""
+        keepers = self._keepers.get(id(tensor))
+        if keepers:
+            return all(each.get() is tensor for each in keepers)
         stranger = self._strangers.get(id(tensor))
-        if not keepers and stranger is not None and stranger() is tensor:
-            return []
-        self._look_again()
-        if id(tensor) not in self._keepers:
-            self._strangers[id(tensor)] = weakref.ref(tensor)
-        return self._keepers.get(id(tensor), [])
+        return stranger is not None and stranger() is tensor
 
     def _look_again(self) -> None:
         """Reads from the model which tensors its parameters are now."""

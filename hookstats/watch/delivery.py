@@ -109,7 +109,13 @@ class Delivery:
 
     def _report_silence(self) -> None:
         silent = [site for site in self.sites() if site not in self._fired and not self._needs_no_gradient(site)]
-        if silent:
+        if silent and self._binder.training.is_evaluating():
+            self._binder.warn_once(
+                "evaluation",
+                f"in {_SILENT_STEPS} measured steps nothing came from {len(silent)} sites: the model is in evaluation "
+                "mode, which is left out: call model.train(), or attach with training_only=False",
+            )
+        elif silent:
             some = ", ".join(map(str, silent[:5])) + (f" and {len(silent) - 5} more" if len(silent) > 5 else "")
             self._binder.warn_once(
                 "silence",

@@ -36,20 +36,28 @@ class TrainingOnly:
         self._root = weakref.ref(unwrapped(model))
         self._wanted = wanted
         self._flags = flags
+        self._at_its_end: weakref.finalize[..., nn.Module] | None = None
+        self._is_over = False
         self.begin_step()
 
     def begin_step(self) -> None:
         root = self._root()
-        if root is None or self.number in ROOTS or self._wanted is False:
+        if root is None or self._at_its_end is not None or self._wanted is False or self._is_over:
             return
         if self._wanted or root.training:
             ROOTS[self.number] = self._root
             self._flags.enabled.decide_by(root)
-            weakref.finalize(root, _forget, self.number, self._flags.enabled)
+            self._at_its_end = weakref.finalize(root, _forget, self.number, self._flags.enabled)
+
+    def is_evaluating(self) -> bool:
+        """Whether a forward would be left out now."""
+        return is_left_out(self.number)
 
     def forget(self) -> None:
         """The monitor is detached."""
-        _forget(self.number, self._flags.enabled)
+        self._is_over = True
+        if self._at_its_end is not None:
+            self._at_its_end()
 
 
 def _forget(number: int, enabled: _native.Enabled) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from typing import Any
 
 import torch
@@ -48,7 +49,8 @@ def _bind(context: Any) -> None:
         with unset_fake_temporarily():
             again = hook.binder.bind_traced(hook, path, fake)
     except Exception as error:
-        hook.binder.give_up(hook, f"{type(error).__name__}: {error}")
+        part = hook.parts.get(path, hook)
+        hook.binder.give_up(part.spec.entries.values(), f"{type(error).__name__}: {error}")
         again = True
     if again:
         from torch._dynamo.exc import UnspecializeRestartAnalysis
@@ -95,9 +97,17 @@ def is_exporting() -> bool:
     return torch.compiler._is_exporting_flag
 
 
-@functools.cache
 def teach_the_compiler() -> None:
     """Imports the compiler, the first time."""
+    with _teaching:
+        _teach()
+
+
+_teaching = threading.Lock()
+
+
+@functools.cache
+def _teach() -> None:
     torch.compiler.substitute_in_graph(_native.observe, skip_signature_check=True)(observe_in_graph)
 
 

@@ -186,8 +186,8 @@ class Monitor:
 
         Returns the tensor itself: ``scores = monitor.tap(q @ k.mT, "scores")``. Its sites are (name, "output") and
         (name, "grad_output"), made when it is first seen in an eager forward that is measured; a compiled one that
-        comes first is not measured. Several tensors of one name merge. channel_dim: None, 1 for 4-D and 5-D tensors,
-        else the last.
+        comes first is not measured. Several tensors of one name merge. channel_dim: None, by what ran before and the
+        tensor's shape, as for a module whose type tells nothing.
 
         Raises:
             TypeError: for what is no tensor, or a name that is no string. ValueError: where a module has that name.

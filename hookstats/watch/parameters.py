@@ -7,6 +7,7 @@ its first call; of an optimizer inside another one, the outer counts.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -24,6 +25,26 @@ from hookstats.watch.memory import Store, local_part
 from hookstats.watch.scaling import Scaling
 
 
+class _Stepping(threading.local):
+    """The optimizers of watched parameters that a thread is in: of one inside another one, the outer counts."""
+
+    def __init__(self) -> None:
+        self.optimizers: list[int] = []  # ids, the innermost last
+        self.copies: list[tuple[Parameter, torch.Tensor]] = []  # of parameters' values, while the outer one steps
+
+    def begins(self, optimizer: Optimizer) -> bool:
+        """Whether it is an outer one."""
+        self.optimizers.append(id(optimizer))
+        return len(self.optimizers) == 1
+
+    def ends(self, optimizer: Optimizer) -> bool:
+        """Whether an outer one ends that began while something was measured."""
+        if not self.optimizers or self.optimizers[-1] != id(optimizer):
+            return False
+        self.optimizers.pop()
+        return not self.optimizers
+
+
 class Parameters:
     """Measures parameters and gradients, those of an optimizer when it steps, all others when the step ends."""
 
@@ -38,8 +59,7 @@ class Parameters:
         self._scaling = scaling
         self._parameters = ByIdentity()
         self._batches = Batches(store, binder)
-        self._copies: list[tuple[Parameter, torch.Tensor]] = []  # of their values, while an optimizer steps
-        self._depth = 0  # of optimizers that step inside each other
+        self._stepping = _Stepping()
         self._readings = 0
 
     def add(self, name: str, slot: Slot, keep_channels: bool) -> None:
@@ -79,12 +99,13 @@ class Parameters:
         """
         if torch.compiler.is_compiling():
             return None
-        self._depth += 1
-        if self._depth > 1 or not self._store.flags.value:
+        if not self._store.flags.value:
             return None
         if self._scaling is not None:
             self._watch_scale(self._scaling, optimizer)
-        stepping = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        stepping = self._carefully(self._among, optimizer)
+        if not stepping or not self._stepping.begins(optimizer):
+            return None
         if "param_update" in self._kinds:
             with self._store.flags.span(self._device):
                 self._carefully(self._copy, stepping)
@@ -117,22 +138,24 @@ class Parameters:
         """Measures by how much the step has changed them."""
         if torch.compiler.is_compiling():
             return
-        self._depth = max(self._depth - 1, 0)
-        if self._depth == 0 and self._copies:
+        if self._stepping.ends(optimizer) and self._stepping.copies:
             with self._store.flags.span(self._device):
                 self._carefully(self._measure_updates)
 
-    def measure(self, stepping: list[torch.Tensor] | None = None, grad_scale: torch.Tensor | None = None) -> None:
+    def _among(self, optimizer: Optimizer) -> list[Parameter]:
+        return self._parameters.among(parameter for group in optimizer.param_groups for parameter in group["params"])
+
+    def measure(self, stepping: list[Parameter] | None = None, grad_scale: torch.Tensor | None = None) -> None:
         """Measures the watched parameters among those that step; None: all that were not measured in this step."""
         if self._store.flags.value:
             with nullcontext() if stepping is None else self._store.flags.span(self._device):
                 self._carefully(self._measure, stepping, grad_scale)
 
-    def _measure(self, stepping: list[torch.Tensor] | None, grad_scale: torch.Tensor | None) -> None:
+    def _measure(self, stepping: list[Parameter] | None, grad_scale: torch.Tensor | None) -> None:
         self._readings += 1
         owners: list[tuple[Parameter, str]] = []
         values: list[torch.Tensor | None] = []
-        for each in self._parameters.all if stepping is None else self._parameters.among(stepping):
+        for each in self._parameters.all if stepping is None else stepping:
             tensor = each.get()
             for kind, entry in each.entries.items():
                 if kind == "param_update" or entry.given_up:
@@ -180,15 +203,15 @@ class Parameters:
             return False
         return True
 
-    def _copy(self, stepping: list[torch.Tensor]) -> None:
-        self._copies = []
-        for each in self._parameters.among(stepping):
+    def _copy(self, stepping: list[Parameter]) -> None:
+        copies = self._stepping.copies = []
+        for each in stepping:
             local = local_part(each.get())
             if local is not None and each.measures("param_update") and self._may_copy(each, local):
-                self._copies.append((each, local.detach().clone()))
+                copies.append((each, local.detach().clone()))
 
     def _measure_updates(self) -> None:
-        copies, self._copies = self._copies, []
+        copies, self._stepping.copies = self._stepping.copies, []
         differences: list[torch.Tensor | None] = []
         for each, before in copies:
             now = local_part(each.get())
@@ -198,19 +221,21 @@ class Parameters:
                 differences.append(None)
         self._batches.accumulate([(each, "param_update") for each, _ in copies], differences)
 
-    def _carefully(self, measure: Callable[..., None], *args: Any) -> None:
-        """An internal failure stops the measuring, not the training."""
+    def _carefully(self, measure: Callable[..., Any], *args: Any) -> Any:
+        """One thread after the other. An internal failure stops the measuring, not the training."""
         if not self._parameters.all:
-            return
+            return None
         try:
-            measure(*args)
+            with self._store.lock:
+                return measure(*args)
         except Exception as error:
             if self._store.strict:
                 raise
             self._binder.give_up(
                 [entry for each in self._parameters.all for entry in each.entries.values()], f"{error!r}"
             )
-            self._parameters, self._copies = ByIdentity(), []
+            self._parameters = ByIdentity()
+            return None
 
     def close_step(self) -> None:
         """What was not measured before is; then the next step begins."""
@@ -219,14 +244,14 @@ class Parameters:
 
     def begin_step(self) -> None:
         """No optimizer is stepping: one that raised did not say that it ended."""
-        self._depth = 0
+        self._stepping.optimizers.clear()
 
     def reset(self) -> None:
         """Nothing was measured in the open step; parameters may have been replaced since, or shared."""
         for each in self._parameters.all:
             each.measured.clear()
             each.is_unclipped = False
-        self._copies = []
+        self._stepping.copies = []
         self._parameters.may_be_outdated = True
 
 
