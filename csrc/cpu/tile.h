@@ -136,11 +136,10 @@ struct LaneSums {
   template <class scalar_t>
   HOOKSTATS_INLINE void start(const Tile<scalar_t>& tile, bool one_channel) {
     Lane none = Lane::neutral();
-    for (int lane = 0; lane < kLanes; ++lane) {
-      none.pivot = lane < tile.width ? widen(tile.row(0)[one_channel ? 0 : lane]) : 0;
-      none.count = lane < tile.width ? tile.rows : 0;
-      set(lane, none);
-    }
+    none.count = tile.rows;
+    for (int lane = 0; lane < kLanes; ++lane) set(lane, none);
+    const scalar_t* row = tile.row(0);
+    for (int lane = 0; lane < tile.width; ++lane) pivot[lane] = widen(row[one_channel ? 0 : lane]);
   }
 
   // All lanes in use, where they share the pivot: halves are added to halves, so that lanes are vectors.
