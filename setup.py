@@ -216,7 +216,14 @@ setup(
     ext_modules=[
         CppExtension(
             "hookstats._C",
-            sources=["csrc/ops.cpp", "csrc/batch.cpp", "csrc/totals.cpp", "csrc/hook.cpp", "csrc/cpu/accumulate.cpp"],
+            sources=[
+                "csrc/ops.cpp",
+                "csrc/scratch.cpp",
+                "csrc/batch.cpp",
+                "csrc/totals.cpp",
+                "csrc/hook.cpp",
+                "csrc/cpu/accumulate.cpp",
+            ],
             depends=[str(header) for header in sorted(Path("csrc").rglob("*.h"))],
             extra_compile_args={"cxx": CXX_FLAGS + KERNEL_FLAGS},
             # One libstdc++, the one that torch uses, also where g++ links its own in statically.

@@ -133,7 +133,7 @@ namespace cuda {
 
 // Of the (device, stream) that the kernel runs on. Between launches every counter is zero.
 constexpr int64_t kBlocks = 1056;  // at most, where a channel is in several
-constexpr int64_t kScratchDoubles = kBlocks * 64 * 7;
+constexpr int64_t kScratchDoubles = kBlocks * 64 * kMoments;
 constexpr int64_t kScratchCounters = 2 * kBlocks;
 
 struct Launch {

@@ -1,4 +1,4 @@
-// What ops.cpp offers hook.cpp, batch.cpp and totals.cpp.
+// What ops.cpp and scratch.cpp offer hook.cpp, batch.cpp and totals.cpp.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -1,25 +1,34 @@
-// What a statistic is: its neutral element, its update by one value, its merge with another part.
-// Host and device code; knows nothing of torch, layouts or threads.
+// What a statistic is: its neutral element, its update by one value, its merge with another part, its finished form.
+// Both backends fold these structs. Where they sum in vector lanes or in pairs of 16 bits, their own loops do what
+// add() does here, and everything after that is written here alone. Host and device code; knows nothing of torch,
+// layouts or threads.
 #pragma once
 
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <type_traits>
 
+// Host and device code; and the same where it must be inlined: on the CPU into loops that are compiled for several
+// instruction sets, whose vectors it becomes.
 #if defined(__CUDACC__)
 #define HOOKSTATS_HD __host__ __device__
+#define HOOKSTATS_HD_INLINE __host__ __device__ __forceinline__
 #else
 #define HOOKSTATS_HD
+#define HOOKSTATS_HD_INLINE inline __attribute__((always_inline))
 #endif
 
 namespace hookstats {
 
-// The rows of a site's state, in order. Python reads this list from the extension.
+// The rows of a site's state, in order. Python reads this list from the extension. First those of the finite values:
 //   count    finite values                         mean, m2   mean and sum of squared deviations of them
 //   min, max extremes of the finite values         abs_sum    sum of |x| over them
 //   zeros    exact zeros of either sign            nans, posinfs, neginfs   what count leaves out
 // All in float64: squares of float64 data beyond 1e154 overflow there, and show as an infinite or NaN m2.
-#define HOOKSTATS_FIELDS(X) X(count) X(mean) X(m2) X(min) X(max) X(abs_sum) X(zeros) X(nans) X(posinfs) X(neginfs)
+#define HOOKSTATS_MOMENTS(X) X(count) X(mean) X(m2) X(min) X(max) X(abs_sum) X(zeros)
+#define HOOKSTATS_NONFINITE(X) X(nans) X(posinfs) X(neginfs)
+#define HOOKSTATS_FIELDS(X) HOOKSTATS_MOMENTS(X) HOOKSTATS_NONFINITE(X)
 
 enum Field : int {
 #define HOOKSTATS_ENUM(name) k_##name,
@@ -27,182 +36,301 @@ enum Field : int {
 #undef HOOKSTATS_ENUM
       kFields
 };
+constexpr int kMoments = k_nans;
 
-// Combines two (count, mean, m2) triples: Chan, Golub & LeVeque 1979, eq. 2.1. An empty side has all three zero.
-HOOKSTATS_HD inline void merge_moments(double& count, double& mean, double& m2, double other_count, double other_mean,
-                                       double other_m2) {
-  const double total = count + other_count;
-  const double share = total > 0 ? other_count / total : 0.0;
-  const double delta = other_mean - mean;
-  mean += delta * share;
-  m2 += other_m2 + delta * (delta * (count * share));  // in this order an empty side adds 0 however large delta is
-  count = total;
+template <class T>
+HOOKSTATS_HD_INLINE T least(T a, T b) {
+#if defined(__CUDA_ARCH__)
+  return std::fmin(a, b);  // one instruction
+#else
+  return b < a ? b : a;
+#endif
+}
+template <class T>
+HOOKSTATS_HD_INLINE T largest(T a, T b) {
+#if defined(__CUDA_ARCH__)
+  return std::fmax(a, b);
+#else
+  return b > a ? b : a;
+#endif
 }
 
-// (mean, m2) from sums about a shift. Rounding may leave a negative m2 where it is zero; NaN stays.
-HOOKSTATS_HD inline void finish_moments(double count, double shift, double sum, double square_sum, double& mean,
-                                        double& m2) {
-  const double mean_deviation = sum / count;
-  mean = shift + mean_deviation;
-  m2 = square_sum - sum * mean_deviation;
-  m2 = m2 < 0 ? 0 : m2;
+// The statistics that need no mean, as members of Moments and of Sums alike: cleared, with one value more if it counts,
+// merged with another part, and copied to other types. No branches: these run in vector lanes.
+template <class T>
+HOOKSTATS_HD_INLINE void clear_plain(T& all) {
+  constexpr auto kInfinity = std::numeric_limits<decltype(all.min)>::infinity();
+  all.count = all.zeros = 0;
+  all.abs_sum = 0;
+  all.min = kInfinity;
+  all.max = -kInfinity;
+}
+template <class T, class acc_t>
+HOOKSTATS_HD_INLINE void add_plain(T& all, acc_t x, bool counts) {
+  all.count += counts ? 1 : 0;
+  all.zeros += counts & (x == 0) ? 1 : 0;
+  all.abs_sum += counts ? std::fabs(double(x)) : 0;
+  all.min = counts ? least(all.min, x) : all.min;
+  all.max = counts ? largest(all.max, x) : all.max;
+}
+template <class T>
+HOOKSTATS_HD_INLINE void merge_plain(T& all, const T& other) {
+  all.count += other.count;
+  all.zeros += other.zeros;
+  all.abs_sum += other.abs_sum;
+  all.min = least(all.min, other.min);
+  all.max = largest(all.max, other.max);
+}
+template <class To, class From>
+HOOKSTATS_HD_INLINE void copy_plain(To& to, const From& from) {
+  to.count = from.count;
+  to.zeros = from.zeros;
+  to.abs_sum = from.abs_sum;
+  to.min = from.min;
+  to.max = from.max;
 }
 
-// The statistics of one set of values. Counts are doubles: exact to 2^53.
-struct Sample {
+// The finished statistics of finite values. Counts are doubles: exact to 2^53.
+struct Moments {
 #define HOOKSTATS_MEMBER(name) double name;
-  HOOKSTATS_FIELDS(HOOKSTATS_MEMBER)
-#undef HOOKSTATS_MEMBER
+  HOOKSTATS_MOMENTS(HOOKSTATS_MEMBER)
 
-  HOOKSTATS_HD static Sample neutral() {
-    Sample sample{};
-    sample.min = std::numeric_limits<double>::infinity();
-    sample.max = -std::numeric_limits<double>::infinity();
-    return sample;
+  // Calls f on every member of `all`, in order.
+  template <class T, class F>
+  HOOKSTATS_HD_INLINE static void each(T& all, const F& f) {
+#define HOOKSTATS_EACH(name) f(all.name);
+    HOOKSTATS_MOMENTS(HOOKSTATS_EACH)
   }
 
-  HOOKSTATS_HD void merge(const Sample& other) {
-    merge_moments(count, mean, m2, other.count, other.mean, other.m2);
-    min = other.min < min ? other.min : min;
-    max = other.max > max ? other.max : max;
-    abs_sum += other.abs_sum;
-    zeros += other.zeros;
+  HOOKSTATS_HD_INLINE static Moments neutral() {
+    Moments all{};
+    clear_plain(all);
+    return all;
+  }
+
+  // Itself if it counts, else neutral.
+  HOOKSTATS_HD_INLINE Moments where(bool counts) const {
+    Moments all = neutral();
+#define HOOKSTATS_KEEP(name) all.name = counts ? name : all.name;
+    HOOKSTATS_MOMENTS(HOOKSTATS_KEEP)
+#undef HOOKSTATS_KEEP
+    return all;
+  }
+
+  // Mean and m2 as Chan, Golub & LeVeque 1979, eq. 2.1, have them.
+  HOOKSTATS_HD_INLINE void merge(const Moments& other) {
+    const double total = count + other.count;
+    const double share = total > 0 ? other.count / total : 0.0;
+    const double delta = other.mean - mean;
+    mean += delta * share;
+    m2 += other.m2 + delta * (delta * (count * share));  // in this order an empty side adds 0 however large delta is
+    merge_plain(*this, other);
+  }
+};
+
+// A column of a state: all fields.
+struct Sample : Moments {
+  HOOKSTATS_NONFINITE(HOOKSTATS_MEMBER)
+
+  template <class T, class F>
+  HOOKSTATS_HD_INLINE static void each(T& all, const F& f) {
+    Moments::each(all, f);
+    HOOKSTATS_NONFINITE(HOOKSTATS_EACH)
+  }
+#undef HOOKSTATS_EACH
+#undef HOOKSTATS_MEMBER
+
+  HOOKSTATS_HD_INLINE static Sample neutral() { return {Moments::neutral(), 0, 0, 0}; }
+
+  using Moments::merge;
+  HOOKSTATS_HD_INLINE void merge(const Sample& other) {
+    Moments::merge(other);
     nans += other.nans;
     posinfs += other.posinfs;
     neginfs += other.neginfs;
   }
+};
 
-  // Fields live `stride` doubles apart.
-  HOOKSTATS_HD static Sample load(const double* at, int64_t stride) {
-    Sample sample;
-    int field = 0;
-#define HOOKSTATS_LOAD(name) sample.name = at[field++ * stride];
-    HOOKSTATS_FIELDS(HOOKSTATS_LOAD)
-#undef HOOKSTATS_LOAD
-    return sample;
+// The statistics of some finite values as sums about a pivot that lies among them: these merge without a division.
+// With the pivot a mean of n of the N values, rounding in square_sum costs at most about N / n * 2^-53 of m2.
+template <class acc_t, class count_t>
+struct Sums {
+#define HOOKSTATS_SUMS(X) \
+  X(double, sum)          \
+  X(double, square_sum)   \
+  X(double, abs_sum)      \
+  X(acc_t, pivot)         \
+  X(acc_t, min)           \
+  X(acc_t, max)           \
+  X(count_t, count)       \
+  X(count_t, zeros)
+#define HOOKSTATS_MEMBER(type, name) type name;
+  HOOKSTATS_SUMS(HOOKSTATS_MEMBER)
+#undef HOOKSTATS_MEMBER
+
+#define HOOKSTATS_SIZE(type, name) +int(sizeof(type))
+  static constexpr int kBytes = HOOKSTATS_SUMS(HOOKSTATS_SIZE);
+#undef HOOKSTATS_SIZE
+
+  template <class T, class F>
+  HOOKSTATS_HD_INLINE static void each(T& all, const F& f) {
+#define HOOKSTATS_EACH(type, name) f(all.name);
+    HOOKSTATS_SUMS(HOOKSTATS_EACH)
+#undef HOOKSTATS_EACH
   }
 
-  HOOKSTATS_HD void store(double* at, int64_t stride) const {
-    int field = 0;
-#define HOOKSTATS_STORE(name) at[field++ * stride] = name;
-    HOOKSTATS_FIELDS(HOOKSTATS_STORE)
-#undef HOOKSTATS_STORE
+  HOOKSTATS_HD_INLINE static Sums neutral() {
+    Sums all{};
+    clear_plain(all);
+    return all;
   }
 
-  // In state, count == 0 means that there are no extremes, so clearing a state is one memset.
-  HOOKSTATS_HD static Sample load_state(const double* at, int64_t stride) {
-    Sample sample = load(at, stride);
-    if (sample.count == 0) {
-      sample.min = std::numeric_limits<double>::infinity();
-      sample.max = -std::numeric_limits<double>::infinity();
-    }
-    return sample;
+  // One value more, if it counts; the first is the pivot.
+  HOOKSTATS_HD_INLINE void add(acc_t x, bool counts = true) {
+    pivot = (count == 0) & counts ? x : pivot;
+    const double deviation = counts ? double(x) - double(pivot) : 0;
+    sum += deviation;
+    square_sum += deviation * deviation;
+    add_plain(*this, x, counts);
   }
 
-  HOOKSTATS_HD void merge_into_state(double* at, int64_t stride) const {
-    Sample sum = load_state(at, stride);
-    sum.merge(*this);
-    sum.store_state(at, stride);
+  HOOKSTATS_HD_INLINE void merge(const Sums& other) {
+    if (count == 0) pivot = other.pivot;
+    merge_about_pivot(other.about(pivot));
+  }
+  HOOKSTATS_HD_INLINE void merge_about_pivot(const Sums& other) {
+    square_sum += other.square_sum;
+    sum += other.sum;
+    merge_plain(*this, other);
+  }
+  // The same about another pivot.
+  HOOKSTATS_HD_INLINE Sums about(acc_t other) const {
+    Sums all = *this;
+    const double shift = double(pivot) - double(other);
+    all.square_sum += shift * (2 * sum + count * shift);
+    all.sum += count * shift;
+    all.pivot = other;
+    return all;
   }
 
-  HOOKSTATS_HD void store_state(double* at, int64_t stride) const {
-    Sample sample = *this;
-    if (count == 0) sample.min = sample.max = 0;
-    sample.store(at, stride);
+  HOOKSTATS_HD_INLINE Sums<double, double> widened() const {
+    Sums<double, double> all{};
+    all.sum = sum;
+    all.square_sum = square_sum;
+    all.pivot = pivot;
+    copy_plain(all, *this);
+    return all;
+  }
+
+  // Rounding may leave a negative m2 where it is zero; NaN stays.
+  HOOKSTATS_HD_INLINE Moments finish() const {
+    Moments all;
+    copy_plain(all, *this);
+    const double mean_deviation = count > 0 ? sum / count : 0.0;
+    all.mean = double(pivot) + mean_deviation;
+    all.m2 = square_sum - sum * mean_deviation;
+    all.m2 = all.m2 < 0 ? 0 : all.m2;
+    return all;
+  }
+  HOOKSTATS_HD_INLINE static Sums of(const Moments& finished) {
+    Sums all{};
+    all.pivot = finished.mean;
+    all.square_sum = finished.m2;
+    copy_plain(all, finished);
+    return all;
   }
 };
 
-// Whether the sums of a tile stand for its statistics. They do not when a value was NaN or infinite, when a square
-// overflowed or underflowed, or when the shift (one value of the tile) lies so far from the mean that the subtraction
-// below costs more than 4 bits; then the tile is read again by ExactTile.
+// Of whole tensors and states.
+using WideSums = Sums<double, double>;
+
+// Any values, one after the other: what is not finite is counted apart.
+struct ExactSums : WideSums {
+#define HOOKSTATS_MEMBER(name) double name;
+  HOOKSTATS_NONFINITE(HOOKSTATS_MEMBER)
+#undef HOOKSTATS_MEMBER
+
+  template <class T, class F>
+  HOOKSTATS_HD_INLINE static void each(T& all, const F& f) {
+    WideSums::each(all, f);
+#define HOOKSTATS_EACH(name) f(all.name);
+    HOOKSTATS_NONFINITE(HOOKSTATS_EACH)
+#undef HOOKSTATS_EACH
+  }
+
+  HOOKSTATS_HD_INLINE static ExactSums neutral() { return {WideSums::neutral(), 0, 0, 0}; }
+
+  HOOKSTATS_HD_INLINE void add(double x) {
+    constexpr double kInfinity = std::numeric_limits<double>::infinity();
+    WideSums::add(x, std::fabs(x) < kInfinity);
+    nans += x != x ? 1 : 0;
+    posinfs += x == kInfinity ? 1 : 0;
+    neginfs += x == -kInfinity ? 1 : 0;
+  }
+  HOOKSTATS_HD_INLINE Sample finish() const { return {WideSums::finish(), nans, posinfs, neginfs}; }
+};
+
+// In memory: an array of each member, `slots` long, one behind the other.
+template <class T, class index_t>
+HOOKSTATS_HD_INLINE T load_slot(const void* arrays, index_t slots, index_t slot) {
+  T all;
+  const char* array = static_cast<const char*>(arrays);
+  T::each(all, [&](auto& member) {
+    using member_t = std::remove_reference_t<decltype(member)>;
+    member = reinterpret_cast<const member_t*>(array)[slot];
+    array += slots * index_t(sizeof(member_t));
+  });
+  return all;
+}
+template <class T, class index_t>
+HOOKSTATS_HD_INLINE void store_slot(const T& all, void* arrays, index_t slots, index_t slot) {
+  char* array = static_cast<char*>(arrays);
+  T::each(all, [&](const auto& member) {
+    using member_t = std::remove_const_t<std::remove_reference_t<decltype(member)>>;
+    reinterpret_cast<member_t*>(array)[slot] = member;
+    array += slots * index_t(sizeof(member_t));
+  });
+}
+
+// Moments, or a Sample, out of a state and into it: fields lie `stride` doubles apart. There, count == 0 means that
+// there are no extremes, so clearing a state is one memset.
+template <class T>
+HOOKSTATS_HD_INLINE T load_state(const double* at, int64_t stride) {
+  T all = load_slot<T, int64_t>(at, stride, 0);
+  constexpr double kInfinity = std::numeric_limits<double>::infinity();
+  all.min = all.count == 0 ? kInfinity : all.min;
+  all.max = all.count == 0 ? -kInfinity : all.max;
+  return all;
+}
+template <class T>
+HOOKSTATS_HD_INLINE void store_state(T all, double* at, int64_t stride) {
+  all.min = all.count == 0 ? 0 : all.min;
+  all.max = all.count == 0 ? 0 : all.max;
+  store_slot<T, int64_t>(all, at, stride, 0);
+}
+template <class T>
+HOOKSTATS_HD_INLINE void merge_into_state(const T& all, double* at, int64_t stride) {
+  T sum = load_state<T>(at, stride);
+  sum.merge(all);
+  store_state(sum, at, stride);
+}
+
+// Whether the sums of a tile, made in the arithmetic of the data, stand for its statistics. They do not when a value
+// was NaN or infinite, when a square overflowed or underflowed, or when the pivot lies so far from the mean that the
+// subtraction in finish() costs more than 4 bits; then the tile is read again by ExactSums.
 template <class acc_t>
-HOOKSTATS_HD inline bool sums_hold(double count, double sum, double square_sum, double abs_sum, double min,
-                                   double max) {
+HOOKSTATS_HD_INLINE bool sums_hold(const WideSums& tile) {
   constexpr double kLargest = std::numeric_limits<acc_t>::max();
   constexpr double kSmallest = std::numeric_limits<acc_t>::min();
-  const bool finite = (square_sum <= kLargest) & (abs_sum <= kLargest);
-  const bool constant = min == max;
-  const bool in_range = square_sum >= count * kSmallest;
-  const bool shift_is_near = 16 * (square_sum - sum * sum / count) >= square_sum;
-  return finite & (constant | (in_range & shift_is_near));  // no branches: it runs in vector lanes
+  const bool finite = (tile.square_sum <= kLargest) & (tile.abs_sum <= kLargest);
+  const bool constant = tile.min == tile.max;
+  const bool in_range = tile.square_sum >= tile.count * kSmallest;
+  const bool pivot_is_near = 16 * (tile.square_sum - tile.sum * tile.sum / tile.count) >= tile.square_sum;
+  return finite & (constant | (in_range & pivot_is_near));  // no branches: it runs in vector lanes
 }
 
 // Values that are summed in the arithmetic of the data before a carry into float64. Equal values round the same way
 // each time: 16 float32 additions lose at most 16 * 2^-25 of the sum, and sums_hold allows 16 times that in m2.
 constexpr int kCarryValues = 16;
-
-// The fast way through a tile: sums about a shift. The caller carries after every kCarryValues values.
-template <class acc_t>
-struct FastTile {
-  acc_t shift, min, max;
-  acc_t part_sum = 0, part_square_sum = 0, part_abs_sum = 0;
-  double sum = 0, square_sum = 0, abs_sum = 0;
-  int32_t count = 0, zeros = 0;
-
-  HOOKSTATS_HD explicit FastTile(acc_t first) : shift(first), min(first), max(first) {}
-
-  HOOKSTATS_HD void update(acc_t x) {
-    const acc_t deviation = x - shift;
-    part_sum += deviation;
-    part_square_sum += deviation * deviation;
-    part_abs_sum += x < 0 ? -x : x;
-    min = x < min ? x : min;
-    max = x > max ? x : max;
-    zeros += x == 0;
-    ++count;
-  }
-
-  HOOKSTATS_HD void carry() {
-    sum += part_sum;
-    square_sum += part_square_sum;
-    abs_sum += part_abs_sum;
-    part_sum = part_square_sum = part_abs_sum = 0;
-  }
-
-  HOOKSTATS_HD bool holds() const { return sums_hold<acc_t>(count, sum, square_sum, abs_sum, min, max); }
-
-  HOOKSTATS_HD Sample finish() const {
-    Sample sample = Sample::neutral();
-    sample.count = count;
-    finish_moments(count, shift, sum, square_sum, sample.mean, sample.m2);
-    sample.min = min;
-    sample.max = max;
-    sample.abs_sum = abs_sum;
-    sample.zeros = zeros;
-    return sample;
-  }
-};
-
-// The slow way through a tile: float64 sums about the first finite value, everything else counted apart.
-struct ExactTile {
-  double shift = 0, sum = 0, square_sum = 0;
-  Sample sample = Sample::neutral();
-
-  HOOKSTATS_HD void update(double x) {
-    constexpr double kInfinity = std::numeric_limits<double>::infinity();
-    if (x != x) {
-      sample.nans += 1;
-    } else if (x == kInfinity) {
-      sample.posinfs += 1;
-    } else if (x == -kInfinity) {
-      sample.neginfs += 1;
-    } else {
-      if (sample.count == 0) shift = x;
-      const double deviation = x - shift;
-      sum += deviation;
-      square_sum += deviation * deviation;
-      sample.count += 1;
-      sample.abs_sum += x < 0 ? -x : x;
-      sample.min = x < sample.min ? x : sample.min;
-      sample.max = x > sample.max ? x : sample.max;
-      sample.zeros += x == 0;
-    }
-  }
-
-  HOOKSTATS_HD Sample finish() {
-    if (sample.count > 0) finish_moments(sample.count, shift, sum, square_sum, sample.mean, sample.m2);
-    return sample;
-  }
-};
 
 }  // namespace hookstats

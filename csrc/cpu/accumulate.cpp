@@ -122,7 +122,7 @@ void accumulate_lanes(const Input& input, int64_t fold, const State& state, Para
   const auto add_to_state = [&](const LaneSamples& samples, int64_t group) {
     if (fold == 1) return merge_into_state(samples, state, group * kLanes);
     for (int64_t lane = 0; lane < layout.channels; ++lane) {
-      samples.get(int(lane)).merge_into_state(state.moments + lane % state.channels, state.row_stride);
+      hookstats::merge_into_state(samples.get(int(lane)), state.moments + lane % state.channels, state.row_stride);
     }
   };
 
@@ -277,7 +277,7 @@ void accumulate_planes(const Input& input, const State& state, ParallelFor paral
       if (parts) {
         parts[task] = sum;
       } else {
-        sum.merge_into_state(state.moments + c, state.row_stride);
+        hookstats::merge_into_state(sum, state.moments + c, state.row_stride);
       }
     }
   });
@@ -286,7 +286,7 @@ void accumulate_planes(const Input& input, const State& state, ParallelFor paral
   for (int64_t c = 0; c < layout.channels; ++c) {
     Sample sum = Sample::neutral();
     for (int64_t part = 0; part < split.parts; ++part) sum.merge(parts[c * split.parts + part]);
-    sum.merge_into_state(state.moments + c, state.row_stride);
+    hookstats::merge_into_state(sum, state.moments + c, state.row_stride);
   }
 }
 
@@ -315,8 +315,8 @@ void merge(const State& into, const State& from) {
   KeepSubnormals keep;
   const bool fold = into.channels != from.channels;
   for (int64_t c = 0; c < from.channels; ++c) {
-    const Sample sample = Sample::load_state(from.moments + c, from.row_stride);
-    sample.merge_into_state(into.moments + (fold ? 0 : c), into.row_stride);
+    const auto sample = load_state<Sample>(from.moments + c, from.row_stride);
+    hookstats::merge_into_state(sample, into.moments + (fold ? 0 : c), into.row_stride);
   }
   into.counters[k_calls] += from.counters[k_calls];
   const int64_t first = from.counters[k_first];
@@ -339,7 +339,7 @@ void totals(const State* states, int64_t count, int64_t* out, ParallelFor parall
       Sample total = Sample::neutral();
       for (int lane = 0; lane < kLanes; ++lane) total.merge(lanes.get(lane));
       int64_t* words = out + i * kTotalsWords;
-      total.store_state(reinterpret_cast<double*>(words), 1);
+      store_state(total, reinterpret_cast<double*>(words), 1);
       std::copy_n(state.counters, int(kCounters), words + kFields);
     }
   });

@@ -111,51 +111,49 @@ HOOKSTATS_INLINE typename V::type load(const Float8e4m3fn* at) {
   return bit_copy<typename V::type>(bits);
 }
 
-// FastTile in kLanes lanes.
+// Sums in kLanes lanes. Lanes are channels, or elements of one channel, which then share the pivot.
 template <class acc_t>
 struct LaneSums {
-  alignas(64) acc_t shift[kLanes], min[kLanes], max[kLanes];
-  alignas(64) double sum[kLanes], square_sum[kLanes], abs_sum[kLanes];
-  alignas(64) std::make_signed_t<typename Vector<16, acc_t>::bits_t> zeros[kLanes];
+  using count_t = std::make_signed_t<typename Vector<16, acc_t>::bits_t>;
+  using Lane = Sums<acc_t, count_t>;
+#define HOOKSTATS_LANES(type, name) alignas(64) type name[kLanes];
+  HOOKSTATS_SUMS(HOOKSTATS_LANES)
+#undef HOOKSTATS_LANES
 
-  // Lanes are channels, or elements of one channel, which then share the shift.
-  template <class scalar_t>
-  HOOKSTATS_INLINE void start(const scalar_t* row, int width, bool one_channel) {
-    for (int lane = 0; lane < kLanes; ++lane) {
-      const acc_t x = lane < width ? widen(row[one_channel ? 0 : lane]) : 0;
-      shift[lane] = min[lane] = max[lane] = x;
-    }
-    for (int lane = 0; lane < kLanes; ++lane) sum[lane] = square_sum[lane] = abs_sum[lane] = 0;
-    for (int lane = 0; lane < kLanes; ++lane) zeros[lane] = 0;
+  HOOKSTATS_INLINE Lane get(int lane) const {
+    Lane one;
+#define HOOKSTATS_GET(type, member) one.member = member[lane];
+    HOOKSTATS_SUMS(HOOKSTATS_GET)
+#undef HOOKSTATS_GET
+    return one;
+  }
+  HOOKSTATS_INLINE void set(int lane, const Lane& one) {
+#define HOOKSTATS_SET(type, member) member[lane] = one.member;
+    HOOKSTATS_SUMS(HOOKSTATS_SET)
+#undef HOOKSTATS_SET
   }
 
-  // All lanes in use, where they share the shift: halves are added to halves, so that lanes are vectors.
-  HOOKSTATS_INLINE FastTile<double> fold(int rows, int width) {
-    for (int lane = width; lane < kLanes; ++lane) {
-      sum[lane] = square_sum[lane] = abs_sum[lane] = 0;
-      min[lane] = max[lane] = shift[0];
-      zeros[lane] = 0;
-    }
+  template <class scalar_t>
+  HOOKSTATS_INLINE void start(const Tile<scalar_t>& tile, bool one_channel) {
+    Lane none = Lane::neutral();
+    none.count = tile.rows;
+    for (int lane = 0; lane < kLanes; ++lane) set(lane, none);
+    const scalar_t* row = tile.row(0);
+    for (int lane = 0; lane < tile.width; ++lane) pivot[lane] = widen(row[one_channel ? 0 : lane]);
+  }
+
+  // All lanes in use, where they share the pivot: halves are added to halves, so that lanes are vectors.
+  HOOKSTATS_INLINE Lane fold(int width) {
+    for (int lane = width; lane < kLanes; ++lane) set(lane, Lane::neutral());
     for (int half = kLanes / 2; half > 0; half /= 2) {
 #pragma omp simd
       for (int lane = 0; lane < half; ++lane) {
-        sum[lane] += sum[lane + half];
-        square_sum[lane] += square_sum[lane + half];
-        abs_sum[lane] += abs_sum[lane + half];
-        min[lane] = min[lane + half] < min[lane] ? min[lane + half] : min[lane];
-        max[lane] = max[lane + half] > max[lane] ? max[lane + half] : max[lane];
-        zeros[lane] += zeros[lane + half];
+        Lane one = get(lane);
+        one.merge_about_pivot(get(lane + half));
+        set(lane, one);
       }
     }
-    FastTile<double> total(shift[0]);
-    total.sum = sum[0];
-    total.square_sum = square_sum[0];
-    total.abs_sum = abs_sum[0];
-    total.min = min[0];
-    total.max = max[0];
-    total.zeros = int32_t(zeros[0]);
-    total.count = rows * width;
-    return total;
+    return get(0);
   }
 };
 
@@ -174,16 +172,16 @@ HOOKSTATS_INLINE void carry(const typename V::type& part, double* total) {
   }
 }
 
-// FastTile::update for kVectors vectors of each row, then FastTile::carry.
+// Sums::add for kVectors vectors of each row, in the arithmetic of the data, then a carry.
 template <class V, int kVectors, class scalar_t, class acc_t>
 HOOKSTATS_INLINE void add_rows(const Tile<scalar_t>& tile, int lane, LaneSums<acc_t>& sums) {
   constexpr int kAhead = std::min(kMostAheadRows, kAheadBytes / int(kLanes * sizeof(scalar_t)));
-  typename V::type shift[kVectors], min[kVectors], max[kVectors];
+  typename V::type pivot[kVectors], min[kVectors], max[kVectors];
   typename V::type sum[kVectors], square_sum[kVectors], abs_sum[kVectors];
   typename V::ints zeros[kVectors];
   for (int v = 0; v < kVectors; ++v) {
     const int at = lane + v * V::kSize;
-    shift[v] = load_vector<typename V::type>(&sums.shift[at]);
+    pivot[v] = load_vector<typename V::type>(&sums.pivot[at]);
     min[v] = load_vector<typename V::type>(&sums.min[at]);
     max[v] = load_vector<typename V::type>(&sums.max[at]);
     zeros[v] = load_vector<typename V::ints>(&sums.zeros[at]);
@@ -199,7 +197,7 @@ HOOKSTATS_INLINE void add_rows(const Tile<scalar_t>& tile, int lane, LaneSums<ac
     }
     for (int v = 0; v < kVectors; ++v) {
       const auto x = load<V>(row + v * V::kSize);
-      const auto deviation = x - shift[v];
+      const auto deviation = x - pivot[v];
       sum[v] += deviation;
       square_sum[v] += deviation * deviation;
       abs_sum[v] += bit_copy<typename V::type>(bit_copy<typename V::bits>(x) << 1 >> 1);

@@ -112,13 +112,15 @@ __device__ __forceinline__ void run_block(const scalar_t* data, const Job& job, 
       histogram.clear(geometry, thread);
       __syncthreads();
     }
-    if (owns) before = load_state(job.state.moments + channel, job.state.row_stride);  // while the block is folded
+    if (owns) {  // while the block is folded
+      before = WideSums::of(load_state<Moments>(job.state.moments + channel, job.state.row_stride));
+    }
     odd.add_to_state(job.state, first_channel, thread);
     histogram.add_to_state(job.state, geometry, first_channel, channels, thread);
     fold_block<Whole, kPlaces>(shared, geometry, thread);
     if (owns) {
       const int slot = geometry.thread(column / kPlaces, 0) + column % kPlaces * kThreads;
-      sums = widen_sums(Whole::load(shared, kThreads * kPlaces, slot));
+      sums = load_slot<Whole>(shared, kThreads * kPlaces, slot).widened();
     }
   }
 
@@ -126,7 +128,7 @@ __device__ __forceinline__ void run_block(const scalar_t* data, const Job& job, 
   unsigned step = 1;  // between the parts of this round
   for (unsigned count = job.parts, mine = place.part(); count > 1;) {
     const auto part = [&](unsigned i) {
-      return launch.partials + job.first_partial + i * step * kPartFields * channels + channel;
+      return launch.partials + job.first_partial + i * step * kMoments * channels + channel;
     };
     const unsigned from = mine / kFan * kFan, expected = count - from < kFan ? count - from : kFan;
     if (on && owns) store_part(sums, part(mine), channels);
@@ -142,10 +144,10 @@ __device__ __forceinline__ void run_block(const scalar_t* data, const Job& job, 
           sums.merge(load_part(part(from + i), channels));
         }
       }
-      sums.store(shared, kThreads, thread);
+      store_slot(sums, shared, kThreads, thread);
       __syncthreads();
       fold_block<WideSums, 1>(shared, merging, thread);
-      if (owns) sums = WideSums::load(shared, kThreads, thread);
+      if (owns) sums = load_slot<WideSums>(shared, kThreads, thread);
     }
     word += (count + kFan - 1) / kFan;
     mine /= kFan;
@@ -156,7 +158,7 @@ __device__ __forceinline__ void run_block(const scalar_t* data, const Job& job, 
 
   if (owns) {
     before.merge(sums);
-    store_state(before, job.state.moments + channel, job.state.row_stride);
+    store_state(before.finish(), job.state.moments + channel, job.state.row_stride);
   }
   if (place.group() == 0 && thread == 0) {
     job.state.counters[k_calls] += 1;

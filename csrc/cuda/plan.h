@@ -20,11 +20,11 @@ struct Job {
   Geometry geometry;
   unsigned groups, parts;
   int64_t share;          // packs of a channel in one part
-  int64_t first_partial;  // in the launch's scratch: [parts, kPartFields, channels]
+  int64_t first_partial;  // in the launch's scratch: [parts, kMoments, channels]
   int64_t first_arrival;  // [groups, words]
   unsigned words;
 
-  int64_t partials() const { return parts > 1 ? parts * kPartFields * layout.channels : 0; }
+  int64_t partials() const { return parts > 1 ? parts * kMoments * layout.channels : 0; }
   int64_t arrivals() const { return parts > 1 ? int64_t(groups) * words : 0; }
 };
 

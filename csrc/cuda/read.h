@@ -3,6 +3,7 @@
 #pragma once
 
 #include "fold.h"
+#include "walk.h"
 
 namespace hookstats::cuda {
 
@@ -10,107 +11,6 @@ namespace hookstats::cuda {
 template <class scalar_t, int n>
 struct alignas(n * sizeof(scalar_t)) Pack {
   scalar_t value[n];
-};
-
-// The addresses of the packs first, first + step, ... of a channel, in one dimension.
-template <class scalar_t>
-struct LineWalker {
-  static constexpr bool kKnowsLists = false;
-  const scalar_t* at;
-  int64_t step_at;
-
-  HOOKSTATS_HD LineWalker(const scalar_t* data, const Layout& layout, int64_t first, int64_t step)
-      : at(data + first * layout.inner_stride()), step_at(step * layout.inner_stride()) {}
-  HOOKSTATS_HD const scalar_t* next() {
-    const scalar_t* here = at;
-    at += step_at;
-    return here;
-  }
-};
-
-// The same in up to two dimensions, without a division; the inner one has less than 2^31 packs, or is the only one.
-template <class scalar_t>
-struct NearWalker {
-  static constexpr bool kKnowsLists = false;
-  const scalar_t* at;
-  int64_t step_at, wrap;
-  int inner, inner_size, step_inner;
-
-  HOOKSTATS_HD NearWalker(const scalar_t* data, const Layout& layout, int64_t first, int64_t step) {
-    const int64_t stride = layout.inner_stride();
-    if (layout.ndim < 2) {
-      at = data + first * stride;
-      step_at = step * stride;
-      inner = step_inner = 0;
-      inner_size = 1;
-      wrap = 0;
-      return;
-    }
-    const int64_t size = layout.inner_size(), outer_stride = layout.stride[0];
-    at = data + first / size * outer_stride + first % size * stride;
-    step_at = step / size * outer_stride + step % size * stride;
-    wrap = outer_stride - size * stride;
-    inner = int(first % size);
-    step_inner = int(step % size);
-    inner_size = int(size);
-  }
-  HOOKSTATS_HD const scalar_t* next() {
-    const scalar_t* here = at;
-    at += step_at;
-    inner += step_inner;
-    if (inner >= inner_size) {
-      inner -= inner_size;
-      at += wrap;
-    }
-    return here;
-  }
-};
-
-// The same of listed rows: one dimension of them, and up to one within a row, with strides of less than 2^31. Rows are
-// looked up through the layout, in the kernel's parameters: in members they would cost registers.
-template <class scalar_t>
-struct ListedWalker {
-  static constexpr bool kKnowsLists = true;
-  const scalar_t* const data;
-  const Layout& layout;
-  const unsigned inner_size;
-  unsigned row, inner, step_row, step_inner;
-
-  __device__ ListedWalker(const scalar_t* data, const Layout& layout, int64_t first, int64_t step)
-      : data(data), layout(layout), inner_size(unsigned(layout.inner_size())) {
-    row = unsigned(first / inner_size);
-    inner = unsigned(first % inner_size);
-    step_row = unsigned(step / inner_size);
-    step_inner = unsigned(step % inner_size);
-  }
-  __device__ const scalar_t* next() {
-    const uint64_t listed = unsigned(load_constant(layout.listed + row)), within = inner;
-    const scalar_t* here = data + (listed * unsigned(layout.stride[0]) + within * unsigned(layout.stride[1]));
-    row += step_row;
-    inner += step_inner;
-    if (inner >= inner_size) {
-      inner -= inner_size;
-      ++row;
-    }
-    return here;
-  }
-};
-
-// The same in any number of dimensions, of all rows or of listed ones.
-template <class scalar_t>
-struct FarWalker {
-  static constexpr bool kKnowsLists = true;
-  const scalar_t* data;
-  const Layout& layout;
-  int64_t i, step;
-
-  HOOKSTATS_HD FarWalker(const scalar_t* data, const Layout& layout, int64_t first, int64_t step)
-      : data(data), layout(layout), i(first), step(step) {}
-  HOOKSTATS_HD const scalar_t* next() {
-    const scalar_t* here = data + layout.offset(i);
-    i += step;
-    return here;
-  }
 };
 
 template <class scalar_t, int n>
@@ -313,7 +213,7 @@ struct Reader {
         count(count),
         exchange(kExchanges && exchange ? kChannels / 2 : 0),
         feed(ring, thread, Walker(data, layout, first, step), count, exchange) {
-    for (int c = 0; c < kChannels; ++c) Whole::neutral().store(shared, kSlots, thread + c * kThreads);
+    for (int c = 0; c < kChannels; ++c) store_slot(Whole::neutral(), shared, kSlots, thread + c * kThreads);
   }
 
   // Rounding: a value passes a chain of four additions, a tree over the places, and one addition per four packs.
@@ -393,9 +293,9 @@ struct Reader {
       const Whole tile{double(sum[c]), double(square_sum[c]), double(abs_sum[c]),        shift[c],
                        tile_min(c),    tile_max(c),           unsigned(packs * kPlaces), tile_zeros(c)};
       const int slot = thread + (c ^ exchange) * kThreads;
-      Whole whole = Whole::load(shared, kSlots, slot);
+      Whole whole = load_slot<Whole>(shared, kSlots, slot);
       whole.merge(tile);
-      whole.store(shared, kSlots, slot);
+      store_slot(whole, shared, kSlots, slot);
       shift[c] += sum[c] * inverse_count;  // the next tile's
     }
   }
@@ -406,7 +306,7 @@ struct Reader {
     constexpr int kValues = 8, kBatch = kValues / kPlaces;
 #pragma unroll 1
     for (int c = 0; c < kChannels; ++c) {
-      Whole whole = Whole::load(shared, kSlots, thread + c * kThreads);
+      Whole whole = load_slot<Whole>(shared, kSlots, thread + c * kThreads);
       Walker walker = start;
 #pragma unroll 1
       for (int left = packs; left > 0; left -= kBatch) {
@@ -420,21 +320,13 @@ struct Reader {
           if (i / kPlaces >= left) break;
           const acc_t x = widen(values[i]);
           if (x - x == 0) {
-            if (whole.count == 0) whole.pivot = x;
-            const double deviation = double(x) - double(whole.pivot);
-            whole.sum += deviation;
-            whole.square_sum += deviation * deviation;
-            whole.abs_sum += std::fabs(double(x));
-            whole.min = std::fmin(whole.min, x);
-            whole.max = std::fmax(whole.max, x);
-            whole.zeros += x == 0;
-            ++whole.count;
+            whole.add(x);
           } else {
             odd.add(channel + c, x);
           }
         }
       }
-      whole.store(shared, kSlots, thread + c * kThreads);
+      store_slot(whole, shared, kSlots, thread + c * kThreads);
     }
     shifted = false;
   }
