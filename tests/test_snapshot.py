@@ -33,7 +33,7 @@ def snapshot() -> Snapshot:
 
 def test_the_table_reads_in_order_of_execution_and_names_what_did_not_fire() -> None:
     lines = snapshot().table().splitlines()
-    head = "site tensor calls channels mean std rms abs_max zeros% nan inf"
+    head = "site tensor calls channels dim mean std rms abs_max zeros% nan inf"
     assert lines[0].split() == head.split()
     assert [line.split()[0] for line in lines[2:5]] == ["0", "1", "2"]
     assert lines[2].split()[1:4] == ["output", "2", "3"]

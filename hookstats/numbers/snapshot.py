@@ -98,7 +98,9 @@ class SiteStats:
     """The statistics of one site in one step.
 
     ``calls``: tensors folded in (0: the site did not fire). ``total``: over everything. ``channels``: per channel, or
-    None where channels are not kept, or were not sent in this step (``channels_every``). ``histogram``: or None.
+    None where channels are not kept, or were not sent in this step (``channels_every``). ``channel_dim``: the dimension
+    of the tensors that the channels are (-1: the last); None where they are not kept, or nothing has told it yet.
+    ``histogram``: or None.
     """
 
     def __init__(
@@ -109,12 +111,14 @@ class SiteStats:
         per_channel: bool,
         bins: Bins | None = None,
         scale: float = 1.0,
+        channel_dim: int | None = None,
     ) -> None:
         """moments: ``[fields, channels]``; histogram: as in the state, of these bins (None: by exponent).
 
         scale: what the values were multiplied with before they were measured.
         """
         self.calls = calls
+        self.channel_dim = channel_dim
         self._moments = moments if scale == 1 else divided(moments, scale)
         self._scale = scale
         self._histogram = histogram
@@ -282,8 +286,8 @@ class Snapshot(Mapping[Site, SiteStats]):
     def table(self, sort: str | None = None) -> str:
         """A text table, a line for each site: in order of execution, or by a statistic of the totals, largest first.
 
-        ``sort``: a statistic's name (ValueError for another one). ``channels`` says how many are kept apart. Sites that
-        did not fire come last, and those that are not measured, each with the reason.
+        ``sort``: a statistic's name (ValueError for another one). ``channels`` says how many are kept apart, ``dim``
+        along which dimension. Sites that did not fire come last, and those that are not measured, each with the reason.
         """
         if sort is not None and sort not in STATISTICS:
             raise ValueError(f"sort: expected one of {', '.join(STATISTICS)}, got {sort!r}")
@@ -293,15 +297,18 @@ class Snapshot(Mapping[Site, SiteStats]):
         shown = ["mean", "std", "rms", "abs_max"]
         if sort is not None and sort not in (*shown, "count", "zeros", "nans", "posinfs", "neginfs"):
             shown.append(sort)
-        rows = [["site", "tensor", "calls", "channels", *shown, "zeros%", "nan", "inf"]]
+        rows = [["site", "tensor", "calls", "channels", "dim", *shown, "zeros%", "nan", "inf"]]
         for site in fired:
             stats = self[site]
             all_ = stats.total
             channels = "-" if stats.channels is None else str(len(stats.channels.count))
+            dim = "-" if stats.channel_dim is None else str(stats.channel_dim)
             numbers = [f"{getattr(all_, name):.3g}" for name in shown]
             zeros = f"{100 * all_.zeros / all_.count:.1f}" if all_.count else "-"
             counts = [f"{all_.nans:.0f}", f"{all_.posinfs + all_.neginfs:.0f}"]
-            rows.append([site.name or "(model)", site.tensor, str(stats.calls), channels, *numbers, zeros, *counts])
+            rows.append(
+                [site.name or "(model)", site.tensor, str(stats.calls), channels, dim, *numbers, zeros, *counts]
+            )
         lines = _aligned(rows, left=2)
         silent = [site for site in self if self[site].calls == 0]
         if silent:

@@ -21,6 +21,7 @@ class Row(NamedTuple):
     site: Site
     places: tuple[Place, ...]
     keep_channels: bool
+    channel_dim: int | None
     hidden_if_silent: bool
     reading: int | None  # of a parameter
 
@@ -34,6 +35,7 @@ class Map:
                 e.site,
                 tuple(place.totals() for place in e.places) if totals_only else tuple(e.places),
                 e.keep_channels and not totals_only,
+                e.channel_dim if e.keep_channels else None,
                 e.hidden_if_silent,
                 e.reading if e.is_parameter else None,
             )
@@ -64,7 +66,8 @@ class Map:
             whole = parts[0] if len(parts) == 1 else _merged(parts)
             keep_channels = row.keep_channels and whole.moments.shape[1] == row.places[-1].channels
             scale = grad_scale if grad_scale is not None and row.site.tensor.startswith("grad_") else 1.0
-            sites[row.site] = SiteStats(whole.moments, calls, whole.bins, keep_channels, self._bins, scale)
+            dim = row.channel_dim if keep_channels == row.keep_channels else None
+            sites[row.site] = SiteStats(whole.moments, calls, whole.bins, keep_channels, self._bins, scale, dim)
             if calls:
                 device, first = min((devices.index(part.device), part.first) for part in parts if part.calls)
                 if row.reading is not None:

@@ -102,6 +102,7 @@ class Entry:
         self.site = site
         self.index = next(self._indices)
         self.keep_channels = keep_channels
+        self.channel_dim: int | None = None  # where its channels are, for people
         self.is_parameter = False  # measured together with others
         self.reading = 0  # the latest of these, by number
         self.is_container = False  # the output was one, whose tensors have sites of their own

@@ -195,6 +195,7 @@ class Parameters:
         for kind in kinds_of(tensor, self._kinds):
             entry = self._store.add(Site(name, kind), device, width, dim, keep_channels and width > 1)
             entry.is_parameter = True
+            entry.channel_dim = dim
             parameter.entries[kind] = entry
         is_there = not isinstance(tensor, nn.parameter.UninitializedParameter) and not tensor.is_meta
         if "param_update" in parameter.entries and is_there:
