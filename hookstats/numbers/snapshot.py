@@ -1,4 +1,4 @@
-"""Snapshot, SiteStats, Stats: one measured step as numbers on the host. Pure numpy; finished when they are read."""
+"""Snapshot, SiteStats: one measured step as numbers on the host. Pure numpy; finished when they are read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hookstats.numbers.fields import (
     LinearBins,
     Site,
     Skipped,
-    State,
+    Stats,
     divided,
     exponent_histogram,
     octave_edges,
@@ -26,52 +26,6 @@ from hookstats.numbers.fields import (
 
 if TYPE_CHECKING:
     import pandas
-
-
-class Stats:
-    """The statistics of one set of values: floats, or float64 arrays ``[channels]``.
-
-    Over the finite values: ``count``, ``mean``, ``var`` and ``std`` (correction=1, as torch.var), ``rms``,
-    ``abs_mean``, ``l1_norm``, ``l2_norm``, ``abs_max``, ``min``, ``max``, ``zeros``. Left out of them and counted:
-    ``nans``, ``posinfs``, ``neginfs``. Where there are too few values for a statistic it is NaN.
-
-    Subnormals are no zeros, also where torch.set_flush_denormal(True) is in force. What a thread of that mode computes
-    itself it takes for zero: a float64 mean or norm below 2.3e-308 that is read there, and ``min == 0``.
-    """
-
-    count: Any
-    mean: Any
-    var: Any
-    std: Any
-    rms: Any
-    abs_mean: Any
-    l1_norm: Any
-    l2_norm: Any
-    abs_max: Any
-    min: Any
-    max: Any
-    zeros: Any
-    nans: Any
-    posinfs: Any
-    neginfs: Any
-
-    def __init__(self, moments: Array) -> None:
-        self._state = State(*moments)
-
-    def __getattr__(self, name: str) -> Any:
-        # Only for what is not there yet: a statistic is finished once, when it is first read.
-        if name not in STATISTICS:
-            raise AttributeError(f"expected one of {', '.join(STATISTICS)}; got {name!r}")
-        with np.errstate(over="ignore", invalid="ignore"):  # float64 data beyond 1e154
-            array = STATISTICS[name](self._state)
-        value = array if array.ndim else float(array)
-        setattr(self, name, value)
-        return value
-
-    def __repr__(self) -> str:
-        if self._state.count.ndim:
-            return f"Stats({self._state.count.size} channels)"
-        return f"Stats({', '.join(f'{name}={getattr(self, name):.6g}' for name in STATISTICS)})"
 
 
 class Histogram:
@@ -126,18 +80,18 @@ class SiteStats:
         self._bins = bins or ExponentBins()
 
     @cached_property
-    def total(self) -> Stats:
+    def total(self) -> Stats[float]:
         """Over all channels."""
         return Stats(self._folded())
 
     def _folded(self) -> Array:
-        return self._moments[:, 0] if self._moments.shape[1] == 1 else total(self._moments)
+        return total(self._moments)
 
     def _compact(self) -> SiteStats:
         return SiteStats(self._folded()[:, None].copy(), self.calls, None, False)
 
     @cached_property
-    def channels(self) -> Stats | None:
+    def channels(self) -> Stats[Array] | None:
         """Per channel."""
         return Stats(self._moments) if self._per_channel else None
 
@@ -177,7 +131,7 @@ class SiteStats:
             counts, edges = self._histogram, np.concatenate([[-np.inf], edges, [np.inf]])
         if counts.ndim == 1:
             return _quantile(counts, edges, q, self.total.min, self.total.max)
-        channels = Stats(self._moments)
+        channels = Stats[Array](self._moments)
         low, high = (channels.min, channels.max) if isinstance(self._bins, LinearBins) else (0.0, channels.abs_max)
         low, high = (np.broadcast_to(extreme, len(counts)) for extreme in (low, high))
         return np.array([_quantile(*row[:1], edges, q, *row[1:]) for row in zip(counts, low, high, strict=True)])
