@@ -94,11 +94,11 @@ def test_a_compact_snapshot_keeps_the_totals_and_nothing_of_the_steps_memory(cha
 def test_flat_gives_names_for_loggers() -> None:
     taken = snapshot()
     flat = taken.flat("rms", "nans")
-    assert list(flat) == [f"{i}/output/{name}" for i in (0, 1, 2) for name in ("rms", "nans")]
-    assert flat["2/output/nans"] == 8
-    assert flat["0/output/rms"] == taken["0", "output"].total.rms
+    assert list(flat) == [f"output/{name}/{i}" for i in (0, 1, 2) for name in ("rms", "nans")]
+    assert flat["output/nans/2"] == 8
+    assert flat["output/rms/0"] == taken["0", "output"].total.rms
     assert len(taken.flat()) == 3 * len(fields.STATISTICS)
-    with pytest.raises(ValueError, match="got size"):
+    with pytest.raises(ValueError, match="got 'size'"):
         taken.flat("rms", "size")
 
 

@@ -63,7 +63,7 @@ def test_states_of_many_sites_fold_as_each_does_alone() -> None:
 
 
 def test_each_of_many_states_is_divided_by_its_own_number() -> None:
-    data, states, starts = sites([1, 1, 1])
+    data, states, _ = sites([1, 1, 1])
     numbers = np.array([7.0, 1.0, 1024.0])
     together = fields.divided(states, numbers)
     for i, (x, by) in enumerate(zip(data, numbers, strict=True)):

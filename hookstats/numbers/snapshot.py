@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from hookstats.numbers.fields import (
+    FIELDS,
     STATISTICS,
     Array,
     Bins,
@@ -73,7 +74,7 @@ class SiteStats:
         """
         self.calls = calls
         self.channel_dim = channel_dim
-        self._moments = moments if scale == 1 else divided(moments, scale)
+        self._measured = moments
         self._scale = scale
         self._histogram = histogram
         self._per_channel = per_channel
@@ -82,13 +83,11 @@ class SiteStats:
     @cached_property
     def total(self) -> Stats[float]:
         """Over all channels."""
-        return Stats(self._folded())
+        return Stats(_whole([self])[:, 0])
 
-    def _folded(self) -> Array:
-        return total(self._moments)
-
-    def _compact(self) -> SiteStats:
-        return SiteStats(self._folded()[:, None].copy(), self.calls, None, False)
+    @cached_property
+    def _moments(self) -> Array:
+        return self._measured if self._scale == 1 else divided(self._measured, self._scale)
 
     @cached_property
     def channels(self) -> Stats[Array] | None:
@@ -151,6 +150,28 @@ def _quantile(counts: Counts, edges: Array, q: float, low: float, high: float) -
     return float(lower + (upper - lower) * (rank - below) / counts[bin_])
 
 
+def _side_by_side(sites: Sequence[SiteStats]) -> tuple[Array, Counts, Array]:
+    """States as they were measured, ``[fields, channels of all]``; of each site, how many, and its scale."""
+    measured = [np.empty((len(FIELDS), 0)), *(stats._measured for stats in sites)]
+    widths = np.array([stats._measured.shape[1] for stats in sites], np.int64)
+    return np.concatenate(measured, axis=1), widths, np.array([stats._scale for stats in sites])
+
+
+def _whole(sites: Sequence[SiteStats]) -> Array:
+    """``[fields, sites]``: of each, all channels together."""
+    moments, widths, scales = _side_by_side(sites)
+    together = total(moments, np.cumsum(widths) - widths)
+    return together if (scales == 1).all() else divided(together, scales)
+
+
+class ChannelValue(NamedTuple):
+    """A statistic of one channel, see `Snapshot.top_channels`."""
+
+    site: Site
+    channel: int
+    value: float
+
+
 class Snapshot(Mapping[Site, SiteStats]):
     """One measured step: ``snapshot["layers.0.mlp", "output"]`` is a SiteStats.
 
@@ -192,6 +213,11 @@ class Snapshot(Mapping[Site, SiteStats]):
     def __len__(self) -> int:
         return len(self._sites)
 
+    @cached_property
+    def totals(self) -> Stats[Array]:
+        """The totals of all sites that fired: one Stats whose arrays ``[sites]`` are in the order of ``order``."""
+        return Stats(_whole([self._sites[site] for site in self.order]))
+
     @property
     def first_nonfinite(self) -> Site | None:
         """The first site in ``order`` that holds NaN, Inf or -Inf; None where every value is finite.
@@ -199,11 +225,8 @@ class Snapshot(Mapping[Site, SiteStats]):
         Gradients of parameters count as well. In the step in which a run diverges, this is where it began; one step
         later everything holds NaN.
         """
-        for site in self.order:
-            whole = self[site].total
-            if whole.nans or whole.posinfs or whole.neginfs:
-                return site
-        return None
+        bad = self.totals.nans + self.totals.posinfs + self.totals.neginfs > 0
+        return self.order[int(bad.argmax())] if bad.any() else None
 
     @property
     def grad_norm(self) -> float | None:
@@ -214,14 +237,15 @@ class Snapshot(Mapping[Site, SiteStats]):
         Where an optimizer stepped several times in the step, the root of the mean square over these. Infinite or NaN
         where a gradient is, None where no ``param_grad`` was measured.
         """
-        gradients = [stats for site, stats in self.items() if site.tensor == "param_grad" and stats.calls]
-        if not gradients:
+        chosen = [i for i, site in enumerate(self.order) if site.tensor == "param_grad"]
+        if not chosen:
             return None
-        if any(stats.total.nans for stats in gradients):
+        if self.totals.nans[chosen].any():
             return float("nan")
-        if any(stats.total.posinfs or stats.total.neginfs for stats in gradients):
+        if (self.totals.posinfs + self.totals.neginfs)[chosen].any():
             return float("inf")
-        return float(np.sqrt(sum(stats.total.l2_norm**2 / stats.calls for stats in gradients)))
+        calls = [self[self.order[i]].calls for i in chosen]
+        return float(np.sqrt((self.totals.l2_norm[chosen] ** 2 / calls).sum()))
 
     def compact(self) -> Snapshot:
         """The totals alone, for keeping: less than a kilobyte for each site, and for each SiteStats kept of it.
@@ -229,7 +253,11 @@ class Snapshot(Mapping[Site, SiteStats]):
         A Snapshot holds the copy of the whole step's state, and so does every SiteStats that is kept of it. Of this
         one ``channels`` and ``histogram`` are None; everything else is the same.
         """
-        sites = {site: stats._compact() for site, stats in self.items()}
+        whole = _whole(list(self.values()))
+        sites = {
+            site: SiteStats(whole[:, i : i + 1].copy(), stats.calls, None, False)
+            for i, (site, stats) in enumerate(self.items())
+        }
         compact = Snapshot(self.step, sites, list(self.order), dict(self.scalars), self.grad_scale, self.overflowed)
         compact.skipped = dict(self.skipped)
         return compact
@@ -243,64 +271,110 @@ class Snapshot(Mapping[Site, SiteStats]):
         ``sort``: a statistic's name (ValueError for another one). ``channels`` says how many are kept apart, ``dim``
         along which dimension. Sites that did not fire come last, and those that are not measured, each with the reason.
         """
-        if sort is not None and sort not in STATISTICS:
-            raise ValueError(f"sort: expected one of {', '.join(STATISTICS)}, got {sort!r}")
-        fired = list(self.order)
-        if sort is not None:
-            fired.sort(key=lambda site: -np.nan_to_num(getattr(self[site].total, sort), nan=-np.inf))
         shown = ["mean", "std", "rms", "abs_max"]
-        if sort is not None and sort not in (*shown, "count", "zeros", "nans", "posinfs", "neginfs"):
-            shown.append(sort)
-        rows = [["site", "tensor", "calls", "channels", "dim", *shown, "zeros%", "nan", "inf"]]
-        for site in fired:
-            stats = self[site]
-            all_ = stats.total
-            channels = "-" if stats.channels is None else str(len(stats.channels.count))
+        if sort is not None:
+            _check_statistics("sort", [sort])
+            if sort not in (*shown, "count", "zeros", "nans", "posinfs", "neginfs"):
+                shown.append(sort)
+        totals = self.totals
+        with np.errstate(invalid="ignore"):
+            zeros = [f"{share:.1f}" for share in (100 * totals.zeros / totals.count).tolist()]
+        columns = [
+            *([f"{number:.3g}" for number in getattr(totals, name).tolist()] for name in shown),
+            ["-" if share == "nan" else share for share in zeros],
+            [f"{number:.0f}" for number in totals.nans.tolist()],
+            [f"{number:.0f}" for number in (totals.posinfs + totals.neginfs).tolist()],
+        ]
+        rows = []
+        for site, *numbers in zip(self.order, *columns, strict=True):
+            stats = self._sites[site]
+            channels = str(stats._measured.shape[1]) if stats._per_channel else "-"
             dim = "-" if stats.channel_dim is None else str(stats.channel_dim)
-            numbers = [f"{getattr(all_, name):.3g}" for name in shown]
-            zeros = f"{100 * all_.zeros / all_.count:.1f}" if all_.count else "-"
-            counts = [f"{all_.nans:.0f}", f"{all_.posinfs + all_.neginfs:.0f}"]
-            rows.append(
-                [site.name or "(model)", site.tensor, str(stats.calls), channels, dim, *numbers, zeros, *counts]
-            )
+            rows.append([site.name or "(model)", site.tensor, str(stats.calls), channels, dim, *numbers])
+        if sort is not None:
+            rows = [rows[i] for i in np.argsort(-np.nan_to_num(getattr(totals, sort), nan=-np.inf), kind="stable")]
+        rows.insert(0, ["site", "tensor", "calls", "channels", "dim", *shown, "zeros%", "nan", "inf"])
         lines = _aligned(rows, left=2)
-        silent = [site for site in self if self[site].calls == 0]
+        silent = [site for site, stats in self._sites.items() if stats.calls == 0]
         if silent:
             lines.append(f"did not fire: {', '.join(map(str, silent))}")
         lines += [f"not measured: {site}: {skipped}" for site, skipped in self.skipped.items()]
         return "\n".join(lines)
 
     def flat(self, *statistics: str) -> dict[str, float]:
-        """The totals as ``{"name/tensor/statistic": value}``, for loggers. Without arguments, all statistics."""
-        unknown = [name for name in statistics if name not in STATISTICS]
-        if unknown:
-            raise ValueError(f"flat: expected some of {', '.join(STATISTICS)}; got {', '.join(unknown)}")
+        """The totals as ``{"tensor/statistic/name": value}``, for loggers. Without arguments, all statistics.
+
+        ``output/rms/layers.0.mlp``: loggers group by what comes first, so that one panel, or section, shows one
+        statistic of all sites. The model itself, which has no name, is ``output/rms/whole-model`` there: no module's
+        path looks like that, and every logger takes it. ValueError for an unknown statistic.
+        """
+        _check_statistics("flat", statistics)
+        columns = [(name, getattr(self.totals, name).tolist()) for name in statistics or STATISTICS]
         return {
-            "/".join(filter(None, (*site, name))): getattr(self[site].total, name)
-            for site in self.order
-            for name in statistics or STATISTICS
+            f"{site.tensor}/{name}/{site.name or 'whole-model'}": column[i]
+            for i, site in enumerate(self.order)
+            for name, column in columns
         }
 
-    def to_pandas(self) -> pandas.DataFrame:
-        """A DataFrame of the totals: a row for each site in order of execution, indexed by (name, tensor)."""
+    def top_channels(self, statistic: str, k: int) -> list[ChannelValue]:
+        """The ``k`` channels with the largest value of a statistic, over all sites that keep channels; largest first.
+
+        ``snapshot.top_channels("abs_max", 10)``: as (site, channel, value). Fewer where there are fewer; channels
+        whose value is NaN are left out, and equal ones come in order of execution. ValueError for an unknown statistic.
+        """
+        _check_statistics("top_channels", [statistic])
+        if k < 1:
+            raise ValueError(f"top_channels: expected k >= 1, got {k}")
+        sites, widths, stats = self._channels()
+        values = getattr(stats, statistic)
+        known = values[~np.isnan(values)]
+        least = np.partition(known, -k)[-k] if k < len(known) else -np.inf
+        candidates = np.flatnonzero(values >= least)
+        largest = candidates[np.argsort(-values[candidates], kind="stable")[:k]]
+        ends = np.cumsum(widths)
+        at = np.searchsorted(ends, largest, side="right")
+        channels = largest - (ends - widths)[at]
+        found = zip(at.tolist(), channels.tolist(), values[largest].tolist(), strict=True)
+        return [ChannelValue(sites[i], channel, value) for i, channel, value in found]
+
+    def _channels(self) -> tuple[list[Site], Counts, Stats[Array]]:
+        """The sites that fired and keep channels, how many each has, and the statistics of all, side by side."""
+        sites = [site for site in self.order if self._sites[site]._per_channel]
+        moments, widths, scales = _side_by_side([self._sites[site] for site in sites])
+        return sites, widths, Stats(moments if (scales == 1).all() else divided(moments, np.repeat(scales, widths)))
+
+    def to_pandas(self, channels: bool = False) -> pandas.DataFrame:
+        """A DataFrame of the totals: a row for each site in order of execution, indexed by (name, tensor).
+
+        ``channels=True``: a row for each channel of each site that keeps them, indexed by (name, tensor, channel).
+        """
         try:
             import pandas
         except ImportError:
             raise ImportError("to_pandas needs pandas: pip install 'hookstats[pandas]'") from None
-        rows = [
-            {"calls": self[site].calls} | {name: getattr(self[site].total, name) for name in STATISTICS}
-            for site in self.order
-        ]
-        index = pandas.MultiIndex.from_tuples(self.order, names=["name", "tensor"])
-        return pandas.DataFrame(rows, index=index, columns=["calls", *STATISTICS])
+        sites, widths, stats = self.order, np.ones(len(self.order), np.int64), self.totals
+        if channels:
+            sites, widths, stats = self._channels()
+        places = np.repeat(np.arange(len(sites)), widths)
+        levels = {part: [getattr(site, part) for site in sites] for part in Site._fields}
+        index = {part: np.array(level, object)[places] for part, level in levels.items()}
+        if channels:
+            index["channel"] = np.arange(len(places)) - np.repeat(np.cumsum(widths) - widths, widths)
+        calls = np.array([self._sites[site].calls for site in sites], np.int64)[places]
+        columns = {"calls": calls} | {name: getattr(stats, name) for name in STATISTICS}
+        return pandas.DataFrame(columns, pandas.MultiIndex.from_arrays(list(index.values()), names=list(index)))
+
+
+def _check_statistics(argument: str, names: Sequence[str]) -> None:
+    unknown = [name for name in names if name not in STATISTICS]
+    if unknown:
+        raise ValueError(f"{argument}: expected one of {', '.join(STATISTICS)}; got {', '.join(map(repr, unknown))}")
 
 
 def _aligned(rows: list[list[str]], left: int) -> list[str]:
     """Columns under each other: the first `left` to the left, the others to the right; a rule under the head."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
-        lines.append("  ".join(cells).rstrip())
-    lines.insert(1, "-" * len("  ".join("-" * w for w in widths)))
+    line = "  ".join(f"{{:{'<' if i < left else '>'}{width}}}" for i, width in enumerate(widths)).format
+    lines = [line(*row) for row in rows]
+    lines.insert(1, "-" * (sum(widths) + 2 * len(widths) - 2))
     return lines
