@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,12 +22,19 @@ from hookstats.numbers.fields import (
     Stats,
     divided,
     exponent_histogram,
+    histogram_shape,
     octave_edges,
     total,
 )
 
 if TYPE_CHECKING:
     import pandas
+
+
+def _bits(values: Any) -> bytes:
+    """Of float64, with one NaN for all."""
+    array = np.asarray(values, np.float64)
+    return np.where(np.isnan(array), np.nan, array).tobytes()
 
 
 class Histogram:
@@ -102,7 +110,7 @@ class SiteStats:
         if isinstance(self._bins, LinearBins):
             below, counts, above = np.split(self._histogram, [1, -1], axis=-1)
             outside = (below[..., 0], above[..., 0]) if counts.ndim == 2 else (int(below[0]), int(above[0]))
-            edges = np.linspace(self._bins.lo, self._bins.hi, self._bins.n + 1)
+            edges = np.linspace(float(self._bins.lo), float(self._bins.hi), self._bins.n + 1)
             return Histogram(counts, edges / self._scale, *outside)
         if self._histogram.ndim == 1:
             counts, edges = exponent_histogram(self._histogram)
@@ -135,6 +143,46 @@ class SiteStats:
         low, high = (np.broadcast_to(extreme, len(counts)) for extreme in (low, high))
         return np.array([_quantile(*row[:1], edges, q, *row[1:]) for row in zip(counts, low, high, strict=True)])
 
+    def _content(self) -> tuple[Any, ...]:
+        histogram = None if self._histogram is None else (self._bins, self._histogram.shape, self._histogram.tobytes())
+        state = (self._measured.shape, _bits(self._measured), _bits(self._scale))
+        return self.calls, self.channel_dim, self._per_channel, state, histogram
+
+    def _to_dict(self) -> dict[str, Any]:
+        histogram = None
+        if self._histogram is not None:
+            bins = self._bins
+            linear = {"lo": float(bins.lo), "hi": float(bins.hi), "n": bins.n} if isinstance(bins, LinearBins) else None
+            histogram = {"linear": linear, "per_channel": bins.per_channel, "counts": self._histogram.tolist()}
+        return {
+            "calls": self.calls,
+            "channel_dim": self.channel_dim,
+            "keeps_channels": self._per_channel,
+            "scale": self._scale,
+            "state": dict(zip(FIELDS, self._measured.tolist(), strict=True)),
+            "histogram": histogram,
+        }
+
+    @classmethod
+    def _from_dict(cls, d: Mapping[str, Any]) -> SiteStats:
+        where = f"{d['name']!r} {d['tensor']}"
+        state, of_bins = d["state"], d["histogram"]
+        if set(state) != set(FIELDS):
+            raise ValueError(f"from_dict: {where}: expected the fields {', '.join(FIELDS)}; got {', '.join(state)}")
+        if len({len(row) for row in state.values()}) != 1:
+            raise ValueError(f"from_dict: {where}: expected as many channels in each field, got {state}")
+        measured = np.array([state[name] for name in FIELDS], np.float64)
+        bins: Bins | None = None
+        counts = None
+        if of_bins is not None:
+            per_channel, linear = of_bins["per_channel"], of_bins["linear"]
+            bins = LinearBins(**linear, per_channel=per_channel) if linear else ExponentBins(per_channel)
+            counts = np.array(of_bins["counts"], np.int64)
+            shape = histogram_shape(bins, measured.shape[1])
+            if counts.shape != shape:
+                raise ValueError(f"from_dict: {where}: expected counts of shape {shape}, got {counts.shape}")
+        return cls(measured, d["calls"], counts, d["keeps_channels"], bins, d["scale"], d["channel_dim"])
+
     def __repr__(self) -> str:
         return f"SiteStats(calls={self.calls}, total={self.total})"
 
@@ -162,6 +210,9 @@ def _whole(sites: Sequence[SiteStats]) -> Array:
     moments, widths, scales = _side_by_side(sites)
     together = total(moments, np.cumsum(widths) - widths)
     return together if (scales == 1).all() else divided(together, scales)
+
+
+_VERSION = 1  # of what `Snapshot.to_dict` gives
 
 
 class ChannelValue(NamedTuple):
@@ -261,6 +312,91 @@ class Snapshot(Mapping[Site, SiteStats]):
         compact = Snapshot(self.step, sites, list(self.order), dict(self.scalars), self.grad_scale, self.overflowed)
         compact.skipped = dict(self.skipped)
         return compact
+
+    def select(self, names: str | Iterable[str] = "*", tensors: str | Iterable[str] | None = None) -> Snapshot:
+        """The sites whose name matches one of the globs, in the same order; the statistics are not copied.
+
+        ``names``: globs as `attach` has them (``*`` crosses dots, "" is the model). ``tensors``: their tensors, None
+        for all: "output" takes "output.0" as well. ``skipped`` is selected, too; what concerns the step stays.
+        ValueError for a glob or a tensor that no site of this Snapshot has.
+        """
+        globs = [names] if isinstance(names, str) else list(names)
+        kinds = [tensors] if isinstance(tensors, str) else list(tensors or ())
+        known = list(dict.fromkeys([*self, *self.skipped]))
+
+        def is_of(site: Site, kind: str) -> bool:
+            return site.tensor == kind or site.tensor.startswith(f"{kind}.")
+
+        for glob in globs:
+            if not any(fnmatchcase(site.name, glob) for site in known):
+                some = ", ".join(repr(name) for name in list(dict.fromkeys(site.name for site in known))[:8])
+                raise ValueError(f"select: the glob {glob!r} matches nothing; the names are {some}, ...")
+        for kind in kinds:
+            if not any(is_of(site, kind) for site in known):
+                some = ", ".join(dict.fromkeys(site.tensor for site in known))
+                raise ValueError(f"select: tensors: expected some of {some}; got {kind!r}")
+        chosen = {
+            site
+            for site in known
+            if any(fnmatchcase(site.name, glob) for glob in globs)
+            and (tensors is None or any(is_of(site, kind) for kind in kinds))
+        }
+        sites = {site: stats for site, stats in self._sites.items() if site in chosen}
+        order = [site for site in self.order if site in chosen]
+        part = Snapshot(self.step, sites, order, dict(self.scalars), self.grad_scale, self.overflowed)
+        part.skipped = {site: skipped for site, skipped in self.skipped.items() if site in chosen}
+        return part
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything in the Snapshot as dicts, lists, strings and numbers, for JSON; `from_dict` reads it.
+
+        ``json.loads(json.dumps(d))`` gives every number back exactly; Infinity and NaN are written as Python's json
+        writes them (``allow_nan``). Of a site: ``state``, the rows of `State` as they were measured, a list with one
+        number for each channel; ``scale``, by which values are divided when they are read; ``histogram``, with the
+        counts of the state (512 by sign and exponent, 64 octaves a channel; ``linear`` ones with those outside before
+        and behind them).
+        """
+        return {
+            "version": _VERSION,
+            "step": self.step,
+            "scalars": dict(self.scalars),
+            "grad_scale": self.grad_scale,
+            "overflowed": self.overflowed,
+            "order": [list(site) for site in self.order],
+            "skipped": [{**site._asdict(), **skipped._asdict()} for site, skipped in self.skipped.items()],
+            "sites": [{**site._asdict(), **stats._to_dict()} for site, stats in self._sites.items()],
+        }
+
+    @classmethod
+    def from_dict(cls, d: Mapping[str, Any]) -> Snapshot:
+        """What `to_dict` gave. ValueError where it is of another version, or a state or histogram has another shape."""
+        if d.get("version") != _VERSION:
+            raise ValueError(f"from_dict: expected version {_VERSION}, got {d.get('version')!r}")
+        snapshot = cls(
+            d["step"],
+            {Site(each["name"], each["tensor"]): SiteStats._from_dict(each) for each in d["sites"]},
+            [Site(*site) for site in d["order"]],
+            dict(d["scalars"]),
+            d["grad_scale"],
+            d["overflowed"],
+        )
+        snapshot.skipped = {
+            Site(each["name"], each["tensor"]): Skipped(each["reason"], each["times"]) for each in d["skipped"]
+        }
+        return snapshot
+
+    def equals(self, other: Snapshot) -> bool:
+        """Whether everything is the same: order, scalars, what was skipped, and every state and histogram to the bit.
+
+        A NaN equals any NaN.
+        """
+        return self._content() == other._content()
+
+    def _content(self) -> tuple[Any, ...]:
+        scale = None if self.grad_scale is None else _bits(self.grad_scale)
+        step = (self.step, list(self.scalars), _bits(list(self.scalars.values())), scale, self.overflowed)
+        sites = [(site, stats._content()) for site, stats in self._sites.items()]
+        return step, self.order, list(self.skipped.items()), sites
 
     def __repr__(self) -> str:
         return f"Snapshot(step={self.step}, {len(self.order)} of {len(self)} sites fired)"
