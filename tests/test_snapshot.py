@@ -168,8 +168,9 @@ def test_quantiles_at_the_ends_are_the_extremes() -> None:
     assert stats.quantile(0) == -3
     with pytest.raises(ValueError, match="expected 0 <= q <= 1, got 2"):
         stats.quantile(2)
-    with pytest.raises(ValueError, match="expected a site with a histogram"):
-        hookstats.measure(x, histogram=None).quantile(0.5)
+    for question in ("quantile", "share_above", "share_below"):
+        with pytest.raises(ValueError, match=f"{question}: expected a site with a histogram"):
+            getattr(hookstats.measure(x, histogram=None), question)(0.5)
     assert np.isnan(hookstats.measure(torch.full((4,), float("nan"))).quantile(0.5))
 
 
