@@ -26,6 +26,11 @@ def _std(v: np.ndarray[Any, Any]) -> float:
     return float(np.std(v.astype(np.longdouble), ddof=1))
 
 
+def kurtosis(v: np.ndarray[Any, Any]) -> float:
+    deviations = v.astype(np.longdouble) - np.mean(v.astype(np.longdouble))
+    return float(np.mean(deviations**4) / np.mean(deviations**2) ** 2)
+
+
 # Each from the finite values of a channel, all but the last three, which see every value.
 STATISTICS: dict[str, Callable[[Any], float]] = {
     "count": lambda v: float(v.size),

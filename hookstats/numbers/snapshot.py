@@ -128,6 +128,26 @@ class Density:
             share = np.where(self._near > 0, by_power, (at - self._near) / (self._far - self._near))
         return np.where(self._negative, 1 - share, share)
 
+    def kurtosis(self, mean: Array, var: Array) -> Array:
+        """``[rows]``: E[(x - mean)^4] / var^2, from exact moments ``[rows]``; NaN where |mean| > 2 std, see SiteStats.
+
+        The moments inside the bins are those of |x|^s; all are scaled so that the second one is exact.
+        """
+        with np.errstate(all="ignore"):
+            third, fourth = self._moment(3), self._moment(4)
+            square = var + mean**2
+            grown = np.sqrt(square / self._moment(2))
+            central = fourth * grown**4 - 4 * mean * third * grown**3 + 6 * mean**2 * square - 3 * mean**4
+            return np.where(mean**2 <= 4 * var, central / var**2, np.nan)
+
+    def _moment(self, k: int) -> Array:
+        """``[rows]``: the mean of x^k."""
+        ratio = _grown(self._exponent + k, self._length) / _grown(self._exponent, self._length)
+        power = self._near**k * np.where(self._far > self._near, ratio, 1)
+        around_zero = (self._far ** (k + 1) - self._near ** (k + 1)) / ((k + 1) * (self._far - self._near))
+        inside = np.where(self._near > 0, power, np.where(self._far > self._near, around_zero, self._near**k))
+        return self._mean(np.where(self._negative, (-1) ** k * inside, inside))
+
     def _mean(self, values: Array) -> Array:
         """Over all values, of what it is in each bin."""
         with np.errstate(invalid="ignore"):
@@ -142,6 +162,7 @@ def _with_three(values: Array, at: int, *columns: Array) -> Array:
 
 def _grown(exponent: Array, length: Array) -> Array:
     """The integral of exp(exponent * t) from 0 to length."""
+    exponent = np.where(exponent == 0, 1e-30, exponent)  # whose integral is the length, to the last bit
     grown: Array = np.expm1(exponent * length) / exponent
     return grown
 
@@ -261,6 +282,22 @@ class SiteStats:
     def share_below(self, x: float) -> Any:
         """The share of the finite values that are smaller than x; as `share_above`."""
         return self._by_histogram("share_below", lambda density: density.share_below(x))
+
+    def kurtosis(self) -> float:
+        """E[(x - mean)^4] / var^2 of the finite values, 3 for a normal: an estimate from the histogram by exponent.
+
+        Of many values, with mean and variance exact and a density inside the bins as in `Density`: within 5 % for
+        normal and Laplace data, 12 % for ReLU and GELU; 20 % for lognormal data, whose few largest values decide, 30 %
+        where a few outliers do, 25 % where much of the data lies on single values other than 0. NaN for fewer than two
+        values, and where |mean| > 2 std: bins of a factor of 2 do not resolve such data. It is no row of Stats, because
+        all those follow exactly from the state, also in steps of which totals alone are sent. ValueError unless the
+        histogram is ``ExponentBins()``.
+        """
+        if self._histogram is not None and (self._histogram.ndim == 2 or isinstance(self._bins, LinearBins)):
+            raise ValueError(f"kurtosis: expected a histogram of ExponentBins(), got one of {self._bins}")
+        total = self.total
+        var = total.var * (1 - 1 / max(total.count, 1))  # without the correction
+        return float(self._density("kurtosis").kurtosis(np.array([total.mean]), np.array([var]))[0])
 
     def _by_histogram(self, what: str, of: Callable[[Density], Array]) -> Any:
         found = of(self._density(what))
