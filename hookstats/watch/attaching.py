@@ -18,7 +18,7 @@ from hookstats.modules import order
 from hookstats.modules.channels import channels_of, input_channels, wanted_channel_dims
 from hookstats.modules.selection import Modules, select
 from hookstats.numbers.fields import Bins, ExponentBins, Site
-from hookstats.numbers.snapshot import SiteStats
+from hookstats.numbers.site_stats import SiteStats
 from hookstats.watch.arguments import (
     DEFAULT_TENSORS,
     OF_PARAMETERS,

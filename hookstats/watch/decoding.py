@@ -9,7 +9,8 @@ import torch
 
 from hookstats import _native
 from hookstats.numbers.fields import FIELDS, Bins, Counts, Site, histogram_shape, total
-from hookstats.numbers.snapshot import SiteStats, Snapshot
+from hookstats.numbers.site_stats import SiteStats
+from hookstats.numbers.snapshot import Snapshot
 from hookstats.watch.memory import Place, Store
 
 Blocks: TypeAlias = dict[tuple[torch.device, int], Counts]  # copies of blocks, by device and number
