@@ -1,16 +1,18 @@
-# The commands that people and CI use. The first one makes .venv with everything in it and builds the extension there.
+# The commands that people and CI use. The first one makes .venv and builds the extension there; each installs what it
+# needs. HOOKSTATS_CUDA and TORCH_CUDA_ARCH_LIST say which CUDA kernels are built (setup.py).
 PYTHON ?= python3
 TORCH ?= 2.13.0
 PY := .venv/bin/python
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
+ASKED := $(TORCH) HOOKSTATS_CUDA=$(HOOKSTATS_CUDA) TORCH_CUDA_ARCH_LIST=$(TORCH_CUDA_ARCH_LIST)
 
-.PHONY: demo test compat lint format bench gpu clean
+.PHONY: demo test compat lint format bench gpu clean FORCE
 
-demo: .venv/.built      ## trains a small CNN on handwritten digits, every layer watched
+demo: .venv/.demo       ## trains a small CNN on handwritten digits, every layer watched
 	$(PY) -m hookstats.demo
 
-test: .venv/.built      ## the whole test suite
-	$(PY) -m pytest
+test: .venv/.dev        ## the whole test suite, one torch thread in each process
+	$(PY) -m pytest -n auto --maxprocesses 8 --dist worksteal -p no:benchmark
 
 # In a copy of the sources with an environment, an extension and a harness of its own, which are kept for the next time.
 COPY = build/compat-$(TORCH)
@@ -18,21 +20,21 @@ compat:                 ## the whole test suite with another torch: make compat 
 	mkdir -p $(COPY)
 	find $(COPY) -mindepth 1 -maxdepth 1 ! -name .venv ! -name build -exec rm -rf {} +
 	git ls-files -z --cached --others --exclude-standard | xargs -0 cp -p --parents --target-directory=$(COPY)
-	rm -f $(COPY)/.venv/.built
+	rm -f $(COPY)/.venv/.dev
 	$(MAKE) -C $(COPY) test TORCH=$(TORCH)
 
-lint: .venv/.built      ## ruff, mypy --strict, clang-format
+lint: .venv/.dev        ## ruff, mypy --strict, clang-format
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu' | xargs .venv/bin/clang-format --dry-run --Werror
 
-format: .venv/.built
+format: .venv/.dev
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 	find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu' | xargs .venv/bin/clang-format -i
 
-bench: .venv/.built     ## benchmarks on this machine
+bench: .venv/.dev       ## benchmarks on this machine
 	$(PY) -m pytest benchmarks --benchmark-columns=median,min,rounds --benchmark-sort=fullname \
 		--benchmark-json=build/benchmark.json
 
@@ -40,11 +42,25 @@ bench: .venv/.built     ## benchmarks on this machine
 gpu:
 	$(PYTHON) benchmarks/gpu.py
 
+# In an environment of its own: the pages are made from sources, without torch and the extension.
+DOCS = build/docs-venv
+DOCS_NEED = $(shell sed -n 's/^docs = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d ,)
+.PHONY: docs
+docs:                   ## the site, into build/site; a dead link or any other warning is an error
+	test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install -q $(DOCS_NEED)
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
+
 clean:
 	rm -rf .venv build hookstats/_built.json hookstats/_C.*.so *.egg-info
 
-.venv/.built: $(SOURCES)
+# One extra of pyproject.toml, and the extension, whose objects setup.py keeps in build/.
+.venv/.%: $(SOURCES) .venv/.asked
 	test -x $(PY) || $(PYTHON) -m venv .venv
 	$(PY) -m pip install -q "torch==$(TORCH)" "setuptools>=70" wheel ninja pybind11
-	$(PY) -m pip install -q --no-build-isolation -e ".[dev]"
+	$(PY) -m pip install -q --no-build-isolation -e ".[$*]"
 	touch $@
+
+# It is written only when something else is asked for than the last time.
+.venv/.asked: FORCE
+	@mkdir -p .venv; echo '$(ASKED)' | cmp -s - $@ || echo '$(ASKED)' > $@

@@ -1,19 +1,28 @@
 """Builds hookstats._C: torch's own extension build for the C++, our own nvcc step for csrc/cuda/*.cu.
 
-With nvcc (in CUDA_HOME, on PATH, or in /usr/local/cuda) the CUDA kernels are built in, also beside a CPU-only torch and
-without a GPU; the CUDA runtime is linked statically. Without nvcc the extension is CPU-only. HOOKSTATS_CUDA=0 leaves
-the kernels out, HOOKSTATS_CUDA=1 makes a missing nvcc an error. TORCH_CUDA_ARCH_LIST ("8.0 9.0 10.0+PTX") chooses the
-GPUs.
+Where nvcc is found (in CUDA_HOME, on PATH, or in /usr/local/cuda), the CUDA kernels are compiled for
+
+    TORCH_CUDA_ARCH_LIST="9.0 10.0+PTX"    these architectures
+    HOOKSTATS_CUDA=1                       8.0, 9.0 and 10.0, for CI and wheels; a missing nvcc is then an error
+    neither of them                        the GPUs of this machine, as nvidia-smi names them; none where it has none
+    HOOKSTATS_CUDA=0                       none, whatever else is set
+
+This also works beside a CPU-only torch; the CUDA runtime is linked statically. Objects stay in build/ and are compiled
+again only after a change of their sources, flags, compilers, torch or Python.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import platform
 import re
+import shlex
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +30,7 @@ from setuptools import setup
 
 try:
     import torch
-    from torch.utils.cpp_extension import BuildExtension, CppExtension
+    from torch.utils.cpp_extension import BuildExtension, CppExtension, get_cxx_compiler, is_ninja_available
 except ImportError:
     sys.exit(
         "hookstats: torch was not found while building. Install torch >= 2.11 first, then run "
@@ -30,9 +39,14 @@ except ImportError:
 
 ROOT = Path(__file__).parent
 DEFAULT_ARCHITECTURES = ["8.0", "9.0", "10.0"]
+OLDEST_GPU = (8, 0)  # the first that copies to shared memory asynchronously
 CXX_FLAGS = ["-O3", "-g0", "-fopenmp", "-Wall", "-Wextra", "-Wno-unused-parameter", "-Wno-psabi"]
 # Both hold for IEEE arithmetic: they give up errno and floating-point traps, no value.
 KERNEL_FLAGS = ["-fno-math-errno", "-fno-trapping-math"]
+
+
+def output_of(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True).stdout
 
 
 def find_nvcc() -> str | None:
@@ -59,18 +73,39 @@ def cudart_folder(nvcc: str) -> str:
     sys.exit(f"hookstats: {nvcc} was found, but no libcudart_static.a in its toolkit {home.resolve()}")
 
 
+def gpus() -> list[str]:
+    """The compute capabilities of this machine's GPUs, ascending, for example ["8.6", "9.0"]."""
+    query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    try:
+        said = subprocess.run(query, capture_output=True, text=True, timeout=60).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    found = {(int(major), int(minor)) for major, minor in re.findall(r"^(\d+)\.(\d+)\s*$", said, re.MULTILINE)}
+    return [f"{major}.{minor}" for major, minor in sorted(found) if (major, minor) >= OLDEST_GPU]
+
+
 def architectures(nvcc: str) -> list[str]:
-    """For example ["8.0", "9.0", "10.0+PTX"]: what was asked for, else those of the default that nvcc knows."""
+    """For example ["8.0", "9.0", "10.0+PTX"]: what was asked for, else this machine's GPUs; [] where it has none."""
     asked = os.environ.get("TORCH_CUDA_ARCH_LIST", "").replace(";", " ").split()
     if asked:
         return asked
-    said = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True).stdout.split()
-    known = [each for each in DEFAULT_ARCHITECTURES if f"compute_{each.replace('.', '')}" in said]
-    if not known:
+    everything = os.environ.get("HOOKSTATS_CUDA") == "1"
+    here = [] if everything else gpus()
+    if not everything and not here:
+        return []
+    said = output_of(nvcc, "--list-gpu-arch").split()
+
+    def known(each: str) -> bool:
+        return f"compute_{each.replace('.', '')}" in said
+
+    # A GPU that is newer than nvcc compiles the default's PTX when it runs.
+    wanted = here if here and all(map(known, here)) else DEFAULT_ARCHITECTURES
+    targets = list(filter(known, wanted))
+    if not targets:
         sys.exit(
             f"hookstats: {nvcc} knows none of {DEFAULT_ARCHITECTURES}: set TORCH_CUDA_ARCH_LIST, or HOOKSTATS_CUDA=0"
         )
-    return [*known[:-1], known[-1] + "+PTX"]
+    return [*targets[:-1], targets[-1] + "+PTX"]
 
 
 def gencode(architecture: str) -> list[str]:
@@ -84,20 +119,35 @@ def gencode(architecture: str) -> list[str]:
     return flags
 
 
-def compile_cuda(nvcc: str, source: Path, into: Path, targets: list[str]) -> tuple[str, list[dict[str, Any]]]:
-    """Compiles one .cu file, which includes no torch header; the object's path, and what each kernel takes."""
-    into.mkdir(parents=True, exist_ok=True)
-    target = into / (source.stem + ".cuda.o")
+def compile_cuda(nvcc: str, targets: list[str], into: Path) -> tuple[list[str], list[dict[str, Any]]]:
+    """Compiles csrc/cuda/*.cu, which include no torch header; the objects, and what each kernel takes.
+
+    ninja runs nvcc on the files side by side, nvcc the architectures of each, and only for what has changed.
+    """
+    if not is_ninja_available():
+        sys.exit("hookstats: the CUDA kernels are compiled by ninja, which was not found: pip install ninja")
     command = [nvcc, "-std=c++17", "-O3", "--expt-relaxed-constexpr", "--threads", "0", "-Xcompiler", "-fPIC,-Wall"]
     for architecture in targets:
         command += gencode(architecture)
-    command += ["-Xptxas", "-v", "-c", str(source), "-o", str(target)]
-    print(" ".join(command), flush=True)
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        print(done.stdout + done.stderr)
-        sys.exit(f"hookstats: nvcc failed on {source}; HOOKSTATS_CUDA=0 builds without the CUDA kernels")
-    return str(target), resources(done.stderr)
+    command += ["-Xptxas", "-v"]
+    run = shlex.join(command).replace("$", "$$")
+    into.mkdir(parents=True, exist_ok=True)
+    objects = {source: into / (source.stem + ".o") for source in sorted(Path("csrc/cuda").glob("*.cu"))}
+    lines = [
+        f"builddir = {into}",
+        "rule nvcc",
+        f"  command = {run} -MD -MF $out.d -c $in -o $out > $out.log 2>&1 || (cat $out.log; false)",
+        "  depfile = $out.d",
+        "  deps = gcc",
+        *(f"build {target}: nvcc {source}" for source, target in objects.items()),
+    ]
+    plan = into / "build.ninja"
+    plan.write_text("\n".join(lines) + "\n")
+    print(run, *objects, flush=True)
+    if subprocess.run(["ninja", "-f", str(plan)]).returncode:
+        sys.exit("hookstats: nvcc failed; HOOKSTATS_CUDA=0 builds without the CUDA kernels")
+    logs = [Path(f"{target}.log").read_text() for target in objects.values()]
+    return [str(target) for target in objects.values()], [each for log in logs for each in resources(log)]
 
 
 def resources(said: str) -> list[dict[str, Any]]:
@@ -120,20 +170,34 @@ class BuildWithCuda(BuildExtension):
         (extension,) = self.extensions
         self.force = True  # without ninja, a changed .cu, torch or HOOKSTATS_CUDA would not link again
         nvcc = find_nvcc()
-        built: dict[str, Any] = {"torch": str(torch.__version__), "cuda": None, "architectures": []}
-        if nvcc:
-            version = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
-            release = re.search(r"release (\d+\.\d+)", version)
-            targets = architectures(nvcc)
-            built |= {"cuda": release.group(1) if release else "unknown", "architectures": targets, "kernels": []}
-            extension.define_macros.append(("HOOKSTATS_CUDA", "1"))
-            for source in sorted(Path("csrc/cuda").glob("*.cu")):
-                compiled, kernels = compile_cuda(nvcc, source, Path(self.build_temp), targets)
-                extension.extra_objects.append(compiled)
-                built["kernels"] += kernels
-            extension.library_dirs.append(cudart_folder(nvcc))
-            extension.libraries += ["cudart_static", "dl", "rt", "pthread"]
-        super().build_extensions()
+        targets = architectures(nvcc) if nvcc else []
+        if nvcc and not targets:
+            print("hookstats: no GPU was found here: no CUDA kernels. HOOKSTATS_CUDA=1 builds them", flush=True)
+        built: dict[str, Any] = {"torch": str(torch.__version__), "cuda": None, "architectures": targets}
+        compilers = [output_of(*shlex.split(get_cxx_compiler()), "--version")]
+        if nvcc and targets:
+            compilers.append(output_of(nvcc, "--version"))
+        # pip gives each editable install a new temporary folder, in which all would be compiled again.
+        made_by = "\n".join([platform.python_version(), str(torch.__version__), *compilers])
+        self.build_temp = str(Path("build", "objects-" + hashlib.sha256(made_by.encode()).hexdigest()[:12]))
+        with ThreadPoolExecutor(1) as beside:
+            if nvcc and targets:
+                release = re.search(r"release (\d+\.\d+)", compilers[-1])
+                built["cuda"] = release.group(1) if release else "unknown"
+                extension.define_macros.append(("HOOKSTATS_CUDA", "1"))
+                extension.library_dirs.append(cudart_folder(nvcc))
+                extension.libraries += ["cudart_static", "dl", "rt", "pthread"]
+                # nvcc takes longest for one file: the C++ is compiled meanwhile, and leaves it half of the cores.
+                os.environ.setdefault("MAX_JOBS", str(max(1, (os.cpu_count() or 2) // 2)))
+                compiled = beside.submit(compile_cuda, nvcc, targets, Path(self.build_temp, "cuda"))
+                link = self.compiler.link_shared_object
+
+                def link_with_kernels(objects: list[str], *args: Any, **options: Any) -> None:
+                    kernel_objects, built["kernels"] = compiled.result()
+                    link([*objects, *kernel_objects], *args, **options)
+
+                self.compiler.link_shared_object = link_with_kernels
+            super().build_extensions()
         self.record = json.dumps(built, indent=2) + "\n"
         self.write_record()
 
@@ -146,6 +210,8 @@ class BuildWithCuda(BuildExtension):
 
 
 os.chdir(ROOT)  # the sources below are relative, as setuptools wants them
+# pip runs this without the environment's programs on PATH; without ninja one file is compiled after the other.
+os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 setup(
     ext_modules=[
         CppExtension(

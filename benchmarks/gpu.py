@@ -26,7 +26,7 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 SECONDS = int(os.environ.get("SECONDS", "570"))
 SANITIZED = (
-    "gpu and ((every_layout and bfloat16 and linear_per_channel) or merge or flag or empty or two_runs or offset "
+    "gpu and ((every_layout and bfloat16) or merge or flag or empty or two_runs or offset "
     "or many_parts or many_sites) and not torch.float16 and not torch.float64 and not float8"
 )
 SANITIZED_FILES = ["tests/test_kernels.py", "tests/test_rows.py", "tests/test_tiers.py"]

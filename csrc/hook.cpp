@@ -270,8 +270,8 @@ PyObject* observe(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
   }
   if (has_no_data(x) || at::tracer::impl::is_dispatch_enabled()) Py_RETURN_NONE;
   const Site& site = (observed.output ? observed.output : observed.gradient)->site;
-  if (site.tensors.channel_dim == kUnknownDim) {
-    return PyUnicode_FromString("the width of this site is not known yet");
+  if (!channel_dim_for(site.tensors.channel_dim, x.dim())) {
+    return PyUnicode_FromString("the channel dimension of such a tensor is not known yet");
   }
   const Times::Span span(observed.enabled->times.load(), x.device(), 1);
   const auto counted = observed.enabled->counted_here();
@@ -349,8 +349,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 #else
   m.attr("HAS_CUDA") = false;
 #endif
-  m.attr("UNKNOWN_DIM") = kUnknownDim;
-  m.attr("DIM_BY_RULE") = kDimByRule;
+  m.attr("DIMS_BY_NDIM") = kDimsByNdim;
   py::class_<Times, std::shared_ptr<Times>>(m, "Times")
       .def(py::init<>())
       .def_property_readonly("calls", &Times::calls)

@@ -93,15 +93,15 @@ int64_t row_dims_of(const at::Tensor& x, int64_t channel, const at::Tensor& mask
 Layout layout_of(const at::Tensor& x, const State& state, int64_t channel_dim, const Rows* rows) {
   Layout layout;
   const int64_t ndim = x.dim();
-  if (channel_dim == kDimByRule) channel_dim = ndim == 4 || ndim == 5 ? 1 : -1;
-  const int64_t named = channel_dim < 0 ? channel_dim + ndim : channel_dim;  // kUnknownDim: none
+  const int64_t dim = channel_dim_for(channel_dim, ndim).value_or(ndim);  // ndim: none
+  const int64_t named = dim < 0 ? dim + ndim : dim;
   int64_t channel = -1;
   if (state.channels > 1) {
     channel = named;
-    TORCH_CHECK_INDEX(0 <= channel && channel < ndim, "hookstats: channel_dim=", channel_dim,
+    TORCH_CHECK_INDEX(0 <= channel && channel < ndim, "hookstats: channel_dim=", dim,
                       " is out of range for a tensor of shape ", x.sizes());
     TORCH_CHECK_VALUE(x.size(channel) == state.channels, "hookstats: expected ", state.channels,
-                      " channels in dimension ", channel_dim, ", got a tensor of shape ", x.sizes());
+                      " channels in dimension ", dim, ", got a tensor of shape ", x.sizes());
     layout.channels = state.channels;
     layout.channel_stride = x.stride(channel);
   }

@@ -3,7 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <limits>
+#include <cstdint>
 #include <optional>
 #include <vector>
 
@@ -21,10 +21,18 @@
 
 namespace hookstats {
 
-// Channel dimensions that are none: of a site whose first tensor is still to come (hook.cpp asks Python then); and by
-// the number of dimensions: 1 for 4-D and 5-D tensors, else the last.
-constexpr int64_t kUnknownDim = std::numeric_limits<int32_t>::min();
-constexpr int64_t kDimByRule = kUnknownDim + 1;
+// A site's channel dimension is a number, as everywhere in torch; or, where the module's type does not tell,
+// kDimsByNdim plus 4 bits for each number of dimensions from 0 to 7: the channel dimension of such tensors plus 1, or 0
+// while none was met (hook.cpp asks Python then).
+constexpr int64_t kDimsByNdim = int64_t(1) << 32;
+
+// The channel dimension of a tensor with so many dimensions.
+inline std::optional<int64_t> channel_dim_for(int64_t channel_dim, int64_t ndim) {
+  if (channel_dim < kDimsByNdim) return channel_dim;
+  if (ndim > 7) return -1;
+  const int64_t entry = channel_dim >> (4 * ndim) & 15;
+  return entry ? std::optional(entry - 1) : std::nullopt;
+}
 
 // One site's state: see kernels.h. All tensors lie on one device.
 struct SiteState {

@@ -13,8 +13,7 @@ COUNTERS: int
 EXPONENT_BINS: int
 OCTAVE_BINS: int
 FIRST_OCTAVE: int
-UNKNOWN_DIM: int
-DIM_BY_RULE: int
+DIMS_BY_NDIM: int
 HAS_CUDA: bool
 
 class Hook: ...

@@ -43,9 +43,8 @@ if _here != (_C.FIELDS, _C.EXPONENT_BINS, _C.OCTAVE_BINS, _C.FIRST_OCTAVE):
 
 DTYPES: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in _C.DTYPES)
 COUNTERS: int = _C.COUNTERS
-# Channel dimensions that are none: of a site whose first tensor is still to come; by the number of dimensions.
-UNKNOWN_DIM: int = _C.UNKNOWN_DIM
-DIM_BY_RULE: int = _C.DIM_BY_RULE
+# A channel dimension that depends on the number of a tensor's dimensions: this, plus a table. See csrc/ops.h.
+DIMS_BY_NDIM: int = _C.DIMS_BY_NDIM
 HAS_CUDA: bool = _C.HAS_CUDA
 
 accumulate = torch.ops.hookstats.accumulate.default

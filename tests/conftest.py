@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,12 @@ DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 BACKENDS = ["cpu", "cuda_on_cpu", *(["gpu"] if torch.cuda.is_available() else [])]
 
 
+def pytest_configure() -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores, and so do the processes that they start
+        torch.set_num_threads(1)
+        os.environ["OMP_NUM_THREADS"] = os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return
@@ -59,19 +66,22 @@ def load_harness() -> Any:
     sources = ["csrc/ops.cpp", "csrc/batch.cpp", "csrc/totals.cpp", "csrc/cpu/accumulate.cpp"]
     sources += ["tests/cuda_on_cpu/harness.cpp"]
     # HOOKSTATS_ASAN=1, with the sanitizer's library preloaded, also finds accesses outside of any tensor (.ci/run).
-    sanitized = ["-fsanitize=address"] if os.environ.get("HOOKSTATS_ASAN") == "1" else []
+    sanitized = ["-fsanitize=address", "-g"] if os.environ.get("HOOKSTATS_ASAN") == "1" else []
     build = ROOT / "build" / f"cuda_on_cpu-{torch.__version__}{'-asan' if sanitized else ''}"
     build.mkdir(parents=True, exist_ok=True)
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    cpp_extension.load(
-        name="hookstats_cuda_on_cpu",
-        sources=[str(ROOT / source) for source in sources],
-        extra_cflags=["-O1", "-g", "-fopenmp", "-DHOOKSTATS_CUDA_ON_CPU", *sanitized],
-        extra_ldflags=["-fopenmp", *sanitized],
-        extra_include_paths=[str(ROOT / "tests" / "cuda_on_cpu"), str(ROOT / "csrc")],
-        build_directory=str(build),
-        is_python_module=False,
-    )
+    with (build / "building").open("w") as building:
+        fcntl.flock(building, fcntl.LOCK_EX)  # the first of several processes builds, the others wait for it
+        (build / "lock").unlink(missing_ok=True)  # load() would wait forever for a process that was killed
+        cpp_extension.load(
+            name="hookstats_cuda_on_cpu",
+            sources=[str(ROOT / source) for source in sources],
+            extra_cflags=["-O1", "-fopenmp", "-DHOOKSTATS_CUDA_ON_CPU", *sanitized],
+            extra_ldflags=["-fopenmp", *sanitized],
+            extra_include_paths=[str(ROOT / "tests" / "cuda_on_cpu"), str(ROOT / "csrc")],
+            build_directory=str(build),
+            is_python_module=False,
+        )
     return torch.ops.hookstats_cuda_on_cpu
 
 
@@ -176,30 +186,32 @@ def check(stats: hookstats.SiteStats, x: torch.Tensor, channel_dim: int | None, 
     """
     rows = reference.channel_rows(x, channel_dim)
     assert stats.channels is not None
-    for c, row in enumerate(rows):
-        got = {name: float(getattr(stats.channels, name)[c]) for name in fields.STATISTICS}
-        compare(got, row, f"channel {c} of {tuple(x.shape)}", rtol)
-    compare({name: getattr(stats.total, name) for name in fields.STATISTICS}, rows.reshape(-1), "total", rtol)
+    compare({name: getattr(stats.channels, name) for name in fields.STATISTICS}, rows, f"{tuple(x.shape)}", rtol)
+    compare({name: getattr(stats.total, name) for name in fields.STATISTICS}, rows.reshape(1, -1), "total", rtol)
     if stats._histogram is not None and isinstance(stats._bins, fields.LinearBins):
-        all_counts = stats._histogram.reshape(-1, stats._bins.n + 2)
-        for counts, row in zip(all_counts, rows if stats._bins.per_channel else rows.reshape(1, -1), strict=True):
-            np.testing.assert_array_equal(counts, reference.linear_counts(row, stats._bins, x.dtype))
+        counted = rows if stats._bins.per_channel else rows.reshape(1, -1)
+        wanted = reference.linear_counts(counted, stats._bins, x.dtype)
+        np.testing.assert_array_equal(stats._histogram.reshape(wanted.shape), wanted)
     elif stats.histogram is not None:
         if stats.histogram.counts.ndim == 1:
             np.testing.assert_array_equal(stats.histogram.counts, reference.exponent_counts(rows.reshape(-1)))
         else:
-            for counts, row in zip(stats.histogram.counts, rows, strict=True):
-                np.testing.assert_array_equal(counts, reference.octave_counts(row))
+            np.testing.assert_array_equal(stats.histogram.counts, reference.octave_counts(rows))
 
 
-def compare(got: dict[str, float], row: Any, where: str, rtol: float) -> None:
-    wanted = reference.statistics(row)
+def compare(got: Mapping[str, Any], rows: Any, where: str, rtol: float) -> None:
+    """`got`: a number for each of the channels in `rows` [channels, values], or [values] and one number."""
+    wanted = reference.statistics(rows)
     for name, want in wanted.items():
+        here = np.atleast_1d(got[name])
+        assert here.shape == want.shape, f"{where}: {name}: expected {want.shape}, got {here.shape}"
         exact = name in ("count", "min", "max", "abs_max", "zeros", "nans", "posinfs", "neginfs")
-        tolerance = 0.0 if exact else rtol * abs(want)
-        if name == "mean" and not np.isnan(wanted["std"]):
-            tolerance = rtol * max(abs(want), wanted["std"])
+        tolerance = 0.0 if exact else rtol * np.abs(want)
+        if name == "mean":
+            tolerance = np.fmax(tolerance, rtol * wanted["std"])  # which is NaN for a single value
         if name == "var":
-            tolerance *= 2  # the square of std
-        ok = (np.isnan(want) and np.isnan(got[name])) or abs(got[name] - want) <= tolerance
-        assert ok, f"{where}: {name}: expected {want!r}, got {got[name]!r}"
+            tolerance = 2 * tolerance  # the square of std
+        with np.errstate(invalid="ignore"):
+            wrong = ~(np.isnan(want) & np.isnan(here) | (np.abs(here - want) <= tolerance))
+        for c in np.flatnonzero(wrong)[:1]:
+            raise AssertionError(f"{where}, channel {c}: {name}: expected {want[c]!r}, got {here[c]!r}")

@@ -333,7 +333,9 @@ def test_measure_one_tensor() -> None:
     x = torch.randn(50, 7, requires_grad=True)
     check(hookstats.measure(x), x, -1)
     check(hookstats.measure(x, 0, histogram=ExponentBins(True)), x, 0)
-    assert hookstats.measure(x, None).channels is None
+    image = torch.randn(2, 3, 5, 7)
+    check(hookstats.measure(image), image, 1)  # as attach and tap take what tells nothing else
+    assert hookstats.measure(x, channels=False).channels is None
     assert hookstats.measure(torch.tensor(3.0)).total.mean == 3
     assert hookstats.measure(x, histogram=None).histogram is None
     assert np.isnan(hookstats.measure(torch.empty(0)).total.mean)
@@ -363,3 +365,32 @@ def test_wrappers_leave_no_trace_in_names() -> None:
     assert {site.name for site in hookstats.attach(compiled, tensors=OF_OUTPUTS).sites} == {"0", "1"}  # type: ignore[arg-type]
     module_named = nn.ModuleDict({"module": nn.Linear(2, 2)})
     assert {site.name for site in hookstats.attach(module_named, tensors=OF_OUTPUTS).sites} == {"module"}
+
+
+def test_what_is_excluded_is_left_out_with_all_inside_it() -> None:
+    model = Residual()
+    kinds = ("output", "param")
+    mon = hookstats.attach(model, tensors=kinds, exclude=["blocks.1", "*.norm", "head.bias"])
+    names = {site.name for site in mon.sites}
+    blocks = {f"blocks.{i}{part}" for i in (0, 2) for part in ("", ".up", ".down")}
+    weights = {f"{name}.{key}" for name in blocks if name.count(".") == 2 for key in ("weight", "bias")}
+    assert names == blocks | weights | {"head", "head.weight"}
+    chosen = hookstats.attach(model, "blocks.*", tensors="output", exclude="blocks.[12]")
+    assert {site.name for site in chosen.sites} == {"blocks.0", "blocks.0.norm", "blocks.0.up", "blocks.0.down"}
+    with pytest.raises(ValueError, match="exclude: the glob 'nothing' matches nothing"):
+        hookstats.attach(model, exclude="nothing")
+    with pytest.raises(ValueError, match="selected none"):
+        hookstats.attach(model, "blocks.0", exclude="blocks.0")
+
+
+def test_edits_and_captures_choose_modules_as_attach_does() -> None:
+    model = Residual()
+    x = torch.randn(2, 5, 16)
+    with hookstats.capture(model, lambda name, module: isinstance(module, nn.LayerNorm), exclude="blocks.1") as taken:
+        model(x)
+    assert taken.names == ["blocks.0.norm", "blocks.2.norm"]
+    with hookstats.edit.mask_activations(model, "blocks.*.up", 1e9, exclude=["blocks.0", "blocks.2"]) as edit:
+        model(x)
+    assert edit.changed == 2 * 5 * 32
+    with pytest.raises(ValueError, match="modules: expected to choose at least one of 15 modules, chose none"):
+        hookstats.capture(model, "blocks.0", exclude="blocks.0")

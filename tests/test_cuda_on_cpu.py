@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import fcntl
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils import cpp_extension
 
+from tests import conftest
 from tests.conftest import DTYPES, Backend, State, check
-from tests.test_kernels import LAYOUTS, normal
+from tests.test_kernels import LAYOUTS, PATHS, normal
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "dtype"),
+    [(layout, dtype) for layout in LAYOUTS for dtype in (DTYPES if layout in PATHS else [torch.float32])],
+    ids=str,
+)
 def test_shuffled_blocks_and_threads_are_bit_identical(harness: Any, layout: str, dtype: torch.dtype) -> None:
     backend = Backend("cuda_on_cpu", harness, "cpu")
     make, channel_dim = LAYOUTS[layout]
@@ -93,3 +100,22 @@ def test_the_harness_finds(harness: Any, fault: str, message: str) -> None:
 
 def test_the_harness_shows_a_missing_barrier(harness: Any) -> None:
     assert harness.run_faulty("missing_barrier") != 64
+
+
+def test_one_process_at_a_time_builds_the_harness_and_one_that_was_killed_stops_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders: list[Path] = []
+
+    def load(build_directory: str, **options: Any) -> None:
+        folders.append(Path(build_directory))
+        assert not (folders[-1] / "lock").exists()  # with which load() tells that another process builds
+        with (folders[-1] / "building").open() as another, pytest.raises(BlockingIOError):
+            fcntl.flock(another, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    monkeypatch.setattr(conftest, "ROOT", tmp_path)
+    monkeypatch.setattr(cpp_extension, "load", load)
+    conftest.load_harness()
+    (folders[0] / "lock").touch()
+    conftest.load_harness()
+    assert len(folders) == 2

@@ -103,9 +103,9 @@ def test_copies_of_the_model_are_without_edits() -> None:
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda m: edit.scale_gradient(m, "nothing*", 2), ValueError, "where: the glob 'nothing.*' matches nothing"),
-        (lambda m: edit.scale_gradient(m, 7, 2), TypeError, "where: expected globs over names, got 7"),
-        (lambda m: edit.scale_gradient(m, None, 2), TypeError, "where: expected globs .* got None"),
+        (lambda m: edit.scale_gradient(m, "nothing*", 2), ValueError, "modules: the glob 'nothing.*' matches nothing"),
+        (lambda m: edit.scale_gradient(m, 7, 2), TypeError, "modules: expected globs, or a callable .*; got 7"),
+        (lambda m: edit.scale_gradient(m, None, 2), TypeError, "modules: expected globs, or .* got None"),
         (lambda m: edit.scale_gradient("m", "*", 2), TypeError, "expected a torch.nn.Module, got str"),
         (
             lambda m: edit.scale_gradient(m, "blocks", 2),

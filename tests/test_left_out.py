@@ -179,6 +179,8 @@ def test_a_parameter_whose_gradient_is_sparse_now_and_then_is_measured_when_it_i
 def test_gradients_that_fail_inside_backward_are_counted() -> None:
     model = network()
     mon = hookstats.attach(model, tensors=OF_OUTPUTS, every=1)
+    model(torch.randn(3, 4))  # what is learned from a first tensor is
+    mon.reset()
     hook = next(iter(model[0]._forward_hooks.values()))
     wrong = {"moments": torch.zeros(10, 3, dtype=torch.float64), "histogram": None}
     hook.bind(hook.output, hook.gradient._replace(**wrong))  # broken on purpose

@@ -163,7 +163,7 @@ def test_a_quantile_lies_in_the_exact_ones_bin(q: float) -> None:
 
 def test_quantiles_at_the_ends_are_the_extremes() -> None:
     x = torch.tensor([-3.0, -1.0, 2.0, 5.0])
-    stats = hookstats.measure(x, None)
+    stats = hookstats.measure(x, channels=False)
     assert stats.quantile(1) == 5
     assert stats.quantile(0) == -3
     with pytest.raises(ValueError, match="expected 0 <= q <= 1, got 2"):
@@ -176,7 +176,7 @@ def test_quantiles_at_the_ends_are_the_extremes() -> None:
 
 def test_histogram_edges_ascend_and_hold_their_values() -> None:
     x = torch.tensor([-1.5, -0.3, 0.0, 1e-40, 0.3, 1.0, 1.5, 3e38])
-    histogram = hookstats.measure(x, None).histogram
+    histogram = hookstats.measure(x, channels=False).histogram
     assert histogram is not None
     assert histogram.counts.shape == (509,)
     assert histogram.edges.shape == (510,)
@@ -184,7 +184,7 @@ def test_histogram_edges_ascend_and_hold_their_values() -> None:
     for value in x.tolist():
         bin_ = np.searchsorted(histogram.edges, value, side="right" if value >= 0 else "left") - 1
         assert histogram.counts[bin_] > 0
-    octaves = hookstats.measure(x, None, ExponentBins(True)).histogram
+    octaves = hookstats.measure(x, histogram=ExponentBins(True), channels=False).histogram
     assert octaves is not None
     assert octaves.counts.shape == (1, 64)
     assert octaves.edges[[0, 1, -2, -1]].tolist() == [0, 2**-46, 2**16, np.inf]
@@ -192,7 +192,7 @@ def test_histogram_edges_ascend_and_hold_their_values() -> None:
 
 def test_linear_bins_count_what_lies_outside() -> None:
     x = torch.tensor([-5.0, -1.0, -0.5, 0.0, 0.4, 1.0, 1.5, 7.0, float("nan"), float("inf")])
-    stats = hookstats.measure(x, None, LinearBins(-1, 1, 4))
+    stats = hookstats.measure(x, histogram=LinearBins(-1, 1, 4), channels=False)
     assert stats.histogram is not None
     assert stats.histogram.counts.tolist() == [1, 1, 2, 1]
     assert (stats.histogram.underflow, stats.histogram.overflow) == (1, 2)
@@ -206,7 +206,7 @@ def test_linear_bins_count_what_lies_outside() -> None:
 
 def test_quantiles_of_linear_bins_lie_in_the_bin_of_the_exact_one() -> None:
     x = torch.randn(3, 5000, generator=torch.Generator().manual_seed(0))
-    whole = hookstats.measure(x, None, LinearBins(-2, 2, 50))
+    whole = hookstats.measure(x, histogram=LinearBins(-2, 2, 50), channels=False)
     rows = hookstats.measure(x, 0, LinearBins(-2, 2, 50, per_channel=True))
     for q in (0.05, 0.5, 0.9):
         assert abs(whole.quantile(q) - x.quantile(q).item()) <= 0.08

@@ -123,8 +123,10 @@ class Plain:
         """To be called before the optimizer steps."""
         for name, parameter in model.named_parameters():
             assert parameter.grad is not None
-            self._add(name, "param", 0, parameter)
-            self._add(name, "param_grad", 0, parameter.grad)
+            module = model.get_submodule(name.rpartition(".")[0])
+            outputs = int(type(module).__name__ == "Conv1D" and parameter.dim() == 2)  # its weights are [in, out]
+            self._add(name, "param", outputs, parameter)
+            self._add(name, "param_grad", outputs, parameter.grad)
 
     def rows(self, site: tuple[str, str]) -> torch.Tensor:
         """All tensors of a site as one [values, channels]."""

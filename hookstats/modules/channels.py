@@ -10,6 +10,18 @@ from torch import nn
 
 from hookstats.modules.selection import Slot, as_globs, matches
 
+# Of torch.nn, what has features in the last place of all that it returns.
+_LAST = (
+    nn.RNNBase,
+    nn.RNNCellBase,
+    nn.MultiheadAttention,
+    nn.Transformer,
+    nn.TransformerEncoder,
+    nn.TransformerEncoderLayer,
+    nn.TransformerDecoder,
+    nn.TransformerDecoderLayer,
+)
+
 
 class Channels(NamedTuple):
     """Where a tensor's channels lie. ``dim`` None: known when the tensor is seen. ``width`` None: likewise."""
@@ -19,14 +31,29 @@ class Channels(NamedTuple):
 
 
 def parameter_channels(slot: Slot, parameter: torch.Tensor) -> Channels:
-    """A weight's channels are its outputs: dimension 0, of a transposed convolution 1. One of width 1 has no channels.
+    """A weight's channels are its outputs: dimension 0, of a transposed convolution and of [in, out] weights 1.
 
+    One of width 1 has no channels.
     A vector (a bias, the weight of a norm) is one channel: its entries would each be a channel of one value.
     """
     if isinstance(parameter, nn.parameter.UninitializedParameter) or parameter.dim() < 2:
         return Channels(0, 1)
-    dim = 1 if isinstance(slot.module, nn.modules.conv._ConvTransposeNd) else 0
+    dim = 1 if isinstance(slot.module, nn.modules.conv._ConvTransposeNd) or _is_in_out(slot.module, parameter) else 0
     return Channels(dim, max(parameter.shape[dim], 1))
+
+
+def _is_of_torch(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.nn.")
+
+
+def _is_in_out(module: nn.Module, weight: torch.Tensor) -> bool:
+    """Whether a weight is [in, out], as in transformers' Conv1D: by that name, or by the size of the bias beside it."""
+    if weight.dim() != 2 or _is_of_torch(module):
+        return False
+    if any(cls.__name__ == "Conv1D" and cls.__module__.startswith("transformers.") for cls in type(module).__mro__):
+        return True
+    biases = {each.numel() for each in module._parameters.values() if each is not None and each.dim() == 1}
+    return weight.shape[1] in biases and weight.shape[0] not in biases
 
 
 def _spatial_dims(module: nn.Module) -> int | None:
@@ -48,7 +75,8 @@ def natural_channels(module: nn.Module) -> Channels:
         found = Channels(-1, module.out_features)
     elif isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         found = Channels(-1, module.embedding_dim)
-    elif isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
+    elif isinstance(module, (nn.LayerNorm, nn.RMSNorm)) and _is_of_torch(module):
+        # What derives from them may move the channels there and back.
         found = Channels(-1, module.normalized_shape[-1])
     elif isinstance(module, nn.modules.batchnorm._BatchNorm):
         found = Channels(1, module.num_features)
@@ -58,6 +86,10 @@ def natural_channels(module: nn.Module) -> Channels:
         found = Channels(-1 - spatial, module.out_channels)
     elif isinstance(module, nn.modules.instancenorm._InstanceNorm) and spatial:
         found = Channels(-1 - spatial, module.num_features)
+    elif isinstance(module, _LAST):
+        found = Channels(-1, None)
+    elif isinstance(module, nn.GLU):
+        found = Channels(module.dim, None)
     else:
         found = Channels(-1 - spatial if spatial else None, None)
     lazy = not found.width or not isinstance(found.width, int)  # a Lazy module before its first forward

@@ -9,7 +9,8 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import nn
 
-Modules: TypeAlias = str | Iterable[str] | Callable[[str, nn.Module], bool] | None
+Globs: TypeAlias = str | Iterable[str]
+Modules: TypeAlias = Globs | Callable[[str, nn.Module], bool] | None
 
 # Put into a module's path by what wraps it.
 _WRAPPERS = {"_orig_mod", "module", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
@@ -77,31 +78,52 @@ def as_globs(argument: str, globs: str | Iterable[str], names: Iterable[str]) ->
     return listed
 
 
-def select(model: nn.Module, modules: Modules, parameters: bool) -> tuple[dict[str, nn.Module], dict[str, Slot]]:
+def select(
+    model: nn.Module, modules: Modules, exclude: Globs | None, parameters: bool
+) -> tuple[dict[str, nn.Module], dict[str, Slot]]:
     """The watched modules, and (if wanted) the watched parameters, by clean name.
 
     None: the leaves that do something, and the children of every ModuleList; all parameters. Else what was asked for,
     and the parameters that are directly in it; globs may name parameters, too. Modules that are never called
-    (ModuleList and the like) are left out whatever was asked for.
+    (ModuleList and the like) are left out whatever was asked for, and so is what `exclude` names, with all inside it.
     """
-    if isinstance(modules, type) or not (modules is None or callable(modules) or isinstance(modules, Iterable)):
-        raise TypeError(f"modules: expected globs, a callable (name, module) -> bool, or None; got {modules!r}")
     named = clean_names(model)
     slots = _slots(named) if parameters else {}
+    left = _excluded(named, slots, exclude)
     if modules is None:
-        return _default_modules(named), slots
-    if callable(modules):
-        chosen = {name: module for name, module in named.items() if modules(name, module)}
-        globs = []
+        chosen = _default_modules(named)
     else:
-        globs = as_globs("modules", modules, [*named, *slots])
-        chosen = {name: module for name, module in named.items() if matches(name, globs)}
-    inside = {id(module) for module in chosen.values()}
-    slots = {name: slot for name, slot in slots.items() if id(slot.module) in inside or matches(name, globs)}
-    chosen = {name: module for name, module in chosen.items() if not isinstance(module, _NEVER_CALLED)}
+        globs, chosen = _asked_for(modules, named, [*named, *slots])
+        inside = {id(module) for module in chosen.values()}
+        slots = {name: slot for name, slot in slots.items() if id(slot.module) in inside or matches(name, globs)}
+        chosen = {name: module for name, module in chosen.items() if not isinstance(module, _NEVER_CALLED)}
+    chosen = {name: module for name, module in chosen.items() if name not in left}
+    slots = {name: slot for name, slot in slots.items() if name not in left}
     if not chosen and not slots:
         raise ValueError(f"modules: expected to select at least one of {len(named)} modules, selected none")
     return chosen, slots
+
+
+def _asked_for(
+    modules: Globs | Callable[[str, nn.Module], bool], named: Mapping[str, nn.Module], names: Iterable[str]
+) -> tuple[list[str], dict[str, nn.Module]]:
+    """The globs over these names, if they are globs; and the modules."""
+    if isinstance(modules, type) or not (callable(modules) or isinstance(modules, Iterable)):
+        raise TypeError(f"modules: expected globs, or a callable (name, module) -> bool; got {modules!r}")
+    if callable(modules):
+        return [], {name: module for name, module in named.items() if modules(name, module)}
+    globs = as_globs("modules", modules, names)
+    return globs, {name: module for name, module in named.items() if matches(name, globs)}
+
+
+def _excluded(named: Mapping[str, nn.Module], slots: Mapping[str, Slot], exclude: Globs | None) -> set[str]:
+    """The names of the modules and parameters that are excluded, and of all that is in these modules."""
+    if exclude is None:
+        return set()
+    globs = as_globs("exclude", exclude, [*named, *slots])
+    roots = [name for name in named if matches(name, globs)]
+    inside = tuple(f"{root}." for root in roots if root)
+    return {name for name in (*named, *slots) if matches(name, globs) or "" in roots or name.startswith(inside)}
 
 
 class Slot(NamedTuple):
@@ -126,25 +148,31 @@ def _slots(named: Mapping[str, nn.Module]) -> dict[str, Slot]:
     return slots
 
 
-def modules_at(model: nn.Module, where: str | Iterable[str]) -> dict[str, nn.Module]:
-    """The modules that one glob or several choose, by clean name. For hooks that must not miss what was asked for.
+def modules_at(
+    model: nn.Module, modules: Globs | Callable[[str, nn.Module], bool], exclude: Globs | None
+) -> dict[str, nn.Module]:
+    """The modules that are chosen, by clean name. For hooks that must not miss what was asked for.
 
     Raises:
-        TypeError: for a model or globs that are none. ValueError: for a glob that matches no module, or none that is
-            ever called.
+        TypeError: for a model, globs or a callable that are none. ValueError: for a glob that matches no module, or
+            none that is ever called; where nothing is chosen.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
     if any(isinstance(module, nn.DataParallel) for module in model.modules()):
         raise TypeError("expected a model without DataParallel, whose replicas would share hooks across devices")
     named = clean_names(model)
-    globs = as_globs("where", where, named)
+    globs, chosen = _asked_for(modules, named, named)
     silent = never_called(model)
     for glob in globs:
         found = [name for name in named if matches(name, [glob])]
         if all(name in silent for name in found):
-            raise ValueError(f"where: {glob!r} matches only {found[0]!r}, whose hooks never run: {silent[found[0]]}")
-    return {name: module for name, module in named.items() if matches(name, globs) and name not in silent}
+            raise ValueError(f"modules: {glob!r} matches only {found[0]!r}, whose hooks never run: {silent[found[0]]}")
+    left = {*silent, *_excluded(named, {}, exclude)}
+    chosen = {name: module for name, module in chosen.items() if name not in left}
+    if not chosen:
+        raise ValueError(f"modules: expected to choose at least one of {len(named)} modules, chose none")
+    return chosen
 
 
 def never_called(model: nn.Module) -> dict[str, str]:

@@ -12,7 +12,7 @@ used again. Nothing waits: from a GPU the copies go to pinned memory, and only r
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -26,7 +26,7 @@ from hookstats._warn import warn
 from hookstats.modules import order
 from hookstats.modules.channels import channel_dim_of, natural_channels
 from hookstats.modules.containers import walk
-from hookstats.modules.selection import modules_at
+from hookstats.modules.selection import Globs, modules_at
 from hookstats.tools import pictures
 
 
@@ -41,8 +41,9 @@ class Capture(NamedTuple):
 
 def capture(
     model: nn.Module,
-    where: str | Iterable[str],
+    modules: Globs | Callable[[str, nn.Module], bool],
     *,
+    exclude: Globs | None = None,
     every: int = 1,
     items: int = 1,
     channels: int = 16,
@@ -53,8 +54,9 @@ def capture(
 
     Args:
         model: any module, compiled ones included.
-        where: globs over module names (``"layers.*.mlp"``; ``*`` crosses dots). Of a tuple, list, dict or dataclass the
-            first floating tensor is kept.
+        modules: globs over module names (``"layers.*.mlp"``; ``*`` crosses dots), or a callable
+            ``(name, module) -> bool``. The first floating tensor of a tuple, list, dict or dataclass is kept.
+        exclude: globs; what they match is left out with all inside it.
         every: every how many calls of a module one is kept; call 0 always is.
         items: how many items of a batch (the first dimension).
         channels: how many channels, along the dimension by which `attach` tells them apart.
@@ -72,7 +74,7 @@ def capture(
     handles: list[RemovableHandle] = []
     captured = Captured(rings, handles)
     try:
-        for name, module in modules_at(model, where).items():
+        for name, module in modules_at(model, modules, exclude).items():
             ring = rings[name] = _Ring(name, every, keep, items, channels, natural_channels(module).dim)
             handles.append(order.register(module, _OutputHook(ring)))
             if edited:
@@ -106,7 +108,9 @@ class Captured:
         """A picture of one capture: the output's channels, their gradients, and what edits made of them.
 
         Args:
-            name: a module. index: which of its captures. item: which item of the batch.
+            name: a module.
+            index: which of its captures.
+            item: which item of the batch.
 
         Returns a ``matplotlib.figure.Figure``. Raises KeyError or IndexError where there is no such capture or item,
         ImportError without matplotlib (``pip install 'hookstats[demo]'``).

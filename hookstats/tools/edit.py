@@ -22,7 +22,7 @@ argument, "input.mask" the keyword argument. Modules may be made of others, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from numbers import Real
 from types import TracebackType
 from typing import Any, TypeAlias
@@ -34,29 +34,33 @@ from torch.utils.hooks import RemovableHandle
 from hookstats import _native
 from hookstats.modules import order
 from hookstats.modules.containers import rebuilt, walk
-from hookstats.modules.selection import modules_at
+from hookstats.modules.selection import Globs, modules_at
 
 VALUES = ("output", "input")
 GRADIENTS = ("grad_output", "grad_input")
+Choice: TypeAlias = Globs | Callable[[str, nn.Module], bool]
 Change: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 
 def clip_gradient(
     model: nn.Module,
-    where: str | Iterable[str],
+    modules: Choice,
     min: float | None,
     max: float | None,
     tensor: str = "grad_output",
     *,
+    exclude: Globs | None = None,
     after: bool = False,
 ) -> Edit:
     """Every element of a gradient is brought into [min, max]; NaN stays NaN.
 
     Args:
         model: any module, compiled ones included.
-        where: globs over module names (``"layers.*.mlp"``; ``*`` crosses dots). A container that matches is edited, and
-            each of its children that matches, too.
-        min, max: the bounds; None: none.
+        modules: globs over module names (``"layers.*.mlp"``; ``*`` crosses dots), or a callable
+            ``(name, module) -> bool``. A container that matches is edited, and each of its children that matches, too.
+        exclude: globs over module names; what they match is left out, with all that is inside it.
+        min: the lower bound; None: none.
+        max: the upper bound; None: none.
         tensor: ``"grad_output"`` or ``"grad_input"``, or one tensor in it (``"grad_output.0"``).
         after: whether `hookstats.attach` shows the gradient after the edit.
 
@@ -73,7 +77,8 @@ def clip_gradient(
         f"clip_gradient(min={min}, max={max})",
         lambda g: torch.clamp(g, min, max),
         model,
-        where,
+        modules,
+        exclude,
         tensor,
         GRADIENTS,
         after,
@@ -82,23 +87,26 @@ def clip_gradient(
 
 def scale_gradient(
     model: nn.Module,
-    where: str | Iterable[str],
+    modules: Choice,
     factor: float,
     tensor: str = "grad_output",
     *,
+    exclude: Globs | None = None,
     after: bool = False,
 ) -> Edit:
     """Every element of a gradient is multiplied by `factor`. Arguments and errors as in `clip_gradient`."""
     _check_number("factor", factor)
-    return Edit(f"scale_gradient(factor={factor})", lambda g: g * factor, model, where, tensor, GRADIENTS, after)
+    described = f"scale_gradient(factor={factor})"
+    return Edit(described, lambda g: g * factor, model, modules, exclude, tensor, GRADIENTS, after)
 
 
 def mask_activations(
     model: nn.Module,
-    where: str | Iterable[str],
+    modules: Choice,
     threshold: float,
     tensor: str = "output",
     *,
+    exclude: Globs | None = None,
     after: bool = False,
 ) -> Edit:
     """Elements with |x| <= `threshold` become 0, and so do their gradients; NaN stays NaN.
@@ -112,7 +120,8 @@ def mask_activations(
         f"mask_activations(threshold={threshold})",
         lambda x: x.masked_fill(x.abs() <= threshold, 0),
         model,
-        where,
+        modules,
+        exclude,
         tensor,
         VALUES,
         after,
@@ -120,7 +129,13 @@ def mask_activations(
 
 
 def replace(
-    model: nn.Module, where: str | Iterable[str], fn: Change, tensor: str = "output", *, after: bool = False
+    model: nn.Module,
+    modules: Choice,
+    fn: Change,
+    tensor: str = "output",
+    *,
+    exclude: Globs | None = None,
+    after: bool = False,
 ) -> Edit:
     """A tensor becomes what `fn` makes of it.
 
@@ -135,7 +150,7 @@ def replace(
     if not callable(fn):
         raise TypeError(f"fn: expected a callable Tensor -> Tensor, got {fn!r}")
     name = getattr(fn, "__name__", type(fn).__name__)
-    return Edit(f"replace(fn={name})", fn, model, where, tensor, VALUES + GRADIENTS, after)
+    return Edit(f"replace(fn={name})", fn, model, modules, exclude, tensor, VALUES + GRADIENTS, after)
 
 
 class Edit:
@@ -146,7 +161,8 @@ class Edit:
         description: str,
         change: Change,
         model: nn.Module,
-        where: str | Iterable[str],
+        modules: Choice,
+        exclude: Globs | None,
         tensor: str,
         kinds: tuple[str, ...],
         after: bool,
@@ -165,7 +181,7 @@ class Edit:
         reverse = kind == "grad_input"
         on_inputs = kind.endswith("input")
         try:
-            for name, module in modules_at(model, where).items():
+            for name, module in modules_at(model, modules, exclude).items():
                 hook = (InputEdit if on_inputs else OutputEdit)(self, name, tensor, _device_of(module, model))
                 hook.stage = order.BEFORE_STATISTICS if after != reverse else order.AFTER_STATISTICS
                 self._hooks[name] = hook

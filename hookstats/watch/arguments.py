@@ -29,9 +29,9 @@ def device_of(module: nn.Module) -> torch.device | None:
 def refuse_device(device: torch.device) -> None:
     if device.type == "cuda" and not _native.HAS_CUDA:
         raise RuntimeError(
-            f"expected a CPU tensor or model, got one on {device}: this hookstats was built without nvcc and has no "
-            "CUDA kernels. Install the CUDA toolkit and rebuild: "
-            "pip install --no-build-isolation --force-reinstall --no-deps ."
+            f"expected a CPU tensor or model, got one on {device}: this hookstats was built without CUDA "
+            "kernels. Rebuild it where the CUDA toolkit is installed: "
+            "HOOKSTATS_CUDA=1 pip install --no-build-isolation --force-reinstall --no-deps ."
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -15,32 +15,30 @@ from torch.utils._pytree import tree_map
 
 from hookstats import _native
 from hookstats.modules import order
-from hookstats.modules.channels import channels_of, input_channels, wanted_channel_dims
-from hookstats.modules.selection import Modules, select
+from hookstats.modules.channels import channel_dim_of
+from hookstats.modules.selection import Globs, Modules
 from hookstats.numbers.fields import Bins, ExponentBins, Site
 from hookstats.numbers.site_stats import SiteStats
 from hookstats.watch.arguments import (
     DEFAULT_TENSORS,
-    OF_PARAMETERS,
     Sink,
-    channel_names,
     check_channels_every,
     check_example,
     check_histogram,
     checked_every,
     checked_sinks,
     checked_tensors,
-    device_of,
     refuse,
     refuse_device,
 )
 from hookstats.watch.binding import SiteBinder
 from hookstats.watch.drain import Drain, Scalars
 from hookstats.watch.evaluation import TrainingOnly, check_training_only
-from hookstats.watch.hooks import Hook, InputHook, Kinds, SiteSpec
+from hookstats.watch.hooks import InputHook
 from hookstats.watch.memory import Store, accumulate
-from hookstats.watch.monitor import Monitor
-from hookstats.watch.parameters import Parameters, kinds_of, placing, watch_optimizers
+from hookstats.watch.monitor import Cadence, Monitor, Watching
+from hookstats.watch.parameters import Parameters, watch_optimizers
+from hookstats.watch.planning import Plan
 from hookstats.watch.scaling import Scaling, check_scaler
 
 _log = logging.getLogger("hookstats")
@@ -50,6 +48,7 @@ def attach(
     model: nn.Module,
     modules: Modules = None,
     *,
+    exclude: Globs | None = None,
     tensors: Iterable[str] = DEFAULT_TENSORS,
     channels: bool | str | Iterable[str] = True,
     channels_every: int = 1,
@@ -67,11 +66,14 @@ def attach(
 
     Args:
         model: any module, compiled ones included; attach before or after ``torch.compile``. What is in a tuple or dict
-            output is learned from an eager forward. In evaluation, ``nn.TransformerEncoderLayer`` leaves its fused
-            path for the ordinary one while hooks are on it or on what it holds.
+            output, and widths that no type tells, are learned from the first forward, or when that is traced. In
+            evaluation, ``nn.TransformerEncoderLayer`` leaves its fused path for the ordinary one while hooks are on it
+            or on what it holds.
         modules: globs over module names (``"layers.*.mlp"``), or a callable ``(name, module) -> bool``. None: the leaf
             modules that do something, and the direct children of every ModuleList. Parameters are those of the chosen
             modules (None: all), and those whose names the globs match (``"*.weight"``).
+        exclude: globs over the names of modules and parameters; what they match is left out, with all that is inside
+            it.
         tensors: of ``"output"``, ``"grad_output"``, ``"param_grad"`` (these by default), ``"input"``,
             ``"grad_input"``, ``"param"``, ``"param_update"``. An input is measured before the module runs; several, or
             some by name, are ``"input.0"``, ``"input.mask"``. Its gradient is the module's own share, whatever else the
@@ -83,12 +85,15 @@ def attach(
         channels: whether statistics are kept per channel: True, False, or globs.
         channels_every: channels and histograms leave the device at every how many measured steps, from the first on; in
             the snapshots between they are None, and ``total`` is all that travels.
-        channel_dim: an int, or ``{glob: int}``, of outputs and inputs. None: by the module's type (Linear, Embedding,
-            LayerNorm: last; convolutions, BatchNorm, pooling: the one before the spatial ones), else 1 for 4-D and 5-D
-            tensors, else the last. A parameter's channels are its outputs (dimension 0; of a transposed convolution 1);
-            one of fewer than two dimensions has a total only.
+        channel_dim: an int, or ``{glob: int}``, of outputs and inputs. None: by the type of a torch.nn module (Linear,
+            Embedding, LayerNorm: last; convolutions, BatchNorm, pooling: the one before the spatial ones), else by
+            evidence: the dimension that has the size of a vector among the module's parameters; for a leaf, that of the
+            latest output of the same shape; a width found inside the module; a width of what ran before it.
+            ``SiteStats.channel_dim`` says what was found. Where the width of a site alternates, it keeps totals. A
+            parameter's channels are its outputs (dimension 0; of a transposed convolution, and of transformers' Conv1D,
+            1); one of fewer than two dimensions has a total only.
         histogram: ``ExponentBins()``, ``LinearBins(lo, hi, n)``, either with ``per_channel=True``, or None.
-        every: every how many steps one is measured, or a callable ``step -> bool``. Step 0 always is.
+        every: n, to measure every n-th step from step 0 on, or a callable ``step -> bool``. Step 0 is always measured.
         example: (args, kwargs) for the model. One forward on fake tensors then shows every width and what is in
             containers, which a compiled model cannot show; no value is computed, no buffer changes.
         sinks: a callable or several, called with each Snapshot when it arrives.
@@ -126,117 +131,79 @@ def attach(
         raise ValueError(f"memory_budget: expected a number of bytes, got {memory_budget!r}")
     if not isinstance(strict, bool):
         raise TypeError(f"strict: expected True or False, got {strict!r}")
-    of_outputs: Kinds = ("output" if "output" in kinds else None, "grad_output" if "grad_output" in kinds else None)
-    of_inputs: Kinds = ("input" if "input" in kinds else None, "grad_input" if "grad_input" in kinds else None)
-    of_parameters = tuple(kind for kind in kinds if kind in OF_PARAMETERS)
-    chosen, slots = select(model, modules, bool(of_parameters))
-    if not any(of_outputs + of_inputs):
-        chosen = {}
-    dims = wanted_channel_dims(channel_dim, chosen)
-    found = {name: channels_of(name, module, dims.get(name)) for name, module in chosen.items()}
-    keep = channel_names(channels, chosen, slots)
-    default = device_of(model) or torch.device("cpu")
-    devices = {name: device_of(module) or default for name, module in chosen.items()}
-
-    def planned() -> Iterator[tuple[nn.Module, SiteSpec, type[Hook]]]:
-        for name, module in chosen.items():
-            inputs = input_channels(module, dims.get(name))
-            if any(of_outputs):
-                yield module, SiteSpec(name, "", found[name], name in keep, of_outputs), Hook
-            if any(of_inputs) and inputs is not None:
-                yield module, SiteSpec(name, "", inputs, name in keep, of_inputs), InputHook
-
-    def sizes() -> dict[torch.device, int]:
-        total = dict.fromkeys(devices.values(), 0)
-        for _, spec, _ in planned():
-            width = (spec.channels.width or 1) if spec.keep_channels else 1
-            total[devices[spec.name]] += len(spec.sites) * store.site_bytes(width)
-        for name, slot in slots.items():
-            tensor = slot.get()
-            assert tensor is not None
-            device, width, _ = placing(slot, tensor, name in keep, default)
-            total[device] = total.get(device, 0) + len(kinds_of(tensor, of_parameters)) * store.site_bytes(width)
-        return total
-
-    if not chosen and not slots:
-        raise ValueError(f"modules: expected to select something that has {' or '.join(kinds)}, selected nothing")
+    plan = Plan(model, modules, exclude, kinds, channels, channel_dim)
     store = Store(histogram, memory_budget, strict)
-    wanted = max(sizes().values())
-    if wanted > memory_budget:
-        keep = set()
-    for device, size in sizes().items():
-        if size > memory_budget:
-            raise ValueError(
-                f"memory_budget: expected at least {size} bytes on {device}, for the totals alone with histogram="
-                f"{histogram}, got {memory_budget}: raise it, choose fewer modules= or tensors=, or a histogram= of "
-                "fewer bins, or None"
-            )
-        store.reserve(device, size // 8)
-    training = TrainingOnly(model, training_only, store.flags)
-    binder = SiteBinder(store, training)
+    too_much = plan.reserve(store)
+    binder = SiteBinder(store, TrainingOnly(model, training_only, store.flags))
     scaling = None if grad_scaler is None else Scaling(grad_scaler, model)
-    parameters = Parameters(store, of_parameters, binder, default, scaling)
+    parameters = Parameters(store, plan.of_parameters, binder, plan.device, scaling)
     handles: list[Any] = []
     try:
-        hooks = [(module, binder.hook(w, devices[w.name], make)) for module, w, make in planned()]
-        for module, hook in hooks:
-            on_inputs = isinstance(hook, InputHook)
-            handles.append(order.register(module, hook, on_inputs=on_inputs, with_kwargs=on_inputs))
-        for name, slot in slots.items():
-            parameters.add(name, slot, name in keep)
+        _hang_hooks(plan, binder, handles)
+        for name, slot in plan.parameters.items():
+            parameters.add(name, slot, name in plan.keeping)
         if example is not None:
             _learn(model, binder, *example)
-        if slots or scaling is not None:
+        if plan.parameters or scaling is not None:
             handles += watch_optimizers(parameters)
     except Exception:
         for handle in handles:
             handle.remove()
         raise
-    monitor = Monitor(
-        store,
-        binder,
-        parameters,
-        handles,
-        due=due,
-        channels_every=channels_every,
-        sinks=callables,
-        scaling=scaling,
-        tap_channels=channels is True and wanted <= memory_budget,
-        trained=frozenset(name for name, module in chosen.items() if any(p.requires_grad for p in module.parameters())),
-        device=default,
-    )
-    late = sum(1 for _, hook in hooks if not hook.spec.bound)
-    _log.info(
-        "attached to %d sites of %d modules and %d parameters, state %.1f MB%s%s",
-        len(monitor.sites),
-        len(chosen),
-        len(slots),
-        store.bytes / 2**20,
-        "" if example is None else f"; a step like the example reads {binder.example_bytes / 2**20:.1f} MB",
-        f"; {late} tensors show their width at their first eager forward (or example=), compiled before that they keep "
-        "totals only"
-        if late
-        else "",
-    )
-    if wanted > memory_budget:
-        _log.warning(
-            "per-channel state would take %.1f MB of memory_budget=%.1f MB on a device: all sites keep totals only. "
-            "Choose fewer modules=, channels=[globs] or histogram=ExponentBins(), or raise memory_budget.",
-            wanted / 2**20,
-            memory_budget / 2**20,
-        )
+    keeps = channels is True and too_much is None
+    watching = Watching(store, binder, parameters, scaling, handles, keeps, plan.trained, plan.device)
+    monitor = Monitor(watching, Cadence(due, channels_every), callables)
+    _report(monitor, plan, None if example is None else binder.example_bytes)
+    if too_much is not None:
+        _report_totals(too_much, memory_budget)
     order.make_room_for_graphs()
     return monitor
 
 
-def measure(tensor: torch.Tensor, channel_dim: int | None = -1, histogram: Bins | None = ExponentBins()) -> SiteStats:
+def _hang_hooks(plan: Plan, binder: SiteBinder, handles: list[Any]) -> None:
+    """All hooks are made before the first one hangs on a module; handles: to take them off."""
+    hooks = [(module, binder.hook(spec, device, make)) for module, spec, make, device in plan.hooks()]
+    for module, hook in hooks:
+        on_inputs = isinstance(hook, InputHook)
+        handles.append(order.register(module, hook, on_inputs=on_inputs, with_kwargs=on_inputs))
+
+
+def _report(monitor: Monitor, plan: Plan, example_bytes: int | None) -> None:
+    _log.info(
+        "attached to %d sites of %d modules and %d parameters, state %.1f MB%s",
+        len(monitor.sites),
+        len(plan.modules),
+        len(plan.parameters),
+        monitor.state_bytes / 2**20,
+        "" if example_bytes is None else f"; a step like the example reads {example_bytes / 2**20:.1f} MB",
+    )
+
+
+def _report_totals(wanted: int, memory_budget: int) -> None:
+    _log.warning(
+        "per-channel state would take %.1f MB of memory_budget=%.1f MB on a device: all sites keep totals only. "
+        "Choose fewer modules=, channels=[globs] or histogram=ExponentBins(), or raise memory_budget.",
+        wanted / 2**20,
+        memory_budget / 2**20,
+    )
+
+
+def measure(
+    tensor: torch.Tensor,
+    channel_dim: int | None = None,
+    histogram: Bins | None = ExponentBins(),
+    *,
+    channels: bool = True,
+) -> SiteStats:
     """The statistics of one tensor, now.
 
     Args:
         tensor: float32, float16, bfloat16, float64, float8_e4m3fn or float8_e5m2, any strides, on a CPU or (with a CUDA
             build) a GPU.
-        channel_dim: the dimension whose entries are kept apart; None: none is. Not read for a 0-dim tensor.
+        channel_dim: the dimension whose entries are kept apart. None: 1 for 4-D and 5-D tensors, else the last. Not
+            read for a 0-dim tensor.
         histogram: as in `attach`.
+        channels: whether they are kept apart at all.
 
     Raises:
         TypeError: for another dtype, or what is not a dense tensor. IndexError: for a channel_dim out of range.
@@ -247,17 +214,18 @@ def measure(tensor: torch.Tensor, channel_dim: int | None = -1, histogram: Bins 
     check_histogram(histogram)
     if tensor.layout != torch.strided or tensor.is_nested or _native.has_no_data(tensor):
         raise TypeError(f"measure: expected a dense strided tensor with data, got {tensor.layout} on {tensor.device}")
-    if channel_dim is None or tensor.dim() == 0:
+    dim = channel_dim_of(tensor, channel_dim)
+    keep_channels = channels and tensor.dim() > 0
+    if not keep_channels:
         width = 1
-    elif not -tensor.dim() <= operator.index(channel_dim) < tensor.dim():
-        raise IndexError(f"measure: expected channel_dim from {-tensor.dim()} to {tensor.dim() - 1}, got {channel_dim}")
+    elif not -tensor.dim() <= operator.index(dim) < tensor.dim():
+        raise IndexError(f"measure: expected channel_dim from {-tensor.dim()} to {tensor.dim() - 1}, got {dim}")
     else:
-        width = max(tensor.shape[channel_dim], 1)
+        width = max(tensor.shape[dim], 1)
     store = Store(histogram, 0, strict=True)
     store.reserve(tensor.device, store.site_bytes(width) // 8)
     site = Site("", "tensor")
-    keep_channels = channel_dim is not None and tensor.dim() > 0
-    state = store.add(site, tensor.device, width, channel_dim or 0, keep_channels).state
+    state = store.add(site, tensor.device, width, dim, keep_channels).state
     store.flags.value = True
     accumulate(tensor.detach(), state)
     return Drain(store).begin(0, Scalars({}), clear=False).finish()[site]

@@ -6,18 +6,19 @@ import contextlib
 import functools
 from collections.abc import Iterable, Iterator
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 
 from hookstats import _native
 from hookstats._warn import WarnOnce, warn
-from hookstats.modules.channels import Channels, channel_dim_of
+from hookstats.modules.channels import Channels
 from hookstats.modules.containers import REST, walk
+from hookstats.modules.evidence import UNKNOWN, Ran, Seen, channel_dim_by_evidence, seen_of, widths_of
 from hookstats.numbers.fields import Site, Skipped
 from hookstats.numbers.snapshot import Snapshot
 from hookstats.watch.evaluation import TrainingOnly
-from hookstats.watch.graphs import teach_the_compiler
+from hookstats.watch.graphs import teach_the_compiler, traced
 from hookstats.watch.hooks import Hook, InputHook, SiteSpec
 from hookstats.watch.ignoring import Ignoring, rows_on
 from hookstats.watch.memory import Entry, Rows, SiteState, Store, accumulate
@@ -44,6 +45,8 @@ class SiteBinder:
         self._learns = False  # after it
         self.example_bytes = 0  # that it would have read, gradients included
         self._store = store
+        self._ran = Ran()
+        self._alike: dict[Any, WeakSet[Hook]] = {}  # by SiteSpec.alike
         self._hooks: WeakValueDictionary[int, Hook] = WeakValueDictionary()  # by Entry.index; the model owns them
         teach_the_compiler()
 
@@ -95,6 +98,8 @@ class SiteBinder:
                 entry = self._store.add(site, device, width, spec.channel_dim, keep_channels and spec.bound)
                 spec.entries[kind] = entry
                 self._hooks[entry.index] = hook
+                entry.channel_dim = spec.shown_dim
+            self._alike.setdefault((make, spec.alike), WeakSet()).add(hook)
             self._give_states(hook)
             self.ignoring.refresh()  # the device may be a new one
         return hook
@@ -110,29 +115,30 @@ class SiteBinder:
                 if not path:
                     self._measure(hook, tensor)
                 elif tensor.is_floating_point() and (self._learns or not is_a_mere_shape(tensor)):
-                    part = hook.parts.get(path) or self._part_once(hook, path, tensor)
+                    part = hook.parts.get(path) or self._part_once(hook, path, tensor.device)
                     self._measure(part, tensor)
         except Exception as error:
             self.leave_out(hook.spec.entries.values(), f"{type(error).__name__}: {error}")
 
-    def _part_once(self, hook: Hook, path: str, tensor: torch.Tensor) -> Hook:
+    def _part_once(self, hook: Hook, path: str, device: torch.device) -> Hook:
         """Made by the first of the threads that meet it. All that come when there are many share one."""
         with self._store.lock:
             if path not in hook.parts and len(hook.parts) >= MOST_PARTS:
                 path = REST
-            return hook.parts.get(path) or self._part(hook, path, tensor)
+            return hook.parts.get(path) or self._part(hook, path, device)
 
-    def _part(self, hook: Hook, path: str, tensor: torch.Tensor) -> Hook:
+    def _part(self, hook: Hook, path: str, device: torch.device) -> Hook:
         whole = hook.spec
         for entry in whole.entries.values():
             entry.is_container = True
         kinds = whole.kinds if _has_gradient_site(hook, path) else (whole.kinds[0], None)
         keep_channels = whole.keep_channels and path != REST
-        spec = SiteSpec(whole.name, path, Channels(whole.channels.dim, None), keep_channels, kinds)
+        module = None if whole.module is None else whole.module()
+        spec = SiteSpec(whole.name, path, Channels(whole.channels.dim, None), keep_channels, kinds, module)
         if path == REST:
             some, *_ = spec.sites.values()
             warn(f"{whole.name!r} has had {MOST_PARTS} tensors of other names: all later ones share the site {some}")
-        part = hook.parts[path] = self.late_hook(spec, tensor.device)
+        part = hook.parts[path] = self.late_hook(spec, device)
         return part
 
     def late_hook(self, spec: SiteSpec, device: torch.device) -> Hook:
@@ -216,53 +222,131 @@ class SiteBinder:
             self._bind_alone(hook, tensor)
 
     def _bind_alone(self, hook: Hook, tensor: torch.Tensor) -> None:
-        spec = hook.spec
         if tensor.dtype not in _native.DTYPES:
             raise TypeError(f"expected a tensor of one of {', '.join(map(str, _native.DTYPES))}, got {tensor.dtype}")
         if tensor.layout != torch.strided:
             raise TypeError(f"expected a dense strided tensor, got layout {tensor.layout}")
+        self._bind_seen(hook, seen_of(tensor), tensor.device)
+
+    def _bind_seen(self, hook: Hook, seen: Seen, device: torch.device) -> bool:
+        """Whether anything has changed."""
+        spec = hook.spec
         place = next(iter(spec.entries.values())).places[-1]
-        width = self._width(spec, tensor)
-        if spec.bound and width != place.channels:
+        dim = self._channel_dim(spec, seen, place.channels)
+        width = (seen.sizes[dim] if seen.sizes else 1) if spec.keep_channels else None
+        if width == UNKNOWN:
+            width = None
+        if width is not None and spec.bound and not spec.guessed and width != place.channels:
             if spec.moved:
-                width = self._fold(spec, place.channels, width)
+                self._fold(spec, place.channels, width)
+                width = None
             spec.moved = True
-        if spec.bound and (tensor.device, width) == (place.device, place.channels):
-            return
-        new = sum(entry.place_at(tensor.device, width) is None for entry in spec.entries.values())
-        if spec.keep_channels and not self._store.make_room(tensor.device, width, new):
-            width = self._fall_to_totals(spec)
+        spec.met, spec.guessed = True, False
+        self._ran.note(seen.sizes, dim)
+        return self._settle(hook, len(seen.sizes), dim, width, device)
+
+    def _settle(self, hook: Hook, ndim: int, dim: int, width: int | None, device: torch.device) -> bool:
+        """Gives the hook states of this width; None: totals alone. Whether they are others than before."""
+        spec = hook.spec
+        place = next(iter(spec.entries.values())).places[-1]
+        stays = spec.bound and (device, width or 1) == (place.device, place.channels)
+        new = sum(entry.place_at(device, width or 1) is None for entry in spec.entries.values())
+        if not stays and width is not None and not self._store.make_room(device, width, new):
+            self._fall_to_totals(spec)
+            width = None
+            stays = spec.bound and (device, 1) == (place.device, place.channels)
+        before = spec.channel_dim
+        spec.settle(ndim, dim)
+        if stays and spec.channel_dim == before:
+            return False
         spec.bound = True
         for entry in spec.entries.values():
-            entry.keep_channels = spec.keep_channels
-            self._store.place(entry, tensor.device, width, spec.channel_dim)
+            entry.keep_channels, entry.channel_dim = width is not None, spec.shown_dim
+            if stays:
+                entry.state = entry.state._replace(channel_dim=spec.channel_dim)
+            else:
+                self._store.place(entry, device, width or 1, spec.channel_dim)
         self._give_states(hook)
-        if tensor.device != place.device:
+        if device != place.device:
             self.ignoring.refresh()
+        return True
+
+    def _channel_dim(self, spec: SiteSpec, seen: Seen, width: int) -> int:
+        """Counted from 0."""
+        ndim = len(seen.sizes)
+        if ndim == 0:
+            return 0
+        known = spec.channels.dim
+        if known is not None:
+            if not -ndim <= known < ndim:
+                raise IndexError(f"channel_dim={known} is out of range for an output of shape {seen.sizes}")
+            return known % ndim
+        found = None if spec.guessed else spec.dim_for(ndim)
+        if found is not None and (not spec.keep_channels or seen.sizes[found] == width):
+            return found
+        return channel_dim_by_evidence(seen, widths_of(None if spec.module is None else spec.module()), self._ran)
+
+    def bind_traced(self, hook: Hook, path: str, tensor: torch.Tensor) -> bool:
+        """While a graph is traced, before any state is read: makes the states that a fake tensor needs.
+
+        And, as a guess, those of the modules like this one: each of many equal blocks would else be compiled anew.
+        Returns whether what an earlier part of the graph may have read has changed.
+        """
+        if tensor.dtype not in _native.DTYPES or (hook.output is None and hook.gradient is None):
+            return False
+        with self._store.lock:
+            part = self._part_of(hook, path, tensor.device)
+            if part is None:
+                return False
+            seen, spec = traced(tensor), part.spec
+            if seen is None or 0 in seen.sizes:
+                self._settle_by_type(part, tensor.dim())
+                return False
+            was_met, was_guessed = spec.met, spec.guessed
+            changed = self._bind_seen(part, seen, tensor.device)
+            if changed or not (was_met or was_guessed):
+                for other in list(self._alike.get((type(hook), hook.spec.alike), ())):
+                    if other is not hook:
+                        self._guess(other, part, seen, is_later=_index_of(other) > _index_of(hook))
+            return changed and was_met
+
+    def _part_of(self, hook: Hook, path: str, device: torch.device) -> Hook | None:
+        """The hook of what lies at a path of a hook's container; None: it was given up."""
+        part = self._part_once(hook, path, device) if path else hook
+        return None if part.output is None and part.gradient is None else part
+
+    def _settle_by_type(self, part: Hook, ndim: int) -> None:
+        """For what cannot be looked at, such as a DTensor."""
+        spec = part.spec
+        place = next(iter(spec.entries.values())).places[-1]
+        if spec.channels.dim is not None and spec.bound and not spec.met:
+            self._settle(part, ndim, spec.channels.dim, place.channels if spec.keep_channels else None, place.device)
+
+    def _guess(self, hook: Hook, met: Hook, seen: Seen, is_later: bool) -> None:
+        """Gives what one hook met to another at the same path of a module like it."""
+        place = next(iter(hook.spec.entries.values())).places[-1]
+        part = self._part_of(hook, met.spec.path, place.device)
+        dim = met.spec.dim_for(len(seen.sizes))
+        if part is None or dim is None or part.spec.met or (part.spec.guessed and not is_later):
+            return  # it knows better, or a graph may have run with an earlier guess
+        spec = part.spec
+        spec.guessed = True
+        width = spec.channels.width or (seen.sizes[dim] if seen.sizes else 1)
+        keeps = spec.keep_channels and met.spec.keep_channels
+        self._settle(part, len(seen.sizes), dim, width if keeps else None, place.device)
 
     @staticmethod
-    def _width(spec: SiteSpec, tensor: torch.Tensor) -> int:
-        if not spec.keep_channels or tensor.dim() == 0:
-            return 1
-        dim = channel_dim_of(tensor, spec.channels.dim)
-        if not -tensor.dim() <= dim < tensor.dim():
-            raise IndexError(f"channel_dim={dim} is out of range for an output of shape {tuple(tensor.shape)}")
-        return tensor.shape[dim]
-
-    @staticmethod
-    def _fold(spec: SiteSpec, before: int, now: int) -> int:
+    def _fold(spec: SiteSpec, before: int, now: int) -> None:
         spec.keep_channels = False
         warn(f"{spec.name!r} had {before} channels and now has {now}: its channels are folded into one")
-        return 1
 
-    def _fall_to_totals(self, spec: SiteSpec) -> int:
+    def _fall_to_totals(self, spec: SiteSpec) -> None:
         spec.keep_channels = False
         self.warn_once(
             "budget",
             f"per-channel state of {spec.name!r} and later sites would not fit into memory_budget="
             f"{self._store.memory_budget} bytes: they keep totals only",
         )
-        return 1
 
     def leave_out(self, entries: Iterable[Entry], problem: str, times: int = 1) -> None:
         """Tensors of these sites cannot be measured; training goes on, unless it is to raise."""
@@ -302,6 +386,11 @@ class SiteBinder:
 def _add_failure(index: int, problem: str, times: int = 1) -> None:
     problem, before = _failures.get(index, (problem, 0))
     _failures[index] = problem, before + times
+
+
+def _index_of(hook: Hook) -> int:
+    """In the order in which modules stand in the model."""
+    return next(iter(hook.spec.entries.values())).index
 
 
 def _has_gradient_site(hook: Hook, path: str) -> bool:

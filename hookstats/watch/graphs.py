@@ -6,22 +6,26 @@ import functools
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from hookstats import _native
-from hookstats.modules.channels import channel_dim_of
 from hookstats.modules.containers import REST, walk
+from hookstats.modules.evidence import UNKNOWN, Seen
 from hookstats.watch.evaluation import is_left_out
 from hookstats.watch.ignoring import rows_on
-from hookstats.watch.memory import Rows, SiteState, accumulate
+from hookstats.watch.memory import Rows, SiteState, accumulate, channel_dim_for
 
 
 def observe_in_graph(output: object, hook: Any) -> None:
-    """What `_native.observe` does, in operators; also for what is in a container, where an eager forward showed it.
+    """What `_native.observe` does, in operators; also for what is in a container.
 
+    All states are made before one is read: what was read once is not looked at again in the same graph.
     hook: a `hookstats.watch.hooks.Hook`.
     """
     if is_exporting() or is_left_out(hook.binder.training.number):
         return
+    for path, tensor in walk(output):  # noqa: B007  (read by _bind)
+        torch._dynamo.comptime.comptime(_bind)
     for path, tensor in walk(output):
         part = hook.parts.get(path) if path else hook
         if part is None:
@@ -30,6 +34,40 @@ def observe_in_graph(output: object, hook: Any) -> None:
             _observe_tensor_in_graph(
                 tensor, part.output, part.gradient, rows_on(tensor.device, hook.binder.ignoring.number)
             )
+
+
+def _bind(context: Any) -> None:
+    """Runs while the first pass of `observe_in_graph` is traced: makes the states, whose widths are known now."""
+    try:
+        hook = context.get_local("hook")._i_will_not_complain_if_bc_breaks_VariableTracker().value
+        path = context.get_local("path").as_python_constant()
+        fake = context.get_local("tensor").as_fake()
+    except Exception:  # something else than a hook and a tensor as they are known: states stay as they are
+        return
+    try:
+        with unset_fake_temporarily():
+            again = hook.binder.bind_traced(hook, path, fake)
+    except Exception as error:
+        hook.binder.give_up(hook, f"{type(error).__name__}: {error}")
+        again = True
+    if again:
+        from torch._dynamo.exc import UnspecializeRestartAnalysis
+
+        raise UnspecializeRestartAnalysis(restart_reason="hookstats: a module that ran twice has other states now")
+
+
+def traced(tensor: torch.Tensor) -> Seen | None:
+    """The sizes that a fake tensor is traced with, without a guard on them. None for what is more than a tensor."""
+    if type(tensor) is not FakeTensor or tensor.layout != torch.strided:
+        return None
+    return Seen(tuple(map(_hint, tensor.shape)), tuple(map(_hint, tensor.stride())))
+
+
+def _hint(size: int | torch.SymInt) -> int:
+    if isinstance(size, torch.SymInt):
+        hint = size.node.hint
+        return UNKNOWN if hint is None else int(hint)
+    return size
 
 
 def _observe_tensor_in_graph(
@@ -80,9 +118,9 @@ def _inputs_first(context: Any) -> None:
 def _fits(x: torch.Tensor, state: SiteState) -> bool:
     """Whether a traced tensor can be measured. What cannot is left out: nothing can be mended inside a graph."""
     channels = state.moments.shape[1]
-    dim = state.channel_dim
     if x.dtype not in _native.DTYPES or x.device != state.moments.device:
         return False
-    if dim in (_native.DIM_BY_RULE, _native.UNKNOWN_DIM):
-        dim = channel_dim_of(x, None)
-    return channels == 1 or (-x.dim() <= dim < x.dim() and x.shape[dim] == channels)
+    if channels == 1:
+        return True
+    dim = channel_dim_for(state.channel_dim, x.dim())
+    return dim is not None and -x.dim() <= dim < x.dim() and x.shape[dim] == channels

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import re
+import weakref
 from typing import Any, TypeAlias
 
 import torch
@@ -23,25 +25,58 @@ Kinds: TypeAlias = tuple[str | None, str | None]  # of a hook's sites: the tenso
 class SiteSpec:
     """What is known of a hook's tensor: for `SiteBinder` alone, never read on the fast way.
 
-    ``bound``: its width is settled. ``moved``: the width was another one than expected, once.
+    ``bound``: its width is settled. ``moved``: the width was another one than expected, once. ``met``: a tensor was
+    seen, and what has run before it. ``guessed``: dimension and width are those of a module like it, until it is met.
     """
 
-    def __init__(self, name: str, path: str, channels: Channels, keep_channels: bool, kinds: Kinds) -> None:
+    def __init__(
+        self,
+        name: str,
+        path: str,
+        channels: Channels,
+        keep_channels: bool,
+        kinds: Kinds,
+        module: torch.nn.Module | None = None,
+    ) -> None:
         self.name = name
         self.path = path
         self.channels = channels
         self.keep_channels = keep_channels
         self.kinds = kinds
+        self.module = None if module is None else weakref.ref(module)
         self.bound = not keep_channels or channels.width is not None
-        self.moved = False
+        self.moved = self.met = self.guessed = False
         self.entries: dict[str, Entry] = {}  # by tensor kind
+        self._dims: dict[int, int] = {}  # of its channels, by the number of a tensor's dimensions, where found
+
+    def dim_for(self, ndim: int) -> int | None:
+        """Where the channels of a tensor with so many dimensions were found."""
+        return self._dims.get(ndim)
+
+    def settle(self, ndim: int, dim: int) -> None:
+        """The channels of a tensor with so many dimensions lie there."""
+        self._dims[ndim] = dim
 
     @property
     def channel_dim(self) -> int:
-        """For the extension."""
-        if not self.bound:
-            return _native.UNKNOWN_DIM
-        return _native.DIM_BY_RULE if self.channels.dim is None else self.channels.dim
+        """For the extension: as csrc/ops.h has it."""
+        if self.channels.dim is not None and self._dims:
+            return self.channels.dim
+        found = self._dims if self.channels.dim is None else {}
+        return _native.DIMS_BY_NDIM + sum((dim + 1) << 4 * ndim for ndim, dim in found.items() if ndim < 8)
+
+    @property
+    def shown_dim(self) -> int | None:
+        """For people: the latest that was found, from the end if it is the last."""
+        if self.channels.dim is not None or not self._dims:
+            return self.channels.dim
+        ndim, dim = next(reversed(self._dims.items()))
+        return None if ndim == 0 else -1 if dim == ndim - 1 else dim
+
+    @property
+    def alike(self) -> tuple[Any, ...]:
+        """What equal modules at other places have in common: blocks differ in their number."""
+        return re.sub(r"\d+", "*", self.name), self.path, self.kinds
 
     @property
     def sites(self) -> dict[str, Site]:

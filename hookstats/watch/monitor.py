@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import operator
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,59 +16,50 @@ from hookstats.numbers.fields import Site, Skipped
 from hookstats.numbers.snapshot import Snapshot
 from hookstats.watch.arguments import Sink, refuse_device
 from hookstats.watch.binding import SiteBinder
-from hookstats.watch.drain import Drain, Pending, Scalars
+from hookstats.watch.delivery import Delivery
+from hookstats.watch.drain import Scalars
 from hookstats.watch.hooks import Hook, SiteSpec
 from hookstats.watch.memory import Store, local_part
 from hookstats.watch.overhead import Overhead, Stopwatch
 from hookstats.watch.parameters import Parameters
 from hookstats.watch.scaling import Scaling
 
-LeftOut: TypeAlias = dict[Site, Skipped]  # in one step
-_SILENT_STEPS = 3  # measured ones, after which a site that never fired is named
+
+class Watching(NamedTuple):
+    """What `attach` has made of a model."""
+
+    store: Store
+    binder: SiteBinder
+    parameters: Parameters
+    scaling: Scaling | None
+    handles: list[Any]  # of the hooks on the model
+    tap_channels: bool  # whether tapped tensors keep channels
+    trained: frozenset[str]  # the watched modules that hold parameters which require grad
+    device: torch.device  # where most of the model is
+
+
+class Cadence(NamedTuple):
+    """Which steps are measured, and of which of these channels are sent, too."""
+
+    due: Callable[[int], bool]
+    channels_every: int
 
 
 class Monitor:
     """What `attach` returns: closes steps, hands out their numbers. As a context manager, it detaches at the end."""
 
-    def __init__(
-        self,
-        store: Store,
-        binder: SiteBinder,
-        parameters: Parameters,
-        handles: list[Any],
-        *,
-        due: Callable[[int], bool],
-        channels_every: int,
-        sinks: tuple[Sink, ...],
-        scaling: Scaling | None,
-        tap_channels: bool,
-        trained: frozenset[str],
-        device: torch.device,
-    ) -> None:
-        """handles: of the hooks on the model. tap_channels: of tapped tensors, too. device: most of the model's.
-
-        trained: the watched modules that hold parameters which require grad.
-        """
-        self._binder = binder
-        self._parameters = parameters
-        self._store = store
-        self._drain = Drain(store)
-        self._handles = handles
-        self._due = due
-        self._sinks = sinks
-        self._tap_channels = tap_channels
-        self._trained = trained
-        self._scaling = scaling
-        self._stopwatch = Stopwatch(store.flags, device)
-        self._channels_every = channels_every
+    def __init__(self, watching: Watching, cadence: Cadence, sinks: tuple[Sink, ...]) -> None:
+        self._binder = watching.binder
+        self._parameters = watching.parameters
+        self._store = watching.store
+        self._handles = watching.handles
+        self._scaling = watching.scaling
+        self._tap_channels = watching.tap_channels
+        self._cadence = cadence
+        self._delivery = Delivery(watching.store, watching.binder, sinks, watching.trained)
+        self._stopwatch = Stopwatch(watching.store.flags, watching.device)
         self._closed = 0  # measured steps
         self._taps: dict[str, Hook] = {}
-        self._fired: set[Site] = set()
-        self._deliveries = 0
-        self._pending: deque[tuple[Pending, LeftOut]] = deque()  # on their way
-        self._finished: deque[Snapshot] = deque()  # arrived, not yet returned by step()
-        self._last: Snapshot | None = None
-        self._failure: BaseException | None = None  # to be raised once everything has been delivered
         self._step = 0
         self._stepped = False  # step() was called
         self._measured = True  # the open step
@@ -80,7 +70,7 @@ class Monitor:
     @property
     def sites(self) -> list[Site]:
         """The watched sites, those in containers as soon as they have been seen; not those given up."""
-        return [entry.site for entry in self._store.entries if not (entry.is_container or entry.given_up)]
+        return self._delivery.sites()
 
     @property
     def skipped(self) -> dict[Site, Skipped]:
@@ -120,14 +110,16 @@ class Monitor:
         checked = self._scalars(scalars)
         with self._stopwatch.closing(self._measured):
             self._end_step(number, checked)
-        snapshot = self._finished.popleft() if self._finished else None
-        self._raise_failure()
+        snapshot = self._delivery.fetch()
+        self._delivery.raise_failure()
         return snapshot
 
     def _end_step(self, number: int, checked: Scalars) -> None:
         self._binder.collect_failures()
         if self._measured and self._handles:
-            self._close(number, checked)
+            self._parameters.close_step()
+            self._delivery.send(number, checked, totals_only=self._closed % self._cadence.channels_every > 0)
+            self._closed += 1
         self._step = number + 1
         self._stepped = True
         self._binder.training.begin_step()
@@ -137,8 +129,7 @@ class Monitor:
             self._of_scaler(self._scaling.begin_step)
         self._stopwatch.begin(self._measured)
         self._set_flags()
-        while self._pending and self._pending[0][0].ready():
-            self._arrived(*self._pending.popleft())
+        self._delivery.receive(wait=False)
 
     def _scalars(self, given: dict[str, Any]) -> Scalars:
         if self._scaling is None or not self._measured:
@@ -154,26 +145,13 @@ class Monitor:
                 raise
             self._binder.warn_once("scaler", f"grad_scaler failed, gradients are reported with their scale: {error!r}")
 
-    def _close(self, number: int, scalars: Scalars) -> None:
-        self._parameters.close_step()
-        totals_only = self._closed % self._channels_every > 0
-        self._closed += 1
-        try:
-            left_out = self._binder.skipping.take()
-            self._pending.append((self._drain.begin(number, scalars, totals_only=totals_only), left_out))
-        except Exception as error:  # no memory for the copy, say
-            if self._strict:
-                raise
-            self._store.clear()
-            self._binder.warn_once("close", f"step {number} was measured, but could not be copied: {error!r}")
-
     def _is_due(self) -> bool:
         try:
-            return bool(self._due(self._step))
+            return bool(self._cadence.due(self._step))
         except Exception as error:
             if self._strict:
                 raise
-            self._binder.warn_once("every", f"every={self._due!r} failed, the step is not measured: {error!r}")
+            self._binder.warn_once("every", f"every={self._cadence.due!r} failed, the step is not measured: {error!r}")
             return False
 
     def snapshot(self) -> Snapshot:
@@ -181,70 +159,15 @@ class Monitor:
         self._binder.collect_failures()
         if not self._stepped:  # one forward and backward, without steps
             self._parameters.measure()
-        now = self._drain.begin(self._step, self._scalars({}), clear=False).finish()
-        now.skipped = self._binder.skipping.of_step(self._binder.skipping.in_open_step())
+        now = self._delivery.look(self._step, self._scalars({}))
         if now.order:
             return now
-        while self._pending:
-            self._arrived(*self._pending.popleft())
-        self._raise_failure()
-        return self._last or now
-
-    def _arrived(self, pending: Pending, left_out: LeftOut) -> None:
-        try:
-            snapshot = pending.finish()
-        except Exception as error:
-            return self._failed("finish", f"a step was measured, but could not be read: {error!r}", error)
-        self._deliver(snapshot, left_out)
-
-    def _failed(self, what: object, text: str, error: BaseException) -> None:
-        """Told once; or kept, to be raised when the others have what they are to get."""
-        if self._strict or not isinstance(error, Exception):
-            self._failure = self._failure or error
-        else:
-            self._binder.warn_once(what, text)
-
-    def _raise_failure(self) -> None:
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
-
-    def _deliver(self, snapshot: Snapshot, left_out: LeftOut) -> None:
-        self._last = snapshot
-        self._binder.judge(left_out, snapshot)
-        snapshot.skipped = self._binder.skipping.of_step(left_out)
-        self._finished.append(snapshot)
-        self._fired.update(snapshot.order)
-        self._deliveries += 1
-        if self._deliveries == _SILENT_STEPS:
-            self._report_silence()
-        for sink in self._sinks:
-            try:
-                sink(snapshot)
-            except BaseException as error:  # a KeyboardInterrupt in one sink is not to keep it from the next
-                self._failed(sink, f"the sink {sink!r} failed: {error!r}", error)
-
-    def _report_silence(self) -> None:
-        silent = [site for site in self.sites if site not in self._fired and not self._needs_no_gradient(site)]
-        if silent:
-            some = ", ".join(map(str, silent[:5])) + (f" and {len(silent) - 5} more" if len(silent) > 5 else "")
-            self._binder.warn_once(
-                "silence",
-                f"in {_SILENT_STEPS} measured steps nothing came from {some}: a module that is never called as one, an "
-                "output whose gradient nobody asks for, a parameter that gets none, or a view that was then changed in "
-                "place",
-            )
-
-    def _needs_no_gradient(self, site: Site) -> bool:
-        """Whether it is in order that no gradient came: nothing before it is trained, as far as anybody can see."""
-        if site.tensor.startswith("grad_output"):  # of a table of positions, a frozen layer
-            return site.name not in self._trained
-        if site.tensor.startswith("grad_input"):  # of a batch
-            return any(fired.name == site.name for fired in self._fired)
-        return False
+        self._delivery.receive(wait=True)
+        self._delivery.raise_failure()
+        return self._delivery.last or now
 
     def measure_gradients(self) -> None:
-        """Reads the parameters' gradients now, instead of when the optimizer steps: before they are clipped. ::
+        """Reads the parameters' gradients now, instead of when the optimizer steps: before they are clipped.
 
             loss.backward()
             scaler.unscale_(optimizer)  # with a GradScaler: before that, they are read with its scale
@@ -347,6 +270,7 @@ class Monitor:
         """Forgets what the open step has so far: after warm-up, say."""
         self._store.clear()
         self._parameters.reset()
+        self._binder.skipping.take()
 
     def detach(self) -> list[Snapshot]:
         """Takes every hook off the model. Returns the snapshots that `step` has not returned yet; waits for them.
@@ -355,9 +279,7 @@ class Monitor:
         ended.
         """
         self._take_hooks_off()
-        left = list(self._finished)
-        self._finished.clear()
-        return left
+        return self._delivery.fetch_all()
 
     def _take_hooks_off(self) -> None:
         for handle in self._handles:
@@ -371,14 +293,11 @@ class Monitor:
             order.make_room_for_graphs()
         self._handles = []
         self._set_flags()
-        while self._pending:
-            self._arrived(*self._pending.popleft())
+        self._delivery.receive(wait=True)
         if is_whole:
-            last = self._drain.begin(self._step, self._scalars({})).finish()
-            if last.order:
-                self._deliver(last, self._binder.skipping.take())
+            self._delivery.send_last(self._step, self._scalars({}))
         self._store.clear()
-        self._raise_failure()
+        self._delivery.raise_failure()
 
     def __enter__(self) -> Monitor:
         return self

@@ -1,0 +1,137 @@
+"""Which dimension of a tensor its channels are, where the module's type does not tell: by evidence.
+
+Sizes tell most: of the vectors that a module owns, of what ran before it. Pure functions of plain numbers, and `Ran`,
+which remembers what ran. Nothing here runs in a hook whose site is settled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from hookstats.modules.channels import natural_channels
+
+UNKNOWN = -1  # a size that depends on data, while a graph is traced
+_REMEMBERED = 1024  # shapes and widths: as many as a large model has
+
+
+class Seen(NamedTuple):
+    """A tensor as far as it matters here: plain numbers, of a traced tensor the ones it is traced with."""
+
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+class Widths(NamedTuple):
+    """The sizes that a module's channels may have: of its own vectors; of its weights, or of what is inside of it."""
+
+    vectors: frozenset[int]
+    inside: frozenset[int]
+    is_leaf: bool
+
+
+def widths_of(module: nn.Module | None) -> Widths:
+    """What a module's parameters and buffers, and the types of the modules inside, tell."""
+    if module is None:
+        return Widths(frozenset(), frozenset(), True)
+    vectors, inside = set[int](), set[int]()
+    for part in module.modules():
+        inside.add(natural_channels(part).width or 1)
+        for tensor in (*part._parameters.values(), *part._buffers.values()):
+            if tensor is None or nn.parameter.is_lazy(tensor):
+                continue
+            if tensor.dim() == 1 and part is module:
+                vectors.add(tensor.numel())
+            if tensor.dim() == 1 or (part is module and isinstance(tensor, nn.Parameter)):
+                inside.update(tensor.shape)
+    is_leaf = next(module.children(), None) is None
+    return Widths(frozenset(vectors - {1}), frozenset(inside - {1}), is_leaf)
+
+
+class Ran:
+    """What has run, as it was when it was first seen: shapes with their channel dimension, and widths, latest last."""
+
+    def __init__(self) -> None:
+        self._dims: dict[tuple[int, ...], int] = {}
+        self._widths: dict[int, None] = {}
+        self._dims_by_ndim: dict[int, int] = {}
+
+    def note(self, sizes: tuple[int, ...], dim: int) -> None:
+        """A tensor of these sizes had its channels there."""
+        if not sizes:
+            return
+        self._dims.pop(sizes, None)
+        self._dims[sizes] = dim
+        self._dims_by_ndim[len(sizes)] = dim
+        self._widths.pop(sizes[dim], None)
+        self._widths[sizes[dim]] = None
+        if len(self._dims) > _REMEMBERED:
+            del self._dims[next(iter(self._dims))]
+        if len(self._widths) > _REMEMBERED:
+            del self._widths[next(iter(self._widths))]
+
+    def dim_of(self, sizes: tuple[int, ...]) -> int | None:
+        """Where the latest output of these sizes had its channels."""
+        return self._dims.get(sizes)
+
+    def dim_of_ndim(self, ndim: int) -> int | None:
+        """Where the latest output with so many dimensions had its channels."""
+        return self._dims_by_ndim.get(ndim)
+
+    def widths(self) -> Iterable[int]:
+        """The latest first."""
+        return (width for width in reversed(self._widths) if width > 1)
+
+
+def channel_dim_by_evidence(seen: Seen, widths: Widths, ran: Ran) -> int:
+    """The channel dimension of a module's output, counted from 0."""
+    ndim = len(seen.sizes)
+    if ndim < 2 or ndim > 7:  # 7: as far as csrc/ops.h keeps apart
+        return max(ndim - 1, 0)
+    if dims := _of_size(seen, widths.vectors):
+        return _likeliest(dims, seen, ran)
+    same = ran.dim_of(seen.sizes)
+    if widths.is_leaf and same is not None:
+        return same
+    if dims := _of_size(seen, widths.inside):
+        return _likeliest(dims, seen, ran)
+    if same is not None:
+        return same
+    for width in ran.widths():
+        if dims := [dim for dim in _of_size(seen, {width}) if dim]:
+            return _likeliest(dims, seen, ran)
+    return _usual(ndim)
+
+
+def _of_size(seen: Seen, widths: Collection[int]) -> list[int]:
+    """The dimensions of one of these sizes; the first, mostly a batch, only where there is no other."""
+    dims = [dim for dim, size in enumerate(seen.sizes) if size in widths]
+    return [dim for dim in dims if dim] or dims
+
+
+def _likeliest(dims: list[int], seen: Seen, ran: Ran) -> int:
+    """The one of several dimensions, of sizes that channels may have."""
+    ndim = len(seen.sizes)
+    if ndim > 3:
+        adjacent = [dim for dim in dims if seen.strides[dim] == 1 and dim < ndim - 1]
+        if adjacent:  # an NHWC buffer seen as NCHW
+            return adjacent[0]
+        square = [dim for dim in dims if len({seen.sizes[d] for d in range(1, ndim) if d != dim}) == 1]
+        if len(square) == 1:
+            return square[0]
+    latest = ran.dim_of_ndim(ndim)
+    usual = _usual(ndim) if latest is None else latest
+    return usual if usual in dims else dims[-1]
+
+
+def _usual(ndim: int) -> int:
+    """Where nothing else tells."""
+    return 1 if ndim in (4, 5) else ndim - 1
+
+
+def seen_of(tensor: torch.Tensor) -> Seen:
+    """Of a tensor with data."""
+    return Seen(tuple(tensor.shape), tensor.stride())

@@ -1,0 +1,169 @@
+"""The watched parameters, found by identity; and those that come at one time, measured by one call."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from hookstats import _native
+from hookstats.modules.channels import parameter_channels
+from hookstats.modules.selection import Slot
+from hookstats.watch.binding import SiteBinder
+from hookstats.watch.memory import Entry, SiteState, Store, accumulate, local_part
+
+_MOST_PLACES = 8  # widths that a site has memory for; then it keeps totals
+_MOST_BATCHED = 8  # times that a site is in a batch, on average: optimizers that are made anew do not pile up
+
+
+class Parameter:
+    """One watched parameter: where the model keeps it, its sites by tensor kind. It does not keep the model alive."""
+
+    def __init__(self, number: int, slot: Slot) -> None:
+        self.number = number
+        self.module = weakref.ref(slot.module)
+        self.key = slot.key
+        self.entries: dict[str, Entry] = {}  # of what is still measured
+        self.copy_bytes = 0  # of the budget
+        self.measured: dict[str, bool] = {}  # by kind, in the open step: whether by an optimizer
+        self.is_unclipped = False  # its gradient was read before clipping, in the open step
+
+    def measures(self, kind: str) -> bool:
+        """Whether it has such a site that was not given up."""
+        return kind in self.entries and not self.entries[kind].given_up
+
+    def slot(self) -> Slot | None:
+        module = self.module()
+        return None if module is None else Slot(module, self.key)
+
+    def get(self) -> torch.Tensor | None:
+        slot = self.slot()
+        return None if slot is None else slot.get()
+
+
+class ByIdentity:
+    """Finds the watched parameters among those of an optimizer, at a cost that depends on the optimizer alone.
+
+    A model may replace its parameters at any time: what is found is checked, and what is not found is looked for once
+    more, unless it is known to be somebody else's.
+    """
+
+    def __init__(self) -> None:
+        self.all: list[Parameter] = []
+        self.may_be_outdated = True
+        self._keepers: dict[int, list[Parameter]] = {}  # by id of the tensor; several where it is shared
+        self._strangers: dict[int, weakref.ref[torch.Tensor]] = {}  # by id, too, which a later tensor may have
+
+    def among(self, tensors: Iterable[torch.Tensor]) -> list[Parameter]:
+        """Those that these tensors are, in the order of the model."""
+        if self.may_be_outdated:
+            self._look_again()
+        found = {each.number: each for tensor in tensors for each in self._who_keeps(tensor)}
+        return [found[number] for number in sorted(found)]
+
+    def _who_keeps(self, tensor: torch.Tensor) -> list[Parameter]:
+        keepers = self._keepers.get(id(tensor), [])
+        if keepers and all(each.get() is tensor for each in keepers):
+            return keepers
+        stranger = self._strangers.get(id(tensor))
+        if not keepers and stranger is not None and stranger() is tensor:
+            return []
+        self._look_again()
+        if id(tensor) not in self._keepers:
+            self._strangers[id(tensor)] = weakref.ref(tensor)
+        return self._keepers.get(id(tensor), [])
+
+    def _look_again(self) -> None:
+        """Reads from the model which tensors its parameters are now."""
+        self._keepers = {}
+        for each in self.all:
+            tensor = each.get()
+            if tensor is not None:
+                self._keepers.setdefault(id(tensor), []).append(each)
+        self.may_be_outdated = False
+        self._strangers = {key: ref for key, ref in self._strangers.items() if ref() is not None}
+
+
+class Batches:
+    """Sites whose tensors come at one time: one call into the extension, and on a GPU launches for them alone."""
+
+    def __init__(self, store: Store, binder: SiteBinder) -> None:
+        self._store = store
+        self._binder = binder
+        self._known: dict[tuple[int, ...], Any] = {}  # by the sites' Entry.index
+        self._members = 0  # of all that are known
+        self._captured: list[Any] = []  # no longer used, but CUDA graphs read what they have
+
+    def accumulate(self, owners: list[tuple[Parameter, str]], tensors: list[torch.Tensor | None]) -> None:
+        """A tensor for each owner; None: nothing of it."""
+        if all(tensor is None for tensor in tensors):
+            return
+        entries = [owner.entries[kind] for owner, kind in owners]
+        key = tuple(entry.index for entry in entries)
+        batch = self._known.get(key)
+        if batch is None:
+            batch = self._new(key, [entry.state for entry in entries])
+        for number, problem in batch.accumulate(tensors):
+            owner, kind = owners[number]
+            self._rebind(owner, kind, tensors[number], problem)
+
+    def _new(self, key: tuple[int, ...], states: list[SiteState]) -> Any:
+        if self._members > _MOST_BATCHED * len(self._store.entries):
+            self._forget()
+        batch = self._known[key] = _native.Batch(
+            [state.moments for state in states],
+            [state.counters for state in states],
+            [state.histogram for state in states],
+            [state.active for state in states],
+            [state.channel_dim for state in states],
+            states[0].low,
+            states[0].high,
+        )
+        self._members += len(key)
+        return batch
+
+    def _forget(self) -> None:
+        """States have moved, sites were given up, or there are too many."""
+        self._captured += [batch for batch in self._known.values() if batch.is_captured()]
+        self._known.clear()
+        self._members = 0
+
+    def _rebind(self, owner: Parameter, kind: str, tensor: torch.Tensor | None, problem: str) -> None:
+        """A tensor could not be measured: puts a state in place that fits it, or gives the site up."""
+        entry, slot = owner.entries[kind], owner.slot()
+        assert tensor is not None
+        assert slot is not None
+        self._forget()
+        if tensor.layout == torch.strided and tensor.dtype in _native.DTYPES:
+            device, width, dim = placing(slot, tensor, entry.keep_channels, tensor.device)
+            with self._store.lock:
+                if not self._has_room(entry, device, width):
+                    width, entry.keep_channels = 1, False
+                moves = (device, width) != (entry.places[-1].device, entry.places[-1].channels)
+                has_room = self._has_room(entry, device, width)
+                if moves and has_room:
+                    self._store.place(entry, device, width, dim)
+            if moves and has_room:
+                accumulate(tensor, entry.state)
+                return
+            if moves:
+                problem = self._store.no_room(width, 1)
+        self._binder.leave_out([entry], problem)
+
+    def _has_room(self, entry: Entry, device: torch.device, width: int) -> bool:
+        if entry.place_at(device, width) is not None:
+            return True
+        return (width == 1 or len(entry.places) < _MOST_PLACES) and self._store.make_room(device, width, 1)
+
+
+def placing(
+    slot: Slot, tensor: torch.Tensor, keep_channels: bool, default: torch.device
+) -> tuple[torch.device, int, int]:
+    """Device, width and channel dimension of the state for a parameter or a gradient; `default` for a meta tensor."""
+    local = local_part(tensor)
+    channels = parameter_channels(slot, tensor if local is None else local)
+    width = channels.width if keep_channels and channels.width else 1
+    device = tensor.device if tensor.device.type in ("cpu", "cuda") else default
+    return device, width, channels.dim or 0

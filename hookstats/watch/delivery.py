@@ -1,0 +1,127 @@
+"""Closed steps on their way from the device to `Monitor.step` and to the sinks: each once, and in order."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TypeAlias
+
+from hookstats.numbers.fields import Site, Skipped
+from hookstats.numbers.snapshot import Snapshot
+from hookstats.watch.arguments import Sink
+from hookstats.watch.binding import SiteBinder
+from hookstats.watch.drain import Drain, Pending, Scalars
+from hookstats.watch.memory import Store
+
+_SILENT_STEPS = 3  # measured ones, after which a site that never fired is named
+LeftOut: TypeAlias = dict[Site, Skipped]  # in one step
+
+
+class Delivery:
+    """What fails on the way is told once, or kept and raised when everybody has what they are to get."""
+
+    def __init__(self, store: Store, binder: SiteBinder, sinks: tuple[Sink, ...], trained: frozenset[str]) -> None:
+        """trained: the watched modules that hold parameters which require grad."""
+        self.last: Snapshot | None = None
+        self._store = store
+        self._binder = binder
+        self._drain = Drain(store)
+        self._sinks = sinks
+        self._trained = trained
+        self._pending: deque[tuple[Pending, LeftOut]] = deque()  # on their way
+        self._finished: deque[Snapshot] = deque()  # arrived, not yet fetched
+        self._failure: BaseException | None = None
+        self._fired: set[Site] = set()
+        self._deliveries = 0
+
+    def sites(self) -> list[Site]:
+        """The watched ones, those in containers as soon as they have been seen; not those given up."""
+        return [entry.site for entry in self._store.entries if not (entry.is_container or entry.given_up)]
+
+    def send(self, step: int, scalars: Scalars, totals_only: bool) -> None:
+        """Empties the state, whose numbers are those of this step."""
+        try:
+            left_out = self._binder.skipping.take()
+            self._pending.append((self._drain.begin(step, scalars, totals_only=totals_only), left_out))
+        except Exception as error:  # no memory for the copy, say
+            if self._store.strict:
+                raise
+            self._store.clear()
+            self._binder.warn_once("close", f"step {step} was measured, but could not be copied: {error!r}")
+
+    def receive(self, wait: bool) -> None:
+        """Delivers what has arrived; or all, and waits for it."""
+        while self._pending and (wait or self._pending[0][0].ready()):
+            self._arrived(*self._pending.popleft())
+
+    def fetch(self) -> Snapshot | None:
+        """The oldest that has arrived and was not fetched."""
+        return self._finished.popleft() if self._finished else None
+
+    def fetch_all(self) -> list[Snapshot]:
+        left = list(self._finished)
+        self._finished.clear()
+        return left
+
+    def look(self, step: int, scalars: Scalars) -> Snapshot:
+        """What the open step has so far, which stays where it is. Waits."""
+        now = self._drain.begin(step, scalars, clear=False).finish()
+        now.skipped = self._binder.skipping.of_step(self._binder.skipping.in_open_step())
+        return now
+
+    def send_last(self, step: int, scalars: Scalars) -> None:
+        """Delivers the open step, if it has anything. Waits."""
+        last = self._drain.begin(step, scalars).finish()
+        if last.order:
+            self._deliver(last, self._binder.skipping.take())
+
+    def raise_failure(self) -> None:
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def _arrived(self, pending: Pending, left_out: LeftOut) -> None:
+        try:
+            snapshot = pending.finish()
+        except Exception as error:
+            return self._failed("finish", f"a step was measured, but could not be read: {error!r}", error)
+        self._deliver(snapshot, left_out)
+
+    def _deliver(self, snapshot: Snapshot, left_out: LeftOut) -> None:
+        self.last = snapshot
+        self._binder.judge(left_out, snapshot)
+        snapshot.skipped = self._binder.skipping.of_step(left_out)
+        self._finished.append(snapshot)
+        self._fired.update(snapshot.order)
+        self._deliveries += 1
+        if self._deliveries == _SILENT_STEPS:
+            self._report_silence()
+        for sink in self._sinks:
+            try:
+                sink(snapshot)
+            except BaseException as error:  # a KeyboardInterrupt in one sink is not to keep it from the next
+                self._failed(sink, f"the sink {sink!r} failed: {error!r}", error)
+
+    def _failed(self, what: object, text: str, error: BaseException) -> None:
+        if self._store.strict or not isinstance(error, Exception):
+            self._failure = self._failure or error
+        else:
+            self._binder.warn_once(what, text)
+
+    def _report_silence(self) -> None:
+        silent = [site for site in self.sites() if site not in self._fired and not self._needs_no_gradient(site)]
+        if silent:
+            some = ", ".join(map(str, silent[:5])) + (f" and {len(silent) - 5} more" if len(silent) > 5 else "")
+            self._binder.warn_once(
+                "silence",
+                f"in {_SILENT_STEPS} measured steps nothing came from {some}: a module that is never called as one, an "
+                "output whose gradient nobody asks for, a parameter that gets none, or a view that was then changed in "
+                "place",
+            )
+
+    def _needs_no_gradient(self, site: Site) -> bool:
+        """Whether it is in order that no gradient came: nothing before it is trained, as far as anybody can see."""
+        if site.tensor.startswith("grad_output"):  # of a table of positions, a frozen layer
+            return site.name not in self._trained
+        if site.tensor.startswith("grad_input"):  # of a batch
+            return any(fired.name == site.name for fired in self._fired)
+        return False

@@ -1,0 +1,89 @@
+"""What attach is going to measure: the chosen modules and parameters, their sites, and the memory that these take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+from torch import nn
+
+from hookstats.modules.channels import channels_of, input_channels, wanted_channel_dims
+from hookstats.modules.selection import Globs, Modules, select
+from hookstats.watch.arguments import OF_PARAMETERS, channel_names, device_of
+from hookstats.watch.batches import placing
+from hookstats.watch.hooks import Hook, InputHook, Kinds, SiteSpec
+from hookstats.watch.memory import Store
+from hookstats.watch.parameters import kinds_of
+
+
+class Plan:
+    """Of one model. ValueError where there is nothing to measure."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        modules: Modules,
+        exclude: Globs | None,
+        kinds: tuple[str, ...],
+        channels: bool | str | Iterable[str],
+        channel_dim: int | Mapping[str, int] | None,
+    ) -> None:
+        self.of_parameters = tuple(kind for kind in kinds if kind in OF_PARAMETERS)
+        self._of_outputs = _pair(kinds, "output", "grad_output")
+        self._of_inputs = _pair(kinds, "input", "grad_input")
+        self.modules, self.parameters = select(model, modules, exclude, bool(self.of_parameters))
+        if not any(self._of_outputs + self._of_inputs):
+            self.modules = {}
+        if not self.modules and not self.parameters:
+            raise ValueError(f"modules: expected to select something that has {' or '.join(kinds)}, selected nothing")
+        self._dims = wanted_channel_dims(channel_dim, self.modules)
+        self._channels = {name: channels_of(name, m, self._dims.get(name)) for name, m in self.modules.items()}
+        self.device = device_of(model) or torch.device("cpu")  # of what lies on none
+        self._devices = {name: device_of(module) or self.device for name, module in self.modules.items()}
+        self.keeping = channel_names(channels, self.modules, self.parameters)  # channels; of modules and parameters
+        self.trained = frozenset(
+            name for name, m in self.modules.items() if any(parameter.requires_grad for parameter in m.parameters())
+        )
+
+    def hooks(self) -> Iterator[tuple[nn.Module, SiteSpec, type[Hook], torch.device]]:
+        """Each hook's module, sites, kind and device."""
+        for name, module in self.modules.items():
+            inputs = input_channels(module, self._dims.get(name))
+            keeps, device = name in self.keeping, self._devices[name]
+            if any(self._of_outputs):
+                yield module, SiteSpec(name, "", self._channels[name], keeps, self._of_outputs, module), Hook, device
+            if any(self._of_inputs) and inputs is not None:
+                yield module, SiteSpec(name, "", inputs, keeps, self._of_inputs, module), InputHook, device
+
+    def reserve(self, store: Store) -> int | None:
+        """Takes the memory. The bytes on a device that channels would need, if they go beyond the budget: then all
+        sites keep totals only. ValueError if these do, too.
+        """
+        wanted = max(self._sizes(store).values())
+        if wanted > store.memory_budget:
+            self.keeping = set()
+        for device, size in self._sizes(store).items():
+            if size > store.memory_budget:
+                raise ValueError(
+                    f"memory_budget: expected at least {size} bytes on {device}, for the totals alone with histogram="
+                    f"{store.histogram}, got {store.memory_budget}: raise it, choose fewer modules= or tensors=, or a "
+                    "histogram= of fewer bins, or None"
+                )
+            store.reserve(device, size // 8)
+        return wanted if wanted > store.memory_budget else None
+
+    def _sizes(self, store: Store) -> dict[torch.device, int]:
+        total: dict[torch.device, int] = {}
+        for _, spec, _, device in self.hooks():
+            width = (spec.channels.width or 1) if spec.keep_channels else 1
+            total[device] = total.get(device, 0) + len(spec.sites) * store.site_bytes(width)
+        for name, slot in self.parameters.items():
+            tensor = slot.get()
+            assert tensor is not None
+            device, width, _ = placing(slot, tensor, name in self.keeping, self.device)
+            total[device] = total.get(device, 0) + len(kinds_of(tensor, self.of_parameters)) * store.site_bytes(width)
+        return total
+
+
+def _pair(kinds: tuple[str, ...], tensor: str, gradient: str) -> Kinds:
+    return tensor if tensor in kinds else None, gradient if gradient in kinds else None

@@ -1,0 +1,144 @@
+"""What setup.py builds for, and that it compiles nothing twice: with an nvcc and an nvidia-smi that only pretend."""
+
+from __future__ import annotations
+
+import os
+import runpy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import ROOT
+
+NVCC = """#!/bin/sh
+if [ "$1" = --list-gpu-arch ]; then echo compute_80 compute_86 compute_90 compute_100; exit; fi
+while [ $# -gt 0 ]; do
+  case "$1" in -c) source="$2";; -o) object="$2";; -MF) dependencies="$2";; -gencode) targets="$targets $2";; esac
+  shift
+done
+echo "$source" >> "$RUNS"
+echo "$object: $source $HEADER" > "$dependencies"
+echo "$targets" > "$object"
+echo "ptxas info    : Compiling entry function 'a_kernel' for 'sm_90'" >&2
+echo "    16 bytes stack frame, 4 bytes spill stores, 8 bytes spill loads" >&2
+echo "ptxas info    : Used 40 registers, used 1 barriers" >&2
+"""
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of programs before all others on PATH, with an nvcc in it; nothing is asked for."""
+    program(tmp_path / "nvcc", NVCC)
+    gpus(tmp_path)
+    monkeypatch.setenv("PATH", os.pathsep.join([str(tmp_path), os.environ["PATH"]]))
+    for name in ("HOOKSTATS_CUDA", "TORCH_CUDA_ARCH_LIST", "CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+def program(path: Path, text: str) -> None:
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+def gpus(machine: Path, *capabilities: str) -> None:
+    said = "\\n".join(capabilities)
+    program(machine / "nvidia-smi", f"#!/bin/sh\n[ \"$1\" = --query-gpu=compute_cap ] && printf '{said}\\n'\n")
+
+
+@pytest.fixture(scope="module")
+def setup() -> dict[str, Any]:
+    """What setup.py defines."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        patch.setenv("PATH", os.environ["PATH"])  # setup.py adds to it
+        patch.setattr("sys.argv", ["setup.py", "--version"])
+        return runpy.run_path("setup.py")
+
+
+@pytest.fixture
+def architectures(setup: dict[str, Any], machine: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    def of_this_machine(**asked: str) -> list[str]:
+        with monkeypatch.context() as patch:
+            for name, value in asked.items():
+                patch.setenv(name, value)
+            found: list[str] = setup["architectures"](setup["find_nvcc"]())
+            return found
+
+    return of_this_machine
+
+
+def test_the_gpus_of_this_machine_are_built_for(machine: Path, architectures: Callable[..., list[str]]) -> None:
+    gpus(machine, "9.0", "8.6", "9.0")
+    assert architectures() == ["8.6", "9.0+PTX"]
+    gpus(machine, "10.0", "8.0", "7.5")  # the kernels need 8.0
+    assert architectures() == ["8.0", "10.0+PTX"]
+
+
+def test_without_a_gpu_no_kernels_are_built_unless_they_are_asked_for(
+    machine: Path, architectures: Callable[..., list[str]]
+) -> None:
+    assert architectures() == []
+    (machine / "nvidia-smi").write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed: 12.0 or so'; exit 9\n")
+    assert architectures() == []
+    assert architectures(HOOKSTATS_CUDA="1") == ["8.0", "9.0", "10.0+PTX"]
+    assert architectures(TORCH_CUDA_ARCH_LIST="8.6;9.0+PTX") == ["8.6", "9.0+PTX"]
+
+
+def test_what_is_asked_for_is_built_whatever_gpu_is_here(
+    machine: Path, architectures: Callable[..., list[str]]
+) -> None:
+    gpus(machine, "8.6")
+    assert architectures(HOOKSTATS_CUDA="1") == ["8.0", "9.0", "10.0+PTX"]
+    assert architectures(HOOKSTATS_CUDA="1", TORCH_CUDA_ARCH_LIST="9.0") == ["9.0"]
+
+
+def test_a_gpu_that_nvcc_does_not_know_gets_ptx(machine: Path, architectures: Callable[..., list[str]]) -> None:
+    gpus(machine, "8.6", "13.1")
+    assert architectures() == ["8.0", "9.0", "10.0+PTX"]
+
+
+@pytest.mark.parametrize("asked", ["9", "sm_90", "9.0+CUBIN"])
+def test_wrong_architectures_are_refused(
+    setup: dict[str, Any], architectures: Callable[..., list[str]], asked: str
+) -> None:
+    with pytest.raises(SystemExit, match=r"expected entries such as 9.0 or 10.0\+PTX, got '"):
+        setup["gencode"](architectures(TORCH_CUDA_ARCH_LIST=asked)[0])
+
+
+@pytest.mark.usefixtures("machine")
+def test_a_missing_nvcc_is_an_error_only_when_cuda_was_asked_for(
+    setup: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shutil.which", lambda *args, **options: None)
+    assert setup["find_nvcc"]() is None
+    monkeypatch.setenv("HOOKSTATS_CUDA", "1")
+    with pytest.raises(SystemExit, match="HOOKSTATS_CUDA=1, but no nvcc was found"):
+        setup["find_nvcc"]()
+
+
+def test_no_cuda_object_is_compiled_twice(
+    setup: dict[str, Any], machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs, header, into = machine / "runs", machine / "header.h", machine / "objects"
+    header.touch()
+    monkeypatch.setenv("RUNS", str(runs))
+    monkeypatch.setenv("HEADER", str(header))
+    monkeypatch.chdir(ROOT)
+
+    def compiled(*targets: str) -> int:
+        """How many files nvcc is run on."""
+        runs.write_text("")
+        objects, kernels = setup["compile_cuda"]("nvcc", list(targets), into)
+        assert objects == [str(into / name) for name in ("accumulate.o", "many.o", "merge.o")]
+        assert kernels == 3 * [{"kernel": "a_kernel", "gpu": "sm_90", "stack": 16, "spilled": 4, "registers": 40}]
+        return len(runs.read_text().splitlines())
+
+    assert compiled("9.0") == 3
+    assert compiled("9.0") == 0
+    assert compiled("8.0", "9.0+PTX") == 3
+    assert "arch=compute_90,code=compute_90" in (into / "many.o").read_text()
+    header.touch()
+    assert compiled("8.0", "9.0+PTX") == 3
