@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hookstats._native import build_info
-    from hookstats.numbers.fields import ExponentBins, LinearBins, Site
-    from hookstats.numbers.snapshot import Histogram, SiteStats, Snapshot, Stats
+    from hookstats.numbers.fields import ExponentBins, LinearBins, Site, Stats
+    from hookstats.numbers.histogram import Histogram
+    from hookstats.numbers.site_stats import SiteStats
+    from hookstats.numbers.snapshot import ChannelValue, Snapshot
     from hookstats.tools import edit
     from hookstats.tools.capture import Capture, Captured, capture
     from hookstats.tools.explain import Explanation, HookRow, explain
@@ -28,8 +30,10 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "hookstats._native": ["build_info"],
-    "hookstats.numbers.fields": ["ExponentBins", "LinearBins", "Site"],
-    "hookstats.numbers.snapshot": ["Histogram", "SiteStats", "Snapshot", "Stats"],
+    "hookstats.numbers.fields": ["ExponentBins", "LinearBins", "Site", "Stats"],
+    "hookstats.numbers.histogram": ["Histogram"],
+    "hookstats.numbers.site_stats": ["SiteStats"],
+    "hookstats.numbers.snapshot": ["ChannelValue", "Snapshot"],
     "hookstats.tools.capture": ["Capture", "Captured", "capture"],
     "hookstats.tools.explain": ["Explanation", "HookRow", "explain"],
     "hookstats.tools.gradient": ["KeptGradient", "grad_of"],
@@ -42,6 +46,7 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = [
     "Capture",
     "Captured",
+    "ChannelValue",
     "Explanation",
     "ExponentBins",
     "Histogram",

@@ -72,6 +72,13 @@ class Finite:
         return square_sum
 
 
+def kurtosis(values: Array) -> float:
+    """Of finite values, in one dimension."""
+    v = values.astype(np.longdouble)
+    deviations = v - np.mean(v)
+    return float(np.mean(deviations**4) / np.mean(deviations**2) ** 2)
+
+
 # Each from the finite values of a channel, all but the last three, which see every value; [channels].
 STATISTICS: dict[str, Callable[[Finite], Array]] = {
     "count": lambda v: v.count,

@@ -94,11 +94,11 @@ def test_a_compact_snapshot_keeps_the_totals_and_nothing_of_the_steps_memory(cha
 def test_flat_gives_names_for_loggers() -> None:
     taken = snapshot()
     flat = taken.flat("rms", "nans")
-    assert list(flat) == [f"{i}/output/{name}" for i in (0, 1, 2) for name in ("rms", "nans")]
-    assert flat["2/output/nans"] == 8
-    assert flat["0/output/rms"] == taken["0", "output"].total.rms
+    assert list(flat) == [f"output/{name}/{i}" for i in (0, 1, 2) for name in ("rms", "nans")]
+    assert flat["output/nans/2"] == 8
+    assert flat["output/rms/0"] == taken["0", "output"].total.rms
     assert len(taken.flat()) == 3 * len(fields.STATISTICS)
-    with pytest.raises(ValueError, match="got size"):
+    with pytest.raises(ValueError, match="got 'size'"):
         taken.flat("rms", "size")
 
 
@@ -168,8 +168,9 @@ def test_quantiles_at_the_ends_are_the_extremes() -> None:
     assert stats.quantile(0) == -3
     with pytest.raises(ValueError, match="expected 0 <= q <= 1, got 2"):
         stats.quantile(2)
-    with pytest.raises(ValueError, match="expected a site with a histogram"):
-        hookstats.measure(x, histogram=None).quantile(0.5)
+    for question in ("quantile", "share_above", "share_below"):
+        with pytest.raises(ValueError, match=f"{question}: expected a site with a histogram"):
+            getattr(hookstats.measure(x, histogram=None), question)(0.5)
     assert np.isnan(hookstats.measure(torch.full((4,), float("nan"))).quantile(0.5))
 
 

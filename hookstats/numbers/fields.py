@@ -1,24 +1,21 @@
 """The statistics: what a state holds and how each number is finished from it. Pure numpy; knows nothing of torch.
 
-A state is a float64 array ``[fields, ...]`` in the order of `FIELDS`; the trailing shape is that of the channels. Every
-statistic is a row of `STATISTICS`. Moments, norms and extremes are over the finite values; NaN, +Inf and -Inf are
-counted.
+A state is a float64 array ``[fields, ...]``; the trailing shape is that of the channels. What its rows are, how they
+merge and how they scale is the table `_FIELDS`; what is finished from them are the rows of `Stats`. Moments, norms and
+extremes are over the finite values; NaN, +Inf and -Inf are counted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
 Array: TypeAlias = NDArray[np.float64]
 Counts: TypeAlias = NDArray[np.int64]
-
-# In the order of csrc/stats.h; _native refuses an extension that was built with another one.
-FIELDS = ("count", "mean", "m2", "min", "max", "abs_sum", "zeros", "nans", "posinfs", "neginfs")
 
 
 class Site(NamedTuple):
@@ -43,40 +40,109 @@ class Skipped(NamedTuple):
         return f"{self.times} {'tensor' if self.times == 1 else 'tensors'}: {self.reason}"
 
 
-@dataclass(frozen=True)
 class State:
     """The rows of a state by name, each an array of the channels' shape."""
 
-    count: Array
-    mean: Array
-    m2: Array
-    min: Array
-    max: Array
-    abs_sum: Array
-    zeros: Array
-    nans: Array
-    posinfs: Array
-    neginfs: Array
+    def __init__(self, moments: Array) -> None:
+        self.__dict__.update(zip(FIELDS, moments, strict=True))
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Array: ...
+
+
+class _Cut:
+    """Channels that stand side by side, of one site after another."""
+
+    def __init__(self, starts: Counts, channels: int) -> None:
+        """starts: where each site's channels begin, ascending from 0; no site is without channels."""
+        self._starts = starts
+        self._widths = np.diff(starts, append=channels)
+
+    def sum(self, row: Array) -> Array:
+        """``[channels]`` to ``[sites]``."""
+        result: Array = np.add.reduceat(row, self._starts)
+        return result
+
+    def min(self, row: Array) -> Array:
+        """The same; as integers of the same order, for a thread that flushes subnormals compares them as zeros."""
+        result: Array = _in_order(np.minimum.reduceat(_in_order(row, np.int64), self._starts), np.float64)
+        return result
+
+    def spread(self, row: Array) -> Array:
+        """``[sites]`` to ``[channels]``."""
+        return np.repeat(row, self._widths)
 
 
 def _in_order(values: Any, to: type[np.generic]) -> Any:
-    """float64 as int64 of the same order, or back: a thread that flushes subnormals to zero compares them as zeros."""
+    """float64 as int64 of the same order, or back."""
     bits = values.view(np.int64)
     return (bits ^ (bits >> 63 & np.int64(2**63 - 1))).view(to)
 
 
-def total(moments: Array) -> Array:
-    """The state ``[fields, ...]`` of all entries of the last dimension together (Chan, Golub & LeVeque 1979)."""
-    s = State(*moments)
-    full = s.count > 0
-    count = s.count.sum(-1)
-    with np.errstate(over="ignore", invalid="ignore"):  # float64 data beyond 1e154: infinite or NaN, as documented
-        mean = (s.count * s.mean).sum(-1) / np.maximum(count, 1.0)
-        m2 = (s.m2 + s.count * (s.mean - mean[..., None]) ** 2).sum(-1)
-    low = _in_order(_in_order(np.where(full, s.min, np.inf), np.int64).min(-1), np.float64)
-    high = _in_order(_in_order(np.where(full, s.max, -np.inf), np.int64).max(-1), np.float64)
-    sums = (row.sum(-1) for row in (s.abs_sum, s.zeros, s.nans, s.posinfs, s.neginfs))
-    return np.stack([count, mean, m2, low, high, *sums])
+class _Field(NamedTuple):
+    """A row of a state."""
+
+    name: str
+    merge: Callable[[_Cut, State, dict[str, Array]], Array]  # parts, and the rows above of the whole: of the whole
+    power: int  # of the factor by which it grows when all values grow by one
+
+
+def _sum_of(name: str) -> Callable[[_Cut, State, dict[str, Array]], Array]:
+    return lambda cut, parts, whole: cut.sum(getattr(parts, name))
+
+
+def _merged_mean(cut: _Cut, parts: State, whole: dict[str, Array]) -> Array:
+    return cut.sum(parts.count * parts.mean) / np.maximum(whole["count"], 1.0)
+
+
+def _merged_m2(cut: _Cut, parts: State, whole: dict[str, Array]) -> Array:
+    """Chan, Golub & LeVeque 1979: each part's own, and what its mean adds."""
+    return cut.sum(parts.m2 + parts.count * (parts.mean - cut.spread(whole["mean"])) ** 2)
+
+
+# In the order of csrc/stats.h; _native refuses an extension that was built with another one.
+_FIELDS = (
+    _Field("count", _sum_of("count"), 0),
+    _Field("mean", _merged_mean, 1),
+    _Field("m2", _merged_m2, 2),
+    _Field("min", lambda cut, parts, _: cut.min(np.where(parts.count > 0, parts.min, np.inf)), 1),
+    _Field("max", lambda cut, parts, _: -cut.min(-np.where(parts.count > 0, parts.max, -np.inf)), 1),
+    _Field("abs_sum", _sum_of("abs_sum"), 1),
+    _Field("zeros", _sum_of("zeros"), 0),
+    _Field("nans", _sum_of("nans"), 0),
+    _Field("posinfs", _sum_of("posinfs"), 0),
+    _Field("neginfs", _sum_of("neginfs"), 0),
+)
+FIELDS = tuple(field.name for field in _FIELDS)
+
+
+def total(moments: Array, starts: Counts | None = None) -> Array:
+    """The state of all channels together: of ``[fields, channels]``, ``[fields]``.
+
+    ``starts``, ascending from 0: where the channels of each of several sites begin; then ``[fields, sites]``. A site of
+    one channel is left as it is.
+    """
+    cut = np.zeros(1, np.int64) if starts is None else starts
+    result = moments[:, cut]
+    wide = np.diff(cut, append=moments.shape[1]) > 1
+    if wide.any():
+        sites = _Cut(cut, moments.shape[1])
+        parts, whole = State(moments), dict[str, Array]()
+        with np.errstate(over="ignore", invalid="ignore"):  # float64 data beyond 1e154: infinite or NaN, as documented
+            for field in _FIELDS:
+                whole[field.name] = field.merge(sites, parts, whole)
+        result[:, wide] = np.stack(list(whole.values()))[:, wide]
+    return result if starts is not None else result[:, 0]
+
+
+def divided(moments: Array, by: float | Array) -> Array:
+    """The state of the values, each divided by a positive number, or by one for each channel."""
+    result: Array = moments.copy()
+    for row, field in zip(result, _FIELDS, strict=True):
+        if field.power:
+            row /= by**field.power
+    return result
 
 
 def _of_values(value: Array, s: State) -> Array:
@@ -101,23 +167,76 @@ def _abs_max(s: State) -> Array:
     return largest
 
 
-STATISTICS: dict[str, Callable[[State], Array]] = {
-    "count": lambda s: s.count,
-    "mean": lambda s: _of_values(s.mean, s),
-    "var": _var,
-    "std": lambda s: np.sqrt(_var(s)),
-    "rms": lambda s: np.sqrt(_per(_square_sum(s), s)),
-    "abs_mean": lambda s: _per(s.abs_sum, s),
-    "l1_norm": lambda s: s.abs_sum,
-    "l2_norm": lambda s: np.sqrt(_square_sum(s)),
-    "abs_max": lambda s: _of_values(_abs_max(s), s),
-    "min": lambda s: _of_values(s.min, s),
-    "max": lambda s: _of_values(s.max, s),
-    "zeros": lambda s: s.zeros,
-    "nans": lambda s: s.nans,
-    "posinfs": lambda s: s.posinfs,
-    "neginfs": lambda s: s.neginfs,
-}
+_T = TypeVar("_T")
+
+
+class _Statistic:
+    """A row of `Stats`: an attribute that is finished from the state when it is first read."""
+
+    def __init__(self, finish: Callable[[State], Array]) -> None:
+        self._finish = finish
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    @overload
+    def __get__(self, stats: None, owner: type) -> _Statistic: ...
+
+    @overload
+    def __get__(self, stats: Stats[_T], owner: type) -> _T: ...
+
+    def __get__(self, stats: Any, owner: type) -> Any:
+        if stats is None:
+            return self
+        with np.errstate(over="ignore", invalid="ignore"):  # float64 data beyond 1e154
+            array = self._finish(stats._state)
+        value = stats.__dict__[self._name] = array if array.ndim else float(array)
+        return value
+
+
+class Stats(Generic[_T]):
+    """The statistics of one set of values, ``Stats[float]``, or of several: float64 arrays, one entry for each.
+
+    Over the finite values: ``count``, ``mean``, ``var`` and ``std`` (correction=1, as torch.var), ``rms``,
+    ``abs_mean``, ``l1_norm``, ``l2_norm``, ``abs_max``, ``min``, ``max``, ``zeros``. Left out of them and counted:
+    ``nans``, ``posinfs``, ``neginfs``. Where there are too few values for a statistic it is NaN.
+
+    Subnormals are no zeros, also where torch.set_flush_denormal(True) is in force. What a thread of that mode computes
+    itself it takes for zero: a float64 mean or norm below 2.3e-308 that is read there, and ``min == 0``.
+    """
+
+    count = _Statistic(lambda s: s.count)
+    mean = _Statistic(lambda s: _of_values(s.mean, s))
+    var = _Statistic(_var)
+    std = _Statistic(lambda s: np.sqrt(_var(s)))
+    rms = _Statistic(lambda s: np.sqrt(_per(_square_sum(s), s)))
+    abs_mean = _Statistic(lambda s: _per(s.abs_sum, s))
+    l1_norm = _Statistic(lambda s: s.abs_sum)
+    l2_norm = _Statistic(lambda s: np.sqrt(_square_sum(s)))
+    abs_max = _Statistic(lambda s: _of_values(_abs_max(s), s))
+    min = _Statistic(lambda s: _of_values(s.min, s))
+    max = _Statistic(lambda s: _of_values(s.max, s))
+    zeros = _Statistic(lambda s: s.zeros)
+    nans = _Statistic(lambda s: s.nans)
+    posinfs = _Statistic(lambda s: s.posinfs)
+    neginfs = _Statistic(lambda s: s.neginfs)
+
+    def __init__(self, moments: Array) -> None:
+        """moments: ``[fields]`` or ``[fields, entries]``, a state."""
+        self._state = State(moments)
+
+    if not TYPE_CHECKING:  # or every name would be in order
+
+        def __getattr__(self, name: str) -> Any:
+            raise AttributeError(f"expected one of {', '.join(STATISTICS)}; got {name!r}")
+
+    def __repr__(self) -> str:
+        if self._state.count.ndim:
+            return f"Stats({self._state.count.size} entries)"
+        return f"Stats({', '.join(f'{name}={getattr(self, name):.6g}' for name in STATISTICS)})"
+
+
+STATISTICS = tuple(name for name, row in vars(Stats).items() if isinstance(row, _Statistic))
 
 # Histogram bins, as csrc/bins.h has them.
 EXPONENT_BINS = 512
@@ -169,15 +288,6 @@ def histogram_shape(bins: Bins | None, channels: int) -> tuple[int, ...]:
     if isinstance(bins, LinearBins):
         return (channels, bins.n + 2) if bins.per_channel else (bins.n + 2,)
     return (channels, OCTAVE_BINS) if bins.per_channel else (EXPONENT_BINS,)
-
-
-def divided(moments: Array, by: float) -> Array:
-    """The state of the values, each divided by a positive number."""
-    result: Array = moments.copy()
-    for name in ("mean", "min", "max", "abs_sum"):
-        result[FIELDS.index(name)] /= by
-    result[FIELDS.index("m2")] /= by * by
-    return result
 
 
 def exponent_histogram(state: Counts) -> tuple[Counts, Array]:

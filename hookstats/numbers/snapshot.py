@@ -1,200 +1,30 @@
-"""Snapshot, SiteStats, Stats: one measured step as numbers on the host. Pure numpy; finished when they are read."""
+"""Snapshot: one measured step as numbers on the host, site by site and as whole tables. Pure numpy."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from hookstats.numbers.fields import (
-    STATISTICS,
-    Array,
-    Bins,
-    Counts,
-    ExponentBins,
-    LinearBins,
-    Site,
-    Skipped,
-    State,
-    divided,
-    exponent_histogram,
-    octave_edges,
-    total,
-)
+from hookstats.numbers.fields import STATISTICS, Array, Counts, Site, Skipped, Stats, divided
+from hookstats.numbers.site_stats import SiteStats, bits_of, side_by_side, whole_of
 
 if TYPE_CHECKING:
     import pandas
 
 
-class Stats:
-    """The statistics of one set of values: floats, or float64 arrays ``[channels]``.
-
-    Over the finite values: ``count``, ``mean``, ``var`` and ``std`` (correction=1, as torch.var), ``rms``,
-    ``abs_mean``, ``l1_norm``, ``l2_norm``, ``abs_max``, ``min``, ``max``, ``zeros``. Left out of them and counted:
-    ``nans``, ``posinfs``, ``neginfs``. Where there are too few values for a statistic it is NaN.
-
-    Subnormals are no zeros, also where torch.set_flush_denormal(True) is in force. What a thread of that mode computes
-    itself it takes for zero: a float64 mean or norm below 2.3e-308 that is read there, and ``min == 0``.
-    """
-
-    count: Any
-    mean: Any
-    var: Any
-    std: Any
-    rms: Any
-    abs_mean: Any
-    l1_norm: Any
-    l2_norm: Any
-    abs_max: Any
-    min: Any
-    max: Any
-    zeros: Any
-    nans: Any
-    posinfs: Any
-    neginfs: Any
-
-    def __init__(self, moments: Array) -> None:
-        self._state = State(*moments)
-
-    def __getattr__(self, name: str) -> Any:
-        # Only for what is not there yet: a statistic is finished once, when it is first read.
-        if name not in STATISTICS:
-            raise AttributeError(f"expected one of {', '.join(STATISTICS)}; got {name!r}")
-        with np.errstate(over="ignore", invalid="ignore"):  # float64 data beyond 1e154
-            array = STATISTICS[name](self._state)
-        value = array if array.ndim else float(array)
-        setattr(self, name, value)
-        return value
-
-    def __repr__(self) -> str:
-        if self._state.count.ndim:
-            return f"Stats({self._state.count.size} channels)"
-        return f"Stats({', '.join(f'{name}={getattr(self, name):.6g}' for name in STATISTICS)})"
+_VERSION = 1  # of what `Snapshot.to_dict` gives
 
 
-class Histogram:
-    """Counts per bin. ``edges`` ``[bins + 1]`` ascend; ``counts`` are int64 ``[bins]`` or ``[channels, bins]``.
+class ChannelValue(NamedTuple):
+    """A statistic of one channel, see `Snapshot.top_channels`."""
 
-    ``underflow``, ``overflow``: finite values below and above all bins, an int or int64 ``[channels]``.
-
-    By exponent, per channel of |x|: a bin holds the values from its lower edge up to, not including, the upper one; on
-    the negative side, the other way round (a value belongs to the bin of its magnitude). No value lies outside; a
-    float64 beyond float32's range is in the outermost bin. Linear: the same, and the last bin has its upper edge too.
-    """
-
-    def __init__(self, counts: Counts, edges: Array, underflow: Any = 0, overflow: Any = 0) -> None:
-        self.counts = counts
-        self.edges = edges
-        self.underflow = underflow
-        self.overflow = overflow
-
-    def __repr__(self) -> str:
-        return f"Histogram({self.counts.sum()} values, counts {list(self.counts.shape)})"
-
-
-class SiteStats:
-    """The statistics of one site in one step.
-
-    ``calls``: tensors folded in (0: the site did not fire). ``total``: over everything. ``channels``: per channel, or
-    None where channels are not kept, or were not sent in this step (``channels_every``). ``channel_dim``: the dimension
-    of the tensors that the channels are (-1: the last); None where they are not kept, or nothing has told it yet.
-    ``histogram``: or None.
-    """
-
-    def __init__(
-        self,
-        moments: Array,
-        calls: int,
-        histogram: Counts | None,
-        per_channel: bool,
-        bins: Bins | None = None,
-        scale: float = 1.0,
-        channel_dim: int | None = None,
-    ) -> None:
-        """moments: ``[fields, channels]``; histogram: as in the state, of these bins (None: by exponent).
-
-        scale: what the values were multiplied with before they were measured.
-        """
-        self.calls = calls
-        self.channel_dim = channel_dim
-        self._moments = moments if scale == 1 else divided(moments, scale)
-        self._scale = scale
-        self._histogram = histogram
-        self._per_channel = per_channel
-        self._bins = bins or ExponentBins()
-
-    @cached_property
-    def total(self) -> Stats:
-        """Over all channels."""
-        return Stats(self._folded())
-
-    def _folded(self) -> Array:
-        return self._moments[:, 0] if self._moments.shape[1] == 1 else total(self._moments)
-
-    def _compact(self) -> SiteStats:
-        return SiteStats(self._folded()[:, None].copy(), self.calls, None, False)
-
-    @cached_property
-    def channels(self) -> Stats | None:
-        """Per channel."""
-        return Stats(self._moments) if self._per_channel else None
-
-    @cached_property
-    def histogram(self) -> Histogram | None:
-        """Of the finite values."""
-        if self._histogram is None:
-            return None
-        if isinstance(self._bins, LinearBins):
-            below, counts, above = np.split(self._histogram, [1, -1], axis=-1)
-            outside = (below[..., 0], above[..., 0]) if counts.ndim == 2 else (int(below[0]), int(above[0]))
-            edges = np.linspace(self._bins.lo, self._bins.hi, self._bins.n + 1)
-            return Histogram(counts, edges / self._scale, *outside)
-        if self._histogram.ndim == 1:
-            counts, edges = exponent_histogram(self._histogram)
-            return Histogram(counts, edges / self._scale)
-        return Histogram(self._histogram, octave_edges() / self._scale)
-
-    def quantile(self, q: float) -> Any:
-        """The q-quantile of the finite values, from the histogram by linear interpolation inside its bin.
-
-        A float; with a per-channel histogram an array ``[channels]``, then, by exponent, of |x|. It and the exact
-        quantile lie in the same bin. By exponent they have the same sign, and differ by less than a factor of 2
-        (outside the bin of zeros and subnormals, and inside the histogram's range); linear, by less than a bin's width
-        (inside the range; outside, both lie between it and the extreme). NaN where nothing was counted; ValueError
-        without a histogram.
-        """
-        if not 0 <= q <= 1:
-            raise ValueError(f"quantile: expected 0 <= q <= 1, got {q}")
-        if self.histogram is None:
-            raise ValueError(
-                "quantile: expected a site with a histogram; this one was measured with histogram=None, or in a step "
-                "of which totals alone were sent (channels_every), or is of Snapshot.compact()"
-            )
-        counts, edges = self.histogram.counts, self.histogram.edges
-        if isinstance(self._bins, LinearBins) and self._histogram is not None:  # with what lies outside
-            counts, edges = self._histogram, np.concatenate([[-np.inf], edges, [np.inf]])
-        if counts.ndim == 1:
-            return _quantile(counts, edges, q, self.total.min, self.total.max)
-        channels = Stats(self._moments)
-        low, high = (channels.min, channels.max) if isinstance(self._bins, LinearBins) else (0.0, channels.abs_max)
-        low, high = (np.broadcast_to(extreme, len(counts)) for extreme in (low, high))
-        return np.array([_quantile(*row[:1], edges, q, *row[1:]) for row in zip(counts, low, high, strict=True)])
-
-    def __repr__(self) -> str:
-        return f"SiteStats(calls={self.calls}, total={self.total})"
-
-
-def _quantile(counts: Counts, edges: Array, q: float, low: float, high: float) -> float:
-    cumulative = np.cumsum(counts)
-    if cumulative[-1] == 0:
-        return float("nan")
-    rank = q * cumulative[-1]
-    bin_ = int(min(np.searchsorted(cumulative, max(rank, 1e-300)), len(counts) - 1))
-    below = cumulative[bin_] - counts[bin_]
-    lower, upper = max(edges[bin_], low), min(edges[bin_ + 1], high)
-    return float(lower + (upper - lower) * (rank - below) / counts[bin_])
+    site: Site
+    channel: int
+    value: float
 
 
 class Snapshot(Mapping[Site, SiteStats]):
@@ -238,6 +68,11 @@ class Snapshot(Mapping[Site, SiteStats]):
     def __len__(self) -> int:
         return len(self._sites)
 
+    @cached_property
+    def totals(self) -> Stats[Array]:
+        """The totals of all sites that fired: one Stats whose arrays ``[sites]`` are in the order of ``order``."""
+        return Stats(whole_of([self._sites[site] for site in self.order]))
+
     @property
     def first_nonfinite(self) -> Site | None:
         """The first site in ``order`` that holds NaN, Inf or -Inf; None where every value is finite.
@@ -245,11 +80,8 @@ class Snapshot(Mapping[Site, SiteStats]):
         Gradients of parameters count as well. In the step in which a run diverges, this is where it began; one step
         later everything holds NaN.
         """
-        for site in self.order:
-            whole = self[site].total
-            if whole.nans or whole.posinfs or whole.neginfs:
-                return site
-        return None
+        bad = self.totals.nans + self.totals.posinfs + self.totals.neginfs > 0
+        return self.order[int(bad.argmax())] if bad.any() else None
 
     @property
     def grad_norm(self) -> float | None:
@@ -260,14 +92,15 @@ class Snapshot(Mapping[Site, SiteStats]):
         Where an optimizer stepped several times in the step, the root of the mean square over these. Infinite or NaN
         where a gradient is, None where no ``param_grad`` was measured.
         """
-        gradients = [stats for site, stats in self.items() if site.tensor == "param_grad" and stats.calls]
-        if not gradients:
+        chosen = [i for i, site in enumerate(self.order) if site.tensor == "param_grad"]
+        if not chosen:
             return None
-        if any(stats.total.nans for stats in gradients):
+        if self.totals.nans[chosen].any():
             return float("nan")
-        if any(stats.total.posinfs or stats.total.neginfs for stats in gradients):
+        if (self.totals.posinfs + self.totals.neginfs)[chosen].any():
             return float("inf")
-        return float(np.sqrt(sum(stats.total.l2_norm**2 / stats.calls for stats in gradients)))
+        calls = [self[self.order[i]].calls for i in chosen]
+        return float(np.sqrt((self.totals.l2_norm[chosen] ** 2 / calls).sum()))
 
     def compact(self) -> Snapshot:
         """The totals alone, for keeping: less than a kilobyte for each site, and for each SiteStats kept of it.
@@ -275,10 +108,99 @@ class Snapshot(Mapping[Site, SiteStats]):
         A Snapshot holds the copy of the whole step's state, and so does every SiteStats that is kept of it. Of this
         one ``channels`` and ``histogram`` are None; everything else is the same.
         """
-        sites = {site: stats._compact() for site, stats in self.items()}
+        whole = whole_of(list(self.values()))
+        sites = {
+            site: SiteStats(whole[:, i : i + 1].copy(), stats.calls, None, False)
+            for i, (site, stats) in enumerate(self.items())
+        }
         compact = Snapshot(self.step, sites, list(self.order), dict(self.scalars), self.grad_scale, self.overflowed)
         compact.skipped = dict(self.skipped)
         return compact
+
+    def select(self, names: str | Iterable[str] = "*", tensors: str | Iterable[str] | None = None) -> Snapshot:
+        """The sites whose name matches one of the globs, in the same order; the statistics are not copied.
+
+        ``names``: globs as `attach` has them (``*`` crosses dots, "" is the model). ``tensors``: their tensors, None
+        for all: "output" takes "output.0" as well. ``skipped`` is selected, too; what concerns the step stays.
+        ValueError for a glob or a tensor that no site of this Snapshot has.
+        """
+        globs = [names] if isinstance(names, str) else list(names)
+        kinds = [tensors] if isinstance(tensors, str) else list(tensors or ())
+        known = list(dict.fromkeys([*self, *self.skipped]))
+
+        def is_of(site: Site, kind: str) -> bool:
+            return site.tensor == kind or site.tensor.startswith(f"{kind}.")
+
+        for glob in globs:
+            if not any(fnmatchcase(site.name, glob) for site in known):
+                some = ", ".join(repr(name) for name in list(dict.fromkeys(site.name for site in known))[:8])
+                raise ValueError(f"select: the glob {glob!r} matches nothing; the names are {some}, ...")
+        for kind in kinds:
+            if not any(is_of(site, kind) for site in known):
+                some = ", ".join(dict.fromkeys(site.tensor for site in known))
+                raise ValueError(f"select: tensors: expected some of {some}; got {kind!r}")
+        chosen = {
+            site
+            for site in known
+            if any(fnmatchcase(site.name, glob) for glob in globs)
+            and (tensors is None or any(is_of(site, kind) for kind in kinds))
+        }
+        sites = {site: stats for site, stats in self._sites.items() if site in chosen}
+        order = [site for site in self.order if site in chosen]
+        part = Snapshot(self.step, sites, order, dict(self.scalars), self.grad_scale, self.overflowed)
+        part.skipped = {site: skipped for site, skipped in self.skipped.items() if site in chosen}
+        return part
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything in the Snapshot as dicts, lists, strings and numbers, for JSON; `from_dict` reads it.
+
+        ``json.loads(json.dumps(d))`` gives every number back exactly; Infinity and NaN are written as Python's json
+        writes them (``allow_nan``). Of a site: ``state``, the rows of `State` as they were measured, a list with one
+        number for each channel; ``scale``, by which values are divided when they are read; ``histogram``, with the
+        counts of the state (512 by sign and exponent, 64 octaves a channel; ``linear`` ones with those outside before
+        and behind them).
+        """
+        return {
+            "version": _VERSION,
+            "step": self.step,
+            "scalars": dict(self.scalars),
+            "grad_scale": self.grad_scale,
+            "overflowed": self.overflowed,
+            "order": [list(site) for site in self.order],
+            "skipped": [{**site._asdict(), **skipped._asdict()} for site, skipped in self.skipped.items()],
+            "sites": [{**site._asdict(), **stats._to_dict()} for site, stats in self._sites.items()],
+        }
+
+    @classmethod
+    def from_dict(cls, d: Mapping[str, Any]) -> Snapshot:
+        """What `to_dict` gave. ValueError where it is of another version, or a state or histogram has another shape."""
+        if d.get("version") != _VERSION:
+            raise ValueError(f"from_dict: expected version {_VERSION}, got {d.get('version')!r}")
+        snapshot = cls(
+            d["step"],
+            {Site(each["name"], each["tensor"]): SiteStats._from_dict(each) for each in d["sites"]},
+            [Site(*site) for site in d["order"]],
+            dict(d["scalars"]),
+            d["grad_scale"],
+            d["overflowed"],
+        )
+        snapshot.skipped = {
+            Site(each["name"], each["tensor"]): Skipped(each["reason"], each["times"]) for each in d["skipped"]
+        }
+        return snapshot
+
+    def equals(self, other: Snapshot) -> bool:
+        """Whether everything is the same: order, scalars, what was skipped, and every state and histogram to the bit.
+
+        A NaN equals any NaN.
+        """
+        return self._content() == other._content()
+
+    def _content(self) -> tuple[Any, ...]:
+        scale = None if self.grad_scale is None else bits_of(self.grad_scale)
+        step = (self.step, list(self.scalars), bits_of(list(self.scalars.values())), scale, self.overflowed)
+        sites = [(site, stats._content()) for site, stats in self._sites.items()]
+        return step, self.order, list(self.skipped.items()), sites
 
     def __repr__(self) -> str:
         return f"Snapshot(step={self.step}, {len(self.order)} of {len(self)} sites fired)"
@@ -289,64 +211,110 @@ class Snapshot(Mapping[Site, SiteStats]):
         ``sort``: a statistic's name (ValueError for another one). ``channels`` says how many are kept apart, ``dim``
         along which dimension. Sites that did not fire come last, and those that are not measured, each with the reason.
         """
-        if sort is not None and sort not in STATISTICS:
-            raise ValueError(f"sort: expected one of {', '.join(STATISTICS)}, got {sort!r}")
-        fired = list(self.order)
-        if sort is not None:
-            fired.sort(key=lambda site: -np.nan_to_num(getattr(self[site].total, sort), nan=-np.inf))
         shown = ["mean", "std", "rms", "abs_max"]
-        if sort is not None and sort not in (*shown, "count", "zeros", "nans", "posinfs", "neginfs"):
-            shown.append(sort)
-        rows = [["site", "tensor", "calls", "channels", "dim", *shown, "zeros%", "nan", "inf"]]
-        for site in fired:
-            stats = self[site]
-            all_ = stats.total
-            channels = "-" if stats.channels is None else str(len(stats.channels.count))
+        if sort is not None:
+            _check_statistics("sort", [sort])
+            if sort not in (*shown, "count", "zeros", "nans", "posinfs", "neginfs"):
+                shown.append(sort)
+        totals = self.totals
+        with np.errstate(invalid="ignore"):
+            zeros = [f"{share:.1f}" for share in (100 * totals.zeros / totals.count).tolist()]
+        columns = [
+            *([f"{number:.3g}" for number in getattr(totals, name).tolist()] for name in shown),
+            ["-" if share == "nan" else share for share in zeros],
+            [f"{number:.0f}" for number in totals.nans.tolist()],
+            [f"{number:.0f}" for number in (totals.posinfs + totals.neginfs).tolist()],
+        ]
+        rows = []
+        for site, *numbers in zip(self.order, *columns, strict=True):
+            stats = self._sites[site]
+            channels = str(stats._measured.shape[1]) if stats._per_channel else "-"
             dim = "-" if stats.channel_dim is None else str(stats.channel_dim)
-            numbers = [f"{getattr(all_, name):.3g}" for name in shown]
-            zeros = f"{100 * all_.zeros / all_.count:.1f}" if all_.count else "-"
-            counts = [f"{all_.nans:.0f}", f"{all_.posinfs + all_.neginfs:.0f}"]
-            rows.append(
-                [site.name or "(model)", site.tensor, str(stats.calls), channels, dim, *numbers, zeros, *counts]
-            )
+            rows.append([site.name or "(model)", site.tensor, str(stats.calls), channels, dim, *numbers])
+        if sort is not None:
+            rows = [rows[i] for i in np.argsort(-np.nan_to_num(getattr(totals, sort), nan=-np.inf), kind="stable")]
+        rows.insert(0, ["site", "tensor", "calls", "channels", "dim", *shown, "zeros%", "nan", "inf"])
         lines = _aligned(rows, left=2)
-        silent = [site for site in self if self[site].calls == 0]
+        silent = [site for site, stats in self._sites.items() if stats.calls == 0]
         if silent:
             lines.append(f"did not fire: {', '.join(map(str, silent))}")
         lines += [f"not measured: {site}: {skipped}" for site, skipped in self.skipped.items()]
         return "\n".join(lines)
 
     def flat(self, *statistics: str) -> dict[str, float]:
-        """The totals as ``{"name/tensor/statistic": value}``, for loggers. Without arguments, all statistics."""
-        unknown = [name for name in statistics if name not in STATISTICS]
-        if unknown:
-            raise ValueError(f"flat: expected some of {', '.join(STATISTICS)}; got {', '.join(unknown)}")
+        """The totals as ``{"tensor/statistic/name": value}``, for loggers. Without arguments, all statistics.
+
+        ``output/rms/layers.0.mlp``: loggers group by what comes first, so that one panel, or section, shows one
+        statistic of all sites. The model itself, which has no name, is ``output/rms/whole-model`` there: no module's
+        path looks like that, and every logger takes it. ValueError for an unknown statistic.
+        """
+        _check_statistics("flat", statistics)
+        columns = [(name, getattr(self.totals, name).tolist()) for name in statistics or STATISTICS]
         return {
-            "/".join(filter(None, (*site, name))): getattr(self[site].total, name)
-            for site in self.order
-            for name in statistics or STATISTICS
+            f"{site.tensor}/{name}/{site.name or 'whole-model'}": column[i]
+            for i, site in enumerate(self.order)
+            for name, column in columns
         }
 
-    def to_pandas(self) -> pandas.DataFrame:
-        """A DataFrame of the totals: a row for each site in order of execution, indexed by (name, tensor)."""
+    def top_channels(self, statistic: str, k: int) -> list[ChannelValue]:
+        """The ``k`` channels with the largest value of a statistic, over all sites that keep channels; largest first.
+
+        ``snapshot.top_channels("abs_max", 10)``: as (site, channel, value). Fewer where there are fewer; channels
+        whose value is NaN are left out, and equal ones come in order of execution. ValueError for an unknown statistic.
+        """
+        _check_statistics("top_channels", [statistic])
+        if k < 1:
+            raise ValueError(f"top_channels: expected k >= 1, got {k}")
+        sites, widths, stats = self._channels()
+        values = getattr(stats, statistic)
+        known = values[~np.isnan(values)]
+        least = np.partition(known, -k)[-k] if k < len(known) else -np.inf
+        candidates = np.flatnonzero(values >= least)
+        largest = candidates[np.argsort(-values[candidates], kind="stable")[:k]]
+        ends = np.cumsum(widths)
+        at = np.searchsorted(ends, largest, side="right")
+        channels = largest - (ends - widths)[at]
+        found = zip(at.tolist(), channels.tolist(), values[largest].tolist(), strict=True)
+        return [ChannelValue(sites[i], channel, value) for i, channel, value in found]
+
+    def _channels(self) -> tuple[list[Site], Counts, Stats[Array]]:
+        """The sites that fired and keep channels, how many each has, and the statistics of all, side by side."""
+        sites = [site for site in self.order if self._sites[site]._per_channel]
+        moments, widths, scales = side_by_side([self._sites[site] for site in sites])
+        return sites, widths, Stats(moments if (scales == 1).all() else divided(moments, np.repeat(scales, widths)))
+
+    def to_pandas(self, channels: bool = False) -> pandas.DataFrame:
+        """A DataFrame of the totals: a row for each site in order of execution, indexed by (name, tensor).
+
+        ``channels=True``: a row for each channel of each site that keeps them, indexed by (name, tensor, channel).
+        """
         try:
             import pandas
         except ImportError:
             raise ImportError("to_pandas needs pandas: pip install 'hookstats[pandas]'") from None
-        rows = [
-            {"calls": self[site].calls} | {name: getattr(self[site].total, name) for name in STATISTICS}
-            for site in self.order
-        ]
-        index = pandas.MultiIndex.from_tuples(self.order, names=["name", "tensor"])
-        return pandas.DataFrame(rows, index=index, columns=["calls", *STATISTICS])
+        sites, widths, stats = self.order, np.ones(len(self.order), np.int64), self.totals
+        if channels:
+            sites, widths, stats = self._channels()
+        places = np.repeat(np.arange(len(sites)), widths)
+        levels = {part: [getattr(site, part) for site in sites] for part in Site._fields}
+        index = {part: np.array(level, object)[places] for part, level in levels.items()}
+        if channels:
+            index["channel"] = np.arange(len(places)) - np.repeat(np.cumsum(widths) - widths, widths)
+        calls = np.array([self._sites[site].calls for site in sites], np.int64)[places]
+        columns = {"calls": calls} | {name: getattr(stats, name) for name in STATISTICS}
+        return pandas.DataFrame(columns, pandas.MultiIndex.from_arrays(list(index.values()), names=list(index)))
+
+
+def _check_statistics(argument: str, names: Sequence[str]) -> None:
+    unknown = [name for name in names if name not in STATISTICS]
+    if unknown:
+        raise ValueError(f"{argument}: expected one of {', '.join(STATISTICS)}; got {', '.join(map(repr, unknown))}")
 
 
 def _aligned(rows: list[list[str]], left: int) -> list[str]:
     """Columns under each other: the first `left` to the left, the others to the right; a rule under the head."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
-        lines.append("  ".join(cells).rstrip())
-    lines.insert(1, "-" * len("  ".join("-" * w for w in widths)))
+    line = "  ".join(f"{{:{'<' if i < left else '>'}{width}}}" for i, width in enumerate(widths)).format
+    lines = [line(*row) for row in rows]
+    lines.insert(1, "-" * (sum(widths) + 2 * len(widths) - 2))
     return lines

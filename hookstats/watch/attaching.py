@@ -18,7 +18,7 @@ from hookstats.modules import order
 from hookstats.modules.channels import channel_dim_of
 from hookstats.modules.selection import Globs, Modules
 from hookstats.numbers.fields import Bins, ExponentBins, Site
-from hookstats.numbers.snapshot import SiteStats
+from hookstats.numbers.site_stats import SiteStats
 from hookstats.watch.arguments import (
     DEFAULT_TENSORS,
     Sink,

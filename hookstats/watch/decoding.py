@@ -9,7 +9,8 @@ import torch
 
 from hookstats import _native
 from hookstats.numbers.fields import FIELDS, Bins, Counts, Site, histogram_shape, total
-from hookstats.numbers.snapshot import SiteStats, Snapshot
+from hookstats.numbers.site_stats import SiteStats
+from hookstats.numbers.snapshot import Snapshot
 from hookstats.watch.memory import Place, Store
 
 Blocks: TypeAlias = dict[tuple[torch.device, int], Counts]  # copies of blocks, by device and number
@@ -97,7 +98,9 @@ def _merged(parts: list[_Part]) -> _Part:
             part.moments = total(part.moments)[:, None]
             if part.bins is not None and part.bins.ndim == 2:
                 part.bins = part.bins.sum(0, keepdims=True)
-    whole.moments = total(np.stack([part.moments for part in parts], axis=-1))
+    side_by_side = np.stack([part.moments for part in parts], axis=-1)
+    starts = np.arange(0, side_by_side[0].size, len(parts))
+    whole.moments = total(side_by_side.reshape(len(FIELDS), -1), starts)
     if whole.bins is not None:
         whole.bins = np.sum([part.bins for part in parts if part.bins is not None], axis=0)
     return whole

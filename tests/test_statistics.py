@@ -1,0 +1,75 @@
+"""The table of fields and that of statistics: merging, scaling, types."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import hookstats
+from hookstats.numbers import fields
+from tests import reference
+from tests.conftest import ROOT, compare
+
+
+def test_the_statistics_are_listed_and_each_has_a_reference() -> None:
+    total = hookstats.measure(torch.randn(6, 2)).total
+    assert set(fields.STATISTICS) == {*reference.STATISTICS, *reference.COUNTED} <= set(dir(total))
+    assert all(isinstance(getattr(total, name), float) for name in fields.STATISTICS)
+
+
+TYPED = """
+import numpy as np
+import hookstats
+def f(s: hookstats.SiteStats) -> None:
+    reveal_type(s.total.rms)
+    assert s.channels is not None
+    reveal_type(s.channels.rms)
+    s.total.size
+"""
+
+
+def test_a_type_checker_tells_floats_from_arrays_and_refuses_unknown_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api = pytest.importorskip("mypy.api")
+    monkeypatch.chdir(ROOT)
+    (tmp_path / "typed.py").write_text(TYPED)
+    found = api.run([str(tmp_path / "typed.py"), "--follow-imports=silent"])[0]
+    assert 'typed.py:5: note: Revealed type is "float"' in found.replace("builtins.", "")
+    assert 'typed.py:7: note: Revealed type is "numpy.ndarray[' in found
+    assert 'typed.py:8: error: "Stats[float]" has no attribute "size"' in found
+
+
+def sites(widths: list[int]) -> tuple[list[torch.Tensor], np.ndarray, np.ndarray]:
+    """Data of each site, one row a channel; their states side by side; where each begins."""
+    data = [torch.randn(9, width, dtype=torch.float64) * 3 + 100 * i for i, width in enumerate(widths)]
+    data[0][2:, 0] = float("nan")
+    data[1][:, 0] = float("inf")
+    states = [hookstats.measure(x, histogram=None)._moments for x in data]
+    return data, np.concatenate(states, axis=1), np.cumsum([0, *widths[:-1]])
+
+
+def test_states_of_many_sites_fold_as_each_does_alone() -> None:
+    data, states, starts = sites([5, 2, 1, 1, 300, 3])
+    together = fields.total(states, starts)
+    assert together.shape == (len(fields.FIELDS), 6)
+    for x, state, whole in zip(data, np.split(states, starts[1:], axis=1), together.T, strict=True):
+        assert whole.tobytes() == fields.total(state).tobytes()
+        stats = hookstats.Stats[float](whole)
+        compare({name: getattr(stats, name) for name in fields.STATISTICS}, x.flatten().numpy(), f"{x.shape}", 1e-12)
+
+
+def test_each_of_many_states_is_divided_by_its_own_number() -> None:
+    data, states, _ = sites([1, 1, 1])
+    numbers = np.array([7.0, 1.0, 1024.0])
+    together = fields.divided(states, numbers)
+    for i, (x, by) in enumerate(zip(data, numbers, strict=True)):
+        stats = hookstats.Stats[float](together[:, i])
+        wanted = (x / by).flatten().numpy()
+        got = {name: getattr(stats, name) for name in fields.STATISTICS}
+        np.testing.assert_allclose(
+            list(got.values()), [reference.statistics(wanted)[name].item() for name in got], rtol=1e-12
+        )
