@@ -52,7 +52,7 @@ struct Counted {
 
   std::optional<Rows> on(at::Device device) const {
     for (const Rows& each : rows) {
-      if (each.listed.device() == device) return each;
+      if (each.row_index.device() == device) return each;
     }
     return std::nullopt;
   }
@@ -235,7 +235,7 @@ class GradientHook : public torch::autograd::FunctionPreHook {
     auto call = py::reinterpret_borrow<py::object>(observed_->in_graph->ptr(getPyInterpreter()));
     if (rows_) {
       const auto partial = py::module_::import("functools").attr("partial");
-      call = partial(call, py::arg("rows") = py::make_tuple(rows_->listed, rows_->kept));
+      call = partial(call, py::arg("rows") = py::make_tuple(rows_->row_index, rows_->kept));
     }
     args.add_tensor_pre_hook(c10::SafePyObject(call.release().ptr(), getPyInterpreter()), int(index_));
   }
@@ -276,18 +276,18 @@ PyObject* observe(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
   const Times::Span span(observed.enabled->times.load(), x.device(), 1);
   const auto counted = observed.enabled->counted_here();
   const std::optional<Rows> rows = counted ? counted->on(x.device()) : std::nullopt;
-  const Rows* listed = rows ? &*rows : nullptr;
+  const Rows* counting = rows ? &*rows : nullptr;
   try {
     if (!observed.output) {
-      const bool concerned = described(x, site, listed).layout.row_dims > 0;  // throws what accumulate would
-      if (listed) ++(concerned ? counted->concerned : counted->others);
+      const bool concerned = described(x, site, counting).layout.row_dims > 0;  // throws what accumulate would
+      if (counting) ++(concerned ? counted->concerned : counted->others);
     } else if (!backward_is_running()) {
       // Only where it takes longer than getting the GIL back: a launch does not, nor does a small tensor.
       constexpr int64_t kLong = 1 << 15;
       std::optional<py::gil_scoped_release> release;
       if (x.is_cpu() && x.numel() >= kLong) release.emplace();
-      const bool concerned = accumulate(x, site, listed);
-      if (listed) ++(concerned ? counted->concerned : counted->others);
+      const bool concerned = accumulate(x, site, counting);
+      if (counting) ++(concerned ? counted->concerned : counted->others);
     }
     // A leaf's gradient is its owner's, and a hook on it would outlive the step.
     if (observed.gradient && x.requires_grad()) {
@@ -370,7 +370,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           "met", [](const Counted& counted) { return std::make_pair(counted.concerned.load(), counted.others.load()); })
       .def("set_rows", [](Counted& counted, const std::vector<std::pair<at::Tensor, at::Tensor>>& rows) {
         counted.rows.clear();
-        for (const auto& [listed, kept] : rows) counted.rows.push_back({listed, kept});
+        for (const auto& [row_index, kept] : rows) counted.rows.push_back({row_index, kept});
       });
   py::class_<Enabled, std::shared_ptr<Enabled>>(m, "Enabled")
       .def(py::init<at::Tensor>())

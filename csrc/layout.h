@@ -23,9 +23,9 @@ struct Layout {
   int64_t size[kMaxDims] = {};
   int64_t stride[kMaxDims] = {};
 
-  int row_dims = 0;                 // the first dimensions, of which only the rows listed count; 0: all rows count
-  const int32_t* listed = nullptr;  // the numbers of those rows
-  const int32_t* kept = nullptr;    // if only the device knows how many there are: then `count` is of all rows
+  int row_dims = 0;                    // the first dimensions, of which only the rows listed count; 0: all rows count
+  const int32_t* row_index = nullptr;  // the numbers of those rows
+  const int32_t* kept = nullptr;       // if only the device knows how many there are: then `count` is of all rows
 
   // Innermost dimension beside the rows; one element where there is none.
   HOOKSTATS_HD int64_t inner_size() const { return ndim > row_dims ? size[ndim - 1] : 1; }
@@ -47,11 +47,11 @@ struct Layout {
   HOOKSTATS_HD int64_t offset(int64_t i) const {
     int64_t at = 0;
     for (int d = ndim - 1; d > 0; --d) {
-      if (d == row_dims - 1) i = listed[i];
+      if (d == row_dims - 1) i = row_index[i];
       at += i % size[d] * stride[d];
       i /= size[d];
     }
-    if (row_dims == 1) i = listed[i];
+    if (row_dims == 1) i = row_index[i];
     return ndim ? at + i * stride[0] : 0;
   }
 

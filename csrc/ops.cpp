@@ -108,12 +108,12 @@ Layout layout_of(const at::Tensor& x, const State& state, int64_t channel_dim, c
   for (int64_t d = 0; d < ndim; ++d) {
     if (d != channel) dims.push_back({x.size(d), x.stride(d)});
   }
-  const int64_t row_dims = rows ? row_dims_of(x, named, rows->listed) : 0;
+  const int64_t row_dims = rows ? row_dims_of(x, named, rows->row_index) : 0;
   TORCH_CHECK_VALUE(layout.set_dims(dims.data(), int(dims.size()), int(row_dims)), "hookstats: expected at most ",
                     Layout::kMaxDims, " dimensions that do not merge beside the channels, got strides ", x.strides(),
                     " for shape ", x.sizes());
   if (row_dims > 0) {
-    layout.listed = rows->listed.const_data_ptr<int32_t>();
+    layout.row_index = rows->row_index.const_data_ptr<int32_t>();
     layout.kept = rows->kept.const_data_ptr<int32_t>();
     if (!has_device_kernels(x.device())) layout.count = *std::exchange(layout.kept, nullptr) * layout.row_size();
   }
@@ -142,14 +142,14 @@ void check_one_int32(const char* name, const at::Tensor& x, at::Device device) {
 }
 
 void check_rows(const Rows& rows, at::Device device) {
-  const at::Tensor& listed = rows.listed;
-  TORCH_CHECK(listed.scalar_type() == at::kInt && listed.is_contiguous() && listed.device() == device,
-              "hookstats: rows: expected contiguous int32 on ", device, ", got ", listed.scalar_type(), " ",
-              listed.sizes(), " with strides ", listed.strides(), " on ", listed.device());
+  const at::Tensor& row_index = rows.row_index;
+  TORCH_CHECK(row_index.scalar_type() == at::kInt && row_index.is_contiguous() && row_index.device() == device,
+              "hookstats: rows: expected contiguous int32 on ", device, ", got ", row_index.scalar_type(), " ",
+              row_index.sizes(), " with strides ", row_index.strides(), " on ", row_index.device());
   check_one_int32("kept", rows.kept, device);
   if (has_device_kernels(device)) return;
   const int32_t kept = *rows.kept.const_data_ptr<int32_t>();
-  TORCH_CHECK_VALUE(0 <= kept && kept <= listed.numel(), "hookstats: kept: expected 0 to ", listed.numel(),
+  TORCH_CHECK_VALUE(0 <= kept && kept <= row_index.numel(), "hookstats: kept: expected 0 to ", row_index.numel(),
                     " rows, got ", kept);
 }
 

@@ -56,8 +56,8 @@ struct Site {
 // Of the tensors that a mask applies to, those that begin with its shape or have its elements in dimension 0, the rows
 // that count. Both int32, on the device of the data, and not written before the kernels that read them have run.
 struct Rows {
-  at::Tensor listed;  // of the mask's shape: at its beginning the numbers of those rows, ascending
-  at::Tensor kept;    // [1]: how many they are; on a GPU it is read by the kernel alone
+  at::Tensor row_index;  // of the mask's shape: at its beginning the numbers of those rows, ascending
+  at::Tensor kept;       // [1]: how many they are; on a GPU it is read by the kernel alone
 };
 
 // Folds `x`, or its rows that count, into the state. One kernel on the current stream; nothing is allocated or waited

@@ -17,7 +17,7 @@ def warn(text: str) -> None:
 
 
 class WarnOnce:
-    """Of each thing, the first warning only."""
+    """The first warning of each thing only."""
 
     def __init__(self) -> None:
         self._told: list[object] = []

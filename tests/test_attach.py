@@ -377,7 +377,13 @@ def test_what_is_excluded_is_left_out_with_all_inside_it() -> None:
     assert names == blocks | weights | {"head", "head.weight"}
     chosen = hookstats.attach(model, "blocks.*", tensors="output", exclude="blocks.[12]")
     assert {site.name for site in chosen.sites} == {"blocks.0", "blocks.0.norm", "blocks.0.up", "blocks.0.down"}
-    with pytest.raises(ValueError, match="exclude: the glob 'nothing' matches nothing"):
+    without_norms = hookstats.attach(
+        model, tensors=kinds, exclude=lambda name, module: isinstance(module, nn.LayerNorm)
+    )
+    assert not [site for site in without_norms.sites if ".norm" in site.name]
+    with pytest.raises(TypeError, match=r"exclude: expected globs, or a callable .* got 7"):
+        hookstats.attach(model, exclude=7)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"exclude: the glob 'nothing' matches nothing"):
         hookstats.attach(model, exclude="nothing")
     with pytest.raises(ValueError, match="selected none"):
         hookstats.attach(model, "blocks.0", exclude="blocks.0")

@@ -100,7 +100,7 @@ LaneSamples* partials(int64_t count) {
 // Of the elements first .. first + n - 1 of channel 0.
 void offsets(const Layout& layout, int64_t first, int n, int64_t* at) {
   if (layout.row_dims == 1 && layout.ndim == 1) {  // as below, without its divisions
-    for (int i = 0; i < n; ++i) at[i] = layout.listed[first + i] * layout.stride[0];
+    for (int i = 0; i < n; ++i) at[i] = layout.row_index[first + i] * layout.stride[0];
     return;
   }
   for (int i = 0; i < n;) {

@@ -50,7 +50,7 @@ __device__ __forceinline__ void run_block(const scalar_t* data, const Job& job, 
   using Sizes = Shared<scalar_t, kPack, kPlaces, Walker, kind>;
   using Whole = BlockSums<acc_of<scalar_t>>;
   HOOKSTATS_DYNAMIC_SHARED(dynamic);
-  HOOKSTATS_SHARED(unsigned, odd_counts, Odd::kWords);
+  HOOKSTATS_SHARED(unsigned, nonfinite_counts, NonFinite::kWords);
   HOOKSTATS_SHARED(Arrival, says, 1);  // thread 0 to its block
   double* const shared = dynamic + Sizes::kHistogram / sizeof(double);
   void* const ring = shared + Sizes::kSums / sizeof(double);
@@ -79,7 +79,7 @@ __device__ __forceinline__ void run_block(const scalar_t* data, const Job& job, 
                                exchanges<kPlaces>(geometry, thread));
 
   const Histogram histogram(reinterpret_cast<unsigned*>(dynamic), job.state, geometry, first_channel, thread);
-  const Odd odd(odd_counts, thread);
+  const NonFinite nonfinite(nonfinite_counts, thread);
   // The flag may change while the kernel runs, from another stream: each block reads it once, and blocks that see it
   // off still arrive, so that the moments of such a launch are dropped and the next one finds its scratch clean. So do
   // those of a tensor of which no row counts.
@@ -104,7 +104,7 @@ __device__ __forceinline__ void run_block(const scalar_t* data, const Job& job, 
     const int at_once = Histogram::kMostRows / geometry.groups / Sizes::Reads::kTilePacks * Sizes::Reads::kTilePacks;
     const int64_t most = geometry.lanes_first ? divide_up(share, geometry.groups) : 0;
     for (int64_t until = at_once;; until += at_once) {
-      reader.read(geometry.lanes_first ? int(until) : INT32_MAX, histogram, odd, lane * kPlaces);
+      reader.read(geometry.lanes_first ? int(until) : INT32_MAX, histogram, nonfinite, lane * kPlaces);
       __syncthreads();
       if (until >= most) break;
       histogram.add_to_state(job.state, geometry, first_channel, channels, thread);
@@ -115,7 +115,7 @@ __device__ __forceinline__ void run_block(const scalar_t* data, const Job& job, 
     if (owns) {  // while the block is folded
       before = WideSums::of(load_state<Moments>(job.state.moments + channel, job.state.row_stride));
     }
-    odd.add_to_state(job.state, first_channel, thread);
+    nonfinite.add_to_state(job.state, first_channel, thread);
     histogram.add_to_state(job.state, geometry, first_channel, channels, thread);
     fold_block<Whole, kPlaces>(shared, geometry, thread);
     if (owns) {

@@ -77,11 +77,11 @@ struct Extremes<scalar_t, n, true> {
 };
 
 // Values that are not finite, by channel of the block: [NaN, +Inf, -Inf][kBlockChannels] in shared memory.
-struct Odd {
+struct NonFinite {
   static constexpr int kKinds = 3, kWords = kKinds * kBlockChannels;
   unsigned* counts;
 
-  __device__ Odd(unsigned* shared, int thread) : counts(shared) {
+  __device__ NonFinite(unsigned* shared, int thread) : counts(shared) {
     if (thread < kWords) counts[thread] = 0;
   }
   __device__ void add(int channel, double x) const {
@@ -302,7 +302,7 @@ struct Reader {
 
   // The exact way through a tile: in float64, what is not finite counted apart. One channel after the other, to leave
   // the registers to the fast way.
-  __device__ void read_again(const Walker& start, int packs, const Odd& odd, int channel) {
+  __device__ void read_again(const Walker& start, int packs, const NonFinite& nonfinite, int channel) {
     constexpr int kValues = 8, kBatch = kValues / kPlaces;
 #pragma unroll 1
     for (int c = 0; c < kChannels; ++c) {
@@ -322,7 +322,7 @@ struct Reader {
           if (x - x == 0) {
             whole.add(x);
           } else {
-            odd.add(channel + c, x);
+            nonfinite.add(channel + c, x);
           }
         }
       }
@@ -333,7 +333,7 @@ struct Reader {
 
   // On to pack number `until`, whole tiles, or to the last. `channel`: the first of the thread's channels in its block.
   template <class Histogram>
-  __device__ void read(int until, const Histogram& histogram, const Odd& odd, int channel) {
+  __device__ void read(int until, const Histogram& histogram, const NonFinite& nonfinite, int channel) {
     constexpr int kGroup = Feed::kGroup;
     if (until > count) until = count;
     Load taken[kGroup];
@@ -363,7 +363,7 @@ struct Reader {
       if (all_hold) {
         close_tile(packs, inverse_count);
       } else {
-        read_again(Walker(data, layout, first + done * step, step), packs, odd, channel);
+        read_again(Walker(data, layout, first + done * step, step), packs, nonfinite, channel);
       }
       done += packs;
     }

@@ -77,7 +77,7 @@ struct ListedWalker {
     step_inner = unsigned(step % inner_size);
   }
   __device__ const scalar_t* next() {
-    const uint64_t listed = unsigned(load_constant(layout.listed + row)), within = inner;
+    const uint64_t listed = unsigned(load_constant(layout.row_index + row)), within = inner;
     const scalar_t* here = data + (listed * unsigned(layout.stride[0]) + within * unsigned(layout.stride[1]));
     row += step_row;
     inner += step_inner;

@@ -10,7 +10,7 @@ from torch import nn
 
 from hookstats.modules.selection import Slot, as_globs, matches
 
-# Of torch.nn, what has features in the last place of all that it returns.
+# Modules of torch.nn whose features are in the last place of all that they return.
 _LAST = (
     nn.RNNBase,
     nn.RNNCellBase,

@@ -133,5 +133,5 @@ def _usual(ndim: int) -> int:
 
 
 def seen_of(tensor: torch.Tensor) -> Seen:
-    """Of a tensor with data."""
+    """What evidence needs of a tensor with data."""
     return Seen(tuple(tensor.shape), tensor.stride())

@@ -79,7 +79,7 @@ def as_globs(argument: str, globs: str | Iterable[str], names: Iterable[str]) ->
 
 
 def select(
-    model: nn.Module, modules: Modules, exclude: Globs | None, parameters: bool
+    model: nn.Module, modules: Modules, exclude: Modules, parameters: bool
 ) -> tuple[dict[str, nn.Module], dict[str, Slot]]:
     """The watched modules, and (if wanted) the watched parameters, by clean name.
 
@@ -105,25 +105,28 @@ def select(
 
 
 def _asked_for(
-    modules: Globs | Callable[[str, nn.Module], bool], named: Mapping[str, nn.Module], names: Iterable[str]
+    modules: Modules, named: Mapping[str, nn.Module], names: Iterable[str], argument: str = "modules"
 ) -> tuple[list[str], dict[str, nn.Module]]:
     """The globs over these names, if they are globs; and the modules."""
     if isinstance(modules, type) or not (callable(modules) or isinstance(modules, Iterable)):
-        raise TypeError(f"modules: expected globs, or a callable (name, module) -> bool; got {modules!r}")
+        raise TypeError(f"{argument}: expected globs, or a callable (name, module) -> bool; got {modules!r}")
     if callable(modules):
         return [], {name: module for name, module in named.items() if modules(name, module)}
-    globs = as_globs("modules", modules, names)
+    globs = as_globs(argument, modules, names)
     return globs, {name: module for name, module in named.items() if matches(name, globs)}
 
 
-def _excluded(named: Mapping[str, nn.Module], slots: Mapping[str, Slot], exclude: Globs | None) -> set[str]:
+def _excluded(named: Mapping[str, nn.Module], slots: Mapping[str, Slot], exclude: Modules) -> set[str]:
     """The names of the modules and parameters that are excluded, and of all that is in these modules."""
     if exclude is None:
         return set()
-    globs = as_globs("exclude", exclude, [*named, *slots])
-    roots = [name for name in named if matches(name, globs)]
-    inside = tuple(f"{root}." for root in roots if root)
-    return {name for name in (*named, *slots) if matches(name, globs) or "" in roots or name.startswith(inside)}
+    globs, chosen = _asked_for(exclude, named, [*named, *slots], "exclude")
+    inside = tuple(f"{root}." for root in chosen if root)
+    return {
+        name
+        for name in (*named, *slots)
+        if name in chosen or matches(name, globs) or "" in chosen or name.startswith(inside)
+    }
 
 
 class Slot(NamedTuple):
@@ -148,9 +151,7 @@ def _slots(named: Mapping[str, nn.Module]) -> dict[str, Slot]:
     return slots
 
 
-def modules_at(
-    model: nn.Module, modules: Globs | Callable[[str, nn.Module], bool], exclude: Globs | None
-) -> dict[str, nn.Module]:
+def modules_at(model: nn.Module, modules: Modules, exclude: Modules) -> dict[str, nn.Module]:
     """The modules that are chosen, by clean name. For hooks that must not miss what was asked for.
 
     Raises:

@@ -282,7 +282,7 @@ Bins: TypeAlias = ExponentBins | LinearBins
 
 
 def histogram_shape(bins: Bins | None, channels: int) -> tuple[int, ...]:
-    """Of the histogram in a state; (0,) without one. Linear bins have a counter for what lies below, and above."""
+    """The shape of a state's histogram; (0,) without one. Linear bins have a counter for what lies below, and above."""
     if bins is None:
         return (0,)
     if isinstance(bins, LinearBins):

@@ -85,15 +85,15 @@ class Density:
         return np.where(count > 0, np.where(negative, -inside, inside), np.nan)[:, 0]
 
     def share_below(self, x: float) -> Array:
-        """``[rows]``: of the values that are smaller than x; NaN where a row is empty."""
+        """``[rows]``: the share of the values that are smaller than x; NaN where a row is empty."""
         return self._mean(np.where(self._lower >= x, 0.0, np.where(self._upper <= x, 1.0, self._below(x))))
 
     def share_above(self, x: float) -> Array:
-        """``[rows]``: of the values that are larger than x; NaN where a row is empty."""
+        """``[rows]``: the share of the values that are larger than x; NaN where a row is empty."""
         return self._mean(np.where(self._upper <= x, 0.0, np.where(self._lower >= x, 1.0, 1 - self._below(x))))
 
     def _below(self, x: float) -> Array:
-        """Of each bin's values."""
+        """The share of each bin's values that are below x, in magnitude."""
         with np.errstate(all="ignore"):
             at = np.clip(np.where(self._negative, -x, x), self._near, self._far)
             by_power = _grown(self._exponent, np.log(at / self._near)) / _grown(self._exponent, self._length)

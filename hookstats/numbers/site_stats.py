@@ -72,7 +72,7 @@ class SiteStats:
 
     @cached_property
     def histogram(self) -> Histogram | None:
-        """Of the finite values."""
+        """The histogram of the finite values."""
         if self._histogram is None:
             return None
         if isinstance(self._bins, LinearBins):
@@ -197,13 +197,13 @@ def side_by_side(sites: Sequence[SiteStats]) -> tuple[Array, Counts, Array]:
 
 
 def whole_of(sites: Sequence[SiteStats]) -> Array:
-    """``[fields, sites]``: of each, all channels together."""
+    """``[fields, sites]``: all channels of each site together."""
     moments, widths, scales = side_by_side(sites)
     together = total(moments, np.cumsum(widths) - widths)
     return together if (scales == 1).all() else divided(together, scales)
 
 
 def bits_of(values: Any) -> bytes:
-    """Of float64, with one NaN for all."""
+    """The bits of float64, with one NaN for all."""
     array = np.asarray(values, np.float64)
     return np.where(np.isnan(array), np.nan, array).tobytes()

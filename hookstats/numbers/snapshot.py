@@ -88,7 +88,7 @@ class Snapshot(Mapping[Site, SiteStats]):
         """The L2 norm of the watched parameters' gradients together, as ``clip_grad_norm_`` returns it.
 
         Of the gradients that the optimizer was given, after clipping, where they were clipped; or as they were when
-        `Monitor.measure_gradients` was called. Of this process.
+        `Monitor.measure_gradients` was called. It is that of this process.
         Where an optimizer stepped several times in the step, the root of the mean square over these. Infinite or NaN
         where a gradient is, None where no ``param_grad`` was measured.
         """
@@ -105,7 +105,7 @@ class Snapshot(Mapping[Site, SiteStats]):
     def compact(self) -> Snapshot:
         """The totals alone, for keeping: less than a kilobyte for each site, and for each SiteStats kept of it.
 
-        A Snapshot holds the copy of the whole step's state, and so does every SiteStats that is kept of it. Of this
+        A Snapshot holds the copy of the whole step's state, and so does every SiteStats that is kept of it. In this
         one ``channels`` and ``histogram`` are None; everything else is the same.
         """
         whole = whole_of(list(self.values()))
@@ -155,7 +155,7 @@ class Snapshot(Mapping[Site, SiteStats]):
         """Everything in the Snapshot as dicts, lists, strings and numbers, for JSON; `from_dict` reads it.
 
         ``json.loads(json.dumps(d))`` gives every number back exactly; Infinity and NaN are written as Python's json
-        writes them (``allow_nan``). Of a site: ``state``, the rows of `State` as they were measured, a list with one
+        writes them (``allow_nan``). A site has ``state``, the rows of `State` as they were measured, a list with one
         number for each channel; ``scale``, by which values are divided when they are read; ``histogram``, with the
         counts of the state (512 by sign and exponent, 64 octaves a channel; ``linear`` ones with those outside before
         and behind them).

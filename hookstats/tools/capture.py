@@ -26,7 +26,7 @@ from hookstats._warn import warn
 from hookstats.modules import order
 from hookstats.modules.channels import channel_dim_of, natural_channels
 from hookstats.modules.containers import walk
-from hookstats.modules.selection import Globs, modules_at
+from hookstats.modules.selection import Globs, Modules, modules_at
 from hookstats.tools import pictures
 
 
@@ -43,7 +43,7 @@ def capture(
     model: nn.Module,
     modules: Globs | Callable[[str, nn.Module], bool],
     *,
-    exclude: Globs | None = None,
+    exclude: Modules = None,
     every: int = 1,
     items: int = 1,
     channels: int = 16,
@@ -56,8 +56,8 @@ def capture(
         model: any module, compiled ones included.
         modules: globs over module names (``"layers.*.mlp"``; ``*`` crosses dots), or a callable
             ``(name, module) -> bool``. The first floating tensor of a tuple, list, dict or dataclass is kept.
-        exclude: globs; what they match is left out with all inside it.
-        every: every how many calls of a module one is kept; call 0 always is.
+        exclude: globs or a callable, too; what they choose is left out, with all that is inside it.
+        every: every n-th call of a module is kept, from call 0 on.
         items: how many items of a batch (the first dimension).
         channels: how many channels, along the dimension by which `attach` tells them apart.
         keep: how many captures of each module; a new one takes the place of the oldest.

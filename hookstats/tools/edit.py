@@ -5,8 +5,8 @@
     print(clip.changed)
 
 Which tensor of a module an edit changes is named as everywhere in hookstats: "output" and "input" are what leaves and
-what enters a module, "grad_output" and "grad_input" the gradients of those two. Of tuples, lists, dicts and dataclasses
-every floating tensor is changed; "output.0" or "grad_output.logits" is one of them, "input.0" the first positional
+what enters a module, "grad_output" and "grad_input" the gradients of those two. Every floating tensor in tuples, lists,
+dicts and dataclasses is changed; "output.0" or "grad_output.logits" is one of them, "input.0" the first positional
 argument, "input.mask" the keyword argument. Modules may be made of others, and the model may be compiled.
 
 - Edits of one tensor act in the order in which they were made. An edit of "grad_output" acts on the gradient of the
@@ -34,7 +34,7 @@ from torch.utils.hooks import RemovableHandle
 from hookstats import _native
 from hookstats.modules import order
 from hookstats.modules.containers import rebuilt, walk
-from hookstats.modules.selection import Globs, modules_at
+from hookstats.modules.selection import Globs, Modules, modules_at
 
 VALUES = ("output", "input")
 GRADIENTS = ("grad_output", "grad_input")
@@ -49,7 +49,7 @@ def clip_gradient(
     max: float | None,
     tensor: str = "grad_output",
     *,
-    exclude: Globs | None = None,
+    exclude: Modules = None,
     after: bool = False,
 ) -> Edit:
     """Every element of a gradient is brought into [min, max]; NaN stays NaN.
@@ -58,7 +58,7 @@ def clip_gradient(
         model: any module, compiled ones included.
         modules: globs over module names (``"layers.*.mlp"``; ``*`` crosses dots), or a callable
             ``(name, module) -> bool``. A container that matches is edited, and each of its children that matches, too.
-        exclude: globs over module names; what they match is left out, with all that is inside it.
+        exclude: globs or a callable, too; what they choose is left out, with all that is inside it.
         min: the lower bound; None: none.
         max: the upper bound; None: none.
         tensor: ``"grad_output"`` or ``"grad_input"``, or one tensor in it (``"grad_output.0"``).
@@ -91,7 +91,7 @@ def scale_gradient(
     factor: float,
     tensor: str = "grad_output",
     *,
-    exclude: Globs | None = None,
+    exclude: Modules = None,
     after: bool = False,
 ) -> Edit:
     """Every element of a gradient is multiplied by `factor`. Arguments and errors as in `clip_gradient`."""
@@ -106,7 +106,7 @@ def mask_activations(
     threshold: float,
     tensor: str = "output",
     *,
-    exclude: Globs | None = None,
+    exclude: Modules = None,
     after: bool = False,
 ) -> Edit:
     """Elements with |x| <= `threshold` become 0, and so do their gradients; NaN stays NaN.
@@ -134,7 +134,7 @@ def replace(
     fn: Change,
     tensor: str = "output",
     *,
-    exclude: Globs | None = None,
+    exclude: Modules = None,
     after: bool = False,
 ) -> Edit:
     """A tensor becomes what `fn` makes of it.
@@ -162,7 +162,7 @@ class Edit:
         change: Change,
         model: nn.Module,
         modules: Choice,
-        exclude: Globs | None,
+        exclude: Modules,
         tensor: str,
         kinds: tuple[str, ...],
         after: bool,

@@ -92,7 +92,7 @@ def check_example(example: Any) -> None:
 def channel_names(
     channels: bool | str | Iterable[str], chosen: Mapping[str, nn.Module], slots: Mapping[str, Slot]
 ) -> set[str]:
-    """Of modules and parameters; a parameter goes with its module, too."""
+    """The modules and parameters that keep channels; a parameter goes with its module, too."""
     names = [*chosen, *slots]
     if isinstance(channels, bool):
         return set(names) if channels else set()

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 from hookstats import _native
 from hookstats.modules import order
 from hookstats.modules.channels import channel_dim_of
-from hookstats.modules.selection import Globs, Modules
+from hookstats.modules.selection import Modules
 from hookstats.numbers.fields import Bins, ExponentBins, Site
 from hookstats.numbers.site_stats import SiteStats
 from hookstats.watch.arguments import (
@@ -48,7 +48,7 @@ def attach(
     model: nn.Module,
     modules: Modules = None,
     *,
-    exclude: Globs | None = None,
+    exclude: Modules = None,
     tensors: Iterable[str] = DEFAULT_TENSORS,
     channels: bool | str | Iterable[str] = True,
     channels_every: int = 1,
@@ -72,8 +72,8 @@ def attach(
         modules: globs over module names (``"layers.*.mlp"``), or a callable ``(name, module) -> bool``. None: the leaf
             modules that do something, and the direct children of every ModuleList. Parameters are those of the chosen
             modules (None: all), and those whose names the globs match (``"*.weight"``).
-        exclude: globs over the names of modules and parameters; what they match is left out, with all that is inside
-            it.
+        exclude: globs over the names of modules and parameters, or a callable; what they choose is left out, with all
+            that is inside it.
         tensors: of ``"output"``, ``"grad_output"``, ``"param_grad"`` (these by default), ``"input"``,
             ``"grad_input"``, ``"param"``, ``"param_update"``. An input is measured before the module runs; several, or
             some by name, are ``"input.0"``, ``"input.mask"``. Its gradient is the module's own share, whatever else the
@@ -81,10 +81,10 @@ def attach(
             parameter's optimizer steps: gradients are whole then, and clipped if they are clipped
             (`Monitor.measure_gradients` reads them before); without an optimizer of torch.optim in `Monitor.step`. An
             update is the new value minus the old one, of which a copy is kept while the optimizer steps, inside
-            memory_budget. Of a DTensor, this process's part is read.
+            memory_budget. This process's part of a DTensor is read.
         channels: whether statistics are kept per channel: True, False, or globs.
-        channels_every: channels and histograms leave the device at every how many measured steps, from the first on; in
-            the snapshots between they are None, and ``total`` is all that travels.
+        channels_every: channels and histograms leave the device at every n-th measured step, from the first on; in the
+            snapshots between they are None, and ``total`` is all that travels.
         channel_dim: an int, or ``{glob: int}``, of outputs and inputs. None: by the type of a torch.nn module (Linear,
             Embedding, LayerNorm: last; convolutions, BatchNorm, pooling: the one before the spatial ones), else by
             evidence: the dimension that has the size of a vector among the module's parameters; for a leaf, that of the

@@ -394,5 +394,5 @@ def _index_of(hook: Hook) -> int:
 
 
 def _has_gradient_site(hook: Hook, path: str) -> bool:
-    """Of inputs, only those that are tensors themselves are passed on as aliases whose gradients can be watched."""
+    """Only inputs that are tensors themselves are passed on as aliases, whose gradients can be watched."""
     return not isinstance(hook, InputHook) or (path.count(".") == 1 and path != REST)

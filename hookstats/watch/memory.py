@@ -52,7 +52,7 @@ def channel_dim_for(channel_dim: int, ndim: int) -> int | None:
 
 def accumulate(x: torch.Tensor, state: SiteState, skip_recomputation: bool = False, rows: Rows | None = None) -> None:
     """Folds a tensor into a state, by the operator; torch.compile traces it."""
-    listed, kept = rows or (None, None)
+    row_index, kept = rows or (None, None)
     _native.accumulate(
         x,
         state.moments,
@@ -63,7 +63,7 @@ def accumulate(x: torch.Tensor, state: SiteState, skip_recomputation: bool = Fal
         skip_recomputation,
         state.low,
         state.high,
-        listed,
+        row_index,
         kept,
     )
 

@@ -176,8 +176,8 @@ class Monitor:
             optimizer.step()
             monitor.step()
 
-        Of each parameter that has a gradient, once per measured step; behind the last backward of several. Nothing
-        without ``"param_grad"``, in a step that is not measured, or paused.
+        Call it behind the last backward of several: each gradient is read once per measured step. It does nothing
+        without ``"param_grad"``, in a step that is not measured, or while paused.
         """
         self._parameters.measure_gradients()
 
@@ -313,7 +313,7 @@ class Monitor:
 
 
 def _number(step: Any) -> int:
-    """Of a step. A tensor is a scalar that was given without its name."""
+    """The number of a step. A tensor is a scalar that was given without its name."""
     if not isinstance(step, (bool, torch.Tensor)):
         with suppress(TypeError):
             return operator.index(step)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hookstats.modules.channels import channels_of, input_channels, wanted_channel_dims
-from hookstats.modules.selection import Globs, Modules, select
+from hookstats.modules.selection import Modules, select
 from hookstats.watch.arguments import OF_PARAMETERS, channel_names, device_of
 from hookstats.watch.batches import placing
 from hookstats.watch.hooks import Hook, InputHook, Kinds, SiteSpec
@@ -17,13 +17,13 @@ from hookstats.watch.parameters import kinds_of
 
 
 class Plan:
-    """Of one model. ValueError where there is nothing to measure."""
+    """The plan for one model. ValueError where there is nothing to measure."""
 
     def __init__(
         self,
         model: nn.Module,
         modules: Modules,
-        exclude: Globs | None,
+        exclude: Modules,
         kinds: tuple[str, ...],
         channels: bool | str | Iterable[str],
         channel_dim: int | Mapping[str, int] | None,

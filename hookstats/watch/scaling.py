@@ -11,7 +11,7 @@ from torch.optim.optimizer import Optimizer
 
 
 class Scaling:
-    """Of one model's gradients. Waits for nothing: what lies on a device travels with the step."""
+    """The scale of one model's gradients. Waits for nothing: what lies on a device travels with the step."""
 
     def __init__(self, scaler: Any, model: nn.Module) -> None:
         self._scaler = scaler
@@ -35,7 +35,7 @@ class Scaling:
             self._scale = self._now()
 
     def marks(self) -> tuple[float | torch.Tensor, bool | torch.Tensor]:
-        """Of the open step, to travel with it: the scale, and whether a step was skipped for an overflow.
+        """What travels with the open step: the scale, and whether a step was skipped for an overflow.
 
         A scaler of itself lowers its scale only then.
         """

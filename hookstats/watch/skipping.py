@@ -66,7 +66,7 @@ class Skipping:
         return left_out | self._given_up
 
     def so_far(self) -> dict[Site, Skipped]:
-        """Of all steps, the open one too."""
+        """What was left out in all steps, the open one too."""
         with self._lock:
             everything = dict(self._earlier)
             _add(everything, self._open)
