@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hookstats._native import build_info
-    from hookstats.numbers.fields import ExponentBins, LinearBins, Site, Stats
+    from hookstats.numbers.fields import ExponentBins, LinearBins, Site, Skipped, Stats
     from hookstats.numbers.histogram import Histogram
     from hookstats.numbers.site_stats import SiteStats
     from hookstats.numbers.snapshot import ChannelValue, Snapshot
@@ -30,7 +30,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "hookstats._native": ["build_info"],
-    "hookstats.numbers.fields": ["ExponentBins", "LinearBins", "Site", "Stats"],
+    "hookstats.numbers.fields": ["ExponentBins", "LinearBins", "Site", "Skipped", "Stats"],
     "hookstats.numbers.histogram": ["Histogram"],
     "hookstats.numbers.site_stats": ["SiteStats"],
     "hookstats.numbers.snapshot": ["ChannelValue", "Snapshot"],
@@ -57,6 +57,7 @@ __all__ = [
     "Overhead",
     "Site",
     "SiteStats",
+    "Skipped",
     "Snapshot",
     "Stats",
     "__version__",
