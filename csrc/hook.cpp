@@ -384,7 +384,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("decide_by", [](Enabled& enabled, py::object root) { enabled.root = root.is_none() ? nullptr : root.ptr(); })
       .def("count",
            [](Enabled& enabled, std::vector<std::shared_ptr<Counted>> all) { enabled.counted = std::move(all); });
-  m.attr("THREAD_KEY") = kThreadKey;
+  // torch._C._stash_obj_in_tls, which in torch 2.11 takes a reference that it was not given.
+  m.def("name_thread", [](py::int_ ident) {
+    auto kept = std::make_shared<c10::SafePyObject>(ident.release().ptr(), getPyInterpreter());
+    at::impl::ThreadLocalPythonObjects::set(kThreadKey, std::move(kept));
+  });
   m.def("take_failures", &take_failures);
   m.def("bind", &bind, kBindDoc);
   m.def("has_no_data", &has_no_data);

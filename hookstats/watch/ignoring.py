@@ -46,7 +46,7 @@ class _Entered:
         self.thread = threading.get_ident()
         self.counted = _native.Counted(self.thread)
         self.in_graphs = IN_GRAPHS.rows
-        torch._C._stash_obj_in_tls(_native.THREAD_KEY, self.thread)
+        _native.name_thread(self.thread)
 
 
 class Ignoring:
