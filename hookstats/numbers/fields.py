@@ -7,7 +7,7 @@ extremes are over the finite values; NaN, +Inf and -Inf are counted.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias, TypeVar, overload
 
@@ -225,6 +225,10 @@ class Stats(Generic[_T]):
         """moments: ``[fields]`` or ``[fields, entries]``, a state."""
         self._state = State(moments)
 
+    def entries(self, chosen: Counts) -> Stats[_T]:
+        """Those of the entries at these places."""
+        return Stats(np.stack([row[chosen] for row in vars(self._state).values()]))
+
     if not TYPE_CHECKING:  # or every name would be in order
 
         def __getattr__(self, name: str) -> Any:
@@ -279,6 +283,17 @@ class LinearBins:
 
 
 Bins: TypeAlias = ExponentBins | LinearBins
+
+
+def bins_to_json(bins: Bins) -> dict[str, Any]:
+    linear = {"lo": float(bins.lo), "hi": float(bins.hi), "n": bins.n} if isinstance(bins, LinearBins) else None
+    return {"linear": linear, "per_channel": bins.per_channel}
+
+
+def bins_from_json(d: Mapping[str, Any]) -> Bins:
+    """What `bins_to_json` gave. KeyError, TypeError or ValueError for anything else."""
+    linear, per_channel = d["linear"], bool(d["per_channel"])
+    return ExponentBins(per_channel) if linear is None else LinearBins(**linear, per_channel=per_channel)
 
 
 def histogram_shape(bins: Bins | None, channels: int) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -16,6 +16,8 @@ from hookstats.numbers.fields import (
     ExponentBins,
     LinearBins,
     Stats,
+    bins_from_json,
+    bins_to_json,
     divided,
     exponent_histogram,
     histogram_shape,
@@ -59,7 +61,13 @@ class SiteStats:
     @cached_property
     def total(self) -> Stats[float]:
         """Over all channels."""
-        return Stats(whole_of([self])[:, 0])
+        return Stats(self._whole[:, 0])
+
+    @cached_property
+    def _whole(self) -> Array:
+        """``[fields, 1]``: all channels together."""
+        whole = total(self._measured)[:, None]
+        return whole if self._scale == 1 else divided(whole, self._scale)
 
     @cached_property
     def _moments(self) -> Array:
@@ -139,7 +147,7 @@ class SiteStats:
                 "of which totals alone were sent (channels_every), or is of Snapshot.compact()"
             )
         per_channel = self._histogram.ndim == 2
-        stats = Stats[Array](self._moments if per_channel else whole_of([self]))
+        stats = Stats[Array](self._moments if per_channel else self._whole)
         if isinstance(self._bins, LinearBins):
             return Density(self._histogram, np.pad(self.histogram.edges, 1), stats.min, stats.max, None)
         low, high = (np.zeros_like(stats.count), stats.abs_max) if per_channel else (stats.min, stats.max)
@@ -153,9 +161,7 @@ class SiteStats:
     def _to_dict(self) -> dict[str, Any]:
         histogram = None
         if self._histogram is not None:
-            bins = self._bins
-            linear = {"lo": float(bins.lo), "hi": float(bins.hi), "n": bins.n} if isinstance(bins, LinearBins) else None
-            histogram = {"linear": linear, "per_channel": bins.per_channel, "counts": self._histogram.tolist()}
+            histogram = {**bins_to_json(self._bins), "counts": self._histogram.tolist()}
         return {
             "calls": self.calls,
             "channel_dim": self.channel_dim,
@@ -177,8 +183,7 @@ class SiteStats:
         bins: Bins | None = None
         counts = None
         if of_bins is not None:
-            per_channel, linear = of_bins["per_channel"], of_bins["linear"]
-            bins = LinearBins(**linear, per_channel=per_channel) if linear else ExponentBins(per_channel)
+            bins = bins_from_json(of_bins)
             counts = np.array(of_bins["counts"], np.int64)
             shape = histogram_shape(bins, measured.shape[1])
             if counts.shape != shape:
@@ -187,20 +192,6 @@ class SiteStats:
 
     def __repr__(self) -> str:
         return f"SiteStats(calls={self.calls}, total={self.total})"
-
-
-def side_by_side(sites: Sequence[SiteStats]) -> tuple[Array, Counts, Array]:
-    """States as they were measured, ``[fields, channels of all]``; of each site, how many, and its scale."""
-    measured = [np.empty((len(FIELDS), 0)), *(stats._measured for stats in sites)]
-    widths = np.array([stats._measured.shape[1] for stats in sites], np.int64)
-    return np.concatenate(measured, axis=1), widths, np.array([stats._scale for stats in sites])
-
-
-def whole_of(sites: Sequence[SiteStats]) -> Array:
-    """``[fields, sites]``: all channels of each site together."""
-    moments, widths, scales = side_by_side(sites)
-    together = total(moments, np.cumsum(widths) - widths)
-    return together if (scales == 1).all() else divided(together, scales)
 
 
 def bits_of(values: Any) -> bytes:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from hookstats.numbers.fields import STATISTICS, Array, Counts, Site, Skipped, Stats, divided
-from hookstats.numbers.site_stats import SiteStats, bits_of, side_by_side, whole_of
+from hookstats.numbers.columns import Columns
+from hookstats.numbers.fields import STATISTICS, Array, Counts, Site, Skipped, Stats
+from hookstats.numbers.site_stats import SiteStats, bits_of
 
 if TYPE_CHECKING:
     import pandas
@@ -41,37 +42,40 @@ class Snapshot(Mapping[Site, SiteStats]):
     def __init__(
         self,
         step: int,
-        sites: Mapping[Site, SiteStats],
-        order: list[Site],
+        columns: Columns,
         scalars: dict[str, float],
         grad_scale: float | None = None,
         overflowed: bool | None = None,
+        skipped: Mapping[Site, Skipped] | None = None,
     ) -> None:
         self.step = step
         self.scalars = scalars
         self.grad_scale = grad_scale
         self.overflowed = overflowed
-        self.order = order
-        self.skipped: dict[Site, Skipped] = {}
-        self._sites = sites
+        self.skipped = dict(skipped or {})
+        self.columns = columns
+
+    @cached_property
+    def order(self) -> list[Site]:
+        return [self.columns.sites[i] for i in self.columns.order.tolist()]
 
     def __getitem__(self, site: tuple[str, str]) -> SiteStats:
         try:
-            return self._sites[Site(*site)]
+            return self.columns.stats(self.columns.place[Site(*site)])
         except (KeyError, TypeError):
-            known = ", ".join(str(tuple(each)) for each in list(self._sites)[:5])
+            known = ", ".join(str(tuple(each)) for each in self.columns.sites[:5])
             raise KeyError(f"expected (name, tensor) of a watched site, such as {known}; got {site!r}") from None
 
     def __iter__(self) -> Iterator[Site]:
-        return iter(self._sites)
+        return iter(self.columns.sites)
 
     def __len__(self) -> int:
-        return len(self._sites)
+        return len(self.columns)
 
     @cached_property
     def totals(self) -> Stats[Array]:
         """The totals of all sites that fired: one Stats whose arrays ``[sites]`` are in the order of ``order``."""
-        return Stats(whole_of([self._sites[site] for site in self.order]))
+        return self.columns.totals.entries(self.columns.order)
 
     @property
     def first_nonfinite(self) -> Site | None:
@@ -99,7 +103,7 @@ class Snapshot(Mapping[Site, SiteStats]):
             return float("nan")
         if (self.totals.posinfs + self.totals.neginfs)[chosen].any():
             return float("inf")
-        calls = [self[self.order[i]].calls for i in chosen]
+        calls = self.columns.calls[self.columns.order[chosen]]
         return float(np.sqrt((self.totals.l2_norm[chosen] ** 2 / calls).sum()))
 
     def compact(self) -> Snapshot:
@@ -108,14 +112,7 @@ class Snapshot(Mapping[Site, SiteStats]):
         A Snapshot holds the copy of the whole step's state, and so does every SiteStats that is kept of it. In this
         one ``channels`` and ``histogram`` are None; everything else is the same.
         """
-        whole = whole_of(list(self.values()))
-        sites = {
-            site: SiteStats(whole[:, i : i + 1].copy(), stats.calls, None, False)
-            for i, (site, stats) in enumerate(self.items())
-        }
-        compact = Snapshot(self.step, sites, list(self.order), dict(self.scalars), self.grad_scale, self.overflowed)
-        compact.skipped = dict(self.skipped)
-        return compact
+        return self._with(self.columns.compact(), self.skipped)
 
     def select(self, names: str | Iterable[str] = "*", tensors: str | Iterable[str] | None = None) -> Snapshot:
         """The sites whose name matches one of the globs, in the same order; the statistics are not copied.
@@ -145,11 +142,12 @@ class Snapshot(Mapping[Site, SiteStats]):
             if any(fnmatchcase(site.name, glob) for glob in globs)
             and (tensors is None or any(is_of(site, kind) for kind in kinds))
         }
-        sites = {site: stats for site, stats in self._sites.items() if site in chosen}
-        order = [site for site in self.order if site in chosen]
-        part = Snapshot(self.step, sites, order, dict(self.scalars), self.grad_scale, self.overflowed)
-        part.skipped = {site: skipped for site, skipped in self.skipped.items() if site in chosen}
-        return part
+        places = [i for i, site in enumerate(self.columns.sites) if site in chosen]
+        skipped = {site: skipped for site, skipped in self.skipped.items() if site in chosen}
+        return self._with(self.columns.take(places), skipped)
+
+    def _with(self, columns: Columns, skipped: Mapping[Site, Skipped]) -> Snapshot:
+        return Snapshot(self.step, columns, dict(self.scalars), self.grad_scale, self.overflowed, skipped)
 
     def to_dict(self) -> dict[str, Any]:
         """Everything in the Snapshot as dicts, lists, strings and numbers, for JSON; `from_dict` reads it.
@@ -168,7 +166,7 @@ class Snapshot(Mapping[Site, SiteStats]):
             "overflowed": self.overflowed,
             "order": [list(site) for site in self.order],
             "skipped": [{**site._asdict(), **skipped._asdict()} for site, skipped in self.skipped.items()],
-            "sites": [{**site._asdict(), **stats._to_dict()} for site, stats in self._sites.items()],
+            "sites": [{**site._asdict(), **stats._to_dict()} for site, stats in self.items()],
         }
 
     @classmethod
@@ -176,18 +174,10 @@ class Snapshot(Mapping[Site, SiteStats]):
         """What `to_dict` gave. ValueError where it is of another version, or a state or histogram has another shape."""
         if d.get("version") != _VERSION:
             raise ValueError(f"from_dict: expected version {_VERSION}, got {d.get('version')!r}")
-        snapshot = cls(
-            d["step"],
-            {Site(each["name"], each["tensor"]): SiteStats._from_dict(each) for each in d["sites"]},
-            [Site(*site) for site in d["order"]],
-            dict(d["scalars"]),
-            d["grad_scale"],
-            d["overflowed"],
-        )
-        snapshot.skipped = {
-            Site(each["name"], each["tensor"]): Skipped(each["reason"], each["times"]) for each in d["skipped"]
-        }
-        return snapshot
+        sites = {Site(each["name"], each["tensor"]): SiteStats._from_dict(each) for each in d["sites"]}
+        columns = Columns.of(sites, [Site(*site) for site in d["order"]])
+        skipped = {Site(each["name"], each["tensor"]): Skipped(each["reason"], each["times"]) for each in d["skipped"]}
+        return cls(d["step"], columns, dict(d["scalars"]), d["grad_scale"], d["overflowed"], skipped)
 
     def equals(self, other: Snapshot) -> bool:
         """Whether everything is the same: order, scalars, what was skipped, and every state and histogram to the bit.
@@ -199,7 +189,7 @@ class Snapshot(Mapping[Site, SiteStats]):
     def _content(self) -> tuple[Any, ...]:
         scale = None if self.grad_scale is None else bits_of(self.grad_scale)
         step = (self.step, list(self.scalars), bits_of(list(self.scalars.values())), scale, self.overflowed)
-        sites = [(site, stats._content()) for site, stats in self._sites.items()]
+        sites = [(site, stats._content()) for site, stats in self.items()]
         return step, self.order, list(self.skipped.items()), sites
 
     def __repr__(self) -> str:
@@ -227,15 +217,15 @@ class Snapshot(Mapping[Site, SiteStats]):
         ]
         rows = []
         for site, *numbers in zip(self.order, *columns, strict=True):
-            stats = self._sites[site]
-            channels = str(stats._measured.shape[1]) if stats._per_channel else "-"
-            dim = "-" if stats.channel_dim is None else str(stats.channel_dim)
-            rows.append([site.name or "(model)", site.tensor, str(stats.calls), channels, dim, *numbers])
+            i = self.columns.place[site]
+            channels = str(self.columns.widths[i]) if self.columns.keeps[i] else "-"
+            dim = "-" if self.columns.dims[i] is None else str(self.columns.dims[i])
+            rows.append([site.name or "(model)", site.tensor, str(self.columns.calls[i]), channels, dim, *numbers])
         if sort is not None:
             rows = [rows[i] for i in np.argsort(-np.nan_to_num(getattr(totals, sort), nan=-np.inf), kind="stable")]
         rows.insert(0, ["site", "tensor", "calls", "channels", "dim", *shown, "zeros%", "nan", "inf"])
         lines = _aligned(rows, left=2)
-        silent = [site for site, stats in self._sites.items() if stats.calls == 0]
+        silent = [site for site, calls in zip(self, self.columns.calls.tolist(), strict=True) if calls == 0]
         if silent:
             lines.append(f"did not fire: {', '.join(map(str, silent))}")
         lines += [f"not measured: {site}: {skipped}" for site, skipped in self.skipped.items()]
@@ -279,9 +269,13 @@ class Snapshot(Mapping[Site, SiteStats]):
 
     def _channels(self) -> tuple[list[Site], Counts, Stats[Array]]:
         """The sites that fired and keep channels, how many each has, and the statistics of all, side by side."""
-        sites = [site for site in self.order if self._sites[site]._per_channel]
-        moments, widths, scales = side_by_side([self._sites[site] for site in sites])
-        return sites, widths, Stats(moments if (scales == 1).all() else divided(moments, np.repeat(scales, widths)))
+        order, columns = self.columns.order, self.columns
+        fired = order[columns.keeps[order]]
+        sites, widths = [columns.sites[i] for i in fired.tolist()], columns.widths[fired]
+        ends = np.cumsum(columns.widths)
+        begins = (ends - columns.widths)[fired]
+        places = np.repeat(begins - np.cumsum(widths) + widths, widths) + np.arange(widths.sum())
+        return sites, widths, columns.channels.entries(places)
 
     def to_pandas(self, channels: bool = False) -> pandas.DataFrame:
         """A DataFrame of the totals: a row for each site in order of execution, indexed by (name, tensor).
@@ -300,7 +294,7 @@ class Snapshot(Mapping[Site, SiteStats]):
         index = {part: np.array(level, object)[places] for part, level in levels.items()}
         if channels:
             index["channel"] = np.arange(len(places)) - np.repeat(np.cumsum(widths) - widths, widths)
-        calls = np.array([self._sites[site].calls for site in sites], np.int64)[places]
+        calls = np.array([self.columns.calls[self.columns.place[site]] for site in sites], np.int64)[places]
         columns = {"calls": calls} | {name: getattr(stats, name) for name in STATISTICS}
         return pandas.DataFrame(columns, pandas.MultiIndex.from_arrays(list(index.values()), names=list(index)))
 

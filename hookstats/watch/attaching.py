@@ -229,7 +229,7 @@ def measure(
     state = store.add(site, tensor.device, width, dim, keep_channels).state
     store.flags.value = True
     accumulate(tensor.detach(), state)
-    return Drain(store).begin(0, Scalars({}), clear=False).finish()[site]
+    return Drain(store).begin(0, Scalars({}), clear=False).finish().snapshot()[site]
 
 
 def _learn(model: nn.Module, binder: SiteBinder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TypeAlias
 
+from hookstats.numbers.blocks import Drained
 from hookstats.numbers.fields import Site, Skipped
 from hookstats.numbers.snapshot import Snapshot
 from hookstats.watch.arguments import Sink
@@ -64,14 +65,14 @@ class Delivery:
 
     def look(self, step: int, scalars: Scalars) -> Snapshot:
         """What the open step has so far, which stays where it is. Waits."""
-        now = self._drain.begin(step, scalars, clear=False).finish()
+        now = self._drain.begin(step, scalars, clear=False).finish().snapshot()
         now.skipped = self._binder.skipping.of_step(self._binder.skipping.in_open_step())
         return now
 
     def send_last(self, step: int, scalars: Scalars) -> None:
         """Delivers the open step, if it has anything. Waits."""
         last = self._drain.begin(step, scalars).finish()
-        if last.order:
+        if last.columns.order.size:
             self._deliver(last, self._binder.skipping.take())
 
     def raise_failure(self) -> None:
@@ -81,18 +82,19 @@ class Delivery:
 
     def _arrived(self, pending: Pending, left_out: LeftOut) -> None:
         try:
-            snapshot = pending.finish()
+            drained = pending.finish()
         except Exception as error:
             return self._failed("finish", f"a step was measured, but could not be read: {error!r}", error)
-        self._deliver(snapshot, left_out)
+        self._deliver(drained, left_out)
 
-    def _deliver(self, snapshot: Snapshot, left_out: LeftOut) -> None:
-        self.last = snapshot
+    def _deliver(self, drained: Drained, left_out: LeftOut) -> None:
+        self.last = snapshot = drained.snapshot()
         self._binder.judge(left_out, snapshot)
         snapshot.skipped = self._binder.skipping.of_step(left_out)
         self._finished.append(snapshot)
-        self._fired.update(snapshot.order)
         self._deliveries += 1
+        if self._deliveries <= _SILENT_STEPS:
+            self._fired.update(snapshot.order)
         if self._deliveries == _SILENT_STEPS:
             self._report_silence()
         for sink in self._sinks:

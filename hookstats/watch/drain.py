@@ -7,14 +7,15 @@ the same path, where every copy is complete at once.
 
 from __future__ import annotations
 
+import time
 from typing import Any, TypeAlias
 
 import torch
 
 from hookstats import _native
+from hookstats.numbers.blocks import Drained
 from hookstats.numbers.fields import Counts
-from hookstats.numbers.snapshot import Snapshot
-from hookstats.watch.decoding import Map
+from hookstats.watch.layouts import Layouts, Placed
 from hookstats.watch.memory import TOTALS, Store, local_part
 
 Key: TypeAlias = tuple[torch.device, int]  # a block of state, by device and number
@@ -57,8 +58,9 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 class Pending:
     """A closed step on its way to the host."""
 
-    def __init__(self, places: Map, step: int, scalars: Scalars) -> None:
+    def __init__(self, places: Placed, step: int, scalars: Scalars) -> None:
         self._places = places
+        self._time = time.time()
         self._step = step
         self._names = scalars.names
         self._numbers = scalars.numbers
@@ -87,8 +89,8 @@ class Pending:
     def ready(self) -> bool:
         return all(event.query() for event in self._events)
 
-    def finish(self) -> Snapshot:
-        """The Snapshot; waits if it must. The pinned memory is given back."""
+    def finish(self) -> Drained:
+        """What has come; waits if it must. The pinned memory is given back."""
         for event in self._events:
             event.synchronize()
         pinned = bool(self._events)
@@ -101,9 +103,10 @@ class Pending:
                 numbers[place] = number
         of_scaler = numbers[len(self._names) :]
         scale, overflowed = (of_scaler[0], bool(of_scaler[1])) if of_scaler else (None, None)
-        return self._places.snapshot(
-            arrays, self._step, dict(zip(self._names, numbers, strict=False)), scale, overflowed
-        )
+        layout, keys, hidden, readings = self._places
+        named = dict(zip(self._names, numbers, strict=False))
+        blocks = [arrays[key] for key in keys]
+        return Drained(layout, blocks, self._step, self._time, named, scale, overflowed, hidden, readings)
 
 
 class Drain:
@@ -111,6 +114,7 @@ class Drain:
 
     def __init__(self, store: Store) -> None:
         self._store = store
+        self._layouts = Layouts(store)
         self._sides: dict[torch.device, torch.cuda.Stream] = {}
 
     def _side(self, device: torch.device) -> torch.cuda.Stream | None:
@@ -126,7 +130,7 @@ class Drain:
             return self._begin(step, scalars, clear, totals_only)
 
     def _begin(self, step: int, scalars: Scalars, clear: bool, totals_only: bool) -> Pending:
-        pending = Pending(Map(self._store, totals_only), step, scalars)
+        pending = Pending(self._layouts.now(totals_only), step, scalars)
         for device in {**self._store.blocks, **scalars.tensors}:
             side = self._side(device)
             if totals_only:

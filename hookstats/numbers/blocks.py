@@ -1,0 +1,261 @@
+"""Copied blocks of state to columns: where every site lay when they were copied. Pure numpy, with a JSON form.
+
+What the drain copies from a device are blocks of int64: for each site, one part after another, its moments (float64
+``[fields, channels]``), its counters (calls, and when the first of them came), its histogram.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hookstats.numbers.columns import Columns, wholes_of
+from hookstats.numbers.fields import (
+    FIELDS,
+    Array,
+    Bins,
+    Counts,
+    Site,
+    Skipped,
+    bins_from_json,
+    bins_to_json,
+    histogram_shape,
+    total,
+)
+from hookstats.numbers.snapshot import Snapshot
+
+COUNTERS = 2  # of a site: calls, and when the first of them came, on its device
+
+
+class Part(NamedTuple):
+    """Where a state lies, in units of 8 bytes."""
+
+    block: int  # in the order of Layout.blocks
+    offset: int
+    channels: int
+    bins: int
+
+    @property
+    def size(self) -> int:
+        return len(FIELDS) * self.channels + COUNTERS + self.bins
+
+
+class Row(NamedTuple):
+    """A site, and where it lies: it may have moved to another width or device, and is read in all places."""
+
+    site: Site
+    parts: tuple[Part, ...]  # the present one last
+    keep_channels: bool
+    channel_dim: int | None
+    is_parameter: bool  # measured together with others
+
+
+class Layout:
+    """Where all sites of a monitor lie in blocks."""
+
+    def __init__(self, devices: Sequence[int], rows: Sequence[Row], bins: Bins | None) -> None:
+        """devices: of each block, the number of its device."""
+        self.devices = list(devices)
+        self.rows = tuple(rows)
+        self.bins = bins
+
+    @cached_property
+    def _arrays(self) -> _Arrays:
+        return _Arrays(self)
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Of each block: as much of it as holds sites."""
+        sizes = [0] * len(self.devices)
+        for row in self.rows:
+            for part in row.parts:
+                sizes[part.block] = max(sizes[part.block], part.offset + part.size)
+        return sizes
+
+    def to_json(self) -> dict[str, Any]:
+        """For json.dumps."""
+        bins = self.bins
+        return {
+            "devices": self.devices,
+            "histogram": None if bins is None else bins_to_json(bins),
+            "rows": [[*row.site, *row[2:], [list(part) for part in row.parts]] for row in self.rows],
+        }
+
+    @classmethod
+    def from_json(cls, d: Mapping[str, Any]) -> Layout:
+        """What `to_json` gave. ValueError, KeyError or TypeError for anything else."""
+        bins = None if d["histogram"] is None else bins_from_json(d["histogram"])
+        rows = []
+        for name, tensor, keeps, dim, is_parameter, parts in d["rows"]:
+            if not (isinstance(name, str) and isinstance(tensor, str) and parts):
+                raise ValueError(f"expected a site and where it lies, got {name!r}, {tensor!r}, {parts!r}")
+            if dim is not None and not isinstance(dim, int):
+                raise ValueError(f"expected a channel dimension, got {dim!r}")
+            row = Row(Site(name, tensor), tuple(Part(*part) for part in parts), bool(keeps), dim, bool(is_parameter))
+            for part in row.parts:
+                right = all(isinstance(each, int) and each >= 0 for each in part) and part.channels > 0
+                if not right or part.block >= len(d["devices"]):
+                    raise ValueError(f"expected block, offset, channels and bins, got {part}")
+                if part.bins not in (0, int(np.prod(histogram_shape(bins, part.channels)))):
+                    raise ValueError(f"expected the bins of {bins} for {part.channels} channels, got {part.bins}")
+            rows.append(row)
+        return cls([int(device) for device in d["devices"]], rows, bins)
+
+
+class _Arrays:
+    """A layout as arrays over its parts and rows."""
+
+    def __init__(self, layout: Layout) -> None:
+        rows = layout.rows
+        parts = np.array([part for row in rows for part in row.parts], np.int64).reshape(-1, len(Part._fields))
+        self.block, self.offset, self.channels, self.bins = parts.T
+        self.device = np.array(layout.devices, np.int64)[self.block]
+        counts = np.array([len(row.parts) for row in rows], np.int64)
+        self.row = np.repeat(np.arange(len(rows)), counts)
+        self.begin = np.cumsum(counts) - counts
+        self.last = self.begin + counts - 1
+        self.keeps = np.array([row.keep_channels for row in rows], bool)
+        self.is_parameter = np.array([row.is_parameter for row in rows], bool)
+        self.is_gradient = np.array([row.site.tensor.startswith("grad_") for row in rows], bool)
+        kinds = {kind: number for number, kind in enumerate(dict.fromkeys(row.site.tensor for row in rows))}
+        self.kind = np.array([kinds[row.site.tensor] for row in rows], np.int64)
+
+    def counters(self, blocks: Sequence[Counts]) -> Counts:
+        """``[2, parts]``: calls, and when the first of them came."""
+        found = np.zeros((COUNTERS, len(self.block)), np.int64)
+        for number, block in enumerate(blocks):
+            here = np.flatnonzero(self.block == number)
+            at = self.offset[here] + len(FIELDS) * self.channels[here]
+            found[:, here] = block[at + np.arange(COUNTERS)[:, None]]
+        return found
+
+    def order(self, calls: Counts, first: Counts, readings: Counts) -> Counts:
+        """The rows of parts that were called, in order of execution; parameters of one reading as the first of them."""
+        parts = np.flatnonzero(calls)
+        parts = parts[np.lexsort((first[parts], self.device[parts]))]
+        rows, earliest = np.unique(self.row[parts], return_index=True)
+        device, first = self.device[parts[earliest]], first[parts[earliest]]
+        chosen = np.flatnonzero(self.is_parameter[rows])
+        together = (readings[rows] * (self.kind.max(initial=0) + 1) + self.kind[rows]) * (device.max(initial=0) + 1)
+        _, leader, group = np.unique((together + device)[chosen], return_index=True, return_inverse=True)
+        first[chosen] = first[chosen][leader][group]
+        result: Counts = rows[np.lexsort((first, device))]
+        return result
+
+
+class Drained:
+    """A measured step as it left the device. ``columns`` and `snapshot` read the blocks where they are."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        blocks: Sequence[Counts],
+        step: int,
+        time: float,
+        scalars: Mapping[str, float],
+        grad_scale: float | None,
+        overflowed: bool | None,
+        hidden: Sequence[bool] | Counts,
+        readings: Sequence[int] | Counts,
+    ) -> None:
+        """blocks: int64 arrays, in the order of the layout's.
+
+        hidden: of each row, whether nothing is said of it where it was silent. readings: of a parameter, with which
+        others it was measured. time: of the closing of the step, in seconds since the epoch.
+        """
+        self.layout = layout
+        self.blocks = list(blocks)
+        self.step = step
+        self.time = time
+        self.scalars = dict(scalars)
+        self.grad_scale = grad_scale
+        self.overflowed = overflowed
+        self.hidden = np.asarray(hidden, bool)
+        self.readings = np.asarray(readings, np.int64)
+        self.skipped: dict[Site, Skipped] = {}
+
+    def snapshot(self) -> Snapshot:
+        return Snapshot(self.step, self.columns, self.scalars, self.grad_scale, self.overflowed, self.skipped)
+
+    @cached_property
+    def columns(self) -> Columns:
+        """The same, read."""
+        arrays, rows = self.layout._arrays, self.layout.rows
+        part_calls, first = arrays.counters(self.blocks)
+        is_live = part_calls > 0
+        is_live[arrays.last] = True
+        calls, parts = (np.add.reduceat(each, arrays.begin) if rows else each for each in (part_calls, 1 * is_live))
+        order = arrays.order(part_calls, first, self.readings)
+        shown = np.flatnonzero((calls > 0) | ~self.hidden)
+        moved = {i: self._moved(i, is_live) for i in shown[parts[shown] > 1].tolist()}
+        keeps = arrays.keeps.copy()
+        for i, part in moved.items():
+            keeps[i] &= part.moments.shape[1] == rows[i].parts[-1].channels
+        numbers = shown.tolist()
+
+        def part_of(place: int) -> _Read:
+            i = numbers[place]
+            return moved[i] if i in moved else self._read(rows[i].parts[-1])
+
+        def wholes() -> Array:
+            """Sites of one channel at once, which are most where totals alone were sent."""
+            result = np.empty((len(FIELDS), len(numbers)))
+            parts = arrays.last[shown]
+            is_narrow = (arrays.channels[parts] == 1) & ~np.isin(shown, list(moved))
+            for number, block in enumerate(self.blocks):
+                here = np.flatnonzero(is_narrow & (arrays.block[parts] == number))
+                at = arrays.offset[parts[here]] + np.arange(len(FIELDS))[:, None]
+                result[:, here] = block[at].view(np.float64)
+            wide = np.flatnonzero(~is_narrow)
+            result[:, wide] = wholes_of([part_of(place).moments for place in wide.tolist()])
+            return result
+
+        scales = np.where(arrays.is_gradient, 1.0 if self.grad_scale is None else self.grad_scale, 1.0)
+        return Columns(
+            [rows[i].site for i in numbers],
+            calls[shown],
+            np.searchsorted(shown, order),
+            scales[shown],
+            keeps[shown],
+            [rows[i].channel_dim if keeps[i] == rows[i].keep_channels else None for i in numbers],
+            self.layout.bins,
+            lambda place: part_of(place).moments,
+            lambda place: part_of(place).histogram,
+            wholes,
+        )
+
+    def _read(self, part: Part) -> _Read:
+        memory = self.blocks[part.block][part.offset : part.offset + part.size]
+        fields = len(FIELDS) * part.channels
+        moments = memory[:fields].view(np.float64).reshape(len(FIELDS), part.channels)
+        counts = memory[fields + COUNTERS :]
+        shape = histogram_shape(self.layout.bins, part.channels)
+        return _Read(moments, counts.reshape(shape) if part.bins else None)
+
+    def _moved(self, i: int, is_live: Any) -> _Read:
+        """A row that was measured in several places."""
+        alive = is_live[self.layout._arrays.begin[i] :].tolist()
+        return _merged([self._read(part) for part, live in zip(self.layout.rows[i].parts, alive, strict=False) if live])
+
+
+class _Read(NamedTuple):
+    """The state of a site, where it lies in a block, or merged from several places."""
+
+    moments: Array
+    histogram: Counts | None
+
+
+def _merged(parts: list[_Read]) -> _Read:
+    """All in one: channel by channel where all have the same ones, else as totals."""
+    states = [part.moments for part in parts]
+    histograms = [part.histogram for part in parts if part.histogram is not None]
+    if len({state.shape for state in states}) > 1:
+        states = [total(state)[:, None] for state in states]
+        histograms = [counts.sum(0, keepdims=True) if counts.ndim == 2 else counts for counts in histograms]
+    side_by_side = np.stack(states, axis=-1)
+    starts = np.arange(0, side_by_side[0].size, len(states))
+    moments = total(side_by_side.reshape(len(FIELDS), -1), starts)
+    return _Read(moments, np.sum(histograms, axis=0) if histograms else None)
