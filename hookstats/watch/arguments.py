@@ -12,11 +12,12 @@ from hookstats import _native
 from hookstats.modules.selection import Slot, as_globs, matches
 from hookstats.numbers.fields import ExponentBins, LinearBins
 from hookstats.numbers.snapshot import Snapshot
+from hookstats.watch.judging import Recorder
 
 DEFAULT_TENSORS = ("output", "grad_output", "param_grad")
 OF_PARAMETERS = ("param", "param_grad", "param_update")
 TENSORS = ("output", "grad_output", "input", "grad_input", *OF_PARAMETERS)
-Sink: TypeAlias = Callable[[Snapshot], object]
+Sink: TypeAlias = Callable[[Snapshot], object] | Recorder
 
 
 def device_of(module: nn.Module) -> torch.device | None:
@@ -76,8 +77,8 @@ def check_channels_every(every: object) -> None:
 def checked_sinks(sinks: Sink | Iterable[Sink]) -> tuple[Sink, ...]:
     listed: tuple[Any, ...] = tuple(sinks) if isinstance(sinks, Iterable) else (sinks,)
     for sink in listed:
-        if not callable(sink):
-            raise TypeError(f"sinks: expected callables Snapshot -> None, got {sink!r}")
+        if not callable(sink) and not isinstance(sink, Recorder):
+            raise TypeError(f"sinks: expected callables Snapshot -> None, or hookstats.record(...), got {sink!r}")
     return listed
 
 

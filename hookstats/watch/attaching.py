@@ -35,6 +35,7 @@ from hookstats.watch.binding import SiteBinder
 from hookstats.watch.drain import Drain, Scalars
 from hookstats.watch.evaluation import TrainingOnly, check_training_only
 from hookstats.watch.hooks import InputHook
+from hookstats.watch.judging import OnFinding, Recorder, check_reaction
 from hookstats.watch.memory import Store, accumulate
 from hookstats.watch.monitor import Cadence, Monitor, Watching
 from hookstats.watch.parameters import Parameters, watch_optimizers
@@ -57,6 +58,8 @@ def attach(
     every: int | Callable[[int], bool] = 10,
     example: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
     sinks: Sink | Iterable[Sink] = (),
+    on_finding: OnFinding = "log",
+    escalate: int = 0,
     grad_scaler: Any = None,
     training_only: bool | None = None,
     memory_budget: int = 256 << 20,
@@ -96,7 +99,13 @@ def attach(
         every: n, to measure every n-th step from step 0 on, or a callable ``step -> bool``. Step 0 is always measured.
         example: (args, kwargs) for the model. One forward on fake tensors then shows every width and what is in
             containers, which a compiled model cannot show; no value is computed, no buffer changes.
-        sinks: a callable or several, called with each Snapshot when it arrives.
+        sinks: a callable or several, called with each Snapshot when it arrives; or `hookstats.record`, which keeps and
+            judges them.
+        on_finding: what is done with what the rules of a recording find (``monitor.findings``), within two steps after
+            it was found: "log" writes its sentence to the logger "hookstats"; "raise" does, too, and raises
+            `FindingError` out of `Monitor.step` for what is critical; a callable is called with each Finding; None.
+        escalate: so many steps after a finding (of severity warning or critical) are all measured, with channels and
+            histograms. No program is compiled anew for it.
         grad_scaler: the torch.amp.GradScaler that the loss goes through. The gradients of outputs and inputs are then
             reported without its scale (moments and norms are divided by it, as are the edges of histograms), and
             ``Snapshot.overflowed`` marks the steps in which it skipped one of its optimizers. Call `Monitor.step` after
@@ -124,6 +133,8 @@ def attach(
     due = checked_every(every)
     check_channels_every(channels_every)
     callables = checked_sinks(sinks)
+    recorders = [sink for sink in callables if isinstance(sink, Recorder)]
+    check_reaction(on_finding, escalate, recorders)
     check_histogram(histogram)
     check_scaler(grad_scaler)
     check_training_only(training_only)
@@ -152,8 +163,15 @@ def attach(
         binder.training.forget()
         raise
     keeps = channels is True and too_much is None
+    cadence = Cadence(due, channels_every, escalate)
     watching = Watching(store, binder, parameters, scaling, handles, keeps, plan.trained, plan.device)
-    monitor = Monitor(watching, Cadence(due, channels_every), callables)
+    monitor = Monitor(watching, cadence, callables, on_finding)
+    for recorder in recorders:
+        try:
+            recorder.begin(_settings(model, monitor, plan, every, channels_every))
+        except Exception:
+            monitor.detach()
+            raise
     _report(monitor, plan, None if example is None else binder.example_bytes)
     if too_much is not None:
         _report_totals(too_much, memory_budget)
@@ -167,6 +185,25 @@ def _hang_hooks(plan: Plan, binder: SiteBinder, handles: list[Any]) -> None:
     for module, hook in hooks:
         on_inputs = isinstance(hook, InputHook)
         handles.append(order.register(module, hook, on_inputs=on_inputs, with_kwargs=on_inputs))
+
+
+def _settings(
+    model: nn.Module, monitor: Monitor, plan: Plan, every: int | Callable[[int], bool], channels_every: int
+) -> dict[str, Any]:
+    """What a recording keeps of a run."""
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return {
+        "rank": torch.distributed.get_rank() if distributed else 0,
+        "world_size": torch.distributed.get_world_size() if distributed else 1,
+        "model": type(model).__name__,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "sites": len(monitor.sites),
+        "state_bytes": monitor.state_bytes,
+        "device": str(plan.device),
+        "every": every if isinstance(every, int) else repr(every),
+        "channels_every": channels_every,
+        "torch": torch.__version__,
+    }
 
 
 def _report(monitor: Monitor, plan: Plan, example_bytes: int | None) -> None:

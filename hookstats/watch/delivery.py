@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import TypeAlias
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 from hookstats.numbers.blocks import Drained
 from hookstats.numbers.fields import Site, Skipped
@@ -11,6 +12,7 @@ from hookstats.numbers.snapshot import Snapshot
 from hookstats.watch.arguments import Sink
 from hookstats.watch.binding import SiteBinder
 from hookstats.watch.drain import Drain, Pending, Scalars
+from hookstats.watch.judging import Recorder
 from hookstats.watch.memory import Store
 
 _SILENT_STEPS = 3  # measured ones, after which a site that never fired is named
@@ -26,7 +28,8 @@ class Delivery:
         self._store = store
         self._binder = binder
         self._drain = Drain(store)
-        self._sinks = sinks
+        self._sinks = [sink for sink in sinks if not isinstance(sink, Recorder)]
+        self.recorders = [sink for sink in sinks if isinstance(sink, Recorder)]
         self._trained = trained
         self._pending: deque[tuple[Pending, LeftOut]] = deque()  # on their way
         self._finished: deque[Snapshot] = deque()  # arrived, not yet fetched
@@ -88,18 +91,19 @@ class Delivery:
         self._deliver(drained, left_out)
 
     def _deliver(self, drained: Drained, left_out: LeftOut) -> None:
+        self._binder.judge(left_out, drained.snapshot())
+        drained.skipped = self._binder.skipping.of_step(left_out)
         self.last = snapshot = drained.snapshot()
-        self._binder.judge(left_out, snapshot)
-        snapshot.skipped = self._binder.skipping.of_step(left_out)
         self._finished.append(snapshot)
         self._deliveries += 1
         if self._deliveries <= _SILENT_STEPS:
             self._fired.update(snapshot.order)
         if self._deliveries == _SILENT_STEPS:
             self._report_silence()
-        for sink in self._sinks:
+        gifts: list[tuple[Any, Callable[[Any], object], Any]] = [(each, each.take, drained) for each in self.recorders]
+        for sink, give, what in [*gifts, *((sink, sink, snapshot) for sink in self._sinks)]:
             try:
-                sink(snapshot)
+                give(what)
             except BaseException as error:  # a KeyboardInterrupt in one sink is not to keep it from the next
                 self._failed(sink, f"the sink {sink!r} failed: {error!r}", error)
 

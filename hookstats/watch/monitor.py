@@ -19,6 +19,7 @@ from hookstats.watch.binding import SiteBinder
 from hookstats.watch.delivery import Delivery
 from hookstats.watch.drain import Scalars
 from hookstats.watch.hooks import Hook, SiteSpec
+from hookstats.watch.judging import Judging, OnFinding
 from hookstats.watch.memory import Store, local_part
 from hookstats.watch.overhead import Overhead, Stopwatch
 from hookstats.watch.parameters import Parameters
@@ -43,12 +44,13 @@ class Cadence(NamedTuple):
 
     due: Callable[[int], bool]
     channels_every: int
+    escalate: int  # steps that are measured with all channels after a finding
 
 
 class Monitor:
     """What `attach` returns: closes steps, hands out their numbers. As a context manager, it detaches at the end."""
 
-    def __init__(self, watching: Watching, cadence: Cadence, sinks: tuple[Sink, ...]) -> None:
+    def __init__(self, watching: Watching, cadence: Cadence, sinks: tuple[Sink, ...], on_finding: OnFinding) -> None:
         self._binder = watching.binder
         self._parameters = watching.parameters
         self._store = watching.store
@@ -57,6 +59,9 @@ class Monitor:
         self._tap_channels = watching.tap_channels
         self._cadence = cadence
         self._delivery = Delivery(watching.store, watching.binder, sinks, watching.trained)
+        self._judging = Judging(
+            self._delivery.recorders, on_finding, cadence.escalate, watching.binder.warn_once, watching.store.strict
+        )
         self._stopwatch = Stopwatch(watching.store.flags, watching.device)
         self._closed = 0  # measured steps
         self._taps: dict[str, Hook] = {}
@@ -112,24 +117,29 @@ class Monitor:
             self._end_step(number, checked)
         snapshot = self._delivery.fetch()
         self._delivery.raise_failure()
+        self._judging.act()
         return snapshot
 
     def _end_step(self, number: int, checked: Scalars) -> None:
         self._binder.collect_failures()
         if self._measured and self._handles:
             self._parameters.close_step()
-            self._delivery.send(number, checked, totals_only=self._closed % self._cadence.channels_every > 0)
+            self._delivery.send(number, checked, totals_only=self._is_of_totals())
             self._closed += 1
         self._step = number + 1
         self._stepped = True
         self._binder.training.begin_step()
         self._parameters.begin_step()
-        self._measured = self._is_due()
+        self._judging.look(self._step)
+        self._measured = self._judging.is_escalated(self._step) or self._is_due()
         if self._scaling is not None and self._measured:
             self._of_scaler(self._scaling.begin_step)
         self._stopwatch.begin(self._measured)
         self._set_flags()
         self._delivery.receive(wait=False)
+
+    def _is_of_totals(self) -> bool:
+        return self._closed % self._cadence.channels_every > 0 and not self._judging.is_escalated(self._step)
 
     def _scalars(self, given: dict[str, Any]) -> Scalars:
         if self._scaling is None or not self._measured:
@@ -165,6 +175,27 @@ class Monitor:
         self._delivery.receive(wait=True)
         self._delivery.raise_failure()
         return self._delivery.last or now
+
+    @property
+    def findings(self) -> list[Any]:
+        """What the rules of `hookstats.record` have found so far, each a `hookstats.rules.Finding`."""
+        return list(self._judging.findings)
+
+    def check(self, timeout: float = 30.0) -> list[Any]:
+        """The findings, when all closed steps have been judged: before a checkpoint, say. Waits for the device.
+
+        Raises:
+            TimeoutError: where that takes longer, in seconds. RuntimeError: where a recording has stopped. ValueError:
+            where no sink judges. FindingError: with ``on_finding="raise"``, see `attach`.
+        """
+        if not self._delivery.recorders:
+            raise ValueError("check: expected a sink that judges, such as sinks=[hookstats.record('runs/a')]; got none")
+        self._delivery.receive(wait=True)
+        self._judging.wait(timeout)
+        self._judging.look(self._step)
+        self._delivery.raise_failure()
+        self._judging.act()
+        return self.findings
 
     def measure_gradients(self) -> None:
         """Reads the parameters' gradients now, instead of when the optimizer steps: before they are clipped.
@@ -297,7 +328,9 @@ class Monitor:
         if is_whole:
             self._delivery.send_last(self._step, self._scalars({}))
         self._store.clear()
+        self._judging.close(self._step)
         self._delivery.raise_failure()
+        self._judging.act()
 
     def __enter__(self) -> Monitor:
         return self

@@ -1,0 +1,126 @@
+"""What recordings find while training goes on, and what is done then: told, raised, looked at more closely."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+from hookstats._warn import WarnOnce
+from hookstats.numbers.blocks import Drained
+
+_log = logging.getLogger("hookstats")
+_LEVELS = {"note": logging.INFO, "warning": logging.WARNING, "critical": logging.ERROR}
+
+
+class Finding(Protocol):
+    """What a rule says of a step, see hookstats.rules."""
+
+    severity: str
+    sentence: str
+
+
+OnFinding: TypeAlias = Callable[[Any], object] | str | None
+
+
+@runtime_checkable
+class Recorder(Protocol):
+    """A sink that is given steps as they left the device, and may judge them."""
+
+    def begin(self, settings: dict[str, Any]) -> None:
+        """At attach. May raise."""
+
+    def take(self, drained: Drained) -> None: ...
+
+    def findings(self) -> Sequence[Finding]:
+        """Those that came since the last call; called in every step."""
+
+    def wait(self, timeout: float) -> None:
+        """Until all that was taken is judged; TimeoutError."""
+
+    def close(self) -> None:
+        """At detach."""
+
+
+class FindingError(RuntimeError):
+    """Raised out of `Monitor.step` with ``on_finding="raise"``. ``findings``: those that came, all of them."""
+
+    def __init__(self, findings: Sequence[Finding]) -> None:
+        super().__init__("; ".join(finding.sentence for finding in findings))
+        self.findings = list(findings)
+
+
+def check_reaction(on_finding: Any, escalate: Any, recorders: Sequence[Recorder]) -> None:
+    if on_finding not in ("log", "raise", None) and not callable(on_finding):
+        raise ValueError(f"on_finding: expected 'log', 'raise', None or a callable, got {on_finding!r}")
+    if not isinstance(escalate, int) or isinstance(escalate, bool) or escalate < 0:
+        raise ValueError(f"escalate: expected a number of steps from 0, got {escalate!r}")
+    if not recorders and (escalate or on_finding not in ("log", None)):
+        raise ValueError(
+            "on_finding, escalate: expected a sink that judges, such as sinks=[hookstats.record('runs/a')]; got none"
+        )
+
+
+class Judging:
+    """The verdicts of a monitor's recorders."""
+
+    def __init__(
+        self, recorders: Sequence[Recorder], on_finding: OnFinding, escalate: int, warn_once: WarnOnce, strict: bool
+    ) -> None:
+        self.findings: list[Any] = []
+        self._recorders = recorders
+        self._on_finding = on_finding
+        self._escalate = escalate
+        self._warn_once = warn_once
+        self._strict = strict
+        self._until = -1  # the last step that is looked at more closely
+        self._new: list[Any] = []  # not acted on yet
+
+    def look(self, step: int) -> None:
+        """Takes what has been found; step: the one that begins."""
+        for recorder in self._recorders:
+            found = recorder.findings()
+            if found:
+                self._new += found
+                if any(finding.severity != "note" for finding in found):
+                    self._until = step + self._escalate - 1
+
+    def is_escalated(self, step: int) -> bool:
+        """Whether a step is measured for what was found, with all channels."""
+        return step <= self._until
+
+    def act(self) -> None:
+        """Tells what is new. FindingError if that is asked for."""
+        if not self._new:
+            return
+        new, self._new = self._new, []
+        self.findings += new
+        critical = [finding for finding in new if finding.severity == "critical"]
+        for finding in new:
+            if callable(self._on_finding):
+                self._call(self._on_finding, finding)
+            elif self._on_finding is not None:
+                _log.log(_LEVELS[finding.severity], "%s", finding.sentence)
+        if critical and self._on_finding == "raise":
+            raise FindingError(critical)
+
+    def _call(self, on_finding: Callable[[Any], object], finding: Any) -> None:
+        try:
+            on_finding(finding)
+        except Exception as error:
+            if self._strict:
+                raise
+            self._warn_once("on_finding", f"on_finding={on_finding!r} failed: {error!r}")
+
+    def wait(self, timeout: float) -> None:
+        for recorder in self._recorders:
+            recorder.wait(timeout)
+
+    def close(self, step: int) -> None:
+        """Ends all recordings, and takes what they found at the end."""
+        for recorder in self._recorders:
+            try:
+                recorder.close()
+            except Exception as error:
+                self._warn_once(("close", id(recorder)), f"{recorder!r} could not be closed: {error!r}")
+        self.look(step)

@@ -1,0 +1,129 @@
+"""The ring between training and the writer: what comes out is what went in, whole and once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hookstats.records.ring import Record, Ring, RingError
+from tests.conftest import ROOT
+
+
+def numbers_of(record: Record) -> list[int]:
+    return record.payload.view(np.int64).tolist()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_records_of_any_length_come_out_whole_and_in_order(tmp_path: Path, seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    ring = Ring.create(tmp_path / "ring", 4096)
+    sent: list[list[int]] = []
+    received: list[list[int]] = []
+    position = 0
+    while len(received) < 2000:
+        pieces = [draw.integers(0, 99, draw.integers(0, 90)) for _ in range(draw.integers(1, 4))]
+        if ring.write(1 + len(sent) % 3, pieces):
+            sent.append(np.concatenate(pieces).tolist())
+        elif draw.random() < 0.5:
+            for record in ring.read(position):
+                assert record.number == len(received)
+                assert record.kind == 1 + record.number % 3
+                received.append(numbers_of(record))
+                position = record.end
+                if draw.random() < 0.1:
+                    break
+            ring.tail = position
+    assert received == sent[: len(received)]
+    assert ring.head > 50 * ring.capacity
+
+
+def test_a_full_ring_takes_nothing_more_and_keeps_what_it_has(tmp_path: Path) -> None:
+    ring = Ring.create(tmp_path / "ring", 4096)
+    count = 0
+    while ring.write(1, [np.full(50, count)]):
+        count += 1
+    assert not ring.write(1, [np.arange(50)])
+    assert [numbers_of(record)[0] for record in ring.read(0)] == list(range(count))
+    assert count == 4096 // 440
+    assert ring.fits(2000)
+    assert not ring.fits(2049)
+
+
+def test_what_is_written_outlives_a_process_that_is_killed_anywhere(tmp_path: Path) -> None:
+    """Records that were counted as written are there, up to the moment of the kill."""
+    code = f"""
+import numpy as np, sys
+from pathlib import Path
+from hookstats.records.ring import Ring
+ring = Ring.create(Path({str(tmp_path)!r}) / sys.argv[1], 1 << 20)
+number = 0
+while True:
+    while not ring.write(1, [np.full(1 + number % 700, number)]):
+        ring.tail = ring.head
+    number += 1
+"""
+    draw = np.random.default_rng(0)
+    for attempt in range(5):
+        path = tmp_path / f"ring{attempt}"
+        process = subprocess.Popen([sys.executable, "-c", code, path.name], cwd=ROOT)
+        while not (path.exists() and path.stat().st_size > 1 << 20):
+            time.sleep(0.01)
+        time.sleep(0.05 + 0.1 * draw.random())
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        ring = Ring(path)
+        records = list(ring.read(ring.tail))
+        assert records
+        for record in records:
+            assert numbers_of(record) == [record.number] * (1 + record.number % 700)
+        assert records[-1].number in (ring.written - 1, ring.written - 2)
+
+
+def test_a_torn_ring_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "ring"
+    ring = Ring.create(path, 1 << 16)
+    for number in range(20):
+        assert ring.write(1, [np.full(100, number)])
+    del ring
+    whole = path.read_bytes()
+    draw = np.random.default_rng(0)
+    wrong = 0
+    for _ in range(300):
+        torn = bytearray(whole)
+        at = draw.choice([draw.integers(0, 88), 4096 + 840 * draw.integers(0, 20) + draw.integers(0, 32)])
+        torn[at] ^= 1 << draw.integers(0, 8)
+        path.write_bytes(torn)
+        try:
+            found = [numbers_of(record) for record in Ring(path).read(0)]
+            assert all(numbers == numbers[:1] * 100 for numbers in found if len(numbers) == 100)
+        except RingError:
+            wrong += 1
+    assert wrong > 100
+    for text in (b"", b"x" * 4096, b"x" * 9000):
+        path.write_bytes(text)
+        with pytest.raises(RingError, match="expected a ring"):
+            Ring(path)
+
+
+def test_a_disk_without_room_refuses_the_ring_instead_of_failing_later(tmp_path: Path) -> None:
+    code = f"""
+import resource
+from pathlib import Path
+from hookstats.records.ring import Ring
+import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
+path = Path({str(tmp_path / "ring")!r})
+try:
+    Ring.create(path, 1 << 20)
+except OSError as error:
+    print(error.errno, path.exists())
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.split() == ["27", "False"], done.stderr
