@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from hookstats.tools.explain import Explanation, HookRow, explain
     from hookstats.tools.gradient import KeptGradient, grad_of
     from hookstats.watch.attaching import attach, measure
+    from hookstats.watch.judging import FindingError
     from hookstats.watch.monitor import Monitor
     from hookstats.watch.overhead import Overhead
 
@@ -38,6 +39,7 @@ _HOMES = {
     "hookstats.tools.explain": ["Explanation", "HookRow", "explain"],
     "hookstats.tools.gradient": ["KeptGradient", "grad_of"],
     "hookstats.watch.attaching": ["attach", "measure"],
+    "hookstats.watch.judging": ["FindingError"],
     "hookstats.watch.monitor": ["Monitor"],
     "hookstats.watch.overhead": ["Overhead"],
 }
@@ -49,6 +51,7 @@ __all__ = [
     "ChannelValue",
     "Explanation",
     "ExponentBins",
+    "FindingError",
     "Histogram",
     "HookRow",
     "KeptGradient",

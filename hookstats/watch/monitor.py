@@ -130,13 +130,18 @@ class Monitor:
         self._stepped = True
         self._binder.training.begin_step()
         self._parameters.begin_step()
-        self._judging.look(self._step)
-        self._measured = self._judging.is_escalated(self._step) or self._is_due()
-        if self._scaling is not None and self._measured:
-            self._of_scaler(self._scaling.begin_step)
-        self._stopwatch.begin(self._measured)
-        self._set_flags()
+        self._begin_step(self._judging.is_escalated(self._step) or self._is_due())
         self._delivery.receive(wait=False)
+        self._judging.look(self._step)
+        if self._judging.is_escalated(self._step) and not self._measured:
+            self._begin_step(True)
+
+    def _begin_step(self, measured: bool) -> None:
+        self._measured = measured
+        if self._scaling is not None and measured:
+            self._of_scaler(self._scaling.begin_step)
+        self._stopwatch.begin(measured)
+        self._set_flags()
 
     def _is_of_totals(self) -> bool:
         return self._closed % self._cadence.channels_every > 0 and not self._judging.is_escalated(self._step)

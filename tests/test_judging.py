@@ -1,0 +1,224 @@
+"""What a sink that judges is given, and what a monitor does with what it finds."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hookstats
+from hookstats import FindingError, Snapshot
+from hookstats.numbers.blocks import Drained
+
+
+@dataclass
+class Found:
+    severity: str
+    sentence: str = "too large"
+
+
+class Recorder:
+    """Finds what `finds` says of the steps that it has taken, as soon as it is asked."""
+
+    def __init__(self, finds: Callable[[int], list[Found]] = lambda step: []) -> None:
+        self.finds = finds
+        self.settings: dict[str, Any] = {}
+        self.taken: list[Drained] = []
+        self.waited: list[float] = []
+        self.closed = 0
+        self._told = 0
+
+    def begin(self, settings: dict[str, Any]) -> None:
+        self.settings = settings
+
+    def take(self, drained: Drained) -> None:
+        self.taken.append(drained)
+
+    def findings(self) -> list[Found]:
+        new = [found for drained in self.taken[self._told :] for found in self.finds(drained.step)]
+        self._told = len(self.taken)
+        return new
+
+    def wait(self, timeout: float) -> None:
+        self.waited.append(timeout)
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+
+
+def train(net: nn.Module, monitor: hookstats.Monitor, steps: int) -> list[int]:
+    """The steps that were measured."""
+    numbers = []
+    for _ in range(steps):
+        net(torch.randn(3, 4)).sum().backward()
+        snapshot = monitor.step(loss=1.0)
+        if snapshot is not None:
+            numbers.append(snapshot.step)
+    return numbers
+
+
+def critical_at(*steps: int) -> Callable[[int], list[Found]]:
+    return lambda step: [Found("critical", f"found in {step}")] if step in steps else []
+
+
+def test_a_recorder_is_given_each_step_as_it_left_the_device_and_sinks_its_snapshot() -> None:
+    recorder, snapshots, net = Recorder(), list[Snapshot](), model()
+    with hookstats.attach(net, every=2, sinks=[recorder, snapshots.append]) as monitor:
+        train(net, monitor, 5)
+    assert [drained.step for drained in recorder.taken] == [0, 2, 4] == [snapshot.step for snapshot in snapshots]
+    assert all(d.snapshot().equals(s) for d, s in zip(recorder.taken, snapshots, strict=True))
+    assert recorder.closed == 1
+    assert {"rank", "world_size", "model", "every", "torch"} <= set(recorder.settings)
+    assert (recorder.settings["rank"], recorder.settings["model"], recorder.settings["every"]) == (0, "Sequential", 2)
+
+
+def test_findings_are_collected_and_told(caplog: pytest.LogCaptureFixture) -> None:
+    net = model()
+    recorder = Recorder(lambda step: [Found("note", "a note")] if step == 0 else [Found("warning", "a warning")])
+    with caplog.at_level(logging.INFO, "hookstats"), hookstats.attach(net, every=1, sinks=recorder) as monitor:
+        caplog.clear()
+        train(net, monitor, 2)
+        assert [found.sentence for found in monitor.findings] == ["a note", "a warning"]
+        assert [(each.levelname, each.message) for each in caplog.records] == [
+            ("INFO", "a note"),
+            ("WARNING", "a warning"),
+        ]
+
+
+def test_raise_ends_training_for_what_is_critical_and_for_nothing_else() -> None:
+    net, recorder = model(), Recorder(lambda step: [Found("critical" if step == 2 else "warning", f"found in {step}")])
+    monitor = hookstats.attach(net, every=1, sinks=recorder, on_finding="raise")
+    train(net, monitor, 2)
+    with pytest.raises(FindingError, match="^found in 2$") as caught:
+        train(net, monitor, 1)
+    assert [found.severity for found in caught.value.findings] == ["critical"]
+    assert len(monitor.findings) == 3
+    train(net, monitor, 1)  # it goes on if it is caught
+    monitor.detach()
+
+
+def test_a_callable_is_called_with_each_finding_and_may_fail() -> None:
+    net, seen = model(), list[str]()
+
+    def fail(finding: Found) -> None:
+        seen.append(finding.sentence)
+        raise KeyError(finding.sentence)
+
+    monitor = hookstats.attach(net, every=1, sinks=Recorder(critical_at(0, 1)), on_finding=fail)
+    with pytest.warns(UserWarning, match="on_finding=.* failed: KeyError"):
+        train(net, monitor, 2)
+    assert seen == ["found in 0", "found in 1"]
+    strict = hookstats.attach(net, every=1, sinks=Recorder(critical_at(0)), on_finding=fail, strict=True)
+    with pytest.raises(KeyError):
+        train(net, strict, 1)
+
+
+def test_a_finding_makes_the_next_steps_measured_with_channels() -> None:
+    net, snapshots = model(), list[Snapshot]()
+    recorder = Recorder(critical_at(0, 8))
+    with hookstats.attach(
+        net, every=4, channels_every=100, sinks=[recorder, snapshots.append], escalate=3, on_finding=None
+    ) as monitor:
+        train(net, monitor, 14)
+    with_channels = [s.step for s in snapshots if s["0", "output"].channels is not None]
+    assert [snapshot.step for snapshot in snapshots] == [0, 1, 2, 3, 4, 8, 9, 10, 11, 12]
+    assert with_channels == [0, 1, 2, 3, 9, 10, 11]
+    assert all((s["0", "output"].histogram is not None) == (s.step in with_channels) for s in snapshots)
+
+
+def test_a_note_makes_no_further_steps_measured() -> None:
+    net, recorder = model(), Recorder(lambda step: [Found("note")])
+    with hookstats.attach(net, every=4, sinks=recorder, escalate=3) as monitor:
+        assert train(net, monitor, 9) == [0, 4, 8]
+
+
+def test_escalation_compiles_no_program_anew() -> None:
+    net, recorder = torch.compile(model(), backend="aot_eager"), Recorder(critical_at(2))
+    torch._dynamo.reset()
+    with hookstats.attach(net, every=2, channels_every=2, sinks=recorder, escalate=3) as monitor:
+        train(net, monitor, 2)
+        with torch.compiler.set_stance("fail_on_recompile"):
+            assert train(net, monitor, 6) == [2, 3, 4, 5, 6]
+
+
+def test_check_waits_for_the_verdict_on_all_closed_steps() -> None:
+    net, recorder = model(), Recorder(critical_at(1))
+    monitor = hookstats.attach(net, every=1, sinks=recorder, on_finding="raise")
+    train(net, monitor, 1)
+    assert monitor.check(timeout=7) == []
+    assert recorder.waited == [7]
+    with pytest.raises(FindingError):
+        train(net, monitor, 1)
+    assert [found.sentence for found in monitor.check()] == ["found in 1"]
+    monitor.detach()
+    with pytest.raises(ValueError, match="expected a sink that judges"):
+        hookstats.attach(net).check()
+
+
+def test_what_is_found_when_it_is_closed_is_told_at_detach() -> None:
+    net, seen = model(), list[Found]()
+
+    class Late(Recorder):
+        def findings(self) -> list[Found]:
+            return [Found("warning")] if self.closed and not seen else []
+
+    monitor = hookstats.attach(net, sinks=Late(), on_finding=seen.append)
+    train(net, monitor, 1)
+    assert not seen
+    monitor.detach()
+    assert len(seen) == 1
+
+
+def test_a_recorder_that_fails_does_not_disturb_training() -> None:
+    net, snapshots = model(), list[Snapshot]()
+
+    class Bad(Recorder):
+        def take(self, drained: Drained) -> None:
+            raise OSError("no disk")
+
+        def close(self) -> None:
+            raise OSError("no disk at the end")
+
+    monitor = hookstats.attach(net, every=1, sinks=[Bad(), snapshots.append])
+    with pytest.warns(UserWarning, match="no disk"):
+        train(net, monitor, 2)
+    with pytest.warns(UserWarning, match="could not be closed.*no disk at the end"):
+        monitor.detach()
+    assert len(snapshots) == 2
+
+
+def test_what_cannot_begin_raises_at_attach_and_leaves_no_hook() -> None:
+    net = model()
+
+    class Bad(Recorder):
+        def begin(self, settings: dict[str, Any]) -> None:
+            raise PermissionError("a read-only disk")
+
+    with pytest.raises(PermissionError):
+        hookstats.attach(net, sinks=Bad())
+    assert not any(module._forward_hooks for module in net.modules())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"on_finding": "stop", "sinks": Recorder()}, "on_finding: expected 'log', 'raise', None or a callable, got"),
+        ({"escalate": -1, "sinks": Recorder()}, "escalate: expected a number of steps from 0, got -1"),
+        ({"escalate": 2}, "expected a sink that judges"),
+        ({"on_finding": "raise"}, "expected a sink that judges"),
+        ({"on_finding": print, "sinks": print}, "expected a sink that judges"),
+    ],
+)
+def test_reactions_that_cannot_be_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        hookstats.attach(model(), **arguments)
