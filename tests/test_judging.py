@@ -99,7 +99,7 @@ def test_raise_ends_training_for_what_is_critical_and_for_nothing_else() -> None
     net, recorder = model(), Recorder(lambda step: [Found("critical" if step == 2 else "warning", f"found in {step}")])
     monitor = hookstats.attach(net, every=1, sinks=recorder, on_finding="raise")
     train(net, monitor, 2)
-    with pytest.raises(FindingError, match="^found in 2$") as caught:
+    with pytest.raises(FindingError, match=r"^found in 2$") as caught:
         train(net, monitor, 1)
     assert [found.severity for found in caught.value.findings] == ["critical"]
     assert len(monitor.findings) == 3
