@@ -132,8 +132,8 @@ def test_a_finding_is_read_as_it_was_written_and_nothing_else_is() -> None:
         assert Finding.from_json(json.loads(json.dumps(finding.to_json(), allow_nan=False))) == finding
     good = Finding("some", 3, None, 2.0, 1.0, "note", "Look.").to_json()
     for name, wrong in [
-        ("step", 1.5), ("step", True), ("site", ["a"]), ("site", "ab"), ("value", "x"), ("value", None), ("value", 10**400),
-        ("severity", "bad"), ("sentence", 3), ("rank", None), ("more", 1),
+        ("step", 1.5), ("step", True), ("site", ["a"]), ("site", "ab"), ("value", "x"), ("value", None),
+        ("value", 10**400),        ("severity", "bad"), ("sentence", 3), ("rank", None), ("more", 1),
     ]:  # fmt: skip
         with pytest.raises(ValueError, match="expected"):
             Finding.from_json(good | {name: wrong})

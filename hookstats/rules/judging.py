@@ -107,7 +107,7 @@ class Judge:
     """
 
     def __init__(self, rules: Iterable[str | Rule] | None = None, rank: int = 0, attempt: int = 0) -> None:
-        """rules: of `hookstats.rules`, functions, or "module:function"; None: `defaults`. Each judge has its own windows.
+        """rules: of `hookstats.rules`, functions, or "module:function"; None: `defaults`. Windows are the judge's own.
 
         ValueError for a name that leads to no function.
         """

@@ -22,8 +22,8 @@ class NonFinite:
 
     There is no threshold to set: one such value ends most trainings. Two things are in order, and are told apart. -Inf
     alone in an output that has it from its first step on is a mask, of attention or of a router. Gradients in a step
-    that a GradScaler has skipped are how it finds its scale: a note, unless that happens in ``overflows`` measured steps
-    in a row (a scaler that begins at 65536 has come to 1 after 16 of them).
+    that a GradScaler has skipped are how it finds its scale: a note, unless that happens in ``overflows`` measured
+    steps in a row (a scaler that begins at 65536 has come to 1 after 16 of them).
     """
 
     overflows: int = 16
@@ -41,8 +41,8 @@ class NonFinite:
             yield self._of_tensor(step, place, bad[place])
         elif not np.isfinite(step.scalars.get("loss", 0.0)):
             sentence = (
-                f"the loss is {step.scalars['loss']}, and every watched tensor is finite: it began behind the model, in "
-                "the loss itself. Look for a logarithm or a division there, and at the labels."
+                f"the loss is {step.scalars['loss']}, and every watched tensor is finite: it began behind the model, "
+                "in the loss itself. Look for a logarithm or a division there, and at the labels."
             )
             yield step.finding("nonfinite", None, step.scalars["loss"], 0, "critical", sentence)
         else:
@@ -67,8 +67,8 @@ class NonFinite:
             advice += f": look at the weights and the arithmetic of {name or 'the model'}"
         elif kind in _BACKWARD:
             advice = (
-                "It began in backward, all outputs are finite: look at what follows it in forward, up to the loss, for a "
-                "square root or a division at 0"
+                "It began in backward, all outputs are finite: look at what follows it in forward, up to the loss, "
+                "for a square root or a division at 0"
             )
         else:
             advice = "It began in the optimizer, outputs and gradients are finite: look at its state and its settings"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,7 @@ from hookstats.numbers.snapshot import Snapshot
 from hookstats.rules.finding import Finding
 
 Mask: TypeAlias = NDArray[np.bool_]
+_Over = TypeVar("_Over", bound=NDArray[Any])
 
 
 class Sites:
@@ -151,10 +152,10 @@ class Step:
             rule, self.number, where, float(value), float(threshold), severity, sentence, self.rank, self.attempt
         )
 
-    def _spread(self, values: Any, missing: Any) -> Any:
+    def _spread(self, values: _Over, missing: Any) -> _Over:
         """An array over the columns' sites, over ids."""
         if self._is_aligned:
             return values
-        result = np.full(len(self.sites), missing, values.dtype)
+        result: Any = np.full(len(self.sites), missing, values.dtype)
         result[self._ids] = values
-        return result
+        return result  # type: ignore[no-any-return]
