@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hookstats import sinks
     from hookstats._native import build_info
     from hookstats.numbers.fields import ExponentBins, LinearBins, Site, Skipped, Stats
     from hookstats.numbers.histogram import Histogram
@@ -41,6 +42,7 @@ _HOMES = {
     "hookstats.watch.monitor": ["Monitor"],
     "hookstats.watch.overhead": ["Overhead"],
 }
+_MODULES = {"edit": "hookstats.tools.edit", "sinks": "hookstats.sinks"}
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
@@ -68,12 +70,13 @@ __all__ = [
     "explain",
     "grad_of",
     "measure",
+    "sinks",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "edit":
-        value: Any = import_module("hookstats.tools.edit")
+    if name in _MODULES:
+        value: Any = import_module(_MODULES[name])
     elif name in _HOME_OF:
         value = getattr(import_module(_HOME_OF[name]), name)
     else:

@@ -22,13 +22,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "numbers": set(),
     "modules": set(),
     "_warn": set(),
+    "sinks": {"_warn", "numbers"},
     "_native": {"numbers", "_C"},
     "watch": {"_native", "_warn", "modules", "numbers"},
     "tools": {"_native", "_warn", "modules"},
-    "__init__": {"_native", "numbers", "tools", "watch"},
+    "__init__": {"_native", "numbers", "sinks", "tools", "watch"},
     "demo": {"__init__"},
 }
-WITHOUT_TORCH = {"numbers", "_warn", "__init__"}
+WITHOUT_TORCH = {"numbers", "_warn", "__init__", "sinks"}
 
 
 def name_of(path: Path) -> str:
