@@ -13,7 +13,8 @@ class Mlflow:
     """Logs each snapshot to an MLflow run, with its step: ``hookstats/<tensor>/<statistic>/<name>``.
 
     mlflow sends it from threads of its own, and logs what could not be sent; ``mlflow.flush_async_logging()`` waits for
-    them, as the end of the process does. MLflow has no histograms.
+    them, as the end of the process does. A snapshot with keys that were not there before, as the first one, is sent at
+    once, and waited for. MLflow has no histograms.
 
     Args:
         run_id: of the run; None: that of ``mlflow.active_run()``.
@@ -39,7 +40,7 @@ class Mlflow:
             raise ImportError(f"Mlflow needs mlflow-skinny: pip install 'hookstats[mlflow]' ({error})") from None
         self._keys = Keys("Mlflow", statistics, sites)
         self._metric = Metric
-        self._client = mlflow.MlflowClient()
+        self._there: set[str] = set()
         if run_id is None:
             active = mlflow.active_run()
             if active is None:
@@ -47,6 +48,7 @@ class Mlflow:
                     "Mlflow: expected an active run, got none: call mlflow.start_run() before, or give run_id="
                 )
             run_id = active.info.run_id
+        self._client = mlflow.MlflowClient()
         self._run_id = self._client.get_run(run_id).info.run_id
 
     def __call__(self, snapshot: Snapshot) -> None:
@@ -54,4 +56,7 @@ class Mlflow:
         del values["step"]
         now = time.time_ns() // 1_000_000
         metrics = [self._metric(PREFIX + key, value, now, snapshot.step) for key, value in values.items()]
-        self._client.log_batch(self._run_id, metrics, synchronous=False)
+        # A store of files makes a folder for each level of a key, and mlflow's threads would stumble over each other's.
+        is_new = not values.keys() <= self._there
+        self._client.log_batch(self._run_id, metrics, synchronous=is_new)
+        self._there.update(values)
