@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hookstats import rules
+    from hookstats import rules, sinks
     from hookstats._native import build_info
     from hookstats.numbers.fields import ExponentBins, LinearBins, Site, Skipped, Stats
     from hookstats.numbers.histogram import Histogram
@@ -44,7 +44,7 @@ _HOMES = {
     "hookstats.watch.monitor": ["Monitor"],
     "hookstats.watch.overhead": ["Overhead"],
 }
-_MODULES = {"edit": "hookstats.tools.edit", "rules": "hookstats.rules"}
+_MODULES = {"edit": "hookstats.tools.edit", "rules": "hookstats.rules", "sinks": "hookstats.sinks"}
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
@@ -74,6 +74,7 @@ __all__ = [
     "grad_of",
     "measure",
     "rules",
+    "sinks",
 ]
 
 

@@ -22,14 +22,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "numbers": set(),
     "modules": set(),
     "_warn": set(),
+    "sinks": {"_warn", "numbers"},
     "_native": {"numbers", "_C"},
     "watch": {"_native", "_warn", "modules", "numbers"},
     "tools": {"_native", "_warn", "modules"},
     "rules": {"numbers"},
-    "__init__": {"_native", "numbers", "rules", "tools", "watch"},
+    "__init__": {"_native", "numbers", "rules", "sinks", "tools", "watch"},
     "demo": {"__init__"},
 }
-WITHOUT_TORCH = {"numbers", "rules", "_warn", "__init__"}
+WITHOUT_TORCH = {"numbers", "rules", "_warn", "__init__", "sinks"}
 
 
 def name_of(path: Path) -> str:
