@@ -36,6 +36,9 @@ _HOMES = {
     "hookstats.numbers.histogram": ["Histogram"],
     "hookstats.numbers.site_stats": ["SiteStats"],
     "hookstats.numbers.snapshot": ["ChannelValue", "Snapshot"],
+    "hookstats.records.recording": ["record"],
+    "hookstats.records.writer": ["recover"],
+    "hookstats.records.store": ["load"],
     "hookstats.tools.capture": ["Capture", "Captured", "capture"],
     "hookstats.tools.explain": ["Explanation", "HookRow", "explain"],
     "hookstats.tools.gradient": ["KeptGradient", "grad_of"],
@@ -72,9 +75,12 @@ __all__ = [
     "edit",
     "explain",
     "grad_of",
+    "load",
     "measure",
     "rules",
     "sinks",
+    "record",
+    "recover",
 ]
 
 

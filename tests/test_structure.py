@@ -27,10 +27,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "watch": {"_native", "_warn", "modules", "numbers"},
     "tools": {"_native", "_warn", "modules"},
     "rules": {"numbers"},
-    "__init__": {"_native", "numbers", "rules", "sinks", "tools", "watch"},
+    "records": {"_warn", "numbers", "rules", "sinks"},
+    "__init__": {"_native", "numbers", "records", "rules", "sinks", "tools", "watch"},
     "demo": {"__init__"},
 }
-WITHOUT_TORCH = {"numbers", "rules", "_warn", "__init__", "sinks"}
+WITHOUT_TORCH = {"numbers", "rules", "_warn", "__init__", "sinks", "records"}
 
 
 def name_of(path: Path) -> str:
