@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from hookstats.numbers.histogram import Histogram
     from hookstats.numbers.site_stats import SiteStats
     from hookstats.numbers.snapshot import ChannelValue, Snapshot
+    from hookstats.record.run import Run, load
     from hookstats.tools import edit
     from hookstats.tools.capture import Capture, Captured, capture
     from hookstats.tools.explain import Explanation, HookRow, explain
@@ -35,6 +36,7 @@ _HOMES = {
     "hookstats.numbers.histogram": ["Histogram"],
     "hookstats.numbers.site_stats": ["SiteStats"],
     "hookstats.numbers.snapshot": ["ChannelValue", "Snapshot"],
+    "hookstats.record.run": ["Run", "load"],
     "hookstats.tools.capture": ["Capture", "Captured", "capture"],
     "hookstats.tools.explain": ["Explanation", "HookRow", "explain"],
     "hookstats.tools.gradient": ["KeptGradient", "grad_of"],
@@ -58,6 +60,7 @@ __all__ = [
     "LinearBins",
     "Monitor",
     "Overhead",
+    "Run",
     "Site",
     "SiteStats",
     "Skipped",
@@ -70,6 +73,7 @@ __all__ = [
     "edit",
     "explain",
     "grad_of",
+    "load",
     "measure",
 ]
 
