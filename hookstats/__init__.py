@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from hookstats.numbers.histogram import Histogram
     from hookstats.numbers.site_stats import SiteStats
     from hookstats.numbers.snapshot import ChannelValue, Snapshot
+    from hookstats.records.run import Run, load
     from hookstats.tools import edit
     from hookstats.tools.capture import Capture, Captured, capture
     from hookstats.tools.explain import Explanation, HookRow, explain
@@ -38,7 +39,7 @@ _HOMES = {
     "hookstats.numbers.snapshot": ["ChannelValue", "Snapshot"],
     "hookstats.records.recording": ["record"],
     "hookstats.records.writer": ["recover"],
-    "hookstats.records.store": ["load"],
+    "hookstats.records.run": ["Run", "load"],
     "hookstats.tools.capture": ["Capture", "Captured", "capture"],
     "hookstats.tools.explain": ["Explanation", "HookRow", "explain"],
     "hookstats.tools.gradient": ["KeptGradient", "grad_of"],
@@ -63,6 +64,7 @@ __all__ = [
     "LinearBins",
     "Monitor",
     "Overhead",
+    "Run",
     "Site",
     "SiteStats",
     "Skipped",
@@ -77,10 +79,10 @@ __all__ = [
     "grad_of",
     "load",
     "measure",
-    "rules",
-    "sinks",
     "record",
     "recover",
+    "rules",
+    "sinks",
 ]
 
 

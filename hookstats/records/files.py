@@ -1,77 +1,67 @@
-"""Where the files of a recording lie, and how they are written: whole, or not at all."""
+"""Files that are whole or not there: written under a temporary name, fsync, rename, fsync of the directory."""
 
 from __future__ import annotations
 
+import io
 import os
-import re
-import tempfile
 from pathlib import Path
+from typing import Any
 
-RING = "ring."  # and the number of the attempt; with ".json", what a writer must know of it
-_FAR = ("nfs", "lustre", "cifs", "smb", "beegfs", "gpfs", "ceph", "glusterfs", "9p", "afs", "fuse")
-
-
-def rank_folder(run: Path, rank: int) -> Path:
-    return run / f"rank={rank}"
+TEMPORARY = ".tmp"  # behind a name; readers by glob (*.parquet) do not see it
 
 
-def descriptions(folder: Path) -> dict[int, Path]:
-    """Of the attempts that are not finished, by number, ascending: what a writer must know of them."""
-    found = [(re.fullmatch(rf"{re.escape(RING)}(\d+)\.json", path.name), path) for path in folder.glob(f"{RING}*.json")]
-    return dict(sorted((int(match[1]), path) for match, path in found if match))
+class Output(io.RawIOBase):
+    """A new file, written by os.write alone, so that a test can let every single call fail."""
+
+    def __init__(self, path: Path) -> None:
+        self._is_abandoned = False
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        while len(view) and not self._is_abandoned:
+            view = view[os.write(self._descriptor, view) :]
+        return memoryview(data).nbytes
+
+    def sync(self) -> None:
+        os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        if not self.closed:
+            super().close()
+            if not self._is_abandoned:
+                os.close(self._descriptor)
+
+    def abandon(self) -> None:
+        """Whatever is still written goes nowhere: Arrow writes a footer when its writer is collected."""
+        if not (self.closed or self._is_abandoned):
+            self._is_abandoned = True
+            os.close(self._descriptor)
 
 
-def local_folder(folder: Path, attempt: int) -> Path:
-    """Where the ring of an attempt lies: in its folder, but on this machine's own disk where that is a network's.
-
-    A mapping of a file on a network is slow, and may end the process that writes to it.
-    """
-    if not _kind_of_disk(folder).startswith(_FAR):
-        return folder
-    name = re.sub(r"\W+", "-", f"{folder}").strip("-")[-100:]
-    local = Path(tempfile.gettempdir()) / f"hookstats-{os.getuid()}" / f"{name}-{attempt:04d}"
-    local.mkdir(parents=True, exist_ok=True, mode=0o700)
-    return local
+def rename(path: Path) -> Path:
+    """From its temporary name to its own."""
+    final = path.with_name(path.name.removesuffix(TEMPORARY))
+    os.replace(path, final)
+    return final
 
 
-def _kind_of_disk(folder: Path) -> str:
-    """The type of the file system that a folder is on; "" where that is not told."""
-    path, best, kind = str(folder.resolve()), "", ""
+def sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        mounts = Path("/proc/self/mountinfo").read_text().splitlines()
-    except OSError:
-        return ""
-    for line in mounts:
-        left, _, right = line.partition(" - ")
-        point = left.split()[4].encode().decode("unicode_escape")  # blanks are written \040
-        inside = path == point or path.startswith(point.rstrip("/") + "/")
-        if inside and len(point) >= len(best):
-            best, kind = point, right.split()[0]
-    return kind
-
-
-def started_at(pid: int) -> int | None:
-    """When a process started, in ticks since the machine did, which tells it from a later one. None: it is gone."""
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-    except (OSError, ValueError, IndexError):
-        return None
-
-
-def write_whole(path: Path, text: str) -> None:
-    """So that a reader, and whoever comes after a crash, finds the old text or the new one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with open(temporary, "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
+        os.fsync(descriptor)
     finally:
-        os.close(directory)
+        os.close(descriptor)
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """The file has either its old content or this one, whatever happens meanwhile."""
+    temporary = path.with_name(path.name + TEMPORARY)
+    with Output(temporary) as output:
+        output.write(content)
+        output.sync()
+    rename(temporary)
+    sync_directory(path.parent)

@@ -15,14 +15,14 @@ import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from hookstats._warn import WarnOnce
 from hookstats.numbers.blocks import Drained, Layout
 from hookstats.records import wire
-from hookstats.records.files import RING, descriptions, local_folder, rank_folder, started_at, write_whole
+from hookstats.records.files import write_whole
+from hookstats.records.places import RING, descriptions, local_folder, rank_folder, started_at
 from hookstats.records.ring import Ring
 from hookstats.rules import Finding, Rule, defaults, rule_to_json
 
@@ -41,8 +41,6 @@ class Recording:
         sinks: Iterable[Any] = (),
         ring_bytes: int | None = None,
     ) -> None:
-        if find_spec("pyarrow") is None:
-            raise ImportError("hookstats.record needs pyarrow: pip install 'hookstats[record]'")
         if ring_bytes is not None and (not isinstance(ring_bytes, int) or ring_bytes < 1 << 16):
             raise ValueError(f"ring_bytes: expected at least {1 << 16} bytes, or None; got {ring_bytes!r}")
         self.path = Path(path).absolute()
@@ -116,7 +114,7 @@ class Recording:
             "rules": self._rules,
             "sinks": self._sinks,
         }
-        write_whole(self._description, json.dumps(described))
+        write_whole(self._description, json.dumps(described).encode())
         return attempt
 
     def take(self, drained: Drained) -> None:

@@ -20,8 +20,10 @@ from pathlib import Path
 
 from hookstats.numbers.blocks import Drained, Layout
 from hookstats.records import wire
-from hookstats.records.files import RING, descriptions, started_at, write_whole
+from hookstats.records.files import write_whole
+from hookstats.records.places import RING, descriptions, started_at
 from hookstats.records.ring import Ring
+from hookstats.records.run import Run
 from hookstats.records.store import Store
 from hookstats.rules import Finding, Judge, rule_from_json
 from hookstats.sinks import from_spec
@@ -30,7 +32,7 @@ PART_BYTES = 64 << 20
 PART_SECONDS = 10.0
 _LOCK_SECONDS = 120.0
 KNOWN_LAYOUTS = 8
-_PAST = 256  # recorded steps from which the rules' windows are made again
+_PAST = 200  # recorded steps from which the rules' windows are made again
 
 
 class Attempt:
@@ -49,13 +51,17 @@ class Attempt:
         self.ring_path = Path(described["ring"])
         self.ring = Ring(self.ring_path)
         self._store = store
+        self._layouts_path = folder / f"{RING}{self.number:04d}.layouts"
+        self.is_finished = store.ended(self.number)
+        if self.is_finished:
+            return
         store.begin(self.number, described["settings"])
-        self._layouts = Layouts(folder / f"{RING}{self.number:04d}.layouts")
+        self._layouts = Layouts(self._layouts_path)
         self._position = max(self.ring.tail, store.consumed(self.number))
         self._sinks = [from_spec(spec) for spec in described["sinks"]]
         self._rank = int(described["settings"]["rank"])
         self._judge = Judge(map(rule_from_json, described["rules"]), self._rank, self.number)
-        self._judge.rebuild(store.latest(_PAST))
+        self._judge.rebuild(_past(folder))
         self._findings = Findings(folder / "findings.jsonl")
         self._judged = self.ring.judged  # what was found in these is told already
         self.ring.findings = self._findings.size
@@ -124,7 +130,11 @@ class Attempt:
             with suppress(Exception):
                 sink.close()
         self._store.finish(self.number, "closed" if self.ring.closed else "died", self.ring.dropped)
-        for path in (self._layouts.path, self.ring_path, self._description):
+        self.tidy()
+
+    def tidy(self) -> None:
+        """Takes the ring away."""
+        for path in (self._layouts_path, self.ring_path, self._description):
             path.unlink(missing_ok=True)
 
 
@@ -150,7 +160,7 @@ class Layouts:
 
     def keep(self) -> None:
         if not self._is_kept:
-            write_whole(self.path, "".join(f"{text}\n" for text in self._texts.values()))
+            write_whole(self.path, "".join(f"{text}\n" for text in self._texts.values()).encode())
             self._is_kept = True
 
 
@@ -195,6 +205,12 @@ def locked(folder: Path, seconds: float) -> Iterator[None]:
         yield
 
 
+def _past(folder: Path) -> Run:
+    """The last steps that were recorded."""
+    steps = Run(folder, None, None, None).steps
+    return Run(folder, None, slice(steps[-_PAST:][0], None) if steps else None, None)
+
+
 def drain_left(store: Store, folder: Path, before: int | None = None) -> list[int]:
     """Takes up what is left in the rings of attempts that died, of those before a number. Their numbers.
 
@@ -208,6 +224,9 @@ def drain_left(store: Store, folder: Path, before: int | None = None) -> list[in
             attempt = Attempt(store, folder, path)
         except FileNotFoundError:
             path.unlink(missing_ok=True)  # it died before its first step
+            continue
+        if attempt.is_finished:  # whoever finished it died before it was tidy
+            attempt.tidy()
             continue
         if attempt.is_training():
             raise RuntimeError(f"{folder}: expected that training has ended, but process {attempt.pid} records into it")
@@ -244,7 +263,11 @@ def run(folder: Path, number: int, wake: int) -> None:
         with locked(folder, _LOCK_SECONDS):
             store = Store(folder)
             drain_left(store, folder, number)
-            _follow(Attempt(store, folder, path), store, wake)
+            attempt = Attempt(store, folder, path)
+            if attempt.is_finished:
+                attempt.tidy()
+            else:
+                _follow(attempt, store, wake)
             store.close()
     except BaseException as error:
         ring.fail(f"{type(error).__name__}: {error}")
