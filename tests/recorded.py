@@ -119,4 +119,6 @@ def writers(directory: Path) -> list[int]:
 
 
 def kill(pid: int) -> None:
+    """It runs no more when this returns."""
     os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: not Path(f"/proc/{pid}").exists() or ") Z" in Path(f"/proc/{pid}/stat").read_text())

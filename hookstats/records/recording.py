@@ -243,6 +243,8 @@ class Recording:
             self._wait_for_writer(0.02)
         else:
             self._wait_for_writer(5)
+            if ring is not None and self._writer is not None and self._writer.returncode:
+                self._stop(ring.failure or f"its writer ended with {self._writer.returncode}")
         self._stopped = True
         atexit.unregister(self._ended)
         os.close(self._wake)
