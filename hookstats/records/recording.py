@@ -112,7 +112,6 @@ class Recording:
             "started": started_at(self._pid),
             "settings": settings | {"hookstats": _version(), "host": socket.gethostname(), "time": time.time()},
             "rules": self._rules,
-            "sinks": self._sinks,
         }
         write_whole(self._description, json.dumps(described).encode())
         return attempt
@@ -175,9 +174,11 @@ class Recording:
     def _start_writer(self, ring: Ring) -> None:
         self._judged_at_start = ring.judged
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+        judges = json.dumps({"rules": self._rules, "sinks": self._sinks})
+        arguments = [str(self._attempt), str(self._wake), judges]
         with open(self._folder / "writer.log", "ab") as log:
             self._writer = subprocess.Popen(
-                [sys.executable, "-m", "hookstats.records.writer", self._folder, str(self._attempt), str(self._wake)],
+                [sys.executable, "-m", "hookstats.records.writer", self._folder, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=log,

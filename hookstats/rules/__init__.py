@@ -4,7 +4,7 @@ findings = hookstats.rules.judge(snapshots)
 """
 
 from hookstats.rules.finding import SEVERITIES, Finding
-from hookstats.rules.judging import Judge, Rule, defaults, judge, rule_from_json, rule_to_json
+from hookstats.rules.judging import Judge, Rule, defaults, is_ours, judge, rule_from_json, rule_to_json
 from hookstats.rules.nonfinite import NonFinite
 from hookstats.rules.step import Step
 
@@ -16,6 +16,7 @@ __all__ = [
     "Rule",
     "Step",
     "defaults",
+    "is_ours",
     "judge",
     "rule_from_json",
     "rule_to_json",

@@ -44,10 +44,20 @@ def rule_from_json(d: Mapping[str, Any]) -> Rule:
         found = getattr(import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"rules: expected a function at {d['rule']!r}: {error}") from error
-    if not callable(found):
-        raise ValueError(f"rules: expected a function at {d['rule']!r}, got {found!r}")
-    rule: Rule = found(**d["arguments"]) if isinstance(found, type) else found
-    return rule
+    if is_ours(d):
+        if not (isinstance(found, type) and dataclasses.is_dataclass(found) and found.__module__ == module):
+            raise ValueError(f"rules: expected a rule at {d['rule']!r}, got {found!r}")
+        rule: Rule = found(**d["arguments"])
+        return rule
+    if not callable(found) or isinstance(found, type) or d["arguments"]:
+        raise ValueError(f"rules: expected a function without arguments at {d['rule']!r}, got {found!r}")
+    function: Rule = found
+    return function
+
+
+def is_ours(d: Mapping[str, Any]) -> bool:
+    """Whether it is one of hookstats.rules: others are code of whoever wrote the name."""
+    return isinstance(d["rule"], str) and d["rule"].startswith("hookstats.rules.")
 
 
 class _Episode(NamedTuple):
