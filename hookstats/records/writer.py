@@ -1,8 +1,8 @@
 """The process that writes: from the ring to Parquet, findings and file sinks. It imports no torch.
 
-Run as ``python -m hookstats.records.writer FOLDER ATTEMPT WAKE JUDGES`` by the training process, which it outlives until
-the ring is empty. Whatever ends it, the next one goes on: a part counts, and its room in the ring is free, from the
-moment the manifest names it.
+Run as ``python -m hookstats.records.writer FOLDER ATTEMPT WAKE JUDGES`` by the training process, which it outlives
+until the ring is empty. Whatever ends it, the next one goes on: a part counts, and its room in the ring is free, from
+the moment the manifest names it.
 """
 
 from __future__ import annotations

@@ -47,8 +47,8 @@ def rule_from_json(d: Mapping[str, Any]) -> Rule:
     if is_ours(d):
         if not (isinstance(found, type) and dataclasses.is_dataclass(found) and found.__module__ == module):
             raise ValueError(f"rules: expected a rule at {d['rule']!r}, got {found!r}")
-        rule: Rule = found(**d["arguments"])
-        return rule
+        ours: Rule = found(**d["arguments"])  # type: ignore[assignment]
+        return ours
     if not callable(found) or isinstance(found, type) or d["arguments"]:
         raise ValueError(f"rules: expected a function without arguments at {d['rule']!r}, got {found!r}")
     function: Rule = found
