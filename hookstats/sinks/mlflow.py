@@ -16,9 +16,10 @@ class Mlflow:
     them, as the end of the process does. A snapshot with keys that were not there before, as the first one, is sent at
     once, and waited for. MLflow has no histograms.
 
+    ``statistics`` and ``sites`` are those of `JsonLines`, which says what is sent by default.
+
     Args:
         run_id: of the run; None: that of ``mlflow.active_run()``.
-        statistics, sites: as `JsonLines` has them, which says what is sent by default.
 
     Raises:
         ImportError: without mlflow or mlflow-skinny. RuntimeError: where no run is active.

@@ -17,9 +17,10 @@ class Wandb:
     join the row that is open, which is sent when you log the next one, when another snapshot comes, or at
     ``wandb.finish()``. Call that after ``monitor.detach()``.
 
+    ``statistics``, ``sites`` and ``histograms`` are those of `JsonLines`, which says what is sent by default.
+
     Args:
         run: what ``wandb.init()`` gave; None: ``wandb.run``, the active one.
-        statistics, sites, histograms: as `JsonLines` has them, which says what is sent by default.
 
     Raises:
         ImportError: without wandb. RuntimeError: where no run is active.
