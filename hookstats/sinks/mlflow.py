@@ -59,5 +59,5 @@ class Mlflow:
         metrics = [self._metric(PREFIX + key, value, now, snapshot.step) for key, value in values.items()]
         # A store of files makes a folder for each level of a key, and mlflow's threads would stumble over each other's.
         is_new = not values.keys() <= self._there
+        self._there.update(values)  # where it cannot be sent, training waits for that once
         self._client.log_batch(self._run_id, metrics, synchronous=is_new)
-        self._there.update(values)
