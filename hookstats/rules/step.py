@@ -27,6 +27,7 @@ class Sites:
         self._ids: dict[Site, int] = {}
         self._latest: tuple[Sequence[Site], Counts] = ([], np.empty(0, np.int64))
         self._kinds: dict[str, Mask] = {}
+        self._partners: dict[tuple[str, str], Counts] = {}
 
     def ids(self, sites: Sequence[Site]) -> Counts:
         """Of these sites; those that are new get the next ones."""
@@ -48,6 +49,17 @@ class Sites:
             mask = np.array([tensor == kind or tensor.startswith(f"{kind}.") for tensor in tensors], bool)
             self._kinds[kind] = mask
         return mask
+
+    def partner(self, kind: str, other: str) -> Counts:
+        """Of each site of a kind, the id of the site of the other kind with the same name; -1 without one."""
+        partners = self._partners.get((kind, other))
+        if partners is None or len(partners) < len(self.all):
+            partners = np.full(len(self.all), -1, np.int64)
+            for i in np.flatnonzero(self.of(kind)).tolist():
+                name, tensor = self.all[i]
+                partners[i] = self._ids.get(Site(name, other + tensor[len(kind) :]), -1)
+            self._partners[kind, other] = partners
+        return partners
 
 
 class Step:
@@ -74,6 +86,13 @@ class Step:
     def of(self, kind: str) -> Mask:
         """``[n]``: whether a site's tensor is an "output", a "grad_output", a "param", ..., see attach."""
         return self._sites.of(kind)
+
+    def partner(self, kind: str, other: str) -> Counts:
+        """``[n]``: of each site of a kind, the id of that of another kind with the same name; -1 without one.
+
+        ``step.partner("param_update", "param")``, ``step.partner("output", "grad_output")``.
+        """
+        return self._sites.partner(kind, other)
 
     @cached_property
     def calls(self) -> Counts:
