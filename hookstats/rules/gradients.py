@@ -8,7 +8,7 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from hookstats.numbers.fields import Array, Counts
+from hookstats.numbers.fields import Array
 from hookstats.rules.finding import Finding
 from hookstats.rules.history import Streak, Window
 from hookstats.rules.step import Mask, Step
@@ -28,14 +28,13 @@ class _Depth(NamedTuple):
 def _over_depth(step: Step) -> _Depth | None:
     """By medians over the first and the last third in order of execution, of L2 norms: pooling divides a gradient's
     values by an area, and as many more values there are; the norm does not know."""
-    is_gradient = step.of("grad_output") & (step.totals.count > 0)
-    backward = step.order[is_gradient[step.order]]
+    backward = step.in_order(step.of("grad_output") & (step.totals.count > 0))
     third = len(backward) // 3
     if len(backward) < _SHORTEST:
         return None
     norms = step.totals.l2_norm[backward]
     near, far = np.median(norms[:third]), np.median(norms[-third:])
-    return _Depth(float(far / near), int(backward[0]), int(backward[-1])) if near > 0 else None
+    return _Depth(float(far / near), backward[0], backward[-1]) if near > 0 else None
 
 
 def _measured(step: Step) -> Mask:
@@ -94,9 +93,9 @@ class ExplodingGradients:
         rms, median = step.totals.rms, self._past.median(len(measured))
         ratio: Array = np.divide(rms, median, out=np.zeros_like(rms), where=measured & (median > 0))
         grown = (ratio > self.past) & (rms > _largest_of_kind(step, median))
-        ill = np.flatnonzero((self._grown.longer(grown, measured) >= self.row) & grown)
-        if ill.size:
-            first = _first(step, ill)
+        ill = step.in_order((self._grown.longer(grown, measured) >= self.row) & grown)
+        if ill:
+            first = ill[0]
             severity = "critical" if ratio[first] > 100 * self.past else "warning"
             sentence = (
                 f"{tensor_of(step.sites[first])} has been {number(self.past)} times its usual size for {self.row} "
@@ -159,9 +158,9 @@ class VanishingGradients:
             ratio: Array = np.divide(rms, median, out=np.full_like(rms, np.nan), where=known)
             usual = float(np.median(ratio[known]))
             fallen = known & (ratio < self.past * usual)
-            ill = np.flatnonzero((self._fallen.longer(fallen, known) >= self.row) & fallen)
-            if ill.size:
-                first = _first(step, ill)
+            ill = step.in_order((self._fallen.longer(fallen, known) >= self.row) & fallen)
+            if ill:
+                first = ill[0]
                 value = ratio[first] / usual
                 sentence = (
                     f"{tensor_of(step.sites[first])} has fallen to {number(value)} of its usual size, while the others "
@@ -182,14 +181,9 @@ def _largest_of_kind(step: Step, median: Array) -> Array:
     return result
 
 
-def _first(step: Step, ill: Counts) -> int:
-    """In order of execution."""
-    return int(step.order[np.isin(step.order, ill)][0])
-
-
 def _name(step: Step, site: int) -> str:
     return step.sites[site].name or "the model"
 
 
-def _and_others(ill: Counts) -> str:
+def _and_others(ill: list[int]) -> str:
     return f", and so have {times(len(ill) - 1, 'other gradient')}" if len(ill) > 1 else ""

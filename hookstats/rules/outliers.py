@@ -37,10 +37,10 @@ class MassiveActivations:
             return None
         ratios = self._ratios(step, np.flatnonzero(judged & (step.totals.abs_max > self.value)))
         ill = (self._streak.longer(ratios > self.ratio, judged) >= self.row) & (ratios > self.ratio)
-        return self._of(step, np.flatnonzero(ill), ratios)
+        return self._of(step, step.in_order(ill), ratios)
 
-    def _of(self, step: Step, ill: Counts, ratios: Array) -> Iterator[Finding]:
-        for site in ill.tolist():
+    def _of(self, step: Step, ill: list[int], ratios: Array) -> Iterator[Finding]:
+        for site in ill:
             sentence = (
                 f"{tensor_of(step.sites[site])} reaches {number(step.totals.abs_max[site])}, {number(ratios[site])} "
                 "times its median. Trained language models have such values, at tokens that attention rests on; if "
@@ -98,10 +98,10 @@ class OutlierChannels:
             largest[site], beyond[site] = self._of_channels(step, site)
         is_ill = (largest > self.severe) | (beyond > self.many)
         ill = (self._streak.longer(is_ill, judged) >= self.row) & is_ill
-        return self._of(step, np.flatnonzero(ill), largest, beyond)
+        return self._of(step, step.in_order(ill), largest, beyond)
 
-    def _of(self, step: Step, ill: Counts, largest: Array, beyond: Counts) -> Iterator[Finding]:
-        for site in ill.tolist():
+    def _of(self, step: Step, ill: list[int], largest: Array, beyond: Counts) -> Iterator[Finding]:
+        for site in ill:
             channels = step.channels(site)
             assert channels is not None
             worst = int(np.nanargmax(channels.abs_max))

@@ -141,7 +141,8 @@ class LowPrecisionFit:
         is_ill[ids] = enough & ((lost > self.lost) | (overflow > 0))
         judged[ids] = enough
         ill = (self._streak.longer(is_ill, judged) >= self.row) & is_ill
-        return self._of(step, np.flatnonzero(ill[ids]), lost, overflow, fits)
+        places = np.searchsorted(ids, np.array(step.in_order(ill), np.int64))
+        return self._of(step, places, lost, overflow, fits)
 
     def _of(
         self, step: Step, places: Counts, lost: Array, overflow: Array, fits: dict[str, _Fits]
@@ -149,7 +150,7 @@ class LowPrecisionFit:
         ids = fits["float16"].ids
         for place in places.tolist():
             site = step.sites[int(ids[place])]
-            if overflow[place] > 0:
+            if lost[place] <= self.lost:
                 sentence = (
                     f"{tensor_of(site)} reaches {step.totals.abs_max[ids[place]]:.3g}, beyond float16's 65504: in "
                     "float16 it would be infinite. Keep this layer in bfloat16 or float32."

@@ -22,8 +22,8 @@ class ResidualDrift:
     """The stream grows, or shrinks, from block to block (warning): the rms behind the last over that behind the first.
 
     Ill is ``ratio`` = 100 times, or one 100th, in ``row`` = 5 measured steps in a row; the block that adds most is
-    named. A stream of blocks of equal size grows as the square root of their number; no figure is agreed on, and this one is
-    ours, ten times beyond what healthy small models show (see docs/rules.md).
+    named. A stream of blocks of equal size grows as the square root of their number; no figure is agreed on, and this
+    one is ours, ten times beyond what healthy small models show (see docs/rules.md).
 
     So that a healthy run is silent: it begins behind the first block, because embeddings are small at first; from
     ``blocks`` = 4 on; blocks are modules with a number as their name that hold others which are watched, not experts,
@@ -76,7 +76,8 @@ class ResidualDrift:
 
     def _found(self, step: Step) -> dict[str, Counts]:
         """Of each stack, the ids of its blocks' outputs."""
-        inner = {prefix for site in step.sites for prefix in _prefixes(site.name)}
+        outputs = [step.sites[i] for i in np.flatnonzero(step.of("output")).tolist()]
+        inner = {prefix for site in outputs for prefix in _prefixes(site.name)}
         found: dict[str, dict[int, int]] = {}
         for i, (name, tensor) in enumerate(step.sites):
             match = _BLOCK.fullmatch(name)

@@ -23,8 +23,8 @@ class LossSpike:
 
     So that a healthy run is silent: a jump is judged when the window has ``least`` = 32 steps; either must undo a share
     ``undone`` = 0.05 (a setting of ours) of what the loss has come down since the first steps, because a model that has
-    learned its data by heart has losses near 0 that vary by any factor; and a jump counts in the window as much as the
-    limit, so that a new level (other data) becomes the normal one, and one jump does not hide the next.
+    learned its data by heart has losses near 0 that vary by any factor; and a jump counts in the window as one of half the
+    limit, so that one does not hide the next, and yet a new level (other data) becomes the normal one.
     """
 
     scalar: str = "loss"
@@ -76,17 +76,18 @@ class LossSpike:
                 "measured steps. Look at this batch; if it happens again, lower the learning rate or clip gradients."
             )
             yield step.finding("loss-spike", None, value, limit, "warning", sentence)
-        past.push(min(value, limit))
+        past.push(value if value <= limit else past.limit(self.sigmas / 2))
 
 
 @dataclass
 class GradientNormSpike:
-    """The norm of all gradients jumps (warning): the scalar ``grad_norm``, or where there is none `Snapshot.grad_norm`.
+    """The norm of all gradients jumps: the scalar ``grad_norm``, or where there is none `Snapshot.grad_norm`.
 
     More than ``sigmas`` = 6 standard deviations above the mean of the last ``window`` = 128 measured steps (OLMo-core,
-    stability_monitor.py), in logarithms.
+    stability_monitor.py), in logarithms: a note; a warning where there were ``many`` = 3 such steps in the window.
 
-    So that a healthy run is silent: judged when the window has ``least`` = 32 steps; ``factor`` = 5 times the mean at
+    So that a healthy run is silent: a single batch of another kind is no illness, and without clipping they are common
+    in small language models; judged when the window has ``least`` = 32 steps; and ``factor`` = 5 times the mean at
     least (a setting of ours), because norms that are clipped do not vary at all. Norms that are clipped say nothing:
     see `Monitor.measure_gradients`.
     """
@@ -95,7 +96,9 @@ class GradientNormSpike:
     window: int = 128
     least: int = 32
     factor: float = 5.0
+    many: int = 3
     per_site: ClassVar[bool] = False
+    _spikes: list[bool] = field(default_factory=list, init=False, repr=False, compare=False)
     _past: Course = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -112,11 +115,13 @@ class GradientNormSpike:
         if len(self._past) >= self.least:
             mean = self._past.mean
             limit = max(self._past.limit(self.sigmas), self.factor * mean)
+            self._spikes = [*self._spikes[1 - self.window :], value > limit]
             if value > limit:
+                severity = "warning" if sum(self._spikes) >= self.many else "note"
                 sentence = (
                     f"the norm of the gradients jumped to {number(value)}, from {number(mean)} on average of the last "
                     f"{len(self._past)} measured steps. Look at this batch; clip gradients, or lower the learning "
                     "rate, before the loss follows."
                 )
-                yield step.finding("gradient-norm-spike", None, value, limit, "warning", sentence)
-        self._past.push(min(value, limit))
+                yield step.finding("gradient-norm-spike", None, value, limit, severity, sentence)
+        self._past.push(value if value <= limit else self._past.limit(self.sigmas / 2))

@@ -104,6 +104,10 @@ class Step:
         ids: Counts = self._ids[self._columns.order]
         return ids
 
+    def in_order(self, mask: Mask) -> list[int]:
+        """The ids of these sites that fired, in order of execution."""
+        return self.order[mask[self.order]].tolist()  # type: ignore[no-any-return]
+
     @cached_property
     def totals(self) -> Stats[Array]:
         """Statistics of each site, ``[n]``, without the scaler's scale."""

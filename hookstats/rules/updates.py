@@ -19,27 +19,29 @@ class UpdateRatio:
     """An optimizer's step changes a parameter too much: mean |update| over mean |parameter| (warning).
 
     About 1e-3 is usual, far above 1e-2 is bad (bo-ke/llm-internal-medicine, docs/optim_update.md): ill is ``ratio`` =
-    0.1, in ``row`` = 20 measured steps in a row. It needs ``attach(tensors=(..., "param", "param_update"))``.
+    0.1 in ``row`` = 10 measured steps in a row, or once more than ``whole`` = 1, all that the parameter was. It needs
+    ``attach(tensors=(..., "param", "param_update"))``.
 
     The rounding of low precision. Where an optimizer keeps float32 master weights of bfloat16 parameters, an update is
-    seen as 0 or a whole unit in the last place: its rms is far too large, 3.5 times at a learning rate of 1e-5.
-    Subtracting ulp^2 / 12 for each value does not mend that, because a value that has changed has changed by a whole
-    unit. Its mean absolute value is right without knowing any dtype: a change of a 30th of a unit is seen in one value
-    of 30. It is assumed that the masters lie evenly between the steps of the parameter's dtype. Parameters without
-    masters change as they are seen to.
+    seen as 0 or as a whole unit in the last place: its rms is then too large, 2.8 times at a learning rate of 1e-5 and
+    weights of 0.02, 5 times at 3e-6. Subtracting ulp^2 / 12 for each value that changed leaves 2.7 and 4.8 times,
+    because such a value has changed by a whole unit. The mean absolute value is right without knowing any dtype: an
+    update of a 30th of a unit is seen in one value of 30. It is assumed that the masters lie evenly between the steps
+    of the parameter's dtype. A parameter without masters is judged by how it did change, less than it was meant to.
 
-    So that a healthy run is silent: parameters that began at exactly 0 (biases, LoRA, the last layer of a block) have no
-    size but that of their updates, and are not judged until they have ``settled`` = 200 measured steps behind them;
-    nor are parameters of fewer than ``values`` = 64 numbers, which pass through 0 together.
+    So that a healthy run is silent: parameters that began with one value throughout (biases and LoRA with 0, a layer
+    scale with 1e-6) have no size but that of their updates, and are not judged in their first ``settled`` = 200
+    measured steps; nor are parameters of fewer than ``values`` = 64 numbers, which pass through 0 together.
     """
 
     ratio: float = 0.1
-    row: int = 20
+    row: int = 10
+    whole: float = 1.0
     settled: int = 200
     values: int = 64
     _streak: Streak = field(default_factory=Streak, init=False, repr=False, compare=False)
     _ages: Streak = field(default_factory=Streak, init=False, repr=False, compare=False)
-    _from_zero: Mask = field(default_factory=lambda: np.empty(0, bool), init=False, repr=False, compare=False)
+    _from_constant: Mask = field(default_factory=lambda: np.empty(0, bool), init=False, repr=False, compare=False)
 
     def __call__(self, step: Step) -> Iterator[Finding] | None:
         weights = step.partner("param_update", "param")
@@ -50,16 +52,21 @@ class UpdateRatio:
         means = step.totals.abs_mean
         sizes = np.where(measured, means[weights], np.nan)
         ages = self._ages.longer(measured, measured)
-        new = len(step.sites) - len(self._from_zero)
-        self._from_zero = np.append(self._from_zero, np.zeros(new, bool))
-        self._from_zero |= (ages == 1) & (sizes == 0)
+        new = len(step.sites) - len(self._from_constant)
+        self._from_constant = np.append(self._from_constant, np.zeros(new, bool))
+        flat = np.where(measured, (step.totals.min == step.totals.max)[weights], False)
+        self._from_constant |= (ages == 1) & flat
         with np.errstate(invalid="ignore", divide="ignore"):
             ratios = np.where(measured & (sizes > 0), means / sizes, 0.0)
-        too_large = (ratios > self.ratio) & (~self._from_zero | (ages > self.settled))
-        ill = (self._streak.longer(too_large, measured) >= self.row) & too_large
-        for site in np.flatnonzero(ill).tolist():
+        too_large = (ratios > self.ratio) & (~self._from_constant | (ages > self.settled))
+        is_long = self._streak.longer(too_large, measured) >= self.row
+        ill = too_large & (is_long | (ratios > self.whole))
+        for site in step.in_order(ill):
+            whole = ratios[site] > self.whole
+            since = "so that nothing is left of what it was" if whole else f"for {self.row} measured steps"
             sentence = (
-                f"each step changes {step.sites[site].name} by {number(ratios[site])} of its size, for {self.row} "
-                "measured steps; about 0.001 is usual. Lower its learning rate, or warm it up longer."
+                f"a step changes {step.sites[site].name} by {number(ratios[site])} of its size, {since}; about 0.001 "
+                "is usual. Lower its learning rate, or warm it up longer."
             )
-            yield step.finding("update-ratio", site, ratios[site], self.ratio, "warning", sentence)
+            threshold = self.whole if whole else self.ratio
+            yield step.finding("update-ratio", site, ratios[site], threshold, "warning", sentence)
