@@ -200,6 +200,10 @@ class Drained:
             i = numbers[place]
             return moved[i] if i in moved else self._read(rows[i].parts[-1])
 
+        def histogram_of(place: int) -> Counts | None:
+            i = numbers[place]
+            return moved[i].histogram if i in moved else self._histogram(rows[i].parts[-1])
+
         def wholes() -> Array:
             """Sites of one channel at once, which are most where totals alone were sent."""
             result = np.empty((len(FIELDS), len(numbers)))
@@ -223,7 +227,7 @@ class Drained:
             [rows[i].channel_dim if keeps[i] == rows[i].keep_channels else None for i in numbers],
             self.layout.bins,
             lambda place: part_of(place).moments,
-            lambda place: part_of(place).histogram,
+            histogram_of,
             wholes,
         )
 
@@ -231,9 +235,14 @@ class Drained:
         memory = self.blocks[part.block][part.offset : part.offset + part.size]
         fields = len(FIELDS) * part.channels
         moments = memory[:fields].view(np.float64).reshape(len(FIELDS), part.channels)
-        counts = memory[fields + COUNTERS :]
-        shape = histogram_shape(self.layout.bins, part.channels)
-        return _Read(moments, counts.reshape(shape) if part.bins else None)
+        return _Read(moments, self._histogram(part))
+
+    def _histogram(self, part: Part) -> Counts | None:
+        if not part.bins:
+            return None
+        end = part.offset + part.size
+        counts = self.blocks[part.block][end - part.bins : end]
+        return counts.reshape(histogram_shape(self.layout.bins, part.channels))
 
     def _moved(self, i: int, is_live: Any) -> _Read:
         """A row that was measured in several places."""

@@ -86,8 +86,8 @@ class SaturatedChannels:
     The mean slope of a channel follows exactly from its moments: of a tanh it is 1 - E[x^2], of a sigmoid
     E[x] - E[x^2]. A channel is saturated where it is less than ``slope`` = 0.01 of the steepest one (1, and 1/4), and a
     layer is ill where more than ``share`` = 0.5 of its channels are, in ``row`` = 100 verdicts in a row. The figures
-    are ours: SageMaker Debugger (saturated-activation) counts inputs beyond 9.5 on either side, where the slope of a tanh
-    is 2e-8, far beyond where learning has stopped.
+    are ours: SageMaker Debugger (saturated-activation) counts inputs beyond 9.5 on either side, where the slope of a
+    tanh is 2e-8, far beyond where learning has stopped.
 
     So that a healthy run is silent: judged are outputs with a gradient that have stayed within [-1, 1] or [0, 1] since
     the run began, and come near 1; not those with zeros (ReLU, masks), nor those whose channels have equal means or

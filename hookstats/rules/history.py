@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from statistics import fmean, pstdev
-from typing import Any
 
 import numpy as np
 
@@ -76,25 +73,19 @@ class Course:
     def __len__(self) -> int:
         return len(self._values)
 
-    @property
-    def mean(self) -> float:
-        return float(self._from(fmean(self._to(self._values))))
-
-    def limit(self, sigmas: float) -> float:
-        """So many standard deviations above the mean."""
-        values = self._to(self._values)
-        with np.errstate(over="ignore"):
-            return float(self._from(fmean(values) + sigmas * pstdev(values)))
-
     def push(self, value: float) -> None:
         self._values.append(value)
 
     @property
-    def _in_logs(self) -> bool:
-        return min(self._values) > 0
+    def mean(self) -> float:
+        return self.limit(0.0)
 
-    def _to(self, values: Sequence[float] | deque[float]) -> list[float]:
-        return np.log(values).tolist() if self._in_logs else list(values)
-
-    def _from(self, value: float) -> Any:
-        return np.exp(value) if self._in_logs else value
+    def limit(self, sigmas: float) -> float:
+        """So many standard deviations above the mean."""
+        values = np.array(self._values)
+        in_logs = bool(values.min() > 0)
+        if in_logs:
+            values = np.log(values)
+        limit = float(values.mean() + sigmas * values.std())
+        with np.errstate(over="ignore"):
+            return float(np.exp(limit)) if in_logs else limit

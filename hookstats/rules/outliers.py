@@ -10,7 +10,7 @@ import numpy as np
 from hookstats.numbers.fields import Array, Counts
 from hookstats.rules.finding import Finding
 from hookstats.rules.history import Streak
-from hookstats.rules.step import Step
+from hookstats.rules.step import Mask, Step
 from hookstats.rules.words import number, tensor_of, times
 
 
@@ -35,7 +35,7 @@ class MassiveActivations:
         judged = step.of("output") & (step.calls > 0)
         if not judged.any():
             return None
-        ratios = self._ratios(step, np.flatnonzero(judged & (step.totals.abs_max > self.value)))
+        ratios = self._ratios(step, judged & (step.totals.abs_max > self.value))
         ill = (self._streak.longer(ratios > self.ratio, judged) >= self.row) & (ratios > self.ratio)
         return self._of(step, step.in_order(ill), ratios)
 
@@ -48,21 +48,18 @@ class MassiveActivations:
             )
             yield step.finding("massive-activations", site, ratios[site], self.ratio, "note", sentence)
 
-    def _ratios(self, step: Step, candidates: Counts) -> Array:
+    def _ratios(self, step: Step, candidates: Mask) -> Array:
         """``[n]``: the largest |x| over the median."""
-        totals = step.totals
-        ratios = np.zeros(len(step.sites))
-        if candidates.size:
+        totals, ratios = step.totals, np.zeros(len(step.sites))
+        if candidates.any():
             some = totals.count[candidates] - totals.zeros[candidates]
             ratios[candidates] = totals.abs_max[candidates] * some / totals.l1_norm[candidates]
-            ids, counts = step.exponents
-            known = np.isin(ids, candidates)
-            if known.any():
-                magnitudes = counts[known, :256] + counts[known, 256:]
-                magnitudes[:, 0] -= totals.zeros[ids[known]].astype(np.int64)
-                below = np.cumsum(magnitudes, axis=1)
-                median = 2.0 ** ((below * 2 < below[:, -1:]).sum(1) - 126)
-                ratios[ids[known]] = totals.abs_max[ids[known]] * step.scales[ids[known]] / median
+            ids, counts = step.exponents(candidates)
+            magnitudes = counts[:, :256] + counts[:, 256:]
+            magnitudes[:, 0] -= totals.zeros[ids].astype(np.int64)
+            below = np.cumsum(magnitudes, axis=1)
+            median = 2.0 ** ((below * 2 < below[:, -1:]).sum(1) - 126)
+            ratios[ids] = totals.abs_max[ids] * step.scales[ids] / median
         return ratios
 
 

@@ -13,7 +13,7 @@ from hookstats.numbers.fields import Array, Counts, Site
 from hookstats.numbers.snapshot import Snapshot
 from hookstats.rules.finding import Finding
 from hookstats.rules.history import Streak
-from hookstats.rules.step import Sites, Step
+from hookstats.rules.step import Mask, Sites, Step
 from hookstats.rules.words import percent, tensor_of
 
 
@@ -63,16 +63,16 @@ def fit(measured: Snapshot | Drained, format: str) -> list[Fit]:
     if format not in FORMATS:
         raise ValueError(f"format: expected one of {', '.join(FORMATS)}; got {format!r}")
     step = Step(measured, Sites())
-    fits = _fits(_Magnitudes(step), FORMATS[format])
+    fits = _fits(_Magnitudes(step, step.calls > 0), FORMATS[format])
     rows = zip(*(column.tolist() for column in fits), strict=True)
     return [Fit(step.sites[i], format, under, (low, high), scale, best) for i, under, low, high, scale, best in rows]
 
 
 class _Magnitudes:
-    """Of the sites that have a histogram by exponent and values that are not 0."""
+    """Of those among some sites that have a histogram by exponent and values that are not 0."""
 
-    def __init__(self, step: Step) -> None:
-        ids, counts = step.exponents
+    def __init__(self, step: Step, chosen: Mask) -> None:
+        ids, counts = step.exponents(chosen)
         zeros = step.totals.zeros[ids].astype(np.int64)
         below = np.cumsum(counts[:, :256] + counts[:, 256:], axis=1) - zeros[:, None]
         some = below[:, -1] > 0
@@ -119,24 +119,30 @@ class LowPrecisionFit:
     gives all numbers.
 
     So that a healthy run is silent: in ``row`` = 5 verdicts in a row, from 1,000 values on that are not 0. Only steps
-    with histograms by exponent are judged.
+    with histograms by exponent are judged, in each of them one of ``turns`` = 4 parts of the sites: reading histograms
+    is what costs most of all rules, and nobody chooses a precision within four steps.
     """
 
     lost: float = 0.01
     row: int = 5
+    turns: int = 4
+    _turn: int = field(default=0, init=False, repr=False, compare=False)
     _streak: Streak = field(default_factory=Streak, init=False, repr=False, compare=False)
 
     def __call__(self, step: Step) -> Iterator[Finding] | None:
-        values = _Magnitudes(step)
-        if not values.ids.size:
+        outputs, weights = step.of("output") | step.of("input"), step.of("param")
+        gradients = step.of("grad_output") | step.of("grad_input")
+        n = len(step.sites)
+        in_turn = np.arange(n) % self.turns == self._turn
+        values = _Magnitudes(step, (step.calls > 0) & in_turn & (outputs | weights | gradients))
+        if not values.ids.size and not step.has_histograms:
             return None
-        n, ids = len(step.sites), values.ids
-        forward = (step.of("output") | step.of("input") | step.of("param"))[ids]
-        backward = (step.of("grad_output") | step.of("grad_input"))[ids]
+        self._turn = (self._turn + 1) % self.turns
+        ids = values.ids
         fits = {name: _fits(values, format) for name, format in FORMATS.items()}
-        lost = np.where(forward, fits["float8_e4m3fn"].scaled_underflow, fits["float8_e5m2"].scaled_underflow)
-        overflow = np.where(forward & ~step.of("param")[ids], fits["float16"].most_overflow, 0.0)
-        enough = (forward | backward) & (values.below[:, -1] >= 1000)
+        lost = np.where(gradients[ids], fits["float8_e5m2"].scaled_underflow, fits["float8_e4m3fn"].scaled_underflow)
+        overflow = np.where(outputs[ids], fits["float16"].most_overflow, 0.0)
+        enough = values.below[:, -1] >= 1000
         is_ill, judged = np.zeros(n, bool), np.zeros(n, bool)
         is_ill[ids] = enough & ((lost > self.lost) | (overflow > 0))
         judged[ids] = enough

@@ -23,8 +23,8 @@ class LossSpike:
 
     So that a healthy run is silent: a jump is judged when the window has ``least`` = 32 steps; either must undo a share
     ``undone`` = 0.05 (a setting of ours) of what the loss has come down since the first steps, because a model that has
-    learned its data by heart has losses near 0 that vary by any factor; and a jump counts in the window as one of half the
-    limit, so that one does not hide the next, and yet a new level (other data) becomes the normal one.
+    learned its data by heart has losses near 0 that vary by any factor; and a jump counts in the window as one of half
+    the limit: one does not hide the next, and yet a new level (other data) becomes the normal one.
     """
 
     scalar: str = "loss"

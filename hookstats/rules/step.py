@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from hookstats.numbers.blocks import Drained
 from hookstats.numbers.columns import Columns
-from hookstats.numbers.fields import FIELDS, Array, Counts, Site, Stats, divided
+from hookstats.numbers.fields import FIELDS, Array, Counts, ExponentBins, Site, Stats, divided
 from hookstats.numbers.snapshot import Snapshot
 from hookstats.rules.finding import Finding
 
@@ -140,13 +140,20 @@ class Step:
         return self._spread(self._columns.keeps, False)
 
     @cached_property
-    def exponents(self) -> tuple[Counts, Counts]:
-        """Histograms by exponent of whole tensors: the ids that have one ``[k]``, and counts ``[k, 512]``.
+    def has_histograms(self) -> bool:
+        """Whether any site of this step has a histogram by exponent of its whole tensor."""
+        columns = self._columns
+        return columns.bins == ExponentBins() and any(columns.histogram(i) is not None for i in columns.order.tolist())
+
+    def exponents(self, chosen: Mask) -> tuple[Counts, Counts]:
+        """Histograms by exponent of whole tensors, of these sites ``[n]``: the ids that have one ``[k]``, counts
+        ``[k, 512]``.
 
         A bin is ``sign << 8 | exponent`` of float32; of the values as they were measured: with the scaler's scale.
         Empty where histograms are of another kind, or were not sent.
         """
-        places, counts = self._columns.exponents
+        places = self._place[np.flatnonzero(chosen & (self._place >= 0))]
+        places, counts = self._columns.exponents(places.tolist())
         return self._ids[places], counts
 
     @cached_property

@@ -29,19 +29,19 @@ class UpdateRatio:
     update of a 30th of a unit is seen in one value of 30. It is assumed that the masters lie evenly between the steps
     of the parameter's dtype. A parameter without masters is judged by how it did change, less than it was meant to.
 
-    So that a healthy run is silent: parameters that began with one value throughout (biases and LoRA with 0, a layer
-    scale with 1e-6) have no size but that of their updates, and are not judged in their first ``settled`` = 200
-    measured steps; nor are parameters of fewer than ``values`` = 64 numbers, which pass through 0 together.
+    So that a healthy run is silent: parameters that began with one value throughout (LoRA with 0, a layer scale with
+    1e-6) have no size but that of their updates, and neither have biases, which may pass through 0 (those of keys in
+    attention change nothing, and only tremble): both are not judged; nor are parameters of fewer than ``values`` = 64
+    numbers.
     """
 
     ratio: float = 0.1
     row: int = 10
     whole: float = 1.0
-    settled: int = 200
     values: int = 64
     _streak: Streak = field(default_factory=Streak, init=False, repr=False, compare=False)
-    _ages: Streak = field(default_factory=Streak, init=False, repr=False, compare=False)
-    _from_constant: Mask = field(default_factory=lambda: np.empty(0, bool), init=False, repr=False, compare=False)
+    _seen: Mask = field(default_factory=lambda: np.empty(0, bool), init=False, repr=False, compare=False)
+    _unsized: Mask = field(default_factory=lambda: np.empty(0, bool), init=False, repr=False, compare=False)
 
     def __call__(self, step: Step) -> Iterator[Finding] | None:
         weights = step.partner("param_update", "param")
@@ -51,14 +51,15 @@ class UpdateRatio:
     def _of(self, step: Step, weights: Counts, measured: Mask) -> Iterator[Finding]:
         means = step.totals.abs_mean
         sizes = np.where(measured, means[weights], np.nan)
-        ages = self._ages.longer(measured, measured)
-        new = len(step.sites) - len(self._from_constant)
-        self._from_constant = np.append(self._from_constant, np.zeros(new, bool))
-        flat = np.where(measured, (step.totals.min == step.totals.max)[weights], False)
-        self._from_constant |= (ages == 1) & flat
+        new = step.sites[len(self._seen) :]
+        self._seen = np.append(self._seen, np.zeros(len(new), bool))
+        self._unsized = np.append(self._unsized, np.array([name.endswith("bias") for name, _ in new], bool))
+        begins = measured & ~self._seen
+        self._unsized |= begins & (step.totals.min == step.totals.max)[weights]
+        self._seen |= begins
         with np.errstate(invalid="ignore", divide="ignore"):
             ratios = np.where(measured & (sizes > 0), means / sizes, 0.0)
-        too_large = (ratios > self.ratio) & (~self._from_constant | (ages > self.settled))
+        too_large = (ratios > self.ratio) & ~self._unsized
         is_long = self._streak.longer(too_large, measured) >= self.row
         ill = too_large & (is_long | (ratios > self.whole))
         for site in step.in_order(ill):
