@@ -201,6 +201,10 @@ class Drained:
             i = numbers[place]
             return moved[i] if i in moved else _read(layout, blocks, rows[i].parts[-1])
 
+        def histogram_of(place: int) -> Counts | None:
+            i = numbers[place]
+            return moved[i].histogram if i in moved else _histogram(layout, blocks, rows[i].parts[-1])
+
         def wholes() -> Array:
             """Sites of one channel at once, which are most where totals alone were sent."""
             result = np.empty((len(FIELDS), len(numbers)))
@@ -224,7 +228,7 @@ class Drained:
             [rows[i].channel_dim if keeps[i] == rows[i].keep_channels else None for i in numbers],
             layout.bins,
             lambda place: part_of(place).moments,
-            lambda place: part_of(place).histogram,
+            histogram_of,
             wholes,
         )
 
@@ -240,9 +244,15 @@ def _read(layout: Layout, blocks: Sequence[Counts], part: Part) -> _Read:
     memory = blocks[part.block][part.offset : part.offset + part.size]
     fields = len(FIELDS) * part.channels
     moments = memory[:fields].view(np.float64).reshape(len(FIELDS), part.channels)
-    counts = memory[fields + COUNTERS :]
-    shape = histogram_shape(layout.bins, part.channels)
-    return _Read(moments, counts.reshape(shape) if part.bins else None)
+    return _Read(moments, _histogram(layout, blocks, part))
+
+
+def _histogram(layout: Layout, blocks: Sequence[Counts], part: Part) -> Counts | None:
+    if not part.bins:
+        return None
+    end = part.offset + part.size
+    counts = blocks[part.block][end - part.bins : end]
+    return counts.reshape(histogram_shape(layout.bins, part.channels))
 
 
 def _moved(layout: Layout, blocks: Sequence[Counts], i: int, is_live: Any) -> _Read:
