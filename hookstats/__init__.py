@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hookstats.numbers.histogram import Histogram
     from hookstats.numbers.site_stats import SiteStats
     from hookstats.numbers.snapshot import ChannelValue, Snapshot
-    from hookstats.record.run import Run, load
+    from hookstats.records.run import Run, load
     from hookstats.tools import edit
     from hookstats.tools.capture import Capture, Captured, capture
     from hookstats.tools.explain import Explanation, HookRow, explain
@@ -36,7 +36,7 @@ _HOMES = {
     "hookstats.numbers.histogram": ["Histogram"],
     "hookstats.numbers.site_stats": ["SiteStats"],
     "hookstats.numbers.snapshot": ["ChannelValue", "Snapshot"],
-    "hookstats.record.run": ["Run", "load"],
+    "hookstats.records.run": ["Run", "load"],
     "hookstats.tools.capture": ["Capture", "Captured", "capture"],
     "hookstats.tools.explain": ["Explanation", "HookRow", "explain"],
     "hookstats.tools.gradient": ["KeptGradient", "grad_of"],

@@ -21,15 +21,15 @@ PACKAGE = ROOT / "hookstats"
 MAY_IMPORT: dict[str, set[str]] = {
     "numbers": set(),
     "modules": set(),
-    "record": {"numbers"},
+    "records": {"numbers", "rules"},
     "_warn": set(),
     "_native": {"numbers", "_C"},
     "watch": {"_native", "_warn", "modules", "numbers"},
     "tools": {"_native", "_warn", "modules"},
-    "__init__": {"_native", "numbers", "record", "tools", "watch"},
+    "__init__": {"_native", "numbers", "records", "tools", "watch"},
     "demo": {"__init__"},
 }
-WITHOUT_TORCH = {"numbers", "record", "_warn", "__init__"}
+WITHOUT_TORCH = {"numbers", "_warn", "__init__", "records"}
 
 
 def name_of(path: Path) -> str:

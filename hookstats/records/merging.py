@@ -10,8 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from hookstats.numbers.fields import Site
-from hookstats.record.manifest import Part
-from hookstats.record.schema import FLUSH, ROW_GROUP, SCHEMAS, names_of, written
+from hookstats.records.manifest import Part
+from hookstats.records.schema import FLUSH, ROW_GROUP, SCHEMAS, names_of, written
 
 FAN_IN = 8
 LARGE = 16 << 20  # bytes: such a part is not merged further, so that one step is not spread over the whole run

@@ -12,10 +12,10 @@ import numpy as np
 
 from hookstats.numbers.fields import STATISTICS, Counts, Site
 from hookstats.numbers.snapshot import Snapshot
-from hookstats.record import timeline
-from hookstats.record.errors import RunError
-from hookstats.record.reading import Reader
-from hookstats.record.snapshots import Snapshots
+from hookstats.records import timeline
+from hookstats.records.errors import RunError
+from hookstats.records.reading import Reader
+from hookstats.records.snapshots import Snapshots
 
 if TYPE_CHECKING:
     pass

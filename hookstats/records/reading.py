@@ -13,11 +13,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from hookstats.numbers.fields import Counts
-from hookstats.record import manifest
-from hookstats.record.errors import RunError
-from hookstats.record.manifest import Part
-from hookstats.record.schema import SCHEMAS
-from hookstats.record.store import footer_of
+from hookstats.records import manifest
+from hookstats.records.errors import RunError
+from hookstats.records.manifest import Part
+from hookstats.records.parts import footer_of
+from hookstats.records.schema import SCHEMAS
 
 _T = TypeVar("_T")
 _LARGEST = 1 << 31  # bytes of a column of a row group
@@ -74,22 +74,13 @@ class Reader:
                 return None
             keys = [*(["step"] if chosen.steps else []), *(["site"] if chosen.sites is not None else [])]
             needed = list(dict.fromkeys([*columns, *keys]))
-            with pq.ParquetFile(
-                path, metadata=footer, page_checksum_verification=True, pre_buffer=False, memory_map=False
-            ) as file:
-                rows = file.read_row_groups(groups.tolist(), columns=needed, use_threads=False)
-            expected = pa.schema([SCHEMAS[table].field(name) for name in needed])
-            rows = rows.select(needed)
-            if rows.schema != expected:
-                raise ValueError(f"expected the columns {expected}, got {rows.schema}")
-            count = int(self._row_groups[table, part.file]["rows"][groups].sum())
-            if rows.num_rows != count:
-                raise ValueError(f"expected {count} rows, got {rows.num_rows}")
-            rows.validate(full=True)
-            for name in needed:
-                if name not in _NULLABLE and rows[name].null_count:
-                    raise ValueError(f"expected no null in {name}, got {rows[name].null_count}")
-            return _filtered(rows, chosen).select(list(columns))
+            read = []
+            with pq.ParquetFile(path, metadata=footer, page_checksum_verification=True, pre_buffer=False) as file:
+                for group in groups.tolist():
+                    rows = file.read_row_group(group, columns=needed, use_threads=False).select(needed)
+                    _check(table, rows, int(self._row_groups[table, part.file]["rows"][group]))
+                    read.append(_filtered(rows, chosen).select(list(columns)))
+            return pa.concat_tables(read)
 
     def _footer(self, table: str, part: Part, path: Path) -> pq.FileMetaData:
         key = (table, part.file)
@@ -141,6 +132,18 @@ def _bounds(footer: pq.FileMetaData) -> dict[str, Counts]:
             found[f"{name}_min"].append(statistics.min)
             found[f"{name}_max"].append(statistics.max)
     return {name: np.array(values, np.int64) for name, values in found.items()}
+
+
+def _check(table: str, rows: pa.Table, count: int) -> None:
+    expected = pa.schema([SCHEMAS[table].field(name) for name in rows.column_names])
+    if rows.schema != expected:
+        raise ValueError(f"expected the columns {expected}, got {rows.schema}")
+    if rows.num_rows != count:
+        raise ValueError(f"expected {count} rows, got {rows.num_rows}")
+    rows.validate(full=True)
+    for name in rows.column_names:
+        if name not in _NULLABLE and rows[name].null_count:
+            raise ValueError(f"expected no null in {name}, got {rows[name].null_count}")
 
 
 def _filtered(rows: pa.Table, chosen: Chosen) -> pa.Table:

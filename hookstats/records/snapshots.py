@@ -12,10 +12,10 @@ import pyarrow as pa
 from hookstats.numbers.columns import Columns
 from hookstats.numbers.fields import FIELDS, Array, Counts, Skipped, histogram_shape
 from hookstats.numbers.snapshot import Snapshot
-from hookstats.record.errors import RunError
-from hookstats.record.reading import Chosen, Reader
-from hookstats.record.schema import SAME_AS, STATE
-from hookstats.record.timeline import Timeline
+from hookstats.records.errors import RunError
+from hookstats.records.reading import Chosen, Reader
+from hookstats.records.schema import SAME_AS, STATE
+from hookstats.records.timeline import Timeline
 
 _SITES = ["site", "place", "order", "calls", "scale", "channels", "keeps_channels", "channel_dim", "has_histogram"]
 _AT_ONCE = 200_000  # rows of totals that are held: about 60 MB

@@ -10,10 +10,10 @@ import numpy as np
 import pyarrow as pa
 
 from hookstats.numbers.fields import Bins, Counts, bins_from_json
-from hookstats.record.errors import RunError
-from hookstats.record.manifest import Manifest
-from hookstats.record.reading import Chosen, Reader
-from hookstats.record.schema import SCHEMAS
+from hookstats.records.errors import RunError
+from hookstats.records.manifest import Manifest
+from hookstats.records.reading import Chosen, Reader
+from hookstats.records.schema import SCHEMAS
 
 
 @dataclass

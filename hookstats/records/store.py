@@ -6,25 +6,24 @@ that names it also says how far the ring was consumed. Whatever else lies there 
 
 from __future__ import annotations
 
-import contextlib
 import re
 import time
-import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from hookstats.numbers.blocks import Drained
 from hookstats.numbers.fields import Counts
-from hookstats.record import encoding, files, manifest, merging
-from hookstats.record.manifest import Attempt, Manifest, Part
-from hookstats.record.schema import FLUSH, ROW_GROUP, SCHEMAS, writer_options, written
+from hookstats.records import encoding, manifest, merging, output, timeline
+from hookstats.records.manifest import Attempt, Manifest, Part
+from hookstats.records.parts import OpenPart
+from hookstats.records.reading import Reader
+from hookstats.records.schema import FLUSH, ROW_GROUP, SCHEMAS
+from hookstats.records.snapshots import Snapshots
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -62,7 +61,7 @@ class Store:
         self.directory = directory
         self._broken = False
         self._attempt: Attempt | None = None
-        self._open: dict[str, _OpenPart] = {}
+        self._open: dict[str, OpenPart] = {}
         for table in SCHEMAS:
             (directory / table).mkdir(parents=True, exist_ok=True)
         try:
@@ -161,9 +160,9 @@ class Store:
                 self._part(table).write(encoding.small_table(table, rows, self._sites))
                 rows.clear()
 
-    def _part(self, table: str) -> _OpenPart:
+    def _part(self, table: str) -> OpenPart:
         if table not in self._open:
-            self._open[table] = _OpenPart(self.directory / table, table, self._next_file())
+            self._open[table] = OpenPart(self.directory / table, table, self._next_file())
         return self._open[table]
 
     def _next_file(self) -> int:
@@ -202,9 +201,9 @@ class Store:
             self._close(table)
         for table, closed in self._closed.items():
             for part in closed:
-                files.rename(self.directory / table / (part.file + files.TEMPORARY))
+                output.rename(self.directory / table / (part.file + output.TEMPORARY))
             if closed:
-                files.sync_directory(self.directory / table)
+                output.sync_directory(self.directory / table)
         attempt = replace(attempt, records=attempt.records + self._added)
         attempts = [attempt if each.attempt == attempt.attempt else each for each in self._manifest.attempts]
         parts = {table: [*self._manifest.parts[table], *closed] for table, closed in self._closed.items()}
@@ -234,16 +233,16 @@ class Store:
 
     def _merge(self, table: str, old: list[Part]) -> None:
         folder = self.directory / table
-        output = _OpenPart(folder, table, self._next_file())
+        merged = OpenPart(folder, table, self._next_file())
         try:
             for rows in merging.merged(table, [folder / part.file for part in old], self._manifest.sites):
-                output.write(rows)
-            part = output.close(level=old[0].level + 1)
+                merged.write(rows)
+            part = merged.close(level=old[0].level + 1)
         except BaseException:
-            output.abandon()
+            merged.abandon()
             raise
-        files.rename(folder / (part.file + files.TEMPORARY))
-        files.sync_directory(folder)
+        output.rename(folder / (part.file + output.TEMPORARY))
+        output.sync_directory(folder)
         parts = list(self._manifest.parts[table])
         begin = parts.index(old[0])
         parts[begin : begin + len(old)] = [part]
@@ -252,54 +251,14 @@ class Store:
             (folder / each.file).unlink()
         pa.default_memory_pool().release_unused()
 
+    def latest(self, count: int) -> Iterator[Snapshot]:
+        """The last of the committed steps that count, ascending: from these the rules' windows are made again."""
+        reader = Reader(self.directory)
+        recorded = timeline.read(reader)
+        rows = range(len(recorded.step))[-count:]
+        return Snapshots(reader, recorded, None).read(rows)
+
     def close(self) -> None:
         """What was not committed is forgotten."""
         self._abandon()
         self._broken = True
-
-
-class _OpenPart:
-    """A file of a table under its temporary name."""
-
-    def __init__(self, folder: Path, table: str, number: int) -> None:
-        self._name = f"{number:08d}.parquet"
-        self._path = folder / (self._name + files.TEMPORARY)
-        self._output = files.Output(self._path)
-        self._writer = pq.ParquetWriter(pa.PythonFile(self._output, "w"), written(table), **writer_options(table))
-        self._rows = 0
-        self._steps: list[int] = []
-
-    def write(self, rows: pa.Table) -> None:
-        """As a row group, or several."""
-        self._writer.write_table(rows, ROW_GROUP)
-        self._rows += rows.num_rows
-        bounds = pc.min_max(rows["step"]).as_py()
-        self._steps = [min([bounds["min"], *self._steps]), max([bounds["max"], *self._steps])]
-
-    def close(self, level: int) -> Part:
-        """On disk, still under its temporary name."""
-        self._writer.close()
-        self._output.sync()
-        self._output.close()
-        first, last = self._steps
-        footer = footer_of(self._path)
-        return Part(self._name, level, self._rows, self._path.stat().st_size, (first, last), zlib.crc32(footer))
-
-    def abandon(self) -> None:
-        """Nothing is raised: what is left of it is removed when the directory is opened again."""
-        self._output.abandon()
-        with contextlib.suppress(OSError):
-            self._path.unlink(missing_ok=True)
-
-
-def footer_of(path: Path) -> bytes:
-    """The footer of a Parquet file, with its length and the magic number; empty where there is none."""
-    with path.open("rb") as file:
-        size = file.seek(0, 2)
-        file.seek(max(size - 8, 0))
-        end = file.read(8)
-        length = int.from_bytes(end[:4], "little") + 8
-        if end[4:] != b"PAR1" or length > size:
-            return b""
-        file.seek(size - length)
-        return file.read(length)

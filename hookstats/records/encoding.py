@@ -20,7 +20,7 @@ from hookstats.numbers.fields import (
     bins_to_json,
     divided,
 )
-from hookstats.record.schema import FLUSH, SAME_AS, STATE, names_of, plain, written
+from hookstats.records.schema import FLUSH, SAME_AS, STATE, names_of, plain, written
 
 
 class Key(NamedTuple):
