@@ -18,6 +18,7 @@ import pyarrow as pa
 
 from hookstats.numbers.blocks import Drained
 from hookstats.numbers.fields import Counts
+from hookstats.numbers.snapshot import Snapshot
 from hookstats.records import encoding, manifest, merging, output, timeline
 from hookstats.records.manifest import Attempt, Manifest, Part
 from hookstats.records.parts import OpenPart
