@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 
 from hookstats.numbers.fields import Counts
 from hookstats.records import manifest
+from hookstats.records.arrays import to_arrow, to_numpy
 from hookstats.records.errors import RunError
 from hookstats.records.manifest import Part
 from hookstats.records.parts import footer_of
@@ -149,14 +150,14 @@ def _check(table: str, rows: pa.Table, count: int) -> None:
 def _filtered(rows: pa.Table, chosen: Chosen) -> pa.Table:
     mask = None
     if chosen.sites is not None:
-        site = rows["site"].to_numpy()
+        site = to_numpy(rows["site"])
         at = np.minimum(np.searchsorted(chosen.sites, site), max(len(chosen.sites) - 1, 0))
         mask = chosen.sites[at] == site if len(chosen.sites) else np.zeros(len(site), bool)
     if chosen.steps:
-        step = rows["step"].to_numpy()
+        step = to_numpy(rows["step"])
         inside = (step >= chosen.steps[0]) & (step <= chosen.steps[1])
         mask = inside if mask is None else mask & inside
-    return rows if mask is None or mask.all() else rows.filter(pa.array(mask))
+    return rows if mask is None or mask.all() else rows.filter(to_arrow(mask, pa.bool_()))
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import pyarrow as pa
 from hookstats.numbers.fields import FIELDS, STATISTICS, Site
 
 VERSION = 1
-ROW_GROUP = 20_000  # rows of totals
+ROW_GROUP = 10_000  # rows of totals
 FLUSH = 8 << 20  # bytes that are held before they are written as row groups
 
 # Of each field of a state, the column that holds it; those not in STATISTICS are raw.
