@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hookstats.numbers.fields import FIELDS, Array, Bins, Counts, ExponentBins, Site, Stats, divided, total
 from hookstats.numbers.site_stats import SiteStats
@@ -27,7 +28,7 @@ class Columns:
         calls: Counts,
         order: Counts,
         scales: Array,
-        keeps: Sequence[bool],
+        keeps: Sequence[bool] | NDArray[np.bool_],
         dims: Sequence[int | None],
         bins: Bins | None,
         state: Callable[[int], Array],

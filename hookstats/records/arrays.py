@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,22 @@ _DTYPES[pa.timestamp("us", "UTC")] = np.int64
 
 def to_arrow(values: NDArray[Any], kind: pa.DataType, is_null: NDArray[np.bool_] | None = None) -> pa.Array:
     """Of one of these types; the array must stay as it is."""
-    array = np.ascontiguousarray(values, _DTYPES[kind])
+    array: NDArray[Any] = np.ascontiguousarray(values, _DTYPES[kind])
     bits = np.packbits(array, bitorder="little") if kind == pa.bool_() else array
     valid = None if is_null is None or not is_null.any() else pa.py_buffer(np.packbits(~is_null, bitorder="little"))
     return pa.Array.from_buffers(kind, len(array), [valid, pa.py_buffer(bits)])
+
+
+def from_list(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
+    """Numbers or strings, and None where there is none."""
+    null = np.array([value is None for value in values], bool)
+    if kind != pa.string():
+        return to_arrow(np.array([0 if value is None else value for value in values]), kind, null)
+    encoded = [b"" if value is None else value.encode() for value in values]
+    offsets = np.cumsum([0, *map(len, encoded)]).astype(np.int32)
+    valid = pa.py_buffer(np.packbits(~null, bitorder="little"))
+    buffers = [valid, pa.py_buffer(offsets), pa.py_buffer(b"".join(encoded))]
+    return pa.Array.from_buffers(kind, len(values), buffers)
 
 
 def to_numpy(column: pa.Array | pa.ChunkedArray) -> NDArray[Any]:

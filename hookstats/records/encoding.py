@@ -20,7 +20,7 @@ from hookstats.numbers.fields import (
     bins_to_json,
     divided,
 )
-from hookstats.records.arrays import to_arrow
+from hookstats.records.arrays import from_list, to_arrow
 from hookstats.records.schema import FLUSH, SAME_AS, STATE, names_of, plain, written
 
 
@@ -113,11 +113,10 @@ def channels_tables(drained: Drained, key: Key, ids: Counts, sites: list[Site]) 
     wide = np.flatnonzero(columns.shapes[0] > 1).tolist()
     for chosen, states in _portions(wide, columns.state):
         offsets = _offsets([state.shape[1] for state in states])
+        fields = np.concatenate(states, axis=1)
         lists = {
-            name: pa.ListArray.from_arrays(
-                offsets, to_arrow(np.concatenate([state[row] for state in states]), pa.float64())
-            )
-            for row, name in enumerate(STATE.values())
+            name: pa.ListArray.from_arrays(offsets, to_arrow(values, pa.float64()))
+            for name, values in zip(STATE.values(), fields, strict=True)
         }
         table = _of_sites("channels", key, ids[chosen], sites, {"scale": columns.scales[chosen], **lists})
         yield table, sum(state.nbytes for state in states)
@@ -197,5 +196,5 @@ def _table(table: str, columns: dict[str, Any], sites: list[Site]) -> pa.Table:
         values = columns[field.name]
         if isinstance(values, np.ndarray):
             values = to_arrow(values, field.type)
-        arrays.append(values if isinstance(values, pa.Array) else pa.array(values, field.type))
+        arrays.append(values if isinstance(values, pa.Array) else from_list(values, field.type))
     return pa.Table.from_arrays(arrays, schema=schema)
