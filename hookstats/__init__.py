@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hookstats import rules, sinks
     from hookstats._native import build_info
     from hookstats.numbers.fields import ExponentBins, LinearBins, Site, Skipped, Stats
     from hookstats.numbers.histogram import Histogram
@@ -36,6 +37,8 @@ _HOMES = {
     "hookstats.numbers.histogram": ["Histogram"],
     "hookstats.numbers.site_stats": ["SiteStats"],
     "hookstats.numbers.snapshot": ["ChannelValue", "Snapshot"],
+    "hookstats.records.recording": ["record"],
+    "hookstats.records.writer": ["recover"],
     "hookstats.records.run": ["Run", "load"],
     "hookstats.tools.capture": ["Capture", "Captured", "capture"],
     "hookstats.tools.explain": ["Explanation", "HookRow", "explain"],
@@ -45,6 +48,7 @@ _HOMES = {
     "hookstats.watch.monitor": ["Monitor"],
     "hookstats.watch.overhead": ["Overhead"],
 }
+_MODULES = {"edit": "hookstats.tools.edit", "rules": "hookstats.rules", "sinks": "hookstats.sinks"}
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
@@ -75,12 +79,16 @@ __all__ = [
     "grad_of",
     "load",
     "measure",
+    "record",
+    "recover",
+    "rules",
+    "sinks",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "edit":
-        value: Any = import_module("hookstats.tools.edit")
+    if name in _MODULES:
+        value: Any = import_module(_MODULES[name])
     elif name in _HOME_OF:
         value = getattr(import_module(_HOME_OF[name]), name)
     else:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hookstats.numbers.fields import FIELDS, STATISTICS, Site
-from hookstats.records import output
+from hookstats.records import files
 from hookstats.records.errors import RunError, SchemaError
 from hookstats.records.schema import SCHEMAS, VERSION
 
@@ -73,10 +73,10 @@ class Manifest:
 
     def write(self, directory: Path) -> None:
         body = self.to_json()
-        output.write_whole(directory / "manifest.json", _dump(body | {"crc32": _checksum(body)}, indent=1))
+        files.write_whole(directory / "manifest.json", _dump(body | {"crc32": _checksum(body)}, indent=1))
 
     def write_sites(self, directory: Path) -> None:
-        output.write_whole(directory / "sites.json", _dump(_listed(self.sites)))
+        files.write_whole(directory / "sites.json", _dump(_listed(self.sites)))
 
 
 def read(directory: Path) -> Manifest:

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from hookstats.records import output
+from hookstats.records import files
 from hookstats.records.manifest import Part
 from hookstats.records.schema import ROW_GROUP, writer_options, written
 
@@ -20,8 +20,8 @@ class OpenPart:
 
     def __init__(self, folder: Path, table: str, number: int) -> None:
         self._name = f"{number:08d}.parquet"
-        self._path = folder / (self._name + output.TEMPORARY)
-        self._output = output.Output(self._path)
+        self._path = folder / (self._name + files.TEMPORARY)
+        self._output = files.Output(self._path)
         self._writer = pq.ParquetWriter(pa.PythonFile(self._output, "w"), written(table), **writer_options(table))
         self._rows = 0
         self._steps: list[int] = []

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -18,13 +18,10 @@ import pyarrow as pa
 
 from hookstats.numbers.blocks import Drained
 from hookstats.numbers.fields import Counts
-from hookstats.numbers.snapshot import Snapshot
-from hookstats.records import encoding, manifest, merging, output, timeline
+from hookstats.records import encoding, files, manifest, merging
 from hookstats.records.manifest import Attempt, Manifest, Part
 from hookstats.records.parts import OpenPart
-from hookstats.records.reading import Reader
 from hookstats.records.schema import FLUSH, ROW_GROUP, SCHEMAS
-from hookstats.records.snapshots import Snapshots
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -119,6 +116,11 @@ class Store:
         known = self._manifest.find(attempt)
         return 0 if known is None else known.consumed
 
+    def ended(self, attempt: int) -> bool:
+        """Whether an attempt has ended."""
+        known = self._manifest.find(attempt)
+        return known is not None and known.ended is not None
+
     @_all_or_broken
     def add(self, drained: Drained) -> None:
         """A step, which counts with the next `commit`. What is kept of it is copied."""
@@ -202,9 +204,9 @@ class Store:
             self._close(table)
         for table, closed in self._closed.items():
             for part in closed:
-                output.rename(self.directory / table / (part.file + output.TEMPORARY))
+                files.rename(self.directory / table / (part.file + files.TEMPORARY))
             if closed:
-                output.sync_directory(self.directory / table)
+                files.sync_directory(self.directory / table)
         attempt = replace(attempt, records=attempt.records + self._added)
         attempts = [attempt if each.attempt == attempt.attempt else each for each in self._manifest.attempts]
         parts = {table: [*self._manifest.parts[table], *closed] for table, closed in self._closed.items()}
@@ -242,8 +244,8 @@ class Store:
         except BaseException:
             merged.abandon()
             raise
-        output.rename(folder / (part.file + output.TEMPORARY))
-        output.sync_directory(folder)
+        files.rename(folder / (part.file + files.TEMPORARY))
+        files.sync_directory(folder)
         parts = list(self._manifest.parts[table])
         begin = parts.index(old[0])
         parts[begin : begin + len(old)] = [part]
@@ -251,13 +253,6 @@ class Store:
         for each in old:
             (folder / each.file).unlink()
         pa.default_memory_pool().release_unused()
-
-    def latest(self, count: int) -> Iterator[Snapshot]:
-        """The last of the committed steps that count, ascending: from these the rules' windows are made again."""
-        reader = Reader(self.directory)
-        recorded = timeline.read(reader)
-        rows = range(len(recorded.step))[-count:]
-        return Snapshots(reader, recorded, None).read(rows)
 
     def close(self) -> None:
         """What was not committed is forgotten."""
