@@ -195,7 +195,7 @@ class Drained:
         keeps = arrays.keeps.copy()
         for i, part in moved.items():
             keeps[i] &= part.moments.shape[1] == rows[i].parts[-1].channels
-        numbers = shown.tolist()
+        numbers, kept = shown.tolist(), keeps.tolist()
 
         def part_of(place: int) -> _Read:
             i = numbers[place]
@@ -218,6 +218,12 @@ class Drained:
             result[:, wide] = wholes_of([part_of(place).moments for place in wide.tolist()])
             return result
 
+        last = arrays.last[shown]
+        shapes = np.stack([arrays.channels[last], arrays.bins[last]])
+        for place in np.flatnonzero(np.isin(shown, list(moved))).tolist():
+            part = moved[numbers[place]]
+            shapes[:, place] = part.moments.shape[1], 0 if part.histogram is None else part.histogram.size
+
         scales = np.where(arrays.is_gradient, 1.0 if self.grad_scale is None else self.grad_scale, 1.0)
         return Columns(
             [rows[i].site for i in numbers],
@@ -225,11 +231,12 @@ class Drained:
             np.searchsorted(shown, order),
             scales[shown],
             keeps[shown],
-            [rows[i].channel_dim if keeps[i] == rows[i].keep_channels else None for i in numbers],
+            [rows[i].channel_dim if kept[i] == rows[i].keep_channels else None for i in numbers],
             layout.bins,
             lambda place: part_of(place).moments,
             histogram_of,
             wholes,
+            shapes,
         )
 
 

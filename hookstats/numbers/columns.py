@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hookstats.numbers.fields import FIELDS, Array, Bins, Counts, ExponentBins, Site, Stats, divided, total
 from hookstats.numbers.site_stats import SiteStats
@@ -27,16 +28,18 @@ class Columns:
         calls: Counts,
         order: Counts,
         scales: Array,
-        keeps: Sequence[bool],
+        keeps: Sequence[bool] | NDArray[np.bool_],
         dims: Sequence[int | None],
         bins: Bins | None,
         state: Callable[[int], Array],
         histogram: Callable[[int], Counts | None],
         wholes: Callable[[], Array] | None = None,
+        shapes: Counts | None = None,
     ) -> None:
         """state: of a site, as it was measured, ``[fields, channels]``; histogram: of a site, of these bins, or None.
 
-        wholes: all channels of each site together, as measured, ``[fields, n]``; None: from the states.
+        wholes: all channels of each site together, as measured, ``[fields, n]``; None: from the states. shapes: as the
+        property has them; None: from the states and histograms.
         """
         self.sites = list(sites)
         self.calls = calls
@@ -48,6 +51,7 @@ class Columns:
         self.state = state
         self.histogram = histogram
         self._make_wholes = wholes
+        self._shapes = shapes
         self._stats: dict[int, SiteStats] = {}
 
     @classmethod
@@ -92,6 +96,15 @@ class Columns:
         if self._make_wholes is not None:
             return self._make_wholes()
         return wholes_of([self.state(i) for i in range(len(self))])
+
+    @cached_property
+    def shapes(self) -> Counts:
+        """``[2, n]``: of each site, how many channels its state has, and how many counters its histogram, or 0."""
+        if self._shapes is not None:
+            return self._shapes
+        histograms = [self.histogram(i) for i in range(len(self))]
+        channels = [self.state(i).shape[1] for i in range(len(self))]
+        return np.array([channels, [0 if counts is None else counts.size for counts in histograms]], np.int64)
 
     @cached_property
     def totals(self) -> Stats[Array]:
