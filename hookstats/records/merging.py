@@ -108,5 +108,5 @@ def _named(table: str, rows: pa.Table, sites: list[Site]) -> pa.Table:
     schema = written(table)
     columns = {name: rows[name] for name in rows.column_names}
     if "site" in columns:
-        columns |= names_of(sites, rows["site"].combine_chunks())
+        columns |= names_of(sites, to_numpy(rows["site"]))
     return pa.Table.from_arrays([columns[name] for name in schema.names], schema=schema)

@@ -64,7 +64,7 @@ class Reader:
             rows = self._part(table, part, columns, chosen)
             if rows is not None:
                 read.append(rows)
-        return pa.concat_tables([schema.empty_table(), *read])
+        return pa.concat_tables([pa.Table.from_batches([], schema), *read])
 
     def _part(self, table: str, part: Part, columns: Sequence[str], chosen: Chosen) -> pa.Table | None:
         path = self.directory / table / part.file
