@@ -100,7 +100,7 @@ def test_altered_files_give_what_was_written_or_raise(run: Path) -> None:
 
 
 def test_a_file_that_is_gone_is_told(run: Path) -> None:
-    for path in sorted((run / "rank=0").rglob("*.parquet")) + [run / "rank=0" / "sites.json"]:
+    for path in [*sorted((run / "rank=0").rglob("*.parquet")), run / "rank=0" / "sites.json"]:
         content = path.read_bytes()
         path.unlink()
         with pytest.raises(RunError, match="got no file"):
