@@ -125,16 +125,17 @@ class Columns:
         moments = np.concatenate(states, axis=1)
         return Stats(moments if (scales == 1).all() else divided(moments, np.repeat(scales, self.widths[chosen])))
 
-    @cached_property
-    def exponents(self) -> tuple[Counts, Counts]:
+    def exponents(self, chosen: Iterable[int] | None = None) -> tuple[Counts, Counts]:
         """Histograms by exponent of whole tensors: the places in ``sites`` that have one ``[k]``, counts ``[k, 512]``.
 
+        chosen: of these places; None: of all.
         As in the state, ``sign << 8 | exponent``, of the values as they were measured: with the scaler's scale. Empty
         where histograms are of another kind, or were not sent.
         """
         if self.bins != ExponentBins():
             return np.empty(0, np.int64), np.empty((0, 512), np.int64)
-        found = [(i, counts) for i in range(len(self)) if (counts := self.histogram(i)) is not None]
+        places = range(len(self)) if chosen is None else chosen
+        found = [(i, counts) for i in places if (counts := self.histogram(i)) is not None]
         counts = np.stack([counts for _, counts in found]) if found else np.empty((0, 512), np.int64)
         return np.array([i for i, _ in found], np.int64), counts
 

@@ -222,24 +222,26 @@ class Store:
         self._manifest = new
 
     @_all_or_broken
-    def merge(self) -> bool:
+    def merge(self, between: Callable[[], object] = lambda: None) -> bool:
         """Several parts of a level into one of the next, where there are enough; True: something was merged.
 
+        between: called now and then, for what must not wait so long; it may add and commit.
         The old ones go when the manifest no longer names them; a reader that has lost a part reads the manifest again.
         """
         for table, parts in self._manifest.parts.items():
             chosen = merging.choose(parts)
             if chosen:
-                self._merge(table, parts[chosen])
+                self._merge(table, parts[chosen], between)
                 return True
         return False
 
-    def _merge(self, table: str, old: list[Part]) -> None:
+    def _merge(self, table: str, old: list[Part], between: Callable[[], object]) -> None:
         folder = self.directory / table
         merged = OpenPart(folder, table, self._next_file())
         try:
             for rows in merging.merged(table, [folder / part.file for part in old], self._manifest.sites):
                 merged.write(rows)
+                between()
             part = merged.close(level=old[0].level + 1)
         except BaseException:
             merged.abandon()
