@@ -162,6 +162,7 @@ def test_sites_and_steps_and_statistics_are_chosen(kept: Path) -> None:
         assert set(run[step].skipped) <= set(sites)
     assert run.totals.column_names == ["step", "time", "attempt", "site", "name", "tensor", "order", "calls", "rms"]
     assert {row["step"] for row in run.totals.to_pylist()} == set(range(10, 20))
+    assert list(hookstats.load(kept, sites=Site("layers.2", "output"))[10]) == [("layers.2", "output")]
     assert hookstats.load(kept, steps=[50, 3]).steps == [3, 50]
     assert hookstats.load(kept, steps=slice(70, None)).steps == []
     assert len(hookstats.load(kept, steps=slice(70, None)).totals) == 0

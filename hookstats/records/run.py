@@ -26,7 +26,7 @@ from hookstats.rules import Finding
 if TYPE_CHECKING:
     import pandas
 
-Sites: TypeAlias = str | Iterable[str | tuple[str, str]] | None
+Sites: TypeAlias = str | Site | Iterable[str | tuple[str, str]] | None
 Steps: TypeAlias = slice | Iterable[int] | None
 _LARGEST = 256 << 20  # bytes of findings.jsonl: more are not read
 
@@ -41,8 +41,8 @@ def load(
 ) -> Run:
     """Reads a run that `record` keeps, or kept, in a directory; also while it is recorded: as it is now.
 
-    ``sites``: globs over names (``"layers.0.*"``), or pairs of a glob and a tensor (``("head", "output")``, which takes
-    "output.0" as well). ``steps``: a slice of step numbers (``slice(1000, 2000)``), or some numbers. ``statistics``:
+    ``sites``: a glob over names (``"layers.0.*"``), a Site, or a list of globs and of pairs of a glob and a tensor
+    (``[("head", "output")]``, which takes "output.0" as well). ``steps``: a slice of step numbers (``slice(1000, 2000)``), or some numbers. ``statistics``:
     those that tables have, of `Stats`. Only the columns, files and row groups that are asked for are read. ``ranks``:
     the number of a rank, or "merged": all of them as one, in the steps that all have recorded.
 
@@ -296,7 +296,7 @@ def _matching(known: list[Site], chosen: Sites) -> set[Site] | None:
     if chosen is None:
         return None
     wanted: set[Site] = set()
-    for each in [chosen] if isinstance(chosen, str) else chosen:
+    for each in [chosen] if isinstance(chosen, str | Site) else chosen:
         name, tensor = (each, None) if isinstance(each, str) else each
         found = {
             site
