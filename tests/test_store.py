@@ -351,3 +351,34 @@ def test_an_attempt_goes_on_after_its_writer_died_and_not_after_it_ended(tmp_pat
             Store(tmp_path).begin(attempt, {})
     [attempt] = Store(tmp_path)._manifest.attempts
     assert (attempt.settings, attempt.records, attempt.dropped) == ({"a": 1}, 1, 7)
+
+
+_BOUNDED = """
+import sys
+from pathlib import Path
+from tests import recorded
+from hookstats.records.store import Store
+store = Store(Path(sys.argv[1]) / "rank=0")
+store.begin(0, {})
+drained = recorded.drained(1)  # of totals alone
+sizes = []
+for step in range(1600):
+    drained.step, drained.__dict__["columns"] = step, drained.columns
+    store.add(drained)
+    if step % 50 == 49:
+        store.commit(step)
+        while store.merge():
+            pass
+    if step % 400 == 399:
+        peak = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
+        sizes.append(int(peak.split()[1]) >> 10)
+print(*sizes)
+"""
+
+
+def test_memory_does_not_grow_with_the_steps(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", _BOUNDED, str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
+    sizes = [int(size) for size in done.stdout.split()]
+    assert len(sizes) == 4, done.stderr
+    assert sizes[-1] <= 200
+    assert sizes[-1] - sizes[1] <= 8, sizes

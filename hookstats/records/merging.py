@@ -14,7 +14,7 @@ from hookstats.records.arrays import to_arrow, to_numpy
 from hookstats.records.manifest import Part
 from hookstats.records.schema import FLUSH, ROW_GROUP, SCHEMAS, names_of, written
 
-FAN_IN = 8
+FAN_IN = 4
 LARGE = 16 << 20  # bytes: such a part is not merged further, so that one step is not spread over the whole run
 
 
