@@ -43,9 +43,9 @@ def load(
 
     ``sites``: a glob over names (``"layers.0.*"``), a Site, or a list of globs and of pairs of a glob and a tensor
     (``[("head", "output")]``, which takes "output.0" as well). ``steps``: a slice of step numbers
-    (``slice(1000, 2000)``), or some numbers. ``statistics``: those that tables have, of `Stats`. Only the columns, files
-    and row groups that are asked for are read. ``ranks``: the number of a rank, or "merged": all of them as one, in the
-    steps that all have recorded.
+    (``slice(1000, 2000)``), or some numbers. ``statistics``: those that tables have, of `Stats`. Only the columns,
+    files and row groups that are asked for are read. ``ranks``: the number of a rank, or "merged": all of them as one,
+    in the steps that all have recorded.
 
     Where a run was resumed, its latest attempt holds: a step of an attempt before counts where it is smaller than all
     that a later one recorded. Of a number that an attempt gave twice, the later step counts.
