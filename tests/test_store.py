@@ -382,3 +382,16 @@ def test_memory_does_not_grow_with_the_steps(tmp_path: Path) -> None:
     assert len(sizes) == 4, done.stderr
     assert sizes[-1] <= 200
     assert sizes[-1] - sizes[1] <= 8, sizes
+
+
+def test_what_no_manifest_names_goes_and_what_is_not_ours_stays(tmp_path: Path) -> None:
+    steps = [recorded.drained(step) for step in range(3)]
+    keep(tmp_path, steps)
+    totals = tmp_path / "rank=0" / "totals"
+    [whole] = totals.iterdir()
+    (totals / "00000999.parquet").write_bytes(whole.read_bytes())  # of a merge, or commit, that was broken off
+    (totals / "00001000.parquet.tmp").write_bytes(b"PAR1")
+    (totals / "notes.txt").write_text("of a person")
+    Store(tmp_path / "rank=0")
+    assert sorted(path.name for path in totals.iterdir()) == [whole.name, "notes.txt"]
+    is_kept(tmp_path, [drained.snapshot() for drained in steps], merge=False)
