@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +14,8 @@ from torch import nn
 
 import hookstats
 from hookstats import Site, Snapshot
-from hookstats.rules import Finding, Judge, NonFinite, Step, judge, rule_from_json, rule_to_json
+from hookstats.rules import Finding, Judge, NonFinite, Step, defaults, judge, rule_from_json, rule_to_json
+from tests.conftest import ROOT
 from tests.models import small_cnn
 
 
@@ -214,3 +216,25 @@ def test_a_step_that_the_grad_scaler_skips_is_a_note_until_it_skips_too_many(ove
     found = judge(snapshots, [NonFinite(overflows)])
     expected = [(0, "note"), (2, "critical")] if overflows == 3 else [(0, "note")]
     assert [(finding.step, finding.severity) for finding in found] == expected
+
+
+def rows_of_the_page() -> dict[str, list[str]]:
+    """Of docs/rules.md: by rule, the other cells of its row."""
+    lines = (ROOT / "docs" / "rules.md").read_text().splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| `")]
+    return {first.strip("`"): rest for first, *rest in cells}
+
+
+def test_the_page_lists_every_default_rule_with_its_arguments_and_sources() -> None:
+    rows = rows_of_the_page()
+    assert list(rows) == [type(rule).__name__ for rule in defaults()]
+    for rule in defaults():
+        _, arguments, sources = rows[type(rule).__name__]
+        said = rule_to_json(rule)["arguments"]
+        assert arguments == ", ".join(f"`{name}={json.dumps(value)}`" for name, value in said.items())
+        docstring = " ".join((type(rule).__doc__ or "").split())
+        for name in said:
+            assert f"``{name}``" in docstring, name
+        for source in sources.split("; "):
+            assert source in ("-", "ours") or source in docstring, source
+        assert bool(re.search(r"\bours\b", docstring)) or "ours" not in sources
