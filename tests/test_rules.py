@@ -97,6 +97,16 @@ def test_rebuilding_fills_the_windows_and_tells_nothing_of_the_past_again() -> N
         assert [finding.step for each in snapshots[known:] for finding in resumed.judge(each)] == expected
 
 
+def test_each_judge_has_windows_of_its_own() -> None:
+    snapshots = steps(nn.Sequential(nn.Linear(2, 2)), [torch.ones(1, 2)] * 3)
+    snapshots[1].scalars["loss"] = math.nan
+    rule = NonFinite()
+    for _ in range(2):
+        (found,) = judge(snapshots[1:], [rule])
+        assert "In step" not in found.sentence
+        judge(snapshots[:1], [rule])
+
+
 def test_ids_stay_when_sites_appear_later_or_are_missing() -> None:
     seen: list[tuple[list[Site], list[float]]] = []
 

@@ -16,6 +16,7 @@ from hookstats.numbers.columns import Columns
 from hookstats.rules import (
     DeadChannels,
     ExpertLoad,
+    ExplodingGradients,
     GradientNormSpike,
     LossSpike,
     MassiveActivations,
@@ -268,3 +269,12 @@ def test_the_course_of_positive_numbers_is_measured_in_logarithms() -> None:
     assert course.limit(1.0) == pytest.approx(math.exp(1 + math.sqrt(2 / 3)))
     course.push(-1.0)
     assert course.mean == pytest.approx((math.e + math.e**2 - 1) / 3)
+
+
+def test_a_gradient_that_was_negligible_and_finds_its_size_does_not_explode() -> None:
+    def gradients(step: int, grown: float) -> dict[tuple[str, str], torch.Tensor]:
+        sizes = [1.0, 1e-3 if step < 30 else grown, 1.0]
+        return {(f"{i}", "grad_output"): size * torch.ones(4, 4) for i, size in enumerate(sizes)}
+
+    assert told(ExplodingGradients(), [gradients(step, 1.0) for step in range(40)]) == []
+    assert told(ExplodingGradients(), [gradients(step, 20.0) for step in range(40)]) == [(32, "exploding-gradients")]
