@@ -66,6 +66,13 @@ def test_losses_of_both_signs_are_judged(generator: np.random.Generator) -> None
     values = list(0.1 * generator.standard_normal(300))
     assert losses(LossSpike(), values) == []
     assert losses(LossSpike(), [*values, 2.0]) == [(300, "warning")]
+    assert losses(LossSpike(), [-0.02, *np.linspace(0.1, 0.2, 20)]) == []
+
+
+def test_one_jump_does_not_hide_the_next(generator: np.random.Generator) -> None:
+    values = np.exp(0.01 * generator.standard_normal(120))
+    values[[60, 95]] = math.exp(0.1), math.exp(0.09)
+    assert losses(LossSpike(), values) == [(60, "warning"), (95, "warning")]
 
 
 def test_losses_that_vary_by_factors_are_in_order(generator: np.random.Generator) -> None:
@@ -102,6 +109,7 @@ def test_half_of_the_channels_may_be_dead_and_more_may_not() -> None:
     assert told(DeadChannels(), ({("a", "output"): relu(0.6)} for _ in range(10))) == [(4, "dead-channels")]
     assert told(DeadChannels(), ({("a", "output"): relu(0.6, count=10)} for _ in range(10))) == []
     assert told(DeadChannels(), ({("a", "output"): relu(0.6) - 1e-3} for _ in range(10))) == []
+    assert told(DeadChannels(), ({("a", "output"): -relu(0.6)} for _ in range(10))) == []
 
 
 def test_an_output_that_always_has_as_many_zeros_is_sparse_by_design() -> None:
@@ -164,6 +172,7 @@ def test_an_outlier_channel_is_large_itself_and_dead_ones_do_not_make_one() -> N
     tensor[:, 3] *= 1e4
     assert told(OutlierChannels(), [{("a", "output"): tensor}] * 3) == [(2, "outlier-channels")]
     assert told(OutlierChannels(), [{("a", "output"): tensor / 1e4}] * 3) == []
+    assert told(OutlierChannels(), [{("a", "output"): tensor[:, :16]}] * 3) == []
     tensor[:, 3], tensor[:, 4:] = 10, 0  # of 64, 60 are dead
     assert told(OutlierChannels(), [{("a", "output"): tensor}] * 3) == []
     many = torch.randn(200, 128)
