@@ -218,6 +218,7 @@ setup(
             "hookstats._C",
             sources=[
                 "csrc/ops.cpp",
+                "csrc/copies.cpp",
                 "csrc/scratch.cpp",
                 "csrc/batch.cpp",
                 "csrc/totals.cpp",
