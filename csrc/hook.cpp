@@ -393,7 +393,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("bind", &bind, kBindDoc);
   m.def("has_no_data", &has_no_data);
   m.def("part", &part);
-  m.def("take", &take, py::call_guard<py::gil_scoped_release>());
+  py::class_<Copies>(m, "Copies")
+      .def(py::init<>())
+      .def("take", &Copies::take, py::call_guard<py::gil_scoped_release>())
+      .def("give_up_spares", &Copies::give_up_spares);
   m.def("clear", &clear, py::call_guard<py::gil_scoped_release>());
   m.def("reserve_scratch", [](const std::string& device) { reserve_scratch(at::Device(device)); });
   hook_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&hook_spec));

@@ -265,45 +265,6 @@ NoCpuKernel::~NoCpuKernel() {
   for (std::mutex& lock : cpu_locks) lock.unlock();
 }
 
-std::vector<at::Tensor> take(const std::vector<at::Tensor>& blocks, bool clear) {
-  std::vector<at::Tensor> copies;
-  for (const at::Tensor& block : blocks) {
-    TORCH_CHECK_TYPE(block.scalar_type() == at::kLong && block.is_contiguous(), "take: expected contiguous int64, got ",
-                     block.scalar_type(), " with strides ", block.strides());
-    copies.push_back(at::empty_like(block));
-    if (block.is_cpu()) continue;
-    copies.back().copy_(block, /*non_blocking=*/true);
-    if (clear) block.zero_();
-  }
-  // No operator in here: one that a Python mode sees would wait for the GIL, and who has that may wait for the lock.
-  const NoCpuKernel none;
-  for (size_t i = 0; i < blocks.size(); ++i) {
-    if (!blocks[i].is_cpu()) continue;
-    auto* from = blocks[i].mutable_data_ptr<int64_t>();
-    auto* to = copies[i].mutable_data_ptr<int64_t>();
-    const int64_t words = blocks[i].numel();
-    constexpr int64_t kPiece = 1 << 12;  // words that are still in the cache when they are cleared
-    at::parallel_for(0, (words + kPiece - 1) / kPiece, 16, [&](int64_t begin, int64_t end) {
-      for (int64_t piece = begin; piece < end; ++piece) {
-        const int64_t at = piece * kPiece, bytes = 8 * std::min(kPiece, words - at);
-        memcpy(to + at, from + at, bytes);
-        if (clear) memset(from + at, 0, bytes);
-      }
-    });
-  }
-  return copies;
-}
-
-void clear(const std::vector<at::Tensor>& blocks) {
-  for (const at::Tensor& block : blocks) {
-    if (!block.is_cpu()) block.zero_();
-  }
-  const NoCpuKernel none;
-  for (const at::Tensor& block : blocks) {
-    if (block.is_cpu()) memset(block.mutable_data_ptr(), 0, block.nbytes());
-  }
-}
-
 bool accumulate(const at::Tensor& tensor, const Site& site, const Rows* rows) {
   if (tensor.is_neg()) return accumulate(tensor.resolve_neg(), site, rows);
   const at::Tensor& x = tensor;

@@ -66,8 +66,10 @@ Totals = torch.classes.hookstats.Totals
 observe = _C.observe
 take_failures = _C.take_failures
 has_no_data = _C.has_no_data
-# take(blocks, clear): copies of blocks of state, as they are between two kernels; then the blocks may be made zero.
-take = _C.take
+# Copies(), those of one store: its .take(blocks, clear) returns copies of blocks of state, as they are between two
+# kernels; then the blocks may be made zero. Memory of copies that nobody holds is used again; .give_up_spares() frees
+# it.
+Copies = _C.Copies
 clear = _C.clear  # clear(blocks): makes them zero between two kernels
 
 

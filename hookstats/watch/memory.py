@@ -184,6 +184,7 @@ class Store:
         self._claimed: dict[torch.device, int] = {}  # bytes that others may take while a step is measured
         self._states: dict[torch.device, list[SiteState]] = {}  # of all places, by Place.number
         self._tables: dict[torch.device, tuple[int, Any]] = {}  # of so many of them: _native.Totals
+        self._copies = _native.Copies()
 
     def devices(self) -> set[torch.device]:
         """Where sites are now; where they were, no more."""
@@ -287,8 +288,11 @@ class Store:
         return f"its state of {size} bytes would not fit into what is left of memory_budget={self.memory_budget} bytes"
 
     def take(self, device: torch.device, clear: bool) -> list[torch.Tensor]:
-        """Copies of the blocks on a device, each site as it is between two of its tensors; then they may be cleared."""
-        return _native.take(self.blocks.get(device, []), clear)
+        """Copies of the blocks on a device, each site as it is between two of its tensors; then they may be cleared.
+
+        On the CPU the memory of a copy that nobody holds any more is used again: one for each block is kept for it.
+        """
+        return self._copies.take(self.blocks.get(device, []), clear)
 
     def take_totals(self, device: torch.device, clear: bool) -> torch.Tensor | None:
         """All channels of each place on a device together, in one launch; None where there is no place."""
@@ -304,5 +308,6 @@ class Store:
 
     def clear(self) -> None:
         with self.lock:
+            self._copies.give_up_spares()
             for blocks in self.blocks.values():
                 _native.clear(blocks)
