@@ -56,6 +56,12 @@ add = torch.ops.hookstats.add.default
 Batch = torch.classes.hookstats.Batch
 Counted = _C.Counted
 Enabled = _C.Enabled
+# What compiled graphs look at before they run: now.measured, whether any monitor measures; now.rows, which rows count,
+# by Ignoring.number. now.add(enabled, always) is a monitor's part: part.left_out, whether that is evaluation for it.
+# In a recomputation all is as it was in the forward. always: as if the monitor measured all the time.
+Now = _C.Now
+Part = _C.Part
+now = Now()
 name_thread = _C.name_thread  # name_thread(threading.get_ident()): for the threads of this one's backward
 Times = _C.Times
 Hook = _C.Hook

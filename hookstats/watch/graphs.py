@@ -12,7 +12,6 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from hookstats import _native
 from hookstats.modules.containers import REST, walk
 from hookstats.modules.evidence import UNKNOWN, Seen
-from hookstats.watch.evaluation import is_left_out
 from hookstats.watch.ignoring import rows_on
 from hookstats.watch.memory import Rows, SiteState, accumulate, channel_dim_for
 
@@ -23,7 +22,7 @@ def observe_in_graph(output: object, hook: Any) -> None:
     All states are made before one is read: what was read once is not looked at again in the same graph.
     hook: a `hookstats.watch.hooks.Hook`.
     """
-    if is_exporting() or is_left_out(hook.binder.training.number):
+    if is_exporting() or not hook.binder.training.is_measured_in_graphs():
         return
     for path, tensor in walk(output):  # noqa: B007  (read by _bind)
         torch._dynamo.comptime.comptime(_bind)
@@ -97,18 +96,25 @@ def is_exporting() -> bool:
     return torch.compiler._is_exporting_flag
 
 
-def teach_the_compiler() -> None:
-    """Imports the compiler, the first time."""
+def teach_the_compiler(*hooks: Any) -> None:
+    """Imports the compiler, the first time. hooks: the functions that call `_native.observe`."""
     with _teaching:
-        _teach()
+        _teach(*hooks)
 
 
 _teaching = threading.Lock()
 
 
 @functools.cache
-def _teach() -> None:
+def _teach(*hooks: Any) -> None:
+    from torch._C._dynamo import eval_frame
+
     torch.compiler.substitute_in_graph(_native.observe, skip_signature_check=True)(observe_in_graph)
+    for hook in hooks:
+        # Where a module is compiled apart, its hooks run outside of its graph. As frames of their own they would be one
+        # operator each, and dynamo gives those up for good that it first sees while nothing is measured.
+        skip = eval_frame._FrameAction.SKIP
+        eval_frame.set_code_exec_strategy(hook.__code__, eval_frame._FrameExecStrategy(skip, skip))
 
 
 def _inputs_first(context: Any) -> None:

@@ -128,7 +128,8 @@ class InputHook(Hook):
 
     def __call__(self, module: Any, args: Any, kwargs: Any = None) -> Any:
         if torch.compiler.is_compiling():
-            return None if is_exporting() else self._observe_inputs(module, args, kwargs)
+            is_bare = is_exporting() or not self.binder.training.is_measured_in_graphs()
+            return None if is_bare else self._observe_inputs(module, args, kwargs)
         if not self.binder.measures_now() or torch._C._is_tracing():
             return None
         try:
