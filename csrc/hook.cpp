@@ -40,6 +40,9 @@ enum Entry : Py_ssize_t {
   k_strict,
   k_low,
   k_high,
+  k_whole,
+  k_channels,
+  k_per_channel,
   kEntries
 };
 

@@ -75,7 +75,7 @@ def _observe_tensor_in_graph(
     x: torch.Tensor, output: SiteState | None, gradient: SiteState | None, rows: Rows | None
 ) -> None:
     if output is not None and _fits(x, output):
-        accumulate(x, output, skip_recomputation=True, rows=rows)
+        _fold(_native.fold_output, x, output, rows)
     if gradient is not None and x.requires_grad and not x.is_leaf and _fits(x, gradient):
         # A closure: of a partial, all that the state holds would be guarded, and every site have a graph of its own.
         x.register_hook(lambda g: observe_gradient_in_graph(gradient, g, rows))
@@ -87,8 +87,18 @@ def observe_gradient_in_graph(
 ) -> torch.Tensor | None:
     """Returns the gradient: inside of a graph, compiled autograd takes None for what is to replace it."""
     if state is not None and gradient is not None and _fits(gradient, state):  # None: of a graph's unused output
-        accumulate(gradient, state, rows=rows)
+        _fold(_native.fold_gradient, gradient, state, rows)
     return gradient
+
+
+def _fold(operator: Any, x: torch.Tensor, state: SiteState, rows: Rows | None) -> None:
+    """By an operator of few arguments, as Python calls it for each site; linear bins by the one that takes all."""
+    if state.low < state.high:
+        accumulate(x, state, skip_recomputation=operator is _native.fold_output, rows=rows)
+    elif rows is None:
+        operator.default(x, state.whole, state.active, state.channels, state.per_channel, state.channel_dim)
+    else:
+        operator.rows(x, state.whole, state.active, state.channels, state.per_channel, state.channel_dim, *rows)
 
 
 def is_exporting() -> bool:
@@ -133,10 +143,9 @@ def _inputs_first(context: Any) -> None:
 
 def _fits(x: torch.Tensor, state: SiteState) -> bool:
     """Whether a traced tensor can be measured. What cannot is left out: nothing can be mended inside a graph."""
-    channels = state.moments.shape[1]
-    if x.dtype not in _native.DTYPES or x.device != state.moments.device:
+    if x.dtype not in _native.DTYPES or x.device != state.whole.device:
         return False
-    if channels == 1:
+    if state.channels == 1:
         return True
     dim = channel_dim_for(state.channel_dim, x.dim())
-    return dim is not None and -x.dim() <= dim < x.dim() and x.shape[dim] == channels
+    return dim is not None and -x.dim() <= dim < x.dim() and x.shape[dim] == state.channels

@@ -108,7 +108,7 @@ class Hook(ModuleHook, _native.Hook):
     def bind(self, output: SiteState | None, gradient: SiteState | None) -> None:
         """From now on it measures into these."""
         for state in (output, gradient):
-            for tensor in (state.moments, state.counters, state.histogram, state.active) if state else ():
+            for tensor in (state.moments, state.counters, state.histogram, state.active, state.whole) if state else ():
                 if tensor is not None:
                     torch._dynamo.mark_static_address(tensor)  # else mode="reduce-overhead" gives up, as they change
         self.output = output  # for the tracer
