@@ -55,6 +55,12 @@ def _same_random_numbers_in_every_run() -> None:
 
 
 @pytest.fixture
+def only_monitors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The monitors of other tests, still open, have no part in which programs run."""
+    monkeypatch.setattr(_native, "now", _native.Now())
+
+
+@pytest.fixture
 def threads() -> Iterator[None]:
     before = torch.get_num_threads()
     yield

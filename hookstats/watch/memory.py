@@ -35,6 +35,9 @@ class SiteState(NamedTuple):
     strict: bool
     low: float  # of linear bins; equal: there are none
     high: float
+    whole: torch.Tensor  # int64: moments, counters, histogram one behind another; for graphs
+    channels: int
+    per_channel: bool  # the histogram
 
 
 # What counts of the tensors that a mask is about: the numbers of its rows that do, at the beginning of a tensor of the
@@ -279,6 +282,9 @@ class Store:
                 strict=self.strict,
                 low=float(linear.lo) if linear else 0.0,
                 high=float(linear.hi) if linear else 0.0,
+                whole=_native.part(memory, offset, (self._size(channels),), torch.int64),
+                channels=channels,
+                per_channel=self.histogram is not None and self.histogram.per_channel,
             )
         states.append(entry.state)
 
