@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -14,17 +13,6 @@ from hookstats.numbers.snapshot import Snapshot
 
 LEAVES = ("norm1", "attention.qkv", "attention.out", "norm2", "mlp.up", "mlp.act", "mlp.down")
 _COUNT = 4096.0  # values of a channel
-
-
-@dataclass(frozen=True)
-class Told:
-    """What a page reads of a finding."""
-
-    rule: str
-    step: int
-    site: Site | None
-    severity: str
-    sentence: str
 
 
 def sites_of(blocks: int, leaves: Sequence[str] = LEAVES) -> list[Site]:

@@ -4,27 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from hookstats.numbers.fields import Array, Counts, Site, Skipped
 from hookstats.numbers.snapshot import Snapshot
-
-
-class Finding(Protocol):
-    """What is read of a finding, see `hookstats.rules`."""
-
-    @property
-    def rule(self) -> str: ...
-    @property
-    def step(self) -> int: ...
-    @property
-    def site(self) -> Site | None: ...
-    @property
-    def severity(self) -> str: ...
-    @property
-    def sentence(self) -> str: ...
+from hookstats.rules import Finding
 
 
 @dataclass

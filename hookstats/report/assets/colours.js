@@ -58,6 +58,20 @@ function surface(canvas, width, height) {
   return context;
 }
 
+// What is silent is hatched, so that it is not taken for a value.
+function hatch(context) {
+  const tile = document.createElement("canvas");
+  tile.width = tile.height = 6;
+  const strokes = tile.getContext("2d");
+  strokes.fillStyle = ink("silent");
+  strokes.fillRect(0, 0, 6, 6);
+  strokes.strokeStyle = ink("hatch");
+  strokes.beginPath();
+  for (const x of [-3, 3, 9]) { strokes.moveTo(x - 3, 6); strokes.lineTo(x + 3, 0); }
+  strokes.stroke();
+  return context.createPattern(tile, "repeat");
+}
+
 const FONT = "ui-sans-serif, system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif";
 
 // Round numbers from low to high, about so many of them.

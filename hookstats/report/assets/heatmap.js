@@ -80,7 +80,7 @@ function drawHeat() {
   const { rows, columns } = state.seen;
   const tall = Math.min(rows[1] - rows[0], Math.round(cells.height * ratio));
   const wide = Math.min(columns[1] - columns[0], Math.round(cells.width * ratio));
-  context.fillStyle = ink("silent");
+  context.fillStyle = hatch(context);
   context.fillRect(cells.x, cells.y, cells.width, cells.height);
   context.imageSmoothingEnabled = false;
   const pixels = reduced(shown, state.rows, ranks, isSigned(), rows, columns, tall, wide);
@@ -117,7 +117,7 @@ function drawNames(context) {
   context.textAlign = "right";
   context.fillStyle = ink("muted");
   for (let row = first; row < end; row++) {
-    if (record.sites[state.rows[row]][0] === groupOf(state.rows[row]) && !/\d$/.test(groupOf(state.rows[row])) && leafOf(state.rows[row]) === groupOf(state.rows[row])) continue;
+    if (leafOf(state.rows[row]) === groupOf(state.rows[row])) continue;
     context.fillText(fitted(context, shortened(leafOf(state.rows[row]), 40), left * 0.5 - 8), left - 8, yOf(row + 0.5));
   }
 }
