@@ -100,12 +100,12 @@ def absolute_rows(values: Array, begin: Counts, bad: Array) -> Rows:
 
 
 def linear_rows(values: Array, begin: Counts, bad: Array) -> Rows:
-    """The same of shares, from 0 to 1."""
+    """The same of shares, from 0 to the largest of the row."""
     top = largest(values, begin)
+    step = np.maximum(np.nan_to_num(np.fmax.reduce(top, axis=1)), 1e-9) / (LAST - FIRST)
     with np.errstate(invalid="ignore"):
-        codes = FIRST + np.round(top * (LAST - FIRST))
-    count = len(values)
-    return Rows(_marked(codes, begin, bad), np.zeros(count), np.full(count, 1 / (LAST - FIRST)))
+        codes = FIRST + np.round(top / step[:, None])
+    return Rows(_marked(codes, begin, bad), np.zeros(len(values)), step)
 
 
 def coded(logs: Array, last: int, finest: float, begin: Counts, bad: Array) -> Rows:

@@ -21,19 +21,21 @@ const leafOf = (site) => {
 };
 
 async function showPlane() {
-  const { statistic, view } = state;
+  const { statistic, view } = state, begun = performance.now();
   const next = await plane(statistic, view);
   if (statistic !== state.statistic || view !== state.view) return; // something else was asked for meanwhile
   shown = next;
   recolour();
   drawHeat();
+  performance.measure("switch", { start: begun });
 }
 
 function recolour() {
   state.reach = REACH[record.statistics[state.statistic].kind];
   if (state.view === "absolute") {
-    state.range = record.statistics[state.statistic].kind === "scale" ? rangeOf(shown, state.rows)
-      : record.statistics[state.statistic].kind === "share" ? [0, 1] : [-1, 1];
+    const { kind } = record.statistics[state.statistic];
+    state.range = kind === "signed" ? [-1, 1] : rangeOf(shown, state.rows);
+    if (kind === "share") state.range[0] = 0;
   }
   colours = palette(isSigned());
   ranks = ranksOf(shown, state.rows, state);
@@ -276,7 +278,7 @@ function drawLegend() {
   let low, middle, high;
   if (state.view !== "absolute") {
     [low, middle, high] = kind === "scale" ? ["⅛ of", "its past", "8 times"] : ["−0.3", "its past", "+0.3"];
-  } else if (kind !== "scale") [low, middle, high] = kind === "share" ? ["0", "0.5", "1"] : ["−1", "0", "1"];
+  } else if (kind !== "scale") [low, middle, high] = [state.range[0], (state.range[0] + state.range[1]) / 2, state.range[1]].map((x) => say(x, 2));
   else {
     const [from, to] = state.range;
     [low, middle, high] = state.log ? [2 ** from, 2 ** ((from + to) / 2), 2 ** to].map((x) => say(x, 2)) : [0, 2 ** to / 2, 2 ** to].map((x) => say(x, 2));
