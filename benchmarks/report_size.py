@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import subprocess
 import sys
 import tempfile
@@ -129,8 +128,9 @@ def main() -> None:
         if not run.exists():
             began = time.perf_counter()
             record(run, arguments.sites, arguments.steps)
-            print(f"recorded in {time.perf_counter() - began:.0f} s, {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10} MB")
-        built = subprocess.run([sys.executable, "-c", BUILD, str(run), str(page)], capture_output=True, text=True, check=True)
+            print(f"recorded in {time.perf_counter() - began:.0f} s")
+        command = [sys.executable, "-c", BUILD, str(run), str(page)]
+        built = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
         seconds, megabytes = map(float, built.stdout.split())
         print(f"built in {seconds:.1f} s, at most {megabytes:.0f} MB; the page is {page.stat().st_size / 1e6:.2f} MB")
         for name, value in browse(page).items():

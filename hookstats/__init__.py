@@ -48,7 +48,12 @@ _HOMES = {
     "hookstats.watch.monitor": ["Monitor"],
     "hookstats.watch.overhead": ["Overhead"],
 }
-_MODULES = {"edit": "hookstats.tools.edit", "report": "hookstats.report", "rules": "hookstats.rules", "sinks": "hookstats.sinks"}
+_MODULES = {
+    "edit": "hookstats.tools.edit",
+    "report": "hookstats.report",
+    "rules": "hookstats.rules",
+    "sinks": "hookstats.sinks",
+}
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [

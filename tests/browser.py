@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-CHROMIUM = next((found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None)
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 _PATIENCE = 60.0  # seconds for an answer, on a machine that is busy
 
 
@@ -29,9 +29,9 @@ class Browser:
         self._home = tempfile.TemporaryDirectory(prefix="chromium-", ignore_cleanup_errors=True)
         to_read, self._to = os.pipe()
         self._from, to_write = os.pipe()
-        arguments = [CHROMIUM, "--headless=new", "--no-sandbox", "--remote-debugging-pipe", "--disable-gpu", "--hide-scrollbars"]
-        arguments += ["--disable-dev-shm-usage", "--no-first-run", "--disable-background-networking", "--mute-audio"]
-        arguments += [f"--user-data-dir={self._home.name}", "about:blank"]
+        arguments = [CHROMIUM, "--headless=new", "--no-sandbox", "--remote-debugging-pipe", "--disable-gpu"]
+        arguments += ["--hide-scrollbars", "--disable-dev-shm-usage", "--no-first-run", "--mute-audio"]
+        arguments += ["--disable-background-networking", f"--user-data-dir={self._home.name}", "about:blank"]
         # Chromium reads from 3 and writes to 4, whatever the numbers of our pipe are.
         script = f'exec 8<&{to_read} 9>&{to_write}; exec "$@" 3<&8 4>&9 8<&- 9>&-'
         self._process = subprocess.Popen(
@@ -55,7 +55,9 @@ class Browser:
         """The window's size, and the colours that the reader prefers."""
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self.call("Emulation.setEmulatedMedia", features=[scheme, {"name": "prefers-reduced-motion", "value": "reduce"}])
+        self.call(
+            "Emulation.setEmulatedMedia", features=[scheme, {"name": "prefers-reduced-motion", "value": "reduce"}]
+        )
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
         self._number += 1
@@ -136,7 +138,8 @@ class Browser:
         code = {"Enter": 13, "Tab": 9, "ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40}.get(key, 0)
         for kind in ("keyDown", "keyUp"):
             more = text if kind == "keyDown" else {}
-            self.call("Input.dispatchKeyEvent", type=kind, key=key, windowsVirtualKeyCode=code, modifiers=8 * shift, **more)
+            of = {"key": key, "windowsVirtualKeyCode": code, "modifiers": 8 * shift}
+            self.call("Input.dispatchKeyEvent", type=kind, **of, **more)
 
     def picture(self, path: Path, whole: bool = True, clip: dict[str, float] | None = None) -> None:
         """As PNG."""
@@ -147,7 +150,9 @@ class Browser:
     def __enter__(self) -> Browser:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._session = None
         try:
             self.call("Browser.close")

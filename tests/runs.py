@@ -30,7 +30,18 @@ def state_of(rng: np.random.Generator, scale: float, channels: int, outlier: tup
     top = 3.6 * std
     zero = np.zeros(channels)
     return np.stack(
-        [count, mean, count * std**2, mean - top, mean + top, count * 0.8 * std, np.round(0.01 * count), zero, zero, zero]
+        [
+            count,
+            mean,
+            count * std**2,
+            mean - top,
+            mean + top,
+            count * 0.8 * std,
+            np.round(0.01 * count),
+            zero,
+            zero,
+            zero,
+        ]
     )
 
 

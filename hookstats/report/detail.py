@@ -1,4 +1,4 @@
-"""What is told of some sites only: channels over time, histograms over time, top channels, single steps near findings."""
+"""What is told of some sites only: channels and histograms over time, top channels, single steps near findings."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ def _fit(snapshot: Snapshot, place: dict[Site, int]) -> list[list[Any]]:
         site, top = snapshot.columns.sites[i], float(totals.abs_max[i])
         if site not in place or not whole[k] or not top > 0:
             continue
-        scaler = int(round(np.log2(snapshot.columns.scales[i])))
+        scaler = round(float(np.log2(snapshot.columns.scales[i])))
         shares, octaves = magnitudes[k] / whole[k], exponents - scaler
         used = octaves[shares > 0]
         row: list[Any] = [place[site], int(used[0]), int(used[-1])]

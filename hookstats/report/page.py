@@ -1,4 +1,4 @@
-"""A page that opens offline: one HTML file with its style, its script and its numbers in it, and nothing from outside."""
+"""A page that opens offline: one HTML file with style, script and numbers in it, and nothing from outside."""
 
 from __future__ import annotations
 

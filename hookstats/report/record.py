@@ -18,9 +18,10 @@ class Recorded:
     """A run, read as far as it is asked for.
 
     ``sites``: n of them, in order of execution. ``steps`` ``[t]``: those that were measured, ascending. ``scalars``:
-    arrays ``[t]``, NaN where a step had none. ``statistic``: by the name of a row of `Stats`, its totals ``[n, t]``, NaN
-    where a site was silent. ``snapshots``: those of some steps, with these sites at least, channels and histograms
-    where they were kept; ``detailed``: the steps in which they were. ``skipped``: of a site, the reason, how many tensors in all (None: given up), since which step.
+    arrays ``[t]``, NaN where a step had none. ``statistic``: by the name of a row of `Stats`, its totals ``[n, t]``,
+    NaN where a site was silent. ``snapshots``: those of some steps, with these sites at least, channels and histograms
+    where they were kept; ``detailed``: the steps in which they were. ``skipped``: of a site, the reason, how many
+    tensors in all (None: given up), since which step.
     """
 
     name: str
@@ -42,7 +43,7 @@ class Recorded:
         if not len(steps) or (np.diff(steps) <= 0).any():
             raise ValueError(f"expected snapshots of ascending steps, got those of {steps.tolist()[:8]}")
         sites = ordered(snapshot.order for snapshot in reversed(snapshots))
-        sites += [site for site in dict.fromkeys(site for snapshot in snapshots for site in snapshot) if site not in sites]
+        sites = ordered([sites, *snapshots])
         row = {site: i for i, site in enumerate(sites)}
 
         def statistic(wanted: str) -> Array:

@@ -47,7 +47,8 @@ def smallest(values: Array, begin: Counts) -> Array:
 def farthest(values: Array, begin: Counts) -> Array:
     """That which is farthest from zero, with its sign."""
     high, low = largest(values, begin), smallest(values, begin)
-    return np.where(-low > high, low, high)
+    result: Array = np.where(-low > high, low, high)
+    return result
 
 
 def average(values: Array, begin: Counts) -> Array:
@@ -143,5 +144,6 @@ def line(values: Array, is_log: bool) -> Lines:
         usable = np.isfinite(logs) & (logs > (_LOWEST if is_log else -np.inf))
     low, step = _scales(np.where(usable, logs, np.nan), 4095, 1e-300)
     with np.errstate(invalid="ignore", over="ignore"):
-        codes = np.where(usable, FIRST + np.round((logs - low[:, None]) / step[:, None]), np.where(np.isnan(logs), 0, 1))
+        codes = FIRST + np.round((logs - low[:, None]) / step[:, None])
+        codes = np.where(usable, codes, np.where(np.isnan(logs), SILENT, ZERO))
     return Lines(np.nan_to_num(codes).astype(np.uint16), low, step)
