@@ -357,3 +357,51 @@ def test_findings_are_told_once_though_the_writer_died(tmp_path: Path) -> None:
         assert monitor.check() == before
     lines = (tmp_path / "run" / "rank=0" / "findings.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [finding.step for finding in before]
+
+
+def test_recover_runs_nothing_that_a_file_names(tmp_path: Path) -> None:
+    """A directory that somebody else wrote may be recovered: only our own rules judge, and nothing else is written."""
+    directory = tmp_path / "run"
+    process = recorded.start(directory)
+    recorded.wait_for(lambda: len(recorded.taken(directory)) > 3)
+    for pid in [process.pid, *recorded.writers(directory)]:
+        recorded.kill(pid)
+    process.wait()
+    (path,) = (directory / "rank=0").glob("ring.*.json")
+    described = json.loads(path.read_text())
+    described["rules"] = [
+        {"rule": "tests.evil:rule", "arguments": {}},
+        {"rule": "subprocess:Popen", "arguments": {"args": ["touch", str(tmp_path / "touched")]}},
+    ]
+    described["sinks"] = [
+        {"sink": "hookstats.sinks.jsonl:JsonLines", "arguments": {"path": str(tmp_path / "elsewhere")}}
+    ]
+    path.write_text(json.dumps(described))
+    assert recover(directory) == {"rank=0": [1]}
+    holds(directory, recorded.taken(directory))
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["run", "run.log"]
+    described["rules"] = [{"rule": "hookstats.rules.judging:import_module", "arguments": {"name": "tests.evil"}}]
+    with pytest.raises(ValueError, match="expected a rule at"):
+        hookstats.rules.rule_from_json(described["rules"][0])
+
+
+def test_a_torn_ring_gives_what_lies_before_the_tear(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    process = recorded.start(directory, steps=40, pause=0.001, ring_bytes=16 << 20)
+    recorded.wait_for(lambda: recorded.writers(directory))
+    for pid in recorded.writers(directory):
+        os.kill(pid, 19)  # it stops
+    recorded.wait_for(lambda: len(recorded.taken(directory)) == 40)
+    for pid in [process.pid, *recorded.writers(directory)]:
+        recorded.kill(pid)
+    process.wait()
+    ring = Ring(directory / "rank=0" / "ring.0001")
+    ends = [record.end for record in ring.read(ring.tail)]
+    ring._data[ends[20] % ring.capacity] ^= 1
+    run = recover(directory)
+    assert run == {"rank=0": [1]}
+    loaded = hookstats.load(directory)
+    assert 10 < len(loaded) < 40
+    assert loaded.manifest["attempts"][0]["ended"] == "torn"
+    holds(directory, loaded.steps)
+    assert recover(directory) == {"rank=0": []}

@@ -272,6 +272,22 @@ def test_mlflows_file_store_loses_nothing_of_snapshots_that_come_at_once(
     assert mlflow_history(mlflow_run, "hookstats/nonfinite") == [(step, 0) for step in range(30)]
 
 
+def test_what_mlflow_cannot_send_is_waited_for_once(mlflow_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited = []
+
+    def log_batch(*args: Any, synchronous: bool) -> None:
+        waited.append(synchronous)
+        if synchronous:
+            raise ConnectionError("after minutes")
+
+    sink = hookstats.sinks.Mlflow()
+    monkeypatch.setattr(type(sink._client), "log_batch", log_batch)
+    with pytest.raises(ConnectionError):
+        sink(snapshot(0, {"a": ONES}))
+    sink(snapshot(1, {"a": ONES}))
+    assert waited == [True, False]
+
+
 def test_a_run_that_mlflow_does_not_have_is_refused_when_the_sink_is_made(mlflow_run: Any) -> None:
     from mlflow.exceptions import MlflowException
 
@@ -282,7 +298,8 @@ def test_a_run_that_mlflow_does_not_have_is_refused_when_the_sink_is_made(mlflow
 @pytest.fixture
 def trackio_run() -> Iterator[Any]:
     trackio = pytest.importorskip("trackio")
-    assert str(trackio.utils.TRACKIO_DIR) == os.environ["TRACKIO_DIR"]  # none of the user's own
+    if str(trackio.utils.TRACKIO_DIR) != os.environ["TRACKIO_DIR"]:
+        pytest.skip("trackio was imported before, and would write to the user's own folder")
     run = trackio.init(project="test", auto_log_cpu=False, auto_log_gpu=False)
     yield run
     trackio.finish()

@@ -26,7 +26,7 @@ from hookstats.records.places import RING, descriptions, local_folder, rank_fold
 from hookstats.records.ring import Ring
 from hookstats.rules import Finding, Rule, defaults, rule_to_json
 
-_LEAST_RING = 16 << 20
+_LEAST_RING = 64 << 20
 _LAYOUTS = 8  # that are known at once: of totals and of channels, and what they were before something moved
 
 
@@ -112,7 +112,6 @@ class Recording:
             "started": started_at(self._pid),
             "settings": settings | {"hookstats": _version(), "host": socket.gethostname(), "time": time.time()},
             "rules": self._rules,
-            "sinks": self._sinks,
         }
         write_whole(self._description, json.dumps(described).encode())
         return attempt
@@ -175,9 +174,11 @@ class Recording:
     def _start_writer(self, ring: Ring) -> None:
         self._judged_at_start = ring.judged
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+        judges = json.dumps({"rules": self._rules, "sinks": self._sinks})
+        arguments = [str(self._attempt), str(self._wake), judges]
         with open(self._folder / "writer.log", "ab") as log:
             self._writer = subprocess.Popen(
-                [sys.executable, "-m", "hookstats.records.writer", self._folder, str(self._attempt), str(self._wake)],
+                [sys.executable, "-m", "hookstats.records.writer", self._folder, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=log,
@@ -303,7 +304,7 @@ def record(
         path: of the run, ``rank=0/`` and so on are made in it.
         rules: objects of `hookstats.rules`, and names ``"module:function"`` of one's own; None: the default ones.
         sinks: file sinks of `hookstats.sinks`, that process feeds them. Others belong into ``attach(sinks=...)``.
-        ring_bytes: room for steps on their way, on disk; a step that finds none is dropped and counted. None: 16 MB, or
+        ring_bytes: room for steps on their way, on disk; a step that finds none is dropped and counted. None: 64 MB, or
             four times the first step.
 
     Raises:

@@ -1,8 +1,8 @@
 """The process that writes: from the ring to Parquet, findings and file sinks. It imports no torch.
 
-Run as ``python -m hookstats.records.writer FOLDER ATTEMPT WAKE`` by the training process, whose death it outlives until
-the ring is empty. Whatever ends it, the next one goes on: a part counts, and its room in the ring is free, from the
-moment the manifest names it.
+Run as ``python -m hookstats.records.writer FOLDER ATTEMPT WAKE JUDGES`` by the training process, which it outlives
+until the ring is empty. Whatever ends it, the next one goes on: a part counts, and its room in the ring is free, from
+the moment the manifest names it.
 """
 
 from __future__ import annotations
@@ -11,21 +11,23 @@ import fcntl
 import json
 import os
 import select
+import shutil
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from hookstats.numbers.blocks import Drained, Layout
 from hookstats.records import wire
 from hookstats.records.files import write_whole
 from hookstats.records.places import RING, descriptions, started_at
-from hookstats.records.ring import Ring
+from hookstats.records.ring import Ring, RingError
 from hookstats.records.run import Run
 from hookstats.records.store import Store
-from hookstats.rules import Finding, Judge, rule_from_json
+from hookstats.rules import Finding, Judge, is_ours, rule_from_json
 from hookstats.sinks import from_spec
 
 PART_BYTES = 64 << 20
@@ -38,9 +40,16 @@ _PAST = 200  # recorded steps from which the rules' windows are made again
 class Attempt:
     """One training process's ring, and where what is in it goes."""
 
-    def __init__(self, store: Store, folder: Path, path: Path) -> None:
-        """path: of what the training process left to be known. ValueError, OSError where there is nothing to do."""
+    def __init__(self, store: Store, folder: Path, path: Path, judges: Mapping[str, Any] | None = None) -> None:
+        """path: of what the training process left to be known.
+
+        judges: ``rules`` and ``sinks`` as the training process said; None: it is dead, and what stands in a file is
+        not trusted to name code that is run, or other files that are written: only our own rules judge.
+        ValueError, OSError where there is nothing to do.
+        """
         described = json.loads(path.read_text())
+        if judges is None:
+            judges = {"rules": [rule for rule in described["rules"] if is_ours(rule)], "sinks": []}
         self._description = path
         self.number = int(described["attempt"])
         self.pid, self._started = int(described["pid"]), described["started"]
@@ -58,9 +67,10 @@ class Attempt:
         store.begin(self.number, described["settings"])
         self._layouts = Layouts(self._layouts_path)
         self._position = max(self.ring.tail, store.consumed(self.number))
-        self._sinks = [from_spec(spec) for spec in described["sinks"]]
+        self.ring.tail = self._position
+        self._sinks = [from_spec(spec) for spec in judges["sinks"]]
         self._rank = int(described["settings"]["rank"])
-        self._judge = Judge(map(rule_from_json, described["rules"]), self._rank, self.number)
+        self._judge = Judge(map(rule_from_json, judges["rules"]), self._rank, self.number)
         self._judge.rebuild(_past(folder))
         self._findings = Findings(folder / "findings.jsonl")
         self._judged = self.ring.judged  # what was found in these is told already
@@ -70,6 +80,13 @@ class Attempt:
     def is_training(self) -> bool:
         """Whether the process that fills the ring is alive."""
         return started_at(self.pid) is not None and started_at(self.pid) == self._started
+
+    def serve(self) -> bool:
+        """What cannot wait. False: there was nothing to read."""
+        came = self.read()
+        if self._since is not None and time.monotonic() - self._since > PART_SECONDS:
+            self.commit()
+        return came
 
     def read(self) -> bool:
         """Takes what there is. False: there was nothing."""
@@ -120,16 +137,13 @@ class Attempt:
         self.ring.tail = self._position
         self._since = None
 
-    def is_late(self) -> bool:
-        return self._since is not None and time.monotonic() - self._since > PART_SECONDS
-
-    def finish(self) -> None:
+    def finish(self, how: str | None = None) -> None:
         """Nothing more comes: the ring is empty and is taken away."""
         self.commit()
         for sink in self._sinks:
             with suppress(Exception):
                 sink.close()
-        self._store.finish(self.number, "closed" if self.ring.closed else "died", self.ring.dropped)
+        self._store.finish(self.number, how or ("closed" if self.ring.closed else "died"), self.ring.dropped)
         self.tidy()
 
     def tidy(self) -> None:
@@ -214,7 +228,7 @@ def _past(folder: Path) -> Run:
 def drain_left(store: Store, folder: Path, before: int | None = None) -> list[int]:
     """Takes up what is left in the rings of attempts that died, of those before a number. Their numbers.
 
-    RuntimeError where the training process of one is alive.
+    RuntimeError where the training process of one is alive; ValueError where its ring is on another machine.
     """
     done = []
     for number, path in descriptions(folder).items():
@@ -222,7 +236,7 @@ def drain_left(store: Store, folder: Path, before: int | None = None) -> list[in
             break
         try:
             attempt = Attempt(store, folder, path)
-        except FileNotFoundError:
+        except (FileNotFoundError, json.JSONDecodeError):
             path.unlink(missing_ok=True)  # it died before its first step
             continue
         if attempt.is_finished:  # whoever finished it died before it was tidy
@@ -230,9 +244,14 @@ def drain_left(store: Store, folder: Path, before: int | None = None) -> list[in
             continue
         if attempt.is_training():
             raise RuntimeError(f"{folder}: expected that training has ended, but process {attempt.pid} records into it")
-        while attempt.read():
-            pass
-        attempt.finish()
+        try:
+            while attempt.read():
+                pass
+            attempt.finish()
+        except RingError as error:  # after a power failure: what lies behind cannot be found
+            print(f"{attempt.ring_path}: {error}", file=sys.stderr)
+            shutil.copyfile(attempt.ring_path, folder / f"torn.{number:04d}")
+            attempt.finish("torn")
         done.append(number)
     return done
 
@@ -255,15 +274,16 @@ def recover(path: str | os.PathLike[str]) -> dict[str, list[int]]:
     return found
 
 
-def run(folder: Path, number: int, wake: int) -> None:
+def run(folder: Path, number: int, wake: int, judges: Mapping[str, Any]) -> None:
     """Until the training process has ended, and its ring is empty."""
     path = descriptions(folder)[number]
     ring = Ring(Path(json.loads(path.read_text())["ring"]))
     try:
         with locked(folder, _LOCK_SECONDS):
             store = Store(folder)
-            drain_left(store, folder, number)
-            attempt = Attempt(store, folder, path)
+            with suppress(ValueError):  # of another machine, where it can be recovered
+                drain_left(store, folder, number)
+            attempt = Attempt(store, folder, path, judges)
             if attempt.is_finished:
                 attempt.tidy()
             else:
@@ -281,12 +301,10 @@ def _follow(attempt: Attempt, store: Store, wake: int) -> None:
         poll.register(os.pidfd_open(attempt.pid), select.POLLIN)
     while True:
         is_over = bool(attempt.ring.closed) or os.getppid() != attempt.pid  # before what it had written is read
-        came = attempt.read()
-        if attempt.is_late():
-            attempt.commit()
+        came = attempt.serve()
         if is_over and not came:
             return attempt.finish()
-        if not came and not store.merge():
+        if not came and not store.merge(attempt.serve):
             poll.poll(1000)
             with suppress(BlockingIOError):
                 os.eventfd_read(wake)
@@ -294,8 +312,8 @@ def _follow(attempt: Attempt, store: Store, wake: int) -> None:
 
 def main() -> None:
     os.nice(19)
-    folder, number, wake = sys.argv[1:]
-    run(Path(folder), int(number), int(wake))
+    folder, number, wake, judges = sys.argv[1:]
+    run(Path(folder), int(number), int(wake), json.loads(judges))
 
 
 if __name__ == "__main__":

@@ -68,21 +68,22 @@ class _Loaded:
         return found, self._timeline.rows_of(found, self._reader.manifest)
 
     def _statistic(self, name: str) -> Array:
+        from hookstats.records.arrays import to_numpy
         from hookstats.records.reading import Chosen
 
         plane = np.full(len(self._sites) * len(self._timeline.step), np.nan)
         if self._known is None or self._known[0] is not self._reader.manifest:
             self._known = None
             table, rows = self._table("totals", ["site"])
-            at = self._row[table["site"].to_numpy()] * len(self._timeline.step) + rows
+            at = self._row[to_numpy(table["site"])] * len(self._timeline.step) + rows
             at[rows < 0] = -1
             self._known = (self._reader.manifest, at)
         manifest, at = self._known
         values = self._reader.table("totals", [name, "calls"], Chosen())
         if self._reader.manifest is not manifest:  # parts were merged meanwhile: their rows have another order
             return self._statistic(name)
-        counts = (at >= 0) & (values["calls"].to_numpy() > 0)
-        plane[at[counts]] = values[name].to_numpy()[counts]
+        counts = (at >= 0) & (to_numpy(values["calls"]) > 0)
+        plane[at[counts]] = to_numpy(values[name])[counts]
         return plane.reshape(len(self._sites), -1)
 
     def _at(self, steps: Sequence[int]) -> Iterator[Snapshot]:
@@ -105,9 +106,11 @@ class _Loaded:
         return result
 
     def _times(self) -> Array:
+        from hookstats.records.arrays import to_numpy
+
         table, rows = self._table("steps", ["time"])
         times = np.full(len(self._timeline.step), np.nan)
-        seconds = table["time"].to_numpy().astype("datetime64[us]").astype(np.int64) / 1e6
+        seconds = to_numpy(table["time"]) / 1e6
         times[rows[rows >= 0]] = seconds[rows >= 0]
         return times
 

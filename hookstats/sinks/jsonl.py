@@ -34,7 +34,7 @@ class JsonLines:
             the first snapshot comes and stay the same: each kind of tensor has its share, evenly from the first site to
             the last. A warning says so where there are more. W&B's page freezes at 4,000 keys.
         histograms: whether the histograms of these sites are sent, too: ``<tensor>/histogram/<name>`` with ``counts``
-            and ``edges``, at most 512 bars without the empty ones at the ends.
+            and ``edges``, at most 512 bars; empty bins side by side are one.
 
     Names have letters, digits, "_", ".", "-" and spaces; others, and long ones, are spelled with "_" and end in eight
     digits of their SHA-256. The model itself is "whole-model".
@@ -89,26 +89,31 @@ class JsonLines:
     def _opened(self) -> int:
         file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         try:
-            # Not flock, which a forked DataLoader worker would hold on to.
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock(file)
             os.ftruncate(file, self._end_of_whole_lines(file))
-        except BaseException as error:
+        except BaseException:
             os.close(file)
-            if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EAGAIN):
-                message = "JsonLines: expected a file that no other process writes; give each rank a path of its own"
-                raise OSError(error.errno, message, str(self._path)) from None
             raise
         return file
+
+    def _lock(self, file: int) -> None:
+        """While this process lives: not by flock, which a forked worker of a DataLoader would hold on to."""
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):  # others: a file system without locks
+                message = "JsonLines: expected a file that no other process writes; give each rank a path of its own"
+                raise OSError(error.errno, message, str(self._path)) from None
 
     def _end_of_whole_lines(self, file: int) -> int:
         """Where the last whole line ends. ValueError where what follows is none of ours: that is not cut off."""
         end, tail = os.fstat(file).st_size, b""
         while end and b"\n" not in tail:
             start = max(end - (1 << 16), 0)
-            tail = os.pread(file, end - start, start) + tail
+            tail = os.pread(file, end - start + len(_BEGINNING), start)  # a line may begin where the piece ends
             end = start
         after = tail.rfind(b"\n") + 1
         torn = tail[after:]
         if not (torn.startswith(_BEGINNING) or _BEGINNING.startswith(torn)):
-            raise ValueError(f"JsonLines: expected a file of its own lines, got {self._path}, ending {torn[-40:]!r}")
+            raise ValueError(f"JsonLines: expected a file of its own lines, got {self._path}, ending {torn[:40]!r}...")
         return end + after

@@ -168,7 +168,8 @@ def _bars(snapshot: Snapshot, i: int) -> Bars | None:
     """The histogram of the i-th site in order, all channels together; None where it has none, or counted nothing.
 
     Empty bins at the ends are left out, and the outermost edges are the smallest and the largest value. What lies
-    outside of linear bins is in a bar on either side of them. Of more bins than MOST_BARS neighbours are put together.
+    outside of linear bins is in a bar on either side of them. Empty bins side by side are one bar; of more bars than
+    MOST_BARS neighbours are put together.
     """
     stats: SiteStats = snapshot[snapshot.order[i]]
     if (histogram := stats.histogram) is None:
@@ -184,10 +185,14 @@ def _bars(snapshot: Snapshot, i: int) -> Bars | None:
     of_magnitudes = np.isinf(histogram.edges[-1])  # octaves of |x|, whose smallest one nothing tells
     edges[0] = edges[0] if of_magnitudes else totals.min[i]
     edges[-1] = totals.abs_max[i] if of_magnitudes else totals.max[i]
-    together = np.arange(0, end - first, -(-(end - first) // MOST_BARS))
+    counts = counts[first:end]
+    starts = np.flatnonzero(
+        np.append(True, (counts[1:] > 0) | (counts[:-1] > 0))
+    )  # one bar for empty ones side by side
+    starts = starts[:: -(-len(starts) // MOST_BARS)]
     return Bars(
-        np.add.reduceat(counts[first:end], together),
-        np.append(edges[together], edges[-1]),
+        np.add.reduceat(counts, starts),
+        np.append(edges[starts], edges[-1]),
         float(totals.mean[i] * totals.count[i]),
         float(totals.l2_norm[i] ** 2),
     )

@@ -16,9 +16,10 @@ class Mlflow:
     them, as the end of the process does. A snapshot with keys that were not there before, as the first one, is sent at
     once, and waited for. MLflow has no histograms.
 
+    ``statistics`` and ``sites`` are those of `JsonLines`, which says what is sent by default.
+
     Args:
         run_id: of the run; None: that of ``mlflow.active_run()``.
-        statistics, sites: as `JsonLines` has them, which says what is sent by default.
 
     Raises:
         ImportError: without mlflow or mlflow-skinny. RuntimeError: where no run is active.
@@ -58,5 +59,5 @@ class Mlflow:
         metrics = [self._metric(PREFIX + key, value, now, snapshot.step) for key, value in values.items()]
         # A store of files makes a folder for each level of a key, and mlflow's threads would stumble over each other's.
         is_new = not values.keys() <= self._there
+        self._there.update(values)  # where it cannot be sent, training waits for that once
         self._client.log_batch(self._run_id, metrics, synchronous=is_new)
-        self._there.update(values)

@@ -17,10 +17,11 @@ class TensorBoard:
 
     TensorBoard reads histograms as float32, too: counts beyond 2^24 are not exact there.
 
+    ``statistics``, ``sites`` and ``histograms`` are those of `JsonLines`, which says what is sent by default.
+
     Args:
         directory: where the event files are made. One of its own, and one for each rank: of several files in a
             directory TensorBoard follows the newest. "s3://" and the like go to tensorboard as they are.
-        statistics, sites, histograms: as `JsonLines` has them, which says what is sent by default.
 
     Raises:
         ImportError: without tensorboard.

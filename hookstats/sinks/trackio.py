@@ -15,9 +15,10 @@ class Trackio:
     Unlike W&B, Trackio takes rows of earlier steps. Rows that you log without ``step=`` are numbered from the largest
     step so far on.
 
+    ``statistics``, ``sites`` and ``histograms`` are those of `JsonLines`, which says what is sent by default.
+
     Args:
         run: what ``trackio.init()`` gave; None: the active one.
-        statistics, sites, histograms: as `JsonLines` has them, which says what is sent by default.
 
     Raises:
         ImportError: without trackio. RuntimeError: where no run is active.

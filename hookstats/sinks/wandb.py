@@ -13,13 +13,14 @@ class Wandb:
     """Logs each snapshot to a W&B run: ``hookstats/<tensor>/<statistic>/<name>`` over ``hookstats/step``.
 
     W&B drops what is logged with a step below its own. Snapshots arrive later than the steps they are of, so they are
-    logged without one; and they leave W&B's step where it is, or rows of yours would be dropped: a snapshot's values
-    join the row that is open, which is sent when you log the next one, when another snapshot comes, or at
-    ``wandb.finish()``. Call that after ``monitor.detach()``.
+    logged without one; and they do not count W&B's step on, or rows of yours would be dropped: a snapshot's values join
+    the row that is open, which is sent when you log the next one, or at ``wandb.finish()``. Only where another snapshot
+    comes first, that row is closed. Call ``wandb.finish()`` after ``monitor.detach()``.
+
+    ``statistics``, ``sites`` and ``histograms`` are those of `JsonLines`, which says what is sent by default.
 
     Args:
         run: what ``wandb.init()`` gave; None: ``wandb.run``, the active one.
-        statistics, sites, histograms: as `JsonLines` has them, which says what is sent by default.
 
     Raises:
         ImportError: without wandb. RuntimeError: where no run is active.
