@@ -23,7 +23,7 @@ def sites_of(blocks: int, leaves: Sequence[str] = LEAVES) -> list[Site]:
 def state_of(rng: np.random.Generator, scale: float, channels: int, outlier: tuple[int, float] | None) -> np.ndarray:
     """``[fields, channels]`` as of normal values."""
     std = scale * np.exp(0.2 * rng.normal(size=channels))
-    if outlier is not None:
+    if outlier is not None and channels > 1:
         std[outlier[0]] *= outlier[1]
     mean = 0.1 * scale * rng.normal(size=channels)
     count = np.full(channels, _COUNT)

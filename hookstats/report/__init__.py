@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hookstats.numbers.snapshot import Snapshot
-from hookstats.report import loading
+from hookstats.report import loading, plotting
 from hookstats.report.page import put
 from hookstats.report.record import Recorded
 from hookstats.report.writing import html
@@ -15,7 +15,7 @@ from hookstats.report.writing import html
 if TYPE_CHECKING:
     from hookstats.records.run import Run
 
-__all__ = ["Recorded", "write"]
+__all__ = ["Recorded", "plot", "write"]
 
 
 def write(run: Run | str | Path | Sequence[Snapshot] | Recorded, output: str | Path) -> Path:
@@ -28,6 +28,26 @@ def write(run: Run | str | Path | Sequence[Snapshot] | Recorded, output: str | P
     path = Path(output)
     put(html(of(run)), path)
     return path
+
+
+def plot(
+    run: Run | str | Path | Sequence[Snapshot] | Recorded,
+    statistic: str = "rms",
+    tensor: str = "output",
+    *,
+    relative: bool = True,
+    log: bool = True,
+    axes: Any = None,
+) -> Any:
+    """Draws the heatmap of the page, layers x steps, by matplotlib, and returns its ``Axes``.
+
+    run: as for `write`. statistic: "rms", "abs_max", "peak" (the largest |x| over rms), "centre" (mean over rms) or
+    "zeros" (the share of them). tensor: "output", "grad_output", ... relative: how far each site is from the median of
+    its own past, else the value itself, with logarithmic colours unless ``log=False``. axes: where to draw; None: a new
+    figure, which ``axes.figure`` is. What is not finite is magenta, what was silent grey. ValueError for an unknown
+    statistic or tensor; ImportError without matplotlib.
+    """
+    return plotting.plot(of(run), statistic, tensor, relative, log, axes)
 
 
 def of(run: Run | str | Path | Sequence[Snapshot] | Recorded) -> Recorded:

@@ -218,7 +218,7 @@ def _fit(snapshot: Snapshot, place: dict[Site, int]) -> list[list[Any]]:
 
     As it is, and after multiplying by the power of two that brings the largest value just below the format's.
     """
-    at, counts = snapshot.columns.exponents
+    at, counts = snapshot.columns.exponents()
     if not len(at):
         return []
     magnitudes = counts[:, :256] + counts[:, 256:]  # by the exponent that is stored: 127 for values from 1 to 2

@@ -40,8 +40,8 @@ STATISTICS: dict[str, tuple[str, str]] = {
 }
 
 
-def _numbers(recorded: Recorded, key: str) -> Array:
-    """``[n, t]``."""
+def numbers_of(recorded: Recorded, key: str) -> Array:
+    """``[n, t]`` of one of `STATISTICS`; NaN where a site was silent."""
     with np.errstate(divide="ignore", invalid="ignore"):
         if key == "zeros":
             return recorded.statistic("zeros") / recorded.statistic("count")
@@ -65,13 +65,13 @@ UNITS = {"scale": 16.0, "share": 125.0, "signed": 62.0}  # levels of a code for 
 def heatmaps(recorded: Recorded) -> tuple[dict[str, Any], dict[str, bytes], Array]:
     """What is said of them, their bytes by name, and of each site how far its rms went from its past, in octaves."""
     begin = edges(len(recorded.steps), COLUMNS)
-    bad = _bad(recorded)
+    bad = bad_of(recorded)
     count = len(recorded.sites)
     said: dict[str, Any] = {}
     blobs: dict[str, bytes] = {}
     restless = np.zeros(count)
     for key, (title, kind) in STATISTICS.items():
-        values = _numbers(recorded, key)
+        values = numbers_of(recorded, key)
         relative, absolute = [], []
         for at in (slice(i, i + _AT_ONCE) for i in range(0, count, _AT_ONCE)):
             relative.append(relative_codes(change(values[at], kind), begin, bad[at], UNITS[kind]))
@@ -98,7 +98,7 @@ def _absolute(values: Array, kind: str, begin: Counts, bad: Array) -> Rows:
     return Rows(codes, np.full(len(values), -126 / 125), np.full(len(values), 1 / 125))
 
 
-def _bad(recorded: Recorded) -> Array:
+def bad_of(recorded: Recorded) -> Array:
     """``[n, t]``: how many values were not finite."""
     result = recorded.statistic("nans")
     result += recorded.statistic("posinfs")

@@ -55,7 +55,8 @@ def average(values: Array, begin: Counts) -> Array:
     known = ~np.isnan(values)
     count = np.add.reduceat(known, begin, axis=1, dtype=np.int64)
     sums = np.add.reduceat(np.where(known, values, 0.0), begin, axis=1)
-    return np.divide(sums, count, out=np.full(sums.shape, np.nan), where=count > 0)
+    result: Array = np.divide(sums, count, out=np.full(sums.shape, np.nan), where=count > 0)
+    return result
 
 
 def logarithm(values: Array) -> Array:

@@ -45,7 +45,7 @@ def contents(recorded: Recorded) -> tuple[dict[str, Any], dict[str, bytes]]:
         "name": recorded.name,
         "written": round(time.time()),
         "sites": [list(site) for site in recorded.sites],
-        "rows": _rows(recorded.sites),
+        "rows": in_order(recorded.sites),
         "steps": [int(steps[0]), int(steps[-1]), len(steps)],
         "begin": steps[edges(len(steps), planes.COLUMNS)].tolist(),
         "line_begin": steps[edges(len(steps), columns)].tolist(),
@@ -78,7 +78,7 @@ def contents(recorded: Recorded) -> tuple[dict[str, Any], dict[str, bytes]]:
 _RANK = {"critical": 0, "warning": 1, "note": 2}
 
 
-def _rows(sites: list[Site]) -> list[int]:
+def in_order(sites: list[Site]) -> list[int]:
     """Sites in the order in which their modules are executed: a gradient beside what it is the gradient of."""
     forward = [site for site in sites if not site.tensor.startswith(("grad_", "param"))]
     backward = [site for site in sites if site.tensor.startswith("grad_")][::-1]
