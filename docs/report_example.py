@@ -3,7 +3,7 @@
     python docs/report_example.py [--output build/example]
 
 Two illnesses are put in, for the page to show: one channel of the residual stream is scaled up little by little from
-step 60 on, and from step 200 to 203 the learning rate is fifty times what it should be.
+step 40 on, and from step 200 to 203 the learning rate is thirty times what it should be.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ STEPS, BATCH, LENGTH = 300, 16, 64
 WIDTH, HEADS, BLOCKS = 64, 4, 4
 RATE = 2e-3
 SPIKE = range(200, 204)
-OUTLIER, OUTLIER_BLOCK, OUTLIER_FROM = 37, 2, 60
+OUTLIER, OUTLIER_BLOCK, OUTLIER_FROM, GROWTH = 37, 2, 40, 1.035
 
 
 def text() -> torch.Tensor:
@@ -89,7 +89,7 @@ def train(run: Path) -> None:
         model, tensors=tensors, every=1, sinks=hookstats.record(run, ring_bytes=256 << 20)
     ) as monitor:
         for step in range(STEPS):
-            rate = RATE * min(1.0, (step + 1) / 20) * (50 if step in SPIKE else 1)
+            rate = RATE * min(1.0, (step + 1) / 20) * (30 if step in SPIKE else 1)
             optimizer.param_groups[0]["lr"] = rate
             starts = torch.randint(len(letters) - LENGTH - 1, (BATCH,))
             batch = torch.stack([letters[start : start + LENGTH + 1] for start in starts])
@@ -99,7 +99,7 @@ def train(run: Path) -> None:
             optimizer.step()
             if step >= OUTLIER_FROM:
                 with torch.no_grad():
-                    model.blocks[OUTLIER_BLOCK].down.weight[OUTLIER] *= 1.025
+                    model.blocks[OUTLIER_BLOCK].down.weight[OUTLIER] *= GROWTH
             monitor.step(loss=loss, lr=rate)
             if step % 50 == 49:
                 print(f"step {step + 1}: loss {loss.item():.3f}")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hookstats.numbers.fields import Array, Counts, Site, Skipped
 from hookstats.numbers.snapshot import Snapshot
@@ -36,7 +37,7 @@ class _Loaded:
         self._reader = run._reader
         self._timeline = run._timeline
         self._run = run
-        self._known: tuple[Manifest, Counts] | None = None
+        self._known: tuple[Manifest, NDArray[np.integer[Any]]] | None = None
 
     def recorded(self) -> Recorded:
         directory, steps = self._reader.directory, self._timeline.step
@@ -71,20 +72,27 @@ class _Loaded:
         from hookstats.records.arrays import to_numpy
         from hookstats.records.reading import Chosen
 
-        plane = np.full(len(self._sites) * len(self._timeline.step), np.nan)
         if self._known is None or self._known[0] is not self._reader.manifest:
             self._known = None
-            table, rows = self._table("totals", ["site"])
-            at = self._row[to_numpy(table["site"])] * len(self._timeline.step) + rows
-            at[rows < 0] = -1
+            at = self._cells()
             self._known = (self._reader.manifest, at)
         manifest, at = self._known
-        values = self._reader.table("totals", [name, "calls"], Chosen())
+        table = self._reader.table("totals", [name], Chosen())
         if self._reader.manifest is not manifest:  # parts were merged meanwhile: their rows have another order
             return self._statistic(name)
-        counts = (at >= 0) & (to_numpy(values["calls"]) > 0)
-        plane[at[counts]] = to_numpy(values[name])[counts]
-        return plane.reshape(len(self._sites), -1)
+        plane = np.full(len(self._sites) * len(self._timeline.step) + 1, np.nan)
+        plane[at] = to_numpy(table[name])
+        return plane[:-1].reshape(len(self._sites), -1)
+
+    def _cells(self) -> NDArray[np.integer[Any]]:
+        """Of each row of totals, its place in a plane; behind it where the row does not count, or its site was silent."""
+        from hookstats.records.arrays import to_numpy
+
+        table, rows = self._table("totals", ["site", "calls"])
+        last = len(self._sites) * len(self._timeline.step)
+        at = self._row[to_numpy(table["site"])] * len(self._timeline.step) + rows
+        at[(rows < 0) | (to_numpy(table["calls"]) == 0)] = last
+        return at.astype(np.int32) if last < 2**31 else at
 
     def _at(self, steps: Sequence[int]) -> Iterator[Snapshot]:
         return (self._run[step] for step in steps)

@@ -56,20 +56,23 @@ function go(site, step) {
   else location.hash = link;
 }
 
-// "#site=12&step=300"
+// "#site=12&step=300", or one of the two
+function chosen() {
+  const given = new URLSearchParams(location.hash.slice(1)), number = (name) => given.has(name) ? Number(given.get(name)) : NaN;
+  const site = number("site"), step = number("step");
+  return { site: record.sites[site] ? site : null, step: Number.isInteger(step) ? step : null };
+}
 async function chooseFromLink(isFirst = false) {
-  const found = /^#site=(\d+)(?:&step=(-?\d+))?$/.exec(location.hash);
-  const site = found && Number(found[1]) < SITES ? Number(found[1]) : worst();
-  const step = found?.[2] === undefined ? null : Number(found[2]);
+  const found = chosen(), { step } = found, site = found.site ?? (isFirst ? worst() : state.site);
   state.site = site;
   if (kindOf(site) !== state.kind) { setKind(kindOf(site)); recolour(); describe(); }
-  if (found) {
+  if (found.site !== null || step !== null) {
     state.cursor = { row: state.rows.indexOf(site), column: step === null ? state.seen.columns[0] : columnOf(step) };
     follow();
   }
   drawHeat();
   await showSite(site, step);
-  if (found && !isFirst) byId("site").focus({ preventScroll: true });
+  if (found.site !== null && !isFirst) byId("site").focus({ preventScroll: true });
 }
 function worst() {
   const finding = record.findings.find((each) => each.site !== null);
@@ -80,8 +83,7 @@ function draw() {
   if (!shown) return;
   recolour();
   drawHeat();
-  const step = /&step=(-?\d+)/.exec(location.hash);
-  showSite(state.site, step ? Number(step[1]) : null);
+  showSite(state.site, chosen().step);
   showFlow();
 }
 

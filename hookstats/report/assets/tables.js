@@ -1,6 +1,6 @@
 // What it is, findings, and everything behind the site.
 
-const linkTo = (site, step) => `#site=${site}` + (step === null ? "" : `&step=${step}`);
+const linkTo = (site, step) => "#" + [site === null ? "" : `site=${site}`, step === null ? "" : `step=${step}`].filter(Boolean).join("&");
 
 function fill(id, ...children) {
   byId(id + "-body").replaceChildren(...children);
@@ -38,7 +38,6 @@ function showHead() {
   const facts = [];
   if (settings.model) facts.push(["Model", shortened(typeof settings.model === "string" ? settings.model : String(settings.model.class ?? settings.model.name ?? ""), 60)]);
   facts.push(["Steps", `${count(first)} to ${count(last)}`, `${count(steps)} measured`]);
-  const names = new Set(record.sites.map(([name]) => name));
   facts.push(["Sites", count(SITES), `${many(names.size, "module or parameter", "modules and parameters")}`]);
   if (record.times) facts.push(["Recorded", at(record.times[0]), record.times[1] > record.times[0] ? `for ${lasted(record.times[1] - record.times[0])}` : ""]);
   facts.push(["Measured", said(record.values) + " values", `${count(record.readings)} readings`]);
@@ -46,12 +45,16 @@ function showHead() {
   byId("facts").replaceChildren(...facts.map(([name, value, more]) => node("div", {}, node("dt", {}, name), node("dd", {}, value), more ? node("dd", { class: "muted" }, more) : null)));
 }
 
+// A sentence of a rule begins small, because elsewhere it follows its step; a name stays as it is.
+const names = new Set(record.sites.map(([name]) => name));
+const begun = (sentence) => /^[a-z]+ /.test(sentence) && !names.has(sentence.split(" ", 1)[0]) ? sentence[0].toUpperCase() + sentence.slice(1) : sentence;
+
 function findingLine(finding) {
   const place = finding.site === null ? null : record.sites[finding.site];
-  const where = node("a", { href: linkTo(finding.site ?? state.site, finding.step) },
+  const where = node("a", { href: linkTo(finding.site, finding.step) },
     `step ${count(finding.step)}`, ...(place ? [", ", node("bdi", {}, shortened(place[0], 44)), ` ${wordsOf(place[1])}`] : []));
   return node("li", { class: finding.severity }, node("span", { class: "severity" }, finding.severity),
-    node("div", {}, node("p", {}, shortened(finding.sentence, 700)), node("p", { class: "small" }, where, node("span", { class: "muted" }, ` · ${shortened(finding.rule, 60)}`))));
+    node("div", {}, node("p", {}, shortened(begun(finding.sentence), 700)), node("p", { class: "small" }, where, node("span", { class: "muted" }, ` · ${shortened(finding.rule, 60)}`))));
 }
 
 function showFindings() {
