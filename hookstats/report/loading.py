@@ -85,12 +85,12 @@ class _Loaded:
         return plane[:-1].reshape(len(self._sites), -1)
 
     def _cells(self) -> NDArray[np.integer[Any]]:
-        """Of each row of totals, its place in a plane; behind it where the row does not count, or its site was silent."""
+        """Of each row of totals, its place in a plane; behind it where the row does not count or its site was silent."""
         from hookstats.records.arrays import to_numpy
 
         table, rows = self._table("totals", ["site", "calls"])
         last = len(self._sites) * len(self._timeline.step)
-        at = self._row[to_numpy(table["site"])] * len(self._timeline.step) + rows
+        at: Counts = self._row[to_numpy(table["site"])] * len(self._timeline.step) + rows
         at[(rows < 0) | (to_numpy(table["calls"]) == 0)] = last
         return at.astype(np.int32) if last < 2**31 else at
 
