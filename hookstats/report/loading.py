@@ -85,7 +85,7 @@ class _Loaded:
         return plane[:-1].reshape(len(self._sites), -1)
 
     def _cells(self) -> NDArray[np.integer[Any]]:
-        """Of each row of totals, its place in a plane; behind it where the row does not count or its site was silent."""
+        """Of each row of totals, its place in a plane; behind it if the row does not count or its site was silent."""
         from hookstats.records.arrays import to_numpy
 
         table, rows = self._table("totals", ["site", "calls"])
