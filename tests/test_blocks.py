@@ -131,7 +131,7 @@ def test_a_step_that_nobody_holds_any_more_is_freed_at_once(bins: Bins | None) -
     snapshot, blocks = d.snapshot(), [weakref.ref(block) for block in d.blocks]
     for site in snapshot:
         assert snapshot[site].total.count >= 0
-    kept = snapshot.compact(), snapshot.totals, snapshot.columns.channels, snapshot.columns.exponents
+    kept = snapshot.compact(), snapshot.totals, snapshot.columns.channels, snapshot.columns.exponents()
     assert len(kept[0]) == len(snapshot)
     del d, snapshot
     assert all(block() is None for block in blocks)
