@@ -195,8 +195,9 @@ def test_all_of_the_heatmap_can_be_reached_by_keyboard(browser: Browser) -> None
     assert colours(browser) != enlarged
     browser.key("0")
     assert colours(browser) == whole
+    browser.key("ArrowDown")
     browser.key("Enter")
-    browser.wait("document.querySelector('#site-title').innerText === 'layers.0.norm1'")
+    browser.wait("document.querySelector('#site-title').innerText === 'layers.0.attention.qkv'")
 
 
 def test_the_flow_of_gradients_follows_the_step_that_is_chosen(browser: Browser) -> None:

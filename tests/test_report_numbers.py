@@ -205,6 +205,9 @@ def test_a_run_from_its_directory_has_the_page_of_its_snapshots(tmp_path: Path) 
     (record, blobs), (_, others) = contents(read), contents(expected)
     assert blobs == others
     assert record["name"] == "run"
+    some = loaded(hookstats.load(tmp_path / "run", sites=[("0", "output")], steps=slice(4, 8)))
+    assert some.sites == [Site("0", "output")]
+    assert some.steps.tolist() == [4, 5, 6, 7]
     code = f"import hookstats, sys; hookstats.report.write({str(tmp_path / 'run')!r}, {str(tmp_path / 'a.html')!r})"
     done = subprocess.run(
         [sys.executable, "-c", f"{code}; print('torch' in sys.modules)"], capture_output=True, text=True, cwd=ROOT

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,22 +13,29 @@ from numpy.typing import NDArray
 from hookstats.numbers.fields import Array, Counts, Site, Skipped
 from hookstats.numbers.snapshot import Snapshot
 from hookstats.report.record import Recorded, ordered
-from hookstats.rules import Finding
 
 if TYPE_CHECKING:
     from hookstats.records.manifest import Manifest
     from hookstats.records.run import Run
 
 _LOOKED_AT = 3  # steps, from the last: their order of execution is that of the page
-_FINDINGS = 64 << 20  # bytes of findings that are read
 
 
 def recorded(run: Run | str | Path) -> Recorded:
-    """A run, or the directory of one: rank 0, all sites and steps. RunError for what is no recorded run."""
-    from hookstats.records.run import load
+    """A run, or the directory of one (rank 0). RunError for what is no recorded run.
+
+    Of a Run that was loaded with some sites, some steps, or ranks="merged", all Snapshots are held at once.
+    """
+    from hookstats.records.run import Run, load
 
     loaded = load(run) if isinstance(run, (str, Path)) else run
-    return _Loaded(loaded).recorded()
+    if type(loaded) is Run and loaded._chosen_sites is None and loaded._has_all_steps:
+        return _Loaded(loaded).recorded()
+    return Recorded.of(list(loaded), _name(loaded), loaded.findings)
+
+
+def _name(run: Run) -> str:
+    return run._folders[0].resolve().parent.name
 
 
 class _Loaded:
@@ -40,7 +46,7 @@ class _Loaded:
         self._known: tuple[Manifest, NDArray[np.integer[Any]]] | None = None
 
     def recorded(self) -> Recorded:
-        directory, steps = self._reader.directory, self._timeline.step
+        steps = self._timeline.step
         places = self._reader.manifest.sites
         orders = (snapshot.order for snapshot in self._at(steps[::-1][:_LOOKED_AT].tolist()))
         self._sites = ordered([*orders, places])
@@ -48,7 +54,7 @@ class _Loaded:
         self._row = np.array([row[site] for site in places], np.int64)
         times = self._times()
         return Recorded(
-            directory.parent.resolve().name,
+            _name(self._run),
             self._sites,
             steps,
             self._statistic,
@@ -56,7 +62,7 @@ class _Loaded:
             self._detailed(),
             times,
             self._scalars(),
-            self._findings(),
+            self._run.findings,
             self._skipped(),
             self._settings(times),
         )
@@ -128,23 +134,6 @@ class _Loaded:
         for row, name, value in zip(rows.tolist(), table["name"].to_pylist(), table["value"].to_pylist(), strict=True):
             if row >= 0:
                 found.setdefault(name, np.full(len(self._timeline.step), np.nan))[row] = value
-        return found
-
-    def _findings(self) -> list[Finding]:
-        """Those of steps that count, and of the attempt by which they do. A line that is none is left out."""
-        path = self._reader.directory / "findings.jsonl"
-        if not path.exists():
-            return []
-        attempt = dict(zip(self._timeline.step.tolist(), self._timeline.attempt.tolist(), strict=True))
-        found = []
-        with path.open("rb") as file:
-            for line in file.read(_FINDINGS).splitlines():
-                try:
-                    finding = Finding.from_json(json.loads(line))
-                except (ValueError, RecursionError):
-                    continue
-                if attempt.get(finding.step) == finding.attempt:
-                    found.append(finding)
         return found
 
     def _skipped(self) -> list[tuple[Site, Skipped, int]]:

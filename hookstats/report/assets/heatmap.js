@@ -12,12 +12,13 @@ const rowsOfKind = (kind) => record.rows.filter((site) => kindOf(site) === kind)
 
 // "layers.3" of "layers.3.mlp.down": the part of a name up to its last number, else its first word.
 function groupOf(site) {
+  if (site < 0) return null;
   const parts = record.sites[site][0].split("."), last = parts.findIndex((part) => /^\d+$/.test(part));
   return parts.slice(0, last < 0 ? 1 : last + 1).join(".");
 }
 const leafOf = (site) => {
   const [name, tensor] = record.sites[site], group = groupOf(site), inner = tensor.split(".").slice(1).join(".");
-  return (name === group ? name.split(".").at(-1) : name.slice(group.length + 1)) + (inner ? "." + inner : "");
+  return (name === group ? "" : name.slice(group.length + 1)) + (inner ? "." + inner : "");
 };
 
 async function showPlane() {
@@ -119,8 +120,10 @@ function drawNames(context) {
   context.textAlign = "right";
   context.fillStyle = ink("muted");
   for (let row = first; row < end; row++) {
-    if (leafOf(state.rows[row]) === groupOf(state.rows[row])) continue;
-    context.fillText(fitted(context, shortened(leafOf(state.rows[row]), 40), left * 0.5 - 8), left - 8, yOf(row + 0.5));
+    const isAlone = [row - 1, row + 1].every((near) => groupOf(state.rows[near] ?? -1) !== groupOf(state.rows[row]));
+    const leaf = leafOf(state.rows[row]) || (isAlone ? "" : "(whole)");
+    if (!leaf) continue;
+    context.fillText(fitted(context, shortened(leaf, 40), left * 0.5 - 8), left - 8, yOf(row + 0.5));
   }
 }
 
