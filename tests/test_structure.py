@@ -28,10 +28,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tools": {"_native", "_warn", "modules"},
     "rules": {"numbers"},
     "records": {"_warn", "numbers", "rules", "sinks"},
-    "__init__": {"_native", "numbers", "records", "rules", "sinks", "tools", "watch"},
+    "report": {"numbers", "records", "rules"},
+    "__init__": {"_native", "numbers", "records", "report", "rules", "sinks", "tools", "watch"},
     "demo": {"__init__"},
 }
-WITHOUT_TORCH = {"numbers", "rules", "_warn", "__init__", "sinks", "records"}
+WITHOUT_TORCH = {"numbers", "rules", "_warn", "__init__", "sinks", "records", "report"}
 
 
 def name_of(path: Path) -> str:
