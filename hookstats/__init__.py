@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hookstats._native import build_info
+    from hookstats.comparing.comparison import Comparison, Parting, compare
     from hookstats.numbers.fields import ExponentBins, LinearBins, Site, Skipped, Stats
     from hookstats.numbers.histogram import Histogram
     from hookstats.numbers.site_stats import SiteStats
@@ -31,6 +32,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "hookstats._native": ["build_info"],
+    "hookstats.comparing.comparison": ["Comparison", "Parting", "compare"],
     "hookstats.numbers.fields": ["ExponentBins", "LinearBins", "Site", "Skipped", "Stats"],
     "hookstats.numbers.histogram": ["Histogram"],
     "hookstats.numbers.site_stats": ["SiteStats"],
@@ -49,6 +51,7 @@ __all__ = [
     "Capture",
     "Captured",
     "ChannelValue",
+    "Comparison",
     "Explanation",
     "ExponentBins",
     "FindingError",
@@ -58,6 +61,7 @@ __all__ = [
     "LinearBins",
     "Monitor",
     "Overhead",
+    "Parting",
     "Site",
     "SiteStats",
     "Skipped",
@@ -67,6 +71,7 @@ __all__ = [
     "attach",
     "build_info",
     "capture",
+    "compare",
     "edit",
     "explain",
     "grad_of",

@@ -25,10 +25,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "_native": {"numbers", "_C"},
     "watch": {"_native", "_warn", "modules", "numbers"},
     "tools": {"_native", "_warn", "modules"},
-    "__init__": {"_native", "numbers", "tools", "watch"},
+    "comparing": {"numbers"},
+    "__init__": {"_native", "comparing", "numbers", "tools", "watch"},
     "demo": {"__init__"},
 }
-WITHOUT_TORCH = {"numbers", "_warn", "__init__"}
+WITHOUT_TORCH = {"numbers", "comparing", "_warn", "__init__"}
 
 
 def name_of(path: Path) -> str:

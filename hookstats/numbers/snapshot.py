@@ -224,7 +224,7 @@ class Snapshot(Mapping[Site, SiteStats]):
         if sort is not None:
             rows = [rows[i] for i in np.argsort(-np.nan_to_num(getattr(totals, sort), nan=-np.inf), kind="stable")]
         rows.insert(0, ["site", "tensor", "calls", "channels", "dim", *shown, "zeros%", "nan", "inf"])
-        lines = _aligned(rows, left=2)
+        lines = aligned(rows, left=2)
         silent = [site for site, calls in zip(self, self.columns.calls.tolist(), strict=True) if calls == 0]
         if silent:
             lines.append(f"did not fire: {', '.join(map(str, silent))}")
@@ -305,7 +305,7 @@ def _check_statistics(argument: str, names: Sequence[str]) -> None:
         raise ValueError(f"{argument}: expected one of {', '.join(STATISTICS)}; got {', '.join(map(repr, unknown))}")
 
 
-def _aligned(rows: list[list[str]], left: int) -> list[str]:
+def aligned(rows: list[list[str]], left: int) -> list[str]:
     """Columns under each other: the first `left` to the left, the others to the right; a rule under the head."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     line = "  ".join(f"{{:{'<' if i < left else '>'}{width}}}" for i, width in enumerate(widths)).format
