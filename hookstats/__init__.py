@@ -13,12 +13,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hookstats import rules, sinks
     from hookstats._native import build_info
     from hookstats.comparing.comparison import Comparison, Parting, compare
     from hookstats.numbers.fields import ExponentBins, LinearBins, Site, Skipped, Stats
     from hookstats.numbers.histogram import Histogram
     from hookstats.numbers.site_stats import SiteStats
     from hookstats.numbers.snapshot import ChannelValue, Snapshot
+    from hookstats.records.run import Run, load
     from hookstats.tools import edit
     from hookstats.tools.capture import Capture, Captured, capture
     from hookstats.tools.explain import Explanation, HookRow, explain
@@ -37,6 +39,9 @@ _HOMES = {
     "hookstats.numbers.histogram": ["Histogram"],
     "hookstats.numbers.site_stats": ["SiteStats"],
     "hookstats.numbers.snapshot": ["ChannelValue", "Snapshot"],
+    "hookstats.records.recording": ["record"],
+    "hookstats.records.writer": ["recover"],
+    "hookstats.records.run": ["Run", "load"],
     "hookstats.tools.capture": ["Capture", "Captured", "capture"],
     "hookstats.tools.explain": ["Explanation", "HookRow", "explain"],
     "hookstats.tools.gradient": ["KeptGradient", "grad_of"],
@@ -45,6 +50,7 @@ _HOMES = {
     "hookstats.watch.monitor": ["Monitor"],
     "hookstats.watch.overhead": ["Overhead"],
 }
+_MODULES = {"edit": "hookstats.tools.edit", "rules": "hookstats.rules", "sinks": "hookstats.sinks"}
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
@@ -62,6 +68,7 @@ __all__ = [
     "Monitor",
     "Overhead",
     "Parting",
+    "Run",
     "Site",
     "SiteStats",
     "Skipped",
@@ -75,13 +82,18 @@ __all__ = [
     "edit",
     "explain",
     "grad_of",
+    "load",
     "measure",
+    "record",
+    "recover",
+    "rules",
+    "sinks",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "edit":
-        value: Any = import_module("hookstats.tools.edit")
+    if name in _MODULES:
+        value: Any = import_module(_MODULES[name])
     elif name in _HOME_OF:
         value = getattr(import_module(_HOME_OF[name]), name)
     else:

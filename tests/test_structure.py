@@ -22,14 +22,17 @@ MAY_IMPORT: dict[str, set[str]] = {
     "numbers": set(),
     "modules": set(),
     "_warn": set(),
+    "sinks": {"_warn", "numbers"},
     "_native": {"numbers", "_C"},
     "watch": {"_native", "_warn", "modules", "numbers"},
     "tools": {"_native", "_warn", "modules"},
+    "rules": {"numbers"},
     "comparing": {"numbers"},
-    "__init__": {"_native", "comparing", "numbers", "tools", "watch"},
+    "records": {"_warn", "numbers", "rules", "sinks"},
+    "__init__": {"_native", "comparing", "numbers", "records", "rules", "sinks", "tools", "watch"},
     "demo": {"__init__"},
 }
-WITHOUT_TORCH = {"numbers", "comparing", "_warn", "__init__"}
+WITHOUT_TORCH = {"numbers", "comparing", "rules", "_warn", "__init__", "sinks", "records"}
 
 
 def name_of(path: Path) -> str:
@@ -128,7 +131,7 @@ def test_importing_hookstats_does_not_import_the_compiler() -> None:
 
 def test_what_needs_numpy_alone_does_not_import_torch() -> None:
     done = python(
-        "import hookstats, sys; hookstats.Snapshot, hookstats.LinearBins, hookstats.__version__\n"
+        "import hookstats, sys; hookstats.Snapshot, hookstats.LinearBins, hookstats.rules.defaults()\n"
         "print([name for name in ('torch', 'pandas') if name in sys.modules])"
     )
     assert done.stdout.splitlines()[-1] == "[]", done.stderr
