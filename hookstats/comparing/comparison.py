@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,22 +15,12 @@ from hookstats.comparing.words import growth, named, table
 from hookstats.numbers.fields import Array, Site
 from hookstats.numbers.snapshot import Snapshot
 
-# By how much what lies apart may grow in a step: parameters feed on their own roundings. Those of n steps add up.
-GROWTH = 4.0
+# By how much what lies apart may grow in a step, because parameters feed on their own roundings; those of n steps add
+# up. Adam makes a whole update of a gradient that is rounding alone (as that of an attention's key bias is): with it a
+# small GPT grew 4 times over what is allowed in its first step, and hardly more in 200.
+GROWTH = 16.0
 _NEGLIGIBLE = 2.0**-22  # the measurement's own rounding
 JUMP = 4.0  # from the sites before to a site; below that is how distances grow anyway
-
-
-class Run(Protocol):
-    """What `hookstats.load` gives: the measured steps, ascending, and the Snapshot of each."""
-
-    @property
-    def steps(self) -> Sequence[int]: ...
-
-    def __getitem__(self, step: int, /) -> Snapshot: ...
-
-
-Measured: TypeAlias = Snapshot | Run | Iterable[Snapshot]
 
 
 @dataclass(frozen=True)
@@ -38,9 +29,10 @@ class Parting:
 
     ``statistic``: "mean", "abs_mean", "rms", "min", "max"; "count" where the tensors are not of the same size, or one
     site was silent; "nonfinite" where there are more NaN and Inf in one. ``a``, ``b``: what it is in both, ``channel``:
-    of which (None: of the whole tensor). ``difference``: relative to ``scale``, that of the tensor's values (its rms;
-    for min and max its largest magnitude; 1 for counts), and ``allowed``: what rounding explains of it. ``dtypes``: of
-    the values in a and b, as their bits tell. ``before``: sites that ran before it in this step, and agree.
+    of which (None: of the whole tensor). ``difference``: relative to the values' scale (their rms;
+    for min and max the largest magnitude; 1 for counts), and ``allowed``: what rounding explains of it. ``dtypes``: of
+    the values in a and b, as their bits tell; ``unit``: the unit roundoff that was taken. ``before``: sites that ran
+    before it in this step, and agree.
     """
 
     step: int
@@ -51,7 +43,6 @@ class Parting:
     b: float
     difference: float
     allowed: float
-    scale: float
     dtypes: tuple[str | None, str | None]
     unit: float
     before: int
@@ -93,22 +84,26 @@ class Comparison:
     parting, how distances grow, and a table.
     """
 
-    def __init__(self, pairs: Iterable[Pair], dtype: str | None, alone: str) -> None:
-        """alone: what is in one of both only, in words."""
+    def __init__(self, a: Iterable[Snapshot], b: Iterable[Snapshot], dtype: str | None) -> None:
+        """a, b: by step, ascending."""
         self.first: Parting | None = None
-        self.is_equal = not alone
+        self.is_equal = True
         self.steps: list[int] = []
         self.closest = 0.0
         self._unit = None if dtype is None else rounding.UNIT_ROUNDOFF[dtype]
         self._bits: dict[Site, list[int]] = {}
         self._seen: dict[tuple[str, str], float] = {}
         self._parted: Pair | None = None
+        steps = Counter[str]()
         only: list[set[Site]] = [set(), set()]
         place: dict[Site, int] = {}
         rows: list[tuple[list[int], Array]] = []
-        for pair in pairs:
-            step = pair.a.step
-            self.steps.append(step)
+        for of_a, of_b in _joined(a, b):
+            if of_a is None or of_b is None:
+                steps["b" if of_a is None else "a"] += 1
+                continue
+            pair = Pair(of_a, of_b)
+            self.steps.append(of_a.step)
             self.is_equal = self.is_equal and pair.is_equal()
             if pair.a.columns.sites != pair.b.columns.sites:
                 watched = set(pair.a.columns.sites), set(pair.b.columns.sites)
@@ -119,8 +114,11 @@ class Comparison:
             if self.first is None:
                 self._judge(pair)
                 self._parted = pair if self.first else None
-        lone = [f"{len(sites)} in {name} alone" for name, sites in zip("ab", only, strict=True) if sites]
-        self.alone = "; ".join([*filter(None, [alone]), *([f"sites: {', '.join(lone)}"] if lone else [])])
+        sites = Counter({name: len(each) for name, each in zip("ab", only, strict=True)})
+        counted = [(count[name], what, name) for what, count in (("steps", steps), ("sites", sites)) for name in "ab"]
+        alone = [f"{count} {what} in {name} alone" for count, what, name in counted if count]
+        self.is_equal = self.is_equal and not alone
+        self.alone = ", ".join(alone)
         self.sites = list(place)
         self.distances = np.full((len(rows), len(place)), np.nan)
         for row, (at, distances) in zip(self.distances, rows, strict=True):
@@ -131,11 +129,11 @@ class Comparison:
         for site, bits in zip(pair.sites, pair.bits().T.tolist(), strict=True):
             self._bits[site] = [max(each) for each in zip(self._bits.get(site, [0, 0]), bits, strict=True)]
         bits = np.array([self._bits[site] for site in pair.sites], np.int64).reshape(-1, 2)
+        gap = self.steps[-1] - self.steps[-2] if len(self.steps) > 1 else 0
         units = np.full(len(bits), self._unit)
         if self._unit is None:
             is_module = np.array([not kind.startswith("param") for kind in pair.kinds], bool)
-            units = rounding.units_of(bits.max(1), is_module)
-        gap = self.steps[-1] - self.steps[-2] if len(self.steps) > 1 else 0
+            units = rounding.units_of(bits.max(1), is_module, is_trained=gap > 0)
         parted: list[tuple[int, str, Judged, Array]] = []
         for family, judged in pair.judged(units).items():
             grown = np.array([self._seen.get((family, kind), 0.0) for kind in pair.kinds])
@@ -158,7 +156,6 @@ class Comparison:
                 float(judged.b[i]),
                 float(judged.distance[i]),
                 float(allowed[i]),
-                float(judged.scale[i]),
                 (rounding.dtype_of(bits[i, 0]), rounding.dtype_of(bits[i, 1])),
                 float(units[i]),
                 i,
@@ -202,18 +199,37 @@ class Comparison:
         return f"Comparison({len(self.steps)} steps, {len(self.sites)} sites, {found})"
 
 
-def compare(a: Measured, b: Measured, *, dtype: str | None = None) -> Comparison:
+def _joined(a: Iterable[Snapshot], b: Iterable[Snapshot]) -> Iterator[tuple[Snapshot | None, Snapshot | None]]:
+    """Both of each step, None where one has not got it; a step of each is held at a time."""
+    rest_a, rest_b = iter(a), iter(b)
+    one, other = next(rest_a, None), next(rest_b, None)
+    while one is not None or other is not None:
+        if other is None or (one is not None and one.step < other.step):
+            yield one, None
+            one = next(rest_a, None)
+        elif one is None or other.step < one.step:
+            yield None, other
+            other = next(rest_b, None)
+        else:
+            yield one, other
+            one, other = next(rest_a, None), next(rest_b, None)
+
+
+def compare(
+    a: Snapshot | Iterable[Snapshot], b: Snapshot | Iterable[Snapshot], *, dtype: str | None = None
+) -> Comparison:
     """Where two programs part that should compute the same: what lies apart by more than rounding explains.
 
-    ``a``, ``b``: two Snapshots (whatever their steps), or two runs: what `hookstats.load` gives, or a list of
-    Snapshots. Runs are compared in the steps that both have, all in the sites that both watch.
+    ``a``, ``b``: two Snapshots (whatever their steps), or two runs: what `hookstats.load` gives, or Snapshots one after
+    another. Runs are compared in the steps that both have, all in the sites that both watch.
 
     ``dtype``: that of the values whose rounding is allowed, a name such as "float32", "bfloat16", "float8_e4m3fn" or
     "tfloat32". None: told from the bits that min and max of each site need; where a and b differ, the finer one, and
     what is computed from coarser values is as coarse. `hookstats.comparing.rounding` derives how much is allowed: of an
     element, after D sites, 8 e sqrt(D), with e of one rounding and one sum; of a mean over n elements sqrt(n) less. It
-    holds in the first step that is compared, when both programs have the same parameters. From then on 4 times as much
-    is allowed, and 4 times what lay apart in any step before; n times that, where n steps lie between two measured ones.
+    holds in the first step that is compared, when both programs have the same parameters. From then on 16 times as
+    much is allowed, and 16 times what lay apart in any step before; n times that where it is the n-th step after the
+    last measured one.
 
     ValueError where nothing can be compared, or for an unknown dtype.
     """
@@ -222,35 +238,10 @@ def compare(a: Measured, b: Measured, *, dtype: str | None = None) -> Comparison
     if isinstance(a, Snapshot) != isinstance(b, Snapshot):
         raise ValueError(f"compare: expected two snapshots or two runs, got {type(a).__name__} and {type(b).__name__}")
     if isinstance(a, Snapshot) and isinstance(b, Snapshot):
-        comparison = Comparison([Pair(a, b)], dtype, "")
-    else:
-        of_a, of_b = _by_step(a), _by_step(b)
-        shared = [step for step in of_a.steps if step in set(of_b.steps)]
-        if not shared:
-            raise ValueError(f"compare: expected a step that both have, got {_steps(of_a)} in a, {_steps(of_b)} in b")
-        lone = [f"{len(each.steps) - len(shared)} in {name} alone" for name, each in (("a", of_a), ("b", of_b))]
-        lone = [words for words in lone if not words.startswith("0")]
-        alone = f"steps: {', '.join(lone)}" if lone else ""
-        comparison = Comparison((Pair(of_a[step], of_b[step]) for step in shared), dtype, alone)
+        b = Snapshot(a.step, b.columns, b.scalars, b.grad_scale, b.overflowed, b.skipped)
+    comparison = Comparison([a] if isinstance(a, Snapshot) else a, [b] if isinstance(b, Snapshot) else b, dtype)
+    if not comparison.steps:
+        raise ValueError(f"compare: expected a step that both have, got none: {comparison.alone or 'both are empty'}")
     if not comparison.sites:
         raise ValueError("compare: expected a site that both watch and that ran in one of them, got none")
     return comparison
-
-
-class _Snapshots:
-    """A list of snapshots as a run."""
-
-    def __init__(self, snapshots: Iterable[Snapshot]) -> None:
-        self._at = {snapshot.step: snapshot for snapshot in snapshots}
-        self.steps: Sequence[int] = list(self._at)
-
-    def __getitem__(self, step: int) -> Snapshot:
-        return self._at[step]
-
-
-def _by_step(measured: Measured) -> Run:
-    return measured if hasattr(measured, "steps") else _Snapshots(measured)  # type: ignore[return-value,arg-type]
-
-
-def _steps(run: Run) -> str:
-    return f"{run.steps[0]} to {run.steps[-1]}" if len(run.steps) else "none"

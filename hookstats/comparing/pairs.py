@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from hookstats.comparing import rounding
 from hookstats.numbers.columns import Columns
-from hookstats.numbers.fields import Array, Counts, Site, Stats
+from hookstats.numbers.fields import Array, Counts, Stats
 from hookstats.numbers.site_stats import bits_of
 from hookstats.numbers.snapshot import Snapshot
 
@@ -26,21 +26,20 @@ class Judged(NamedTuple):
     channel: Counts  # -1 for totals
     a: Array
     b: Array
-    distance: Array  # relative to `scale`
-    allowed: Array  # the same, in a first step
-    scale: Array
+    distance: Array  # relative to the values' scale
+    allowed: Array  # of it, in a first step
 
 
 class Pair:
     """Two snapshots of one step.
 
-    ``sites``: n that both watch and that fired in one at least, in order of execution, that of `a` where it fired there.
-    ``fired`` ``[2, n]``: in which. ``depth`` ``[n]``: how many sites ran up to each. ``distances`` ``[n]``: the largest difference among
-    mean, abs_mean and rms of the totals, relative to the larger rms: 0 where these are the same, about 1 where the
-    tensors have nothing in common. NaN where a site was silent in one.
+    ``sites``: n that both watch and that fired in one at least, in order of execution (of `a`, where it fired there).
+    ``fired`` ``[2, n]``: in which. ``depth`` ``[n]``: how many sites ran up to each. ``distances`` ``[n]``: the largest
+    difference among mean, abs_mean and rms of the totals, relative to the larger rms: 0 where these are the same, about
+    1 where the tensors have nothing in common. NaN where a site was silent in one.
 
-    ``is_bounded`` ``[n]``: whether rounding explains a part of the values only. Not so of ``param_update``: a new weight
-    minus an old one keeps the rounding of the weights, and an adaptive optimizer makes an update of a gradient that is
+    ``is_bounded`` ``[n]``: whether rounding is small beside the values. Not so of ``param_update``: a new weight minus
+    an old one keeps the rounding of the weights, and an adaptive optimizer makes a whole update of a gradient that is
     rounding alone. What comes of it shows in the next step.
     """
 
@@ -105,7 +104,7 @@ class Pair:
             apart = np.where(self.is_bounded, apart, 0)
         worst = apart.argmax(0)
         at = (worst, np.arange(len(worst)))
-        return Judged(worst, np.full(len(worst), -1), of_a[at], of_b[at], apart[at], allowed, scale)
+        return Judged(worst, np.full(len(worst), -1), of_a[at], of_b[at], apart[at], allowed)
 
     def _channels(self, units: Array) -> Judged | None:
         """Sites that keep as many channels in both; None where there is none."""
@@ -133,10 +132,11 @@ class Pair:
         hits = np.flatnonzero(excess == most[site])
         at = hits[np.unique(site[hits], return_index=True)[1]]  # of each site the first channel that is furthest apart
         n = len(self.sites)
-        result = Judged(*(np.zeros(n, np.int64) for _ in range(2)), *(np.zeros(n) for _ in range(3)), *np.ones((2, n)))
+        ints, floats = np.zeros((2, n), np.int64), np.zeros((3, n))
+        result = Judged(ints[0], ints[1], floats[0], floats[1], floats[2], np.ones(n))
         result.statistic[chosen], result.channel[chosen] = statistic[at], at - begin
         result.a[chosen], result.b[chosen] = of_a[statistic[at], at], of_b[statistic[at], at]
-        result.distance[chosen], result.allowed[chosen], result.scale[chosen] = apart[at], allowed[at], scale[at]
+        result.distance[chosen], result.allowed[chosen] = apart[at], allowed[at]
         return result
 
 

@@ -22,7 +22,7 @@ def named(unit: float) -> str:
 
 def growth(steps: Sequence[int], sites: Sequence[Site], distances: Array) -> list[str]:
     """The largest distance of each kind of tensor over the steps."""
-    chosen = np.unique(np.linspace(0, len(steps) - 1, min(len(steps), _STEPS)).round().astype(int))
+    chosen = sorted(set(np.linspace(0, len(steps) - 1, min(len(steps), _STEPS)).round().astype(int).tolist()))
     kinds = [site.tensor.split(".")[0] for site in sites]
     rows = [["largest distance at step", *(str(steps[i]) for i in chosen)]]
     for kind in dict.fromkeys(kinds):
