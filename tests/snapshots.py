@@ -8,6 +8,7 @@ import torch
 
 import hookstats
 from hookstats import Site, Snapshot
+from hookstats.numbers.columns import Columns
 from hookstats.numbers.fields import Bins
 
 # Names that a service may refuse, or take for one another. The model itself is "".
@@ -49,12 +50,18 @@ def snapshot(
     scalars: Mapping[str, float] | None = None,
     silent: list[Site] | None = None,
     histogram: Bins | None = None,
+    scale: float = 1.0,
 ) -> Snapshot:
-    """Of these sites; a name alone is an output. silent: sites that are watched and did not fire."""
+    """Of these sites; a name alone is an output. silent: sites that are watched and did not fire. scale: with
+    which the values were multiplied.
+    """
     sites = {
         site if isinstance(site, Site) else Site(site, "output"): hookstats.measure(x, histogram=histogram)
         for site, x in tensors.items()
     }
+    for stats in sites.values():
+        stats._scale = scale
     idle = hookstats.measure(torch.zeros(0, 2), histogram=None)
     idle.calls = 0
-    return Snapshot(step, sites | dict.fromkeys(silent or [], idle), list(sites), dict(scalars or {}))
+    columns = Columns.of(sites | dict.fromkeys(silent or [], idle), sites)
+    return Snapshot(step, columns, dict(scalars or {}))

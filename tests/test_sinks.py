@@ -180,8 +180,9 @@ def test_histograms_hold_every_value_in_at_most_512_bars(bins: Any, scale: float
     x = torch.randn(3000, 3) * torch.tensor([1e-3, 1.0, 2.0])
     x[0, 0] = -9
     x = ((x * 1024).floor() + 1 / 3) / 1024  # none so near to an edge that float32 would decide
-    taken = snapshot(0, {"a": torch.tensor([[NAN]]).expand(3000, 3), "b": x, "not sent": x}, histogram=bins)
-    taken["b", "output"]._scale = scale
+    taken = snapshot(
+        0, {"a": torch.tensor([[NAN]]).expand(3000, 3), "b": x, "not sent": x}, histogram=bins, scale=scale
+    )
     chosen = keys(sites=["a", "b"], histograms=True)
     chosen.values(taken)
     found = chosen.histograms(taken)

@@ -20,6 +20,7 @@ from hookstats.numbers.fields import (
     bins_to_json,
     divided,
 )
+from hookstats.records.arrays import from_list, to_arrow
 from hookstats.records.schema import FLUSH, SAME_AS, STATE, names_of, plain, written
 
 
@@ -63,11 +64,11 @@ def totals_of(drained: Drained, key: Key, ids: Counts) -> Totals:
         order,
         columns.calls,
         columns.scales,
-        np.array([columns.state(i).shape[1] for i in range(n)], np.int64),
+        columns.shapes[0],
         columns.keeps,
         np.array([0 if dim is None else dim for dim in columns.dims], np.int64),
         np.array([dim is not None for dim in columns.dims], bool),
-        np.array([columns.histogram(i) is not None for i in range(n)], bool),
+        columns.shapes[1] > 0,
         columns.wholes,
     )
 
@@ -89,12 +90,12 @@ def totals_table(steps: list[Totals], sites: list[Site]) -> pa.Table:
     columns |= {
         "site": ids[sorting],
         "place": np.concatenate([np.arange(length) for length in lengths])[sorting],
-        "order": pa.array(order, pa.int32(), mask=order < 0),
+        "order": to_arrow(order, pa.int32(), order < 0),
         "calls": joined("calls"),
         "scale": scales,
         "channels": joined("widths"),
         "keeps_channels": joined("keeps"),
-        "channel_dim": pa.array(joined("dims"), pa.int32(), mask=~has_dim),
+        "channel_dim": to_arrow(joined("dims"), pa.int32(), ~has_dim),
         "has_histogram": joined("has_histogram"),
     }
     columns |= {name: getattr(stats, name) for name in STATISTICS}
@@ -102,19 +103,20 @@ def totals_table(steps: list[Totals], sites: list[Site]) -> pa.Table:
         if name not in STATISTICS:
             values = wholes[FIELDS.index(field)]
             same = columns[SAME_AS[name]].view(np.int64) == values.view(np.int64) if name in SAME_AS else None
-            columns[name] = pa.array(values, mask=same)
+            columns[name] = to_arrow(values, pa.float64(), same)
     return _table("totals", columns, sites)
 
 
 def channels_tables(drained: Drained, key: Key, ids: Counts, sites: list[Site]) -> Iterator[tuple[pa.Table, int]]:
     """The states of more than one channel, a few MB at a time, and how many bytes these are."""
     columns = drained.columns
-    wide = [i for i in range(len(ids)) if columns.state(i).shape[1] > 1]
+    wide = np.flatnonzero(columns.shapes[0] > 1).tolist()
     for chosen, states in _portions(wide, columns.state):
         offsets = _offsets([state.shape[1] for state in states])
+        fields = np.concatenate(states, axis=1)
         lists = {
-            name: pa.ListArray.from_arrays(offsets, np.concatenate([state[row] for state in states]))
-            for row, name in enumerate(STATE.values())
+            name: pa.ListArray.from_arrays(offsets, to_arrow(values, pa.float64()))
+            for name, values in zip(STATE.values(), fields, strict=True)
         }
         table = _of_sites("channels", key, ids[chosen], sites, {"scale": columns.scales[chosen], **lists})
         yield table, sum(state.nbytes for state in states)
@@ -123,10 +125,10 @@ def channels_tables(drained: Drained, key: Key, ids: Counts, sites: list[Site]) 
 def histograms_tables(drained: Drained, key: Key, ids: Counts, sites: list[Site]) -> Iterator[tuple[pa.Table, int]]:
     """The same of histograms."""
     columns = drained.columns
-    measured = [i for i in range(len(ids)) if columns.histogram(i) is not None]
+    measured = np.flatnonzero(columns.shapes[1]).tolist()
     for chosen, counts in _portions(measured, columns.histogram):
         flat = np.concatenate([each.reshape(-1) for each in counts])
-        lists = pa.ListArray.from_arrays(_offsets([each.size for each in counts]), flat)
+        lists = pa.ListArray.from_arrays(_offsets([each.size for each in counts]), to_arrow(flat, pa.int64()))
         table = _of_sites("histograms", key, ids[chosen], sites, {"scale": columns.scales[chosen], "counts": lists})
         yield table, flat.nbytes
 
@@ -177,7 +179,7 @@ def _portions(places: list[int], part: Callable[[int], Any]) -> Iterator[tuple[l
 
 
 def _offsets(lengths: list[int]) -> pa.Array:
-    return pa.array(np.concatenate([[0], np.cumsum(lengths)]), pa.int32())
+    return to_arrow(np.cumsum([0, *lengths]), pa.int32())
 
 
 def _of_sites(table: str, key: Key, ids: Counts, sites: list[Site], columns: dict[str, Any]) -> pa.Table:
@@ -188,11 +190,11 @@ def _of_sites(table: str, key: Key, ids: Counts, sites: list[Site], columns: dic
 def _table(table: str, columns: dict[str, Any], sites: list[Site]) -> pa.Table:
     schema = written(table)
     if "site" in schema.names:
-        columns = {**columns, **names_of(sites, pa.array(columns["site"], pa.int32()))}
+        columns = {**columns, **names_of(sites, to_arrow(np.asarray(columns["site"]), pa.int32()))}
     arrays = []
     for field in schema:
         values = columns[field.name]
-        if field.name == "time":
-            values = pa.array(values, pa.int64()).cast(field.type)
-        arrays.append(values if isinstance(values, pa.Array) else pa.array(values, field.type))
+        if isinstance(values, np.ndarray):
+            values = to_arrow(values, field.type)
+        arrays.append(values if isinstance(values, pa.Array) else from_list(values, field.type))
     return pa.Table.from_arrays(arrays, schema=schema)

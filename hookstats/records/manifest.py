@@ -82,6 +82,13 @@ class Manifest:
 def read(directory: Path) -> Manifest:
     """FileNotFoundError where there is none; RunError where it, or sites.json, is not what was written."""
     path = directory / "manifest.json"
+    try:
+        return _read(path)
+    except RecursionError:
+        raise RunError(f"{path}: expected a manifest, got JSON that is nested too deeply") from None
+
+
+def _read(path: Path) -> Manifest:
     body = _load(path)
     _is(isinstance(body, dict), path, "an object", body)
     if body.get("schema") != VERSION:
@@ -106,7 +113,7 @@ def read(directory: Path) -> Manifest:
         named = [part.file for part in parts[table]]
         _is(len(set(named)) == len(named), path, "each file once", named)
     _is(_is_count(body["next_file"]), path, "the number of the next file", body["next_file"])
-    sites = _sites(directory / "sites.json", body["sites"], body["sites_crc32"]) if body["sites"] else []
+    sites = _sites(path.with_name("sites.json"), body["sites"], body["sites_crc32"]) if body["sites"] else []
     return Manifest(attempts, parts, body["next_file"], sites)
 
 
@@ -153,7 +160,7 @@ def _load(path: Path) -> Any:
     _is(size <= _LARGEST, path, f"at most {_LARGEST} bytes", size)
     try:
         return json.loads(path.read_bytes(), parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise RunError(f"{path}: expected JSON, got {str(error)[:200]}") from None
 
 

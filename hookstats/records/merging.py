@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from hookstats.numbers.fields import Site
+from hookstats.records.arrays import to_arrow, to_numpy
 from hookstats.records.manifest import Part
 from hookstats.records.schema import FLUSH, ROW_GROUP, SCHEMAS, names_of, written
 
@@ -48,8 +49,8 @@ def _sorted(runs: list[Iterator[pa.Table]]) -> Iterator[pa.Table]:
     while waiting := [each for each in waiting if each.fill()]:
         bound = min(each.last for each in waiting)
         rows = pa.concat_tables([each.take(bound) for each in waiting])
-        keys = [rows[name].to_numpy() for name in ("record", "attempt", "step", "site")]
-        yield rows.take(np.lexsort(keys))
+        keys = [to_numpy(rows[name]) for name in ("record", "attempt", "step", "site")]
+        yield rows.take(to_arrow(np.lexsort(keys), pa.int64()))
 
 
 class _Waiting:
@@ -65,7 +66,7 @@ class _Waiting:
             self._rows = next(self._run, None)
             if self._rows is None:
                 return False
-            self._site, self._step = (self._rows[name].to_numpy() for name in ("site", "step"))
+            self._site, self._step = (to_numpy(self._rows[name]) for name in ("site", "step"))
         return True
 
     @property

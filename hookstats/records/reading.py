@@ -14,10 +14,11 @@ import pyarrow.parquet as pq
 
 from hookstats.numbers.fields import Counts
 from hookstats.records import manifest
+from hookstats.records.arrays import to_arrow, to_numpy
 from hookstats.records.errors import RunError
 from hookstats.records.manifest import Part
+from hookstats.records.parts import footer_of
 from hookstats.records.schema import SCHEMAS
-from hookstats.records.store import footer_of
 
 _T = TypeVar("_T")
 _LARGEST = 1 << 31  # bytes of a column of a row group
@@ -74,22 +75,13 @@ class Reader:
                 return None
             keys = [*(["step"] if chosen.steps else []), *(["site"] if chosen.sites is not None else [])]
             needed = list(dict.fromkeys([*columns, *keys]))
-            with pq.ParquetFile(
-                path, metadata=footer, page_checksum_verification=True, pre_buffer=False, memory_map=False
-            ) as file:
-                rows = file.read_row_groups(groups.tolist(), columns=needed, use_threads=False)
-            expected = pa.schema([SCHEMAS[table].field(name) for name in needed])
-            rows = rows.select(needed)
-            if rows.schema != expected:
-                raise ValueError(f"expected the columns {expected}, got {rows.schema}")
-            count = int(self._row_groups[table, part.file]["rows"][groups].sum())
-            if rows.num_rows != count:
-                raise ValueError(f"expected {count} rows, got {rows.num_rows}")
-            rows.validate(full=True)
-            for name in needed:
-                if name not in _NULLABLE and rows[name].null_count:
-                    raise ValueError(f"expected no null in {name}, got {rows[name].null_count}")
-            return _filtered(rows, chosen).select(list(columns))
+            read = []
+            with pq.ParquetFile(path, metadata=footer, page_checksum_verification=True, pre_buffer=False) as file:
+                for group in groups.tolist():
+                    rows = file.read_row_group(group, columns=needed, use_threads=False).select(needed)
+                    _check(table, rows, int(self._row_groups[table, part.file]["rows"][group]))
+                    read.append(_filtered(rows, chosen).select(list(columns)))
+            return pa.concat_tables(read)
 
     def _footer(self, table: str, part: Part, path: Path) -> pq.FileMetaData:
         key = (table, part.file)
@@ -143,17 +135,29 @@ def _bounds(footer: pq.FileMetaData) -> dict[str, Counts]:
     return {name: np.array(values, np.int64) for name, values in found.items()}
 
 
+def _check(table: str, rows: pa.Table, count: int) -> None:
+    expected = pa.schema([SCHEMAS[table].field(name) for name in rows.column_names])
+    if rows.schema != expected:
+        raise ValueError(f"expected the columns {expected}, got {rows.schema}")
+    if rows.num_rows != count:
+        raise ValueError(f"expected {count} rows, got {rows.num_rows}")
+    rows.validate(full=True)
+    for name in rows.column_names:
+        if name not in _NULLABLE and rows[name].null_count:
+            raise ValueError(f"expected no null in {name}, got {rows[name].null_count}")
+
+
 def _filtered(rows: pa.Table, chosen: Chosen) -> pa.Table:
     mask = None
     if chosen.sites is not None:
-        site = rows["site"].to_numpy()
+        site = to_numpy(rows["site"])
         at = np.minimum(np.searchsorted(chosen.sites, site), max(len(chosen.sites) - 1, 0))
         mask = chosen.sites[at] == site if len(chosen.sites) else np.zeros(len(site), bool)
     if chosen.steps:
-        step = rows["step"].to_numpy()
+        step = to_numpy(rows["step"])
         inside = (step >= chosen.steps[0]) & (step <= chosen.steps[1])
         mask = inside if mask is None else mask & inside
-    return rows if mask is None or mask.all() else rows.filter(pa.array(mask))
+    return rows if mask is None or mask.all() else rows.filter(to_arrow(mask, pa.bool_()))
 
 
 @contextmanager

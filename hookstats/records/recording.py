@@ -26,7 +26,7 @@ from hookstats.records.places import RING, descriptions, local_folder, rank_fold
 from hookstats.records.ring import Ring
 from hookstats.rules import Finding, Rule, defaults, rule_to_json
 
-_LEAST_RING = 16 << 20
+_LEAST_RING = 64 << 20
 _LAYOUTS = 8  # that are known at once: of totals and of channels, and what they were before something moved
 
 
@@ -304,7 +304,7 @@ def record(
         path: of the run, ``rank=0/`` and so on are made in it.
         rules: objects of `hookstats.rules`, and names ``"module:function"`` of one's own; None: the default ones.
         sinks: file sinks of `hookstats.sinks`, that process feeds them. Others belong into ``attach(sinks=...)``.
-        ring_bytes: room for steps on their way, on disk; a step that finds none is dropped and counted. None: 16 MB, or
+        ring_bytes: room for steps on their way, on disk; a step that finds none is dropped and counted. None: 64 MB, or
             four times the first step.
 
     Raises:

@@ -12,9 +12,10 @@ from __future__ import annotations
 import pyarrow as pa
 
 from hookstats.numbers.fields import FIELDS, STATISTICS, Site
+from hookstats.records.arrays import from_list
 
 VERSION = 1
-ROW_GROUP = 20_000  # rows of totals
+ROW_GROUP = 10_000  # rows of totals
 FLUSH = 8 << 20  # bytes that are held before they are written as row groups
 
 # Of each field of a state, the column that holds it; those not in STATISTICS are raw.
@@ -76,7 +77,9 @@ def plain(text: str) -> str:
 def names_of(sites: list[Site], ids: pa.Array) -> dict[str, pa.Array]:
     """The columns name and tensor."""
     return {
-        part: pa.DictionaryArray.from_arrays(ids, pa.array([plain(getattr(site, part)) for site in sites], pa.string()))
+        part: pa.DictionaryArray.from_arrays(
+            ids, from_list([plain(getattr(site, part)) for site in sites], pa.string())
+        )
         for part in Site._fields
     }
 

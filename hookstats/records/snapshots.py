@@ -12,6 +12,7 @@ import pyarrow as pa
 from hookstats.numbers.columns import Columns
 from hookstats.numbers.fields import FIELDS, Array, Counts, Skipped, histogram_shape
 from hookstats.numbers.snapshot import Snapshot
+from hookstats.records.arrays import is_null, to_arrow, to_numpy
 from hookstats.records.errors import RunError
 from hookstats.records.reading import Chosen, Reader
 from hookstats.records.schema import SAME_AS, STATE
@@ -54,8 +55,8 @@ class Snapshots:
         chosen = Chosen((int(steps[0]), int(steps[-1])), None if table == "scalars" else self._sites)
         found = self._reader.table(table, ["attempt", "record", *columns], chosen)
         of = self._timeline.rows_of(found, self._reader.manifest)
-        order = np.lexsort((found["place"].to_numpy(), of)) if "place" in columns else np.argsort(of, kind="stable")
-        found = found.take(pa.array(order))
+        order = np.lexsort((to_numpy(found["place"]), of)) if "place" in columns else np.argsort(of, kind="stable")
+        found = found.take(to_arrow(order, pa.int64()))
         begins, ends = (np.searchsorted(of[order], list(rows), side=side) for side in ("left", "right"))
         return [found.slice(begin, end - begin) for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
 
@@ -75,9 +76,8 @@ class Snapshots:
         return Snapshot(step, columns, named, of_step["grad_scale"], of_step["overflowed"], skipped)
 
     def _columns(self, row: int, step: int, totals: pa.Table) -> Columns:
-        ids, place, calls, channels = (totals[name].to_numpy() for name in ("site", "place", "calls", "channels"))
-        order = totals["order"].to_numpy()  # NaN where silent
-        fired = np.flatnonzero(~np.isnan(order)) if order.dtype.kind == "f" else np.arange(len(order))
+        ids, place, calls, channels = (to_numpy(totals[name]) for name in ("site", "place", "calls", "channels"))
+        order, fired = to_numpy(totals["order"]), np.flatnonzero(~is_null(totals["order"]))
         right = (np.diff(place) > 0).all() and len(np.unique(ids)) == len(ids) == len(totals)
         right = right and (self._sites is not None or len(place) == 0 or place[-1] == len(place) - 1)
         right = right and (channels > 0).all() and (calls >= 0).all() and len(np.unique(order[fired])) == len(fired)
@@ -90,8 +90,8 @@ class Snapshots:
             sites,
             calls.astype(np.int64),
             fired[np.argsort(order[fired])],
-            totals["scale"].to_numpy(),
-            totals["keeps_channels"].to_numpy(zero_copy_only=False),
+            to_numpy(totals["scale"]),
+            to_numpy(totals["keeps_channels"]),
             totals["channel_dim"].to_pylist(),
             self._timeline.bins[row],
             lambda i: wholes[:, i : i + 1].copy() if channels[i] == 1 else wide.states[i],
@@ -100,7 +100,7 @@ class Snapshots:
         )
 
     def _wide(self, row: int, places: dict[int, tuple[int, int]], totals: pa.Table) -> _Wide:
-        has_histogram = totals["has_histogram"].to_numpy(zero_copy_only=False)
+        has_histogram = to_numpy(totals["has_histogram"])
         return _Wide(self, row, places, set(np.flatnonzero(has_histogram).tolist()), self._timeline)
 
     def _id(self, step: int, site: int) -> int:
@@ -113,10 +113,10 @@ def _wholes(totals: pa.Table) -> Array:
     wholes = np.empty((len(FIELDS), len(totals)))
     for values, name in zip(wholes, STATE.values(), strict=True):
         column = totals[name]
-        values[:] = column.to_numpy()
+        values[:] = to_numpy(column)
         if column.null_count:
-            is_null = column.is_null().to_numpy()
-            values[is_null] = totals[SAME_AS[name]].to_numpy()[is_null]
+            same = is_null(column)
+            values[same] = to_numpy(totals[SAME_AS[name]])[same]
     return wholes
 
 
@@ -179,6 +179,6 @@ def _lists(column: pa.ChunkedArray) -> list[Any]:
     return [
         values[begin:end]
         for chunk in column.chunks
-        for values, offsets in [(chunk.values.to_numpy(), chunk.offsets.to_numpy())]
+        for values, offsets in [(to_numpy(chunk.values), to_numpy(chunk.offsets))]
         for begin, end in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)
     ]

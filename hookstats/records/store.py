@@ -6,10 +6,8 @@ that names it also says how far the ring was consumed. Whatever else lies there 
 
 from __future__ import annotations
 
-import contextlib
 import re
 import time
-import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,14 +15,13 @@ from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from hookstats.numbers.blocks import Drained
 from hookstats.numbers.fields import Counts
 from hookstats.records import encoding, files, manifest, merging
 from hookstats.records.manifest import Attempt, Manifest, Part
-from hookstats.records.schema import FLUSH, ROW_GROUP, SCHEMAS, writer_options, written
+from hookstats.records.parts import OpenPart
+from hookstats.records.schema import FLUSH, ROW_GROUP, SCHEMAS
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -62,7 +59,7 @@ class Store:
         self.directory = directory
         self._broken = False
         self._attempt: Attempt | None = None
-        self._open: dict[str, _OpenPart] = {}
+        self._open: dict[str, OpenPart] = {}
         for table in SCHEMAS:
             (directory / table).mkdir(parents=True, exist_ok=True)
         try:
@@ -114,15 +111,15 @@ class Store:
             self._write(replace(self._manifest, attempts=[*self._manifest.attempts, known]))
         self._attempt = known
 
-    def ended(self, attempt: int) -> bool:
-        """Whether an attempt has ended."""
-        known = self._manifest.find(attempt)
-        return known is not None and known.ended is not None
-
     def consumed(self, attempt: int) -> int:
         """The position in the attempt's ring up to which everything is committed; 0 for an attempt not begun."""
         known = self._manifest.find(attempt)
         return 0 if known is None else known.consumed
+
+    def ended(self, attempt: int) -> bool:
+        """Whether an attempt has ended."""
+        known = self._manifest.find(attempt)
+        return known is not None and known.ended is not None
 
     @_all_or_broken
     def add(self, drained: Drained) -> None:
@@ -166,9 +163,9 @@ class Store:
                 self._part(table).write(encoding.small_table(table, rows, self._sites))
                 rows.clear()
 
-    def _part(self, table: str) -> _OpenPart:
+    def _part(self, table: str) -> OpenPart:
         if table not in self._open:
-            self._open[table] = _OpenPart(self.directory / table, table, self._next_file())
+            self._open[table] = OpenPart(self.directory / table, table, self._next_file())
         return self._open[table]
 
     def _next_file(self) -> int:
@@ -240,14 +237,14 @@ class Store:
 
     def _merge(self, table: str, old: list[Part], between: Callable[[], object]) -> None:
         folder = self.directory / table
-        output = _OpenPart(folder, table, self._next_file())
+        merged = OpenPart(folder, table, self._next_file())
         try:
             for rows in merging.merged(table, [folder / part.file for part in old], self._manifest.sites):
-                output.write(rows)
+                merged.write(rows)
                 between()
-            part = output.close(level=old[0].level + 1)
+            part = merged.close(level=old[0].level + 1)
         except BaseException:
-            output.abandon()
+            merged.abandon()
             raise
         files.rename(folder / (part.file + files.TEMPORARY))
         files.sync_directory(folder)
@@ -263,50 +260,3 @@ class Store:
         """What was not committed is forgotten."""
         self._abandon()
         self._broken = True
-
-
-class _OpenPart:
-    """A file of a table under its temporary name."""
-
-    def __init__(self, folder: Path, table: str, number: int) -> None:
-        self._name = f"{number:08d}.parquet"
-        self._path = folder / (self._name + files.TEMPORARY)
-        self._output = files.Output(self._path)
-        self._writer = pq.ParquetWriter(pa.PythonFile(self._output, "w"), written(table), **writer_options(table))
-        self._rows = 0
-        self._steps: list[int] = []
-
-    def write(self, rows: pa.Table) -> None:
-        """As a row group, or several."""
-        self._writer.write_table(rows, ROW_GROUP)
-        self._rows += rows.num_rows
-        bounds = pc.min_max(rows["step"]).as_py()
-        self._steps = [min([bounds["min"], *self._steps]), max([bounds["max"], *self._steps])]
-
-    def close(self, level: int) -> Part:
-        """On disk, still under its temporary name."""
-        self._writer.close()
-        self._output.sync()
-        self._output.close()
-        first, last = self._steps
-        footer = footer_of(self._path)
-        return Part(self._name, level, self._rows, self._path.stat().st_size, (first, last), zlib.crc32(footer))
-
-    def abandon(self) -> None:
-        """Nothing is raised: what is left of it is removed when the directory is opened again."""
-        self._output.abandon()
-        with contextlib.suppress(OSError):
-            self._path.unlink(missing_ok=True)
-
-
-def footer_of(path: Path) -> bytes:
-    """The footer of a Parquet file, with its length and the magic number; empty where there is none."""
-    with path.open("rb") as file:
-        size = file.seek(0, 2)
-        file.seek(max(size - 8, 0))
-        end = file.read(8)
-        length = int.from_bytes(end[:4], "little") + 8
-        if end[4:] != b"PAR1" or length > size:
-            return b""
-        file.seek(size - length)
-        return file.read(length)

@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from hookstats.numbers.fields import Bins, Counts, bins_from_json
+from hookstats.records.arrays import to_arrow, to_numpy
 from hookstats.records.errors import RunError
 from hookstats.records.manifest import Manifest
 from hookstats.records.reading import Chosen, Reader
@@ -36,7 +37,7 @@ class Timeline:
 
         manifest: the one by which the table was read. RunError for rows of steps that nobody recorded.
         """
-        attempt, record = table["attempt"].to_numpy(), table["record"].to_numpy()
+        attempt, record = to_numpy(table["attempt"]), to_numpy(table["record"])
         rows = np.full(len(attempt), -1, np.int64)
         of_recorded = np.zeros(len(attempt), bool)
         for each in manifest.attempts:
@@ -54,9 +55,9 @@ class Timeline:
 def read(reader: Reader) -> Timeline:
     """RunError where the attempts have other steps than the manifest says."""
     table = reader.table("steps", SCHEMAS["steps"].names, Chosen())
-    attempt, record, step = (table[name].to_numpy() for name in ("attempt", "record", "step"))
+    attempt, record, step = (to_numpy(table[name]) for name in ("attempt", "record", "step"))
     order = np.lexsort((record, attempt))
-    table, attempt, record, step = table.take(order), attempt[order], record[order], step[order]
+    table, attempt, record, step = table.take(to_arrow(order, pa.int64())), attempt[order], record[order], step[order]
     counts = {each.attempt: each.records for each in reader.manifest.attempts if each.records}
     expected = sum(counts.values())
     right = len(step) == expected
@@ -71,7 +72,7 @@ def read(reader: Reader) -> Timeline:
     row = np.full(len(step), -1, np.int64)
     row[chosen] = np.arange(len(chosen))
     rest = [name for name in SCHEMAS["steps"].names if name not in ("step", "attempt", "record", "time")]
-    columns = {name: table[name].take(pa.array(chosen)).to_pylist() for name in rest}
+    columns = {name: table[name].take(to_arrow(chosen, pa.int64())).to_pylist() for name in rest}
     known: dict[str | None, Bins | None] = {None: None}
     for text in columns["histogram"]:
         if text not in known:

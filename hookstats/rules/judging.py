@@ -10,9 +10,17 @@ from typing import Any, NamedTuple, TypeAlias
 from hookstats.numbers.blocks import Drained
 from hookstats.numbers.fields import Site
 from hookstats.numbers.snapshot import Snapshot
+from hookstats.rules.activations import DeadChannels, SaturatedChannels
+from hookstats.rules.experts import ExpertLoad
 from hookstats.rules.finding import SEVERITIES, Finding
+from hookstats.rules.gradients import ExplodingGradients, VanishingGradients
 from hookstats.rules.nonfinite import NonFinite
+from hookstats.rules.outliers import MassiveActivations, OutlierChannels
+from hookstats.rules.precision import LowPrecisionFit
+from hookstats.rules.residual import ResidualDrift
+from hookstats.rules.spikes import GradientNormSpike, LossSpike
 from hookstats.rules.step import Sites, Step
+from hookstats.rules.updates import UpdateRatio
 
 Rule: TypeAlias = Callable[[Step], Iterable[Finding] | None]
 
@@ -22,7 +30,21 @@ _GROWN = 10.0  # how much worse it must have become to be reported again
 
 def defaults() -> list[Rule]:
     """The rules that judge where none are named, each as it is without arguments."""
-    return [NonFinite()]
+    return [
+        NonFinite(),
+        LossSpike(),
+        GradientNormSpike(),
+        ExplodingGradients(),
+        VanishingGradients(),
+        DeadChannels(),
+        SaturatedChannels(),
+        MassiveActivations(),
+        OutlierChannels(),
+        LowPrecisionFit(),
+        UpdateRatio(),
+        ExpertLoad(),
+        ResidualDrift(),
+    ]
 
 
 def rule_to_json(rule: str | Rule) -> dict[str, Any]:

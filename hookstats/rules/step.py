@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from hookstats.numbers.blocks import Drained
 from hookstats.numbers.columns import Columns
-from hookstats.numbers.fields import FIELDS, Array, Counts, Site, Stats, divided
+from hookstats.numbers.fields import FIELDS, Array, Counts, ExponentBins, Site, Stats, divided
 from hookstats.numbers.snapshot import Snapshot
 from hookstats.rules.finding import Finding
 
@@ -27,6 +27,7 @@ class Sites:
         self._ids: dict[Site, int] = {}
         self._latest: tuple[Sequence[Site], Counts] = ([], np.empty(0, np.int64))
         self._kinds: dict[str, Mask] = {}
+        self._partners: dict[tuple[str, str], Counts] = {}
 
     def ids(self, sites: Sequence[Site]) -> Counts:
         """Of these sites; those that are new get the next ones."""
@@ -48,6 +49,17 @@ class Sites:
             mask = np.array([tensor == kind or tensor.startswith(f"{kind}.") for tensor in tensors], bool)
             self._kinds[kind] = mask
         return mask
+
+    def partner(self, kind: str, other: str) -> Counts:
+        """Of each site of a kind, the id of the site of the other kind with the same name; -1 without one."""
+        partners = self._partners.get((kind, other))
+        if partners is None or len(partners) < len(self.all):
+            partners = np.full(len(self.all), -1, np.int64)
+            for i in np.flatnonzero(self.of(kind)).tolist():
+                name, tensor = self.all[i]
+                partners[i] = self._ids.get(Site(name, other + tensor[len(kind) :]), -1)
+            self._partners[kind, other] = partners
+        return partners
 
 
 class Step:
@@ -75,6 +87,13 @@ class Step:
         """``[n]``: whether a site's tensor is an "output", a "grad_output", a "param", ..., see attach."""
         return self._sites.of(kind)
 
+    def partner(self, kind: str, other: str) -> Counts:
+        """``[n]``: of each site of a kind, the id of that of another kind with the same name; -1 without one.
+
+        ``step.partner("param_update", "param")``, ``step.partner("output", "grad_output")``.
+        """
+        return self._sites.partner(kind, other)
+
     @cached_property
     def calls(self) -> Counts:
         return self._spread(self._columns.calls, 0)
@@ -84,6 +103,10 @@ class Step:
         """The ids of the sites that fired, in order of execution."""
         ids: Counts = self._ids[self._columns.order]
         return ids
+
+    def in_order(self, mask: Mask) -> list[int]:
+        """The ids of these sites that fired, in order of execution."""
+        return self.order[mask[self.order]].tolist()  # type: ignore[no-any-return]
 
     @cached_property
     def totals(self) -> Stats[Array]:
@@ -117,13 +140,20 @@ class Step:
         return self._spread(self._columns.keeps, False)
 
     @cached_property
-    def exponents(self) -> tuple[Counts, Counts]:
-        """Histograms by exponent of whole tensors: the ids that have one ``[k]``, and counts ``[k, 512]``.
+    def has_histograms(self) -> bool:
+        """Whether any site of this step has a histogram by exponent of its whole tensor."""
+        columns = self._columns
+        return columns.bins == ExponentBins() and any(columns.histogram(i) is not None for i in columns.order.tolist())
+
+    def exponents(self, chosen: Mask) -> tuple[Counts, Counts]:
+        """Histograms by exponent of whole tensors, of these sites ``[n]``: the ids that have one ``[k]``, counts
+        ``[k, 512]``.
 
         A bin is ``sign << 8 | exponent`` of float32; of the values as they were measured: with the scaler's scale.
         Empty where histograms are of another kind, or were not sent.
         """
-        places, counts = self._columns.exponents
+        places = self._place[np.flatnonzero(chosen & (self._place >= 0))]
+        places, counts = self._columns.exponents(places.tolist())
         return self._ids[places], counts
 
     @cached_property

@@ -22,8 +22,10 @@ def tensor_of(site: Site) -> str:
 
 
 def number(value: float) -> str:
-    """Counts with all digits, others with three."""
-    return f"{value:,.0f}" if float(value).is_integer() and abs(value) < 1e9 else f"{value:.3g}"
+    """Counts and what is large with all digits before the point, others with three."""
+    if abs(value) < 1e9 and (abs(value) >= 1000 or float(value).is_integer()):
+        return f"{value:,.0f}"
+    return f"{value:.3g}"
 
 
 def percent(share: float) -> str:
