@@ -31,8 +31,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "records": {"_warn", "numbers", "rules", "sinks"},
     "__init__": {"_native", "comparing", "numbers", "records", "rules", "sinks", "tools", "watch"},
     "demo": {"__init__"},
+    "terminal": {"numbers", "records", "rules"},
+    "doctor": set(),
+    "__main__": {"__init__", "doctor", "report", "terminal"},
 }
-WITHOUT_TORCH = {"numbers", "comparing", "rules", "_warn", "__init__", "sinks", "records"}
+WITHOUT_TORCH = {"__main__", "terminal", "numbers", "comparing", "rules", "_warn", "__init__", "sinks", "records"}
 
 
 def name_of(path: Path) -> str:
