@@ -95,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_rank(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--rank", type=int, default=0, help="which process of a distributed run; default: 0")
+    command.add_argument("--rank", type=int, default=0, metavar="N", help="which process of a distributed run; default: 0")
 
 
 def _plain(text: str) -> str:

@@ -185,7 +185,7 @@ def test_a_site_that_ran_in_one_alone_parts() -> None:
             return monitor.snapshot()
 
     assert str(compare(once(False), once(True)).first) == (
-        "step 0, second output: it ran in b and not in a; 1 sites before it agree"
+        "step 0, second output: it ran in b and not in a; 1 site before it agrees"
     )
     assert "it ran in a and not in b" in str(compare(once(True), once(False)))
 

@@ -49,7 +49,8 @@ class Parting:
 
     def __str__(self) -> str:
         where = f"step {self.step}, {self.site}"
-        before = f"{self.before} sites before it agree" if self.before else "the first site of the step"
+        sites = "site before it agrees" if self.before == 1 else "sites before it agree"
+        before = f"{self.before} {sites}" if self.before else "the first site of the step"
         if self.statistic == "count" and 0 in (self.a, self.b):
             ran, silent = ("a", "b") if self.a else ("b", "a")
             return f"{where}: it ran in {ran} and not in {silent}; {before}"

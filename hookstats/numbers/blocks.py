@@ -197,7 +197,7 @@ class Drained:
             keeps[i] &= part.moments.shape[1] == rows[i].parts[-1].channels
         numbers, kept = shown.tolist(), keeps.tolist()
 
-        def part_of(place: int) -> _Read:
+        def part_of(place: int) -> Read:
             i = numbers[place]
             return moved[i] if i in moved else _read(layout, blocks, rows[i].parts[-1])
 
@@ -240,18 +240,18 @@ class Drained:
         )
 
 
-class _Read(NamedTuple):
+class Read(NamedTuple):
     """The state of a site, where it lies in a block, or merged from several places."""
 
     moments: Array
     histogram: Counts | None
 
 
-def _read(layout: Layout, blocks: Sequence[Counts], part: Part) -> _Read:
+def _read(layout: Layout, blocks: Sequence[Counts], part: Part) -> Read:
     memory = blocks[part.block][part.offset : part.offset + part.size]
     fields = len(FIELDS) * part.channels
     moments = memory[:fields].view(np.float64).reshape(len(FIELDS), part.channels)
-    return _Read(moments, _histogram(layout, blocks, part))
+    return Read(moments, _histogram(layout, blocks, part))
 
 
 def _histogram(layout: Layout, blocks: Sequence[Counts], part: Part) -> Counts | None:
@@ -262,15 +262,15 @@ def _histogram(layout: Layout, blocks: Sequence[Counts], part: Part) -> Counts |
     return counts.reshape(histogram_shape(layout.bins, part.channels))
 
 
-def _moved(layout: Layout, blocks: Sequence[Counts], i: int, is_live: Any) -> _Read:
+def _moved(layout: Layout, blocks: Sequence[Counts], i: int, is_live: Any) -> Read:
     """A row that was measured in several places."""
     alive = is_live[layout._arrays.begin[i] :].tolist()
-    return _merged(
+    return merged(
         [_read(layout, blocks, part) for part, live in zip(layout.rows[i].parts, alive, strict=False) if live]
     )
 
 
-def _merged(parts: list[_Read]) -> _Read:
+def merged(parts: list[Read]) -> Read:
     """All in one: channel by channel where all have the same ones, else as totals."""
     states = [part.moments for part in parts]
     histograms = [part.histogram for part in parts if part.histogram is not None]
@@ -280,4 +280,4 @@ def _merged(parts: list[_Read]) -> _Read:
     side_by_side = np.stack(states, axis=-1)
     starts = np.arange(0, side_by_side[0].size, len(states))
     moments = total(side_by_side.reshape(len(FIELDS), -1), starts)
-    return _Read(moments, np.sum(histograms, axis=0) if histograms else None)
+    return Read(moments, np.sum(histograms, axis=0) if histograms else None)

@@ -25,12 +25,18 @@ class Timeline:
     """
 
     step: Counts
+    time: Counts  # microseconds since the epoch
     attempt: Counts
     record: Counts
     columns: dict[str, list[Any]]  # the others of the table steps
     bins: list[Bins | None]
     base: dict[int, tuple[int, int]]  # of an attempt: where its records begin in `row`, and how many there are
     row: Counts
+    begun: dict[int, int]  # of an attempt: its smallest step
+
+    def is_replaced(self, step: int, attempt: int) -> bool:
+        """Whether a later attempt began at this step, or before."""
+        return any(first <= step for later, first in self.begun.items() if later > attempt)
 
     def rows_of(self, table: pa.Table, manifest: Manifest) -> Counts:
         """Of the rows of a table: which step each belongs to; -1 for those that do not count, or came later.
@@ -78,7 +84,9 @@ def read(reader: Reader) -> Timeline:
         if text not in known:
             known[text] = _bins(text)
     bins = [known[text] for text in columns["histogram"]]
-    return Timeline(step[chosen], attempt[chosen], record[chosen], columns, bins, base, row)
+    time = to_numpy(table["time"])
+    begun = {number: int(step[attempt == number].min()) for number in counts}
+    return Timeline(step[chosen], time[chosen], attempt[chosen], record[chosen], columns, bins, base, row, begun)
 
 
 def _counting(step: Counts, attempt: Counts) -> Counts:

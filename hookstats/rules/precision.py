@@ -81,26 +81,32 @@ class _Magnitudes:
         self.abs_max = step.totals.abs_max[self.ids]
         self.scaler = np.rint(np.log2(step.scales[self.ids])).astype(np.int64)
 
-    def up_to(self, exponent: Counts | Array) -> Array:
+    def up_to(self, exponent: Counts | int) -> Array:
         """The share of values that are not 0 whose exponent is at most this one, ``[k]``."""
-        at = np.clip(exponent + self.scaler + 127, -1, 255).astype(np.int64)
-        counts = np.where(at < 0, 0, np.take_along_axis(self.below, np.maximum(at, 0)[:, None], axis=1)[:, 0])
-        share: Array = counts / self.below[:, -1]
+        share: Array = self._counted(exponent) / self.below[:, -1]
         return share
+
+    def from_on(self, exponent: int) -> Array:
+        """The share of those whose exponent is at least this one."""
+        share: Array = (self.below[:, -1] - self._counted(exponent - 1)) / self.below[:, -1]
+        return share
+
+    def _counted(self, exponent: Counts | int) -> Counts:
+        at = np.clip(exponent + self.scaler + 127, -1, 255)
+        counts: Counts = np.take_along_axis(self.below, np.maximum(at, 0)[:, None], axis=1)[:, 0]
+        return np.where(at < 0, 0, counts)
 
 
 def _fits(values: _Magnitudes, format: _Format) -> _Fits:
     mantissa, exponent = np.frexp(values.abs_max)
     most, top = np.frexp(format.largest)  # top: values from 2^top on are too large, some from 2^(top - 1) on
     best = top - exponent - (mantissa > most)
-    nothing = np.zeros(len(values.ids), np.int64)
-    least_overflow = 1 - values.up_to(nothing + int(top) - 1)
-    most_overflow = np.where(values.abs_max > format.largest, 1 - values.up_to(nothing + int(top) - 2), 0.0)
+    most_overflow = np.where(values.abs_max > format.largest, values.from_on(int(top) - 1), 0.0)
     flushed = format.tiniest - 2  # an exponent below half the smallest value
     return _Fits(
         values.ids,
-        values.up_to(nothing + flushed),
-        least_overflow,
+        values.up_to(flushed),
+        values.from_on(int(top)),
         most_overflow,
         best.astype(np.int64),
         values.up_to(flushed - best),

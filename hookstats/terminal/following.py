@@ -13,7 +13,7 @@ import numpy as np
 
 from hookstats.numbers.fields import Array, Site
 from hookstats.numbers.snapshot import Snapshot
-from hookstats.records.files import descriptions, rank_folder, started_at
+from hookstats.records.places import descriptions, rank_folder, started_at
 from hookstats.records.manifest import Manifest, read
 from hookstats.records.run import load
 from hookstats.rules import SEVERITIES, Finding
