@@ -29,7 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGINT
     except (ValueError, KeyError, OSError, RuntimeError, ImportError) as error:
         text = error.args[0] if isinstance(error, KeyError) and error.args else error
-        print(f"hookstats {options.command}: {' '.join(_plain(str(text)).split())}", file=sys.stderr)
+        said = " ".join(_plain(str(text)).split()).removeprefix(f"{options.command}: ")
+        print(f"hookstats {options.command}: {said}", file=sys.stderr)
         return 2
 
 
@@ -70,7 +71,8 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("a", metavar="RUN")
     compare.add_argument("b", metavar="RUN")
     compare.add_argument(
-        "--dtype", help="whose rounding is allowed: float32, bfloat16, float16, tfloat32, ...; without, told from the values"
+        "--dtype",
+        help="whose rounding is allowed: float32, bfloat16, tfloat32, ...; without, told from the values",
     )
     _add_rank(compare)
 
@@ -95,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_rank(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--rank", type=int, default=0, metavar="N", help="which process of a distributed run; default: 0")
+    command.add_argument("--rank", type=int, default=0, metavar="N", help="of a distributed run; default: 0")
 
 
 def _plain(text: str) -> str:

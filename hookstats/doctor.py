@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -23,6 +24,7 @@ EXTRAS = {
     "mlflow": ("mlflow", "hookstats.sinks.Mlflow"),
     "trackio": ("trackio", "hookstats.sinks.Trackio"),
 }
+_TOOLKIT = "/usr/local/cuda"  # where setup.py looks for nvcc last
 _REBUILD = "pip install --no-build-isolation --force-reinstall --no-deps ."
 
 
@@ -126,16 +128,16 @@ def _runs_on(capability: tuple[int, int], architectures: list[str]) -> bool:
 
 def _nvcc() -> str | None:
     """What it says of itself."""
-    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
-    path = shutil.which("nvcc", path=os.pathsep.join([f"{home}/bin", os.environ.get("PATH", "")]))
+    homes = [f"{home}/bin" for name in ("CUDA_HOME", "CUDA_PATH") if (home := os.environ.get(name))]
+    path = shutil.which("nvcc", path=os.pathsep.join([*homes, os.environ.get("PATH", ""), f"{_TOOLKIT}/bin"]))
     if path is None:
         return None
     try:
         said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30).stdout
     except (OSError, subprocess.TimeoutExpired):
         return None
-    release = next((line.split("release")[1].split(",")[0].strip() for line in said.splitlines() if "release" in line), "")
-    return f"{release} {path}".strip()
+    release = re.search(r"release ([\d.]+)", said)
+    return f"{release[1]} {path}" if release else path
 
 
 def _extras() -> list[Line]:

@@ -9,7 +9,7 @@ import numpy as np
 from hookstats.comparing.pairs import Pair
 from hookstats.comparing.rounding import UNIT_ROUNDOFF
 from hookstats.numbers.fields import Array, Site
-from hookstats.numbers.snapshot import aligned
+from hookstats.numbers.tables import aligned
 
 _ROWS = 40
 _STEPS = 9

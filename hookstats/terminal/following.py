@@ -13,8 +13,8 @@ import numpy as np
 
 from hookstats.numbers.fields import Array, Site
 from hookstats.numbers.snapshot import Snapshot
-from hookstats.records.places import descriptions, rank_folder, started_at
 from hookstats.records.manifest import Manifest, read
+from hookstats.records.places import descriptions, rank_folder, started_at
 from hookstats.records.run import load
 from hookstats.rules import SEVERITIES, Finding
 
@@ -144,8 +144,9 @@ class Followed:
         for site in self._rms[-1]:
             rms = [step.get(site, float("nan")) for step in self._rms]
             past = np.array([value for value in rms[:-1] if np.isfinite(value)])
+            usual = float(np.median(past)) if len(past) else rms[-1]
             with np.errstate(all="ignore"):
-                change = float(np.float64(rms[-1]) / np.median(past)) if len(past) else 1.0
+                change = 1.0 if rms[-1] == usual else float(np.float64(rms[-1]) / usual)
             grade = gravest.get(site)
             found.append(Worst(site, rms, change, None if grade is None else SEVERITIES[grade]))
         return sorted(found, key=_badness, reverse=True)[:most]

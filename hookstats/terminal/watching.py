@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from hookstats.numbers.snapshot import Snapshot
 from hookstats.rules import Finding
-from hookstats.terminal.following import Followed, State
+from hookstats.terminal.following import WINDOW, Followed, State
 from hookstats.terminal.words import plain, sparkline
 
 if TYPE_CHECKING:
@@ -70,22 +70,26 @@ def picture(followed: Followed, state: State, height: int, width: int) -> Group:
     from rich.table import Table
     from rich.text import Text
 
-    head = Text.assemble((f"{plain(str(followed.path))}  ", "bold"), (plain(state.sentence), _KINDS[state.kind]))
-    parts: list[Any] = [head, Text(_about(followed))]
-    bars = max(8, min(48, width // 3))
+    def line(text: str, style: str = "") -> Text:
+        return Text(plain(text), style, no_wrap=True, overflow="ellipsis")
+
+    sentence = plain(state.sentence)  # whole, for a command may stand in it
+    parts: list[Any] = [line(str(followed.path), "bold"), Text(sentence, _KINDS[state.kind]), line(_about(followed))]
+    names = max(20, width // 3)
+    bars = max(8, min(WINDOW, width - names - 42))  # beside tensor and numbers
     for name in list(followed.steps[-1][1])[:4] if followed.steps else []:
         values = [scalars.get(name, float("nan")) for _, scalars in followed.steps]
-        parts.append(Text(f"{plain(name):<10.20} {values[-1]:<12.6g} {sparkline(values[-bars:])}"))
+        parts.append(line(f"{name:<10.20} {values[-1]:<12.6g} {sparkline(values[-bars:])}"))
     latest = followed.findings[-max(3, height // 4) :]
     if followed.findings:
         parts += [Text(), Text(f"findings: {len(followed.findings)}, the latest:", "bold")]
     for finding in reversed(latest):
-        parts.append(Text(plain(str(finding)), _COLOURS[finding.severity], no_wrap=True, overflow="ellipsis"))
-    rows = height - len(parts) - 5
+        parts.append(line(str(finding), _COLOURS[finding.severity]))
+    rows = height - len(parts) - len(sentence) // width - 3
     worst = followed.worst(max(rows, 1))
     if worst:
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-        table.add_column("worst sites", no_wrap=True, overflow="ellipsis", max_width=max(20, width // 3))
+        table.add_column("worst sites", no_wrap=True, overflow="ellipsis", max_width=names)
         table.add_column("tensor", no_wrap=True)
         table.add_column("rms", justify="right", no_wrap=True)
         table.add_column("x its past", justify="right", no_wrap=True)
@@ -103,7 +107,7 @@ def _about(followed: Followed) -> str:
         return "waiting for the first steps; they are written every 10 seconds"
     last = followed.manifest.attempts[-1]
     records = sum(attempt.records for attempt in followed.manifest.attempts)
-    model = plain(str(last.settings.get("model", "a model")))
+    model = last.settings.get("model", "a model")
     again = f", attempt {last.attempt}" if last.attempt > 1 else ""
     missing = f", {last.dropped} dropped" if last.dropped else ""
     sites = len(followed.manifest.sites)

@@ -17,7 +17,7 @@ def plain(text: str) -> str:
 def sparkline(values: Sequence[float]) -> str:
     """A bar for each value, by its logarithm between the smallest and the largest: `!` where it is not finite.
 
-    Values that differ by less than a factor of 2 do not fill the height: a bar is at least an eighth of an octave.
+    The height is at least a factor of 2: values that hardly differ make a flat line.
     """
     array = np.asarray(values, np.float64)
     good = np.isfinite(array)
@@ -27,5 +27,6 @@ def sparkline(values: Sequence[float]) -> str:
     if not known.any():
         return "".join(BARS[0] if each else "!" for each in good)
     low, high = heights[known].min(), heights[known].max()
-    steps = np.clip((heights - low) / max(high - low, 1.0) * (len(BARS) - 1), 0, len(BARS) - 1)
-    return "".join("!" if not ok else BARS[int(round(step))] for ok, step in zip(good.tolist(), steps.tolist(), strict=True))
+    shares = np.where(known, np.clip((heights - low) / max(high - low, 1.0), 0, 1), 0)
+    bars = [BARS[round(share * (len(BARS) - 1))] for share in shares.tolist()]
+    return "".join(bar if is_good else "!" for bar, is_good in zip(bars, good.tolist(), strict=True))
