@@ -27,12 +27,27 @@ MAY_IMPORT: dict[str, set[str]] = {
     "watch": {"_native", "_warn", "modules", "numbers"},
     "tools": {"_native", "_warn", "modules"},
     "rules": {"numbers"},
+    "comparing": {"numbers"},
     "records": {"_warn", "numbers", "rules", "sinks"},
     "report": {"numbers", "records", "rules"},
-    "__init__": {"_native", "numbers", "records", "report", "rules", "sinks", "tools", "watch"},
+    "__init__": {"_native", "comparing", "numbers", "records", "report", "rules", "sinks", "tools", "watch"},
     "demo": {"__init__"},
+    "terminal": {"numbers", "records", "rules"},
+    "doctor": set(),
+    "__main__": {"__init__", "doctor", "report", "terminal"},
 }
-WITHOUT_TORCH = {"numbers", "rules", "_warn", "__init__", "sinks", "records", "report"}
+WITHOUT_TORCH = {
+    "__main__",
+    "terminal",
+    "numbers",
+    "comparing",
+    "rules",
+    "_warn",
+    "__init__",
+    "sinks",
+    "records",
+    "report",
+}
 
 
 def name_of(path: Path) -> str:
