@@ -2,10 +2,10 @@
 //
 // Every CUDA thread is a fiber. Blocks run one after another; in a block, fibers run one after another from barrier to
 // barrier, in index order or, under a seed, both blocks and fibers in shuffled order: what then changes was ordered by
-// nothing. It fails on a barrier that not every thread of the block reaches, and on a write past a shared array; shared
-// memory starts out as garbage. An
-// asynchronous copy must be aligned, other accesses are not checked for that. It says nothing about speed, or memory
-// ordering between running blocks.
+// nothing. It fails on a barrier that not every thread of the block reaches, on a write past a shared array, and on a
+// block that takes more shared memory than the GPU has; shared memory starts out as garbage. An asynchronous copy must
+// be aligned, other accesses are not checked for that. It says nothing about speed, or memory ordering between running
+// blocks. Errors stay until they are asked for, as CUDA's do.
 #pragma once
 
 #include <ucontext.h>
@@ -20,6 +20,7 @@
 #include <random>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #define __global__
@@ -34,15 +35,36 @@ struct dim3 {
   dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
 };
 using cudaStream_t = void*;
-enum cudaError_t { cudaSuccess = 0 };
-inline const char* cudaGetErrorString(cudaError_t) { return "no error"; }
-inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }
-enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone };
-inline cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus*) { return cudaSuccess; }
+enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorStreamCaptureImplicit = 906 };
+inline const char* cudaGetErrorString(cudaError_t error) {
+  return error == cudaSuccess ? "no error" : error == cudaErrorInvalidValue ? "invalid argument" : "capture implicit";
+}
+enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone, cudaStreamCaptureStatusActive };
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
+enum cudaDeviceAttr {
+  cudaDevAttrMaxSharedMemoryPerBlockOptin,
+  cudaDevAttrComputeCapabilityMajor,
+  cudaDevAttrComputeCapabilityMinor
+};
 
 inline dim3 gridDim, blockDim, blockIdx, threadIdx;
 
 namespace cuda_on_cpu {
+
+// The GPU that is imitated, and what its driver says.
+struct Gpu {
+  int shared_memory = 227 << 10;
+  int capability = 90, driver = 13000, runtime = 13000;
+};
+inline Gpu gpu;
+inline unsigned long long capture = 0;  // of the stream, whichever; 0: none
+inline bool captures_are_told = true;   // else asking is an error
+inline cudaError_t last_error = cudaSuccess;
+
+inline cudaError_t with(cudaError_t error) {
+  if (error != cudaSuccess) last_error = error;
+  return error;
+}
 
 inline unsigned shuffle_seed = 0;  // 0: in order
 inline int64_t launches = 0;
@@ -61,6 +83,7 @@ class Block {
 
   void run(std::mt19937& random) {
     shared_.clear();
+    shared_bytes_ = 0;
     for (auto& fiber : fibers_) start(fiber);
     std::vector<size_t> order(fibers_.size());
     std::iota(order.begin(), order.end(), 0);
@@ -71,6 +94,7 @@ class Block {
       check_barrier(done);
     }
     for (const auto& array : shared_) array->check();
+    if (!too_much_.empty()) throw std::runtime_error(too_much_);
   }
 
   void barrier(int line) {
@@ -82,7 +106,14 @@ class Block {
   // The same array for every thread of the block: threads ask in the same order.
   void* shared_array(size_t bytes) {
     const size_t i = current_->shared_arrays++;
-    if (i == shared_.size()) shared_.push_back(std::make_unique<SharedArray>(bytes));
+    if (i == shared_.size()) {
+      shared_.push_back(std::make_unique<SharedArray>(bytes));
+      shared_bytes_ += bytes;
+      if (shared_bytes_ > size_t(gpu.shared_memory)) {
+        too_much_ = "cuda_on_cpu: a block takes " + std::to_string(shared_bytes_) + " bytes of shared memory of " +
+                    std::to_string(gpu.shared_memory);
+      }
+    }
     return shared_[i]->memory.data();
   }
 
@@ -155,6 +186,8 @@ class Block {
   const std::function<void()>& kernel_;
   std::vector<Fiber> fibers_;
   std::vector<std::unique_ptr<SharedArray>> shared_;
+  size_t shared_bytes_ = 0;
+  std::string too_much_;
   Fiber* current_ = nullptr;
   ucontext_t scheduler_;
 };
@@ -181,6 +214,34 @@ inline void run(dim3 grid, dim3 block, const std::function<void()>& kernel) {
 
 }  // namespace cuda_on_cpu
 
+inline cudaError_t cudaGetLastError() { return std::exchange(cuda_on_cpu::last_error, cudaSuccess); }
+inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }
+inline cudaError_t cudaRuntimeGetVersion(int* version) {
+  *version = cuda_on_cpu::gpu.runtime;
+  return cudaSuccess;
+}
+inline cudaError_t cudaDriverGetVersion(int* version) {
+  *version = cuda_on_cpu::gpu.driver;
+  return cudaSuccess;
+}
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  const auto& gpu = cuda_on_cpu::gpu;
+  *value = attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin ? gpu.shared_memory
+           : attribute == cudaDevAttrComputeCapabilityMajor     ? gpu.capability / 10
+                                                                : gpu.capability % 10;
+  return cudaSuccess;
+}
+template <class Kernel>
+cudaError_t cudaFuncSetAttribute(Kernel*, cudaFuncAttribute, int bytes) {
+  return cuda_on_cpu::with(bytes > cuda_on_cpu::gpu.shared_memory ? cudaErrorInvalidValue : cudaSuccess);
+}
+inline cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* status, unsigned long long* number) {
+  if (!cuda_on_cpu::captures_are_told) return cuda_on_cpu::with(cudaErrorStreamCaptureImplicit);
+  *status = cuda_on_cpu::capture ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+  *number = cuda_on_cpu::capture;
+  return cudaSuccess;
+}
+
 #define HOOKSTATS_SHARED(type, name, count) \
   type* const name = static_cast<type*>(cuda_on_cpu::Block::current->shared_array(sizeof(type) * (count)))
 #define HOOKSTATS_DYNAMIC_SHARED(name)                                     \
@@ -200,11 +261,9 @@ T atomicAdd(T* at, T value) {
 namespace hookstats::cuda {
 
 template <class... Params, class... Args>
-cudaError_t launch(void (*kernel)(Params...), dim3 grid, dim3 block, int shared_bytes, cudaStream_t,
-                   const Args&... args) {
+void start(void (*kernel)(Params...), dim3 grid, dim3 block, int shared_bytes, cudaStream_t, const Args&... args) {
   cuda_on_cpu::dynamic_shared_bytes = shared_bytes;
   cuda_on_cpu::run(grid, block, [&] { kernel(args...); });
-  return cudaSuccess;
 }
 
 inline double load_fresh(const double* at) { return *at; }
