@@ -3,9 +3,10 @@
 // Every CUDA thread is a fiber. Blocks run one after another; in a block, fibers run one after another from barrier to
 // barrier, in index order or, under a seed, both blocks and fibers in shuffled order: what then changes was ordered by
 // nothing. It fails on a barrier that not every thread of the block reaches, on a write past a shared array, and on a
-// block that takes more shared memory than the GPU has; shared memory starts out as garbage. An asynchronous copy must
-// be aligned, other accesses are not checked for that. It says nothing about speed, or memory ordering between running
-// blocks. Errors stay until they are asked for, as CUDA's do.
+// block that takes more shared memory than the GPU has; shared memory starts out as garbage. An asynchronous copy
+// is done when it is waited for, which must be before its block ends, and must be aligned; other accesses are not
+// checked for that. It says nothing about speed, or memory ordering between running blocks. Errors stay until they are
+// asked for, as CUDA's do.
 #pragma once
 
 #include <ucontext.h>
@@ -71,6 +72,30 @@ inline int64_t launches = 0;
 inline int dynamic_shared_bytes = 0;
 inline std::function<void(uint64_t)> before_block;  // given the number of blocks that have run
 
+// A thread's asynchronous copies, and where groups of them end.
+class Copies {
+ public:
+  void add(void* to, const void* from, size_t bytes) { copies_.push_back({to, from, bytes}); }
+  void end_group() { ends_.push_back(copies_.size()); }
+  void wait_for_all_but(size_t groups) {
+    if (ends_.size() <= groups) return;
+    for (const size_t end = ends_[ends_.size() - 1 - groups]; done_ < end; ++done_) {
+      memcpy(copies_[done_].to, copies_[done_].from, copies_[done_].bytes);
+    }
+  }
+  bool are_done() const { return done_ == copies_.size(); }
+
+ private:
+  struct Copy {
+    void* to;
+    const void* from;
+    size_t bytes;
+  };
+  std::vector<Copy> copies_;
+  std::vector<size_t> ends_;
+  size_t done_ = 0;
+};
+
 class Block {
  public:
   Block(dim3 block, const std::function<void()>& kernel) : kernel_(kernel), fibers_(block.x * block.y * block.z) {
@@ -94,6 +119,9 @@ class Block {
       check_barrier(done);
     }
     for (const auto& array : shared_) array->check();
+    for (const auto& fiber : fibers_) {
+      if (!fiber.copies.are_done()) throw std::runtime_error("cuda_on_cpu: a block ends before its copies have");
+    }
     if (!too_much_.empty()) throw std::runtime_error(too_much_);
   }
 
@@ -102,6 +130,8 @@ class Block {
     ++current_->barriers;
     swapcontext(&current_->context, &scheduler_);
   }
+
+  Copies& copies() { return current_->copies; }
 
   // The same array for every thread of the block: threads ask in the same order.
   void* shared_array(size_t bytes) {
@@ -130,6 +160,7 @@ class Block {
     int barrier_line;
     int64_t barriers;  // reached so far
     size_t shared_arrays;
+    Copies copies;
   };
 
   struct SharedArray {
@@ -156,6 +187,7 @@ class Block {
     fiber.barrier_line = 0;
     fiber.barriers = 0;
     fiber.shared_arrays = 0;
+    fiber.copies = {};
     getcontext(&fiber.context);
     fiber.context.uc_stack.ss_sp = fiber.stack.get();
     fiber.context.uc_stack.ss_size = kStackBytes;
@@ -269,17 +301,18 @@ void start(void (*kernel)(Params...), dim3 grid, dim3 block, int shared_bytes, c
 inline double load_fresh(const double* at) { return *at; }
 inline int32_t load_constant(const int32_t* at) { return *at; }
 
-// Done at once.
 template <int bytes>
 void copy_async(void* shared, const void* global) {
   static_assert(bytes == 4 || bytes == 8 || bytes == 16);
   if ((reinterpret_cast<uintptr_t>(shared) | reinterpret_cast<uintptr_t>(global)) % bytes) {
     throw std::runtime_error("cuda_on_cpu: an asynchronous copy from or to an address that is not aligned");
   }
-  memcpy(shared, global, bytes);
+  cuda_on_cpu::Block::current->copies().add(shared, global, bytes);
 }
-inline void end_group() {}
+inline void end_group() { cuda_on_cpu::Block::current->copies().end_group(); }
 template <int groups>
-void wait_for_all_but() {}
+void wait_for_all_but() {
+  cuda_on_cpu::Block::current->copies().wait_for_all_but(groups);
+}
 
 }  // namespace hookstats::cuda
