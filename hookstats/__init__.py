@@ -13,11 +13,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hookstats import rules, sinks
     from hookstats._native import build_info
     from hookstats.numbers.fields import ExponentBins, LinearBins, Site, Skipped, Stats
     from hookstats.numbers.histogram import Histogram
     from hookstats.numbers.site_stats import SiteStats
     from hookstats.numbers.snapshot import ChannelValue, Snapshot
+    from hookstats.records.run import Run, load
     from hookstats.tools import edit
     from hookstats.tools.capture import Capture, Captured, capture
     from hookstats.tools.explain import Explanation, HookRow, explain
@@ -35,6 +37,9 @@ _HOMES = {
     "hookstats.numbers.histogram": ["Histogram"],
     "hookstats.numbers.site_stats": ["SiteStats"],
     "hookstats.numbers.snapshot": ["ChannelValue", "Snapshot"],
+    "hookstats.records.recording": ["record"],
+    "hookstats.records.writer": ["recover"],
+    "hookstats.records.run": ["Run", "load"],
     "hookstats.tools.capture": ["Capture", "Captured", "capture"],
     "hookstats.tools.explain": ["Explanation", "HookRow", "explain"],
     "hookstats.tools.gradient": ["KeptGradient", "grad_of"],
@@ -43,6 +48,7 @@ _HOMES = {
     "hookstats.watch.monitor": ["Monitor"],
     "hookstats.watch.overhead": ["Overhead"],
 }
+_MODULES = {"edit": "hookstats.tools.edit", "rules": "hookstats.rules", "sinks": "hookstats.sinks"}
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
@@ -58,6 +64,7 @@ __all__ = [
     "LinearBins",
     "Monitor",
     "Overhead",
+    "Run",
     "Site",
     "SiteStats",
     "Skipped",
@@ -70,13 +77,18 @@ __all__ = [
     "edit",
     "explain",
     "grad_of",
+    "load",
     "measure",
+    "record",
+    "recover",
+    "rules",
+    "sinks",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "edit":
-        value: Any = import_module("hookstats.tools.edit")
+    if name in _MODULES:
+        value: Any = import_module(_MODULES[name])
     elif name in _HOME_OF:
         value = getattr(import_module(_HOME_OF[name]), name)
     else:

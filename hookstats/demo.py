@@ -1,7 +1,7 @@
 """The main job, end to end: a small CNN learns handwritten digits, every layer watched, forward and backward.
 
-Run by `make demo`. On a GPU if there is one. Ends with the accuracy, the table, what hookstats cost, a picture, and
-with a weight that is poisoned with one NaN, to see which site shows it first.
+Run by `make demo`. On a GPU if there is one. The run is recorded. Ends with the accuracy, the table, what hookstats
+cost, a picture, and with a weight that is poisoned with one NaN, to see what the rules say of it.
 """
 
 from __future__ import annotations
@@ -163,13 +163,6 @@ def picture(snapshots: list[Snapshot], path: Path) -> None:
     plt.close(figure)
 
 
-def first_nonfinite(model: nn.Module, images: torch.Tensor) -> Site | None:
-    """The first site in order of execution that holds a NaN or an infinity."""
-    with hookstats.attach(model, tensors="output") as monitor:
-        model(images)
-        return monitor.snapshot().first_nonfinite
-
-
 def main() -> None:
     """Runs the demo."""
     parser = argparse.ArgumentParser(prog="python -m hookstats.demo", description=__doc__.splitlines()[0])
@@ -185,7 +178,9 @@ def main() -> None:
     snapshots: list[Snapshot] = []
     trainer = Trainer(model, train_images, train_labels)
     bins = ExponentBins(per_channel=True)
-    with hookstats.attach(model, every=1, histogram=bins, sinks=snapshots.append) as monitor:
+    run = arguments.output / "run"
+    sinks = [snapshots.append, hookstats.record(run)]
+    with hookstats.attach(model, every=1, histogram=bins, sinks=sinks, on_finding=None) as monitor:
         print(f"{monitor} on {device}; {len(train_labels)} images to train on, {len(test_labels)} held out")
         train(trainer, monitor, arguments.epochs)
         last = monitor.snapshot()  # waits for those that are still on their way
@@ -201,18 +196,21 @@ def main() -> None:
         measured, bare = seconds_per_step(trainer, monitor)
         print(f"\na bare step takes {1e3 * bare:.2f} ms, a measured one {1e3 * measured:.2f} ms")
         print(f"hookstats took {100 * (1 - bare / measured):.1f} % of the measured step")
+        print(f"so far the rules have found: {'; '.join(map(str, monitor.check())) or 'nothing'}")
+
+        layer = "conv3"
+        with torch.no_grad():
+            model.get_submodule(layer).weight[5, 0, 1, 1] = float("nan")  # type: ignore[operator]
+        monitor.step(loss=trainer.step())
+        print(f"\none weight of {layer} is now NaN. The rules say, one step later:")
+        found = [finding for finding in monitor.check() if finding.rule == "nonfinite"]
+        print("\n".join(map(str, found)))
 
     path = arguments.output / "digits.png"
     picture(trained, path)
-    print(f"picture: {path}")
-
-    model.eval()
-    layer = "conv3"
-    with torch.no_grad():
-        model.get_submodule(layer).weight[5, 0, 1, 1] = float("nan")  # type: ignore[operator]
-        found = first_nonfinite(model, test_images)
-    print(f"one weight of {layer} is now NaN; the first site that shows it: {found}")
-    if found != Site(layer, "output"):
+    print(f"\npicture: {path}")
+    print(f"record: {run}, {len(hookstats.load(run))} steps; in Python: hookstats.load({str(run)!r})")
+    if [finding.site for finding in found] != [Site(layer, "output")]:
         sys.exit("hookstats: the demo named the wrong site")
 
 

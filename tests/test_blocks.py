@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -112,6 +115,26 @@ def test_all_sites_at_once_are_what_each_is_by_itself(seed: int, bins: str) -> N
     widths = [state.shape[1] if keeps else 0 for _, state, _, keeps, _ in shown.values()]
     assert d.columns.widths.tolist() == widths
     assert len(d.columns.channels.mean) == sum(widths)
+
+
+@pytest.fixture
+def no_gc() -> Iterator[None]:
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_gc")
+@pytest.mark.parametrize("bins", [None, ExponentBins(), ExponentBins(True), LinearBins(-1.5, 2.0, 37)])
+def test_a_step_that_nobody_holds_any_more_is_freed_at_once(bins: Bins | None) -> None:
+    d = drained(3, bins)
+    snapshot, blocks = d.snapshot(), [weakref.ref(block) for block in d.blocks]
+    for site in snapshot:
+        assert snapshot[site].total.count >= 0
+    kept = snapshot.compact(), snapshot.totals, snapshot.columns.channels, snapshot.columns.exponents()
+    assert len(kept[0]) == len(snapshot)
+    del d, snapshot
+    assert all(block() is None for block in blocks)
 
 
 @pytest.mark.parametrize("bins", [None, ExponentBins(), ExponentBins(True), LinearBins(-1.5, 2.0, 37)])

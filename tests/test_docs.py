@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
 import sys
+import tempfile
 import types
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from torch import nn
 from hookstats.watch.drain import Pending
 from tests.conftest import ROOT
 
-PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("start", "numbers", "training"))]
+PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("start", "numbers", "training", "recording", "sinks"))]
 # Code, and behind it what it prints, where the page shows that.
 BLOCK = re.compile(r"^```python\n(?P<code>.*?)^```\n(?:\n```text\n(?P<output>.*?)^```\n)?", re.MULTILINE | re.DOTALL)
 
@@ -94,8 +96,9 @@ def logger(monkeypatch: pytest.MonkeyPatch) -> Logger:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_code_of_a_page_prints_what_stands_below_it(
-    page: Path, logger: Logger, recwarn: pytest.WarningsRecorder
+    page: Path, logger: Logger, recwarn: pytest.WarningsRecorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)  # where pages write files
     blocks = run(page)
     assert not [str(warning.message) for warning in recwarn if "hookstats" in str(warning.message)]
     assert blocks, "a page without code"
@@ -123,6 +126,7 @@ def test_links_between_pages_lead_somewhere() -> None:
 
 if __name__ == "__main__":
     sys.modules["wandb"] = Logger()
+    os.chdir(tempfile.mkdtemp())
     for path in PAGES:
         text = path.read_text()
         for block, printed in reversed(run(path)):

@@ -22,13 +22,16 @@ MAY_IMPORT: dict[str, set[str]] = {
     "numbers": set(),
     "modules": set(),
     "_warn": set(),
+    "sinks": {"_warn", "numbers"},
     "_native": {"numbers", "_C"},
     "watch": {"_native", "_warn", "modules", "numbers"},
     "tools": {"_native", "_warn", "modules"},
-    "__init__": {"_native", "numbers", "tools", "watch"},
+    "rules": {"numbers"},
+    "records": {"_warn", "numbers", "rules", "sinks"},
+    "__init__": {"_native", "numbers", "records", "rules", "sinks", "tools", "watch"},
     "demo": {"__init__"},
 }
-WITHOUT_TORCH = {"numbers", "_warn", "__init__"}
+WITHOUT_TORCH = {"numbers", "rules", "_warn", "__init__", "sinks", "records"}
 
 
 def name_of(path: Path) -> str:
@@ -125,7 +128,7 @@ def test_importing_hookstats_does_not_import_the_compiler() -> None:
 
 def test_what_needs_numpy_alone_does_not_import_torch() -> None:
     done = python(
-        "import hookstats, sys; hookstats.Snapshot, hookstats.LinearBins, hookstats.__version__\n"
+        "import hookstats, sys; hookstats.Snapshot, hookstats.LinearBins, hookstats.rules.defaults()\n"
         "print([name for name in ('torch', 'pandas') if name in sys.modules])"
     )
     assert done.stdout.splitlines()[-1] == "[]", done.stderr

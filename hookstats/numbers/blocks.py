@@ -183,35 +183,46 @@ class Drained:
     @cached_property
     def columns(self) -> Columns:
         """The same, read."""
-        arrays, rows = self.layout._arrays, self.layout.rows
-        part_calls, first = arrays.counters(self.blocks)
+        layout, blocks = self.layout, self.blocks  # the functions below hold these alone: no cycle keeps the blocks
+        arrays, rows = layout._arrays, layout.rows
+        part_calls, first = arrays.counters(blocks)
         is_live = part_calls > 0
         is_live[arrays.last] = True
         calls, parts = (np.add.reduceat(each, arrays.begin) if rows else each for each in (part_calls, 1 * is_live))
         order = arrays.order(part_calls, first, self.readings)
         shown = np.flatnonzero((calls > 0) | ~self.hidden)
-        moved = {i: self._moved(i, is_live) for i in shown[parts[shown] > 1].tolist()}
+        moved = {i: _moved(layout, blocks, i, is_live) for i in shown[parts[shown] > 1].tolist()}
         keeps = arrays.keeps.copy()
         for i, part in moved.items():
             keeps[i] &= part.moments.shape[1] == rows[i].parts[-1].channels
-        numbers = shown.tolist()
+        numbers, kept = shown.tolist(), keeps.tolist()
 
-        def part_of(place: int) -> _Read:
+        def part_of(place: int) -> Read:
             i = numbers[place]
-            return moved[i] if i in moved else self._read(rows[i].parts[-1])
+            return moved[i] if i in moved else _read(layout, blocks, rows[i].parts[-1])
+
+        def histogram_of(place: int) -> Counts | None:
+            i = numbers[place]
+            return moved[i].histogram if i in moved else _histogram(layout, blocks, rows[i].parts[-1])
 
         def wholes() -> Array:
             """Sites of one channel at once, which are most where totals alone were sent."""
             result = np.empty((len(FIELDS), len(numbers)))
             parts = arrays.last[shown]
             is_narrow = (arrays.channels[parts] == 1) & ~np.isin(shown, list(moved))
-            for number, block in enumerate(self.blocks):
+            for number, block in enumerate(blocks):
                 here = np.flatnonzero(is_narrow & (arrays.block[parts] == number))
                 at = arrays.offset[parts[here]] + np.arange(len(FIELDS))[:, None]
                 result[:, here] = block[at].view(np.float64)
             wide = np.flatnonzero(~is_narrow)
             result[:, wide] = wholes_of([part_of(place).moments for place in wide.tolist()])
             return result
+
+        last = arrays.last[shown]
+        shapes = np.stack([arrays.channels[last], arrays.bins[last]])
+        for place in np.flatnonzero(np.isin(shown, list(moved))).tolist():
+            part = moved[numbers[place]]
+            shapes[:, place] = part.moments.shape[1], 0 if part.histogram is None else part.histogram.size
 
         scales = np.where(arrays.is_gradient, 1.0 if self.grad_scale is None else self.grad_scale, 1.0)
         return Columns(
@@ -220,35 +231,46 @@ class Drained:
             np.searchsorted(shown, order),
             scales[shown],
             keeps[shown],
-            [rows[i].channel_dim if keeps[i] == rows[i].keep_channels else None for i in numbers],
-            self.layout.bins,
+            [rows[i].channel_dim if kept[i] == rows[i].keep_channels else None for i in numbers],
+            layout.bins,
             lambda place: part_of(place).moments,
-            lambda place: part_of(place).histogram,
+            histogram_of,
             wholes,
+            shapes,
         )
 
-    def _read(self, part: Part) -> _Read:
-        memory = self.blocks[part.block][part.offset : part.offset + part.size]
-        fields = len(FIELDS) * part.channels
-        moments = memory[:fields].view(np.float64).reshape(len(FIELDS), part.channels)
-        counts = memory[fields + COUNTERS :]
-        shape = histogram_shape(self.layout.bins, part.channels)
-        return _Read(moments, counts.reshape(shape) if part.bins else None)
 
-    def _moved(self, i: int, is_live: Any) -> _Read:
-        """A row that was measured in several places."""
-        alive = is_live[self.layout._arrays.begin[i] :].tolist()
-        return _merged([self._read(part) for part, live in zip(self.layout.rows[i].parts, alive, strict=False) if live])
-
-
-class _Read(NamedTuple):
+class Read(NamedTuple):
     """The state of a site, where it lies in a block, or merged from several places."""
 
     moments: Array
     histogram: Counts | None
 
 
-def _merged(parts: list[_Read]) -> _Read:
+def _read(layout: Layout, blocks: Sequence[Counts], part: Part) -> Read:
+    memory = blocks[part.block][part.offset : part.offset + part.size]
+    fields = len(FIELDS) * part.channels
+    moments = memory[:fields].view(np.float64).reshape(len(FIELDS), part.channels)
+    return Read(moments, _histogram(layout, blocks, part))
+
+
+def _histogram(layout: Layout, blocks: Sequence[Counts], part: Part) -> Counts | None:
+    if not part.bins:
+        return None
+    end = part.offset + part.size
+    counts = blocks[part.block][end - part.bins : end]
+    return counts.reshape(histogram_shape(layout.bins, part.channels))
+
+
+def _moved(layout: Layout, blocks: Sequence[Counts], i: int, is_live: Any) -> Read:
+    """A row that was measured in several places."""
+    alive = is_live[layout._arrays.begin[i] :].tolist()
+    return merged(
+        [_read(layout, blocks, part) for part, live in zip(layout.rows[i].parts, alive, strict=False) if live]
+    )
+
+
+def merged(parts: list[Read]) -> Read:
     """All in one: channel by channel where all have the same ones, else as totals."""
     states = [part.moments for part in parts]
     histograms = [part.histogram for part in parts if part.histogram is not None]
@@ -258,4 +280,4 @@ def _merged(parts: list[_Read]) -> _Read:
     side_by_side = np.stack(states, axis=-1)
     starts = np.arange(0, side_by_side[0].size, len(states))
     moments = total(side_by_side.reshape(len(FIELDS), -1), starts)
-    return _Read(moments, np.sum(histograms, axis=0) if histograms else None)
+    return Read(moments, np.sum(histograms, axis=0) if histograms else None)

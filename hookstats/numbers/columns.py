@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hookstats.numbers.fields import FIELDS, Array, Bins, Counts, ExponentBins, Site, Stats, divided, total
 from hookstats.numbers.site_stats import SiteStats
@@ -27,16 +28,18 @@ class Columns:
         calls: Counts,
         order: Counts,
         scales: Array,
-        keeps: Sequence[bool],
+        keeps: Sequence[bool] | NDArray[np.bool_],
         dims: Sequence[int | None],
         bins: Bins | None,
         state: Callable[[int], Array],
         histogram: Callable[[int], Counts | None],
         wholes: Callable[[], Array] | None = None,
+        shapes: Counts | None = None,
     ) -> None:
         """state: of a site, as it was measured, ``[fields, channels]``; histogram: of a site, of these bins, or None.
 
-        wholes: all channels of each site together, as measured, ``[fields, n]``; None: from the states.
+        wholes: all channels of each site together, as measured, ``[fields, n]``; None: from the states. shapes: as the
+        property has them; None: from the states and histograms.
         """
         self.sites = list(sites)
         self.calls = calls
@@ -48,6 +51,7 @@ class Columns:
         self.state = state
         self.histogram = histogram
         self._make_wholes = wholes
+        self._shapes = shapes
         self._stats: dict[int, SiteStats] = {}
 
     @classmethod
@@ -94,6 +98,15 @@ class Columns:
         return wholes_of([self.state(i) for i in range(len(self))])
 
     @cached_property
+    def shapes(self) -> Counts:
+        """``[2, n]``: of each site, how many channels its state has, and how many counters its histogram, or 0."""
+        if self._shapes is not None:
+            return self._shapes
+        histograms = [self.histogram(i) for i in range(len(self))]
+        channels = [self.state(i).shape[1] for i in range(len(self))]
+        return np.array([channels, [0 if counts is None else counts.size for counts in histograms]], np.int64)
+
+    @cached_property
     def totals(self) -> Stats[Array]:
         """Of each site, arrays ``[n]``, without the scaler's scale; NaN, or 0 where it is a count, of silent ones."""
         return Stats(self.wholes if (self.scales == 1).all() else divided(self.wholes, self.scales))
@@ -112,16 +125,17 @@ class Columns:
         moments = np.concatenate(states, axis=1)
         return Stats(moments if (scales == 1).all() else divided(moments, np.repeat(scales, self.widths[chosen])))
 
-    @cached_property
-    def exponents(self) -> tuple[Counts, Counts]:
+    def exponents(self, chosen: Iterable[int] | None = None) -> tuple[Counts, Counts]:
         """Histograms by exponent of whole tensors: the places in ``sites`` that have one ``[k]``, counts ``[k, 512]``.
 
+        chosen: of these places; None: of all.
         As in the state, ``sign << 8 | exponent``, of the values as they were measured: with the scaler's scale. Empty
         where histograms are of another kind, or were not sent.
         """
         if self.bins != ExponentBins():
             return np.empty(0, np.int64), np.empty((0, 512), np.int64)
-        found = [(i, counts) for i in range(len(self)) if (counts := self.histogram(i)) is not None]
+        places = range(len(self)) if chosen is None else chosen
+        found = [(i, counts) for i in places if (counts := self.histogram(i)) is not None]
         counts = np.stack([counts for _, counts in found]) if found else np.empty((0, 512), np.int64)
         return np.array([i for i, _ in found], np.int64), counts
 

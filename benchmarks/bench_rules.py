@@ -1,0 +1,63 @@
+"""All default rules over one measured step of 1,000 sites: what the writer of a record has to do beside training.
+
+pytest benchmarks/bench_rules.py
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hookstats import ExponentBins, Site
+from hookstats.numbers.blocks import COUNTERS, Drained, Layout, Part, Row
+from hookstats.numbers.fields import EXPONENT_BINS, FIELDS
+from hookstats.rules import Judge
+
+KINDS = ("output", "grad_output", "param_grad", "param", "param_update")
+SITES = 1000
+VALUES = 256  # of a channel
+
+
+def state(channels: int, values: Any) -> Any:
+    """A site's part of a block: its fields, counters and histogram."""
+    count = np.full(channels, float(VALUES))
+    nothing = np.zeros(channels)
+    m2 = VALUES * values.var(0)
+    fields = [count, values.mean(0), m2, values.min(0), values.max(0), np.abs(values).sum(0), *[nothing] * 4]
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32).ravel() >> 23
+    histogram = np.bincount(bits.astype(np.int64), minlength=EXPONENT_BINS)
+    return np.concatenate([np.stack(fields).ravel().view(np.int64), np.zeros(COUNTERS, np.int64), histogram])
+
+
+def steps(channels: int) -> Any:
+    """Drained steps of a model with blocks of residual layers, all of one content, each to be read anew."""
+    generator = np.random.default_rng(0)
+    size = len(FIELDS) * channels + COUNTERS + EXPONENT_BINS
+    rows, parts = [], []
+    for i in range(SITES):
+        kind = KINDS[i % len(KINDS)]
+        site = Site(f"layers.{i // 50}.linear.{i // len(KINDS)}", kind)
+        part = Part(0, i * size, channels, EXPONENT_BINS)
+        rows.append(Row(site, (part,), channels > 1, -1, kind.startswith("param")))
+        scale = 1e-3 if kind == "param_update" else 1.0
+        parts.append(state(channels, scale * generator.standard_normal((VALUES, channels))))
+        parts[-1][len(FIELDS) * channels : len(FIELDS) * channels + COUNTERS] = (1, i)  # called once, in this order
+    layout, block = Layout([0], rows, ExponentBins()), np.concatenate(parts)
+    step = 0
+    while True:
+        hidden, readings = np.zeros(SITES, bool), np.zeros(SITES, np.int64)
+        loss = 2 + 0.1 * float(generator.standard_normal())
+        yield Drained(layout, [block], step, 0.0, {"loss": loss}, None, None, hidden, readings)
+        step += 1
+
+
+@pytest.mark.parametrize("channels", [1, 64])
+@pytest.mark.benchmark(group="all default rules, a step of 1,000 sites with histograms")
+def bench_rules(benchmark: Any, channels: int) -> None:
+    coming = steps(channels)
+    judge = Judge()
+    found = [finding for _ in range(150) for finding in judge.judge(next(coming))]  # windows are full
+    assert found == []
+    benchmark.pedantic(judge.judge, setup=lambda: ((next(coming),), {}), rounds=100)

@@ -1,0 +1,58 @@
+"""Where the files of a recording lie."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from pathlib import Path
+
+RING = "ring."  # and the number of the attempt; with ".json", what a writer must know of it
+_FAR = ("nfs", "lustre", "cifs", "smb", "beegfs", "gpfs", "ceph", "glusterfs", "9p", "afs", "fuse")
+
+
+def rank_folder(run: Path, rank: int) -> Path:
+    return run / f"rank={rank}"
+
+
+def descriptions(folder: Path) -> dict[int, Path]:
+    """Of the attempts that are not finished, by number, ascending: what a writer must know of them."""
+    found = [(re.fullmatch(rf"{re.escape(RING)}(\d+)\.json", path.name), path) for path in folder.glob(f"{RING}*.json")]
+    return dict(sorted((int(match[1]), path) for match, path in found if match))
+
+
+def local_folder(folder: Path, attempt: int) -> Path:
+    """Where the ring of an attempt lies: in its folder, but on this machine's own disk where that is a network's.
+
+    A mapping of a file on a network is slow, and may end the process that writes to it.
+    """
+    if not _kind_of_disk(folder).startswith(_FAR):
+        return folder
+    name = re.sub(r"\W+", "-", f"{folder}").strip("-")[-100:]
+    local = Path(tempfile.gettempdir()) / f"hookstats-{os.getuid()}" / f"{name}-{attempt:04d}"
+    local.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return local
+
+
+def _kind_of_disk(folder: Path) -> str:
+    """The type of the file system that a folder is on; "" where that is not told."""
+    path, best, kind = str(folder.resolve()), "", ""
+    try:
+        mounts = Path("/proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    for line in mounts:
+        left, _, right = line.partition(" - ")
+        point = left.split()[4].encode().decode("unicode_escape")  # blanks are written \040
+        inside = path == point or path.startswith(point.rstrip("/") + "/")
+        if inside and len(point) >= len(best):
+            best, kind = point, right.split()[0]
+    return kind
+
+
+def started_at(pid: int) -> int | None:
+    """When a process started, in ticks since the machine did, which tells it from a later one. None: it is gone."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except (OSError, ValueError, IndexError):
+        return None

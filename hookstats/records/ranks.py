@@ -1,0 +1,104 @@
+"""The same step of several ranks as one Snapshot: as if one process had measured all that they measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from hookstats.numbers.blocks import Read, merged
+from hookstats.numbers.columns import Columns
+from hookstats.numbers.fields import Array, Site, Skipped, divided, total
+from hookstats.numbers.snapshot import Snapshot
+
+
+def merged_snapshot(snapshots: Sequence[Snapshot]) -> Snapshot:
+    """Counts, extremes and histograms exactly, moments to rounding. ``calls`` are those of all ranks together.
+
+    Sites that some ranks alone have are there as well; the order is that of the first rank, then of the next. Channels
+    are kept where all ranks have the same ones, else there are totals. A scalar is the mean over the ranks.
+    """
+    first = snapshots[0]
+    skipped: dict[Site, Skipped] = {}
+    for snapshot in snapshots:
+        for site, here in snapshot.skipped.items():
+            before = skipped.get(site, Skipped(here.reason, 0))
+            given_up = before.times is None or here.times is None
+            skipped[site] = Skipped(before.reason, None if given_up else (before.times or 0) + (here.times or 0))
+    names = dict.fromkeys(name for snapshot in snapshots for name in snapshot.scalars)
+    scalars = {name: _mean([each.scalars[name] for each in snapshots if name in each.scalars]) for name in names}
+    scales = {snapshot.grad_scale for snapshot in snapshots}
+    overflowed = [snapshot.overflowed for snapshot in snapshots if snapshot.overflowed is not None]
+    return Snapshot(
+        first.step,
+        _columns([snapshot.columns for snapshot in snapshots]),
+        scalars,
+        first.grad_scale if len(scales) == 1 else None,
+        any(overflowed) if overflowed else None,
+        skipped,
+    )
+
+
+def _mean(values: list[float]) -> float:
+    if len(set(values)) == 1 or not all(map(math.isfinite, values)):
+        return values[0] if len(set(values)) == 1 else float(np.sum(values)) / len(values)
+    return math.fsum(values) / len(values)
+
+
+def _columns(parts: list[Columns]) -> Columns:
+    sites = list(dict.fromkeys(site for part in parts for site in part.sites))
+    place = {site: i for i, site in enumerate(sites)}
+    where: list[list[tuple[Columns, int]]] = [[] for _ in sites]  # of each site, in the ranks that have it
+    calls = np.zeros(len(sites), np.int64)
+    fired: dict[int, None] = {}
+    for part in parts:
+        at = [place[site] for site in part.sites]
+        calls[at] += part.calls
+        fired |= dict.fromkeys(at[i] for i in part.order.tolist())
+        for i, new in enumerate(at):
+            where[new].append((part, i))
+    shapes = [[(int(part.shapes[0, i]), int(part.shapes[1, i])) for part, i in here] for here in where]
+    scales = [{float(part.scales[i]) for part, i in here} for here in where]
+    is_alike = [len({channels for channels, _ in each}) == 1 for each in shapes]
+    bins = parts[0].bins if all(part.bins == parts[0].bins for part in parts) else None
+
+    def state_of(part: Columns, i: int, is_one_scale: bool) -> Array:
+        return part.state(i) if is_one_scale else divided(part.state(i), float(part.scales[i]))
+
+    @lru_cache(maxsize=1)  # its state, then its histogram
+    def read(site: int) -> Read:
+        is_one = len(scales[site]) == 1
+        has_histograms = bins is not None and is_one and all(counters for _, counters in shapes[site])
+        each = [
+            Read(state_of(part, i, is_one), part.histogram(i) if has_histograms else None) for part, i in where[site]
+        ]
+        return merged(each) if len(each) > 1 else each[0]
+
+    def wholes() -> Array:
+        states = [
+            part.wholes[:, i] if len(scales[site]) == 1 else divided(part.wholes[:, i], float(part.scales[i]))
+            for site, here in enumerate(where)
+            for part, i in here
+        ]
+        starts = np.cumsum([0, *(len(here) for here in where)])[:-1]
+        return total(np.stack(states, axis=1), starts) if states else np.empty((10, 0))
+
+    def dim_of(site: int) -> Any:
+        dims = {part.dims[i] for part, i in where[site]}
+        return dims.pop() if len(dims) == 1 and is_alike[site] else None
+
+    return Columns(
+        sites,
+        calls,
+        np.array(list(fired), np.int64),
+        np.array([each.copy().pop() if len(each) == 1 else 1.0 for each in scales], np.float64),
+        [is_alike[n] and all(bool(part.keeps[i]) for part, i in here) for n, here in enumerate(where)],
+        [dim_of(site) for site in range(len(sites))],
+        bins,
+        lambda i: read(i).moments,
+        lambda i: read(i).histogram,
+        wholes,
+    )

@@ -1,0 +1,174 @@
+"""Rows out of a rank's parts: only the columns, files and row groups that are asked for, and nothing unchecked."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from hookstats.numbers.fields import Counts
+from hookstats.records import manifest
+from hookstats.records.arrays import to_arrow, to_numpy
+from hookstats.records.errors import RunError
+from hookstats.records.manifest import Part
+from hookstats.records.parts import footer_of
+from hookstats.records.schema import SCHEMAS
+
+_T = TypeVar("_T")
+_LARGEST = 1 << 31  # bytes of a column of a row group
+_NULLABLE = {"order", "channel_dim", "grad_scale", "overflowed", "histogram", "times", "state_mean", "state_min"}
+_NULLABLE |= {"state_max", "state_abs_sum"}
+
+
+class Chosen(NamedTuple):
+    """Which rows are wanted. steps: from the first to the last; sites: ids, ascending; None: all."""
+
+    steps: tuple[int, int] | None = None
+    sites: Counts | None = None
+
+
+class Reader:
+    """A rank's directory. What it names may be merged away meanwhile: then the manifest is read again."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._footers: dict[tuple[str, str], pq.FileMetaData] = {}
+        self._row_groups: dict[tuple[str, str], dict[str, Counts]] = {}
+        self.manifest = manifest.read(directory)
+
+    def table(self, table: str, columns: Sequence[str], chosen: Chosen) -> pa.Table:
+        """In the order of the parts; of totals, within a part, by site and step."""
+        while True:
+            before = self.manifest
+            try:
+                return self._table(table, columns, chosen)
+            except FileNotFoundError as error:
+                now = manifest.read(self.directory)
+                if now.parts[table] == before.parts[table]:
+                    raise RunError(f"{error.filename}: expected a part that the manifest names, got no file") from None
+                # Merging alone is followed: what was committed since is not of this look at the run.
+                self.manifest = now
+
+    def _table(self, table: str, columns: Sequence[str], chosen: Chosen) -> pa.Table:
+        schema = pa.schema([SCHEMAS[table].field(name) for name in columns])
+        read = []
+        for part in self.manifest.parts[table]:
+            if chosen.steps and (part.steps[1] < chosen.steps[0] or part.steps[0] > chosen.steps[1]):
+                continue
+            rows = self._part(table, part, columns, chosen)
+            if rows is not None:
+                read.append(rows)
+        return pa.concat_tables([schema.empty_table(), *read])
+
+    def _part(self, table: str, part: Part, columns: Sequence[str], chosen: Chosen) -> pa.Table | None:
+        path = self.directory / table / part.file
+        with _checked(path):
+            footer = self._footer(table, part, path)
+            groups = self._overlapping((table, part.file), footer, chosen)
+            if not len(groups):
+                return None
+            keys = [*(["step"] if chosen.steps else []), *(["site"] if chosen.sites is not None else [])]
+            needed = list(dict.fromkeys([*columns, *keys]))
+            read = []
+            with pq.ParquetFile(path, metadata=footer, page_checksum_verification=True, pre_buffer=False) as file:
+                for group in groups.tolist():
+                    rows = file.read_row_group(group, columns=needed, use_threads=False).select(needed)
+                    _check(table, rows, int(self._row_groups[table, part.file]["rows"][group]))
+                    read.append(_filtered(rows, chosen).select(list(columns)))
+            return pa.concat_tables(read)
+
+    def _footer(self, table: str, part: Part, path: Path) -> pq.FileMetaData:
+        key = (table, part.file)
+        if key in self._footers:
+            return self._footers[key]
+        size = path.stat().st_size
+        if size != part.bytes:
+            raise ValueError(f"expected {part.bytes} bytes, got {size}")
+        raw = footer_of(path)
+        if zlib.crc32(raw) != part.footer:
+            raise ValueError(f"expected a footer with checksum {part.footer}, got {zlib.crc32(raw)}")
+        footer = pq.read_metadata(pa.BufferReader(b"PAR1" + raw))
+        if footer.num_rows != part.rows:
+            raise ValueError(f"expected {part.rows} rows, got {footer.num_rows}")
+        names = SCHEMAS[table].names
+        if [footer.schema.to_arrow_schema().names, footer.schema.to_arrow_schema()] != [names, SCHEMAS[table]]:
+            raise ValueError(f"expected the columns of {table}, got {footer.schema.to_arrow_schema()}")
+        self._row_groups[key] = _bounds(footer)
+        self._footers[key] = footer
+        return footer
+
+    def _overlapping(self, key: tuple[str, str], footer: pq.FileMetaData, chosen: Chosen) -> Counts:
+        bounds = self._row_groups[key]
+        wanted = np.ones(footer.num_row_groups, bool)
+        if chosen.steps:
+            wanted &= (bounds["step_max"] >= chosen.steps[0]) & (bounds["step_min"] <= chosen.steps[1])
+        if chosen.sites is not None:
+            first = np.searchsorted(chosen.sites, bounds["site_min"])
+            last = np.searchsorted(chosen.sites, bounds["site_max"], side="right")
+            wanted &= last > first
+        return np.flatnonzero(wanted)
+
+
+def _bounds(footer: pq.FileMetaData) -> dict[str, Counts]:
+    """Of each row group: its rows, and the smallest and largest step and site."""
+    names = [footer.schema.column(i).path for i in range(footer.num_columns)]
+    keys = [name for name in ("step", "site") if name in names]
+    found: dict[str, list[int]] = {"rows": []}
+    found.update({f"{name}_{end}": [] for name in keys for end in ("min", "max")})
+    for number in range(footer.num_row_groups):
+        group = footer.row_group(number)
+        if not 0 <= group.total_byte_size <= _LARGEST:
+            raise ValueError(f"expected a row group of at most {_LARGEST} bytes, got {group.total_byte_size}")
+        found["rows"].append(group.num_rows)
+        for name in keys:
+            statistics = group.column(names.index(name)).statistics
+            if statistics is None or not statistics.has_min_max:
+                raise ValueError(f"expected the smallest and largest {name} of each row group, got none")
+            found[f"{name}_min"].append(statistics.min)
+            found[f"{name}_max"].append(statistics.max)
+    return {name: np.array(values, np.int64) for name, values in found.items()}
+
+
+def _check(table: str, rows: pa.Table, count: int) -> None:
+    expected = pa.schema([SCHEMAS[table].field(name) for name in rows.column_names])
+    if rows.schema != expected:
+        raise ValueError(f"expected the columns {expected}, got {rows.schema}")
+    if rows.num_rows != count:
+        raise ValueError(f"expected {count} rows, got {rows.num_rows}")
+    rows.validate(full=True)
+    for name in rows.column_names:
+        if name not in _NULLABLE and rows[name].null_count:
+            raise ValueError(f"expected no null in {name}, got {rows[name].null_count}")
+
+
+def _filtered(rows: pa.Table, chosen: Chosen) -> pa.Table:
+    mask = None
+    if chosen.sites is not None:
+        site = to_numpy(rows["site"])
+        at = np.minimum(np.searchsorted(chosen.sites, site), max(len(chosen.sites) - 1, 0))
+        mask = chosen.sites[at] == site if len(chosen.sites) else np.zeros(len(site), bool)
+    if chosen.steps:
+        step = to_numpy(rows["step"])
+        inside = (step >= chosen.steps[0]) & (step <= chosen.steps[1])
+        mask = inside if mask is None else mask & inside
+    return rows if mask is None or mask.all() else rows.filter(to_arrow(mask, pa.bool_()))
+
+
+@contextmanager
+def _checked(path: Path) -> Iterator[None]:
+    """What a file that is not as it was written makes Arrow raise, as RunError."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        error.filename = str(path)
+        raise
+    except (ValueError, OSError, MemoryError, OverflowError, NotImplementedError, pa.ArrowException) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        raise RunError(f"{path}: {str(error)[:500]}") from None

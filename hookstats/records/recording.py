@@ -1,0 +1,313 @@
+"""The sink that keeps a run: in the training process, a copy of each step into a ring, and a look at what was found.
+
+All else is done by a process of its own (`writer`), because a Python thread beside training takes its time.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from hookstats._warn import WarnOnce
+from hookstats.numbers.blocks import Drained, Layout
+from hookstats.records import wire
+from hookstats.records.files import write_whole
+from hookstats.records.places import RING, descriptions, local_folder, rank_folder, started_at
+from hookstats.records.ring import Ring
+from hookstats.rules import Finding, Rule, defaults, rule_to_json
+
+_LEAST_RING = 64 << 20
+_LAYOUTS = 8  # that are known at once: of totals and of channels, and what they were before something moved
+
+
+class Recording:
+    """Keeps a run in a directory, `hookstats.load` reads it. To be given to `attach`, see `record`."""
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        rules: Iterable[Rule | str] | None = None,
+        sinks: Iterable[Any] = (),
+        ring_bytes: int | None = None,
+    ) -> None:
+        if ring_bytes is not None and (not isinstance(ring_bytes, int) or ring_bytes < 1 << 16):
+            raise ValueError(f"ring_bytes: expected at least {1 << 16} bytes, or None; got {ring_bytes!r}")
+        self.path = Path(path).absolute()
+        self._rules = [rule_to_json(rule) for rule in (defaults() if rules is None else rules)]
+        self._sinks = [_spec_of(sink) for sink in sinks]
+        json.dumps([self._rules, self._sinks])  # TypeError for an argument that is nothing of JSON
+        self._ring_bytes = ring_bytes
+        self._ring: Ring | None = None
+        self._begun = False
+
+    def __repr__(self) -> str:
+        return f"hookstats.record({str(self.path)!r})"
+
+    def begin(self, settings: Mapping[str, Any]) -> None:
+        """Called by `attach`. settings: what is kept with the run, for JSON; ``rank``, an int, is among it.
+
+        OSError where the directory cannot be written; RuntimeError where this recording was attached before, or a
+        process that is alive records into the directory.
+        """
+        if self._begun:
+            raise RuntimeError(f"expected a recording for each attach, got {self!r} twice: call hookstats.record again")
+        self._folder = rank_folder(self.path, settings["rank"])
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._pid = os.getpid()
+        self._stopped = False
+        self._tell = WarnOnce()
+        self._restarted = False
+        self._layouts: dict[Layout, int] = {}
+        self._layouts_sent = 0
+        self._writer: subprocess.Popen[bytes] | None = None
+        self._findings_read = 0
+        self._judged_at_start = 0
+        self._attempt = self._describe(dict(settings))
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        atexit.register(self._ended)
+        self._begun = True
+
+    def _describe(self, settings: dict[str, Any]) -> int:
+        """Takes the number of a new attempt, and leaves what a writer must know of it."""
+        known = descriptions(self._folder)
+        for path in known.values():
+            with suppress(OSError, ValueError, KeyError):
+                other = json.loads(path.read_text())
+                if other["host"] == socket.gethostname() and other["started"] == started_at(other["pid"]) is not None:
+                    raise RuntimeError(
+                        f"record: expected a directory that nobody records into, but process {other['pid']} records "
+                        f"into {self.path}: detach its monitor, or choose another directory"
+                    )
+        attempt = 1 + max(known, default=0)
+        manifest = self._folder / "manifest.json"
+        if manifest.exists():
+            with suppress(ValueError, TypeError, KeyError):
+                earlier = json.loads(manifest.read_text())["attempts"]
+                attempt = max([attempt, *(1 + int(each["attempt"]) for each in earlier)])
+        while True:
+            self._description = self._folder / f"{RING}{attempt:04d}.json"
+            try:
+                os.close(os.open(self._description, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
+                break
+            except FileExistsError:
+                attempt += 1
+        where = local_folder(self._folder, attempt)
+        self._ring_path = where / f"{RING}{attempt:04d}"
+        described = {
+            "attempt": attempt,
+            "ring": str(self._ring_path),
+            "host": socket.gethostname(),
+            "pid": self._pid,
+            "started": started_at(self._pid),
+            "settings": settings | {"hookstats": _version(), "host": socket.gethostname(), "time": time.time()},
+            "rules": self._rules,
+        }
+        write_whole(self._description, json.dumps(described).encode())
+        return attempt
+
+    def take(self, drained: Drained) -> None:
+        """Keeps a step. Never raises: what fails is told once, and recording ends."""
+        if self._is_over():
+            return
+        try:
+            self._take(drained)
+        except Exception as error:
+            self._stop(f"{error!r}")
+
+    def _take(self, drained: Drained) -> None:
+        pieces = wire.of_step(drained, self._layouts.get(drained.layout, self._layouts_sent))
+        length = sum(piece.nbytes for piece in pieces)
+        if self._ring is None:
+            self._ring = Ring.create(self._ring_path, self._ring_bytes or max(_LEAST_RING, 4 * length))
+        ring = self._ring
+        self._look_after_writer(ring)
+        if not ring.fits(length):
+            self._drop(ring, f"a step of {length} bytes is more than half of it: pass ring_bytes={4 * length}")
+        elif not self._known(ring, drained.layout) or not ring.write(wire.STEP, pieces):
+            self._drop(ring, "it is full because the writer falls behind: measure less often, or pass more ring_bytes")
+        os.eventfd_write(self._wake, 1)
+
+    def _known(self, ring: Ring, layout: Layout) -> bool:
+        """Sends a layout that is new. False: there is no room for it."""
+        if layout in self._layouts:
+            return True
+        if not ring.write(wire.LAYOUT, wire.of_layout(self._layouts_sent, layout)):
+            return False
+        self._layouts[layout] = self._layouts_sent
+        self._layouts_sent += 1
+        if len(self._layouts) > _LAYOUTS:
+            del self._layouts[next(iter(self._layouts))]
+        return True
+
+    def _drop(self, ring: Ring, why: str) -> None:
+        ring.dropped += 1
+        self._tell("drop", f"a step is not recorded, the ring of {ring.capacity} bytes cannot take it: {why}")
+
+    def _look_after_writer(self, ring: Ring) -> None:
+        """Starts the writer, and once more when it has died after it had done something."""
+        if ring.failed:
+            raise OSError(ring.failure)
+        if self._writer is None:
+            return self._start_writer(ring)
+        status = self._writer.poll()
+        if status is None:
+            return
+        if ring.failed:
+            raise OSError(ring.failure)
+        if ring.judged == self._judged_at_start and self._restarted:
+            raise RuntimeError(f"the writer ended twice with {status}, see {self._folder / 'writer.log'}")
+        self._restarted = True
+        self._tell("writer", f"the writer of {self.path} ended with {status}; a new one goes on where it stopped")
+        self._start_writer(ring)
+
+    def _start_writer(self, ring: Ring) -> None:
+        self._judged_at_start = ring.judged
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+        judges = json.dumps({"rules": self._rules, "sinks": self._sinks})
+        arguments = [str(self._attempt), str(self._wake), judges]
+        with open(self._folder / "writer.log", "ab") as log:
+            self._writer = subprocess.Popen(
+                [sys.executable, "-m", "hookstats.records.writer", self._folder, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=log,
+                env=environment,
+                pass_fds=[self._wake],
+                start_new_session=True,
+            )
+
+    def findings(self) -> list[Finding]:
+        """What the rules have found since the last call; one look at a word of memory where that is nothing."""
+        ring = self._ring
+        if ring is None or self._is_over():
+            return []
+        if ring.failed:
+            self._stop(ring.failure)
+        size = ring.findings
+        if size == self._findings_read:
+            return []
+        try:
+            with open(self._folder / "findings.jsonl", "rb") as file:
+                file.seek(self._findings_read)
+                text = file.read(size - self._findings_read)
+            self._findings_read = size
+            return [Finding.from_json(json.loads(line)) for line in text.splitlines()]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            self._stop(f"{error!r}")
+            return []
+
+    def wait(self, timeout: float) -> None:
+        """Until all that was taken is judged. TimeoutError; RuntimeError where recording has stopped."""
+        end = time.monotonic() + timeout
+        ring = self._ring
+        while ring is not None and ring.judged < ring.written:
+            if not self._is_over():
+                try:
+                    self._look_after_writer(ring)
+                except Exception as error:
+                    self._stop(f"{error!r}")
+            if self._is_over():
+                raise RuntimeError(f"expected a verdict on every closed step, but the recording of {self.path} stopped")
+            if time.monotonic() > end:
+                raise TimeoutError(f"expected a verdict on every closed step within {timeout} s, got none of the last")
+            time.sleep(0.002)
+
+    def close(self, timeout: float = 60) -> None:
+        """Ends the recording: when it returns, everything is in the directory. A warning where that takes longer."""
+        if not self._begun or self._is_over():
+            return
+        ring = self._ring
+        self._ended()
+        if ring is None:
+            self._description.unlink(missing_ok=True)
+        end = time.monotonic() + timeout
+        while self._description.exists() and ring is not None:
+            try:
+                self._look_after_writer(ring)
+            except Exception as error:
+                self._stop(f"{error!r}")
+                break
+            if time.monotonic() > end:
+                self._tell("close", f"after {timeout:.0f} s the writer of {self.path} has not ended; it goes on")
+                break
+            self._wait_for_writer(0.02)
+        else:
+            self._wait_for_writer(5)
+            if ring is not None and self._writer is not None and self._writer.returncode:
+                self._stop(ring.failure or f"its writer ended with {self._writer.returncode}")
+        self._stopped = True
+        atexit.unregister(self._ended)
+        os.close(self._wake)
+
+    def _wait_for_writer(self, seconds: float) -> None:
+        if self._writer is not None:
+            with suppress(subprocess.TimeoutExpired):
+                self._writer.wait(seconds)
+
+    def _ended(self) -> None:
+        """No further step will come."""
+        if self._ring is not None and os.getpid() == self._pid and not self._stopped:
+            self._ring.closed = 1
+            os.eventfd_write(self._wake, 1)
+
+    def _is_over(self) -> bool:
+        return self._stopped or os.getpid() != self._pid
+
+    def _stop(self, why: str) -> None:
+        self._stopped = True
+        self._tell("stop", f"recording into {self.path} stopped, training goes on: {why}")
+
+
+def _version() -> str | None:
+    try:
+        return version("hookstats")
+    except PackageNotFoundError:  # it stands in a folder that was not installed
+        return None
+
+
+def _spec_of(sink: Any) -> dict[str, Any]:
+    if not hasattr(sink, "spec"):
+        raise TypeError(
+            f"record: sinks: expected file sinks of hookstats.sinks, which the writer process can make again, got "
+            f"{sink!r}; give other callables to attach(sinks=[...])"
+        )
+    spec: dict[str, Any] = sink.spec()
+    return spec
+
+
+def record(
+    path: str | os.PathLike[str],
+    *,
+    rules: Iterable[Rule | str] | None = None,
+    sinks: Iterable[Any] = (),
+    ring_bytes: int | None = None,
+) -> Recording:
+    """Keeps every measured step in a directory, and judges it: ``attach(model, sinks=[hookstats.record("runs/a")])``.
+
+    The training process copies each step into a file that it maps; a process of its own (without torch, at the lowest
+    priority) writes Parquet, feeds `sinks`, and applies the rules. What was copied survives the death of either and of
+    both (`hookstats.recover`). Where the disk is full, read-only or gone, one warning says so, recording stops, and
+    training goes on. A directory that holds a run already gets a new attempt of it: a run that was resumed.
+
+    Args:
+        path: of the run, ``rank=0/`` and so on are made in it.
+        rules: objects of `hookstats.rules`, and names ``"module:function"`` of one's own; None: the default ones.
+        sinks: file sinks of `hookstats.sinks`, that process feeds them. Others belong into ``attach(sinks=...)``.
+        ring_bytes: room for steps on their way, on disk; a step that finds none is dropped and counted. None: 64 MB, or
+            four times the first step.
+
+    Raises:
+        ImportError: without pyarrow. TypeError, ValueError: for other rules, sinks or ring_bytes.
+    """
+    return Recording(path, rules=rules, sinks=sinks, ring_bytes=ring_bytes)

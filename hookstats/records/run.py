@@ -1,0 +1,334 @@
+"""`load`: what was recorded, as Snapshots and as tables."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import numpy as np
+
+from hookstats.numbers.fields import STATISTICS, Counts, Site
+from hookstats.numbers.snapshot import Snapshot
+from hookstats.rules import Finding
+
+try:
+    import pyarrow as pa
+except ImportError:
+    raise ImportError("a recorded run is read with pyarrow: pip install 'hookstats[record]'") from None
+
+from hookstats.records import timeline
+from hookstats.records.arrays import from_list, to_arrow, to_numpy
+from hookstats.records.errors import RunError
+from hookstats.records.ranks import merged_snapshot
+from hookstats.records.reading import Chosen, Reader
+from hookstats.records.schema import SCHEMAS, names_of
+from hookstats.records.snapshots import Snapshots
+
+if TYPE_CHECKING:
+    import pandas
+
+Sites: TypeAlias = str | Iterable[str | tuple[str, str]] | None
+Steps: TypeAlias = slice | Iterable[int] | None
+_LARGEST = 256 << 20  # bytes of findings.jsonl: more are not read
+
+
+def load(
+    path: str | Path,
+    *,
+    sites: Sites = None,
+    steps: Steps = None,
+    statistics: Sequence[str] | None = None,
+    ranks: int | Literal["merged"] = 0,
+) -> Run:
+    """Reads a run that `record` keeps, or kept, in a directory; also while it is recorded: as it is now.
+
+    ``sites``: globs over names (``"layers.0.*"``), or pairs of a glob and a tensor (``("head", "output")``, which takes
+    "output.0" as well). ``steps``: a slice of step numbers (``slice(1000, 2000)``), or some numbers. ``statistics``:
+    those that tables have, of `Stats`. Only the columns, files and row groups that are asked for are read. ``ranks``:
+    the number of a rank, or "merged": all of them as one, in the steps that all have recorded.
+
+    Where a run was resumed, its latest attempt holds: of the attempts before, steps count that are smaller than any that
+    a later one recorded. Of a number that an attempt gave twice, the later step counts.
+
+    RunError, a ValueError, where the directory holds no run, or a torn or altered one, and SchemaError where another
+    version recorded it; also later, when what is torn is read. ValueError for a glob, step or statistic that there is
+    not. Without pyarrow ImportError: ``pip install 'hookstats[record]'``. Does not import torch.
+    """
+    folders = sorted(Path(path).glob("rank=*"), key=lambda folder: (len(folder.name), folder.name))
+    names = [folder.name for folder in folders]
+    if ranks == "merged" and folders:
+        return MergedRun(folders, sites, steps, statistics)
+    if isinstance(ranks, bool) or not isinstance(ranks, int):
+        raise ValueError(f'load: ranks: expected a number, or "merged", got {ranks!r}')
+    if f"rank={ranks}" not in names:
+        raise RunError(f"{path}: expected the directory of a run, with rank={ranks} in it; got {names or 'none'}")
+    return Run(folders[names.index(f"rank={ranks}")], sites, steps, statistics)
+
+
+class Run:
+    """A recorded run as it was when it was loaded, see `load`.
+
+    ``len(run)`` measured steps; ``run[step]`` is the Snapshot of a step, by its number, and iteration gives all in the
+    order of their numbers. They equal those that training had (`Snapshot.equals`).
+    """
+
+    def __init__(self, folder: Path, sites: Sites, steps: Steps, statistics: Sequence[str] | None) -> None:
+        """folder: of a rank."""
+        self._folders = [folder]
+        self._reader = Reader(folder)
+        self._timeline = timeline.read(self._reader)
+        self._statistics = _statistics(statistics)
+        self._has_all_steps = steps is None
+        self._choose(_matching(self._reader.manifest.sites, sites), _rows(self._timeline.step, steps))
+
+    def _choose(self, sites: set[Site] | None, rows: list[int]) -> None:
+        self._chosen_sites, self._rows = sites, rows
+        known = self._reader.manifest.sites
+        self._ids = None if sites is None else np.flatnonzero([site in sites for site in known])
+        self._snapshots = Snapshots(self._reader, self._timeline, self._ids)
+
+    @cached_property
+    def steps(self) -> list[int]:
+        """The numbers of the steps that count, ascending."""
+        numbers: list[int] = self._timeline.step[self._rows].tolist()
+        return numbers
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, step: int) -> Snapshot:
+        """KeyError for a step that was not recorded, or does not count."""
+        at = int(np.searchsorted(self.steps, step))
+        if at == len(self) or self.steps[at] != step:
+            raise KeyError(f"expected a recorded step, such as {self.steps[:5]}; got {step!r}")
+        return next(self._read(self._rows[at : at + 1]))
+
+    def __contains__(self, step: object) -> bool:
+        return step in self.steps
+
+    def __iter__(self) -> Iterator[Snapshot]:
+        return self._read(self._rows)
+
+    def _read(self, rows: list[int]) -> Iterator[Snapshot]:
+        return self._snapshots.read(rows)
+
+    @property
+    def totals(self) -> pa.Table:
+        """An Arrow table with a row for each step and site, by step and then in the order of the Snapshot.
+
+        ``step``, ``time`` (UTC), ``attempt``, ``site`` (its number in this run), ``name``, ``tensor``, ``order`` (the
+        place in the order of execution; null where silent), ``calls``, and the statistics, without a scaler's scale.
+        """
+        columns = ["step", "time", "attempt", "record", "site", "place", "order", "calls", *self._statistics]
+        found = self._table("totals", columns, Chosen(self._bounds, self._ids), "place")
+        ids = to_numpy(found["site"])
+        sites = self._reader.manifest.sites
+        if ids.size and not 0 <= ids.min() <= ids.max() < len(sites):
+            raise RunError(f"expected sites 0 to {len(sites) - 1}, got {ids.min()} to {ids.max()}")
+        named = names_of(sites, to_arrow(ids, pa.int32()))
+        shown = ["step", "time", "attempt", "site", *named, "order", "calls", *self._statistics]
+        return pa.table({name: named[name] if name in named else found[name] for name in shown})
+
+    @property
+    def scalars(self) -> pa.Table:
+        """An Arrow table of what travelled with the steps: ``step``, ``time``, ``attempt``, ``name``, ``value``."""
+        columns = ["step", "time", "attempt", "record", "name", "value"]
+        return self._table("scalars", columns, Chosen(self._bounds, None)).drop_columns(["record"])
+
+    @property
+    def _bounds(self) -> tuple[int, int] | None:
+        if self._has_all_steps:
+            return None
+        return (self.steps[0], self.steps[-1]) if self.steps else (0, -1)
+
+    def _table(self, table: str, columns: Sequence[str], chosen: Chosen, within: str | None = None) -> pa.Table:
+        """The rows of the steps that count, by step, and in a step by a column or as they were recorded."""
+        found = self._reader.table(table, columns, chosen)
+        rows = self._timeline.rows_of(found, self._reader.manifest)
+        is_chosen = np.zeros(len(self._timeline.step) + 1, bool)
+        is_chosen[self._rows] = True  # at -1, the last: those that do not count
+        kept = np.flatnonzero(is_chosen[rows])
+        keys = [rows[kept]] if within is None else [to_numpy(found[within])[kept], rows[kept]]
+        return found.take(to_arrow(kept[np.lexsort(keys)], pa.int64()))
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """`totals` as a DataFrame. ImportError without pandas: ``pip install 'hookstats[pandas]'``."""
+        try:
+            import pandas  # noqa: F401
+        except ImportError:
+            raise ImportError("to_pandas needs pandas: pip install 'hookstats[pandas]'") from None
+        return self.totals.to_pandas()
+
+    @property
+    def findings(self) -> list[Finding]:
+        """What the rules found in these steps and sites while the run was recorded, in that order."""
+        found = [finding for folder in self._folders for finding in _findings(folder / "findings.jsonl")]
+        numbers = set(self.steps)
+        return [
+            finding
+            for finding in found
+            if not self._timeline.is_replaced(finding.step, finding.attempt)
+            and (self._has_all_steps or finding.step in numbers)
+            and (self._chosen_sites is None or finding.site is None or finding.site in self._chosen_sites)
+        ]
+
+    @property
+    def manifest(self) -> dict[str, Any]:
+        """What stands in manifest.json: attempts with their settings, and the parts."""
+        return self._reader.manifest.to_json()
+
+    def __repr__(self) -> str:
+        span = f", {self.steps[0]} to {self.steps[-1]}" if len(self) else ""
+        return f"Run({len(self)} steps{span}; {', '.join(str(folder) for folder in self._folders)})"
+
+
+class MergedRun(Run):
+    """All ranks of a run as one: the steps that all of them have recorded, in the same attempt.
+
+    A Snapshot has the calls, counts, extremes and histograms of all ranks, exactly, and moments to rounding; channels
+    where all ranks have the same ones; of scalars the mean. Attempts and times are those of the first rank.
+    """
+
+    def __init__(self, folders: list[Path], sites: Sites, steps: Steps, statistics: Sequence[str] | None) -> None:
+        """folders: of the ranks."""
+        self._ranks = [Run(folder, None, None, statistics) for folder in folders]
+        first = self._ranks[0]
+        self._folders, self._timeline, self._statistics = folders, first._timeline, first._statistics
+        self._has_all_steps = steps is None
+        known = list(dict.fromkeys(site for rank in self._ranks for site in rank._reader.manifest.sites))
+        self._known, self._chosen_sites = known, _matching(known, sites)
+        common = set.intersection(*(set(_numbered(rank._timeline)) for rank in self._ranks))
+        places = {key: row for row, key in enumerate(_numbered(first._timeline))}
+        shared = np.array(sorted(places[key] for key in common), np.int64)
+        self._rows = shared[_rows(first._timeline.step[shared], steps)].tolist()
+        for rank in self._ranks:
+            its = {key: row for row, key in enumerate(_numbered(rank._timeline))}
+            chosen = [its[_numbered(first._timeline)[row]] for row in self._rows]
+            rank._choose(self._chosen_sites, chosen)
+
+    def _read(self, rows: list[int]) -> Iterator[Snapshot]:
+        at = np.searchsorted(self._rows, rows).tolist()
+        each = [rank._snapshots.read([rank._rows[i] for i in at]) for rank in self._ranks]
+        return (merged_snapshot(snapshots) for snapshots in zip(*each, strict=True))
+
+    @property
+    def totals(self) -> pa.Table:
+        """As that of one rank; ``site`` numbers are of this table."""
+        tables = [self._totals_of(row, snapshot) for row, snapshot in zip(self._rows, self, strict=True)]
+        kinds = {"order": pa.int32(), "site": pa.int32(), "name": pa.string(), "tensor": pa.string()}
+        kinds |= {name: SCHEMAS["totals"].field(name).type for name in ("step", "attempt", "time", "calls")}
+        names = ["step", "time", "attempt", "site", "name", "tensor", "order", "calls", *self._statistics]
+        schema = pa.schema([(name, kinds.get(name, pa.float64())) for name in names])
+        empty = schema.empty_table()
+        return pa.concat_tables([empty, *tables])
+
+    def _totals_of(self, row: int, snapshot: Snapshot) -> pa.Table:
+        columns = snapshot.columns
+        n = len(columns)
+        order = np.full(n, -1)
+        order[columns.order] = np.arange(len(columns.order))
+        number = {site: i for i, site in enumerate(self._known)}
+        ids = to_arrow(np.array([number[site] for site in columns.sites], np.int64), pa.int32())
+        first = self._timeline
+        of_step = {"step": first.step, "time": first.time, "attempt": first.attempt}
+        table = {
+            name: to_arrow(np.full(n, values[row]), SCHEMAS["totals"].field(name).type)
+            for name, values in of_step.items()
+        }
+        table |= {"site": ids}
+        table |= {name: named.dictionary_decode() for name, named in names_of(self._known, ids).items()}
+        table |= {"order": to_arrow(order, pa.int32(), order < 0), "calls": to_arrow(columns.calls, pa.int64())}
+        table |= {name: to_arrow(getattr(columns.totals, name), pa.float64()) for name in self._statistics}
+        return pa.table(table)
+
+    @property
+    def scalars(self) -> pa.Table:
+        """As that of one rank, with the mean of the ranks."""
+        first = self._timeline
+        rows = [
+            (row, *each) for row, snapshot in zip(self._rows, self, strict=True) for each in snapshot.scalars.items()
+        ]
+        at = np.array([row for row, _, _ in rows], np.int64)
+        return pa.table(
+            {
+                "step": to_arrow(first.step[at], pa.int64()),
+                "time": to_arrow(first.time[at], pa.timestamp("us", "UTC")),
+                "attempt": to_arrow(first.attempt[at], pa.int32()),
+                "name": from_list([name for _, name, _ in rows], pa.string()),
+                "value": from_list([value for _, _, value in rows], pa.float64()),
+            }
+        )
+
+    @property
+    def manifest(self) -> dict[str, Any]:
+        """The manifest of each rank, by the name of its folder."""
+        return {rank._folders[0].name: rank.manifest for rank in self._ranks}
+
+
+def _numbered(of: timeline.Timeline) -> list[tuple[int, int]]:
+    """Step and attempt, of each."""
+    return list(zip(of.step.tolist(), of.attempt.tolist(), strict=True))
+
+
+def _findings(path: Path) -> list[Finding]:
+    """Those of whole lines; the last one may be half written."""
+    if not path.exists():
+        return []
+    size = path.stat().st_size
+    if size > _LARGEST:
+        raise RunError(f"{path}: expected at most {_LARGEST} bytes, got {size}")
+    lines = path.read_bytes().split(b"\n")[:-1]
+    try:
+        return [Finding.from_json(json.loads(line)) for line in lines]
+    except (ValueError, TypeError, RecursionError) as error:
+        raise RunError(f"{path}: expected a finding in each line; {str(error)[:300]}") from None
+
+
+def _statistics(names: Sequence[str] | None) -> list[str]:
+    unknown = [name for name in names or () if name not in STATISTICS]
+    if unknown:
+        raise ValueError(f"statistics: expected some of {', '.join(STATISTICS)}; got {', '.join(map(repr, unknown))}")
+    return list(STATISTICS if names is None else dict.fromkeys(names))
+
+
+def _matching(known: list[Site], chosen: Sites) -> set[Site] | None:
+    if chosen is None:
+        return None
+    wanted: set[Site] = set()
+    for each in [chosen] if isinstance(chosen, str) else chosen:
+        name, tensor = (each, None) if isinstance(each, str) else each
+        found = {
+            site
+            for site in known
+            if fnmatchcase(site.name, name)
+            and (tensor is None or site.tensor == tensor or site.tensor.startswith(f"{tensor}."))
+        }
+        if not found:
+            some = ", ".join(repr(tuple(site)) for site in known[:8])
+            raise ValueError(f"sites: {each!r} matches nothing; expected some of {some}, ...")
+        wanted |= found
+    return wanted
+
+
+def _rows(recorded: Counts, steps: Steps) -> list[int]:
+    """The places of the steps that are asked for."""
+    if steps is None:
+        chosen = np.arange(len(recorded))
+    elif isinstance(steps, slice):
+        if steps.step is not None:
+            raise ValueError(f"steps: expected a slice from a step to a step, got {steps}")
+        first = 0 if steps.start is None else int(np.searchsorted(recorded, steps.start))
+        last = len(recorded) if steps.stop is None else int(np.searchsorted(recorded, steps.stop))
+        chosen = np.arange(first, last)
+    else:
+        numbers = np.unique(np.array(list(steps), np.int64))
+        missing = np.setdiff1d(numbers, recorded)
+        if len(missing):
+            raise ValueError(f"steps: expected recorded steps, got {missing[:5].tolist()}")
+        chosen = np.flatnonzero(np.isin(recorded, numbers))
+    result: list[int] = chosen.tolist()
+    return result

@@ -1,0 +1,184 @@
+"""Rows of a rank's tables as Snapshots, the same as were drained, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from hookstats.numbers.columns import Columns
+from hookstats.numbers.fields import FIELDS, Array, Counts, Skipped, histogram_shape
+from hookstats.numbers.snapshot import Snapshot
+from hookstats.records.arrays import is_null, to_arrow, to_numpy
+from hookstats.records.errors import RunError
+from hookstats.records.reading import Chosen, Reader
+from hookstats.records.schema import SAME_AS, STATE
+from hookstats.records.timeline import Timeline
+
+_SITES = ["site", "place", "order", "calls", "scale", "channels", "keeps_channels", "channel_dim", "has_histogram"]
+_AT_ONCE = 200_000  # rows of totals that are held: about 60 MB
+
+
+class Snapshots:
+    """Those of a rank, of all sites or of some. States of channels and histograms are read when they are asked for."""
+
+    def __init__(self, reader: Reader, timeline: Timeline, sites: Counts | None) -> None:
+        """sites: their ids, ascending; None: all."""
+        self._reader = reader
+        self._timeline = timeline
+        self._sites = sites
+        self._names = list(reader.manifest.sites)
+
+    def read(self, rows: Sequence[int]) -> Iterator[Snapshot]:
+        """rows: of the timeline, ascending; as many at once as are held."""
+        sizes = np.cumsum([0, *(self._timeline.columns["sites"][row] for row in rows)])
+        begin = 0
+        while begin < len(rows):
+            end = max(int(np.searchsorted(sizes, sizes[begin] + _AT_ONCE, side="right")) - 1, begin + 1)
+            yield from self._read(rows[begin:end])
+            begin = end
+
+    def _read(self, rows: Sequence[int]) -> Iterator[Snapshot]:
+        values = list(dict.fromkeys([*STATE.values(), *SAME_AS.values()]))
+        totals = self.table("totals", [*_SITES, *values], rows)
+        scalars = self.table("scalars", ["name", "value"], rows)
+        events = self.table("events", ["site", "reason", "times"], rows)
+        for i, row in enumerate(rows):
+            yield self._snapshot(row, totals[i], scalars[i], events[i])
+
+    def table(self, table: str, columns: Sequence[str], rows: Sequence[int]) -> list[pa.Table]:
+        """The rows of each of these steps, of totals by place, of the others as they were recorded."""
+        steps = self._timeline.step[list(rows)]
+        chosen = Chosen((int(steps[0]), int(steps[-1])), None if table == "scalars" else self._sites)
+        found = self._reader.table(table, ["attempt", "record", *columns], chosen)
+        of = self._timeline.rows_of(found, self._reader.manifest)
+        order = np.lexsort((to_numpy(found["place"]), of)) if "place" in columns else np.argsort(of, kind="stable")
+        found = found.take(to_arrow(order, pa.int64()))
+        begins, ends = (np.searchsorted(of[order], list(rows), side=side) for side in ("left", "right"))
+        return [found.slice(begin, end - begin) for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
+
+    def _snapshot(self, row: int, totals: pa.Table, scalars: pa.Table, events: pa.Table) -> Snapshot:
+        timeline = self._timeline
+        step = int(timeline.step[row])
+        of_step = {name: values[row] for name, values in timeline.columns.items()}
+        for name, table in (("sites", totals), ("scalars", scalars), ("events", events)):
+            if (name == "scalars" or self._sites is None) and table.num_rows != of_step[name]:
+                raise RunError(f"step {step}: expected {of_step[name]} rows of {name}, got {table.num_rows}")
+        named = dict(zip(scalars["name"].to_pylist(), scalars["value"].to_pylist(), strict=True))
+        left_out = zip(*(events[name].to_pylist() for name in ("site", "reason", "times")), strict=True)
+        skipped = {self._names[self._id(step, site)]: Skipped(reason, times) for site, reason, times in left_out}
+        if len(named) != scalars.num_rows or len(skipped) != events.num_rows:
+            raise RunError(f"step {step}: expected each scalar and skipped site once, got {list(named)}, {skipped}")
+        columns = self._columns(row, step, totals)
+        return Snapshot(step, columns, named, of_step["grad_scale"], of_step["overflowed"], skipped)
+
+    def _columns(self, row: int, step: int, totals: pa.Table) -> Columns:
+        ids, place, calls, channels = (to_numpy(totals[name]) for name in ("site", "place", "calls", "channels"))
+        order, fired = to_numpy(totals["order"]), np.flatnonzero(~is_null(totals["order"]))
+        right = (np.diff(place) > 0).all() and len(np.unique(ids)) == len(ids) == len(totals)
+        right = right and (self._sites is not None or len(place) == 0 or place[-1] == len(place) - 1)
+        right = right and (channels > 0).all() and (calls >= 0).all() and len(np.unique(order[fired])) == len(fired)
+        if not right:
+            raise RunError(f"step {step}: expected each site, its place and its place in order once, got others")
+        sites = [self._names[self._id(step, site)] for site in ids.tolist()]
+        wholes = _wholes(totals)
+        wide = self._wide(row, {site: (i, int(channels[i])) for i, site in enumerate(ids.tolist())}, totals)
+        return Columns(
+            sites,
+            calls.astype(np.int64),
+            fired[np.argsort(order[fired])],
+            to_numpy(totals["scale"]),
+            to_numpy(totals["keeps_channels"]),
+            totals["channel_dim"].to_pylist(),
+            self._timeline.bins[row],
+            lambda i: wholes[:, i : i + 1].copy() if channels[i] == 1 else wide.states[i],
+            lambda i: wide.histograms.get(i),
+            lambda: wholes,
+        )
+
+    def _wide(self, row: int, places: dict[int, tuple[int, int]], totals: pa.Table) -> _Wide:
+        has_histogram = to_numpy(totals["has_histogram"])
+        return _Wide(self, row, places, set(np.flatnonzero(has_histogram).tolist()), self._timeline)
+
+    def _id(self, step: int, site: int) -> int:
+        if not 0 <= site < len(self._names):
+            raise RunError(f"step {step}: expected sites 0 to {len(self._names) - 1}, got {site}")
+        return site
+
+
+def _wholes(totals: pa.Table) -> Array:
+    wholes = np.empty((len(FIELDS), len(totals)))
+    for values, name in zip(wholes, STATE.values(), strict=True):
+        column = totals[name]
+        values[:] = to_numpy(column)
+        if column.null_count:
+            same = is_null(column)
+            values[same] = to_numpy(totals[SAME_AS[name]])[same]
+    return wholes
+
+
+class _Wide:
+    """Of a step: states of more than one channel, and histograms, by place; read when one of them is asked for."""
+
+    def __init__(
+        self,
+        snapshots: Snapshots,
+        row: int,
+        places: dict[int, tuple[int, int]],
+        with_histogram: set[int],
+        timeline: Timeline,
+    ) -> None:
+        """places: of a site's id, its place and how many channels it has."""
+        self._snapshots = snapshots
+        self._row = row
+        self._places = places
+        self._with_histogram = with_histogram
+        self._timeline = timeline
+        self._step = int(timeline.step[row])
+
+    @cached_property
+    def states(self) -> dict[int, Array]:
+        found = {}
+        [rows] = self._snapshots.table("channels", ["site", *STATE.values()], [self._row])
+        lists = [_lists(rows[name]) for name in STATE.values()]
+        for number, site in enumerate(rows["site"].to_pylist()):
+            place, channels = self._places.get(site, (-1, 0))
+            fields = [each[number] for each in lists]
+            if place in found or channels < 2 or {len(values) for values in fields} != {channels}:
+                raise RunError(
+                    f"step {self._step}: site {site}: expected the state of {channels} channels, got another"
+                )
+            found[place] = np.stack(fields)
+        self._complete("states", {place for place, channels in self._places.values() if channels > 1}, set(found))
+        return found
+
+    @cached_property
+    def histograms(self) -> dict[int, Counts]:
+        if not self._with_histogram:
+            return {}
+        found: dict[int, Counts] = {}
+        [rows] = self._snapshots.table("histograms", ["site", "counts"], [self._row])
+        for site, counts in zip(rows["site"].to_pylist(), _lists(rows["counts"]), strict=True):
+            place, channels = self._places.get(site, (-1, 0))
+            shape = histogram_shape(self._timeline.bins[self._row], channels)
+            if place in found or counts.size != int(np.prod(shape)) or counts.min(initial=0) < 0:
+                raise RunError(f"step {self._step}: site {site}: expected counts of shape {shape}, got {counts.size}")
+            found[place] = counts.reshape(shape)
+        self._complete("histograms", self._with_histogram, set(found))
+        return found
+
+    def _complete(self, what: str, expected: set[int], got: set[int]) -> None:
+        if expected != got:
+            raise RunError(f"step {self._step}: expected {what} of {len(expected)} sites, got them of {len(got)}")
+
+
+def _lists(column: pa.ChunkedArray) -> list[Any]:
+    return [
+        values[begin:end]
+        for chunk in column.chunks
+        for values, offsets in [(to_numpy(chunk.values), to_numpy(chunk.offsets))]
+        for begin, end in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)
+    ]

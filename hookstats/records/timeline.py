@@ -1,0 +1,116 @@
+"""Which recorded steps count, over all attempts of a rank."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from hookstats.numbers.fields import Bins, Counts, bins_from_json
+from hookstats.records.arrays import to_arrow, to_numpy
+from hookstats.records.errors import RunError
+from hookstats.records.manifest import Manifest
+from hookstats.records.reading import Chosen, Reader
+from hookstats.records.schema import SCHEMAS
+
+
+@dataclass
+class Timeline:
+    """The steps that count, ascending; arrays ``[steps]``.
+
+    ``row``: of each recorded step, by attempt and record, its place here; -1 where it does not count.
+    """
+
+    step: Counts
+    time: Counts  # microseconds since the epoch
+    attempt: Counts
+    record: Counts
+    columns: dict[str, list[Any]]  # the others of the table steps
+    bins: list[Bins | None]
+    base: dict[int, tuple[int, int]]  # of an attempt: where its records begin in `row`, and how many there are
+    row: Counts
+    begun: dict[int, int]  # of an attempt: its smallest step
+
+    def is_replaced(self, step: int, attempt: int) -> bool:
+        """Whether a later attempt began at this step, or before."""
+        return any(first <= step for later, first in self.begun.items() if later > attempt)
+
+    def rows_of(self, table: pa.Table, manifest: Manifest) -> Counts:
+        """Of the rows of a table: which step each belongs to; -1 for those that do not count, or came later.
+
+        manifest: the one by which the table was read. RunError for rows of steps that nobody recorded.
+        """
+        attempt, record = to_numpy(table["attempt"]), to_numpy(table["record"])
+        rows = np.full(len(attempt), -1, np.int64)
+        of_recorded = np.zeros(len(attempt), bool)
+        for each in manifest.attempts:
+            here = (attempt == each.attempt) & (record >= 0) & (record < each.records)
+            of_recorded |= here
+            if each.attempt in self.base:
+                begin, size = self.base[each.attempt]
+                here &= record < size
+                rows[here] = self.row[begin + record[here]]
+        if not of_recorded.all():
+            raise RunError("expected rows of recorded steps, got others")
+        return rows
+
+
+def read(reader: Reader) -> Timeline:
+    """RunError where the attempts have other steps than the manifest says."""
+    table = reader.table("steps", SCHEMAS["steps"].names, Chosen())
+    attempt, record, step = (to_numpy(table[name]) for name in ("attempt", "record", "step"))
+    order = np.lexsort((record, attempt))
+    table, attempt, record, step = table.take(to_arrow(order, pa.int64())), attempt[order], record[order], step[order]
+    counts = {each.attempt: each.records for each in reader.manifest.attempts if each.records}
+    expected = sum(counts.values())
+    right = len(step) == expected
+    if right and expected:
+        right = bool((attempt == np.repeat(list(counts), list(counts.values()))).all())
+        right &= bool((record == np.concatenate([np.arange(count) for count in counts.values()])).all())
+    if not right:
+        raise RunError(f"{reader.directory}: expected {expected} recorded steps, each once, got {len(step)}")
+    chosen = _counting(step, attempt)
+    begins = np.cumsum([0, *counts.values()]).tolist()
+    base = {number: (begin, count) for (number, count), begin in zip(counts.items(), begins, strict=False)}
+    row = np.full(len(step), -1, np.int64)
+    row[chosen] = np.arange(len(chosen))
+    rest = [name for name in SCHEMAS["steps"].names if name not in ("step", "attempt", "record", "time")]
+    columns = {name: table[name].take(to_arrow(chosen, pa.int64())).to_pylist() for name in rest}
+    known: dict[str | None, Bins | None] = {None: None}
+    for text in columns["histogram"]:
+        if text not in known:
+            known[text] = _bins(text)
+    bins = [known[text] for text in columns["histogram"]]
+    time = to_numpy(table["time"])
+    begun = {number: int(step[attempt == number].min()) for number in counts}
+    return Timeline(step[chosen], time[chosen], attempt[chosen], record[chosen], columns, bins, base, row, begun)
+
+
+def _counting(step: Counts, attempt: Counts) -> Counts:
+    """The rows that count, by step. What an attempt recorded from the step on with which a higher one began does not
+    count, also where the higher one has not come that far; of a number that an attempt gave twice, the later counts.
+
+    step, attempt: sorted by attempt, and in an attempt by time.
+    """
+    counts = np.ones(len(step), bool)
+    begun = np.inf
+    for number in np.unique(attempt)[::-1]:
+        here = attempt == number
+        counts[here] = step[here] < begun
+        begun = min(begun, step[here].min())
+    rows = np.flatnonzero(counts)
+    rows = rows[np.argsort(step[rows], kind="stable")]
+    is_last = np.append(step[rows][1:] != step[rows][:-1], True) if len(rows) else np.empty(0, bool)
+    result: Counts = rows[is_last]
+    return result
+
+
+def _bins(text: str) -> Bins:
+    try:
+        bins = bins_from_json(json.loads(text))
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise RunError(f"expected the bins of a histogram, got {text[:100]!r}: {error}") from None
+    return bins

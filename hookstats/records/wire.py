@@ -1,0 +1,86 @@
+"""What goes through the ring: layouts, and steps that are read by them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hookstats.numbers.blocks import Drained, Layout
+from hookstats.numbers.fields import Site, Skipped
+from hookstats.records.ring import RingError
+
+LAYOUT, STEP = 1, 2  # kinds of records
+
+
+def of_layout(number: int, layout: Layout) -> list[NDArray[Any]]:
+    return [_text({"number": number, **layout.to_json()})]
+
+
+def of_step(drained: Drained, layout: int) -> list[NDArray[Any]]:
+    """Of a Drained: the pieces of a record, the blocks where they are. layout: the number of its layout."""
+    told = {
+        "layout": layout,
+        "step": drained.step,
+        "time": drained.time,
+        "scalars": drained.scalars,
+        "grad_scale": drained.grad_scale,
+        "overflowed": drained.overflowed,
+        "skipped": [[*site, *skipped] for site, skipped in drained.skipped.items()],
+    }
+    text = _text(told)
+    blocks = [block[:size] for block, size in zip(drained.blocks, drained.layout.sizes, strict=True)]
+    return [np.array([len(text)], np.int64), text, drained.hidden.astype(np.int64), drained.readings, *blocks]
+
+
+def layout_from(text: bytes) -> tuple[int, Layout]:
+    """What `of_layout` made. RingError for anything else."""
+    try:
+        told = json.loads(text)
+        return int(told["number"]), Layout.from_json(told)
+    except (ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
+        raise RingError(f"expected a layout, got {error!r}") from None
+
+
+def step_from(payload: NDArray[np.uint8], layouts: Mapping[int, Layout]) -> Drained:
+    """What `of_step` made; the blocks stay where they are. RingError for anything else."""
+    try:
+        length = int(payload[:8].view(np.int64)[0])
+        if not 0 <= length <= len(payload) - 8:
+            raise ValueError(f"a text of {length} bytes in {len(payload)}")
+        told = json.loads(payload[8 : 8 + length].tobytes())
+        layout = layouts[told["layout"]]
+        rows = len(layout.rows)
+        numbers = payload[8 + length :].view(np.int64)
+        ends = np.cumsum([rows, rows, *layout.sizes])
+        if ends[-1] != len(numbers):
+            raise ValueError(f"{len(numbers)} numbers behind the text, of {ends[-1]}")
+        hidden, readings, *blocks = np.split(numbers, ends[:-1])
+        scalars = {str(name): float(value) for name, value in told["scalars"].items()}
+        scale, overflowed = told["grad_scale"], told["overflowed"]
+        drained = Drained(
+            layout,
+            blocks,
+            int(told["step"]),
+            float(told["time"]),
+            scalars,
+            None if scale is None else float(scale),
+            None if overflowed is None else bool(overflowed),
+            hidden,
+            readings,
+        )
+        drained.skipped = {
+            Site(name, tensor): Skipped(reason, times) for name, tensor, reason, times in told["skipped"]
+        }
+        return drained
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+        raise RingError(f"expected a step, got {error!r}") from None
+
+
+def _text(value: Any) -> NDArray[Any]:
+    """JSON, with blanks behind it up to a multiple of 8 bytes."""
+    text = json.dumps(value, separators=(",", ":")).encode()
+    return np.frombuffer(text + b" " * (-len(text) % 8), np.uint8)

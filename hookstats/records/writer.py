@@ -1,0 +1,320 @@
+"""The process that writes: from the ring to Parquet, findings and file sinks. It imports no torch.
+
+Run as ``python -m hookstats.records.writer FOLDER ATTEMPT WAKE JUDGES`` by the training process, which it outlives
+until the ring is empty. Whatever ends it, the next one goes on: a part counts, and its room in the ring is free, from
+the moment the manifest names it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import select
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from hookstats.numbers.blocks import Drained, Layout
+from hookstats.records import wire
+from hookstats.records.files import write_whole
+from hookstats.records.places import RING, descriptions, started_at
+from hookstats.records.ring import Ring, RingError
+from hookstats.records.run import Run
+from hookstats.records.store import Store
+from hookstats.rules import Finding, Judge, is_ours, rule_from_json
+from hookstats.sinks import from_spec
+
+PART_BYTES = 64 << 20
+PART_SECONDS = 10.0
+_LOCK_SECONDS = 120.0
+KNOWN_LAYOUTS = 8
+_PAST = 200  # recorded steps from which the rules' windows are made again
+
+
+class Attempt:
+    """One training process's ring, and where what is in it goes."""
+
+    def __init__(self, store: Store, folder: Path, path: Path, judges: Mapping[str, Any] | None = None) -> None:
+        """path: of what the training process left to be known.
+
+        judges: ``rules`` and ``sinks`` as the training process said; None: it is dead, and what stands in a file is
+        not trusted to name code that is run, or other files that are written: only our own rules judge.
+        ValueError, OSError where there is nothing to do.
+        """
+        described = json.loads(path.read_text())
+        if judges is None:
+            judges = {"rules": [rule for rule in described["rules"] if is_ours(rule)], "sinks": []}
+        self._description = path
+        self.number = int(described["attempt"])
+        self.pid, self._started = int(described["pid"]), described["started"]
+        if described["host"] != socket.gethostname():
+            raise ValueError(
+                f"{path}: expected a ring of this machine, got one of {described['host']}: recover it there"
+            )
+        self.ring_path = Path(described["ring"])
+        self.ring = Ring(self.ring_path)
+        self._store = store
+        self._layouts_path = folder / f"{RING}{self.number:04d}.layouts"
+        self.is_finished = store.ended(self.number)
+        if self.is_finished:
+            return
+        store.begin(self.number, described["settings"])
+        self._layouts = Layouts(self._layouts_path)
+        self._position = max(self.ring.tail, store.consumed(self.number))
+        self.ring.tail = self._position
+        self._sinks = [from_spec(spec) for spec in judges["sinks"]]
+        self._rank = int(described["settings"]["rank"])
+        self._judge = Judge(map(rule_from_json, judges["rules"]), self._rank, self.number)
+        self._judge.rebuild(_past(folder))
+        self._findings = Findings(folder / "findings.jsonl")
+        self._judged = self.ring.judged  # what was found in these is told already
+        self.ring.findings = self._findings.size
+        self._since: float | None = None  # when the first step came that is not committed
+
+    def is_training(self) -> bool:
+        """Whether the process that fills the ring is alive."""
+        return started_at(self.pid) is not None and started_at(self.pid) == self._started
+
+    def serve(self) -> bool:
+        """What cannot wait. False: there was nothing to read."""
+        came = self.read()
+        if self._since is not None and time.monotonic() - self._since > PART_SECONDS:
+            self.commit()
+        return came
+
+    def read(self) -> bool:
+        """Takes what there is. False: there was nothing."""
+        came = False
+        for record in self.ring.read(self._position):
+            came = True
+            if record.kind == wire.LAYOUT:
+                self._layouts.add(record.payload.tobytes())
+            else:
+                self._take(record.number, wire.step_from(record.payload, self._layouts.known))
+            self._position = record.end
+            self.ring.judged = max(self.ring.judged, record.number + 1)
+            if self._store.size >= PART_BYTES or self._position - self.ring.tail > self.ring.capacity // 3:
+                self.commit()
+        return came
+
+    def _take(self, number: int, drained: Drained) -> None:
+        """A step that an earlier writer had taken, but not committed, is not told once more."""
+        if self._since is None:
+            self._since = time.monotonic()
+        found = self._judge.judge(drained)
+        if number >= self.ring.fed:
+            self.ring.fed = number + 1
+            found += self._feed(drained)
+        if number >= self._judged:
+            self.ring.findings = self._findings.add(found)
+        self._store.add(drained)
+
+    def _feed(self, drained: Drained) -> list[Finding]:
+        failed = []
+        for sink in list(self._sinks):
+            try:
+                sink(drained.snapshot())
+            except Exception as error:
+                self._sinks.remove(sink)
+                sentence = f"the sink {sink!r} failed and gets nothing more: {error!r}"
+                failed.append(
+                    Finding("sink", drained.step, None, 1.0, 0.0, "warning", sentence, self._rank, self.number)
+                )
+        return failed
+
+    def commit(self) -> None:
+        """From here on what was taken is the record's, and its room the ring's."""
+        if self._position == self.ring.tail:
+            return
+        self._layouts.keep()
+        self._store.commit(self._position)
+        self.ring.tail = self._position
+        self._since = None
+
+    def finish(self, how: str | None = None) -> None:
+        """Nothing more comes: the ring is empty and is taken away."""
+        self.commit()
+        for sink in self._sinks:
+            with suppress(Exception):
+                sink.close()
+        self._store.finish(self.number, how or ("closed" if self.ring.closed else "died"), self.ring.dropped)
+        self.tidy()
+
+    def tidy(self) -> None:
+        """Takes the ring away."""
+        for path in (self._layouts_path, self.ring_path, self._description):
+            path.unlink(missing_ok=True)
+
+
+class Layouts:
+    """Those that steps in the ring refer to, also where their own records have left it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.known: dict[int, Layout] = {}
+        self._texts: dict[int, str] = {}
+        self._is_kept = True
+        if path.exists():
+            for text in path.read_bytes().splitlines():
+                self.add(text)
+
+    def add(self, text: bytes) -> None:
+        number, self.known[number] = wire.layout_from(text)
+        self._texts[number] = text.decode().strip()
+        self._is_kept = False
+        if len(self.known) > 2 * KNOWN_LAYOUTS:
+            oldest = min(self.known)
+            del self.known[oldest], self._texts[oldest]
+
+    def keep(self) -> None:
+        if not self._is_kept:
+            write_whole(self.path, "".join(f"{text}\n" for text in self._texts.values()).encode())
+            self._is_kept = True
+
+
+class Findings:
+    """A file to which what was found is appended, a line each; the same line of an attempt once."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = open(path, "ab+")  # noqa: SIM115, for as long as this process lives
+        self._file.seek(0)
+        text = self._file.read()
+        self._file.truncate(text.rfind(b"\n") + 1)  # a line that is torn
+        self._lines = set(text.splitlines())
+        self.size = self._file.seek(0, os.SEEK_END)
+
+    def add(self, found: list[Finding]) -> int:
+        """The size of the file, which is that of whole lines."""
+        lines = [json.dumps(finding.to_json()).encode() for finding in found]
+        new = [line for line in lines if line not in self._lines]
+        if new:
+            self._lines.update(new)
+            self._file.write(b"".join(line + b"\n" for line in new))
+            self._file.flush()
+            self.size = self._file.tell()
+        return self.size
+
+
+@contextmanager
+def locked(folder: Path, seconds: float) -> Iterator[None]:
+    """One process at a time writes into a folder. TimeoutError where another one does for so long."""
+    with open(folder / "lock", "w") as file:
+        end = time.monotonic() + seconds
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    raise TimeoutError(
+                        f"{folder}: expected that nobody writes there, but another process does"
+                    ) from None
+                time.sleep(0.05)
+        yield
+
+
+def _past(folder: Path) -> Run:
+    """The last steps that were recorded."""
+    steps = Run(folder, None, None, None).steps
+    return Run(folder, None, slice(steps[-_PAST:][0], None) if steps else None, None)
+
+
+def drain_left(store: Store, folder: Path, before: int | None = None) -> list[int]:
+    """Takes up what is left in the rings of attempts that died, of those before a number. Their numbers.
+
+    RuntimeError where the training process of one is alive; ValueError where its ring is on another machine.
+    """
+    done = []
+    for number, path in descriptions(folder).items():
+        if before is not None and number >= before:
+            break
+        try:
+            attempt = Attempt(store, folder, path)
+        except (FileNotFoundError, json.JSONDecodeError):
+            path.unlink(missing_ok=True)  # it died before its first step
+            continue
+        if attempt.is_finished:  # whoever finished it died before it was tidy
+            attempt.tidy()
+            continue
+        if attempt.is_training():
+            raise RuntimeError(f"{folder}: expected that training has ended, but process {attempt.pid} records into it")
+        try:
+            while attempt.read():
+                pass
+            attempt.finish()
+        except RingError as error:  # after a power failure: what lies behind cannot be found
+            print(f"{attempt.ring_path}: {error}", file=sys.stderr)
+            shutil.copyfile(attempt.ring_path, folder / f"torn.{number:04d}")
+            attempt.finish("torn")
+        done.append(number)
+    return done
+
+
+def recover(path: str | os.PathLike[str]) -> dict[str, list[int]]:
+    """Writes what is left of a run whose training and writer both died: what had been copied into its rings.
+
+    To be called where the run was recorded, when training has ended. Returns, for each rank's folder, the attempts that
+    something was left of. RuntimeError where training still runs, TimeoutError where another process writes.
+    """
+    folders = sorted(folder for folder in Path(path).glob("rank=*") if folder.is_dir())
+    if not folders:
+        raise ValueError(f"recover: expected the directory of a run, with rank=0 in it; got {os.fspath(path)!r}")
+    found = {}
+    for folder in folders:
+        with locked(folder, 2.0):
+            store = Store(folder)
+            found[folder.name] = drain_left(store, folder)
+            store.close()
+    return found
+
+
+def run(folder: Path, number: int, wake: int, judges: Mapping[str, Any]) -> None:
+    """Until the training process has ended, and its ring is empty."""
+    path = descriptions(folder)[number]
+    ring = Ring(Path(json.loads(path.read_text())["ring"]))
+    try:
+        with locked(folder, _LOCK_SECONDS):
+            store = Store(folder)
+            with suppress(ValueError):  # of another machine, where it can be recovered
+                drain_left(store, folder, number)
+            attempt = Attempt(store, folder, path, judges)
+            if attempt.is_finished:
+                attempt.tidy()
+            else:
+                _follow(attempt, store, wake)
+            store.close()
+    except BaseException as error:
+        ring.fail(f"{type(error).__name__}: {error}")
+        raise
+
+
+def _follow(attempt: Attempt, store: Store, wake: int) -> None:
+    poll = select.poll()
+    poll.register(wake, select.POLLIN)
+    with suppress(OSError, AttributeError):  # a kernel without it: the parent is looked at each second
+        poll.register(os.pidfd_open(attempt.pid), select.POLLIN)
+    while True:
+        is_over = bool(attempt.ring.closed) or os.getppid() != attempt.pid  # before what it had written is read
+        came = attempt.serve()
+        if is_over and not came:
+            return attempt.finish()
+        if not came and not store.merge(attempt.serve):
+            poll.poll(1000)
+            with suppress(BlockingIOError):
+                os.eventfd_read(wake)
+
+
+def main() -> None:
+    os.nice(19)
+    folder, number, wake, judges = sys.argv[1:]
+    run(Path(folder), int(number), int(wake), json.loads(judges))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""Rules: what is wrong with a training, said when it begins. numpy alone; knows nothing of torch, hooks or files.
+
+findings = hookstats.rules.judge(snapshots)
+"""
+
+from hookstats.rules.activations import DeadChannels, SaturatedChannels
+from hookstats.rules.experts import ExpertLoad
+from hookstats.rules.finding import SEVERITIES, Finding
+from hookstats.rules.gradients import ExplodingGradients, VanishingGradients
+from hookstats.rules.judging import Judge, Rule, defaults, is_ours, judge, rule_from_json, rule_to_json
+from hookstats.rules.nonfinite import NonFinite
+from hookstats.rules.outliers import MassiveActivations, OutlierChannels
+from hookstats.rules.precision import Fit, LowPrecisionFit, fit
+from hookstats.rules.residual import ResidualDrift
+from hookstats.rules.spikes import GradientNormSpike, LossSpike
+from hookstats.rules.step import Step
+from hookstats.rules.updates import UpdateRatio
+
+__all__ = [
+    "SEVERITIES",
+    "DeadChannels",
+    "ExpertLoad",
+    "ExplodingGradients",
+    "Finding",
+    "Fit",
+    "GradientNormSpike",
+    "Judge",
+    "LossSpike",
+    "LowPrecisionFit",
+    "MassiveActivations",
+    "NonFinite",
+    "OutlierChannels",
+    "ResidualDrift",
+    "Rule",
+    "SaturatedChannels",
+    "Step",
+    "UpdateRatio",
+    "VanishingGradients",
+    "defaults",
+    "fit",
+    "is_ours",
+    "judge",
+    "rule_from_json",
+    "rule_to_json",
+]

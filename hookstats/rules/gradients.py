@@ -1,0 +1,189 @@
+"""Gradients that explode or vanish: over the depth of the model, and against their own past."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+
+from hookstats.numbers.fields import Array
+from hookstats.rules.finding import Finding
+from hookstats.rules.history import Streak, Window
+from hookstats.rules.step import Mask, Step
+from hookstats.rules.words import number, tensor_of, times
+
+_SHORTEST = 6  # gradients of outputs, before which there is no depth to speak of
+
+
+class _Depth(NamedTuple):
+    """The norm of the gradients of outputs near the input, over that near the loss."""
+
+    ratio: float
+    near: int  # the id of the site nearest to the loss
+    far: int
+
+
+def _over_depth(step: Step) -> _Depth | None:
+    """By medians over the first and the last third in order of execution, of L2 norms: pooling divides a gradient's
+    values by an area, and as many more values there are; the norm does not know."""
+    backward = step.in_order(step.of("grad_output") & (step.totals.count > 0))
+    third = len(backward) // 3
+    if len(backward) < _SHORTEST:
+        return None
+    norms = step.totals.l2_norm[backward]
+    near, far = np.median(norms[:third]), np.median(norms[-third:])
+    return _Depth(float(far / near), backward[0], backward[-1]) if near > 0 else None
+
+
+def _measured(step: Step) -> Mask:
+    """Gradients of outputs and of parameters that came."""
+    mask: Mask = (step.of("grad_output") | step.of("param_grad")) & (step.totals.count > 0)
+    return mask
+
+
+@dataclass
+class ExplodingGradients:
+    """Gradients grow on their way back, or against their own past.
+
+    Over depth (warning): the norm near the input is ``depth`` = 1e4 times that near the loss, in ``depth_row`` = 5
+    measured steps in a row. Against their past (warning, from 100 times ``past`` on critical): the rms of a gradient is
+    ``past`` = 100 times its median over the last ``window`` = 128 measured steps, in ``row`` = 3 of them in a row. The
+    first in order of execution is named. There are no agreed figures: these are ours, two decimal orders beyond what
+    healthy models of ten kinds show (see docs/rules.md).
+
+    So that a healthy run is silent: a site has a past when it has ``least`` = 16 values; single bursts do not count;
+    nor does a gradient that was negligible and finds its size (of queries and keys, when attention begins to form): it
+    must be larger than the median of every other of its kind; and models with fewer than six outputs that have
+    gradients have no depth.
+    """
+
+    depth: float = 1e4
+    depth_row: int = 5
+    past: float = 100.0
+    row: int = 3
+    window: int = 128
+    least: int = 16
+    per_site: ClassVar[bool] = False
+    _past: Window = field(init=False, repr=False, compare=False)
+    _grown: Streak = field(default_factory=Streak, init=False, repr=False, compare=False)
+    _deep: int = field(default=0, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self._past = Window(self.window, self.least)
+
+    def __call__(self, step: Step) -> Iterator[Finding] | None:
+        measured = _measured(step)
+        return self._of(step, measured) if measured.any() else None
+
+    def _of(self, step: Step, measured: Mask) -> Iterator[Finding]:
+        over_depth = _over_depth(step)
+        if over_depth is not None:
+            self._deep = self._deep + 1 if over_depth.ratio > self.depth else 0
+            if self._deep >= self.depth_row:
+                sentence = (
+                    f"the gradients grow {number(over_depth.ratio)} times on their way from "
+                    f"{_name(step, over_depth.near)} to {_name(step, over_depth.far)}. Lower the initial weights, "
+                    "normalise, or add residual connections."
+                )
+                yield step.finding(
+                    "exploding-gradients", over_depth.far, over_depth.ratio, self.depth, "warning", sentence
+                )
+        rms, median = step.totals.rms, self._past.median(len(measured))
+        ratio: Array = np.divide(rms, median, out=np.zeros_like(rms), where=measured & (median > 0))
+        grown = (ratio > self.past) & (rms > _largest_of_kind(step, median))
+        ill = step.in_order((self._grown.longer(grown, measured) >= self.row) & grown)
+        if ill:
+            first = ill[0]
+            severity = "critical" if ratio[first] > 100 * self.past else "warning"
+            sentence = (
+                f"{tensor_of(step.sites[first])} has been {number(self.past)} times its usual size for {self.row} "
+                f"measured steps, now {number(ratio[first])} times{_and_others(ill)}. Lower the learning rate, or clip "
+                "gradients."
+            )
+            yield step.finding("exploding-gradients", first, ratio[first], self.past, severity, sentence)
+        self._past.push(rms, measured)
+
+
+@dataclass
+class VanishingGradients:
+    """Gradients disappear on their way back, or against their own past (warning).
+
+    Over depth: the norm near the input is ``depth`` = 1e-4 of that near the loss. Against their past: the rms of a
+    gradient, over its median of the last ``window`` = 128 measured steps, is ``past`` = 1e-4 of the median of that
+    ratio over all gradients. Either in ``row`` = 5 measured steps in a row. SageMaker's absolute figure (a mean of |x|
+    below 1e-7) depends on the loss's scale; "falling by orders over depth" does not. How many orders is ours.
+
+    So that a healthy run is silent: what all gradients do together, when a model has learned its data by heart, is no
+    illness; a site has a past when it has ``least`` = 16 values, and none where half of them are 0 (an expert without
+    tokens); a zero gradient behind weights that begin at zero (LoRA, the last norm of a residual block) lasts a step or
+    two; and models with fewer than six outputs that have gradients have no depth.
+    """
+
+    depth: float = 1e-4
+    past: float = 1e-4
+    row: int = 5
+    window: int = 128
+    least: int = 16
+    per_site: ClassVar[bool] = False
+    _past: Window = field(init=False, repr=False, compare=False)
+    _fallen: Streak = field(default_factory=Streak, init=False, repr=False, compare=False)
+    _deep: int = field(default=0, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self._past = Window(self.window, self.least)
+
+    def __call__(self, step: Step) -> Iterator[Finding] | None:
+        measured = _measured(step)
+        return self._of(step, measured) if measured.any() else None
+
+    def _of(self, step: Step, measured: Mask) -> Iterator[Finding]:
+        over_depth = _over_depth(step)
+        if over_depth is not None:
+            self._deep = self._deep + 1 if over_depth.ratio < self.depth else 0
+            if self._deep >= self.row:
+                sentence = (
+                    f"the gradient of the first layers is {number(over_depth.ratio)} of that of the last: between "
+                    f"{_name(step, over_depth.near)} and {_name(step, over_depth.far)} it vanishes, and what lies "
+                    "there does not learn. Use ReLU or GELU instead of sigmoid and tanh, normalise, or add residual "
+                    "connections."
+                )
+                yield step.finding(
+                    "vanishing-gradients", over_depth.far, over_depth.ratio, self.depth, "warning", sentence
+                )
+        rms, median = step.totals.rms, self._past.median(len(measured))
+        known = measured & (median > 0)
+        if known.any():
+            ratio: Array = np.divide(rms, median, out=np.full_like(rms, np.nan), where=known)
+            usual = float(np.median(ratio[known]))
+            fallen = known & (ratio < self.past * usual)
+            ill = step.in_order((self._fallen.longer(fallen, known) >= self.row) & fallen)
+            if ill:
+                first = ill[0]
+                value = ratio[first] / usual
+                sentence = (
+                    f"{tensor_of(step.sites[first])} has fallen to {number(value)} of its usual size, while the others "
+                    f"have not{_and_others(ill)}: what it belongs to does not learn any more. Look for dead or "
+                    "saturated units behind it, or a layer that was cut off."
+                )
+                yield step.finding("vanishing-gradients", first, value, self.past, "warning", sentence)
+        self._past.push(rms, measured)
+
+
+def _largest_of_kind(step: Step, median: Array) -> Array:
+    """``[n]``: the largest of the medians of gradients of outputs, for these, and of parameters."""
+    result = np.full(len(median), np.inf)
+    for kind in ("grad_output", "param_grad"):
+        known = step.of(kind) & (median > 0)
+        if known.any():
+            result[step.of(kind)] = median[known].max()
+    return result
+
+
+def _name(step: Step, site: int) -> str:
+    return step.sites[site].name or "the model"
+
+
+def _and_others(ill: list[int]) -> str:
+    return f", and so have {times(len(ill) - 1, 'other gradient')}" if len(ill) > 1 else ""

@@ -1,0 +1,191 @@
+"""Judge: rules over the steps of a run, one after another; each illness is reported when it begins."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from importlib import import_module
+from typing import Any, NamedTuple, TypeAlias
+
+from hookstats.numbers.blocks import Drained
+from hookstats.numbers.fields import Site
+from hookstats.numbers.snapshot import Snapshot
+from hookstats.rules.activations import DeadChannels, SaturatedChannels
+from hookstats.rules.experts import ExpertLoad
+from hookstats.rules.finding import SEVERITIES, Finding
+from hookstats.rules.gradients import ExplodingGradients, VanishingGradients
+from hookstats.rules.nonfinite import NonFinite
+from hookstats.rules.outliers import MassiveActivations, OutlierChannels
+from hookstats.rules.precision import LowPrecisionFit
+from hookstats.rules.residual import ResidualDrift
+from hookstats.rules.spikes import GradientNormSpike, LossSpike
+from hookstats.rules.step import Sites, Step
+from hookstats.rules.updates import UpdateRatio
+
+Rule: TypeAlias = Callable[[Step], Iterable[Finding] | None]
+
+_ENDED = 20  # steps of a rule's verdicts without an illness, after which it has ended
+_GROWN = 10.0  # how much worse it must have become to be reported again
+
+
+def defaults() -> list[Rule]:
+    """The rules that judge where none are named, each as it is without arguments."""
+    return [
+        NonFinite(),
+        LossSpike(),
+        GradientNormSpike(),
+        ExplodingGradients(),
+        VanishingGradients(),
+        DeadChannels(),
+        SaturatedChannels(),
+        MassiveActivations(),
+        OutlierChannels(),
+        LowPrecisionFit(),
+        UpdateRatio(),
+        ExpertLoad(),
+        ResidualDrift(),
+    ]
+
+
+def rule_to_json(rule: str | Rule) -> dict[str, Any]:
+    """``{"rule": "module:name", "arguments": {...}}`` of one of our rules, or of a name. TypeError for others."""
+    if isinstance(rule, str):
+        return {"rule": rule, "arguments": {}}
+    if not dataclasses.is_dataclass(rule) or isinstance(rule, type):
+        raise TypeError(f'rules: expected one of hookstats.rules, or "module:function"; got {rule!r}')
+    arguments = {each.name: getattr(rule, each.name) for each in dataclasses.fields(rule) if each.init}
+    return {"rule": f"{type(rule).__module__}:{type(rule).__qualname__}", "arguments": arguments}
+
+
+def rule_from_json(d: Mapping[str, Any]) -> Rule:
+    """What `rule_to_json` gave. Imports the module; ValueError where it has no such thing."""
+    module, _, name = d["rule"].partition(":")
+    if not module or not name:
+        raise ValueError(f'rules: expected "module:function", got {d["rule"]!r}')
+    try:
+        found = getattr(import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"rules: expected a function at {d['rule']!r}: {error}") from error
+    if is_ours(d):
+        if not (isinstance(found, type) and dataclasses.is_dataclass(found) and found.__module__ == module):
+            raise ValueError(f"rules: expected a rule at {d['rule']!r}, got {found!r}")
+        ours: Rule = found(**d["arguments"])  # type: ignore[assignment]
+        return ours
+    if not callable(found) or isinstance(found, type) or d["arguments"]:
+        raise ValueError(f"rules: expected a function without arguments at {d['rule']!r}, got {found!r}")
+    function: Rule = found
+    return function
+
+
+def is_ours(d: Mapping[str, Any]) -> bool:
+    """Whether it is one of hookstats.rules: others are code of whoever wrote the name."""
+    return isinstance(d["rule"], str) and d["rule"].startswith("hookstats.rules.")
+
+
+class _Episode(NamedTuple):
+    """An illness that goes on."""
+
+    last: int  # of the rule's verdicts, when it was last seen
+    reported: Finding  # the latest that was
+
+
+class _Ruling:
+    """A rule, and what it has said."""
+
+    def __init__(self, rule: Rule, name: str) -> None:
+        self.rule = rule
+        self.name = name
+        self.verdicts = 0
+        self.episodes: dict[tuple[str, Site | None], _Episode] = {}
+        self.per_site = getattr(rule, "per_site", True)
+
+    def findings(self, step: Step) -> list[Finding]:
+        """Those that are new."""
+        said = self.rule(step)
+        if said is None:
+            return []
+        self.verdicts += 1
+        return [finding for finding in said if self._is_new(finding)]
+
+    def _is_new(self, finding: Finding) -> bool:
+        if not isinstance(finding, Finding):
+            raise TypeError(f"expected a Finding, got {finding!r}")
+        key = (finding.rule, finding.site if self.per_site else None)
+        known = self.episodes.get(key)
+        is_new = known is None or self.verdicts - known.last > _ENDED or _is_worse(finding, known.reported)
+        reported = finding if is_new or known is None else known.reported
+        self.episodes[key] = _Episode(self.verdicts, reported)
+        return is_new
+
+
+def _is_worse(finding: Finding, than: Finding) -> bool:
+    """More severe; or, where there is a threshold, further beyond it by a factor."""
+    if SEVERITIES.index(finding.severity) > SEVERITIES.index(than.severity):
+        return True
+    if than.threshold == 0:
+        return False
+    now, before = abs(finding.value), abs(than.value)
+    if now > abs(finding.threshold):
+        return now >= _GROWN * before
+    return now * _GROWN <= before and now < before
+
+
+class Judge:
+    """Gives each step to the rules, and hands out what they find.
+
+    An illness, which is a rule at a site (of the rules with ``per_site = False``: a rule), is reported when it begins;
+    again when it becomes more severe, or its value ten times worse; and when it comes back after the rule has not seen
+    it in 20 of its verdicts.
+    """
+
+    def __init__(self, rules: Iterable[str | Rule] | None = None, rank: int = 0, attempt: int = 0) -> None:
+        """rules: of `hookstats.rules`, functions, or "module:function"; None: `defaults`. Windows are the judge's own.
+
+        ValueError for a name that leads to no function.
+        """
+        self._sites = Sites()
+        self._rank = rank
+        self._attempt = attempt
+        self._rulings = [_Ruling(_fresh(rule), _name(rule)) for rule in (defaults() if rules is None else rules)]
+
+    def judge(self, measured: Snapshot | Drained) -> list[Finding]:
+        """What is new in a step; steps come in order. Never raises: a rule that does is a finding, and is left out."""
+        step = Step(measured, self._sites, self._rank, self._attempt)
+        found: list[Finding] = []
+        for ruling in list(self._rulings):
+            try:
+                found += ruling.findings(step)
+            except Exception as error:
+                self._rulings.remove(ruling)
+                sentence = (
+                    f"the rule {ruling.name} failed and does not judge any more: {error!r}. Mend it, or leave it out."
+                )
+                found.append(step.finding(ruling.name, None, 1.0, 0.0, "warning", sentence))
+        return found
+
+    def rebuild(self, measured: Iterable[Snapshot | Drained]) -> None:
+        """Fills the rules' windows with the steps before those that are to be judged, when a run is resumed.
+
+        What is found in them was reported then. A tenth of the run, or the last 200 steps, are enough.
+        """
+        for each in measured:
+            self.judge(each)
+
+
+def judge(measured: Iterable[Snapshot | Drained], rules: Iterable[str | Rule] | None = None) -> list[Finding]:
+    """The findings in the steps of a run, in order: see `Judge`."""
+    judge = Judge(rules)
+    return [finding for each in measured for finding in judge.judge(each)]
+
+
+def _fresh(rule: str | Rule) -> Rule:
+    """With windows of its own."""
+    if isinstance(rule, str):
+        return rule_from_json(rule_to_json(rule))
+    if isinstance(rule, type) or not callable(rule):
+        raise TypeError(f'rules: expected rules, functions or "module:function"; got {rule!r}')
+    return dataclasses.replace(rule) if dataclasses.is_dataclass(rule) else rule
+
+
+def _name(rule: str | Rule) -> str:
+    return rule if isinstance(rule, str) else getattr(rule, "__qualname__", type(rule).__qualname__)

@@ -1,0 +1,123 @@
+"""Activations of which a few values, or a few channels, are far larger than all others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from hookstats.numbers.fields import Array, Counts
+from hookstats.rules.finding import Finding
+from hookstats.rules.history import Streak
+from hookstats.rules.step import Mask, Step
+from hookstats.rules.words import number, tensor_of, times
+
+
+@dataclass
+class MassiveActivations:
+    """A few values of an output are enormous (a note): above ``value`` = 100, and ``ratio`` = 1000 times the median.
+
+    Sun et al. 2024, arXiv 2402.17762. Trained language models have them, so nothing needs to be wrong; int8 and float8
+    lose all other values of such a tensor.
+
+    So that a healthy run is silent: in ``row`` = 3 verdicts in a row; and the median is that of the values that are not
+    0, to the bin of a factor of 2 (its upper end), or all of a ReLU's would be massive. Without a histogram by exponent
+    it is the mean of their absolute values, which is larger.
+    """
+
+    value: float = 100.0
+    ratio: float = 1000.0
+    row: int = 3
+    _streak: Streak = field(default_factory=Streak, init=False, repr=False, compare=False)
+
+    def __call__(self, step: Step) -> Iterator[Finding] | None:
+        judged = step.of("output") & (step.calls > 0)
+        if not judged.any():
+            return None
+        ratios = self._ratios(step, judged & (step.totals.abs_max > self.value))
+        ill = (self._streak.longer(ratios > self.ratio, judged) >= self.row) & (ratios > self.ratio)
+        return self._of(step, step.in_order(ill), ratios)
+
+    def _of(self, step: Step, ill: list[int], ratios: Array) -> Iterator[Finding]:
+        for site in ill:
+            sentence = (
+                f"{tensor_of(step.sites[site])} reaches {number(step.totals.abs_max[site])}, {number(ratios[site])} "
+                "times its median. Trained language models have such values, at tokens that attention rests on; if "
+                "they grow, lower the learning rate. Quantised to 8 bits, all other values of it are lost."
+            )
+            yield step.finding("massive-activations", site, ratios[site], self.ratio, "note", sentence)
+
+    def _ratios(self, step: Step, candidates: Mask) -> Array:
+        """``[n]``: the largest |x| over the median."""
+        totals, ratios = step.totals, np.zeros(len(step.sites))
+        if candidates.any():
+            some = totals.count[candidates] - totals.zeros[candidates]
+            ratios[candidates] = totals.abs_max[candidates] * some / totals.l1_norm[candidates]
+            ids, counts = step.exponents(candidates)
+            magnitudes = counts[:, :256] + counts[:, 256:]
+            magnitudes[:, 0] -= totals.zeros[ids].astype(np.int64)
+            below = np.cumsum(magnitudes, axis=1)
+            median = 2.0 ** ((below * 2 < below[:, -1:]).sum(1) - 126)
+            ratios[ids] = totals.abs_max[ids] * step.scales[ids] / median
+        return ratios
+
+
+@dataclass
+class OutlierChannels:
+    """A few channels of an output are far larger than the others (warning).
+
+    The largest |x| of a channel, over the median of that of all channels of the output: below 10 is normal, beyond
+    ``severe`` = 1000 is ill, and so is ``many`` = 10 channels beyond ``ratio`` = 100 (bo-ke/llm-internal-medicine,
+    docs/massive_activation.md).
+
+    So that a healthy run is silent: in ``row`` = 3 verdicts in a row; an outlier is at least ``value`` = 6 (Dettmers et
+    al. 2022, LLM.int8(), arXiv 2208.07339), because where all values are small nothing is lost; channels that are 0
+    throughout do not count in the median; and an output has at least 16 others.
+    """
+
+    severe: float = 1000.0
+    ratio: float = 100.0
+    many: int = 10
+    value: float = 6.0
+    row: int = 3
+    _streak: Streak = field(default_factory=Streak, init=False, repr=False, compare=False)
+
+    def __call__(self, step: Step) -> Iterator[Finding] | None:
+        judged = step.of("output") & step.has_channels & (step.calls > 0)
+        if not judged.any():
+            return None
+        totals, largest = step.totals, np.zeros(len(step.sites))
+        beyond = np.zeros(len(step.sites), np.int64)
+        # Where fewer than one channel in eight is 100 times as large as most, this follows; it spares the others.
+        likely = judged & (totals.abs_max > self.value) & (totals.abs_max > 7 * totals.abs_mean)
+        for site in np.flatnonzero(likely).tolist():
+            largest[site], beyond[site] = self._of_channels(step, site)
+        is_ill = (largest > self.severe) | (beyond > self.many)
+        ill = (self._streak.longer(is_ill, judged) >= self.row) & is_ill
+        return self._of(step, step.in_order(ill), largest, beyond)
+
+    def _of(self, step: Step, ill: list[int], largest: Array, beyond: Counts) -> Iterator[Finding]:
+        for site in ill:
+            channels = step.channels(site)
+            assert channels is not None
+            worst = int(np.nanargmax(channels.abs_max))
+            threshold = self.severe if largest[site] > self.severe else self.ratio
+            sentence = (
+                f"channel {worst} of {tensor_of(step.sites[site])} reaches {number(channels.abs_max[worst])}, "
+                f"{number(largest[site])} times the median channel; {times(int(beyond[site]), 'channel')} "
+                f"{'is' if beyond[site] == 1 else 'are'} beyond {number(self.ratio)} times. Look at the weights that "
+                "make it, and whether weight decay reaches them; in float8 or int8 this output needs a scale per "
+                "channel."
+            )
+            yield step.finding("outlier-channels", site, largest[site], threshold, "warning", sentence)
+
+    def _of_channels(self, step: Step, site: int) -> tuple[float, int]:
+        """The largest ratio, and how many are beyond."""
+        channels = step.channels(site)
+        assert channels is not None
+        sizes = channels.abs_max[channels.abs_max > 0]
+        if len(sizes) <= 16:
+            return 0.0, 0
+        ratios = np.where(sizes > self.value, sizes / np.median(sizes), 0.0)
+        return float(ratios.max()), int((ratios > self.ratio).sum())

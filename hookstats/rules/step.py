@@ -1,0 +1,191 @@
+"""Step: what a rule sees of a measured step, as arrays over all sites that the run has shown so far."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, TypeAlias, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hookstats.numbers.blocks import Drained
+from hookstats.numbers.columns import Columns
+from hookstats.numbers.fields import FIELDS, Array, Counts, ExponentBins, Site, Stats, divided
+from hookstats.numbers.snapshot import Snapshot
+from hookstats.rules.finding import Finding
+
+Mask: TypeAlias = NDArray[np.bool_]
+_Over = TypeVar("_Over", bound=NDArray[Any])
+
+
+class Sites:
+    """All sites that a run has shown so far: each has an id that stays, its place in ``all``."""
+
+    def __init__(self) -> None:
+        self.all: list[Site] = []
+        self._ids: dict[Site, int] = {}
+        self._latest: tuple[Sequence[Site], Counts] = ([], np.empty(0, np.int64))
+        self._kinds: dict[str, Mask] = {}
+        self._partners: dict[tuple[str, str], Counts] = {}
+
+    def ids(self, sites: Sequence[Site]) -> Counts:
+        """Of these sites; those that are new get the next ones."""
+        known, ids = self._latest
+        if known != sites:
+            for site in sites:
+                if site not in self._ids:
+                    self._ids[site] = len(self.all)
+                    self.all.append(site)
+            ids = np.array([self._ids[site] for site in sites], np.int64)
+            self._latest = list(sites), ids
+        return ids
+
+    def of(self, kind: str) -> Mask:
+        """``[n]``: whether a site's tensor is of this kind: "output" takes "output.0" as well."""
+        mask = self._kinds.get(kind)
+        if mask is None or len(mask) < len(self.all):
+            tensors = [site.tensor for site in self.all]
+            mask = np.array([tensor == kind or tensor.startswith(f"{kind}.") for tensor in tensors], bool)
+            self._kinds[kind] = mask
+        return mask
+
+    def partner(self, kind: str, other: str) -> Counts:
+        """Of each site of a kind, the id of the site of the other kind with the same name; -1 without one."""
+        partners = self._partners.get((kind, other))
+        if partners is None or len(partners) < len(self.all):
+            partners = np.full(len(self.all), -1, np.int64)
+            for i in np.flatnonzero(self.of(kind)).tolist():
+                name, tensor = self.all[i]
+                partners[i] = self._ids.get(Site(name, other + tensor[len(kind) :]), -1)
+            self._partners[kind, other] = partners
+        return partners
+
+
+class Step:
+    """A measured step as a rule sees it.
+
+    ``number`` and ``scalars`` as in the Snapshot, and ``rank``. ``sites``: all that the run has shown so far; a site's
+    place in this list is its id, which never changes, so that what a rule keeps by id stays aligned when other sites
+    appear. All arrays are over ids ``[n]``; a site that was silent in this step, or is not in it, has ``calls`` 0,
+    counts of 0, and NaN else.
+    """
+
+    def __init__(self, measured: Snapshot | Drained, sites: Sites, rank: int = 0, attempt: int = 0) -> None:
+        self.number = measured.step
+        self.scalars = measured.scalars
+        self.overflowed = measured.overflowed
+        self.rank = rank
+        self.attempt = attempt
+        self._columns: Columns = measured.columns
+        self._ids = sites.ids(self._columns.sites)
+        self._sites = sites
+        self.sites: Sequence[Site] = sites.all
+        self._is_aligned = np.array_equal(self._ids, np.arange(len(sites.all)))
+
+    def of(self, kind: str) -> Mask:
+        """``[n]``: whether a site's tensor is an "output", a "grad_output", a "param", ..., see attach."""
+        return self._sites.of(kind)
+
+    def partner(self, kind: str, other: str) -> Counts:
+        """``[n]``: of each site of a kind, the id of that of another kind with the same name; -1 without one.
+
+        ``step.partner("param_update", "param")``, ``step.partner("output", "grad_output")``.
+        """
+        return self._sites.partner(kind, other)
+
+    @cached_property
+    def calls(self) -> Counts:
+        return self._spread(self._columns.calls, 0)
+
+    @cached_property
+    def order(self) -> Counts:
+        """The ids of the sites that fired, in order of execution."""
+        ids: Counts = self._ids[self._columns.order]
+        return ids
+
+    def in_order(self, mask: Mask) -> list[int]:
+        """The ids of these sites that fired, in order of execution."""
+        return self.order[mask[self.order]].tolist()  # type: ignore[no-any-return]
+
+    @cached_property
+    def totals(self) -> Stats[Array]:
+        """Statistics of each site, ``[n]``, without the scaler's scale."""
+        if self._is_aligned:
+            return self._columns.totals
+        wholes = np.zeros((len(FIELDS), len(self.sites)))
+        wholes[:, self._ids] = divided(self._columns.wholes, self._columns.scales)
+        return Stats(wholes)
+
+    @cached_property
+    def nonfinite(self) -> Array:
+        """``[n]``: how many values are NaN, Inf or -Inf."""
+        return self.totals.nans + self.totals.posinfs + self.totals.neginfs
+
+    @cached_property
+    def _place(self) -> Counts:
+        """Of each id, in the columns; -1 where it is not in this step."""
+        return self._spread(np.arange(len(self._ids)), -1)
+
+    def channels(self, site: int) -> Stats[Array] | None:
+        """Those of a site by its id, ``[channels]``, without the scaler's scale; None where none were kept, or sent."""
+        place = int(self._place[site])
+        if place < 0 or not self._columns.keeps[place]:
+            return None
+        return self._columns.stats(place).channels
+
+    @cached_property
+    def has_channels(self) -> Mask:
+        """``[n]``: whether channels were kept, and sent in this step."""
+        return self._spread(self._columns.keeps, False)
+
+    @cached_property
+    def has_histograms(self) -> bool:
+        """Whether any site of this step has a histogram by exponent of its whole tensor."""
+        columns = self._columns
+        return columns.bins == ExponentBins() and any(columns.histogram(i) is not None for i in columns.order.tolist())
+
+    def exponents(self, chosen: Mask) -> tuple[Counts, Counts]:
+        """Histograms by exponent of whole tensors, of these sites ``[n]``: the ids that have one ``[k]``, counts
+        ``[k, 512]``.
+
+        A bin is ``sign << 8 | exponent`` of float32; of the values as they were measured: with the scaler's scale.
+        Empty where histograms are of another kind, or were not sent.
+        """
+        places = self._place[np.flatnonzero(chosen & (self._place >= 0))]
+        places, counts = self._columns.exponents(places.tolist())
+        return self._ids[places], counts
+
+    @cached_property
+    def scales(self) -> Array:
+        """``[n]``: with which values were multiplied before they were measured (gradients, by a GradScaler)."""
+        return self._spread(self._columns.scales, 1.0)
+
+    @cached_property
+    def grad_norm(self) -> float | None:
+        """As `Snapshot.grad_norm`."""
+        chosen = np.flatnonzero(self.of("param_grad") & (self.calls > 0))
+        if not chosen.size:
+            return None
+        if self.totals.nans[chosen].any():
+            return float("nan")
+        if self.nonfinite[chosen].any():
+            return float("inf")
+        return float(np.sqrt((self.totals.l2_norm[chosen] ** 2 / self.calls[chosen]).sum()))
+
+    def finding(
+        self, rule: str, site: int | None, value: float, threshold: float, severity: str, sentence: str
+    ) -> Finding:
+        """Of this step; site: an id, or None for the whole step."""
+        where = None if site is None else self.sites[site]
+        return Finding(
+            rule, self.number, where, float(value), float(threshold), severity, sentence, self.rank, self.attempt
+        )
+
+    def _spread(self, values: _Over, missing: Any) -> _Over:
+        """An array over the columns' sites, over ids."""
+        if self._is_aligned:
+            return values
+        result: Any = np.full(len(self.sites), missing, values.dtype)
+        result[self._ids] = values
+        return result  # type: ignore[no-any-return]

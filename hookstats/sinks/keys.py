@@ -1,0 +1,198 @@
+"""Which numbers of a snapshot a sink sends, and the key that each keeps through the run: the same for every sink."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+from hashlib import sha256
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hookstats._warn import warn
+from hookstats.numbers.fields import STATISTICS, Array, Counts, Site
+from hookstats.numbers.site_stats import SiteStats
+from hookstats.numbers.snapshot import Snapshot
+
+# What vanishes or explodes; what collapses around a mean that stays; outliers, and what overflows in low precision.
+DEFAULT_STATISTICS = ("rms", "std", "abs_max")
+# With three statistics 192 curves: W&B's users complain of 224 (its issues 1537, 4759), and 4,000 freeze its page.
+MOST_SITES = 64
+MOST_BARS = 512  # of wandb.Histogram; exponent bins are 509
+PREFIX = "hookstats/"  # with what follows at most 241 characters: mlflow takes 250
+
+_MODEL = "whole-model"  # as `Snapshot.flat` has it
+_MOST_BYTES = {"name": 160, "tensor": 60}
+_MARKED = re.compile(r".*-[0-9a-f]{8}", re.DOTALL)
+
+
+class Bars(NamedTuple):
+    """A histogram as loggers take it: counts ``[n]`` and finite edges ``[n + 1]``, n at most 512."""
+
+    counts: Counts
+    edges: Array
+    sum: float  # of the finite values
+    square_sum: float
+
+
+class Keys:
+    """The chosen numbers of one snapshot after the other.
+
+    A site that was chosen keeps its keys: the choice is made when the first snapshot comes, among the sites that it
+    knows, fired or not. So it is the same in every run of the same model. Sites that appear later are added while there
+    are fewer than 64.
+    """
+
+    def __init__(
+        self, sink: str, statistics: str | Iterable[str], sites: str | Iterable[str] | None, histograms: bool = False
+    ) -> None:
+        """As `JsonLines` documents them. ValueError for an unknown statistic; TypeError for what is of another type."""
+        self._sink = sink
+        self._statistics = _strings(f"{sink}: statistics", statistics)
+        unknown = [name for name in self._statistics if name not in STATISTICS]
+        if unknown:
+            raise ValueError(f"{sink}: statistics: expected some of {', '.join(STATISTICS)}; got {', '.join(unknown)}")
+        self._globs = None if sites is None else _strings(f"{sink}: sites", sites)
+        if not isinstance(histograms, bool):
+            raise TypeError(f"{sink}: histograms: expected True or False, got {histograms!r}")
+        self._histograms = histograms
+        self._known: dict[Site, None] = {}  # in their order
+        self._sent: dict[Site, tuple[str, str]] = {}  # tensor and name in the keys
+        self._had_nonfinite: set[Site] = set()
+        self._told = False
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """In JSON's types."""
+        globs = None if self._globs is None else list(self._globs)
+        return {"statistics": list(self._statistics), "sites": globs, "histograms": self._histograms}
+
+    def values(self, snapshot: Snapshot) -> dict[str, float]:
+        """Without the prefix: "step", "nonfinite", "grad_norm", "scalars/loss", "output/rms/layers.0"."""
+        self._choose(snapshot)
+        totals = snapshot.totals
+        nonfinite = totals.nans + totals.posinfs + totals.neginfs
+        values = {"step": snapshot.step, "nonfinite": float(nonfinite.sum())}
+        if (norm := snapshot.grad_norm) is not None:
+            values["grad_norm"] = norm
+        values |= {f"scalars/{_spelled(name, _MOST_BYTES['name'])}": each for name, each in snapshot.scalars.items()}
+        columns = [(statistic, getattr(totals, statistic).tolist()) for statistic in self._statistics]
+        for i, site in enumerate(snapshot.order):
+            if site not in self._sent:
+                continue
+            tensor, name = self._sent[site]
+            values |= {f"{tensor}/{statistic}/{name}": column[i] for statistic, column in columns}
+            if nonfinite[i] > 0:
+                self._had_nonfinite.add(site)
+            if site in self._had_nonfinite:
+                values[f"{tensor}/nonfinite/{name}"] = float(nonfinite[i])
+        return values
+
+    def histograms(self, snapshot: Snapshot) -> dict[str, Bars]:
+        """Without the prefix: "output/histogram/layers.0". After `values`; nothing where they are not asked for."""
+        found = {}
+        for i, site in enumerate(snapshot.order if self._histograms else ()):
+            if site in self._sent and (bars := _bars(snapshot, i)) is not None:
+                tensor, name = self._sent[site]
+                found[f"{tensor}/histogram/{name}"] = bars
+        return found
+
+    def _choose(self, snapshot: Snapshot) -> None:
+        first = not self._known
+        new = [site for site in snapshot if site not in self._known]
+        self._known |= dict.fromkeys(new)
+        if self._globs is not None:
+            self._send(site for site in new if any(fnmatchcase(site.name, glob) for glob in self._globs))
+            self._tell_unmatched()
+        else:
+            self._send(_spread(new, MOST_SITES) if first else new[: MOST_SITES - len(self._sent)])
+            if len(self._known) > len(self._sent):
+                self._tell(
+                    f"{self._sink} gets {len(self._sent)} of {len(self._known)} sites, evenly from first to last; "
+                    "sites=[globs] chooses others, or all"
+                )
+
+    def _send(self, sites: Iterable[Site]) -> None:
+        for site in sites:
+            tensor = _spelled(site.tensor, _MOST_BYTES["tensor"])
+            self._sent[site] = tensor, _spelled(site.name, _MOST_BYTES["name"]) if site.name else _MODEL
+
+    def _tell_unmatched(self) -> None:
+        names = {site.name: None for site in self._known}
+        unmatched = [glob for glob in self._globs or () if not any(fnmatchcase(name, glob) for name in names)]
+        if unmatched:
+            some = ", ".join(map(repr, list(names)[:8]))
+            self._tell(f"{self._sink}: sites: {', '.join(map(repr, unmatched))} match nothing; names are {some}, ...")
+
+    def _tell(self, text: str) -> None:
+        if not self._told:
+            self._told = True
+            warn(text)
+
+
+def _strings(what: str, given: Any) -> tuple[str, ...]:
+    listed = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, Iterable) else (given,)
+    if not all(isinstance(each, str) for each in listed):
+        raise TypeError(f"{what}: expected strings, got {given!r}")
+    return listed
+
+
+def _spread(sites: list[Site], most: int) -> list[Site]:
+    """At most so many: each kind of tensor its share, evenly from its first site to its last, in the order of sites."""
+    kinds: dict[str, list[Site]] = {}
+    for site in sites:
+        kinds.setdefault(site.tensor.split(".")[0], []).append(site)
+    chosen: set[Site] = set()
+    for i, group in enumerate(sorted(kinds.values(), key=len)):  # what a small kind leaves goes to the larger ones
+        share = min(len(group), (most - len(chosen)) // (len(kinds) - i))
+        chosen.update(group[at] for at in np.linspace(0, len(group) - 1, share).round().astype(int))
+    return [site for site in sites if site in chosen]
+
+
+def _spelled(text: str, most: int) -> str:
+    """What every service takes: letters, digits, "_", ".", "-" and spaces, as mlflow has them, without a slash.
+
+    Text that is changed, or longer than so many bytes of UTF-8, ends in eight digits of its SHA-256, and so does text
+    that looks as if it had been changed: two texts are spelled the same only where these digits agree.
+    """
+    kept = re.sub(r"[^\w.\- ]", "_", text)
+    is_name = text.strip(".") and text != _MODEL and not _MARKED.fullmatch(text)
+    if kept == text and len(text.encode()) <= most and is_name:
+        return text
+    digits = sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:8]
+    return f"{kept.encode()[: most - 9].decode(errors='ignore')}-{digits}"
+
+
+def _bars(snapshot: Snapshot, i: int) -> Bars | None:
+    """The histogram of the i-th site in order, all channels together; None where it has none, or counted nothing.
+
+    Empty bins at the ends are left out, and the outermost edges are the smallest and the largest value. What lies
+    outside of linear bins is in a bar on either side of them. Empty bins side by side are one bar; of more bars than
+    MOST_BARS neighbours are put together.
+    """
+    stats: SiteStats = snapshot[snapshot.order[i]]
+    if (histogram := stats.histogram) is None:
+        return None
+    totals = snapshot.totals
+    inside = histogram.counts.reshape(-1, len(histogram.edges) - 1).sum(0)
+    counts = np.concatenate([[np.sum(histogram.underflow)], inside, [np.sum(histogram.overflow)]]).astype(np.int64)
+    filled = np.flatnonzero(counts)
+    if not len(filled):
+        return None
+    first, end = filled[0], filled[-1] + 1
+    edges = np.concatenate([[-np.inf], histogram.edges, [np.inf]])[first : end + 1]
+    of_magnitudes = np.isinf(histogram.edges[-1])  # octaves of |x|, whose smallest one nothing tells
+    edges[0] = edges[0] if of_magnitudes else totals.min[i]
+    edges[-1] = totals.abs_max[i] if of_magnitudes else totals.max[i]
+    counts = counts[first:end]
+    starts = np.flatnonzero(
+        np.append(True, (counts[1:] > 0) | (counts[:-1] > 0))
+    )  # one bar for empty ones side by side
+    starts = starts[:: -(-len(starts) // MOST_BARS)]
+    return Bars(
+        np.add.reduceat(counts, starts),
+        np.append(edges[starts], edges[-1]),
+        float(totals.mean[i] * totals.count[i]),
+        float(totals.l2_norm[i] ** 2),
+    )

@@ -1,0 +1,63 @@
+"""MLflow: metrics of a run, sent by mlflow's own threads."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+from hookstats.numbers.snapshot import Snapshot
+from hookstats.sinks.keys import DEFAULT_STATISTICS, PREFIX, Keys
+
+
+class Mlflow:
+    """Logs each snapshot to an MLflow run, with its step: ``hookstats/<tensor>/<statistic>/<name>``.
+
+    mlflow sends it from threads of its own, and logs what could not be sent; ``mlflow.flush_async_logging()`` waits for
+    them, as the end of the process does. A snapshot with keys that were not there before, as the first one, is sent at
+    once, and waited for. MLflow has no histograms.
+
+    ``statistics`` and ``sites`` are those of `JsonLines`, which says what is sent by default.
+
+    Args:
+        run_id: of the run; None: that of ``mlflow.active_run()``.
+
+    Raises:
+        ImportError: without mlflow or mlflow-skinny. RuntimeError: where no run is active.
+        mlflow.exceptions.MlflowException: where there is no such run.
+        TypeError, ValueError: as `JsonLines`.
+    """
+
+    def __init__(
+        self,
+        run_id: str | None = None,
+        *,
+        statistics: str | Iterable[str] = DEFAULT_STATISTICS,
+        sites: str | Iterable[str] | None = None,
+    ) -> None:
+        try:
+            import mlflow
+            from mlflow.entities import Metric
+        except ImportError as error:
+            raise ImportError(f"Mlflow needs mlflow-skinny: pip install 'hookstats[mlflow]' ({error})") from None
+        self._keys = Keys("Mlflow", statistics, sites)
+        self._metric = Metric
+        self._there: set[str] = set()
+        if run_id is None:
+            active = mlflow.active_run()
+            if active is None:
+                raise RuntimeError(
+                    "Mlflow: expected an active run, got none: call mlflow.start_run() before, or give run_id="
+                )
+            run_id = active.info.run_id
+        self._client = mlflow.MlflowClient()
+        self._run_id = self._client.get_run(run_id).info.run_id
+
+    def __call__(self, snapshot: Snapshot) -> None:
+        values = self._keys.values(snapshot)
+        del values["step"]
+        now = time.time_ns() // 1_000_000
+        metrics = [self._metric(PREFIX + key, value, now, snapshot.step) for key, value in values.items()]
+        # A store of files makes a folder for each level of a key, and mlflow's threads would stumble over each other's.
+        is_new = not values.keys() <= self._there
+        self._there.update(values)  # where it cannot be sent, training waits for that once
+        self._client.log_batch(self._run_id, metrics, synchronous=is_new)

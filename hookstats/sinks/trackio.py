@@ -1,0 +1,51 @@
+"""Trackio: the run of this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from hookstats.numbers.snapshot import Snapshot
+from hookstats.sinks.keys import DEFAULT_STATISTICS, PREFIX, Keys
+
+
+class Trackio:
+    """Logs each snapshot to a Trackio run, with its step: ``hookstats/<tensor>/<statistic>/<name>``.
+
+    Unlike W&B, Trackio takes rows of earlier steps. Rows that you log without ``step=`` are numbered from the largest
+    step so far on.
+
+    ``statistics``, ``sites`` and ``histograms`` are those of `JsonLines`, which says what is sent by default.
+
+    Args:
+        run: what ``trackio.init()`` gave; None: the active one.
+
+    Raises:
+        ImportError: without trackio. RuntimeError: where no run is active.
+        TypeError, ValueError: as `JsonLines`.
+    """
+
+    def __init__(
+        self,
+        run: Any = None,
+        *,
+        statistics: str | Iterable[str] = DEFAULT_STATISTICS,
+        sites: str | Iterable[str] | None = None,
+        histograms: bool = False,
+    ) -> None:
+        try:
+            import trackio
+        except ImportError as error:
+            raise ImportError(f"Trackio needs trackio: pip install 'hookstats[trackio]' ({error})") from None
+        self._keys = Keys("Trackio", statistics, sites, histograms)
+        self._run: Any = trackio.context_vars.current_run.get() if run is None else run
+        if self._run is None:
+            raise RuntimeError("Trackio: expected an active run, got none: call trackio.init() before, or give run=")
+        self._histogram = trackio.Histogram
+
+    def __call__(self, snapshot: Snapshot) -> None:
+        values: dict[str, Any] = {PREFIX + key: value for key, value in self._keys.values(snapshot).items()}
+        del values[f"{PREFIX}step"]
+        for key, bars in self._keys.histograms(snapshot).items():
+            values[PREFIX + key] = self._histogram(np_histogram=(bars.counts, bars.edges))
+        self._run.log(values, step=snapshot.step)

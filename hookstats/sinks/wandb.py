@@ -1,0 +1,63 @@
+"""Weights & Biases: the run of this process, on a step axis of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from hookstats.numbers.snapshot import Snapshot
+from hookstats.sinks.keys import DEFAULT_STATISTICS, PREFIX, Keys
+
+
+class Wandb:
+    """Logs each snapshot to a W&B run: ``hookstats/<tensor>/<statistic>/<name>`` over ``hookstats/step``.
+
+    W&B drops what is logged with a step below its own. Snapshots arrive later than the steps they are of, so they are
+    logged without one; and they do not count W&B's step on, or rows of yours would be dropped: a snapshot's values join
+    the row that is open, which is sent when you log the next one, or at ``wandb.finish()``. Only where another snapshot
+    comes first, that row is closed. Call ``wandb.finish()`` after ``monitor.detach()``.
+
+    ``statistics``, ``sites`` and ``histograms`` are those of `JsonLines`, which says what is sent by default.
+
+    Args:
+        run: what ``wandb.init()`` gave; None: ``wandb.run``, the active one.
+
+    Raises:
+        ImportError: without wandb. RuntimeError: where no run is active.
+        TypeError, ValueError: as `JsonLines`.
+    """
+
+    def __init__(
+        self,
+        run: Any = None,
+        *,
+        statistics: str | Iterable[str] = DEFAULT_STATISTICS,
+        sites: str | Iterable[str] | None = None,
+        histograms: bool = False,
+    ) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise ImportError(f"Wandb needs wandb: pip install 'hookstats[wandb]' ({error})") from None
+        self._keys = Keys("Wandb", statistics, sites, histograms)
+        self._run: Any = wandb.run if run is None else run
+        if self._run is None:
+            raise RuntimeError("Wandb: expected an active run, got none: call wandb.init() before, or give run=")
+        self._histogram = wandb.Histogram
+        self._run.define_metric(f"{PREFIX}*", step_metric=f"{PREFIX}step")
+        self._shared = self._run.settings.mode == "shared"  # by several processes: such a run has no step to look at
+        self._row: int | None = None  # W&B's step of the row that the last snapshot joined
+
+    def __call__(self, snapshot: Snapshot) -> None:
+        values: dict[str, Any] = {PREFIX + key: value for key, value in self._keys.values(snapshot).items()}
+        for key, bars in self._keys.histograms(snapshot).items():
+            values[PREFIX + key] = self._histogram(np_histogram=(bars.counts, bars.edges))
+        if self._shared:
+            self._run.log(values)
+            return
+        row = self._run.step
+        if row == self._row:  # still open: this snapshot would overwrite the one before
+            self._run.log({}, commit=True)
+            row = self._run.step
+        self._run.log(values, commit=False)
+        self._row = row

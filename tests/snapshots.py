@@ -1,0 +1,67 @@
+"""Snapshots made by hand, for what reads them: sinks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+import hookstats
+from hookstats import Site, Snapshot
+from hookstats.numbers.columns import Columns
+from hookstats.numbers.fields import Bins
+
+# Names that a service may refuse, or take for one another. The model itself is "".
+HOSTILE = [
+    "",
+    "whole-model",
+    "a",
+    "a/b",
+    "a_b",
+    "a b",
+    "a[0]",
+    "a(0)",
+    "a~b",
+    "a\nb",
+    "слой.层",
+    "层" * 100,
+    "x" * 300,
+    "x" * 299 + "y",
+    ".",
+    "..",
+    "../../etc",
+    "/",
+    "a//b",
+    '"',
+    "{}",
+    "\x00",
+    "\ud800",
+    "💥",
+    "%s",
+    "step",
+    "nonfinite",
+    "a_b-c14cddc0",  # as "a/b" is spelled
+]
+
+
+def snapshot(
+    step: int,
+    tensors: Mapping[Site | str, torch.Tensor],
+    scalars: Mapping[str, float] | None = None,
+    silent: list[Site] | None = None,
+    histogram: Bins | None = None,
+    scale: float = 1.0,
+) -> Snapshot:
+    """Of these sites; a name alone is an output. silent: sites that are watched and did not fire. scale: with
+    which the values were multiplied.
+    """
+    sites = {
+        site if isinstance(site, Site) else Site(site, "output"): hookstats.measure(x, histogram=histogram)
+        for site, x in tensors.items()
+    }
+    for stats in sites.values():
+        stats._scale = scale
+    idle = hookstats.measure(torch.zeros(0, 2), histogram=None)
+    idle.calls = 0
+    columns = Columns.of(sites | dict.fromkeys(silent or [], idle), sites)
+    return Snapshot(step, columns, dict(scalars or {}))

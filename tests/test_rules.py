@@ -1,0 +1,216 @@
+"""Judging: what a rule sees, when a finding is told, and what is said of the first tensor that is not finite."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hookstats
+from hookstats import Site, Snapshot
+from hookstats.rules import Finding, Judge, NonFinite, Step, judge, rule_from_json, rule_to_json
+from tests.models import small_cnn
+
+
+def steps(model: nn.Module, batches: list[torch.Tensor], **arguments: Any) -> list[Snapshot]:
+    """One backward a batch; no parameter changes."""
+    snapshots: list[Snapshot] = []
+    with hookstats.attach(model, every=1, sinks=snapshots.append, **arguments) as monitor:
+        for batch in batches:
+            model(batch).sum().backward()
+            monitor.step()
+    return snapshots
+
+
+def told(rule: Any, count: int = 1) -> list[Finding]:
+    return judge(steps(nn.Sequential(nn.Linear(2, 2)), [torch.ones(1, 2)] * count), [rule])
+
+
+def at(steps: set[int], value: float = 2.0, severity: str = "warning") -> Any:
+    """A rule that finds something at the first site in these steps."""
+
+    def found(step: Step) -> Iterator[Finding]:
+        if step.number in steps:
+            yield step.finding("some", 0, value, 1.0, severity, "it is ill")
+
+    return found
+
+
+def test_an_illness_is_told_when_it_begins_and_not_while_it_goes_on() -> None:
+    assert [finding.step for finding in told(at(set(range(3, 30))), 30)] == [3]
+
+
+def test_an_illness_is_told_again_when_it_comes_back_after_twenty_steps_without_it() -> None:
+    assert [finding.step for finding in told(at({1, 21, 50}), 60)] == [1, 50]
+
+
+def test_an_illness_is_told_again_when_it_becomes_ten_times_worse_or_more_severe() -> None:
+    def grows(step: Step) -> Iterator[Finding]:
+        value, severity = {0: (2, "note"), 1: (19, "note"), 2: (20, "note"), 3: (1e-9, "warning")}[step.number]
+        yield step.finding("large", 0, value, 1.0, severity, "")
+
+    def falls(step: Step) -> Iterator[Finding]:
+        yield step.finding("small", 0, [0.5, 0.06, 0.05, 0.04][step.number], 0.9, "note", "")
+
+    assert [finding.step for finding in told(grows, 4)] == [0, 2, 3]
+    assert [finding.step for finding in told(falls, 4)] == [0, 2]
+
+
+def test_steps_of_which_a_rule_could_not_judge_do_not_end_an_illness() -> None:
+    def sometimes(step: Step) -> list[Finding] | None:
+        return [step.finding("some", 0, 2.0, 1.0, "note", "")] if step.number % 40 == 0 else None
+
+    assert [finding.step for finding in told(sometimes, 100)] == [0]
+
+
+def test_a_rule_that_raises_is_a_finding_and_the_others_go_on() -> None:
+    def broken(step: Step) -> list[Finding]:
+        raise ZeroDivisionError("oh")
+
+    snapshots = steps(nn.Sequential(nn.Linear(2, 2)), [torch.ones(1, 2)] * 4)
+    first, second = judge(snapshots, [broken, at({2})])
+    assert first.step == 0
+    assert "broken failed" in first.sentence
+    assert "ZeroDivisionError('oh')" in first.sentence
+    assert (second.step, second.rule) == (2, "some")
+
+
+def test_rebuilding_fills_the_windows_and_tells_nothing_of_the_past_again() -> None:
+    class Fifth:
+        seen = 0
+
+        def __call__(self, step: Step) -> list[Finding]:
+            self.seen += 1
+            return [step.finding("some", 0, 2.0, 1.0, "note", "")] if self.seen >= 5 else []
+
+    snapshots = steps(nn.Sequential(nn.Linear(2, 2)), [torch.ones(1, 2)] * 8)
+    for known, expected in ((3, [4]), (6, [])):
+        resumed = Judge([Fifth()])
+        resumed.rebuild(snapshots[:known])
+        assert [finding.step for each in snapshots[known:] for finding in resumed.judge(each)] == expected
+
+
+def test_ids_stay_when_sites_appear_later_or_are_missing() -> None:
+    seen: list[tuple[list[Site], list[float]]] = []
+
+    def looks(step: Step) -> list[Finding]:
+        fired = [step.sites[i] for i in step.order]
+        assert all(step.calls[i] > 0 for i in step.order)
+        seen.append((fired, [float(step.totals.abs_max[step.sites.index(site)]) for site in step.sites]))
+        return []
+
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3))
+    snapshots = steps(model, [torch.ones(1, 2)] * 3)
+    later = [snapshots[0].select("1*"), snapshots[1], snapshots[2].select("0*")]
+    assert judge(later, [looks]) == []
+    for snapshot, (fired, largest) in zip(later, seen, strict=True):
+        assert fired == snapshot.order
+        assert sorted(value for value in largest if not math.isnan(value)) == sorted(
+            stats.total.abs_max for stats in snapshot.values() if stats.calls
+        )
+    assert len(seen[0][1]) < len(seen[1][1]) == len(seen[2][1])
+
+
+def test_a_rule_by_name_is_the_same_as_the_rule() -> None:
+    assert rule_from_json(json.loads(json.dumps(rule_to_json(NonFinite(overflows=3))))) == NonFinite(overflows=3)
+    assert rule_from_json(rule_to_json("math:floor")) is math.floor
+    for wrong in ("floor", "math:", "math:flour", "no.such:thing", "math:pi"):
+        with pytest.raises(ValueError, match="expected"):
+            Judge([wrong])
+    with pytest.raises(TypeError, match="expected rules, functions"):
+        Judge([NonFinite])
+
+
+def test_a_finding_is_read_as_it_was_written_and_nothing_else_is() -> None:
+    for site in (Site("a", "output"), None):
+        finding = Finding("some", 3, site, math.inf, 1.0, "note", "Look.", rank=2, attempt=1)
+        assert Finding.from_json(json.loads(json.dumps(finding.to_json(), allow_nan=False))) == finding
+    good = Finding("some", 3, None, 2.0, 1.0, "note", "Look.").to_json()
+    for name, wrong in [
+        ("step", 1.5), ("step", True), ("site", ["a"]), ("site", "ab"), ("value", "x"), ("value", None),
+        ("value", 10**400),        ("severity", "bad"), ("sentence", 3), ("rank", None), ("more", 1),
+    ]:  # fmt: skip
+        with pytest.raises(ValueError, match="expected"):
+            Finding.from_json(good | {name: wrong})
+
+
+def test_the_first_tensor_with_nan_is_named_with_its_step_and_rank() -> None:
+    torch.manual_seed(0)
+    model = small_cnn()
+    batches = [torch.randn(16, 1, 8, 8) for _ in range(4)]
+    snapshots = steps(model, batches)
+    with torch.no_grad():
+        model[3].weight[5, 0, 1, 1] = float("nan")
+    snapshots += steps(model, batches)
+    for number, snapshot in enumerate(snapshots):
+        snapshot.step = number
+    judging = Judge(rank=3)
+    (finding,) = [each for snapshot in snapshots for each in judging.judge(snapshot) if each.rule == "nonfinite"]
+    assert (finding.step, finding.rank, finding.severity, finding.site) == (4, 3, "critical", Site("3", "output"))
+    assert finding.value == 16 * 16
+    assert finding.sentence.startswith("256 of 3,072 values of the output of 3 are NaN, the first in this step. ")
+    assert "began in forward, behind the output of 2, which is finite" in finding.sentence
+    assert "In step 3 everything was finite." in finding.sentence
+
+
+class Root(nn.Module):
+    """Whose gradient is infinite at 0."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.clamp(min=0).sqrt()
+
+
+def test_what_begins_in_backward_is_said_to() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), Root())
+    with torch.no_grad():
+        model[0].weight.fill_(0)
+        model[0].bias.fill_(0)
+    (finding,) = judge(steps(model, [torch.ones(3, 2)] * 2), [NonFinite()])
+    assert finding.site == Site("0", "grad_output")
+    assert "It began in backward, all outputs are finite" in finding.sentence
+
+
+def test_a_loss_that_alone_is_not_finite_is_said_to_be() -> None:
+    snapshots = steps(nn.Sequential(nn.Linear(2, 2)), [torch.ones(1, 2)] * 2)
+    snapshots[1].scalars["loss"] = math.nan
+    (finding,) = judge(snapshots, [NonFinite()])
+    assert (finding.step, finding.site) == (1, None)
+    assert "the loss is nan, and every watched tensor is finite" in finding.sentence
+
+
+class Masked(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.masked_fill(torch.eye(2, dtype=torch.bool), -math.inf)
+
+
+class Logarithm(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.log()
+
+
+def test_minus_infinity_from_the_first_step_on_is_a_mask_and_later_is_none() -> None:
+    masked = nn.Sequential(nn.Linear(2, 2), Masked(), nn.Softmax(-1))
+    assert judge(steps(masked, [torch.ones(2, 2)] * 3), [NonFinite()]) == []
+    ones, zeros = torch.ones(2, 2, requires_grad=True), torch.zeros(2, 2, requires_grad=True)
+    (finding,) = judge(steps(nn.Sequential(Logarithm()), [ones, zeros]), [NonFinite()])
+    assert (finding.step, finding.site, finding.value) == (1, Site("0", "output"), 4)
+    assert "are an infinity" in finding.sentence
+
+
+@pytest.mark.parametrize("overflows", [3, 16])
+def test_a_step_that_the_grad_scaler_skips_is_a_note_until_it_skips_too_many(overflows: int) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), Root())
+    with torch.no_grad():
+        model[0].weight.fill_(0)
+        model[0].bias.fill_(0)
+    snapshots = steps(model, [torch.ones(3, 2)] * 5)
+    for snapshot in snapshots:
+        snapshot.overflowed = True
+    found = judge(snapshots, [NonFinite(overflows)])
+    expected = [(0, "note"), (2, "critical")] if overflows == 3 else [(0, "note")]
+    assert [(finding.step, finding.severity) for finding in found] == expected
