@@ -41,8 +41,8 @@ ROOT = Path(__file__).parent
 DEFAULT_ARCHITECTURES = ["8.0", "9.0", "10.0"]
 OLDEST_GPU = (8, 0)  # the first that copies to shared memory asynchronously
 CXX_FLAGS = ["-O3", "-g0", "-fopenmp", "-Wall", "-Wextra", "-Wno-unused-parameter", "-Wno-psabi"]
-# The first two hold for IEEE arithmetic: they give up errno and floating-point traps, no value. The last undoes -fwrapv,
-# which Python was built with: nothing here relies on signed integers that wrap around, and loops are faster without it.
+# The first two hold for IEEE arithmetic: they give up errno and floating-point traps, no value. The last undoes
+# Python's -fwrapv: nothing here relies on signed integers that wrap around, and loops are faster without it.
 KERNEL_FLAGS = ["-fno-math-errno", "-fno-trapping-math", "-fstrict-overflow"]
 
 
