@@ -43,7 +43,7 @@ OLDEST_GPU = (8, 0)  # the first that copies to shared memory asynchronously
 OLDEST_TOOLKIT = (12, 1)  # the first whose kernels take more than 4 KB of parameters
 CXX_FLAGS = ["-O3", "-g0", "-fopenmp", "-Wall", "-Wextra", "-Wno-unused-parameter", "-Wno-psabi"]
 # The first two hold for IEEE arithmetic: they give up errno and floating-point traps, no value. The last undoes
-# -fwrapv, which Python was built with: nothing here relies on signed integers that wrap around, and loops are faster.
+# Python's -fwrapv: nothing here relies on signed integers that wrap around, and loops are faster without it.
 KERNEL_FLAGS = ["-fno-math-errno", "-fno-trapping-math", "-fstrict-overflow"]
 
 

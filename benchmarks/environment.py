@@ -24,10 +24,13 @@ def _output(*command: str) -> str | None:
 
 
 def _processor() -> str:
-    for line in (_output("lscpu") or "").splitlines():
-        if line.startswith("Model name:"):
-            return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    """Its name, and what tells generations apart where a virtual machine hides the name."""
+    lines = (line.partition(":") for line in (_output("lscpu") or "").splitlines())
+    found = {key.strip(): value.strip() for key, _, value in lines}
+    if "Model name" not in found:
+        return platform.processor() or platform.machine()
+    numbers = [f"{key.removeprefix('CPU ')} {found[key]}" for key in ("CPU family", "Model") if key in found]
+    return f"{found['Model name']} ({', '.join(numbers).lower()})" if numbers else found["Model name"]
 
 
 def describe() -> dict[str, Any]:

@@ -167,6 +167,21 @@ def megabytes(figure: dict[str, Any], key: str) -> str:
     return number(figure[key] / 2**20) if key in figure else "-"
 
 
+def ratio_lines(processor: str, kernels: dict[str, dict[str, dict[str, Any]]]) -> list[str]:
+    """Of each case, how many times as long as `x.sum()` it takes: fastest against fastest."""
+    lines = [
+        f"On this processor ({processor}), as a multiple of the time that `x.sum()` takes to read the same tensor, the "
+        "fastest call of each; the goal for moments is 2:",
+        "",
+        row("", *SHORT),
+        row("---", *["---"] * len(SHORT)),
+    ]
+    for case, found in kernels.items():
+        read = found["x.sum()"]["min_ms"]
+        lines.append(row(case, *[f"{found[name]['min_ms'] / read:.2f}" for name in OURS]))
+    return [*lines, ""] if kernels else []
+
+
 def cpu_page(path: Path, record: dict[str, Any]) -> list[str]:
     cases = by_case(record["figures"], "group")
     lines = [
@@ -182,7 +197,8 @@ def cpu_page(path: Path, record: dict[str, Any]) -> list[str]:
         lines += [row("ms", *names), row("---", *["---"] * len(names))]
     for case, found in kernels.items():
         lines.append(row(case, *[number(found[name]["median_ms"]) if name in found else "-" for name in names]))
-    lines += ["", *many_lines(cases, "ms"), *hook_lines(record["figures"]), *closing_lines(record["figures"])]
+    lines += ["", *ratio_lines(record["processor"], kernels)]
+    lines += [*many_lines(cases, "ms"), *hook_lines(record["figures"]), *closing_lines(record["figures"])]
     return [*lines, *training_lines(record["figures"]), *deviation_lines(record["figures"])]
 
 

@@ -410,7 +410,7 @@ PyObject* observe(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
   const HookObject* hook = hook_of(args[1]);
   if (!hook) return nullptr;
   if (!hook->observed || !hook->observed->measures_now()) Py_RETURN_NONE;
-  const Shared kept = hook->observed;  // another thread may give the hook other states while the GIL is released
+  Shared kept = hook->observed;  // another thread may give the hook other states while the GIL is released
   const Observed& observed = *kept;
   const Site& site = observed.site();
   if (!THPVariable_Check(args[0])) Py_RETURN_NOTIMPLEMENTED;
@@ -442,7 +442,7 @@ PyObject* observe(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
     // A leaf's gradient is its owner's, and a hook on it would outlive the step.
     if (observed.gradient && x.requires_grad()) {
       if (const auto& node = x.grad_fn()) {
-        node->add_tensor_pre_hook(std::make_unique<GradientHook>(kept, x.output_nr(), rows));
+        node->add_tensor_pre_hook(std::make_unique<GradientHook>(std::move(kept), x.output_nr(), rows));
       }
     }
   } catch (const std::exception& error) {

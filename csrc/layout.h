@@ -6,8 +6,8 @@
 // Host and device code; knows nothing of torch.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
+#include <utility>
 
 #include "stats.h"
 
@@ -62,7 +62,9 @@ struct Layout {
   // Takes `n` dimensions beside the channel, of which the first `of_rows` are those of listed rows; the others are
   // reordered. False if more than kMaxDims are left after merging.
   bool set_dims(Dim* dims, int n, int of_rows = 0) {
-    std::stable_sort(dims + of_rows, dims + n, [](const Dim& a, const Dim& b) { return a.stride > b.stride; });
+    for (int i = of_rows + 1; i < n; ++i) {  // not std::stable_sort, which allocates
+      for (int d = i; d > of_rows && dims[d - 1].stride < dims[d].stride; --d) std::swap(dims[d - 1], dims[d]);
+    }
     ndim = 0;
     count = 1;
     if (!add_dims(dims, of_rows)) return false;

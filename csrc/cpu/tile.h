@@ -9,6 +9,9 @@
 #include "../kernels.h"
 
 #define HOOKSTATS_INLINE inline __attribute__((always_inline))
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
+#define HOOKSTATS_F16C
+#endif
 
 namespace hookstats::cpu {
 
@@ -94,8 +97,18 @@ HOOKSTATS_INLINE typename V::type widen_float16(typename V::bits wide) {
   bits |= ((wide & 0x7c00) == 0x7c00) & 0x7f800000;
   return bit_copy<typename V::type>(bits);
 }
+// The versions for AVX2 and AVX-512 have an instruction for it (F16C), with the same result.
 template <class V>
 HOOKSTATS_INLINE typename V::type load(const Float16* at) {
+#if defined(HOOKSTATS_F16C)
+  if constexpr (sizeof(typename V::type) > 16) {
+    typedef uint16_t Narrow __attribute__((vector_size(V::kSize * sizeof(uint16_t))));
+    const auto narrow = load_vector<Narrow>(at);
+    typename V::type x;
+    asm("vcvtph2ps %1, %0" : "=v"(x) : "vm"(narrow));
+    return x;
+  }
+#endif
   return widen_float16<V>(load_bits<V>(&at->bits));
 }
 template <class V>
@@ -109,6 +122,16 @@ HOOKSTATS_INLINE typename V::type load(const Float8e4m3fn* at) {
   auto bits = bit_copy<typename V::bits>(scaled) | (wide & 0x80) << 24;
   bits |= ((wide & 0x7f) == 0x7f) & 0x7fc00000;
   return bit_copy<typename V::type>(bits);
+}
+
+// V::kSize values as float64.
+template <class V, class scalar_t>
+HOOKSTATS_INLINE typename V::type load_wide(const scalar_t* at) {
+  if constexpr (sizeof(acc_of<scalar_t>) == sizeof(double)) {
+    return load<V>(at);
+  } else {
+    return __builtin_convertvector(load<Vector<sizeof(typename V::type) / 2, float>>(at), typename V::type);
+  }
 }
 
 // Sums in kLanes lanes. Lanes are channels, or elements of one channel, which then share the pivot.
