@@ -17,6 +17,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import hookstats
+from benchmarks.llama import Llama, Shape
 from hookstats import ExponentBins, Monitor, _native
 from tests.models import Residual
 from tests.plain import OF_OUTPUTS
@@ -60,23 +61,24 @@ def calls(mon: Monitor) -> dict[str, set[int]]:
     return {kind: {taken[s].calls for s in taken.order if s.tensor == kind} for kind in OF_OUTPUTS} if taken else {}
 
 
-@pytest.mark.parametrize("how", ["whole", "blocks"])
 @pytest.mark.parametrize("off", ["step", "paused"])
-def test_under_inductor_20_steps_that_are_not_measured_are_bit_identical_to_the_bare_model(off: str, how: str) -> None:
+def test_under_inductor_20_steps_that_are_not_measured_are_bit_identical_to_the_bare_model(off: str) -> None:
+    """In bfloat16, where each of them has another loss with the program that measures."""
+
     def twenty_steps(watched: bool) -> list[torch.Tensor]:
         torch._dynamo.reset()
         torch.manual_seed(0)
-        model = Residual()
+        model = Llama(Shape(width=64, hidden=172, heads=2, blocks=2, vocabulary=64, batch=2, length=16)).bfloat16()
         if watched:
             mon = hookstats.attach(model, every=lambda step: False, histogram=ExponentBins(True), tensors=ALL)
-        run = compiled(how, model, "inductor")
+        compiled_blocks(model, "inductor")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         if watched and off == "step":
             mon.step()  # the first step is always measured
         found = []
         with mon.paused() if watched and off == "paused" else nullcontext():
             for seed in range(20):
-                loss = run(batch(seed)).square().mean()
+                loss = model(torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(seed)))
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
