@@ -16,10 +16,11 @@ from importlib import metadata
 from pathlib import Path
 
 GPU = "sm_90"
-# accumulate_kernel<scalar_t, kPack, kPlaces, Walker, kind> of csrc/cuda/accumulate.cu: whole tensors, in packs of four.
+# accumulate_kernel<scalar_t, kPack, kPlaces, Walker, kind, kFlight> of csrc/cuda/accumulate.cu: whole tensors, in packs
+# of four, with all in flight.
 KERNEL = re.compile(
     r"accumulate_kernelI(f|NS_8BFloat16E)Li4E(Li4ENS0_10LineWalker|Li1ENS0_10NearWalker|Li1ENS0_10LineWalker)"
-    r"ELNS_13HistogramKindE([012])E"
+    r"ELNS_13HistogramKindE([012])ELi128E"
 )
 SCALARS = {"f": "float32", "NS_8BFloat16E": "bfloat16"}
 SCHEDULES = {

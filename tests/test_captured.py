@@ -21,7 +21,7 @@ Capture = Any
 def captured(monkeypatch: pytest.MonkeyPatch) -> Capture:
     """A context, in which torch says that the current stream is captured. Kernels run there as in a first replay."""
     inside = [False]
-    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: inside[0])
 
     @contextmanager

@@ -19,6 +19,7 @@ KB = 1 << 10
 
 @pytest.fixture
 def imitated(harness: Any) -> Iterator[Backend]:
+    harness.reserve_scratch()
     yield Backend("cuda_on_cpu", harness, "cpu")
     harness.use_gpu()
     harness.use_stream(0)

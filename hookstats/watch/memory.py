@@ -73,7 +73,7 @@ def accumulate(x: torch.Tensor, state: SiteState, skip_recomputation: bool = Fal
 
 def is_capturing() -> bool:
     """Whether what this thread launches becomes part of a CUDA graph: nothing may be waited for, or made for later."""
-    return torch.backends.cuda.is_built() and torch.cuda.is_current_stream_capturing()
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 _Tensor = TypeVar("_Tensor", torch.Tensor, torch.Tensor | None)
