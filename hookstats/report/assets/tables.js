@@ -42,6 +42,7 @@ function showHead() {
   if (record.times) facts.push(["Recorded", at(record.times[0]), record.times[1] > record.times[0] ? `for ${lasted(record.times[1] - record.times[0])}` : ""]);
   facts.push(["Measured", said(record.values) + " values", `${count(record.readings)} readings`]);
   if (settings.cost) facts.push(["Cost", String(settings.cost), ""]);
+  if (record.other) facts.push(["Compared with", shortened(record.other.name, 40), `${many(record.other.steps, "step")} in common`]);
   byId("facts").replaceChildren(...facts.map(([name, value, more]) => node("div", {}, node("dt", {}, name), node("dd", {}, value), more ? node("dd", { class: "muted" }, more) : null)));
 }
 
