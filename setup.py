@@ -40,9 +40,10 @@ except ImportError:
 ROOT = Path(__file__).parent
 DEFAULT_ARCHITECTURES = ["8.0", "9.0", "10.0"]
 OLDEST_GPU = (8, 0)  # the first that copies to shared memory asynchronously
+OLDEST_TOOLKIT = (12, 1)  # the first whose kernels take more than 4 KB of parameters
 CXX_FLAGS = ["-O3", "-g0", "-fopenmp", "-Wall", "-Wextra", "-Wno-unused-parameter", "-Wno-psabi"]
-# The first two hold for IEEE arithmetic: they give up errno and floating-point traps, no value. The last undoes -fwrapv,
-# which Python was built with: nothing here relies on signed integers that wrap around, and loops are faster without it.
+# The first two hold for IEEE arithmetic: they give up errno and floating-point traps, no value. The last undoes
+# -fwrapv, which Python was built with: nothing here relies on signed integers that wrap around, and loops are faster.
 KERNEL_FLAGS = ["-fno-math-errno", "-fno-trapping-math", "-fstrict-overflow"]
 
 
@@ -107,6 +108,19 @@ def architectures(nvcc: str) -> list[str]:
             f"hookstats: {nvcc} knows none of {DEFAULT_ARCHITECTURES}: set TORCH_CUDA_ARCH_LIST, or HOOKSTATS_CUDA=0"
         )
     return [*targets[:-1], targets[-1] + "+PTX"]
+
+
+def check_toolkit(nvcc: str) -> str:
+    """nvcc's release, for example "13.0"."""
+    release = re.search(r"release (\d+)\.(\d+)", output_of(nvcc, "--version"))
+    if release is None:
+        return "unknown"
+    if (int(release[1]), int(release[2])) < OLDEST_TOOLKIT:
+        sys.exit(
+            f"hookstats: expected nvcc of CUDA 12.1 or newer, whose kernels take 32 KB of parameters, got {nvcc} of "
+            f"CUDA {release[1]}.{release[2]}: name a newer toolkit by CUDA_HOME, or build without: HOOKSTATS_CUDA=0"
+        )
+    return f"{release[1]}.{release[2]}"
 
 
 def gencode(architecture: str) -> list[str]:
@@ -183,8 +197,7 @@ class BuildWithCuda(BuildExtension):
         self.build_temp = str(Path("build", "objects-" + hashlib.sha256(made_by.encode()).hexdigest()[:12]))
         with ThreadPoolExecutor(1) as beside:
             if nvcc and targets:
-                release = re.search(r"release (\d+\.\d+)", compilers[-1])
-                built["cuda"] = release.group(1) if release else "unknown"
+                built["cuda"] = check_toolkit(nvcc)
                 extension.define_macros.append(("HOOKSTATS_CUDA", "1"))
                 extension.library_dirs.append(cudart_folder(nvcc))
                 extension.libraries += ["cudart_static", "dl", "rt", "pthread"]

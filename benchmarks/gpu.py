@@ -306,6 +306,8 @@ def main() -> int:
             name = "tests without transformers"
             options += ["--ignore", "tests/test_transformers.py"]
         session.run(name, [python, "-m", "pytest", "-q", *options, *chosen, "tests"], 240)
+        session.sanitize("synccheck")
+        session.sanitize("initcheck")
         session.run("demo", [python, "-m", "hookstats.demo", "--output", "build/demo"], 60)
 
     sys.path.insert(0, str(ROOT))

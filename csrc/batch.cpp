@@ -47,16 +47,15 @@ class Batch : public torch::CustomClassHolder {
       if (!tensors[i] || !tensors[i]->defined()) continue;
       try {
         const at::Tensor x = tensors[i]->is_neg() ? tensors[i]->resolve_neg() : *tensors[i];
-        if (learn(members_[i], x) && x.numel() > 0) arrived[i] = x;
+        if (x.numel() == 0) continue;
+        if (!knows(members_[i], x)) learn(members_[i], x);
+        arrived[i] = x;
       } catch (const std::exception& error) {
         failures.emplace_back(i, reason(error));
       }
     }
 #if defined(HOOKSTATS_CUDA_KERNELS)
-    if (stale_) {
-      refuse_capture(arrived, failures);
-      plan();
-    }
+    if (stale_ && !is_capturing()) plan();
     for (Group& group : groups_) launch(group, arrived, failures);
 #endif
     for (size_t i = 0; i < arrived.size(); ++i) {
@@ -70,19 +69,6 @@ class Batch : public torch::CustomClassHolder {
     return failures;
   }
 
-  // Whether CUDA graphs read what this has on the device.
-  bool is_captured() {
-#if defined(HOOKSTATS_CUDA_KERNELS)
-    const std::lock_guard<std::mutex> lock(mutex_);
-    for (const Group& group : groups_) {
-      if (group.is_captured) return true;
-    }
-    return !captured_.empty();
-#else
-    return false;
-#endif
-  }
-
  private:
   struct Member {
     Site site;
@@ -92,19 +78,26 @@ class Batch : public torch::CustomClassHolder {
     bool among_many = false;  // else it is folded alone
   };
 
-  // False for a tensor that is empty: it says nothing.
-  bool learn(Member& member, const at::Tensor& x) {
-    constexpr uintptr_t kAlignment = 16;
-    const void* data = x.layout() == at::kStrided && !has_no_data(x) ? x.const_data_ptr() : nullptr;
-    if (member.kind) {
-      const auto& [dtype, sizes, strides, offset] = *member.kind;
-      if (data && dtype == x.scalar_type() && x.sizes() == sizes && x.strides() == strides &&
-          offset == reinterpret_cast<uintptr_t>(data) % kAlignment &&
-          x.device() == member.site.tensors.moments.device()) {
-        return true;
-      }
-    }
-    if (x.numel() == 0) return false;
+  static constexpr uintptr_t kAlignment = 16;
+  static const void* data_of(const at::Tensor& x) {
+    return x.layout() == at::kStrided && !has_no_data(x) ? x.const_data_ptr() : nullptr;
+  }
+
+  // Whether it is like the tensor before.
+  static bool knows(const Member& member, const at::Tensor& x) {
+    const void* data = data_of(x);
+    if (!member.kind || !data) return false;
+    const auto& [dtype, sizes, strides, offset] = *member.kind;
+    return dtype == x.scalar_type() && x.sizes() == sizes && x.strides() == strides &&
+           offset == reinterpret_cast<uintptr_t>(data) % kAlignment &&
+           x.device() == member.site.tensors.moments.device();
+  }
+
+  void learn(Member& member, const at::Tensor& x) {
+    TORCH_CHECK(!is_captured(member.site.tensors.moments.device()),
+                "hookstats: expected a measured step with a tensor like this one before a CUDA graph captures one: "
+                "nothing is planned meanwhile");
+    const void* data = data_of(x);
     member.kind.reset();
     stale_ = true;
     member.input = described(x, member.site);
@@ -112,7 +105,6 @@ class Batch : public torch::CustomClassHolder {
     member.input.data = data;
     member.kind.emplace(x.scalar_type(), x.sizes().vec(), x.strides().vec(),
                         reinterpret_cast<uintptr_t>(data) % kAlignment);
-    return true;
   }
 
 #if defined(HOOKSTATS_CUDA_KERNELS)
@@ -120,18 +112,13 @@ class Batch : public torch::CustomClassHolder {
     std::vector<size_t> members;
     cuda::Many many;
     at::Tensor table, partials, arrivals;  // on the device
-    bool is_captured = false;              // a CUDA graph reads them
+    MadeOn stream;
   };
 
-  // Takes out what a CUDA graph would capture: a table cannot be made then.
-  void refuse_capture(std::vector<at::Tensor>& arrived, Failures& failures) {
-    for (size_t i = 0; i < arrived.size(); ++i) {
-      if (!arrived[i].defined() || !runs_cuda_kernels(arrived[i].device())) continue;
-      if (!cuda::is_capturing(stream_of(arrived[i].device()))) continue;
-      failures.emplace_back(i, "a CUDA graph is captured before any step was measured");
-      members_[i].kind.reset();
-      arrived[i] = at::Tensor();
-    }
+  // Whether a table, which cannot be made then, would become part of a CUDA graph.
+  bool is_capturing() const {
+    return std::any_of(members_.begin(), members_.end(),
+                       [](const Member& member) { return is_captured(member.site.tensors.moments.device()); });
   }
 
   void plan() {
@@ -141,38 +128,35 @@ class Batch : public torch::CustomClassHolder {
       const auto device = member.site.tensors.moments.device();
       member.among_many = false;
       if (!member.kind || !runs_cuda_kernels(device)) continue;
-      const auto how = cuda::among_many(member.input);
+      const auto how = cuda::among_many(member.input, member.site.state.kind, device.is_cpu() ? 0 : device.index());
       member.among_many = how != cuda::AmongMany::no;
       if (member.among_many) groups[{device.index(), member.input.dtype, how}].push_back(i);
-    }
-    for (Group& group : groups_) {
-      if (group.is_captured) captured_.push_back(std::move(group));
     }
     groups_.clear();
     for (const auto& [key, all] : groups) {
       for (size_t first = 0; first < all.size(); first += cuda::kMany) {
         const size_t last = std::min(first + cuda::kMany, all.size());
-        groups_.push_back(group_of({all.begin() + first, all.begin() + last}));
+        groups_.push_back(group_of({all.begin() + first, all.begin() + last}, std::get<cuda::AmongMany>(key)));
       }
     }
     stale_ = false;
   }
 
-  Group group_of(std::vector<size_t> members) {
+  Group group_of(std::vector<size_t> members, cuda::AmongMany how) {
     std::vector<Input> inputs;
     std::vector<State> states;
     for (const size_t i : members) {
       inputs.push_back(members_[i].input);
       states.push_back(members_[i].site.state);
     }
-    Group group{std::move(members), cuda::plan_many(inputs, states), {}, {}, {}, false};
-    const auto device = members_[group.members[0]].site.tensors.moments.device();
+    const auto device = members_[members[0]].site.tensors.moments.device();
+    Group group{std::move(members), cuda::plan_many(inputs, states, how), {}, {}, {}, MadeOn(device)};
     const auto options = at::TensorOptions().device(device);
     auto& table = group.many.table;
     group.table = at::from_blob(table.data(), {int64_t(table.size())}, at::kByte).to(device, at::kByte, false, true);
     group.partials = at::empty({group.many.partials}, options.dtype(at::kDouble));
     group.arrivals = at::zeros({group.many.arrivals}, options.dtype(at::kInt));
-    wait_for(device);  // it may be used on other streams than the one that fills it here
+    group.stream.written();
     return group;
   }
 
@@ -190,14 +174,19 @@ class Batch : public torch::CustomClassHolder {
       cuda::Launch to = launch_on(device, site.active);
       to.partials = group.partials.mutable_data_ptr<double>();
       to.arrivals = reinterpret_cast<unsigned*>(group.arrivals.mutable_data_ptr<int32_t>());
-      group.is_captured |= cuda::is_capturing(to.stream);
+      const std::vector<at::Tensor> memory{group.table, group.partials, group.arrivals};
+      if (cuda::is_capturing(to.stream)) {
+        for (const size_t i : group.members) keep_for_graphs(members_[i].site.tensors, memory);
+      } else {
+        group.stream.used_here(memory);
+      }
       check(cuda::accumulate(group.many, group.table.const_data_ptr(), addresses.data(), to));
     } catch (const std::exception& error) {
       for (const size_t i : group.members) failures.emplace_back(i, reason(error));
     }
   }
 
-  std::vector<Group> groups_, captured_;
+  std::vector<Group> groups_;
 #endif
 
   std::mutex mutex_;
@@ -209,8 +198,7 @@ TORCH_LIBRARY_FRAGMENT(HOOKSTATS_NAMESPACE, m) {
   m.class_<Batch>("Batch")
       .def(torch::init<std::vector<at::Tensor>, std::vector<at::Tensor>, Tensors, std::vector<at::Tensor>,
                        std::vector<int64_t>, double, double>())
-      .def("accumulate", &Batch::accumulate)
-      .def("is_captured", &Batch::is_captured);
+      .def("accumulate", &Batch::accumulate);
 }
 
 }  // namespace

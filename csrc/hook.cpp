@@ -65,22 +65,27 @@ struct Counted {
   }
 };
 
-// What all hooks of a monitor share: whether and what they measure. Changed and read under the GIL, but for `is_open`
-// and `times`, which backward reads.
+// What all hooks of a monitor share: whether and what they measure. Changed and read under the GIL, but for `is_open`,
+// `is_paused` and `times`, which backward reads.
 struct Enabled {
   at::Tensor open;  // [1] int32 on the CPU: zero while nothing is to be measured
   const int32_t* is_open;
+  std::atomic<bool> is_paused{false};  // not only for this step, but by the user; or nothing is watched any more
   PyObject* root =
       nullptr;  // the module whose `training` decides, borrowed: Python takes it away before it dies; or null
   std::vector<std::shared_ptr<Counted>> counted;  // of all threads; the innermost last
   std::atomic<Times*> times{nullptr};             // of the open step, if it is timed
   std::vector<std::shared_ptr<Times>> kept;       // a backward on another thread may still use them
 
-  // Whether a forward that runs now is measured. A recomputation belongs to a forward that was.
-  bool measures_now() const { return *is_open && (!leaves_out() || backward_is_running()); }
-
   // Whether a forward that runs now is evaluation, which is not measured.
   bool leaves_out() const { return root && !is_training(); }
+
+  // Whether what runs now is measured. What a CUDA graph captures is in every step: in each replay the flag on the
+  // device decides.
+  bool is_open_on(at::Device device) const { return *is_open || (!is_paused && is_captured(device)); }
+
+  // Whether a forward that runs now counts where something is measured. A recomputation belongs to a forward that did.
+  bool counts_now() const { return !leaves_out() || backward_is_running(); }
 
   // The innermost of this thread; in a backward that another thread called, of that one. Null: all counts.
   std::shared_ptr<Counted> counted_here() const {
@@ -246,6 +251,9 @@ struct Observed {
   std::optional<Half> output, gradient;
   std::shared_ptr<const Enabled> enabled;
   std::optional<c10::SafePyObject> in_graph;  // callable: what compiled autograd is to trace for a gradient
+
+  const Site& site() const { return (output ? output : gradient)->site; }
+  bool measures_now() const { return enabled->is_open_on(site().tensors.moments.device()) && enabled->counts_now(); }
 };
 using Shared = std::shared_ptr<const Observed>;
 
@@ -335,11 +343,25 @@ Failures take_failures() {
   return std::exchange(failures, {});
 }
 
+// Folds a tensor, or its rows that count, into a site; in a CUDA graph that is captured, too, and on any stream.
+// Returns whether there are rows and they are about this tensor.
+bool accumulate_here(const at::Tensor& x, const Site& site, const std::optional<Rows>& rows) {
+  const std::vector<at::Tensor> of_rows = rows ? std::vector{rows->row_index, rows->kept} : std::vector<at::Tensor>();
+  if (is_captured(site.tensors.moments.device())) {
+    keep_for_graphs(site.tensors, of_rows);
+  } else if (rows && rows->made) {
+    rows->made->used_here(of_rows);
+  }
+  return accumulate(x, site, rows ? &*rows : nullptr);
+}
+
 void accumulate_gradient(const at::Tensor& gradient, const Observed& observed, const std::optional<Rows>& rows) {
-  if (!gradient.defined() || !*observed.enabled->is_open || has_no_data(gradient)) return;
+  if (!gradient.defined() || has_no_data(gradient)) return;
+  const Site& site = observed.gradient->site;
+  if (!observed.enabled->is_open_on(site.tensors.moments.device())) return;
   const Times::Span span(observed.enabled->times.load(), gradient.device());
   try {
-    accumulate(gradient, observed.gradient->site, rows ? &*rows : nullptr);
+    accumulate_here(gradient, site, rows);
   } catch (const std::exception& error) {
     if (observed.gradient->strict) throw;
     std::lock_guard<std::mutex> lock(failures_mutex);
@@ -387,9 +409,10 @@ PyObject* observe(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
   }
   const HookObject* hook = hook_of(args[1]);
   if (!hook) return nullptr;
-  if (!hook->observed || !hook->observed->enabled->measures_now()) Py_RETURN_NONE;
+  if (!hook->observed || !hook->observed->measures_now()) Py_RETURN_NONE;
   const Shared kept = hook->observed;  // another thread may give the hook other states while the GIL is released
   const Observed& observed = *kept;
+  const Site& site = observed.site();
   if (!THPVariable_Check(args[0])) Py_RETURN_NOTIMPLEMENTED;
   const at::Tensor& x = THPVariable_Unpack(args[0]);
   if (x.key_set().has(c10::DispatchKey::Python)) Py_RETURN_NOTIMPLEMENTED;
@@ -397,7 +420,6 @@ PyObject* observe(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
     return PyUnicode_FromString("expected a dense strided tensor");
   }
   if (has_no_data(x) || at::tracer::impl::is_dispatch_enabled()) Py_RETURN_NONE;
-  const Site& site = (observed.output ? observed.output : observed.gradient)->site;
   if (!channel_dim_for(site.tensors.channel_dim, x.dim())) {
     return PyUnicode_FromString("the channel dimension of such a tensor is not known yet");
   }
@@ -414,7 +436,7 @@ PyObject* observe(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
       constexpr int64_t kLong = 1 << 15;
       std::optional<py::gil_scoped_release> release;
       if (x.is_cpu() && x.numel() >= kLong) release.emplace();
-      const bool concerned = accumulate(x, site, counting);
+      const bool concerned = accumulate_here(x, site, rows);
       if (counting) ++(concerned ? counted->concerned : counted->others);
     }
     // A leaf's gradient is its owner's, and a hook on it would outlive the step.
@@ -498,7 +520,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           "met", [](const Counted& counted) { return std::make_pair(counted.concerned.load(), counted.others.load()); })
       .def("set_rows", [](Counted& counted, const std::vector<std::pair<at::Tensor, at::Tensor>>& rows) {
         counted.rows.clear();
-        for (const auto& [row_index, kept] : rows) counted.rows.push_back({row_index, kept});
+        for (const auto& [row_index, kept] : rows) {
+          auto made = std::make_shared<MadeOn>(row_index.device());
+          made->written();
+          counted.rows.push_back({row_index, kept, std::move(made)});
+        }
       });
   py::class_<Enabled, std::shared_ptr<Enabled>>(m, "Enabled")
       .def(py::init<at::Tensor>())
@@ -509,7 +535,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
             if (times) enabled.kept.push_back(std::move(times));
           })
       .def_property_readonly("leaves_out", &Enabled::leaves_out)
-      .def("measures_now", &Enabled::measures_now)
+      .def_property(
+          "is_paused", [](const Enabled& enabled) { return enabled.is_paused.load(); },
+          [](Enabled& enabled, bool is_paused) { enabled.is_paused = is_paused; })
+      .def("counts_now", &Enabled::counts_now)
       .def("decide_by", [](Enabled& enabled, py::object root) { enabled.root = root.is_none() ? nullptr : root.ptr(); })
       .def("count",
            [](Enabled& enabled, std::vector<std::shared_ptr<Counted>> all) { enabled.counted = std::move(all); });

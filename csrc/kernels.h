@@ -160,7 +160,15 @@ struct Many {
 // Whether a tensor can be read so; those in packs and those value by value are read by launches of their own.
 enum class AmongMany : int { no, in_packs, by_value };
 
+// The number of the capture into a CUDA graph that a stream is in, from 1; 0: none.
+unsigned long long capture_on(void* stream);
 bool is_capturing(void* stream);
+
+struct Versions {
+  int runtime = 0, driver = 0;  // of CUDA: 12010 is 12.1; a driver that is too old for this runtime may say 0
+  int capability = 0;           // of the device: 86 is 8.6
+};
+const char* ask(Versions& versions, int device);  // null, or what the CUDA runtime said
 
 // Each starts exactly one kernel and returns null, or what the CUDA runtime said.
 const char* accumulate(const Input& input, const State& state, const Launch& launch);
@@ -170,8 +178,8 @@ const char* totals(const State* states, int64_t count, int64_t* out, const Launc
 
 // Of at most kMany tensors of one dtype and one way of reading, and states with one kind of histogram. In the launch, a
 // tensor whose address is null is left out.
-AmongMany among_many(const Input& input);
-Many plan_many(const std::vector<Input>& inputs, const std::vector<State>& states);
+AmongMany among_many(const Input& input, HistogramKind kind, int device);
+Many plan_many(const std::vector<Input>& inputs, const std::vector<State>& states, AmongMany how);
 
 }  // namespace cuda
 }  // namespace hookstats

@@ -11,6 +11,7 @@
 #include <torch/library.h>
 
 #include <array>
+#include <map>
 #include <mutex>
 #include <string>
 #include <utility>
@@ -274,6 +275,9 @@ bool runs_cuda_kernels(at::Device device) { return device.is_cuda(); }
 
 #if defined(HOOKSTATS_CUDA_KERNELS)
 void* stream_of(at::Device device) {
+#if defined(HOOKSTATS_CUDA_ON_CPU)
+  return imitated_stream;
+#endif
   if (device.is_cpu()) return nullptr;
   // libc10 alone: the same binary loads with and without CUDA in torch.
   return c10::impl::getDeviceGuardImpl(device.type())->getStream(device).native_handle();
@@ -281,6 +285,25 @@ void* stream_of(at::Device device) {
 
 void check(const char* cuda_error) { TORCH_CHECK(!cuda_error, "hookstats: CUDA: ", cuda_error); }
 #endif
+
+MadeOn::MadeOn(at::Device device) : device_(device) {
+  if (!device.is_cpu()) stream_ = c10::impl::getDeviceGuardImpl(device.type())->getStream(device);
+}
+
+void MadeOn::written() {
+  if (is_captured(device_)) stream_.reset();  // in its graph alone, where it comes first
+  if (!stream_) return;
+  event_ = std::make_shared<c10::Event>(device_.type());
+  event_->record(*stream_);
+}
+
+void MadeOn::used_here(const std::vector<at::Tensor>& memory) const {
+  if (!stream_) return;
+  const auto here = c10::impl::getDeviceGuardImpl(device_.type())->getStream(device_);
+  if (here == *stream_ || is_captured(device_)) return;
+  event_->block(here);
+  for (const at::Tensor& each : memory) each.record_stream(here);
+}
 
 Site::Site(SiteState of)
     : tensors(std::move(of)),
@@ -323,6 +346,27 @@ NoCpuKernel::NoCpuKernel() {
 
 NoCpuKernel::~NoCpuKernel() {
   for (std::mutex& lock : cpu_locks) lock.unlock();
+}
+
+bool is_captured([[maybe_unused]] at::Device device) {
+#if defined(HOOKSTATS_CUDA_KERNELS)
+  return runs_cuda_kernels(device) && cuda::is_capturing(stream_of(device));
+#else
+  return false;
+#endif
+}
+
+void keep_for_graphs(const SiteState& site, const std::vector<at::Tensor>& others) {
+  static std::mutex mutex;
+  static auto* const kept =
+      new std::map<const void*, at::Tensor>;  // never destroyed: graphs may be replayed until then
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto keep = [](const at::Tensor& each) { kept->emplace(each.unsafeGetTensorImpl(), each); };
+  keep(site.moments);
+  keep(site.counters);
+  if (site.histogram) keep(*site.histogram);
+  if (site.active) keep(*site.active);
+  for (const at::Tensor& each : others) keep(each);
 }
 
 bool accumulate(const at::Tensor& tensor, const Site& site, const Rows* rows) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Event.h>
 
 #include <cstdint>
 #include <memory>
@@ -54,11 +55,31 @@ struct Site {
   explicit Site(SiteState tensors);
 };
 
+// The stream on which memory was allocated and written that may be used on other ones, too.
+class MadeOn {
+ public:
+  explicit MadeOn(at::Device device);
+
+  // All has been written. Waits for nothing.
+  void written();
+
+  // Before a launch on the current stream that uses it: there it comes behind the writing, and the memory is not given
+  // to others before the launch has ended. What a CUDA graph captures must be kept besides, and was waited for by
+  // torch.
+  void used_here(const std::vector<at::Tensor>& memory) const;
+
+ private:
+  at::Device device_;
+  std::optional<c10::Stream> stream_;  // none on a CPU
+  std::shared_ptr<c10::Event> event_;
+};
+
 // Of the tensors that a mask applies to, those that begin with its shape or have its elements in dimension 0, the rows
 // that count. Both int32, on the device of the data, and not written before the kernels that read them have run.
 struct Rows {
   at::Tensor row_index;  // of the mask's shape: at its beginning the numbers of those rows, ascending
   at::Tensor kept;       // [1]: how many they are; on a GPU it is read by the kernel alone
+  std::shared_ptr<const MadeOn> made = nullptr;  // null: who launches has seen to it
 };
 
 // Folds `x`, or its rows that count, into the state. One kernel on the current stream; nothing is allocated or waited
@@ -74,6 +95,12 @@ class NoCpuKernel {
   NoCpuKernel& operator=(const NoCpuKernel&) = delete;
   ~NoCpuKernel();
 };
+
+// Whether a kernel that is launched now on this device becomes part of a CUDA graph.
+bool is_captured(at::Device device);
+
+// Keeps memory that a captured kernel refers to: nobody tells when a CUDA graph is no more.
+void keep_for_graphs(const SiteState& site, const std::vector<at::Tensor>& others);
 
 // Makes blocks of state on the CPU zero.
 void clear_on_cpu(const std::vector<at::Tensor>& blocks, const NoCpuKernel&);
@@ -100,17 +127,22 @@ class __attribute__((visibility("hidden"))) Copies {  // as the class that pybin
   std::shared_ptr<Spares> spares_;
 };
 
-// Makes sure that the first launches on new streams of this device find their scratch allocated.
+// Makes sure that the first launches on new streams of this device find their scratch allocated, and that what was
+// cleared on the current one can be used on them. The first time, throws where the kernels cannot run there.
 void reserve_scratch(at::Device device);
 
 // What a kernel is given for `x`, checked; the data pointer is still to come. Throws c10::Error.
 Input described(const at::Tensor& x, const Site& site, const Rows* rows = nullptr);
 
+#if defined(HOOKSTATS_CUDA_ON_CPU)
+extern void* imitated_stream;  // tests/cuda_on_cpu/harness.cpp
+#endif
+
 #if defined(HOOKSTATS_CUDA_KERNELS)
 // The CUDA kernels run on the GPU, or, in the tests' build, on the CPU (tests/cuda_on_cpu).
 bool runs_cuda_kernels(at::Device device);
 
-// The current stream of a device; null on a CPU.
+// The current stream of a device; null on a CPU, but for the tests' build, which imitates streams there.
 void* stream_of(at::Device device);
 
 // The same with its scratch.

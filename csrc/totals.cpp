@@ -35,7 +35,9 @@ class Totals : public torch::CustomClassHolder {
     const int64_t bytes = n * sizeof(State);
     const auto table = at::empty({bytes}, at::TensorOptions().dtype(at::kByte).pinned_memory(device.is_cuda()));
     memcpy(table.mutable_data_ptr(), states_.data(), bytes);
+    stream_.emplace(device);
     table_ = table.to(device, at::kByte, /*non_blocking=*/true, /*copy=*/true);
+    stream_->written();
 #endif
   }
 
@@ -50,6 +52,7 @@ class Totals : public torch::CustomClassHolder {
     if (runs_cuda_kernels(device)) {
       const c10::DeviceGuard guard(device);
       const auto* table = static_cast<const State*>(table_.const_data_ptr());
+      stream_->used_here({table_});
       check(cuda::totals(table, n, words, launch_on(device, std::nullopt)));
       clear(blocks);
       return out;
@@ -66,7 +69,10 @@ class Totals : public torch::CustomClassHolder {
  private:
   std::vector<at::Tensor> moments_, counters_;  // the states' memory
   std::vector<State> states_;
+#if defined(HOOKSTATS_CUDA_KERNELS)
   at::Tensor table_;  // the same on the device
+  std::optional<MadeOn> stream_;
+#endif
 };
 
 TORCH_LIBRARY_FRAGMENT(HOOKSTATS_NAMESPACE, m) {

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hookstats import report, rules, sinks
     from hookstats._native import build_info
+    from hookstats.comparing.comparison import Comparison, Parting, compare
     from hookstats.numbers.fields import ExponentBins, LinearBins, Site, Skipped, Stats
     from hookstats.numbers.histogram import Histogram
     from hookstats.numbers.site_stats import SiteStats
@@ -33,6 +34,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "hookstats._native": ["build_info"],
+    "hookstats.comparing.comparison": ["Comparison", "Parting", "compare"],
     "hookstats.numbers.fields": ["ExponentBins", "LinearBins", "Site", "Skipped", "Stats"],
     "hookstats.numbers.histogram": ["Histogram"],
     "hookstats.numbers.site_stats": ["SiteStats"],
@@ -60,6 +62,7 @@ __all__ = [
     "Capture",
     "Captured",
     "ChannelValue",
+    "Comparison",
     "Explanation",
     "ExponentBins",
     "FindingError",
@@ -69,6 +72,7 @@ __all__ = [
     "LinearBins",
     "Monitor",
     "Overhead",
+    "Parting",
     "Run",
     "Site",
     "SiteStats",
@@ -79,6 +83,7 @@ __all__ = [
     "attach",
     "build_info",
     "capture",
+    "compare",
     "edit",
     "explain",
     "grad_of",

@@ -55,8 +55,7 @@ fold_gradient = torch.ops.hookstats.fold_gradient
 # (counter, amount, skip_recomputation): adds to a counter, in graphs; gradient hooks may change nothing otherwise.
 add = torch.ops.hookstats.add.default
 # Batch(moments, counters, histograms, active, channel_dims, low, high), lists with an entry for each site; its
-# .accumulate(list of Tensor | None) returns a list of (number, why it could not be measured); .is_captured() says
-# whether CUDA graphs read what it has.
+# .accumulate(list of Tensor | None) returns a list of (number, why it could not be measured).
 Batch = torch.classes.hookstats.Batch
 Counted = _C.Counted
 Enabled = _C.Enabled

@@ -108,6 +108,21 @@ def test_wrong_architectures_are_refused(
         setup["gencode"](architectures(TORCH_CUDA_ARCH_LIST=asked)[0])
 
 
+@pytest.mark.parametrize(("release", "is_known"), [("12.0", False), ("11.8", False), ("12.1", True), ("13.0", True)])
+def test_a_toolkit_that_cannot_compile_the_kernels_is_refused_with_what_to_do(
+    setup: dict[str, Any], machine: Path, release: str, is_known: bool
+) -> None:
+    nvcc = machine / "nvcc"
+    program(nvcc, f"#!/bin/sh\necho 'Cuda compilation tools, release {release}, V{release}.140'\n")
+    if is_known:
+        assert setup["check_toolkit"](str(nvcc)) == release
+    else:
+        with pytest.raises(
+            SystemExit, match=rf"expected nvcc of CUDA 12\.1 or newer.*got .*/nvcc of CUDA {release}: name"
+        ):
+            setup["check_toolkit"](str(nvcc))
+
+
 @pytest.mark.usefixtures("machine")
 def test_a_missing_nvcc_is_an_error_only_when_cuda_was_asked_for(
     setup: dict[str, Any], monkeypatch: pytest.MonkeyPatch

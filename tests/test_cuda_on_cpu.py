@@ -80,6 +80,14 @@ def test_a_flag_that_changes_during_a_launch_does_not_disturb_the_next_one(harne
     check(backend.accumulate(x, 1, "per_channel").stats(), x, 1)
 
 
+@pytest.mark.parametrize("shape", [(300, 72), (5000, 40)], ids=["one part", "many parts"])
+def test_a_block_that_is_switched_off_ends_after_its_copies(harness: Any, shape: tuple[int, int]) -> None:
+    """The harness raises where it does not."""
+    state = State(shape[1], "per_channel", "cpu")
+    harness.accumulate(normal(*shape).float(), *state.tensors, torch.zeros(1, dtype=torch.int32), 1)
+    assert int(state.counters[0]) == int(state.moments.count_nonzero()) == 0
+
+
 def test_a_channel_in_more_parts_than_a_block_has_threads(harness: Any) -> None:
     x = normal(300 * 256 * 16).float()
     check(Backend("cuda_on_cpu", harness, "cpu").accumulate(x, None).stats(), x, None)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
 import hookstats
+from hookstats.watch import parameters
 from tests.parameters import BOTH, check_site, grad_of, loss_of, residual
 
 
@@ -163,6 +164,33 @@ def test_the_norm_over_several_optimizer_steps_is_that_of_one() -> None:
     assert taken is not None
     assert taken["head.weight", "param_grad"].calls == 2
     assert taken.grad_norm == pytest.approx(norm.item(), rel=1e-6)
+
+
+def test_gradients_that_a_fused_optimizer_unscales_are_never_all_there_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = residual()
+    mon = hookstats.attach(model, tensors=BOTH, every=1)
+    largest = max(p.nbytes for p in model.parameters())
+    monkeypatch.setattr(parameters, "_UNSCALED_BYTES", 2 * largest)
+    together: list[int] = []
+    accumulate = mon._parameters._batches.accumulate
+
+    def noted(owners: Any, values: Any) -> None:
+        own = {id(p) for p in model.parameters()}
+        together.append(sum(value.nbytes for value in values if value is not None and id(value) not in own))
+        accumulate(owners, values)
+
+    monkeypatch.setattr(mon._parameters._batches, "accumulate", noted)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    optimizer.grad_scale = torch.tensor(8.0)  # type: ignore[attr-defined]  # as a GradScaler does
+    (8 * loss_of(model)).backward()
+    gradients = {name: grad_of(p) / 8 for name, p in model.named_parameters()}
+    optimizer.step()
+    assert max(together) <= 2 * largest < sum(gradient.nbytes for gradient in gradients.values())
+    snapshot = mon.step()
+    assert snapshot is not None
+    for name, gradient in gradients.items():
+        check_site(snapshot, name, "param_grad", gradient)
+    assert {stats.calls for stats in snapshot.values()} == {1}
 
 
 def test_updates_are_new_minus_old() -> None:

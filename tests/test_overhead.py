@@ -11,6 +11,7 @@ from torch import nn
 
 import hookstats
 from hookstats import _native
+from hookstats.watch import overhead
 from tests.models import Containers
 
 
@@ -121,3 +122,20 @@ def test_kernels_on_a_gpu_take_device_time_and_nothing_waits() -> None:
     torch.cuda.synchronize()
     found = mon.overhead()
     assert 0 < found.measured_device < found.measured_step
+
+
+def test_no_time_is_told_between_two_streams() -> None:
+    before, after = overhead._Mark(None), overhead._Mark(None)
+    assert after.us_since(before) is not None
+    before.event, after.event = PastEvent(), PastEvent()  # type: ignore[assignment]
+    assert after.us_since(before) == 2000
+    after.stream = "another"  # type: ignore[assignment]
+    assert after.us_since(before) is None
+
+
+class PastEvent:
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: PastEvent) -> float:
+        return 2.0

@@ -16,21 +16,23 @@ struct GridPlace {
 };
 
 // gridDim.x: groups of channels; gridDim.y: parts of their elements.
-template <class scalar_t, int kPack, int kPlaces, template <class> class Walker, HistogramKind kind>
+template <class scalar_t, int kPack, int kPlaces, template <class> class Walker, HistogramKind kind, int kFlight>
 __global__ void __launch_bounds__(kThreads, kBlocksAtOnce<scalar_t, kind, (kPack > kPlaces)>)
     accumulate_kernel(const scalar_t* data, const Job job, const Launch launch) {
-  run_block<scalar_t, kPack, kPlaces, Walker, kind>(data, job, launch, GridPlace{});
+  run_block<scalar_t, kPack, kPlaces, Walker, kind, kFlight>(data, job, launch, GridPlace{});
 }
 
 template <class scalar_t, int kPack, int kPlaces, template <class> class Walker>
-cudaError_t launch_accumulate(const void* data, const Job& job, const Launch& to) {
-  const auto start = [&](auto kind) {
+cudaError_t launch_accumulate(const void* data, const Job& job, const Launch& to, int shared_memory) {
+  return with_kind(job.state.kind, [&](auto kind) {
     constexpr HistogramKind k = decltype(kind)::value;
-    return launch(accumulate_kernel<scalar_t, kPack, kPlaces, Walker, k>, dim3(job.groups, job.parts), dim3(kThreads),
-                  Shared<scalar_t, kPack, kPlaces, Walker, k>::kBytes, static_cast<cudaStream_t>(to.stream),
-                  static_cast<const scalar_t*>(data), job, to);
-  };
-  return with_kind(job.state.kind, start);
+    return with_flight<scalar_t, kPack, kPlaces, Walker, k>(shared_memory, [&](auto flight) {
+      constexpr int kFlight = decltype(flight)::value;
+      return launch(accumulate_kernel<scalar_t, kPack, kPlaces, Walker, k, kFlight>, dim3(job.groups, job.parts),
+                    dim3(kThreads), Shared<scalar_t, kPack, kPlaces, Walker, k, kFlight>::kBytes,
+                    static_cast<cudaStream_t>(to.stream), static_cast<const scalar_t*>(data), job, to);
+    });
+  });
 }
 
 // As few waves of blocks as fill a GPU to nine tenths; but every part has something to read.
@@ -53,7 +55,12 @@ template <class scalar_t>
 cudaError_t accumulate_as(const Input& input, const State& state, const Launch& to) {
   constexpr int kPack = kPackOf<scalar_t>;
   Layout layout = input.layout;
-  const auto [rows, packed, near] = access<scalar_t>(layout, is_aligned(input.data, kPack * sizeof(scalar_t)));
+  const int most = shared_memory(to.device);
+  auto [rows, packed, near] = access<scalar_t>(layout, is_aligned(input.data, kPack * sizeof(scalar_t)));
+  if (packed && !(rows ? packs_fit<scalar_t, kPack>(state.kind, most) : packs_fit<scalar_t, 1>(state.kind, most))) {
+    packed = false;
+    layout = input.layout;
+  }
   // A warp to each channel where channels are short, else the whole block.
   const int plane_groups = layout.channels > 1 && layout.count < kThreads * 8 ? 32 : kThreads;
   const int places = packed && rows ? kPack : 1;
@@ -62,22 +69,38 @@ cudaError_t accumulate_as(const Input& input, const State& state, const Launch& 
 
   const bool listed = layout.row_dims > 0;
   if constexpr (kPack > 1) {
-    if (packed && rows && listed) return launch_accumulate<scalar_t, kPack, kPack, ListedWalker>(input.data, job, to);
-    if (packed && listed) return launch_accumulate<scalar_t, kPack, 1, ListedWalker>(input.data, job, to);
-    if (packed && rows) return launch_accumulate<scalar_t, kPack, kPack, LineWalker>(input.data, job, to);
-    if (packed && layout.ndim <= 1) return launch_accumulate<scalar_t, kPack, 1, LineWalker>(input.data, job, to);
-    if (packed) return launch_accumulate<scalar_t, kPack, 1, NearWalker>(input.data, job, to);
+    if (packed && rows && listed)
+      return launch_accumulate<scalar_t, kPack, kPack, ListedWalker>(input.data, job, to, most);
+    if (packed && listed) return launch_accumulate<scalar_t, kPack, 1, ListedWalker>(input.data, job, to, most);
+    if (packed && rows) return launch_accumulate<scalar_t, kPack, kPack, LineWalker>(input.data, job, to, most);
+    if (packed && layout.ndim <= 1) return launch_accumulate<scalar_t, kPack, 1, LineWalker>(input.data, job, to, most);
+    if (packed) return launch_accumulate<scalar_t, kPack, 1, NearWalker>(input.data, job, to, most);
   }
-  if (near && !listed) return launch_accumulate<scalar_t, 1, 1, NearWalker>(input.data, job, to);
-  return launch_accumulate<scalar_t, 1, 1, FarWalker>(input.data, job, to);
+  if (near && !listed) return launch_accumulate<scalar_t, 1, 1, NearWalker>(input.data, job, to, most);
+  return launch_accumulate<scalar_t, 1, 1, FarWalker>(input.data, job, to, most);
 }
 
 }  // namespace
 
-bool is_capturing(void* stream) {
+unsigned long long capture_on(void* stream) {
+  if (!stream) return 0;  // the default stream cannot be captured
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  return cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status) == cudaSuccess &&
-         status != cudaStreamCaptureStatusNone;
+  unsigned long long number = 0;
+  if (message(cudaStreamGetCaptureInfo(static_cast<cudaStream_t>(stream), &status, &number))) return 0;
+  return status == cudaStreamCaptureStatusNone ? 0 : number + 1;
+}
+
+bool is_capturing(void* stream) { return capture_on(stream) != 0; }
+
+const char* ask(Versions& versions, int device) {
+  int major = 0, minor = 0;
+  for (const cudaError_t error : {cudaRuntimeGetVersion(&versions.runtime), cudaDriverGetVersion(&versions.driver),
+                                  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device),
+                                  cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device)}) {
+    if (const char* problem = message(error)) return problem;
+  }
+  versions.capability = 10 * major + minor;
+  return nullptr;
 }
 
 const char* accumulate(const Input& input, const State& state, const Launch& to) {

@@ -11,15 +11,35 @@ namespace hookstats::cuda {
 
 constexpr int larger(int a, int b) { return a > b ? a : b; }
 
-// Shared memory: the histogram, then the thread's sums, then the ring.
-template <class scalar_t, int kPack, int kPlaces, template <class> class Walker, HistogramKind kind>
+// Shared memory: the histogram, then the thread's sums, then the ring. When these are done with, from the beginning on:
+// the sums of parts.
+template <class scalar_t, int kPack, int kPlaces, template <class> class Walker, HistogramKind kind, int kFlight>
 struct Shared {
   static constexpr int kHistogram = BlockHistogram<kind, kPlaces, (kPack > kPlaces)>::kWords * int(sizeof(unsigned));
-  static constexpr int kSums = kThreads * larger(kPlaces * BlockSums<acc_of<scalar_t>>::kBytes, WideSums::kBytes);
-  using Reads = Reader<scalar_t, kPack, kPlaces, Walker, kPlaces == 4 && kind == HistogramKind::per_channel>;
+  static constexpr int kSums = kThreads * kPlaces * BlockSums<acc_of<scalar_t>>::kBytes;
+  using Reads = Reader<scalar_t, kPack, kPlaces, Walker, kPlaces == 4 && kind == HistogramKind::per_channel, kFlight>;
   static constexpr int kRing = Reads::Feed::kBytes;
-  static constexpr int kBytes = kHistogram + kSums + kRing;
+  static constexpr int kBytes = larger(kHistogram + kSums + kRing, kThreads* WideSums::kBytes);
 };
+
+// Beside it every kernel has arrays of fixed size, of less than this.
+constexpr int kFixedShared = 2 << 10;
+
+// What a GPU that is built for has at least. A kernel that asks for more has a second one with half as much in flight.
+constexpr int kLeastSharedMemory = 99 << 10;
+template <class scalar_t, int kPack, int kPlaces, template <class> class Walker, HistogramKind kind>
+constexpr bool kHasSmaller =
+    Shared<scalar_t, kPack, kPlaces, Walker, kind, kInFlight>::kBytes + kFixedShared > kLeastSharedMemory;
+
+// Calls f(constant of the bytes in flight) of the kernel that `shared_memory` bytes are enough for.
+template <class scalar_t, int kPack, int kPlaces, template <class> class Walker, HistogramKind kind, class F>
+auto with_flight([[maybe_unused]] int shared_memory, const F& f) {
+  if constexpr (kHasSmaller<scalar_t, kPack, kPlaces, Walker, kind>) {
+    using Larger = Shared<scalar_t, kPack, kPlaces, Walker, kind, kInFlight>;
+    if (Larger::kBytes + kFixedShared > shared_memory) return f(std::integral_constant<int, kInFlight / 2>{});
+  }
+  return f(std::integral_constant<int, kInFlight>{});
+}
 
 // Blocks on a multiprocessor, whose registers they share: of doubles, some kernels need more than half of them.
 template <class scalar_t, HistogramKind kind, bool kPlanes>
@@ -42,16 +62,32 @@ auto with_kind(HistogramKind kind, const F& f) {
   }
 }
 
+// Whether a tensor can be read in packs by blocks of so much shared memory, of which each GPU that is built for has
+// enough; else it is read value by value.
+template <class scalar_t, int kPlaces>
+bool packs_fit(HistogramKind kind, int shared_memory) {
+  constexpr int kPack = kPackOf<scalar_t>;
+  return with_kind(kind, [&](auto constant) {
+    constexpr HistogramKind k = decltype(constant)::value;
+    constexpr int kFlight = kHasSmaller<scalar_t, kPack, kPlaces, LineWalker, k> ? kInFlight / 2 : kInFlight;
+    constexpr int kBytes = Shared<scalar_t, kPack, kPlaces, LineWalker, k, kFlight>::kBytes + kFixedShared;
+    static_assert(kBytes <= kLeastSharedMemory);
+    return kBytes <= shared_memory;
+  });
+}
+
 // What one block does. `place` says which: place.group() of the groups of channels, place.part() of the parts of their
 // elements. All threads of the block call it, once.
-template <class scalar_t, int kPack, int kPlaces, template <class> class Walker, HistogramKind kind, class Place>
+template <class scalar_t, int kPack, int kPlaces, template <class> class Walker, HistogramKind kind, int kFlight,
+          class Place>
 __device__ __forceinline__ void run_block(const scalar_t* data, const Job& job, const Launch& launch, Place place) {
   using Histogram = BlockHistogram<kind, kPlaces, (kPack > kPlaces)>;
-  using Sizes = Shared<scalar_t, kPack, kPlaces, Walker, kind>;
+  using Sizes = Shared<scalar_t, kPack, kPlaces, Walker, kind, kFlight>;
   using Whole = BlockSums<acc_of<scalar_t>>;
   HOOKSTATS_DYNAMIC_SHARED(dynamic);
   HOOKSTATS_SHARED(unsigned, nonfinite_counts, NonFinite::kWords);
   HOOKSTATS_SHARED(Arrival, says, 1);  // thread 0 to its block
+  static_assert(NonFinite::kWords * sizeof(unsigned) + sizeof(Arrival) + sizeof(Job) + 16 <= kFixedShared);
   double* const shared = dynamic + Sizes::kHistogram / sizeof(double);
   void* const ring = shared + Sizes::kSums / sizeof(double);
 
@@ -90,6 +126,7 @@ __device__ __forceinline__ void run_block(const scalar_t* data, const Job& job, 
   }
   __syncthreads();
   bool on = says[0] == Arrival::last;
+  if (!on) Sizes::Reads::Feed::stop();
   if (!on && job.parts == 1) return;
 
   // After that, it is one channel, and, where parts are merged, a share of the parts.
@@ -144,10 +181,10 @@ __device__ __forceinline__ void run_block(const scalar_t* data, const Job& job, 
           sums.merge(load_part(part(from + i), channels));
         }
       }
-      store_slot(sums, shared, kThreads, thread);
+      store_slot(sums, dynamic, kThreads, thread);
       __syncthreads();
-      fold_block<WideSums, 1>(shared, merging, thread);
-      if (owns) sums = load_slot<WideSums>(shared, kThreads, thread);
+      fold_block<WideSums, 1>(dynamic, merging, thread);
+      if (owns) sums = load_slot<WideSums>(dynamic, kThreads, thread);
     }
     word += (count + kFan - 1) / kFan;
     mine /= kFan;

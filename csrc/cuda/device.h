@@ -4,6 +4,8 @@
 
 #include <cuda_runtime.h>
 
+#include <cstdlib>
+
 #include "../kernels.h"
 
 #if defined(__CUDACC__)
@@ -15,14 +17,9 @@
 namespace hookstats::cuda {
 
 template <class... Params, class... Args>
-cudaError_t launch(void (*kernel)(Params...), dim3 grid, dim3 block, int shared_bytes, cudaStream_t stream,
-                   const Args&... args) {
-  if (shared_bytes > 32 << 10) {  // beyond 48 KB, fixed arrays included, a kernel must ask
-    const auto error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
-    if (error != cudaSuccess) return error;
-  }
+void start(void (*kernel)(Params...), dim3 grid, dim3 block, int shared_bytes, cudaStream_t stream,
+           const Args&... args) {
   kernel<<<grid, block, shared_bytes, stream>>>(args...);
-  return cudaGetLastError();
 }
 
 // What another block wrote: not from this multiprocessor's cache.
@@ -50,7 +47,37 @@ __device__ inline void wait_for_all_but() {
 
 namespace hookstats::cuda {
 
-inline const char* message(cudaError_t error) { return error == cudaSuccess ? nullptr : cudaGetErrorString(error); }
+// What went wrong, or null. The runtime keeps an error until it is asked for the last one: it is, or the next launch
+// would be taken for the one that failed.
+inline const char* message(cudaError_t error) {
+  if (error == cudaSuccess) return nullptr;
+  (void)cudaGetLastError();
+  return cudaGetErrorString(error);
+}
+
+// Starts a kernel; what it returns goes to `message`.
+template <class... Params, class... Args>
+cudaError_t launch(void (*kernel)(Params...), dim3 grid, dim3 block, int shared_bytes, cudaStream_t stream,
+                   const Args&... args) {
+  if (shared_bytes > 32 << 10) {  // beyond 48 KB, fixed arrays included, a kernel must ask
+    const auto error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+    if (error != cudaSuccess) return error;
+  }
+  start(kernel, grid, block, shared_bytes, stream, args...);
+  return cudaGetLastError();
+}
+
+// Bytes of shared memory that a block may have on a device: 227 KB on the GPUs of data centers, 99 KB on others.
+// HOOKSTATS_SHARED_MEMORY imitates a GPU that has less, for tests.
+inline int shared_memory(int device) {
+  static const int imitated = [] {
+    const char* bytes = std::getenv("HOOKSTATS_SHARED_MEMORY");
+    return bytes ? std::atoi(bytes) : INT32_MAX;
+  }();
+  int bytes = 0;
+  if (message(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device))) bytes = 48 << 10;
+  return bytes < imitated ? bytes : imitated;
+}
 
 // Two 16-bit floating-point values in a word.
 template <class scalar_t>

@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksAtOnce<scalar_t, kind, true>)
   }
   __syncthreads();
   const TaskPlace place{blockIdx.x - task[0].first_block, task[0].job.groups};
-  run_block<scalar_t, kPack, 1, Walker, kind>(data, task[0].job, launch, place);
+  run_block<scalar_t, kPack, 1, Walker, kind, kInFlight>(data, task[0].job, launch, place);
 }
 
 // Threads for each channel of a matrix that is stored channel by channel: as few as still read neighbouring memory
@@ -53,10 +53,10 @@ int plane_groups(const Layout& layout) {
 }
 
 template <class scalar_t>
-Access access_among_many(Layout& layout, const void* data) {
+Access access_among_many(Layout& layout, const void* data, bool may_pack) {
   const Layout before = layout;
   Access how = access<scalar_t>(layout, is_aligned(data, kPackOf<scalar_t> * sizeof(scalar_t)));
-  if (how.packed && (how.rows || layout.ndim > 1)) {  // rare among parameters: value by value
+  if (how.packed && (!may_pack || how.rows || layout.ndim > 1)) {  // rare among parameters: value by value
     how.packed = false;
     layout = before;
   }
@@ -64,9 +64,9 @@ Access access_among_many(Layout& layout, const void* data) {
 }
 
 template <class scalar_t>
-Job job_among_many(const Input& input, const State& state) {
+Job job_among_many(const Input& input, const State& state, bool packed) {
   Layout layout = input.layout;
-  const Access how = access_among_many<scalar_t>(layout, input.data);
+  const Access how = access_among_many<scalar_t>(layout, input.data, packed);
   Job job = job_of(layout, state, how.rows, 1, plane_groups(layout));
   const int64_t values = layout.count * (how.packed ? kPackOf<scalar_t> : 1) * job.geometry.lanes;
   const int64_t parts = divide_up(values * int64_t(sizeof(scalar_t)), kPartBytes);
@@ -82,9 +82,10 @@ cudaError_t launch_many(const Many& many, const void* table, const void* const* 
   const auto* task_of = reinterpret_cast<const unsigned*>(tasks + many.tensors);
   return with_kind(many.kind, [&](auto kind) {
     constexpr HistogramKind k = decltype(kind)::value;
+    static_assert(!kHasSmaller<scalar_t, kPack, 1, Walker, k>);
     return launch(many_kernel<scalar_t, kPack, Walker, k>, dim3(unsigned(many.blocks)), dim3(kThreads),
-                  Shared<scalar_t, kPack, 1, Walker, k>::kBytes, static_cast<cudaStream_t>(to.stream), addresses, tasks,
-                  task_of, to);
+                  Shared<scalar_t, kPack, 1, Walker, k, kInFlight>::kBytes, static_cast<cudaStream_t>(to.stream),
+                  addresses, tasks, task_of, to);
   });
 }
 
@@ -98,30 +99,32 @@ cudaError_t launch_as(const Many& many, const void* table, const void* const* da
 
 }  // namespace
 
-AmongMany among_many(const Input& input) {
+AmongMany among_many(const Input& input, HistogramKind kind, int device) {
   Layout layout = input.layout;
   if (!is_near(layout)) return AmongMany::no;
+  const int most = shared_memory(device);
   switch (input.dtype) {
-#define HOOKSTATS_CASE(name, type, aten) \
-  case Dtype::name:                      \
-    return access_among_many<type>(layout, input.data).packed ? AmongMany::in_packs : AmongMany::by_value;
+#define HOOKSTATS_CASE(name, type, aten)                                                                            \
+  case Dtype::name:                                                                                                 \
+    return access_among_many<type>(layout, input.data, packs_fit<type, 1>(kind, most)).packed ? AmongMany::in_packs \
+                                                                                              : AmongMany::by_value;
     HOOKSTATS_DTYPES(HOOKSTATS_CASE)
 #undef HOOKSTATS_CASE
   }
   return AmongMany::no;
 }
 
-Many plan_many(const std::vector<Input>& inputs, const std::vector<State>& states) {
-  Many many{inputs[0].dtype, states[0].kind, among_many(inputs[0]) == AmongMany::in_packs, int64_t(inputs.size())};
+Many plan_many(const std::vector<Input>& inputs, const std::vector<State>& states, AmongMany how) {
+  Many many{inputs[0].dtype, states[0].kind, how == AmongMany::in_packs, int64_t(inputs.size())};
   std::vector<Task> tasks;
   std::vector<unsigned> task_of_block;
   for (size_t i = 0; i < inputs.size(); ++i) {
     Task task{};
     Job& job = task.job;
     switch (many.dtype) {
-#define HOOKSTATS_CASE(name, type, aten)              \
-  case Dtype::name:                                   \
-    job = job_among_many<type>(inputs[i], states[i]); \
+#define HOOKSTATS_CASE(name, type, aten)                           \
+  case Dtype::name:                                                \
+    job = job_among_many<type>(inputs[i], states[i], many.packed); \
     break;
       HOOKSTATS_DTYPES(HOOKSTATS_CASE)
 #undef HOOKSTATS_CASE

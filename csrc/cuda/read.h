@@ -96,12 +96,15 @@ struct NonFinite {
   }
 };
 
+// Bytes of a thread on their way; half of them where the GPU's blocks have too little shared memory for all.
+constexpr int kInFlight = 128;
+
 // A thread's packs on their way, in a ring in shared memory: four are used while the next ones come.
-template <class scalar_t, int kPack, class Walker, bool kExchanges>
+template <class scalar_t, int kPack, class Walker, bool kExchanges, int kFlight>
 struct Ring {
   using Load = Pack<scalar_t, kPack>;
-  static constexpr int kGroup = 4;                                    // packs taken at a time
-  static constexpr int kGroups = 128 / (kGroup * int(sizeof(Load)));  // 128 bytes of a thread on their way
+  static constexpr int kGroup = 4;  // packs taken at a time
+  static constexpr int kGroups = kFlight / (kGroup * int(sizeof(Load)));
   static constexpr int kBytes = kGroups * kGroup * kThreads * int(sizeof(Load));
   Load* const begin;
   Load* here;
@@ -143,6 +146,9 @@ struct Ring {
     here += kGroup * kThreads;
     if (here == begin + kGroups * kGroup * kThreads) here = begin;
   }
+
+  // A block that returns early leaves no copy behind that would still write into its shared memory.
+  __device__ static void stop() { wait_for_all_but<0>(); }
 };
 
 // The same for elements that cannot be copied so: all are asked for before the first is used.
@@ -166,16 +172,17 @@ struct Burst {
     }
   }
   __device__ void go_on() {}
+  __device__ static void stop() {}
 };
 
 // A thread's sums. The places of a pack are `kChannels` channels, or all of one.
-template <class scalar_t, int kPack_, int kChannels_, template <class> class WalkerOf, bool kExchanges>
+template <class scalar_t, int kPack_, int kChannels_, template <class> class WalkerOf, bool kExchanges, int kFlight>
 struct Reader {
   using Walker = WalkerOf<scalar_t>;
   using Load = Pack<scalar_t, kPack_>;
   using acc_t = acc_of<scalar_t>;
-  using Feed =
-      std::conditional_t<(kPack_ > 1), Ring<scalar_t, kPack_, Walker, kExchanges>, Burst<scalar_t, kPack_, Walker>>;
+  using Feed = std::conditional_t<(kPack_ > 1), Ring<scalar_t, kPack_, Walker, kExchanges, kFlight>,
+                                  Burst<scalar_t, kPack_, Walker>>;
   static constexpr int kPack = kPack_, kChannels = kChannels_;
   static constexpr int kPlaces = kPack / kChannels;  // of a channel in a pack
   static constexpr int kTilePacks = 128;

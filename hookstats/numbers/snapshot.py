@@ -12,6 +12,7 @@ import numpy as np
 from hookstats.numbers.columns import Columns
 from hookstats.numbers.fields import STATISTICS, Array, Counts, Site, Skipped, Stats
 from hookstats.numbers.site_stats import SiteStats, bits_of
+from hookstats.numbers.tables import aligned, html
 
 if TYPE_CHECKING:
     import pandas
@@ -201,6 +202,10 @@ class Snapshot(Mapping[Site, SiteStats]):
         ``sort``: a statistic's name (ValueError for another one). ``channels`` says how many are kept apart, ``dim``
         along which dimension. Sites that did not fire come last, and those that are not measured, each with the reason.
         """
+        return "\n".join([*aligned(self._rows(sort), left=2), *self._left_out()])
+
+    def _rows(self, sort: str | None) -> list[list[str]]:
+        """Of the table, the head first."""
         shown = ["mean", "std", "rms", "abs_max"]
         if sort is not None:
             _check_statistics("sort", [sort])
@@ -224,12 +229,18 @@ class Snapshot(Mapping[Site, SiteStats]):
         if sort is not None:
             rows = [rows[i] for i in np.argsort(-np.nan_to_num(getattr(totals, sort), nan=-np.inf), kind="stable")]
         rows.insert(0, ["site", "tensor", "calls", "channels", "dim", *shown, "zeros%", "nan", "inf"])
-        lines = _aligned(rows, left=2)
+        return rows
+
+    def _left_out(self) -> list[str]:
+        """Sites that did not fire, and those that are not measured, in words."""
         silent = [site for site, calls in zip(self, self.columns.calls.tolist(), strict=True) if calls == 0]
-        if silent:
-            lines.append(f"did not fire: {', '.join(map(str, silent))}")
-        lines += [f"not measured: {site}: {skipped}" for site, skipped in self.skipped.items()]
-        return "\n".join(lines)
+        said = [f"did not fire: {', '.join(map(str, silent))}"] if silent else []
+        return said + [f"not measured: {site}: {skipped}" for site, skipped in self.skipped.items()]
+
+    def _repr_html_(self) -> str:
+        """For notebooks: the table, of 60 sites at most."""
+        scalars = "".join(f", {name} {value:.6g}" for name, value in self.scalars.items())
+        return html(f"Step {self.step}{scalars}", self._rows(None), 2, self._left_out())
 
     def flat(self, *statistics: str) -> dict[str, float]:
         """The totals as ``{"tensor/statistic/name": value}``, for loggers. Without arguments, all statistics.
@@ -303,12 +314,3 @@ def _check_statistics(argument: str, names: Sequence[str]) -> None:
     unknown = [name for name in names if name not in STATISTICS]
     if unknown:
         raise ValueError(f"{argument}: expected one of {', '.join(STATISTICS)}; got {', '.join(map(repr, unknown))}")
-
-
-def _aligned(rows: list[list[str]], left: int) -> list[str]:
-    """Columns under each other: the first `left` to the left, the others to the right; a rule under the head."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    line = "  ".join(f"{{:{'<' if i < left else '>'}{width}}}" for i, width in enumerate(widths)).format
-    lines = [line(*row) for row in rows]
-    lines.insert(1, "-" * (sum(widths) + 2 * len(widths) - 2))
-    return lines

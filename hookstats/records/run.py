@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from datetime import datetime, timezone
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +16,7 @@ import pyarrow as pa
 
 from hookstats.numbers.fields import STATISTICS, Counts, Site
 from hookstats.numbers.snapshot import Snapshot
+from hookstats.numbers.tables import html
 from hookstats.records import timeline
 from hookstats.records.arrays import from_list, to_arrow, to_numpy
 from hookstats.records.errors import RunError
@@ -179,6 +182,19 @@ class Run:
     def manifest(self) -> dict[str, Any]:
         """What stands in manifest.json: attempts with their settings, and the parts."""
         return self._reader.manifest.to_json()
+
+    def _repr_html_(self) -> str:
+        """For notebooks: the attempts, and the findings, 20 at most."""
+        rows = [["attempt", "model", "begun (UTC)", "ended", "steps recorded", "dropped"]]
+        for each in self._reader.manifest.attempts:
+            begun = ""
+            with suppress(ValueError, OverflowError, OSError):
+                begun = datetime.fromtimestamp(each.begun, timezone.utc).strftime("%Y-%m-%d %H:%M:%S")
+            model, ended = str(each.settings.get("model", "")), each.ended or "not yet"
+            rows.append([str(each.attempt), model, begun, ended, str(each.records), str(each.dropped)])
+        findings = self.findings
+        more = [f"{len(findings) - 20} more findings"] if len(findings) > 20 else []
+        return html(repr(self), rows, 4, [*map(str, findings[:20]), *more])
 
     def __repr__(self) -> str:
         span = f", {self.steps[0]} to {self.steps[-1]}" if len(self) else ""

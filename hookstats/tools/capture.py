@@ -152,6 +152,8 @@ class _Buffer:
     def fill(self, x: torch.Tensor) -> None:
         with torch.inference_mode(False), torch.no_grad():
             x = x.detach()
+            if self._copied is not None and x.is_cuda:  # on another stream, the copy before may still be under way
+                torch.cuda.current_stream(x.device).wait_event(self._copied)
             if self._host is None or (self._host.shape, self._host.dtype) != (x.shape, x.dtype):
                 self._host = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=x.is_cuda)
             self._host.copy_(x, non_blocking=True)

@@ -130,7 +130,8 @@ def attach(
         TypeError, ValueError: for arguments that are not as above: an unknown tensor kind, a glob that matches nothing,
             a channel_dim that the module cannot have; for a DataParallel model; where even totals would not fit into
             memory_budget.
-        RuntimeError: for a model on a GPU where hookstats was built without CUDA; where the forward of `example` fails.
+        RuntimeError: for a model on a GPU where hookstats was built without CUDA, or whose driver or GPU cannot run
+            what was built; where the forward of `example` fails.
     """
     refuse(model)
     check_example(example)

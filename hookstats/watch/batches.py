@@ -12,7 +12,7 @@ from hookstats import _native
 from hookstats.modules.channels import parameter_channels
 from hookstats.modules.selection import Slot
 from hookstats.watch.binding import SiteBinder
-from hookstats.watch.memory import Entry, SiteState, Store, accumulate, local_part
+from hookstats.watch.memory import Entry, SiteState, Store, accumulate, is_capturing, local_part
 
 _MOST_PLACES = 8  # widths that a site has memory for; then it keeps totals
 _MOST_BATCHED = 8  # times that a site is in a batch, on average: optimizers that are made anew do not pile up
@@ -29,6 +29,7 @@ class Parameter:
         self.copy_bytes = 0  # of the budget
         self.measured: dict[str, bool] = {}  # by kind, in the open step: whether by an optimizer
         self.is_unclipped = False  # its gradient was read before clipping, in the open step
+        self.captured: set[str] = set()  # kinds that a CUDA graph measures, in each replay
 
     def measures(self, kind: str) -> bool:
         """Whether it has such a site that was not given up."""
@@ -92,7 +93,6 @@ class Batches:
         self._binder = binder
         self._known: dict[tuple[int, ...], Any] = {}  # by the sites' Entry.index
         self._members = 0  # of all that are known
-        self._captured: list[Any] = []  # no longer used, but CUDA graphs read what they have
 
     def accumulate(self, owners: list[tuple[Parameter, str]], tensors: list[torch.Tensor | None]) -> None:
         """A tensor for each owner; None: nothing of it."""
@@ -124,7 +124,6 @@ class Batches:
 
     def _forget(self) -> None:
         """States have moved, sites were given up, or there are too many."""
-        self._captured += [batch for batch in self._known.values() if batch.is_captured()]
         self._known.clear()
         self._members = 0
 
@@ -133,6 +132,9 @@ class Batches:
         entry, slot = owner.entries[kind], owner.slot()
         assert tensor is not None
         assert slot is not None
+        if is_capturing():
+            owner.captured.discard(kind)
+            return self._binder.leave_out([entry], problem)
         self._forget()
         if tensor.layout == torch.strided and tensor.dtype in _native.DTYPES:
             device, width, dim = placing(slot, tensor, entry.keep_channels, tensor.device)

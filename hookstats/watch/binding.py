@@ -21,8 +21,8 @@ from hookstats.watch.evaluation import TrainingOnly
 from hookstats.watch.graphs import teach_the_compiler, traced
 from hookstats.watch.hooks import Hook, InputHook, SiteSpec
 from hookstats.watch.ignoring import Ignoring, rows_on
-from hookstats.watch.memory import Entry, Rows, SiteState, Store, accumulate
-from hookstats.watch.skipping import Skipping
+from hookstats.watch.memory import Entry, Rows, SiteState, Store, accumulate, is_capturing
+from hookstats.watch.skipping import Captured, Skipping
 from hookstats.watch.wrappers import is_a_mere_shape, is_wrapper, part_here
 
 _HOST = torch.device("cpu")
@@ -67,12 +67,9 @@ class SiteBinder:
         """Around what a hook does in Python."""
         return self._store.flags.span(_HOST, calls=1)
 
-    def is_open(self) -> bool:
-        return self._store.flags.value
-
     def measures_now(self) -> bool:
         """Whether a forward that runs now is measured."""
-        return self._store.flags.enabled.measures_now()
+        return self._store.flags.is_open() and self._store.flags.enabled.counts_now()
 
     @contextlib.contextmanager
     def learning(self) -> Iterator[None]:
@@ -115,8 +112,10 @@ class SiteBinder:
                 if not path:
                     self._measure(hook, tensor)
                 elif tensor.is_floating_point() and (self._learns or not is_a_mere_shape(tensor)):
-                    part = hook.parts.get(path) or self._part_once(hook, path, tensor.device)
-                    self._measure(part, tensor)
+                    if path in hook.parts or not is_capturing():
+                        self._measure(hook.parts.get(path) or self._part_once(hook, path, tensor.device), tensor)
+                    else:
+                        self.leave_out(hook.spec.entries.values(), str(Captured()))
         except Exception as error:
             self.leave_out(hook.spec.entries.values(), f"{type(error).__name__}: {error}")
 
@@ -181,7 +180,7 @@ class SiteBinder:
 
     def _measure_wrapped_gradient(self, state: SiteState, rows: Rows | None, gradient: torch.Tensor) -> None:
         """Inside backward: what goes wrong is told when the step is closed."""
-        if not self.is_open():
+        if not self._store.flags.is_open():
             return
         try:
             accumulate(part_here(gradient), state, rows=rows)
@@ -211,6 +210,8 @@ class SiteBinder:
             with self._store.lock:  # no other thread moves the site in between
                 self._bind(hook, tensor)
                 problem = _native.observe(tensor, hook)
+        except Captured as error:
+            problem = str(error)
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
         if problem is not None:
@@ -218,15 +219,12 @@ class SiteBinder:
 
     def _bind(self, hook: Hook, tensor: torch.Tensor) -> None:
         """Moves the hook's states to the device and width of a tensor, one thread after the other."""
-        with self._store.lock:
-            self._bind_alone(hook, tensor)
-
-    def _bind_alone(self, hook: Hook, tensor: torch.Tensor) -> None:
         if tensor.dtype not in _native.DTYPES:
             raise TypeError(f"expected a tensor of one of {', '.join(map(str, _native.DTYPES))}, got {tensor.dtype}")
         if tensor.layout != torch.strided:
             raise TypeError(f"expected a dense strided tensor, got layout {tensor.layout}")
-        self._bind_seen(hook, seen_of(tensor), tensor.device)
+        with self._store.lock:
+            self._bind_seen(hook, seen_of(tensor), tensor.device)
 
     def _bind_seen(self, hook: Hook, seen: Seen, device: torch.device) -> bool:
         """Whether anything has changed."""
@@ -236,6 +234,8 @@ class SiteBinder:
         width = (seen.sizes[dim] if seen.sizes else 1) if spec.keep_channels else None
         if width == UNKNOWN:
             width = None
+        if is_capturing() and any(entry.place_at(device, width or 1) is None for entry in spec.entries.values()):
+            raise Captured
         if width is not None and spec.bound and not spec.guessed and width != place.channels:
             if spec.moved:
                 self._fold(spec, place.channels, width)

@@ -82,7 +82,7 @@ class Ignoring:
 
     def _counted(self, entered: _Entered) -> list[Rows]:
         try:
-            return [_rows(entered.ignored, device, self._store.flags.value) for device in self._store.devices()]
+            return [_rows(entered.ignored, device, self._store.flags.is_open()) for device in self._store.devices()]
         except Exception as error:  # no memory, say
             if self._store.strict:
                 raise

@@ -71,6 +71,11 @@ def accumulate(x: torch.Tensor, state: SiteState, skip_recomputation: bool = Fal
     )
 
 
+def is_capturing() -> bool:
+    """Whether what this thread launches becomes part of a CUDA graph: nothing may be waited for, or made for later."""
+    return torch.backends.cuda.is_built() and torch.cuda.is_current_stream_capturing()
+
+
 _Tensor = TypeVar("_Tensor", torch.Tensor, torch.Tensor | None)
 
 
@@ -152,6 +157,10 @@ class Flags:
         """Around what hookstats does in Python in a step that is timed: `calls` of hooks, or something else."""
         times = self.enabled.times
         return nullcontext() if times is None else times.span(str(device), calls)
+
+    def is_open(self) -> bool:
+        """Whether what runs now is measured. What a CUDA graph captures is: in a replay the device's flag decides."""
+        return self._value or (not self.enabled.is_paused and is_capturing())
 
     @property
     def value(self) -> bool:
@@ -311,6 +320,17 @@ class Store:
             self._tables[device] = (len(states), table)
         totals: torch.Tensor = table.take(self.blocks[device] if clear else [])
         return totals.view(-1)
+
+    def clear_gpus(self) -> None:
+        """Before a step that is measured behind one that was not.
+
+        A kernel on another stream may have met the flag while it changed: its moments are dropped then, but what some
+        of its blocks have counted is not.
+        """
+        with self.lock:
+            for device, blocks in self.blocks.items():
+                if device.type != "cpu":
+                    _native.clear(blocks)
 
     def clear(self) -> None:
         with self.lock:

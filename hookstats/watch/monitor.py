@@ -20,10 +20,11 @@ from hookstats.watch.delivery import Delivery
 from hookstats.watch.drain import Scalars
 from hookstats.watch.hooks import Hook, SiteSpec
 from hookstats.watch.judging import Judging, OnFinding
-from hookstats.watch.memory import Store, local_part
+from hookstats.watch.memory import Store, is_capturing, local_part
 from hookstats.watch.overhead import Overhead, Stopwatch
 from hookstats.watch.parameters import Parameters
 from hookstats.watch.scaling import Scaling
+from hookstats.watch.skipping import Captured
 
 
 class Watching(NamedTuple):
@@ -100,11 +101,16 @@ class Monitor:
 
         ``step``: the number of the step that ends here, where the trainer has its own: an int, larger than the one
         before. ``scalars``: numbers or one-element tensors (``loss=loss``) that travel with a measured step; TypeError
-        or ValueError for others.
+        or ValueError for others. RuntimeError while a CUDA graph is captured: it is called after each replay.
         Returns a Snapshot that has arrived, of this or an earlier measured step, each once and in order; None while
         there is none. What a sink raises is raised here when all sinks have the Snapshot (an Exception only if
         ``strict``, else it is a warning); that step counts as returned.
         """
+        if is_capturing():
+            raise RuntimeError(
+                "step: expected a call outside of torch.cuda.graph, after the replay: it copies and clears the state, "
+                "which would end the capture of a CUDA graph; got a call while one is captured"
+            )
         number = self._step if step is None else _number(step)
         if self._stepped and number < self._step:
             self._binder.warn_once(
@@ -137,6 +143,8 @@ class Monitor:
             self._begin_step(True)
 
     def _begin_step(self, measured: bool) -> None:
+        if measured and not self._measured:
+            self._store.clear_gpus()
         self._measured = measured
         if self._scaling is not None and measured:
             self._of_scaler(self._scaling.begin_step)
@@ -244,6 +252,9 @@ class Monitor:
         return tensor
 
     def _tapped(self, tensor: torch.Tensor, name: str, channel_dim: int | None) -> Hook | None:
+        if is_capturing():
+            self._binder.skipping.leave_out([Site(name, "output"), Site(name, "grad_output")], str(Captured()))
+            return None
         if any(entry.site.name == name for entry in self._store.entries):
             raise ValueError(f"tap: expected a name that no watched module has, got {name!r}")
         spec = SiteSpec(name, "", Channels(channel_dim, None), self._tap_channels, ("output", "grad_output"))
@@ -261,7 +272,9 @@ class Monitor:
         return self._store.strict
 
     def _set_flags(self) -> None:
-        value = bool(self._measured and self._handles and not self._pauses and not self._is_paused)
+        is_paused = not self._handles or self._pauses > 0 or self._is_paused
+        self._store.flags.enabled.is_paused = is_paused
+        value = self._measured and not is_paused
         if value != self._store.flags.value:
             self._store.flags.value = value
             self._binder.ignoring.refresh()

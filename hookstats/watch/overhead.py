@@ -46,15 +46,19 @@ class _Mark:
 
     def __init__(self, device: torch.device | None) -> None:
         self.event: torch.cuda.Event | None = None
+        self.stream: torch.cuda.Stream | None = None
         self.at = time.perf_counter()
         if device is not None:
+            self.stream = torch.cuda.current_stream(device)
             self.event = torch.cuda.Event(enable_timing=True)
-            self.event.record(torch.cuda.current_stream(device))
+            self.event.record(self.stream)
 
     def us_since(self, before: _Mark) -> float | None:
-        """None while the device has not come to it."""
+        """None while the device has not come to it; and between two streams, of which none waits for the other."""
         if self.event is None or before.event is None:
             return 1e6 * (self.at - before.at)
+        if self.stream != before.stream:
+            return None
         return 1e3 * before.event.elapsed_time(self.event) if self.event.query() else None
 
 

@@ -21,8 +21,10 @@ from hookstats.modules.selection import Slot
 from hookstats.numbers.fields import Site
 from hookstats.watch.batches import Batches, ByIdentity, Parameter, placing
 from hookstats.watch.binding import SiteBinder
-from hookstats.watch.memory import Store, local_part
+from hookstats.watch.memory import Store, is_capturing, local_part
 from hookstats.watch.scaling import Scaling
+
+_UNSCALED_BYTES = 64 << 20  # of gradients without their scale, at a time
 
 
 class _Stepping(threading.local):
@@ -99,9 +101,9 @@ class Parameters:
         """
         if torch.compiler.is_compiling():
             return None
-        if not self._store.flags.value:
+        if not self._store.flags.is_open():
             return None
-        if self._scaling is not None:
+        if self._scaling is not None and self._store.flags.value:
             self._watch_scale(self._scaling, optimizer)
         stepping = self._carefully(self._among, optimizer)
         if not stepping or not self._stepping.begins(optimizer):
@@ -147,14 +149,16 @@ class Parameters:
 
     def measure(self, stepping: list[Parameter] | None = None, grad_scale: torch.Tensor | None = None) -> None:
         """Measures the watched parameters among those that step; None: all that were not measured in this step."""
-        if self._store.flags.value:
+        if self._store.flags.value if stepping is None else self._store.flags.is_open():
             with nullcontext() if stepping is None else self._store.flags.span(self._device):
                 self._carefully(self._measure, stepping, grad_scale)
 
     def _measure(self, stepping: list[Parameter] | None, grad_scale: torch.Tensor | None) -> None:
         self._readings += 1
+        capturing = is_capturing()
         owners: list[tuple[Parameter, str]] = []
         values: list[torch.Tensor | None] = []
+        scaled: list[tuple[Parameter, str, torch.Tensor]] = []
         for each in self._parameters.all if stepping is None else stepping:
             tensor = each.get()
             for kind, entry in each.entries.items():
@@ -167,27 +171,46 @@ class Parameters:
                     if kind not in each.measured:
                         entry.reading = self._readings
                     each.measured[kind] = stepping is not None
+                    if capturing:
+                        each.captured.add(kind)
                     if kind == "param_grad" and grad_scale is not None:
-                        value = value / grad_scale.to(value.device)
+                        scaled.append((each, kind, value))
+                        continue
                 owners.append((each, kind))
                 values.append(value)
         self._batches.accumulate(owners, values)
+        if grad_scale is not None:
+            self._measure_unscaled(scaled, grad_scale)
+
+    def _measure_unscaled(self, scaled: list[tuple[Parameter, str, torch.Tensor]], scale: torch.Tensor) -> None:
+        """What a fused optimizer unscales itself: a few gradients at a time, so that there is no second set of all."""
+        while scaled:
+            size, count = 0, 0
+            while count < len(scaled) and (count == 0 or size + scaled[count][2].nbytes <= _UNSCALED_BYTES):
+                size += scaled[count][2].nbytes
+                count += 1
+            piece, scaled = scaled[:count], scaled[count:]
+            owners = [(each, kind) for each, kind, _ in piece]
+            self._batches.accumulate(owners, [value / scale.to(value.device) for _, _, value in piece])
 
     def measure_gradients(self) -> None:
         """Measures the gradients that are there and were not, in this step; optimizers do not measure them again."""
-        if self._store.flags.value:
+        if self._store.flags.is_open():
             with self._store.flags.span(self._device):
                 self._carefully(self._measure_gradients)
 
     def _measure_gradients(self) -> None:
         self._readings += 1
         owners = [(each, "param_grad") for each in self._parameters.all if each.measures("param_grad")]
+        capturing = is_capturing()
         gradients: list[torch.Tensor | None] = []
         for each, kind in owners:
             tensor = None if kind in each.measured else each.get()
             gradient = None if tensor is None else local_part(tensor.grad)
             if gradient is not None:
                 each.measured[kind] = each.is_unclipped = True
+                if capturing:
+                    each.captured.add(kind)
                 each.entries[kind].reading = self._readings
             gradients.append(gradient)
         self._batches.accumulate(owners, gradients)
@@ -196,8 +219,8 @@ class Parameters:
     def _is_wanted(each: Parameter, kind: str, by_optimizer: bool) -> bool:
         if kind == "param_grad" and each.is_unclipped:
             return False
-        if not by_optimizer:
-            return kind not in each.measured
+        if not by_optimizer:  # what a CUDA graph has is measured in its replays
+            return kind not in each.measured and kind not in each.captured
         if each.measured.get(kind) is False:  # already in this step, when somebody asked
             each.measured[kind] = True
             return False

@@ -12,6 +12,16 @@ from hookstats.numbers.snapshot import Snapshot
 GIVE_UP_AFTER = 3  # measured steps in a row in which tensors of a site came and none could be measured
 
 
+class Captured(Exception):
+    """Memory that is made meanwhile would be the graph's own, cleared in every replay, or end the capture."""
+
+    def __str__(self) -> str:
+        return (
+            "a CUDA graph captures its first tensor, or one of another width, and perhaps others' too: run one eager "
+            "forward and backward that is measured before the capture, or attach with example="
+        )
+
+
 class Skipping:
     """One tensor that cannot be measured is left out; a site of which this is so again and again is given up."""
 
@@ -19,13 +29,14 @@ class Skipping:
         self._strict = strict
         self._lock = threading.Lock()
         self._told: set[Site] = set()
+        self._told_of_capture = False
         self._open: dict[Site, Skipped] = {}  # of the open step
         self._earlier: dict[Site, Skipped] = {}  # of the steps before
         self._in_vain: dict[Site, int] = {}  # measured steps in a row
         self._given_up: dict[Site, Skipped] = {}
 
     def leave_out(self, sites: Iterable[Site], problem: str, times: int = 1) -> None:
-        """Counts, and warns of each site once. RuntimeError under strict."""
+        """Counts, and warns of each site once; of what is Captured, of the first alone. RuntimeError under strict."""
         sites, problem = list(sites), problem.removeprefix("hookstats: ")
         if self._strict:
             raise RuntimeError(f"hookstats: {_listed(sites)} cannot be measured: {problem}")
@@ -33,7 +44,10 @@ class Skipping:
             new = [site for site in sites if site not in self._told]
             self._told.update(sites)
             _add(self._open, {site: Skipped(problem, times) for site in sites})
-        if new:
+            is_captured = problem == str(Captured())
+            is_news = bool(new) and not (is_captured and self._told_of_capture)
+            self._told_of_capture |= is_captured
+        if is_news:
             warn(f"not measured: {_listed(new)}: {problem}")
 
     def give_up(self, sites: Iterable[Site], problem: str) -> None:

@@ -2,10 +2,11 @@
 //
 // Every CUDA thread is a fiber. Blocks run one after another; in a block, fibers run one after another from barrier to
 // barrier, in index order or, under a seed, both blocks and fibers in shuffled order: what then changes was ordered by
-// nothing. It fails on a barrier that not every thread of the block reaches, and on a write past a shared array; shared
-// memory starts out as garbage. An
-// asynchronous copy must be aligned, other accesses are not checked for that. It says nothing about speed, or memory
-// ordering between running blocks.
+// nothing. It fails on a barrier that not every thread of the block reaches, on a write past a shared array, and on a
+// block that takes more shared memory than the GPU has; shared memory starts out as garbage. An asynchronous copy
+// is done when it is waited for, which must be before its block ends, and must be aligned; other accesses are not
+// checked for that. It says nothing about speed, or memory ordering between running blocks. Errors stay until they are
+// asked for, as CUDA's do.
 #pragma once
 
 #include <ucontext.h>
@@ -20,6 +21,7 @@
 #include <random>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #define __global__
@@ -34,20 +36,65 @@ struct dim3 {
   dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
 };
 using cudaStream_t = void*;
-enum cudaError_t { cudaSuccess = 0 };
-inline const char* cudaGetErrorString(cudaError_t) { return "no error"; }
-inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }
-enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone };
-inline cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus*) { return cudaSuccess; }
+enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorStreamCaptureImplicit = 906 };
+inline const char* cudaGetErrorString(cudaError_t error) {
+  return error == cudaSuccess ? "no error" : error == cudaErrorInvalidValue ? "invalid argument" : "capture implicit";
+}
+enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone, cudaStreamCaptureStatusActive };
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
+enum cudaDeviceAttr {
+  cudaDevAttrMaxSharedMemoryPerBlockOptin,
+  cudaDevAttrComputeCapabilityMajor,
+  cudaDevAttrComputeCapabilityMinor
+};
 
 inline dim3 gridDim, blockDim, blockIdx, threadIdx;
 
 namespace cuda_on_cpu {
 
+// The GPU that is imitated, and what its driver says.
+struct Gpu {
+  int shared_memory = 227 << 10;
+  int capability = 90, driver = 13000, runtime = 13000;
+};
+inline Gpu gpu;
+inline unsigned long long capture = 0;  // of the stream, whichever; 0: none
+inline bool captures_are_told = true;   // else asking is an error
+inline cudaError_t last_error = cudaSuccess;
+
+inline cudaError_t with(cudaError_t error) {
+  if (error != cudaSuccess) last_error = error;
+  return error;
+}
+
 inline unsigned shuffle_seed = 0;  // 0: in order
 inline int64_t launches = 0;
 inline int dynamic_shared_bytes = 0;
 inline std::function<void(uint64_t)> before_block;  // given the number of blocks that have run
+
+// A thread's asynchronous copies, and where groups of them end.
+class Copies {
+ public:
+  void add(void* to, const void* from, size_t bytes) { copies_.push_back({to, from, bytes}); }
+  void end_group() { ends_.push_back(copies_.size()); }
+  void wait_for_all_but(size_t groups) {
+    if (ends_.size() <= groups) return;
+    for (const size_t end = ends_[ends_.size() - 1 - groups]; done_ < end; ++done_) {
+      memcpy(copies_[done_].to, copies_[done_].from, copies_[done_].bytes);
+    }
+  }
+  bool are_done() const { return done_ == copies_.size(); }
+
+ private:
+  struct Copy {
+    void* to;
+    const void* from;
+    size_t bytes;
+  };
+  std::vector<Copy> copies_;
+  std::vector<size_t> ends_;
+  size_t done_ = 0;
+};
 
 class Block {
  public:
@@ -61,6 +108,7 @@ class Block {
 
   void run(std::mt19937& random) {
     shared_.clear();
+    shared_bytes_ = 0;
     for (auto& fiber : fibers_) start(fiber);
     std::vector<size_t> order(fibers_.size());
     std::iota(order.begin(), order.end(), 0);
@@ -71,6 +119,10 @@ class Block {
       check_barrier(done);
     }
     for (const auto& array : shared_) array->check();
+    for (const auto& fiber : fibers_) {
+      if (!fiber.copies.are_done()) throw std::runtime_error("cuda_on_cpu: a block ends before its copies have");
+    }
+    if (!too_much_.empty()) throw std::runtime_error(too_much_);
   }
 
   void barrier(int line) {
@@ -79,10 +131,19 @@ class Block {
     swapcontext(&current_->context, &scheduler_);
   }
 
+  Copies& copies() { return current_->copies; }
+
   // The same array for every thread of the block: threads ask in the same order.
   void* shared_array(size_t bytes) {
     const size_t i = current_->shared_arrays++;
-    if (i == shared_.size()) shared_.push_back(std::make_unique<SharedArray>(bytes));
+    if (i == shared_.size()) {
+      shared_.push_back(std::make_unique<SharedArray>(bytes));
+      shared_bytes_ += bytes;
+      if (shared_bytes_ > size_t(gpu.shared_memory)) {
+        too_much_ = "cuda_on_cpu: a block takes " + std::to_string(shared_bytes_) + " bytes of shared memory of " +
+                    std::to_string(gpu.shared_memory);
+      }
+    }
     return shared_[i]->memory.data();
   }
 
@@ -99,6 +160,7 @@ class Block {
     int barrier_line;
     int64_t barriers;  // reached so far
     size_t shared_arrays;
+    Copies copies;
   };
 
   struct SharedArray {
@@ -125,6 +187,7 @@ class Block {
     fiber.barrier_line = 0;
     fiber.barriers = 0;
     fiber.shared_arrays = 0;
+    fiber.copies = {};
     getcontext(&fiber.context);
     fiber.context.uc_stack.ss_sp = fiber.stack.get();
     fiber.context.uc_stack.ss_size = kStackBytes;
@@ -155,6 +218,8 @@ class Block {
   const std::function<void()>& kernel_;
   std::vector<Fiber> fibers_;
   std::vector<std::unique_ptr<SharedArray>> shared_;
+  size_t shared_bytes_ = 0;
+  std::string too_much_;
   Fiber* current_ = nullptr;
   ucontext_t scheduler_;
 };
@@ -181,6 +246,34 @@ inline void run(dim3 grid, dim3 block, const std::function<void()>& kernel) {
 
 }  // namespace cuda_on_cpu
 
+inline cudaError_t cudaGetLastError() { return std::exchange(cuda_on_cpu::last_error, cudaSuccess); }
+inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }
+inline cudaError_t cudaRuntimeGetVersion(int* version) {
+  *version = cuda_on_cpu::gpu.runtime;
+  return cudaSuccess;
+}
+inline cudaError_t cudaDriverGetVersion(int* version) {
+  *version = cuda_on_cpu::gpu.driver;
+  return cudaSuccess;
+}
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  const auto& gpu = cuda_on_cpu::gpu;
+  *value = attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin ? gpu.shared_memory
+           : attribute == cudaDevAttrComputeCapabilityMajor     ? gpu.capability / 10
+                                                                : gpu.capability % 10;
+  return cudaSuccess;
+}
+template <class Kernel>
+cudaError_t cudaFuncSetAttribute(Kernel*, cudaFuncAttribute, int bytes) {
+  return cuda_on_cpu::with(bytes > cuda_on_cpu::gpu.shared_memory ? cudaErrorInvalidValue : cudaSuccess);
+}
+inline cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* status, unsigned long long* number) {
+  if (!cuda_on_cpu::captures_are_told) return cuda_on_cpu::with(cudaErrorStreamCaptureImplicit);
+  *status = cuda_on_cpu::capture ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+  *number = cuda_on_cpu::capture;
+  return cudaSuccess;
+}
+
 #define HOOKSTATS_SHARED(type, name, count) \
   type* const name = static_cast<type*>(cuda_on_cpu::Block::current->shared_array(sizeof(type) * (count)))
 #define HOOKSTATS_DYNAMIC_SHARED(name)                                     \
@@ -200,27 +293,26 @@ T atomicAdd(T* at, T value) {
 namespace hookstats::cuda {
 
 template <class... Params, class... Args>
-cudaError_t launch(void (*kernel)(Params...), dim3 grid, dim3 block, int shared_bytes, cudaStream_t,
-                   const Args&... args) {
+void start(void (*kernel)(Params...), dim3 grid, dim3 block, int shared_bytes, cudaStream_t, const Args&... args) {
   cuda_on_cpu::dynamic_shared_bytes = shared_bytes;
   cuda_on_cpu::run(grid, block, [&] { kernel(args...); });
-  return cudaSuccess;
 }
 
 inline double load_fresh(const double* at) { return *at; }
 inline int32_t load_constant(const int32_t* at) { return *at; }
 
-// Done at once.
 template <int bytes>
 void copy_async(void* shared, const void* global) {
   static_assert(bytes == 4 || bytes == 8 || bytes == 16);
   if ((reinterpret_cast<uintptr_t>(shared) | reinterpret_cast<uintptr_t>(global)) % bytes) {
     throw std::runtime_error("cuda_on_cpu: an asynchronous copy from or to an address that is not aligned");
   }
-  memcpy(shared, global, bytes);
+  cuda_on_cpu::Block::current->copies().add(shared, global, bytes);
 }
-inline void end_group() {}
+inline void end_group() { cuda_on_cpu::Block::current->copies().end_group(); }
 template <int groups>
-void wait_for_all_but() {}
+void wait_for_all_but() {
+  cuda_on_cpu::Block::current->copies().wait_for_all_but(groups);
+}
 
 }  // namespace hookstats::cuda

@@ -7,6 +7,10 @@
 #include <ATen/core/Tensor.h>
 #include <torch/library.h>
 
+#include "ops.h"
+
+void* hookstats::imitated_stream = nullptr;
+
 namespace {
 
 // Only the first half of the block reaches the barrier.
@@ -59,6 +63,24 @@ void switch_off_after(const at::Tensor& flag, int64_t blocks) {
   };
 }
 
+// From now on launches go to this stream, 0: the default one. While `capture` is a number from 1, it is captured.
+void use_stream(int64_t stream, int64_t capture) {
+  hookstats::imitated_stream = reinterpret_cast<void*>(stream);
+  cuda_on_cpu::capture = capture;
+}
+
+// From now on it is the GPU of this capability, with so much shared memory for a block; 0: as at first.
+void use_gpu(int64_t capability, int64_t shared_memory, int64_t driver, int64_t runtime) {
+  const cuda_on_cpu::Gpu first;
+  const auto or_first = [](int64_t given, int otherwise) { return given ? int(given) : otherwise; };
+  cuda_on_cpu::gpu = {or_first(shared_memory, first.shared_memory), or_first(capability, first.capability),
+                      or_first(driver, first.driver), or_first(runtime, first.runtime)};
+}
+
+void tell_captures(bool told) { cuda_on_cpu::captures_are_told = told; }
+int64_t last_error() { return cuda_on_cpu::last_error; }
+void reserve_scratch() { hookstats::reserve_scratch(at::kCPU); }
+int64_t scratch() { return reinterpret_cast<int64_t>(hookstats::launch_on(at::kCPU, std::nullopt).partials); }
 void shuffle(int64_t seed) { cuda_on_cpu::shuffle_seed = unsigned(seed); }
 int64_t launches() { return cuda_on_cpu::launches; }
 
@@ -69,4 +91,10 @@ TORCH_LIBRARY_FRAGMENT(hookstats_cuda_on_cpu, m) {
   m.def("launches() -> int", &launches);
   m.def("switch_off_after(Tensor flag, int blocks) -> ()", &switch_off_after);
   m.def("run_faulty(str name) -> int", &run_faulty);
+  m.def("use_stream(int stream, int capture=0) -> ()", &use_stream);
+  m.def("use_gpu(int capability=0, int shared_memory=0, int driver=0, int runtime=0) -> ()", &use_gpu);
+  m.def("tell_captures(bool told) -> ()", &tell_captures);
+  m.def("last_error() -> int", &last_error);
+  m.def("reserve_scratch() -> ()", &reserve_scratch);
+  m.def("scratch() -> int", &scratch);
 }

@@ -1,0 +1,164 @@
+"""Two snapshots of one step as arrays over the sites that both watch, and how far apart these are."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hookstats.comparing import rounding
+from hookstats.numbers.columns import Columns
+from hookstats.numbers.fields import Array, Counts, Stats
+from hookstats.numbers.site_stats import bits_of
+from hookstats.numbers.snapshot import Snapshot
+
+COUNTED = ("count", "nonfinite")  # must be the same
+MEANS = ("mean", "abs_mean", "rms")
+EXTREMES = ("min", "max")
+FAMILIES = {"counts": COUNTED, "means": MEANS, "extremes": EXTREMES, "channels": MEANS}
+
+
+class Judged(NamedTuple):
+    """A family of statistics of each site ``[n]``: that which is furthest apart, in units of what is allowed."""
+
+    statistic: NDArray[np.int64]  # in the family's list
+    channel: Counts  # -1 for totals
+    a: Array
+    b: Array
+    distance: Array  # relative to the values' scale
+    allowed: Array  # of it, in a first step
+
+
+class Pair:
+    """Two snapshots of one step.
+
+    ``sites``: n that both watch and that fired in one at least, in order of execution (of `a`, where it fired there).
+    ``fired`` ``[2, n]``: in which. ``depth`` ``[n]``: how many sites ran up to each. ``distances`` ``[n]``: the largest
+    difference among mean, abs_mean and rms of the totals, relative to the larger rms: 0 where these are the same, about
+    1 where the tensors have nothing in common. NaN where a site was silent in one.
+
+    ``is_bounded`` ``[n]``: whether rounding is small beside the values. Not so of ``param_update``: a new weight minus
+    an old one keeps the rounding of the weights, and an adaptive optimizer makes a whole update of a gradient that is
+    rounding alone. What comes of it shows in the next step.
+    """
+
+    def __init__(self, a: Snapshot, b: Snapshot) -> None:
+        self.a, self.b = a, b
+        turn = {site: place / len(each.order) for each in (b, a) for place, site in enumerate(each.order)}
+        shared = [site for site in turn if site in a.columns.place and site in b.columns.place]
+        self.sites = sorted(shared, key=turn.__getitem__)
+        self._places = [np.array([each.columns.place[site] for site in self.sites], np.int64) for each in (a, b)]
+        self.fired = np.stack([self._calls(each) for each in (0, 1)]) > 0
+        self.depth: Counts = np.arange(1, len(self.sites) + 1)
+        self.kinds = [site.tensor.split(".")[0] for site in self.sites]
+        self.is_bounded = self.fired.all(0) & np.array([kind != "param_update" for kind in self.kinds], bool)
+        self._totals = [each.columns.totals.entries(at) for each, at in zip((a, b), self._places, strict=True)]
+        self._scale = np.fmax(*(np.nan_to_num(stats.rms) for stats in self._totals))
+        self.distances = np.where(self.fired.all(0), self._differences(MEANS)[2].max(0, initial=0), np.nan)
+
+    def _calls(self, which: int) -> Counts:
+        return (self.a, self.b)[which].columns.calls[self._places[which]]
+
+    def bits(self) -> Counts:
+        """``[2, n]``: significant bits that the extremes need, see `rounding.bits_of_sites`."""
+        pairs = zip((self.a, self.b), self._places, strict=True)
+        return np.stack([rounding.bits_of_sites(each.columns)[at] for each, at in pairs])
+
+    def is_equal(self) -> bool:
+        """Whether sites, their order, totals, channels and scalars are the same, bit for bit."""
+        a, b = self.a.columns, self.b.columns
+        return (
+            a.sites == b.sites
+            and self.a.order == self.b.order
+            and self.a.scalars.keys() == self.b.scalars.keys()
+            and bits_of(list(self.a.scalars.values())) == bits_of(list(self.b.scalars.values()))
+            and np.array_equal(a.calls, b.calls)
+            and bits_of(a.wholes) == bits_of(b.wholes)
+            and all(bits_of(a.state(i)) == bits_of(b.state(i)) for i in np.flatnonzero(a.keeps & b.keeps).tolist())
+        )
+
+    def judged(self, units: Array) -> dict[str, Judged]:
+        """By family; units: of each site, the unit roundoff."""
+        one = np.ones_like(self._scale)
+        count = np.fmax(*(stats.count for stats in self._totals))
+        largest = np.fmax(*(np.nan_to_num(stats.abs_max) for stats in self._totals))
+        means = rounding.allowed_for_means(units, self.depth, count)
+        extremes = rounding.allowed_for_extremes(units, self.depth)
+        found = {
+            "counts": self._worst(COUNTED, one, 0 * one),
+            "means": self._worst(MEANS, self._scale, means),
+            "extremes": self._worst(EXTREMES, largest, extremes),
+        }
+        channels = self._channels(units)
+        return found if channels is None else found | {"channels": channels}
+
+    def _differences(self, names: tuple[str, ...], scale: Array | None = None) -> tuple[Array, Array, Array]:
+        """``[names, n]``: of a, of b, and how far apart, relative to a scale."""
+        of_a, of_b = (np.stack([_statistic(stats, name) for name in names]) for stats in self._totals)
+        return of_a, of_b, _relative(of_a, of_b, self._scale if scale is None else scale)
+
+    def _worst(self, names: tuple[str, ...], scale: Array, allowed: Array) -> Judged:
+        of_a, of_b, apart = self._differences(names, scale)
+        if names is not COUNTED:
+            apart = np.where(self.is_bounded, apart, 0)
+        worst = apart.argmax(0)
+        at = (worst, np.arange(len(worst)))
+        return Judged(worst, np.full(len(worst), -1), of_a[at], of_b[at], apart[at], allowed)
+
+    def _channels(self, units: Array) -> Judged | None:
+        """Sites that keep as many channels in both; None where there is none."""
+        widths = [each.columns.widths[at] for each, at in zip((self.a, self.b), self._places, strict=True)]
+        chosen = np.flatnonzero((widths[0] == widths[1]) & (widths[0] > 1) & self.is_bounded)
+        if not chosen.size:
+            return None
+        width = widths[0][chosen]
+        begin = np.cumsum(width) - width
+        site = np.repeat(np.arange(len(chosen)), width)
+        stats = [
+            _channels_of(each.columns, at[chosen], width)
+            for each, at in zip((self.a, self.b), self._places, strict=True)
+        ]
+        own = np.fmax(*(np.nan_to_num(each.rms) for each in stats))
+        scale = np.fmax(own, self._scale[chosen][site])
+        count = np.fmax(*(each.count for each in stats))
+        allowed = rounding.allowed_for_means(units[chosen][site], self.depth[chosen][site], count)
+        of_a, of_b = (np.stack([_statistic(each, name) for name in MEANS]) for each in stats)
+        apart = _relative(of_a, of_b, scale)
+        statistic = apart.argmax(0)
+        apart = apart[statistic, np.arange(len(site))]
+        excess = apart / allowed
+        most = np.maximum.reduceat(excess, begin)
+        hits = np.flatnonzero(excess == most[site])
+        at = hits[np.unique(site[hits], return_index=True)[1]]  # of each site the first channel that is furthest apart
+        n = len(self.sites)
+        ints, floats = np.zeros((2, n), np.int64), np.zeros((3, n))
+        result = Judged(ints[0], ints[1], floats[0], floats[1], floats[2], np.ones(n))
+        result.statistic[chosen], result.channel[chosen] = statistic[at], at - begin
+        result.a[chosen], result.b[chosen] = of_a[statistic[at], at], of_b[statistic[at], at]
+        result.distance[chosen], result.allowed[chosen] = apart[at], allowed[at]
+        return result
+
+
+def _statistic(stats: Stats[Array], name: str) -> Array:
+    if name == "nonfinite":
+        return stats.nans + stats.posinfs + stats.neginfs
+    if name == "count":  # of all values: those that are not finite are another matter
+        return stats.count + _statistic(stats, "nonfinite")
+    result: Array = getattr(stats, name)
+    return result
+
+
+def _relative(a: Array, b: Array, scale: Array) -> Array:
+    """0 where both are the same, or there is no value in both; 2, the most, where there is one in one of them alone."""
+    with np.errstate(all="ignore"):
+        apart = np.abs(a - b) / scale
+    apart = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, apart)
+    return np.where(np.isnan(apart), 2.0, apart)
+
+
+def _channels_of(columns: Columns, places: Counts, widths: Counts) -> Stats[Array]:
+    """Those of these sites, side by side."""
+    begins = np.cumsum(columns.widths) - columns.widths
+    at = np.repeat(begins[places] - np.cumsum(widths) + widths, widths) + np.arange(widths.sum())
+    return columns.channels.entries(at)

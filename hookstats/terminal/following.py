@@ -1,0 +1,165 @@
+"""A run on disk as it grows: its latest steps, its findings, and whether somebody still records it."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import socket
+from collections import deque
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hookstats.numbers.fields import Array, Site
+from hookstats.numbers.snapshot import Snapshot
+from hookstats.records.manifest import Manifest, read
+from hookstats.records.places import descriptions, rank_folder, started_at
+from hookstats.records.run import load
+from hookstats.rules import SEVERITIES, Finding
+
+WINDOW = 48  # steps of a sparkline, and of a site's own past
+
+
+class State(NamedTuple):
+    """How a recording is. ``kind``: "waiting", "recording", "ended" or "died"."""
+
+    kind: str
+    sentence: str
+
+
+class Worst(NamedTuple):
+    """A site, the worse the higher: first those with findings, then those far from their own past."""
+
+    site: Site
+    rms: list[float]  # over the window, NaN where it was silent
+    change: float  # the latest, over the median of those before
+    severity: str | None  # of its gravest finding in the window
+
+
+class Followed:
+    """A rank's folder, read again and again."""
+
+    def __init__(self, path: str | Path, rank: int = 0) -> None:
+        """ValueError where there is no run."""
+        self.path = Path(path)
+        self.folder = rank_folder(self.path, rank)
+        if not self.folder.is_dir():
+            raise ValueError(f"{path}: expected the directory of a run, with {self.folder.name} in it")
+        self._rank = rank
+        self._at = 0  # bytes of findings.jsonl that were read
+        self.manifest: Manifest | None = None
+        self.findings: list[Finding] = []
+        self.steps: deque[tuple[int, dict[str, float]]] = deque(maxlen=WINDOW)
+        self._rms: deque[dict[Site, float]] = deque(maxlen=WINDOW)
+
+    def look(self) -> tuple[list[Snapshot], list[Finding]]:
+        """What is new: steps, at most those of a window, and findings."""
+        found = self._new_findings()
+        self.findings += found
+        try:
+            self.manifest = read(self.folder)
+        except FileNotFoundError:
+            return [], found
+        run = load(self.path, ranks=self._rank)
+        seen = self.steps[-1][0] if self.steps else -1
+        if run.steps and run.steps[-1] < seen:  # an attempt that was resumed from an earlier step
+            self.steps.clear()
+            self._rms.clear()
+            seen = -1
+        numbers = [step for step in run.steps[-WINDOW:] if step > seen]
+        snapshots = [run[step] for step in numbers]
+        for snapshot in snapshots:
+            self.steps.append((snapshot.step, snapshot.scalars))
+            self._rms.append(dict(zip(snapshot.order, _rms(snapshot).tolist(), strict=True)))
+        return snapshots, found
+
+    def _new_findings(self) -> list[Finding]:
+        """Whole lines that have come; what is no finding is left out."""
+        try:
+            with open(self.folder / "findings.jsonl", "rb") as file:
+                file.seek(self._at)
+                text = file.read()
+        except FileNotFoundError:
+            return []
+        whole = text[: text.rfind(b"\n") + 1]
+        self._at += len(whole)
+        found = []
+        for line in whole.splitlines():
+            try:
+                found.append(Finding.from_json(json.loads(line)))
+            except (ValueError, RecursionError):
+                continue
+        return found
+
+    def state(self) -> State:
+        open_now = descriptions(self.folder)
+        if open_now:
+            return self._of_open(*max(open_now.items()))
+        if self.manifest is None or not self.manifest.attempts:
+            return State("waiting", "nothing is recorded yet")
+        last = self.manifest.attempts[-1]
+        if last.ended == "died":
+            return State("died", "the training process died; all that it had measured is in the record")
+        dropped = f"; {last.dropped} steps found no room and are missing" if last.dropped else ""
+        return State("ended", f"the run has ended{dropped}")
+
+    def _of_open(self, number: int, path: Path) -> State:
+        try:
+            described: Any = json.loads(path.read_text())
+            host, pid, started = str(described["host"]), int(described["pid"]), described["started"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return State("waiting", "nothing is recorded yet")
+        if host != socket.gethostname():
+            return State("recording", f"process {pid} on {host} records it, or did: that cannot be seen from here")
+        if started is not None and started == started_at(pid):
+            return State("recording", f"process {pid} records it")
+        if self._is_written():
+            return State("recording", f"the training process {pid} has ended; what it left is being written")
+        left = f"hookstats recover {self.path}"
+        return State("died", f"the training process {pid} died; what its last steps left is written by: {left}")
+
+    def _is_written(self) -> bool:
+        """Whether another process holds the folder's lock: a writer that is not done."""
+        try:
+            with open(self.folder / "lock") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            pass
+        return False
+
+    def worst(self, most: int) -> list[Worst]:
+        """Sites of the latest step, the worst first."""
+        if not self._rms:
+            return []
+        first = self.steps[0][0]
+        gravest: dict[Site, int] = {}
+        for finding in self.findings:
+            if finding.site is not None and finding.step >= first:
+                rank = SEVERITIES.index(finding.severity)
+                gravest[finding.site] = max(rank, gravest.get(finding.site, -1))
+        found = []
+        for site in self._rms[-1]:
+            rms = [step.get(site, float("nan")) for step in self._rms]
+            past = np.array([value for value in rms[:-1] if np.isfinite(value)])
+            usual = float(np.median(past)) if len(past) else rms[-1]
+            with np.errstate(all="ignore"):
+                change = 1.0 if rms[-1] == usual else float(np.float64(rms[-1]) / usual)
+            grade = gravest.get(site)
+            found.append(Worst(site, rms, change, None if grade is None else SEVERITIES[grade]))
+        return sorted(found, key=_badness, reverse=True)[:most]
+
+
+def _badness(worst: Worst) -> tuple[int, float]:
+    grade = -1 if worst.severity is None else SEVERITIES.index(worst.severity)
+    is_finite = np.isfinite(worst.rms[-1]) and np.isfinite(worst.change)
+    return grade, abs(float(np.log(max(worst.change, 1e-30)))) if is_finite else float("inf")
+
+
+def _rms(snapshot: Snapshot) -> Array:
+    """``[fired]``: infinite where a value is not finite, which is worse than any rms."""
+    totals = snapshot.totals
+    bad = totals.nans + totals.posinfs + totals.neginfs > 0
+    return np.where(bad, np.inf, totals.rms)

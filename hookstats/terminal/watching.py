@@ -1,0 +1,114 @@
+"""`hookstats watch`: a run while it is recorded. A screen that renews itself, or lines where the output is a pipe."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, TextIO
+
+from hookstats.numbers.snapshot import Snapshot
+from hookstats.rules import Finding
+from hookstats.terminal.following import WINDOW, Followed, State
+from hookstats.terminal.words import plain, sparkline
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+_SECONDS = 1.0  # between two looks
+_COLOURS = {"critical": "bold red", "warning": "yellow", "note": "cyan"}
+_KINDS = {"recording": "green", "ended": "cyan", "died": "bold red", "waiting": "yellow"}
+
+
+def watch(followed: Followed, output: TextIO, wait: Callable[[float], None] = time.sleep) -> int:
+    """Until the run has ended: 0; or its training process has died: 1."""
+    if output.isatty() and find_spec("rich") is not None:
+        return _screen(followed, wait)
+    while True:
+        state = followed.state()  # before what it had written is read
+        snapshots, found = followed.look()
+        for line in lines(followed, snapshots, found):
+            print(plain(line), file=output, flush=True)
+        if state.kind in ("ended", "died"):
+            print(plain(state.sentence), file=output, flush=True)
+            return int(state.kind == "died")
+        wait(_SECONDS)
+
+
+def lines(followed: Followed, snapshots: list[Snapshot], found: list[Finding]) -> list[str]:
+    """What is new, a line each: steps with their scalars, the last one with the site that is worst, and findings."""
+    result = []
+    for snapshot in snapshots:
+        scalars = "".join(f"  {name} {value:.6g}" for name, value in snapshot.scalars.items())
+        result.append(f"step {snapshot.step}{scalars}")
+    if snapshots:
+        result[-1] += "".join(
+            f"  worst: {each.site} rms {each.rms[-1]:.3g} (x {each.change:.3g})" for each in followed.worst(1)
+        )
+    return result + [str(finding) for finding in found]
+
+
+def _screen(followed: Followed, wait: Callable[[float], None]) -> int:
+    from rich.console import Console
+    from rich.live import Live
+
+    console = Console()
+    state = State("waiting", "")
+    with Live(console=console, screen=False, auto_refresh=False, vertical_overflow="crop") as live:
+        while True:
+            state = followed.state()
+            followed.look()
+            live.update(picture(followed, state, console.height, console.width), refresh=True)
+            if state.kind in ("ended", "died"):
+                return int(state.kind == "died")
+            wait(_SECONDS)
+
+
+def picture(followed: Followed, state: State, height: int, width: int) -> Group:
+    """A screen of at most so many lines: the state, scalars, findings, and below them the worst sites."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    def line(text: str, style: str = "") -> Text:
+        return Text(plain(text), style, no_wrap=True, overflow="ellipsis")
+
+    sentence = plain(state.sentence)  # whole, for a command may stand in it
+    parts: list[Any] = [line(str(followed.path), "bold"), Text(sentence, _KINDS[state.kind]), line(_about(followed))]
+    names = max(20, width // 3)
+    bars = max(8, min(WINDOW, width - names - 42))  # beside tensor and numbers
+    for name in list(followed.steps[-1][1])[:4] if followed.steps else []:
+        values = [scalars.get(name, float("nan")) for _, scalars in followed.steps]
+        parts.append(line(f"{name:<10.20} {values[-1]:<12.6g} {sparkline(values[-bars:])}"))
+    latest = followed.findings[-max(3, height // 4) :]
+    if followed.findings:
+        parts += [Text(), Text(f"findings: {len(followed.findings)}, the latest:", "bold")]
+    for finding in reversed(latest):
+        parts.append(line(str(finding), _COLOURS[finding.severity]))
+    rows = height - len(parts) - len(sentence) // width - 3
+    worst = followed.worst(max(rows, 1))
+    if worst:
+        table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+        table.add_column("worst sites", no_wrap=True, overflow="ellipsis", max_width=names)
+        table.add_column("tensor", no_wrap=True)
+        table.add_column("rms", justify="right", no_wrap=True)
+        table.add_column("x its past", justify="right", no_wrap=True)
+        table.add_column("", no_wrap=True)
+        for each in worst:
+            style = _COLOURS.get(each.severity or "", "")
+            cells = [each.site.name or "(model)", each.site.tensor, f"{each.rms[-1]:.3g}", f"{each.change:.3g}"]
+            table.add_row(*(Text(plain(cell)) for cell in cells), Text(sparkline(each.rms[-bars:])), style=style)
+        parts += [Text(), table]
+    return Group(*parts)
+
+
+def _about(followed: Followed) -> str:
+    if followed.manifest is None or not followed.manifest.attempts or not followed.steps:
+        return "waiting for the first steps; they are written every 10 seconds"
+    last = followed.manifest.attempts[-1]
+    records = sum(attempt.records for attempt in followed.manifest.attempts)
+    model = last.settings.get("model", "a model")
+    again = f", attempt {last.attempt}" if last.attempt > 1 else ""
+    missing = f", {last.dropped} dropped" if last.dropped else ""
+    sites = len(followed.manifest.sites)
+    return f"{model}: step {followed.steps[-1][0]}, {records} steps recorded{missing}, {sites} sites{again}"

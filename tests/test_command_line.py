@@ -1,0 +1,216 @@
+"""hookstats, python -m hookstats: what its commands print, their exit status, and what they import."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import hookstats
+from hookstats.__main__ import main
+from tests.conftest import ROOT
+from tests.models import Residual
+
+STEPS = 6
+
+
+def record(path: Path, seed: int = 0) -> None:
+    torch.manual_seed(seed)
+    model = Residual(width=16, depth=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with hookstats.attach(model, every=1, sinks=[hookstats.record(path)]) as monitor:
+        for step in range(STEPS):
+            loss = model(torch.randn(4, 16, generator=torch.Generator().manual_seed(step))).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            monitor.step(loss=loss)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three runs: a, b the same, and c with another seed."""
+    folder = tmp_path_factory.mktemp("runs")
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        record(folder / name, seed)
+    return folder
+
+
+def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "hookstats", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | environment,
+        timeout=120,
+    )
+
+
+def test_show_prints_the_table_of_a_step(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = hookstats.load(runs / "a")
+    assert main(["show", str(runs / "a"), "--step", "2"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"step 2, loss {run[2].scalars['loss']:.6g}\n\n")
+    assert printed.endswith(run[2].table() + "\n")
+    assert main(["show", str(runs / "a"), "--site", "blocks.0.*", "--site", "head", "--sort", "abs_max"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.endswith(run[STEPS - 1].select(["blocks.0.*", "head"]).table("abs_max") + "\n")
+
+
+def test_compare_is_silent_for_equal_runs_and_exits_with_1_for_others(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["compare", str(runs / "a"), str(runs / "b")]) == 0
+    assert capsys.readouterr().out == ""
+    assert main(["compare", str(runs / "a"), str(runs / "c")]) == 1
+    printed = capsys.readouterr().out
+    assert printed.startswith("part at step 0, blocks.0.up output: ")
+    assert printed == f"{hookstats.compare(hookstats.load(runs / 'a'), hookstats.load(runs / 'c'))}\n"
+
+
+def test_recover_says_what_was_left(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recover", str(runs / "a")]) == 0
+    assert capsys.readouterr().out == "rank=0: nothing was left\n"
+
+
+def test_watch_prints_a_line_a_step_into_a_pipe_and_ends_with_the_run(runs: Path) -> None:
+    done = command("watch", str(runs / "a"))
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert [line.split()[:3:2] for line in lines[:STEPS]] == [["step", "loss"]] * STEPS
+    assert "  worst: " in lines[STEPS - 1]
+    assert lines[-1] == "the run has ended"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["show", "RUNS/none"], "hookstats show: .*none: expected the directory of a run"),
+        (["show", "RUNS/a", "--step", "77"], r"hookstats show: expected a recorded step, such as \[0, 1, 2"),
+        (["show", "RUNS/a", "--site", "nothing"], "hookstats show: sites: 'nothing' matches nothing"),
+        (["show", "RUNS/a", "--sort", "size"], "hookstats show: sort: expected one of count, mean"),
+        (["compare", "RUNS/a", "RUNS/none"], "hookstats compare: .*none: expected the directory of a run"),
+        (
+            ["compare", "RUNS/a", "RUNS/b", "--dtype", "fp32"],
+            "hookstats compare: compare: dtype: expected one of float64",
+        ),
+        (["watch", "RUNS/none"], "hookstats watch: .*none: expected the directory of a run"),
+        (["recover", "RUNS/none"], "hookstats recover: .*none: expected the directory of a run"),
+    ],
+)
+def test_errors_are_one_line_and_status_2(
+    arguments: list[str], message: str, runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import re
+
+    assert main([argument.replace("RUNS", str(runs)) for argument in arguments]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert len(printed.err.splitlines()) == 1
+    assert re.match(message, printed.err)
+
+
+def test_a_torn_run_is_an_error_of_one_line(runs: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "torn" / "rank=0"
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").write_text("{")
+    for name in ("show", "watch"):
+        done = command(name, str(tmp_path / "torn"))
+        assert done.returncode == 2
+        assert len(done.stderr.splitlines()) == 1, done.stderr
+
+
+def test_a_usage_error_is_status_2_and_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["sho"])
+    assert caught.value.code == 2
+    capsys.readouterr()
+    assert main([]) == 2
+    assert "COMMAND" in capsys.readouterr().out
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"{hookstats.__version__}\n"
+
+
+@pytest.mark.parametrize("name", ["", "show", "compare", "report", "watch", "recover", "doctor"])
+def test_every_command_has_help_and_imports_neither_torch_nor_numpy_for_it(name: str) -> None:
+    code = f"""
+import sys
+from hookstats.__main__ import main
+try:
+    main({[name, "--help"] if name else ["--help"]!r})
+except SystemExit as ended:
+    assert ended.code == 0
+print([each for each in ("torch", "numpy", "pyarrow") if each in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert "usage: hookstats" in done.stdout
+    assert done.stdout.splitlines()[-1] == "[]", done.stderr
+
+
+def test_no_command_but_doctor_imports_torch(runs: Path) -> None:
+    a, b = str(runs / "a"), str(runs / "b")
+    for arguments in (["show", a], ["compare", a, b], ["watch", a], ["recover", a]):
+        code = f"""
+import sys
+from hookstats.__main__ import main
+assert main({arguments!r}) == 0
+print("torch" in sys.modules)
+"""
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+        assert done.stdout.splitlines()[-1] == "False", (arguments, done.stderr)
+
+
+def test_a_reader_that_goes_away_is_no_error(runs: Path) -> None:
+    """As of `| head -1`: the pipe is closed before anything is written."""
+    running = subprocess.Popen(
+        [sys.executable, "-m", "hookstats", "show", str(runs / "a")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=ROOT,
+        text=True,
+    )
+    assert running.stdout is not None
+    assert running.stderr is not None
+    running.stdout.close()
+    assert running.stderr.read() == ""
+    assert running.wait(60) == 128 + signal.SIGPIPE
+
+
+def test_an_interrupt_is_silent(tmp_path: Path) -> None:
+    (tmp_path / "run" / "rank=0").mkdir(parents=True)  # nothing is recorded yet: watch waits
+    running = subprocess.Popen(
+        [sys.executable, "-X", "importtime", "-m", "hookstats", "watch", str(tmp_path / "run")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=ROOT,
+        text=True,
+    )
+    assert running.stderr is not None
+    while "hookstats.terminal.watching" not in running.stderr.readline():
+        pass
+    time.sleep(0.5)
+    running.send_signal(signal.SIGINT)
+    rest = running.communicate(timeout=60)[1]
+    assert "Traceback" not in rest
+    assert running.returncode == 128 + signal.SIGINT
+
+
+def test_names_cannot_command_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = torch.nn.Sequential()
+    model.add_module("\x1b[31m\u202e<b>", torch.nn.Linear(2, 2))
+    with hookstats.attach(model, every=1, sinks=[hookstats.record(tmp_path / "run")]) as monitor:
+        model(torch.ones(1, 2)).sum().backward()
+        monitor.step(loss=1.0)
+    assert main(["show", str(tmp_path / "run")]) == 0
+    assert main(["watch", str(tmp_path / "run")]) == 0
+    printed = capsys.readouterr().out
+    assert "\x1b" not in printed
+    assert "\u202e" not in printed
+    assert "\\x1b[31m\\u202e<b>" in printed

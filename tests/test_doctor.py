@@ -1,0 +1,182 @@
+"""hookstats doctor, on machines that lack something: what it says, the command that mends it, the exit status."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hookstats import doctor
+from tests.conftest import ROOT
+
+PACKAGE = ROOT / "hookstats"
+
+
+def run(folder: Path = ROOT, **environment: str) -> tuple[int, dict[str, tuple[str, str]], str]:
+    """Status; of each thing its state and what was found; everything."""
+    done = subprocess.run(
+        [sys.executable, "-m", "hookstats", "doctor"],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env=os.environ | environment,
+        timeout=300,
+    )
+    assert done.stderr == "", done.stderr
+    told = re.findall(r"^(ok|-|mend) +(\S+(?: \d+)?)  +(.*)$", done.stdout, re.MULTILINE)
+    return done.returncode, {what: (state, found) for state, what, found in told}, done.stdout
+
+
+def without(tmp_path: Path, *modules: str) -> str:
+    """A PYTHONPATH on which these modules cannot be found."""
+    hidden = f"""
+from importlib.machinery import PathFinder
+find = PathFinder.find_spec
+PathFinder.find_spec = lambda name, *more: None if name.split(".")[0] in {modules!r} else find(name, *more)
+"""
+    (tmp_path / "sitecustomize.py").write_text(hidden)
+    return str(tmp_path)
+
+
+def copied(tmp_path: Path) -> Path:
+    """A folder with the Python files of the package, without the extension."""
+    ignored = shutil.ignore_patterns("_C.*", "_built.json", "__pycache__")
+    shutil.copytree(PACKAGE, tmp_path / "hookstats", ignore=ignored)
+    return tmp_path
+
+
+def test_where_nothing_is_missing_it_says_what_is_there() -> None:
+    status, told, _ = run()
+    assert status == 0
+    assert told["torch"][0] == "ok"
+    assert told["torch"][1].startswith(torch.__version__)
+    assert told["extension"][0] == "ok"
+    assert f"built for torch {torch.__version__}" in told["extension"][1]
+    assert set(doctor.EXTRAS) <= set(told)
+
+
+def test_without_nvcc_nothing_needs_it_where_there_is_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CUDA_HOME", "CUDA_PATH", "PATH"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    monkeypatch.setattr(doctor, "_TOOLKIT", str(tmp_path / "toolkit"))
+    nothing = fake_torch(is_available=lambda: False)
+    gpu, nvcc = doctor._gpu(nothing, True)
+    assert (gpu.state, nvcc.state, nvcc.what, nvcc.command) == ("-", "-", "nvcc", "")
+    for place in ("CUDA_HOME/bin", "PATH", "toolkit/bin"):  # where setup.py looks, too
+        path = tmp_path / place / "nvcc"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 12.8, V12.8.93'\n")
+        path.chmod(0o755)
+        assert doctor._gpu(nothing, True)[1] == doctor.Line("ok", "nvcc", f"12.8 {path}")
+        path.unlink()
+
+
+def fake_torch(**cuda: Any) -> Any:
+    devices = {
+        "is_available": lambda: True,
+        "device_count": lambda: 1,
+        "get_device_name": lambda number: "NVIDIA H100",
+        "get_device_capability": lambda number: (9, 0),
+    }
+    return SimpleNamespace(version=SimpleNamespace(cuda="13.0"), cuda=SimpleNamespace(**devices | cuda))
+
+
+def test_a_gpu_without_kernels_is_mended_by_a_build_and_that_needs_nvcc(monkeypatch: pytest.MonkeyPatch) -> None:
+    import hookstats._native as native
+
+    built = native.build_info() | {"architectures": []}
+    monkeypatch.setattr(native, "build_info", lambda: built)
+    monkeypatch.setattr(doctor, "_nvcc", lambda: None)
+    gpu, nvcc = doctor._gpu(fake_torch(), True)
+    assert (gpu.state, gpu.what) == ("mend", "GPU 0")
+    assert gpu.command.startswith("TORCH_CUDA_ARCH_LIST=9.0 pip install --no-build-isolation")
+    assert (nvcc.state, nvcc.what) == ("mend", "nvcc")
+    built["architectures"] = ["8.0", "9.0"]
+    gpu, nvcc = doctor._gpu(fake_torch(), True)
+    assert (gpu.state, nvcc.state) == ("ok", "-")
+    old = fake_torch(get_device_capability=lambda number: (7, 5))
+    assert "kernels need 8.0" in doctor._gpu(old, True)[0].found
+
+
+@pytest.mark.parametrize(
+    ("capability", "built", "runs"),
+    [
+        ((9, 0), ["9.0"], True),
+        ((8, 6), ["8.0"], True),
+        ((8, 0), ["8.6"], False),
+        ((10, 0), ["9.0"], False),
+        ((10, 0), ["9.0+PTX"], True),
+        ((9, 0), [], False),
+    ],
+)
+def test_code_runs_on_its_own_generation_and_ptx_on_later_ones(
+    capability: tuple[int, int], built: list[str], runs: bool
+) -> None:
+    assert doctor._runs_on(capability, built) == runs
+
+
+def test_without_pyarrow_it_says_what_needs_it_and_how_it_is_installed(tmp_path: Path) -> None:
+    status, told, printed = run(PYTHONPATH=without(tmp_path, "pyarrow", "rich"))
+    assert status == 0
+    assert told["record"][0] == "-"
+    assert told["record"][1].startswith("pyarrow is missing: record, load, show")
+    assert re.search(r"\$ \S+ -m pip install 'hookstats\[record\]'", printed)
+    assert told["terminal"][0] == "-"
+    assert told["extension"][0] == "ok"
+
+
+def test_commands_without_pyarrow_say_so_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "run" / "rank=0").mkdir(parents=True)
+    hidden = without(tmp_path, "pyarrow")
+    for name in ("show", "watch", "recover"):
+        done = subprocess.run(
+            [sys.executable, "-m", "hookstats", name, str(tmp_path / "run")],
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": hidden},
+        )
+        assert done.returncode == 2
+        assert "pip install 'hookstats[record]'" in done.stderr
+        assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_build_for_another_torch_is_mended_by_a_build(tmp_path: Path) -> None:
+    folder = copied(tmp_path)
+    built = {"torch": "2.1.0+cu118", "cuda": None, "architectures": []}
+    (folder / "hookstats" / "_built.json").write_text(json.dumps(built))
+    status, told, printed = run(folder)
+    assert status == 1
+    assert told["extension"][0] == "mend"
+    assert "built for torch 2.1.0+cu118, but torch" in told["extension"][1]
+    assert "$ pip install --no-build-isolation --force-reinstall --no-deps ." in printed
+    assert set(doctor.EXTRAS) <= set(told)
+
+
+def test_a_package_that_is_not_built_and_one_without_torch_are_mended(tmp_path: Path) -> None:
+    status, told, _ = run(copied(tmp_path / "a"))
+    assert (status, told["extension"][0]) == (1, "mend")
+    assert "hookstats is not built" in told["extension"][1]
+    status, told, printed = run(PYTHONPATH=without(tmp_path, "torch"))
+    assert (status, told["torch"][0]) == (1, "mend")
+    assert "$ pip install 'torch>=2.11'" in printed
+    assert "extension" not in told
+
+
+def test_every_extra_that_a_user_chooses_is_looked_at() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    section = text.partition("[project.optional-dependencies]\n")[2].partition("\n[")[0]
+    extras = dict(re.findall(r'^(\w+) = \["([\w-]+)', section, re.MULTILINE))
+    for_work_on_it = {"demo", "test", "bench", "docs", "dev", "sass"}
+    assert set(extras) - for_work_on_it == set(doctor.EXTRAS)
+    for extra, (module, _) in doctor.EXTRAS.items():
+        assert extras[extra].startswith(module)
