@@ -26,7 +26,7 @@ import sys, time, resource
 from hookstats.report import write
 began = time.perf_counter()
 write(sys.argv[1], sys.argv[2])
-print(time.perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+print(time.perf_counter() - began, time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
 """
 
 
@@ -131,8 +131,9 @@ def main() -> None:
             print(f"recorded in {time.perf_counter() - began:.0f} s")
         command = [sys.executable, "-c", BUILD, str(run), str(page)]
         built = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-        seconds, megabytes = map(float, built.stdout.split())
-        print(f"built in {seconds:.1f} s, at most {megabytes:.0f} MB; the page is {page.stat().st_size / 1e6:.2f} MB")
+        seconds, processor, megabytes = map(float, built.stdout.split())
+        print(f"built in {seconds:.1f} s ({processor:.1f} s of a processor), at most {megabytes:.0f} MB")
+        print(f"the page is {page.stat().st_size / 1e6:.2f} MB")
         for name, value in browse(page).items():
             print(f"{name}: {value:.0f}")
 

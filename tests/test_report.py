@@ -259,6 +259,23 @@ def test_hostile_names_are_shown_as_text(chromium: Browser, tmp_path: Path) -> N
     assert chromium.errors == []
 
 
+def test_two_runs_are_compared_in_a_view_of_the_heatmap(chromium: Browser, recorded: Recorded, tmp_path: Path) -> None:
+    second = Recorded.of(run(sites_of(3), STEPS, seed=1), "another")
+    path = write(recorded, tmp_path / "two.html", second)
+    chromium.look(1280)
+    chromium.open(path)
+    assert "another" in text(chromium, "#facts")
+    assert text(chromium, "#site .key").endswith("largest |x| of another")
+    relative = colours(chromium)
+    chromium.run("document.querySelector('[data-value=difference]').click()")
+    chromium.wait("performance.getEntriesByName('switch').length === 2")
+    assert colours(chromium) != relative
+    assert "how far another is from a run, in the 60 steps" in text(chromium, "#readout")
+    chromium.mouse("Moved", *cell(chromium, 8, 10))
+    assert re.search(r"rms (0\.\d+|1\.\d+) times the first run's|as in the first run", text(chromium, "#readout"))
+    assert chromium.errors == []
+
+
 def test_a_run_of_one_step_and_one_site_has_a_page(chromium: Browser, tmp_path: Path) -> None:
     path = write(run([Site("", "output")], 1), tmp_path / "one.html")
     chromium.look(390)

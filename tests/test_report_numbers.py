@@ -137,6 +137,27 @@ def test_what_becomes_zero_in_few_bits_is_counted_by_the_exponents(recorded: Rec
         assert row[3] == pytest.approx(expected, rel=1e-2, abs=1e-12), recorded.sites[row[0]]
 
 
+def test_a_second_run_is_told_by_its_distance_where_both_have_been(recorded: Recorded) -> None:
+    sites = [*SITES[1:], Site("new", "output")]
+    second = Recorded.of(run(sites, 20, every=2, seed=1))
+    record, blobs = contents(recorded, second)
+    assert record["other"] == {"name": "snapshots", "steps": 15}
+    codes = np.frombuffer(blobs["rms.difference"], np.uint8).reshape(len(SITES), 30)
+    assert (codes[recorded.sites.index(SITES[0])] == SILENT).all()
+    assert (codes[:, 1::2] == SILENT).all()
+    for site in SITES[1:4]:
+        here, there = recorded.sites.index(site), second.sites.index(site)
+        apart = np.log2(second.statistic("rms")[there, :15] / recorded.statistic("rms")[here, ::2])
+        told = (codes[here, ::2].astype(float) - NEUTRAL) / 64
+        known = (codes[here, ::2] != NONFINITE) & (np.abs(apart) < 1.9)
+        assert known.sum() > 5
+        np.testing.assert_allclose(told[known], apart[known], atol=1 / 128 + 1e-9)
+    equal = np.frombuffer(contents(recorded, recorded)[1]["rms.difference"], np.uint8)
+    assert set(np.unique(equal).tolist()) == {NEUTRAL, NONFINITE}
+    with pytest.raises(ValueError, match="sites and steps in common"):
+        contents(recorded, Recorded.of(run([Site("else", "output")], 5)))
+
+
 def test_a_library_that_is_not_the_pinned_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(page.__globals__["_SHA256"], "uplot/uPlot.min.css", "0" * 64)
     with pytest.raises(ValueError, match=r"uPlot\.min\.css: expected the file with sha256 0000"):

@@ -18,15 +18,21 @@ if TYPE_CHECKING:
 __all__ = ["Recorded", "plot", "write"]
 
 
-def write(run: Run | str | Path | Sequence[Snapshot] | Recorded, output: str | Path) -> Path:
+def write(
+    run: Run | str | Path | Sequence[Snapshot] | Recorded,
+    output: str | Path,
+    other: Run | str | Path | Sequence[Snapshot] | Recorded | None = None,
+) -> Path:
     """Writes the page of a run, and returns where it is.
 
     run: what `hookstats.load` gives, the directory of a recorded run, or Snapshots of ascending steps, that were
-    collected. The page is one file without anything from outside; an older one is replaced as a whole. ValueError where
-    nothing was measured; RunError for a directory that is no recorded run; OSError where it cannot be written.
+    collected. other: a second run, whose distance from this one, site by site and step by step, is a view of the
+    heatmap, and whose lines stand beside those of this one. The page is one file without anything from outside; an
+    older one is replaced as a whole. ValueError where nothing was measured, or the two have no sites and steps in
+    common; RunError for a directory that is no recorded run; OSError where it cannot be written.
     """
     path = Path(output)
-    put(html(of(run)), path)
+    put(html(of(run), None if other is None else of(other)), path)
     return path
 
 

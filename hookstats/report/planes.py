@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from hookstats.numbers.fields import Array, Counts
-from hookstats.report.record import Recorded
+from hookstats.report.record import Other, Recorded
 from hookstats.report.reducing import (
     NONFINITE,
     Lines,
@@ -62,7 +62,10 @@ def change(values: Array, kind: str) -> Array:
 UNITS = {"scale": 16.0, "share": 125.0, "signed": 62.0}  # levels of a code for a change by one
 
 
-def heatmaps(recorded: Recorded) -> tuple[dict[str, Any], dict[str, bytes], Array]:
+DIFFERENCE = {"scale": 64.0, "share": 125.0, "signed": 62.0}  # the same for the difference of two runs
+
+
+def heatmaps(recorded: Recorded, other: Other | None = None) -> tuple[dict[str, Any], dict[str, bytes], Array]:
     """What is said of them, their bytes by name, and of each site how far its rms went from its past, in octaves."""
     begin = edges(len(recorded.steps), COLUMNS)
     bad = bad_of(recorded)
@@ -86,7 +89,18 @@ def heatmaps(recorded: Recorded) -> tuple[dict[str, Any], dict[str, bytes], Arra
             for part, dtype in (("codes", "u1"), ("low", "<f8"), ("step", "<f8"))
         )
         said[key] = {"title": title, "kind": kind, "unit": UNITS[kind]}
+        if other is not None:
+            blobs[f"{key}.difference"] = _difference(values, other, key, kind, begin, bad)
+            said[key]["difference"] = DIFFERENCE[kind]
     return said, blobs, restless
+
+
+def _difference(values: Array, other: Other, key: str, kind: str, begin: Counts, bad: Array) -> bytes:
+    """How far the second run is from the first, where neither is silent."""
+    second = other.aligned(numbers_of(other.run, key))
+    apart = logarithm(second) - logarithm(values) if kind == "scale" else second - values
+    broken = np.where(np.isnan(apart), 0.0, bad + np.nan_to_num(other.aligned(bad_of(other.run))))
+    return relative_codes(apart, begin, broken, DIFFERENCE[kind]).tobytes()
 
 
 def _absolute(values: Array, kind: str, begin: Counts, bad: Array) -> Rows:
@@ -123,7 +137,7 @@ def line_columns(recorded: Recorded) -> int:
     return min(max(250, _CELLS // max(len(recorded.sites), 1)), COLUMNS)
 
 
-def lines(recorded: Recorded) -> dict[str, bytes]:
+def lines(recorded: Recorded, other: Other | None = None) -> dict[str, bytes]:
     """Twelve bits a value, the high bytes before the low ones, then float64 of each row: low, step."""
     begin = edges(len(recorded.steps), line_columns(recorded))
     blobs = {}
@@ -132,6 +146,11 @@ def lines(recorded: Recorded) -> dict[str, bytes]:
         if statistic != last[0]:
             last = (statistic, recorded.statistic(statistic))
         blobs[f"line.{name}"] = packed(line(reduce(last[1], begin), is_log))
+    if other is not None:
+        for name in ("rms", "abs_max"):
+            _, reduce, is_log = _LINES[name]
+            values = other.aligned(other.run.statistic(name))
+            blobs[f"line.other_{name}"] = packed(line(reduce(values, begin), is_log))
     return blobs
 
 

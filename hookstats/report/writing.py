@@ -11,28 +11,29 @@ import numpy as np
 from hookstats.numbers.fields import Site
 from hookstats.report import detail, planes
 from hookstats.report.page import page
-from hookstats.report.record import Recorded
+from hookstats.report.record import Other, Recorded
 from hookstats.report.reducing import edges
 
 _FINDINGS = 2000  # on a page: the gravest
 _TEXT = 20_000  # characters of settings
 
 
-def html(recorded: Recorded) -> str:
-    """The page of a run. ValueError where it holds no step, or no site."""
+def html(recorded: Recorded, second: Recorded | None = None) -> str:
+    """The page of a run, and how far a second one is from it. ValueError where it holds no step, or no site."""
     if not len(recorded.steps) or not recorded.sites:
         raise ValueError(
             f"expected a run in which something was measured; {recorded.name} holds {len(recorded.steps)} steps of "
             f"{len(recorded.sites)} sites"
         )
-    record, blobs = contents(recorded)
+    record, blobs = contents(recorded, second)
     return page(record, blobs)
 
 
-def contents(recorded: Recorded) -> tuple[dict[str, Any], dict[str, bytes]]:
+def contents(recorded: Recorded, second: Recorded | None = None) -> tuple[dict[str, Any], dict[str, bytes]]:
     """What a page is made from: JSON, and bytes by name."""
-    heatmaps, blobs, restless = planes.heatmaps(recorded)
-    blobs |= planes.lines(recorded)
+    other = None if second is None else Other(second, recorded)
+    heatmaps, blobs, restless = planes.heatmaps(recorded, other)
+    blobs |= planes.lines(recorded, other)
     columns = planes.line_columns(recorded)
     details, pictures = detail.details(recorded, restless)
     blobs |= pictures
@@ -71,6 +72,7 @@ def contents(recorded: Recorded) -> tuple[dict[str, Any], dict[str, bytes]]:
         "windows": detail.windows(recorded, columns),
         "precision": detail.precision(recorded),
         "settings": _short(recorded.settings),
+        "other": None if other is None else {"name": other.run.name, "steps": int(other.there[1].size)},
     }
     return record, blobs
 

@@ -14,10 +14,12 @@ function rangeOf(shown, rows) {
   return known.length ? [known[Math.floor(known.length / 100)], known[known.length - 1]] : [0, 1];
 }
 
+const unitOf = ({ statistic, view }) => record.statistics[statistic][view === "difference" ? "difference" : "unit"];
+
 // Of each row 256 ranks. Relative: reach is how far the outermost colour is from the site's past.
 function ranksOf(shown, rows, state) {
   const ranks = new Uint8Array(rows.length * 256);
-  const { kind, unit } = record.statistics[state.statistic];
+  const { kind } = record.statistics[state.statistic], unit = unitOf(state);
   const isRelative = state.view !== "absolute";
   let [low, high] = state.range;
   const told = kind === "scale" && !state.log ? (x) => 2 ** x : (x) => x;

@@ -51,7 +51,7 @@ function chart(host, { label, steps, series, bands = [], isLog = false, height =
     ],
     series: [
       {},
-      ...drawn.map((each) => ({ stroke: each.colour ?? "transparent", width: each.width ?? 0, points: { show: false } })),
+      ...drawn.map((each) => ({ stroke: each.colour ?? "transparent", width: each.width ?? 0, dash: each.dash, points: { show: false } })),
     ],
     bands: bands.map(([upper, lower, colour, share]) => ({ series: [upper + 1, lower + 1], fill: clear(colour, share) })),
     hooks: { setCursor: [(u) => tell(u.cursor.idx)], draw: mark === null ? [] : [(u) => {

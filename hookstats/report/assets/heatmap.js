@@ -32,7 +32,8 @@ async function showPlane() {
 }
 
 function recolour() {
-  state.reach = REACH[record.statistics[state.statistic].kind];
+  const { kind: told } = record.statistics[state.statistic];
+  state.reach = state.view === "difference" && told === "scale" ? 1 : REACH[told];
   if (state.view === "absolute") {
     const { kind } = record.statistics[state.statistic];
     state.range = kind === "signed" ? [-1, 1] : rangeOf(shown, state.rows);
@@ -246,15 +247,17 @@ function drawCursor() {
 function readout() {
   if (!state.cursor || !shown) return [node("span", { class: "muted" }, hintOfView())];
   const { row, column } = state.cursor, site = state.rows[row], code = shown.codes[site * COLUMNS + column];
-  const { kind, title, unit } = record.statistics[state.statistic];
+  const { kind, title } = record.statistics[state.statistic], unit = unitOf(state);
+  const past = state.view === "difference" ? "the first run's" : "its past";
   const [name, tensor] = record.sites[site];
   let value;
   if (code === SILENT) value = "silent";
   else if (code === NONFINITE) value = "holds NaN or infinity";
   else if (state.view !== "absolute") {
     const change = (code - NEUTRAL) / unit, outer = code === FIRST ? "≤ " : code >= LAST + 1 ? "≥ " : "";
-    if (kind !== "scale") value = `${title} ${change > 0 ? "+" : "−"}${say(Math.abs(change), 2)} against its past`;
-    else value = Math.abs(change) < 0.1 ? `${title} as usual` : `${title} ${outer}${say(2 ** change, 2)} times its past`;
+    if (kind !== "scale") value = `${title} ${change > 0 ? "+" : "−"}${say(Math.abs(change), 2)} against ${past}`;
+    else if (Math.abs(change) < (state.view === "difference" ? 0.5 / unit : 0.1)) value = `${title} as ${state.view === "difference" ? "in the first run" : "usual"}`;
+    else value = `${title} ${outer}${say(2 ** change, state.view === "difference" ? 3 : 2)} times ${past}`;
   } else if (code === ZERO && kind !== "signed") value = `${title} 0`;
   else {
     const told = shown.low[site] + (code - FIRST) * shown.step[site];
@@ -266,8 +269,8 @@ function readout() {
     scalar === null ? "" : ` · ${shortened(state.scalar, 20)} ${say(scalar, 4)}`,
   ];
 }
-const hintOfView = () => state.view === "relative"
-  ? "Colour: how far a site is from the median of its own past."
+const hintOfView = () => state.view === "relative" ? "Colour: how far a site is from the median of its own past."
+  : state.view === "difference" ? `Colour: how far ${shortened(record.other.name, 40)} is from ${shortened(record.name, 40)}, in the ${count(record.other.steps)} steps that both have.`
   : "Colour: the value itself, on one scale for all rows.";
 
 function drawLegend() {
@@ -280,7 +283,8 @@ function drawLegend() {
   }
   let low, middle, high;
   if (state.view !== "absolute") {
-    [low, middle, high] = kind === "scale" ? ["⅛ of", "its past", "8 times"] : ["−0.3", "its past", "+0.3"];
+    const middles = state.view === "difference" ? "equal" : "its past";
+    [low, middle, high] = kind !== "scale" ? ["−0.3", middles, "+0.3"] : state.view === "difference" ? ["half", middles, "twice"] : ["⅛ of", middles, "8 times"];
   } else if (kind !== "scale") [low, middle, high] = [state.range[0], (state.range[0] + state.range[1]) / 2, state.range[1]].map((x) => say(x, 2));
   else {
     const [from, to] = state.range;

@@ -22,7 +22,7 @@ function showTools() {
   const kinds = [...Object.keys(KINDS).filter((kind) => present.includes(kind)), ...present.filter((kind) => !(kind in KINDS))];
   const scalars = Object.keys(record.scalars);
   const scale = choice("Scale", [["log", "Log"], ["linear", "Linear"]], state.log ? "log" : "linear", (name) => { state.log = name === "log"; recolour(); drawHeat(); });
-  const views = [["relative", "To its past"], ["absolute", "Absolute"], ...(record.other ? [["difference", "To the other run"]] : [])];
+  const views = [["relative", "To its past"], ["absolute", "Absolute"], ...(record.other ? [["difference", "The other run"]] : [])];
   const update = () => { scale.hidden = state.view !== "absolute" || record.statistics[state.statistic].kind !== "scale"; };
   byId("tools").replaceChildren(
     options("Tensor", kinds.map((kind) => [kind, KINDS[kind] ?? shortened(kind)]), state.kind, (kind) => { setKind(kind); recolour(); drawHeat(); describe(); }),

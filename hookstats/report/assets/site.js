@@ -31,10 +31,11 @@ function findingsOf(kin) {
 async function linesOf(site) {
   const details = record.details[site] ?? {};
   const [rms, rmsLow, rmsHigh, top] = await Promise.all(["rms", "rms_low", "rms_high", "abs_max"].map((name) => line(name, site, true)));
+  const others = record.other ? await Promise.all(["other_rms", "other_abs_max"].map((name) => line(name, site, true))) : null;
   const [mean, std, least, most] = await Promise.all(["mean", "std", "min", "max"].map((name) => line(name, site, false)));
   const channels = details.channels ? await blob("channels." + site) : null;
   const histogram = details.histogram ? await blob("histogram." + site) : null;
-  return { site, details, rms, rmsLow, rmsHigh, top, mean, std, least, most, channels, histogram };
+  return { site, details, others, rms, rmsLow, rmsHigh, top, mean, std, least, most, channels, histogram };
 }
 
 function drawTensor(host, part, mark) {
@@ -49,6 +50,7 @@ function drawTensor(host, part, mark) {
     series: [
       { label: "rms", values: part.rms, colour: accent, width: 1.8, between: [part.rmsLow, part.rmsHigh] }, { values: part.rmsLow },
       { values: part.rmsHigh }, { label: "largest |x|", values: part.top, colour: second, width: 1.2 },
+      ...(part.others ?? []).map((values, i) => ({ label: `${["rms", "largest |x|"][i]} of ${shortened(record.other.name, 24)}`, values, colour: clear([accent, second][i], 0.6), width: 1.4, dash: [5, 4] })),
     ],
     bands: [[2, 1, accent, 0.22]],
   });

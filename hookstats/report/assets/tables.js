@@ -37,11 +37,13 @@ function showHead() {
     : `${many(record.findings.length + record.left_out, "finding")}; the gravest, ${gravest.severity === "note" ? "a note" : gravest.severity === "warning" ? "a warning" : "critical"}, since step ${count(since.step)}.`;
   const facts = [];
   if (settings.model) facts.push(["Model", shortened(typeof settings.model === "string" ? settings.model : String(settings.model.class ?? settings.model.name ?? ""), 60)]);
+  if (facts.length && settings.parameters > 0) facts[0].push(`${said(settings.parameters)} parameters`);
   facts.push(["Steps", `${count(first)} to ${count(last)}`, `${count(steps)} measured`]);
   facts.push(["Sites", count(SITES), `${many(names.size, "module or parameter", "modules and parameters")}`]);
   if (record.times) facts.push(["Recorded", at(record.times[0]), record.times[1] > record.times[0] ? `for ${lasted(record.times[1] - record.times[0])}` : ""]);
   facts.push(["Measured", said(record.values) + " values", `${count(record.readings)} readings`]);
-  if (settings.cost) facts.push(["Cost", String(settings.cost), ""]);
+  if (settings.state_bytes > 0) facts.push(["Cost", `${say(settings.state_bytes / 2 ** 20, 2)} MB of state`, settings.dropped > 0 ? `${many(settings.dropped, "step")} dropped` : "no step dropped"]);
+  if (record.other) facts.push(["Compared with", shortened(record.other.name, 40), `${many(record.other.steps, "step")} in common`]);
   byId("facts").replaceChildren(...facts.map(([name, value, more]) => node("div", {}, node("dt", {}, name), node("dd", {}, value), more ? node("dd", { class: "muted" }, more) : null)));
 }
 
