@@ -11,6 +11,10 @@ ASKED := $(TORCH) HOOKSTATS_CUDA=$(HOOKSTATS_CUDA) TORCH_CUDA_ARCH_LIST=$(TORCH_
 demo: .venv/.demo       ## trains a small CNN on handwritten digits, every layer watched
 	$(PY) -m hookstats.demo
 
+.PHONY: report-example
+report-example: .venv/.demo  ## a small GPT with two illnesses that were put in, and the report of its run
+	$(PY) docs/report_example.py --output build/example
+
 test: .venv/.dev        ## the whole test suite, one torch thread in each process
 	$(PY) -m pytest -n auto --maxprocesses 8 --dist worksteal -p no:benchmark
 

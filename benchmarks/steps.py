@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -45,6 +46,17 @@ class Trainer:
         self.ids = torch.randint(shape.vocabulary, (shape.batch, shape.length), device=device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
         self.monitor = None if attached is None else hookstats.attach(self.model, every=self._is_due, **attached)
+        if self.monitor is not None:
+            self.monitor.pause()
+
+    @contextmanager
+    def _resumed(self) -> Iterator[None]:
+        """All monitors of a process share the decision which program runs, so the other trainers' are paused."""
+        if self.monitor is not None:
+            self.monitor.resume()
+        yield
+        if self.monitor is not None:
+            self.monitor.pause()
 
     def _is_due(self, step: int) -> bool:
         return self.every != NEVER and step % self.every == 0
@@ -68,10 +80,8 @@ class Trainer:
             self.every = every
             self._steps(1)  # whether a step is measured was decided when the one before it ended
         count = max(every, 1)
-        if pause and self.monitor is not None:
-            with self.monitor.paused():
-                return seconds(lambda: self._steps(count)) / count
-        return seconds(lambda: self._steps(count)) / count
+        with nullcontext() if pause else self._resumed():
+            return seconds(lambda: self._steps(count)) / count
 
     def memory(self) -> dict[str, int]:
         """Bytes: what is measured in a step, hookstats' state, and (CUDA) what a step adds to what is there before."""
@@ -87,7 +97,8 @@ class Trainer:
         if self.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
-            self._steps(1)
+            with self._resumed():
+                self._steps(1)
             found["step_bytes"] = torch.cuda.max_memory_allocated() - before
         return found
 

@@ -1,9 +1,12 @@
 // The fast hook: one METH_FASTCALL function from a module's output to its kernels, and the Python module.
 // It never raises out of a training step: what went wrong is returned, or, inside backward, kept for take_failures().
 
+#include <ATen/SequenceNumber.h>
 #include <ATen/ThreadLocalPythonObjects.h>
 #include <ATen/TracerMode.h>
+#include <ATen/record_function.h>
 #include <torch/csrc/PyInterpreter.h>
+#include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/dynamo/compiled_autograd.h>
@@ -11,6 +14,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <deque>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -36,6 +40,9 @@ enum Entry : Py_ssize_t {
   k_strict,
   k_low,
   k_high,
+  k_whole,
+  k_channels,
+  k_per_channel,
   kEntries
 };
 
@@ -70,7 +77,10 @@ struct Enabled {
   std::vector<std::shared_ptr<Times>> kept;       // a backward on another thread may still use them
 
   // Whether a forward that runs now is measured. A recomputation belongs to a forward that was.
-  bool measures_now() const { return *is_open && (!root || is_training() || backward_is_running()); }
+  bool measures_now() const { return *is_open && (!leaves_out() || backward_is_running()); }
+
+  // Whether a forward that runs now is evaluation, which is not measured.
+  bool leaves_out() const { return root && !is_training(); }
 
   // The innermost of this thread; in a backward that another thread called, of that one. Null: all counts.
   std::shared_ptr<Counted> counted_here() const {
@@ -105,6 +115,124 @@ struct Enabled {
     PyErr_Clear();
     return result;
   }
+};
+
+// What compiled graphs look at before they run, in guards: whether the program that measures is to run or the bare one,
+// and which rows count. All monitors share it, so that of many there are no more programs than of one: what else is
+// different between them is decided on the device.
+//
+// Activation checkpointing around a compiled block calls it again in backward, and must get the program that its
+// forward was, or it refuses the backward: the two save different tensors. So each answer is kept with the number that
+// the next node of the graph will have, and in a backward the running node tells which one was given when its forward
+// ran. Entered under the GIL alone.
+class Now {
+ public:
+  // always: as if it were always open.
+  void add(const std::shared_ptr<const Enabled>& monitor, bool always) { monitors_.push_back({monitor, always}); }
+
+  void remove(const std::shared_ptr<const Enabled>& monitor) {
+    const auto gone = std::remove_if(monitors_.begin(), monitors_.end(),
+                                     [&](const Monitor& each) { return each.enabled == monitor; });
+    monitors_.erase(gone, monitors_.end());
+    if (monitors_.empty()) answers_.clear();
+  }
+
+  // The rows that count of what a thread measures for a monitor; None: all.
+  void set_rows(unsigned long thread, int64_t number, const py::object& rows) {
+    const py::object before = rows_of(thread);
+    py::dict after = before.attr("copy")();  // an answer may hold the one before
+    if (rows.is_none()) {
+      after.attr("pop")(number, py::none());
+    } else {
+      after[py::int_(number)] = rows;
+    }
+    if (after.empty()) {
+      rows_.erase(thread);
+    } else {
+      rows_[thread] = after;
+    }
+  }
+
+  // Whether any monitor measures.
+  bool measured() { return answer().measured; }
+
+  // Whether any does, but not this one, for which it is evaluation.
+  bool leaves_out(const Enabled& monitor) {
+    const auto& left_out = answer().left_out;
+    return std::find(left_out.begin(), left_out.end(), &monitor) != left_out.end();
+  }
+
+  // By Ignoring.number.
+  py::dict rows() { return answer().rows; }
+  size_t monitors() const { return monitors_.size(); }
+
+ private:
+  struct Monitor {
+    std::shared_ptr<const Enabled> enabled;
+    bool always;
+  };
+  struct Answer {
+    uint64_t thread, node;  // where it was given first, and the number of the next node there
+    bool measured;
+    std::vector<const Enabled*> left_out;
+    py::dict rows;
+
+    bool is_like(const Answer& other) const {
+      return thread == other.thread && measured == other.measured && left_out == other.left_out && rows.is(other.rows);
+    }
+  };
+  static constexpr size_t kKept = 32;  // forwards in different states whose backward is still to come
+
+  py::dict rows_of(unsigned long thread) const {
+    const auto found = rows_.find(thread);
+    return found == rows_.end() ? none_ : found->second;
+  }
+
+  Answer answer() {
+    const auto node = backward_is_running() ? torch::autograd::get_current_node() : nullptr;
+    if (node) {
+      // A reentrant checkpoint's node comes just before what its forward asks.
+      const auto given = std::find_if(answers_.rbegin(), answers_.rend(), [&](const Answer& each) {
+        return each.thread == node->thread_id() && each.node <= node->sequence_nr() + 1;
+      });
+      if (given != answers_.rend()) return *given;
+    }
+    Answer now{at::RecordFunction::currentThreadId(), at::sequence_number::peek(), false, {}, none_};
+    for (const Monitor& each : monitors_) {
+      if (!each.always && !*each.enabled->is_open) continue;
+      if (each.enabled->leaves_out()) {
+        now.left_out.push_back(each.enabled.get());
+      } else {
+        now.measured = true;
+      }
+    }
+    if (now.measured) {
+      now.rows = rows_of(PyThread_get_thread_ident());
+    } else {
+      now.left_out.clear();
+    }
+    if (node) return now;
+    const auto before =
+        std::find_if(answers_.rbegin(), answers_.rend(), [&](const Answer& each) { return each.thread == now.thread; });
+    if (before != answers_.rend() && before->is_like(now)) return *before;
+    answers_.push_back(now);
+    if (answers_.size() > kKept) answers_.pop_front();
+    return now;
+  }
+
+  std::vector<Monitor> monitors_;
+  std::map<unsigned long, py::dict> rows_;  // by thread; never changed, as answers hold them
+  std::deque<Answer> answers_;              // the oldest first
+  py::dict none_;
+};
+
+// One monitor's part of it, as an object of its own, because guards look at attributes.
+struct Part {
+  Now& now;
+  std::shared_ptr<const Enabled> enabled;
+
+  bool left_out() const { return now.leaves_out(*enabled); }
+  void remove() const { now.remove(enabled); }
 };
 
 // What a module's hook hands over: the sites of its output and of the output's gradient. The tensors are held, so that
@@ -380,10 +508,25 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
             enabled.times = times.get();
             if (times) enabled.kept.push_back(std::move(times));
           })
+      .def_property_readonly("leaves_out", &Enabled::leaves_out)
       .def("measures_now", &Enabled::measures_now)
       .def("decide_by", [](Enabled& enabled, py::object root) { enabled.root = root.is_none() ? nullptr : root.ptr(); })
       .def("count",
            [](Enabled& enabled, std::vector<std::shared_ptr<Counted>> all) { enabled.counted = std::move(all); });
+  py::class_<Part>(m, "Part").def_property_readonly("left_out", &Part::left_out).def("remove", &Part::remove);
+  py::class_<Now>(m, "Now")
+      .def(py::init<>())
+      .def(
+          "add",
+          [](Now& now, std::shared_ptr<Enabled> enabled, bool always) {
+            now.add(enabled, always);
+            return Part{now, std::move(enabled)};
+          },
+          py::keep_alive<0, 1>())
+      .def("set_rows", &Now::set_rows)
+      .def_property_readonly("measured", &Now::measured)
+      .def_property_readonly("rows", &Now::rows)
+      .def_property_readonly("monitors", &Now::monitors);
   // torch._C._stash_obj_in_tls, which in torch 2.11 takes a reference that it was not given.
   m.def("name_thread", [](py::int_ ident) {
     auto kept = std::make_shared<c10::SafePyObject>(ident.release().ptr(), getPyInterpreter());
@@ -393,7 +536,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("bind", &bind, kBindDoc);
   m.def("has_no_data", &has_no_data);
   m.def("part", &part);
-  m.def("take", &take, py::call_guard<py::gil_scoped_release>());
+  py::class_<Copies>(m, "Copies")
+      .def(py::init<>())
+      .def("take", &Copies::take, py::call_guard<py::gil_scoped_release>())
+      .def("give_up_spares", &Copies::give_up_spares);
   m.def("clear", &clear, py::call_guard<py::gil_scoped_release>());
   m.def("reserve_scratch", [](const std::string& device) { reserve_scratch(at::Device(device)); });
   hook_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&hook_spec));

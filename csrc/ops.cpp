@@ -12,6 +12,7 @@
 
 #include <array>
 #include <mutex>
+#include <string>
 #include <utility>
 
 namespace hookstats {
@@ -165,6 +166,60 @@ void accumulate_op(const at::Tensor& x, at::Tensor moments, at::Tensor counters,
   accumulate(x, site, &both);
 }
 
+// A state that is one tensor, int64: moments, counters, histogram (exponents or octaves) one behind another, as
+// hookstats/watch/memory.py lays them out.
+Site site_in(const at::Tensor& state, const at::Tensor& active, int64_t channels, bool per_channel,
+             int64_t channel_dim) {
+  const int64_t counters = int64_t(kFields) * channels;
+  const int64_t words = state.numel() - counters - int64_t(kCounters);
+  const int64_t bins = words == 0 ? 0 : per_channel ? kOctaveBins : kExponentBins;
+  TORCH_CHECK(state.scalar_type() == at::kLong && state.is_contiguous() && channels >= 1 &&
+                  words == bins * (per_channel ? channels : 1),
+              "hookstats: state: expected contiguous int64 of ", counters + int64_t(kCounters),
+              " words and a histogram", per_channel ? " per channel" : "", ", got ", state.scalar_type(), " ",
+              state.sizes(), " with strides ", state.strides());
+  check_device(state.device());
+  check_one_int32("active", active, state.device());
+  Site site;
+  site.tensors.moments = state;
+  site.tensors.active = active;
+  site.tensors.channel_dim = channel_dim;
+  auto* memory = state.mutable_data_ptr<int64_t>();
+  site.state = {};
+  site.state.moments = reinterpret_cast<double*>(memory);
+  site.state.row_stride = site.state.channels = channels;
+  site.state.counters = memory + counters;
+  if (bins) {
+    site.state.histogram = site.state.counters + int64_t(kCounters);
+    site.state.kind = per_channel ? HistogramKind::per_channel : HistogramKind::per_tensor;
+    site.state.by_channel = per_channel;
+    site.state.bins = int(bins);
+  }
+  return site;
+}
+
+void fold_output_op(const at::Tensor& x, at::Tensor state, const at::Tensor& active, int64_t channels, bool per_channel,
+                    int64_t channel_dim) {
+  if (!backward_is_running()) accumulate(x, site_in(state, active, channels, per_channel, channel_dim));
+}
+
+void fold_output_rows_op(const at::Tensor& x, at::Tensor state, const at::Tensor& active, int64_t channels,
+                         bool per_channel, int64_t channel_dim, const at::Tensor& rows, const at::Tensor& kept) {
+  const Rows both{rows, kept};
+  if (!backward_is_running()) accumulate(x, site_in(state, active, channels, per_channel, channel_dim), &both);
+}
+
+void fold_gradient_op(const at::Tensor& x, at::Tensor state, const at::Tensor& active, int64_t channels,
+                      bool per_channel, int64_t channel_dim) {
+  accumulate(x, site_in(state, active, channels, per_channel, channel_dim));
+}
+
+void fold_gradient_rows_op(const at::Tensor& x, at::Tensor state, const at::Tensor& active, int64_t channels,
+                           bool per_channel, int64_t channel_dim, const at::Tensor& rows, const at::Tensor& kept) {
+  const Rows both{rows, kept};
+  accumulate(x, site_in(state, active, channels, per_channel, channel_dim), &both);
+}
+
 void merge_op(at::Tensor moments, at::Tensor counters, std::optional<at::Tensor> histogram,
               const at::Tensor& from_moments, const at::Tensor& from_counters,
               const std::optional<at::Tensor>& from_histogram) {
@@ -200,6 +255,11 @@ void add_op(at::Tensor counter, const at::Tensor& amount, bool skip_recomputatio
 void accumulate_meta(const at::Tensor&, at::Tensor, at::Tensor, std::optional<at::Tensor>,
                      const std::optional<at::Tensor>&, int64_t, bool, double, double, const std::optional<at::Tensor>&,
                      const std::optional<at::Tensor>&) {}
+
+void fold_meta(const at::Tensor&, at::Tensor, const at::Tensor&, int64_t, bool, int64_t) {}
+
+void fold_rows_meta(const at::Tensor&, at::Tensor, const at::Tensor&, int64_t, bool, int64_t, const at::Tensor&,
+                    const at::Tensor&) {}
 
 void merge_meta(at::Tensor, at::Tensor, std::optional<at::Tensor>, const at::Tensor&, const at::Tensor&,
                 const std::optional<at::Tensor>&) {}
@@ -265,45 +325,6 @@ NoCpuKernel::~NoCpuKernel() {
   for (std::mutex& lock : cpu_locks) lock.unlock();
 }
 
-std::vector<at::Tensor> take(const std::vector<at::Tensor>& blocks, bool clear) {
-  std::vector<at::Tensor> copies;
-  for (const at::Tensor& block : blocks) {
-    TORCH_CHECK_TYPE(block.scalar_type() == at::kLong && block.is_contiguous(), "take: expected contiguous int64, got ",
-                     block.scalar_type(), " with strides ", block.strides());
-    copies.push_back(at::empty_like(block));
-    if (block.is_cpu()) continue;
-    copies.back().copy_(block, /*non_blocking=*/true);
-    if (clear) block.zero_();
-  }
-  // No operator in here: one that a Python mode sees would wait for the GIL, and who has that may wait for the lock.
-  const NoCpuKernel none;
-  for (size_t i = 0; i < blocks.size(); ++i) {
-    if (!blocks[i].is_cpu()) continue;
-    auto* from = blocks[i].mutable_data_ptr<int64_t>();
-    auto* to = copies[i].mutable_data_ptr<int64_t>();
-    const int64_t words = blocks[i].numel();
-    constexpr int64_t kPiece = 1 << 12;  // words that are still in the cache when they are cleared
-    at::parallel_for(0, (words + kPiece - 1) / kPiece, 16, [&](int64_t begin, int64_t end) {
-      for (int64_t piece = begin; piece < end; ++piece) {
-        const int64_t at = piece * kPiece, bytes = 8 * std::min(kPiece, words - at);
-        memcpy(to + at, from + at, bytes);
-        if (clear) memset(from + at, 0, bytes);
-      }
-    });
-  }
-  return copies;
-}
-
-void clear(const std::vector<at::Tensor>& blocks) {
-  for (const at::Tensor& block : blocks) {
-    if (!block.is_cpu()) block.zero_();
-  }
-  const NoCpuKernel none;
-  for (const at::Tensor& block : blocks) {
-    if (block.is_cpu()) memset(block.mutable_data_ptr(), 0, block.nbytes());
-  }
-}
-
 bool accumulate(const at::Tensor& tensor, const Site& site, const Rows* rows) {
   if (tensor.is_neg()) return accumulate(tensor.resolve_neg(), site, rows);
   const at::Tensor& x = tensor;
@@ -336,12 +357,24 @@ TORCH_LIBRARY(HOOKSTATS_NAMESPACE, m) {
       "merge(Tensor(a!) moments, Tensor(b!) counters, Tensor(c!)? histogram, Tensor from_moments, "
       "Tensor from_counters, Tensor? from_histogram) -> ()");
   m.def("add(Tensor(a!) counter, Tensor amount, bool skip_recomputation) -> ()");
+  // What graphs call, for each site of a measured step: of few arguments, and none that could be left out, since
+  // inductor writes down the defaults, too. Bins are exponents; nothing is folded by `fold_output` inside of a
+  // backward.
+#define HOOKSTATS_FOLDED "Tensor x, Tensor(a!) state, Tensor active, int channels, bool per_channel, int channel_dim"
+  m.def("fold_output(" HOOKSTATS_FOLDED ") -> ()");
+  m.def("fold_output.rows(" HOOKSTATS_FOLDED ", Tensor rows, Tensor kept) -> ()");
+  m.def("fold_gradient(" HOOKSTATS_FOLDED ") -> ()");
+  m.def("fold_gradient.rows(" HOOKSTATS_FOLDED ", Tensor rows, Tensor kept) -> ()");
 }
 
-#define HOOKSTATS_KERNELS(key)                      \
-  TORCH_LIBRARY_IMPL(HOOKSTATS_NAMESPACE, key, m) { \
-    m.impl("accumulate", accumulate_op);            \
-    m.impl("merge", merge_op);                      \
+#define HOOKSTATS_KERNELS(key)                           \
+  TORCH_LIBRARY_IMPL(HOOKSTATS_NAMESPACE, key, m) {      \
+    m.impl("accumulate", accumulate_op);                 \
+    m.impl("merge", merge_op);                           \
+    m.impl("fold_output", fold_output_op);               \
+    m.impl("fold_output.rows", fold_output_rows_op);     \
+    m.impl("fold_gradient", fold_gradient_op);           \
+    m.impl("fold_gradient.rows", fold_gradient_rows_op); \
   }
 HOOKSTATS_KERNELS(CPU)
 #if defined(HOOKSTATS_CUDA)
@@ -355,13 +388,18 @@ TORCH_LIBRARY_IMPL(HOOKSTATS_NAMESPACE, CompositeExplicitAutograd, m) {
 TORCH_LIBRARY_IMPL(HOOKSTATS_NAMESPACE, Meta, m) {
   m.impl("accumulate", accumulate_meta);
   m.impl("merge", merge_meta);
+  for (const char* name : {"fold_output", "fold_gradient"}) {
+    m.impl(name, fold_meta);
+    m.impl((std::string(name) + ".rows").c_str(), fold_rows_meta);
+  }
 }
 
 // No gradient flows through a statistic, and none is stopped: autograd does not look.
 TORCH_LIBRARY_IMPL(HOOKSTATS_NAMESPACE, Autograd, m) {
-  m.impl("accumulate", torch::CppFunction::makeFallthrough());
-  m.impl("merge", torch::CppFunction::makeFallthrough());
-  m.impl("add", torch::CppFunction::makeFallthrough());
+  for (const char* name :
+       {"accumulate", "merge", "add", "fold_output", "fold_output.rows", "fold_gradient", "fold_gradient.rows"}) {
+    m.impl(name, torch::CppFunction::makeFallthrough());
+  }
 }
 
 }  // namespace hookstats

@@ -1,9 +1,10 @@
-// What ops.cpp and scratch.cpp offer hook.cpp, batch.cpp and totals.cpp.
+// What ops.cpp, copies.cpp and scratch.cpp offer hook.cpp, batch.cpp and totals.cpp.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <vector>
 
@@ -74,12 +75,30 @@ class NoCpuKernel {
   ~NoCpuKernel();
 };
 
-// Copies of blocks of state, int64, as they are between two kernels; then (clear) the blocks are zero. On a GPU in the
-// order of the current stream.
-std::vector<at::Tensor> take(const std::vector<at::Tensor>& blocks, bool clear);
+// Makes blocks of state on the CPU zero.
+void clear_on_cpu(const std::vector<at::Tensor>& blocks, const NoCpuKernel&);
 
-// Makes them zero between two kernels.
+// Makes blocks of state zero between two kernels.
 void clear(const std::vector<at::Tensor>& blocks);
+
+// Copies of the blocks of a store. On the CPU, of each block the memory of one copy that nobody holds any more is kept
+// and used again.
+class __attribute__((visibility("hidden"))) Copies {  // as the class that pybind11 makes of it
+ public:
+  Copies();
+
+  // Copies of these blocks, int64, as they are between two kernels; then (clear) the blocks are zero. On a GPU in the
+  // order of the current stream.
+  std::vector<at::Tensor> take(const std::vector<at::Tensor>& blocks, bool clear);
+
+  // Frees the memory that no copy uses, now or when nobody holds it any more.
+  void give_up_spares();
+
+ private:
+  struct Spares;
+  at::Tensor tensor_for(const at::Tensor& block, size_t number);
+  std::shared_ptr<Spares> spares_;
+};
 
 // Makes sure that the first launches on new streams of this device find their scratch allocated.
 void reserve_scratch(at::Device device);

@@ -59,9 +59,7 @@ class Totals : public torch::CustomClassHolder {
     cpu::totals(states_.data(), n, words, [](int64_t tasks, const std::function<void(int64_t, int64_t)>& body) {
       at::parallel_for(0, tasks, 1, body);
     });
-    for (const at::Tensor& block : blocks) {
-      if (block.is_cpu()) memset(block.mutable_data_ptr(), 0, block.nbytes());
-    }
+    clear_on_cpu(blocks, none);
     return out;
   }
 

@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hookstats import rules, sinks
+    from hookstats import report, rules, sinks
     from hookstats._native import build_info
     from hookstats.comparing.comparison import Comparison, Parting, compare
     from hookstats.numbers.fields import ExponentBins, LinearBins, Site, Skipped, Stats
@@ -50,7 +50,12 @@ _HOMES = {
     "hookstats.watch.monitor": ["Monitor"],
     "hookstats.watch.overhead": ["Overhead"],
 }
-_MODULES = {"edit": "hookstats.tools.edit", "rules": "hookstats.rules", "sinks": "hookstats.sinks"}
+_MODULES = {
+    "edit": "hookstats.tools.edit",
+    "report": "hookstats.report",
+    "rules": "hookstats.rules",
+    "sinks": "hookstats.sinks",
+}
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
@@ -86,6 +91,7 @@ __all__ = [
     "measure",
     "record",
     "recover",
+    "report",
     "rules",
     "sinks",
 ]

@@ -48,6 +48,10 @@ DIMS_BY_NDIM: int = _C.DIMS_BY_NDIM
 HAS_CUDA: bool = _C.HAS_CUDA
 
 accumulate = torch.ops.hookstats.accumulate.default
+# What graphs call instead: the whole state in one tensor, exponents or no histogram. (x, state, active, channels,
+# per_channel, channel_dim), with .rows also (rows, kept). fold_output does nothing inside of a backward.
+fold_output = torch.ops.hookstats.fold_output
+fold_gradient = torch.ops.hookstats.fold_gradient
 # (counter, amount, skip_recomputation): adds to a counter, in graphs; gradient hooks may change nothing otherwise.
 add = torch.ops.hookstats.add.default
 # Batch(moments, counters, histograms, active, channel_dims, low, high), lists with an entry for each site; its
@@ -56,6 +60,12 @@ add = torch.ops.hookstats.add.default
 Batch = torch.classes.hookstats.Batch
 Counted = _C.Counted
 Enabled = _C.Enabled
+# What compiled graphs look at before they run: now.measured, whether any monitor measures; now.rows, which rows count,
+# by Ignoring.number. now.add(enabled, always) is a monitor's part: part.left_out, whether that is evaluation for it.
+# In a recomputation all is as it was in the forward. always: as if the monitor measured all the time.
+Now = _C.Now
+Part = _C.Part
+now = Now()
 name_thread = _C.name_thread  # name_thread(threading.get_ident()): for the threads of this one's backward
 Times = _C.Times
 Hook = _C.Hook
@@ -66,8 +76,10 @@ Totals = torch.classes.hookstats.Totals
 observe = _C.observe
 take_failures = _C.take_failures
 has_no_data = _C.has_no_data
-# take(blocks, clear): copies of blocks of state, as they are between two kernels; then the blocks may be made zero.
-take = _C.take
+# Copies(), those of one store: its .take(blocks, clear) returns copies of blocks of state, as they are between two
+# kernels; then the blocks may be made zero. Memory of copies that nobody holds is used again; .give_up_spares() frees
+# it.
+Copies = _C.Copies
 clear = _C.clear  # clear(blocks): makes them zero between two kernels
 
 

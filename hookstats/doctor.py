@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 EXTRAS = {
     "record": ("pyarrow", "record, load, show, compare, watch, report, recover"),
     "terminal": ("rich", "the screen of watch; without, it prints lines"),
+    "report": ("matplotlib", "hookstats.report.plot; the page needs record alone"),
     "pandas": ("pandas", "Snapshot.to_pandas"),
     "tensorboard": ("tensorboard", "hookstats.sinks.TensorBoard"),
     "wandb": ("wandb", "hookstats.sinks.Wandb"),

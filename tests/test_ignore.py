@@ -157,7 +157,9 @@ def test_a_recomputed_forward_is_masked_once(recompute: str) -> None:
 
 @pytest.mark.parametrize("how", ["whole", "blocks"])
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compiled_models_take_every_new_mask_without_compiling_anew(how: str, backend: str) -> None:
+def test_compiled_models_take_every_new_mask_without_compiling_anew(
+    how: str, backend: str, only_monitors: None
+) -> None:
     net = model()
     mon = hookstats.attach(net, every=2, example=((batch(),), {}), tensors=OF_OUTPUTS)
     counter = CompileCounterWithBackend(backend)
@@ -187,9 +189,11 @@ def test_compiled_models_take_every_new_mask_without_compiling_anew(how: str, ba
             assert snapshot[site].calls == 1
             assert snapshot[site].total.count == rows.numel()
             assert snapshot[site].total.rms == pytest.approx(rows.square().mean().sqrt().item(), rel=1e-4)
-    assert len(set(frames)) == 1
-    run(batch()).square().sum().backward()  # without a mask: graphs of their own, once
-    assert counter.frame_count <= 2 * frames[0]
+    assert frames[1:] == [2 * frames[0]] * 5  # the steps that are not measured run the bare program, whatever the mask
+    for _ in range(2):
+        run(batch()).square().sum().backward()  # measured without a mask: graphs of their own, once
+        mon.step()
+    assert counter.frame_count == 3 * frames[0]
 
 
 def test_compiled_autograd_masks_gradients() -> None:

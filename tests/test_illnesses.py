@@ -72,7 +72,7 @@ def test_a_relu_that_a_large_negative_bias_has_killed_is_found() -> None:
         model[2].bias.fill_(-20)
     found = named(train(model, OnDigits(model), sgd(model), 10), "dead-channels")
     assert [(each.site, each.severity, each.value) for each in found] == [(("3", "output"), "critical", 1.0)]
-    assert found[0].sentence.startswith("all channels of 3 are dead")
+    assert found[0].sentence.startswith("all channels of the output of 3 are dead")
 
 
 def test_relus_that_a_too_large_learning_rate_has_killed_are_found() -> None:
@@ -231,8 +231,8 @@ def test_the_digits_cnn_is_healthy() -> None:
     model = demo.cnn()
     loss_of = OnDigits(model, shape=(1, 8, 8))
     loss_of.images, loss_of.labels = images, labels
-    snapshots = train(model, loss_of, torch.optim.Adam(model.parameters(), lr=2e-3), 300)
-    assert snapshots[-1].scalars["loss"] < 0.1
+    snapshots = train(model, loss_of, torch.optim.Adam(model.parameters(), lr=2e-3), 200)
+    assert snapshots[-1].scalars["loss"] < 0.2
     assert alarms(snapshots) == []
 
 

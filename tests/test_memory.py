@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -251,3 +252,48 @@ def test_a_compiled_container_counts_what_has_no_site_of_its_own() -> None:
     assert snapshot is not None
     assert snapshot["", "output.*"].calls == 1
     assert snapshot["", "output.*"].total.mean == pytest.approx((x + 1).double().mean().item(), rel=1e-6)
+
+
+def wide() -> tuple[nn.Module, hookstats.Monitor]:
+    model = nn.Linear(4, 8192).requires_grad_(False)
+    return model, hookstats.attach(model, every=1, tensors="output")
+
+
+def test_the_memory_of_a_step_that_nobody_holds_any_more_is_used_again() -> None:
+    model, monitor = wide()
+    model(torch.randn(2, 4))
+    kept: list[Any] = []
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        for _ in range(9):
+            monitor.step()  # after which there are two copies: the monitor keeps the last, and one is used next
+        kept += [monitor.step() for _ in range(5)]
+        kept.clear()
+        monitor.step()
+        monitor.reset()
+        monitor.step()
+    size = monitor.state_bytes
+    found = [event.cpu_memory_usage // size for event in profile.events() if abs(event.cpu_memory_usage) == size]
+    steps, keeping, let_go, reset, after_reset = [1, 1], [1, 1, 1], [-1, -1, -1], [-1], [1, -1]
+    assert found == [*steps, *keeping, *let_go, *reset, *after_reset]
+
+
+def state_in(kept: Any) -> Any:
+    if isinstance(kept, hookstats.Snapshot):
+        kept = kept["", "output"]
+    return kept._measured if isinstance(kept, hookstats.SiteStats) else np.asarray(kept)
+
+
+def test_what_is_kept_of_a_step_never_changes() -> None:
+    model, monitor = wide()
+    kept, before = [], []
+    for number in range(12):
+        model(torch.full((2, 4), float(number)))
+        snapshot = monitor.step()
+        assert snapshot is not None
+        state = state_in(snapshot)
+        kept.append([snapshot, snapshot["", "output"], state[:, 5:9], torch.from_numpy(state)][number % 4])
+        before.append(state_in(kept[-1]).copy())
+        del snapshot, state
+    assert len({state.tobytes() for state in before}) == 12
+    for each, state in zip(kept, before, strict=True):
+        np.testing.assert_array_equal(state_in(each), state)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import hookstats
-from hookstats import Snapshot, _native
+from hookstats import Snapshot
 from hookstats.watch import drain
 from tests.plain import OF_OUTPUTS, hearing
 
@@ -199,7 +199,7 @@ def test_a_step_that_cannot_be_copied_is_lost_and_training_goes_on(monkeypatch: 
     def no_memory(*args: Any) -> None:
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr(_native, "take", no_memory)
+    monkeypatch.setattr(mon._store, "take", no_memory)
     with pytest.warns(UserWarning, match=r"step 0 .*could not be copied.*no memory"):
         assert mon.step() is None
     monkeypatch.undo()

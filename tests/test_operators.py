@@ -101,3 +101,56 @@ def test_negative_view_bits_are_resolved() -> None:
     x = torch.complex(normal(50, 4), normal(50, 4)).conj().imag
     assert x.is_neg()
     check(backend.accumulate(x, 1).stats(), x, 1)
+
+
+def whole(channels: int, histogram: str) -> tuple[torch.Tensor, State]:
+    """A state in one tensor, and a State that reads the same memory."""
+    state = State(channels, histogram, "cpu")
+    parts = [each for each in state.tensors if each is not None]
+    memory = torch.zeros(sum(each.numel() for each in parts), dtype=torch.int64)
+    begin = 0
+    for name, each in zip(("moments", "counters", "histogram"), parts, strict=False):
+        words = memory[begin : begin + each.numel()]
+        setattr(state, name, words.view(each.dtype).view(each.shape))
+        begin += each.numel()
+    return memory, state
+
+
+OF_GRAPHS = ["none", "per_tensor", "per_channel"]
+
+
+@pytest.mark.parametrize("channels", [1, 8])  # of 8, a histogram of all and one of each have as many bins
+@pytest.mark.parametrize("histogram", OF_GRAPHS)
+@pytest.mark.parametrize("operator", ["fold_output", "fold_gradient"])
+def test_the_operators_of_graphs_do_what_accumulate_does(operator: str, histogram: str, channels: int) -> None:
+    x = normal(50, 8).float()
+    fold = getattr(torch.ops.hookstats, operator)
+    active, per_channel = torch.ones(1, dtype=torch.int32), histogram == "per_channel"
+    memory, found = whole(channels, histogram)
+    fold(x, memory, active, channels, per_channel, 1)
+    fold(x, memory, torch.zeros_like(active), channels, per_channel, 1)
+    expected = State(channels, histogram, "cpu")
+    torch.ops.hookstats.accumulate(x, *expected.tensors, None, 1)
+    assert found.same_bits(expected)
+    rows, kept = torch.arange(50, dtype=torch.int32).flip(0).contiguous(), torch.tensor([20], dtype=torch.int32)
+    fold(x, memory, active, channels, per_channel, 1, rows, kept)
+    torch.ops.hookstats.accumulate(x, *expected.tensors, None, 1, rows=rows, kept=kept)
+    assert found.same_bits(expected)
+    torch.library.opcheck(fold.default, (x.requires_grad_(), memory, active, channels, per_channel, 1))
+    torch.library.opcheck(fold.rows, (x, memory, active, channels, per_channel, 1, rows, kept))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda m, a: (F32, m[1:], a, 4, False, 0), r"state: expected .*int64 of 42 words and a histogram, got Long"),
+        (lambda m, a: (F32, m, a, 4, True, 0), "words and a histogram per channel, got Long"),
+        (lambda m, a: (F32, m.double(), a, 4, False, 0), "got Double"),
+        (lambda m, a: (F32, m, a, 0, False, 0), "state: expected"),
+        (lambda m, a: (F32, m, a.long(), 4, False, 0), "active: expected one int32"),
+    ],
+)
+def test_the_operators_of_graphs_refuse_a_state_of_another_size(make: Callable[..., Any], message: str) -> None:
+    memory, _ = whole(4, "per_tensor")
+    with pytest.raises(RuntimeError, match=message):
+        torch.ops.hookstats.fold_output(*make(memory, torch.ones(1, dtype=torch.int32)))

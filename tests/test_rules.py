@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +14,8 @@ from torch import nn
 
 import hookstats
 from hookstats import Site, Snapshot
-from hookstats.rules import Finding, Judge, NonFinite, Step, judge, rule_from_json, rule_to_json
+from hookstats.rules import Finding, Judge, NonFinite, Step, defaults, judge, rule_from_json, rule_to_json
+from tests.conftest import ROOT
 from tests.models import small_cnn
 
 
@@ -95,12 +97,22 @@ def test_rebuilding_fills_the_windows_and_tells_nothing_of_the_past_again() -> N
         assert [finding.step for each in snapshots[known:] for finding in resumed.judge(each)] == expected
 
 
+def test_each_judge_has_windows_of_its_own() -> None:
+    snapshots = steps(nn.Sequential(nn.Linear(2, 2)), [torch.ones(1, 2)] * 3)
+    snapshots[1].scalars["loss"] = math.nan
+    rule = NonFinite()
+    for _ in range(2):
+        (found,) = judge(snapshots[1:], [rule])
+        assert "In step" not in found.sentence
+        judge(snapshots[:1], [rule])
+
+
 def test_ids_stay_when_sites_appear_later_or_are_missing() -> None:
     seen: list[tuple[list[Site], list[float]]] = []
 
     def looks(step: Step) -> list[Finding]:
         fired = [step.sites[i] for i in step.order]
-        assert all(step.calls[i] > 0 for i in step.order)
+        assert [i for i, calls in enumerate(step.calls) if calls] == sorted(step.order.tolist())
         seen.append((fired, [float(step.totals.abs_max[step.sites.index(site)]) for site in step.sites]))
         return []
 
@@ -214,3 +226,25 @@ def test_a_step_that_the_grad_scaler_skips_is_a_note_until_it_skips_too_many(ove
     found = judge(snapshots, [NonFinite(overflows)])
     expected = [(0, "note"), (2, "critical")] if overflows == 3 else [(0, "note")]
     assert [(finding.step, finding.severity) for finding in found] == expected
+
+
+def rows_of_the_page() -> dict[str, list[str]]:
+    """Of docs/rules.md: by rule, the other cells of its row."""
+    lines = (ROOT / "docs" / "rules.md").read_text().splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| `")]
+    return {first.strip("`"): rest for first, *rest in cells}
+
+
+def test_the_page_lists_every_default_rule_with_its_arguments_and_sources() -> None:
+    rows = rows_of_the_page()
+    assert list(rows) == [type(rule).__name__ for rule in defaults()]
+    for rule in defaults():
+        _, arguments, sources = rows[type(rule).__name__]
+        said = rule_to_json(rule)["arguments"]
+        assert arguments == ", ".join(f"`{name}={json.dumps(value)}`" for name, value in said.items())
+        docstring = " ".join((type(rule).__doc__ or "").split())
+        for name in said:
+            assert f"``{name}``" in docstring, name
+        for source in sources.split("; "):
+            assert source in ("-", "ours") or source in docstring, source
+        assert bool(re.search(r"\bours\b", docstring)) or "ours" not in sources

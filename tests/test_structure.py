@@ -29,13 +29,25 @@ MAY_IMPORT: dict[str, set[str]] = {
     "rules": {"numbers"},
     "comparing": {"numbers"},
     "records": {"_warn", "numbers", "rules", "sinks"},
-    "__init__": {"_native", "comparing", "numbers", "records", "rules", "sinks", "tools", "watch"},
+    "report": {"numbers", "records", "rules"},
+    "__init__": {"_native", "comparing", "numbers", "records", "report", "rules", "sinks", "tools", "watch"},
     "demo": {"__init__"},
     "terminal": {"numbers", "records", "rules"},
     "doctor": set(),
     "__main__": {"__init__", "doctor", "report", "terminal"},
 }
-WITHOUT_TORCH = {"__main__", "terminal", "numbers", "comparing", "rules", "_warn", "__init__", "sinks", "records"}
+WITHOUT_TORCH = {
+    "__main__",
+    "comparing",
+    "numbers",
+    "records",
+    "report",
+    "rules",
+    "sinks",
+    "terminal",
+    "_warn",
+    "__init__",
+}
 
 
 def name_of(path: Path) -> str:

@@ -13,8 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import hookstats
-from hookstats import Monitor
-from hookstats.watch import evaluation
+from hookstats import Monitor, _native
 from tests.models import Residual
 from tests.plain import OF_OUTPUTS, hearing
 
@@ -141,18 +140,18 @@ def test_taps_and_wrapped_tensors_are_left_out_of_evaluation() -> None:
 
 def test_detach_and_the_models_end_leave_nothing_behind() -> None:
     gc.collect()
-    before = set(evaluation.ROOTS)
+    before = _native.now.monitors
     model, other = Residual(), Residual()
     mon = hookstats.attach(model)
-    assert len(evaluation.ROOTS) == len(before) + 1
+    assert _native.now.monitors == before + 1
     mon.detach()
-    assert before == set(evaluation.ROOTS)
+    assert _native.now.monitors == before
     kept = hookstats.attach(other)
     gone = weakref.ref(other)
     del other
     gc.collect()
     assert gone() is None
-    assert before == set(evaluation.ROOTS)
+    assert _native.now.monitors == before
     assert kept._store.flags.enabled.measures_now()  # asks no module that is gone
 
 
@@ -171,12 +170,12 @@ def test_a_model_that_trains_in_evaluation_mode_is_told_why_nothing_comes() -> N
 def test_monitors_that_come_and_go_leave_no_finalizers_on_the_model() -> None:
     model = Residual()
     gc.collect()
-    before, roots = len(weakref.finalize._registry), set(evaluation.ROOTS)  # type: ignore[attr-defined]
+    before, monitors = len(weakref.finalize._registry), _native.now.monitors  # type: ignore[attr-defined]
     for _ in range(5):
         mon = hookstats.attach(model, tensors="output")
         mon.detach()
         mon.step()
     with pytest.raises(RuntimeError, match="forward on fake tensors failed"):
         hookstats.attach(model, tensors="output", example=((torch.randn(3),), {}))
-    assert set(evaluation.ROOTS) == roots
+    assert _native.now.monitors == monitors
     assert len(weakref.finalize._registry) == before  # type: ignore[attr-defined]

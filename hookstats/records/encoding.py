@@ -190,7 +190,7 @@ def _of_sites(table: str, key: Key, ids: Counts, sites: list[Site], columns: dic
 def _table(table: str, columns: dict[str, Any], sites: list[Site]) -> pa.Table:
     schema = written(table)
     if "site" in schema.names:
-        columns = {**columns, **names_of(sites, to_arrow(np.asarray(columns["site"]), pa.int32()))}
+        columns = {**columns, **names_of(sites, np.asarray(columns["site"], np.int64))}
     arrays = []
     for field in schema:
         values = columns[field.name]

@@ -14,7 +14,7 @@ from hookstats.records.arrays import to_arrow, to_numpy
 from hookstats.records.manifest import Part
 from hookstats.records.schema import FLUSH, ROW_GROUP, SCHEMAS, names_of, written
 
-FAN_IN = 8
+FAN_IN = 4
 LARGE = 16 << 20  # bytes: such a part is not merged further, so that one step is not spread over the whole run
 
 
@@ -108,5 +108,5 @@ def _named(table: str, rows: pa.Table, sites: list[Site]) -> pa.Table:
     schema = written(table)
     columns = {name: rows[name] for name in rows.column_names}
     if "site" in columns:
-        columns |= names_of(sites, rows["site"].combine_chunks())
+        columns |= names_of(sites, to_numpy(rows["site"]))
     return pa.Table.from_arrays([columns[name] for name in schema.names], schema=schema)

@@ -64,7 +64,7 @@ class Reader:
             rows = self._part(table, part, columns, chosen)
             if rows is not None:
                 read.append(rows)
-        return pa.concat_tables([schema.empty_table(), *read])
+        return pa.concat_tables([pa.Table.from_batches([], schema), *read])
 
     def _part(self, table: str, part: Part, columns: Sequence[str], chosen: Chosen) -> pa.Table | None:
         path = self.directory / table / part.file
@@ -143,8 +143,11 @@ def _check(table: str, rows: pa.Table, count: int) -> None:
         raise ValueError(f"expected {count} rows, got {rows.num_rows}")
     rows.validate(full=True)
     for name in rows.column_names:
-        if name not in _NULLABLE and rows[name].null_count:
-            raise ValueError(f"expected no null in {name}, got {rows[name].null_count}")
+        nulls = rows[name].null_count
+        if pa.types.is_list(rows[name].type):
+            nulls += sum(chunk.values.null_count for chunk in rows[name].chunks)
+        if nulls and name not in _NULLABLE:
+            raise ValueError(f"expected no null in {name}, got {nulls}")
 
 
 def _filtered(rows: pa.Table, chosen: Chosen) -> pa.Table:

@@ -12,17 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
+import pyarrow as pa
 
 from hookstats.numbers.fields import STATISTICS, Counts, Site
 from hookstats.numbers.snapshot import Snapshot
 from hookstats.numbers.tables import html
-from hookstats.rules import Finding
-
-try:
-    import pyarrow as pa
-except ImportError:
-    raise ImportError("a recorded run is read with pyarrow: pip install 'hookstats[record]'") from None
-
 from hookstats.records import timeline
 from hookstats.records.arrays import from_list, to_arrow, to_numpy
 from hookstats.records.errors import RunError
@@ -30,11 +24,12 @@ from hookstats.records.ranks import merged_snapshot
 from hookstats.records.reading import Chosen, Reader
 from hookstats.records.schema import SCHEMAS, names_of
 from hookstats.records.snapshots import Snapshots
+from hookstats.rules import Finding
 
 if TYPE_CHECKING:
     import pandas
 
-Sites: TypeAlias = str | Iterable[str | tuple[str, str]] | None
+Sites: TypeAlias = str | Site | Iterable[str | tuple[str, str]] | None
 Steps: TypeAlias = slice | Iterable[int] | None
 _LARGEST = 256 << 20  # bytes of findings.jsonl: more are not read
 
@@ -49,13 +44,14 @@ def load(
 ) -> Run:
     """Reads a run that `record` keeps, or kept, in a directory; also while it is recorded: as it is now.
 
-    ``sites``: globs over names (``"layers.0.*"``), or pairs of a glob and a tensor (``("head", "output")``, which takes
-    "output.0" as well). ``steps``: a slice of step numbers (``slice(1000, 2000)``), or some numbers. ``statistics``:
-    those that tables have, of `Stats`. Only the columns, files and row groups that are asked for are read. ``ranks``:
-    the number of a rank, or "merged": all of them as one, in the steps that all have recorded.
+    ``sites``: a glob over names (``"layers.0.*"``), a Site, or a list of globs and of pairs of a glob and a tensor
+    (``[("head", "output")]``, which takes "output.0" as well). ``steps``: a slice of step numbers
+    (``slice(1000, 2000)``), or some numbers. ``statistics``: those that tables have, of `Stats`. Only the columns,
+    files and row groups that are asked for are read. ``ranks``: the number of a rank, or "merged": all of them as one,
+    in the steps that all have recorded.
 
-    Where a run was resumed, its latest attempt holds: of the attempts before, steps count that are smaller than any that
-    a later one recorded. Of a number that an attempt gave twice, the later step counts.
+    Where a run was resumed, its latest attempt holds: a step of an attempt before counts where it is smaller than all
+    that a later one recorded. Of a number that an attempt gave twice, the later step counts.
 
     RunError, a ValueError, where the directory holds no run, or a torn or altered one, and SchemaError where another
     version recorded it; also later, when what is torn is read. ValueError for a glob, step or statistic that there is
@@ -63,13 +59,14 @@ def load(
     """
     folders = sorted(Path(path).glob("rank=*"), key=lambda folder: (len(folder.name), folder.name))
     names = [folder.name for folder in folders]
-    if ranks == "merged" and folders:
-        return MergedRun(folders, sites, steps, statistics)
-    if isinstance(ranks, bool) or not isinstance(ranks, int):
+    if ranks != "merged" and (isinstance(ranks, bool) or not isinstance(ranks, int)):
         raise ValueError(f'load: ranks: expected a number, or "merged", got {ranks!r}')
-    if f"rank={ranks}" not in names:
-        raise RunError(f"{path}: expected the directory of a run, with rank={ranks} in it; got {names or 'none'}")
-    return Run(folders[names.index(f"rank={ranks}")], sites, steps, statistics)
+    needed = f"rank={0 if ranks == 'merged' else ranks}"
+    if needed not in names:
+        raise RunError(f"{path}: expected the directory of a run, with {needed} in it; got {names or 'none'}")
+    if ranks == "merged":
+        return MergedRun(folders, sites, steps, statistics)
+    return Run(folders[names.index(needed)], sites, steps, statistics)
 
 
 class Run:
@@ -132,15 +129,17 @@ class Run:
         sites = self._reader.manifest.sites
         if ids.size and not 0 <= ids.min() <= ids.max() < len(sites):
             raise RunError(f"expected sites 0 to {len(sites) - 1}, got {ids.min()} to {ids.max()}")
-        named = names_of(sites, to_arrow(ids, pa.int32()))
+        named = names_of(sites, ids)
         shown = ["step", "time", "attempt", "site", *named, "order", "calls", *self._statistics]
-        return pa.table({name: named[name] if name in named else found[name] for name in shown})
+        return pa.Table.from_arrays([named[name] if name in named else found[name] for name in shown], shown)
 
     @property
     def scalars(self) -> pa.Table:
         """An Arrow table of what travelled with the steps: ``step``, ``time``, ``attempt``, ``name``, ``value``."""
         columns = ["step", "time", "attempt", "record", "name", "value"]
-        return self._table("scalars", columns, Chosen(self._bounds, None)).drop_columns(["record"])
+        return self._table("scalars", columns, Chosen(self._bounds, None)).select(
+            [name for name in columns if name != "record"]
+        )
 
     @property
     def _bounds(self) -> tuple[int, int] | None:
@@ -239,8 +238,7 @@ class MergedRun(Run):
         kinds |= {name: SCHEMAS["totals"].field(name).type for name in ("step", "attempt", "time", "calls")}
         names = ["step", "time", "attempt", "site", "name", "tensor", "order", "calls", *self._statistics]
         schema = pa.schema([(name, kinds.get(name, pa.float64())) for name in names])
-        empty = schema.empty_table()
-        return pa.concat_tables([empty, *tables])
+        return pa.concat_tables([pa.Table.from_batches([], schema), *tables])
 
     def _totals_of(self, row: int, snapshot: Snapshot) -> pa.Table:
         columns = snapshot.columns
@@ -248,18 +246,18 @@ class MergedRun(Run):
         order = np.full(n, -1)
         order[columns.order] = np.arange(len(columns.order))
         number = {site: i for i, site in enumerate(self._known)}
-        ids = to_arrow(np.array([number[site] for site in columns.sites], np.int64), pa.int32())
+        ids = np.array([number[site] for site in columns.sites], np.int64)
         first = self._timeline
         of_step = {"step": first.step, "time": first.time, "attempt": first.attempt}
         table = {
             name: to_arrow(np.full(n, values[row]), SCHEMAS["totals"].field(name).type)
             for name, values in of_step.items()
         }
-        table |= {"site": ids}
+        table |= {"site": to_arrow(ids, pa.int32())}
         table |= {name: named.dictionary_decode() for name, named in names_of(self._known, ids).items()}
         table |= {"order": to_arrow(order, pa.int32(), order < 0), "calls": to_arrow(columns.calls, pa.int64())}
         table |= {name: to_arrow(getattr(columns.totals, name), pa.float64()) for name in self._statistics}
-        return pa.table(table)
+        return pa.Table.from_arrays([*table.values()], [*table])
 
     @property
     def scalars(self) -> pa.Table:
@@ -315,7 +313,7 @@ def _matching(known: list[Site], chosen: Sites) -> set[Site] | None:
     if chosen is None:
         return None
     wanted: set[Site] = set()
-    for each in [chosen] if isinstance(chosen, str) else chosen:
+    for each in [chosen] if isinstance(chosen, str | Site) else chosen:
         name, tensor = (each, None) if isinstance(each, str) else each
         found = {
             site

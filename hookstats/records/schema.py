@@ -9,10 +9,14 @@ A column whose name begins with ``state_`` is as it was measured: of a gradient 
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from hookstats.numbers.fields import FIELDS, STATISTICS, Site
-from hookstats.records.arrays import from_list
+from hookstats.records.arrays import from_list, to_arrow
 
 VERSION = 1
 ROW_GROUP = 10_000  # rows of totals
@@ -74,14 +78,16 @@ def plain(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def names_of(sites: list[Site], ids: pa.Array) -> dict[str, pa.Array]:
-    """The columns name and tensor."""
-    return {
-        part: pa.DictionaryArray.from_arrays(
-            ids, from_list([plain(getattr(site, part)) for site in sites], pa.string())
-        )
-        for part in Site._fields
-    }
+def names_of(sites: list[Site], ids: NDArray[Any]) -> dict[str, pa.Array]:
+    """The columns name and tensor of sites with these numbers."""
+    columns = {}
+    for part in Site._fields:
+        names = [plain(getattr(site, part)) for site in sites]
+        place = {name: i for i, name in enumerate(dict.fromkeys(names))}
+        codes = np.array([place[name] for name in names], np.int32)[ids]
+        distinct = from_list(list(place), pa.string())
+        columns[part] = pa.DictionaryArray.from_arrays(to_arrow(codes, pa.int32()), distinct)
+    return columns
 
 
 def written(table: str) -> pa.Schema:

@@ -288,6 +288,8 @@ def run(folder: Path, number: int, wake: int, judges: Mapping[str, Any]) -> None
                 attempt.tidy()
             else:
                 _follow(attempt, store, wake)
+            while store.merge():
+                pass
             store.close()
     except BaseException as error:
         ring.fail(f"{type(error).__name__}: {error}")
@@ -304,7 +306,7 @@ def _follow(attempt: Attempt, store: Store, wake: int) -> None:
         came = attempt.serve()
         if is_over and not came:
             return attempt.finish()
-        if not came and not store.merge(attempt.serve):
+        if not store.merge(attempt.serve) and not came:
             poll.poll(1000)
             with suppress(BlockingIOError):
                 os.eventfd_read(wake)

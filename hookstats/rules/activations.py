@@ -11,7 +11,7 @@ from hookstats.numbers.fields import Array
 from hookstats.rules.finding import Finding
 from hookstats.rules.history import Streak
 from hookstats.rules.step import Mask, Step
-from hookstats.rules.words import percent
+from hookstats.rules.words import percent, tensor_of
 
 _LEAST_VALUES = 100  # of a channel, over all verdicts in a row, or a share of 1 % cannot be told
 
@@ -26,15 +26,16 @@ class DeadChannels:
     layer as a whole.
 
     So that a healthy run is silent: half of a ReLU's values may be 0, and single dead channels are common; a channel
-    needs 100 values over the row of steps; an output with exactly as many zeros as in the step before is sparse by
-    design (the weights of a router), unless all are 0; and of outputs that follow each other, a ReLU and its pooling,
-    the first is named.
+    needs 100 values over the row of steps; an output with exactly as many zeros in each of these is sparse by design
+    (the weights of a router), unless all are 0; one that no gradient comes back to, while others get theirs, is a
+    mask; and of outputs that follow each other, a ReLU and its pooling, the first is named.
     """
 
     active: float = 0.01
     share: float = 0.5
     row: int = 5
     _streak: Streak = field(default_factory=Streak, init=False, repr=False, compare=False)
+    _same: Streak = field(default_factory=Streak, init=False, repr=False, compare=False)
     _actives: Array = field(default_factory=lambda: np.empty(0), init=False, repr=False, compare=False)
 
     def __call__(self, step: Step) -> Iterator[Finding] | None:
@@ -45,11 +46,13 @@ class DeadChannels:
         totals, n = step.totals, len(step.sites)
         before = np.concatenate([self._actives, np.full(n - len(self._actives), np.nan)])
         actives = totals.count - totals.zeros
-        by_design = (actives == before) & (actives > 0)
+        by_design = self._same.longer((actives == before) & (actives > 0)) >= self.row - 1
         self._actives = np.where(totals.count > 0, actives, before)
         # More than `share` dead channels of equal size leave at most this many values.
         most = (1 - self.share) + self.share * self.active
-        judged = step.of("output") & (totals.count > 0)
+        gradients = step.partner("output", "grad_output")
+        is_trained = (gradients >= 0) & (step.calls[gradients] > 0)
+        judged = step.of("output") & (totals.count > 0) & (is_trained | ~step.of("grad_output").any())
         candidates = judged & (totals.min >= 0) & (actives < most * totals.count) & ~by_design
         shares = np.zeros(n)
         for site in np.flatnonzero(candidates).tolist():
@@ -61,7 +64,7 @@ class DeadChannels:
                 continue
             what = "all channels" if shares[site] == 1 else f"{percent(shares[site])} of the channels"
             sentence = (
-                f"{what} of {step.sites[site].name or 'the model'} are dead: 0 for more than "
+                f"{what} of {tensor_of(step.sites[site])} are dead: 0 for more than "
                 f"{percent(1 - self.active)} of what they see. They get no gradient, and seldom come back: lower the "
                 "learning rate, look at the bias before them, or use a LeakyReLU or GELU."
             )
@@ -120,7 +123,7 @@ class SaturatedChannels:
         for site in step.in_order((lengths >= self.row) & (shares > self.share)):
             what = "all channels" if shares[site] == 1 else f"{percent(shares[site])} of the channels"
             sentence = (
-                f"{what} of {step.sites[site].name or 'the model'} are saturated: they sit at the ends of the "
+                f"{what} of {tensor_of(step.sites[site])} are saturated: they sit at the ends of the "
                 f"{'tanh' if self._negative[site] else 'sigmoid'}, and let less than {percent(self.slope)} of the "
                 "gradient through. Make what comes in smaller: lower weights or learning rate, or a norm before it."
             )

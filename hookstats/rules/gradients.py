@@ -50,18 +50,19 @@ class ExplodingGradients:
     Over depth (warning): the norm near the input is ``depth`` = 1e4 times that near the loss, in ``depth_row`` = 5
     measured steps in a row. Against their past (warning, from 100 times ``past`` on critical): the rms of a gradient is
     ``past`` = 100 times its median over the last ``window`` = 128 measured steps, in ``row`` = 3 of them in a row. The
-    first in order of execution is named. There are no agreed figures: these are ours, two decimal orders beyond what
-    healthy models of ten kinds show (see docs/rules.md).
+    first in order of execution is named. There are no agreed figures: these are ours, beyond what healthy models show
+    (see docs/rules.md).
 
     So that a healthy run is silent: a site has a past when it has ``least`` = 16 values; single bursts do not count;
-    nor does a gradient that was negligible and finds its size (of queries and keys, when attention begins to form): it
-    must be larger than the median of every other of its kind; and models with fewer than six outputs that have
-    gradients have no depth.
+    nor does a gradient that was negligible and finds its size (of queries and keys, when attention begins to form;
+    behind a layer scale that grows): it must be ``beyond`` = 10 times the median of every other of its kind; and models
+    with fewer than six outputs that have gradients have no depth.
     """
 
     depth: float = 1e4
     depth_row: int = 5
     past: float = 100.0
+    beyond: float = 10.0
     row: int = 3
     window: int = 128
     least: int = 16
@@ -92,7 +93,7 @@ class ExplodingGradients:
                 )
         rms, median = step.totals.rms, self._past.median(len(measured))
         ratio: Array = np.divide(rms, median, out=np.zeros_like(rms), where=measured & (median > 0))
-        grown = (ratio > self.past) & (rms > _largest_of_kind(step, median))
+        grown = (ratio > self.past) & (rms > self.beyond * _largest_of_kind(step, median))
         ill = step.in_order((self._grown.longer(grown, measured) >= self.row) & grown)
         if ill:
             first = ill[0]

@@ -77,13 +77,17 @@ class Course:
         self._values.append(value)
 
     @property
+    def is_positive(self) -> bool:
+        return min(self._values) > 0
+
+    @property
     def mean(self) -> float:
         return self.limit(0.0)
 
     def limit(self, sigmas: float) -> float:
         """So many standard deviations above the mean."""
         values = np.array(self._values)
-        in_logs = bool(values.min() > 0)
+        in_logs = self.is_positive
         if in_logs:
             values = np.log(values)
         limit = float(values.mean() + sigmas * values.std())

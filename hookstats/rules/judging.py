@@ -166,7 +166,8 @@ class Judge:
     def rebuild(self, measured: Iterable[Snapshot | Drained]) -> None:
         """Fills the rules' windows with the steps before those that are to be judged, when a run is resumed.
 
-        What is found in them was reported then. A tenth of the run, or the last 200 steps, are enough.
+        What is found in them was reported then. The last 200 measured steps are enough, and before them the first 10,
+        from which `LossSpike` knows where the loss began, and `UpdateRatio` how parameters did.
         """
         for each in measured:
             self.judge(each)

@@ -42,7 +42,7 @@ class NonFinite:
         elif not np.isfinite(step.scalars.get("loss", 0.0)):
             sentence = (
                 f"the loss is {step.scalars['loss']}, and every watched tensor is finite: it began behind the model, "
-                "in the loss itself. Look for a logarithm or a division there, and at the labels."
+                f"in the loss itself. Look for a logarithm or a division there, and at the labels.{self._since()}"
             )
             yield step.finding("nonfinite", None, step.scalars["loss"], 0, "critical", sentence)
         else:
@@ -74,9 +74,13 @@ class NonFinite:
             advice = "It began in the optimizer, outputs and gradients are finite: look at its state and its settings"
         if step.overflowed:
             advice += f"; the GradScaler has now skipped {self._skipped} measured steps in a row"
-        since = "" if self._clean is None else f" In step {self._clean} everything was finite."
-        sentence = f"{text} are {what}, the first in this step. {advice}.{since} Go back to a checkpoint before it."
+        sentence = (
+            f"{text} are {what}, the first in this step. {advice}.{self._since()} Go back to a checkpoint before it."
+        )
         return step.finding("nonfinite", first, bad, 0, "critical", sentence)
+
+    def _since(self) -> str:
+        return "" if self._clean is None else f" In step {self._clean} everything was finite."
 
     def _counted(self, step: Step) -> Array:
         """``[n]``: values that are not finite, without those of masks."""

@@ -12,10 +12,12 @@ from hookstats.rules.history import Course
 from hookstats.rules.step import Step
 from hookstats.rules.words import number
 
+_CLIMB = 1.5  # standard deviations: the last value of a steady climb is 1.73 of them above the mean
+
 
 @dataclass
 class LossSpike:
-    """The loss jumps (warning), or stays up (critical): the scalar ``loss`` of `Monitor.step`.
+    """The loss jumps (warning), or stays up (critical): the ``scalar`` "loss" of `Monitor.step`.
 
     A jump: more than ``sigmas`` = 6 standard deviations above the mean of the last ``window`` = 128 measured steps
     (OLMo-core, stability_monitor.py), in logarithms. It stays up: ``row`` = 5 measured steps in a row at ``factor`` = 2
@@ -23,8 +25,9 @@ class LossSpike:
 
     So that a healthy run is silent: a jump is judged when the window has ``least`` = 32 steps; either must undo a share
     ``undone`` = 0.05 (a setting of ours) of what the loss has come down since the first steps, because a model that has
-    learned its data by heart has losses near 0 that vary by any factor; and a jump counts in the window as one of half
-    the limit: one does not hide the next, and yet a new level (other data) becomes the normal one.
+    learned its data by heart has losses near 0 that vary by any factor; what stays up must be 1.5 standard deviations
+    above the mean, too, and all losses positive; and a jump counts in the window as one of half the limit: one does not
+    hide the next, and yet a new level (other data) becomes the normal one.
     """
 
     scalar: str = "loss"
@@ -59,17 +62,18 @@ class LossSpike:
         self._lowest = min(self._lowest, mean)
         undoes = value - mean >= self.undone * (self._first - self._lowest)
         normal = min(mean, self._first)
-        self._high = self._high + 1 if undoes and value - normal >= (self.factor - 1) * abs(normal) else 0
+        is_high = undoes and past.is_positive and value >= self.factor * normal
         if len(past) >= self.least:
             limit = past.limit(self.sigmas)
+            is_high = is_high and value > past.limit(_CLIMB)
+        self._high = self._high + 1 if is_high else 0
         if self._high >= self.row:
             sentence = (
                 f"the {self.scalar} is {number(value)}, and has been far above {number(normal)} for {self._high} "
                 "measured steps: training diverges. Go back to a checkpoint, and lower the learning rate, warm it up "
                 "longer, or clip gradients."
             )
-            threshold = normal + (self.factor - 1) * abs(normal)
-            yield step.finding("loss-spike", None, value, threshold, "critical", sentence)
+            yield step.finding("loss-spike", None, value, self.factor * normal, "critical", sentence)
         elif undoes and value > limit:
             sentence = (
                 f"the {self.scalar} jumped to {number(value)}, from {number(mean)} on average of the last {len(past)} "

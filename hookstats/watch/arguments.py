@@ -74,6 +74,11 @@ def check_channels_every(every: object) -> None:
         raise ValueError(f"channels_every: expected an int from 1, got {every!r}")
 
 
+def check_compiled_programs(compiled_programs: object) -> None:
+    if isinstance(compiled_programs, bool) or compiled_programs not in (1, 2):
+        raise ValueError(f"compiled_programs: expected 1 or 2, got {compiled_programs!r}")
+
+
 def checked_sinks(sinks: Sink | Iterable[Sink]) -> tuple[Sink, ...]:
     listed: tuple[Any, ...] = tuple(sinks) if isinstance(sinks, Iterable) else (sinks,)
     for sink in listed:

@@ -23,6 +23,7 @@ from hookstats.watch.arguments import (
     DEFAULT_TENSORS,
     Sink,
     check_channels_every,
+    check_compiled_programs,
     check_example,
     check_histogram,
     checked_every,
@@ -62,6 +63,7 @@ def attach(
     escalate: int = 0,
     grad_scaler: Any = None,
     training_only: bool | None = None,
+    compiled_programs: int = 2,
     memory_budget: int = 256 << 20,
     strict: bool = False,
 ) -> Monitor:
@@ -113,6 +115,9 @@ def attach(
         training_only: whether only forwards in training mode are measured, so that evaluation between steps is not. The
             model's own ``training`` decides, not that of its submodules. None: as soon as the model was in training
             mode, at attach or when a step ended.
+        compiled_programs: how many programs torch.compile makes for training. 2: one that measures, and the bare one,
+            compiled when the first step comes that is not measured. 1, where compiling takes too long: the one that
+            measures runs in all steps, those of the other monitors, too, and costs something between measured steps.
         memory_budget: bytes per device, of state and of the copies for ``"param_update"``. Where channels would need
             more, all sites keep totals only; what is seen later (a container's tensors, a tap, a width) and does not
             fit keeps totals, or is skipped. Not in it is the copy of the state that leaves the device when a measured
@@ -138,6 +143,7 @@ def attach(
     check_histogram(histogram)
     check_scaler(grad_scaler)
     check_training_only(training_only)
+    check_compiled_programs(compiled_programs)
     if not isinstance(memory_budget, int) or memory_budget < 0:
         raise ValueError(f"memory_budget: expected a number of bytes, got {memory_budget!r}")
     if not isinstance(strict, bool):
@@ -145,7 +151,7 @@ def attach(
     plan = Plan(model, modules, exclude, kinds, channels, channel_dim)
     store = Store(histogram, memory_budget, strict)
     too_much = plan.reserve(store)
-    binder = SiteBinder(store, TrainingOnly(model, training_only, store.flags))
+    binder = SiteBinder(store, TrainingOnly(model, training_only, store.flags, compiled_programs))
     scaling = None if grad_scaler is None else Scaling(grad_scaler, model)
     parameters = Parameters(store, plan.of_parameters, binder, plan.device, scaling)
     handles: list[Any] = []

@@ -48,7 +48,7 @@ class SiteBinder:
         self._ran = Ran()
         self._alike: dict[Any, WeakSet[Hook]] = {}  # by SiteSpec.alike
         self._hooks: WeakValueDictionary[int, Hook] = WeakValueDictionary()  # by Entry.index; the model owns them
-        teach_the_compiler()
+        teach_the_compiler(Hook.__call__, InputHook.__call__)
 
     @staticmethod
     def has_data(tensor: torch.Tensor) -> bool:

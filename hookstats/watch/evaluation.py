@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import weakref
 
 from torch import nn
@@ -10,15 +9,6 @@ from torch import nn
 from hookstats import _native
 from hookstats.modules.selection import unwrapped
 from hookstats.watch.memory import Flags
-
-# By TrainingOnly.number, for graphs: the module whose `training` decides. A global that equal blocks share.
-ROOTS: dict[int, weakref.ref[nn.Module]] = {}
-
-
-def is_left_out(number: int) -> bool:
-    """Whether a forward that runs now is evaluation. Can be traced."""
-    root = ROOTS.get(number)
-    return root is not None and not root().training  # type: ignore[union-attr]
 
 
 class TrainingOnly:
@@ -28,40 +18,45 @@ class TrainingOnly:
     wrapper's flag as it was); a frozen submodule in eval mode is measured.
     """
 
-    _numbers = itertools.count()
+    def __init__(self, model: nn.Module, wanted: bool | None, flags: Flags, compiled_programs: int) -> None:
+        """wanted: None, as soon as the model has been seen in training mode, at attach or when a step begins.
 
-    def __init__(self, model: nn.Module, wanted: bool | None, flags: Flags) -> None:
-        """wanted: None, as soon as the model has been seen in training mode, at attach or when a step begins."""
-        self.number = next(self._numbers)
-        self._root = weakref.ref(unwrapped(model))
+        compiled_programs: as in attach.
+        """
+        root = unwrapped(model)
+        self._root = weakref.ref(root)
         self._wanted = wanted
-        self._flags = flags
-        self._at_its_end: weakref.finalize[..., nn.Module] | None = None
-        self._is_over = False
+        self._enabled = flags.enabled
+        self._part = _native.now.add(self._enabled, compiled_programs == 1)
+        self._at_its_end = weakref.finalize(root, _forget, self._part, self._enabled)
         self.begin_step()
 
     def begin_step(self) -> None:
         root = self._root()
-        if root is None or self._at_its_end is not None or self._wanted is False or self._is_over:
+        if root is None or self._wanted is False or not self._at_its_end.alive:
             return
         if self._wanted or root.training:
-            ROOTS[self.number] = self._root
-            self._flags.enabled.decide_by(root)
-            self._at_its_end = weakref.finalize(root, _forget, self.number, self._flags.enabled)
+            self._wanted = True
+            self._enabled.decide_by(root)
+
+    def is_measured_in_graphs(self) -> bool:
+        """Whether a graph is to measure what runs now. Can be traced.
+
+        True as soon as any monitor measures, whose forward it may be: which of them do, their flags on the device say.
+        """
+        return _native.now.measured and not self._part.left_out
 
     def is_evaluating(self) -> bool:
         """Whether a forward would be left out now."""
-        return is_left_out(self.number)
+        return self._enabled.leaves_out
 
     def forget(self) -> None:
         """The monitor is detached."""
-        self._is_over = True
-        if self._at_its_end is not None:
-            self._at_its_end()
+        self._at_its_end()
 
 
-def _forget(number: int, enabled: _native.Enabled) -> None:
-    ROOTS.pop(number, None)
+def _forget(part: _native.Part, enabled: _native.Enabled) -> None:
+    part.remove()
     enabled.decide_by(None)
 
 

@@ -12,7 +12,6 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from hookstats import _native
 from hookstats.modules.containers import REST, walk
 from hookstats.modules.evidence import UNKNOWN, Seen
-from hookstats.watch.evaluation import is_left_out
 from hookstats.watch.ignoring import rows_on
 from hookstats.watch.memory import Rows, SiteState, accumulate, channel_dim_for
 
@@ -23,7 +22,7 @@ def observe_in_graph(output: object, hook: Any) -> None:
     All states are made before one is read: what was read once is not looked at again in the same graph.
     hook: a `hookstats.watch.hooks.Hook`.
     """
-    if is_exporting() or is_left_out(hook.binder.training.number):
+    if is_exporting() or not hook.binder.training.is_measured_in_graphs():
         return
     for path, tensor in walk(output):  # noqa: B007  (read by _bind)
         torch._dynamo.comptime.comptime(_bind)
@@ -76,7 +75,7 @@ def _observe_tensor_in_graph(
     x: torch.Tensor, output: SiteState | None, gradient: SiteState | None, rows: Rows | None
 ) -> None:
     if output is not None and _fits(x, output):
-        accumulate(x, output, skip_recomputation=True, rows=rows)
+        _fold(_native.fold_output, x, output, rows)
     if gradient is not None and x.requires_grad and not x.is_leaf and _fits(x, gradient):
         # A closure: of a partial, all that the state holds would be guarded, and every site have a graph of its own.
         x.register_hook(lambda g: observe_gradient_in_graph(gradient, g, rows))
@@ -88,8 +87,18 @@ def observe_gradient_in_graph(
 ) -> torch.Tensor | None:
     """Returns the gradient: inside of a graph, compiled autograd takes None for what is to replace it."""
     if state is not None and gradient is not None and _fits(gradient, state):  # None: of a graph's unused output
-        accumulate(gradient, state, rows=rows)
+        _fold(_native.fold_gradient, gradient, state, rows)
     return gradient
+
+
+def _fold(operator: Any, x: torch.Tensor, state: SiteState, rows: Rows | None) -> None:
+    """By an operator of few arguments, as Python calls it for each site; linear bins by the one that takes all."""
+    if state.low < state.high:
+        accumulate(x, state, skip_recomputation=operator is _native.fold_output, rows=rows)
+    elif rows is None:
+        operator.default(x, state.whole, state.active, state.channels, state.per_channel, state.channel_dim)
+    else:
+        operator.rows(x, state.whole, state.active, state.channels, state.per_channel, state.channel_dim, *rows)
 
 
 def is_exporting() -> bool:
@@ -97,18 +106,25 @@ def is_exporting() -> bool:
     return torch.compiler._is_exporting_flag
 
 
-def teach_the_compiler() -> None:
-    """Imports the compiler, the first time."""
+def teach_the_compiler(*hooks: Any) -> None:
+    """Imports the compiler, the first time. hooks: the functions that call `_native.observe`."""
     with _teaching:
-        _teach()
+        _teach(*hooks)
 
 
 _teaching = threading.Lock()
 
 
 @functools.cache
-def _teach() -> None:
+def _teach(*hooks: Any) -> None:
+    from torch._C._dynamo import eval_frame
+
     torch.compiler.substitute_in_graph(_native.observe, skip_signature_check=True)(observe_in_graph)
+    for hook in hooks:
+        # Where a module is compiled apart, its hooks run outside of its graph. As frames of their own they would be one
+        # operator each, and dynamo gives those up for good that it first sees while nothing is measured.
+        skip = eval_frame._FrameAction.SKIP
+        eval_frame.set_code_exec_strategy(hook.__code__, eval_frame._FrameExecStrategy(skip, skip))
 
 
 def _inputs_first(context: Any) -> None:
@@ -127,10 +143,9 @@ def _inputs_first(context: Any) -> None:
 
 def _fits(x: torch.Tensor, state: SiteState) -> bool:
     """Whether a traced tensor can be measured. What cannot is left out: nothing can be mended inside a graph."""
-    channels = state.moments.shape[1]
-    if x.dtype not in _native.DTYPES or x.device != state.moments.device:
+    if x.dtype not in _native.DTYPES or x.device != state.whole.device:
         return False
-    if channels == 1:
+    if state.channels == 1:
         return True
     dim = channel_dim_for(state.channel_dim, x.dim())
-    return dim is not None and -x.dim() <= dim < x.dim() and x.shape[dim] == channels
+    return dim is not None and -x.dim() <= dim < x.dim() and x.shape[dim] == state.channels

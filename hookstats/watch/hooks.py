@@ -108,7 +108,7 @@ class Hook(ModuleHook, _native.Hook):
     def bind(self, output: SiteState | None, gradient: SiteState | None) -> None:
         """From now on it measures into these."""
         for state in (output, gradient):
-            for tensor in (state.moments, state.counters, state.histogram, state.active) if state else ():
+            for tensor in (state.moments, state.counters, state.histogram, state.active, state.whole) if state else ():
                 if tensor is not None:
                     torch._dynamo.mark_static_address(tensor)  # else mode="reduce-overhead" gives up, as they change
         self.output = output  # for the tracer
@@ -128,7 +128,8 @@ class InputHook(Hook):
 
     def __call__(self, module: Any, args: Any, kwargs: Any = None) -> Any:
         if torch.compiler.is_compiling():
-            return None if is_exporting() else self._observe_inputs(module, args, kwargs)
+            is_bare = is_exporting() or not self.binder.training.is_measured_in_graphs()
+            return None if is_bare else self._observe_inputs(module, args, kwargs)
         if not self.binder.measures_now() or torch._C._is_tracing():
             return None
         try:

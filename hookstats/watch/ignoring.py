@@ -15,37 +15,26 @@ from hookstats.modules.order import has_compiled
 from hookstats.watch.memory import Rows, Store, local_part
 
 
-class _InGraphs(threading.local):
-    """What counts on every device, by Ignoring.number, for what this thread runs.
-
-    A global, because of whatever hangs on a module graphs take the address to stay the same, and mode="reduce-overhead"
-    would record them anew for each new set of rows.
-    """
-
-    def __init__(self) -> None:
-        self.rows: dict[int, tuple[Rows, ...]] = {}
-
-
-IN_GRAPHS = _InGraphs()
-
-
 def rows_on(device: torch.device, number: int) -> Rows | None:
-    """What counts of a tensor there; None: all. Can be traced."""
+    """What counts of a tensor there; None: all. Can be traced.
+
+    From a global, because of whatever hangs on a module graphs take the address to stay the same, and
+    mode="reduce-overhead" would record them anew for each new set of rows.
+    """
     found = None
-    for rows in IN_GRAPHS.rows.get(number, ()):
+    for rows in _native.now.rows.get(number, ()):
         if rows[0].device == device:
             found = rows
     return found
 
 
 class _Entered:
-    """Rows that a thread ignores until it leaves the context, and where graphs and hooks find what counts."""
+    """Rows that a thread ignores until it leaves the context, and where hooks find what counts."""
 
     def __init__(self, ignored: torch.Tensor) -> None:
         self.ignored = ignored
         self.thread = threading.get_ident()
         self.counted = _native.Counted(self.thread)
-        self.in_graphs = IN_GRAPHS.rows
         _native.name_thread(self.thread)
 
 
@@ -72,7 +61,7 @@ class Ignoring:
         finally:
             with self._store.lock:
                 self._entered.remove(entered)
-                entered.in_graphs.pop(self.number, None)
+                _native.now.set_rows(entered.thread, self.number, None)
                 self.refresh()
             concerned, others = entered.counted.met
             if others and not concerned and not has_compiled():  # what a graph measures is not seen here
@@ -88,10 +77,7 @@ class Ignoring:
             for entered in {entered.thread: entered for entered in self._entered}.values():
                 rows = self._counted(entered)
                 entered.counted.set_rows(rows)
-                if rows:
-                    entered.in_graphs[self.number] = tuple(rows)
-                else:
-                    entered.in_graphs.pop(self.number, None)
+                _native.now.set_rows(entered.thread, self.number, tuple(rows) or None)
             self._store.flags.enabled.count([entered.counted for entered in self._entered])
 
     def _counted(self, entered: _Entered) -> list[Rows]:

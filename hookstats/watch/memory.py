@@ -35,6 +35,9 @@ class SiteState(NamedTuple):
     strict: bool
     low: float  # of linear bins; equal: there are none
     high: float
+    whole: torch.Tensor  # int64: moments, counters, histogram one behind another; for graphs
+    channels: int
+    per_channel: bool  # the histogram
 
 
 # What counts of the tensors that a mask is about: the numbers of its rows that do, at the beginning of a tensor of the
@@ -184,6 +187,7 @@ class Store:
         self._claimed: dict[torch.device, int] = {}  # bytes that others may take while a step is measured
         self._states: dict[torch.device, list[SiteState]] = {}  # of all places, by Place.number
         self._tables: dict[torch.device, tuple[int, Any]] = {}  # of so many of them: _native.Totals
+        self._copies = _native.Copies()
 
     def devices(self) -> set[torch.device]:
         """Where sites are now; where they were, no more."""
@@ -278,6 +282,9 @@ class Store:
                 strict=self.strict,
                 low=float(linear.lo) if linear else 0.0,
                 high=float(linear.hi) if linear else 0.0,
+                whole=_native.part(memory, offset, (self._size(channels),), torch.int64),
+                channels=channels,
+                per_channel=self.histogram is not None and self.histogram.per_channel,
             )
         states.append(entry.state)
 
@@ -287,8 +294,11 @@ class Store:
         return f"its state of {size} bytes would not fit into what is left of memory_budget={self.memory_budget} bytes"
 
     def take(self, device: torch.device, clear: bool) -> list[torch.Tensor]:
-        """Copies of the blocks on a device, each site as it is between two of its tensors; then they may be cleared."""
-        return _native.take(self.blocks.get(device, []), clear)
+        """Copies of the blocks on a device, each site as it is between two of its tensors; then they may be cleared.
+
+        On the CPU the memory of a copy that nobody holds any more is used again: one for each block is kept for it.
+        """
+        return self._copies.take(self.blocks.get(device, []), clear)
 
     def take_totals(self, device: torch.device, clear: bool) -> torch.Tensor | None:
         """All channels of each place on a device together, in one launch; None where there is no place."""
@@ -304,5 +314,6 @@ class Store:
 
     def clear(self) -> None:
         with self.lock:
+            self._copies.give_up_spares()
             for blocks in self.blocks.values():
                 _native.clear(blocks)

@@ -1,0 +1,111 @@
+"""What a store takes and writes, and what reading one site of a long run takes: make bench.
+
+The steps are made of random numbers, so that nothing compresses better than what training measures.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hookstats
+from hookstats.numbers.blocks import COUNTERS, Drained, Layout, Part, Row
+from hookstats.numbers.fields import FIELDS, Bins, Counts, ExponentBins, Site, histogram_shape
+from hookstats.records.store import Store
+
+
+def layout(sites: int, channels: int, bins: Bins | None = None) -> Layout:
+    rows, offset = [], 0
+    for number in range(sites):
+        part = Part(0, offset, channels, int(np.prod(histogram_shape(bins, channels))))
+        offset += part.size
+        site = Site(f"layers.{number // 2}.mlp", "grad_output" if number % 2 else "output")
+        rows.append(Row(site, (part,), channels > 1, -1 if channels > 1 else None, False))
+    return Layout([0], rows, bins)
+
+
+def drained(where: Layout, step: int, draw: np.random.Generator) -> Drained:
+    """As of 65,536 normal values a channel: extremes are those of float32, all else fills its 52 bits."""
+    block: Counts = np.zeros(where.sizes[0], np.int64)
+    for number, row in enumerate(where.rows):
+        part = row.parts[0]
+        state = draw.normal(size=(len(FIELDS), part.channels))
+        state[0] = 65536
+        state[3:5] = state[3:5].astype(np.float32) + np.array([[-4], [4]])
+        state[6:] = draw.integers(0, 3, part.channels)
+        fields = state.size
+        memory = block[part.offset : part.offset + part.size]
+        memory[:fields] = state.reshape(-1).view(np.int64)
+        memory[fields : fields + COUNTERS] = 1, number
+        memory[fields + COUNTERS :] = draw.poisson(30000 * np.exp(-(((np.arange(part.bins) % 256 - 120) / 6) ** 2)))
+    rows = len(where.rows)
+    return Drained(where, [block], step, 1.7e9 + 1.3 * step, {"loss": 1.0}, None, None, [False] * rows, [0] * rows)
+
+
+CASES: dict[str, tuple[int, int, Bins | None, int]] = {  # sites, channels, histogram, steps
+    "1,000 sites, totals": (1000, 1, None, 400),
+    "1,000 sites, totals and the default histogram": (1000, 1, ExponentBins(), 40),
+    "200 sites of 4,096 channels": (200, 4096, None, 4),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def bench_store(benchmark: Any, tmp_path: Path, case: str) -> None:
+    """add() with its share of commit(), by step; how many rows a second are merged; bytes on disk."""
+    sites, channels, bins, count = CASES[case]
+    where, draw = layout(sites, channels, bins), np.random.default_rng(0)
+    steps = [drained(where, step, draw) for step in range(count)]
+    store = Store(tmp_path / "rank=0")
+    store.begin(0, {})
+    longest = 0.0
+
+    def fill() -> None:
+        nonlocal longest
+        for step in steps:
+            begin = time.perf_counter()
+            store.add(step)
+            longest = max(longest, time.perf_counter() - begin)
+            if step.step % 100 == 99:
+                store.commit(step.step)
+        store.finish(0)
+
+    benchmark.pedantic(fill, rounds=1)
+    taken = benchmark.stats.stats.min if benchmark.stats else float("nan")
+    begin = time.perf_counter()
+    while store.merge():
+        pass
+    merging = time.perf_counter() - begin
+    size = sum(path.stat().st_size for path in tmp_path.rglob("*.parquet"))
+    benchmark.extra_info.update(
+        ms_per_step=1e3 * taken / count,
+        longest_add_ms=1e3 * longest,
+        kb_per_step=size / count / 1e3,
+        merge_s=merging,
+    )
+
+
+def bench_one_site(benchmark: Any, tmp_path: Path) -> None:
+    """One of 1,000 sites over 2,000 steps, from the directory to an Arrow table of two statistics."""
+    where, draw = layout(1000, 1), np.random.default_rng(0)
+    several = [drained(where, 0, draw) for _ in range(16)]
+    store = Store(tmp_path / "rank=0")
+    store.begin(0, {})
+    for step in range(2000):
+        each = several[step % len(several)]
+        each.step, each.time = step, 1.7e9 + 1.3 * step
+        store.add(each)
+        if step % 100 == 99:
+            store.commit(step)
+    store.finish(0)
+    while store.merge():
+        pass
+
+    def read() -> None:
+        site = Site("layers.321.mlp", "output")
+        assert len(hookstats.load(tmp_path, sites=site, statistics=["rms", "abs_max"]).totals) == 2000
+
+    benchmark(read)

@@ -1,0 +1,59 @@
+"""A recorded run as one HTML page that opens offline: `write`; or as a picture of its heatmap: `plot`. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hookstats.numbers.snapshot import Snapshot
+from hookstats.report import loading, plotting
+from hookstats.report.page import put
+from hookstats.report.record import Recorded
+from hookstats.report.writing import html
+
+if TYPE_CHECKING:
+    from hookstats.records.run import Run
+
+__all__ = ["Recorded", "plot", "write"]
+
+
+def write(run: Run | str | Path | Sequence[Snapshot] | Recorded, output: str | Path) -> Path:
+    """Writes the page of a run, and returns where it is.
+
+    run: what `hookstats.load` gives, the directory of a recorded run, or Snapshots of ascending steps, that were
+    collected. The page is one file without anything from outside; an older one is replaced as a whole. ValueError where
+    nothing was measured; RunError for a directory that is no recorded run; OSError where it cannot be written.
+    """
+    path = Path(output)
+    put(html(of(run)), path)
+    return path
+
+
+def plot(
+    run: Run | str | Path | Sequence[Snapshot] | Recorded,
+    statistic: str = "rms",
+    tensor: str = "output",
+    *,
+    relative: bool = True,
+    log: bool = True,
+    axes: Any = None,
+) -> Any:
+    """Draws the heatmap of the page, layers x steps, by matplotlib, and returns its ``Axes``.
+
+    run: as for `write`. statistic: "rms", "abs_max", "peak" (the largest |x| over rms), "centre" (mean over rms) or
+    "zeros" (the share of them). tensor: "output", "grad_output", ... relative: how far each site is from the median of
+    its own past, else the value itself, with logarithmic colours unless ``log=False``. axes: where to draw; None: a new
+    figure, which ``axes.figure`` is. What is not finite is magenta, what was silent grey. ValueError for an unknown
+    statistic or tensor; ImportError without matplotlib.
+    """
+    return plotting.plot(of(run), statistic, tensor, relative, log, axes)
+
+
+def of(run: Run | str | Path | Sequence[Snapshot] | Recorded) -> Recorded:
+    """A run as arrays over sites and steps."""
+    if isinstance(run, Recorded):
+        return run
+    if isinstance(run, Sequence) and not isinstance(run, str):
+        return Recorded.of(run)
+    return loading.recorded(run)

@@ -1,0 +1,121 @@
+// What the page is made from, and words for it. Names come from somebody else's model: they become text nodes only.
+
+const record = JSON.parse(document.getElementById("record").textContent);
+const byId = (id) => document.getElementById(id);
+const SILENT = 0, ZERO = 1, FIRST = 2, LAST = 253, NEUTRAL = 128, NONFINITE = 255;
+
+function node(tag, attributes = {}, ...children) {
+  const made = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
+    else if (value === true) made.setAttribute(name, "");
+    else if (value !== false && value !== null) made.setAttribute(name, value);
+  }
+  made.append(...children.filter((child) => child !== null));
+  return made;
+}
+
+// Controls and marks that turn text around or hide in it are shown as what they are.
+const UNSEEN = /[\u0000-\u001f\u007f-\u009f\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]/g;
+function plain(name) {
+  return name.replace(UNSEEN, (mark) => "\\u" + mark.charCodeAt(0).toString(16).padStart(4, "0")) || "(model)";
+}
+
+function shortened(name, most = 56) {
+  const text = plain(name.length > 400 ? name.slice(0, 200) + "…" + name.slice(-199) : name);
+  if (text.length <= most) return text;
+  const tail = Math.floor(most * 0.6);
+  return text.slice(0, most - tail - 1) + "…" + text.slice(-tail);
+}
+
+const KINDS = {
+  output: "Outputs", grad_output: "Gradients of outputs", input: "Inputs", grad_input: "Gradients of inputs",
+  param: "Parameters", param_grad: "Gradients of parameters", param_update: "Updates of parameters",
+};
+const kindOf = (site) => record.sites[site][1].split(".")[0];
+const wordsOf = (tensor) => {
+  const [kind, ...rest] = tensor.split(".");
+  const words = { output: "output", grad_output: "gradient of the output", input: "input", grad_input: "gradient of the input",
+    param: "parameter", param_grad: "gradient of the parameter", param_update: "update of the parameter" }[kind];
+  return shortened(words ? [words, ...rest].join(" ") : tensor);
+};
+
+function say(x, digits = 3) {
+  if (x === null || x === undefined || Number.isNaN(x)) return "–";
+  if (x === 0) return "0";
+  if (!Number.isFinite(x)) return x > 0 ? "∞" : "−∞";
+  const size = Math.abs(x);
+  const text = size >= 1e5 || size < 1e-3
+    ? x.toExponential(digits - 1).replace(/\.?0+e/, "e").replace("e+", "e")
+    : Number(x.toPrecision(digits)).toString();
+  return text.replace("-", "−").replace("e-", "e−");
+}
+const count = (n) => Math.round(n).toLocaleString("en-US").replaceAll(",", "\u2009");
+const many = (n, one, more = one + "s") => `${count(n)} ${n === 1 ? one : more}`;
+const percent = (share) => share === 0 ? "0" : share < 1e-6 ? "< 0.0001 %" : say(100 * share, 2) + " %";
+
+function said(bytes) {
+  const units = ["", " thousand", " million", " billion", " trillion"];
+  const power = Math.min(Math.floor(Math.log10(Math.max(bytes, 1)) / 3), 4);
+  return say(bytes / 1000 ** power) + units[power];
+}
+
+// Bytes are unpacked when they are first asked for. Those behind the script may still be on their way.
+const unpacked = new Map();
+const arrived = document.readyState === "loading"
+  ? new Promise((resolve) => document.addEventListener("DOMContentLoaded", resolve, { once: true }))
+  : Promise.resolve();
+function blob(name) {
+  if (!unpacked.has(name)) unpacked.set(name, unpack(name));
+  return unpacked.get(name);
+}
+async function unpack(name) {
+  if (!byId("blob-" + name)) await arrived;
+  const text = byId("blob-" + name).textContent;
+  const packed = Uint8Array.fromBase64
+    ? Uint8Array.fromBase64(text)
+    : Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
+  const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
+  return new Uint8Array(await new Response(stream).arrayBuffer());
+}
+
+const SITES = record.sites.length;
+const COLUMNS = record.begin.length;
+
+async function plane(statistic, view) {
+  const bytes = await blob(`${statistic}.${view}`);
+  const cells = SITES * COLUMNS;
+  if (view !== "absolute") return { codes: bytes };
+  const scales = new Float64Array(bytes.slice(cells).buffer);
+  return { codes: bytes.subarray(0, cells), low: scales.subarray(0, SITES), step: scales.subarray(SITES) };
+}
+
+// Of one site: numbers, null where it was silent.
+async function line(name, site, isLog) {
+  const bytes = await blob("line." + name);
+  const columns = record.line_begin.length, cells = SITES * columns;
+  const scales = new Float64Array(bytes.slice(2 * cells).buffer);
+  const low = scales[site], step = scales[SITES + site], values = [];
+  for (let i = site * columns; i < (site + 1) * columns; i++) {
+    const code = (bytes[i] << 8) | bytes[cells + i];
+    const told = low + (code - FIRST) * step;
+    values.push(code === SILENT ? null : code === ZERO ? (isLog ? 0 : null) : isLog ? 2 ** told : told);
+  }
+  return values;
+}
+
+const lastStepOf = (column) => column + 1 < COLUMNS ? record.begin[column + 1] - 1 : record.steps[1];
+function columnOf(step, begin = record.begin) {
+  let low = 0, high = begin.length - 1;
+  while (low < high) {
+    const middle = (low + high + 1) >> 1;
+    if (begin[middle] <= step) low = middle;
+    else high = middle - 1;
+  }
+  return low;
+}
+const stepsOf = (column) => {
+  const first = record.begin[column], next = column + 1 < COLUMNS ? record.begin[column + 1] : record.steps[1] + 1;
+  const exact = record.steps[2] === COLUMNS;
+  return exact || next - first <= 1 ? `step ${count(first)}` : `steps ${count(first)} to ${count(next - 1)}`;
+};

@@ -1,0 +1,104 @@
+// A site: its tensors side by side, each with its size, its range, its values and its channels over the steps.
+
+const TOPS = { rms: "rms", abs_max: "largest |x|", mean: "mean", std: "standard deviation", zeros: "share of zeros" };
+let asked = 0;
+
+async function showSite(site, step) {
+  const turn = ++asked, [name] = record.sites[site];
+  const kin = record.rows.filter((each) => record.sites[each][0] === name);
+  const chosen = kin.indexOf(site);
+  const first = kin.slice(chosen - chosen % 2, chosen - chosen % 2 + 2);
+  const title = byId("site-title"), body = byId("site-body");
+  const parts = await Promise.all((kin.length > 4 ? first : kin).map((each) => linesOf(each)));
+  if (turn !== asked) return;
+  title.replaceChildren(node("bdi", { title: name.length <= 2000 ? plain(name) : null }, shortened(name, 90)));
+  const about = node("p", { class: "about" }, `${state.rows.indexOf(site) >= 0 ? `Row ${state.rows.indexOf(site) + 1} of ${state.rows.length} in order of execution. ` : ""}`,
+    step === null ? "" : `The line marks step ${count(step)}.`);
+  const columns = node("div", { class: "columns" });
+  body.replaceChildren(about, ...findingsOf(kin), columns);
+  if (name.length > 90) about.after(node("details", { class: "hint" }, node("summary", {}, `The whole name, ${count(name.length)} characters`), node("p", { class: "whole" }, node("bdi", {}, plain(name)))));
+  if (kin.length > 4) columns.before(node("p", { class: "chips" }, ...kin.map((each) => node("a", { href: linkTo(each, step), "aria-current": each === site ? "true" : null }, wordsOf(record.sites[each][1])))));
+  const hosts = parts.map((part) => node("div", { class: "tensor" }, node("h3", {}, wordsOf(record.sites[part.site][1]))));
+  columns.append(...hosts); // all of them before any is drawn: they share the width
+  parts.forEach((part, i) => drawTensor(hosts[i], part, step));
+}
+
+function findingsOf(kin) {
+  const found = record.findings.filter((finding) => kin.includes(finding.site));
+  return found.length ? [node("ul", { class: "findings" }, ...found.slice(0, 6).map(findingLine))] : [];
+}
+
+async function linesOf(site) {
+  const details = record.details[site] ?? {};
+  const [rms, rmsLow, rmsHigh, top] = await Promise.all(["rms", "rms_low", "rms_high", "abs_max"].map((name) => line(name, site, true)));
+  const [mean, std, least, most] = await Promise.all(["mean", "std", "min", "max"].map((name) => line(name, site, false)));
+  const channels = details.channels ? await blob("channels." + site) : null;
+  const histogram = details.histogram ? await blob("histogram." + site) : null;
+  return { site, details, rms, rmsLow, rmsHigh, top, mean, std, least, most, channels, histogram };
+}
+
+function drawTensor(host, part, mark) {
+  const steps = record.line_begin, { details } = part, accent = ink("accent"), second = ink("second");
+  if (!record.fired[part.site]) {
+    host.append(node("p", { class: "muted" }, "Silent: it did not fire in any measured step."));
+    return;
+  }
+  const plus = (sign) => part.mean.map((mean, i) => mean === null || part.std[i] === null ? null : mean + sign * part.std[i]);
+  chart(host, {
+    label: "Size", steps, isLog: true, mark,
+    series: [
+      { label: "rms", values: part.rms, colour: accent, width: 1.8, between: [part.rmsLow, part.rmsHigh] }, { values: part.rmsLow },
+      { values: part.rmsHigh }, { label: "largest |x|", values: part.top, colour: second, width: 1.2 },
+    ],
+    bands: [[2, 1, accent, 0.22]],
+  });
+  chart(host, {
+    label: "Range", steps, mark,
+    series: [
+      { label: "mean", values: part.mean, colour: accent, width: 1.6 }, { values: plus(-1) }, { values: plus(1) },
+      { values: part.least, colour: clear(accent, 0.45), width: 0.8 }, { values: part.most, colour: clear(accent, 0.45), width: 0.8 },
+      { label: "standard deviation", values: part.std, colour: clear(accent, 0.4), hidden: true },
+      { label: "smallest to largest", values: part.most, colour: clear(accent, 0.18), between: [part.least, part.most], hidden: true },
+    ],
+    bands: [[4, 3, accent, 0.1], [2, 1, accent, 0.22]],
+  });
+  for (const window of record.windows.filter((each) => each.site === part.site && (mark === null || (each.steps[0] <= mark && mark <= each.steps.at(-1)))).slice(0, 2))
+    chart(host, {
+      label: "Single steps around the finding", steps: window.steps, isLog: true, mark,
+      series: [{ label: "rms", values: window.rms, colour: accent, width: 1.8 }, { label: "largest |x|", values: window.abs_max, colour: second, width: 1.2 }],
+    });
+  if (part.histogram) {
+    const of = details.histogram, edge = (row) => of.edges[row], between = (row) => `${say(edge(row), 2)} to ${say(edge(row + 1), 2)}`;
+    const every = Math.max(1, Math.round(of.rows / 6)), labels = [];
+    for (let row = 0; row <= of.rows; row += every) labels.push([Math.min(row, of.rows - 0.01), say(edge(row), 1)]);
+    picture(host, {
+      label: of.magnitude ? "Values over time: the share in each octave of |x|" : "Values over time: the share in each bin", codes: part.histogram, of, isUpwards: true, rowLabels: labels.slice(1),
+      note: "Brighter: more of the values lie there, on a logarithmic scale.",
+      sayRow: (row, value, step) => `step ${count(step)} · ${between(row)}: ${value === "none" ? "nothing" : percent(Number(value.replace("−", "-")))}`,
+    });
+  }
+  if (part.channels) {
+    const of = details.channels, per = of.channels / of.rows, labels = [0, 0.25, 0.5, 0.75, 1].map((x) => [x * of.rows, count(Math.round(x * of.channels))]);
+    picture(host, {
+      label: "Channels over time: rms of each", codes: part.channels, of, rowLabels: labels.slice(0, -1),
+      note: per > 1 ? `Each row is the largest of ${say(per)} channels.` : "A row for each channel.",
+      sayRow: (row, value, step) => `step ${count(step)} · channel ${per > 1 ? "from " : ""}${Math.floor(row * per)}: rms ${value}`,
+    });
+  }
+  if (details.top) host.append(topTable(details.top));
+}
+
+function topTable(top) {
+  const body = node("tbody"), select = node("select", { "aria-label": "Statistic", onchange: () => fill() },
+    ...Object.entries(TOPS).map(([name, title]) => node("option", { value: name }, title)));
+  const fill = () => {
+    const rows = top[select.value].slice(0, -1), usual = Math.abs(top[select.value].at(-1)[1]);
+    body.replaceChildren(...rows.map(([channel, value]) => node("tr", {},
+      node("th", { scope: "row" }, String(channel)), node("td", {}, say(value)),
+      node("td", { class: "muted" }, value !== null && usual > 0 ? `${say(Math.abs(value) / usual, 2)}×` : "–"))));
+  };
+  fill();
+  return node("figure", { class: "chart top" },
+    node("figcaption", {}, `Top channels at step ${count(top.step)} by `, select),
+    node("table", {}, node("thead", {}, node("tr", {}, ...["channel", "value", "to the median"].map((text) => node("th", { scope: "col" }, text)))), body));
+}

@@ -1,0 +1,187 @@
+// What it is, findings, and everything behind the site.
+
+const linkTo = (site, step) => "#" + [site === null ? "" : `site=${site}`, step === null ? "" : `step=${step}`].filter(Boolean).join("&");
+
+function fill(id, ...children) {
+  byId(id + "-body").replaceChildren(...children);
+}
+
+function table(heads, rows, { shownAtFirst = 12, numeric = 1 } = {}) {
+  const body = node("tbody"), lines = (from, to) => rows.slice(from, to).map((cells) =>
+    node("tr", {}, ...cells.map((cell, i) => node(i ? "td" : "th", i ? { class: i >= numeric ? "number" : null } : { scope: "row" }, cell))));
+  body.append(...lines(0, shownAtFirst));
+  const box = node("div", { class: "scroll", tabindex: "0" }, node("table", {},
+    node("thead", {}, node("tr", {}, ...heads.map((head, i) => node("th", { scope: "col", class: i >= numeric ? "number" : null }, head)))), body));
+  if (rows.length <= shownAtFirst) return [box];
+  const more = node("button", { type: "button", class: "more", onclick: () => { body.append(...lines(shownAtFirst)); more.remove(); } }, `Show all ${count(rows.length)}`);
+  return [box, more];
+}
+
+function siteLink(site, step = null) {
+  const [name] = record.sites[site];
+  return node("a", { href: linkTo(site, step), title: name.length <= 2000 ? plain(name) : null }, node("bdi", {}, shortened(name)));
+}
+
+const at = (seconds) => new Date(seconds * 1000).toLocaleString("en-GB", { dateStyle: "medium", timeStyle: "short" });
+function lasted(seconds) {
+  if (seconds < 120) return `${say(seconds, 2)} s`;
+  return seconds < 7200 ? `${Math.round(seconds / 60)} min` : `${say(seconds / 3600, 2)} h`;
+}
+
+function showHead() {
+  document.title = `${shortened(record.name, 60)} · hookstats`;
+  byId("name").replaceChildren(node("bdi", {}, shortened(record.name, 80)));
+  const [first, last, steps] = record.steps, { settings } = record, gravest = record.findings[0];
+  const since = gravest ? record.findings.filter((each) => each.severity === gravest.severity).reduce((a, b) => a.step < b.step ? a : b) : null;
+  byId("summary").textContent = !gravest ? "No rule found anything wrong in what was measured."
+    : `${many(record.findings.length + record.left_out, "finding")}; the gravest, ${gravest.severity === "note" ? "a note" : gravest.severity === "warning" ? "a warning" : "critical"}, since step ${count(since.step)}.`;
+  const facts = [];
+  if (settings.model) facts.push(["Model", shortened(typeof settings.model === "string" ? settings.model : String(settings.model.class ?? settings.model.name ?? ""), 60)]);
+  facts.push(["Steps", `${count(first)} to ${count(last)}`, `${count(steps)} measured`]);
+  facts.push(["Sites", count(SITES), `${many(names.size, "module or parameter", "modules and parameters")}`]);
+  if (record.times) facts.push(["Recorded", at(record.times[0]), record.times[1] > record.times[0] ? `for ${lasted(record.times[1] - record.times[0])}` : ""]);
+  facts.push(["Measured", said(record.values) + " values", `${count(record.readings)} readings`]);
+  if (settings.cost) facts.push(["Cost", String(settings.cost), ""]);
+  byId("facts").replaceChildren(...facts.map(([name, value, more]) => node("div", {}, node("dt", {}, name), node("dd", {}, value), more ? node("dd", { class: "muted" }, more) : null)));
+}
+
+// A sentence of a rule begins small, because elsewhere it follows its step; a name stays as it is.
+const names = new Set(record.sites.map(([name]) => name));
+const begun = (sentence) => /^[a-z]+ /.test(sentence) && !names.has(sentence.split(" ", 1)[0]) ? sentence[0].toUpperCase() + sentence.slice(1) : sentence;
+
+function findingLine(finding) {
+  const place = finding.site === null ? null : record.sites[finding.site];
+  const where = node("a", { href: linkTo(finding.site, finding.step) },
+    `step ${count(finding.step)}`, ...(place ? [", ", node("bdi", {}, shortened(place[0], 44)), ` ${wordsOf(place[1])}`] : []));
+  return node("li", { class: finding.severity }, node("span", { class: "severity" }, finding.severity),
+    node("div", {}, node("p", {}, shortened(begun(finding.sentence), 700)), node("p", { class: "small" }, where, node("span", { class: "muted" }, ` · ${shortened(finding.rule, 60)}`))));
+}
+
+function showFindings() {
+  const list = byId("findings-list"), more = byId("findings-more"), { findings } = record;
+  list.replaceChildren(...findings.slice(0, 6).map(findingLine));
+  if (!findings.length) list.replaceWith(node("p", { class: "muted" }, "None. The rules and their thresholds are among the settings."));
+  more.hidden = findings.length <= 6;
+  more.textContent = `Show all ${count(findings.length)}` + (record.left_out ? ` of ${count(findings.length + record.left_out)}` : "");
+  more.addEventListener("click", () => { list.append(...findings.slice(6).map(findingLine)); more.hidden = true; });
+}
+
+function showPrecision() {
+  const { precision } = record;
+  if (!precision) { fill("precision", node("p", { class: "muted" }, "Not told: no histogram by exponent was recorded (histogram=ExponentBins()).")); return; }
+  const octave = (power) => ["2", node("sup", {}, String(power).replace("-", "−"))];
+  const rows = [...precision.rows].sort((a, b) => (b[6] - a[6]) || (b[3] + b[4] - a[3] - a[4])).map((row) => {
+    const lost = (k) => { const share = row[k] + row[k + 1]; return node("span", { class: share > 0.01 ? "strong" : share === 0 ? "muted" : null }, percent(share)); };
+    const fitted = (k) => node("span", { class: row[k + 3] > 0.01 ? "strong" : row[k + 3] === 0 ? "muted" : null }, percent(row[k + 3]));
+    return [node("span", {}, siteLink(row[0], precision.step), ` ${wordsOf(record.sites[row[0]][1])}`), node("span", {}, ...octave(row[1]), " to ", ...octave(row[2] + 1)),
+      lost(3), fitted(3), node("span", {}, ...octave(row[5])), lost(7), fitted(7), lost(11)];
+  });
+  fill("precision",
+    node("p", { class: "about" }, `Share of the values at step ${count(precision.step)} that a format cannot hold: too small, and become zero, or too large. “Scaled”: after multiplying by the power of two that brings the largest value just below the format's. More than one per cent is set in bold.`),
+    ...table(["site", "values", "e4m3", "e4m3 scaled", "scale", "e5m2", "e5m2 scaled", "fp16"], rows));
+}
+
+// Of all sites, a line's numbers at one column.
+async function across(name, column) {
+  const bytes = await blob("line." + name), columns = record.line_begin.length, cells = SITES * columns;
+  const scales = new Float64Array(bytes.slice(2 * cells).buffer);
+  return record.sites.map((_, site) => {
+    const code = (bytes[site * columns + column] << 8) | bytes[cells + site * columns + column];
+    return code < FIRST ? null : 2 ** (scales[site] + (code - FIRST) * scales[SITES + site]);
+  });
+}
+
+let flowStep = null;
+function showFlow() {
+  const layers = rowsOfKind("grad_output");
+  if (layers.length < 2) { fill("flow", node("p", { class: "muted" }, "Not told: fewer than two gradients of outputs were recorded (tensors=(\"output\", \"grad_output\")).")); return; }
+  const outputs = layers.map((site) => record.sites.findIndex(([name, tensor]) => name === record.sites[site][0] && tensor === record.sites[site][1].replace("grad_", "")));
+  const begin = record.line_begin, host = node("div"), words = node("output", { for: "flow-step" });
+  const slider = node("input", { type: "range", id: "flow-step", min: "0", max: String(begin.length - 1), oninput: () => draw() });
+  slider.value = String(flowStep === null ? begin.length - 1 : flowStep);
+  let turn = 0;
+  const draw = async () => {
+    const mine = ++turn, column = Number(slider.value);
+    flowStep = column;
+    const rms = await across("rms", column);
+    if (mine !== turn) return;
+    words.textContent = `step ${count(begin[column])}`;
+    host.replaceChildren();
+    const steps = layers.map((_, i) => i + 1);
+    const named = (i) => record.sites[layers[i - 1]]?.[0] ?? "";
+    const made = chart(host, {
+      label: "rms over depth", steps, isLog: true, height: 240,
+      series: [
+        { label: "gradient", values: layers.map((site) => rms[site]), colour: ink("accent"), width: 1.6 },
+        { label: "activation", values: outputs.map((site) => site < 0 ? null : rms[site]), colour: ink("second"), width: 1.2 },
+      ],
+      axis: { value: (i) => shortened(named(i), 40) },
+      onstep: (i) => go(layers[i], begin[column]),
+    });
+    if (made) made.root.setAttribute("aria-label", `rms of gradients and activations over depth at step ${begin[column]}`);
+  };
+  fill("flow", node("p", { class: "about" }, "From the first layer that is executed to the last. A line that falls by orders of magnitude towards the first layers is a gradient that vanishes. A click opens the layer."),
+    node("label", { class: "slider", for: "flow-step" }, "Step", slider, words), host);
+  draw();
+}
+
+async function showParameters() {
+  const kinds = ["param", "param_grad", "param_update"], of = Object.fromEntries(kinds.map((kind) => [kind, new Map()]));
+  record.rows.forEach((site) => { const [name, tensor] = record.sites[site]; of[tensor]?.set(name, site); });
+  const names = [...new Set(kinds.flatMap((kind) => [...of[kind].keys()]))];
+  if (!names.length) { fill("parameters", node("p", { class: "muted" }, "Not told: parameters were not recorded (tensors=(..., \"param\", \"param_grad\", \"param_update\")).")); return; }
+  const column = record.line_begin.length - 1, rms = await across("rms", column);
+  const lines = await Promise.all(names.map(async (name) => {
+    const at = (kind) => of[kind].has(name) ? rms[of[kind].get(name)] : null;
+    const size = at("param"), update = at("param_update");
+    return { name, site: kinds.map((kind) => of[kind].get(name)).find((site) => site !== undefined), size, gradient: at("param_grad"), update, ratio: size > 0 && update !== null ? update / size : null };
+  }));
+  lines.sort((a, b) => (b.ratio ?? -1) - (a.ratio ?? -1));
+  const spark = async (each) => {
+    const site = of.param_update.get(each.name) ?? of.param_grad.get(each.name) ?? each.site;
+    return sparkline((await line("rms", site, true)));
+  };
+  const rows = await Promise.all(lines.map(async (each) => [siteLink(each.site), say(each.size), say(each.gradient), say(each.update),
+    node("span", { class: each.ratio > 0.01 ? "strong" : null }, say(each.ratio, 2)), await spark(each)]));
+  fill("parameters", node("p", { class: "about" }, `rms of each parameter, its gradient and its update at step ${count(record.line_begin[column])}. An update of about a thousandth of the weight is usual; more than a hundredth is set in bold. The line: updates over time, else gradients, on a logarithmic scale.`),
+    ...table(["parameter", "weight", "gradient", "update", "update / weight", "over time"], rows));
+}
+
+function sparkline(values) {
+  const wide = 120, tall = 22, svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+  const path = document.createElementNS("http://www.w3.org/2000/svg", "path"), logs = values.map((x) => x > 0 ? Math.log(x) : null);
+  const known = logs.filter((x) => x !== null), low = Math.min(...known), high = Math.max(...known);
+  let text = "", isDown = false;
+  logs.forEach((x, i) => {
+    if (x === null) { isDown = false; return; }
+    text += `${isDown ? "L" : "M"}${(i / Math.max(logs.length - 1, 1) * wide).toFixed(1)} ${(tall - 2 - (x - low) / (high - low || 1) * (tall - 4)).toFixed(1)}`;
+    isDown = true;
+  });
+  path.setAttribute("d", text);
+  for (const [name, value] of Object.entries({ viewBox: `0 0 ${wide} ${tall}`, width: wide, height: tall, class: "spark", "aria-hidden": "true" })) svg.setAttribute(name, value);
+  svg.append(path);
+  return svg;
+}
+
+function showLeftOut() {
+  const silent = record.rows.filter((site) => !record.fired[site]), [, , steps] = record.steps;
+  const seldom = record.rows.filter((site) => record.fired[site] && record.fired[site] < 0.9 * steps);
+  const folded = (record.settings.folded ?? []).map((text) => String(text));
+  const list = (title, sites, words) => sites.length ? [node("h3", {}, title), ...table(["site", "tensor", "measured steps"], sites.map((site) => [siteLink(site), wordsOf(record.sites[site][1]), words(site)]), { numeric: 2 })] : [];
+  const parts = [
+    ...list("Silent in every measured step", silent, () => "0"),
+    ...list("Silent in more than a tenth of the steps", seldom, (site) => `${count(record.fired[site])} of ${count(steps)}`),
+  ];
+  if (record.skipped.length) parts.push(node("h3", {}, "Skipped"), ...table(["site", "tensor", "reason", "tensors", "since step"],
+    record.skipped.map(([name, tensor, reason, times, since]) => [node("bdi", {}, shortened(name)), wordsOf(tensor), shortened(reason, 200), times === null ? "given up" : count(times), count(since)]), { numeric: 3 }));
+  if (folded.length) parts.push(node("h3", {}, "Folded to totals"), node("p", {}, folded.map((text) => shortened(text, 80)).join(", ")));
+  fill("left-out", ...(parts.length ? parts : [node("p", { class: "muted" }, "Nothing: every site fired in nearly every measured step, and no tensor was skipped.")]));
+}
+
+function showSettings() {
+  const entries = Object.entries(record.settings).filter(([, value]) => value !== null && value !== "");
+  const told = (value) => typeof value === "object" ? node("pre", {}, plainLines(JSON.stringify(value, null, 1))) : node("span", {}, shortened(String(value), 300));
+  const plainLines = (text) => text.split("\n").map((each) => plain(each)).join("\n");
+  fill("settings", entries.length ? node("dl", { class: "settings" }, ...entries.map(([name, value]) => node("div", {}, node("dt", {}, shortened(name.replaceAll("_", " "), 60)), node("dd", {}, told(value))))) : node("p", { class: "muted" }, "None were recorded."),
+    node("p", { class: "small muted" }, `Written ${at(record.written)}. This page is one file: it opens without a network and asks nothing of any other machine. Single steps are kept for lines of up to ${count(record.line_begin.length)} columns and ${count(COLUMNS)} columns of the heatmap; beyond that a column of the heatmap tells the farthest, a line the average, its band the smallest and largest.`));
+}

@@ -1,0 +1,261 @@
+"""What is told of some sites only: channels and histograms over time, top channels, single steps near findings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hookstats.numbers.fields import Array, Counts, Site, Stats
+from hookstats.numbers.site_stats import SiteStats
+from hookstats.numbers.snapshot import Snapshot
+from hookstats.report.planes import short
+from hookstats.report.record import Recorded
+from hookstats.report.reducing import FIRST, LAST, coded, edges, largest
+
+_WORST = 20  # sites beside those with findings
+_STEPS = 128  # columns of a picture of channels, or of a histogram
+_CHANNELS = 512  # rows of a picture of channels: several channels share one beyond that, the largest of them
+_BINS = 96  # rows of a picture of a linear histogram
+_BYTES = 3 << 20  # of all such pictures, before they are compressed: then the sites that were chosen first are told
+_TOP = 8  # channels
+_AROUND = 40  # measured steps to either side of a finding
+_FAINTEST = -20.0  # log2 of the smallest share of a histogram that has a colour
+_TOP_STATISTICS = ("rms", "abs_max", "mean", "std", "zeros")
+
+
+def chosen(recorded: Recorded, restless: Array) -> list[int]:
+    """Places of sites, those that matter most first: with findings, the worst, then the others."""
+    place = {site: i for i, site in enumerate(recorded.sites)}
+    found = [place[finding.site] for finding in recorded.findings if finding.site in place]
+    worst = np.argsort(-restless, kind="stable").tolist()
+    kin = {recorded.sites[i].name for i in [*found, *worst[:_WORST]]}
+    near = [i for i, site in enumerate(recorded.sites) if site.name in kin]  # the gradient beside its activation
+    return list(dict.fromkeys([*found, *worst[:_WORST], *near, *worst]))
+
+
+class _Picture(NamedTuple):
+    """Of a site: a column for each step, and what its rows are."""
+
+    steps: list[int]
+    columns: list[Array]
+
+
+def details(recorded: Recorded, restless: Array) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """By the place of a site: what is said of its pictures, and their bytes."""
+    if not len(recorded.detailed):
+        return {}, {}
+    order = chosen(recorded, restless)
+    steps = recorded.detailed[edges(len(recorded.detailed), _STEPS)].tolist()
+    last = _sizes(recorded, steps[-1])
+    room, kept = _BYTES, []
+    for i in order:
+        size = last.get(recorded.sites[i], 0) * len(steps)
+        if 0 < size <= room:
+            kept.append(i)
+            room -= size
+    sites = [recorded.sites[i] for i in kept]
+    channels: dict[Site, _Picture] = {site: _Picture([], []) for site in sites}
+    histograms: dict[Site, _Picture] = {site: _Picture([], []) for site in sites}
+    tops: dict[Site, tuple[int, Stats[Array]]] = {}
+    edge_of: dict[Site, Array] = {}
+    for snapshot in recorded.snapshots(steps, sites):
+        for site in sites:
+            if site not in snapshot or snapshot[site].calls == 0:
+                continue
+            stats = snapshot[site]
+            if stats.channels is not None and stats.channels.count.size > 1:
+                channels[site].steps.append(snapshot.step)
+                channels[site].columns.append(_few(stats.channels.rms, _CHANNELS))
+                tops[site] = (snapshot.step, stats.channels)
+            if stats.histogram is not None:
+                share, edge_of[site] = _share(stats)
+                histograms[site].steps.append(snapshot.step)
+                histograms[site].columns.append(share)
+    said, blobs = {}, {}
+    for i, site in zip(kept, sites, strict=True):
+        mine: dict[str, Any] = {}
+        if _fits(channels[site]):
+            mine["channels"], blobs[f"channels.{i}"] = _channel_picture(channels[site], tops[site][1].count.size)
+            mine["top"] = {"step": tops[site][0], **_top(tops[site][1])}
+        if _fits(histograms[site]):
+            mine["histogram"], blobs[f"histogram.{i}"] = _histogram_picture(histograms[site], edge_of[site])
+        if mine:
+            said[str(i)] = mine
+    return said, blobs
+
+
+def _sizes(recorded: Recorded, step: int) -> dict[Site, int]:
+    """Bytes that a step takes in a site's pictures, as far as the last one tells."""
+    sizes: dict[Site, int] = {}
+    for snapshot in recorded.snapshots([step], recorded.sites):
+        for site in snapshot.order:
+            stats = snapshot[site]
+            width = 0 if stats.channels is None else stats.channels.count.size
+            bins = 0 if stats.histogram is None else min(stats.histogram.counts.shape[-1], _BINS)
+            sizes[site] = (min(width, _CHANNELS) if width > 1 else 0) + bins
+    return sizes
+
+
+def _fits(picture: _Picture) -> bool:
+    """A width that changed between steps has no picture."""
+    return bool(picture.columns) and len({column.shape for column in picture.columns}) == 1
+
+
+def _few(row: Array, most: int) -> Array:
+    """``[channels]`` to at most so many: of neighbours the largest."""
+    return row if len(row) <= most else largest(row[None], edges(len(row), most))[0]
+
+
+def _channel_picture(picture: _Picture, channels: int) -> tuple[dict[str, Any], bytes]:
+    with np.errstate(divide="ignore", invalid="ignore"):
+        logs = np.maximum(np.log2(np.stack(picture.columns, axis=1)), -1075.0)
+    whole = coded(logs.reshape(1, -1), LAST, 1 / 24, np.arange(logs.size), np.zeros((1, logs.size)))
+    known = np.sort(logs[np.isfinite(logs) & (logs > -1075)])
+    bounds = [short(float(known[int(q * (len(known) - 1))])) for q in (0.01, 1)] if len(known) else [0.0, 1.0]
+    said = {
+        "steps": picture.steps,
+        "rows": logs.shape[0],
+        "channels": channels,
+        "low": short(float(whole.low[0]), 9),
+        "step": short(float(whole.step[0]), 9),
+        "bounds": bounds,
+    }
+    return said, whole.codes.tobytes()
+
+
+def _share(stats: SiteStats) -> tuple[Array, Array]:
+    """``[bins]`` of all channels together, ascending, and the edges: octaves of |x|, or linear bins, as many as fit."""
+    histogram = stats.histogram
+    assert histogram is not None
+    counts = histogram.counts.sum(axis=0) if histogram.counts.ndim == 2 else histogram.counts
+    bounds = histogram.edges
+    if bounds[-1] == -bounds[0] and len(counts) == 509:
+        middle = len(counts) // 2  # zeros and subnormals, between the signs
+        counts = np.append(counts[middle], counts[middle + 1 :] + counts[:middle][::-1])
+        bounds = np.append(0.0, bounds[middle + 1 :])
+    begin = np.arange(len(counts)) if bounds[0] == 0 else edges(len(counts), _BINS)
+    merged = np.add.reduceat(counts, begin) / max(int(counts.sum()), 1)
+    return merged, np.append(bounds[begin], bounds[-1])
+
+
+def _histogram_picture(picture: _Picture, bounds: Array) -> tuple[dict[str, Any], bytes]:
+    shares = np.stack(picture.columns, axis=1)
+    used = np.flatnonzero(shares.max(axis=1) > 2.0**_FAINTEST)
+    if bounds[0] == 0 and len(used) > 1 and used[0] == 0:
+        used = used[1:]  # zeros have a statistic of their own, and would lie far below
+    begin, end = (int(used[0]), int(used[-1]) + 1) if len(used) else (0, len(shares))
+    with np.errstate(divide="ignore"):
+        logs = np.maximum(np.log2(shares[begin:end]), _FAINTEST - 1)
+    codes = np.where(logs < _FAINTEST, 0, FIRST + np.round((logs - _FAINTEST) / -_FAINTEST * (LAST - FIRST)))
+    said = {
+        "steps": picture.steps,
+        "rows": end - begin,
+        "edges": [short(x) for x in bounds[begin : end + 1].tolist()],
+        "magnitude": bool(bounds[0] == 0),
+        "low": _FAINTEST,
+        "step": -_FAINTEST / (LAST - FIRST),
+        "bounds": [_FAINTEST, 0],
+    }
+    return said, codes.astype(np.uint8).tobytes()
+
+
+def _top(channels: Stats[Array]) -> dict[str, list[list[float | None]]]:
+    """Of each statistic, the channels in which it is largest, and the median of all of them."""
+    found = {}
+    for name in _TOP_STATISTICS:
+        values = getattr(channels, name)
+        if name == "zeros":
+            values = values / np.maximum(channels.count, 1)
+        size = np.nan_to_num(np.abs(values), nan=-1.0)
+        top = np.argsort(-size, kind="stable")[:_TOP].tolist()
+        median = float(np.median(size[size >= 0])) if (size >= 0).any() else float("nan")
+        found[name] = [[i, short(float(values[i]))] for i in top] + [[-1, short(median)]]
+    return found
+
+
+def windows(recorded: Recorded, columns: int) -> list[dict[str, Any]]:
+    """Single steps around findings, where a column of a line holds several: rms and largest |x| of the site."""
+    place = {site: i for i, site in enumerate(recorded.sites)}
+    wanted: dict[tuple[int, int], None] = {}
+    for finding in _gravest(recorded):
+        if finding.site in place:
+            wanted[place[finding.site], int(np.searchsorted(recorded.steps, finding.step))] = None
+    if len(recorded.steps) <= columns or not wanted:
+        return []
+    planes: Sequence[Array] = [recorded.statistic(name) for name in ("rms", "abs_max")]
+    found = []
+    for i, t in list(wanted)[:_STEPS]:
+        at = slice(max(t - _AROUND, 0), t + _AROUND + 1)
+        rms, top = ([short(x) for x in plane[i, at].tolist()] for plane in planes)
+        found.append({"site": i, "steps": recorded.steps[at].tolist(), "rms": rms, "abs_max": top})
+    return found
+
+
+def _gravest(recorded: Recorded) -> Iterable[Any]:
+    ranks = {"critical": 0, "warning": 1, "note": 2}
+    return sorted(recorded.findings, key=lambda finding: (ranks.get(finding.severity, 3), finding.step))
+
+
+def precision(recorded: Recorded) -> dict[str, Any] | None:
+    """How the values of the last step with histograms by exponent fit into formats of few bits; None without one."""
+    for step in recorded.detailed[::-1][:32].tolist():
+        for snapshot in recorded.snapshots([step], recorded.sites):
+            rows = _fit(snapshot, {site: i for i, site in enumerate(recorded.sites)})
+            if rows:
+                return {"step": step, "rows": rows}
+    return None
+
+
+# Largest finite value, and the smallest number's exponent: half of that and less becomes zero (OCP 8-bit floating point
+# 1.0; IEEE 754 for half).
+_FORMATS = {"e4m3": (448.0, -9), "e5m2": (57344.0, -16), "fp16": (65504.0, -24)}
+
+
+def _fit(snapshot: Snapshot, place: dict[Site, int]) -> list[list[Any]]:
+    """Of each site: place, smallest and largest octave, and of each format the shares that become zero and too large.
+
+    As it is, and after multiplying by the power of two that brings the largest value just below the format's.
+    """
+    at, counts = snapshot.columns.exponents()
+    if not len(at):
+        return []
+    magnitudes = counts[:, :256] + counts[:, 256:]  # by the exponent that is stored: 127 for values from 1 to 2
+    magnitudes = magnitudes[:, 1:255]  # without zeros and subnormals of float32
+    exponents = np.arange(1, 255) - 127
+    whole = magnitudes.sum(axis=1)
+    totals = snapshot.columns.totals
+    rows = []
+    for k, i in enumerate(at.tolist()):
+        site, top = snapshot.columns.sites[i], float(totals.abs_max[i])
+        if site not in place or not whole[k] or not top > 0:
+            continue
+        scaler = round(float(np.log2(snapshot.columns.scales[i])))
+        shares, octaves = magnitudes[k] / whole[k], exponents - scaler
+        used = octaves[shares > 0]
+        row: list[Any] = [place[site], int(used[0]), int(used[-1])]
+        for largest_value, smallest_exponent in _FORMATS.values():
+            shift = int(np.floor(np.log2(largest_value / top)))
+            row += [
+                short(_small(shares, octaves, smallest_exponent), 3),
+                short(_large(shares, octaves, largest_value, top), 3),
+                shift,
+                short(_small(shares, octaves + shift, smallest_exponent), 3),
+            ]
+        rows.append(row)
+    return rows
+
+
+def _small(shares: Array, octaves: Counts, smallest: int) -> float:
+    return float(shares[octaves < smallest - 1].sum())
+
+
+def _large(shares: Array, octaves: Counts, most: float, top: float) -> float:
+    """Inside the octave of the largest value that fits, values are taken as spread evenly."""
+    if top <= most:
+        return 0.0
+    octave = int(np.floor(np.log2(most)))
+    above = min(top, 2.0 ** (octave + 1)) - most
+    inside = shares[octaves == octave].sum() * above / (min(top, 2.0 ** (octave + 1)) - 2.0**octave)
+    return float(shares[octaves > octave].sum() + inside)

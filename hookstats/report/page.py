@@ -1,0 +1,92 @@
+"""A page that opens offline: one HTML file with style, script and numbers in it, and nothing from outside."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+_ASSETS = files("hookstats.report") / "assets"
+# uPlot 1.6.32 as npm has it (MIT): dist/uPlot.iife.min.js and dist/uPlot.min.css.
+_SHA256 = {
+    "uplot/uPlot.iife.min.js": "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",
+    "uplot/uPlot.min.css": "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04",
+}
+_STYLES = ("uplot/uPlot.min.css", "page.css")
+_SCRIPTS = (
+    "uplot/uPlot.iife.min.js",
+    "record.js",
+    "colours.js",
+    "cells.js",
+    "heatmap.js",
+    "charts.js",
+    "site.js",
+    "tables.js",
+    "page.js",
+)
+_FIRST = "rms.relative"  # what the first picture shows stands before the script, all else behind it
+
+
+def asset(name: str) -> str:
+    """ValueError where a library is not the one that was pinned."""
+    text = (_ASSETS / name).read_bytes()
+    found, expected = hashlib.sha256(text).hexdigest(), _SHA256.get(name)
+    if expected not in (None, found):
+        raise ValueError(f"{name}: expected the file with sha256 {expected}, got {found}")
+    return text.decode()
+
+
+def page(record: Mapping[str, Any], blobs: Mapping[str, bytes]) -> str:
+    """record: JSON; blobs: bytes by name, which the script finds as ``blob-NAME``."""
+    style = "\n".join(asset(name) for name in _STYLES)
+    notice = "/* uPlot, MIT License\n" + asset("uplot/LICENSE").replace("*/", "* /") + "*/\n"
+    parts = "\n".join(asset(name) for name in _SCRIPTS[1:])
+    script = notice + asset(_SCRIPTS[0]) + f'\n(() => {{\n"use strict";\n{parts}\n}})();\n'
+    policy = (
+        f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; img-src data:; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    # ASCII alone, and no "<": nothing of a name is HTML, or turns text around, before the script has it as a string.
+    text = json.dumps(record, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    return "".join(
+        [
+            "<!doctype html>\n",
+            '<html lang="en">\n<head>\n<meta charset="utf-8">\n',
+            f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">\n',
+            '<meta name="color-scheme" content="light dark">\n<title>hookstats report</title>\n',
+            f"<style>{style}</style>\n</head>\n",
+            asset("page.html"),
+            f'<script type="application/json" id="record">{text}</script>\n',
+            *(_blob(name, blobs[name]) for name in [_FIRST] if name in blobs),
+            f"<script>{script}</script>\n",
+            *(_blob(name, blob) for name, blob in blobs.items() if name != _FIRST),
+            "</body>\n</html>\n",
+        ]
+    )
+
+
+def _blob(name: str, blob: bytes) -> str:
+    packed = base64.b64encode(gzip.compress(blob, 6, mtime=0)).decode()
+    return f'<script type="application/octet-stream" id="blob-{name}">{packed}</script>\n'
+
+
+def _hash(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def put(text: str, output: Path) -> None:
+    """A page is there whole, or the one that was there stays."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    temporary = output.with_name(f".{output.name}.{os.getpid()}")
+    try:
+        temporary.write_text(text, encoding="utf-8", newline="\n")
+        temporary.replace(output)
+    finally:
+        temporary.unlink(missing_ok=True)

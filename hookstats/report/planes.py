@@ -1,0 +1,154 @@
+"""The heatmaps and lines of a page: every statistic of every site, in as many columns as a picture has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from hookstats.numbers.fields import Array, Counts
+from hookstats.report.record import Recorded
+from hookstats.report.reducing import (
+    NONFINITE,
+    Lines,
+    Rows,
+    absolute_rows,
+    average,
+    edges,
+    largest,
+    line,
+    linear_rows,
+    logarithm,
+    past,
+    relative_codes,
+    smallest,
+)
+
+COLUMNS = 1000  # of a heatmap: no screen shows more
+_CELLS = 250_000  # of a line's plane, so that a page of 1,000 sites stays below 15 MB
+_AT_ONCE = 64  # rows: what is put together of them is below 100 MB for 10,000 steps
+
+# Of each heatmap: its name on the page, how its values are told ("scale": by factors, "share": from 0 to 1, "signed":
+# from -1 to 1) and from which statistics it follows.
+STATISTICS: dict[str, tuple[str, str]] = {
+    "rms": ("rms", "scale"),
+    "abs_max": ("largest |x|", "scale"),
+    "peak": ("largest |x| / rms", "scale"),
+    "centre": ("mean / rms", "signed"),
+    "zeros": ("share of zeros", "share"),
+}
+
+
+def numbers_of(recorded: Recorded, key: str) -> Array:
+    """``[n, t]`` of one of `STATISTICS`; NaN where a site was silent."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        if key == "zeros":
+            return recorded.statistic("zeros") / recorded.statistic("count")
+        if key in ("peak", "centre"):
+            result = recorded.statistic("abs_max" if key == "peak" else "mean")
+            result /= recorded.statistic("rms")  # of a tensor of zeros: silent
+            return result
+    return recorded.statistic(key)
+
+
+def change(values: Array, kind: str) -> Array:
+    """How far each value is from its site's own past: in octaves, or as a difference."""
+    told = logarithm(values) if kind == "scale" else values
+    result: Array = told - past(told)
+    return result
+
+
+UNITS = {"scale": 16.0, "share": 125.0, "signed": 62.0}  # levels of a code for a change by one
+
+
+def heatmaps(recorded: Recorded) -> tuple[dict[str, Any], dict[str, bytes], Array]:
+    """What is said of them, their bytes by name, and of each site how far its rms went from its past, in octaves."""
+    begin = edges(len(recorded.steps), COLUMNS)
+    bad = bad_of(recorded)
+    count = len(recorded.sites)
+    said: dict[str, Any] = {}
+    blobs: dict[str, bytes] = {}
+    restless = np.zeros(count)
+    for key, (title, kind) in STATISTICS.items():
+        values = numbers_of(recorded, key)
+        relative, absolute = [], []
+        for at in (slice(i, i + _AT_ONCE) for i in range(0, count, _AT_ONCE)):
+            relative.append(relative_codes(change(values[at], kind), begin, bad[at], UNITS[kind]))
+            absolute.append(_absolute(values[at], kind, begin, bad[at]))
+        codes = np.concatenate(relative)
+        if key == "rms":
+            far = np.where((codes == NONFINITE) | (codes == 0), 128, codes).astype(np.int64)
+            restless = np.abs(far - 128).max(axis=1) / UNITS[kind]
+        blobs[f"{key}.relative"] = codes.tobytes()
+        blobs[f"{key}.absolute"] = b"".join(
+            np.concatenate([getattr(rows, part) for rows in absolute]).astype(dtype).tobytes()
+            for part, dtype in (("codes", "u1"), ("low", "<f8"), ("step", "<f8"))
+        )
+        said[key] = {"title": title, "kind": kind, "unit": UNITS[kind]}
+    return said, blobs, restless
+
+
+def _absolute(values: Array, kind: str, begin: Counts, bad: Array) -> Rows:
+    if kind == "scale":
+        return absolute_rows(values, begin, bad)
+    if kind == "share":
+        return linear_rows(values, begin, bad)
+    codes = relative_codes(values, begin, bad, 125)
+    return Rows(codes, np.full(len(values), -126 / 125), np.full(len(values), 1 / 125))
+
+
+def bad_of(recorded: Recorded) -> Array:
+    """``[n, t]``: how many values were not finite."""
+    result = recorded.statistic("nans")
+    result += recorded.statistic("posinfs")
+    result += recorded.statistic("neginfs")
+    return result
+
+
+# Name of a line, its statistic, how a column is made of steps, whether it is told by factors.
+_LINES: dict[str, tuple[str, Callable[[Array, Counts], Array], bool]] = {
+    "rms": ("rms", average, True),
+    "rms_low": ("rms", smallest, True),
+    "rms_high": ("rms", largest, True),
+    "abs_max": ("abs_max", largest, True),
+    "mean": ("mean", average, False),
+    "std": ("std", average, False),
+    "min": ("min", smallest, False),
+    "max": ("max", largest, False),
+}
+
+
+def line_columns(recorded: Recorded) -> int:
+    return min(max(250, _CELLS // max(len(recorded.sites), 1)), COLUMNS)
+
+
+def lines(recorded: Recorded) -> dict[str, bytes]:
+    """Twelve bits a value, the high bytes before the low ones, then float64 of each row: low, step."""
+    begin = edges(len(recorded.steps), line_columns(recorded))
+    blobs = {}
+    last: tuple[str, Array] = ("", np.empty(0))
+    for name, (statistic, reduce, is_log) in _LINES.items():
+        if statistic != last[0]:
+            last = (statistic, recorded.statistic(statistic))
+        blobs[f"line.{name}"] = packed(line(reduce(last[1], begin), is_log))
+    return blobs
+
+
+def packed(found: Lines) -> bytes:
+    high, low = (found.codes >> 8).astype(np.uint8), (found.codes & 255).astype(np.uint8)
+    return b"".join([high.tobytes(), low.tobytes(), *(part.astype("<f8").tobytes() for part in found[1:])])
+
+
+def scalars(recorded: Recorded) -> dict[str, list[list[float | None]]]:
+    """Of each: smallest, average and largest of each column of a heatmap; None where there was none, or not finite."""
+    begin = edges(len(recorded.steps), COLUMNS)
+    return {
+        name: [[short(x) for x in of(values[None], begin)[0].tolist()] for of in (smallest, average, largest)]
+        for name, values in recorded.scalars.items()
+    }
+
+
+def short(number: float, digits: int = 5) -> float | None:
+    """For JSON."""
+    return float(f"{number:.{digits}g}") if np.isfinite(number) else None

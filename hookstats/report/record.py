@@ -1,0 +1,80 @@
+"""Recorded: a run as arrays over sites and steps, which is all that a page or a plot is made from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from hookstats.numbers.fields import Array, Counts, Site, Skipped
+from hookstats.numbers.snapshot import Snapshot
+from hookstats.rules import Finding
+
+
+@dataclass
+class Recorded:
+    """A run, read as far as it is asked for.
+
+    ``sites``: n of them, in order of execution. ``steps`` ``[t]``: those that were measured, ascending. ``scalars``:
+    arrays ``[t]``, NaN where a step had none. ``statistic``: by the name of a row of `Stats`, its totals ``[n, t]``,
+    NaN where a site was silent. ``snapshots``: those of some steps, with these sites at least, channels and histograms
+    where they were kept; ``detailed``: the steps in which they were. ``skipped``: of a site, the reason, how many
+    tensors in all (None: given up), since which step.
+    """
+
+    name: str
+    sites: list[Site]
+    steps: Counts
+    statistic: Callable[[str], Array]
+    snapshots: Callable[[Sequence[int], Sequence[Site]], Iterable[Snapshot]]
+    detailed: Counts
+    times: Array | None = None
+    scalars: Mapping[str, Array] = field(default_factory=dict)
+    findings: Sequence[Finding] = ()
+    skipped: Sequence[tuple[Site, Skipped, int]] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, snapshots: Sequence[Snapshot], name: str = "snapshots", findings: Sequence[Finding] = ()) -> Recorded:
+        """Snapshots that are in memory, of ascending steps. ValueError where there are none, or they do not ascend."""
+        steps = np.array([snapshot.step for snapshot in snapshots], np.int64)
+        if not len(steps) or (np.diff(steps) <= 0).any():
+            raise ValueError(f"expected snapshots of ascending steps, got those of {steps.tolist()[:8]}")
+        sites = ordered(snapshot.order for snapshot in reversed(snapshots))
+        sites = ordered([sites, *snapshots])
+        row = {site: i for i, site in enumerate(sites)}
+
+        def statistic(wanted: str) -> Array:
+            plane = np.full((len(sites), len(steps)), np.nan)
+            for t, snapshot in enumerate(snapshots):
+                rows = [row[site] for site in snapshot.order]
+                plane[rows, t] = getattr(snapshot.totals, wanted)
+            return plane
+
+        def chosen(wanted: Sequence[int], _: Sequence[Site]) -> Iterator[Snapshot]:
+            asked = set(wanted)
+            return (snapshot for snapshot in snapshots if snapshot.step in asked)
+
+        names = dict.fromkeys(name for snapshot in snapshots for name in snapshot.scalars)
+        scalars = {name: np.array([snapshot.scalars.get(name, np.nan) for snapshot in snapshots]) for name in names}
+        left_out: dict[tuple[Site, str], tuple[int | None, int]] = {}
+        for snapshot in snapshots:
+            for site, why in snapshot.skipped.items():
+                times, since = left_out.get((site, why.reason), (0, snapshot.step))
+                known = times is not None and why.times is not None
+                left_out[site, why.reason] = ((times or 0) + (why.times or 0) if known else None, since)
+        skipped = [(site, Skipped(reason, times), since) for (site, reason), (times, since) in left_out.items()]
+        detailed = steps[[_is_detailed(snapshot) for snapshot in snapshots]]
+        return cls(name, sites, steps, statistic, chosen, detailed, None, scalars, findings, skipped)
+
+
+def _is_detailed(snapshot: Snapshot) -> bool:
+    columns = snapshot.columns
+    return any(columns.widths[i] > 1 or columns.histogram(i) is not None for i in columns.order.tolist())
+
+
+def ordered(orders: Iterable[Iterable[Site]]) -> list[Site]:
+    """All sites of several orders of execution: those of the first, then what the others have more."""
+    return list(dict.fromkeys(site for order in orders for site in order))

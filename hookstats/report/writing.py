@@ -1,0 +1,101 @@
+"""From a recorded run to its page."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from hookstats.numbers.fields import Site
+from hookstats.report import detail, planes
+from hookstats.report.page import page
+from hookstats.report.record import Recorded
+from hookstats.report.reducing import edges
+
+_FINDINGS = 2000  # on a page: the gravest
+_TEXT = 20_000  # characters of settings
+
+
+def html(recorded: Recorded) -> str:
+    """The page of a run. ValueError where it holds no step, or no site."""
+    if not len(recorded.steps) or not recorded.sites:
+        raise ValueError(
+            f"expected a run in which something was measured; {recorded.name} holds {len(recorded.steps)} steps of "
+            f"{len(recorded.sites)} sites"
+        )
+    record, blobs = contents(recorded)
+    return page(record, blobs)
+
+
+def contents(recorded: Recorded) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """What a page is made from: JSON, and bytes by name."""
+    heatmaps, blobs, restless = planes.heatmaps(recorded)
+    blobs |= planes.lines(recorded)
+    columns = planes.line_columns(recorded)
+    details, pictures = detail.details(recorded, restless)
+    blobs |= pictures
+    steps = recorded.steps
+    calls = recorded.statistic("count")
+    fired = ~np.isnan(calls)
+    place = {site: i for i, site in enumerate(recorded.sites)}
+    findings = sorted(recorded.findings, key=lambda each: (_RANK.get(each.severity, 3), each.step))
+    record = {
+        "name": recorded.name,
+        "written": round(time.time()),
+        "sites": [list(site) for site in recorded.sites],
+        "rows": in_order(recorded.sites),
+        "steps": [int(steps[0]), int(steps[-1]), len(steps)],
+        "begin": steps[edges(len(steps), planes.COLUMNS)].tolist(),
+        "line_begin": steps[edges(len(steps), columns)].tolist(),
+        "times": None if recorded.times is None else [float(recorded.times[0]), float(recorded.times[-1])],
+        "values": float(np.nansum(calls)),
+        "readings": int(fired.sum()),
+        "fired": fired.sum(axis=1).tolist(),
+        "statistics": heatmaps,
+        "scalars": planes.scalars(recorded),
+        "findings": [
+            {
+                "rule": finding.rule,
+                "step": finding.step,
+                "site": None if finding.site is None else place.get(finding.site),
+                "severity": finding.severity,
+                "sentence": finding.sentence,
+            }
+            for finding in findings[:_FINDINGS]
+        ],
+        "left_out": max(len(findings) - _FINDINGS, 0),
+        "skipped": [[*site, why.reason, why.times, since] for site, why, since in recorded.skipped],
+        "details": details,
+        "windows": detail.windows(recorded, columns),
+        "precision": detail.precision(recorded),
+        "settings": _short(recorded.settings),
+    }
+    return record, blobs
+
+
+_RANK = {"critical": 0, "warning": 1, "note": 2}
+
+
+def in_order(sites: list[Site]) -> list[int]:
+    """Sites in the order in which their modules are executed: a gradient beside what it is the gradient of."""
+    forward = [site for site in sites if not site.tensor.startswith(("grad_", "param"))]
+    backward = [site for site in sites if site.tensor.startswith("grad_")][::-1]
+    place: dict[str, int] = {}
+    for site in [*forward, *backward, *sites]:
+        place.setdefault(site.name, len(place))
+    return sorted(range(len(sites)), key=lambda i: (place[sites[i].name], i))
+
+
+def _short(value: Any, depth: int = 0) -> Any:
+    """As JSON of which a page can show all."""
+    if isinstance(value, Mapping) and depth < 6:
+        return {str(key): _short(each, depth + 1) for key, each in value.items()}
+    if isinstance(value, (list, tuple)) and depth < 6:
+        return [_short(each, depth + 1) for each in value[:1000]]
+    if value is None or isinstance(value, (bool, int)):
+        return value
+    if isinstance(value, float) and np.isfinite(value):
+        return value
+    return str(value)[:_TEXT]

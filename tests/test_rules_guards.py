@@ -1,0 +1,289 @@
+"""What is in order although it looks ill: each rule's guards, on steps that a model of one tensor puts out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import hookstats
+from hookstats import ExponentBins, Site, Snapshot
+from hookstats.numbers.columns import Columns
+from hookstats.rules import (
+    DeadChannels,
+    ExpertLoad,
+    ExplodingGradients,
+    GradientNormSpike,
+    LossSpike,
+    MassiveActivations,
+    OutlierChannels,
+    ResidualDrift,
+    SaturatedChannels,
+    UpdateRatio,
+    VanishingGradients,
+    judge,
+)
+from hookstats.rules.history import Course, Streak, Window
+
+
+def step_of(number: int, tensors: dict[tuple[str, str], torch.Tensor], **scalars: float) -> Snapshot:
+    """A Snapshot of these tensors, in this order."""
+    stats = {Site(*site): hookstats.measure(tensor, -1, ExponentBins()) for site, tensor in tensors.items()}
+    return Snapshot(number, Columns.of(stats, stats), dict(scalars))
+
+
+def told(rule: Any, tensors: Iterable[dict[tuple[str, str], torch.Tensor]]) -> list[tuple[int, str]]:
+    found = judge([step_of(number, each) for number, each in enumerate(tensors)], [rule])
+    return [(each.step, each.rule) for each in found]
+
+
+def losses(rule: Any, values: Iterable[float]) -> list[tuple[int, str]]:
+    found = judge([step_of(number, {}, loss=value) for number, value in enumerate(values)], [rule])
+    return [(each.step, each.severity) for each in found]
+
+
+@pytest.fixture
+def generator() -> np.random.Generator:
+    return np.random.default_rng(0)
+
+
+def test_a_jump_of_the_loss_is_told_and_what_undoes_little_of_the_descent_is_not(
+    generator: np.random.Generator,
+) -> None:
+    falling = list(np.exp(-np.arange(100) / 20) * (1 + 0.01 * generator.standard_normal(100)) * 5)
+    flat = [0.04 * (1 + 0.01 * generator.standard_normal()) for _ in range(150)]
+    assert losses(LossSpike(), [*falling, *flat]) == []
+    assert losses(LossSpike(), [*falling, *flat, 0.2, *flat]) == []
+    assert losses(LossSpike(), [*falling, *flat, 0.5, *flat]) == [(250, "warning")]
+    assert losses(LossSpike(undone=0.0), [*falling, *flat, 0.2, *flat]) == [(250, "warning")]
+
+
+def test_losses_of_both_signs_are_judged(generator: np.random.Generator) -> None:
+    values = list(0.1 * generator.standard_normal(300))
+    assert losses(LossSpike(), values) == []
+    assert losses(LossSpike(), [*values, 2.0]) == [(300, "warning")]
+    assert losses(LossSpike(), [-0.02, *np.linspace(0.1, 0.2, 20)]) == []
+
+
+def test_one_jump_does_not_hide_the_next(generator: np.random.Generator) -> None:
+    values = np.exp(0.01 * generator.standard_normal(120))
+    values[[60, 95]] = math.exp(0.1), math.exp(0.09)
+    assert losses(LossSpike(), values) == [(60, "warning"), (95, "warning")]
+
+
+def test_losses_that_vary_by_factors_are_in_order(generator: np.random.Generator) -> None:
+    assert losses(LossSpike(undone=0.0), np.exp(generator.standard_normal(500))) == []
+
+
+def test_a_loss_that_stays_up_is_critical_and_in_the_end_the_new_level_is_the_normal_one() -> None:
+    noise = [0.01 * math.sin(i) for i in range(2000)]
+    values = [1 + each for each in noise[:100]] + [5 + each for each in noise]
+    found = losses(LossSpike(), values)
+    assert found[:2] == [(100, "warning"), (104, "critical")]
+    assert found[2:] == []
+
+
+def test_a_jump_of_the_gradients_is_a_note_and_three_are_a_warning(generator: np.random.Generator) -> None:
+    norms = np.exp(0.1 * generator.standard_normal(100))
+    norms[[60, 70, 80]] = 30
+    steps = [step_of(number, {}, grad_norm=float(norm)) for number, norm in enumerate(norms)]
+    found = judge(steps, [GradientNormSpike()])
+    assert [(each.step, each.severity) for each in found] == [(60, "note"), (80, "warning")]
+    clipped = [step_of(number, {}, grad_norm=1.0 if number % 90 else 4.0) for number in range(200)]
+    assert judge(clipped, [GradientNormSpike()]) == []
+
+
+def relu(share: float, count: int = 200) -> torch.Tensor:
+    """16 channels, of which the first ones are dead."""
+    tensor = torch.randn(count, 16).clamp(min=0)
+    tensor[:, : int(16 * share)] = 0
+    return tensor
+
+
+def test_half_of_the_channels_may_be_dead_and_more_may_not() -> None:
+    assert told(DeadChannels(), ({("a", "output"): relu(0.5)} for _ in range(10))) == []
+    assert told(DeadChannels(), ({("a", "output"): relu(0.6)} for _ in range(10))) == [(4, "dead-channels")]
+    assert told(DeadChannels(), ({("a", "output"): relu(0.6, count=10)} for _ in range(10))) == []
+    assert told(DeadChannels(), ({("a", "output"): relu(0.6) - 1e-3} for _ in range(10))) == []
+    assert told(DeadChannels(), ({("a", "output"): -relu(0.6)} for _ in range(10))) == []
+
+
+def test_an_output_that_always_has_as_many_zeros_is_sparse_by_design() -> None:
+    def routed(seed: int) -> torch.Tensor:
+        """One of three experts a token; 13 others get none."""
+        chosen = torch.randint(3, (300,), generator=torch.Generator().manual_seed(seed))
+        return torch.nn.functional.one_hot(chosen, 16).float()
+
+    assert told(DeadChannels(), ({("a", "output"): routed(i)} for i in range(10))) == []
+
+
+def test_zeros_that_no_gradient_comes_back_to_are_a_mask_where_others_get_theirs() -> None:
+    zeros = {("a", "output"): torch.zeros(200, 16)}
+    assert told(DeadChannels(), [zeros] * 5) == [(4, "dead-channels")]
+    others = zeros | {("b", "output"): torch.randn(4, 4), ("b", "grad_output"): torch.randn(4, 4)}
+    assert told(DeadChannels(), [others] * 5) == []
+    assert told(DeadChannels(), [others | {("a", "grad_output"): torch.randn(200, 16)}] * 5) == [(4, "dead-channels")]
+
+
+def test_of_dead_outputs_that_follow_each_other_the_first_is_told() -> None:
+    outputs = [{("relu", "output"): relu(0.8), ("pool", "output"): relu(0.8)} for _ in range(5)]
+    found = judge([step_of(number, each) for number, each in enumerate(outputs)], [DeadChannels()])
+    assert [each.site for each in found] == [Site("relu", "output")]
+
+
+def bounded(of: torch.Tensor, count: int = 3) -> list[dict[tuple[str, str], torch.Tensor]]:
+    """Steps of an output with a gradient, and another one behind it."""
+    each = {("a", "output"): of, ("head", "output"): torch.randn(4, 4), ("a", "grad_output"): torch.ones_like(of)}
+    return [each] * count
+
+
+def test_tanh_and_sigmoid_are_saturated_at_their_ends() -> None:
+    wide, narrow = 1000 * torch.randn(200, 16), torch.randn(200, 16)
+    for ill in (wide.tanh(), wide.clamp(-80, 80).sigmoid(), (wide.abs() + 30).sigmoid()):
+        assert told(SaturatedChannels(row=3), bounded(ill)) == [(2, "saturated-channels")]
+        assert told(SaturatedChannels(row=4), bounded(ill)) == []
+    for healthy in (narrow.tanh(), (3 * narrow).sigmoid(), (1000 * narrow).softmax(-1).clamp(min=1e-30), narrow / 10):
+        assert told(SaturatedChannels(row=3), bounded(healthy)) == []
+
+
+def test_what_has_no_gradient_is_not_saturated_and_neither_is_the_answer() -> None:
+    ill = (1000 * torch.randn(200, 16)).tanh()
+    without = [{("a", "output"): ill, ("head", "output"): torch.randn(4, 4)}] * 3
+    assert told(SaturatedChannels(row=3), without) == []
+    last = [{("a", "output"): ill, ("a", "grad_output"): torch.ones_like(ill)}] * 3
+    assert told(SaturatedChannels(row=3), last) == []
+
+
+def test_massive_values_are_compared_with_the_median_of_those_that_are_not_zero() -> None:
+    half = torch.randn(1000, 32).clamp(min=0) * 30
+    assert told(MassiveActivations(), [{("a", "output"): half}] * 3) == []
+    one = half.clone()
+    one[0, 0] = 1e5
+    assert told(MassiveActivations(), [{("a", "output"): one}] * 3) == [(2, "massive-activations")]
+    assert told(MassiveActivations(), [{("a", "output"): one / 2000}] * 3) == []
+
+
+def test_an_outlier_channel_is_large_itself_and_dead_ones_do_not_make_one() -> None:
+    tensor = torch.randn(200, 64)
+    tensor[:, 3] *= 1e4
+    assert told(OutlierChannels(), [{("a", "output"): tensor}] * 3) == [(2, "outlier-channels")]
+    assert told(OutlierChannels(), [{("a", "output"): tensor / 1e4}] * 3) == []
+    assert told(OutlierChannels(), [{("a", "output"): tensor[:, :16]}] * 3) == []
+    tensor[:, 3], tensor[:, 4:] = 10, 0  # of 64, 60 are dead
+    assert told(OutlierChannels(), [{("a", "output"): tensor}] * 3) == []
+    many = torch.randn(200, 128)
+    many[:, :11] *= 300
+    assert told(OutlierChannels(), [{("a", "output"): many}] * 3) == [(2, "outlier-channels")]
+    many[:, 0] = 1
+    assert told(OutlierChannels(), [{("a", "output"): many}] * 3) == []
+
+
+def updates(weight: torch.Tensor, ratio: float, name: str = "weight") -> dict[tuple[str, str], torch.Tensor]:
+    return {(name, "param"): weight, (name, "param_update"): ratio * torch.ones_like(weight)}
+
+
+def test_biases_and_few_numbers_have_no_size_that_an_update_could_exceed() -> None:
+    weight = torch.ones(8, 16) + 1e-3 * torch.randn(8, 16)
+    assert told(UpdateRatio(), [updates(weight, 0.2)] * 10) == [(9, "update-ratio")]
+    assert told(UpdateRatio(), [updates(weight, 0.05)] * 20) == []
+    assert told(UpdateRatio(), [updates(weight, 0.2, "a.bias")] * 20) == []
+    assert told(UpdateRatio(), [updates(weight[0], 0.2)] * 20) == []
+
+
+@pytest.mark.parametrize("lr", [1e-5, 3e-6])
+def test_updates_of_bfloat16_parameters_with_float32_masters_are_not_overstated(lr: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    master = 0.02 * torch.randn(400_000, generator=generator)
+    update = lr * torch.randn(400_000, generator=generator)
+    seen = (master + update).bfloat16() - master.bfloat16()
+    step = {("weight", "param"): master.bfloat16()[None], ("weight", "param_update"): seen[None]}
+    (found,) = judge([step_of(0, step)], [UpdateRatio(ratio=0.0, row=1)])
+    true = (update.abs().mean() / master.abs().mean()).item()
+    assert found.value == pytest.approx(true, rel=0.02)
+    assert seen.float().square().mean().sqrt() > 2 * update.square().mean().sqrt()  # as the rms would have it
+
+
+def experts(counts: list[int], inside: str = "") -> dict[tuple[str, str], torch.Tensor]:
+    return {(f"moe.experts.{i}{inside}", "output"): torch.ones(count, 4) for i, count in enumerate(counts)}
+
+
+@pytest.mark.parametrize("inside", ["", ".down"])
+def test_the_load_of_experts_may_be_uneven_but_not_collapse(inside: str) -> None:
+    assert told(ExpertLoad(), [experts([40, 5, 5, 5, 5, 5, 5, 0], inside)] * 10) == []
+    assert told(ExpertLoad(), [experts([98, 1, 1, 0, 0, 0, 0, 0], inside)] * 10) == [(9, "expert-load")]
+    turns = [experts([100 if i == step % 8 else 0 for i in range(8)], inside) for step in range(10)]
+    assert told(ExpertLoad(), turns) == []
+
+
+def stream(sizes: list[float], inside: str = ".linear") -> dict[tuple[str, str], torch.Tensor]:
+    found = {}
+    for number, size in enumerate(sizes):
+        found[f"blocks.{number}{inside}", "output"] = torch.ones(4, 4)
+        found[f"blocks.{number}", "output"] = size * torch.ones(4, 4)
+    return found
+
+
+def test_a_stream_is_judged_behind_its_first_block_and_only_where_blocks_hold_others() -> None:
+    assert told(ResidualDrift(), [stream([0.001, 1, 2, 3])] * 5) == [(4, "residual-drift")]
+    assert told(ResidualDrift(), [stream([1, 1, 2, 3])] * 5) == []
+    assert told(ResidualDrift(), [stream([0.001, 1, 2])] * 5) == []
+    alone = {(f"{i}", "output"): 10.0**i * torch.ones(4, 4) for i in range(6)}
+    assert told(ResidualDrift(), [alone] * 5) == []
+    backwards = dict(reversed(stream([0.001, 1, 2, 3]).items()))
+    assert told(ResidualDrift(), [backwards] * 5) == []
+
+
+def test_gradients_that_all_fall_together_do_not_vanish() -> None:
+    def gradients(step: int, one: float = 1.0) -> dict[tuple[str, str], torch.Tensor]:
+        sizes = [math.exp(-step / 2)] * 4
+        sizes[1] *= one
+        return {(f"{i}", "grad_output"): size * torch.ones(4, 4) for i, size in enumerate(sizes)}
+
+    assert told(VanishingGradients(), [gradients(step) for step in range(60)]) == []
+    cut = [gradients(step, one=1.0 if step < 40 else 1e-6) for step in range(60)]
+    assert told(VanishingGradients(), cut) == [(44, "vanishing-gradients")]
+
+
+def test_a_window_keeps_the_last_values_of_each_site_and_what_is_silent_keeps_its_own() -> None:
+    window, pushed = Window(5, least=2), [[], [], []]
+    generator = np.random.default_rng(1)
+    for step in range(20):
+        sites = 2 if step < 3 else 3
+        values, chosen = generator.standard_normal(sites), generator.random(sites) < 0.6
+        window.push(values, chosen)
+        for i in np.flatnonzero(chosen):
+            pushed[i].append(values[i])
+        median = window.median(sites)
+        for i in range(sites):
+            last = sorted(pushed[i][-5:])
+            assert np.array_equal(median[i], last[(len(last) - 1) // 2] if len(last) >= 2 else np.nan, equal_nan=True)
+
+
+def test_a_streak_grows_while_a_site_is_ill_and_waits_while_it_is_not_judged() -> None:
+    streak = Streak()
+    assert streak.longer(np.array([True, False])).tolist() == [1, 0]
+    assert streak.longer(np.array([True, True, True]), np.array([False, True, True])).tolist() == [1, 1, 1]
+    assert streak.longer(np.array([True, False, True])).tolist() == [2, 0, 2]
+
+
+def test_the_course_of_positive_numbers_is_measured_in_logarithms() -> None:
+    course = Course(3)
+    for value in (100.0, 1.0, math.e, math.e**2):
+        course.push(value)
+    assert course.mean == pytest.approx(math.e)
+    assert course.limit(1.0) == pytest.approx(math.exp(1 + math.sqrt(2 / 3)))
+    course.push(-1.0)
+    assert course.mean == pytest.approx((math.e + math.e**2 - 1) / 3)
+
+
+def test_a_gradient_that_was_negligible_and_finds_its_size_does_not_explode() -> None:
+    def gradients(step: int, grown: float) -> dict[tuple[str, str], torch.Tensor]:
+        sizes = [1.0, 1e-3 if step < 30 else grown, 1.0]
+        return {(f"{i}", "grad_output"): size * torch.ones(4, 4) for i, size in enumerate(sizes)}
+
+    assert told(ExplodingGradients(), [gradients(step, 1.0) for step in range(40)]) == []
+    assert told(ExplodingGradients(), [gradients(step, 20.0) for step in range(40)]) == [(32, "exploding-gradients")]
