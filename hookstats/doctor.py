@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 EXTRAS = {
     "record": ("pyarrow", "record, load, show, compare, watch, report, recover"),
     "terminal": ("rich", "the screen of watch; without, it prints lines"),
+    "report": ("matplotlib", "hookstats.report.plot; the page needs record alone"),
     "pandas": ("pandas", "Snapshot.to_pandas"),
     "tensorboard": ("tensorboard", "hookstats.sinks.TensorBoard"),
     "wandb": ("wandb", "hookstats.sinks.Wandb"),
@@ -111,7 +112,7 @@ def _gpu(torch: Any, is_built: bool) -> list[Line]:
     if nvcc:
         return [*found, Line("ok", "nvcc", nvcc)]
     needed = any(line.state == "mend" for line in found)
-    wanted = f"conda install -c nvidia cuda-nvcc={torch.version.cuda}"
+    wanted = f"conda install -c nvidia cuda-toolkit={torch.version.cuda}"
     told = "none on PATH, nor in CUDA_HOME: GPU kernels cannot be built here"
     return [*found, Line("mend" if needed else "-", "nvcc", told, wanted if needed else "")]
 

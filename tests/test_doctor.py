@@ -175,8 +175,8 @@ def test_a_package_that_is_not_built_and_one_without_torch_are_mended(tmp_path: 
 def test_every_extra_that_a_user_chooses_is_looked_at() -> None:
     text = (ROOT / "pyproject.toml").read_text()
     section = text.partition("[project.optional-dependencies]\n")[2].partition("\n[")[0]
-    extras = dict(re.findall(r'^(\w+) = \["([\w-]+)', section, re.MULTILINE))
+    extras = dict(re.findall(r"^(\w+) = \[(.*)", section, re.MULTILINE))
     for_work_on_it = {"demo", "test", "bench", "docs", "dev", "sass"}
     assert set(extras) - for_work_on_it == set(doctor.EXTRAS)
     for extra, (module, _) in doctor.EXTRAS.items():
-        assert extras[extra].startswith(module)
+        assert f'"{module}' in extras[extra]

@@ -38,15 +38,15 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 WITHOUT_TORCH = {
     "__main__",
-    "terminal",
-    "numbers",
     "comparing",
-    "rules",
-    "_warn",
-    "__init__",
-    "sinks",
+    "numbers",
     "records",
     "report",
+    "rules",
+    "sinks",
+    "terminal",
+    "_warn",
+    "__init__",
 }
 
 

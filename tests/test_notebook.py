@@ -1,0 +1,99 @@
+"""What a notebook shows of a Snapshot and of a Run."""
+
+from __future__ import annotations
+
+from html.parser import HTMLParser
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import hookstats
+from hookstats import Snapshot
+
+
+class Page(HTMLParser):
+    """Tags, and the text of cells, row by row."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.rows: list[list[str]] = []
+        self.text = ""
+        self._in_cell = False
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        self.tags.add(tag)
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+            self._in_cell = True
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in ("td", "th"):
+            self._in_cell = False
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+        if self._in_cell:
+            self.rows[-1][-1] += data
+
+
+def measured(model: nn.Module, sinks: tuple[object, ...] = ()) -> Snapshot:
+    with hookstats.attach(model, every=1, tensors="output", sinks=sinks) as monitor:
+        model(torch.ones(3, 4))
+        monitor.step(loss=0.25)
+        return monitor.snapshot()
+
+
+def test_a_snapshot_shows_its_table() -> None:
+    snapshot = measured(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+    page = Page(snapshot._repr_html_())
+    words = [line.split() for line in snapshot.table().splitlines()]
+    assert [[cell for text in row for cell in text.split()] for row in page.rows] == [words[0], *words[2:]]
+    assert page.text.startswith("Step 0, loss 0.25")
+
+
+def test_names_are_text_and_rows_are_bounded() -> None:
+    model = nn.Sequential(*(nn.Identity() for _ in range(80)))
+    model.add_module("<script>alert(1)</script>\u202e&" + "x" * 5000, nn.Linear(4, 4))
+    model.add_module("last", nn.Linear(4, 4))
+    html = measured(model)._repr_html_()
+    page = Page(html)
+    assert page.tags <= {"div", "b", "table", "thead", "tbody", "tr", "th", "td"}
+    name = page.rows[1][0]
+    assert name.startswith("<script>alert(1)</script>\\u202e&xxx")
+    assert len(html) < 4000
+    many = nn.Sequential(*(nn.Linear(4, 4) for _ in range(100)))
+    page = Page(measured(many)._repr_html_())
+    assert len(page.rows) == 61
+    assert "40 more rows" in page.text
+
+
+def test_what_did_not_fire_is_said() -> None:
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = self.used(x)
+            return y
+
+    assert "did not fire: unused output" in Page(measured(Half())._repr_html_()).text
+
+
+def test_a_run_shows_its_attempts_and_findings(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    with torch.no_grad():
+        model[0].weight[0, 0] = float("nan")
+    measured(model, (hookstats.record(tmp_path / "<run>"),))
+    run = hookstats.load(tmp_path / "<run>")
+    page = Page(run._repr_html_())
+    assert page.tags <= {"div", "b", "table", "thead", "tbody", "tr", "th", "td"}
+    assert page.rows[1][:2] == ["1", "Sequential"]
+    assert page.rows[1][3:] == ["closed", "1", "0"]
+    assert run.findings
+    assert run.findings[0].sentence in page.text
