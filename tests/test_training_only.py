@@ -152,7 +152,7 @@ def test_detach_and_the_models_end_leave_nothing_behind() -> None:
     gc.collect()
     assert gone() is None
     assert _native.now.monitors == before
-    assert kept._store.flags.enabled.measures_now()  # asks no module that is gone
+    assert kept._binder.measures_now()  # asks no module that is gone
 
 
 def test_a_model_that_trains_in_evaluation_mode_is_told_why_nothing_comes() -> None:

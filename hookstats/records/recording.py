@@ -173,7 +173,12 @@ class Recording:
 
     def _start_writer(self, ring: Ring) -> None:
         self._judged_at_start = ring.judged
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "OMP_NUM_THREADS": "1",
+            "ARROW_DEFAULT_MEMORY_POOL": "system",  # and large pieces go back to the system when they are freed
+            "MALLOC_MMAP_THRESHOLD_": "262144",
+        }
         judges = json.dumps({"rules": self._rules, "sinks": self._sinks})
         arguments = [str(self._attempt), str(self._wake), judges]
         with open(self._folder / "writer.log", "ab") as log:

@@ -34,7 +34,7 @@ PART_BYTES = 64 << 20
 PART_SECONDS = 10.0
 _LOCK_SECONDS = 120.0
 KNOWN_LAYOUTS = 8
-_PAST = 200  # recorded steps from which the rules' windows are made again
+_FIRST, _LAST = 10, 200  # recorded steps from which the rules' windows are made again
 
 
 class Attempt:
@@ -220,9 +220,9 @@ def locked(folder: Path, seconds: float) -> Iterator[None]:
 
 
 def _past(folder: Path) -> Run:
-    """The last steps that were recorded."""
+    """The first steps that were recorded, from which some rules learn what is usual, and the last."""
     steps = Run(folder, None, None, None).steps
-    return Run(folder, None, slice(steps[-_PAST:][0], None) if steps else None, None)
+    return Run(folder, None, steps[:_FIRST] + steps[_FIRST:][-_LAST:], None)
 
 
 def drain_left(store: Store, folder: Path, before: int | None = None) -> list[int]:
