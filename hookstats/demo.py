@@ -1,7 +1,7 @@
 """The main job, end to end: a small CNN learns handwritten digits, every layer watched, forward and backward.
 
 Run by `make demo`. On a GPU if there is one. The run is recorded. Ends with the accuracy, the table, what hookstats
-cost, a picture, and with a weight that is poisoned with one NaN, to see what the rules say of it.
+cost, a weight that is poisoned with one NaN, to see what the rules say of it, a picture, and the run's report.
 """
 
 from __future__ import annotations
@@ -209,7 +209,10 @@ def main() -> None:
     path = arguments.output / "digits.png"
     picture(trained, path)
     print(f"\npicture: {path}")
-    print(f"record: {run}, {len(hookstats.load(run))} steps; in Python: hookstats.load({str(run)!r})")
+    page = arguments.output / "report.html"
+    hookstats.report.write(run, page)
+    print(f"record: {run}, {len(hookstats.load(run))} steps, to be read by hookstats.load({str(run)!r})")
+    print(f"report: {page}, to be opened in a browser")
     if [finding.site for finding in found] != [Site(layer, "output")]:
         sys.exit("hookstats: the demo named the wrong site")
 
