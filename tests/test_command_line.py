@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -80,6 +81,14 @@ def test_recover_says_what_was_left(runs: Path, capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().out == "rank=0: nothing was left\n"
 
 
+def test_report_writes_a_page_and_prints_its_path(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", str(runs / "a"), "-o", str(tmp_path / "a.html")]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'a.html'}\n"
+    assert "blocks.1.down" in (tmp_path / "a.html").read_text()
+
+
 def test_watch_prints_a_line_a_step_into_a_pipe_and_ends_with_the_run(runs: Path) -> None:
     done = command("watch", str(runs / "a"))
     assert done.returncode == 0, done.stderr
@@ -99,7 +108,7 @@ def test_watch_prints_a_line_a_step_into_a_pipe_and_ends_with_the_run(runs: Path
         (["compare", "RUNS/a", "RUNS/none"], "hookstats compare: .*none: expected the directory of a run"),
         (
             ["compare", "RUNS/a", "RUNS/b", "--dtype", "fp32"],
-            "hookstats compare: compare: dtype: expected one of float64",
+            "hookstats compare: dtype: expected one of float64",
         ),
         (["watch", "RUNS/none"], "hookstats watch: .*none: expected the directory of a run"),
         (["recover", "RUNS/none"], "hookstats recover: .*none: expected the directory of a run"),
@@ -108,8 +117,6 @@ def test_watch_prints_a_line_a_step_into_a_pipe_and_ends_with_the_run(runs: Path
 def test_errors_are_one_line_and_status_2(
     arguments: list[str], message: str, runs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import re
-
     assert main([argument.replace("RUNS", str(runs)) for argument in arguments]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
@@ -156,7 +163,7 @@ print([each for each in ("torch", "numpy", "pyarrow") if each in sys.modules])
 
 def test_no_command_but_doctor_imports_torch(runs: Path) -> None:
     a, b = str(runs / "a"), str(runs / "b")
-    for arguments in (["show", a], ["compare", a, b], ["watch", a], ["recover", a]):
+    for arguments in (["show", a], ["compare", a, b], ["watch", a], ["recover", a], ["report", a, "-o", f"{a}.html"]):
         code = f"""
 import sys
 from hookstats.__main__ import main

@@ -252,7 +252,7 @@ def test_the_rounding_of_values_is_within_what_is_allowed_and_a_shift_of_all_is_
     x = torch.randn(64, 512, dtype=torch.float64)
 
     def measured(values: torch.Tensor) -> Snapshot:
-        return Snapshot.from_dict(_one_site(hookstats.measure(values, histogram=None)))
+        return made(0, values)
 
     rounded = x.to(getattr(torch, dtype)).double()
     assert compare(measured(x), measured(rounded), dtype=dtype).first is None
@@ -261,15 +261,54 @@ def test_the_rounding_of_values_is_within_what_is_allowed_and_a_shift_of_all_is_
     assert compare(measured(x), measured(x * (1 + 40 * unit)), dtype=dtype).first is not None
 
 
-def _one_site(stats: hookstats.SiteStats) -> dict[str, Any]:
-    site = {"name": "x", "tensor": "output"}
-    return {
-        "version": 1,
-        "step": 0,
-        "scalars": {},
-        "grad_scale": None,
-        "overflowed": None,
-        "order": [["x", "output"]],
-        "skipped": [],
-        "sites": [site | stats._to_dict()],
-    }
+def made(step: int, *values: torch.Tensor) -> Snapshot:
+    """Sites "0", "1", ... with these values."""
+    stats = [hookstats.measure(each, histogram=None) for each in values]
+    return Snapshot.from_dict(
+        {
+            "version": 1,
+            "step": step,
+            "scalars": {},
+            "grad_scale": None,
+            "overflowed": None,
+            "order": [[str(i), "output"] for i in range(len(values))],
+            "skipped": [],
+            "sites": [{"name": str(i), "tensor": "output"} | each._to_dict() for i, each in enumerate(stats)],
+        }
+    )
+
+
+def test_the_first_site_is_named_whatever_differs_there() -> None:
+    x = torch.randn(64, 8)
+    poisoned = x.clone()
+    poisoned[0, 0] = float("inf")
+    found = compare(made(0, x, x, x), made(0, x, 1.01 * x, poisoned)).first
+    assert found is not None
+    assert (found.site.name, found.before) == ("1", 1)
+
+
+def test_later_steps_may_lie_further_apart_as_far_as_steps_explain() -> None:
+    x = torch.randn(64, 8, dtype=torch.float64)
+    allowed = float(
+        rounding.allowed_for_means(np.array([2.0**-24]), np.array([1]), np.array([64.0]))[0]  # of a channel
+    )
+
+    def parts(step: int, times: float) -> bool:
+        a, b = [made(0, x), made(step, x)], [made(0, x), made(step, x * (1 + times * allowed))]
+        return compare(a, b, dtype="float32").first is not None
+
+    assert compare([made(0, x)], [made(0, x * (1 + 5 * allowed))], dtype="float32").first is not None
+    assert not parts(1, 1.5)
+    assert parts(1, 100)
+    assert not parts(10, 15)
+    assert parts(10, 1000)
+
+
+def test_after_a_step_the_first_site_is_as_coarse_as_what_its_parameters_were_trained_by() -> None:
+    fine, coarse = torch.randn(64, 64), torch.randn(64, 64).bfloat16()
+    apart = fine * (1 + 1e-4)
+    now = compare([made(0, fine, coarse)], [made(0, apart, coarse)]).first
+    assert now is not None
+    assert now.unit == rounding.UNIT_ROUNDOFF["float32"]
+    a, b = [made(0, fine, coarse), made(1, fine, coarse)], [made(0, fine, coarse), made(1, apart, coarse)]
+    assert compare(a, b).first is None
