@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from hookstats.numbers.histogram import Histogram
     from hookstats.numbers.site_stats import SiteStats
     from hookstats.numbers.snapshot import ChannelValue, Snapshot
+    from hookstats.records.recording import record
     from hookstats.records.run import Run, load
+    from hookstats.records.writer import recover
     from hookstats.tools import edit
     from hookstats.tools.capture import Capture, Captured, capture
     from hookstats.tools.explain import Explanation, HookRow, explain

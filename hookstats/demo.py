@@ -179,8 +179,10 @@ def main() -> None:
     trainer = Trainer(model, train_images, train_labels)
     bins = ExponentBins(per_channel=True)
     run = arguments.output / "run"
-    sinks = [snapshots.append, hookstats.record(run)]
-    with hookstats.attach(model, every=1, histogram=bins, sinks=sinks, on_finding=None) as monitor:
+    recording = hookstats.record(run)
+    with hookstats.attach(
+        model, every=1, histogram=bins, sinks=[snapshots.append, recording], on_finding=None
+    ) as monitor:
         print(f"{monitor} on {device}; {len(train_labels)} images to train on, {len(test_labels)} held out")
         train(trainer, monitor, arguments.epochs)
         last = monitor.snapshot()  # waits for those that are still on their way

@@ -16,8 +16,11 @@ _LEVELS = {"note": logging.INFO, "warning": logging.WARNING, "critical": logging
 class Finding(Protocol):
     """What a rule says of a step, see hookstats.rules."""
 
-    severity: str
-    sentence: str
+    @property
+    def severity(self) -> str: ...
+
+    @property
+    def sentence(self) -> str: ...
 
 
 OnFinding: TypeAlias = Callable[[Any], object] | str | None
