@@ -15,6 +15,7 @@ from torch import nn
 
 import hookstats
 from benchmarks.interleaved import figures, interleaved, seconds
+from benchmarks.steps import PERIOD, SMALL, Trainer
 from hookstats import ExponentBins
 from hookstats.numbers.fields import Bins
 
@@ -95,3 +96,26 @@ def bench_step(benchmark: Any, name: str, directory: Path) -> None:
     run = hookstats.load(directory / "run")
     kept = sum(path.stat().st_size for path in (directory / "run").rglob("*.parquet"))
     benchmark.extra_info.update(contenders=found, steps=len(run), bytes_a_step=kept / len(run))
+
+
+def bench_training_beside_the_writer(benchmark: Any, directory: Path) -> None:
+    """Every tenth step is measured, eager, one thread; the writer has the other core."""
+    benchmark.group = "training step of a small Llama, every=10"
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    watched = Trainer(SMALL, "cpu", {})
+    recorded = Trainer(SMALL, "cpu", {"sinks": [hookstats.record(directory / "run")]})
+
+    def measured() -> list[dict[str, Any]]:
+        ways = {"watched": watched, "watched and recorded": recorded}
+        for trainer in ways.values():
+            trainer.timed(PERIOD)
+        turns = {name: lambda trainer=trainer: trainer.timed(PERIOD) for name, trainer in ways.items()}
+        return figures(interleaved(turns, 12), "watched")
+
+    found = benchmark.pedantic(measured)
+    for trainer in (watched, recorded):
+        assert trainer.monitor is not None
+        trainer.monitor.detach()
+    torch.set_num_threads(threads)
+    benchmark.extra_info.update(contenders=found, threads=1)
