@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -533,3 +534,47 @@ def test_a_recording_that_stopped_leaves_no_writer_behind(tmp_path: Path) -> Non
     assert rings(tmp_path / "run") == []
     with pytest.raises(OSError, match="descriptor"):
         os.fstat(recording._wake)
+
+
+def test_a_ring_of_another_machine_that_cannot_be_taken_up_stops_no_later_recording(tmp_path: Path) -> None:
+    """It came back to a machine on which an attempt had died before its writer began."""
+    recording = begun(tmp_path / "run")
+    take(recording, [0])
+    recording.close()
+    folder = tmp_path / "run" / "rank=0"
+    manifest = (folder / "manifest.json").read_bytes()
+    later = begun(tmp_path / "run")
+    number = later._attempt
+    later.close()
+    Ring.create(folder / "ring.0000", 1 << 16)
+    described = {"attempt": 0, "ring": str(folder / "ring.0000"), "host": socket.gethostname(), "pid": 1}
+    described |= {"started": -1, "settings": {"rank": 0}, "rules": []}
+    (folder / "ring.0000.json").write_text(json.dumps(described))
+    assert (folder / "manifest.json").read_bytes() == manifest
+    last = begun(tmp_path / "run")
+    assert last._attempt == number
+    take(last, [1])
+    last.close()
+    holds(tmp_path / "run", [0, 1])
+
+
+_FORKED = """
+import gc, mmap, os, sys
+from pathlib import Path
+from hookstats.records.ring import Ring
+ring = Ring.create(Path(sys.argv[1]), 1 << 22)
+child = os.fork()
+if child == 0:
+    others = [mmap.mmap(-1, 1 << 20) for _ in range(40)]
+    for other in others:
+        other[:] = b"x" * len(other)
+    del ring
+    gc.collect()
+    os._exit(sum(other[0] != 120 for other in others))
+print(os.waitpid(child, 0)[1])
+"""
+
+
+def test_a_worker_that_was_forked_may_forget_a_ring(tmp_path: Path) -> None:
+    """What it forgets is its own mapping, and nothing that lies there since."""
+    assert python(_FORKED, str(tmp_path / "ring")).split() == ["0"]

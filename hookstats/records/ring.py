@@ -63,8 +63,6 @@ class Ring:
                 raise RingError(f"{path}: expected a ring of more than {_HEADER} bytes, got {size}")
             self._memory = mmap.mmap(file.fileno(), size)
         self.path = path
-        if hasattr(mmap, "MADV_DONTFORK"):
-            self._memory.madvise(mmap.MADV_DONTFORK)  # a worker that is forked does not hold its pages
         self._words = np.frombuffer(self._memory, np.int64, len(_WORDS))
         self._data = np.frombuffer(self._memory, np.uint8, offset=_HEADER)
         if self._words[0] != _MAGIC or self._words[1] != len(self._data) or len(self._data) % 8:

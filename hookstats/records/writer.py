@@ -287,8 +287,12 @@ def run(folder: Path, number: int, wake: int, judges: Mapping[str, Any]) -> None
     try:
         with locked(folder, _LOCK_SECONDS):
             store = Store(folder)
-            with suppress(ValueError):  # of another machine, where it can be recovered
+            try:
                 drain_left(store, folder, number)
+            except ValueError as error:  # of another machine, where it can be recovered
+                print(error, file=sys.stderr)
+                store.close()
+                store = Store(folder)
             attempt = Attempt(store, folder, path, judges)
             if attempt.is_finished:
                 attempt.tidy()
