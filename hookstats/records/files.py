@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+# A directory that somebody else made may hold links to any file of this user's: none of them is written through.
+NO_LINK = os.O_CLOEXEC | os.O_NOFOLLOW
 TEMPORARY = ".tmp"  # behind a name; readers by glob (*.parquet) do not see it
 
 
@@ -15,7 +17,7 @@ class Output(io.RawIOBase):
 
     def __init__(self, path: Path) -> None:
         self._is_abandoned = False
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | NO_LINK, 0o666)
 
     def writable(self) -> bool:
         return True

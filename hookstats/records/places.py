@@ -29,9 +29,30 @@ def local_folder(folder: Path, attempt: int) -> Path:
     if not _kind_of_disk(folder).startswith(_FAR):
         return folder
     name = re.sub(r"\W+", "-", f"{folder}").strip("-")[-100:]
-    local = Path(tempfile.gettempdir()) / f"hookstats-{os.getuid()}" / f"{name}-{attempt:04d}"
-    local.mkdir(parents=True, exist_ok=True, mode=0o700)
+    ours = _ours()
+    ours.mkdir(exist_ok=True, mode=0o700)
+    if ours.is_symlink() or ours.stat().st_uid != os.getuid():
+        raise PermissionError(f"{ours}: expected a folder of this user's, got one that somebody else has made")
+    local = ours / f"{name}-{attempt:04d}"
+    local.mkdir(exist_ok=True, mode=0o700)
     return local
+
+
+def _ours() -> Path:
+    return Path(tempfile.gettempdir()) / f"hookstats-{os.getuid()}"
+
+
+def ring_of(folder: Path, attempt: int, told: str) -> Path:
+    """Where the ring of an attempt is now: in its folder, also if that was moved, or where `local_folder` puts it.
+
+    told: what its description says. ValueError for any other file: it may be another run's.
+    """
+    here, there = folder / f"{RING}{attempt:04d}", Path(told)
+    if here.exists() or not there.exists():
+        return here
+    if there.name != here.name or there.parent.parent != _ours() or ".." in there.parts:
+        raise ValueError(f"{folder}: expected the ring {here.name} in it, or in {_ours()}, got {told[:300]!r}")
+    return there
 
 
 def _kind_of_disk(folder: Path) -> str:
@@ -53,6 +74,7 @@ def _kind_of_disk(folder: Path) -> str:
 def started_at(pid: int) -> int | None:
     """When a process started, in ticks since the machine did, which tells it from a later one. None: it is gone."""
     try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+        told = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return None if told[0] in "ZX" else int(told[19])  # one that its parent has not asked for runs no more
     except (OSError, ValueError, IndexError):
         return None

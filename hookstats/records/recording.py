@@ -50,6 +50,7 @@ class Recording:
         self._ring_bytes = ring_bytes
         self._ring: Ring | None = None
         self._begun = False
+        self._left: list[Finding] = []  # found at the end, when the ring is gone
 
     def __repr__(self) -> str:
         return f"hookstats.record({str(self.path)!r})"
@@ -65,7 +66,7 @@ class Recording:
         self._folder = rank_folder(self.path, settings["rank"])
         self._folder.mkdir(parents=True, exist_ok=True)
         self._pid = os.getpid()
-        self._stopped = False
+        self._stopped = self._is_closed = False
         self._tell = WarnOnce()
         self._restarted = False
         self._layouts: dict[Layout, int] = {}
@@ -161,7 +162,7 @@ class Recording:
         if self._writer is None:
             return self._start_writer(ring)
         status = self._writer.poll()
-        if status is None:
+        if status is None or (status == 0 and ring.closed):  # all is done, and was seen between two looks
             return
         if ring.failed:
             raise OSError(ring.failure)
@@ -196,9 +197,14 @@ class Recording:
         """What the rules have found since the last call; one look at a word of memory where that is nothing."""
         ring = self._ring
         if ring is None or self._is_over():
-            return []
+            left, self._left = self._left, []
+            return left
         if ring.failed:
             self._stop(ring.failure)
+        return self._read_findings(ring)
+
+    def _read_findings(self, ring: Ring) -> list[Finding]:
+        """Those of this attempt: the file has those before it, too, on which their processes have acted."""
         size = ring.findings
         if size == self._findings_read:
             return []
@@ -207,7 +213,8 @@ class Recording:
                 file.seek(self._findings_read)
                 text = file.read(size - self._findings_read)
             self._findings_read = size
-            return [Finding.from_json(json.loads(line)) for line in text.splitlines()]
+            found = [Finding.from_json(json.loads(line)) for line in text.splitlines()]
+            return [finding for finding in found if finding.attempt == self._attempt]
         except (OSError, ValueError, KeyError, TypeError) as error:
             self._stop(f"{error!r}")
             return []
@@ -216,6 +223,8 @@ class Recording:
         """Until all that was taken is judged. TimeoutError; RuntimeError where recording has stopped."""
         end = time.monotonic() + timeout
         ring = self._ring
+        if ring is not None and os.getpid() != self._pid:  # its memory is not mapped in a process that was forked
+            raise RuntimeError(f"expected process {self._pid}, which records into {self.path}, got {os.getpid()}")
         while ring is not None and ring.judged < ring.written:
             if not self._is_over():
                 try:
@@ -230,8 +239,18 @@ class Recording:
 
     def close(self, timeout: float = 60) -> None:
         """Ends the recording: when it returns, everything is in the directory. A warning where that takes longer."""
-        if not self._begun or self._is_over():
+        if not self._begun or os.getpid() != self._pid:
             return
+        if not self._stopped:
+            self._finish(timeout)
+        self._stopped = True
+        if not self._is_closed:
+            self._is_closed = True
+            atexit.unregister(self._ended)
+            os.close(self._wake)
+            self._wait_for_writer(0)
+
+    def _finish(self, timeout: float) -> None:
         ring = self._ring
         self._ended()
         if ring is None:
@@ -251,9 +270,10 @@ class Recording:
             self._wait_for_writer(5)
             if ring is not None and self._writer is not None and self._writer.returncode:
                 self._stop(ring.failure or f"its writer ended with {self._writer.returncode}")
-        self._stopped = True
-        atexit.unregister(self._ended)
-        os.close(self._wake)
+        if ring is not None:
+            self._left = self._read_findings(ring)
+        if not self._stopped:
+            self._ring = None  # its file is gone, and now its room on the disk, too
 
     def _wait_for_writer(self, seconds: float) -> None:
         if self._writer is not None:
@@ -261,8 +281,8 @@ class Recording:
                 self._writer.wait(seconds)
 
     def _ended(self) -> None:
-        """No further step will come."""
-        if self._ring is not None and os.getpid() == self._pid and not self._stopped:
+        """No further step will come: the writer ends when the ring is empty."""
+        if self._ring is not None and os.getpid() == self._pid and not self._ring.failed:
             self._ring.closed = 1
             os.eventfd_write(self._wake, 1)
 
@@ -271,6 +291,8 @@ class Recording:
 
     def _stop(self, why: str) -> None:
         self._stopped = True
+        with suppress(OSError):
+            self._ended()
         self._tell("stop", f"recording into {self.path} stopped, training goes on: {why}")
 
 

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from hookstats.records.files import NO_LINK
+
 _MAGIC = 0x31_474E_4952_5348  # "HSRING1"
 _RECORD = 0x4452_4F43_4552  # before each record, and with its number behind it
 _HEADER = 4096  # words and the text of a failure; then the records
@@ -55,14 +57,12 @@ class Ring:
 
     def __init__(self, path: Path) -> None:
         """Maps a ring that `create` has made. RingError where it is none."""
-        with open(path, "r+b") as file:
+        with open(os.open(path, os.O_RDWR | NO_LINK), "r+b") as file:
             size = os.fstat(file.fileno()).st_size
             if not _HEADER < size <= MAX_BYTES:
                 raise RingError(f"{path}: expected a ring of more than {_HEADER} bytes, got {size}")
             self._memory = mmap.mmap(file.fileno(), size)
         self.path = path
-        if hasattr(mmap, "MADV_DONTFORK"):
-            self._memory.madvise(mmap.MADV_DONTFORK)  # a worker that is forked does not hold its pages
         self._words = np.frombuffer(self._memory, np.int64, len(_WORDS))
         self._data = np.frombuffer(self._memory, np.uint8, offset=_HEADER)
         if self._words[0] != _MAGIC or self._words[1] != len(self._data) or len(self._data) % 8:

@@ -19,6 +19,7 @@ import pyarrow as pa
 from hookstats.numbers.blocks import Drained
 from hookstats.numbers.fields import Counts
 from hookstats.records import encoding, files, manifest, merging
+from hookstats.records.errors import RunError
 from hookstats.records.manifest import Attempt, Manifest, Part
 from hookstats.records.parts import OpenPart
 from hookstats.records.schema import FLUSH, ROW_GROUP, SCHEMAS
@@ -62,6 +63,8 @@ class Store:
         self._open: dict[str, OpenPart] = {}
         for table in SCHEMAS:
             (directory / table).mkdir(parents=True, exist_ok=True)
+            if (directory / table).is_symlink():
+                raise RunError(f"{directory / table}: expected a folder, got a link to one")
         try:
             self._manifest = manifest.read(directory)
         except FileNotFoundError:

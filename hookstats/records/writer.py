@@ -17,13 +17,14 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from hookstats.numbers.blocks import Drained, Layout
 from hookstats.records import wire
-from hookstats.records.files import write_whole
-from hookstats.records.places import RING, descriptions, started_at
+from hookstats.records.files import NO_LINK, write_whole
+from hookstats.records.places import RING, descriptions, ring_of, started_at
 from hookstats.records.ring import Ring, RingError
 from hookstats.records.run import Run
 from hookstats.records.store import Store
@@ -57,7 +58,11 @@ class Attempt:
             raise ValueError(
                 f"{path}: expected a ring of this machine, got one of {described['host']}: recover it there"
             )
-        self.ring_path = Path(described["ring"])
+        self.ring_path = ring_of(folder, self.number, described["ring"])
+        if not self.ring_path.exists() and self.is_training():
+            raise RuntimeError(
+                f"{folder}: expected that training has ended, but process {self.pid} will record into it"
+            )
         self.ring = Ring(self.ring_path)
         self._store = store
         self._layouts_path = folder / f"{RING}{self.number:04d}.layouts"
@@ -107,7 +112,7 @@ class Attempt:
         """A step that an earlier writer had taken, but not committed, is not told once more."""
         if self._since is None:
             self._since = time.monotonic()
-        found = self._judge.judge(drained)
+        found = [replace(each, rank=self._rank, attempt=self.number) for each in self._judge.judge(drained)]
         if number >= self.ring.fed:
             self.ring.fed = number + 1
             found += self._feed(drained)
@@ -182,7 +187,8 @@ class Findings:
     """A file to which what was found is appended, a line each; the same line of an attempt once."""
 
     def __init__(self, path: Path) -> None:
-        self._file = open(path, "ab+")  # noqa: SIM115, for as long as this process lives
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | NO_LINK, 0o666)
+        self._file = open(descriptor, "ab+")  # noqa: SIM115, for as long as this process lives
         self._file.seek(0)
         text = self._file.read()
         self._file.truncate(text.rfind(b"\n") + 1)  # a line that is torn
@@ -204,7 +210,7 @@ class Findings:
 @contextmanager
 def locked(folder: Path, seconds: float) -> Iterator[None]:
     """One process at a time writes into a folder. TimeoutError where another one does for so long."""
-    with open(folder / "lock", "w") as file:
+    with open(os.open(folder / "lock", os.O_WRONLY | os.O_CREAT | NO_LINK, 0o666), "w") as file:
         end = time.monotonic() + seconds
         while True:
             try:
@@ -281,8 +287,12 @@ def run(folder: Path, number: int, wake: int, judges: Mapping[str, Any]) -> None
     try:
         with locked(folder, _LOCK_SECONDS):
             store = Store(folder)
-            with suppress(ValueError):  # of another machine, where it can be recovered
+            try:
                 drain_left(store, folder, number)
+            except ValueError as error:  # of another machine, where it can be recovered
+                print(error, file=sys.stderr)
+                store.close()
+                store = Store(folder)
             attempt = Attempt(store, folder, path, judges)
             if attempt.is_finished:
                 attempt.tidy()

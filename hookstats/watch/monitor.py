@@ -342,11 +342,13 @@ class Monitor:
             order.make_room_for_graphs()
         self._handles = []
         self._set_flags()
-        self._delivery.receive(wait=True)
-        if is_whole:
-            self._delivery.send_last(self._step, self._scalars({}))
-        self._store.clear()
-        self._judging.close(self._step)
+        try:
+            self._delivery.receive(wait=True)
+            if is_whole:
+                self._delivery.send_last(self._step, self._scalars({}))
+            self._store.clear()
+        finally:  # a device that has failed is not to keep what came before from being written
+            self._judging.close(self._step)
         self._delivery.raise_failure()
         self._judging.act()
 
