@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,8 +47,9 @@ class Recorder:
     def wait(self, timeout: float) -> None:
         self.waited.append(timeout)
 
-    def close(self) -> None:
+    def close(self, overhead: Mapping[str, float]) -> None:
         self.closed += 1
+        self.overhead = dict(overhead)
 
 
 def model() -> nn.Module:
@@ -78,6 +79,7 @@ def test_a_recorder_is_given_each_step_as_it_left_the_device_and_sinks_its_snaps
     assert [drained.step for drained in recorder.taken] == [0, 2, 4] == [snapshot.step for snapshot in snapshots]
     assert all(d.snapshot().equals(s) for d, s in zip(recorder.taken, snapshots, strict=True))
     assert recorder.closed == 1
+    assert recorder.overhead["measured_step"] > recorder.overhead["measured_host"] > 0
     assert {"rank", "world_size", "model", "every", "torch"} <= set(recorder.settings)
     assert (recorder.settings["rank"], recorder.settings["model"], recorder.settings["every"]) == (0, "Sequential", 2)
 
@@ -186,7 +188,7 @@ def test_a_recorder_that_fails_does_not_disturb_training() -> None:
         def take(self, drained: Drained) -> None:
             raise OSError("no disk")
 
-        def close(self) -> None:
+        def close(self, overhead: Mapping[str, float]) -> None:
             raise OSError("no disk at the end")
 
     monitor = hookstats.attach(net, every=1, sinks=[Bad(), snapshots.append])

@@ -167,6 +167,7 @@ def test_a_training_run_is_kept_and_read_without_torch(tmp_path: Path) -> None:
         train(net, monitor, 12)
     run = hookstats.load(tmp_path / "run")
     assert run.steps == list(range(12))
+    assert run.manifest["attempts"][0]["settings"]["overhead"]["measured_host"] > 0
     assert all(run[snapshot.step].equals(snapshot) for snapshot in snapshots)
     code = f"import hookstats, sys; print(len(hookstats.load({str(tmp_path / 'run')!r})), 'torch' in sys.modules)"
     assert python(code).split() == ["12", "False"]

@@ -237,11 +237,16 @@ class Recording:
                 raise TimeoutError(f"expected a verdict on every closed step within {timeout} s, got none of the last")
             time.sleep(0.002)
 
-    def close(self, timeout: float = 60) -> None:
-        """Ends the recording: when it returns, everything is in the directory. A warning where that takes longer."""
+    def close(self, overhead: Mapping[str, float] | None = None, timeout: float = 60) -> None:
+        """Ends the recording: when it returns, everything is in the directory. A warning where that takes longer.
+
+        overhead: in microseconds, what `Monitor.overhead` says; it is kept with the run.
+        """
         if not self._begun or os.getpid() != self._pid:
             return
         if not self._stopped:
+            if overhead is not None and self._ring is not None:
+                self._ring.write(wire.OVERHEAD, wire.of_overhead(overhead))
             self._finish(timeout)
         self._stopped = True
         if not self._is_closed:

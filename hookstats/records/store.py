@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -192,11 +192,17 @@ class Store:
         self._commit(replace(self._begun(), consumed=consumed))
 
     @_all_or_broken
-    def finish(self, attempt: int, how: str = "closed", dropped: int = 0) -> None:
-        """Commits, and the attempt has ended: "closed" or "died"; dropped: steps for which the ring had no room."""
+    def finish(
+        self, attempt: int, how: str = "closed", dropped: int = 0, told: Mapping[str, Any] | None = None
+    ) -> None:
+        """Commits, and the attempt has ended: "closed" or "died"; dropped: steps for which the ring had no room.
+
+        told: what else is to stand in its settings.
+        """
         if attempt != self._begun().attempt:
             raise ValueError(f"expected the attempt that was begun, {self._begun().attempt}; got {attempt}")
-        self._commit(replace(self._begun(), ended=how, dropped=dropped))
+        begun = self._begun()
+        self._commit(replace(begun, ended=how, dropped=dropped, settings={**begun.settings, **(told or {})}))
         self._attempt = None
 
     def _commit(self, attempt: Attempt) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,7 +14,7 @@ from hookstats.numbers.blocks import Drained, Layout
 from hookstats.numbers.fields import Site, Skipped
 from hookstats.records.ring import RingError
 
-LAYOUT, STEP = 1, 2  # kinds of records
+LAYOUT, STEP, OVERHEAD = 1, 2, 3  # kinds of records
 
 
 def of_layout(number: int, layout: Layout) -> list[NDArray[Any]]:
@@ -34,6 +35,18 @@ def of_step(drained: Drained, layout: int) -> list[NDArray[Any]]:
     text = _text(told)
     blocks = [block[:size] for block, size in zip(drained.blocks, drained.layout.sizes, strict=True)]
     return [np.array([len(text)], np.int64), text, drained.hidden.astype(np.int64), drained.readings, *blocks]
+
+
+def of_overhead(overhead: Mapping[str, float]) -> list[NDArray[Any]]:
+    return [_text({name: value for name, value in overhead.items() if math.isfinite(value)})]
+
+
+def overhead_from(text: bytes) -> dict[str, float]:
+    """What `of_overhead` made. RingError for anything else."""
+    try:
+        return {str(name): float(value) for name, value in json.loads(text).items()}
+    except (ValueError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+        raise RingError(f"expected what hookstats took, got {error!r}") from None
 
 
 def layout_from(text: bytes) -> tuple[int, Layout]:

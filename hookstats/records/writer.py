@@ -80,6 +80,7 @@ class Attempt:
         self._findings = Findings(folder / "findings.jsonl")
         self._judged = self.ring.judged  # what was found in these is told already
         self.ring.findings = self._findings.size
+        self._told: dict[str, Any] = {}  # at the end, for the settings
         self._since: float | None = None  # when the first step came that is not committed
 
     def is_training(self) -> bool:
@@ -100,6 +101,8 @@ class Attempt:
             came = True
             if record.kind == wire.LAYOUT:
                 self._layouts.add(record.payload.tobytes())
+            elif record.kind == wire.OVERHEAD:
+                self._told["overhead"] = wire.overhead_from(record.payload.tobytes())
             else:
                 self._take(record.number, wire.step_from(record.payload, self._layouts.known))
             self._position = record.end
@@ -148,7 +151,8 @@ class Attempt:
         for sink in self._sinks:
             with suppress(Exception):
                 sink.close()
-        self._store.finish(self.number, how or ("closed" if self.ring.closed else "died"), self.ring.dropped)
+        ended = how or ("closed" if self.ring.closed else "died")
+        self._store.finish(self.number, ended, self.ring.dropped, self._told)
         self.tidy()
 
     def tidy(self) -> None:

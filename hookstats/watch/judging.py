@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from hookstats._warn import WarnOnce
@@ -41,8 +41,8 @@ class Recorder(Protocol):
     def wait(self, timeout: float) -> None:
         """Until all that was taken is judged; TimeoutError."""
 
-    def close(self) -> None:
-        """At detach."""
+    def close(self, overhead: Mapping[str, float]) -> None:
+        """At detach. overhead: what `Monitor.overhead` says."""
 
 
 class FindingError(RuntimeError):
@@ -119,11 +119,11 @@ class Judging:
         for recorder in self._recorders:
             recorder.wait(timeout)
 
-    def close(self, step: int) -> None:
+    def close(self, step: int, overhead: Callable[[], Mapping[str, float]]) -> None:
         """Ends all recordings, and takes what they found at the end."""
         for recorder in self._recorders:
             try:
-                recorder.close()
+                recorder.close(overhead())
             except Exception as error:
                 self._warn_once(("close", id(recorder)), f"{recorder!r} could not be closed: {error!r}")
         self.look(step)
