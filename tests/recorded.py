@@ -127,4 +127,7 @@ def kill(pid: int) -> None:
     """It runs no more when this returns."""
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: started_at(pid) is None)
+    try:
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # of our own: until its last thread has ended
+    except ChildProcessError:
+        wait_for(lambda: started_at(pid) is None)
