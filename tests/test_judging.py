@@ -25,6 +25,8 @@ class Found:
 class Recorder:
     """Finds what `finds` says of the steps that it has taken, as soon as it is asked."""
 
+    every_rank = False
+
     def __init__(self, finds: Callable[[int], list[Found]] = lambda step: []) -> None:
         self.finds = finds
         self.settings: dict[str, Any] = {}

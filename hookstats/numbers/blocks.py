@@ -25,6 +25,7 @@ from hookstats.numbers.fields import (
     histogram_shape,
     total,
 )
+from hookstats.numbers.ranks import ALONE, Ranks, Spread
 from hookstats.numbers.snapshot import Snapshot
 
 COUNTERS = 2  # of a site: calls, and when the first of them came, on its device
@@ -160,6 +161,7 @@ class Drained:
         overflowed: bool | None,
         hidden: Sequence[bool] | Counts,
         readings: Sequence[int] | Counts,
+        ranks: Ranks = ALONE,
     ) -> None:
         """blocks: int64 arrays, in the order of the layout's.
 
@@ -175,10 +177,13 @@ class Drained:
         self.overflowed = overflowed
         self.hidden = np.asarray(hidden, bool)
         self.readings = np.asarray(readings, np.int64)
+        self.ranks = ranks
         self.skipped: dict[Site, Skipped] = {}
+        self.spread: dict[str, Spread] | None = None  # of statistics, over ranks: arrays over the columns' sites
 
     def snapshot(self) -> Snapshot:
-        return Snapshot(self.step, self.columns, self.scalars, self.grad_scale, self.overflowed, self.skipped)
+        scale, overflowed = self.grad_scale, self.overflowed
+        return Snapshot(self.step, self.columns, self.scalars, scale, overflowed, self.skipped, self.ranks, self.spread)
 
     @cached_property
     def columns(self) -> Columns:

@@ -40,7 +40,10 @@ class Recording:
         rules: Iterable[Rule | str] | None = None,
         sinks: Iterable[Any] = (),
         ring_bytes: int | None = None,
+        every_rank: bool = False,
     ) -> None:
+        if not isinstance(every_rank, bool):
+            raise TypeError(f"every_rank: expected True or False, got {every_rank!r}")
         if ring_bytes is not None and (not isinstance(ring_bytes, int) or ring_bytes < 1 << 16):
             raise ValueError(f"ring_bytes: expected at least {1 << 16} bytes, or None; got {ring_bytes!r}")
         self.path = Path(path).absolute()
@@ -48,6 +51,7 @@ class Recording:
         self._sinks = [_spec_of(sink) for sink in sinks]
         json.dumps([self._rules, self._sinks])  # TypeError for an argument that is nothing of JSON
         self._ring_bytes = ring_bytes
+        self.every_rank = every_rank
         self._ring: Ring | None = None
         self._begun = False
         self._left: list[Finding] = []  # found at the end, when the ring is gone
@@ -324,6 +328,7 @@ def record(
     rules: Iterable[Rule | str] | None = None,
     sinks: Iterable[Any] = (),
     ring_bytes: int | None = None,
+    every_rank: bool = False,
 ) -> Recording:
     """Keeps every measured step in a directory, and judges it: ``attach(model, sinks=[hookstats.record("runs/a")])``.
 
@@ -338,8 +343,11 @@ def record(
         sinks: file sinks of `hookstats.sinks`, that process feeds them. Others belong into ``attach(sinks=...)``.
         ring_bytes: room for steps on their way, on disk; a step that finds none is dropped and counted. None: 64 MB, or
             four times the first step.
+        every_rank: with ``attach(process_group=...)``. False: the first rank keeps what all ranks have together. True:
+            every rank keeps its own steps, in a folder of its own; ``hookstats.load(path, ranks="merged")`` merges them
+            afterwards. Without a process_group, every process keeps its own.
 
     Raises:
         ImportError: without pyarrow. TypeError, ValueError: for other rules, sinks or ring_bytes.
     """
-    return Recording(path, rules=rules, sinks=sinks, ring_bytes=ring_bytes)
+    return Recording(path, rules=rules, sinks=sinks, ring_bytes=ring_bytes, every_rank=every_rank)

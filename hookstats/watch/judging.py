@@ -28,7 +28,14 @@ OnFinding: TypeAlias = Callable[[Any], object] | str | None
 
 @runtime_checkable
 class Recorder(Protocol):
-    """A sink that is given steps as they left the device, and may judge them."""
+    """A sink that is given steps as they left the device, and may judge them.
+
+    ``every_rank``: with a process group, whether every rank gives it its own steps; else the first rank gives it those
+    of all ranks together.
+    """
+
+    @property
+    def every_rank(self) -> bool: ...
 
     def begin(self, settings: dict[str, Any]) -> None:
         """At attach. May raise."""
