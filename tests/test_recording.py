@@ -358,3 +358,19 @@ def test_findings_are_told_once_though_the_writer_died(tmp_path: Path) -> None:
         assert monitor.check() == before
     lines = (tmp_path / "run" / "rank=0" / "findings.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [finding.step for finding in before]
+
+
+def test_an_error_inside_of_a_monitor_ends_the_attempt_as_died_and_the_same_recording_begins_the_next(
+    tmp_path: Path,
+) -> None:
+    recording, net = hookstats.record(tmp_path / "run"), nn.Linear(4, 4)
+    with pytest.raises(ZeroDivisionError), hookstats.attach(net, every=1, sinks=recording) as monitor:
+        net(torch.randn(2, 4)).sum().backward()
+        monitor.step(7)
+        raise ZeroDivisionError
+    with hookstats.attach(net, every=1, sinks=recording) as monitor:
+        net(torch.randn(2, 4)).sum().backward()
+        monitor.step(8)
+    run = hookstats.load(tmp_path / "run")
+    assert run.steps == [7, 8]
+    assert [each["ended"] for each in run.manifest["attempts"]] == ["died", "closed"]

@@ -78,7 +78,7 @@ class Attached:
             self._scalars["lr"] = rate.detach().clone() if isinstance(rate, torch.Tensor) else rate
 
     def _close_step(self, number: int) -> Snapshot | None:
-        scalars = self._scalars
+        scalars = {name: self._scalars[name] for name in ("loss", "lr") if name in self._scalars}
         self._forget_step()
         return None if self.monitor is None else self.monitor.step(number, **scalars)
 

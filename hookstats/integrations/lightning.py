@@ -16,7 +16,7 @@ def _callbacks() -> list[type]:
     A Callback of the one is none of the other's.
     """
     names = ("lightning.pytorch", "pytorch_lightning")
-    found = [sys.modules[name] for name in names if name in sys.modules]
+    found = [sys.modules[name] for name in names if sys.modules.get(name) is not None]
     for name in names:
         try:
             found = found or [import_module(name)]
@@ -82,7 +82,7 @@ class HookStats(Attached, *_callbacks()):  # type: ignore[misc]
             self._close_step(number)
         self._end_batch()
 
-    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Behind a batch that ``on_train_batch_start`` of the module has refused, which has no end."""
         self._end_batch()
 
