@@ -15,7 +15,6 @@ import pytest
 import pytorch_lightning
 import torch
 from lightning.pytorch.plugins import MixedPrecision
-from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader, TensorDataset
@@ -219,9 +218,7 @@ def test_the_scaler_of_a_trainer_is_found(digits: TensorDataset, tmp_path: Path)
     assert {snapshot.grad_scale for snapshot in snapshots} == {1024.0}
 
 
-def test_a_run_that_is_resumed_goes_on_with_its_numbers_in_a_new_attempt(
-    digits: TensorDataset, tmp_path: Path
-) -> None:
+def test_a_run_that_is_resumed_goes_on_with_its_numbers_in_a_new_attempt(digits: TensorDataset, tmp_path: Path) -> None:
     """The second epoch is trained twice: as it goes on, and from the checkpoint between the two."""
     whole: list[Snapshot] = []
     saving = lightning.pytorch.callbacks.ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)

@@ -364,13 +364,17 @@ def test_an_error_inside_of_a_monitor_ends_the_attempt_as_died_and_the_same_reco
     tmp_path: Path,
 ) -> None:
     recording, net = hookstats.record(tmp_path / "run"), nn.Linear(4, 4)
-    with pytest.raises(ZeroDivisionError), hookstats.attach(net, every=1, sinks=recording) as monitor:
-        net(torch.randn(2, 4)).sum().backward()
-        monitor.step(7)
-        raise ZeroDivisionError
-    with hookstats.attach(net, every=1, sinks=recording) as monitor:
-        net(torch.randn(2, 4)).sum().backward()
-        monitor.step(8)
+
+    def train(step: int, fails: bool) -> None:
+        with hookstats.attach(net, every=1, sinks=recording) as monitor:
+            net(torch.randn(2, 4)).sum().backward()
+            monitor.step(step)
+            if fails:
+                raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        train(7, True)
+    train(8, False)
     run = hookstats.load(tmp_path / "run")
     assert run.steps == [7, 8]
     assert [each["ended"] for each in run.manifest["attempts"]] == ["died", "closed"]

@@ -81,8 +81,8 @@ class HookStats(Attached, TrainerCallback):  # type: ignore[misc]
         if self._before_clipping and not self._are_gradients_read:
             self._are_gradients_read = True  # said once
             _log.warning(
-                "before_clipping: expected that Trainer clips by accelerator.clip_grad_norm_, but it did not: gradients "
-                "of parameters are read as the optimizer gets them"
+                "before_clipping: expected that Trainer clips by accelerator.clip_grad_norm_, but it did not: parameters' "
+                "gradients are read as the optimizer gets them"
             )
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

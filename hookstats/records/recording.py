@@ -53,7 +53,7 @@ class Recording:
         self._ring_bytes = ring_bytes
         self.every_rank = every_rank
         self._ring: Ring | None = None
-        self._begun = False
+        self._begun = self._is_closed = False
         self._left: list[Finding] = []  # found at the end, when the ring is gone
 
     def __repr__(self) -> str:
