@@ -49,8 +49,9 @@ class Recorder:
     def wait(self, timeout: float) -> None:
         self.waited.append(timeout)
 
-    def close(self, overhead: Mapping[str, float]) -> None:
+    def close(self, overhead: Mapping[str, float], died: bool) -> None:
         self.closed += 1
+        self.died = died
         self.overhead = dict(overhead)
 
 
@@ -190,7 +191,7 @@ def test_a_recorder_that_fails_does_not_disturb_training() -> None:
         def take(self, drained: Drained) -> None:
             raise OSError("no disk")
 
-        def close(self, overhead: Mapping[str, float]) -> None:
+        def close(self, overhead: Mapping[str, float], died: bool) -> None:
             raise OSError("no disk at the end")
 
     monitor = hookstats.attach(net, every=1, sinks=[Bad(), snapshots.append])

@@ -388,3 +388,23 @@ def test_a_forked_process_that_trains_on_is_told_once_that_nothing_of_it_is_reco
     *told, end = python(_FORKED, str(tmp_path / "run")).splitlines()
     assert end == "1 [0, 3]"
     assert "was forked from process" in " ".join(told)
+
+
+def test_an_error_inside_of_a_monitor_ends_the_attempt_as_died_and_the_same_recording_begins_the_next(
+    tmp_path: Path,
+) -> None:
+    recording, net = hookstats.record(tmp_path / "run"), nn.Linear(4, 4)
+
+    def train(step: int, fails: bool) -> None:
+        with hookstats.attach(net, every=1, sinks=recording) as monitor:
+            net(torch.randn(2, 4)).sum().backward()
+            monitor.step(step)
+            if fails:
+                raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        train(7, True)
+    train(8, False)
+    run = hookstats.load(tmp_path / "run")
+    assert run.steps == [7, 8]
+    assert [each["ended"] for each in run.manifest["attempts"]] == ["died", "closed"]

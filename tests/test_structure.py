@@ -32,6 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "report": {"numbers", "records", "rules"},
     "__init__": {"_native", "comparing", "numbers", "records", "report", "rules", "sinks", "tools", "watch"},
     "demo": {"__init__"},
+    "integrations": {"__init__"},
     "terminal": {"numbers", "records", "rules"},
     "doctor": set(),
     "__main__": {"__init__", "doctor", "report", "terminal"},

@@ -31,7 +31,7 @@ from hookstats.records.places import (
     rank_folder,
     started_at,
 )
-from hookstats.records.ring import Ring
+from hookstats.records.ring import CLOSED, DIED, Ring
 from hookstats.rules import Finding, Rule, defaults, rule_to_json
 
 _LEAST_RING = 64 << 20
@@ -61,7 +61,7 @@ class Recording:
         self._ring_bytes = ring_bytes
         self.every_rank = every_rank
         self._ring: Ring | None = None
-        self._begun = False
+        self._begun = self._is_closed = False
         self._left: list[Finding] = []  # found at the end, when the ring is gone
 
     def __repr__(self) -> str:
@@ -73,14 +73,16 @@ class Recording:
         OSError where the directory cannot be written; RuntimeError where this recording was attached before, or a
         process that is alive records into the directory.
         """
-        if self._begun:
+        if self._begun and not self._is_closed:
             raise RuntimeError(f"expected a recording for each attach, got {self!r} twice: call hookstats.record again")
         self._folder = rank_folder(self.path, settings["rank"])
         self._folder.mkdir(parents=True, exist_ok=True)
         self._pid = os.getpid()
-        self._stopped = self._is_closed = False
+        self._stopped = self._is_closed = self._died = False
         self._tell = WarnOnce()
         self._restarted = False
+        self._ring = None
+        self._left = []
         self._layouts: dict[Layout, int] = {}
         self._layouts_sent = 0
         self._writer: subprocess.Popen[bytes] | None = None
@@ -256,13 +258,15 @@ class Recording:
                 raise TimeoutError(f"expected a verdict on every closed step within {timeout} s, got none of the last")
             time.sleep(0.002)
 
-    def close(self, overhead: Mapping[str, float] | None = None, timeout: float = 60) -> None:
+    def close(self, overhead: Mapping[str, float] | None = None, died: bool = False, timeout: float = 60) -> None:
         """Ends the recording: when it returns, everything is in the directory. A warning where that takes longer.
 
-        overhead: in microseconds, what `Monitor.overhead` says; it is kept with the run.
+        overhead: in microseconds, what `Monitor.overhead` says; it is kept with the run. died: an error ended
+        training, and the attempt has "died".
         """
         if not self._begun or os.getpid() != self._pid:
             return
+        self._died = died
         if not self._stopped:
             if overhead is not None and self._ring is not None:
                 self._ring.write(wire.OVERHEAD, wire.of_overhead(overhead))
@@ -308,7 +312,7 @@ class Recording:
     def _ended(self) -> None:
         """No further step will come: the writer ends when the ring is empty."""
         if self._ring is not None and os.getpid() == self._pid and not self._ring.failed:
-            self._ring.closed = 1
+            self._ring.closed = DIED if self._died else CLOSED
             os.eventfd_write(self._wake, 1)
 
     def _is_over(self) -> bool:

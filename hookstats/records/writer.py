@@ -24,7 +24,7 @@ from hookstats.numbers.blocks import Drained, Layout
 from hookstats.records import wire
 from hookstats.records.files import NO_LINK, write_whole
 from hookstats.records.places import RING, descriptions, is_of_this_machine, is_training, ring_of
-from hookstats.records.ring import Ring, RingError
+from hookstats.records.ring import CLOSED, Ring, RingError
 from hookstats.records.run import Run
 from hookstats.records.store import Store
 from hookstats.rules import Finding, Judge, is_ours, rule_from_json
@@ -151,7 +151,7 @@ class Attempt:
         for sink in self._sinks:
             with suppress(Exception):
                 sink.close()
-        ended = how or ("closed" if self.ring.closed else "died")
+        ended = how or ("closed" if self.ring.closed == CLOSED else "died")
         self._store.finish(self.number, ended, self.ring.dropped, self._told)
         self.tidy()
 

@@ -99,7 +99,7 @@ class Followed:
             return State("waiting", "nothing is recorded yet")
         last = self.manifest.attempts[-1]
         if last.ended == "died":
-            return State("died", "the training process died; all that it had measured is in the record")
+            return State("died", "training died; all that it had measured is in the record")
         dropped = f"; {last.dropped} steps found no room and are missing" if last.dropped else ""
         return State("ended", f"the run has ended{dropped}")
 

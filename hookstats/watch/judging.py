@@ -48,8 +48,8 @@ class Recorder(Protocol):
     def wait(self, timeout: float) -> None:
         """Until all that was taken is judged; TimeoutError."""
 
-    def close(self, overhead: Mapping[str, float]) -> None:
-        """At detach. overhead: what `Monitor.overhead` says."""
+    def close(self, overhead: Mapping[str, float], died: bool) -> None:
+        """At detach. overhead: what `Monitor.overhead` says; died: an error ended training."""
 
 
 class FindingError(RuntimeError):
@@ -126,11 +126,11 @@ class Judging:
         for recorder in self._recorders:
             recorder.wait(timeout)
 
-    def close(self, step: int, overhead: Callable[[], Mapping[str, float]]) -> None:
+    def close(self, step: int, overhead: Callable[[], Mapping[str, float]], died: bool) -> None:
         """Ends all recordings, and takes what they found at the end."""
         for recorder in self._recorders:
             try:
-                recorder.close(overhead())
+                recorder.close(overhead(), died)
             except Exception as error:
                 self._warn_once(("close", id(recorder)), f"{recorder!r} could not be closed: {error!r}")
         self.look(step)

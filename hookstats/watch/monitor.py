@@ -336,7 +336,8 @@ class Monitor:
         self._take_hooks_off()
         return self._delivery.fetch_all()
 
-    def _take_hooks_off(self) -> None:
+    def _take_hooks_off(self, died: bool = False) -> None:
+        """died: an error ended training."""
         for handle in self._handles:
             handle.remove()
         is_whole = bool(self._handles) and not self._stepped
@@ -356,7 +357,7 @@ class Monitor:
             self._delivery.close()
             self._store.clear()
         finally:  # a device that has failed is not to keep what came before from being written
-            self._judging.close(self._step, lambda: self.overhead()._asdict())
+            self._judging.close(self._step, lambda: self.overhead()._asdict(), died)
         self._delivery.raise_failure()
         self._judging.act()
 
@@ -366,7 +367,7 @@ class Monitor:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._take_hooks_off()  # what has not been fetched can still be
+        self._take_hooks_off(died=kind is not None)  # what has not been fetched can still be
 
     def __repr__(self) -> str:
         state = f"step {self._step}" if self._handles else "detached"
