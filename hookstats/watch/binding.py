@@ -23,7 +23,7 @@ from hookstats.watch.hooks import Hook, InputHook, SiteSpec
 from hookstats.watch.ignoring import Ignoring, rows_on
 from hookstats.watch.memory import Entry, Rows, SiteState, Store, accumulate, is_capturing
 from hookstats.watch.skipping import Captured, Skipping
-from hookstats.watch.wrappers import is_a_mere_shape, is_wrapper, part_here
+from hookstats.watch.wrappers import is_a_mere_shape, is_wrapper, note_sharding, part_here
 
 _HOST = torch.device("cpu")
 MOST_PARTS = 128  # of one module's container; 64 layers' keys and values are as many
@@ -166,24 +166,32 @@ class SiteBinder:
 
     def _measure_wrapped(self, hook: Hook, tensor: torch.Tensor) -> None:
         """By operators: a wrapper knows how to hand its data to one, or waits for them first."""
-        part = part_here(tensor)
+        part, spec = part_here(tensor), hook.spec
         if part.numel() == 0:
             return
         with self._store.lock:  # no other thread moves the site in between
             self._bind(hook, part)
             output, gradient = hook.output, hook.gradient
+            measured, its_gradient = (spec.entries.get(kind or "") for kind in spec.kinds)
+            dim = spec.dim_for(part.dim()) or 0
+            if measured is not None:
+                note_sharding(measured, tensor, dim, self._store.clears)
         rows = rows_on(part.device, self.ignoring.number)
         if output is not None:
             accumulate(part, output, skip_recomputation=True, rows=rows)
         if gradient is not None and tensor.requires_grad and not tensor.is_leaf:
-            tensor.register_hook(functools.partial(self._measure_wrapped_gradient, gradient, rows))
+            tensor.register_hook(functools.partial(self._measure_wrapped_gradient, its_gradient, dim, gradient, rows))
 
-    def _measure_wrapped_gradient(self, state: SiteState, rows: Rows | None, gradient: torch.Tensor) -> None:
+    def _measure_wrapped_gradient(
+        self, entry: Entry, dim: int, state: SiteState, rows: Rows | None, gradient: torch.Tensor
+    ) -> None:
         """Inside backward: what goes wrong is told when the step is closed."""
         if not self._store.flags.is_open():
             return
         try:
-            accumulate(part_here(gradient), state, rows=rows)
+            part = part_here(gradient)
+            note_sharding(entry, gradient, dim, self._store.clears)
+            accumulate(part, state, rows=rows)
         except Exception as error:
             if state.strict:
                 raise
