@@ -38,11 +38,11 @@ def axes_of(mesh: DeviceMesh) -> tuple[Axis, ...] | None:
     if here is None:
         return None
     names = mesh.mesh_dim_names or [f"dim{i}" for i in range(mesh.ndim)]
-    ranks = mesh.mesh
-    return tuple(
-        Axis(name, tuple(ranks[(*here[:i], slice(None), *here[i + 1 :])].tolist()), here[i])
-        for i, name in enumerate(names)
-    )
+    found = []
+    for i, name in enumerate(names):
+        through: Any = tuple(slice(None) if j == i else coordinate for j, coordinate in enumerate(here))
+        found.append(Axis(name, tuple(mesh.mesh[through].tolist()), here[i]))
+    return tuple(found)
 
 
 def group_of(process_group: Any) -> Group:
@@ -80,7 +80,7 @@ def checked_placements(placements: Any, group: Group, names: Iterable[str]) -> W
 
     Raises:
         TypeError, ValueError: for anything but ``{glob: Placement, or a tuple of them}``, one for each dimension of the
-            DeviceMesh that is the group, one for a ProcessGroup; for a glob that matches none of the names; for Partial.
+            DeviceMesh that is the group, else one; for a glob that matches none of the names; for Partial.
     """
     if placements is None:
         return {}
@@ -99,7 +99,7 @@ def checked_placements(placements: Any, group: Group, names: Iterable[str]) -> W
                     f"placements: {glob!r}: expected Shard(dim) or Replicate() of torch.distributed.tensor, got {one!r}"
                 )
             if one.is_partial():
-                raise ValueError(f"placements: {glob!r}: expected Shard(dim) or Replicate(), got {one}: a summand alone")
+                raise ValueError(f"placements: {glob!r}: expected Shard(dim) or Replicate(), got {one}")
         if len(each) != len(group.axes):
             dims = ", ".join(axis.name for axis in group.axes)
             expected = f"one for each dimension of the DeviceMesh ({dims})" if len(group.axes) > 1 else "one placement"

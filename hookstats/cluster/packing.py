@@ -54,7 +54,7 @@ class _Plan:
         self._layout = layout
         self._rank = rank
         parts = [row.parts[-1] for row in layout.rows]
-        self._place = np.array([agreement.place[row.site] for row in layout.rows], np.int64)  # of each row
+        self._place = np.array([agreement.place[row.site] for row in table.rows], np.int64)  # of each row
         rows = [agreement.rows[i] for i in self._place.tolist()]
         self._counts = np.array(
             [piece.counts and agreement.counts(row, rank) for row, piece in zip(table.rows, pieces, strict=True)], bool

@@ -2,8 +2,8 @@
 
 A placement holds along one axis of a mesh. Shard of the channels puts the ranks' channels side by side; Shard of
 another dimension merges their values; Replicate lets one rank count. Plain tensors: activations of all ranks count,
-plain parameters are the same on all. Under tensor parallelism a plain activation may be any of these: where its module's
-own weight does not tell, and the user does not, it is kept apart for each coordinate, never counted twice.
+plain parameters are the same on all. Under tensor parallelism a plain activation may be any of these: where its
+module's own weight does not tell, and the user does not, it is kept apart for each coordinate, never counted twice.
 """
 
 from __future__ import annotations
@@ -11,29 +11,23 @@ from __future__ import annotations
 import itertools
 import math
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement
+from torch.nn.parallel import DistributedDataParallel
 
 from hookstats._warn import WarnOnce
 from hookstats.cluster.groups import Axis, Group, Wanted, axes_of
-from hookstats.cluster.table import Piece, Placed, Placing, whole
+from hookstats.cluster.table import Piece, Placed, Placing, Replicas, whole
 from hookstats.modules.channels import input_channels, natural_channels
 from hookstats.modules.selection import clean_names, matches
-from hookstats.modules.sharding import Sharding
+from hookstats.modules.sharding import Held, Sharding
 from hookstats.numbers import blocks
 from hookstats.numbers.fields import Site
-
-
-class Held(NamedTuple):
-    """What is remembered of a site, whatever of it leaves the device with a step."""
-
-    channels: int | None  # of this rank's part; None: totals alone
-    sharding: Sharding | None  # of the DTensor that it was; None: a plain tensor
 
 
 class Lies(NamedTuple):
@@ -119,13 +113,13 @@ class Placements:
         found = [each for glob, each in self._wanted.items() if matches(name, [glob])]
         return found[-1] if found else None
 
-    def tell_of_what_is_apart(self, site: Site, why: str) -> None:
+    def tell_of_what_is_apart(self, site: Site, merged_as: Site, why: str) -> None:
         """Once for each reason."""
         self._warn_once(
             ("apart", why),
-            f"{why}: {site} and others are merged for each of these ranks apart. Say how such tensors are placed: "
-            "placements={glob: Shard(-1)} for a part of the channels, Shard(0) or Shard(-2) for other rows, Replicate() "
-            "for the same values; with a DeviceMesh as process_group=, one for each of its dimensions",
+            f"{why}: such tensors are kept apart, {site} as {merged_as}. Say how they are placed: placements={{glob: "
+            "Shard(-1)} for a part of the channels, Shard(0) or Shard(-2) for a part of the rows, Replicate() for the "
+            "same values; one for each dimension of a DeviceMesh that is process_group=",
         )
 
     def is_lowest(self, axes: Sequence[Axis]) -> bool:
@@ -139,6 +133,7 @@ class _Placing:
     def __init__(self, of: Placements, model: nn.Module | None, held: dict[Site, Held]) -> None:
         self._of = of
         self._held = held
+        self._model = model
         self._modules = {} if model is None else clean_names(model)
         self._parallel = self._tensor_parallel_axes()
 
@@ -156,13 +151,14 @@ class _Placing:
     def _of_dtensor(self, row: blocks.Row, sharding: Sharding, channels: int | None) -> Placed:
         axes = self._of.axes_of(sharding.mesh)
         ranks = self._of.ranks & set(sharding.mesh.mesh.flatten().tolist())
-        replicas = min(ranks) if row.is_parameter and ranks else "each"
+        replicas: Replicas = min(ranks) if row.is_parameter and ranks else "each"
         if axes is None:  # a mesh without this rank
             return Placed(sharding.channels, replicas, Piece(counts=False, leads=False))
         cuts = cuts_of(axes, sharding.placements, sharding.dim)
         lies = None if cuts is None else part_of(sharding.channels, cuts, self._of.ranks)
         if lies is None or (lies.size and channels not in (None, lies.size)):
-            return self._apart(row, "rank", dist.get_rank(), f"the channels of {sharding} do not lie side by side")
+            why = f"the channels of a DTensor that is placed {sharding} do not lie side by side"
+            return self._along(row, whole(row), [Axis("rank", self._of.group.ranks, dist.get_rank())], why)
         replicated = [axis for axis, each in zip(axes, sharding.placements, strict=True) if each.is_replicate()]
         counts = lies.size > 0 and self._of.is_lowest(replicated)
         piece = Piece(lies.offset if lies.size else 0, counts, self._of.is_lowest(axes))
@@ -178,7 +174,7 @@ class _Placing:
             if placement.is_replicate():
                 counts &= axis.coordinate == 0
             elif channels is not None:
-                is_of_channels = self._is_of_channels(row, placement.dim)
+                is_of_channels = self._is_of_channels(row, getattr(placement, "dim", 0))
                 if is_of_channels is None:
                     apart.append(axis)
                 elif is_of_channels:
@@ -232,14 +228,15 @@ class _Placing:
                     return lies, cuts
         return None
 
-    def _along(self, row: blocks.Row, placed: Placed, axes: Sequence[Axis]) -> Placed:
+    def _along(self, row: blocks.Row, placed: Placed, axes: Sequence[Axis], why: str = "") -> Placed:
         """Apart for each coordinate along these axes."""
         if not axes:
             return placed
         names = ", ".join(repr(axis.name) for axis in axes)
-        self._of.tell_of_what_is_apart(row.site, f"how plain tensors lie along {names} is not known")
         told = ",".join(f"{axis.name}={axis.coordinate}" for axis in axes)
-        return placed._replace(site=Site(row.site.name, f"{row.site.tensor}[{told}]"))
+        site = Site(row.site.name, f"{row.site.tensor}[{told}]")
+        self._of.tell_of_what_is_apart(row.site, site, why or f"how plain tensors lie along {names} is not known")
+        return placed._replace(site=site)
 
     def _tensor_parallel_axes(self) -> list[Axis]:
         """Along which DTensor parameters lie, and not data parallel ranks: these may hold the same activations.
@@ -247,24 +244,27 @@ class _Placing:
         What FSDP and DDP have made data parallel is known by its ranks; along an axis inside of these, as that of
         experts, batches differ.
         """
-        data_parallel = _data_parallel_ranks(self._modules.values())
+        data_parallel = [] if self._model is None else _data_parallel_ranks(self._model)
         found: dict[tuple[int, ...], Axis] = {}
         for module in self._modules.values():
             for parameter in module._parameters.values():
-                axes = self._of.axes_of(parameter.device_mesh) if isinstance(parameter, DTensor) else None
-                for axis in axes or ():
+                of_mesh = self._of.axes_of(parameter.device_mesh) if isinstance(parameter, DTensor) else None
+                axes: tuple[Axis, ...] = of_mesh or ()
+                for axis in axes:
                     is_merged = len(_members(axis, self._of.ranks)) > 1
                     if is_merged and not any(ranks.issuperset(axis.ranks) for ranks in data_parallel):
                         found.setdefault(axis.ranks, axis)
         return list(found.values())
 
 
-def _data_parallel_ranks(modules: Iterable[nn.Module]) -> list[set[int]]:
+def _data_parallel_ranks(model: nn.Module) -> list[set[int]]:
     """The ranks, this one among them, over which FSDP shards or DDP replicates: each has other batches."""
     found: dict[tuple[int, ...], None] = {}
-    for module in modules:
+    for module in model.modules():
         if isinstance(module, FSDPModule):
             found |= dict.fromkeys(_ranks_of_fsdp(module))
+        elif isinstance(module, DistributedDataParallel):
+            found[tuple(dist.get_process_group_ranks(module.process_group))] = None
     return [set(ranks) for ranks in found]
 
 

@@ -53,6 +53,7 @@ class Placed(NamedTuple):
     channels: int  # of the whole
     replicas: Replicas
     piece: Piece
+    site: Site | None = None  # under which it is merged, if not its own: apart from other ranks' tensors
 
 
 Placing: TypeAlias = Callable[[blocks.Row], Placed]
@@ -192,7 +193,7 @@ class Tables:
         placed = [_placed(row, placing) for row in layout.rows]
         rows = tuple(
             Row(
-                row.site,
+                place.site or row.site,
                 place.channels,
                 counters_of(layout.bins, place.channels) if row.parts[-1].bins else 0,
                 row.keep_channels,

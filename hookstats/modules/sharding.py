@@ -19,6 +19,13 @@ class Sharding(NamedTuple):
         return f"({', '.join(map(str, self.placements))})"
 
 
+class Held(NamedTuple):
+    """What is remembered of a site, whatever of it leaves the device with a step."""
+
+    channels: int | None  # of this process's part; None: totals alone
+    sharding: Sharding | None  # of the DTensor that it was; None: a plain tensor
+
+
 def is_dtensor(tensor: object) -> bool:
     """Without importing torch.distributed.tensor, which takes its time where nobody uses it."""
     return isinstance(tensor, torch.Tensor) and hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")

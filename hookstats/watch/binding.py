@@ -166,31 +166,28 @@ class SiteBinder:
 
     def _measure_wrapped(self, hook: Hook, tensor: torch.Tensor) -> None:
         """By operators: a wrapper knows how to hand its data to one, or waits for them first."""
-        part, spec = part_here(tensor), hook.spec
+        part = part_here(tensor)
         if part.numel() == 0:
             return
         with self._store.lock:  # no other thread moves the site in between
             self._bind(hook, part)
             output, gradient = hook.output, hook.gradient
-            measured, its_gradient = (spec.entries.get(kind or "") for kind in spec.kinds)
-            dim = spec.dim_for(part.dim()) or 0
-            if measured is not None:
-                note_sharding(measured, tensor, dim, self._store.clears)
+            note_sharding(hook.spec, hook.spec.kinds[0], tensor, self._store.clears)
         rows = rows_on(part.device, self.ignoring.number)
         if output is not None:
             accumulate(part, output, skip_recomputation=True, rows=rows)
         if gradient is not None and tensor.requires_grad and not tensor.is_leaf:
-            tensor.register_hook(functools.partial(self._measure_wrapped_gradient, its_gradient, dim, gradient, rows))
+            tensor.register_hook(functools.partial(self._measure_wrapped_gradient, hook.spec, gradient, rows))
 
     def _measure_wrapped_gradient(
-        self, entry: Entry, dim: int, state: SiteState, rows: Rows | None, gradient: torch.Tensor
+        self, spec: SiteSpec, state: SiteState, rows: Rows | None, gradient: torch.Tensor
     ) -> None:
         """Inside backward: what goes wrong is told when the step is closed."""
         if not self._store.flags.is_open():
             return
         try:
             part = part_here(gradient)
-            note_sharding(entry, gradient, dim, self._store.clears)
+            note_sharding(spec, spec.kinds[1], gradient, self._store.clears)
             accumulate(part, state, rows=rows)
         except Exception as error:
             if state.strict:

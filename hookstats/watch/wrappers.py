@@ -6,7 +6,8 @@ import torch
 
 from hookstats import _native
 from hookstats.modules.sharding import is_dtensor, sharding_of, unreduced
-from hookstats.watch.memory import Entry, local_part
+from hookstats.watch.hooks import SiteSpec
+from hookstats.watch.memory import local_part
 
 
 def is_a_mere_shape(tensor: torch.Tensor) -> bool:
@@ -32,14 +33,18 @@ def part_here(tensor: torch.Tensor) -> torch.Tensor:
     return local_part(tensor)
 
 
-def note_sharding(entry: Entry, tensor: torch.Tensor, dim: int, clears: int) -> None:
-    """The site remembers where a tensor lies that is measured now. dim: of its channels. clears: `Store.clears`.
+def note_sharding(spec: SiteSpec, kind: str | None, tensor: torch.Tensor, clears: int) -> None:
+    """A site remembers where the tensor lies of which it measures a part now. clears: `Store.clears`.
 
-    TypeError for a DTensor that lies elsewhere than one before it in the same step: their values belong to different
-    parts of the whole, and could not be told apart.
+    TypeError for one that lies elsewhere than one before it in the same step: their values belong to different parts of
+    the whole, and could not be told apart.
     """
-    sharding = sharding_of(tensor, dim) if is_dtensor(tensor) else None
+    entry = None if kind is None else spec.entries[kind]
+    if entry is None:
+        return
+    sharding = sharding_of(tensor, spec.dim_for(tensor.dim()) or 0) if is_dtensor(tensor) else None
     before, entry.sharded_in = (entry.sharding if entry.sharded_in == clears else sharding), clears
     if (sharding is None) != (before is None) or (sharding and before and sharding[:2] != before[:2]):
         raise TypeError(f"expected a tensor placed as the one before it in this step, {before}, got {sharding}")
-    entry.sharding = sharding
+    if sharding != entry.sharding:
+        entry.sharding = sharding
