@@ -34,8 +34,8 @@ class Agreement:
     """
 
     def __init__(self, tables: Sequence[tuple[int, Table]]) -> None:
-        """tables: each with the lowest rank that has it, by that rank."""
-        self.first_rank = min(rank for rank, _ in tables)
+        """tables: each with the lowest rank that has it, in the order of these."""
+        self.first_rank = tables[0][0]
         self.notes: list[str] = []
         bins = {table.bins for _, table in tables}
         self.bins: Bins | None = bins.pop() if len(bins) == 1 else None
@@ -52,7 +52,7 @@ class Agreement:
         self._owners = {site: _owner(each) for site, each in same.items()}
         self.rows = tuple(self._merged([row for _, row in each]) for each in same.values())
         if self.unlike:
-            self.notes.append(f"ranks have other channels of {_some(self.unlike)}: merged as totals")
+            self.notes.append(f"not all ranks have the same channels of {_some(self.unlike)}: merged as totals")
         unmeasured = dict.fromkeys(site for _, table in tables for site in table.unmeasured if site not in same)
         self.sites = (*same, *unmeasured)
         self._fit()
@@ -64,29 +64,28 @@ class Agreement:
         wide = [row for row in rows if not row.is_narrow] or rows
         dims = {row.channel_dim for row in wide} - {None}
         has_histogram = self.bins is not None and all(row.counters for row in rows)
-        row = first._replace(
+        merged = first._replace(
             channels=wide[0].channels,
+            counters=counters_of(self.bins, wide[0].channels) if has_histogram else 0,
             keep_channels=all(row.keep_channels for row in wide),
-            channel_dim=dims.pop() if len(dims) == 1 else None,
+            channel_dim=next(iter(dims)) if len(dims) == 1 else None,
             is_parameter=any(row.is_parameter for row in rows),
         )
-        row = row._replace(counters=counters_of(self.bins, row.channels) if has_histogram else 0)
-        if dims or len({row.channels for row in wide}) > 1:
-            self.unlike.append(row.site)
-            row = _total(row, self.bins)
-        return row
+        if len(dims) < 2 and len({row.channels for row in wide}) == 1:
+            return merged
+        self.unlike.append(first.site)
+        return _total(merged, self.bins)
 
     def _fit(self) -> None:
         """Leaves out what would take more than the budget."""
-        if self.bytes > self.budget:
-            self.notes.append(
-                f"all ranks' channels together would take {self.bytes} bytes on each rank, more than {self.budget}: "
-                "merged as totals"
-            )
+        size, wide = self.bytes, any(row.channels > 1 for row in self.rows)
+        if size > self.budget and wide:
             self.rows = tuple(_total(row, self.bins) for row in self.rows)
-        if self.bytes > self.budget and any(row.counters for row in self.rows):
-            self.notes.append(f"the histograms would still take {self.bytes} bytes: not merged")
+            self.notes.append(f"channels of all ranks would take {size} bytes, {self.budget} at most: merged as totals")
+        size, has_histograms = self.bytes, any(row.counters for row in self.rows)
+        if size > self.budget and has_histograms:
             self.rows = tuple(row._replace(counters=0) for row in self.rows)
+            self.notes.append(f"histograms of all sites would take {size} bytes, {self.budget} at most: not merged")
 
     @property
     def bytes(self) -> int:

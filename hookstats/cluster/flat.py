@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from hookstats.numbers.fields import FIELDS, Array, Counts, smaller, together
+from hookstats.numbers.fields import FIELDS, Array, Counts, least, together
 
 Section: TypeAlias = NDArray[Any]
 
@@ -22,6 +22,7 @@ ORDER, SKIPPED_BY = range(2)  # rows of lowest
 NONE = np.iinfo(np.int64).max  # in lowest
 PER_SITE = {False: 6 + 2, True: 6 + 2 + 4 * len(SPREAD)}  # numbers that are no state: without spread, and with
 SUM, COUNT, MIN, MAX = range(4)  # rows of scalars
+_AT_ONCE = 1 << 15  # channels of all parts that are merged in one go: what a cache holds
 _COUNT = FIELDS.index("count")
 _MOMENTS = [FIELDS.index(name) for name in ("mean", "m2")]
 _EXTREMES = [FIELDS.index(name) for name in ("min", "max")]
@@ -63,13 +64,23 @@ def merge(flats: Sequence[Flat]) -> Flat:
 
 def _columns(parts: Sequence[Section]) -> Section:
     """States of the same channels, as if one process had measured all; what one rank alone has stays, to the bit."""
+    result: Section = np.empty(parts[0].shape)
+    step = max(_AT_ONCE // len(parts), 1)
+    for begin in range(0, result.shape[1], step):
+        here = [part[:, begin : begin + step] for part in parts]
+        result[:, begin : begin + step] = _some_columns(here)
+    return result
+
+
+def _some_columns(parts: list[Section]) -> Section:
     result = together(parts)
     measured = [part[_COUNT] > 0 for part in parts]
-    alone = np.sum(measured, axis=0) == 1
-    for part, here in zip(parts, measured, strict=True):
-        for row in _MOMENTS:
-            np.copyto(result[row], part[row], where=alone & here)
-    result[np.ix_(_EXTREMES, result[_COUNT] == 0)] = 0  # as a rank has them that measured nothing
+    number = np.sum(measured, axis=0)
+    if (number == 1).any():
+        for part, here in zip(parts, measured, strict=True):
+            for row in _MOMENTS:
+                np.copyto(result[row], part[row], where=here & (number == 1))
+    result[np.ix_(_EXTREMES, number == 0)] = 0  # as a rank has them that measured nothing
     return result
 
 
@@ -90,10 +101,8 @@ def _lowest(parts: Sequence[Section]) -> Section:
 def _scalars(parts: Sequence[Section]) -> Section:
     with np.errstate(over="ignore", invalid="ignore"):  # a loss that is infinite
         result = _sum(parts)
-    result[MIN], result[MAX] = parts[0][MIN], -parts[0][MAX]
-    for part in parts[1:]:
-        result[MIN], result[MAX] = smaller(result[MIN], part[MIN]), smaller(result[MAX], -part[MAX])
-    result[MAX] *= -1
+    result[MIN] = least(np.stack([part[MIN] for part in parts]))
+    result[MAX] = -least(np.stack([-part[MAX] for part in parts]))
     return result
 
 

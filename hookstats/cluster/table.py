@@ -20,6 +20,7 @@ from hookstats.numbers.fields import Bins, Site, bins_from_json, bins_to_json, h
 Replicas: TypeAlias = str | int
 
 _VERSION = 1
+_DIMENSIONS = 64  # that a tensor may have
 
 
 class Row(NamedTuple):
@@ -146,7 +147,7 @@ def _row(told: Any, bins: Bins | None) -> Row:
     name, tensor, channels, counters, keeps, dim, is_parameter, replicas = told
     if counters not in (0, counters_of(bins, _at_least(1, channels))):
         raise ValueError(f"expected the counters of {bins} for {channels} channels, got {counters!r}")
-    if dim is not None and type(dim) is not int:
+    if dim is not None and not (type(dim) is int and -_DIMENSIONS <= dim < _DIMENSIONS):
         raise ValueError(f"expected a channel dimension, got {dim!r}")
     if replicas not in ("each", "first"):
         _at_least(0, replicas)

@@ -89,20 +89,20 @@ class _Stack:
 
     def min(self, row: Array) -> Array:
         """The same."""
-        result: Array = row[0]
-        for each in row[1:]:
-            result = smaller(result, each)
-        return result
+        return least(row)
 
     def spread(self, row: Array) -> Array:
         """``[channels]`` beside ``[states, channels]``."""
         return row
 
 
-def smaller(a: Array, b: Array) -> Array:
-    """Element by element the smaller one, -0.0 before 0.0; compared as `_Cut.min` does it."""
-    result: Array = _in_order(np.minimum(_in_order(a, np.int64), _in_order(b, np.int64)), np.float64)
-    return result
+def least(rows: Array) -> Array:
+    """Of ``[rows, ...]``, element by element; -0.0 is less than 0.0. Compared as `_Cut.min` does it."""
+    ordered = _in_order(rows, np.int64)
+    result = ordered[0]
+    for each in ordered[1:]:
+        result = np.minimum(result, each)
+    return _in_order(result, np.float64)  # type: ignore[no-any-return]
 
 
 def _in_order(values: Any, to: type[np.generic]) -> Any:
