@@ -35,7 +35,10 @@ def sharding_of(tensor: Any, dim: int) -> Sharding:
     """Of a DTensor whose channels are in this dimension."""
     ndim = tensor.dim()
     dim = dim % ndim if ndim else 0
-    return Sharding(tensor.device_mesh, tuple(tensor.placements), dim, tensor.shape[dim] if ndim else 1)
+    size = tensor.shape[dim] if ndim else 1
+    if isinstance(size, torch.SymInt):  # while a graph is traced: what it is traced with, without a guard on it
+        size = size.node.hint or 0
+    return Sharding(tensor.device_mesh, tuple(tensor.placements), dim, size)
 
 
 def unreduced(tensor: Any) -> str | None:

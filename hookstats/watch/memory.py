@@ -10,7 +10,8 @@ import itertools
 import math
 import threading
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
@@ -114,10 +115,12 @@ class Entry:
     """
 
     _indices = itertools.count()  # over all monitors
+    known: ClassVar[WeakValueDictionary[int, Entry]] = WeakValueDictionary()  # by index, of all monitors
 
     def __init__(self, site: Site, keep_channels: bool) -> None:
         self.site = site
         self.index = next(self._indices)
+        self.known[self.index] = self
         self.keep_channels = keep_channels
         self.channel_dim: int | None = None  # where its channels are, for people
         self.is_parameter = False  # measured together with others
