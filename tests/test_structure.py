@@ -31,7 +31,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "comparing": {"numbers"},
     "records": {"_warn", "numbers", "rules", "sinks"},
     "report": {"numbers", "records", "rules"},
-    "__init__": {"_native", "comparing", "numbers", "records", "report", "rules", "sinks", "tools", "watch"},
+    "__init__": {"_native", "cluster", "comparing", "numbers", "records", "report", "rules", "sinks", "tools", "watch"},
     "demo": {"__init__"},
     "integrations": {"__init__"},
     "terminal": {"numbers", "records", "rules"},
