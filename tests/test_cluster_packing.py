@@ -110,12 +110,14 @@ def test_the_bits_do_not_depend_on_how_the_elements_are_cut() -> None:
             assert b"".join(np.concatenate([*pieces, section[:, :0]], 1)) == section.tobytes()
 
 
-def test_what_one_rank_alone_has_stays_to_the_bit() -> None:
-    parts = [draw(rank, 3, n=7, mean=0.1) for rank in range(3)]
-    layouts = [{A: Here(values, placed=shard(9, 3 * rank))} for rank, values in enumerate(parts)]
-    state = ranks_of(layouts).merged().columns.state(0)
-    alone = [drained(each).columns.state(0) for each in layouts]
-    assert state.tobytes() == np.concatenate(alone, 1).tobytes()
+def test_what_one_rank_alone_has_stays_to_the_bit_and_what_none_has_is_empty() -> None:
+    parts = [draw(rank, 64, n=300, mean=0.1) for rank in range(3)]
+    layouts = [{A: Here(values, placed=shard(256, 64 * rank))} for rank, values in enumerate(parts)]
+    layouts.append({A: Here(channels=64, placed=shard(256, 192))})
+    alone = np.concatenate([drained(each).columns.state(0) for each in layouts], 1)
+    assert (alone[0] * alone[1] / np.maximum(alone[0], 1) != alone[1]).any()
+    for by in (merge, tree(2)):
+        assert ranks_of(layouts).merged(by).columns.state(0).tobytes() == alone.tobytes()
 
 
 @pytest.mark.parametrize("histogram", HISTOGRAMS)

@@ -205,8 +205,8 @@ class _Whole:
         moments[:] = total(flat.columns[:, begin:end]).view(np.int64)
         if part.bins:
             begin, end = agreement.bin_begin[i : i + 2]
-            at = part.offset + part.size
-            block[at - part.bins : at] = flat.bins[0, begin:end].reshape(-1, part.bins).sum(0)
+            behind = part.offset + part.size
+            block[behind - part.bins : behind] = flat.bins[0, begin:end].reshape(-1, part.bins).sum(0)
 
     def _skipped(self, flat: Flat, own: Drained) -> dict[Site, Skipped]:
         result = {}
