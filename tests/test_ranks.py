@@ -1,0 +1,47 @@
+"""The processes that tests of many ranks run in."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ranks import outcomes, run
+
+
+def summed(rank: int, world: int, factor: int) -> float:
+    x = torch.tensor([float(rank * factor)])
+    dist.all_reduce(x)
+    return x.item()
+
+
+def test_ranks_give_back_what_they_computed_together() -> None:
+    for init in ("file", "env"):
+        assert run(summed, 3, 10, init=init) == [30.0] * 3
+
+
+def ends_in_its_own_way(rank: int, world: int) -> int:
+    print("here is", rank, flush=True)
+    atexit.register(lambda: print("the interpreter ended", rank, flush=True))
+    if rank == 1:
+        raise ValueError("broken")
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 3:
+        time.sleep(60)
+    return rank
+
+
+def test_each_rank_tells_how_it_ended_and_one_that_hangs_is_killed() -> None:
+    ended = outcomes(ends_in_its_own_way, 4, timeout=8, init="")
+    assert [each.code for each in ended] == [0, 1, -9, -9]
+    assert [each.result for each in ended] == [0, None, None, None]
+    assert "the interpreter ended 0" in ended[0].output
+    assert "ValueError: broken" in ended[1].output
+    with pytest.raises(AssertionError, match=r"(?s)within 8 s.*rank 1: exit code 1.*here is 1.*ValueError: broken"):
+        run(ends_in_its_own_way, 2, timeout=8, init="")
