@@ -135,6 +135,15 @@ def test_shards_of_channels_lie_side_by_side_and_data_parallel_ranks_together(hi
     check(snapshot[B], torch.cat([whole[0]] * 3 + [whole[1]] * 3, 1))
 
 
+def test_a_site_of_which_the_leading_piece_was_silent_has_run_all_the_same() -> None:
+    rows = draw(0, 4)
+    sites = [{A: Here(channels=4, placed=shard(8, 0))}, {A: Here(rows, placed=shard(8, 4))}]
+    snapshot = ranks_of(sites).merged().snapshot()
+    assert snapshot.order == [A]
+    assert snapshot[A].calls == 1
+    assert snapshot[A].total.count == rows.numel()
+
+
 def test_a_parameter_counts_once_whoever_holds_it() -> None:
     plain, sharded, left = Site("plain", "param"), Site("sharded", "param"), Site("replicated", "output")
     values = [draw(i, 8) for i in range(3)]
