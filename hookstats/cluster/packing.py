@@ -16,7 +16,7 @@ from hookstats.numbers.columns import wholes_of
 from hookstats.numbers.fields import FIELDS, Array, Counts, Site, Skipped, histogram_shape, total
 from hookstats.numbers.ranks import Spread
 
-_WHOLES = 8  # layouts that are kept: others where a rank had totals alone of other sites
+_WHOLES = 2  # layouts that are kept: others where a rank had totals alone of other sites
 
 
 class Packer:
