@@ -98,6 +98,7 @@ class Protocol:
         self._stored: dict[int, None] = {}  # the first rank's: tables in the store, those used last at the end
         self._number = 0  # of the present agreement, and which it is
         self._listed: Checksums = []
+        store.compare_set("broken", "", "-1")
         for name in ["verdict", *(f"rank/{each}" for each in self._below)]:
             store.compare_set(
                 name, "", Verdict(_NEVER, False, self._first).to_json() if name == "verdict" else _NOTHING
@@ -147,6 +148,15 @@ class Protocol:
                 continue
             self._pause(interval)
             interval = min(1.5 * interval, max(_LONGEST_POLL, 8 * self._poll))
+
+    def break_up(self, epoch: int) -> None:
+        """The groups of this epoch have failed here."""
+        self._store.set("broken", str(epoch))
+
+    def is_broken_up(self, epoch: int) -> bool:
+        """Whether they have anywhere: a rank that has given up keeps its connections."""
+        verdict, broken = (bytes(value).decode() for value in self._store.multi_get(["verdict", "broken"]))
+        return Verdict.from_json(verdict).at == _END or int(broken) >= epoch
 
     def leave(self) -> None:
         """Nothing will be merged any more: from now on everybody is alone, at once."""
@@ -235,7 +245,7 @@ class Protocol:
 
     def _obeyed(self, verdict: Verdict, moment: Moment) -> tuple[Verdict, Tables]:
         if verdict.at > moment and verdict.at != _END:
-            text = f"step {moment[1]} came when others had waited for it in vain, and went on to step {verdict.at[1]}"
+            text = f"other ranks went on to step {verdict.at[1]} without this rank's step {moment[1]}"
             return Verdict(moment, False, verdict.by, kind="late", text=text), []
         if not verdict.go:
             return verdict, []
