@@ -24,6 +24,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "_warn": set(),
     "sinks": {"_warn", "numbers"},
     "_native": {"numbers", "_C"},
+    "cluster": {"_native", "_warn", "numbers"},
     "watch": {"_native", "_warn", "modules", "numbers"},
     "tools": {"_native", "_warn", "modules"},
     "rules": {"numbers"},
