@@ -31,6 +31,7 @@ class Packing(Protocol[Step]):
     """What merging does not know: what a step is made of. Used by the thread alone."""
 
     merges: Sequence[Merge]  # one for each section
+    notes: deque[str]  # what the user is to be told of how ranks differ
 
     def table(self, step: Step) -> tuple[int, bytes]:
         """What this rank has, and its checksum, of 64 bits: equal on ranks that have the same."""
@@ -140,6 +141,9 @@ class Merging(Generic[Step]):
         while self._told:
             kind, text = self._told.popleft()
             self._warn_once(kind, f"not merged over ranks: {text}. This rank is alone with such steps.")
+        while self._packing.notes:
+            note = self._packing.notes.popleft()
+            self._warn_once(note, f"merging over ranks: {note}")
         return done
 
     def wait(self, timeout: float) -> list[Merged[Step]]:
@@ -181,6 +185,7 @@ class Merging(Generic[Step]):
     def _merge_all(self) -> None:
         self._protocol = protocol.Protocol(self._store, self._plan, self.rank, self._patience, self._pause)
         failures = 0
+        why = "it was detached, or has ended"
         try:
             while failures < _ATTEMPTS:
                 slot = next((slot for slot in tuple(self._slots) if slot.merged is None), None)
@@ -195,8 +200,10 @@ class Merging(Generic[Step]):
                     failures += 1
                     self._told.append(("failed", str(failed)))
                     slot.merged = self._alone(slot)
+            why = f"merging failed {failures} times in a row"
+            self._told.append(("left", f"{why}, nothing is merged from now on"))
         finally:
-            self._protocol.leave()
+            self._protocol.leave(why)
 
     def _settled(self, slot: _Slot[Step]) -> Merged[Step]:
         try:
@@ -234,7 +241,7 @@ class Merging(Generic[Step]):
         if time.monotonic() - self._looked > _LOOK:
             self._looked = time.monotonic()
             if self._protocol.is_broken_up(self._epoch):
-                raise RuntimeError("another rank's groups have failed, or it has left")
+                raise RuntimeError("another rank could not merge it")
 
     def _pause(self, seconds: float) -> None:
         if self._stop.wait(seconds):

@@ -96,6 +96,7 @@ class Protocol:
         self._tables: dict[int, bytes] = {}  # by checksum; of the agreement, and those that this rank brought
         self._brought: list[int] = []  # by this rank, of those in the store
         self._stored: dict[int, None] = {}  # the first rank's: tables in the store, those used last at the end
+        self._in_hand: Moment | None = None  # the step of which no verdict has been read
         self._number = 0  # of the present agreement, and which it is
         self._listed: Checksums = []
         store.compare_set("broken", "", "-1")
@@ -117,6 +118,7 @@ class Protocol:
 
         epoch: of groups that this rank can use. is_hurried: whether this rank can wait no longer.
         """
+        self._in_hand = moment
         self._offer(checksum, table)
         own = Summary(moment, self._rank, moment, self._rank, epoch, [(self._rank, checksum)], [], [])
         own = own._replace(scales=[(self._rank, scale)])
@@ -127,6 +129,7 @@ class Protocol:
                 self._write(read, verdict._replace(by=self._rank, go=False))
                 continue
             if verdict.at >= moment:
+                self._in_hand = None
                 return self._obeyed(verdict, moment)
             waited = time.monotonic() - begin
             summary = self._sum(own, below, verdict.at, waited > self._patience)
@@ -155,16 +158,17 @@ class Protocol:
 
     def is_broken_up(self, epoch: int) -> bool:
         """Whether they have anywhere: a rank that has given up keeps its connections."""
-        verdict, broken = (bytes(value).decode() for value in self._store.multi_get(["verdict", "broken"]))
-        return Verdict.from_json(verdict).at == _END or int(broken) >= epoch
+        return int(self._store.get("broken")) >= epoch
 
-    def leave(self) -> None:
+    def leave(self, why: str) -> None:
         """Nothing will be merged any more: from now on everybody is alone, at once."""
         while True:
             read, verdict, _ = self._look()
-            text = f"rank {self._rank} merges no more: it was detached, or has ended"
+            text = f"rank {self._rank} merges no more: {why}"
             if verdict.at == _END or self._write(read, self._alone(_END, "left", text)):
-                return
+                break
+        if verdict.go and verdict.at == self._in_hand:  # the others have begun to merge it
+            self.break_up(verdict.epoch)
 
     def _look(self) -> tuple[str, Verdict, dict[int, str]]:
         names = ["verdict", *(f"rank/{rank}" for rank in self._below)]
