@@ -38,12 +38,12 @@ def ranks_of(done: list[Merged[Any]]) -> list[tuple[int, ...]]:
 
 def sleeps(rank: int, world: int) -> Any:
     """Rank 1 for three times as long as the others have patience; then all go on."""
-    merging = Merging(None, Sums(), fan=2, patience=1.0)
+    merging = Merging(None, Sums(), fan=2, patience=1.5)
     with listening() as told:
-        done = train(merging, [0, 10])
+        done = train(merging, [0, 10]) + merging.wait(6)
         dist.barrier()
         if rank == 1:
-            time.sleep(3)
+            time.sleep(4)
         done += train(merging, [20, 30])
         done += merging.wait(6)
         dist.barrier()
@@ -66,12 +66,12 @@ def test_a_rank_asleep_costs_one_warning_and_the_steps_meanwhile_and_is_merged_a
 
 
 def first_rank_sleeps(rank: int, world: int) -> Any:
-    merging = Merging(None, Sums(), patience=0.7)
+    merging = Merging(None, Sums(), patience=1.0)
     with listening() as told:
-        done = train(merging, [0])
+        done = train(merging, [0]) + merging.wait(6)
         dist.barrier()
         if rank == 0:
-            time.sleep(3)
+            time.sleep(4)
         done += train(merging, [20, 30])
         done += merging.wait(6)
         dist.barrier()
@@ -266,7 +266,7 @@ def fills_the_store(rank: int, world: int) -> Any:
 def test_the_store_does_not_grow_with_steps_nor_without_bound_with_tables() -> None:
     for ranks, sizes in run(fills_the_store, 3, init="env"):
         assert ranks == [ALL] * 300
-        assert sizes[2] == sizes[3]  # a new table in each of these steps
+        assert max(sizes) < 90  # two keys for each of 200 tables would be 400
         assert sizes[4] == sizes[5]
 
 
