@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +23,7 @@ from hookstats.cluster.tree import levels
 from hookstats.numbers.fields import FIELDS
 from tests.cluster import BUDGET, Here, drained, ranks_of
 from tests.merged import Step, Sums, train, wanted
-from tests.ranks import run
+from tests.ranks import ROOT, run
 
 
 def test_groups_are_of_at_most_fan_ranks_nodes_first_and_their_first_ranks_go_on() -> None:
@@ -180,3 +184,33 @@ def test_the_steps_of_monitors_are_what_merging_without_communication_gives() ->
                 mine, theirs = (block[part.offset : part.offset + part.size] for block in (blocks[0], want.blocks[0]))
                 np.testing.assert_allclose(mine[:size].view(float), theirs[:size].view(float), rtol=1e-12)
                 np.testing.assert_array_equal(mine[size:], theirs[size:])
+
+
+UNDER_TORCHRUN = """
+import torch.distributed as dist
+from hookstats.cluster.merging import Merging
+from tests.merged import Step, Sums
+dist.init_process_group("gloo")
+merging = Merging(None, Sums())
+merging.submit(Step(0, merging.rank), 0)
+(done,) = merging.wait(30)
+assert done.ranks == (0, 1), done
+merging.close()
+dist.destroy_process_group()
+print("merged", flush=True)
+"""
+
+
+def test_ranks_that_torchrun_started_are_merged(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(UNDER_TORCHRUN)
+    run_two = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d"]
+    done = subprocess.run(
+        [*run_two, "--rdzv-endpoint=localhost:0", str(script)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split().count("merged") == 2

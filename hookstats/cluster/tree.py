@@ -210,4 +210,9 @@ def default_store() -> Store:
             "process_group: expected torch.distributed.distributed_c10d._get_default_store, as torch 2.11 to 2.15 have "
             f"it, got torch {torch.__version__} without it"
         )
-    return find().clone()
+    store = find()
+    if store is None:
+        raise RuntimeError(
+            "process_group: expected a store of torch.distributed, got none, as its backend mpi has none"
+        )
+    return store.clone()
