@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -227,3 +229,108 @@ def two_dimensions(rank: int, world: int) -> None:
 
 def test_meshes_of_two_dimensions() -> None:
     ranks.run(two_dimensions, 4)
+
+
+def own_modules(rank: int, world: int) -> None:
+    pipeline(rank, world)
+    experts_by_name(rank)
+    experts_of_one_name(rank)
+    experts_as_dtensors(rank, world)
+
+
+def pipeline(rank: int, world: int) -> None:
+    """A stage of the model on each rank; two microbatches."""
+    torch.manual_seed(0)
+    layers = {"0": nn.Linear(8, 16), "1": nn.GELU(), "2": nn.Linear(16, 7)}
+    stages = (["0", "1"], ["2"])
+    model = nn.Sequential(OrderedDict((name, layers[name]) for name in stages[rank]))
+    monitor, kept = attached(model), Kept(model, stages[rank])
+    stage = PipelineStage(model, rank, world, torch.device("cpu"))
+    schedule = ScheduleGPipe(stage, n_microbatches=2, loss_fn=lambda y, target: (y - target).square().mean())
+    for _ in range(2):
+        monitor.reset()  # the first time, each stage is run once more, to see shapes
+        kept.seen.clear()
+        if rank == 0:
+            schedule.step(batch(1).flatten(0, 1))
+        else:
+            schedule.step(target=torch.zeros(6, 7))
+    kept.parameters()
+    torch.optim.SGD(model.parameters(), lr=1e-6).step()
+    monitor._parameters.measure()
+    snapshot, told = check_all(model, monitor, kept, lambda site: [[1]] if site[0].startswith("2") else [[0]])
+    assert not told
+    assert [snapshot[name, "output"].calls for name in "012"] == [2, 2, 2]
+
+
+class Experts(nn.Module):
+    """Every other row of a batch to one of this rank's experts; to the last of them none."""
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__()
+        self.router = nn.Linear(8, 8)
+        self.experts = nn.ModuleDict({name: nn.Linear(8, 4) for name in names})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, *_ = self.experts.values()
+        return first(self.router(x)[:, ::2])
+
+
+def experts_by_name(rank: int) -> None:
+    torch.manual_seed(rank)
+    model = Experts([["a", "b"], ["c", "d"]][rank])
+    names = ["router", *(f"experts.{name}" for name in model.experts)]
+    monitor, kept = attached(model), Kept(model, names)
+    trained(monitor, model, batch(rank), kept)
+    owners = {"router": [[0], [1]], "experts.a": [[0]], "experts.c": [[1]]}
+
+    def lines(site: tuple[str, str]) -> Any:
+        return [[0]] if site[0].startswith("router.") else owners.get(site[0])
+
+    snapshot, told, _ = merged(monitor, model)
+    assert not told
+    parts = kept.gathered()
+    for site in {site for part in parts for site in part}:
+        if lines(site):
+            check_merged(snapshot, site, parts, lines(site), 0 if "param" in site[1] else -1)
+    assert snapshot["experts.b", "output"].calls == snapshot["experts.d", "output"].total.count == 0
+    assert snapshot["experts.d.weight", "param"].channels.count.tolist() == [8] * 4
+
+
+def experts_of_one_name(rank: int) -> None:
+    """Other experts of the same name on each rank: the user says that they are not replicas."""
+    torch.manual_seed(rank)
+    model = Experts(["0"])
+    monitor, kept = attached(model), Kept(model, ["experts.0"])
+    trained(monitor, model, batch(rank), kept)
+    parts = kept.gathered()
+    snapshot, told, _ = merged(monitor, model, placements={"experts.*": Shard(0)})
+    assert not told
+    assert snapshot["experts.0.weight", "param"].channels.count.tolist() == [8] * 8
+    for kind in ("param", "param_grad"):
+        check_merged(snapshot, ("experts.0.weight", kind), parts, [[0, 1]], 0)
+        check_merged(snapshot, ("experts.0.bias", kind), parts, [[0], [1]], 0)
+    check_merged(snapshot, ("experts.0", "output"), parts, [[0], [1]])
+
+
+def experts_as_dtensors(rank: int, world: int) -> None:
+    """Over ranks that are data parallel for the rest of the model: their batches differ, nothing is apart."""
+    torch.manual_seed(0)
+    model = Experts(["0"])
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
+    expert = model.experts["0"]
+    expert.weight = nn.Parameter(distribute_tensor(expert.weight.detach(), mesh, [Shard(0)]))
+    expert.bias = nn.Parameter(distribute_tensor(expert.bias.detach(), mesh, [Shard(0)]))
+    expert.forward = lambda x: x @ expert.weight.to_local().mT + expert.bias.to_local()
+    fully_shard(model, mesh=init_device_mesh("cpu", (world,)), ignored_params=set(expert.parameters()))
+    monitor, kept = hookstats.attach(model, tensors=TENSORS, every=1), Kept(model, ["router", "experts.0"])
+    trained(monitor, model, batch(rank), kept)
+    parts = kept.gathered()
+    snapshot, told, _ = merged(monitor, model)
+    assert not told
+    check_merged(snapshot, ("router", "output"), parts, [[0], [1]])
+    check_merged(snapshot, ("experts.0", "output"), parts, [[0], [1]])
+    check_merged(snapshot, ("experts.0.weight", "param_grad"), parts, [[0, 1]], 0)
+
+
+def test_stages_of_a_pipeline_and_experts_are_told_by_the_ranks_that_own_them() -> None:
+    ranks.run(own_modules, 2)
