@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
 
 import hookstats
 from tests import ranks
-from tests.merged import Kept, check_merged, merged
+from tests.parallel import Kept, check_merged, merged
 from tests.plain import hearing
 
 TENSORS = ("output", "grad_output", "param", "param_grad")

@@ -18,6 +18,7 @@ from hookstats.modules import order
 from hookstats.modules.channels import channel_dim_of
 from hookstats.modules.selection import Modules
 from hookstats.numbers.fields import Bins, ExponentBins, Site
+from hookstats.numbers.ranks import ALONE, Ranks
 from hookstats.numbers.site_stats import SiteStats
 from hookstats.watch.arguments import (
     DEFAULT_TENSORS,
@@ -171,7 +172,8 @@ def attach(
         raise
     keeps = channels is True and too_much is None
     cadence = Cadence(due, channels_every, escalate)
-    watching = Watching(store, binder, parameters, scaling, handles, keeps, plan.trained, plan.device)
+    ranks = Ranks((torch.distributed.get_rank(),)) if _is_distributed() else ALONE
+    watching = Watching(store, binder, parameters, scaling, handles, keeps, plan.trained, plan.device, ranks, None)
     monitor = Monitor(watching, cadence, callables, on_finding)
     for recorder in recorders:
         try:
@@ -198,10 +200,9 @@ def _settings(
     model: nn.Module, monitor: Monitor, plan: Plan, every: int | Callable[[int], bool], channels_every: int
 ) -> dict[str, Any]:
     """What a recording keeps of a run."""
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     return {
-        "rank": torch.distributed.get_rank() if distributed else 0,
-        "world_size": torch.distributed.get_world_size() if distributed else 1,
+        "rank": torch.distributed.get_rank() if _is_distributed() else 0,
+        "world_size": torch.distributed.get_world_size() if _is_distributed() else 1,
         "model": type(model).__name__,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "sites": len(monitor.sites),
@@ -211,6 +212,10 @@ def _settings(
         "channels_every": channels_every,
         "torch": torch.__version__,
     }
+
+
+def _is_distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def _report(monitor: Monitor, plan: Plan, example_bytes: int | None) -> None:
