@@ -46,7 +46,8 @@ def trained(monitor: Any, model: nn.Module, x: torch.Tensor, kept: Kept) -> None
     model(x).float().square().mean().backward()
     kept.parameters()
     optimizer.step()
-    monitor._parameters.measure()
+    if monitor is not None:
+        monitor._parameters.measure()
 
 
 def check_all(model: nn.Module, monitor: Any, kept: Kept, ranks_of: Any, **how: Any) -> Any:
@@ -256,7 +257,8 @@ def pipeline(rank: int, world: int) -> None:
             schedule.step(target=torch.zeros(6, 7))
     kept.parameters()
     torch.optim.SGD(model.parameters(), lr=1e-6).step()
-    monitor._parameters.measure()
+    if monitor is not None:
+        monitor._parameters.measure()
     snapshot, told = check_all(model, monitor, kept, lambda site: [[1]] if site[0].startswith("2") else [[0]])
     assert not told
     assert [snapshot[name, "output"].calls for name in "012"] == [2, 2, 2]
@@ -334,3 +336,65 @@ def experts_as_dtensors(rank: int, world: int) -> None:
 
 def test_stages_of_a_pipeline_and_experts_are_told_by_the_ranks_that_own_them() -> None:
     ranks.run(own_modules, 2)
+
+
+def compiled(rank: int, world: int) -> None:
+    """A graph sees DTensors, whose parts it measures as eager hooks do; also the gradients, placed as they come."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    plan = {"0": ColwiseParallel(use_local_output=False), "2": RowwiseParallel()}
+    eager = mlp()
+    parallelize_module(eager, mesh, plan)
+    kept = Kept(eager, MLP)
+    trained(None, eager, batch(1), kept)
+    for attach_first in (True, False):
+        model = mlp()
+        settings: Any = {"tensors": TENSORS[:2], "every": 1}
+        monitor = hookstats.attach(model, **settings) if attach_first else None
+        parallelize_module(model, mesh, plan)
+        monitor = monitor or hookstats.attach(model, **settings)
+        with hearing() as told:
+            torch.compile(model, backend="aot_eager", fullgraph=True)(batch(1)).float().square().mean().backward()
+        assert any("P(sum)" in each for each in told) == attach_first
+        snapshot, _, _ = merged(monitor, model)
+        parts = kept.gathered()
+        for name in "01":
+            for kind in ("output", "grad_output"):
+                check_merged(snapshot, (name, kind), parts, [[0, 1]])
+                assert snapshot[name, kind].calls == 1
+        if not attach_first:
+            for each in range(2):
+                check_merged(snapshot, ("2", f"output[tp={each}]"), parts, [[each]], like=("2", "output"))
+
+
+def test_dtensors_inside_a_compiled_graph_are_measured_where_they_lie() -> None:
+    ranks.run(compiled, 2)
+
+
+def changes(rank: int, world: int) -> None:
+    """Another placement in a later step is seen; two of them in one step are told apart by leaving out the second."""
+    mesh = init_device_mesh("cpu", (2,))
+    model = nn.Tanh()
+    monitor = hookstats.attach(model, tensors=["output"], every=1)
+    whole = torch.arange(24.0).reshape(4, 6)
+
+    def run(placement: Any) -> None:
+        model(distribute_tensor(whole, mesh, [placement], src_data_rank=None))
+
+    run(Shard(1))
+    assert merged(monitor, model)[0]["", "output"].channels.count.tolist() == [4] * 6
+    monitor.step()
+    run(Shard(0))
+    snapshot = merged(monitor, model)[0]
+    assert snapshot["", "output"].total.count == 24
+    run(Replicate())
+    (skipped,) = monitor.skipped.values()
+    assert skipped.times == 1
+    assert "expected a tensor placed as the one before it in this step, (S(0)), got (R)" in skipped.reason
+    assert merged(monitor, model)[0]["", "output"].total.count == 24
+    monitor.step()
+    run(Replicate())
+    assert merged(monitor, model)[0]["", "output"].channels.count.tolist() == [4] * 6
+
+
+def test_a_layout_of_placements_that_changes_is_seen() -> None:
+    ranks.run(changes, 2)
