@@ -6,6 +6,7 @@ from collections import OrderedDict
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -37,8 +38,9 @@ def batch(rank: int) -> torch.Tensor:
     return torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(rank)) + 1000.0 * rank
 
 
-def attached(model: nn.Module) -> hookstats.Monitor:
-    return hookstats.attach(model, tensors=TENSORS, every=1, strict=True)
+def attached(model: nn.Module, **settings: Any) -> hookstats.Monitor:
+    settings = {"tensors": TENSORS, "every": 1, "strict": True, "process_group": dist.group.WORLD} | settings
+    return hookstats.attach(model, **settings)
 
 
 def trained(monitor: Any, model: nn.Module, x: torch.Tensor, kept: Kept) -> None:
@@ -50,17 +52,24 @@ def trained(monitor: Any, model: nn.Module, x: torch.Tensor, kept: Kept) -> None
         monitor._parameters.measure()
 
 
-def check_all(model: nn.Module, monitor: Any, kept: Kept, ranks_of: Any, **how: Any) -> Any:
-    """ranks_of(site, parts): the ranks that hold it, as `check_merged` wants them; None: it is checked elsewhere."""
-    snapshot, told, _ = merged(monitor, model, **how)
+def of_all_ranks(monitor: hookstats.Monitor) -> tuple[hookstats.Snapshot, list[str]]:
+    """What `Monitor.step` and `detach` return of the one step, and what is told on the way."""
+    with hearing() as told:
+        (snapshot,) = [each for each in (monitor.step(), *monitor.detach()) if each is not None]
+    assert snapshot.ranks == tuple(range(dist.get_world_size()))
+    return snapshot, told
+
+
+def check_all(model: nn.Module, monitor: Any, kept: Kept, ranks_of: Any) -> Any:
+    """ranks_of(site): the ranks that hold it, as `check_merged` wants them; None: it is checked elsewhere."""
+    snapshot, told = of_all_ranks(monitor)
     parts = kept.gathered()
     sites = {site for part in parts for site in part} - {tuple(site) for site in monitor.skipped}
     assert {(site.name, site.tensor.split("[")[0]) for site in snapshot} == sites
     for site in sites:
         lines = ranks_of(site)
         if lines is not None:
-            is_parameter = "param" in site[1]
-            check_merged(snapshot, site, parts, lines, 0 if is_parameter else -1)
+            check_merged(snapshot, site, parts, lines, 0 if "param" in site[1] else -1)
     return snapshot, told
 
 
@@ -109,7 +118,7 @@ def data_parallel(rank: int, world: int) -> None:
 
 
 def test_data_parallel_ranks_count_together_and_sharded_parameters_lie_side_by_side() -> None:
-    ranks.run(data_parallel, 4)
+    ranks.run(data_parallel, 4, timeout=180)
 
 
 def tensor_parallel(rank: int, world: int) -> None:
@@ -122,11 +131,10 @@ def tensor_parallel(rank: int, world: int) -> None:
 def colwise_and_rowwise(attach_first: bool) -> None:
     """Two ranks with the same batch; the widths 16 and 7 over both of them."""
     model = mlp()
-    settings: Any = {"tensors": TENSORS, "every": 1}
-    monitor = hookstats.attach(model, **settings) if attach_first else None
+    monitor = attached(model, strict=False) if attach_first else None
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    monitor = monitor or hookstats.attach(model, **settings)
+    monitor = monitor or attached(model)
     kept = Kept(model, MLP)
     with hearing() as told:
         trained(monitor, model, batch(1), kept)
@@ -149,11 +157,10 @@ def named_by_the_user() -> None:
     model = mlp()
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    monitor, kept = attached(model), Kept(model, MLP)
+    monitor, kept = attached(model, placements={"1": Shard(-1), "2": Replicate()}), Kept(model, MLP)
     trained(monitor, model, batch(1), kept)
     lines = {"0": [[0, 1]], "1": [[0, 1]], "2": [[0]]}
-    placements = {"1": Shard(-1), "2": Replicate()}
-    snapshot, told = check_all(model, monitor, kept, lambda site: lines.get(site[0]), placements=placements)
+    snapshot, told = check_all(model, monitor, kept, lambda site: lines.get(site[0]))
     assert not told
     assert snapshot["1", "output"].channels.count.tolist() == [6] * 16
     assert snapshot["1", "output"].calls == snapshot["2", "grad_output"].calls == 1
@@ -170,7 +177,7 @@ def sequence_parallel(rank: int) -> None:
         "4": SequenceParallel(),
     }
     parallelize_module(model, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), plan)
-    monitor, kept = hookstats.attach(model, tensors=TENSORS, every=1), Kept(model, list("01234"))
+    monitor, kept = attached(model, strict=False), Kept(model, list("01234"))
     with hearing() as told:
         x = torch.randn(2, 3 + rank, 8) + 1000.0 * rank  # 7 rows of a sequence over two ranks
         y = model(DTensor.from_local(x, model[0].weight.device_mesh, [Shard(1)], shape=(2, 7, 8), stride=(56, 8, 1)))
@@ -189,7 +196,7 @@ def sequence_parallel(rank: int) -> None:
 
 
 def test_tensor_parallel_ranks_lie_as_their_dtensors_weights_or_the_user_say_else_apart() -> None:
-    ranks.run(tensor_parallel, 2)
+    ranks.run(tensor_parallel, 2, timeout=180)
 
 
 def two_dimensions(rank: int, world: int) -> None:
@@ -199,20 +206,19 @@ def two_dimensions(rank: int, world: int) -> None:
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     for each in (model[0], model[2], model):
         fully_shard(each, mesh=mesh["dp"])
-    monitor, kept = attached(model), Kept(model, MLP)
-    trained(monitor, model, batch(rank // 2), kept)
-    rows, channels, matrix = [[0], [2]], [[0, 1], [2, 3]], [[0, 2, 1, 3]]
-    lines = {"0": channels, "1": channels, "2": rows, "0.weight": matrix, "2.weight": [[0, 2], [1, 3]], "2.bias": rows}
-    lines["0.bias"] = [[r] for r in range(4)]
     placements = {"1": (Shard(0), Shard(-1)), "2": (Shard(0), Replicate())}
-    how: Any = {"group": mesh, "placements": placements}
-    snapshot, told = check_all(model, monitor, kept, lambda site: lines[site[0]], **how)
-    assert not told
-    assert snapshot["0", "output"].calls == snapshot["1", "output"].calls == 2
+    monitor, kept = attached(model, process_group=mesh, placements=placements), Kept(model, MLP)
+    trained(monitor, model, batch(rank // 2), kept)
     _, _, agreement = merged(monitor, model, mesh["dp"])  # the ranks of one slice of the weights alone
     widths = {row.site: row.channels for row in agreement.rows}
     assert widths["0.weight", "param"] == 8
     assert widths["2.weight", "param"] == 7
+    rows, channels, matrix = [[0], [2]], [[0, 1], [2, 3]], [[0, 2, 1, 3]]
+    lines = {"0": channels, "1": channels, "2": rows, "0.weight": matrix, "2.weight": [[0, 2], [1, 3]], "2.bias": rows}
+    lines["0.bias"] = [[r] for r in range(4)]
+    snapshot, told = check_all(model, monitor, kept, lambda site: lines[site[0]])
+    assert not told
+    assert snapshot["0", "output"].calls == snapshot["1", "output"].calls == 2
 
     model = mlp()
     for each in (model[0], model[2], model):
@@ -229,7 +235,7 @@ def two_dimensions(rank: int, world: int) -> None:
 
 
 def test_meshes_of_two_dimensions() -> None:
-    ranks.run(two_dimensions, 4)
+    ranks.run(two_dimensions, 4, timeout=180)
 
 
 def own_modules(rank: int, world: int) -> None:
@@ -257,8 +263,7 @@ def pipeline(rank: int, world: int) -> None:
             schedule.step(target=torch.zeros(6, 7))
     kept.parameters()
     torch.optim.SGD(model.parameters(), lr=1e-6).step()
-    if monitor is not None:
-        monitor._parameters.measure()
+    monitor._parameters.measure()
     snapshot, told = check_all(model, monitor, kept, lambda site: [[1]] if site[0].startswith("2") else [[0]])
     assert not told
     assert [snapshot[name, "output"].calls for name in "012"] == [2, 2, 2]
@@ -288,7 +293,7 @@ def experts_by_name(rank: int) -> None:
     def lines(site: tuple[str, str]) -> Any:
         return [[0]] if site[0].startswith("router.") else owners.get(site[0])
 
-    snapshot, told, _ = merged(monitor, model)
+    snapshot, told = of_all_ranks(monitor)
     assert not told
     parts = kept.gathered()
     for site in {site for part in parts for site in part}:
@@ -302,10 +307,10 @@ def experts_of_one_name(rank: int) -> None:
     """Other experts of the same name on each rank: the user says that they are not replicas."""
     torch.manual_seed(rank)
     model = Experts(["0"])
-    monitor, kept = attached(model), Kept(model, ["experts.0"])
+    monitor, kept = attached(model, placements={"experts.*": Shard(0)}), Kept(model, ["experts.0"])
     trained(monitor, model, batch(rank), kept)
     parts = kept.gathered()
-    snapshot, told, _ = merged(monitor, model, placements={"experts.*": Shard(0)})
+    snapshot, told = of_all_ranks(monitor)
     assert not told
     assert snapshot["experts.0.weight", "param"].channels.count.tolist() == [8] * 8
     for kind in ("param", "param_grad"):
@@ -324,10 +329,10 @@ def experts_as_dtensors(rank: int, world: int) -> None:
     expert.bias = nn.Parameter(distribute_tensor(expert.bias.detach(), mesh, [Shard(0)]))
     expert.forward = lambda x: x @ expert.weight.to_local().mT + expert.bias.to_local()
     fully_shard(model, mesh=init_device_mesh("cpu", (world,)), ignored_params=set(expert.parameters()))
-    monitor, kept = hookstats.attach(model, tensors=TENSORS, every=1), Kept(model, ["router", "experts.0"])
+    monitor, kept = attached(model), Kept(model, ["router", "experts.0"])
     trained(monitor, model, batch(rank), kept)
     parts = kept.gathered()
-    snapshot, told, _ = merged(monitor, model)
+    snapshot, told = of_all_ranks(monitor)
     assert not told
     check_merged(snapshot, ("router", "output"), parts, [[0], [1]])
     check_merged(snapshot, ("experts.0", "output"), parts, [[0], [1]])
@@ -335,7 +340,7 @@ def experts_as_dtensors(rank: int, world: int) -> None:
 
 
 def test_stages_of_a_pipeline_and_experts_are_told_by_the_ranks_that_own_them() -> None:
-    ranks.run(own_modules, 2)
+    ranks.run(own_modules, 2, timeout=180)
 
 
 def compiled(rank: int, world: int) -> None:
@@ -367,7 +372,7 @@ def compiled(rank: int, world: int) -> None:
 
 
 def test_dtensors_inside_a_compiled_graph_are_measured_where_they_lie() -> None:
-    ranks.run(compiled, 2)
+    ranks.run(compiled, 2, timeout=180)
 
 
 def changes(rank: int, world: int) -> None:
@@ -397,4 +402,4 @@ def changes(rank: int, world: int) -> None:
 
 
 def test_a_layout_of_placements_that_changes_is_seen() -> None:
-    ranks.run(changes, 2)
+    ranks.run(changes, 2, timeout=180)
