@@ -81,7 +81,7 @@ class HookStats(Attached, TrainerCallback):  # type: ignore[misc]
         if self._before_clipping and not self._are_gradients_read:
             self._are_gradients_read = True  # said once
             _log.warning(
-                "before_clipping: expected that Trainer clips by accelerator.clip_grad_norm_, but it did not: parameters' "
+                "before_clipping: expected that Trainer clips by accelerator.clip_grad_norm_, but did not: parameters' "
                 "gradients are read as the optimizer gets them"
             )
 
