@@ -237,6 +237,7 @@ setup(
                 "csrc/batch.cpp",
                 "csrc/totals.cpp",
                 "csrc/hook.cpp",
+                "csrc/module.cpp",
                 "csrc/cpu/accumulate.cpp",
             ],
             depends=[str(header) for header in sorted(Path("csrc").rglob("*.h"))],

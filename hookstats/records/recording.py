@@ -8,7 +8,6 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -22,7 +21,16 @@ from hookstats._warn import WarnOnce
 from hookstats.numbers.blocks import Drained, Layout
 from hookstats.records import wire
 from hookstats.records.files import write_whole
-from hookstats.records.places import RING, descriptions, local_folder, rank_folder, started_at
+from hookstats.records.places import (
+    RING,
+    descriptions,
+    is_training,
+    keep_locked,
+    local_folder,
+    machine,
+    rank_folder,
+    started_at,
+)
 from hookstats.records.ring import CLOSED, DIED, Ring
 from hookstats.rules import Finding, Rule, defaults, rule_to_json
 
@@ -91,7 +99,7 @@ class Recording:
         for path in known.values():
             with suppress(OSError, ValueError, KeyError):
                 other = json.loads(path.read_text())
-                if other["host"] == socket.gethostname() and other["started"] == started_at(other["pid"]) is not None:
+                if is_training(path, other):
                     raise RuntimeError(
                         f"record: expected a directory that nobody records into, but process {other['pid']} records "
                         f"into {self.path}: detach its monitor, or choose another directory"
@@ -114,17 +122,24 @@ class Recording:
         described = {
             "attempt": attempt,
             "ring": str(self._ring_path),
-            "host": socket.gethostname(),
+            **machine(),
             "pid": self._pid,
             "started": started_at(self._pid),
-            "settings": settings | {"hookstats": _version(), "host": socket.gethostname(), "time": time.time()},
+            "settings": settings | {"hookstats": _version(), "host": machine()["host"], "time": time.time()},
             "rules": self._rules,
         }
         write_whole(self._description, json.dumps(described).encode())
+        self._lock = keep_locked(self._description)
         return attempt
 
     def take(self, drained: Drained) -> None:
         """Keeps a step. Never raises: what fails is told once, and recording ends."""
+        if os.getpid() != self._pid:
+            self._tell(
+                "fork",
+                f"nothing of process {os.getpid()} is recorded into {self.path}: it was forked from process {self._pid}, "
+                "which alone records there; attach with a recording of its own in a process that trains",
+            )
         if self._is_over():
             return
         try:
@@ -261,6 +276,7 @@ class Recording:
             self._is_closed = True
             atexit.unregister(self._ended)
             os.close(self._wake)
+            os.close(self._lock)
             self._wait_for_writer(0)
 
     def _finish(self, timeout: float) -> None:
