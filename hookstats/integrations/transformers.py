@@ -40,9 +40,19 @@ class HookStats(Attached, TrainerCallback):  # type: ignore[misc]
 
     Trainer does not tell a callback when training raises: hooks stay on the model then, until it trains again, or
     ``callback.monitor.detach()`` is called.
-    """
 
-    __doc__ += Attached.__doc__ or ""
+    Args:
+        modules: as for `hookstats.attach`.
+        before_clipping: parameters' gradients as they are before they are clipped; by default they are read as the
+            optimizer gets them.
+        settings: the other arguments of `hookstats.attach`, by name. ``training_only`` is True and ``grad_scaler`` is
+            the trainer's, where they are not given. ``process_group="world"``: all processes of the trainer, whose
+            group is not there yet when a callback is made.
+
+    Raises:
+        TypeError: for an argument that `hookstats.attach` does not have. What `hookstats.attach` raises comes when
+            training begins.
+    """
 
     def __init__(self, modules: Any = None, *, before_clipping: bool = False, **settings: Any) -> None:
         super().__init__(modules, before_clipping=before_clipping, **settings)
