@@ -1,4 +1,4 @@
-"""Training loops as people write them: accelerate, DDP, both trainers under DDP, FSDP2 with tensor parallelism, compiled.
+"""Training loops as people write them: accelerate, DDP, trainers under DDP, FSDP2 x tensor parallel x compile.
 
 What docs/trainers.md says of them. Each spawn has a time limit of its own, see tests.ranks.
 """
