@@ -1,8 +1,7 @@
-"""Ranks for a test: processes of torch.distributed on this machine, with a time limit, that end as real ones do.
+"""Ranks for a test: processes of torch.distributed on this machine, with a time limit.
 
-`run` forks them from a process that has imported torch and the test's module once, so that eight ranks cost no more
-than one import. They leave through the interpreter's own end (multiprocessing's leave by `os._exit`, which hides what a
-thread does to it).
+They are forked from a process that has imported torch and the test's module once, so that eight ranks cost no more than
+one import.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def run(function: Callable[..., Any], world: int, *args: Any, timeout: float = 6
     business, with that environment and ``file://`` + HOOKSTATS_RENDEZVOUS. AssertionError, with the output of all
     ranks, where one of them does not end with exit code 0 within `timeout` seconds.
     """
-    ended = outcomes(function, world, *args, timeout=timeout, init=init)
+    ended = _ask(function, world, args, timeout, init, True)
     if any(each.code for each in ended):
         told = "\n".join(f"--- rank {rank}: exit code {each.code}\n{each.output}" for rank, each in enumerate(ended))
         raise AssertionError(f"{function.__name__}: expected exit code 0 of all ranks within {timeout} s\n{told}")
@@ -53,11 +52,22 @@ def run(function: Callable[..., Any], world: int, *args: Any, timeout: float = 6
 def outcomes(
     function: Callable[..., Any], world: int, *args: Any, timeout: float = 60, init: str = "file"
 ) -> list[Outcome]:
-    """As `run`, for ranks that are meant to die: tells how each ended."""
+    """As `run`, for ranks that are meant to die: tells how each ended.
+
+    They take the interpreter apart in their end, as real ones do, where a thread may abort it; that takes each of them
+    about half a second.
+    """
+    return _ask(function, world, args, timeout, init, False)
+
+
+def _ask(
+    function: Callable[..., Any], world: int, args: tuple[Any, ...], timeout: float, init: str, is_quick: bool
+) -> list[Outcome]:
     with tempfile.TemporaryDirectory() as folder:
-        asked = pickle.dumps((folder, world, function.__name__, args, timeout, init))
+        asked = pickle.dumps((folder, world, function.__name__, args, timeout, init, is_quick))
         server = _server(function.__module__)
-        assert server.stdin is not None and server.stdout is not None
+        assert server.stdin is not None
+        assert server.stdout is not None
         pickle.dump(asked, server.stdin)
         server.stdin.flush()
         codes = pickle.load(server.stdout)
@@ -83,7 +93,7 @@ def _server(module: str) -> subprocess.Popen[bytes]:
 
 
 def serve(module: str) -> None:
-    """Forks ranks until nobody asks for more. Returns in the ranks, too, when they are done."""
+    """Forks ranks until nobody asks for more. Returns in the ranks, too, when they are done and not quick."""
     importlib.import_module("torch.distributed")
     functions = importlib.import_module(module)
     while True:
@@ -91,7 +101,7 @@ def serve(module: str) -> None:
             asked = pickle.load(sys.stdin.buffer)
         except EOFError:
             return
-        folder, world, name, args, timeout, init = pickle.loads(asked)
+        folder, world, name, args, timeout, init, is_quick = pickle.loads(asked)
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -101,6 +111,10 @@ def serve(module: str) -> None:
             if not pid:
                 _enter(rank, world, folder, port)
                 _be_rank(rank, world, folder, getattr(functions, name), args, timeout, init)
+                if is_quick:
+                    atexit._run_exitfuncs()
+                    sys.stdout.flush()
+                    os._exit(0)
                 return
             pids.append(pid)
         pickle.dump(_ended(pids, time.monotonic() + timeout), sys.stdout.buffer)

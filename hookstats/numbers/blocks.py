@@ -147,6 +147,22 @@ class _Arrays:
         return result
 
 
+class Read(NamedTuple):
+    """The state of a site, where it lies in a block, or merged from several places."""
+
+    moments: Array
+    histogram: Counts | None
+
+
+class ByRow(NamedTuple):
+    """Of the rows of a layout in one step."""
+
+    calls: Counts  # [rows]
+    order: Counts  # the rows that were called, in order of execution
+    shown: Counts  # those of which something is said, ascending
+    moved: dict[int, Read]  # of these, what was measured in several places
+
+
 class Drained:
     """A measured step as it left the device. ``columns`` and `snapshot` read the blocks where they are."""
 
@@ -179,24 +195,36 @@ class Drained:
         self.readings = np.asarray(readings, np.int64)
         self.ranks = ranks
         self.skipped: dict[Site, Skipped] = {}
-        self.spread: dict[str, Spread] | None = None  # of statistics, over ranks: arrays over the columns' sites
+        self.spread: dict[str, Spread] = {}  # over `columns.sites`; of a step that was merged over ranks, if asked for
 
     def snapshot(self) -> Snapshot:
         scale, overflowed = self.grad_scale, self.overflowed
         return Snapshot(self.step, self.columns, self.scalars, scale, overflowed, self.skipped, self.ranks, self.spread)
 
     @cached_property
+    def by_row(self) -> ByRow:
+        """What is found out of each row before its state is read."""
+        layout, blocks, arrays = self.layout, self.blocks, self.layout._arrays
+        part_calls, first = arrays.counters(blocks)
+        is_live = part_calls > 0
+        is_live[arrays.last] = True
+        calls, parts = (
+            np.add.reduceat(each, arrays.begin) if layout.rows else each for each in (part_calls, 1 * is_live)
+        )
+        shown = np.flatnonzero((calls > 0) | ~self.hidden)
+        moved = {i: _moved(layout, blocks, i, is_live) for i in shown[parts[shown] > 1].tolist()}
+        return ByRow(calls, arrays.order(part_calls, first, self.readings), shown, moved)
+
+    def read(self, i: int) -> Read:
+        """The state of a row."""
+        return self.by_row.moved.get(i) or _read(self.layout, self.blocks, self.layout.rows[i].parts[-1])
+
+    @cached_property
     def columns(self) -> Columns:
         """The same, read."""
         layout, blocks = self.layout, self.blocks  # the functions below hold these alone: no cycle keeps the blocks
         arrays, rows = layout._arrays, layout.rows
-        part_calls, first = arrays.counters(blocks)
-        is_live = part_calls > 0
-        is_live[arrays.last] = True
-        calls, parts = (np.add.reduceat(each, arrays.begin) if rows else each for each in (part_calls, 1 * is_live))
-        order = arrays.order(part_calls, first, self.readings)
-        shown = np.flatnonzero((calls > 0) | ~self.hidden)
-        moved = {i: _moved(layout, blocks, i, is_live) for i in shown[parts[shown] > 1].tolist()}
+        calls, order, shown, moved = self.by_row
         keeps = arrays.keeps.copy()
         for i, part in moved.items():
             keeps[i] &= part.moments.shape[1] == rows[i].parts[-1].channels
@@ -243,13 +271,6 @@ class Drained:
             wholes,
             shapes,
         )
-
-
-class Read(NamedTuple):
-    """The state of a site, where it lies in a block, or merged from several places."""
-
-    moments: Array
-    histogram: Counts | None
 
 
 def _read(layout: Layout, blocks: Sequence[Counts], part: Part) -> Read:

@@ -63,7 +63,7 @@ class Snapshot(Mapping[Site, SiteStats]):
         self.skipped = dict(skipped or {})
         self.columns = columns
         self.ranks, self.world_size = ranks
-        self._spread = spread
+        self._spread = spread or {}
 
     @property
     def merged(self) -> bool:
@@ -216,7 +216,7 @@ class Snapshot(Mapping[Site, SiteStats]):
         totals; NaN and -1 where no rank has a value. KeyError for a site that is not watched. ValueError where it was
         not asked for (``attach(process_group=..., rank_spread=True)``), or the step is this rank's own.
         """
-        if self._spread is None:
+        if not self._spread:
             raise ValueError(
                 "rank_spread: expected a step that was merged over ranks, by attach(process_group=..., "
                 f"rank_spread=True); got one of ranks {Ranks(self.ranks, self.world_size).to_text()}"

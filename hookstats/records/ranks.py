@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 
@@ -63,6 +62,8 @@ def _columns(parts: list[Columns]) -> Columns:
         fired |= dict.fromkeys(at[i] for i in part.order.tolist())
         for i, new in enumerate(at):
             where[new].append((part, i))
+    where = [[(part, i) for part, i in here if part.calls[i]] or here for here in where]  # silent ones may be narrow
+    dims = [{part.dims[i] for part, i in here} - {None} for here in where]
     shapes = [[(int(part.shapes[0, i]), int(part.shapes[1, i])) for part, i in here] for here in where]
     scales = [{float(part.scales[i]) for part, i in here} for here in where]
     is_alike = [len({channels for channels, _ in each}) == 1 for each in shapes]
@@ -89,17 +90,13 @@ def _columns(parts: list[Columns]) -> Columns:
         starts = np.cumsum([0, *(len(here) for here in where)])[:-1]
         return total(np.stack(states, axis=1), starts) if states else np.empty((10, 0))
 
-    def dim_of(site: int) -> Any:
-        dims = {part.dims[i] for part, i in where[site]}
-        return dims.pop() if len(dims) == 1 and is_alike[site] else None
-
     return Columns(
         sites,
         calls,
         np.array(list(fired), np.int64),
         np.array([each.copy().pop() if len(each) == 1 else 1.0 for each in scales], np.float64),
         [is_alike[n] and all(bool(part.keeps[i]) for part, i in here) for n, here in enumerate(where)],
-        [dim_of(site) for site in range(len(sites))],
+        [each.pop() if len(each) == 1 and alike else None for each, alike in zip(dims, is_alike, strict=True)],
         bins,
         lambda i: read(i).moments,
         lambda i: read(i).histogram,
