@@ -275,8 +275,8 @@ def test_a_batch_of_several_optimizers_is_one_step_and_its_number_goes_on_behind
     updated = {site.name for site in snapshots[0].order if site.tensor == "param_update"}
     assert {"net.0.weight", "net.3.weight", "net.7.weight"} < updated
     snapshots.clear()
-    module = TwoOptimizers()
-    trainer(tmp_path, callbacks[0], max_epochs=2).fit(module, batches(digits), ckpt_path=tmp_path / "two.ckpt")
+    callback, module = HookStats(sinks=snapshots.append, every=1), TwoOptimizers()
+    trainer(tmp_path, callback, max_epochs=2).fit(module, batches(digits), ckpt_path=tmp_path / "two.ckpt")
     assert [snapshot.step for snapshot in snapshots] == list(range(12, 24))
 
 

@@ -39,7 +39,7 @@ def batch(number: int) -> torch.Tensor:
 
 def residual() -> Residual:
     torch.manual_seed(0)
-    return Residual(depth=2)
+    return Residual(depth=1)
 
 
 def loop(model: nn.Module, steps: list[list[int]]) -> list[Snapshot]:
@@ -189,7 +189,7 @@ def test_ddp_measures_each_ranks_activations_and_the_gradients_of_all(
     function: Any, prefix: str, init: str, first: int
 ) -> None:
     wanted = loop(residual(), [[0, 2, 1, 3], [4, 6, 5, 7]])  # what all ranks do together
-    for rank, returned in enumerate(ranks.run(function, 2, init=init, timeout=120)):
+    for rank, returned in enumerate(ranks.run(function, 2, init=init, timeout=240)):
         own = loop(residual(), [[rank, rank + 2]])[0]
         got = [Snapshot.from_dict(each) for each in returned]
         assert [snapshot.step for snapshot in got] == [first, first + 1]
@@ -219,7 +219,7 @@ def of_torchtitan(rank: int, world: int) -> Any:
 
 def test_a_loop_as_torchtitan_has_it_shows_each_rank_its_part() -> None:
     """FSDP2 x tensor parallel x compile, on 2 x 2 ranks."""
-    parts = {(dp, tp): [Snapshot.from_dict(each) for each in seen] for dp, tp, seen in ranks.run(of_torchtitan, 4)}
+    parts = {(dp, tp): [Snapshot.from_dict(each) for each in seen] for dp, tp, seen in ranks.run(of_torchtitan, 4, timeout=240)}
     whole = loop(residual(), [[0, 1]] * 2)  # gradients are the mean over the data parallel ranks
     for dp in range(2):
         own = loop(residual(), [[dp]])[0]
