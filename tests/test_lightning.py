@@ -334,6 +334,27 @@ def test_an_argument_that_attach_does_not_have_is_refused_at_once() -> None:
         HookStats(evry=10)
 
 
+def test_the_group_of_all_processes_is_the_one_that_is_there_when_training_begins(
+    digits: TensorDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, really = [], hookstats.attach
+
+    def attach(model: Any, modules: Any = None, *, process_group: Any = None, **settings: Any) -> hookstats.Monitor:
+        given.append(process_group)
+        return really(model, modules, **settings)
+
+    monkeypatch.setattr(hookstats, "attach", attach)
+    callbacks = [HookStats(process_group="world"), HookStats(process_group="world"), HookStats()]
+    trainer(tmp_path, callbacks[0]).fit(Digits(), batches(digits))
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        trainer(tmp_path, callbacks[1:]).fit(Digits(), batches(digits))
+        assert given == [None, torch.distributed.group.WORLD, None]
+        assert given[1] is not None
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_the_callback_is_of_the_package_that_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     assert issubclass(HookStats, lightning.pytorch.Callback)
     assert issubclass(HookStats, pytorch_lightning.Callback)

@@ -19,8 +19,7 @@ from hookstats import Monitor, Snapshot
 class Attached:
     """Attaches hookstats to the model that a trainer trains. The callbacks say what the arguments are.
 
-    monitor: what `hookstats.attach` returned for the latest training; None before the first one. It can still be asked
-    when training has ended, for its findings, say.
+    monitor: what `hookstats.attach` returned for the latest training; it can be asked for findings behind it, too.
     """
 
     def __init__(self, modules: Any = None, *, before_clipping: bool = False, **settings: Any) -> None:

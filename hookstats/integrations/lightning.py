@@ -40,7 +40,7 @@ class HookStats(Attached, *_callbacks()):  # type: ignore[misc]
     by which Lightning's loggers show it, from 0 on: the ``global_step`` that its ``training_step`` sees. Where several
     optimizers step in a batch, Lightning's ``global_step`` counts each of them; here, the batch is one step. Its
     scalars are "loss", the sum of what backward gets (of what ``training_step`` returns, with manual optimization), and
-    "lr".
+    "lr". ``monitor`` is what `hookstats.attach` returned for the latest training, None before the first.
 
     Args:
         modules: as for `hookstats.attach`.

@@ -36,7 +36,8 @@ class HookStats(Attached, TrainerCallback):  # type: ignore[misc]
 
     A step is one of the optimizer, with all microbatches of ``gradient_accumulation_steps``. It has the number by which
     Trainer logs it, from 1 on: ``state.global_step`` behind it. Its scalars are "loss", the sum of what backward gets
-    on this process, and "lr".
+    on this process, and "lr". ``monitor`` is what `hookstats.attach` returned for the latest training, None before the
+    first.
 
     Trainer does not tell a callback when training raises: hooks stay on the model then, until it trains again, or
     ``callback.monitor.detach()`` is called.
