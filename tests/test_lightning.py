@@ -302,6 +302,16 @@ def test_an_error_takes_the_hooks_off_and_the_record_says_died(digits: TensorDat
     assert [each["ended"] for each in hookstats.load(tmp_path / "run").manifest["attempts"]] == ["died"]
 
 
+class FindsAtTheEnd(Recorder):
+    def findings(self) -> list[Found]:
+        return [Found("critical", "found when training had failed")] if self.closed else []
+
+
+def test_what_training_failed_of_is_raised_whatever_comes_of_detaching(digits: TensorDataset, tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError):
+        trainer(tmp_path, HookStats(sinks=FindsAtTheEnd(), on_finding="raise")).fit(Fails(), batches(digits))
+
+
 def test_fit_is_called_twice(digits: TensorDataset, tmp_path: Path) -> None:
     """The same callback, trainer and recording."""
     callback, module = HookStats(sinks=hookstats.record(tmp_path / "run"), every=4), Digits()

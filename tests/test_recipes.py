@@ -219,7 +219,8 @@ def of_torchtitan(rank: int, world: int) -> Any:
 
 def test_a_loop_as_torchtitan_has_it_shows_each_rank_its_part() -> None:
     """FSDP2 x tensor parallel x compile, on 2 x 2 ranks."""
-    parts = {(dp, tp): [Snapshot.from_dict(each) for each in seen] for dp, tp, seen in ranks.run(of_torchtitan, 4, timeout=240)}
+    returned = ranks.run(of_torchtitan, 4, timeout=240)
+    parts = {(dp, tp): [Snapshot.from_dict(each) for each in seen] for dp, tp, seen in returned}
     whole = loop(residual(), [[0, 1]] * 2)  # gradients are the mean over the data parallel ranks
     for dp in range(2):
         own = loop(residual(), [[dp]])[0]
