@@ -238,6 +238,7 @@ setup(
                 "csrc/totals.cpp",
                 "csrc/checksums.cpp",
                 "csrc/hook.cpp",
+                "csrc/module.cpp",
                 "csrc/cpu/accumulate.cpp",
                 "csrc/cpu/checksum.cpp",
             ],

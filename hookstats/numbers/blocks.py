@@ -25,6 +25,7 @@ from hookstats.numbers.fields import (
     histogram_shape,
     total,
 )
+from hookstats.numbers.ranks import ALONE, Ranks, Spread
 from hookstats.numbers.snapshot import Snapshot
 
 COUNTERS = 2  # of a site: calls, and when the first of them came, on its device
@@ -146,6 +147,22 @@ class _Arrays:
         return result
 
 
+class Read(NamedTuple):
+    """The state of a site, where it lies in a block, or merged from several places."""
+
+    moments: Array
+    histogram: Counts | None
+
+
+class ByRow(NamedTuple):
+    """Of the rows of a layout in one step."""
+
+    calls: Counts  # [rows]
+    order: Counts  # the rows that were called, in order of execution
+    shown: Counts  # those of which something is said, ascending
+    moved: dict[int, Read]  # of these, what was measured in several places
+
+
 class Drained:
     """A measured step as it left the device. ``columns`` and `snapshot` read the blocks where they are."""
 
@@ -160,6 +177,7 @@ class Drained:
         overflowed: bool | None,
         hidden: Sequence[bool] | Counts,
         readings: Sequence[int] | Counts,
+        ranks: Ranks = ALONE,
     ) -> None:
         """blocks: int64 arrays, in the order of the layout's.
 
@@ -175,23 +193,38 @@ class Drained:
         self.overflowed = overflowed
         self.hidden = np.asarray(hidden, bool)
         self.readings = np.asarray(readings, np.int64)
+        self.ranks = ranks
         self.skipped: dict[Site, Skipped] = {}
+        self.spread: dict[str, Spread] = {}  # over `columns.sites`; of a step that was merged over ranks, if asked for
 
     def snapshot(self) -> Snapshot:
-        return Snapshot(self.step, self.columns, self.scalars, self.grad_scale, self.overflowed, self.skipped)
+        scale, overflowed = self.grad_scale, self.overflowed
+        return Snapshot(self.step, self.columns, self.scalars, scale, overflowed, self.skipped, self.ranks, self.spread)
+
+    @cached_property
+    def by_row(self) -> ByRow:
+        """What is found out of each row before its state is read."""
+        layout, blocks, arrays = self.layout, self.blocks, self.layout._arrays
+        part_calls, first = arrays.counters(blocks)
+        is_live = part_calls > 0
+        is_live[arrays.last] = True
+        calls, parts = (
+            np.add.reduceat(each, arrays.begin) if layout.rows else each for each in (part_calls, 1 * is_live)
+        )
+        shown = np.flatnonzero((calls > 0) | ~self.hidden)
+        moved = {i: _moved(layout, blocks, i, is_live) for i in shown[parts[shown] > 1].tolist()}
+        return ByRow(calls, arrays.order(part_calls, first, self.readings), shown, moved)
+
+    def read(self, i: int) -> Read:
+        """The state of a row."""
+        return self.by_row.moved.get(i) or _read(self.layout, self.blocks, self.layout.rows[i].parts[-1])
 
     @cached_property
     def columns(self) -> Columns:
         """The same, read."""
         layout, blocks = self.layout, self.blocks  # the functions below hold these alone: no cycle keeps the blocks
         arrays, rows = layout._arrays, layout.rows
-        part_calls, first = arrays.counters(blocks)
-        is_live = part_calls > 0
-        is_live[arrays.last] = True
-        calls, parts = (np.add.reduceat(each, arrays.begin) if rows else each for each in (part_calls, 1 * is_live))
-        order = arrays.order(part_calls, first, self.readings)
-        shown = np.flatnonzero((calls > 0) | ~self.hidden)
-        moved = {i: _moved(layout, blocks, i, is_live) for i in shown[parts[shown] > 1].tolist()}
+        calls, order, shown, moved = self.by_row
         keeps = arrays.keeps.copy()
         for i, part in moved.items():
             keeps[i] &= part.moments.shape[1] == rows[i].parts[-1].channels
@@ -238,13 +271,6 @@ class Drained:
             wholes,
             shapes,
         )
-
-
-class Read(NamedTuple):
-    """The state of a site, where it lies in a block, or merged from several places."""
-
-    moments: Array
-    histogram: Counts | None
 
 
 def _read(layout: Layout, blocks: Sequence[Counts], part: Part) -> Read:

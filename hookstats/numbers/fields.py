@@ -7,7 +7,7 @@ extremes are over the finite values; NaN, +Inf and -Inf are counted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias, TypeVar, overload
 
@@ -74,6 +74,37 @@ class _Cut:
         return np.repeat(row, self._widths)
 
 
+class _Stack:
+    """States of the same channels, one on another, rows ``[states, channels]``: element by element, in their order.
+
+    So the result for a channel does not depend on which others there are, as that of numpy's own sums may.
+    """
+
+    def sum(self, row: Array) -> Array:
+        """``[states, channels]`` to ``[channels]``."""
+        result: Array = row[0].copy()
+        for each in row[1:]:
+            result += each
+        return result
+
+    def min(self, row: Array) -> Array:
+        """The same."""
+        return least(row)
+
+    def spread(self, row: Array) -> Array:
+        """``[channels]`` beside ``[states, channels]``."""
+        return row
+
+
+def least(rows: Array) -> Array:
+    """Of ``[rows, ...]``, element by element; -0.0 is less than 0.0. Compared as `_Cut.min` does it."""
+    ordered = _in_order(rows, np.int64)
+    result = ordered[0]
+    for each in ordered[1:]:
+        result = np.minimum(result, each)
+    return _in_order(result, np.float64)  # type: ignore[no-any-return]
+
+
 def _in_order(values: Any, to: type[np.generic]) -> Any:
     """float64 as int64 of the same order, or back."""
     bits = values.view(np.int64)
@@ -84,19 +115,21 @@ class _Field(NamedTuple):
     """A row of a state."""
 
     name: str
-    merge: Callable[[_Cut, State, dict[str, Array]], Array]  # parts, and the rows above of the whole: of the whole
+    merge: Callable[
+        [_Cut | _Stack, State, dict[str, Array]], Array
+    ]  # parts, and the rows above of the whole: of the whole
     power: int  # of the factor by which it grows when all values grow by one
 
 
-def _sum_of(name: str) -> Callable[[_Cut, State, dict[str, Array]], Array]:
+def _sum_of(name: str) -> Callable[[_Cut | _Stack, State, dict[str, Array]], Array]:
     return lambda cut, parts, whole: cut.sum(getattr(parts, name))
 
 
-def _merged_mean(cut: _Cut, parts: State, whole: dict[str, Array]) -> Array:
+def _merged_mean(cut: _Cut | _Stack, parts: State, whole: dict[str, Array]) -> Array:
     return cut.sum(parts.count * parts.mean) / np.maximum(whole["count"], 1.0)
 
 
-def _merged_m2(cut: _Cut, parts: State, whole: dict[str, Array]) -> Array:
+def _merged_m2(cut: _Cut | _Stack, parts: State, whole: dict[str, Array]) -> Array:
     """Chan, Golub & LeVeque 1979: each part's own, and what its mean adds."""
     return cut.sum(parts.m2 + parts.count * (parts.mean - cut.spread(whole["mean"])) ** 2)
 
@@ -134,6 +167,15 @@ def total(moments: Array, starts: Counts | None = None) -> Array:
                 whole[field.name] = field.merge(sites, parts, whole)
         result[:, wide] = np.stack(list(whole.values()))[:, wide]
     return result if starts is not None else result[:, 0]
+
+
+def together(states: Sequence[Array]) -> Array:
+    """The states of the same channels, each ``[fields, channels]``, as one; in their order, element by element."""
+    parts, whole = State(np.stack(states, axis=1)), dict[str, Array]()
+    with np.errstate(over="ignore", invalid="ignore"):  # as in `total`
+        for field in _FIELDS:
+            whole[field.name] = field.merge(_Stack(), parts, whole)
+    return np.stack(list(whole.values()))
 
 
 def divided(moments: Array, by: float | Array) -> Array:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 
 from hookstats.numbers.blocks import Read, merged
 from hookstats.numbers.columns import Columns
 from hookstats.numbers.fields import Array, Site, Skipped, divided, total
+from hookstats.numbers.ranks import Ranks
 from hookstats.numbers.snapshot import Snapshot
 
 
@@ -31,6 +31,7 @@ def merged_snapshot(snapshots: Sequence[Snapshot]) -> Snapshot:
     names = dict.fromkeys(name for snapshot in snapshots for name in snapshot.scalars)
     scalars = {name: _mean([each.scalars[name] for each in snapshots if name in each.scalars]) for name in names}
     scales = {snapshot.grad_scale for snapshot in snapshots}
+    present = tuple(sorted({rank for snapshot in snapshots for rank in snapshot.ranks}))
     overflowed = [snapshot.overflowed for snapshot in snapshots if snapshot.overflowed is not None]
     return Snapshot(
         first.step,
@@ -39,6 +40,7 @@ def merged_snapshot(snapshots: Sequence[Snapshot]) -> Snapshot:
         first.grad_scale if len(scales) == 1 else None,
         any(overflowed) if overflowed else None,
         skipped,
+        Ranks(present, len(present)),
     )
 
 
@@ -60,6 +62,8 @@ def _columns(parts: list[Columns]) -> Columns:
         fired |= dict.fromkeys(at[i] for i in part.order.tolist())
         for i, new in enumerate(at):
             where[new].append((part, i))
+    where = [[(part, i) for part, i in here if part.calls[i]] or here for here in where]  # silent ones may be narrow
+    dims = [{part.dims[i] for part, i in here} - {None} for here in where]
     shapes = [[(int(part.shapes[0, i]), int(part.shapes[1, i])) for part, i in here] for here in where]
     scales = [{float(part.scales[i]) for part, i in here} for here in where]
     is_alike = [len({channels for channels, _ in each}) == 1 for each in shapes]
@@ -86,17 +90,13 @@ def _columns(parts: list[Columns]) -> Columns:
         starts = np.cumsum([0, *(len(here) for here in where)])[:-1]
         return total(np.stack(states, axis=1), starts) if states else np.empty((10, 0))
 
-    def dim_of(site: int) -> Any:
-        dims = {part.dims[i] for part, i in where[site]}
-        return dims.pop() if len(dims) == 1 and is_alike[site] else None
-
     return Columns(
         sites,
         calls,
         np.array(list(fired), np.int64),
         np.array([each.copy().pop() if len(each) == 1 else 1.0 for each in scales], np.float64),
         [is_alike[n] and all(bool(part.keeps[i]) for part, i in here) for n, here in enumerate(where)],
-        [dim_of(site) for site in range(len(sites))],
+        [each.pop() if len(each) == 1 and alike else None for each, alike in zip(dims, is_alike, strict=True)],
         bins,
         lambda i: read(i).moments,
         lambda i: read(i).histogram,

@@ -1,0 +1,242 @@
+"""Measured steps of all ranks merged beside training: one thread, which waits for others so that training does not."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import queue
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any, Generic, Protocol, TypeVar
+
+from hookstats._warn import WarnOnce
+from hookstats.cluster import protocol
+from hookstats.cluster.protocol import Moment, Tables, Verdict
+from hookstats.cluster.tree import FAN, Merge, Section, Tree, c10d, default_store, levels
+
+Step = TypeVar("Step")
+
+_WAITING = 8  # steps that may wait to be merged; more are delivered alone
+_PATIENCE = 10.0  # seconds
+_ATTEMPTS = 3  # failures in a row
+_mergings: Counter[tuple[int, ...]] = Counter()  # of the same ranks, so far
+
+
+class Packing(Protocol[Step]):
+    """What merging does not know: what a step is made of. Used by the thread alone."""
+
+    merges: Sequence[Merge]  # one for each section
+
+    def table(self, step: Step) -> tuple[int, bytes]:
+        """What this rank has, and its checksum, of 64 bits: equal on ranks that have the same."""
+
+    def scale(self, step: Step) -> float | None:
+        """The grad_scale; steps of ranks where it differs are not merged."""
+
+    def pack(self, step: Step, tables: Tables) -> list[Section]:
+        """tables: the distinct ones of all ranks, each with the lowest rank that has it, by that rank.
+
+        Returns arrays ``[rows, elements]`` of 8-byte numbers, of shapes that follow from the tables alone.
+        """
+
+    def unpack(self, sections: list[Section], step: Step, tables: Tables) -> Step:
+        """What came of all ranks' sections, as a step; `step` is this rank's own."""
+
+
+@dataclass(frozen=True)
+class Merged(Generic[Step]):
+    """A step as it is delivered."""
+
+    step: Step
+    ranks: tuple[int, ...]  # whose share is in it: all, or this rank alone
+    world_size: int  # ranks that were to be merged
+
+
+class _Slot(Generic[Step]):
+    """A step that was submitted, until it is delivered."""
+
+    def __init__(self, step: Step, moment: Moment) -> None:
+        self.step = step
+        self.moment = moment
+        self.merged: Merged[Step] | None = None
+
+
+class _Stopped(Exception):
+    """The thread is to end."""
+
+
+class Merging(Generic[Step]):
+    """Merges steps of the same number over the ranks of a group. All methods but `wait` and `close` return at once.
+
+    Every rank of the group makes one, in the same order where there are several over the same ranks.
+    """
+
+    def __init__(
+        self,
+        process_group: Any,
+        packing: Packing[Step],
+        fan: int = FAN,
+        patience: float = _PATIENCE,
+    ) -> None:
+        """process_group: names the ranks, None: all; it is not used. patience: seconds that others are waited for.
+
+        ValueError where torch.distributed is not initialised, or this rank is not in the group.
+        """
+        if not (c10d.is_available() and c10d.is_initialized()):
+            raise ValueError("process_group: expected torch.distributed to be initialised, got none")
+        self.rank = c10d.get_rank()
+        if process_group is c10d.GroupMember.NON_GROUP_MEMBER:
+            raise ValueError(f"process_group: expected a group that this rank, {self.rank}, is in")
+        self.ranks = process_group if isinstance(process_group, tuple) else c10d.get_process_group_ranks(process_group)
+        self.ranks = tuple(sorted(self.ranks))
+        self._packing = packing
+        self._patience = patience
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self._plan = levels(self.ranks, fan, local if local > 0 and c10d.get_world_size() % local == 0 else 1)
+        members = blake2b(repr(self.ranks).encode(), digest_size=8).hexdigest()
+        name = f"hookstats/{members}/{_mergings[self.ranks]}"
+        _mergings[self.ranks] += 1
+        self._store = c10d.PrefixStore(name, default_store())
+        self._slots: deque[_Slot[Step]] = deque()
+        self._last: Moment = (0, -1)
+        self._told: deque[tuple[str, str]] = deque()
+        self._warn_once = WarnOnce()
+        self._stop = threading.Event()
+        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._process = os.getpid()
+        self._thread = threading.Thread(target=self._run, name="hookstats merging", daemon=True)
+        self._thread.start()
+        atexit.register(self.close, timeout=0.0)
+
+    def submit(self, step: Step, number: int) -> None:
+        """Merges a step with those of the same number on other ranks. Takes some microseconds, whatever they do."""
+        begun = self._last[0] + (number <= self._last[1])  # numbers that go back: trained anew, on all ranks
+        slot = _Slot(step, (begun, number))
+        if not self._thread.is_alive():  # nor is it in a fork
+            slot.merged = self._alone(slot)
+        elif self._waiting() >= _WAITING:
+            slot.merged = self._alone(slot)
+            self._told.append(("queue", f"{_WAITING} steps were waiting to be merged when step {number} came"))
+        self._last = slot.moment
+        self._slots.append(slot)
+        self._wake.put(None)
+
+    def arrived(self) -> list[Merged[Step]]:
+        """What was submitted and is settled, in that order, each once. Tells what went wrong."""
+        if not self._thread.is_alive():
+            for slot in self._slots:
+                slot.merged = slot.merged or self._alone(slot)
+        done = []
+        while self._slots and (merged := self._slots[0].merged) is not None:
+            done.append(merged)
+            self._slots.popleft()
+        while self._told:
+            kind, text = self._told.popleft()
+            self._warn_once(kind, f"not merged over ranks: {text}. This rank is alone with such steps.")
+        return done
+
+    def wait(self, timeout: float) -> list[Merged[Step]]:
+        """The same, when all is settled, or after so many seconds."""
+        end = time.monotonic() + timeout
+        while self._waiting() and self._thread.is_alive() and time.monotonic() < end:
+            time.sleep(0.001)
+        return self.arrived()
+
+    def close(self, timeout: float = 2.0) -> list[Merged[Step]]:
+        """Ends merging: what is not settled after so many seconds is delivered alone. Again: does nothing."""
+        if self._process != os.getpid():  # a fork has no thread, and must not touch its parent's connections
+            return []
+        atexit.unregister(self.close)
+        done = self.wait(timeout)
+        self._stop.set()
+        self._wake.put(None)
+        self._thread.join(2.0)
+        return done + self.arrived()
+
+    def _waiting(self) -> int:
+        return sum(slot.merged is None for slot in tuple(self._slots))
+
+    def _alone(self, slot: _Slot[Step]) -> Merged[Step]:
+        return Merged(slot.step, (self.rank,), len(self.ranks))
+
+    # What follows runs in the thread.
+
+    def _run(self) -> None:
+        try:
+            self._merge_all()
+        except _Stopped:
+            pass
+        except Exception as error:  # the store went with the rank that kept it, say
+            if not self._stop.is_set():
+                text = f"torch.distributed's store failed, nothing is merged from now on: {error!r}"
+                self._told.append(("store", text))
+
+    def _merge_all(self) -> None:
+        self._protocol = protocol.Protocol(self._store, self._plan, self.rank, self._patience, self._pause)
+        self._tree: Tree | None = None
+        self._epoch = 0  # of the tree, or the next one where it has failed
+        failures = 0
+        try:
+            while failures < _ATTEMPTS:
+                slot = next((slot for slot in tuple(self._slots) if slot.merged is None), None)
+                if slot is None:
+                    self._wake.get()
+                    self._pause(0)
+                    continue
+                try:
+                    slot.merged = self._settled(slot)
+                    failures = 0
+                except _Failed as failed:
+                    failures += 1
+                    self._told.append(("failed", str(failed)))
+                    slot.merged = self._alone(slot)
+        finally:
+            self._drop_tree()
+            self._protocol.leave()
+
+    def _settled(self, slot: _Slot[Step]) -> Merged[Step]:
+        try:
+            checksum, table = self._packing.table(slot.step)
+            scale = self._packing.scale(slot.step)
+        except Exception as error:
+            raise _Failed(f"step {slot.moment[1]}: {error!r}") from error
+        verdict, tables = self._protocol.settle(
+            slot.moment, checksum, table, scale, self._epoch, lambda: self._waiting() >= _WAITING
+        )
+        if not verdict.go:
+            self._told.append((verdict.kind, verdict.text))
+            return self._alone(slot)
+        try:
+            return Merged(self._merge(slot.step, verdict, tables), self.ranks, len(self.ranks))
+        except Exception as error:
+            self._drop_tree()
+            self._epoch = verdict.epoch + 1
+            if isinstance(error, _Stopped):
+                raise
+            raise _Failed(f"step {slot.moment[1]}: {error!r}") from error
+
+    def _merge(self, step: Step, verdict: Verdict, tables: Tables) -> Step:
+        if self._tree is None or self._epoch != verdict.epoch:
+            self._drop_tree()
+            self._epoch = verdict.epoch
+            store = c10d.PrefixStore(f"groups/{verdict.epoch}", self._store)
+            self._tree = Tree(self._plan, self.rank, store, self._patience, self._pause)
+        sections = self._packing.pack(step, tables)
+        return self._packing.unpack(self._tree.merge(sections, self._packing.merges), step, tables)
+
+    def _drop_tree(self) -> None:
+        if self._tree is not None:
+            self._tree.leave()
+            self._tree = None
+
+    def _pause(self, seconds: float) -> None:
+        if self._stop.wait(seconds):
+            raise _Stopped
+
+
+class _Failed(Exception):
+    """A step could not be merged, though all ranks were there."""

@@ -1,0 +1,236 @@
+"""A rank's step into the arrays that are merged, and what has been merged as a step again. Pure numpy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from hookstats.cluster import flat as at
+from hookstats.cluster.agreement import Agreement
+from hookstats.cluster.flat import SPREAD, Flat
+from hookstats.cluster.moving import Moves
+from hookstats.cluster.table import Piece, Table
+from hookstats.numbers.blocks import COUNTERS, Drained, Layout
+from hookstats.numbers.columns import wholes_of
+from hookstats.numbers.fields import FIELDS, Array, Counts, Site, Skipped, histogram_shape, total
+from hookstats.numbers.ranks import Spread
+
+_WHOLES = 8  # layouts that are kept: others where a rank had totals alone of other sites
+
+
+class Packer:
+    """The steps of a rank, packed and unpacked under one agreement."""
+
+    def __init__(self, agreement: Agreement, rank: int) -> None:
+        self._agreement = agreement
+        self._rank = rank
+        self._plans: dict[tuple[Layout, Table], _Plan] = {}
+        self._wholes: dict[tuple[int, ...], _Whole] = {}
+
+    def pack(self, drained: Drained, table: Table, pieces: Sequence[Piece]) -> Flat:
+        """What this rank contributes; table and pieces as `Tables.of` gave them, the table one of the agreement's."""
+        key = drained.layout, table
+        if key not in self._plans:
+            self._plans = {key: _Plan(self._agreement, drained.layout, table, pieces, self._rank)}
+        return self._plans[key].pack(drained)
+
+    def unpack(self, flat: Flat, own: Drained) -> Drained:
+        """The whole; own: of this rank, the same step, which knows why tensors were left out here."""
+        rows = len(self._agreement.rows)
+        folded = tuple(np.flatnonzero(flat.counts[at.FOLDED, :rows]).tolist())
+        if folded not in self._wholes:
+            if len(self._wholes) == _WHOLES:
+                self._wholes.clear()
+            self._wholes[folded] = _Whole(self._agreement, folded)
+        return self._wholes[folded].unpack(flat, own)
+
+
+class _Plan:
+    """What a rank contributes to the steps of one layout."""
+
+    def __init__(self, agreement: Agreement, layout: Layout, table: Table, pieces: Sequence[Piece], rank: int) -> None:
+        """table: one of the agreement's, of this layout; with pieces, as `Tables.of` gave them."""
+        self._agreement = agreement
+        self._layout = layout
+        self._rank = rank
+        parts = [row.parts[-1] for row in layout.rows]
+        self._place = np.array([agreement.place[row.site] for row in table.rows], np.int64)  # of each row
+        rows = [agreement.rows[i] for i in self._place.tolist()]
+        self._counts = np.array(
+            [piece.counts and agreement.counts(row, rank) for row, piece in zip(table.rows, pieces, strict=True)], bool
+        )
+        self._leads = self._counts & np.array([piece.leads for piece in pieces], bool)
+        is_total = np.array([row.channels == 1 for row in rows], bool)
+        shape = np.array([(part.block, part.offset, part.channels, part.bins) for part in parts], np.int64)
+        self._block, offset, self._channels, bins = shape.reshape(-1, 4).T
+        self._width = np.where(is_total, 1, self._channels)
+        first = np.where(is_total, 0, np.array([piece.offset for piece in pieces], np.int64))
+        self._begin = agreement.channel_begin[self._place] + first
+        self._has_bins = (bins > 0) & (np.diff(agreement.bin_begin)[self._place] > 0)
+        self._per_channel = agreement.bins is not None and agreement.bins.per_channel
+        each = histogram_shape(agreement.bins, 1)[-1]  # counters of a channel, or of the site
+        self._bin_begin = agreement.bin_begin[self._place] + (first * each if self._per_channel else 0)
+        is_fold = is_total & (self._channels > 1)  # together with the others' totals
+        self._folds = np.flatnonzero(is_fold).tolist()
+        self._is_narrow = ~is_total & np.array([row.is_narrow for row in table.rows], bool)
+        here = np.flatnonzero(self._counts & ~is_fold)
+        self._moments = Moves(
+            len(FIELDS),
+            int(agreement.channel_begin[-1]),
+            self._block[here],
+            offset[here],
+            self._begin[here],
+            self._channels[here],
+        )
+        here = np.flatnonzero(self._counts & self._has_bins & ~(is_fold & self._per_channel))
+        self._histograms = Moves(
+            1,
+            int(agreement.bin_begin[-1]),
+            self._block[here],
+            (offset + len(FIELDS) * self._channels + COUNTERS)[here],
+            self._bin_begin[here],
+            bins[here],
+        )
+
+    def pack(self, drained: Drained) -> Flat:
+        """drained: of this layout."""
+        agreement, flat = self._agreement, self._agreement.neutral()
+        self._moments.gather(drained.blocks, flat.columns)
+        self._histograms.gather(drained.blocks, flat.bins)
+        calls, order, shown, _ = drained.by_row
+        place, counts = self._place, flat.counts
+        counts[at.FOLDED, place] = self._is_narrow & self._counts & (calls > 0)
+        self._put_others(flat, drained)
+        counts[at.CALLS, place] = calls * self._leads
+        counts[at.FIRED, place] = (calls > 0) & self._counts
+        counts[at.SHOWN, place[shown]] = 1
+        in_order = np.flatnonzero(self._counts[order])
+        flat.lowest[at.ORDER, place[order[in_order]]] = self._rank << 32 | in_order
+        for site, skipped in drained.skipped.items():
+            i = agreement.place[site]
+            counts[at.SKIPPED, i], counts[at.GIVEN_UP, i] = skipped.times or 0, skipped.times is None
+            flat.lowest[at.SKIPPED_BY, i] = self._rank
+        time = drained.time if self._rank == agreement.first_rank else None
+        of_step = (time, drained.grad_scale, drained.overflowed)
+        for i, value in enumerate([*of_step, *(drained.scalars.get(name) for name in agreement.scalars)]):
+            if value is not None:
+                flat.scalars[:, i] = value, 1, value, value
+        if agreement.spread:
+            self._put_spread(flat, drained)
+        return flat
+
+    def _put_others(self, flat: Flat, drained: Drained) -> None:
+        """What must be put together first: channels that all ranks merge as totals, what moved in this step."""
+        moved = drained.by_row.moved
+        others = [i for i in dict.fromkeys([*self._folds, *moved]) if self._counts[i]]
+        reads = [drained.read(i) for i in others]
+        totals = wholes_of([read.moments for read in reads])
+        for n, (i, read) in enumerate(zip(others, reads, strict=True)):
+            width = int(self._width[i])
+            begin, counters = int(self._begin[i]), int(self._bin_begin[i])
+            fits = read.moments.shape[1] == width
+            flat.columns[:, begin : begin + width] = 0
+            flat.columns[:, begin : begin + (width if fits else 1)] = read.moments if fits else totals[:, n : n + 1]
+            flat.counts[at.FOLDED, self._place[i]] |= not fits and self._agreement.rows[self._place[i]].channels > 1
+            if self._has_bins[i] and read.histogram is not None:
+                histogram = read.histogram
+                if self._per_channel:
+                    flat.bins[0, counters : counters + width * histogram.shape[1]] = 0
+                    histogram = histogram if fits else histogram.sum(0)
+                flat.bins[0, counters : counters + histogram.size] = histogram.reshape(-1)
+
+    def _put_spread(self, flat: Flat, drained: Drained) -> None:
+        """Where a site has fired."""
+        totals, shown = drained.columns.totals, drained.by_row.shown
+        has_fired = drained.columns.calls > 0
+        place = self._place[shown[has_fired]]
+        for n, name in enumerate(SPREAD):
+            values = totals.nans + totals.posinfs + totals.neginfs if name == "nonfinite" else getattr(totals, name)
+            known = values[has_fired]
+            rank = np.where(np.isnan(known), np.nan, self._rank)
+            flat.spread[4 * n : 4 * n + 4, place] = known, rank, known, rank
+
+
+class _Whole:
+    """What has been merged, as steps of one layout."""
+
+    def __init__(self, agreement: Agreement, folded: tuple[int, ...]) -> None:
+        """folded: rows of which some rank had totals alone."""
+        self._agreement = agreement
+        self._layout = layout = agreement.layout(folded)
+        self._folded = folded
+        parts = np.array([row.parts[0] for row in layout.rows], np.int64).reshape(-1, 4)
+        block, offset, channels, bins = parts.T
+        self._counters = offset + len(FIELDS) * channels
+        here = np.flatnonzero(~np.isin(np.arange(len(parts)), folded))
+        begin = agreement.channel_begin
+        self._moments = Moves(len(FIELDS), int(begin[-1]), *(each[here] for each in (block, offset, begin, channels)))
+        offset, begin = self._counters + COUNTERS, agreement.bin_begin
+        self._bins = Moves(1, int(begin[-1]), *(each[here] for each in (block, offset, begin, bins)))
+
+    def unpack(self, flat: Flat, own: Drained) -> Drained:
+        agreement, layout = self._agreement, self._layout
+        block = np.zeros(layout.sizes[0], np.int64)
+        self._moments.scatter(flat.columns, [block])
+        self._bins.scatter(flat.bins, [block])
+        for i in self._folded:
+            self._put_total(flat, block, i)
+        n = len(layout.rows)
+        counts, lowest = flat.counts[:, :n], flat.lowest[:, :n]
+        has_fired = counts[at.FIRED] > 0
+        fired = np.argsort(lowest[at.ORDER], kind="stable")[: has_fired.sum()]
+        block[self._counters] = np.maximum(counts[at.CALLS], has_fired)
+        block[self._counters[fired] + 1] = np.arange(1, len(fired) + 1)
+        time, scale, overflowed, *scalars = _means(flat.scalars)
+        drained = Drained(
+            layout,
+            [block],
+            own.step,
+            own.time if time is None else time,
+            {name: value for name, value in zip(agreement.scalars, scalars, strict=True) if value is not None},
+            scale,
+            None if overflowed is None else overflowed > 0,
+            counts[at.SHOWN] == 0,
+            np.arange(n),
+        )
+        drained.skipped = self._skipped(flat, own)
+        if agreement.spread:
+            drained.spread = _spreads(flat.spread[:, drained.by_row.shown])
+        return drained
+
+    def _put_total(self, flat: Flat, block: Counts, i: int) -> None:
+        part, agreement = self._layout.rows[i].parts[0], self._agreement
+        begin, end = agreement.channel_begin[i : i + 2]
+        moments = block[part.offset : part.offset + len(FIELDS)]
+        moments[:] = total(flat.columns[:, begin:end]).view(np.int64)
+        if part.bins:
+            begin, end = agreement.bin_begin[i : i + 2]
+            at = part.offset + part.size
+            block[at - part.bins : at] = flat.bins[0, begin:end].reshape(-1, part.bins).sum(0)
+
+    def _skipped(self, flat: Flat, own: Drained) -> dict[Site, Skipped]:
+        result = {}
+        for i in np.flatnonzero(flat.lowest[at.SKIPPED_BY] != at.NONE).tolist():
+            site, times = self._agreement.sites[i], int(flat.counts[at.SKIPPED, i])
+            here = own.skipped.get(site)
+            reason = here.reason if here else f"rank {flat.lowest[at.SKIPPED_BY, i]} has the reason"
+            result[site] = Skipped(reason, None if flat.counts[at.GIVEN_UP, i] else times)
+        return result
+
+
+def _means(scalars: Array) -> list[float | None]:
+    """Over the ranks that have them; of equal ones, that number."""
+    with np.errstate(invalid="ignore"):
+        return [
+            None if not number else least if least == largest else float(sums / number)
+            for sums, number, least, largest in scalars.T.tolist()
+        ]
+
+
+def _spreads(rows: Array) -> dict[str, Spread]:
+    def of(least: Array, least_rank: Array, largest: Array, largest_rank: Array) -> Spread:
+        ranks = (np.nan_to_num(each, nan=-1).astype(np.int64) for each in (least_rank, largest_rank))
+        return Spread(least, next(ranks), largest, next(ranks))
+
+    return {name: of(*rows[4 * n : 4 * n + 4]) for n, name in enumerate(SPREAD)}

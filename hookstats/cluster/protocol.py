@@ -1,0 +1,290 @@
+"""Who takes part in a step, settled through torch.distributed's store before any collective begins.
+
+A collective cannot find out that a rank is missing without hanging, and one that has failed closes its group for good.
+So each rank announces the step that it has in hand, and everybody obeys the one verdict that is written of it: by the
+first rank when all have announced, or, that all are alone with it. Each rank has one key, and overwrites it: the store
+does not grow with steps. The first rank of each group of the tree announces for the group.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias
+
+from hookstats.cluster.tree import Pause, Store
+
+Moment: TypeAlias = tuple[float, int]  # how often step numbers have begun anew, and the number of the step
+Checksums: TypeAlias = list[tuple[int, int]]  # of distinct tables, each with the lowest rank that has it
+Tables: TypeAlias = list[tuple[int, bytes]]  # these themselves
+
+_NEVER: Moment = (-1, 0)
+_END: Moment = (float("inf"), 0)  # later than any step
+_POLL, _LONGEST_POLL = 1e-3, 0.05  # seconds between two looks at the store
+_POLL_PER_RANK = 5e-5  # more of them for more ranks: the store sees some 20,000 looks a second at most
+_KEPT = 64  # tables in the store that no rank has now
+_TRIED = 8  # tables that a rank brought last, whether or not they were agreed on
+_NAMED = 8  # late ranks that a message names
+
+
+class Summary(NamedTuple):
+    """What the ranks below and including one have announced."""
+
+    low: Moment  # the earliest of their steps that is not settled
+    low_rank: int
+    high: Moment
+    high_rank: int
+    epoch: int  # of the groups that can be used: one more where a rank's have failed
+    tables: Checksums
+    scales: list[tuple[int, float | None]]  # distinct ones, at most two
+    late: list[int]
+
+    def to_json(self) -> str:
+        return json.dumps(self)
+
+    @classmethod
+    def from_json(cls, text: str) -> Summary:
+        low, low_rank, high, high_rank, epoch, tables, scales, late = json.loads(text)
+        pairs = [(rank, each) for rank, each in tables], [(rank, each) for rank, each in scales]
+        return cls(tuple(low), low_rank, tuple(high), high_rank, epoch, *pairs, late)
+
+
+class Verdict(NamedTuple):
+    """Of a step and, where none was given before, all earlier ones."""
+
+    at: Moment
+    go: bool
+    by: int  # the rank that wrote it
+    epoch: int = 0
+    agreement: int = 0  # the number of the list of tables
+    kind: str = ""  # why not
+    text: str = ""
+
+    def to_json(self) -> str:
+        return json.dumps(self)
+
+    @classmethod
+    def from_json(cls, text: str) -> Verdict:
+        at, *rest = json.loads(text)
+        return cls(tuple(at), *rest)
+
+
+_NOTHING = Summary(_NEVER, 0, _NEVER, 0, 0, [], [], []).to_json()
+
+
+class Protocol:
+    """One rank's part. Any error of the store is raised."""
+
+    def __init__(
+        self, store: Store, plan: Sequence[Sequence[tuple[int, ...]]], rank: int, patience: float, pause: Pause
+    ) -> None:
+        """plan: of `levels`. patience: seconds to wait for others, with a step in hand."""
+        self._store = store
+        self._rank = rank
+        self._pause = pause
+        led = [group for groups in plan for group in groups if group[0] == rank]
+        self._below = [each for group in led for each in group[1:]]
+        self._first = plan[-1][0][0] if plan else rank
+        # The first rank of a group gives up before those above it do: it knows who is missing.
+        self._patience = patience * (1 + 0.1 * len(led))
+        self._longest = 2 * patience
+        ranks = sum(map(len, plan[0])) if plan else 1
+        self._poll = max(_POLL, _POLL_PER_RANK * ranks)
+        self._absent: dict[int, str] = {}  # who was given up, and what they had announced then
+        self._tables: dict[int, bytes] = {}  # by checksum; of the agreement, and those that this rank brought
+        self._brought: list[int] = []  # by this rank, of those in the store
+        self._stored: dict[int, None] = {}  # the first rank's: tables in the store, those used last at the end
+        self._number = 0  # of the present agreement, and which it is
+        self._listed: Checksums = []
+        for name in ["verdict", *(f"rank/{each}" for each in self._below)]:
+            store.compare_set(
+                name, "", Verdict(_NEVER, False, self._first).to_json() if name == "verdict" else _NOTHING
+            )
+
+    def settle(
+        self,
+        moment: Moment,
+        checksum: int,
+        table: bytes,
+        scale: float | None,
+        epoch: int,
+        is_hurried: Callable[[], bool],
+    ) -> tuple[Verdict, Tables]:
+        """The verdict of a step that this rank has in hand, and where that is go, the tables of all ranks.
+
+        epoch: of groups that this rank can use. is_hurried: whether this rank can wait no longer.
+        """
+        self._offer(checksum, table)
+        own = Summary(moment, self._rank, moment, self._rank, epoch, [(self._rank, checksum)], [], [])
+        own = own._replace(scales=[(self._rank, scale)])
+        begin, interval, told = time.monotonic(), self._poll, ""
+        while True:
+            read, verdict, below = self._look()
+            if verdict.by != self._first == self._rank and verdict.at != _END:  # it was waited for in vain: is back
+                self._write(read, verdict._replace(by=self._rank, go=False))
+                continue
+            if verdict.at >= moment:
+                return self._obeyed(verdict, moment)
+            waited = time.monotonic() - begin
+            summary = self._sum(own, below, verdict.at, waited > self._patience)
+            decided = None
+            if is_hurried():
+                text = f"rank {self._rank} has too many steps to merge, and waited no longer for step {moment[1]}"
+                decided = self._alone(moment, "queue", text)
+            elif self._first == self._rank:
+                decided = self._decide(summary, moment, waited > self._patience)
+            elif verdict.by != self._first or waited > self._longest:
+                text = f"rank {self._first} was waited for in vain at step {moment[1]}"
+                decided = self._alone(moment, "late", text)
+            elif summary is not None and summary.to_json() != told:
+                told = summary.to_json()
+                self._store.set(f"rank/{self._rank}", told)
+                interval = self._poll
+            if decided is not None:
+                self._write(read, decided)
+                continue
+            self._pause(interval)
+            interval = min(1.5 * interval, max(_LONGEST_POLL, 8 * self._poll))
+
+    def leave(self) -> None:
+        """Nothing will be merged any more: from now on everybody is alone, at once."""
+        while True:
+            read, verdict, _ = self._look()
+            text = f"rank {self._rank} merges no more: it was detached, or has ended"
+            if verdict.at == _END or self._write(read, self._alone(_END, "left", text)):
+                return
+
+    def _look(self) -> tuple[str, Verdict, dict[int, str]]:
+        names = ["verdict", *(f"rank/{rank}" for rank in self._below)]
+        read, *texts = (bytes(value).decode() for value in self._store.multi_get(names))
+        return read, Verdict.from_json(read), dict(zip(self._below, texts, strict=True))
+
+    def _write(self, read: str, verdict: Verdict) -> bool:
+        """Unless another verdict was written since: the same one is read by everybody."""
+        text = verdict.to_json()
+        return bytes(self._store.compare_set("verdict", read, text)).decode() == text
+
+    def _alone(self, at: Moment, kind: str, text: str) -> Verdict:
+        return Verdict(at, False, self._rank, kind=kind, text=text)
+
+    def _sum(self, own: Summary, below: dict[int, str], settled: Moment, is_over: bool) -> Summary | None:
+        """Of this rank and those below: None while it is not worth telling."""
+        moment, parts, missing = own.low, [own], {}
+        for rank, text in below.items():
+            part = Summary.from_json(text)
+            if part.low < moment and part.high <= moment:
+                missing[rank] = text
+            if part.high > settled:
+                parts.append(part)
+        parts.sort(key=lambda part: part.low_rank)
+        unsettled = [part for part in parts if part.low > settled]
+        low = min(unsettled, key=lambda part: part.low)
+        high = max(parts, key=lambda part: part.high)
+        late = [rank for part in parts if part.low == part.high == moment for rank in part.late]
+        if missing and (is_over or all(self._absent.get(rank) == text for rank, text in missing.items())):
+            self._absent = missing
+            late += missing
+        is_mixed = low.low < moment or high.high > moment
+        if missing and not late and not is_mixed:
+            return None
+        tables: dict[int, int] = {}
+        scales: dict[float | None, int] = {}
+        for part in unsettled:
+            for rank, checksum in part.tables:
+                tables[checksum] = min(rank, tables.get(checksum, rank))
+            for rank, scale in part.scales:
+                scales.setdefault(scale, rank)
+        return Summary(
+            low.low,
+            low.low_rank,
+            high.high,
+            high.high_rank,
+            max(part.epoch for part in parts),
+            sorted((rank, checksum) for checksum, rank in tables.items()),
+            [(rank, scale) for scale, rank in scales.items()][:2],
+            late[:_NAMED],
+        )
+
+    def _decide(self, summary: Summary | None, moment: Moment, is_over: bool) -> Verdict | None:
+        """The first rank's; None: to wait."""
+        if summary is None:
+            return None
+        if summary.high > moment or summary.low < moment:
+            text = (
+                f"rank {summary.high_rank} is at step {summary.high[1]} without step {summary.low[1]}, which rank "
+                f"{summary.low_rank} has measured: measured alike (every=) on all ranks, they would be merged"
+            )
+            return self._alone(summary.low, "cadence", text)
+        if summary.late:
+            return self._alone(moment, "late", f"ranks {summary.late} were waited for in vain at step {moment[1]}")
+        if len(summary.scales) > 1:
+            (one, scale), (other, another) = summary.scales
+            text = f"the grad_scale of rank {one} was {scale} at step {moment[1]}, that of rank {other} {another}"
+            return self._alone(moment, "scale", text)
+        if not self._are_stored(summary.tables):
+            text = f"the list of sites of a rank did not arrive at step {moment[1]}"
+            return self._alone(moment, "table", text) if is_over else None
+        if summary.tables != self._listed:
+            self._number += 1
+            self._listed = summary.tables
+            self._store.set(f"agreement/{self._number}", json.dumps(summary.tables))
+            self._store.delete_key(f"agreement/{self._number - 2}")
+        return Verdict(moment, True, self._rank, summary.epoch, self._number)
+
+    def _obeyed(self, verdict: Verdict, moment: Moment) -> tuple[Verdict, Tables]:
+        if verdict.at > moment and verdict.at != _END:
+            text = f"step {moment[1]} came when others had waited for it in vain, and went on to step {verdict.at[1]}"
+            return Verdict(moment, False, verdict.by, kind="late", text=text), []
+        if not verdict.go:
+            return verdict, []
+        if verdict.agreement != self._number:
+            self._listed = [(rank, each) for rank, each in json.loads(self._get(f"agreement/{verdict.agreement}"))]
+            self._number = verdict.agreement
+        self._tables = {
+            checksum: self._tables[checksum]
+            if checksum in self._tables
+            else zlib.decompress(self._get(f"table/{checksum}"))
+            for _, checksum in self._listed
+        }
+        return verdict, [(rank, self._tables[checksum]) for rank, checksum in self._listed]
+
+    def _get(self, name: str) -> bytes:
+        if not self._store.check([name]):
+            raise RuntimeError(f"expected {name} in torch.distributed's store, got nothing")
+        return bytes(self._store.get(name))
+
+    def _offer(self, checksum: int, table: bytes) -> None:
+        """The first rank that has a table brings it: one of thousands."""
+        if checksum in self._tables:
+            return
+        listed = {each for _, each in self._listed}
+        self._tables = {each: text for each, text in self._tables.items() if each in listed}
+        self._tables[checksum] = table
+        if self._store.add(f"brought/{checksum}", 1) == 1:
+            self._store.set(f"table/{checksum}", zlib.compress(table))
+            self._brought.append(checksum)
+        unlisted = [each for each in self._brought[:-_TRIED] if each not in listed]
+        for each in unlisted:  # all ranks were alone with it
+            self._brought.remove(each)
+            self._forget(each)
+
+    def _are_stored(self, tables: Checksums) -> bool:
+        """Whether they are; forgets those that have not been used for long."""
+        if tables == self._listed:
+            return True
+        checksums = [checksum for _, checksum in tables]
+        if not self._store.check([f"table/{checksum}" for checksum in checksums]):
+            return False
+        for checksum in checksums:
+            self._stored.pop(checksum, None)
+            self._stored[checksum] = None
+        for checksum in list(self._stored)[: max(0, len(self._stored) - len(checksums) - _KEPT)]:
+            del self._stored[checksum]
+            self._forget(checksum)
+        return True
+
+    def _forget(self, checksum: int) -> None:
+        self._store.delete_key(f"table/{checksum}")
+        self._store.delete_key(f"brought/{checksum}")

@@ -1,0 +1,70 @@
+"""Steps that tests merge: arrays that are summed, without sites."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hookstats.cluster.merging import Merged, Merging
+from hookstats.cluster.tree import Section
+
+
+def summed(parts: Sequence[Section]) -> Section:
+    result = parts[0].copy()
+    for part in parts[1:]:
+        result = result + part
+    return result
+
+
+class Step(NamedTuple):
+    """Arrays that follow from the rank, the number and the tables of all ranks."""
+
+    number: int
+    rank: int
+    table: str = "one"
+    scale: float | None = None
+
+
+class Sums:
+    """One section of floats, one of ints, with `elements` for each letter of all tables."""
+
+    merges = (summed, summed)
+
+    def __init__(self, elements: int = 3) -> None:
+        self.elements = elements
+
+    def table(self, step: Step) -> tuple[int, bytes]:
+        text = step.table.encode()
+        return int.from_bytes(text, "big"), text
+
+    def scale(self, step: Step) -> float | None:
+        return step.scale
+
+    def pack(self, step: Step, tables: list[tuple[int, bytes]]) -> list[Section]:
+        letters = sorted({letter for _, table in tables for letter in table.decode()})
+        has = np.repeat([letter in step.table for letter in letters], self.elements)
+        random = np.random.default_rng([step.number, step.rank])
+        return [random.standard_normal((2, len(has))) * has, random.integers(0, 1000, (1, len(has))) * has]
+
+    def unpack(self, sections: list[Section], step: Step, tables: list[tuple[int, bytes]]) -> Any:
+        return sections
+
+
+def wanted(number: int, ranks: Sequence[int], table: str = "one", elements: int = 3) -> list[Section]:
+    """What a flat merge in the order of the ranks gives, where all have the same table."""
+    packing = Sums(elements)
+    parts = [packing.pack(Step(number, rank, table), [(0, table.encode())]) for rank in ranks]
+    return [summed(each) for each in zip(*parts, strict=True)]
+
+
+def train(merging: Merging[Any], numbers: Sequence[int], pause: float = 0.02, **fields: Any) -> list[Merged[Any]]:
+    """A training that measures these steps."""
+    done = []
+    for number in numbers:
+        merging.submit(Step(number, merging.rank, **fields), number)
+        time.sleep(pause)
+        done += merging.arrived()
+    return done

@@ -1,0 +1,139 @@
+"""Groups of ranks, and what they make together."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from hookstats.cluster.merging import Merging
+from hookstats.cluster.tree import levels
+from tests.merged import Step, Sums, train, wanted
+from tests.ranks import run
+
+
+def test_groups_are_of_at_most_fan_ranks_nodes_first_and_their_first_ranks_go_on() -> None:
+    assert levels(range(4)) == [[(0, 1, 2, 3)]]
+    assert levels(range(8), fan=2) == [[(0, 1), (2, 3), (4, 5), (6, 7)], [(0, 2), (4, 6)], [(0, 4)]]
+    assert levels(range(8), fan=64, local=4) == [[(0, 1, 2, 3), (4, 5, 6, 7)], [(0, 4)]]
+    assert levels([1, 3]) == [[(1, 3)]]
+    assert levels([0, 4, 8], local=4) == [[(0, 4, 8)]]  # one rank of each node
+    assert levels([5]) == []
+    large = levels(range(16384), local=8)
+    assert [len(groups) for groups in large] == [2048, 32, 1]
+    for ranks, fan, local in ((range(100), 7, 1), (range(3, 99, 3), 5, 12), (range(65), 64, 1)):
+        plan = levels(ranks, fan, local)
+        below = sorted(ranks)
+        for groups in plan:
+            assert sorted(rank for group in groups for rank in group) == below
+            assert max(map(len, groups)) <= fan
+            below = [group[0] for group in groups]
+        assert len(plan[-1]) == 1
+    with pytest.raises(ValueError, match="fan=1"):
+        levels(range(4), fan=1)
+
+
+def merges_twice(rank: int, world: int, fan: int, seed: int) -> Any:
+    found = []
+    for elements in (3, 50):
+        merging = Merging(None, Sums(elements), fan=fan)
+        sleeps = random.Random(100 * seed + rank)
+        done = []
+        for number in (0, 10, 20):
+            time.sleep(sleeps.random() / 20)
+            merging.submit(Step(number, rank), number)
+        done += merging.wait(30)
+        done += merging.close()
+        assert [each.ranks for each in done] == [tuple(range(world))] * 3
+        assert [each.world_size for each in done] == [world] * 3
+        found.append([[part.tolist() for part in each.step] for each in done])
+    return found
+
+
+@pytest.mark.parametrize(("world", "fan"), [(2, 64), (4, 2), (8, 2), (8, 3)])
+def test_every_rank_gets_what_a_flat_merge_gives_with_the_same_bits_in_each_run_whoever_comes_first(
+    world: int, fan: int
+) -> None:
+    first = run(merges_twice, world, fan, 1)
+    assert all(each == first[0] for each in first)
+    assert run(merges_twice, world, fan, 2) == first
+    for elements, steps in zip((3, 50), first[0], strict=True):
+        for number, (floats, ints) in zip((0, 10, 20), steps, strict=True):
+            of_floats, of_ints = wanted(number, range(world), elements=elements)
+            assert ints == of_ints.tolist()
+            np.testing.assert_allclose(floats, of_floats, rtol=1e-12, atol=1e-12)
+
+
+COLLECTIVES = ("alltoall_base", "_allgather_base", "gather", "broadcast")
+
+
+def counts_collectives(rank: int, world: int) -> list[int]:
+    """Of ten, then of a thousand sites."""
+    called: list[str] = []
+    of_gloo = dist.ProcessGroupGloo
+
+    class Counting(of_gloo):  # type: ignore[misc, valid-type]
+        def __getattribute__(self, name: str) -> Any:
+            if name in COLLECTIVES:
+                called.append(name)
+            return super().__getattribute__(name)
+
+    dist.ProcessGroupGloo = Counting
+    counts = []
+    for elements in (10, 1000):
+        merging = Merging(None, Sums(elements), fan=2)
+        merging.submit(Step(0, rank), 0)
+        assert merging.wait(30)[0].ranks == (0, 1, 2, 3)
+        merging.close()
+        counts.append(len(called))
+        called.clear()
+    return counts
+
+
+def test_the_number_of_collectives_does_not_depend_on_the_number_of_sites() -> None:
+    # Two levels: below up twice and down once; at the top twice.
+    assert run(counts_collectives, 4) == [[5, 5], [3, 3], [5, 5], [3, 3]]
+
+
+def beside_other_groups(rank: int, world: int) -> Any:
+    def summed_by(group: Any) -> float:
+        x = torch.ones(1)
+        dist.all_reduce(x, group=group)
+        return x.item()
+
+    groups = [dist.new_group([1, 3])]
+    first = Merging(None, Sums())
+    groups.append(dist.new_group([0, 1, 2]))
+    second = Merging(None, Sums(), fan=2)
+    pair = Merging(groups[0], Sums()) if rank in (1, 3) else None
+    if pair is None:
+        with pytest.raises(ValueError, match=f"expected a group that this rank, {rank}, is in"):
+            Merging(groups[0], Sums())
+    every = [each for each in (first, second, pair) if each is not None]
+    found = [train(merging, [0, 5]) for merging in every]
+    groups.append(dist.new_group([2, 3]))
+    sums = [
+        summed_by(group) for group, members in zip(groups, ([1, 3], [0, 1, 2], [2, 3]), strict=True) if rank in members
+    ]
+    for merging, done in zip(every, found, strict=True):
+        done += merging.wait(30)
+        done += merging.close()
+    groups.append(dist.new_group([0, 3]))
+    sums += [summed_by(groups[-1])] if rank in (0, 3) else []
+    return sums, [[(each.ranks, [part.tolist() for part in each.step]) for each in done] for done in found]
+
+
+def test_several_mergings_and_the_users_own_groups_do_not_disturb_each_other() -> None:
+    found = run(beside_other_groups, 4)
+    assert [sums for sums, _ in found] == [[3.0, 2.0], [2.0, 3.0], [3.0, 2.0], [2.0, 2.0, 2.0]]
+    whole = [((0, 1, 2, 3), [part.tolist() for part in wanted(number, range(4))]) for number in (0, 5)]
+    pair = [((1, 3), [part.tolist() for part in wanted(number, [1, 3])]) for number in (0, 5)]
+    for rank, (_, (first, *others)) in enumerate(found):
+        assert first == whole
+        assert [each[0] for each in others[0]] == [each[0] for each in whole]
+        assert others[1:] == ([pair] if rank in (1, 3) else [])
