@@ -58,9 +58,10 @@ def test_the_tests_are_taken_in_the_order_of_what_they_tell(machine: Path) -> No
     assert "-m gpu tests/test_gpu_streams.py tests/test_cuda_graphs.py tests" in ran[1]
     assert "-m not gpu -k gpu" in ran[2]
     tools = [line.split()[1] for line in ran if line.startswith("--tool")]
-    assert tools == ["memcheck", "racecheck", "synccheck", "initcheck"]
+    assert tools == ["memcheck", "racecheck", "synccheck", "initcheck", "memcheck", "racecheck"]
     steps = record(machine / "out")["steps"]
-    beside = ["memcheck", "racecheck", "synccheck", "initcheck", "demo", "all other tests"]
+    clusters = ["kernel tests, clusters", "memcheck, clusters", "racecheck, clusters"]
+    beside = ["memcheck", "racecheck", "synccheck", "initcheck", *clusters, "demo", "all other tests"]
     assert [step["name"] for step in steps] == ["build", "tests of a GPU alone", "kernel tests", *beside]
     assert {step["status"] for step in steps} == {0}
 
@@ -74,6 +75,9 @@ def test_every_part_of_the_figures_is_taken_and_one_that_fails_stops_no_other(
     found = record(machine / "out")
     parts = list(gpu_figures.PARTS)
     assert sorted(figure["name"] for figure in found["figures"]) == sorted(parts)
+    i = parts.index("small")
+    variants = ["as it is", "clusters", "cut finer", "clusters, cut finer", "as it is, again"]
+    parts[i : i + 1] = [f"small, {variant}" for variant in variants]
     assert [step["name"] for step in found["steps"]] == ["build", *parts]
     failed = [step for step in found["steps"] if step["status"] != 0]
     assert [(step["name"], step["status"], step["said"]) for step in failed] == [("peers compiled", 3, ["went wrong"])]
@@ -163,11 +167,12 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_figures, "DEVICE", "cpu")
     monkeypatch.setattr(gpu_figures, "AGAINST_FLOOR", gpu_figures.AGAINST_FLOOR[:6])
     monkeypatch.setattr(gpu_figures, "COMPARED", gpu_figures.COMPARED[:2])
+    monkeypatch.setattr(gpu_figures, "SMALL", gpu_figures.SMALL[:2])
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
 
 
 @pytest.mark.usefixtures("small")
-def test_the_parts_make_the_tables_of_the_page(tmp_path: Path) -> None:
+def test_the_parts_make_the_tables_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[dict[str, Any]] = []
 
     def write(part: str, figure: dict[str, Any]) -> None:
@@ -175,6 +180,9 @@ def test_the_parts_make_the_tables_of_the_page(tmp_path: Path) -> None:
 
     for part in ("first use", "kernels", "peers eager", "many", "contenders"):
         gpu_figures.PARTS[part](write)
+    for variant in gpu.VARIANTS:
+        monkeypatch.setenv("VARIANT", variant)
+        gpu_figures.PARTS["small"](write)
     page = "\n".join(report.gpu_page(tmp_path / "gpu.json", MACHINE | gpu.summary(lines)))
     for title in ("moments, norms, counts", "by other means", "The parameters of a model", "beside the ways of others"):
         assert title in page
@@ -182,6 +190,7 @@ def test_the_parts_make_the_tables_of_the_page(tmp_path: Path) -> None:
         assert f"| {case.name} | " in page
     for name in (peers.OURS, "Python hooks, torch operators", "hookstats, off-step"):
         assert f"| {name} | " in page
+    assert "| as it is | clusters | cut finer | clusters, cut finer | as it is, again |" in page
     assert "captured steps count: 20 replays, 5 of them measured" in page
     assert "FAILED" not in page
 

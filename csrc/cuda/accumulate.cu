@@ -1,5 +1,7 @@
 // One launch folds a tensor into a state.
 
+#include <algorithm>
+
 #include "block.h"
 
 namespace hookstats::cuda {
@@ -8,9 +10,10 @@ namespace {
 // What to cut the work into. Two blocks run on a multiprocessor: on 132 of them, the number that this was measured on,
 // one wave is 264 blocks. A block costs as much as reading 100 KB or so.
 constexpr int64_t kWave = 264, kMostWaves = kBlocks / kWave;
-constexpr int64_t kBlockBytes = 128 << 10;
+constexpr int64_t kBlockBytes = 128 << 10, kFinerBlockBytes = 32 << 10;
 
 struct GridPlace {
+  static constexpr bool kMayBeInCluster = true;
   __device__ unsigned group() const { return blockIdx.x; }
   __device__ unsigned part() const { return blockIdx.y; }
 };
@@ -28,9 +31,13 @@ cudaError_t launch_accumulate(const void* data, const Job& job, const Launch& to
     constexpr HistogramKind k = decltype(kind)::value;
     return with_flight<scalar_t, kPack, kPlaces, Walker, k>(shared_memory, [&](auto flight) {
       constexpr int kFlight = decltype(flight)::value;
-      return launch(accumulate_kernel<scalar_t, kPack, kPlaces, Walker, k, kFlight>, dim3(job.groups, job.parts),
-                    dim3(kThreads), Shared<scalar_t, kPack, kPlaces, Walker, k, kFlight>::kBytes,
-                    static_cast<cudaStream_t>(to.stream), static_cast<const scalar_t*>(data), job, to);
+      const auto kernel = accumulate_kernel<scalar_t, kPack, kPlaces, Walker, k, kFlight>;
+      const dim3 grid(job.groups, job.parts), block(kThreads);
+      constexpr int kBytes = Shared<scalar_t, kPack, kPlaces, Walker, k, kFlight>::kBytes;
+      const auto stream = static_cast<cudaStream_t>(to.stream);
+      const auto* values = static_cast<const scalar_t*>(data);
+      return job.in_cluster ? launch_clusters(kernel, grid, block, kBytes, stream, values, job, to)
+                            : launch(kernel, grid, block, kBytes, stream, values, job, to);
     });
   });
 }
@@ -47,6 +54,10 @@ int64_t parts_of(const Job& job, int64_t bytes) {
       parts = candidate;
       filled = fills;
     }
+  }
+  if ((small_variant() & k_finer) && parts <= int64_t(kMostInCluster)) {
+    const int64_t finer = divide_up(divide_up(bytes, kFinerBlockBytes), groups), fit = kWave / groups;
+    parts = std::max(parts, std::min({finer, fit, int64_t(kMostInCluster)}));
   }
   return parts;
 }
@@ -66,6 +77,9 @@ cudaError_t accumulate_as(const Input& input, const State& state, const Launch& 
   const int places = packed && rows ? kPack : 1;
   Job job = job_of(layout, state, rows, places, plane_groups);
   cut(job, parts_of(job, layout.count * (layout.channels / places) * (packed ? kPack : 1) * int64_t(sizeof(scalar_t))));
+
+  job.in_cluster =
+      (small_variant() & k_clusters) && job.parts > 1 && job.parts <= kMostInCluster && has_clusters(to.device);
 
   const bool listed = layout.row_dims > 0;
   if constexpr (kPack > 1) {
