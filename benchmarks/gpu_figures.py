@@ -23,6 +23,7 @@ import torch
 
 from benchmarks.contenders import MANY, Case, check, contenders, many_contenders
 from hookstats import _native
+from hookstats.numbers.fields import FIELDS
 
 ROOT = Path(__file__).parent.parent
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -205,6 +206,16 @@ def many_figures(write: Write) -> None:
         del lists, whole
 
 
+def totals_figures(write: Write) -> None:
+    """What closes a step whose channels and histograms stay on the device: the totals of all sites."""
+    for sites, channels in ((200, 4096), (1, 150_000)):
+        moments = [torch.rand(len(FIELDS), channels, dtype=torch.float64, device=DEVICE) for _ in range(sites)]
+        counters = [torch.zeros(_native.COUNTERS, dtype=torch.int64, device=DEVICE) for _ in range(sites)]
+        us, how = microseconds(_native.Totals(moments, counters).take, [[]], 20)  # no block is cleared
+        write("totals", {"name": f"totals, sites: {sites}, channels: {channels}", "us": us, "how": how})
+        print(f"totals of {sites} sites of {channels} channels: {us:.2f} us ({how})", flush=True)
+
+
 def first_use(write: Write) -> None:
     """What attach waits for once on a device: the CUDA runtime's load, compiling PTX where nothing else fits, a kernel
     of each file."""
@@ -244,6 +255,7 @@ PARTS: dict[str, Callable[[Write], None]] = {
     "peers eager": peer_figures(False),
     "small": small_figures,
     "peers compiled": peer_figures(True),
+    "totals": totals_figures,
     "many": many_figures,
     "contenders": lambda write: case_figures(COMPARED, True, write),
     "training": training_figures,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -18,6 +19,7 @@ import hookstats
 from benchmarks.interleaved import figures, interleaved
 from benchmarks.llama import Llama, Shape
 from benchmarks.steps import MODES, NEVER, OF_OUTPUTS, PERIOD, SMALL, TINY, Trainer
+from hookstats.watch.drain import Pending
 
 try:
     from benchmarks import peers_triton
@@ -195,20 +197,26 @@ def waits_for_nothing(device: str) -> str:
     trainer = Trainer(SMALL if device == "cuda" else TINY, device, {})
     assert trainer.monitor is not None
     trainer.timed()
-    with trainer._resumed():
+    copies: list[torch.Tensor] = []
+
+    def send(pending: Pending, key: Any, memory: torch.Tensor, side: Any) -> None:
+        send_as_ever(pending, key, memory, side)
+        copies.append(pending._copies[key])
+
+    send_as_ever = Pending.send
+    with trainer._resumed(), mock.patch.object(Pending, "send", send):
         if device == "cuda":
             torch.cuda.set_sync_debug_mode("error")
         try:
             for _ in range(3):
                 trainer.step()
-            travelling = [pending for pending, _ in trainer.monitor._delivery._pending]
         finally:
             if device == "cuda":
                 torch.cuda.set_sync_debug_mode("default")
-    copies = [copy for pending in travelling for copy in pending._copies.values()]
-    if device == "cuda" and not (copies and all(copy.is_pinned() for copy in copies)):
-        raise RuntimeError(f"expected copies on their way, all in pinned memory, got {len(copies)} copies")
-    return f"3 measured steps, {len(copies)} copies on their way in pinned memory"
+    pinned = sum(copy.is_pinned() for copy in copies) if device == "cuda" else len(copies)
+    if not copies or pinned < len(copies):
+        raise RuntimeError(f"expected all copies in pinned memory, got {pinned} of {len(copies)}")
+    return f"3 measured steps, {len(copies)} copies, all in pinned memory"
 
 
 def captured_steps_count(device: str) -> str:

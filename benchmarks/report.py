@@ -87,6 +87,7 @@ def said_lines(record: dict[str, Any]) -> list[str]:
     """What was shown beside times, and what could not be."""
     lines = [f"- {each['name'].replace('_', ' ')}: {each['said']}" for each in record.get("checks", [])]
     lines += [f"- {each['name']}: {each['ms']:.1f} ms" for each in record.get("first_use", [])]
+    lines += [f"- {each['name']}: {each['us']:.1f} us" for each in record.get("totals", [])]
     for each in record.get("not_measured", []):
         lines.append(f"- {each['group']}: {each['name']}: not measured: {each['why']}")
     lines += [f"- not run: {each}" for each in record.get("not_run", [])]

@@ -99,12 +99,15 @@ def test_a_flag_that_changes_while_a_cluster_runs_drops_the_moments_of_its_chann
     assert int(state.counters[0]) == 0
 
 
-def test_a_gpu_without_clusters_folds_through_scratch_to_the_same_bits(imitated: Backend) -> None:
+@pytest.mark.parametrize("gpu", [{"capability": 89}, {"capability": 90, "built_for": 80}], ids=["sm_89", "PTX of 8.0"])
+def test_where_code_or_gpu_has_no_clusters_the_way_through_scratch_gives_the_same_bits(
+    imitated: Backend, gpu: dict[str, int]
+) -> None:
     x = normal(700, 68).float()
     imitated.ops.use_small_variant(FINER | CLUSTERS)
     in_cluster, clusters = folded(imitated, x, 1, "per_channel")
     assert clusters == 2
-    imitated.ops.use_gpu(capability=89)
+    imitated.ops.use_gpu(**gpu)
     without, clusters = folded(imitated, x, 1, "per_channel")
     assert clusters == 0
     assert without.same_bits(in_cluster)

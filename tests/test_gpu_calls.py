@@ -139,8 +139,10 @@ def test_after_it(): pass
 @pytest.mark.parametrize("processes", [(), ("-n", "1")], ids=["alone", "with xdist"])
 def test_the_outcome_of_each_test_is_written_when_it_is_known(tmp_path: Path, processes: tuple[str, ...]) -> None:
     (tmp_path / "test_some.py").write_text(SUITE)
+    (tmp_path / "test_broken.py").write_text("import a_package_that_is_missing")
     lines = tmp_path / "lines"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "benchmarks.outcomes", "-p", "no:cacheprovider", *processes]
+    command += ["--continue-on-collection-errors"]
     environment = os.environ | {"OUTCOMES": str(lines), "PYTHONPATH": str(ROOT)}
     environment.pop("PYTEST_XDIST_WORKER", None)
     running = subprocess.Popen(
@@ -154,10 +156,11 @@ def test_the_outcome_of_each_test_is_written_when_it_is_known(tmp_path: Path, pr
     running.wait()
     read = [json.loads(line) for line in lines.read_text().splitlines()]
     found = gpu.summary(read)["tests"]
-    kinds = {"collected": 7, "passed": 2, "failed": 2, "skipped": 1}
+    kinds = {"collected": 7, "passed": 2, "failed": 3, "skipped": 1}
     assert {key: found[key] for key in kinds} == kinds
     assert found["without_outcome"] == ["test_some.py::test_after_it", "test_some.py::test_that_never_ends"]
-    assert found["which_failed"] == ["test_some.py::test_fails", "test_some.py::test_without_its_fixture"]
+    failed = ["test_broken.py", "test_some.py::test_fails", "test_some.py::test_without_its_fixture"]
+    assert found["which_failed"] == failed
     assert any("assert 1 == 2" in line.get("said", "") for line in read)
 
 
@@ -178,7 +181,7 @@ def test_the_parts_make_the_tables_of_the_page(tmp_path: Path, monkeypatch: pyte
     def write(part: str, figure: dict[str, Any]) -> None:
         lines.append(json.loads(json.dumps({"part": part, "figure": figure})))
 
-    for part in ("first use", "kernels", "peers eager", "many", "contenders"):
+    for part in ("first use", "kernels", "peers eager", "totals", "many", "contenders"):
         gpu_figures.PARTS[part](write)
     for variant in gpu.VARIANTS:
         monkeypatch.setenv("VARIANT", variant)
@@ -192,6 +195,7 @@ def test_the_parts_make_the_tables_of_the_page(tmp_path: Path, monkeypatch: pyte
         assert f"| {name} | " in page
     assert "| as it is | clusters | cut finer | clusters, cut finer | as it is, again |" in page
     assert "captured steps count: 20 replays, 5 of them measured" in page
+    assert "- totals, sites: 1, channels: 150000: " in page
     assert "FAILED" not in page
 
 

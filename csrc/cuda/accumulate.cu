@@ -36,8 +36,13 @@ cudaError_t launch_accumulate(const void* data, const Job& job, const Launch& to
       constexpr int kBytes = Shared<scalar_t, kPack, kPlaces, Walker, k, kFlight>::kBytes;
       const auto stream = static_cast<cudaStream_t>(to.stream);
       const auto* values = static_cast<const scalar_t*>(data);
-      return job.in_cluster ? launch_clusters(kernel, grid, block, kBytes, stream, values, job, to)
-                            : launch(kernel, grid, block, kBytes, stream, values, job, to);
+      const bool are_few = job.parts > 1 && job.parts <= kMostInCluster;
+      if ((small_variant() & k_clusters) && are_few && has_clusters(kernel, to.device)) {
+        Job in_cluster = job;
+        in_cluster.in_cluster = true;
+        return launch_clusters(kernel, grid, block, kBytes, stream, values, in_cluster, to);
+      }
+      return launch(kernel, grid, block, kBytes, stream, values, job, to);
     });
   });
 }
@@ -77,9 +82,6 @@ cudaError_t accumulate_as(const Input& input, const State& state, const Launch& 
   const int places = packed && rows ? kPack : 1;
   Job job = job_of(layout, state, rows, places, plane_groups);
   cut(job, parts_of(job, layout.count * (layout.channels / places) * (packed ? kPack : 1) * int64_t(sizeof(scalar_t))));
-
-  job.in_cluster =
-      (small_variant() & k_clusters) && job.parts > 1 && job.parts <= kMostInCluster && has_clusters(to.device);
 
   const bool listed = layout.row_dims > 0;
   if constexpr (kPack > 1) {

@@ -65,9 +65,14 @@ inline int& small_variant() {
   return bits;
 }
 
-inline bool has_clusters(int device) {
+// Whether a kernel may be launched in clusters: the GPU has them, and what it runs was not compiled from the PTX of an
+// older one, which has no code for them.
+template <class Kernel>
+bool has_clusters(Kernel* kernel, int device) {
   int major = 0;
-  return !message(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device)) && major >= 9;
+  cudaFuncAttributes of{};
+  if (message(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device)) || major < 9) return false;
+  return !message(cudaFuncGetAttributes(&of, kernel)) && of.ptxVersion >= 90;
 }
 
 // As `launch`.

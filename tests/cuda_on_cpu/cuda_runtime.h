@@ -56,6 +56,7 @@ namespace cuda_on_cpu {
 struct Gpu {
   int shared_memory = 227 << 10;
   int capability = 90, driver = 13000, runtime = 13000;
+  int built_for = 90;  // the code that it runs
 };
 inline Gpu gpu;
 inline unsigned long long capture = 0;  // of the stream, whichever; 0: none
@@ -330,6 +331,14 @@ inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, 
 template <class Kernel>
 cudaError_t cudaFuncSetAttribute(Kernel*, cudaFuncAttribute, int bytes) {
   return cuda_on_cpu::with(bytes > cuda_on_cpu::gpu.shared_memory ? cudaErrorInvalidValue : cudaSuccess);
+}
+struct cudaFuncAttributes {
+  int ptxVersion;
+};
+template <class Kernel>
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* of, Kernel*) {
+  of->ptxVersion = cuda_on_cpu::gpu.built_for;
+  return cudaSuccess;
 }
 inline cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* status, unsigned long long* number) {
   if (!cuda_on_cpu::captures_are_told) return cuda_on_cpu::with(cudaErrorStreamCaptureImplicit);
