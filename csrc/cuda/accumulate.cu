@@ -1,5 +1,7 @@
 // One launch folds a tensor into a state.
 
+#include <algorithm>
+
 #include "block.h"
 
 namespace hookstats::cuda {
@@ -8,9 +10,10 @@ namespace {
 // What to cut the work into. Two blocks run on a multiprocessor: on 132 of them, the number that this was measured on,
 // one wave is 264 blocks. A block costs as much as reading 100 KB or so.
 constexpr int64_t kWave = 264, kMostWaves = kBlocks / kWave;
-constexpr int64_t kBlockBytes = 128 << 10;
+constexpr int64_t kBlockBytes = 128 << 10, kFinerBlockBytes = 32 << 10;
 
 struct GridPlace {
+  static constexpr bool kMayBeInCluster = true;
   __device__ unsigned group() const { return blockIdx.x; }
   __device__ unsigned part() const { return blockIdx.y; }
 };
@@ -28,9 +31,18 @@ cudaError_t launch_accumulate(const void* data, const Job& job, const Launch& to
     constexpr HistogramKind k = decltype(kind)::value;
     return with_flight<scalar_t, kPack, kPlaces, Walker, k>(shared_memory, [&](auto flight) {
       constexpr int kFlight = decltype(flight)::value;
-      return launch(accumulate_kernel<scalar_t, kPack, kPlaces, Walker, k, kFlight>, dim3(job.groups, job.parts),
-                    dim3(kThreads), Shared<scalar_t, kPack, kPlaces, Walker, k, kFlight>::kBytes,
-                    static_cast<cudaStream_t>(to.stream), static_cast<const scalar_t*>(data), job, to);
+      const auto kernel = accumulate_kernel<scalar_t, kPack, kPlaces, Walker, k, kFlight>;
+      const dim3 grid(job.groups, job.parts), block(kThreads);
+      constexpr int kBytes = Shared<scalar_t, kPack, kPlaces, Walker, k, kFlight>::kBytes;
+      const auto stream = static_cast<cudaStream_t>(to.stream);
+      const auto* values = static_cast<const scalar_t*>(data);
+      const bool are_few = job.parts > 1 && job.parts <= kMostInCluster;
+      if ((small_variant() & k_clusters) && are_few && has_clusters(kernel, to.device)) {
+        Job in_cluster = job;
+        in_cluster.in_cluster = true;
+        return launch_clusters(kernel, grid, block, kBytes, stream, values, in_cluster, to);
+      }
+      return launch(kernel, grid, block, kBytes, stream, values, job, to);
     });
   });
 }
@@ -47,6 +59,10 @@ int64_t parts_of(const Job& job, int64_t bytes) {
       parts = candidate;
       filled = fills;
     }
+  }
+  if ((small_variant() & k_finer) && parts <= int64_t(kMostInCluster)) {
+    const int64_t finer = divide_up(divide_up(bytes, kFinerBlockBytes), groups), fit = kWave / groups;
+    parts = std::max(parts, std::min({finer, fit, int64_t(kMostInCluster)}));
   }
   return parts;
 }
