@@ -68,14 +68,13 @@ cudaError_t accumulate_as(const Input& input, const State& state, const Launch& 
   cut(job, parts_of(job, layout.count * (layout.channels / places) * (packed ? kPack : 1) * int64_t(sizeof(scalar_t))));
 
   const bool listed = layout.row_dims > 0;
-  if constexpr (kPack > 1) {
-    if (packed && rows && listed)
-      return launch_accumulate<scalar_t, kPack, kPack, ListedWalker>(input.data, job, to, most);
-    if (packed && listed) return launch_accumulate<scalar_t, kPack, 1, ListedWalker>(input.data, job, to, most);
-    if (packed && rows) return launch_accumulate<scalar_t, kPack, kPack, LineWalker>(input.data, job, to, most);
-    if (packed && layout.ndim <= 1) return launch_accumulate<scalar_t, kPack, 1, LineWalker>(input.data, job, to, most);
-    if (packed) return launch_accumulate<scalar_t, kPack, 1, NearWalker>(input.data, job, to, most);
+  if (packed && rows && listed) {
+    return launch_accumulate<scalar_t, kPack, kPack, ListedWalker>(input.data, job, to, most);
   }
+  if (packed && listed) return launch_accumulate<scalar_t, kPack, 1, ListedWalker>(input.data, job, to, most);
+  if (packed && rows) return launch_accumulate<scalar_t, kPack, kPack, LineWalker>(input.data, job, to, most);
+  if (packed && layout.ndim <= 1) return launch_accumulate<scalar_t, kPack, 1, LineWalker>(input.data, job, to, most);
+  if (packed) return launch_accumulate<scalar_t, kPack, 1, NearWalker>(input.data, job, to, most);
   if (near && !listed) return launch_accumulate<scalar_t, 1, 1, NearWalker>(input.data, job, to, most);
   return launch_accumulate<scalar_t, 1, 1, FarWalker>(input.data, job, to, most);
 }

@@ -3,21 +3,25 @@
 // every merge has a fixed order, and only whole numbers are added atomically.
 #pragma once
 
-#include "histogram.h"
+#include "count.h"
 #include "plan.h"
-#include "read.h"
 
 namespace hookstats::cuda {
 
 constexpr int larger(int a, int b) { return a > b ? a : b; }
 
 // Shared memory: the histogram, then the thread's sums, then the ring. When these are done with, from the beginning on:
-// the sums of parts.
+// the sums of parts. Where values are counted, there are sums only after that, in the place of the ring.
 template <class scalar_t, int kPack, int kPlaces, template <class> class Walker, HistogramKind kind, int kFlight>
 struct Shared {
-  static constexpr int kHistogram = BlockHistogram<kind, kPlaces, (kPack > kPlaces)>::kWords * int(sizeof(unsigned));
-  static constexpr int kSums = kThreads * kPlaces * BlockSums<acc_of<scalar_t>>::kBytes;
-  using Reads = Reader<scalar_t, kPack, kPlaces, Walker, kPlaces == 4 && kind == HistogramKind::per_channel, kFlight>;
+  static constexpr bool kCounts = kCounted<scalar_t, kPack>;
+  using Histogram = std::conditional_t<kCounts, ValueCounts<scalar_t, kind, kPlaces>,
+                                       BlockHistogram<kind, kPlaces, (kPack > kPlaces)>>;
+  using Reads = std::conditional_t<
+      kCounts, CountingReader<scalar_t, kPack, Walker, kFlight>,
+      Reader<scalar_t, kPack, kPlaces, Walker, kPlaces == 4 && kind == HistogramKind::per_channel, kFlight>>;
+  static constexpr int kThreadSums = kThreads * kPlaces * BlockSums<acc_of<scalar_t>>::kBytes;
+  static constexpr int kHistogram = Histogram::kWords * int(sizeof(unsigned)), kSums = kCounts ? 0 : kThreadSums;
   static constexpr int kRing = Reads::Feed::kBytes;
   static constexpr int kBytes = larger(kHistogram + kSums + kRing, kThreads* WideSums::kBytes);
 };
@@ -81,8 +85,8 @@ bool packs_fit(HistogramKind kind, int shared_memory) {
 template <class scalar_t, int kPack, int kPlaces, template <class> class Walker, HistogramKind kind, int kFlight,
           class Place>
 __device__ __forceinline__ void run_block(const scalar_t* data, const Job& job, const Launch& launch, Place place) {
-  using Histogram = BlockHistogram<kind, kPlaces, (kPack > kPlaces)>;
   using Sizes = Shared<scalar_t, kPack, kPlaces, Walker, kind, kFlight>;
+  using Histogram = typename Sizes::Histogram;
   using Whole = BlockSums<acc_of<scalar_t>>;
   HOOKSTATS_DYNAMIC_SHARED(dynamic);
   HOOKSTATS_SHARED(unsigned, nonfinite_counts, NonFinite::kWords);
@@ -137,7 +141,20 @@ __device__ __forceinline__ void run_block(const scalar_t* data, const Job& job, 
   const bool owns = row == 0 && channel < channels;
   WideSums sums = WideSums::neutral(), before = WideSums::neutral();
 
-  if (on) {
+  if constexpr (Sizes::kCounts) {
+    if (on) {
+      static_assert(Sizes::kRing >= kThreads * (Whole::kBytes + int(sizeof(unsigned))));
+      reader.read(histogram);
+      __syncthreads();
+      if (owns) before = WideSums::of(load_state<Moments>(job.state.moments + channel, job.state.row_stride));
+      histogram.add_to_state(job.state, static_cast<unsigned*>(ring) + kThreads * (Whole::kBytes / sizeof(unsigned)),
+                             thread);
+      store_slot(histogram.sums(job.state, merging, first_channel, thread), ring, kThreads, thread);
+      __syncthreads();
+      fold_block<Whole, 1>(shared, merging, thread);
+      if (owns) sums = load_slot<Whole>(shared, kThreads, thread).widened();
+    }
+  } else if (on) {
     const int at_once = Histogram::kMostRows / geometry.groups / Sizes::Reads::kTilePacks * Sizes::Reads::kTilePacks;
     const int64_t most = geometry.lanes_first ? divide_up(share, geometry.groups) : 0;
     for (int64_t until = at_once;; until += at_once) {

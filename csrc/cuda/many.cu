@@ -91,9 +91,7 @@ cudaError_t launch_many(const Many& many, const void* table, const void* const* 
 
 template <class scalar_t>
 cudaError_t launch_as(const Many& many, const void* table, const void* const* data, const Launch& to) {
-  if constexpr (kPackOf<scalar_t> > 1) {
-    if (many.packed) return launch_many<scalar_t, kPackOf<scalar_t>, LineWalker>(many, table, data, to);
-  }
+  if (many.packed) return launch_many<scalar_t, kPackOf<scalar_t>, LineWalker>(many, table, data, to);
   return launch_many<scalar_t, 1, NearWalker>(many, table, data, to);
 }
 

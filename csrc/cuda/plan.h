@@ -36,9 +36,7 @@ struct Access {
 };
 
 template <class scalar_t>
-constexpr int kPackOf = sizeof(scalar_t) == 8   ? 2
-                        : sizeof(scalar_t) == 1 ? 1
-                                                : 4;
+constexpr int kPackOf = sizeof(scalar_t) == 8 ? 2 : 4;
 
 // Whether an address can be read in packs.
 inline bool is_aligned(const void* data, int pack_bytes) { return reinterpret_cast<uintptr_t>(data) % pack_bytes == 0; }
@@ -60,7 +58,7 @@ Access access(Layout& layout, bool aligned) {
   const auto whole_packs = [](int64_t x) { return x % kPack == 0; };
   const bool rows = layout.channels_are_inner();
   const bool near = is_near(layout), listed = layout.row_dims > 0;
-  bool packed = kPack > 1 && near && aligned;
+  bool packed = near && aligned;
   packed &= listed ? rows_are_near(layout) : layout.ndim <= (rows ? 1 : 2);
   for (int d = 0; d < layout.ndim; ++d) packed &= whole_packs(layout.stride[d]) || (!rows && d == layout.ndim - 1);
   if (rows) {

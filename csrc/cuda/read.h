@@ -99,11 +99,11 @@ struct NonFinite {
 // Bytes of a thread on their way; half of them where the GPU's blocks have too little shared memory for all.
 constexpr int kInFlight = 128;
 
-// A thread's packs on their way, in a ring in shared memory: four are used while the next ones come.
+// A thread's packs on their way, in a ring in shared memory: some are used while the next ones come.
 template <class scalar_t, int kPack, class Walker, bool kExchanges, int kFlight>
 struct Ring {
   using Load = Pack<scalar_t, kPack>;
-  static constexpr int kGroup = 4;  // packs taken at a time
+  static constexpr int kGroup = sizeof(Load) == 4 ? 8 : 4;  // packs taken at a time
   static constexpr int kGroups = kFlight / (kGroup * int(sizeof(Load)));
   static constexpr int kBytes = kGroups * kGroup * kThreads * int(sizeof(Load));
   Load* const begin;
