@@ -18,7 +18,7 @@ struct Shared {
   using Histogram = std::conditional_t<kCounts, ValueCounts<scalar_t, kind, kPlaces>,
                                        BlockHistogram<kind, kPlaces, (kPack > kPlaces)>>;
   using Reads = std::conditional_t<
-      kCounts, CountingReader<scalar_t, kPack, Walker, kFlight>,
+      kCounts, CountingReader<scalar_t, kPack, kPlaces, Walker, kFlight>,
       Reader<scalar_t, kPack, kPlaces, Walker, kPlaces == 4 && kind == HistogramKind::per_channel, kFlight>>;
   static constexpr int kThreadSums = kThreads * kPlaces * BlockSums<acc_of<scalar_t>>::kBytes;
   static constexpr int kHistogram = Histogram::kWords * int(sizeof(unsigned)), kSums = kCounts ? 0 : kThreadSums;
@@ -113,10 +113,10 @@ __device__ __forceinline__ void run_block(const scalar_t* data, const Job& job, 
   const int64_t first = place.part() * share + group, stop = (place.part() + 1) * share;
   const int64_t end = stop < count ? stop : count;
   const bool reads = group < geometry.groups && lane_channel < channels && first < end;
-  typename Sizes::Reads reader(shared, ring, thread, data + (reads ? lane_channel * job.layout.channel_stride : 0),
-                               job.layout, first, geometry.groups,
-                               reads ? int((end - first + geometry.groups - 1) / geometry.groups) : 0,
-                               exchanges<kPlaces>(geometry, thread));
+  typename Sizes::Reads reader(
+      shared, ring, thread, data + (reads ? lane_channel * job.layout.channel_stride : 0), job.layout, first,
+      geometry.groups, reads ? int((end - first + geometry.groups - 1) / geometry.groups) : 0,
+      exchanges<kPlaces>(geometry, thread), int(channels - lane_channel < kPlaces ? channels - lane_channel : kPlaces));
 
   const Histogram histogram(reinterpret_cast<unsigned*>(dynamic), job.state, geometry, first_channel, thread);
   const NonFinite nonfinite(nonfinite_counts, thread);

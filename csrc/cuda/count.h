@@ -79,12 +79,13 @@ struct ValueCounts {
   }
 
   // After a barrier: the sums of a thread's share of the values of a channel. What is not finite goes to the state, and
-  // so do the bins of channels. Of the block's channels, those that the tensor does not have were never met.
+  // so do the bins of channels.
   __device__ Whole sums(const State& state, const Geometry& merging, int64_t first_channel, int thread) const {
     const int channel = thread % channels, first = first_column(channel);
     const int share = (kValues + merging.groups - 1) / merging.groups, from = thread / channels * share;
     BinRun run{by_channel(state) ? state.histogram + (first_channel + channel) * state.bins : nullptr};
     Whole sums = Whole::neutral();
+    if (first_channel + channel >= state.channels) return sums;
     for (int value = from; value < from + share && value < kValues; ++value) {
       const unsigned n = count(value, first, copies, thread / channels);
       if (n == 0) continue;
@@ -127,15 +128,16 @@ struct ValueCounts {
 };
 
 // A thread's packs, counted.
-template <class scalar_t, int kPack, template <class> class WalkerOf, int kFlight>
+template <class scalar_t, int kPack, int kPlaces, template <class> class WalkerOf, int kFlight>
 struct CountingReader {
   using Feed = Ring<scalar_t, kPack, WalkerOf<scalar_t>, false, kFlight>;
   const int count;
   Feed feed;
 
   __device__ CountingReader(double*, void* ring, int thread, const scalar_t* data, const Layout& layout, int64_t first,
-                            int64_t step, int count, bool)
-      : count(count), feed(ring, thread, WalkerOf<scalar_t>(data, layout, first, step), count, false) {}
+                            int64_t step, int count, bool, int valid)
+      : count(count),
+        feed(ring, thread, WalkerOf<scalar_t>(data, layout, first, step), count, false, valid * (kPack / kPlaces)) {}
 
   template <class Counts>
   __device__ void read(const Counts& counts) {

@@ -91,6 +91,15 @@ HOOKSTATS_HD inline uint32_t choose_bytes(uint32_t a, uint32_t b, uint32_t selec
 #endif
 }
 
+// The 32 bits from bit `shift` on, of 0 .. 31, of two words.
+HOOKSTATS_HD inline uint32_t shift_out(uint32_t low, uint32_t high, unsigned shift) {
+#if defined(__CUDA_ARCH__)
+  return __funnelshift_r(low, high, shift);
+#else
+  return uint32_t((uint64_t(high) << 32 | low) >> shift);
+#endif
+}
+
 // Two 16-bit floating-point values in a word.
 template <class scalar_t>
 HOOKSTATS_HD inline float half_of(uint32_t word, int i) {

@@ -30,9 +30,10 @@ struct Job {
 
 // The kernel that can read a tensor.
 struct Access {
-  bool rows;    // neighbouring channels lie closer than neighbouring elements of one
-  bool packed;  // in packs of kPackOf elements
-  bool near;    // in at most two dimensions beside the channels
+  bool rows;     // neighbouring channels lie closer than neighbouring elements of one
+  bool packed;   // in packs of kPackOf elements
+  bool aligned;  // these lie at whole packs
+  bool near;     // in at most two dimensions beside the channels
 };
 
 template <class scalar_t>
@@ -50,31 +51,33 @@ inline bool rows_are_near(const Layout& layout) {
   return layout.row_dims == 1 && layout.stride[0] <= INT32_MAX && layout.stride[1] <= INT32_MAX;
 }
 
-// Packs need their elements side by side and every step between packs to be whole packs. Where they are of one channel,
-// `layout` becomes one of packs.
+// Packs need their elements side by side, and but for plain rows every step between packs to be whole packs. Where they
+// are of one channel, `layout` becomes one of packs.
 template <class scalar_t>
 Access access(Layout& layout, bool aligned) {
   constexpr int kPack = kPackOf<scalar_t>;
   const auto whole_packs = [](int64_t x) { return x % kPack == 0; };
   const bool rows = layout.channels_are_inner();
   const bool near = is_near(layout), listed = layout.row_dims > 0;
-  bool packed = near && aligned;
-  packed &= listed ? rows_are_near(layout) : layout.ndim <= (rows ? 1 : 2);
-  for (int d = 0; d < layout.ndim; ++d) packed &= whole_packs(layout.stride[d]) || (!rows && d == layout.ndim - 1);
+  bool packed = near && (listed ? rows_are_near(layout) : layout.ndim <= (rows ? 1 : 2));
   if (rows) {
-    packed &= layout.channel_stride == 1 && whole_packs(layout.channels);
-  } else {
-    packed &= layout.inner_stride() == 1 && whole_packs(layout.inner_size());
-    packed &= layout.channels == 1 || whole_packs(layout.channel_stride);
-    if (packed) {
-      layout.count /= kPack;
-      if (layout.ndim) {
-        layout.size[layout.ndim - 1] /= kPack;
-        layout.stride[layout.ndim - 1] = kPack;
-      }
+    packed &= layout.channel_stride == 1;
+    aligned &= whole_packs(layout.channels);
+    for (int d = 0; d < layout.ndim; ++d) aligned &= whole_packs(layout.stride[d]);
+    return {rows, packed && (aligned || !listed), aligned, near};
+  }
+  packed &= aligned;
+  for (int d = 0; d < layout.ndim; ++d) packed &= whole_packs(layout.stride[d]) || d == layout.ndim - 1;
+  packed &= layout.inner_stride() == 1 && whole_packs(layout.inner_size());
+  packed &= layout.channels == 1 || whole_packs(layout.channel_stride);
+  if (packed) {
+    layout.count /= kPack;
+    if (layout.ndim) {
+      layout.size[layout.ndim - 1] /= kPack;
+      layout.stride[layout.ndim - 1] = kPack;
     }
   }
-  return {rows, packed, near};
+  return {rows, packed, aligned, near};
 }
 
 // A job of one part. `plane_groups`: threads that share a channel where channels do not lie side by side.
@@ -83,7 +86,7 @@ inline Job job_of(const Layout& layout, const State& state, bool rows, int place
   Geometry& geometry = job.geometry;
   geometry.lanes_first = rows;
   if (rows) {
-    const int64_t lanes = layout.channels / places;
+    const int64_t lanes = divide_up(layout.channels, places);
     job.groups = unsigned(divide_up(lanes, kBlockChannels / places));
     geometry.lanes = int(divide_up(lanes, job.groups));
     geometry.groups = kThreads / geometry.lanes;
