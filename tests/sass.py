@@ -19,7 +19,8 @@ GPU = "sm_90"
 # accumulate_kernel<scalar_t, kPack, kPlaces, Walker, kind, kFlight> of csrc/cuda/accumulate.cu: whole tensors, in packs
 # of four, with all in flight.
 KERNEL = re.compile(
-    r"accumulate_kernelI(f|NS_8BFloat16E|NS_12Float8e4m3fnE)Li4E(Li4ENS0_10LineWalker|Li1ENS0_10NearWalker|Li1ENS0_10LineWalker)"
+    r"accumulate_kernelI(f|NS_8BFloat16E|NS_12Float8e4m3fnE)Li4E"
+    r"(Li4ENS0_10LineWalker|Li1ENS0_10NearWalker|Li1ENS0_10LineWalker|Li4ENS0_19Unaligned\w+?r|Li1ENS0_19Unaligned\w+?r)"
     r"ELNS_13HistogramKindE([012])ELi128E"
 )
 SCALARS = {"f": "float32", "NS_8BFloat16E": "bfloat16", "NS_12Float8e4m3fnE": "float8"}
@@ -27,6 +28,8 @@ SCHEDULES = {
     "Li4ENS0_10LineWalker": "rows",
     "Li1ENS0_10NearWalker": "planes",
     "Li1ENS0_10LineWalker": "flat",
+    "Li4ENS0_19UnalignedLineWalker": "unaligned rows",
+    "Li1ENS0_19UnalignedNearWalker": "unaligned planes",
 }
 KINDS = ("moments", "+ per tensor", "+ per channel")
 LOOP_VALUES = 4 * 4  # of a thread, in one round of the hot loop: Ring::kGroup packs; of float8 twice as many

@@ -1,4 +1,4 @@
-"""Rows whose channels are no whole packs or that begin anywhere in memory, against float64 on the same data."""
+"""Rows, planes and whole tensors that are no whole packs or begin anywhere, against float64 on the same data."""
 
 from __future__ import annotations
 
@@ -58,6 +58,38 @@ def test_what_is_not_finite_or_overflows_stays_in_its_channel(
         check(backend.accumulate(view, 1, histogram).stats(), view, 1)
 
 
+@pytest.mark.parametrize("plane", [(1, 1), (1, 3), (1, 5), (2, 3), (3, 3), (1, 7), (7, 7), (13, 17)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_planes_of_any_size_at_any_address(backend: Backend, dtype: torch.dtype, plane: tuple[int, int]) -> None:
+    for channels in (3, 8, 20):
+        x = normal(9, channels, *plane).to(dtype)
+        for offset in (0, 1, 3):
+            for histogram in HISTOGRAMS if channels == 8 else ["per_channel"]:
+                view = shifted(x, offset)
+                check(backend.accumulate(view, 1, histogram).stats(), view, 1)
+
+
+@pytest.mark.parametrize("size", [4, 5, 6, 7, 8, 9, 1023, 4097, 4099, 40_002, 300_001])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_whole_tensors_and_long_channels_of_any_size(backend: Backend, dtype: torch.dtype, size: int) -> None:
+    x = normal(3 * size).to(dtype)
+    for offset in (0, 1, 2):
+        whole = shifted(x[:size], offset)
+        check(backend.accumulate(whole, None, "per_tensor").stats(), whole, None)
+        if size < 50_000:
+            channels = shifted(x.view(3, size), offset)
+            check(backend.accumulate(channels, 0, "per_channel").stats(), channels, 0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_is_not_finite_in_planes(backend: Backend, dtype: torch.dtype) -> None:
+    x = normal(40, 12, 7, 7)
+    x[::3, 0, 6, 6], x[::2, 1, 0, 0], x[5, 2], x[6, 11, 6, 6] = NAN, -INF, INF, min(torch.finfo(dtype).max, 1e150)
+    view = shifted(x.to(dtype), 1)
+    for histogram in HISTOGRAMS:
+        check(backend.accumulate(view, 1, histogram).stats(), view, 1)
+
+
 def test_shuffled_blocks_and_threads_are_bit_identical(harness: Any) -> None:
     backend = Backend("cuda_on_cpu", harness, "cpu")
     for dtype in DTYPES:
@@ -66,4 +98,9 @@ def test_shuffled_blocks_and_threads_are_bit_identical(harness: Any) -> None:
         in_order = backend.accumulate(x, 1, "per_channel")
         harness.shuffle(1)
         assert backend.accumulate(x, 1, "per_channel").same_bits(in_order)
+        planes = x[:1960].view(40, 69, 7, 7)
+        harness.shuffle(0)
+        in_order = backend.accumulate(planes, 1, "per_channel")
+        harness.shuffle(1)
+        assert backend.accumulate(planes, 1, "per_channel").same_bits(in_order)
     harness.shuffle(0)

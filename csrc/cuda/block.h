@@ -141,6 +141,19 @@ __device__ __forceinline__ void run_block(const scalar_t* data, const Job& job, 
   const bool owns = row == 0 && channel < channels;
   WideSums sums = WideSums::neutral(), before = WideSums::neutral();
 
+  if constexpr (!Walker<scalar_t>::kAligned && kPack > kPlaces) {
+    if (on && group < geometry.groups && lane_channel < channels) {  // what is no whole pack, of the part's runs
+      const Layout& layout = job.layout;
+      const int64_t packs = layout.inner_size(), runs = count / packs, part_runs = divide_up(runs, job.parts);
+      const int64_t stop = (place.part() + 1) * part_runs;
+      for (int64_t run = place.part() * part_runs + group; run < runs && run < stop; run += geometry.groups) {
+        const int64_t at = packs * kPack + (layout.ndim > 1 ? run * layout.stride[0] : 0);
+        const scalar_t* rest = data + lane_channel * layout.channel_stride + at;
+        for (int i = 0; i < job.rest; ++i) reader.add(rest[i], histogram, nonfinite, lane);
+      }
+    }
+  }
+
   if constexpr (Sizes::kCounts) {
     if (on) {
       static_assert(Sizes::kRing >= kThreads * (Whole::kBytes + int(sizeof(unsigned))));

@@ -68,6 +68,10 @@ struct ValueCounts {
     }
   }
 
+  __device__ void add(scalar_t value) const {
+    atomicAdd(&counts[value.bits * kColumns + at[0] / sizeof(unsigned)], 1u);
+  }
+
   // How often a value was met in `n` columns. Threads begin at different ones, in different banks.
   __device__ unsigned count(int value, int first, int n, int thread) const {
     unsigned sum = 0;
@@ -138,6 +142,11 @@ struct CountingReader {
                             int64_t step, int count, bool, int valid)
       : count(count),
         feed(ring, thread, WalkerOf<scalar_t>(data, layout, first, step), count, false, valid * (kPack / kPlaces)) {}
+
+  template <class Counts>
+  __device__ void add(scalar_t value, const Counts& counts, const NonFinite&, int) {
+    counts.add(value);
+  }
 
   template <class Counts>
   __device__ void read(const Counts& counts) {

@@ -56,7 +56,8 @@ template <class scalar_t>
 Access access_among_many(Layout& layout, const void* data, bool may_pack) {
   const Layout before = layout;
   Access how = access<scalar_t>(layout, is_aligned(data, kPackOf<scalar_t> * sizeof(scalar_t)));
-  if (how.packed && (!may_pack || how.rows || layout.ndim > 1)) {  // rare among parameters: value by value
+  if (how.packed &&
+      (!may_pack || !how.aligned || how.rows || layout.ndim > 1)) {  // rare among parameters: value by value
     how.packed = false;
     layout = before;
   }

@@ -421,6 +421,20 @@ struct Reader {
     shifted = false;
   }
 
+  // One value of the first channel alone.
+  template <class Histogram>
+  __device__ void add(scalar_t value, const Histogram& histogram, const NonFinite& nonfinite, int channel) {
+    const acc_t x = widen(value);
+    histogram.add(x, 0);
+    if (x - x == 0) {
+      Whole whole = load_slot<Whole>(shared, kSlots, thread);
+      whole.add(x);
+      store_slot(whole, shared, kSlots, thread);
+    } else {
+      nonfinite.add(channel, x);
+    }
+  }
+
   // On to pack number `until`, whole tiles, or to the last. `channel`: the first of the thread's channels in its block.
   template <class Histogram>
   __device__ void read(int until, const Histogram& histogram, const NonFinite& nonfinite, int channel) {

@@ -66,6 +66,13 @@ struct NearWalker {
   }
 };
 
+// The same where packs lie at any address.
+template <class scalar_t>
+struct UnalignedNearWalker : NearWalker<scalar_t> {
+  static constexpr bool kAligned = false;
+  using NearWalker<scalar_t>::NearWalker;
+};
+
 // The same of listed rows: one dimension of them, and up to one within a row, with strides of less than 2^31. Rows are
 // looked up through the layout, in the kernel's parameters: in members they would cost registers.
 template <class scalar_t>
