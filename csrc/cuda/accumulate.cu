@@ -72,26 +72,37 @@ cudaError_t accumulate_as(const Input& input, const State& state, const Launch& 
   constexpr int kPack = kPackOf<scalar_t>;
   Layout layout = input.layout;
   const int most = shared_memory(to.device);
-  auto [rows, packed, near] = access<scalar_t>(layout, is_aligned(input.data, kPack * sizeof(scalar_t)));
+  auto [rows, packed, aligned, near, rest] = access<scalar_t>(layout, is_aligned(input.data, kPack * sizeof(scalar_t)));
   if (packed && !(rows ? packs_fit<scalar_t, kPack>(state.kind, most) : packs_fit<scalar_t, 1>(state.kind, most))) {
     packed = false;
+    rest = 0;
     layout = input.layout;
   }
-  // A warp to each channel where channels are short, else the whole block.
-  const int plane_groups = layout.channels > 1 && layout.count < kThreads * 8 ? 32 : kThreads;
+  // A warp to each channel where channels are short, else the whole block. Where they are in short runs, that lie
+  // beside those of other channels, the block has several channels, too.
+  const bool short_runs = packed && !aligned && layout.ndim == 2 && layout.inner_size() < 32;
+  const int plane_groups = layout.channels > 1 && (short_runs || layout.count < kThreads * 8) ? 32 : kThreads;
   const int places = packed && rows ? kPack : 1;
   Job job = job_of(layout, state, rows, places, plane_groups);
-  cut(job, parts_of(job, layout.count * (layout.channels / places) * (packed ? kPack : 1) * int64_t(sizeof(scalar_t))));
+  job.rest = rest;
+  // Then a thread's packs lie four rows apart, or a multiple, and all begin at the same byte of a word.
+  if (packed && rows && !aligned) job.geometry.groups = job.geometry.groups / 4 * 4;
+  cut(job, parts_of(job, layout.count * layout.channels * (packed && !rows ? kPack : 1) * int64_t(sizeof(scalar_t))));
 
   const bool listed = layout.row_dims > 0;
-  if constexpr (kPack > 1) {
-    if (packed && rows && listed)
-      return launch_accumulate<scalar_t, kPack, kPack, ListedWalker>(input.data, job, to, most);
-    if (packed && listed) return launch_accumulate<scalar_t, kPack, 1, ListedWalker>(input.data, job, to, most);
-    if (packed && rows) return launch_accumulate<scalar_t, kPack, kPack, LineWalker>(input.data, job, to, most);
-    if (packed && layout.ndim <= 1) return launch_accumulate<scalar_t, kPack, 1, LineWalker>(input.data, job, to, most);
-    if (packed) return launch_accumulate<scalar_t, kPack, 1, NearWalker>(input.data, job, to, most);
+  if (packed && rows && listed) {
+    return launch_accumulate<scalar_t, kPack, kPack, ListedWalker>(input.data, job, to, most);
   }
+  if (packed && rows && !aligned) {
+    return launch_accumulate<scalar_t, kPack, kPack, UnalignedLineWalker>(input.data, job, to, most);
+  }
+  if (packed && !aligned) {
+    return launch_accumulate<scalar_t, kPack, 1, UnalignedNearWalker>(input.data, job, to, most);
+  }
+  if (packed && listed) return launch_accumulate<scalar_t, kPack, 1, ListedWalker>(input.data, job, to, most);
+  if (packed && rows) return launch_accumulate<scalar_t, kPack, kPack, LineWalker>(input.data, job, to, most);
+  if (packed && layout.ndim <= 1) return launch_accumulate<scalar_t, kPack, 1, LineWalker>(input.data, job, to, most);
+  if (packed) return launch_accumulate<scalar_t, kPack, 1, NearWalker>(input.data, job, to, most);
   if (near && !listed) return launch_accumulate<scalar_t, 1, 1, NearWalker>(input.data, job, to, most);
   return launch_accumulate<scalar_t, 1, 1, FarWalker>(input.data, job, to, most);
 }

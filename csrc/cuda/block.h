@@ -4,21 +4,25 @@
 #pragma once
 
 #include "cluster.h"
-#include "histogram.h"
+#include "count.h"
 #include "plan.h"
-#include "read.h"
 
 namespace hookstats::cuda {
 
 constexpr int larger(int a, int b) { return a > b ? a : b; }
 
 // Shared memory: the histogram, then the thread's sums, then the ring. When these are done with, from the beginning on:
-// the sums of parts.
+// the sums of parts. Where values are counted, there are sums only after that, in the place of the ring.
 template <class scalar_t, int kPack, int kPlaces, template <class> class Walker, HistogramKind kind, int kFlight>
 struct Shared {
-  static constexpr int kHistogram = BlockHistogram<kind, kPlaces, (kPack > kPlaces)>::kWords * int(sizeof(unsigned));
-  static constexpr int kSums = kThreads * kPlaces * BlockSums<acc_of<scalar_t>>::kBytes;
-  using Reads = Reader<scalar_t, kPack, kPlaces, Walker, kPlaces == 4 && kind == HistogramKind::per_channel, kFlight>;
+  static constexpr bool kCounts = kCounted<scalar_t, kPack>;
+  using Histogram = std::conditional_t<kCounts, ValueCounts<scalar_t, kind, kPlaces>,
+                                       BlockHistogram<kind, kPlaces, (kPack > kPlaces)>>;
+  using Reads = std::conditional_t<
+      kCounts, CountingReader<scalar_t, kPack, kPlaces, Walker, kFlight>,
+      Reader<scalar_t, kPack, kPlaces, Walker, kPlaces == 4 && kind == HistogramKind::per_channel, kFlight>>;
+  static constexpr int kThreadSums = kThreads * kPlaces * BlockSums<acc_of<scalar_t>>::kBytes;
+  static constexpr int kHistogram = Histogram::kWords * int(sizeof(unsigned)), kSums = kCounts ? 0 : kThreadSums;
   static constexpr int kRing = Reads::Feed::kBytes;
   static constexpr int kBytes = larger(kHistogram + kSums + kRing, kThreads* WideSums::kBytes);
 };
@@ -110,8 +114,8 @@ __device__ inline bool fold_cluster(WideSums& sums, double* shared, const Arriva
 template <class scalar_t, int kPack, int kPlaces, template <class> class Walker, HistogramKind kind, int kFlight,
           class Place>
 __device__ __forceinline__ void run_block(const scalar_t* data, const Job& job, const Launch& launch, Place place) {
-  using Histogram = BlockHistogram<kind, kPlaces, (kPack > kPlaces)>;
   using Sizes = Shared<scalar_t, kPack, kPlaces, Walker, kind, kFlight>;
+  using Histogram = typename Sizes::Histogram;
   using Whole = BlockSums<acc_of<scalar_t>>;
   HOOKSTATS_DYNAMIC_SHARED(dynamic);
   HOOKSTATS_SHARED(unsigned, nonfinite_counts, NonFinite::kWords);
@@ -144,7 +148,8 @@ __device__ __forceinline__ void run_block(const scalar_t* data, const Job& job, 
                                !reads          ? 0
                                : stop <= count ? int(packs)
                                                : int((end - first + geometry.groups - 1) / geometry.groups),
-                               exchanges<kPlaces>(geometry, thread));
+                               exchanges<kPlaces>(geometry, thread),
+                               int(channels - lane_channel < kPlaces ? channels - lane_channel : kPlaces));
 
   const Histogram histogram(reinterpret_cast<unsigned*>(dynamic), job.state, geometry, first_channel, thread);
   const NonFinite nonfinite(nonfinite_counts, thread);
@@ -170,7 +175,37 @@ __device__ __forceinline__ void run_block(const scalar_t* data, const Job& job, 
   WideSums sums = WideSums::neutral(), before = WideSums::neutral();
   int64_t calls = 0, first_call = 0;
 
-  if (on) {
+  if constexpr (!Walker<scalar_t>::kAligned && kPack > kPlaces) {
+    if (on && group < geometry.groups && lane_channel < channels) {  // what is no whole pack, of the part's runs
+      const Layout& layout = job.layout;
+      const int64_t packs = layout.inner_size(), runs = count / packs, part_runs = divide_up(runs, job.parts);
+      const int64_t stop = (place.part() + 1) * part_runs;
+      for (int64_t run = place.part() * part_runs + group; run < runs && run < stop; run += geometry.groups) {
+        const int64_t at = packs * kPack + (layout.ndim > 1 ? run * layout.stride[0] : 0);
+        const scalar_t* rest = data + lane_channel * layout.channel_stride + at;
+        for (int i = 0; i < job.rest; ++i) reader.add(rest[i], histogram, nonfinite, lane);
+      }
+    }
+  }
+
+  if constexpr (Sizes::kCounts) {
+    if (on) {
+      static_assert(Sizes::kRing >= kThreads * (Whole::kBytes + int(sizeof(unsigned))));
+      reader.read(histogram);
+      __syncthreads();
+      if (owns) before = WideSums::of(load_state<Moments>(job.state.moments + channel, job.state.row_stride));
+      if (counts) {
+        calls = job.state.counters[k_calls];
+        first_call = job.state.counters[k_first];
+      }
+      histogram.add_to_state(job.state, static_cast<unsigned*>(ring) + kThreads * (Whole::kBytes / sizeof(unsigned)),
+                             thread);
+      store_slot(histogram.sums(job.state, merging, first_channel, thread), ring, kThreads, thread);
+      __syncthreads();
+      fold_block<Whole, 1>(shared, merging, thread);
+      if (owns) sums = load_slot<Whole>(shared, kThreads, thread).widened();
+    }
+  } else if (on) {
     const int at_once = Histogram::kMostRows / geometry.groups / Sizes::Reads::kTilePacks * Sizes::Reads::kTilePacks;
     const int64_t most = geometry.lanes_first ? packs : 0;
     for (int64_t until = at_once;; until += at_once) {

@@ -5,11 +5,15 @@
 // fibers in shuffled order: what then changes was ordered by nothing. It fails on a barrier that not every thread of
 // the block reaches, on a write past a shared array, and on a block that takes more shared memory than the GPU has;
 // shared memory starts out as garbage. An asynchronous copy is done when it is waited for, which must be before its
-// block ends, and must be aligned; other accesses are not checked for that. It says nothing about speed, or memory
-// ordering between running blocks. Errors stay until they are asked for, as CUDA's do.
+// block ends, and must be aligned; other accesses are not checked for that. One of a word may take bytes beside a
+// tensor along: a GPU's memory is allotted in larger pieces. It says nothing about speed, or memory ordering between
+// running blocks. Errors stay until they are asked for, as CUDA's do.
 #pragma once
 
 #include <ucontext.h>
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#endif
 
 #include <algorithm>
 #include <cstdint>
@@ -81,7 +85,8 @@ class Copies {
   void wait_for_all_but(size_t groups) {
     if (ends_.size() <= groups) return;
     for (const size_t end = ends_[ends_.size() - 1 - groups]; done_ < end; ++done_) {
-      memcpy(copies_[done_].to, copies_[done_].from, copies_[done_].bytes);
+      const Copy& copy = copies_[done_];
+      copy.bytes == 4 ? copy_word(copy.to, copy.from) : void(memcpy(copy.to, copy.from, copy.bytes));
     }
   }
   bool are_done() const { return done_ == copies_.size(); }
@@ -92,6 +97,17 @@ class Copies {
     const void* from;
     size_t bytes;
   };
+#if defined(__SANITIZE_ADDRESS__)
+  __attribute__((no_sanitize_address)) static void copy_word(void* to, const void* from) {
+    const char* bytes = static_cast<const char*>(from);
+    int outside = 0;
+    for (int i = 0; i < 4; ++i) outside += __asan_address_is_poisoned(bytes + i);
+    if (outside == 4) throw std::runtime_error("cuda_on_cpu: an asynchronous copy of a word outside of any tensor");
+    for (int i = 0; i < 4; ++i) static_cast<volatile char*>(to)[i] = static_cast<const volatile char*>(from)[i];
+  }
+#else
+  static void copy_word(void* to, const void* from) { memcpy(to, from, 4); }
+#endif
   std::vector<Copy> copies_;
   std::vector<size_t> ends_;
   size_t done_ = 0;
