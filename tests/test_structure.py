@@ -25,7 +25,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "sinks": {"_warn", "numbers"},
     "_native": {"numbers", "_C"},
     "cluster": {"_native", "_warn", "modules", "numbers"},
-    "watch": {"_native", "_warn", "modules", "numbers"},
+    "watch": {"_native", "_warn", "cluster", "modules", "numbers"},
     "tools": {"_native", "_warn", "modules"},
     "rules": {"numbers"},
     "comparing": {"numbers"},

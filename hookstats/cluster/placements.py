@@ -11,8 +11,8 @@ from __future__ import annotations
 import itertools
 import math
 import weakref
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch.distributed as dist
 from torch import nn
@@ -20,7 +20,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement
 from torch.nn.parallel import DistributedDataParallel
 
-from hookstats._warn import WarnOnce
 from hookstats.cluster.groups import Axis, Group, Wanted, axes_of
 from hookstats.cluster.table import Piece, Placed, Placing, Replicas, whole
 from hookstats.modules.channels import input_channels, natural_channels
@@ -28,6 +27,8 @@ from hookstats.modules.selection import clean_names, matches
 from hookstats.modules.sharding import Held, Sharding
 from hookstats.numbers import blocks
 from hookstats.numbers.fields import Site
+
+Tell: TypeAlias = Callable[[object, str], object]  # of what, and in which words
 
 
 class Lies(NamedTuple):
@@ -89,11 +90,11 @@ def _members(axis: Axis, ranks: frozenset[int]) -> list[int]:
 class Placements:
     """Those of a model's sites on this rank."""
 
-    def __init__(self, model: nn.Module, group: Group, wanted: Wanted, warn_once: WarnOnce) -> None:
-        """wanted: what `groups.checked_placements` made of ``placements=``. warn_once: tells the user."""
+    def __init__(self, model: nn.Module, group: Group, wanted: Wanted, tell: Tell) -> None:
+        """wanted: what `groups.checked_placements` made of ``placements=``. tell: the user, once of each thing."""
         self._model = weakref.ref(model)
         self._wanted = wanted
-        self._warn_once = warn_once
+        self._tell = tell
         self._axes: dict[Any, tuple[Axis, ...] | None] = {}  # by mesh
         self.group = group
         self.ranks = frozenset(group.ranks)
@@ -115,7 +116,7 @@ class Placements:
 
     def tell_of_what_is_apart(self, site: Site, merged_as: Site, why: str) -> None:
         """Once for each reason."""
-        self._warn_once(
+        self._tell(
             ("apart", why),
             f"{why}: such tensors are kept apart, {site} as {merged_as}. Say how they are placed: placements={{glob: "
             "Shard(-1)} for a part of the channels, Shard(0) or Shard(-2) for a part of the rows, Replicate() for the "
@@ -213,7 +214,7 @@ class _Placing:
             return None
         is_input = "input" in site.tensor.split(".")[0]
         natural = input_channels(module, None) if is_input else natural_channels(module)
-        for parameter in module._parameters.values():
+        for parameter in list(module._parameters.values()):  # the trainer may replace them meanwhile
             axes = self._of.axes_of(parameter.device_mesh) if isinstance(parameter, DTensor) else None
             if axes is None:
                 continue
@@ -247,7 +248,7 @@ class _Placing:
         data_parallel = [] if self._model is None else _data_parallel_ranks(self._model)
         found: dict[tuple[int, ...], Axis] = {}
         for module in self._modules.values():
-            for parameter in module._parameters.values():
+            for parameter in list(module._parameters.values()):  # the trainer may replace them meanwhile
                 of_mesh = self._of.axes_of(parameter.device_mesh) if isinstance(parameter, DTensor) else None
                 axes: tuple[Axis, ...] = of_mesh or ()
                 for axis in axes:

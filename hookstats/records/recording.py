@@ -137,8 +137,8 @@ class Recording:
         if os.getpid() != self._pid:
             self._tell(
                 "fork",
-                f"nothing of process {os.getpid()} is recorded into {self.path}: it was forked from process {self._pid}, "
-                "which alone records there; attach with a recording of its own in a process that trains",
+                f"nothing of process {os.getpid()} is recorded into {self.path}: it was forked from process "
+                f"{self._pid}, which alone records there; attach with a recording of its own in a process that trains",
             )
         if self._is_over():
             return

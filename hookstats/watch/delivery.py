@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any, Protocol, TypeAlias
 
+from hookstats.modules.sharding import Held
 from hookstats.numbers.blocks import Drained
 from hookstats.numbers.fields import Site, Skipped
 from hookstats.numbers.ranks import Ranks
@@ -20,29 +20,25 @@ from hookstats.watch.drain import Drain, Pending, Scalars
 from hookstats.watch.judging import Recorder
 from hookstats.watch.memory import Store
 
-_MERGE_SECONDS = 30.0  # that `Monitor.detach` and `Monitor.check` wait for other ranks
+_JOIN_SECONDS = 30.0  # that `Monitor.detach` and `Monitor.check` wait for other ranks
 _SILENT_STEPS = 3  # measured ones, after which a site that never fired is named
 LeftOut: TypeAlias = dict[Site, Skipped]  # in one step
 
 
-class Merging(Protocol):
-    """The ranks of a process group, as `hookstats.cluster` makes it. Nothing of it raises, or waits if not asked to."""
-
-    @property
-    def ranks(self) -> Ranks:
-        """This one, of the group."""
+class Joined(Protocol):
+    """The ranks of a process group, see `hookstats.cluster.joining`. Its methods return at once, but the last two."""
 
     @property
     def is_first(self) -> bool:
-        """Whether it is the lowest rank of the group."""
+        """Whether this is the lowest rank of the group."""
 
-    def submit(self, drained: Drained) -> None: ...
+    def submit(self, drained: Drained, held: dict[Site, Held]) -> None:
+        """held: what this rank has of each site."""
 
     def arrived(self) -> list[Drained]:
         """What all ranks have together, or this one alone, in the order of their submission; each once."""
 
-    def wait(self, timeout: float) -> None:
-        """Until all that was submitted has arrived; TimeoutError."""
+    def wait(self, timeout: float) -> None: ...
 
     def close(self) -> None: ...
 
@@ -57,20 +53,20 @@ class Delivery:
         sinks: tuple[Sink, ...],
         trained: frozenset[str],
         ranks: Ranks,
-        merging: Merging | None,
+        joined: Joined | None,
     ) -> None:
         """trained: the watched modules that hold parameters which require grad. ranks: this one."""
         self.last: Snapshot | None = None
         self._store = store
         self._binder = binder
         self._drain = Drain(store, ranks)
-        self._merging = merging
-        is_first = merging is None or merging.is_first
+        self._joined = joined
+        is_first = joined is None or joined.is_first
         self._sinks = [sink for sink in sinks if not isinstance(sink, Recorder)] if is_first else []
         recorders = [sink for sink in sinks if isinstance(sink, Recorder)]
-        self._own = [sink for sink in recorders if sink.every_rank and merging is not None]
-        self._merged = [sink for sink in recorders if sink not in self._own] if is_first else []
-        self.recorders = [*self._own, *self._merged]
+        self._own = [sink for sink in recorders if sink.every_rank and joined is not None]
+        self._of_all = [sink for sink in recorders if sink not in self._own] if is_first else []
+        self.recorders = [*self._own, *self._of_all]
         self._trained = trained
         self._pending: deque[tuple[Pending, LeftOut]] = deque()  # on their way
         self._finished: deque[Snapshot] = deque()  # arrived, not yet fetched
@@ -97,18 +93,17 @@ class Delivery:
         """Delivers what has arrived; or all, and waits for it."""
         while self._pending and (wait or self._pending[0][0].ready()):
             self._arrived(*self._pending.popleft())
-        if self._merging is not None:
+        if self._joined is not None:
             if wait:
-                with suppress(TimeoutError):  # what is late comes with a later step
-                    self._merging.wait(_MERGE_SECONDS)
-            for drained in self._merging.arrived():
+                self._joined.wait(_JOIN_SECONDS)
+            for drained in self._joined.arrived():
                 self._give(drained, drained.snapshot())
 
     def close(self) -> None:
         """Nothing is sent any more, and all has been received."""
-        if self._merging is not None:
-            self._merging.close()
-            for drained in self._merging.arrived():
+        if self._joined is not None:
+            self._joined.close()
+            for drained in self._joined.arrived():
                 self._give(drained, drained.snapshot())
 
     def fetch(self) -> Snapshot | None:
@@ -153,16 +148,16 @@ class Delivery:
             self._fired.update(snapshot.order)
         if self._deliveries == _SILENT_STEPS:
             self._report_silence()
-        if self._merging is None:
+        if self._joined is None:
             self._give(drained, snapshot)
         else:
             self._present([(each, each.take, drained) for each in self._own])
-            self._merging.submit(drained)
+            self._joined.submit(drained, {entry.site: entry.held for entry in self._store.entries})
 
     def _give(self, drained: Drained, snapshot: Snapshot) -> None:
         """To `Monitor.step`, and to the sinks."""
         self._finished.append(snapshot)
-        kept = [(each, each.take, drained) for each in self._merged]
+        kept = [(each, each.take, drained) for each in self._of_all]
         self._present([*kept, *((sink, sink, snapshot) for sink in self._sinks)])
 
     def _present(self, gifts: list[tuple[Any, Callable[[Any], object], Any]]) -> None:

@@ -76,7 +76,7 @@ def _hint(size: int | torch.SymInt) -> int:
 def _observe_tensor_in_graph(
     x: torch.Tensor, output: SiteState | None, gradient: SiteState | None, rows: Rows | None
 ) -> None:
-    local: torch.Tensor = x.to_local() if hasattr(x, "device_mesh") else x  # type: ignore[operator]
+    local: torch.Tensor = x.to_local() if hasattr(x, "device_mesh") else x  # type: ignore[attr-defined]
     if output is not None and _fits(local, output):
         _fold(_native.fold_output, local, output, rows)
     if gradient is not None and x.requires_grad and not x.is_leaf and _fits(local, gradient):

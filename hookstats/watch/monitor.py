@@ -17,7 +17,7 @@ from hookstats.numbers.ranks import Ranks
 from hookstats.numbers.snapshot import Snapshot
 from hookstats.watch.arguments import Sink, refuse_device
 from hookstats.watch.binding import SiteBinder
-from hookstats.watch.delivery import Delivery, Merging
+from hookstats.watch.delivery import Delivery, Joined
 from hookstats.watch.drain import Scalars
 from hookstats.watch.hooks import Hook, SiteSpec
 from hookstats.watch.judging import Judging, OnFinding, Recorder
@@ -40,7 +40,7 @@ class Watching(NamedTuple):
     trained: frozenset[str]  # the watched modules that hold parameters which require grad
     device: torch.device  # where most of the model is
     ranks: Ranks  # this process
-    merging: Merging | None  # with the other ranks of a process group
+    joined: Joined | None  # the other ranks of a process group
 
 
 class Cadence(NamedTuple):
@@ -63,7 +63,7 @@ class Monitor:
         self._tap_channels = watching.tap_channels
         self._cadence = cadence
         self._delivery = Delivery(
-            watching.store, watching.binder, sinks, watching.trained, watching.ranks, watching.merging
+            watching.store, watching.binder, sinks, watching.trained, watching.ranks, watching.joined
         )
         self._is_judged = any(isinstance(sink, Recorder) for sink in sinks)  # if only on another rank
         self._judging = Judging(
@@ -83,6 +83,11 @@ class Monitor:
     def sites(self) -> list[Site]:
         """The watched sites, those in containers as soon as they have been seen; not those given up."""
         return self._delivery.sites()
+
+    @property
+    def recorders(self) -> list[Recorder]:
+        """Those of the sinks that are given steps here."""
+        return self._delivery.recorders
 
     @property
     def skipped(self) -> dict[Site, Skipped]:
