@@ -294,7 +294,7 @@ def wrapped(rank: int, world: int) -> list[str]:
         if rank in ranks_here:
             found += [each.sentence for each in hookstats.check_replicas(model, group)]
         else:
-            with pytest.raises(ValueError, match=f"process_group: expected a group with this rank, {rank}"):
+            with pytest.raises(ValueError, match=f"process_group: expected a group that rank {rank} is in"):
                 hookstats.check_replicas(model, group)
     return found
 
@@ -435,7 +435,7 @@ def test_a_rank_that_fails_or_does_not_come_fails_the_check_everywhere_and_the_n
 
 def test_without_distributed_and_for_other_arguments_it_says_what_was_expected() -> None:
     assert not dist.is_initialized()
-    with pytest.raises(ValueError, match=re.escape("expected a process in which torch.distributed runs")):
+    with pytest.raises(ValueError, match=r"process_group: expected .* to be initialized"):
         hookstats.check_replicas(nn.Linear(2, 2))
     with pytest.raises(TypeError, match=re.escape("model: expected a torch.nn.Module, got list")):
         hookstats.check_replicas([])  # type: ignore[arg-type]
@@ -474,7 +474,7 @@ def test_a_process_group_that_is_initialised_anew_is_used_anew() -> None:
 
 
 def alone(rank: int, world: int) -> list[hookstats.Disagreement]:
-    with pytest.raises(TypeError, match="process_group: expected a ProcessGroup, a DeviceMesh or None, got 'all'"):
+    with pytest.raises(TypeError, match=r"process_group: expected a torch\.distributed\.ProcessGroup"):
         hookstats.check_replicas(Small(), "all")
     return hookstats.check_replicas(Small())
 

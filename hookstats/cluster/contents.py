@@ -18,7 +18,7 @@ from hookstats.modules.selection import clean_names
 _OUTSIDE = "outside"  # the piece of a rank that is not in the DTensor's mesh
 
 
-class Held(NamedTuple):
+class Replica(NamedTuple):
     """A tensor, or this rank's part of one."""
 
     name: str  # of the parameter or buffer
@@ -33,7 +33,7 @@ class Held(NamedTuple):
 
 
 class Contents(NamedTuple):
-    held: list[Held]
+    held: list[Replica]
     skipped: dict[str, str]  # why not, by name and kind
 
 
@@ -95,7 +95,7 @@ def _add(contents: Contents, name: str, kind: str, tensor: torch.Tensor, flatten
         contents.skipped[f"{name} ({kind})"] = problem
     else:
         form = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-        contents.held.append(Held(name, kind, form, piece, local.detach()))
+        contents.held.append(Replica(name, kind, form, piece, local.detach()))
 
 
 def _piece(tensor: Any) -> str:
@@ -134,7 +134,7 @@ def _unreadable(tensor: torch.Tensor, local: torch.Tensor) -> str | None:
 COLUMNS = 4  # of a table: the tensor, its form, its piece, its checksum
 
 
-def table_of(held: Sequence[Held]) -> npt.NDArray[np.int64]:
+def table_of(held: Sequence[Replica]) -> npt.NDArray[np.int64]:
     """[tensors, COLUMNS]. The number of a tensor is odd where a rank may do without it: a part of an optimizer's
     state, which optimizers that cut it keep on one rank."""
     table = np.empty((len(held), COLUMNS), np.int64)

@@ -10,11 +10,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch.distributed as dist
 from torch import nn
 
 from hookstats._warn import WarnOnce
-from hookstats.cluster.contents import COLUMNS, Held, contents_of, digest_of, table_of
-from hookstats.cluster.exchange import Exchange, exchange_among, ranks_of
+from hookstats.cluster.contents import COLUMNS, Replica, contents_of, digest_of, table_of
+from hookstats.cluster.exchange import Exchange, exchange_among
+from hookstats.cluster.groups import group_of
 from hookstats.cluster.locating import Pair, find_first
 
 _TIMEOUT = timedelta(minutes=10)
@@ -130,7 +132,7 @@ def check_replicas(
     for each in optimizers:
         if not (hasattr(each, "state") and hasattr(each, "param_groups")):
             raise TypeError(f"optimizer: expected an Optimizer or a sequence of them, got {type(each).__name__}")
-    ranks = ranks_of(process_group)
+    ranks = sorted(group_of(dist.group.WORLD if process_group is None else process_group).ranks)
     exchange = exchange_among("replicas", ranks, _TIMEOUT)
     try:
         held, skipped = contents_of(model, optimizers, buffers, gradients)
@@ -173,7 +175,7 @@ def _vote(have: Mapping[int, Hashable]) -> _Vote | None:
 class _Comparison:
     """Of the tables of all ranks. Every rank comes to the same conclusions."""
 
-    def __init__(self, exchange: Exchange, ranks: list[int], held: list[Held], table: Table, sizes: Table) -> None:
+    def __init__(self, exchange: Exchange, ranks: list[int], held: list[Replica], table: Table, sizes: Table) -> None:
         self._exchange = exchange
         self._ranks = ranks
         self._place = exchange.place
