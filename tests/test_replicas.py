@@ -25,8 +25,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel, parallelize_module
 
 import hookstats
+from hookstats import _native
 from hookstats.cluster import exchange
-from hookstats.cluster.contents import contents_of
+from hookstats.cluster.contents import checksums, contents_of
 from tests import ranks
 from tests.test_checksums import ALL_DTYPES, changed_bit, of_bits
 
@@ -471,6 +472,13 @@ def anew(rank: int, world: int) -> list[list[str]]:
 
 def test_a_process_group_that_is_initialised_anew_is_used_anew() -> None:
     assert ranks.run(anew, 2) == [[["scale"], ["scale"]]] * 2
+
+
+@pytest.mark.skipif(_native.HAS_CUDA, reason="this build has kernels for CUDA")
+def test_a_build_without_kernels_for_a_device_does_not_pretend_that_its_tensors_agree() -> None:
+    on_gpu: Any = SimpleNamespace(device=torch.device("cuda", 0))
+    with pytest.raises(RuntimeError, match="expected tensors on a device that this build has kernels for, got cuda:0"):
+        checksums([on_gpu])
 
 
 def alone(rank: int, world: int) -> list[hookstats.Disagreement]:

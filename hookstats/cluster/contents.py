@@ -126,8 +126,6 @@ def _unreadable(tensor: torch.Tensor, local: torch.Tensor) -> str | None:
         return f"a {type(local).__name__}, which holds its values in other tensors"
     if _native.has_no_data(local) or (local.numel() > 0 and local.untyped_storage().nbytes() == 0):
         return f"on {local.device}, without data"
-    if local.device.type != "cpu" and not (local.device.type == "cuda" and _native.HAS_CUDA):
-        return f"on {local.device}, for which this build has no kernels"
     return None
 
 
@@ -146,10 +144,18 @@ def table_of(held: Sequence[Replica]) -> npt.NDArray[np.int64]:
 
 
 def checksums(tensors: Sequence[torch.Tensor]) -> npt.NDArray[np.int64]:
-    """Of their bits, wherever they lie; one kernel on each device."""
+    """Of their bits, wherever they lie; one kernel on each device.
+
+    RuntimeError for a device that this build has no kernels for: left out, all of a model would seem to agree.
+    """
     sums = np.empty(len(tensors), np.int64)
     launched = []
     for device in {each.device for each in tensors}:
+        if device.type != "cpu" and not (device.type == "cuda" and _native.HAS_CUDA):
+            raise RuntimeError(
+                f"hookstats: expected tensors on a device that this build has kernels for, got {device}: "
+                "`python -m hookstats doctor` says how to build them"
+            )
         here = [i for i, each in enumerate(tensors) if each.device == device]
         launched.append((here, _native.checksums([tensors[i] for i in here])))
     for here, found in launched:

@@ -98,7 +98,9 @@ def check_replicas(
     The bits of each tensor are read where they lie, on a GPU by one launch for all of them, and become a checksum of 64
     bits (csrc/checksum.h) in which every bit and its place count: one flipped bit is always seen, anything else is
     missed with a chance of 2^-64 for each tensor. Where all agree, two numbers per rank are exchanged, over a gloo
-    group of hookstats' own; its first use connects every rank with every other one.
+    group of hookstats' own. The first use connects every rank with every other one: beyond some hundred ranks name
+    fewer of them, such as those along the replicated dimension of a mesh. On a GPU it waits for what was launched
+    before.
 
     Compared are a tensor's values among the ranks that hold the same part of it. DTensors say which part that is: what
     is sharded by FSDP2 has no replicas, but for HSDP's; what tensor parallelism replicates is compared. Plain tensors
@@ -124,7 +126,8 @@ def check_replicas(
     Raises:
         ValueError: where torch.distributed does not run, or this rank is not in the group. TypeError: for arguments of
             another type.
-        RuntimeError: where a rank of the group does not call it within 10 minutes, ends, or raises itself.
+        RuntimeError: where a rank of the group does not call it within 10 minutes, ends, or raises itself; for tensors
+            on a device that hookstats was built without.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
