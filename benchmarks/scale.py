@@ -243,7 +243,7 @@ def tables() -> list[str]:
         )
     lines += [
         "",
-        "| ranks | levels | groups up to | merge of 1,000 sites, ms, at 50 us | at 500 us | mean / deviation | variance | counts |",
+        "| ranks | levels | groups up to | ms at 50 us | ms at 500 us | error of mean / std | of variance | counts |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for ranks in (16, 64, 256, 1024, 4096, 16384):

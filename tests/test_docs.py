@@ -24,7 +24,19 @@ import hookstats
 from hookstats.watch.drain import Pending
 from tests.conftest import ROOT
 
-NAMES = ("start", "numbers", "training", "trainers", "recording", "records", "rules", "report", "sinks", "commands")
+NAMES = (
+    "start",
+    "numbers",
+    "training",
+    "trainers",
+    "distributed",
+    "recording",
+    "records",
+    "rules",
+    "report",
+    "sinks",
+    "commands",
+)
 PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in NAMES)]
 # Code, and behind it what it prints, where the page shows that.
 BLOCK = re.compile(r"^```python\n(?P<code>.*?)^```\n(?:\n```text\n(?P<output>.*?)^```\n)?", re.MULTILINE | re.DOTALL)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -35,8 +38,9 @@ def batch(rank: int) -> torch.Tensor:
     return torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(rank)) + 1000.0 * rank
 
 
-def attached(model: nn.Module) -> hookstats.Monitor:
-    return hookstats.attach(model, tensors=TENSORS, every=1, strict=True)
+def attached(model: nn.Module, **settings: Any) -> hookstats.Monitor:
+    settings = {"tensors": TENSORS, "every": 1, "strict": True, "process_group": dist.group.WORLD} | settings
+    return hookstats.attach(model, **settings)
 
 
 def trained(monitor: Any, model: nn.Module, x: torch.Tensor, kept: Kept) -> None:
@@ -44,20 +48,28 @@ def trained(monitor: Any, model: nn.Module, x: torch.Tensor, kept: Kept) -> None
     model(x).float().square().mean().backward()
     kept.parameters()
     optimizer.step()
-    monitor._parameters.measure()
+    if monitor is not None:
+        monitor._parameters.measure()
 
 
-def check_all(model: nn.Module, monitor: Any, kept: Kept, ranks_of: Any, **how: Any) -> Any:
-    """ranks_of(site, parts): the ranks that hold it, as `check_merged` wants them; None: it is checked elsewhere."""
-    snapshot, told, _ = merged(monitor, model, **how)
+def of_all_ranks(monitor: hookstats.Monitor) -> tuple[hookstats.Snapshot, list[str]]:
+    """What `Monitor.step` and `detach` return of the one step, and what is told on the way."""
+    with hearing() as told:
+        (snapshot,) = [each for each in (monitor.step(), *monitor.detach()) if each is not None]
+    assert snapshot.ranks == tuple(range(dist.get_world_size()))
+    return snapshot, told
+
+
+def check_all(model: nn.Module, monitor: Any, kept: Kept, ranks_of: Any) -> Any:
+    """ranks_of(site): the ranks that hold it, as `check_merged` wants them; None: it is checked elsewhere."""
+    snapshot, told = of_all_ranks(monitor)
     parts = kept.gathered()
     sites = {site for part in parts for site in part} - {tuple(site) for site in monitor.skipped}
     assert {(site.name, site.tensor.split("[")[0]) for site in snapshot} == sites
     for site in sites:
         lines = ranks_of(site)
         if lines is not None:
-            is_parameter = "param" in site[1]
-            check_merged(snapshot, site, parts, lines, 0 if is_parameter else -1)
+            check_merged(snapshot, site, parts, lines, 0 if "param" in site[1] else -1)
     return snapshot, told
 
 
@@ -106,7 +118,7 @@ def data_parallel(rank: int, world: int) -> None:
 
 
 def test_data_parallel_ranks_count_together_and_sharded_parameters_lie_side_by_side() -> None:
-    ranks.run(data_parallel, 4)
+    ranks.run(data_parallel, 4, timeout=180)
 
 
 def tensor_parallel(rank: int, world: int) -> None:
@@ -119,11 +131,10 @@ def tensor_parallel(rank: int, world: int) -> None:
 def colwise_and_rowwise(attach_first: bool) -> None:
     """Two ranks with the same batch; the widths 16 and 7 over both of them."""
     model = mlp()
-    settings: Any = {"tensors": TENSORS, "every": 1}
-    monitor = hookstats.attach(model, **settings) if attach_first else None
+    monitor = attached(model, strict=False) if attach_first else None
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    monitor = monitor or hookstats.attach(model, **settings)
+    monitor = monitor or attached(model)
     kept = Kept(model, MLP)
     with hearing() as told:
         trained(monitor, model, batch(1), kept)
@@ -146,11 +157,10 @@ def named_by_the_user() -> None:
     model = mlp()
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    monitor, kept = attached(model), Kept(model, MLP)
+    monitor, kept = attached(model, placements={"1": Shard(-1), "2": Replicate()}), Kept(model, MLP)
     trained(monitor, model, batch(1), kept)
     lines = {"0": [[0, 1]], "1": [[0, 1]], "2": [[0]]}
-    placements = {"1": Shard(-1), "2": Replicate()}
-    snapshot, told = check_all(model, monitor, kept, lambda site: lines.get(site[0]), placements=placements)
+    snapshot, told = check_all(model, monitor, kept, lambda site: lines.get(site[0]))
     assert not told
     assert snapshot["1", "output"].channels.count.tolist() == [6] * 16
     assert snapshot["1", "output"].calls == snapshot["2", "grad_output"].calls == 1
@@ -167,7 +177,7 @@ def sequence_parallel(rank: int) -> None:
         "4": SequenceParallel(),
     }
     parallelize_module(model, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), plan)
-    monitor, kept = hookstats.attach(model, tensors=TENSORS, every=1), Kept(model, list("01234"))
+    monitor, kept = attached(model, strict=False), Kept(model, list("01234"))
     with hearing() as told:
         x = torch.randn(2, 3 + rank, 8) + 1000.0 * rank  # 7 rows of a sequence over two ranks
         y = model(DTensor.from_local(x, model[0].weight.device_mesh, [Shard(1)], shape=(2, 7, 8), stride=(56, 8, 1)))
@@ -186,7 +196,7 @@ def sequence_parallel(rank: int) -> None:
 
 
 def test_tensor_parallel_ranks_lie_as_their_dtensors_weights_or_the_user_say_else_apart() -> None:
-    ranks.run(tensor_parallel, 2)
+    ranks.run(tensor_parallel, 2, timeout=180)
 
 
 def two_dimensions(rank: int, world: int) -> None:
@@ -196,20 +206,19 @@ def two_dimensions(rank: int, world: int) -> None:
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     for each in (model[0], model[2], model):
         fully_shard(each, mesh=mesh["dp"])
-    monitor, kept = attached(model), Kept(model, MLP)
-    trained(monitor, model, batch(rank // 2), kept)
-    rows, channels, matrix = [[0], [2]], [[0, 1], [2, 3]], [[0, 2, 1, 3]]
-    lines = {"0": channels, "1": channels, "2": rows, "0.weight": matrix, "2.weight": [[0, 2], [1, 3]], "2.bias": rows}
-    lines["0.bias"] = [[r] for r in range(4)]
     placements = {"1": (Shard(0), Shard(-1)), "2": (Shard(0), Replicate())}
-    how: Any = {"group": mesh, "placements": placements}
-    snapshot, told = check_all(model, monitor, kept, lambda site: lines[site[0]], **how)
-    assert not told
-    assert snapshot["0", "output"].calls == snapshot["1", "output"].calls == 2
+    monitor, kept = attached(model, process_group=mesh, placements=placements), Kept(model, MLP)
+    trained(monitor, model, batch(rank // 2), kept)
     _, _, agreement = merged(monitor, model, mesh["dp"])  # the ranks of one slice of the weights alone
     widths = {row.site: row.channels for row in agreement.rows}
     assert widths["0.weight", "param"] == 8
     assert widths["2.weight", "param"] == 7
+    rows, channels, matrix = [[0], [2]], [[0, 1], [2, 3]], [[0, 2, 1, 3]]
+    lines = {"0": channels, "1": channels, "2": rows, "0.weight": matrix, "2.weight": [[0, 2], [1, 3]], "2.bias": rows}
+    lines["0.bias"] = [[r] for r in range(4)]
+    snapshot, told = check_all(model, monitor, kept, lambda site: lines[site[0]])
+    assert not told
+    assert snapshot["0", "output"].calls == snapshot["1", "output"].calls == 2
 
     model = mlp()
     for each in (model[0], model[2], model):
@@ -226,4 +235,171 @@ def two_dimensions(rank: int, world: int) -> None:
 
 
 def test_meshes_of_two_dimensions() -> None:
-    ranks.run(two_dimensions, 4)
+    ranks.run(two_dimensions, 4, timeout=180)
+
+
+def own_modules(rank: int, world: int) -> None:
+    pipeline(rank, world)
+    experts_by_name(rank)
+    experts_of_one_name(rank)
+    experts_as_dtensors(rank, world)
+
+
+def pipeline(rank: int, world: int) -> None:
+    """A stage of the model on each rank; two microbatches."""
+    torch.manual_seed(0)
+    layers = {"0": nn.Linear(8, 16), "1": nn.GELU(), "2": nn.Linear(16, 7)}
+    stages = (["0", "1"], ["2"])
+    model = nn.Sequential(OrderedDict((name, layers[name]) for name in stages[rank]))
+    monitor, kept = attached(model), Kept(model, stages[rank])
+    stage = PipelineStage(model, rank, world, torch.device("cpu"))
+    schedule = ScheduleGPipe(stage, n_microbatches=2, loss_fn=lambda y, target: (y - target).square().mean())
+    for _ in range(2):
+        monitor.reset()  # the first time, each stage is run once more, to see shapes
+        kept.seen.clear()
+        if rank == 0:
+            schedule.step(batch(1).flatten(0, 1))
+        else:
+            schedule.step(target=torch.zeros(6, 7))
+    kept.parameters()
+    torch.optim.SGD(model.parameters(), lr=1e-6).step()
+    monitor._parameters.measure()
+    snapshot, told = check_all(model, monitor, kept, lambda site: [[1]] if site[0].startswith("2") else [[0]])
+    assert not told
+    assert [snapshot[name, "output"].calls for name in "012"] == [2, 2, 2]
+
+
+class Experts(nn.Module):
+    """Every other row of a batch to one of this rank's experts; to the last of them none."""
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__()
+        self.router = nn.Linear(8, 8)
+        self.experts = nn.ModuleDict({name: nn.Linear(8, 4) for name in names})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, *_ = self.experts.values()
+        return first(self.router(x)[:, ::2])
+
+
+def experts_by_name(rank: int) -> None:
+    torch.manual_seed(rank)
+    model = Experts([["a", "b"], ["c", "d"]][rank])
+    names = ["router", *(f"experts.{name}" for name in model.experts)]
+    monitor, kept = attached(model), Kept(model, names)
+    trained(monitor, model, batch(rank), kept)
+    owners = {"router": [[0], [1]], "experts.a": [[0]], "experts.c": [[1]]}
+
+    def lines(site: tuple[str, str]) -> Any:
+        return [[0]] if site[0].startswith("router.") else owners.get(site[0])
+
+    snapshot, told = of_all_ranks(monitor)
+    assert not told
+    parts = kept.gathered()
+    for site in {site for part in parts for site in part}:
+        if lines(site):
+            check_merged(snapshot, site, parts, lines(site), 0 if "param" in site[1] else -1)
+    assert snapshot["experts.b", "output"].calls == snapshot["experts.d", "output"].total.count == 0
+    assert snapshot["experts.d.weight", "param"].channels.count.tolist() == [8] * 4
+
+
+def experts_of_one_name(rank: int) -> None:
+    """Other experts of the same name on each rank: the user says that they are not replicas."""
+    torch.manual_seed(rank)
+    model = Experts(["0"])
+    monitor, kept = attached(model, placements={"experts.*": Shard(0)}), Kept(model, ["experts.0"])
+    trained(monitor, model, batch(rank), kept)
+    parts = kept.gathered()
+    snapshot, told = of_all_ranks(monitor)
+    assert not told
+    assert snapshot["experts.0.weight", "param"].channels.count.tolist() == [8] * 8
+    for kind in ("param", "param_grad"):
+        check_merged(snapshot, ("experts.0.weight", kind), parts, [[0, 1]], 0)
+        check_merged(snapshot, ("experts.0.bias", kind), parts, [[0], [1]], 0)
+    check_merged(snapshot, ("experts.0", "output"), parts, [[0], [1]])
+
+
+def experts_as_dtensors(rank: int, world: int) -> None:
+    """Over ranks that are data parallel for the rest of the model: their batches differ, nothing is apart."""
+    torch.manual_seed(0)
+    model = Experts(["0"])
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
+    expert = model.experts["0"]
+    expert.weight = nn.Parameter(distribute_tensor(expert.weight.detach(), mesh, [Shard(0)]))
+    expert.bias = nn.Parameter(distribute_tensor(expert.bias.detach(), mesh, [Shard(0)]))
+    expert.forward = lambda x: x @ expert.weight.to_local().mT + expert.bias.to_local()
+    fully_shard(model, mesh=init_device_mesh("cpu", (world,)), ignored_params=set(expert.parameters()))
+    monitor, kept = attached(model), Kept(model, ["router", "experts.0"])
+    trained(monitor, model, batch(rank), kept)
+    parts = kept.gathered()
+    snapshot, told = of_all_ranks(monitor)
+    assert not told
+    check_merged(snapshot, ("router", "output"), parts, [[0], [1]])
+    check_merged(snapshot, ("experts.0", "output"), parts, [[0], [1]])
+    check_merged(snapshot, ("experts.0.weight", "param_grad"), parts, [[0, 1]], 0)
+
+
+def test_stages_of_a_pipeline_and_experts_are_told_by_the_ranks_that_own_them() -> None:
+    ranks.run(own_modules, 2, timeout=180)
+
+
+def compiled(rank: int, world: int) -> None:
+    """A graph sees DTensors, whose parts it measures as eager hooks do; also the gradients, placed as they come."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    plan = {"0": ColwiseParallel(use_local_output=False), "2": RowwiseParallel()}
+    eager = mlp()
+    parallelize_module(eager, mesh, plan)
+    kept = Kept(eager, MLP)
+    trained(None, eager, batch(1), kept)
+    for attach_first in (True, False):
+        model = mlp()
+        settings: Any = {"tensors": TENSORS[:2], "every": 1}
+        monitor = hookstats.attach(model, **settings) if attach_first else None
+        parallelize_module(model, mesh, plan)
+        monitor = monitor or hookstats.attach(model, **settings)
+        with hearing() as told:
+            torch.compile(model, backend="aot_eager", fullgraph=True)(batch(1)).float().square().mean().backward()
+        assert any("P(sum)" in each for each in told) == attach_first
+        snapshot, _, _ = merged(monitor, model)
+        parts = kept.gathered()
+        for name in "01":
+            for kind in ("output", "grad_output"):
+                check_merged(snapshot, (name, kind), parts, [[0, 1]])
+                assert snapshot[name, kind].calls == 1
+        if not attach_first:
+            for each in range(2):
+                check_merged(snapshot, ("2", f"output[tp={each}]"), parts, [[each]], like=("2", "output"))
+
+
+def test_dtensors_inside_a_compiled_graph_are_measured_where_they_lie() -> None:
+    ranks.run(compiled, 2, timeout=180)
+
+
+def changes(rank: int, world: int) -> None:
+    """Another placement in a later step is seen; two of them in one step are told apart by leaving out the second."""
+    mesh = init_device_mesh("cpu", (2,))
+    model = nn.Tanh()
+    monitor = hookstats.attach(model, tensors=["output"], every=1)
+    whole = torch.arange(24.0).reshape(4, 6)
+
+    def run(placement: Any) -> None:
+        model(distribute_tensor(whole, mesh, [placement], src_data_rank=None))
+
+    run(Shard(1))
+    assert merged(monitor, model)[0]["", "output"].channels.count.tolist() == [4] * 6
+    monitor.step()
+    run(Shard(0))
+    snapshot = merged(monitor, model)[0]
+    assert snapshot["", "output"].total.count == 24
+    run(Replicate())
+    (skipped,) = monitor.skipped.values()
+    assert skipped.times == 1
+    assert "expected a tensor placed as the one before it in this step, (S(0)), got (R)" in skipped.reason
+    assert merged(monitor, model)[0]["", "output"].total.count == 24
+    monitor.step()
+    run(Replicate())
+    assert merged(monitor, model)[0]["", "output"].channels.count.tolist() == [4] * 6
+
+
+def test_a_layout_of_placements_that_changes_is_seen() -> None:
+    ranks.run(changes, 2, timeout=180)

@@ -214,7 +214,7 @@ class _Placing:
             return None
         is_input = "input" in site.tensor.split(".")[0]
         natural = input_channels(module, None) if is_input else natural_channels(module)
-        for parameter in module._parameters.values():
+        for parameter in list(module._parameters.values()):  # the trainer may replace them meanwhile
             axes = self._of.axes_of(parameter.device_mesh) if isinstance(parameter, DTensor) else None
             if axes is None:
                 continue
@@ -248,7 +248,7 @@ class _Placing:
         data_parallel = [] if self._model is None else _data_parallel_ranks(self._model)
         found: dict[tuple[int, ...], Axis] = {}
         for module in self._modules.values():
-            for parameter in module._parameters.values():
+            for parameter in list(module._parameters.values()):  # the trainer may replace them meanwhile
                 of_mesh = self._of.axes_of(parameter.device_mesh) if isinstance(parameter, DTensor) else None
                 axes: tuple[Axis, ...] = of_mesh or ()
                 for axis in axes:
