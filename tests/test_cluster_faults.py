@@ -159,6 +159,25 @@ def test_when_a_rank_is_killed_the_others_go_on_alone_and_end_well(in_collective
         assert len(told) == 1
 
 
+def trains_with_the_dead(rank: int, world: int) -> None:
+    merging = Merging(None, Sums(), patience=1000.0)
+    for number in range(6):
+        if rank == 2 and number == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.all_reduce(torch.ones(1))  # training's own
+        train(merging, [number])
+    raise AssertionError("expected training's own error")
+
+
+def test_a_training_that_dies_of_another_ranks_death_dies_of_its_own_error_and_at_once() -> None:
+    ended = outcomes(trains_with_the_dead, 3, timeout=30)
+    assert [each.code for each in ended] == [1, 1, -9], [each.output for each in ended]
+    for rank in (0, 1):
+        last = [line for line in ended[rank].output.splitlines() if "Error" in line][-1]
+        assert "onnection" in last, ended[rank].output
+        assert "AssertionError" not in ended[rank].output
+
+
 def measures_otherwise(rank: int, world: int) -> Any:
     """Never waits until its patience ends: the time limit would be over."""
     found = []
