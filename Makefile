@@ -6,7 +6,7 @@ PY := .venv/bin/python
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
 ASKED := $(TORCH) HOOKSTATS_CUDA=$(HOOKSTATS_CUDA) TORCH_CUDA_ARCH_LIST=$(TORCH_CUDA_ARCH_LIST)
 
-.PHONY: demo test compat lint format bench gpu clean FORCE
+.PHONY: demo test compat lint format bench gpu gpu-test gpu-bench clean FORCE
 
 demo: .venv/.demo       ## trains a small CNN on handwritten digits, every layer watched
 	$(PY) -m hookstats.demo
@@ -42,9 +42,14 @@ bench: .venv/.dev       ## benchmarks on this machine
 	$(PY) -m pytest benchmarks --benchmark-columns=median,min,rounds --benchmark-sort=fullname \
 		--benchmark-json=build/benchmark.json
 
-# On a machine with an NVIDIA GPU, nvcc and torch >= 2.11: uses $(PYTHON) as it is, and no network.
-gpu:
-	$(PYTHON) benchmarks/gpu.py
+# On a machine with an NVIDIA GPU, nvcc and torch >= 2.11: uses $(PYTHON) as it is, and no network. Each of the two takes
+# less than nine minutes.
+gpu:                    ## all tests on an NVIDIA GPU and compute-sanitizer; then, whatever came of these, benchmarks
+	status=0; $(MAKE) gpu-test || status=1; $(MAKE) gpu-bench || status=1; exit $$status
+gpu-test:
+	$(PYTHON) benchmarks/gpu.py test
+gpu-bench:
+	$(PYTHON) benchmarks/gpu.py bench
 
 # In an environment of its own: the pages are made from sources, without torch and the extension.
 DOCS = build/docs-venv

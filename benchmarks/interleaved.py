@@ -15,13 +15,19 @@ def seconds(run: Callable[[], Any]) -> float:
     return time.perf_counter() - began
 
 
-def interleaved(contenders: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """The seconds that each contender says it took, round by round; every round has its own order."""
+def interleaved(
+    contenders: Mapping[str, Callable[[], float]], rounds: int, after: Callable[[Any], None] = lambda times: None
+) -> dict[str, list[float]]:
+    """The seconds that each contender says it took, round by round; every round has its own order.
+
+    after: is given those so far at the end of each round.
+    """
     order = random.Random(0)
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(rounds):
         for name in order.sample(list(contenders), len(contenders)):
             times[name].append(contenders[name]())
+        after(times)
     return times
 
 

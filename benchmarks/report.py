@@ -14,7 +14,7 @@ SHORT = ["moments, norms, counts", "+ histogram per tensor", "+ histogram per ch
 def newest(kind: str) -> tuple[Path, dict[str, Any]] | None:
     """The result whose figures were taken last, of those that have any."""
     found = [(path, json.loads(path.read_text())) for path in (HERE / "results").glob(f"{kind}-*.json")]
-    found = [(path, record) for path, record in found if record["figures"]]
+    found = [(path, record) for path, record in found if record.get("figures")]
     return max(found, key=lambda each: (each[1]["date"], each[0].stat().st_mtime), default=None)
 
 
@@ -54,14 +54,26 @@ def gpu_page(path: Path, record: dict[str, Any]) -> list[str]:
         read = names["read floor"]
         ours = [f"{number(names[n]['median_us'])} us ({names[n]['times_floor']:.2f})" for n in OURS if n in names]
         lines.append(row(case, f"{number(read['median_us'])} us, {read['gb_per_s']:.0f} GB/s", *ours))
-    others = [name for name in next(iter(cases.values())) if name not in (*OURS, "read floor")]
-    lines += ["", "The same statistics by other means, and parts of them, in the same run:", ""]
-    lines += [row("us", "hookstats", *others), row("---", "---", *["---"] * len(others))]
-    for case, names in cases.items():
-        if others[0] in names:
-            lines.append(row(case, *[number(names[n]["median_us"]) if n in names else "-" for n in (OURS[0], *others)]))
+    compared = {case: names for case, names in cases.items() if OURS[0] in names and "eager operators" in names}
+    others = [name for name in next(iter(compared.values()), {}) if name not in (*OURS, "read floor")]
+    if compared:
+        lines += ["", "The same statistics by other means, and parts of them, in the same run:", ""]
+        lines += [row("us", "hookstats", *others), row("---", "---", *["---"] * len(others))]
+    for case, names in compared.items():
+        lines.append(row(case, *[number(names[n]["median_us"]) if n in names else "-" for n in (OURS[0], *others)]))
     floor = max((names["read floor"]["gb_per_s"] for names in cases.values()), default=None)
-    return [*lines, "", *many_lines(cases, "us"), *training_lines(record.get("training", []), floor)]
+    lines += ["", *many_lines(cases, "us"), *training_lines(record.get("training", []), floor)]
+    return [*lines, *said_lines(record)]
+
+
+def said_lines(record: dict[str, Any]) -> list[str]:
+    """What was shown beside times, and what could not be."""
+    lines = [f"- {each['name'].replace('_', ' ')}: {each['said']}" for each in record.get("checks", [])]
+    lines += [f"- {each['name']}: {each['ms']:.1f} ms" for each in record.get("first_use", [])]
+    for each in record.get("not_measured", []):
+        lines.append(f"- {each['group']}: {each['name']}: not measured: {each['why']}")
+    lines += [f"- not run: {each}" for each in record.get("not_run", [])]
+    return ["Beside that:", "", *lines, ""] if lines else []
 
 
 def hook_lines(figures: list[dict[str, Any]]) -> list[str]:

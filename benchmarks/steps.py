@@ -14,6 +14,7 @@ from benchmarks.llama import Llama, Shape
 from hookstats import ExponentBins
 
 SMALL = Shape(width=256, hidden=688, heads=4, blocks=4, vocabulary=2048, batch=1, length=128)  # 4.2 M parameters
+TINY = Shape(width=32, hidden=64, heads=2, blocks=2, vocabulary=64, batch=1, length=16)  # for trying things out
 LARGE = Shape(width=2048, hidden=5632, heads=16, blocks=18, vocabulary=32000, batch=4, length=2048)  # 1.06 G
 
 OF_OUTPUTS = ("output", "grad_output")

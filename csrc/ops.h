@@ -1,4 +1,4 @@
-// What ops.cpp, copies.cpp and scratch.cpp offer hook.cpp, batch.cpp and totals.cpp.
+// What ops.cpp, copies.cpp and scratch.cpp offer hook.cpp, module.cpp, batch.cpp and totals.cpp.
 #pragma once
 
 #include <ATen/core/Tensor.h>

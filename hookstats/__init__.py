@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hookstats import report, rules, sinks
     from hookstats._native import build_info
+    from hookstats.cluster.replicas import Disagreement, check_replicas
     from hookstats.comparing.comparison import Comparison, Parting, compare
     from hookstats.numbers.fields import ExponentBins, LinearBins, Site, Skipped, Stats
     from hookstats.numbers.histogram import Histogram
@@ -36,6 +37,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "hookstats._native": ["build_info"],
+    "hookstats.cluster.replicas": ["Disagreement", "check_replicas"],
     "hookstats.comparing.comparison": ["Comparison", "Parting", "compare"],
     "hookstats.numbers.fields": ["ExponentBins", "LinearBins", "Site", "Skipped", "Stats"],
     "hookstats.numbers.histogram": ["Histogram"],
@@ -65,6 +67,7 @@ __all__ = [
     "Captured",
     "ChannelValue",
     "Comparison",
+    "Disagreement",
     "Explanation",
     "ExponentBins",
     "FindingError",
@@ -85,6 +88,7 @@ __all__ = [
     "attach",
     "build_info",
     "capture",
+    "check_replicas",
     "compare",
     "edit",
     "explain",

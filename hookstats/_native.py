@@ -72,6 +72,8 @@ bind = _C.bind
 # Totals(moments, counters), lists with an entry for each site, all on one device; its .take(blocks) returns their
 # totals, int64 [sites, fields + counters], one behind the other as in a state of one channel, and clears the blocks.
 Totals = torch.classes.hookstats.Totals
+# checksums(tensors) -> int64 [tensors] on their device, all on one: of their bits, in the order of the elements.
+checksums = torch.ops.hookstats.checksums.default
 observe = _C.observe
 take_failures = _C.take_failures
 has_no_data = _C.has_no_data

@@ -135,6 +135,25 @@ def test_shards_of_channels_lie_side_by_side_and_data_parallel_ranks_together(hi
     check(snapshot[B], torch.cat([whole[0]] * 3 + [whole[1]] * 3, 1))
 
 
+@pytest.mark.parametrize("histogram", HISTOGRAMS)
+def test_wide_sites_are_moved_as_narrow_ones_beside_them(histogram: str) -> None:
+    bins, rows = BINS[histogram], draw(0, 2000, n=3)
+    sites = [{B: Here(rows[:5]), A: Here(rows[at:][:1000], placed=shard(2000, at))} for at in (0, 1000)]
+    merged = ranks_of(sites, bins).merged()
+    check(merged.snapshot()[A], rows)
+    check_histogram(merged.snapshot()[A], rows, bins)
+    check(merged.snapshot()[B], torch.cat([rows[:5]] * 2, 1))
+
+
+def test_a_site_of_which_the_leading_piece_was_silent_has_run_all_the_same() -> None:
+    rows = draw(0, 4)
+    sites = [{A: Here(channels=4, placed=shard(8, 0))}, {A: Here(rows, placed=shard(8, 4))}]
+    snapshot = ranks_of(sites).merged().snapshot()
+    assert snapshot.order == [A]
+    assert snapshot[A].calls == 1
+    assert snapshot[A].total.count == rows.numel()
+
+
 def test_a_parameter_counts_once_whoever_holds_it() -> None:
     plain, sharded, left = Site("plain", "param"), Site("sharded", "param"), Site("replicated", "output")
     values = [draw(i, 8) for i in range(3)]
@@ -191,16 +210,21 @@ def test_a_site_of_which_ranks_have_other_channels_is_merged_as_totals_and_named
         check(ranks.merged().snapshot()[B], torch.cat([each[:2] for each in rows], 1))
     other_dim = ranks_of([{A: Here(rows[0], dim=1)}, {A: Here(rows[0], dim=-1)}])
     assert other_dim.agreement.unlike == [A]
-    assert ranks_of([{A: Here(rows[0], dim=1)}, {A: Here(rows[0], dim=None)}]).agreement.unlike == []
+    one_knows = ranks_of([{A: Here(rows[0], dim=1)}, {A: Here(rows[0], dim=None)}])
+    assert one_knows.agreement.unlike == []
+    for snapshot in (one_knows.merged().snapshot(), merged_snapshot([step.snapshot() for step in one_knows.steps])):
+        assert snapshot[A].channel_dim == 1
 
 
 def test_a_rank_that_has_not_seen_a_sites_channels_folds_them_only_where_it_measures() -> None:
     for bins in BINS.values():
         wide, narrow = draw(0, 6), draw(1, 4)
         silent = ranks_of([{A: Here(keeps=False)}, {A: Here(wide)}], bins).merged().snapshot()
-        check(silent[A], wide)
-        check_histogram(silent[A], wide, bins)
-        assert silent[A].channel_dim == 0
+        recorded = [drained({A: each}, bins).snapshot() for each in (Here(keeps=False), Here(wide))]
+        for merged in (silent, merged_snapshot(recorded)):
+            check(merged[A], wide)
+            check_histogram(merged[A], wide, bins)
+            assert merged[A].channel_dim == 0
         ranks = ranks_of([{A: Here(narrow, keeps=False), B: Here(wide)}, {A: Here(wide), B: Here(wide)}], bins)
         assert ranks.agreement.unlike == []
         merged = ranks.merged().snapshot()
@@ -220,6 +244,7 @@ def test_totals_alone_merge_with_totals() -> None:
     parts = [each[2 * i : 2 * i + 2].reshape(1, -1) for i, each in enumerate(rows)]
     check(snapshot[A], torch.cat(parts, 1), keeps=False)
     assert snapshot[A].calls == 1
+    assert snapshot.columns.shapes.tolist() == [[1], [0]]
 
 
 def test_more_than_the_budget_is_merged_as_totals_then_without_histograms() -> None:

@@ -271,6 +271,7 @@ def made(step: int, *values: torch.Tensor) -> Snapshot:
             "scalars": {},
             "grad_scale": None,
             "overflowed": None,
+            "ranks": "0 of 1",
             "order": [[str(i), "output"] for i in range(len(values))],
             "skipped": [],
             "sites": [{"name": str(i), "tensor": "output"} | each._to_dict() for i, each in enumerate(stats)],

@@ -25,6 +25,8 @@ class Found:
 class Recorder:
     """Finds what `finds` says of the steps that it has taken, as soon as it is asked."""
 
+    every_rank = False
+
     def __init__(self, finds: Callable[[int], list[Found]] = lambda step: []) -> None:
         self.finds = finds
         self.settings: dict[str, Any] = {}
@@ -47,8 +49,9 @@ class Recorder:
     def wait(self, timeout: float) -> None:
         self.waited.append(timeout)
 
-    def close(self, overhead: Mapping[str, float]) -> None:
+    def close(self, overhead: Mapping[str, float], died: bool) -> None:
         self.closed += 1
+        self.died = died
         self.overhead = dict(overhead)
 
 
@@ -188,7 +191,7 @@ def test_a_recorder_that_fails_does_not_disturb_training() -> None:
         def take(self, drained: Drained) -> None:
             raise OSError("no disk")
 
-        def close(self, overhead: Mapping[str, float]) -> None:
+        def close(self, overhead: Mapping[str, float], died: bool) -> None:
             raise OSError("no disk at the end")
 
     monitor = hookstats.attach(net, every=1, sinks=[Bad(), snapshots.append])

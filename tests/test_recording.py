@@ -358,3 +358,53 @@ def test_findings_are_told_once_though_the_writer_died(tmp_path: Path) -> None:
         assert monitor.check() == before
     lines = (tmp_path / "run" / "rank=0" / "findings.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [finding.step for finding in before]
+
+
+_FORKED = """
+import os, sys, warnings
+import hookstats
+from tests.recorded import drained
+recording = hookstats.record(sys.argv[1], ring_bytes=1 << 20)
+recording.begin({"rank": 0})
+recording.take(drained(0))
+child = os.fork()
+if child == 0:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for step in (1, 2):
+            recording.take(drained(step))
+            recording.findings()
+        recording.close()
+    print(*(each.message for each in told), flush=True)
+    os._exit(len(told))
+status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+recording.take(drained(3))
+recording.close()
+print(status, hookstats.load(sys.argv[1]).steps)
+"""
+
+
+def test_a_forked_process_that_trains_on_is_told_once_that_nothing_of_it_is_recorded(tmp_path: Path) -> None:
+    *told, end = python(_FORKED, str(tmp_path / "run")).splitlines()
+    assert end == "1 [0, 3]"
+    assert "was forked from process" in " ".join(told)
+
+
+def test_an_error_inside_of_a_monitor_ends_the_attempt_as_died_and_the_same_recording_begins_the_next(
+    tmp_path: Path,
+) -> None:
+    recording, net = hookstats.record(tmp_path / "run"), nn.Linear(4, 4)
+
+    def train(step: int, fails: bool) -> None:
+        with hookstats.attach(net, every=1, sinks=recording) as monitor:
+            net(torch.randn(2, 4)).sum().backward()
+            monitor.step(step)
+            if fails:
+                raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        train(7, True)
+    train(8, False)
+    run = hookstats.load(tmp_path / "run")
+    assert run.steps == [7, 8]
+    assert [each["ended"] for each in run.manifest["attempts"]] == ["died", "closed"]

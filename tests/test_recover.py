@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 
 import hookstats
+from hookstats.records.places import machine
 from hookstats.records.recording import Recording
 from hookstats.records.ring import Ring
 from hookstats.records.writer import recover
@@ -150,6 +150,42 @@ def test_a_process_that_died_and_was_not_waited_for_is_dead(tmp_path: Path) -> N
         process.wait()
 
 
+def described(directory: Path, **changed: Any) -> None:
+    """Other words in the description of the one attempt."""
+    (path,) = (directory / "rank=0").glob("ring.*.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+
+
+def test_a_container_that_was_made_anew_recovers_what_the_one_before_left(tmp_path: Path) -> None:
+    """Its name is another one, its kernel the same; where that is another one, too, so is the machine."""
+    steps = killed(tmp_path / "run")
+    boot = machine()["boot"]
+    described(tmp_path / "run", host="another", boot="another")
+    with pytest.raises(ValueError, match="expected a ring of this machine, got one of another"):
+        recover(tmp_path / "run")
+    described(tmp_path / "run", boot=boot)
+    assert recover(tmp_path / "run") == {"rank=0": [1]}
+    holds(tmp_path / "run", steps)
+
+
+def test_a_run_that_goes_on_in_another_container_of_this_machine_is_left_alone(tmp_path: Path) -> None:
+    """There its process has a number that says nothing here."""
+    process = recorded.start(tmp_path / "run", pause=0.002)
+    try:
+        recorded.wait_for(lambda: len(recorded.taken(tmp_path / "run")) > 3)
+        os.kill(process.pid, signal.SIGSTOP)
+        for pid in recorded.writers(tmp_path / "run"):
+            recorded.kill(pid)
+        described(tmp_path / "run", host="another", pid=1 << 22)
+        with pytest.raises(RuntimeError, match="expected that training has ended"):
+            recover(tmp_path / "run")
+        with pytest.raises(RuntimeError, match="expected a directory that nobody records into"):
+            begun(tmp_path / "run")
+    finally:
+        process.kill()
+        process.wait()
+
+
 def test_recover_takes_no_ring_of_another_run(tmp_path: Path) -> None:
     killed(tmp_path / "theirs")
     steps = killed(tmp_path / "ours")
@@ -207,9 +243,9 @@ def test_a_ring_of_another_machine_that_cannot_be_taken_up_stops_no_later_record
     number = later._attempt
     later.close()
     Ring.create(folder / "ring.0000", 1 << 16)
-    described = {"attempt": 0, "ring": str(folder / "ring.0000"), "host": socket.gethostname(), "pid": 1}
-    described |= {"started": -1, "settings": {"rank": 0}, "rules": []}
-    (folder / "ring.0000.json").write_text(json.dumps(described))
+    told = {"attempt": 0, "ring": str(folder / "ring.0000"), **machine(), "pid": 1}
+    told |= {"started": -1, "settings": {"rank": 0}, "rules": []}
+    (folder / "ring.0000.json").write_text(json.dumps(told))
     assert (folder / "manifest.json").read_bytes() == manifest
     last = begun(tmp_path / "run")
     assert last._attempt == number

@@ -85,7 +85,7 @@ def test_a_run_that_is_recorded_says_by_whom_and_ends_when_it_ends(
     running.kill()
     running.wait()
     until(lambda: followed.look() and followed.state().kind == "died")
-    assert followed.state().sentence == "the training process died; all that it had measured is in the record"
+    assert followed.state().sentence == "training died; all that it had measured is in the record"
     followed.look()
     assert [step for step, _ in followed.steps] == list(range(6))
 
@@ -107,7 +107,7 @@ def test_a_run_whose_writer_was_killed_too_says_what_writes_the_rest(
     assert watch(Followed(path), output) == 1
     told = output.getvalue().splitlines()
     assert [line.split()[1] for line in told if line.startswith("step ") and "," not in line] == list("012345")
-    assert told[-1] == "the training process died; all that it had measured is in the record"
+    assert told[-1] == "training died; all that it had measured is in the record"
 
 
 def test_new_steps_and_findings_come_once(tmp_path: Path) -> None:

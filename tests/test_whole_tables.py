@@ -214,6 +214,8 @@ def changes() -> dict[str, Any]:
         "skipped": lambda s: s.skipped.popitem(),
         "grad_scale": lambda s: setattr(s, "grad_scale", 9.0),
         "overflowed": lambda s: setattr(s, "overflowed", True),
+        "ranks": lambda s: setattr(s, "ranks", (1,)),
+        "world_size": lambda s: setattr(s, "world_size", 2),
     }
 
 

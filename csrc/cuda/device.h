@@ -26,7 +26,10 @@ void start(void (*kernel)(Params...), dim3 grid, dim3 block, int shared_bytes, c
 __device__ inline double load_fresh(const double* at) { return __ldcg(at); }
 
 // What the kernel never writes: it may be read ahead of other accesses.
-__device__ inline int32_t load_constant(const int32_t* at) { return __ldg(at); }
+template <class T>
+__device__ inline T load_constant(const T* at) {
+  return __ldg(at);
+}
 
 // Copies 4, 8 or 16 bytes into shared memory while the thread goes on. Copies are waited for in groups, in their order.
 template <int bytes>

@@ -93,7 +93,8 @@ class Merging(Generic[Step]):
         self.rank = c10d.get_rank()
         if process_group is c10d.GroupMember.NON_GROUP_MEMBER:
             raise ValueError(f"process_group: expected a group that this rank, {self.rank}, is in")
-        self.ranks = tuple(sorted(c10d.get_process_group_ranks(process_group)))
+        self.ranks = process_group if isinstance(process_group, tuple) else c10d.get_process_group_ranks(process_group)
+        self.ranks = tuple(sorted(self.ranks))
         self._packing = packing
         self._patience = patience
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -11,11 +11,12 @@ from hookstats.cluster.agreement import Agreement
 from hookstats.cluster.flat import SPREAD, Flat
 from hookstats.cluster.moving import Moves
 from hookstats.cluster.table import Piece, Table
-from hookstats.numbers.blocks import COUNTERS, Drained, Layout, Spread
+from hookstats.numbers.blocks import COUNTERS, Drained, Layout
 from hookstats.numbers.columns import wholes_of
 from hookstats.numbers.fields import FIELDS, Array, Counts, Site, Skipped, histogram_shape, total
+from hookstats.numbers.ranks import Spread
 
-_WHOLES = 8  # layouts that are kept: others where a rank had totals alone of other sites
+_WHOLES = 2  # layouts that are kept: others where a rank had totals alone of other sites
 
 
 class Packer:

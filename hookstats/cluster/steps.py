@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from hookstats.cluster.agreement import Agreement
-from hookstats.cluster.flat import MERGES, Flat, Section
+from hookstats.cluster.flat import MERGES, Flat
 from hookstats.cluster.packing import Packer
 from hookstats.cluster.table import Placing, Table, Tables, whole
+from hookstats.cluster.tree import Merge, Section
 from hookstats.numbers.blocks import Drained
 
 _KEPT = 4  # agreements: of whole states, and of totals, each before and after a change
@@ -28,7 +29,7 @@ class Steps:
     ``notes``: what the user is to be told of how ranks differ, and what was left out for it; to be taken from the left.
     """
 
-    merges = MERGES
+    merges: Sequence[Merge] = MERGES
 
     def __init__(self, rank: int, budget: int, spread: bool) -> None:
         """As Table has them."""

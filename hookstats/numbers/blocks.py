@@ -25,6 +25,7 @@ from hookstats.numbers.fields import (
     histogram_shape,
     total,
 )
+from hookstats.numbers.ranks import ALONE, Ranks, Spread
 from hookstats.numbers.snapshot import Snapshot
 
 COUNTERS = 2  # of a site: calls, and when the first of them came, on its device
@@ -146,18 +147,6 @@ class _Arrays:
         return result
 
 
-class Spread(NamedTuple):
-    """The smallest and the largest of one number of each site over the ranks, and on which rank, the lowest of them.
-
-    Arrays ``[sites]``: float64, NaN where no rank has the number, and int64, -1 there.
-    """
-
-    min: Array
-    min_rank: Counts
-    max: Array
-    max_rank: Counts
-
-
 class Read(NamedTuple):
     """The state of a site, where it lies in a block, or merged from several places."""
 
@@ -188,6 +177,7 @@ class Drained:
         overflowed: bool | None,
         hidden: Sequence[bool] | Counts,
         readings: Sequence[int] | Counts,
+        ranks: Ranks = ALONE,
     ) -> None:
         """blocks: int64 arrays, in the order of the layout's.
 
@@ -203,11 +193,13 @@ class Drained:
         self.overflowed = overflowed
         self.hidden = np.asarray(hidden, bool)
         self.readings = np.asarray(readings, np.int64)
+        self.ranks = ranks
         self.skipped: dict[Site, Skipped] = {}
         self.spread: dict[str, Spread] = {}  # over `columns.sites`; of a step that was merged over ranks, if asked for
 
     def snapshot(self) -> Snapshot:
-        return Snapshot(self.step, self.columns, self.scalars, self.grad_scale, self.overflowed, self.skipped)
+        scale, overflowed = self.grad_scale, self.overflowed
+        return Snapshot(self.step, self.columns, self.scalars, scale, overflowed, self.skipped, self.ranks, self.spread)
 
     @cached_property
     def by_row(self) -> ByRow:

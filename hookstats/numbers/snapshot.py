@@ -11,6 +11,7 @@ import numpy as np
 
 from hookstats.numbers.columns import Columns
 from hookstats.numbers.fields import STATISTICS, Array, Counts, Site, Skipped, Stats
+from hookstats.numbers.ranks import ALONE, Ranks, Spread
 from hookstats.numbers.site_stats import SiteStats, bits_of
 from hookstats.numbers.tables import aligned, html
 
@@ -38,6 +39,9 @@ class Snapshot(Mapping[Site, SiteStats]):
 
     With a grad_scaler, else None: ``grad_scale``, a float, by which gradients of outputs and inputs were divided;
     ``overflowed``, whether the scaler has skipped an optimizer's step for an overflow.
+
+    ``ranks``: those whose numbers are in it, ascending, of ``world_size`` ranks of the process group; ``merged``:
+    whether they are of more than one. With a process_group, a step in which a rank was missing is each rank's own.
     """
 
     def __init__(
@@ -48,13 +52,22 @@ class Snapshot(Mapping[Site, SiteStats]):
         grad_scale: float | None = None,
         overflowed: bool | None = None,
         skipped: Mapping[Site, Skipped] | None = None,
+        ranks: Ranks = ALONE,
+        spread: Mapping[str, Spread] | None = None,
     ) -> None:
+        """spread: of statistics, over the ranks, arrays over the columns' sites."""
         self.step = step
         self.scalars = scalars
         self.grad_scale = grad_scale
         self.overflowed = overflowed
         self.skipped = dict(skipped or {})
         self.columns = columns
+        self.ranks, self.world_size = ranks
+        self._spread = spread or {}
+
+    @property
+    def merged(self) -> bool:
+        return len(self.ranks) > 1
 
     @cached_property
     def order(self) -> list[Site]:
@@ -93,9 +106,9 @@ class Snapshot(Mapping[Site, SiteStats]):
         """The L2 norm of the watched parameters' gradients together, as ``clip_grad_norm_`` returns it.
 
         Of the gradients that the optimizer was given, after clipping, where they were clipped; or as they were when
-        `Monitor.measure_gradients` was called. It is that of this process.
-        Where an optimizer stepped several times in the step, the root of the mean square over these. Infinite or NaN
-        where a gradient is, None where no ``param_grad`` was measured.
+        `Monitor.measure_gradients` was called. It is that of the ranks in `ranks`: without a process_group that of
+        this process. Where an optimizer stepped several times in the step, the root of the mean square over these.
+        Infinite or NaN where a gradient is, None where no ``param_grad`` was measured.
         """
         chosen = [i for i, site in enumerate(self.order) if site.tensor == "param_grad"]
         if not chosen:
@@ -148,7 +161,8 @@ class Snapshot(Mapping[Site, SiteStats]):
         return self._with(self.columns.take(places), skipped)
 
     def _with(self, columns: Columns, skipped: Mapping[Site, Skipped]) -> Snapshot:
-        return Snapshot(self.step, columns, dict(self.scalars), self.grad_scale, self.overflowed, skipped)
+        ranks = Ranks(self.ranks, self.world_size)
+        return Snapshot(self.step, columns, dict(self.scalars), self.grad_scale, self.overflowed, skipped, ranks)
 
     def to_dict(self) -> dict[str, Any]:
         """Everything in the Snapshot as dicts, lists, strings and numbers, for JSON; `from_dict` reads it.
@@ -157,7 +171,7 @@ class Snapshot(Mapping[Site, SiteStats]):
         writes them (``allow_nan``). A site has ``state``, the rows of `State` as they were measured, a list with one
         number for each channel; ``scale``, by which values are divided when they are read; ``histogram``, with the
         counts of the state (512 by sign and exponent, 64 octaves a channel; ``linear`` ones with those outside before
-        and behind them).
+        and behind them). ``ranks``: "0-7 of 8". What `rank_spread` gives is not in it.
         """
         return {
             "version": _VERSION,
@@ -165,6 +179,7 @@ class Snapshot(Mapping[Site, SiteStats]):
             "scalars": dict(self.scalars),
             "grad_scale": self.grad_scale,
             "overflowed": self.overflowed,
+            "ranks": Ranks(self.ranks, self.world_size).to_text(),
             "order": [list(site) for site in self.order],
             "skipped": [{**site._asdict(), **skipped._asdict()} for site, skipped in self.skipped.items()],
             "sites": [{**site._asdict(), **stats._to_dict()} for site, stats in self.items()],
@@ -178,7 +193,8 @@ class Snapshot(Mapping[Site, SiteStats]):
         sites = {Site(each["name"], each["tensor"]): SiteStats._from_dict(each) for each in d["sites"]}
         columns = Columns.of(sites, [Site(*site) for site in d["order"]])
         skipped = {Site(each["name"], each["tensor"]): Skipped(each["reason"], each["times"]) for each in d["skipped"]}
-        return cls(d["step"], columns, dict(d["scalars"]), d["grad_scale"], d["overflowed"], skipped)
+        ranks = Ranks.from_text(d["ranks"])
+        return cls(d["step"], columns, dict(d["scalars"]), d["grad_scale"], d["overflowed"], skipped, ranks)
 
     def equals(self, other: Snapshot) -> bool:
         """Whether everything is the same: order, scalars, what was skipped, and every state and histogram to the bit.
@@ -191,10 +207,26 @@ class Snapshot(Mapping[Site, SiteStats]):
         scale = None if self.grad_scale is None else bits_of(self.grad_scale)
         step = (self.step, list(self.scalars), bits_of(list(self.scalars.values())), scale, self.overflowed)
         sites = [(site, stats._content()) for site, stats in self.items()]
-        return step, self.order, list(self.skipped.items()), sites
+        return step, self.ranks, self.world_size, self.order, list(self.skipped.items()), sites
+
+    def rank_spread(self, site: tuple[str, str]) -> dict[str, Spread]:
+        """Of a site: the smallest and the largest value of some statistics among the ranks, and whose these are.
+
+        ``snapshot.rank_spread(("layers.0.mlp", "output"))["rms"]`` is a Spread(min, min_rank, max, max_rank), of the
+        totals; NaN and -1 where no rank has a value. KeyError for a site that is not watched. ValueError where it was
+        not asked for (``attach(process_group=..., rank_spread=True)``), or the step is this rank's own.
+        """
+        if not self._spread:
+            raise ValueError(
+                "rank_spread: expected a step that was merged over ranks, by attach(process_group=..., "
+                f"rank_spread=True); got one of ranks {Ranks(self.ranks, self.world_size).to_text()}"
+            )
+        place = self.columns.place[Site(*site)]
+        return {name: spread.at(place) for name, spread in self._spread.items()}
 
     def __repr__(self) -> str:
-        return f"Snapshot(step={self.step}, {len(self.order)} of {len(self)} sites fired)"
+        ranks = "" if self.world_size == 1 else f", ranks {Ranks(self.ranks, self.world_size).to_text()}"
+        return f"Snapshot(step={self.step}, {len(self.order)} of {len(self)} sites fired{ranks})"
 
     def table(self, sort: str | None = None) -> str:
         """A text table, a line for each site: in order of execution, or by a statistic of the totals, largest first.

@@ -139,6 +139,7 @@ def step_row(drained: Drained, key: Key, sites: int) -> dict[str, Any]:
         **key._asdict(),
         "grad_scale": drained.grad_scale,
         "overflowed": drained.overflowed,
+        "ranks": drained.ranks.to_text(),
         "histogram": None if bins is None else json.dumps(bins_to_json(bins)),
         "sites": sites,
         "scalars": len(drained.scalars),

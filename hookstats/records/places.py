@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import re
+import socket
 import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
+
+from hookstats.records.files import NO_LINK
 
 RING = "ring."  # and the number of the attempt; with ".json", what a writer must know of it
 _FAR = ("nfs", "lustre", "cifs", "smb", "beegfs", "gpfs", "ceph", "glusterfs", "9p", "afs", "fuse")
@@ -69,6 +77,54 @@ def _kind_of_disk(folder: Path) -> str:
         if inside and len(point) >= len(best):
             best, kind = point, right.split()[0]
     return kind
+
+
+def machine() -> dict[str, str]:
+    """What tells this machine from others: its name, and what its kernel drew when it started.
+
+    A container has a name of its own, and another one each time it is made anew; its kernel is that of its machine.
+    """
+    return {"host": socket.gethostname(), "boot": _boot()}
+
+
+def _boot() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def is_of_this_machine(told: Mapping[str, Any]) -> bool:
+    """told: a description."""
+    return bool(told["host"] == socket.gethostname() or told["boot"] == _boot() != "")
+
+
+def keep_locked(description: Path) -> int:
+    """A file descriptor; until this process closes it or ends, others see that it lives.
+
+    A number of a process says nothing in another container. Not by flock, which forked workers would hold on to.
+    """
+    file = os.open(description, os.O_RDWR | NO_LINK)
+    with suppress(OSError):  # a file system without locks
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return file
+
+
+def is_training(description: Path, told: Mapping[str, Any]) -> bool:
+    """Whether the process that left a description lives. told: what stands in it."""
+    if is_of_this_machine(told) and told["started"] == started_at(told["pid"]) is not None:
+        return True
+    try:
+        file = os.open(description, os.O_RDONLY | NO_LINK)
+    except OSError:
+        return False
+    try:
+        fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno in (errno.EACCES, errno.EAGAIN)
+    finally:
+        os.close(file)
+    return False
 
 
 def started_at(pid: int) -> int | None:

@@ -11,6 +11,7 @@ import numpy as np
 from hookstats.numbers.blocks import Read, merged
 from hookstats.numbers.columns import Columns
 from hookstats.numbers.fields import Array, Site, Skipped, divided, total
+from hookstats.numbers.ranks import Ranks
 from hookstats.numbers.snapshot import Snapshot
 
 
@@ -30,6 +31,7 @@ def merged_snapshot(snapshots: Sequence[Snapshot]) -> Snapshot:
     names = dict.fromkeys(name for snapshot in snapshots for name in snapshot.scalars)
     scalars = {name: _mean([each.scalars[name] for each in snapshots if name in each.scalars]) for name in names}
     scales = {snapshot.grad_scale for snapshot in snapshots}
+    present = tuple(sorted({rank for snapshot in snapshots for rank in snapshot.ranks}))
     overflowed = [snapshot.overflowed for snapshot in snapshots if snapshot.overflowed is not None]
     return Snapshot(
         first.step,
@@ -38,6 +40,7 @@ def merged_snapshot(snapshots: Sequence[Snapshot]) -> Snapshot:
         first.grad_scale if len(scales) == 1 else None,
         any(overflowed) if overflowed else None,
         skipped,
+        Ranks(present, len(present)),
     )
 
 

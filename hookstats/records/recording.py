@@ -8,7 +8,6 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -22,8 +21,17 @@ from hookstats._warn import WarnOnce
 from hookstats.numbers.blocks import Drained, Layout
 from hookstats.records import wire
 from hookstats.records.files import write_whole
-from hookstats.records.places import RING, descriptions, local_folder, rank_folder, started_at
-from hookstats.records.ring import Ring
+from hookstats.records.places import (
+    RING,
+    descriptions,
+    is_training,
+    keep_locked,
+    local_folder,
+    machine,
+    rank_folder,
+    started_at,
+)
+from hookstats.records.ring import CLOSED, DIED, Ring
 from hookstats.rules import Finding, Rule, defaults, rule_to_json
 
 _LEAST_RING = 64 << 20
@@ -40,7 +48,10 @@ class Recording:
         rules: Iterable[Rule | str] | None = None,
         sinks: Iterable[Any] = (),
         ring_bytes: int | None = None,
+        every_rank: bool = False,
     ) -> None:
+        if not isinstance(every_rank, bool):
+            raise TypeError(f"every_rank: expected True or False, got {every_rank!r}")
         if ring_bytes is not None and (not isinstance(ring_bytes, int) or ring_bytes < 1 << 16):
             raise ValueError(f"ring_bytes: expected at least {1 << 16} bytes, or None; got {ring_bytes!r}")
         self.path = Path(path).absolute()
@@ -48,8 +59,9 @@ class Recording:
         self._sinks = [_spec_of(sink) for sink in sinks]
         json.dumps([self._rules, self._sinks])  # TypeError for an argument that is nothing of JSON
         self._ring_bytes = ring_bytes
+        self.every_rank = every_rank
         self._ring: Ring | None = None
-        self._begun = False
+        self._begun = self._is_closed = False
         self._left: list[Finding] = []  # found at the end, when the ring is gone
 
     def __repr__(self) -> str:
@@ -61,14 +73,16 @@ class Recording:
         OSError where the directory cannot be written; RuntimeError where this recording was attached before, or a
         process that is alive records into the directory.
         """
-        if self._begun:
+        if self._begun and not self._is_closed:
             raise RuntimeError(f"expected a recording for each attach, got {self!r} twice: call hookstats.record again")
         self._folder = rank_folder(self.path, settings["rank"])
         self._folder.mkdir(parents=True, exist_ok=True)
         self._pid = os.getpid()
-        self._stopped = self._is_closed = False
+        self._stopped = self._is_closed = self._died = False
         self._tell = WarnOnce()
         self._restarted = False
+        self._ring = None
+        self._left = []
         self._layouts: dict[Layout, int] = {}
         self._layouts_sent = 0
         self._writer: subprocess.Popen[bytes] | None = None
@@ -85,7 +99,7 @@ class Recording:
         for path in known.values():
             with suppress(OSError, ValueError, KeyError):
                 other = json.loads(path.read_text())
-                if other["host"] == socket.gethostname() and other["started"] == started_at(other["pid"]) is not None:
+                if is_training(path, other):
                     raise RuntimeError(
                         f"record: expected a directory that nobody records into, but process {other['pid']} records "
                         f"into {self.path}: detach its monitor, or choose another directory"
@@ -108,17 +122,24 @@ class Recording:
         described = {
             "attempt": attempt,
             "ring": str(self._ring_path),
-            "host": socket.gethostname(),
+            **machine(),
             "pid": self._pid,
             "started": started_at(self._pid),
-            "settings": settings | {"hookstats": _version(), "host": socket.gethostname(), "time": time.time()},
+            "settings": settings | {"hookstats": _version(), "host": machine()["host"], "time": time.time()},
             "rules": self._rules,
         }
         write_whole(self._description, json.dumps(described).encode())
+        self._lock = keep_locked(self._description)
         return attempt
 
     def take(self, drained: Drained) -> None:
         """Keeps a step. Never raises: what fails is told once, and recording ends."""
+        if os.getpid() != self._pid:
+            self._tell(
+                "fork",
+                f"nothing of process {os.getpid()} is recorded into {self.path}: it was forked from process "
+                f"{self._pid}, which alone records there; attach with a recording of its own in a process that trains",
+            )
         if self._is_over():
             return
         try:
@@ -237,13 +258,15 @@ class Recording:
                 raise TimeoutError(f"expected a verdict on every closed step within {timeout} s, got none of the last")
             time.sleep(0.002)
 
-    def close(self, overhead: Mapping[str, float] | None = None, timeout: float = 60) -> None:
+    def close(self, overhead: Mapping[str, float] | None = None, died: bool = False, timeout: float = 60) -> None:
         """Ends the recording: when it returns, everything is in the directory. A warning where that takes longer.
 
-        overhead: in microseconds, what `Monitor.overhead` says; it is kept with the run.
+        overhead: in microseconds, what `Monitor.overhead` says; it is kept with the run. died: an error ended
+        training, and the attempt has "died".
         """
         if not self._begun or os.getpid() != self._pid:
             return
+        self._died = died
         if not self._stopped:
             if overhead is not None and self._ring is not None:
                 self._ring.write(wire.OVERHEAD, wire.of_overhead(overhead))
@@ -253,6 +276,7 @@ class Recording:
             self._is_closed = True
             atexit.unregister(self._ended)
             os.close(self._wake)
+            os.close(self._lock)
             self._wait_for_writer(0)
 
     def _finish(self, timeout: float) -> None:
@@ -288,7 +312,7 @@ class Recording:
     def _ended(self) -> None:
         """No further step will come: the writer ends when the ring is empty."""
         if self._ring is not None and os.getpid() == self._pid and not self._ring.failed:
-            self._ring.closed = 1
+            self._ring.closed = DIED if self._died else CLOSED
             os.eventfd_write(self._wake, 1)
 
     def _is_over(self) -> bool:
@@ -324,6 +348,7 @@ def record(
     rules: Iterable[Rule | str] | None = None,
     sinks: Iterable[Any] = (),
     ring_bytes: int | None = None,
+    every_rank: bool = False,
 ) -> Recording:
     """Keeps every measured step in a directory, and judges it: ``attach(model, sinks=[hookstats.record("runs/a")])``.
 
@@ -338,8 +363,11 @@ def record(
         sinks: file sinks of `hookstats.sinks`, that process feeds them. Others belong into ``attach(sinks=...)``.
         ring_bytes: room for steps on their way, on disk; a step that finds none is dropped and counted. None: 64 MB, or
             four times the first step.
+        every_rank: with ``attach(process_group=...)``. False: the first rank keeps what all ranks have together. True:
+            every rank keeps its own steps, in a folder of its own; ``hookstats.load(path, ranks="merged")`` merges them
+            afterwards. Without a process_group, every process keeps its own.
 
     Raises:
         ImportError: without pyarrow. TypeError, ValueError: for other rules, sinks or ring_bytes.
     """
-    return Recording(path, rules=rules, sinks=sinks, ring_bytes=ring_bytes)
+    return Recording(path, rules=rules, sinks=sinks, ring_bytes=ring_bytes, every_rank=every_rank)

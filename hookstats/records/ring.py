@@ -25,6 +25,8 @@ _TEXT = 1024  # where that text begins
 _BEGIN, _END = 32, 8  # bytes around a payload: magic, kind, length of the payload, number; number
 MAX_BYTES = 1 << 40
 
+CLOSED, DIED = 1, 2  # of the word "closed": nothing more comes; and an error was why
+
 # Words of the header. The one who writes records owns head, written, dropped, closed; the other one the rest.
 _WORDS = ("magic", "capacity", "head", "tail", "written", "judged", "dropped", "closed", "failed", "findings", "fed")
 

@@ -38,11 +38,12 @@ _DOUBLES = pa.list_(pa.float64())
 
 _COLUMNS: dict[str, dict[str, pa.DataType]] = {
     # One row for each measured step. sites, scalars, events: how many rows it has in totals, scalars, events.
-    # histogram: the bins, as JSON; null where there are none.
+    # histogram: the bins, as JSON; null where there are none. ranks: whose numbers these are, "0-7 of 8".
     "steps": {
         **_KEYS,
         "grad_scale": pa.float64(),
         "overflowed": pa.bool_(),
+        "ranks": pa.string(),
         "histogram": pa.string(),
         "sites": pa.int32(),
         "scalars": pa.int32(),

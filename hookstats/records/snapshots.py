@@ -73,7 +73,8 @@ class Snapshots:
         if len(named) != scalars.num_rows or len(skipped) != events.num_rows:
             raise RunError(f"step {step}: expected each scalar and skipped site once, got {list(named)}, {skipped}")
         columns = self._columns(row, step, totals)
-        return Snapshot(step, columns, named, of_step["grad_scale"], of_step["overflowed"], skipped)
+        ranks = timeline.ranks_of[of_step["ranks"]]
+        return Snapshot(step, columns, named, of_step["grad_scale"], of_step["overflowed"], skipped, ranks)
 
     def _columns(self, row: int, step: int, totals: pa.Table) -> Columns:
         ids, place, calls, channels = (to_numpy(totals[name]) for name in ("site", "place", "calls", "channels"))

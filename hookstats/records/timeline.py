@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from hookstats.numbers.fields import Bins, Counts, bins_from_json
+from hookstats.numbers.ranks import Ranks
 from hookstats.records.arrays import to_arrow, to_numpy
 from hookstats.records.errors import RunError
 from hookstats.records.manifest import Manifest
@@ -30,6 +31,7 @@ class Timeline:
     record: Counts
     columns: dict[str, list[Any]]  # the others of the table steps
     bins: list[Bins | None]
+    ranks_of: dict[str, Ranks]  # whose numbers steps have, by the text of the table
     base: dict[int, tuple[int, int]]  # of an attempt: where its records begin in `row`, and how many there are
     row: Counts
     begun: dict[int, int]  # of an attempt: its smallest step
@@ -84,9 +86,10 @@ def read(reader: Reader) -> Timeline:
         if text not in known:
             known[text] = _bins(text)
     bins = [known[text] for text in columns["histogram"]]
+    ranks = {text: _ranks(text) for text in dict.fromkeys(columns["ranks"])}
     time = to_numpy(table["time"])
     begun = {number: int(step[attempt == number].min()) for number in counts}
-    return Timeline(step[chosen], time[chosen], attempt[chosen], record[chosen], columns, bins, base, row, begun)
+    return Timeline(step[chosen], time[chosen], attempt[chosen], record[chosen], columns, bins, ranks, base, row, begun)
 
 
 def _counting(step: Counts, attempt: Counts) -> Counts:
@@ -114,3 +117,10 @@ def _bins(text: str) -> Bins:
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise RunError(f"expected the bins of a histogram, got {text[:100]!r}: {error}") from None
     return bins
+
+
+def _ranks(text: Any) -> Ranks:
+    try:
+        return Ranks.from_text(text)
+    except (ValueError, AttributeError) as error:
+        raise RunError(f"expected whose numbers a step has, got {str(text)[:100]!r}: {error}") from None

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from hookstats.numbers.blocks import Drained, Layout
 from hookstats.numbers.fields import Site, Skipped
+from hookstats.numbers.ranks import Ranks
 from hookstats.records.ring import RingError
 
 LAYOUT, STEP, OVERHEAD = 1, 2, 3  # kinds of records
@@ -30,6 +31,7 @@ def of_step(drained: Drained, layout: int) -> list[NDArray[Any]]:
         "scalars": drained.scalars,
         "grad_scale": drained.grad_scale,
         "overflowed": drained.overflowed,
+        "ranks": drained.ranks.to_text(),
         "skipped": [[*site, *skipped] for site, skipped in drained.skipped.items()],
     }
     text = _text(told)
@@ -84,6 +86,7 @@ def step_from(payload: NDArray[np.uint8], layouts: Mapping[int, Layout]) -> Drai
             None if overflowed is None else bool(overflowed),
             hidden,
             readings,
+            Ranks.from_text(told["ranks"]),
         )
         drained.skipped = {
             Site(name, tensor): Skipped(reason, times) for name, tensor, reason, times in told["skipped"]

@@ -12,7 +12,6 @@ import json
 import os
 import select
 import shutil
-import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -24,8 +23,8 @@ from typing import Any
 from hookstats.numbers.blocks import Drained, Layout
 from hookstats.records import wire
 from hookstats.records.files import NO_LINK, write_whole
-from hookstats.records.places import RING, descriptions, ring_of, started_at
-from hookstats.records.ring import Ring, RingError
+from hookstats.records.places import RING, descriptions, is_of_this_machine, is_training, ring_of
+from hookstats.records.ring import CLOSED, Ring, RingError
 from hookstats.records.run import Run
 from hookstats.records.store import Store
 from hookstats.rules import Finding, Judge, is_ours, rule_from_json
@@ -53,8 +52,9 @@ class Attempt:
             judges = {"rules": [rule for rule in described["rules"] if is_ours(rule)], "sinks": []}
         self._description = path
         self.number = int(described["attempt"])
-        self.pid, self._started = int(described["pid"]), described["started"]
-        if described["host"] != socket.gethostname():
+        self.pid = int(described["pid"])
+        self._described = described
+        if not is_of_this_machine(described):
             raise ValueError(
                 f"{path}: expected a ring of this machine, got one of {described['host']}: recover it there"
             )
@@ -85,7 +85,7 @@ class Attempt:
 
     def is_training(self) -> bool:
         """Whether the process that fills the ring is alive."""
-        return started_at(self.pid) is not None and started_at(self.pid) == self._started
+        return is_training(self._description, self._described)
 
     def serve(self) -> bool:
         """What cannot wait. False: there was nothing to read."""
@@ -151,7 +151,7 @@ class Attempt:
         for sink in self._sinks:
             with suppress(Exception):
                 sink.close()
-        ended = how or ("closed" if self.ring.closed else "died")
+        ended = how or ("closed" if self.ring.closed == CLOSED else "died")
         self._store.finish(self.number, ended, self.ring.dropped, self._told)
         self.tidy()
 

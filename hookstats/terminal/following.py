@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import socket
 from collections import deque
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ import numpy as np
 from hookstats.numbers.fields import Array, Site
 from hookstats.numbers.snapshot import Snapshot
 from hookstats.records.manifest import Manifest, read
-from hookstats.records.places import descriptions, rank_folder, started_at
+from hookstats.records.places import descriptions, is_of_this_machine, is_training, rank_folder
 from hookstats.records.run import load
 from hookstats.rules import SEVERITIES, Finding
 
@@ -100,19 +99,20 @@ class Followed:
             return State("waiting", "nothing is recorded yet")
         last = self.manifest.attempts[-1]
         if last.ended == "died":
-            return State("died", "the training process died; all that it had measured is in the record")
+            return State("died", "training died; all that it had measured is in the record")
         dropped = f"; {last.dropped} steps found no room and are missing" if last.dropped else ""
         return State("ended", f"the run has ended{dropped}")
 
     def _of_open(self, number: int, path: Path) -> State:
         try:
             described: Any = json.loads(path.read_text())
-            host, pid, started = str(described["host"]), int(described["pid"]), described["started"]
+            pid, is_here, runs = int(described["pid"]), is_of_this_machine(described), is_training(path, described)
         except (OSError, ValueError, KeyError, TypeError):
             return State("waiting", "nothing is recorded yet")
-        if host != socket.gethostname():
+        if not is_here:
+            host = described["host"]
             return State("recording", f"process {pid} on {host} records it, or did: that cannot be seen from here")
-        if started is not None and started == started_at(pid):
+        if runs:
             return State("recording", f"process {pid} records it")
         if self._is_written():
             return State("recording", f"the training process {pid} has ended; what it left is being written")

@@ -18,6 +18,7 @@ from hookstats.modules import order
 from hookstats.modules.channels import channel_dim_of
 from hookstats.modules.selection import Modules
 from hookstats.numbers.fields import Bins, ExponentBins, Site
+from hookstats.numbers.ranks import ALONE, Ranks
 from hookstats.numbers.site_stats import SiteStats
 from hookstats.watch.arguments import (
     DEFAULT_TENSORS,
@@ -33,6 +34,7 @@ from hookstats.watch.arguments import (
     refuse_device,
 )
 from hookstats.watch.binding import SiteBinder
+from hookstats.watch.delivery import Joined
 from hookstats.watch.drain import Drain, Scalars
 from hookstats.watch.evaluation import TrainingOnly, check_training_only
 from hookstats.watch.hooks import InputHook
@@ -61,6 +63,9 @@ def attach(
     sinks: Sink | Iterable[Sink] = (),
     on_finding: OnFinding = "log",
     escalate: int = 0,
+    process_group: Any = None,
+    placements: Mapping[str, Any] | None = None,
+    rank_spread: bool = False,
     grad_scaler: Any = None,
     training_only: bool | None = None,
     compiled_programs: int = 2,
@@ -108,6 +113,15 @@ def attach(
             `FindingError` out of `Monitor.step` for what is critical; a callable is called with each Finding; None.
         escalate: so many steps after a finding (of severity warning or critical) are all measured, with channels and
             histograms. No program is compiled anew for it.
+        process_group: a torch.distributed.ProcessGroup or DeviceMesh whose ranks measure together: their steps are
+            merged, in a thread beside training and over connections of its own, and `Monitor.step` returns what all
+            have, later than without. ``sinks`` get it on the group's lowest rank. A step that not all ranks bring in
+            time, or with the same ``every``, is each rank's own (``Snapshot.ranks``). All ranks of the group attach, in
+            the same order where there are several monitors. None: nothing is communicated.
+        placements: ``{glob: placement}``, how plain tensors of modules and parameters lie on the ranks, where no
+            DTensor says it: of torch.distributed.tensor, ``Shard(-1)`` for parts of the channels, ``Shard(0)`` for
+            other rows, ``Replicate()`` for the same values; a tuple of them, one for each dimension, of a DeviceMesh.
+        rank_spread: whether `Snapshot.rank_spread` tells how far the ranks lie apart.
         grad_scaler: the torch.amp.GradScaler that the loss goes through. The gradients of outputs and inputs are then
             reported without its scale (moments and norms are divided by it, as are the edges of histograms), and
             ``Snapshot.overflowed`` marks the steps in which it skipped one of its optimizers. Call `Monitor.step` after
@@ -128,8 +142,8 @@ def attach(
 
     Raises:
         TypeError, ValueError: for arguments that are not as above: an unknown tensor kind, a glob that matches nothing,
-            a channel_dim that the module cannot have; for a DataParallel model; where even totals would not fit into
-            memory_budget.
+            a channel_dim that the module cannot have, a process_group without this rank; for a DataParallel model;
+            where even totals would not fit into memory_budget.
         RuntimeError: for a model on a GPU where hookstats was built without CUDA, or whose driver or GPU cannot run
             what was built; where the forward of `example` fails.
     """
@@ -164,6 +178,7 @@ def attach(
             _learn(model, binder, *example)
         if plan.parameters or scaling is not None:
             handles += watch_optimizers(parameters)
+        ranks, joined = _joined(model, process_group, placements, rank_spread, plan, memory_budget)
     except Exception:
         for handle in handles:
             handle.remove()
@@ -171,15 +186,17 @@ def attach(
         raise
     keeps = channels is True and too_much is None
     cadence = Cadence(due, channels_every, escalate)
-    watching = Watching(store, binder, parameters, scaling, handles, keeps, plan.trained, plan.device)
+    watching = Watching(store, binder, parameters, scaling, handles, keeps, plan.trained, plan.device, ranks, joined)
     monitor = Monitor(watching, cadence, callables, on_finding)
-    for recorder in recorders:
+    settings = _settings(model, monitor, plan, every, channels_every)
+    for recorder in monitor.recorders:
         try:
-            recorder.begin(_settings(model, monitor, plan, every, channels_every))
+            is_of_all = joined is not None and not recorder.every_rank
+            recorder.begin(settings | ({"rank": 0, "world_size": ranks.world_size} if is_of_all else {}))
         except Exception:
             monitor.detach()
             raise
-    _report(monitor, plan, None if example is None else binder.example_bytes)
+    _report(monitor, plan, None if example is None else binder.example_bytes, joined is not None)
     if too_much is not None:
         _report_totals(too_much, memory_budget)
     order.make_room_for_graphs()
@@ -194,14 +211,33 @@ def _hang_hooks(plan: Plan, binder: SiteBinder, handles: list[Any]) -> None:
         handles.append(order.register(module, hook, on_inputs=on_inputs, with_kwargs=on_inputs))
 
 
+def _joined(
+    model: nn.Module,
+    process_group: Any,
+    placements: Mapping[str, Any] | None,
+    rank_spread: bool,
+    plan: Plan,
+    memory_budget: int,
+) -> tuple[Ranks, Joined | None]:
+    """This rank, and the others of the group."""
+    if process_group is None:
+        if placements is not None or rank_spread:
+            raise ValueError("placements, rank_spread: expected a process_group, whose ranks are merged; got None")
+        return Ranks((torch.distributed.get_rank(),)) if _is_distributed() else ALONE, None
+    from hookstats.cluster.joining import Joined as Ranked  # torch.distributed takes its time where nobody uses it
+
+    names = [*plan.modules, *plan.parameters]
+    joined = Ranked(model, process_group, placements, names, rank_spread, memory_budget)
+    return joined.ranks, joined
+
+
 def _settings(
     model: nn.Module, monitor: Monitor, plan: Plan, every: int | Callable[[int], bool], channels_every: int
 ) -> dict[str, Any]:
     """What a recording keeps of a run."""
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     return {
-        "rank": torch.distributed.get_rank() if distributed else 0,
-        "world_size": torch.distributed.get_world_size() if distributed else 1,
+        "rank": torch.distributed.get_rank() if _is_distributed() else 0,
+        "world_size": torch.distributed.get_world_size() if _is_distributed() else 1,
         "model": type(model).__name__,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "sites": len(monitor.sites),
@@ -213,7 +249,11 @@ def _settings(
     }
 
 
-def _report(monitor: Monitor, plan: Plan, example_bytes: int | None) -> None:
+def _is_distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _report(monitor: Monitor, plan: Plan, example_bytes: int | None, is_joined: bool) -> None:
     _log.info(
         "attached to %d sites of %d modules and %d parameters, state %.1f MB%s",
         len(monitor.sites),
@@ -222,6 +262,13 @@ def _report(monitor: Monitor, plan: Plan, example_bytes: int | None) -> None:
         monitor.state_bytes / 2**20,
         "" if example_bytes is None else f"; a step like the example reads {example_bytes / 2**20:.1f} MB",
     )
+    if _is_distributed() and not is_joined and torch.distributed.get_world_size() > 1:
+        _log.info(
+            "the numbers are those of rank %d alone; attach(process_group=torch.distributed.group.WORLD) merges those "
+            "of all %d ranks",
+            torch.distributed.get_rank(),
+            torch.distributed.get_world_size(),
+        )
 
 
 def _report_totals(wanted: int, memory_budget: int) -> None:

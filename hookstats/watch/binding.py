@@ -23,11 +23,10 @@ from hookstats.watch.hooks import Hook, InputHook, SiteSpec
 from hookstats.watch.ignoring import Ignoring, rows_on
 from hookstats.watch.memory import Entry, Rows, SiteState, Store, accumulate, is_capturing
 from hookstats.watch.skipping import Captured, Skipping
-from hookstats.watch.wrappers import is_a_mere_shape, is_wrapper, part_here
+from hookstats.watch.wrappers import is_a_mere_shape, is_wrapper, note_sharding, part_here
 
 _HOST = torch.device("cpu")
 MOST_PARTS = 128  # of one module's container; 64 layers' keys and values are as many
-
 
 # By Entry.index, of all monitors (the extension does not know whose site it is): the first reason, and how often.
 _failures: dict[int, tuple[str, int]] = {}
@@ -88,11 +87,10 @@ class SiteBinder:
     def hook(self, spec: SiteSpec, device: torch.device, make: type[Hook] = Hook) -> Hook:
         """A hook for a tensor, with its sites' states on this device."""
         hook = make(self, spec)
-        keep_channels = spec.keep_channels
-        width = spec.channels.width if keep_channels and spec.channels.width else 1
+        width = spec.channels.width if spec.keep_channels and spec.channels.width else 1
         with self._store.lock:
             for kind, site in spec.sites.items():
-                entry = self._store.add(site, device, width, spec.channel_dim, keep_channels and spec.bound)
+                entry = self._store.add(site, device, width, spec.channel_dim, spec.keep_channels and spec.bound)
                 spec.entries[kind] = entry
                 self._hooks[entry.index] = hook
                 entry.channel_dim = spec.shown_dim
@@ -172,18 +170,21 @@ class SiteBinder:
         with self._store.lock:  # no other thread moves the site in between
             self._bind(hook, part)
             output, gradient = hook.output, hook.gradient
+            note_sharding(hook.spec, hook.spec.kinds[0], tensor, self._store.clears)
         rows = rows_on(part.device, self.ignoring.number)
         if output is not None:
             accumulate(part, output, skip_recomputation=True, rows=rows)
         if gradient is not None and tensor.requires_grad and not tensor.is_leaf:
-            tensor.register_hook(functools.partial(self._measure_wrapped_gradient, gradient, rows))
+            tensor.register_hook(functools.partial(self._measure_gradient, hook.spec, gradient, rows))
 
-    def _measure_wrapped_gradient(self, state: SiteState, rows: Rows | None, gradient: torch.Tensor) -> None:
+    def _measure_gradient(self, spec: SiteSpec, state: SiteState, rows: Rows | None, gradient: torch.Tensor) -> None:
         """Inside backward: what goes wrong is told when the step is closed."""
         if not self._store.flags.is_open():
             return
         try:
-            accumulate(part_here(gradient), state, rows=rows)
+            part = part_here(gradient)
+            note_sharding(spec, spec.kinds[1], gradient, self._store.clears)
+            accumulate(part, state, rows=rows)
         except Exception as error:
             if state.strict:
                 raise
@@ -298,12 +299,13 @@ class SiteBinder:
             part = self._part_of(hook, path, tensor.device)
             if part is None:
                 return False
-            seen, spec = traced(tensor), part.spec
+            seen, spec = traced(part_here(tensor)), part.spec
             if seen is None or 0 in seen.sizes:
                 self._settle_by_type(part, tensor.dim())
                 return False
             was_met, was_guessed = spec.met, spec.guessed
             changed = self._bind_seen(part, seen, tensor.device)
+            note_sharding(spec, spec.kinds[0], tensor, self._store.clears)
             if changed or not (was_met or was_guessed):
                 for other in list(self._alike.get((type(hook), hook.spec.alike), ())):
                     if other is not hook:
@@ -316,7 +318,7 @@ class SiteBinder:
         return None if part.output is None and part.gradient is None else part
 
     def _settle_by_type(self, part: Hook, ndim: int) -> None:
-        """For what cannot be looked at, such as a DTensor."""
+        """For what cannot be looked at, such as a nested tensor."""
         spec = part.spec
         place = next(iter(spec.entries.values())).places[-1]
         if spec.channels.dim is not None and spec.bound and not spec.met:

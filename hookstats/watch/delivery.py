@@ -1,13 +1,18 @@
-"""Closed steps on their way from the device to `Monitor.step` and to the sinks: each once, and in order."""
+"""Closed steps on their way from the device to `Monitor.step` and to the sinks: each once, and in order.
+
+With a process group, by way of the other ranks: what arrives then is all ranks' together, or this one's own, marked.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
+from hookstats.modules.sharding import Held
 from hookstats.numbers.blocks import Drained
 from hookstats.numbers.fields import Site, Skipped
+from hookstats.numbers.ranks import Ranks
 from hookstats.numbers.snapshot import Snapshot
 from hookstats.watch.arguments import Sink
 from hookstats.watch.binding import SiteBinder
@@ -15,21 +20,53 @@ from hookstats.watch.drain import Drain, Pending, Scalars
 from hookstats.watch.judging import Recorder
 from hookstats.watch.memory import Store
 
+_JOIN_SECONDS = 30.0  # that `Monitor.detach` and `Monitor.check` wait for other ranks
 _SILENT_STEPS = 3  # measured ones, after which a site that never fired is named
 LeftOut: TypeAlias = dict[Site, Skipped]  # in one step
+
+
+class Joined(Protocol):
+    """The ranks of a process group, see `hookstats.cluster.joining`. Its methods return at once, but the last two."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the lowest rank of the group."""
+
+    def submit(self, drained: Drained, held: dict[Site, Held]) -> None:
+        """held: what this rank has of each site."""
+
+    def arrived(self) -> list[Drained]:
+        """What all ranks have together, or this one alone, in the order of their submission; each once."""
+
+    def wait(self, timeout: float) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class Delivery:
     """What fails on the way is told once, or kept and raised when everybody has what they are to get."""
 
-    def __init__(self, store: Store, binder: SiteBinder, sinks: tuple[Sink, ...], trained: frozenset[str]) -> None:
-        """trained: the watched modules that hold parameters which require grad."""
+    def __init__(
+        self,
+        store: Store,
+        binder: SiteBinder,
+        sinks: tuple[Sink, ...],
+        trained: frozenset[str],
+        ranks: Ranks,
+        joined: Joined | None,
+    ) -> None:
+        """trained: the watched modules that hold parameters which require grad. ranks: this one."""
         self.last: Snapshot | None = None
         self._store = store
         self._binder = binder
-        self._drain = Drain(store)
-        self._sinks = [sink for sink in sinks if not isinstance(sink, Recorder)]
-        self.recorders = [sink for sink in sinks if isinstance(sink, Recorder)]
+        self._drain = Drain(store, ranks)
+        self._joined = joined
+        is_first = joined is None or joined.is_first
+        self._sinks = [sink for sink in sinks if not isinstance(sink, Recorder)] if is_first else []
+        recorders = [sink for sink in sinks if isinstance(sink, Recorder)]
+        self._own = [sink for sink in recorders if sink.every_rank and joined is not None]
+        self._of_all = [sink for sink in recorders if sink not in self._own] if is_first else []
+        self.recorders = [*self._own, *self._of_all]
         self._trained = trained
         self._pending: deque[tuple[Pending, LeftOut]] = deque()  # on their way
         self._finished: deque[Snapshot] = deque()  # arrived, not yet fetched
@@ -56,6 +93,18 @@ class Delivery:
         """Delivers what has arrived; or all, and waits for it."""
         while self._pending and (wait or self._pending[0][0].ready()):
             self._arrived(*self._pending.popleft())
+        if self._joined is not None:
+            if wait:
+                self._joined.wait(_JOIN_SECONDS)
+            for drained in self._joined.arrived():
+                self._give(drained, drained.snapshot())
+
+    def close(self) -> None:
+        """Nothing is sent any more, and all has been received."""
+        if self._joined is not None:
+            self._joined.close()
+            for drained in self._joined.arrived():
+                self._give(drained, drained.snapshot())
 
     def fetch(self) -> Snapshot | None:
         """The oldest that has arrived and was not fetched."""
@@ -94,14 +143,25 @@ class Delivery:
         self._binder.judge(left_out, drained.snapshot())
         drained.skipped = self._binder.skipping.of_step(left_out)
         self.last = snapshot = drained.snapshot()
-        self._finished.append(snapshot)
         self._deliveries += 1
         if self._deliveries <= _SILENT_STEPS:
             self._fired.update(snapshot.order)
         if self._deliveries == _SILENT_STEPS:
             self._report_silence()
-        gifts: list[tuple[Any, Callable[[Any], object], Any]] = [(each, each.take, drained) for each in self.recorders]
-        for sink, give, what in [*gifts, *((sink, sink, snapshot) for sink in self._sinks)]:
+        if self._joined is None:
+            self._give(drained, snapshot)
+        else:
+            self._present([(each, each.take, drained) for each in self._own])
+            self._joined.submit(drained, {entry.site: entry.held for entry in self._store.entries})
+
+    def _give(self, drained: Drained, snapshot: Snapshot) -> None:
+        """To `Monitor.step`, and to the sinks."""
+        self._finished.append(snapshot)
+        kept = [(each, each.take, drained) for each in self._of_all]
+        self._present([*kept, *((sink, sink, snapshot) for sink in self._sinks)])
+
+    def _present(self, gifts: list[tuple[Any, Callable[[Any], object], Any]]) -> None:
+        for sink, give, what in gifts:
             try:
                 give(what)
             except BaseException as error:  # a KeyboardInterrupt in one sink is not to keep it from the next

@@ -15,6 +15,7 @@ import torch
 from hookstats import _native
 from hookstats.numbers.blocks import Drained
 from hookstats.numbers.fields import Counts
+from hookstats.numbers.ranks import ALONE, Ranks
 from hookstats.watch.layouts import Layouts, Placed
 from hookstats.watch.memory import TOTALS, Store, local_part
 
@@ -58,8 +59,9 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 class Pending:
     """A closed step on its way to the host."""
 
-    def __init__(self, places: Placed, step: int, scalars: Scalars) -> None:
+    def __init__(self, places: Placed, step: int, scalars: Scalars, ranks: Ranks) -> None:
         self._places = places
+        self._ranks = ranks
         self._time = time.time()
         self._step = step
         self._names = scalars.names
@@ -106,14 +108,16 @@ class Pending:
         layout, keys, hidden, readings = self._places
         named = dict(zip(self._names, numbers, strict=False))
         blocks = [arrays[key] for key in keys]
-        return Drained(layout, blocks, self._step, self._time, named, scale, overflowed, hidden, readings)
+        return Drained(layout, blocks, self._step, self._time, named, scale, overflowed, hidden, readings, self._ranks)
 
 
 class Drain:
     """Empties a store, step by step."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, ranks: Ranks = ALONE) -> None:
+        """ranks: whose numbers these are."""
         self._store = store
+        self._ranks = ranks
         self._layouts = Layouts(store)
         self._sides: dict[torch.device, torch.cuda.Stream] = {}
 
@@ -130,7 +134,7 @@ class Drain:
             return self._begin(step, scalars, clear, totals_only)
 
     def _begin(self, step: int, scalars: Scalars, clear: bool, totals_only: bool) -> Pending:
-        pending = Pending(self._layouts.now(totals_only), step, scalars)
+        pending = Pending(self._layouts.now(totals_only), step, scalars, self._ranks)
         for device in {**self._store.blocks, **scalars.tensors}:
             side = self._side(device)
             if totals_only:

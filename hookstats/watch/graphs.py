@@ -10,10 +10,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from hookstats import _native
+from hookstats._warn import warn
 from hookstats.modules.containers import REST, walk
 from hookstats.modules.evidence import UNKNOWN, Seen
+from hookstats.modules.sharding import sharding_of, unreduced
 from hookstats.watch.ignoring import rows_on
-from hookstats.watch.memory import Rows, SiteState, accumulate, channel_dim_for
+from hookstats.watch.memory import Entry, Rows, SiteState, accumulate, channel_dim_for
 
 
 def observe_in_graph(output: object, hook: Any) -> None:
@@ -74,9 +76,10 @@ def _hint(size: int | torch.SymInt) -> int:
 def _observe_tensor_in_graph(
     x: torch.Tensor, output: SiteState | None, gradient: SiteState | None, rows: Rows | None
 ) -> None:
-    if output is not None and _fits(x, output):
-        _fold(_native.fold_output, x, output, rows)
-    if gradient is not None and x.requires_grad and not x.is_leaf and _fits(x, gradient):
+    local: torch.Tensor = x.to_local() if hasattr(x, "device_mesh") else x  # type: ignore[attr-defined]
+    if output is not None and _fits(local, output):
+        _fold(_native.fold_output, local, output, rows)
+    if gradient is not None and x.requires_grad and not x.is_leaf and _fits(local, gradient):
         # A closure: of a partial, all that the state holds would be guarded, and every site have a graph of its own.
         x.register_hook(lambda g: observe_gradient_in_graph(gradient, g, rows))
         torch._dynamo.comptime.comptime(_inputs_first)
@@ -86,9 +89,36 @@ def observe_gradient_in_graph(
     state: SiteState | None, gradient: torch.Tensor | None, rows: Rows | None = None
 ) -> torch.Tensor | None:
     """Returns the gradient: inside of a graph, compiled autograd takes None for what is to replace it."""
-    if state is not None and gradient is not None and _fits(gradient, state):  # None: of a graph's unused output
-        _fold(_native.fold_gradient, gradient, state, rows)
+    if state is not None and gradient is not None:  # None: of a graph's unused output
+        local = gradient
+        if hasattr(gradient, "device_mesh"):
+            dim = channel_dim_for(state.channel_dim, gradient.dim()) or 0
+            local = _part_of_gradient(gradient, state.site, state.channels, dim)
+        if _fits(local, state):
+            _fold(_native.fold_gradient, local, state, rows)
     return gradient
+
+
+def _part_of_gradient(gradient: Any, site: int, channels: int, dim: int) -> torch.Tensor:
+    """This process's part of a DTensor; nothing of one that cannot be measured.
+
+    The tracer takes it for one call: where the gradient lies is known only when the graph's backward is made, from the
+    forward that the tracer has seen. Then it runs, and the site remembers that. site: Entry.index.
+    """
+    local: torch.Tensor = gradient.to_local()
+    entry, problem = Entry.known.get(site), unreduced(gradient)
+    if problem is None and channels not in (1, local.shape[dim]):
+        problem = f"expected a DTensor of {channels} channels here, got {local.shape[dim]}"
+    if problem is not None:
+        if entry is not None:
+            entry.left_out = True
+            warn(f"not measured: {entry.site}, in a compiled graph: {problem}")
+        sizes = [0] * local.dim()
+        sizes[dim] = channels
+        return local.new_empty(sizes)
+    if entry is not None:
+        entry.sharding = sharding_of(gradient, dim)
+    return local
 
 
 def _fold(operator: Any, x: torch.Tensor, state: SiteState, rows: Rows | None) -> None:
@@ -119,6 +149,7 @@ _teaching = threading.Lock()
 def _teach(*hooks: Any) -> None:
     from torch._C._dynamo import eval_frame
 
+    torch._dynamo.allow_in_graph(_part_of_gradient)
     torch.compiler.substitute_in_graph(_native.observe, skip_signature_check=True)(observe_in_graph)
     for hook in hooks:
         # Where a module is compiled apart, its hooks run outside of its graph. As frames of their own they would be one

@@ -28,7 +28,14 @@ OnFinding: TypeAlias = Callable[[Any], object] | str | None
 
 @runtime_checkable
 class Recorder(Protocol):
-    """A sink that is given steps as they left the device, and may judge them."""
+    """A sink that is given steps as they left the device, and may judge them.
+
+    ``every_rank``: with a process group, whether every rank gives it its own steps; else the first rank gives it those
+    of all ranks together.
+    """
+
+    @property
+    def every_rank(self) -> bool: ...
 
     def begin(self, settings: dict[str, Any]) -> None:
         """At attach. May raise."""
@@ -41,8 +48,8 @@ class Recorder(Protocol):
     def wait(self, timeout: float) -> None:
         """Until all that was taken is judged; TimeoutError."""
 
-    def close(self, overhead: Mapping[str, float]) -> None:
-        """At detach. overhead: what `Monitor.overhead` says."""
+    def close(self, overhead: Mapping[str, float], died: bool) -> None:
+        """At detach. overhead: what `Monitor.overhead` says; died: an error ended training."""
 
 
 class FindingError(RuntimeError):
@@ -119,11 +126,11 @@ class Judging:
         for recorder in self._recorders:
             recorder.wait(timeout)
 
-    def close(self, step: int, overhead: Callable[[], Mapping[str, float]]) -> None:
+    def close(self, step: int, overhead: Callable[[], Mapping[str, float]], died: bool) -> None:
         """Ends all recordings, and takes what they found at the end."""
         for recorder in self._recorders:
             try:
-                recorder.close(overhead())
+                recorder.close(overhead(), died)
             except Exception as error:
                 self._warn_once(("close", id(recorder)), f"{recorder!r} could not be closed: {error!r}")
         self.look(step)

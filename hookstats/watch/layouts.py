@@ -34,7 +34,7 @@ class Layouts:
     def now(self, totals_only: bool) -> Placed:
         entries = self._store.entries
         sign: list[tuple[object, ...]] = [
-            (len(e.places), e.places[-1].number, e.keep_channels, e.channel_dim) for e in entries
+            (len(e.places), e.places[-1].number, e.keep_channels, e.channel_dim, e.sharding) for e in entries
         ]
         known = self._known.get(totals_only)
         if known is None or known[0] != sign:

@@ -10,12 +10,14 @@ import itertools
 import math
 import threading
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from hookstats import _native
+from hookstats.modules.sharding import Held, Sharding
 from hookstats.numbers.fields import FIELDS, Bins, LinearBins, Site, histogram_shape
 
 TOTALS = -1  # the "block" of a device that `Store.take_totals` returns
@@ -113,10 +115,12 @@ class Entry:
     """
 
     _indices = itertools.count()  # over all monitors
+    known: ClassVar[WeakValueDictionary[int, Entry]] = WeakValueDictionary()  # by index, of all monitors
 
     def __init__(self, site: Site, keep_channels: bool) -> None:
         self.site = site
         self.index = next(self._indices)
+        self.known[self.index] = self
         self.keep_channels = keep_channels
         self.channel_dim: int | None = None  # where its channels are, for people
         self.is_parameter = False  # measured together with others
@@ -124,8 +128,15 @@ class Entry:
         self.is_container = False  # the output was one, whose tensors have sites of their own
         self.left_out = False  # tensors of it could not be measured
         self.given_up = False
+        self.sharding: Sharding | None = None  # of the latest of its tensors, if these are DTensors
+        self.sharded_in = -1  # when that was measured: Store.clears
         self.places: list[Place] = []
         self.state: SiteState
+
+    @property
+    def held(self) -> Held:
+        """What this process holds of it."""
+        return Held(self.places[-1].channels if self.keep_channels else None, self.sharding)
 
     @property
     def hidden_if_silent(self) -> bool:
@@ -191,6 +202,7 @@ class Store:
         self.flags = Flags()
         self.lock = threading.RLock()  # around making, placing and binding a site, and copying what there is
         self.entries: list[Entry] = []
+        self.clears = 0  # how often the state was taken away, which ends a step
         self.blocks: dict[torch.device, list[torch.Tensor]] = {}
         self._free: dict[torch.device, tuple[int, int]] = {}  # in the last block: next offset, end
         self._claimed: dict[torch.device, int] = {}  # bytes that others may take while a step is measured
@@ -307,10 +319,12 @@ class Store:
 
         On the CPU the memory of a copy that nobody holds any more is used again: one for each block is kept for it.
         """
+        self.clears += clear
         return self._copies.take(self.blocks.get(device, []), clear)
 
     def take_totals(self, device: torch.device, clear: bool) -> torch.Tensor | None:
         """All channels of each place on a device together, in one launch; None where there is no place."""
+        self.clears += clear
         states = self._states.get(device)
         if not states:
             return None
@@ -334,6 +348,7 @@ class Store:
 
     def clear(self) -> None:
         with self.lock:
+            self.clears += 1
             self._copies.give_up_spares()
             for blocks in self.blocks.values():
                 _native.clear(blocks)

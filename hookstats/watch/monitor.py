@@ -13,13 +13,14 @@ import torch
 from hookstats.modules import order
 from hookstats.modules.channels import Channels
 from hookstats.numbers.fields import Site, Skipped
+from hookstats.numbers.ranks import Ranks
 from hookstats.numbers.snapshot import Snapshot
 from hookstats.watch.arguments import Sink, refuse_device
 from hookstats.watch.binding import SiteBinder
-from hookstats.watch.delivery import Delivery
+from hookstats.watch.delivery import Delivery, Joined
 from hookstats.watch.drain import Scalars
 from hookstats.watch.hooks import Hook, SiteSpec
-from hookstats.watch.judging import Judging, OnFinding
+from hookstats.watch.judging import Judging, OnFinding, Recorder
 from hookstats.watch.memory import Store, is_capturing, local_part
 from hookstats.watch.overhead import Overhead, Stopwatch
 from hookstats.watch.parameters import Parameters
@@ -38,6 +39,8 @@ class Watching(NamedTuple):
     tap_channels: bool  # whether tapped tensors keep channels
     trained: frozenset[str]  # the watched modules that hold parameters which require grad
     device: torch.device  # where most of the model is
+    ranks: Ranks  # this process
+    joined: Joined | None  # the other ranks of a process group
 
 
 class Cadence(NamedTuple):
@@ -59,7 +62,10 @@ class Monitor:
         self._scaling = watching.scaling
         self._tap_channels = watching.tap_channels
         self._cadence = cadence
-        self._delivery = Delivery(watching.store, watching.binder, sinks, watching.trained)
+        self._delivery = Delivery(
+            watching.store, watching.binder, sinks, watching.trained, watching.ranks, watching.joined
+        )
+        self._is_judged = any(isinstance(sink, Recorder) for sink in sinks)  # if only on another rank
         self._judging = Judging(
             self._delivery.recorders, on_finding, cadence.escalate, watching.binder.warn_once, watching.store.strict
         )
@@ -77,6 +83,11 @@ class Monitor:
     def sites(self) -> list[Site]:
         """The watched sites, those in containers as soon as they have been seen; not those given up."""
         return self._delivery.sites()
+
+    @property
+    def recorders(self) -> list[Recorder]:
+        """Those of the sinks that are given steps here."""
+        return self._delivery.recorders
 
     @property
     def skipped(self) -> dict[Site, Skipped]:
@@ -201,7 +212,7 @@ class Monitor:
             TimeoutError: where that takes longer, in seconds. RuntimeError: where a recording has stopped. ValueError:
             where no sink judges. FindingError: with ``on_finding="raise"``, see `attach`.
         """
-        if not self._delivery.recorders:
+        if not self._is_judged:
             raise ValueError("check: expected a sink that judges, such as sinks=[hookstats.record('runs/a')]; got none")
         self._delivery.receive(wait=True)
         self._judging.wait(timeout)
@@ -330,7 +341,8 @@ class Monitor:
         self._take_hooks_off()
         return self._delivery.fetch_all()
 
-    def _take_hooks_off(self) -> None:
+    def _take_hooks_off(self, died: bool = False) -> None:
+        """died: an error ended training."""
         for handle in self._handles:
             handle.remove()
         is_whole = bool(self._handles) and not self._stepped
@@ -346,9 +358,11 @@ class Monitor:
             self._delivery.receive(wait=True)
             if is_whole:
                 self._delivery.send_last(self._step, self._scalars({}))
+                self._delivery.receive(wait=True)
+            self._delivery.close()
             self._store.clear()
         finally:  # a device that has failed is not to keep what came before from being written
-            self._judging.close(self._step, lambda: self.overhead()._asdict())
+            self._judging.close(self._step, lambda: self.overhead()._asdict(), died)
         self._delivery.raise_failure()
         self._judging.act()
 
@@ -358,7 +372,7 @@ class Monitor:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._take_hooks_off()  # what has not been fetched can still be
+        self._take_hooks_off(died=kind is not None)  # what has not been fetched can still be
 
     def __repr__(self) -> str:
         state = f"step {self._step}" if self._handles else "detached"

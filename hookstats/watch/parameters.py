@@ -17,7 +17,9 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from hookstats.modules.channels import parameter_channels
 from hookstats.modules.selection import Slot
+from hookstats.modules.sharding import is_dtensor, sharding_of, unreduced
 from hookstats.numbers.fields import Site
 from hookstats.watch.batches import Batches, ByIdentity, Parameter, placing
 from hookstats.watch.binding import SiteBinder
@@ -71,9 +73,12 @@ class Parameters:
         device, width, dim = placing(slot, tensor, keep_channels, self._device)
         parameter = Parameter(len(self._parameters.all), slot)
         for kind in kinds_of(tensor, self._kinds):
-            entry = self._store.add(Site(name, kind), device, width, dim, keep_channels and width > 1)
+            # This process's part of a DTensor may be one channel of several.
+            keeps = keep_channels and (parameter_channels(slot, tensor).width or 1) > 1
+            entry = self._store.add(Site(name, kind), device, width, dim, keeps)
             entry.is_parameter = True
             entry.channel_dim = dim
+            entry.sharding = sharding_of(tensor, dim) if is_dtensor(tensor) else None
             parameter.entries[kind] = entry
         is_there = not isinstance(tensor, nn.parameter.UninitializedParameter) and not tensor.is_meta
         if "param_update" in parameter.entries and is_there:
@@ -166,7 +171,7 @@ class Parameters:
                     continue
                 value = None
                 if tensor is not None and self._is_wanted(each, kind, by_optimizer=stepping is not None):
-                    value = local_part(tensor if kind == "param" else tensor.grad)
+                    value = self._part_here(each, kind, tensor if kind == "param" else tensor.grad)
                 if value is not None:
                     if kind not in each.measured:
                         entry.reading = self._readings
@@ -206,7 +211,7 @@ class Parameters:
         gradients: list[torch.Tensor | None] = []
         for each, kind in owners:
             tensor = None if kind in each.measured else each.get()
-            gradient = None if tensor is None else local_part(tensor.grad)
+            gradient = None if tensor is None else self._part_here(each, kind, tensor.grad)
             if gradient is not None:
                 each.measured[kind] = each.is_unclipped = True
                 if capturing:
@@ -214,6 +219,22 @@ class Parameters:
                 each.entries[kind].reading = self._readings
             gradients.append(gradient)
         self._batches.accumulate(owners, gradients)
+
+    def _part_here(self, each: Parameter, kind: str, tensor: torch.Tensor | None) -> torch.Tensor | None:
+        """What of a parameter or a gradient this process measures; its site remembers where that lies. None: nothing.
+
+        A gradient that is yet to be reduced is left out: norms under sequence parallelism have some until they step.
+        """
+        if tensor is None:
+            return None
+        entry, part = each.entries[kind], local_part(tensor)
+        problem = unreduced(tensor)
+        if problem is not None:
+            each.measured[kind] = True
+            self._binder.leave_out([entry], problem)
+            return None
+        entry.sharding = None if part is tensor else sharding_of(tensor, entry.channel_dim or 0)
+        return part
 
     @staticmethod
     def _is_wanted(each: Parameter, kind: str, by_optimizer: bool) -> bool:
@@ -237,7 +258,7 @@ class Parameters:
         copies, self._stepping.copies = self._stepping.copies, []
         differences: list[torch.Tensor | None] = []
         for each, before in copies:
-            now = local_part(each.get())
+            now = self._part_here(each, "param_update", each.get())
             if now is not None and now.shape == before.shape:
                 differences.append(torch.sub(now.detach(), before, out=before))
             else:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 
 from hookstats import _native
+from hookstats.modules.sharding import is_dtensor, sharding_of, unreduced
+from hookstats.watch.hooks import SiteSpec
 from hookstats.watch.memory import local_part
 
 
@@ -23,11 +25,26 @@ def part_here(tensor: torch.Tensor) -> torch.Tensor:
 
     TypeError where that is not a part of them.
     """
-    for placement in getattr(tensor, "placements", ()):
-        if placement.is_partial():
-            raise TypeError(
-                f"expected a DTensor that is whole or sharded, got {placement}: its values are yet to be reduced"
-            )
+    problem = unreduced(tensor)
+    if problem is not None:
+        raise TypeError(problem)
     if tensor.is_nested and tensor.layout == torch.jagged:
         return tensor.detach().values()
     return local_part(tensor)
+
+
+def note_sharding(spec: SiteSpec, kind: str | None, tensor: torch.Tensor, clears: int) -> None:
+    """A site remembers where the tensor lies of which it measures a part now. clears: `Store.clears`.
+
+    TypeError for one that lies elsewhere than one before it in the same step: their values belong to different parts of
+    the whole, and could not be told apart.
+    """
+    entry = None if kind is None else spec.entries[kind]
+    if entry is None:
+        return
+    sharding = sharding_of(tensor, spec.dim_for(tensor.dim()) or 0) if is_dtensor(tensor) else None
+    before, entry.sharded_in = (entry.sharding if entry.sharded_in == clears else sharding), clears
+    if (sharding is None) != (before is None) or (sharding and before and sharding[:2] != before[:2]):
+        raise TypeError(f"expected a tensor placed as the one before it in this step, {before}, got {sharding}")
+    if sharding != entry.sharding:
+        entry.sharding = sharding

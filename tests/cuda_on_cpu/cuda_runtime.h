@@ -299,7 +299,10 @@ void start(void (*kernel)(Params...), dim3 grid, dim3 block, int shared_bytes, c
 }
 
 inline double load_fresh(const double* at) { return *at; }
-inline int32_t load_constant(const int32_t* at) { return *at; }
+template <class T>
+T load_constant(const T* at) {
+  return *at;
+}
 
 template <int bytes>
 void copy_async(void* shared, const void* global) {

@@ -1,6 +1,7 @@
 // The kernels of csrc/cuda under the harness, its switches, and kernels with planted faults that it must find.
 
 #include "cuda/accumulate.cu"
+#include "cuda/checksum.cu"
 #include "cuda/many.cu"
 #include "cuda/merge.cu"
 

@@ -170,7 +170,6 @@ function sparkline(values) {
 function showLeftOut() {
   const silent = record.rows.filter((site) => !record.fired[site]), [, , steps] = record.steps;
   const seldom = record.rows.filter((site) => record.fired[site] && record.fired[site] < 0.9 * steps);
-  const folded = (record.settings.folded ?? []).map((text) => String(text));
   const list = (title, sites, words) => sites.length ? [node("h3", {}, title), ...table(["site", "tensor", "measured steps"], sites.map((site) => [siteLink(site), wordsOf(record.sites[site][1]), words(site)]), { numeric: 2 })] : [];
   const parts = [
     ...list("Silent in every measured step", silent, () => "0"),
@@ -178,7 +177,6 @@ function showLeftOut() {
   ];
   if (record.skipped.length) parts.push(node("h3", {}, "Skipped"), ...table(["site", "tensor", "reason", "tensors", "since step"],
     record.skipped.map(([name, tensor, reason, times, since]) => [node("bdi", {}, shortened(name)), wordsOf(tensor), shortened(reason, 200), times === null ? "given up" : count(times), count(since)]), { numeric: 3 }));
-  if (folded.length) parts.push(node("h3", {}, "Folded to totals"), node("p", {}, folded.map((text) => shortened(text, 80)).join(", ")));
   fill("left-out", ...(parts.length ? parts : [node("p", { class: "muted" }, "Nothing: every site fired in nearly every measured step, and no tensor was skipped.")]));
 }
 

@@ -1,0 +1,263 @@
+"""What hookstats is for large jobs: sites, memory, what a merge moves; and the tree of a merge, simulated.
+
+python -m benchmarks.scale
+
+The models are built without data, each rank's share of them, and attach's own plan is asked what it would take. Times
+of a merge are estimates, from what is measured on this machine and from the latency and bandwidth that are named.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from hookstats.cluster.flat import MERGES
+from hookstats.cluster.tree import FAN, levels
+from hookstats.numbers.blocks import COUNTERS, Drained, Layout, Part, Row
+from hookstats.numbers.fields import EXPONENT_BINS, FIELDS, Counts, ExponentBins, Site
+from hookstats.watch.arguments import DEFAULT_TENSORS
+from hookstats.watch.memory import Store
+from hookstats.watch.planning import Plan
+
+DEVICE_BYTES = 80 << 30
+BUDGET = 256 << 20  # the default of attach
+STEP_SECONDS = 5.0
+EVERY = 10  # the default
+LATENCY = 50e-6  # s, of a message between two hosts by TCP
+BANDWIDTH = 1.25e9  # bytes/s, 10 Gbit/s a process: gloo's ring is not RDMA
+BYTES_RECORDED = 177  # a site and step, totals and histogram (benchmarks/bench_records.py)
+_SIZE = len(FIELDS) + COUNTERS + EXPONENT_BINS
+POLL = 10e-3  # s, between two looks into the store
+
+
+class Shape(NamedTuple):
+    """Of a transformer."""
+
+    layers: int
+    width: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head: int  # size
+    vocabulary: int
+    experts: int = 0  # a layer, each of `hidden`; beside them one that is shared
+
+
+class Mesh(NamedTuple):
+    """How many ranks a dimension has. expert: part of data."""
+
+    data: int
+    tensor: int = 1
+    pipeline: int = 1
+    expert: int = 1
+    sharded: bool = True  # parameters over data
+
+    @property
+    def ranks(self) -> int:
+        return self.data * self.tensor * self.pipeline
+
+
+JOBS: list[tuple[str, Shape, Mesh]] = [
+    ("7 B, FSDP 64", Shape(32, 4096, 11008, 32, 32, 128, 32000), Mesh(64)),
+    ("70 B, FSDP 32 x TP 8", Shape(80, 8192, 28672, 64, 8, 128, 128256), Mesh(32, 8)),
+    ("70 B, FSDP 256", Shape(80, 8192, 28672, 64, 8, 128, 128256), Mesh(256)),
+    ("405 B, TP 8 x PP 16 x FSDP 128", Shape(126, 16384, 53248, 128, 8, 128, 128256), Mesh(128, 8, 16)),
+    ("1 T MoE, EP 64 x PP 16 x DP 2", Shape(61, 7168, 2048, 64, 64, 128, 163840, 384), Mesh(128, 1, 16, 64)),
+]
+
+
+class FeedForward(nn.Module):
+    def __init__(self, width: int, hidden: int, mesh: Mesh) -> None:
+        super().__init__()
+        self.gate, self.up = (nn.Linear(width, hidden // mesh.tensor, bias=False) for _ in range(2))
+        self.down = nn.Linear(hidden // mesh.tensor, width, bias=False)
+        self.act = nn.SiLU()
+
+
+class Block(nn.Module):
+    def __init__(self, shape: Shape, mesh: Mesh) -> None:
+        super().__init__()
+        heads, kv = (max(1, n // mesh.tensor) * shape.head for n in (shape.heads, shape.kv_heads))
+        self.norm1, self.norm2 = nn.RMSNorm(shape.width), nn.RMSNorm(shape.width)
+        self.q = nn.Linear(shape.width, heads, bias=False)
+        self.k, self.v = (nn.Linear(shape.width, kv, bias=False) for _ in range(2))
+        self.out = nn.Linear(heads, shape.width, bias=False)
+        self.feed_forward = FeedForward(shape.width, shape.hidden, mesh)
+        if shape.experts:
+            self.router = nn.Linear(shape.width, shape.experts, bias=False)
+            here = range(shape.experts // mesh.expert)
+            self.experts = nn.ModuleList(FeedForward(shape.width, shape.hidden, mesh) for _ in here)
+
+
+class Stage(nn.Module):
+    """What the first rank of the first stage holds."""
+
+    def __init__(self, shape: Shape, mesh: Mesh) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(shape.vocabulary // mesh.tensor, shape.width)
+        self.layers = nn.ModuleList(Block(shape, mesh) for _ in range(math.ceil(shape.layers / mesh.pipeline)))
+        if mesh.pipeline == 1:
+            self.norm = nn.RMSNorm(shape.width)
+            self.head = nn.Linear(shape.width, shape.vocabulary // mesh.tensor, bias=False)
+
+
+class State(NamedTuple):
+    """What a rank keeps."""
+
+    sites: int
+    channels: int
+    bytes: int  # with all channels and the default histogram
+    totals: int  # without channels
+
+
+def state_of(shape: Shape, mesh: Mesh) -> State:
+    with torch.device("meta"):
+        stage = Stage(shape, mesh)
+    plan = Plan(stage, None, None, DEFAULT_TENSORS, True, None)
+    store = Store(ExponentBins(), 1 << 62, strict=True)
+    widths: list[int] = []
+    for module, spec, _, _ in plan.hooks():  # of a SiLU and a Block the width is learned in the first forward
+        width = spec.channels.width or (shape.hidden // mesh.tensor if isinstance(module, nn.SiLU) else shape.width)
+        widths += [width] * len(spec.sites)
+    for name, slot in plan.parameters.items():
+        parameter = slot.get()
+        assert parameter is not None
+        rows = parameter.shape[0] if parameter.dim() > 1 else 1
+        widths.append(max(1, math.ceil(rows / mesh.data)) if mesh.sharded and "experts" not in name else rows)
+    return State(len(widths), sum(widths), sum(map(store.site_bytes, widths)), len(widths) * store.site_bytes(1))
+
+
+class Merge(NamedTuple):
+    """What a drain moves, on one rank. Estimates where they are times."""
+
+    sites: int  # of all ranks
+    bytes: int  # that each rank brings, and gets: totals and histograms of all sites
+    levels: int
+    collectives: int  # three a level, two at the top, whatever the number of sites
+    seconds: float
+
+
+def seconds_of(groups: Iterable[int], size: int, latency: float = LATENCY, bandwidth: float = BANDWIDTH) -> float:
+    """Of a merge of `size` bytes through groups of these sizes, from below, the members of a group all on other hosts.
+
+    A member sends one slice to each other one, and the first gets a slice from each: as many messages as there are
+    members, and the whole once, each. Down by a binomial tree. A look at the store before and behind.
+    """
+    seconds = 2 * POLL
+    for members in groups:
+        exchange = latency + members * 10e-6 + size / bandwidth  # 10 us a message: system calls and wake-ups
+        seconds += 2 * exchange + math.ceil(math.log2(members)) * (latency + size / bandwidth)
+    return seconds
+
+
+def merge_of(shape: Shape, mesh: Mesh) -> Merge:
+    state = state_of(shape, mesh)
+    own = state.sites - (shape.experts and 9 * math.ceil(shape.layers / mesh.pipeline) * shape.experts // mesh.expert)
+    sites = own * mesh.pipeline + (9 * shape.layers * shape.experts if shape.experts else 0)
+    size = sites * 8 * (len(FIELDS) + EXPONENT_BINS + 7)
+    plan = levels(range(mesh.ranks), local=8)
+    groups = [max(map(len, level)) for level in plan]
+    return Merge(sites, size, len(plan), 3 * len(plan) - 1, seconds_of(groups, size))
+
+
+def host_seconds(sites: int, rounds: int = 20) -> float:
+    """What reading a drained step of so many sites takes of the host, measured here."""
+    part = [Part(0, i * _SIZE, 1, EXPONENT_BINS) for i in range(sites)]
+    rows = [Row(Site(f"layers.{i}", "output"), (part[i],), False, None, False) for i in range(sites)]
+    layout = Layout([0], rows, ExponentBins())
+    block: Counts = np.ones(sites * _SIZE, np.int64)
+    block.reshape(sites, _SIZE)[:, : len(FIELDS)] = np.ones(len(FIELDS)).view(np.int64)
+    taken = []
+    for step in range(rounds):
+        drained = Drained(layout, [block], step, 0.0, {}, None, None, [False] * sites, [0] * sites)
+        begin = time.perf_counter()
+        assert drained.columns.totals.rms.size == sites
+        taken.append(time.perf_counter() - begin)
+    return float(np.median(taken))
+
+
+class Accuracy(NamedTuple):
+    """Of a tree, against longdouble: relative to the deviation of all, and to the variance."""
+
+    mean: float
+    var: float
+    counts: bool  # exact
+
+
+def accuracy_of(ranks: int, elements: int = 16, fan: int = FAN) -> Accuracy:
+    """Of ranks whose means lie 1,000 deviations apart."""
+    draw = np.random.default_rng(ranks)
+    state = np.zeros((ranks, len(FIELDS), elements))
+    count, mean, m2 = (FIELDS.index(name) for name in ("count", "mean", "m2"))
+    state[:, count] = draw.integers(1, 1 << 20, (ranks, elements))
+    state[:, mean] = 1e3 * draw.normal(size=(ranks, elements))
+    state[:, m2] = state[:, count] * draw.chisquare(3, (ranks, elements)) / 3
+    held = dict(enumerate(state))
+    for level in levels(range(ranks), fan, local=8):
+        held = {group[0]: MERGES[0]([held[rank] for rank in group]) for group in level}
+    (merged,) = held.values()
+    exact = state.astype(np.longdouble)
+    total = exact[:, count].sum(0)
+    middle = (exact[:, count] * exact[:, mean]).sum(0) / total
+    spread = (exact[:, m2] + exact[:, count] * (exact[:, mean] - middle) ** 2).sum(0)
+    deviation = np.sqrt(spread / total)
+    return Accuracy(
+        float((abs(merged[mean] - middle) / deviation).max()),
+        float((abs(merged[m2] - spread) / spread).max()),
+        bool((merged[count] == state[:, count].sum(0)).all()),
+    )
+
+
+def tables() -> list[str]:
+    lines = [
+        "| job | ranks | sites a rank | channels | state MB, with channels | MB, totals | of 80 GB | default keeps |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, shape, mesh in JOBS:
+        state = state_of(shape, mesh)
+        kept = state.bytes if state.bytes <= BUDGET else state.totals
+        lines.append(
+            f"| {name} | {mesh.ranks:,} | {state.sites:,} | {state.channels:,} | {state.bytes / 1e6:.0f} | "
+            f"{state.totals / 1e6:.1f} | {100 * kept / DEVICE_BYTES:.2f} % | "
+            f"{'channels' if state.bytes <= BUDGET else 'totals'} |"
+        )
+    lines += [
+        "",
+        "| job | sites of all | MB a drain | levels | collectives | merge ms | of 100 steps | host ms | GB a day |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, shape, mesh in JOBS:
+        merge = merge_of(shape, mesh)
+        host = host_seconds(merge.sites)
+        drains = 86400 / STEP_SECONDS / EVERY
+        lines.append(
+            f"| {name} | {merge.sites:,} | {merge.bytes / 1e6:.1f} | {merge.levels} | {merge.collectives} | "
+            f"{1e3 * merge.seconds:.0f} | {100 * merge.seconds * 100 / EVERY / (100 * STEP_SECONDS):.2f} % | "
+            f"{1e3 * host:.1f} | {drains * merge.sites * BYTES_RECORDED / 1e9:.1f} |"
+        )
+    lines += [
+        "",
+        "| ranks | levels | groups up to | ms at 50 us | ms at 500 us | error of mean / std | of variance | counts |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for ranks in (16, 64, 256, 1024, 4096, 16384):
+        plan = levels(range(ranks), local=8)
+        groups = [max(map(len, level)) for level in plan]
+        size = 1000 * 8 * (len(FIELDS) + EXPONENT_BINS + 7)
+        near, far = (1e3 * seconds_of(groups, size, latency) for latency in (LATENCY, 10 * LATENCY))
+        found = accuracy_of(ranks)
+        lines.append(
+            f"| {ranks:,} | {len(plan)} | {', '.join(map(str, groups))} | {near:.0f} | {far:.0f} | {found.mean:.1e} | "
+            f"{found.var:.1e} | {'exact' if found.counts else 'wrong'} |"
+        )
+    return lines
+
+
+if __name__ == "__main__":
+    print("\n".join(tables()))

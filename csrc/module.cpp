@@ -1,0 +1,139 @@
+// The Python module: what hookstats/_native.py imports besides the operators.
+
+#include <ATen/ThreadLocalPythonObjects.h>
+#include <torch/csrc/PyInterpreter.h>
+#include <torch/extension.h>
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "hook.h"
+#include "kernels.h"
+#include "now.h"
+#include "ops.h"
+#include "times.h"
+
+namespace hookstats {
+namespace {
+
+at::Tensor part(const at::Tensor& memory, int64_t offset, const std::vector<int64_t>& shape, bool is_float64) {
+  TORCH_CHECK_TYPE(memory.scalar_type() == at::kLong && memory.is_contiguous(), "part: expected contiguous int64, got ",
+                   memory.scalar_type(), " with strides ", memory.strides());
+  const int64_t size = c10::multiply_integers(shape);
+  TORCH_CHECK_INDEX(0 <= offset && offset + size <= memory.numel(), "part: expected words ", offset, " to ",
+                    offset + size, " in a memory of ", memory.numel());
+  return at::from_blob(
+      memory.mutable_data_ptr<int64_t>() + offset, shape, [memory](void*) {},
+      memory.options().dtype(is_float64 ? at::kDouble : at::kLong));
+}
+
+// A Times::Span for Python's `with`.
+struct PythonSpan {
+  std::shared_ptr<Times> times;
+  at::Device device;
+  int calls;
+  std::unique_ptr<Times::Span> running;
+};
+
+std::vector<std::string> field_names() {
+#define HOOKSTATS_NAME(name) #name,
+  return {HOOKSTATS_FIELDS(HOOKSTATS_NAME)};
+#undef HOOKSTATS_NAME
+}
+
+std::vector<std::string> dtype_names() {
+#define HOOKSTATS_NAME(name, type, aten) #name,
+  return {HOOKSTATS_DTYPES(HOOKSTATS_NAME)};
+#undef HOOKSTATS_NAME
+}
+
+}  // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  m.attr("FIELDS") = py::tuple(py::cast(field_names()));
+  m.attr("DTYPES") = py::tuple(py::cast(dtype_names()));
+  m.attr("COUNTERS") = int(kCounters);
+  m.attr("EXPONENT_BINS") = kExponentBins;
+  m.attr("OCTAVE_BINS") = kOctaveBins;
+  m.attr("FIRST_OCTAVE") = kFirstOctave;
+#if defined(HOOKSTATS_CUDA)
+  m.attr("HAS_CUDA") = true;
+#else
+  m.attr("HAS_CUDA") = false;
+#endif
+  m.attr("DIMS_BY_NDIM") = kDimsByNdim;
+  py::class_<Times, std::shared_ptr<Times>>(m, "Times")
+      .def(py::init<>())
+      .def_property_readonly("calls", &Times::calls)
+      .def_property_readonly("host_us", &Times::host_us)
+      .def_property_readonly("device_us", &Times::device_us)
+      .def("span", [](std::shared_ptr<Times> times, const std::string& device, int calls) {
+        return PythonSpan{std::move(times), at::Device(device), calls, nullptr};
+      });
+  py::class_<PythonSpan>(m, "Span")
+      .def("__enter__",
+           [](PythonSpan& span) {
+             span.running = std::make_unique<Times::Span>(span.times.get(), span.device, span.calls);
+           })
+      .def("__exit__", [](PythonSpan& span, const py::args&) { span.running.reset(); });
+  py::class_<Counted, std::shared_ptr<Counted>>(m, "Counted")
+      .def(py::init<unsigned long>())
+      .def_property_readonly(
+          "met", [](const Counted& counted) { return std::make_pair(counted.concerned.load(), counted.others.load()); })
+      .def("set_rows", [](Counted& counted, const std::vector<std::pair<at::Tensor, at::Tensor>>& rows) {
+        counted.rows.clear();
+        for (const auto& [row_index, kept] : rows) {
+          auto made = std::make_shared<MadeOn>(row_index.device());
+          made->written();
+          counted.rows.push_back({row_index, kept, std::move(made)});
+        }
+      });
+  py::class_<Enabled, std::shared_ptr<Enabled>>(m, "Enabled")
+      .def(py::init<at::Tensor>())
+      .def_property(
+          "times", [](const Enabled& enabled) { return enabled.times.load() ? enabled.kept.back() : nullptr; },
+          [](Enabled& enabled, std::shared_ptr<Times> times) {
+            enabled.times = times.get();
+            if (times) enabled.kept.push_back(std::move(times));
+          })
+      .def_property_readonly("leaves_out", &Enabled::leaves_out)
+      .def_property(
+          "is_paused", [](const Enabled& enabled) { return enabled.is_paused.load(); },
+          [](Enabled& enabled, bool is_paused) { enabled.is_paused = is_paused; })
+      .def("counts_now", &Enabled::counts_now)
+      .def("decide_by", [](Enabled& enabled, py::object root) { enabled.root = root.is_none() ? nullptr : root.ptr(); })
+      .def("count",
+           [](Enabled& enabled, std::vector<std::shared_ptr<Counted>> all) { enabled.counted = std::move(all); });
+  py::class_<Part>(m, "Part").def_property_readonly("left_out", &Part::left_out).def("remove", &Part::remove);
+  py::class_<Now>(m, "Now")
+      .def(py::init<>())
+      .def(
+          "add",
+          [](Now& now, std::shared_ptr<Enabled> enabled, bool always) {
+            now.add(enabled, always);
+            return Part{now, std::move(enabled)};
+          },
+          py::keep_alive<0, 1>())
+      .def("set_rows", &Now::set_rows)
+      .def_property_readonly("measured", &Now::measured)
+      .def_property_readonly("rows", &Now::rows)
+      .def_property_readonly("monitors", &Now::monitors);
+  // torch._C._stash_obj_in_tls, which in torch 2.11 takes a reference that it was not given.
+  m.def("name_thread", [](py::int_ ident) {
+    auto kept = std::make_shared<c10::SafePyObject>(ident.release().ptr(), getPyInterpreter());
+    at::impl::ThreadLocalPythonObjects::set(kThreadKey, std::move(kept));
+  });
+  m.def("has_no_data", &has_no_data);
+  m.def("part", &part);
+  py::class_<Copies>(m, "Copies")
+      .def(py::init<>())
+      .def("take", &Copies::take, py::call_guard<py::gil_scoped_release>())
+      .def("give_up_spares", &Copies::give_up_spares);
+  m.def("clear", &clear, py::call_guard<py::gil_scoped_release>());
+  m.def("reserve_scratch", [](const std::string& device) { reserve_scratch(at::Device(device)); });
+  add_hooks(m);
+}
+
+}  // namespace hookstats

@@ -1,0 +1,112 @@
+"""Which ranks are merged, and what the user says of how plain tensors lie on them: the arguments, checked.
+
+A mesh is seen by its axes: along each of its dimensions the ranks that differ from this one in it alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement
+
+from hookstats.modules.selection import as_globs
+
+Wanted: TypeAlias = Mapping[str, tuple[Placement, ...]]  # by glob; one placement for each axis of the group
+
+
+class Axis(NamedTuple):
+    """One dimension of a mesh, through this rank."""
+
+    name: str
+    ranks: tuple[int, ...]  # of the job
+    coordinate: int  # this rank's
+
+
+class Group(NamedTuple):
+    """The ranks that are merged, in their order, and the axes along which placements are named."""
+
+    ranks: tuple[int, ...]  # of the job
+    axes: tuple[Axis, ...]
+
+
+def axes_of(mesh: DeviceMesh) -> tuple[Axis, ...] | None:
+    """None: this rank is not part of it."""
+    here = mesh.get_coordinate()
+    if here is None:
+        return None
+    names = mesh.mesh_dim_names or [f"dim{i}" for i in range(mesh.ndim)]
+    found = []
+    for i, name in enumerate(names):
+        through: Any = tuple(slice(None) if j == i else coordinate for j, coordinate in enumerate(here))
+        found.append(Axis(name, tuple(mesh.mesh[through].tolist()), here[i]))
+    return tuple(found)
+
+
+def group_of(process_group: Any) -> Group:
+    """The ranks that ``process_group=`` names: those of a ProcessGroup, or all of a DeviceMesh.
+
+    Raises:
+        TypeError: for anything else. ValueError: where this rank is not one of them, or torch.distributed does not run.
+    """
+    if not dist.is_initialized():
+        raise ValueError("process_group: expected torch.distributed to be initialized, got a process without it")
+    rank = dist.get_rank()
+    if isinstance(process_group, DeviceMesh):
+        ranks = tuple(process_group.mesh.flatten().tolist())
+        axes = axes_of(process_group)
+    elif isinstance(process_group, dist.ProcessGroup):
+        ranks = tuple(dist.get_process_group_ranks(process_group))
+        axes = (Axis("rank", ranks, ranks.index(rank)),) if rank in ranks else None
+    elif isinstance(process_group, int) and process_group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(
+            f"process_group: expected a group that rank {rank} is in, got what torch.distributed.new_group returns to "
+            "ranks that are not in it: attach there without process_group="
+        )
+    else:
+        raise TypeError(
+            "process_group: expected a torch.distributed.ProcessGroup, such as torch.distributed.group.WORLD, or a "
+            f"DeviceMesh, got {type(process_group).__name__}"
+        )
+    if axes is None:
+        raise ValueError(f"process_group: expected a group that rank {rank} is in, got one of the ranks {_some(ranks)}")
+    return Group(ranks, axes)
+
+
+def checked_placements(placements: Any, group: Group, names: Iterable[str]) -> Wanted:
+    """What ``placements=`` says of the tensors whose modules or parameters its globs match; None: nothing.
+
+    Raises:
+        TypeError, ValueError: for anything but ``{glob: Placement, or a tuple of them}``, one for each dimension of the
+            DeviceMesh that is the group, else one; for a glob that matches none of the names; for Partial.
+    """
+    if placements is None:
+        return {}
+    if not isinstance(placements, Mapping):
+        raise TypeError(f"placements: expected {{glob: placement or tuple of them}}, got {type(placements).__name__}")
+    known = list(names)
+    found: dict[str, tuple[Placement, ...]] = {}
+    for glob, given in placements.items():
+        if not isinstance(glob, str):
+            raise TypeError(f"placements: expected globs over the names of modules and parameters, got {glob!r}")
+        as_globs("placements", glob, known)
+        each = tuple(given) if isinstance(given, (tuple, list)) else (given,)
+        for one in each:
+            if not isinstance(one, Placement):
+                raise TypeError(
+                    f"placements: {glob!r}: expected Shard(dim) or Replicate() of torch.distributed.tensor, got {one!r}"
+                )
+            if one.is_partial():
+                raise ValueError(f"placements: {glob!r}: expected Shard(dim) or Replicate(), got {one}")
+        if len(each) != len(group.axes):
+            dims = ", ".join(axis.name for axis in group.axes)
+            expected = f"one for each dimension of the DeviceMesh ({dims})" if len(group.axes) > 1 else "one placement"
+            raise ValueError(f"placements: {glob!r}: expected {expected}, got {len(each)}: {', '.join(map(str, each))}")
+        found[glob] = each
+    return found
+
+
+def _some(ranks: tuple[int, ...]) -> str:
+    return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")

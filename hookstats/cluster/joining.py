@@ -1,0 +1,70 @@
+"""A monitor's steps by way of the other ranks: what watch is given of this room."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from hookstats.cluster.groups import checked_placements, group_of
+from hookstats.cluster.merging import Merged, Merging
+from hookstats.cluster.placements import Placements
+from hookstats.cluster.steps import Step, Steps
+from hookstats.cluster.table import Placing
+from hookstats.modules.sharding import Held
+from hookstats.numbers.blocks import Drained
+from hookstats.numbers.fields import Site
+from hookstats.numbers.ranks import Ranks
+
+
+class Joined:
+    """The ranks of a process group, this one among them. Its methods return at once, but `wait` and `close`."""
+
+    def __init__(
+        self, model: nn.Module, process_group: Any, placements: Any, names: Iterable[str], spread: bool, budget: int
+    ) -> None:
+        """names: of the watched modules and parameters. spread: whether the ranks' extremes are wanted.
+
+        budget: bytes that all ranks' sites together may take on each rank.
+        TypeError, ValueError where process_group or placements are not as `hookstats.attach` has them.
+        """
+        group = group_of(process_group)
+        wanted = checked_placements(placements, group, names)
+        rank = dist.get_rank()
+        self._steps = Steps(rank, budget, spread)
+        self._told: set[object] = set()
+        self._placements = Placements(model, group, wanted, self._note)
+        self._placing: tuple[dict[Site, Held], Placing] | None = None
+        self._merging = Merging(group.ranks, self._steps)
+        self._arrived: list[Merged[Step]] = []
+        self.ranks = Ranks((rank,), len(group.ranks))
+        self.is_first = rank == min(group.ranks)
+
+    def _note(self, what: object, text: str) -> None:
+        if what not in self._told:
+            self._told.add(what)
+            self._steps.notes.append(text)
+
+    def submit(self, drained: Drained, held: dict[Site, Held]) -> None:
+        """held: what this rank has of each site."""
+        if self._placing is None or self._placing[0] != held:
+            self._placing = held, self._placements.placing(held)
+        self._merging.submit(Step(drained, self._placing[1]), drained.step)
+
+    def arrived(self) -> list[Drained]:
+        """What all ranks have together, or this one alone, in the order of their submission; each once."""
+        merged = [*self._arrived, *self._merging.arrived()]
+        self._arrived = []
+        for each in merged:
+            each.step.drained.ranks = Ranks(each.ranks, each.world_size)
+        return [each.step.drained for each in merged]
+
+    def wait(self, timeout: float) -> None:
+        """Until all that was submitted has arrived, or so many seconds have passed."""
+        self._arrived += self._merging.wait(timeout)
+
+    def close(self) -> None:
+        """What is not settled by now is this rank's own."""
+        self._arrived += self._merging.close()

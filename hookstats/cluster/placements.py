@@ -1,0 +1,280 @@
+"""Which part of a site's whole this rank holds: from the placements of DTensors, from what the user says, or by rule.
+
+A placement holds along one axis of a mesh. Shard of the channels puts the ranks' channels side by side; Shard of
+another dimension merges their values; Replicate lets one rank count. Plain tensors: activations of all ranks count,
+plain parameters are the same on all. Under tensor parallelism a plain activation may be any of these: where its
+module's own weight does not tell, and the user does not, it is kept apart for each coordinate, never counted twice.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Placement
+from torch.nn.parallel import DistributedDataParallel
+
+from hookstats.cluster.groups import Axis, Group, Wanted, axes_of
+from hookstats.cluster.table import Piece, Placed, Placing, Replicas, whole
+from hookstats.modules.channels import input_channels, natural_channels
+from hookstats.modules.selection import clean_names, matches
+from hookstats.modules.sharding import Held, Sharding
+from hookstats.numbers import blocks
+from hookstats.numbers.fields import Site
+
+Tell: TypeAlias = Callable[[object, str], object]  # of what, and in which words
+
+
+class Lies(NamedTuple):
+    """A part of a dimension: how large the whole is, and where in it the part begins and how large it is."""
+
+    whole: int
+    offset: int
+    size: int
+
+
+def cuts_of(axes: Sequence[Axis], placements: Sequence[Placement], dim: int) -> list[Axis] | None:
+    """Along which axes this dimension is cut, in order. None: so that no rank has channels that lie side by side.
+
+    From left to right; but what torch writes as _StridedShard comes after the axes to its right: FSDP2 cuts what tensor
+    parallelism has left to it.
+    """
+    cuts: list[Axis] = []
+    for axis, placement in reversed(list(zip(axes, placements, strict=True))):
+        if not placement.is_partial() and getattr(placement, "dim", None) == dim:
+            factor = int(getattr(placement, "split_factor", 1))
+            if factor == 1:
+                cuts.insert(0, axis)
+            elif factor == math.prod(len(cut.ranks) for cut in cuts):
+                cuts.append(axis)
+            else:
+                return None
+    return cuts
+
+
+def part_of(size: int, cuts: Sequence[Axis], ranks: frozenset[int]) -> Lies | None:
+    """What this rank has of `size` channels, and the whole that the parts of some ranks make. None: they make none."""
+    here = _cut(size, cuts, [axis.coordinate for axis in cuts])
+    members = [_members(axis, ranks) for axis in cuts]
+    if all(len(each) == len(axis.ranks) for each, axis in zip(members, cuts, strict=True)):
+        return Lies(size, *here)
+    parts = [part for part in (_cut(size, cuts, each) for each in itertools.product(*members)) if part[1]]
+    begin = min((start for start, _ in parts), default=0)
+    end = max((start + length for start, length in parts), default=0)
+    if sum(length for _, length in parts) != end - begin:
+        return None
+    return Lies(end - begin, here[0] - begin, here[1])
+
+
+def _cut(size: int, cuts: Sequence[Axis], coordinates: Sequence[int]) -> tuple[int, int]:
+    """Where the part of these coordinates begins, and its size: chunks as torch.chunk makes them, one of another."""
+    start = 0
+    for axis, coordinate in zip(cuts, coordinates, strict=True):
+        chunk = -(-size // len(axis.ranks))
+        begin = min(coordinate * chunk, size)
+        start, size = start + begin, min(chunk, size - begin)
+    return start, size
+
+
+def _members(axis: Axis, ranks: frozenset[int]) -> list[int]:
+    """The coordinates along an axis of the ranks that are merged."""
+    return [coordinate for coordinate, rank in enumerate(axis.ranks) if rank in ranks]
+
+
+class Placements:
+    """Those of a model's sites on this rank."""
+
+    def __init__(self, model: nn.Module, group: Group, wanted: Wanted, tell: Tell) -> None:
+        """wanted: what `groups.checked_placements` made of ``placements=``. tell: the user, once of each thing."""
+        self._model = weakref.ref(model)
+        self._wanted = wanted
+        self._tell = tell
+        self._axes: dict[Any, tuple[Axis, ...] | None] = {}  # by mesh
+        self.group = group
+        self.ranks = frozenset(group.ranks)
+
+    def placing(self, held: Mapping[Site, Held]) -> Placing:
+        """How sites lie in the whole, with the model's parameters as they are now. held: of each site."""
+        return _Placing(self, self._model(), dict(held))
+
+    def axes_of(self, mesh: Any) -> tuple[Axis, ...] | None:
+        """See `groups.axes_of`."""
+        if mesh not in self._axes:
+            self._axes[mesh] = axes_of(mesh)
+        return self._axes[mesh]
+
+    def wanted(self, name: str) -> tuple[Placement, ...] | None:
+        """What the user says of a module or parameter; of several globs, the last."""
+        found = [each for glob, each in self._wanted.items() if matches(name, [glob])]
+        return found[-1] if found else None
+
+    def tell_of_what_is_apart(self, site: Site, merged_as: Site, why: str) -> None:
+        """Once for each reason."""
+        self._tell(
+            ("apart", why),
+            f"{why}: such tensors are kept apart, {site} as {merged_as}. Say how they are placed: placements={{glob: "
+            "Shard(-1)} for a part of the channels, Shard(0) or Shard(-2) for a part of the rows, Replicate() for the "
+            "same values; one for each dimension of a DeviceMesh that is process_group=",
+        )
+
+    def is_lowest(self, axes: Sequence[Axis]) -> bool:
+        """Whether this is the lowest of the merged ranks along each of these axes."""
+        return all(axis.coordinate == _members(axis, self.ranks)[0] for axis in axes)
+
+
+class _Placing:
+    """The sites of a model as it is now."""
+
+    def __init__(self, of: Placements, model: nn.Module | None, held: dict[Site, Held]) -> None:
+        self._of = of
+        self._held = held
+        self._model = model
+        self._modules = {} if model is None else clean_names(model)
+        self._parallel = self._tensor_parallel_axes()
+
+    def __call__(self, row: blocks.Row) -> Placed:
+        held = self._held.get(row.site, Held(None, None))
+        if held.sharding is not None:
+            return self._of_dtensor(row, held.sharding, held.channels)
+        wanted = self._of.wanted(row.site.name)
+        if wanted is not None:
+            return self._as_wanted(row, wanted, held.channels)
+        if row.is_parameter or not self._parallel:
+            return whole(row)
+        return self._of_plain(row, held.channels)
+
+    def _of_dtensor(self, row: blocks.Row, sharding: Sharding, channels: int | None) -> Placed:
+        axes = self._of.axes_of(sharding.mesh)
+        ranks = self._of.ranks & set(sharding.mesh.mesh.flatten().tolist())
+        replicas: Replicas = min(ranks) if row.is_parameter and ranks else "each"
+        if axes is None:  # a mesh without this rank
+            return Placed(sharding.channels, replicas, Piece(counts=False, leads=False))
+        cuts = cuts_of(axes, sharding.placements, sharding.dim)
+        lies = None if cuts is None else part_of(sharding.channels, cuts, self._of.ranks)
+        if lies is None or (lies.size and channels not in (None, lies.size)):
+            why = f"the channels of a DTensor that is placed {sharding} do not lie side by side"
+            return self._along(row, whole(row), [Axis("rank", self._of.group.ranks, dist.get_rank())], why)
+        replicated = [axis for axis, each in zip(axes, sharding.placements, strict=True) if each.is_replicate()]
+        counts = lies.size > 0 and self._of.is_lowest(replicated)
+        piece = Piece(lies.offset if lies.size else 0, counts, self._of.is_lowest(axes))
+        placed = Placed(lies.whole, replicas, piece)
+        covered = {rank for axis in axes for rank in axis.ranks}
+        left = [axis for axis in self._parallel if not covered.issuperset(axis.ranks)]
+        return placed if row.is_parameter else self._along(row, placed, left)
+
+    def _as_wanted(self, row: blocks.Row, wanted: tuple[Placement, ...], channels: int | None) -> Placed:
+        size, offset, counts, leads = channels or 1, 0, True, True
+        apart: list[Axis] = []
+        for axis, placement in reversed(list(zip(self._of.group.axes, wanted, strict=True))):
+            if placement.is_replicate():
+                counts &= axis.coordinate == 0
+            elif channels is not None:
+                is_of_channels = self._is_of_channels(row, getattr(placement, "dim", 0))
+                if is_of_channels is None:
+                    apart.append(axis)
+                elif is_of_channels:
+                    offset += axis.coordinate * size
+                    size *= len(axis.ranks)
+                    leads &= axis.coordinate == 0
+        placed = Placed(size, "each", Piece(offset, counts, leads))
+        return self._along(row, placed, apart)
+
+    def _is_of_channels(self, row: blocks.Row, dim: int) -> bool | None:
+        """Whether this is the channels' dimension. None: they are counted from different ends of a tensor."""
+        channels = row.channel_dim
+        if channels is None or (channels < 0) == (dim < 0):
+            return dim == channels
+        if row.is_parameter:
+            module, _, key = row.site.name.rpartition(".")
+            tensor = self._modules[module]._parameters.get(key) if module in self._modules else None
+            if tensor is not None:
+                return dim % tensor.dim() == channels % tensor.dim()
+        return False if dim == 0 else None
+
+    def _of_plain(self, row: blocks.Row, channels: int | None) -> Placed:
+        """An activation under tensor parallelism."""
+        placed, left = whole(row), self._parallel
+        shard = None if channels is None else self._shard_of_own_weight(row.site, channels)
+        if shard is not None:
+            lies, cuts = shard
+            placed = Placed(lies.whole, "each", Piece(lies.offset, True, self._of.is_lowest(cuts)))
+            left = [axis for axis in left if axis not in cuts]
+        return self._along(row, placed, left)
+
+    def _shard_of_own_weight(self, site: Site, channels: int) -> tuple[Lies, list[Axis]] | None:
+        """What of its channels an activation has that is as wide as the local shard of its own module's weight."""
+        module = self._modules.get(site.name)
+        if module is None:
+            return None
+        is_input = "input" in site.tensor.split(".")[0]
+        natural = input_channels(module, None) if is_input else natural_channels(module)
+        for parameter in list(module._parameters.values()):  # the trainer may replace them meanwhile
+            axes = self._of.axes_of(parameter.device_mesh) if isinstance(parameter, DTensor) else None
+            if axes is None:
+                continue
+            here = [pair for pair in zip(axes, parameter.placements, strict=True) if pair[0] in self._parallel]
+            for dim, size in enumerate(parameter.shape):
+                wide = natural.width if natural is not None else None
+                if wide != size and (wide is not None or dim != 0 or is_input):
+                    continue
+                cuts = cuts_of([axis for axis, _ in here], [each for _, each in here], dim)
+                lies = part_of(size, cuts, self._of.ranks) if cuts else None
+                if cuts and lies is not None and lies.size == channels != size:
+                    return lies, cuts
+        return None
+
+    def _along(self, row: blocks.Row, placed: Placed, axes: Sequence[Axis], why: str = "") -> Placed:
+        """Apart for each coordinate along these axes."""
+        if not axes:
+            return placed
+        names = ", ".join(repr(axis.name) for axis in axes)
+        told = ",".join(f"{axis.name}={axis.coordinate}" for axis in axes)
+        site = Site(row.site.name, f"{row.site.tensor}[{told}]")
+        self._of.tell_of_what_is_apart(row.site, site, why or f"how plain tensors lie along {names} is not known")
+        return placed._replace(site=site)
+
+    def _tensor_parallel_axes(self) -> list[Axis]:
+        """Along which DTensor parameters lie, and not data parallel ranks: these may hold the same activations.
+
+        What FSDP and DDP have made data parallel is known by its ranks; along an axis inside of these, as that of
+        experts, batches differ.
+        """
+        data_parallel = [] if self._model is None else _data_parallel_ranks(self._model)
+        found: dict[tuple[int, ...], Axis] = {}
+        for module in self._modules.values():
+            for parameter in list(module._parameters.values()):  # the trainer may replace them meanwhile
+                of_mesh = self._of.axes_of(parameter.device_mesh) if isinstance(parameter, DTensor) else None
+                axes: tuple[Axis, ...] = of_mesh or ()
+                for axis in axes:
+                    is_merged = len(_members(axis, self._of.ranks)) > 1
+                    if is_merged and not any(ranks.issuperset(axis.ranks) for ranks in data_parallel):
+                        found.setdefault(axis.ranks, axis)
+        return list(found.values())
+
+
+def _data_parallel_ranks(model: nn.Module) -> list[set[int]]:
+    """The ranks, this one among them, over which FSDP shards or DDP replicates: each has other batches."""
+    found: dict[tuple[int, ...], None] = {}
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            found |= dict.fromkeys(_ranks_of_fsdp(module))
+        elif isinstance(module, DistributedDataParallel):
+            found[tuple(dist.get_process_group_ranks(module.process_group))] = None
+    return [set(ranks) for ranks in found]
+
+
+def _ranks_of_fsdp(module: FSDPModule) -> list[tuple[int, ...]]:
+    """FSDPModule has no public name for its mesh. Where it is not found, activations are kept apart: never wrong."""
+    try:
+        state: Any = module._get_fsdp_state()
+        groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+        meshes = [each.mesh_info.mesh for group in groups if group for each in (group, *group.fsdp_params)]
+        return [tuple(mesh.mesh.flatten().tolist()) for mesh in dict.fromkeys(meshes)]
+    except AttributeError:
+        return []

@@ -1,0 +1,1 @@
+"""Callbacks of trainers: `lightning.HookStats` and `transformers.HookStats`."""

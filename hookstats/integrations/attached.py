@@ -1,0 +1,85 @@
+"""What the trainers' callbacks share: attached while a trainer trains, one step for each of its own, nothing between.
+
+A monitor is paused whenever the trainer is not in a batch, so that evaluation, sanity checks and what other callbacks
+run are left out.
+"""
+
+from __future__ import annotations
+
+import inspect
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+import hookstats
+from hookstats import Monitor, Snapshot
+
+
+class Attached:
+    """Attaches hookstats to the model that a trainer trains. The callbacks say what the arguments are.
+
+    monitor: what `hookstats.attach` returned for the latest training; it can be asked for findings behind it, too.
+    """
+
+    def __init__(self, modules: Any = None, *, before_clipping: bool = False, **settings: Any) -> None:
+        inspect.signature(hookstats.attach).bind(None, modules, **settings)
+        self.monitor: Monitor | None = None
+        self._settings = settings | {"modules": modules}
+        self._before_clipping = before_clipping
+        self._is_attached = False
+        self._forget_step()
+
+    def _attach(self, model: Any, scaler: Any) -> None:
+        """Nothing is measured before the first batch. A GradScaler that is not in use says so by itself."""
+        settings = {"training_only": True, "grad_scaler": scaler} | self._settings
+        if settings.get("process_group") == "world":
+            is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+            settings["process_group"] = torch.distributed.group.WORLD if is_distributed else None
+        self.monitor = hookstats.attach(model, **settings)
+        self.monitor.pause()
+        self._is_attached = True
+        self._forget_step()
+
+    def _forget_step(self) -> None:
+        self._scalars: dict[str, Any] = {}
+
+    def _begin_batch(self) -> None:
+        if self.monitor is not None:
+            self.monitor.resume()
+
+    def _end_batch(self) -> None:
+        if self.monitor is not None:
+            self.monitor.pause()
+
+    def _add_loss(self, loss: Any) -> None:
+        """Of a microbatch, as backward gets it: the sum is the loss of the step. Stays on its device."""
+        if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+            loss = loss.detach()
+            self._scalars["loss"] = self._scalars["loss"] + loss if "loss" in self._scalars else loss
+
+    def _note_learning_rate(self, optimizer: Any) -> None:
+        """Of the first group of the first optimizer that steps; schedulers change it before the step is closed."""
+        groups = getattr(optimizer, "param_groups", None)
+        rate = groups[0].get("lr") if groups else None
+        if rate is not None and "lr" not in self._scalars:
+            self._scalars["lr"] = rate.detach().clone() if isinstance(rate, torch.Tensor) else rate
+
+    def _close_step(self, number: int) -> Snapshot | None:
+        scalars = {name: self._scalars[name] for name in ("loss", "lr") if name in self._scalars}
+        self._forget_step()
+        return None if self.monitor is None else self.monitor.step(number, **scalars)
+
+    def _detach(self, error: type[BaseException] | None = None) -> None:
+        """error: what training ended with. The trainer raises it; nothing that comes of detaching is to take its place.
+
+        A recording says then that training died.
+        """
+        if not self._is_attached or self.monitor is None:
+            return
+        self._is_attached = False
+        if error is None:
+            self.monitor.detach()
+        else:
+            with suppress(Exception):
+                self.monitor.__exit__(error, None, None)

@@ -1,0 +1,154 @@
+"""Transformers: `HookStats`, a TrainerCallback.
+
+A callback is given neither the loss nor the moment before gradients are clipped. Both pass through the Accelerator of
+the trainer, which a callback is not given either: so two methods of its class are wrapped while a trainer trains.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from hookstats.integrations.attached import Attached
+
+try:
+    from accelerate import Accelerator
+    from transformers import TrainerCallback
+except ImportError as error:
+    raise ImportError(
+        "hookstats.integrations.transformers needs transformers and accelerate: pip install 'hookstats[transformers]' "
+        f"({error})"
+    ) from None
+
+_log = logging.getLogger("hookstats")
+
+
+class HookStats(Attached, TrainerCallback):  # type: ignore[misc]
+    """``Trainer(callbacks=[HookStats(sinks=hookstats.record("runs/a"))])``.
+
+    Attaches when training begins, with the model as `accelerate` has prepared it, and detaches when it ends. Evaluation
+    and whatever runs between two steps are left out; ``evaluate`` and ``predict`` attach nothing.
+
+    A step is one of the optimizer, with all microbatches of ``gradient_accumulation_steps``. It has the number by which
+    Trainer logs it, from 1 on: ``state.global_step`` behind it. Its scalars are "loss", the sum of what backward gets
+    on this process, and "lr". ``monitor`` is what `hookstats.attach` returned for the latest training, None before the
+    first.
+
+    Trainer does not tell a callback when training raises: hooks stay on the model then, until it trains again, or
+    ``callback.monitor.detach()`` is called.
+
+    Args:
+        modules: as for `hookstats.attach`.
+        before_clipping: parameters' gradients as they are before they are clipped; by default they are read as the
+            optimizer gets them.
+        settings: the other arguments of `hookstats.attach`, by name. ``training_only`` is True and ``grad_scaler`` is
+            the trainer's, where they are not given. ``process_group="world"``: all processes of the trainer, whose
+            group is not there yet when a callback is made.
+
+    Raises:
+        TypeError: for an argument that `hookstats.attach` does not have. What `hookstats.attach` raises comes when
+            training begins.
+    """
+
+    def __init__(self, modules: Any = None, *, before_clipping: bool = False, **settings: Any) -> None:
+        super().__init__(modules, before_clipping=before_clipping, **settings)
+        self._is_in_step = False
+        self._are_gradients_read = False
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
+    ) -> None:
+        if args.n_gpu > 1:
+            raise ValueError(
+                f"expected one GPU in a process, got {args.n_gpu}, for which Trainer takes DataParallel: start it with "
+                "torchrun, or let CUDA_VISIBLE_DEVICES name one"
+            )
+        self._leave(RuntimeError)  # training that raised
+        self._attach(model, getattr(optimizer, "scaler", None))
+        _listen(self)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._is_in_step = True
+        self._begin_batch()
+
+    def before_backward(self, loss: Any) -> None:
+        """Called with what `accelerate` is given to go backward from."""
+        if self._is_in_step:
+            self._add_loss(loss)
+
+    def before_gradients_are_clipped(self) -> None:
+        """Called when they are unscaled."""
+        if self._is_in_step and self._before_clipping and self.monitor is not None:
+            self.monitor.measure_gradients()
+            self._are_gradients_read = True
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        self._note_learning_rate(optimizer)
+        if self._before_clipping and not self._are_gradients_read:
+            self._are_gradients_read = True  # said once
+            _log.warning(
+                "before_clipping: expected that Trainer clips by accelerator.clip_grad_norm_, but did not: parameters' "
+                "gradients are read as the optimizer gets them"
+            )
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._is_in_step = False
+        self._close_step(state.global_step)
+        self._end_batch()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._leave()
+
+    def _leave(self, error: type[BaseException] | None = None) -> None:
+        self._is_in_step = False
+        _stop_listening(self)
+        self._detach(error)
+
+
+_training: weakref.WeakSet[HookStats] = weakref.WeakSet()  # those whose trainers train
+_wrapped: dict[str, Any] = {}  # what was there before, by name
+
+
+def _listen(callback: HookStats) -> None:
+    _training.add(callback)
+    for name, method in _METHODS.items():
+        if name not in _wrapped:
+            _wrapped[name] = getattr(Accelerator, name)
+            setattr(Accelerator, name, method)
+
+
+def _stop_listening(callback: HookStats) -> None:
+    """Puts back what was there, unless somebody has wrapped it once more."""
+    _training.discard(callback)
+    for name, method in _METHODS.items():
+        if not _training and getattr(Accelerator, name) is method:
+            setattr(Accelerator, name, _wrapped.pop(name))
+
+
+@functools.wraps(Accelerator.backward)
+def _backward(self: Any, loss: Any, *args: Any, **kwargs: Any) -> Any:
+    for callback in list(_training):
+        callback.before_backward(loss)
+    return _wrapped["backward"](self, loss, *args, **kwargs)
+
+
+@functools.wraps(Accelerator.clip_grad_norm_)
+def _clip_grad_norm_(self: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
+    if not isinstance(parameters, torch.Tensor):
+        parameters = _telling(parameters)
+    return _wrapped["clip_grad_norm_"](self, parameters, *args, **kwargs)
+
+
+def _telling(parameters: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Accelerate asks for the parameters when it has unscaled their gradients."""
+    for callback in list(_training):
+        callback.before_gradients_are_clipped()
+    yield from parameters
+
+
+_METHODS = {"backward": _backward, "clip_grad_norm_": _clip_grad_norm_}

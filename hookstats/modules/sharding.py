@@ -1,0 +1,49 @@
+"""How a DTensor lies on a mesh of ranks, as far as its channels are concerned. No device work, no communication."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Sharding(NamedTuple):
+    """What a site remembers of a DTensor: the same object's worth for each tensor of a site that is placed alike."""
+
+    mesh: Any  # torch.distributed.device_mesh.DeviceMesh
+    placements: tuple[Any, ...]  # torch.distributed.tensor.Placement, one for each dimension of the mesh
+    dim: int  # of the channels, counted from 0
+    channels: int  # of the whole tensor
+
+    def __str__(self) -> str:
+        return f"({', '.join(map(str, self.placements))})"
+
+
+class Held(NamedTuple):
+    """What is remembered of a site, whatever of it leaves the device with a step."""
+
+    channels: int | None  # of this process's part; None: totals alone
+    sharding: Sharding | None  # of the DTensor that it was; None: a plain tensor
+
+
+def is_dtensor(tensor: object) -> bool:
+    """Without importing torch.distributed.tensor, which takes its time where nobody uses it."""
+    return isinstance(tensor, torch.Tensor) and hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")
+
+
+def sharding_of(tensor: Any, dim: int) -> Sharding:
+    """Of a DTensor whose channels are in this dimension."""
+    ndim = tensor.dim()
+    dim = dim % ndim if ndim else 0
+    size = tensor.shape[dim] if ndim else 1
+    if isinstance(size, torch.SymInt):  # while a graph is traced: what it is traced with, without a guard on it
+        size = size.node.hint or 0
+    return Sharding(tensor.device_mesh, tuple(tensor.placements), dim, size)
+
+
+def unreduced(tensor: Any) -> str | None:
+    """Why the values of a tensor are not its own yet, if they are not: each rank has a summand."""
+    for placement in getattr(tensor, "placements", ()):
+        if placement.is_partial():
+            return f"expected a DTensor that is whole or sharded, got {placement}: its values are yet to be reduced"
+    return None

@@ -1,0 +1,61 @@
+"""Whose numbers a step has: those of one process, or of several together. Pure numpy."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+_MOST = 1 << 24  # ranks of a group
+
+
+class Ranks(NamedTuple):
+    """The ranks that are in the numbers, ascending, as torch.distributed counts them; and how many the group has."""
+
+    present: tuple[int, ...] = (0,)
+    world_size: int = 1
+
+    def to_text(self) -> str:
+        """``"0-7,9 of 16"``."""
+        runs: list[list[int]] = []
+        for rank in self.present:
+            if runs and runs[-1][1] == rank - 1:
+                runs[-1][1] = rank
+            else:
+                runs.append([rank, rank])
+        said = (str(begin) if begin == end else f"{begin}-{end}" for begin, end in runs)
+        return f"{','.join(said)} of {self.world_size}"
+
+    @classmethod
+    def from_text(cls, text: str) -> Ranks:
+        """What `to_text` gave. ValueError for anything else."""
+        present: list[int] = []
+        runs, of, size = text.partition(" of ")
+        for run in runs.split(","):
+            begin, dash, end = run.partition("-")
+            first, last = int(begin), int(end) if dash else int(begin)
+            if not (present[-1] if present else -1) < first <= last < _MOST:
+                raise ValueError(f"expected ascending ranks below {_MOST}, got {text[:100]!r}")
+            present += range(first, last + 1)
+        world_size = int(size) if of else 0
+        if not len(present) <= world_size <= _MOST:
+            raise ValueError(f"expected ranks and of how many they are, got {text[:100]!r}")
+        return cls(tuple(present), world_size)
+
+
+ALONE = Ranks()
+
+
+class Spread(NamedTuple):
+    """How far the ranks of a group lie apart in a statistic of a site: the extremes, and which rank has each.
+
+    Of one site numbers, of all sites of a step arrays ``[sites]``. Of equal ones the lowest rank; NaN and -1 where no
+    rank has a value.
+    """
+
+    min: Any
+    min_rank: Any
+    max: Any
+    max_rank: Any
+
+    def at(self, i: int) -> Spread:
+        """Of the i-th site."""
+        return Spread(float(self.min[i]), int(self.min_rank[i]), float(self.max[i]), int(self.max_rank[i]))

@@ -1,0 +1,119 @@
+"""What ranks measured, merged by what they exchange, and what it is compared with: every rank's own tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import hookstats
+from hookstats._warn import WarnOnce
+from hookstats.cluster.agreement import Agreement
+from hookstats.cluster.flat import Flat, merge
+from hookstats.cluster.groups import checked_placements, group_of
+from hookstats.cluster.packing import Packer
+from hookstats.cluster.placements import Placements
+from hookstats.cluster.table import Table, Tables
+from hookstats.watch.drain import Drain, Scalars
+from tests import reference
+from tests.conftest import compare
+from tests.plain import hearing
+
+Parts = dict[tuple[str, str], list[torch.Tensor]]
+
+
+def local(tensor: Any) -> torch.Tensor:
+    return getattr(tensor, "_local_tensor", tensor).detach().clone()
+
+
+class Kept:
+    """Every tensor of a rank that is measured, kept by hooks of plain PyTorch; to be made right behind `attach`."""
+
+    def __init__(self, model: nn.Module, names: list[str]) -> None:
+        self.seen: Parts = {}
+        self.model = model
+        for name in names:
+            model.get_submodule(name).register_forward_hook(self._hook(name))
+
+    def _hook(self, name: str) -> Any:
+        def keep(module: nn.Module, args: Any, output: Any) -> None:
+            self.seen.setdefault((name, "output"), []).append(local(output))
+            if output.requires_grad:
+                output.register_hook(
+                    lambda g: (
+                        self.seen.setdefault((name, "grad_output"), []).append(local(g)) if g is not None else None
+                    )
+                )
+
+        return keep
+
+    def parameters(self) -> None:
+        """To be called right before the optimizer steps."""
+        for name, parameter in self.model.named_parameters():
+            self.seen[name, "param"] = [local(parameter)]
+            if parameter.grad is not None:
+                self.seen[name, "param_grad"] = [local(parameter.grad)]
+
+    def gathered(self) -> list[Parts]:
+        """Of all ranks."""
+        everybodys: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everybodys, self.seen)
+        return everybodys
+
+
+def merged(monitor: hookstats.Monitor, model: nn.Module, group: Any = None, placements: Any = None) -> Any:
+    """The snapshot of all ranks of the group; what was warned of meanwhile."""
+    store = monitor._store
+    ranks = group_of(dist.group.WORLD if group is None else group)
+    names = [entry.site.name for entry in store.entries]
+    drained = Drain(store).begin(0, Scalars({}), clear=False).finish()
+    with hearing() as told:
+        wanted = Placements(model, ranks, checked_placements(placements, ranks, names), WarnOnce())
+        table, pieces = Tables(1 << 28, False).of(drained, wanted.placing({e.site: e.held for e in store.entries}))
+    texts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(texts, table.text)
+    lowest: dict[bytes, int] = {}
+    for rank in ranks.ranks:
+        lowest.setdefault(texts[rank], rank)
+    tables = {text: Table.from_text(text) for text in lowest}
+    agreement = Agreement([(rank, tables[text]) for text, rank in lowest.items()])
+    packer = Packer(agreement, dist.get_rank())
+    flats: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(flats, tuple(packer.pack(drained, tables[table.text], pieces)))
+    snapshot = packer.unpack(merge([Flat(*flats[rank]) for rank in ranks.ranks]), drained).snapshot()
+    return snapshot, told, agreement
+
+
+def rows_of(tensors: list[torch.Tensor], dim: int) -> torch.Tensor:
+    """``[values, channels]``; of vectors all as one channel."""
+    if tensors[0].dim() < 2:
+        return torch.cat(tensors)[:, None]
+    return torch.cat([t.movedim(dim, -1).reshape(-1, t.shape[dim]) for t in tensors])
+
+
+def check_merged(
+    snapshot: hookstats.Snapshot,
+    site: tuple[str, str],
+    parts: list[Parts],
+    ranks: list[list[int]],
+    dim: int = -1,
+    like: tuple[str, str] | None = None,
+) -> None:
+    """A site is what these ranks hold: of each list one tensor, whose channels the ranks of the list have side by side.
+
+    Counts, extremes and histograms exactly, moments to 1e-6 of float64. like: as which site the ranks kept it.
+    """
+    stats = snapshot[site]
+    own = like or site
+    whole = torch.cat([torch.cat([rows_of(parts[r][own], dim) for r in line if own in parts[r]], 1) for line in ranks])
+    rows = reference.channel_rows(whole, -1)
+    if stats.channels is not None:
+        named = {name: getattr(stats.channels, name) for name in hookstats.numbers.fields.STATISTICS}
+        compare(named, rows, f"{site}", 1e-6)
+    total = {name: getattr(stats.total, name) for name in hookstats.numbers.fields.STATISTICS}
+    compare(total, rows.reshape(1, -1), f"{site} total", 1e-6)
+    counts = stats.histogram.counts
+    wanted = reference.exponent_counts(rows.reshape(-1)) if counts.ndim == 1 else reference.octave_counts(rows)
+    assert (counts == wanted).all(), site

@@ -1,0 +1,177 @@
+"""Which part of a whole a rank holds, and the arguments that say it. One process plays all ranks, one after another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from hookstats._warn import WarnOnce
+from hookstats.cluster.groups import Axis, Group, checked_placements, group_of
+from hookstats.cluster.placements import Placements, cuts_of, part_of
+from hookstats.cluster.table import Placed
+from hookstats.modules.sharding import Held, Sharding
+from hookstats.numbers import blocks
+from hookstats.numbers.fields import Site
+from tests.plain import hearing
+
+
+@contextmanager
+def as_rank(rank: int, world: int) -> Iterator[None]:
+    """Nothing is communicated."""
+    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def row(site: tuple[str, str], channels: int, dim: int = -1) -> blocks.Row:
+    is_parameter = "param" in site[1]
+    parts = (blocks.Part(0, 0, channels, 0),)
+    return blocks.Row(Site(*site), parts, True, 0 if is_parameter else dim, is_parameter)
+
+
+def placed(model: nn.Module, site: tuple[str, str], held: Held, group: Any = None, wanted: Any = None) -> Placed:
+    merged = group_of(dist.group.WORLD if group is None else group)
+    names = [*(name for name, _ in model.named_modules()), *(name for name, _ in model.named_parameters())]
+    placements = Placements(model, merged, checked_placements(wanted, merged, names), WarnOnce())
+    return placements.placing({Site(*site): held})(row(site, held.channels or 1))
+
+
+def chunk(rows: torch.Tensor, coordinate: int, size: int) -> torch.Tensor:
+    chunks = rows.chunk(size)
+    return chunks[coordinate] if coordinate < len(chunks) else rows[:0]
+
+
+@pytest.mark.parametrize("rows", [1, 5, 7, 9, 16])
+@pytest.mark.parametrize("shape", [(2, 2), (4, 2), (2, 4)], ids=str)
+def test_the_pieces_of_all_ranks_cover_a_sharded_weight_once(rows: int, shape: tuple[int, int]) -> None:
+    """FSDP2 chunks what tensor parallelism has left to a rank, evenly or not."""
+    seen = []
+    for dp in range(shape[0]):
+        for tp in range(shape[1]):
+            axes = [Axis("dp", tuple(range(shape[0])), dp), Axis("tp", tuple(range(shape[1])), tp)]
+            cuts = cuts_of(axes, (_StridedShard(0, split_factor=shape[1]), Shard(0)), 0)
+            assert cuts is not None
+            lies = part_of(rows, cuts, frozenset(range(4)))
+            assert lies is not None
+            held = list(range(lies.offset, lies.offset + lies.size))
+            assert lies.whole == rows
+            assert held == chunk(chunk(torch.arange(rows), tp, shape[1]), dp, shape[0]).tolist()
+            seen += held
+    assert sorted(seen) == list(range(rows))
+
+
+def test_even_pieces_lie_where_torch_says() -> None:
+    for shape in ((2, 3), (3, 2)):
+        for placements in (
+            (Shard(0), Shard(0)),
+            (_StridedShard(0, split_factor=shape[1]), Shard(0)),
+            (Replicate(), Shard(0)),
+            (Shard(0), Shard(1)),
+        ):
+            for i in range(shape[0]):
+                for j in range(shape[1]):
+                    whole, at = _compute_local_shape_and_global_offset((24, 6), shape, [i, j], placements)
+                    axes = [Axis(str(n), tuple(range(shape[n])), (i, j)[n]) for n in range(2)]
+                    cuts = cuts_of(axes, placements, 0)
+                    assert cuts is not None
+                    assert part_of(24, cuts, frozenset(range(3))) == (24, at[0], whole[0]), (placements, i, j)
+
+
+def test_channels_that_do_not_lie_side_by_side_have_no_place() -> None:
+    axis = Axis("dp", (0, 1), 0)
+    assert cuts_of([axis], [_StridedShard(0, split_factor=2)], 0) is None
+    assert cuts_of([axis], [_StridedShard(0, split_factor=2)], 1) == []
+    with as_rank(1, 2):
+        mesh = init_device_mesh("cpu", (2,))
+        held = Held(4, Sharding(mesh, (_StridedShard(0, split_factor=2),), 0, 8))
+        with hearing() as told:
+            found = placed(nn.Linear(2, 8), ("weight", "param"), held)
+        assert found.site == Site("weight", "param[rank=1]")
+        assert found.channels == 4
+    assert "do not lie side by side" in told[0]
+
+
+def test_a_group_of_some_of_a_meshs_ranks_merges_what_these_hold() -> None:
+    with as_rank(3, 4):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        held = Held(2, Sharding(mesh, (_StridedShard(0, split_factor=2), Shard(0)), 0, 8))
+        model = nn.Linear(3, 8)
+        assert placed(model, ("weight", "param"), held)[:2] == (8, 0)
+        found = placed(model, ("weight", "param"), held, mesh["dp"])
+        assert found.channels == 4  # the rows 4 to 7
+        assert found.piece.offset == 2
+        assert found.replicas == 1
+        norm = Held(1, Sharding(mesh, (Shard(0), Replicate()), 0, 2))
+        assert not placed(model, ("bias", "param"), norm).piece.counts
+        assert placed(model, ("bias", "param"), norm, mesh["dp"]).piece.counts
+
+
+def test_where_a_dimension_is_counted_from_another_end_it_is_told() -> None:
+    with as_rank(1, 2):
+        model = nn.Linear(4, 6)
+        for wanted, channels, site in ((Shard(-1), 12, None), (Shard(0), 6, None), (Shard(-2), 6, None)):
+            found = placed(model, ("", "output"), Held(6, None), wanted={"": wanted})
+            assert (found.channels, found.site, found.replicas) == (channels, site, "each")
+        assert placed(model, ("weight", "param"), Held(6, None), wanted={"weight": Shard(-2)}).channels == 12
+        assert placed(model, ("weight", "param"), Held(6, None), wanted={"weight": Shard(1)}).channels == 6
+        assert not placed(model, ("", "output"), Held(6, None), wanted={"": Replicate()}).piece.counts
+        with hearing() as told:
+            found = placed(model, ("", "output"), Held(6, None), wanted={"": Shard(1)})
+        assert found.site == Site("", "output[rank=1]")
+        assert "Shard(-2)" in told[0]
+
+
+def test_what_names_the_ranks_is_checked() -> None:
+    with pytest.raises(ValueError, match=r"expected torch.distributed to be initialized"):
+        group_of(None)
+    with as_rank(5, 8):
+        with pytest.raises(TypeError, match=r"expected a torch.distributed.ProcessGroup.*or a DeviceMesh, got str"):
+            group_of("world")
+        with pytest.raises(ValueError, match=r"expected a group that rank 5 is in, got what .*new_group returns"):
+            group_of(dist.new_group([0, 1]))
+        with pytest.raises(ValueError, match="expected a group that rank 5 is in, got one of the ranks 0, 1"):
+            group_of(dist.device_mesh.DeviceMesh("cpu", [0, 1]))
+        assert group_of(dist.new_group([1, 5])) == Group((1, 5), (Axis("rank", (1, 5), 1),))
+        mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
+        assert group_of(mesh) == Group(tuple(range(8)), (Axis("dp", (1, 5), 1), Axis("tp", (4, 5, 6, 7), 1)))
+
+
+GROUP = Group((0, 1), (Axis("rank", (0, 1), 0),))
+MESH = Group((0, 1, 2, 3), (Axis("dp", (0, 2), 0), Axis("tp", (0, 1), 0)))
+
+
+@pytest.mark.parametrize(
+    ("placements", "group", "error", "told"),
+    [
+        (Shard(0), GROUP, TypeError, r"expected \{glob: placement or tuple of them\}, got Shard"),
+        ({1: Shard(0)}, GROUP, TypeError, "expected globs over the names of modules and parameters, got 1"),
+        ({"x*": Shard(0)}, GROUP, ValueError, "placements: .*'x\\*'"),
+        ({"a": 0}, GROUP, TypeError, r"'a': expected Shard\(dim\) or Replicate\(\) .*, got 0"),
+        ({"a": Partial()}, GROUP, ValueError, r"'a': expected Shard\(dim\) or Replicate\(\), got P"),
+        ({"a": (Shard(0), Shard(-1))}, GROUP, ValueError, "'a': expected one placement, got 2: "),
+        ({"a": Shard(0)}, MESH, ValueError, r"expected one for each dimension of the DeviceMesh \(dp, tp\), got 1: "),
+    ],
+    ids=str,
+)
+def test_placements_are_checked(placements: Any, group: Group, error: type[Exception], told: str) -> None:
+    with pytest.raises(error, match=told):
+        checked_placements(placements, group, ["a", "b"])
+
+
+def test_placements_are_one_for_each_axis() -> None:
+    assert checked_placements({"a": Shard(0)}, GROUP, ["a", "b"]) == {"a": (Shard(0),)}
+    assert checked_placements({"*": (Shard(0), Replicate())}, MESH, ["a"]) == {"*": (Shard(0), Replicate())}
+    assert checked_placements(None, MESH, ["a"]) == {}

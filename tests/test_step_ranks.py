@@ -1,0 +1,65 @@
+"""Whose numbers a step has; and how a monitor gives its steps to the ranks of a group, and takes them from there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hookstats
+from hookstats import Snapshot
+from hookstats.numbers.ranks import Ranks, Spread
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        (Ranks((0,), 1), "0 of 1"),
+        (Ranks(tuple(range(16384)), 16384), "0-16383 of 16384"),
+        (Ranks((0, 1, 3, 5, 6, 7), 8), "0-1,3,5-7 of 8"),
+    ],
+)
+def test_ranks_as_text_give_the_same_ranks_again(ranks: Ranks, text: str) -> None:
+    assert ranks.to_text() == text
+    assert Ranks.from_text(text) == ranks
+
+
+@pytest.mark.parametrize(
+    "text", ["", "0", "0 of 0", "0-3 of 2", "3-1 of 8", "0,0 of 2", "-1 of 1", "0-99999999999 of 99999999999", "a of 1"]
+)
+def test_other_texts_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"expected|invalid literal"):
+        Ranks.from_text(text)
+
+
+def test_whose_numbers_a_snapshot_has_stays_with_it_when_it_is_selected_saved_and_loaded() -> None:
+    snapshot = monitored(1)[0]
+    assert (snapshot.ranks, snapshot.world_size, snapshot.merged) == ((0,), 1, False)
+    columns = snapshot.columns
+    merged = Snapshot(7, columns, {}, ranks=Ranks((0, 1), 3))
+    for each in (merged, merged.select(), merged.compact(), Snapshot.from_dict(merged.to_dict())):
+        assert (each.ranks, each.world_size, each.merged) == ((0, 1), 3, True)
+    assert not merged.equals(Snapshot(7, columns, {}))
+    assert repr(merged) == "Snapshot(step=7, 2 of 2 sites fired, ranks 0-1 of 3)"
+
+
+def test_the_spread_over_ranks_is_given_site_by_site_or_refused() -> None:
+    snapshot = monitored(1)[0]
+    with pytest.raises(ValueError, match=r"rank_spread=True\); got one of ranks 0 of 1"):
+        snapshot.rank_spread(("", "output"))
+    spread = {"rms": Spread([1.0, 2.0], [0, 1], [3.0, 4.0], [1, 0])}
+    merged = Snapshot(7, snapshot.columns, {}, ranks=Ranks((0, 1), 2), spread=spread)
+    second = list(merged)[1]
+    assert merged.rank_spread(second) == {"rms": Spread(2.0, 1, 4.0, 0)}
+
+
+def monitored(steps: int, **settings: Any) -> list[Snapshot]:
+    net = nn.Linear(3, 2)
+    monitor = hookstats.attach(net, every=1, **{"tensors": ("output", "grad_output"), **settings})
+    given = []
+    for _ in range(steps):
+        net(torch.ones(4, 3)).sum().backward()
+        given.append(monitor.step())
+    return [each for each in [*given, *monitor.detach()] if each is not None]
