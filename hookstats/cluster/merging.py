@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from hookstats._warn import WarnOnce
 from hookstats.cluster import protocol
@@ -78,23 +78,16 @@ class Merging(Generic[Step]):
     """
 
     def __init__(
-        self,
-        process_group: Any,
-        packing: Packing[Step],
-        fan: int = FAN,
-        patience: float = _PATIENCE,
+        self, ranks: Sequence[int], packing: Packing[Step], fan: int = FAN, patience: float = _PATIENCE
     ) -> None:
-        """process_group: names the ranks, None: all; it is not used. patience: seconds that others are waited for.
+        """ranks: of torch.distributed, which runs; this one among them. patience: seconds that others are waited for.
 
-        ValueError where torch.distributed is not initialised, or this rank is not in the group.
+        RuntimeError where this torch does not have what is needed.
         """
-        if not (c10d.is_available() and c10d.is_initialized()):
-            raise ValueError("process_group: expected torch.distributed to be initialised, got none")
         self.rank = c10d.get_rank()
-        if process_group is c10d.GroupMember.NON_GROUP_MEMBER:
-            raise ValueError(f"process_group: expected a group that this rank, {self.rank}, is in")
-        self.ranks = process_group if isinstance(process_group, tuple) else c10d.get_process_group_ranks(process_group)
-        self.ranks = tuple(sorted(self.ranks))
+        self.ranks = tuple(sorted(ranks))
+        if self.rank not in self.ranks:
+            raise ValueError(f"process_group: expected ranks with this one, {self.rank}, got {self.ranks}")
         self._packing = packing
         self._patience = patience
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
