@@ -114,14 +114,16 @@ class Merging(Generic[Step]):
         """Merges a step with those of the same number on other ranks. Takes some microseconds, whatever they do."""
         begun = self._last[0] + (number <= self._last[1])  # numbers that go back: trained anew, on all ranks
         slot = _Slot(step, (begun, number))
-        if not self._thread.is_alive():  # nor is it in a fork
-            slot.merged = self._alone(slot)
-        elif self._waiting() >= _WAITING:
-            slot.merged = self._alone(slot)
-            self._told.append(("queue", f"{_WAITING} steps were waiting to be merged when step {number} came"))
         self._last = slot.moment
-        self._slots.append(slot)
-        self._wake.put(None)
+        if self._thread.is_alive():
+            if self._waiting() >= _WAITING:
+                slot.merged = self._alone(slot)
+                self._told.append(("queue", f"{_WAITING} steps were waiting to be merged when step {number} came"))
+            self._slots.append(slot)
+            self._wake.put(None)
+        else:  # as it is in a fork, too
+            slot.merged = self._alone(slot)
+            self._slots.append(slot)
 
     def arrived(self) -> list[Merged[Step]]:
         """What was submitted and is settled, in that order, each once. Tells what went wrong."""
@@ -149,7 +151,7 @@ class Merging(Generic[Step]):
 
     def close(self, timeout: float = 2.0) -> list[Merged[Step]]:
         """Ends merging: what is not settled after so many seconds is delivered alone. Again: does nothing."""
-        if self._process != os.getpid():  # a fork has no thread, and must not touch its parent's connections
+        if self._process != os.getpid():  # a fork has no thread, and maybe a lock that the thread held
             return []
         atexit.unregister(self.close)
         done = self.wait(timeout)
