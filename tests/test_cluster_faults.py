@@ -38,7 +38,7 @@ def ranks_of(done: list[Merged[Any]]) -> list[tuple[int, ...]]:
 
 def sleeps(rank: int, world: int) -> Any:
     """Rank 1 for three times as long as the others have patience; then all go on."""
-    merging = Merging(None, Sums(), fan=2, patience=1.5)
+    merging = Merging(range(world), Sums(), fan=2, patience=1.5)
     with listening() as told:
         done = train(merging, [0, 10]) + merging.wait(6)
         dist.barrier()
@@ -66,7 +66,7 @@ def test_a_rank_asleep_costs_one_warning_and_the_steps_meanwhile_and_is_merged_a
 
 
 def first_rank_sleeps(rank: int, world: int) -> Any:
-    merging = Merging(None, Sums(), patience=1.0)
+    merging = Merging(range(world), Sums(), patience=1.0)
     with listening() as told:
         done = train(merging, [0]) + merging.wait(6)
         dist.barrier()
@@ -106,7 +106,7 @@ def freezes(rank: int, world: int) -> Any:
 
     packing = Sums()
     packing.merges = (frozen, summed)
-    merging = Merging(None, packing, patience=1.0)
+    merging = Merging(range(world), packing, patience=1.0)
     done: list[Any] = []
     with listening() as told:
         done += train(merging, [0, 10]) + merging.wait(6)
@@ -137,7 +137,7 @@ def is_killed(rank: int, world: int, in_collective: bool) -> Any:
     packing = Sums()
     packing.merges = (killing, summed)
     # Seen at once in a collective: with this patience the time limit would be over else.
-    merging = Merging(None, packing, fan=2, patience=1000.0 if in_collective else 1.0)
+    merging = Merging(range(world), packing, fan=2, patience=1000.0 if in_collective else 1.0)
     done: list[Any] = []
     with listening() as told:
         done += train(merging, [0, 10]) + merging.wait(10)
@@ -159,13 +159,32 @@ def test_when_a_rank_is_killed_the_others_go_on_alone_and_end_well(in_collective
         assert len(told) == 1
 
 
+def trains_with_the_dead(rank: int, world: int) -> None:
+    merging = Merging(range(world), Sums(), patience=1000.0)
+    for number in range(6):
+        if rank == 2 and number == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        train(merging, [number])  # one is waited for in the end
+        dist.all_reduce(torch.ones(1))  # training's own
+    raise AssertionError("expected training's own error")
+
+
+def test_a_training_that_dies_of_another_ranks_death_dies_of_its_own_error_and_at_once() -> None:
+    ended = outcomes(trains_with_the_dead, 3, timeout=30)
+    assert [each.code for each in ended] == [1, 1, -9], [each.output for each in ended]
+    for rank in (0, 1):
+        last = [line for line in ended[rank].output.splitlines() if "Error" in line][-1]
+        assert "onnection" in last, ended[rank].output
+        assert "AssertionError" not in ended[rank].output
+
+
 def measures_otherwise(rank: int, world: int) -> Any:
     """Never waits until its patience ends: the time limit would be over."""
     found = []
     numbers = {0: range(0, 50, 10), 1: range(0, 50, 20), 2: range(0, 50, 10)}  # cadences
     for fan in (2, 64):
         for order in (ALL, (1, 0, 2), (2, 0, 1)):  # each of them writes the verdicts of somebody
-            merging = Merging(None, Sums(), fan=fan, patience=1000.0)
+            merging = Merging(range(world), Sums(), fan=fan, patience=1000.0)
             with listening() as told:
                 done = train(merging, numbers[order[rank]], pause=0.002)
                 done += merging.wait(10)
@@ -208,7 +227,7 @@ def differs(rank: int, world: int) -> Any:
             return super().__getattribute__(name)
 
     dist.ProcessGroupGloo = Counting
-    merging = Merging(None, Sums(), fan=2, patience=1000.0)
+    merging = Merging(range(world), Sums(), fan=2, patience=1000.0)
     with listening() as told:
         done: list[Any] = []
         if rank == 1:  # evaluates
@@ -248,7 +267,7 @@ def test_other_tables_are_united_and_another_grad_scale_or_an_evaluation_of_one_
 
 def fills_the_store(rank: int, world: int) -> Any:
     store = default_store()
-    merging = Merging(None, Sums(), fan=2, patience=1000.0)
+    merging = Merging(range(world), Sums(), fan=2, patience=1000.0)
     done: list[Any] = []
     sizes = []
     letters = "abcdefghijklmnopqrstuvwxyz"
@@ -271,7 +290,7 @@ def test_the_store_does_not_grow_with_steps_nor_without_bound_with_tables() -> N
 
 
 def numbers_go_back(rank: int, world: int) -> Any:
-    merging = Merging(None, Sums(), patience=1000.0)
+    merging = Merging(range(world), Sums(), patience=1000.0)
     done = train(merging, [0, 10, 20, 0, 10, 20]) + merging.wait(10)
     merging.close()
     return ranks_of(done)
@@ -282,7 +301,7 @@ def test_steps_that_are_counted_from_the_beginning_again_are_merged_again() -> N
 
 
 def leaves(rank: int, world: int, way: str) -> Any:
-    merging = Merging(None, Sums(), patience=1000.0 if way != "killed" else 3.0)
+    merging = Merging(range(world), Sums(), patience=1000.0 if way != "killed" else 3.0)
     with listening() as told:
         done = train(merging, [0, 10]) + merging.wait(10)
         if rank == 0:
@@ -319,7 +338,7 @@ def test_when_the_rank_with_the_store_leaves_first_the_others_are_alone_for_good
 
 
 def falls_behind(rank: int, world: int) -> Any:
-    merging = Merging(None, Sums(), patience=1000.0)
+    merging = Merging(range(world), Sums(), patience=1000.0)
     with listening() as told:
         done = train(merging, [0]) + merging.wait(10)
         dist.barrier()
@@ -350,7 +369,7 @@ def ends_in_flight(rank: int, world: int, way: str) -> Any:
 
     packing = Sums()
     packing.merges = (slow, summed)
-    merging = Merging(None, packing)
+    merging = Merging(range(world), packing)
     merging.submit(Step(0, rank), 0)
     while merging._slots[0].merged is None and merging._tree is None:
         time.sleep(0.001)
@@ -381,7 +400,7 @@ def fails(rank: int, world: int) -> Any:
                 raise ZeroDivisionError("a fault of ours")
             return super().pack(step, tables)
 
-    merging = Merging(None, Failing(), patience=1000.0)
+    merging = Merging(range(world), Failing(), patience=1000.0)
     done: list[Any] = []
     with listening() as told:
         for number in range(0, 70, 10):
@@ -399,14 +418,16 @@ def test_a_rank_that_fails_again_and_again_leaves_and_says_why() -> None:
 
 
 def forks(rank: int, world: int) -> Any:
-    merging = Merging(None, Sums())
+    merging = Merging(range(world), Sums())
     done = train(merging, [0]) + merging.wait(10)
-    child = os.fork()
-    if not child:  # as a worker that loads batches
-        merging.submit(Step(10, rank), 10)
-        assert ranks_of(merging.wait(10)) == [(rank,)]
-        assert merging.close() == []
-        os._exit(7)
+    with merging._stop._cond:  # as the thread may hold it just then
+        child = os.fork()
+        if not child:  # as a worker that loads batches
+            signal.alarm(20)
+            merging.submit(Step(10, rank), 10)
+            assert ranks_of(merging.wait(10)) == [(rank,)]
+            assert merging.close() == []
+            os._exit(7)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     done += train(merging, [10]) + merging.close(10)
     return ranks_of(done)
@@ -417,7 +438,7 @@ def test_a_forked_process_merges_nothing_and_disturbs_nothing() -> None:
 
 
 def destroys(rank: int, world: int) -> Any:
-    merging = Merging(None, Sums())
+    merging = Merging(range(world), Sums())
     with listening() as told:
         done = train(merging, [0]) + merging.wait(10)
         dist.barrier()
@@ -438,9 +459,7 @@ def test_torch_distributed_may_be_destroyed_before_merging_ends(init: str) -> No
         assert len(told) == (0 if init == "file" else 1)
 
 
-def test_without_torch_distributed_one_is_told_what_was_expected(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match=r"expected torch\.distributed to be initialised"):
-        Merging(None, Sums())
+def test_another_torch_without_a_store_to_give_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(dist.distributed_c10d, "_get_default_store")
     with pytest.raises(RuntimeError, match=rf"_get_default_store, .* got torch {torch.__version__.split('+')[0]}"):
         default_store()

@@ -50,7 +50,7 @@ def test_groups_are_of_at_most_fan_ranks_nodes_first_and_their_first_ranks_go_on
 def merges_twice(rank: int, world: int, fan: int, seed: int) -> Any:
     found = []
     for elements in (3, 50):
-        merging = Merging(None, Sums(elements), fan=fan)
+        merging = Merging(range(world), Sums(elements), fan=fan)
         sleeps = random.Random(100 * seed + rank)
         done = []
         for number in (0, 10, 20):
@@ -95,7 +95,7 @@ def counts_collectives(rank: int, world: int) -> list[int]:
     dist.ProcessGroupGloo = Counting
     counts = []
     for elements in (10, 1000):
-        merging = Merging(None, Sums(elements), fan=2)
+        merging = Merging(range(world), Sums(elements), fan=2)
         merging.submit(Step(0, rank), 0)
         assert merging.wait(30)[0].ranks == (0, 1, 2, 3)
         merging.close()
@@ -116,13 +116,13 @@ def beside_other_groups(rank: int, world: int) -> Any:
         return x.item()
 
     groups = [dist.new_group([1, 3])]
-    first = Merging(None, Sums())
+    first = Merging(range(world), Sums())
     groups.append(dist.new_group([0, 1, 2]))
-    second = Merging(None, Sums(), fan=2)
-    pair = Merging(groups[0], Sums()) if rank in (1, 3) else None
+    second = Merging(range(world), Sums(), fan=2)
+    pair = Merging([1, 3], Sums()) if rank in (1, 3) else None
     if pair is None:
-        with pytest.raises(ValueError, match=f"expected a group that this rank, {rank}, is in"):
-            Merging(groups[0], Sums())
+        with pytest.raises(ValueError, match=rf"expected ranks with this one, {rank}, got \(1, 3\)"):
+            Merging([1, 3], Sums())
     every = [each for each in (first, second, pair) if each is not None]
     found = [train(merging, [0, 5]) for merging in every]
     groups.append(dist.new_group([2, 3]))
@@ -160,7 +160,7 @@ def sites_of(rank: int, step: int) -> dict[Site, Here]:
 
 
 def merges_real_steps(rank: int, world: int) -> Any:
-    merging = Merging(None, Steps(rank, BUDGET, True), fan=2)
+    merging = Merging(range(world), Steps(rank, BUDGET, True), fan=2)
     for step in (0, 1):
         made = drained(sites_of(rank, step), ExponentBins(), step=step, scalars={"loss": float(rank)})
         merging.submit(RealStep(made), step)
@@ -191,7 +191,7 @@ import torch.distributed as dist
 from hookstats.cluster.merging import Merging
 from tests.merged import Step, Sums
 dist.init_process_group("gloo")
-merging = Merging(None, Sums())
+merging = Merging([0, 1], Sums())
 merging.submit(Step(0, merging.rank), 0)
 (done,) = merging.wait(30)
 assert done.ranks == (0, 1), done

@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from hookstats._warn import WarnOnce
 from hookstats.cluster import protocol
@@ -78,23 +78,16 @@ class Merging(Generic[Step]):
     """
 
     def __init__(
-        self,
-        process_group: Any,
-        packing: Packing[Step],
-        fan: int = FAN,
-        patience: float = _PATIENCE,
+        self, ranks: Sequence[int], packing: Packing[Step], fan: int = FAN, patience: float = _PATIENCE
     ) -> None:
-        """process_group: names the ranks, None: all; it is not used. patience: seconds that others are waited for.
+        """ranks: of torch.distributed, which runs; this one among them. patience: seconds that others are waited for.
 
-        ValueError where torch.distributed is not initialised, or this rank is not in the group.
+        RuntimeError where this torch does not have what is needed.
         """
-        if not (c10d.is_available() and c10d.is_initialized()):
-            raise ValueError("process_group: expected torch.distributed to be initialised, got none")
         self.rank = c10d.get_rank()
-        if process_group is c10d.GroupMember.NON_GROUP_MEMBER:
-            raise ValueError(f"process_group: expected a group that this rank, {self.rank}, is in")
-        self.ranks = process_group if isinstance(process_group, tuple) else c10d.get_process_group_ranks(process_group)
-        self.ranks = tuple(sorted(self.ranks))
+        self.ranks = tuple(sorted(ranks))
+        if self.rank not in self.ranks:
+            raise ValueError(f"process_group: expected ranks with this one, {self.rank}, got {self.ranks}")
         self._packing = packing
         self._patience = patience
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -121,14 +114,16 @@ class Merging(Generic[Step]):
         """Merges a step with those of the same number on other ranks. Takes some microseconds, whatever they do."""
         begun = self._last[0] + (number <= self._last[1])  # numbers that go back: trained anew, on all ranks
         slot = _Slot(step, (begun, number))
-        if not self._thread.is_alive():  # nor is it in a fork
-            slot.merged = self._alone(slot)
-        elif self._waiting() >= _WAITING:
-            slot.merged = self._alone(slot)
-            self._told.append(("queue", f"{_WAITING} steps were waiting to be merged when step {number} came"))
         self._last = slot.moment
-        self._slots.append(slot)
-        self._wake.put(None)
+        if self._thread.is_alive():
+            if self._waiting() >= _WAITING:
+                slot.merged = self._alone(slot)
+                self._told.append(("queue", f"{_WAITING} steps were waiting to be merged when step {number} came"))
+            self._slots.append(slot)
+            self._wake.put(None)
+        else:  # as it is in a fork, too
+            slot.merged = self._alone(slot)
+            self._slots.append(slot)
 
     def arrived(self) -> list[Merged[Step]]:
         """What was submitted and is settled, in that order, each once. Tells what went wrong."""
@@ -156,7 +151,7 @@ class Merging(Generic[Step]):
 
     def close(self, timeout: float = 2.0) -> list[Merged[Step]]:
         """Ends merging: what is not settled after so many seconds is delivered alone. Again: does nothing."""
-        if self._process != os.getpid():  # a fork has no thread, and must not touch its parent's connections
+        if self._process != os.getpid():  # a fork has no thread, and maybe a lock that the thread held
             return []
         atexit.unregister(self.close)
         done = self.wait(timeout)
