@@ -189,12 +189,12 @@ def attach(
     watching = Watching(store, binder, parameters, scaling, handles, keeps, plan.trained, plan.device, ranks, joined)
     monitor = Monitor(watching, cadence, callables, on_finding)
     settings = _settings(model, monitor, plan, every, channels_every)
-    for recorder in monitor.recorders:
+    for begun, recorder in enumerate(monitor.recorders):
         try:
             is_of_all = joined is not None and not recorder.every_rank
             recorder.begin(settings | ({"rank": 0, "world_size": ranks.world_size} if is_of_all else {}))
         except Exception:
-            monitor.detach()
+            monitor.abandon(begun)
             raise
     _report(monitor, plan, None if example is None else binder.example_bytes, joined is not None)
     if too_much is not None:

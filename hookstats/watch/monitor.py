@@ -341,6 +341,12 @@ class Monitor:
         self._take_hooks_off()
         return self._delivery.fetch_all()
 
+    def abandon(self, begun: int) -> None:
+        """Takes the hooks off, where `attach` fails; so many of the recorders have begun, the others are not ours."""
+        del self._delivery.recorders[begun:]
+        self._stepped = True  # no step has begun, of which something could be kept
+        self._take_hooks_off()
+
     def _take_hooks_off(self, died: bool = False) -> None:
         """died: an error ended training."""
         for handle in self._handles:
