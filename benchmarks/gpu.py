@@ -34,7 +34,8 @@ SANITIZED = (
 )
 SANITIZED_FILES = ["tests/test_kernels.py", "tests/test_rows.py", "tests/test_tiers.py"]
 # Of HOOKSTATS_SMALL; a difference that is smaller than that between the first one and the last is none.
-VARIANTS = {"as it is": "0", "clusters": "1", "cut finer": "2", "clusters, cut finer": "3", "as it is, again": "0"}
+VARIANTS = {"as it is": "0", "clusters": "1", "cut finer": "2", "clusters, cut finer": "3", "started early": "4"}
+VARIANTS |= {"all three": "7", "as it is, again": "0"}
 TOOLS = ["memcheck", "racecheck", "synccheck", "initcheck"]
 
 
@@ -190,7 +191,7 @@ def sanitize(session: Session, tool: str, variant: str = "0") -> None:
     command = [program, "--tool", tool, "--error-exitcode", "99", *tests]
     # Freed memory goes back to the driver at once, so that an access past a tensor's end is seen.
     environment = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "HOOKSTATS_SMALL": variant}
-    name = tool if variant == "0" else f"{tool}, clusters"
+    name = tool if variant == "0" else f"{tool}, variants"
     session.run(name, command, most=70, needed=30, environment=environment)
 
 
@@ -205,10 +206,10 @@ def take_tests(session: Session) -> None:
     beside = session.start("all other tests", others, session.seconds, environment=outcomes)
     for tool in TOOLS:
         sanitize(session, tool)
-    clusters = pytest(4, "-m", "not gpu", "-k", "gpu", "tests/test_kernels.py", "tests/test_rows.py")
-    session.run("kernel tests, clusters", clusters, 60, environment=outcomes | {"HOOKSTATS_SMALL": "3"})
+    variants = pytest(4, "-m", "not gpu", "-k", "gpu", "tests/test_kernels.py", "tests/test_rows.py")
+    session.run("kernel tests, variants", variants, 60, environment=outcomes | {"HOOKSTATS_SMALL": "7"})
     for tool in ("memcheck", "racecheck"):
-        sanitize(session, tool, "3")
+        sanitize(session, tool, "7")
     session.run("demo", [sys.executable, "-m", "hookstats.demo", "--output", "build/demo"], 60)
     session.finish(beside)
 

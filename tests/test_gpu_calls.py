@@ -60,8 +60,8 @@ def test_the_tests_are_taken_in_the_order_of_what_they_tell(machine: Path) -> No
     tools = [line.split()[1] for line in ran if line.startswith("--tool")]
     assert tools == ["memcheck", "racecheck", "synccheck", "initcheck", "memcheck", "racecheck"]
     steps = record(machine / "out")["steps"]
-    clusters = ["kernel tests, clusters", "memcheck, clusters", "racecheck, clusters"]
-    beside = ["memcheck", "racecheck", "synccheck", "initcheck", *clusters, "demo", "all other tests"]
+    variants = ["kernel tests, variants", "memcheck, variants", "racecheck, variants"]
+    beside = ["memcheck", "racecheck", "synccheck", "initcheck", *variants, "demo", "all other tests"]
     assert [step["name"] for step in steps] == ["build", "tests of a GPU alone", "kernel tests", *beside]
     assert {step["status"] for step in steps} == {0}
 
@@ -76,8 +76,8 @@ def test_every_part_of_the_figures_is_taken_and_one_that_fails_stops_no_other(
     parts = list(gpu_figures.PARTS)
     assert sorted(figure["name"] for figure in found["figures"]) == sorted(parts)
     i = parts.index("small")
-    variants = ["as it is", "clusters", "cut finer", "clusters, cut finer", "as it is, again"]
-    parts[i : i + 1] = [f"small, {variant}" for variant in variants]
+    variants = ["as it is", "clusters", "cut finer", "clusters, cut finer", "started early", "all three"]
+    parts[i : i + 1] = [f"small, {variant}" for variant in [*variants, "as it is, again"]]
     assert [step["name"] for step in found["steps"]] == ["build", *parts]
     failed = [step for step in found["steps"] if step["status"] != 0]
     assert [(step["name"], step["status"], step["said"]) for step in failed] == [("peers compiled", 3, ["went wrong"])]
@@ -193,7 +193,7 @@ def test_the_parts_make_the_tables_of_the_page(tmp_path: Path, monkeypatch: pyte
         assert f"| {case.name} | " in page
     for name in (peers.OURS, "Python hooks, torch operators", "hookstats, off-step"):
         assert f"| {name} | " in page
-    assert "| as it is | clusters | cut finer | clusters, cut finer | as it is, again |" in page
+    assert f"| {' | '.join(gpu.VARIANTS)} |" in page
     assert "captured steps count: 20 replays, 5 of them measured" in page
     assert "- totals, sites: 1, channels: 150000: " in page
     assert "FAILED" not in page

@@ -14,7 +14,7 @@ import hookstats
 RECORD = Path(hookstats.__file__).with_name("_built.json")
 # Registers of a thread. 128: two blocks of 256 threads on a multiprocessor. Some kernels of doubles are let have one
 # (kBlocksAtOnce in csrc/cuda/block.h). The first pattern that a kernel's name shows decides.
-MOST_REGISTERS = {r"_kernelId.*KindE[23]": 168, r"accumulate_kernel|many_kernel|merge_kernel|totals_kernel": 128}
+MOST_REGISTERS = {r"_kernelId.*KindE[23]": 168, r"(accumulate|small|many|merge|totals)_kernel": 128}
 
 
 def kernels() -> list[dict[str, Any]]:
