@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import IO, Any
 
 ROOT = Path(__file__).parent.parent
+LOGS = ROOT / "build"
 SANITIZED = (
     "gpu and ((every_layout and bfloat16) or merge or flag or empty or two_runs or offset "
     "or many_parts or many_sites) and not torch.float16 and not torch.float64 and not float8"
@@ -59,8 +60,8 @@ class Session:
         self.what = what
         self.seconds = float(os.environ.get("SECONDS", "530"))
         results = os.environ.get("RESULTS")
-        (ROOT / "build").mkdir(exist_ok=True)
-        self.lines = Path(results or ROOT / "build") / f"gpu-{what}.jsonl"
+        LOGS.mkdir(exist_ok=True)
+        self.lines = Path(results or LOGS) / f"gpu-{what}.jsonl"
         self.records = Path(results or ROOT / "benchmarks" / "results")
         for folder in (self.lines.parent, self.records):
             folder.mkdir(parents=True, exist_ok=True)
@@ -83,7 +84,7 @@ class Session:
             self.write(not_run=f"{name}: {max(limit, 0):.0f} s were left")
             return None
         print(f"== {name}: {' '.join(command)}", flush=True)
-        log = ROOT / "build" / f"gpu-{name.replace(' ', '-').replace(',', '')}.log"
+        log = LOGS / f"gpu-{name.replace(' ', '-').replace(',', '')}.log"
         output = log.open("wb")
         process = subprocess.Popen(
             command,

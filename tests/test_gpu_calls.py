@@ -34,6 +34,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, text in (("python", PYTHON), ("compute-sanitizer", '#!/bin/sh\necho "$@" >> "$RAN"\n')):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
+    monkeypatch.setattr(gpu, "LOGS", tmp_path / "logs")  # this test may be part of a call whose logs are being written
     monkeypatch.setattr(gpu.sys, "executable", str(tmp_path / "python"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 6))
@@ -95,6 +96,7 @@ def test_without_a_build_nothing_else_is_run(machine: Path, monkeypatch: pytest.
 def test_when_time_ends_what_was_found_is_there_and_nothing_runs_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(gpu, "LOGS", tmp_path / "logs")
     monkeypatch.setenv("RESULTS", str(tmp_path))
     monkeypatch.setenv("SECONDS", "11")
     session = gpu.Session("bench")
