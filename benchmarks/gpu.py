@@ -28,13 +28,15 @@ from pathlib import Path
 from typing import IO, Any
 
 ROOT = Path(__file__).parent.parent
+LOGS = ROOT / "build"
 SANITIZED = (
     "gpu and ((every_layout and bfloat16) or merge or flag or empty or two_runs or offset "
     "or many_parts or many_sites) and not torch.float16 and not torch.float64 and not float8"
 )
 SANITIZED_FILES = ["tests/test_kernels.py", "tests/test_rows.py", "tests/test_tiers.py"]
 # Of HOOKSTATS_SMALL; a difference that is smaller than that between the first one and the last is none.
-VARIANTS = {"as it is": "0", "clusters": "1", "cut finer": "2", "clusters, cut finer": "3", "as it is, again": "0"}
+VARIANTS = {"as it is": "0", "clusters": "1", "cut finer": "2", "clusters, cut finer": "3", "started early": "4"}
+VARIANTS |= {"all three": "7", "as it is, again": "0"}
 TOOLS = ["memcheck", "racecheck", "synccheck", "initcheck"]
 
 
@@ -58,8 +60,8 @@ class Session:
         self.what = what
         self.seconds = float(os.environ.get("SECONDS", "530"))
         results = os.environ.get("RESULTS")
-        (ROOT / "build").mkdir(exist_ok=True)
-        self.lines = Path(results or ROOT / "build") / f"gpu-{what}.jsonl"
+        LOGS.mkdir(exist_ok=True)
+        self.lines = Path(results or LOGS) / f"gpu-{what}.jsonl"
         self.records = Path(results or ROOT / "benchmarks" / "results")
         for folder in (self.lines.parent, self.records):
             folder.mkdir(parents=True, exist_ok=True)
@@ -82,7 +84,7 @@ class Session:
             self.write(not_run=f"{name}: {max(limit, 0):.0f} s were left")
             return None
         print(f"== {name}: {' '.join(command)}", flush=True)
-        log = ROOT / "build" / f"gpu-{name.replace(' ', '-').replace(',', '')}.log"
+        log = LOGS / f"gpu-{name.replace(' ', '-').replace(',', '')}.log"
         output = log.open("wb")
         process = subprocess.Popen(
             command,
@@ -190,7 +192,7 @@ def sanitize(session: Session, tool: str, variant: str = "0") -> None:
     command = [program, "--tool", tool, "--error-exitcode", "99", *tests]
     # Freed memory goes back to the driver at once, so that an access past a tensor's end is seen.
     environment = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "HOOKSTATS_SMALL": variant}
-    name = tool if variant == "0" else f"{tool}, clusters"
+    name = tool if variant == "0" else f"{tool}, variants"
     session.run(name, command, most=70, needed=30, environment=environment)
 
 
@@ -205,10 +207,10 @@ def take_tests(session: Session) -> None:
     beside = session.start("all other tests", others, session.seconds, environment=outcomes)
     for tool in TOOLS:
         sanitize(session, tool)
-    clusters = pytest(4, "-m", "not gpu", "-k", "gpu", "tests/test_kernels.py", "tests/test_rows.py")
-    session.run("kernel tests, clusters", clusters, 60, environment=outcomes | {"HOOKSTATS_SMALL": "3"})
+    variants = pytest(4, "-m", "not gpu", "-k", "gpu", "tests/test_kernels.py", "tests/test_rows.py")
+    session.run("kernel tests, variants", variants, 60, environment=outcomes | {"HOOKSTATS_SMALL": "7"})
     for tool in ("memcheck", "racecheck"):
-        sanitize(session, tool, "3")
+        sanitize(session, tool, "7")
     session.run("demo", [sys.executable, "-m", "hookstats.demo", "--output", "build/demo"], 60)
     session.finish(beside)
 

@@ -34,6 +34,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, text in (("python", PYTHON), ("compute-sanitizer", '#!/bin/sh\necho "$@" >> "$RAN"\n')):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
+    monkeypatch.setattr(gpu, "LOGS", tmp_path / "logs")  # this test may be part of a call whose logs are being written
     monkeypatch.setattr(gpu.sys, "executable", str(tmp_path / "python"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 6))
@@ -60,8 +61,8 @@ def test_the_tests_are_taken_in_the_order_of_what_they_tell(machine: Path) -> No
     tools = [line.split()[1] for line in ran if line.startswith("--tool")]
     assert tools == ["memcheck", "racecheck", "synccheck", "initcheck", "memcheck", "racecheck"]
     steps = record(machine / "out")["steps"]
-    clusters = ["kernel tests, clusters", "memcheck, clusters", "racecheck, clusters"]
-    beside = ["memcheck", "racecheck", "synccheck", "initcheck", *clusters, "demo", "all other tests"]
+    variants = ["kernel tests, variants", "memcheck, variants", "racecheck, variants"]
+    beside = ["memcheck", "racecheck", "synccheck", "initcheck", *variants, "demo", "all other tests"]
     assert [step["name"] for step in steps] == ["build", "tests of a GPU alone", "kernel tests", *beside]
     assert {step["status"] for step in steps} == {0}
 
@@ -76,8 +77,8 @@ def test_every_part_of_the_figures_is_taken_and_one_that_fails_stops_no_other(
     parts = list(gpu_figures.PARTS)
     assert sorted(figure["name"] for figure in found["figures"]) == sorted(parts)
     i = parts.index("small")
-    variants = ["as it is", "clusters", "cut finer", "clusters, cut finer", "as it is, again"]
-    parts[i : i + 1] = [f"small, {variant}" for variant in variants]
+    variants = ["as it is", "clusters", "cut finer", "clusters, cut finer", "started early", "all three"]
+    parts[i : i + 1] = [f"small, {variant}" for variant in [*variants, "as it is, again"]]
     assert [step["name"] for step in found["steps"]] == ["build", *parts]
     failed = [step for step in found["steps"] if step["status"] != 0]
     assert [(step["name"], step["status"], step["said"]) for step in failed] == [("peers compiled", 3, ["went wrong"])]
@@ -95,6 +96,7 @@ def test_without_a_build_nothing_else_is_run(machine: Path, monkeypatch: pytest.
 def test_when_time_ends_what_was_found_is_there_and_nothing_runs_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(gpu, "LOGS", tmp_path / "logs")
     monkeypatch.setenv("RESULTS", str(tmp_path))
     monkeypatch.setenv("SECONDS", "11")
     session = gpu.Session("bench")
@@ -193,7 +195,7 @@ def test_the_parts_make_the_tables_of_the_page(tmp_path: Path, monkeypatch: pyte
         assert f"| {case.name} | " in page
     for name in (peers.OURS, "Python hooks, torch operators", "hookstats, off-step"):
         assert f"| {name} | " in page
-    assert "| as it is | clusters | cut finer | clusters, cut finer | as it is, again |" in page
+    assert f"| {' | '.join(gpu.VARIANTS)} |" in page
     assert "captured steps count: 20 replays, 5 of them measured" in page
     assert "- totals, sites: 1, channels: 150000: " in page
     assert "FAILED" not in page

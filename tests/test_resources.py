@@ -17,7 +17,7 @@ RECORD = Path(hookstats.__file__).with_name("_built.json")
 MOST_REGISTERS = {
     r"checksum_kernel": 64,
     r"_kernelId.*KindE[23]": 168,
-    r"accumulate_kernel|many_kernel|merge_kernel|totals_kernel": 128,
+    r"(accumulate|small|many|merge|totals)_kernel": 128,
 }
 
 

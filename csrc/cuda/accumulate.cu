@@ -13,7 +13,7 @@ constexpr int64_t kWave = 264, kMostWaves = kBlocks / kWave;
 constexpr int64_t kBlockBytes = 128 << 10, kFinerBlockBytes = 32 << 10;
 
 struct GridPlace {
-  static constexpr bool kMayBeInCluster = true;
+  static constexpr bool kMayBeInCluster = false;
   __device__ unsigned group() const { return blockIdx.x; }
   __device__ unsigned part() const { return blockIdx.y; }
 };
@@ -24,6 +24,23 @@ __global__ void __launch_bounds__(kThreads, kBlocksAtOnce<scalar_t, kind, (kPack
     accumulate_kernel(const scalar_t* data, const Job job, const Launch launch) {
   run_block<scalar_t, kPack, kPlaces, Walker, kind, kFlight>(data, job, launch, GridPlace{});
 }
+
+// The same for what is tried with small tensors (cluster.h), of rows of 2- and 4-byte values. Beside the other one: in
+// one kernel with it, it cost that one registers.
+struct ClusterPlace : GridPlace {
+  static constexpr bool kMayBeInCluster = true;
+};
+template <class scalar_t, HistogramKind kind>
+__global__ void __launch_bounds__(kThreads, kBlocksAtOnce<scalar_t, kind, false>)
+    small_kernel(const scalar_t* data, const Job job, const Launch launch) {
+  constexpr int kPack = kPackOf<scalar_t>;
+  wait_for_kernel_before();
+  run_block<scalar_t, kPack, kPack, LineWalker, kind, kInFlight>(data, job, launch, ClusterPlace{});
+}
+template <class scalar_t, int kPlaces, template <class> class Walker, HistogramKind kind>
+constexpr bool kHasSmallKernel =
+    (sizeof(scalar_t) == 2 || sizeof(scalar_t) == 4) && kPlaces == kPackOf<scalar_t> &&
+    std::is_same_v<Walker<scalar_t>, LineWalker<scalar_t>> && kind != HistogramKind::linear;
 
 template <class scalar_t, int kPack, int kPlaces, template <class> class Walker>
 cudaError_t launch_accumulate(const void* data, const Job& job, const Launch& to, int shared_memory) {
@@ -36,11 +53,15 @@ cudaError_t launch_accumulate(const void* data, const Job& job, const Launch& to
       constexpr int kBytes = Shared<scalar_t, kPack, kPlaces, Walker, k, kFlight>::kBytes;
       const auto stream = static_cast<cudaStream_t>(to.stream);
       const auto* values = static_cast<const scalar_t*>(data);
-      const bool are_few = job.parts > 1 && job.parts <= kMostInCluster;
-      if ((small_variant() & k_clusters) && are_few && has_clusters(kernel, to.device)) {
-        Job in_cluster = job;
-        in_cluster.in_cluster = true;
-        return launch_clusters(kernel, grid, block, kBytes, stream, values, in_cluster, to);
+      if constexpr (kHasSmallKernel<scalar_t, kPlaces, Walker, k> && kFlight == kInFlight) {
+        const bool in_cluster = (small_variant() & k_clusters) && job.parts > 1 && job.parts <= kMostInCluster;
+        const bool early = small_variant() & k_early;
+        const auto small = small_kernel<scalar_t, k>;
+        if ((in_cluster || early) && may_launch_as(small, to.device)) {
+          Job other = job;
+          other.in_cluster = in_cluster;
+          return launch_as(in_cluster, early, small, grid, block, kBytes, stream, values, other, to);
+        }
       }
       return launch(kernel, grid, block, kBytes, stream, values, job, to);
     });

@@ -128,12 +128,11 @@ __device__ __forceinline__ void run_block(const scalar_t* data, const Job& job, 
   const Geometry geometry = job.geometry;
   const int64_t channels = job.layout.channels;
   const int64_t first_channel = int64_t(place.group()) * geometry.lanes * kPlaces;
-  int64_t count = job.layout.count, share = job.share, packs = job.packs;
+  int64_t count = job.layout.count, share = job.share;
   if constexpr (Walker<scalar_t>::kKnowsLists) {
     if (job.layout.kept) {  // the same parts share what there is
       count = *job.layout.kept * job.layout.row_size();
       share = share_of(count, job.parts, geometry);
-      packs = share / geometry.groups;
     }
   }
 
@@ -143,13 +142,10 @@ __device__ __forceinline__ void run_block(const scalar_t* data, const Job& job, 
   const int64_t first = place.part() * share + group, stop = (place.part() + 1) * share;
   const int64_t end = stop < count ? stop : count;
   const bool reads = group < geometry.groups && lane_channel < channels && first < end;
-  typename Sizes::Reads reader(shared, ring, thread, data + (reads ? lane_channel * job.layout.channel_stride : 0),
-                               job.layout, first, geometry.groups,
-                               !reads          ? 0
-                               : stop <= count ? int(packs)
-                                               : int((end - first + geometry.groups - 1) / geometry.groups),
-                               exchanges<kPlaces>(geometry, thread),
-                               int(channels - lane_channel < kPlaces ? channels - lane_channel : kPlaces));
+  typename Sizes::Reads reader(
+      shared, ring, thread, data + (reads ? lane_channel * job.layout.channel_stride : 0), job.layout, first,
+      geometry.groups, reads ? int((end - first + geometry.groups - 1) / geometry.groups) : 0,
+      exchanges<kPlaces>(geometry, thread), int(channels - lane_channel < kPlaces ? channels - lane_channel : kPlaces));
 
   const Histogram histogram(reinterpret_cast<unsigned*>(dynamic), job.state, geometry, first_channel, thread);
   const NonFinite nonfinite(nonfinite_counts, thread);
@@ -207,7 +203,7 @@ __device__ __forceinline__ void run_block(const scalar_t* data, const Job& job, 
     }
   } else if (on) {
     const int at_once = Histogram::kMostRows / geometry.groups / Sizes::Reads::kTilePacks * Sizes::Reads::kTilePacks;
-    const int64_t most = geometry.lanes_first ? packs : 0;
+    const int64_t most = geometry.lanes_first ? divide_up(share, geometry.groups) : 0;
     for (int64_t until = at_once;; until += at_once) {
       reader.read(geometry.lanes_first ? int(until) : INT32_MAX, histogram, nonfinite, lane * kPlaces);
       __syncthreads();

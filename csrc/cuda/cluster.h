@@ -1,5 +1,6 @@
-// Blocks that meet in their shared memory: a cluster, whose blocks run at the same time side by side (compute
-// capability 9.0 and newer). Elsewhere blocks meet in device memory (fold.h), with the same results.
+// What GPUs have from compute capability 9.0 on. A cluster: blocks that run at the same time and meet in their shared
+// memory; elsewhere they meet in device memory (fold.h), with the same results. And kernels that are started while the
+// one before them ends.
 #pragma once
 
 #include "device.h"
@@ -28,22 +29,39 @@ __device__ inline const T* in_block(const T* shared, [[maybe_unused]] unsigned r
 #endif
 }
 
-// The blocks of a column of the grid are a cluster.
+// In a kernel that may be started early, before anything is read or written: waits until the kernel before it has ended
+// and what that one has written is seen. Does nothing where it was started as ever.
+__device__ inline void wait_for_kernel_before() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// in_cluster: the blocks of a column of the grid are a cluster. early: the kernel is started while the one before ends.
 template <class... Params, class... Args>
-void start_clusters(void (*kernel)(Params...), dim3 grid, dim3 block, int shared_bytes, cudaStream_t stream,
-                    const Args&... args) {
-  cudaLaunchAttribute cluster{};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim.x = cluster.val.clusterDim.z = 1;
-  cluster.val.clusterDim.y = grid.y;
+void start_as(bool in_cluster, bool early, void (*kernel)(Params...), dim3 grid, dim3 block, int shared_bytes,
+              cudaStream_t stream, const Args&... args) {
+  cudaLaunchAttribute attributes[2] = {};
+  unsigned count = 0;
+  if (in_cluster) {
+    auto& cluster = attributes[count++];
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim.x = cluster.val.clusterDim.z = 1;
+    cluster.val.clusterDim.y = grid.y;
+  }
+  if (early) {
+    auto& serialization = attributes[count++];
+    serialization.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    serialization.val.programmaticStreamSerializationAllowed = 1;
+  }
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
   config.blockDim = block;
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
-  config.attrs = &cluster;
-  config.numAttrs = 1;
-  (void)cudaLaunchKernelEx(&config, kernel, args...);  // `launch_clusters` asks for the error
+  config.attrs = attributes;
+  config.numAttrs = count;
+  (void)cudaLaunchKernelEx(&config, kernel, args...);  // `launch_as` asks for the error
 }
 
 }  // namespace hookstats::cuda
@@ -56,7 +74,7 @@ namespace hookstats::cuda {
 constexpr unsigned kMostInCluster = 4;
 
 // What is tried with small tensors, by HOOKSTATS_SMALL, bits: make gpu-bench measures all side by side.
-enum Small : int { k_clusters = 1, k_finer = 2 };
+enum Small : int { k_clusters = 1, k_finer = 2, k_early = 4 };
 inline int& small_variant() {
   static int bits = [] {
     const char* asked = std::getenv("HOOKSTATS_SMALL");
@@ -65,10 +83,10 @@ inline int& small_variant() {
   return bits;
 }
 
-// Whether a kernel may be launched in clusters: the GPU has them, and what it runs was not compiled from the PTX of an
-// older one, which has no code for them.
+// Whether a kernel may be launched so: the GPU can, and what it runs was not compiled from the PTX of an older one,
+// which has no code for it.
 template <class Kernel>
-bool has_clusters(Kernel* kernel, int device) {
+bool may_launch_as(Kernel* kernel, int device) {
   int major = 0;
   cudaFuncAttributes of{};
   if (message(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device)) || major < 9) return false;
@@ -77,11 +95,11 @@ bool has_clusters(Kernel* kernel, int device) {
 
 // As `launch`.
 template <class... Params, class... Args>
-cudaError_t launch_clusters(void (*kernel)(Params...), dim3 grid, dim3 block, int shared_bytes, cudaStream_t stream,
-                            const Args&... args) {
+cudaError_t launch_as(bool in_cluster, bool early, void (*kernel)(Params...), dim3 grid, dim3 block, int shared_bytes,
+                      cudaStream_t stream, const Args&... args) {
   const auto error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
   if (error != cudaSuccess) return error;
-  start_clusters(kernel, grid, block, shared_bytes, stream, args...);
+  start_as(in_cluster, early, kernel, grid, block, shared_bytes, stream, args...);
   return cudaGetLastError();
 }
 

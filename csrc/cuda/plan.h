@@ -20,7 +20,6 @@ struct Job {
   Geometry geometry;
   unsigned groups, parts;
   int64_t share;          // packs of a channel in one part
-  int64_t packs;          // of them, a thread's: divided here, where no block waits for a division of 64 bits
   int64_t first_partial;  // in the launch's scratch: [parts, kMoments, channels]
   int64_t first_arrival;  // [groups, words]
   unsigned words;
@@ -83,7 +82,7 @@ Access access(Layout& layout, bool aligned) {
 
 // A job of one part. `plane_groups`: threads that share a channel where channels do not lie side by side.
 inline Job job_of(const Layout& layout, const State& state, bool rows, int places, int plane_groups) {
-  Job job{layout, state, {}, 0, 1, 0, 0, 0, 0, 0, false};
+  Job job{layout, state, {}, 0, 1, 0, 0, 0, 0, false};
   Geometry& geometry = job.geometry;
   geometry.lanes_first = rows;
   if (rows) {
@@ -108,7 +107,6 @@ HOOKSTATS_HD inline int64_t share_of(int64_t count, int64_t parts, const Geometr
 // Cuts the elements into about `parts`, each with something to read.
 inline void cut(Job& job, int64_t parts) {
   job.share = share_of(job.layout.count, parts, job.geometry);
-  job.packs = job.share / job.geometry.groups;
   job.parts = unsigned(divide_up(job.layout.count, job.share));
   job.words = unsigned(divide_up(job.parts, kFan)) + 1;
 }

@@ -388,12 +388,13 @@ void start(void (*kernel)(Params...), dim3 grid, dim3 block, int shared_bytes, c
 }
 
 template <class... Params, class... Args>
-void start_clusters(void (*kernel)(Params...), dim3 grid, dim3 block, int shared_bytes, cudaStream_t,
-                    const Args&... args) {
+void start_as(bool in_cluster, bool, void (*kernel)(Params...), dim3 grid, dim3 block, int shared_bytes, cudaStream_t,
+              const Args&... args) {
   cuda_on_cpu::dynamic_shared_bytes = shared_bytes;
-  cuda_on_cpu::run(grid, block, [&] { kernel(args...); }, grid.y);
-  ++cuda_on_cpu::cluster_launches;
+  cuda_on_cpu::run(grid, block, [&] { kernel(args...); }, in_cluster ? grid.y : 1);
+  cuda_on_cpu::cluster_launches += in_cluster;
 }
+inline void wait_for_kernel_before() {}
 inline void cluster_barrier(int line = __builtin_LINE()) { cuda_on_cpu::Block::current->barrier(line, true); }
 template <class T>
 const T* in_block(const T* shared, unsigned rank) {

@@ -71,7 +71,7 @@ int64_t run_faulty(const std::string& name) {
                                                    : overrun_kernel;
   int64_t out = 0;
   if (name.find("cluster") != std::string::npos) {
-    hookstats::cuda::launch_clusters(kernel, dim3(1, 2), dim3(64), 0, nullptr, &out);
+    hookstats::cuda::launch_as(true, false, kernel, dim3(1, 2), dim3(64), 0, nullptr, &out);
   } else {
     hookstats::cuda::launch(kernel, dim3(1), dim3(64), 0, nullptr, &out);
   }
