@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch._dynamo
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor.utils import run_and_get_code
 
 import hookstats
 from hookstats import ExponentBins, Snapshot
@@ -230,3 +231,74 @@ def test_a_twin_that_is_compiled_first_does_not_take_the_measuring_away(blocks: 
         model(x).sum().backward()
     taken = mon.snapshot()
     assert {site: taken[site].calls for site in mon.sites} == dict.fromkeys(mon.sites, 2)
+
+
+class Passed(torch.nn.Module):
+    """Puts out what came in, or made what goes out in a graph that has ended."""
+
+    def __init__(self, breaks: bool) -> None:
+        super().__init__()
+        self.up = torch.nn.Linear(16, 16)
+        self.breaks = breaks
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.breaks:
+            x = self.up(x)
+            torch._dynamo.graph_break()
+        return x
+
+
+class Twice(torch.nn.Module):
+    def __init__(self, breaks: bool) -> None:
+        super().__init__()
+        self.first, self.passed, self.head = torch.nn.Linear(16, 16), Passed(breaks), torch.nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.passed(self.first(x))
+        torch._dynamo.graph_break()
+        return self.head(y) + y.sin().mean(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("breaks", [False, True])
+def test_the_gradient_of_what_comes_into_a_graph_from_outside_is_that_of_all_its_uses(
+    breaks: bool, backend: str
+) -> None:
+    found = []
+    for run_compiled in (False, True):
+        torch.manual_seed(0)
+        model = Twice(breaks)
+        mon = hookstats.attach(model, ["first", "passed"], tensors=OF_OUTPUTS, every=1)
+        if run_compiled:
+            model.passed.compile(backend=backend)
+        (torch.compile(model, backend=backend) if run_compiled else model)(batches()[0]).square().sum().backward()
+        found.append(mon.snapshot())
+        mon.detach()
+    eager, compiled = found
+    assert set(compiled.order) == set(eager.order) == {(n, t) for n in ("first", "passed") for t in OF_OUTPUTS}
+    for site in eager.order:
+        assert compiled[site].calls == eager[site].calls
+        assert compiled[site].total.l2_norm == pytest.approx(eager[site].total.l2_norm, rel=1e-5)
+
+
+def test_a_cpp_wrapper_calls_the_operators_without_python() -> None:
+    found, code = [], []
+    for run_compiled in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.Tanh())
+        mon = hookstats.attach(model, tensors=OF_OUTPUTS, every=1)
+        if run_compiled:
+            run = torch.compile(model, fullgraph=True)
+            with torch._inductor.config.patch(cpp_wrapper=True):
+                _, code = run_and_get_code(lambda run=run: run(batches()[0]).square().sum().backward())
+        else:
+            model(batches()[0]).square().sum().backward()
+        found.append(mon.snapshot())
+    eager, compiled = found
+    assert set(compiled.order) == set(eager.order)
+    for site in eager.order:
+        assert compiled[site].calls == 1
+        assert compiled[site].total.count == eager[site].total.count
+        assert compiled[site].total.l2_norm == pytest.approx(eager[site].total.l2_norm, rel=1e-6)
+    for text, operator in zip(code, ("fold_output", "fold_gradient"), strict=True):
+        assert text.count(f'aoti_torch_call_dispatcher("hookstats::{operator}"') == 2
