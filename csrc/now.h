@@ -120,19 +120,22 @@ class __attribute__((visibility("hidden"))) Now {
     if (monitors_.empty()) answers_.clear();
   }
 
-  // The rows that count of what a thread measures for a monitor; None: all.
-  void set_rows(unsigned long thread, int64_t number, const py::object& rows) {
-    const py::object before = rows_of(thread);
-    py::dict after = before.attr("copy")();  // an answer may hold the one before
-    if (rows.is_none()) {
-      after.attr("pop")(number, py::none());
-    } else {
-      after[py::int_(number)] = rows;
+  // The rows that count of what a thread measures for a monitor, just written; none: all.
+  void set_rows(unsigned long thread, int64_t number, const std::vector<std::pair<at::Tensor, at::Tensor>>& rows) {
+    auto after = std::make_shared<AllRows>(*rows_of(thread));  // an answer may hold the one before
+    after->by_number = after->by_number.attr("copy")();
+    after->made.erase(number);
+    after->by_number.attr("pop")(number, py::none());
+    for (const auto& [row_index, kept] : rows) {
+      auto made = std::make_shared<MadeOn>(row_index.device());
+      made->written();
+      after->made[number].push_back({row_index, kept, std::move(made)});
     }
-    if (after.empty()) {
+    if (!rows.empty()) after->by_number[py::int_(number)] = py::tuple(py::cast(rows));
+    if (after->made.empty()) {
       rows_.erase(thread);
     } else {
-      rows_[thread] = after;
+      rows_[thread] = std::move(after);
     }
   }
 
@@ -145,8 +148,14 @@ class __attribute__((visibility("hidden"))) Now {
     return std::find(left_out.begin(), left_out.end(), &monitor) != left_out.end();
   }
 
-  // By Ignoring.number.
-  py::dict rows() { return answer().rows; }
+  // By Ignoring.number. Whoever asks goes on to use them on the current stream, where they come behind their writing.
+  py::dict rows() {
+    const auto all = answer().rows;
+    for (const auto& [number, made] : all->made) {
+      for (const Rows& each : made) each.made->used_here({each.row_index, each.kept});
+    }
+    return all->by_number;
+  }
   size_t monitors() const { return monitors_.size(); }
 
  private:
@@ -154,19 +163,24 @@ class __attribute__((visibility("hidden"))) Now {
     std::shared_ptr<const Enabled> enabled;
     bool always;
   };
+  struct AllRows {  // never changed, as answers hold it
+    py::dict by_number;
+    std::map<int64_t, std::vector<Rows>> made;
+  };
+  using Kept = std::shared_ptr<const AllRows>;
   struct Answer {
     uint64_t thread, node;  // where it was given first, and the number of the next node there
     bool measured;
     std::vector<const Enabled*> left_out;
-    py::dict rows;
+    Kept rows;
 
     bool is_like(const Answer& other) const {
-      return thread == other.thread && measured == other.measured && left_out == other.left_out && rows.is(other.rows);
+      return thread == other.thread && measured == other.measured && left_out == other.left_out && rows == other.rows;
     }
   };
-  static constexpr size_t kKept = 32;  // forwards in different states whose backward is still to come
+  static constexpr size_t kMost = 32;  // forwards in different states whose backward is still to come
 
-  py::dict rows_of(unsigned long thread) const {
+  Kept rows_of(unsigned long thread) const {
     const auto found = rows_.find(thread);
     return found == rows_.end() ? none_ : found->second;
   }
@@ -199,14 +213,14 @@ class __attribute__((visibility("hidden"))) Now {
         std::find_if(answers_.rbegin(), answers_.rend(), [&](const Answer& each) { return each.thread == now.thread; });
     if (before != answers_.rend() && before->is_like(now)) return *before;
     answers_.push_back(now);
-    if (answers_.size() > kKept) answers_.pop_front();
+    if (answers_.size() > kMost) answers_.pop_front();
     return now;
   }
 
   std::vector<Monitor> monitors_;
-  std::map<unsigned long, py::dict> rows_;  // by thread; never changed, as answers hold them
-  std::deque<Answer> answers_;              // the oldest first
-  py::dict none_;
+  std::map<unsigned long, Kept> rows_;  // by thread
+  std::deque<Answer> answers_;          // the oldest first
+  Kept none_ = std::make_shared<AllRows>();
 };
 
 // One monitor's part of it, as an object of its own, because guards look at attributes.

@@ -147,11 +147,13 @@ def test_memory_made_late_on_one_stream_is_clear_when_another_one_uses_it() -> N
         assert [snapshot[name, "output"].calls for name in "12"] == [1, 1]
 
 
-def test_rows_that_are_ignored_are_known_on_every_stream() -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+def test_rows_that_are_ignored_are_known_on_every_stream(compiled: bool) -> None:
     model = nn.Linear(64, 64).cuda()
     mon = hookstats.attach(model, tensors="output", every=1)
     x, busy = torch.randn(5000, 64, device="cuda"), torch.randn(4096, 4096, device="cuda")
-    model(x)
+    run = torch.compile(model, backend="aot_eager") if compiled else model
+    run(x)
     for _ in range(5):
         mon.reset()
         skip = torch.rand(5000, device="cuda") < 0.5
@@ -159,7 +161,7 @@ def test_rows_that_are_ignored_are_known_on_every_stream() -> None:
         for _ in range(20):
             busy = busy @ busy  # the rows are listed behind this
         with mon.ignore(skip), torch.cuda.stream(torch.cuda.Stream()):
-            model(x)
+            run(x)
         torch.cuda.synchronize()
         check(mon.snapshot()["", "output"], model(x)[~skip].detach(), -1)
 

@@ -61,7 +61,7 @@ class Ignoring:
         finally:
             with self._store.lock:
                 self._entered.remove(entered)
-                _native.now.set_rows(entered.thread, self.number, None)
+                _native.now.set_rows(entered.thread, self.number, [])
                 self.refresh()
             concerned, others = entered.counted.met
             if others and not concerned and not has_compiled():  # what a graph measures is not seen here
@@ -77,7 +77,7 @@ class Ignoring:
             for entered in {entered.thread: entered for entered in self._entered}.values():
                 rows = self._counted(entered)
                 entered.counted.set_rows(rows)
-                _native.now.set_rows(entered.thread, self.number, tuple(rows) or None)
+                _native.now.set_rows(entered.thread, self.number, rows)
             self._store.flags.enabled.count([entered.counted for entered in self._entered])
 
     def _counted(self, entered: _Entered) -> list[Rows]:
