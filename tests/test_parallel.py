@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
@@ -107,12 +107,25 @@ def fsdp(rank: int, world: int, attach_first: bool, dtype: torch.dtype) -> None:
     assert snapshot["2.weight", "param_grad"].channels.count.tolist() == [16] * 7  # 2 + 2 + 2 + 1 rows
 
 
+def flat(rank: int, world: int) -> None:
+    """FSDP1: one-dimensional pieces of parameters, which begin and end anywhere."""
+    inner = mlp()
+    model = FullyShardedDataParallel(inner, use_orig_params=True, device_id=torch.device("cpu"))
+    monitor, kept = attached(model), Kept(inner, MLP)
+    trained(monitor, model, batch(rank), kept)
+    snapshot, told = check_all(model, monitor, kept, lambda site: [[r] for r in range(world)])
+    assert not told
+    assert snapshot["0.weight", "param"].total.count == 8 * 16
+    assert snapshot["0.weight", "param"].calls == 1
+
+
 def is_matrix(site: tuple[str, str]) -> bool:
     return site[0].endswith("weight") and "param" in site[1]
 
 
 def data_parallel(rank: int, world: int) -> None:
     ddp(rank, world)
+    flat(rank, world)
     fsdp(rank, world, False, torch.float32)
     fsdp(rank, world, True, torch.bfloat16)
 
