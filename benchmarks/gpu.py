@@ -33,6 +33,8 @@ SANITIZED = (
     "or many_parts or many_sites) and not torch.float16 and not torch.float64 and not float8"
 )
 SANITIZED_FILES = ["tests/test_kernels.py", "tests/test_rows.py", "tests/test_tiers.py"]
+# Of HOOKSTATS_SMALL; a difference that is smaller than that between the first one and the last is none.
+VARIANTS = {"as it is": "0", "clusters": "1", "cut finer": "2", "clusters, cut finer": "3", "as it is, again": "0"}
 TOOLS = ["memcheck", "racecheck", "synccheck", "initcheck"]
 
 
@@ -167,16 +169,19 @@ def build(session: Session, capability: str) -> bool:
     return True
 
 
-def pytest(session: Session, processes: int, *arguments: str) -> list[str]:
+def pytest(processes: int, *arguments: str) -> list[str]:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "benchmarks.outcomes", "--durations", "8"]
+    command += ["--continue-on-collection-errors"]  # of packages that are missing there
     if find_spec("xdist"):
         command += ["-n", str(min(processes, os.cpu_count() or 1))]
     if find_spec("pytest_timeout"):
         command += ["--timeout", "90"]
+    if not find_spec("transformers"):
+        command += ["--ignore", "tests/test_transformers.py"]
     return [*command, *arguments]
 
 
-def sanitize(session: Session, tool: str) -> None:
+def sanitize(session: Session, tool: str, variant: str = "0") -> None:
     program = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     if not Path(program).exists():
         session.write(not_run=f"{tool}: compute-sanitizer was not found")
@@ -184,32 +189,42 @@ def sanitize(session: Session, tool: str) -> None:
     tests = [sys.executable, "-m", "pytest", "-q", "-x", *SANITIZED_FILES, "-k", SANITIZED]
     command = [program, "--tool", tool, "--error-exitcode", "99", *tests]
     # Freed memory goes back to the driver at once, so that an access past a tensor's end is seen.
-    session.run(tool, command, most=70, needed=30, environment={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
+    environment = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "HOOKSTATS_SMALL": variant}
+    name = tool if variant == "0" else f"{tool}, clusters"
+    session.run(name, command, most=70, needed=30, environment=environment)
 
 
 def take_tests(session: Session) -> None:
     """What only a GPU can show; every kernel test on it; then everything else, beside the sanitizers."""
     outcomes = {"OUTCOMES": str(session.lines)}
     first = ["tests/test_gpu_streams.py", "tests/test_cuda_graphs.py"]
-    session.run("tests of a GPU alone", pytest(session, 4, "-m", "gpu", *first, "tests"), 150, environment=outcomes)
-    kernels = pytest(session, 8, "-m", "not gpu", "-k", "gpu", "tests")
+    session.run("tests of a GPU alone", pytest(4, "-m", "gpu", *first, "tests"), 150, environment=outcomes)
+    kernels = pytest(8, "-m", "not gpu", "-k", "gpu", "tests")
     session.run("kernel tests", kernels, 120, environment=outcomes)
-    ignored = [] if find_spec("transformers") else ["--ignore", "tests/test_transformers.py"]
-    others = pytest(session, 10, "-m", "not gpu", "-k", "not gpu", *ignored, "tests")
+    others = pytest(10, "-m", "not gpu", "-k", "not gpu", "tests")
     beside = session.start("all other tests", others, session.seconds, environment=outcomes)
     for tool in TOOLS:
         sanitize(session, tool)
+    clusters = pytest(4, "-m", "not gpu", "-k", "gpu", "tests/test_kernels.py", "tests/test_rows.py")
+    session.run("kernel tests, clusters", clusters, 60, environment=outcomes | {"HOOKSTATS_SMALL": "3"})
+    for tool in ("memcheck", "racecheck"):
+        sanitize(session, tool, "3")
     session.run("demo", [sys.executable, "-m", "hookstats.demo", "--output", "build/demo"], 60)
     session.finish(beside)
 
 
 def take_figures(session: Session) -> None:
     """Each part in a process of its own; those that issues wait for first."""
-    parts = [("first use", 30), ("kernels", 120), ("peers eager", 110), ("peers compiled", 150)]
-    parts += [("many", 40), ("contenders", 120), ("training", 150)]
+    parts = [("first use", 30), ("kernels", 120), ("peers eager", 110), ("small", 30), ("peers compiled", 150)]
+    parts += [("totals", 20), ("many", 40), ("contenders", 120), ("training", 150)]
     for part, most in parts:
         command = [sys.executable, "-m", "benchmarks.gpu_figures", part, str(session.lines)]
-        session.run(part, command, most, needed=20)
+        if part != "small":
+            session.run(part, command, most)
+            continue
+        for variant, bits in VARIANTS.items():
+            environment = {"HOOKSTATS_SMALL": bits, "VARIANT": variant}
+            session.run(f"{part}, {variant}", command, most, environment=environment)
 
 
 def main(what: str) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import json
 import math
+import os
 import shutil
 import subprocess
 import sys
@@ -22,6 +23,7 @@ import torch
 
 from benchmarks.contenders import MANY, Case, check, contenders, many_contenders
 from hookstats import _native
+from hookstats.numbers.fields import FIELDS
 
 ROOT = Path(__file__).parent.parent
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -61,6 +63,13 @@ AGAINST_FLOOR = [  # those that have a goal first
     Case("rows 512 MB bf16, ReLU", (65536, 4096), bf16, 1, values="relu"),
     Case("rows 512 MB bf16, constant", (65536, 4096), bf16, 1, values="constant"),
     Case("rows 512 MB fp32, mean 1e4", (32768, 4096), fp32, 1, values="mean"),
+]
+
+
+SMALL = [  # what HOOKSTATS_SMALL may change
+    *(case for case in AGAINST_FLOOR if case.bytes <= 32 << 20 and case.dtype in (bf16, fp32)),
+    Case("rows 2 MB bf16, 128 channels", (8192, 128), bf16, 1),
+    Case("NCHW 6 MB bf16", (16, 64, 56, 56), bf16, 1),
 ]
 
 
@@ -143,16 +152,18 @@ def reserve() -> None:
     _native.reserve_scratch(torch.zeros(1, device=DEVICE).device)
 
 
-def side_by_side(case: str, size: int, rows: list[tuple[str, float, str]], write: Write) -> None:
+def side_by_side(
+    case: str, size: int, rows: list[tuple[str, float, str]], write: Write, part: str = "figures", **more: str
+) -> None:
     """rows: name, microseconds and how they were taken; the first is the floor."""
     lowest = rows[0][1]
     for name, us, how in rows:
         figure = {"case": case, "bytes": size, "name": name, "median_us": us, "gb_per_s": size / us / 1e3}
-        write("figures", {**figure, "times_floor": us / lowest, "how": how})
+        write(part, {**figure, "times_floor": us / lowest, "how": how, **more})
         print(f"{case:34} {name:36} {us:10.2f} us {us / lowest:8.3f} x floor", flush=True)
 
 
-def case_figures(cases: list[Case], everything: bool, write: Write) -> None:
+def case_figures(cases: list[Case], everything: bool, write: Write, **where: str) -> None:
     reserve()
     floor = floor_reader()
     for case in here(cases):
@@ -170,8 +181,13 @@ def case_figures(cases: list[Case], everything: bool, write: Write) -> None:
             slow = not name.startswith(("hookstats", "read"))
             us, how = microseconds(run, tensors, 4 if slow else max(8, len(tensors)), 3 if slow else 7)
             rows.append((name, us, how))
-        side_by_side(case.name, case.bytes, rows, write)
+        side_by_side(case.name, case.bytes, rows, write, **where)
         del first, tensors, runs
+
+
+def small_figures(write: Write) -> None:
+    """Of the variant that this process was started for, which VARIANT names."""
+    case_figures(SMALL, False, write, part="small", group=os.environ.get("VARIANT", "as it is"))
 
 
 def many_figures(write: Write) -> None:
@@ -188,6 +204,16 @@ def many_figures(write: Write) -> None:
             rows.append((name, *microseconds(run, lists, 2 if name == "eager operators" else max(8, copies))))
         side_by_side(case, size, rows, write)
         del lists, whole
+
+
+def totals_figures(write: Write) -> None:
+    """What closes a step whose channels and histograms stay on the device: the totals of all sites."""
+    for sites, channels in ((200, 4096), (1, 150_000)):
+        moments = [torch.rand(len(FIELDS), channels, dtype=torch.float64, device=DEVICE) for _ in range(sites)]
+        counters = [torch.zeros(_native.COUNTERS, dtype=torch.int64, device=DEVICE) for _ in range(sites)]
+        us, how = microseconds(_native.Totals(moments, counters).take, [[]], 20)  # no block is cleared
+        write("totals", {"name": f"totals, sites: {sites}, channels: {channels}", "us": us, "how": how})
+        print(f"totals of {sites} sites of {channels} channels: {us:.2f} us ({how})", flush=True)
 
 
 def first_use(write: Write) -> None:
@@ -227,7 +253,9 @@ PARTS: dict[str, Callable[[Write], None]] = {
     "first use": first_use,
     "kernels": lambda write: case_figures(AGAINST_FLOOR, False, write),
     "peers eager": peer_figures(False),
+    "small": small_figures,
     "peers compiled": peer_figures(True),
+    "totals": totals_figures,
     "many": many_figures,
     "contenders": lambda write: case_figures(COMPARED, True, write),
     "training": training_figures,

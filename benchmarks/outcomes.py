@@ -49,6 +49,10 @@ class Outcomes:
     def pytest_xdist_node_collection_finished(self, node: Any, ids: list[str]) -> None:
         self._tests(ids)
 
+    def pytest_collectreport(self, report: Any) -> None:
+        if report.failed:
+            self._write({"test": report.nodeid, "outcome": "failed", "said": str(report.longrepr)[-2000:]})
+
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.when != "call" and report.outcome == "passed":
             return

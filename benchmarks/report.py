@@ -63,13 +63,31 @@ def gpu_page(path: Path, record: dict[str, Any]) -> list[str]:
         lines.append(row(case, *[number(names[n]["median_us"]) if n in names else "-" for n in (OURS[0], *others)]))
     floor = max((names["read floor"]["gb_per_s"] for names in cases.values()), default=None)
     lines += ["", *many_lines(cases, "us"), *training_lines(record.get("training", []), floor)]
-    return [*lines, *said_lines(record)]
+    return [*lines, *small_lines(record), *said_lines(record)]
+
+
+def small_lines(record: dict[str, Any]) -> list[str]:
+    """The variants of small tensors that HOOKSTATS_SMALL chooses among."""
+    variants = by_case(record.get("small", []), "group")
+    if not variants:
+        return []
+    lines = ["Small tensors, in variants of which the faster one is to stay; us of moments, norms, counts:", ""]
+    lines += [row("", "read", *variants), row("---", "---", *["---"] * len(variants))]
+    first = by_case([each for each in record["small"] if each["group"] == next(iter(variants))], "case")
+    for case, names in first.items():
+        cells = [number(names["read floor"]["median_us"])]
+        for variant in variants:
+            found = [f for f in record["small"] if (f["group"], f["case"], f["name"]) == (variant, case, OURS[0])]
+            cells += [f"{number(f['median_us'])} ({f['times_floor']:.2f})" for f in found] or ["-"]
+        lines.append(row(case, *cells))
+    return [*lines, ""]
 
 
 def said_lines(record: dict[str, Any]) -> list[str]:
     """What was shown beside times, and what could not be."""
     lines = [f"- {each['name'].replace('_', ' ')}: {each['said']}" for each in record.get("checks", [])]
     lines += [f"- {each['name']}: {each['ms']:.1f} ms" for each in record.get("first_use", [])]
+    lines += [f"- {each['name']}: {each['us']:.1f} us" for each in record.get("totals", [])]
     for each in record.get("not_measured", []):
         lines.append(f"- {each['group']}: {each['name']}: not measured: {each['why']}")
     lines += [f"- not run: {each}" for each in record.get("not_run", [])]

@@ -130,9 +130,7 @@ def state_of(shape: Shape, mesh: Mesh) -> State:
         assert parameter is not None
         rows = parameter.shape[0] if parameter.dim() > 1 else 1
         widths.append(max(1, math.ceil(rows / mesh.data)) if mesh.sharded and "experts" not in name else rows)
-    return State(
-        len(widths), sum(widths), sum(map(store.site_bytes, widths)), len(widths) * store.site_bytes(1)
-    )
+    return State(len(widths), sum(widths), sum(map(store.site_bytes, widths)), len(widths) * store.site_bytes(1))
 
 
 class Merge(NamedTuple):
@@ -245,7 +243,7 @@ def tables() -> list[str]:
         )
     lines += [
         "",
-        "| ranks | levels | groups up to | merge of 1,000 sites, ms, at 50 us | at 500 us | mean / deviation | variance | counts |",
+        "| ranks | levels | groups up to | ms at 50 us | ms at 500 us | error of mean / std | of variance | counts |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for ranks in (16, 64, 256, 1024, 4096, 16384):

@@ -31,7 +31,7 @@ at::Tensor checksums(at::TensorList tensors) {
                       " and ", each.device());
     TORCH_CHECK_VALUE(each.numel() == 0 || each.const_data_ptr(),
                       "hookstats: checksums: expected tensors with data, got one whose storage is empty");
-    held.push_back(each.resolve_conj().resolve_neg());
+    held.push_back(each.is_conj() || each.is_neg() ? each.resolve_conj().resolve_neg() : each);
     words.push_back(words_of(held.back()));
     if (words.back().element_bytes == 0) {  // more dimensions than a layout has that do not merge
       held.back() = held.back().contiguous();

@@ -161,6 +161,13 @@ struct Many {
   int64_t partials = 0, arrivals = 0;     // scratch of its own, as in Launch
 };
 
+// The plan of one launch that takes the totals of many states, of which large ones are cut.
+struct TotalsPlan {
+  int64_t states, blocks = 0, scratch = 0;
+  std::vector<unsigned char> table = {};
+};
+TotalsPlan plan_totals(const std::vector<State>& states);
+
 // Whether a tensor can be read so; those in packs and those value by value are read by launches of their own.
 enum class AmongMany : int { no, in_packs, by_value };
 
@@ -178,7 +185,9 @@ const char* ask(Versions& versions, int device);  // null, or what the CUDA runt
 const char* accumulate(const Input& input, const State& state, const Launch& launch);
 const char* accumulate(const Many& many, const void* table, const void* const* data, const Launch& launch);
 const char* merge(const State& into, const State& from, const Launch& launch);
-const char* totals(const State* states, int64_t count, int64_t* out, const Launch& launch);  // all on the device
+
+// `table` is a copy of the plan's on the device, `scratch` plan.scratch words there, all zero; `out` as on the CPU.
+const char* totals(const TotalsPlan& plan, const void* table, int64_t* scratch, int64_t* out, const Launch& launch);
 
 // Of at most kMany tensors of one dtype and one way of reading, and states with one kind of histogram. In the launch, a
 // tensor whose address is null is left out.

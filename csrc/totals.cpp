@@ -32,9 +32,10 @@ class Totals : public torch::CustomClassHolder {
     if (!runs_cuda_kernels(device)) return;
     // Out of pinned memory, in the stream's order: a step that takes totals does not wait, not even the first time.
     static_assert(std::is_trivially_copyable_v<State>);
-    const int64_t bytes = n * sizeof(State);
+    plan_ = cuda::plan_totals(states_);
+    const int64_t bytes = plan_.table.size();
     const auto table = at::empty({bytes}, at::TensorOptions().dtype(at::kByte).pinned_memory(device.is_cuda()));
-    memcpy(table.mutable_data_ptr(), states_.data(), bytes);
+    memcpy(table.mutable_data_ptr(), plan_.table.data(), bytes);
     stream_.emplace(device);
     table_ = table.to(device, at::kByte, /*non_blocking=*/true, /*copy=*/true);
     stream_->written();
@@ -51,9 +52,12 @@ class Totals : public torch::CustomClassHolder {
 #if defined(HOOKSTATS_CUDA_KERNELS)
     if (runs_cuda_kernels(device)) {
       const c10::DeviceGuard guard(device);
-      const auto* table = static_cast<const State*>(table_.const_data_ptr());
       stream_->used_here({table_});
-      check(cuda::totals(table, n, words, launch_on(device, std::nullopt)));
+      // Of this call, whose stream may be another one than that of the last.
+      at::Tensor scratch;
+      if (plan_.scratch) scratch = at::zeros({plan_.scratch}, out.options());
+      auto* parts = plan_.scratch ? scratch.mutable_data_ptr<int64_t>() : nullptr;
+      check(cuda::totals(plan_, table_.const_data_ptr(), parts, words, launch_on(device, std::nullopt)));
       clear(blocks);
       return out;
     }
@@ -70,7 +74,8 @@ class Totals : public torch::CustomClassHolder {
   std::vector<at::Tensor> moments_, counters_;  // the states' memory
   std::vector<State> states_;
 #if defined(HOOKSTATS_CUDA_KERNELS)
-  at::Tensor table_;  // the same on the device
+  cuda::TotalsPlan plan_{};
+  at::Tensor table_;  // its table on the device
   std::optional<MadeOn> stream_;
 #endif
 };

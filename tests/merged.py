@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from hookstats.cluster.merging import Merged, Merging
-from hookstats.cluster.tree import Section
+from hookstats.cluster.tree import Merge, Section
 
 
 def summed(parts: Sequence[Section]) -> Section:
@@ -31,9 +32,10 @@ class Step(NamedTuple):
 class Sums:
     """One section of floats, one of ints, with `elements` for each letter of all tables."""
 
-    merges = (summed, summed)
+    merges: Sequence[Merge] = (summed, summed)
 
     def __init__(self, elements: int = 3) -> None:
+        self.notes: deque[str] = deque()
         self.elements = elements
 
     def table(self, step: Step) -> tuple[int, bytes]:

@@ -110,12 +110,14 @@ def test_the_bits_do_not_depend_on_how_the_elements_are_cut() -> None:
             assert b"".join(np.concatenate([*pieces, section[:, :0]], 1)) == section.tobytes()
 
 
-def test_what_one_rank_alone_has_stays_to_the_bit() -> None:
-    parts = [draw(rank, 3, n=7, mean=0.1) for rank in range(3)]
-    layouts = [{A: Here(values, placed=shard(9, 3 * rank))} for rank, values in enumerate(parts)]
-    state = ranks_of(layouts).merged().columns.state(0)
-    alone = [drained(each).columns.state(0) for each in layouts]
-    assert state.tobytes() == np.concatenate(alone, 1).tobytes()
+def test_what_one_rank_alone_has_stays_to_the_bit_and_what_none_has_is_empty() -> None:
+    parts = [draw(rank, 64, n=300, mean=0.1) for rank in range(3)]
+    layouts = [{A: Here(values, placed=shard(256, 64 * rank))} for rank, values in enumerate(parts)]
+    layouts.append({A: Here(channels=64, placed=shard(256, 192))})
+    alone = np.concatenate([drained(each).columns.state(0) for each in layouts], 1)
+    assert (alone[0] * alone[1] / np.maximum(alone[0], 1) != alone[1]).any()
+    for by in (merge, tree(2)):
+        assert ranks_of(layouts).merged(by).columns.state(0).tobytes() == alone.tobytes()
 
 
 @pytest.mark.parametrize("histogram", HISTOGRAMS)
@@ -131,6 +133,25 @@ def test_shards_of_channels_lie_side_by_side_and_data_parallel_ranks_together(hi
     check_histogram(snapshot[A], torch.cat(whole, 1), bins)
     assert snapshot[A].calls == 2
     check(snapshot[B], torch.cat([whole[0]] * 3 + [whole[1]] * 3, 1))
+
+
+@pytest.mark.parametrize("histogram", HISTOGRAMS)
+def test_wide_sites_are_moved_as_narrow_ones_beside_them(histogram: str) -> None:
+    bins, rows = BINS[histogram], draw(0, 2000, n=3)
+    sites = [{B: Here(rows[:5]), A: Here(rows[at:][:1000], placed=shard(2000, at))} for at in (0, 1000)]
+    merged = ranks_of(sites, bins).merged()
+    check(merged.snapshot()[A], rows)
+    check_histogram(merged.snapshot()[A], rows, bins)
+    check(merged.snapshot()[B], torch.cat([rows[:5]] * 2, 1))
+
+
+def test_a_site_of_which_the_leading_piece_was_silent_has_run_all_the_same() -> None:
+    rows = draw(0, 4)
+    sites = [{A: Here(channels=4, placed=shard(8, 0))}, {A: Here(rows, placed=shard(8, 4))}]
+    snapshot = ranks_of(sites).merged().snapshot()
+    assert snapshot.order == [A]
+    assert snapshot[A].calls == 1
+    assert snapshot[A].total.count == rows.numel()
 
 
 def test_a_parameter_counts_once_whoever_holds_it() -> None:
@@ -189,16 +210,21 @@ def test_a_site_of_which_ranks_have_other_channels_is_merged_as_totals_and_named
         check(ranks.merged().snapshot()[B], torch.cat([each[:2] for each in rows], 1))
     other_dim = ranks_of([{A: Here(rows[0], dim=1)}, {A: Here(rows[0], dim=-1)}])
     assert other_dim.agreement.unlike == [A]
-    assert ranks_of([{A: Here(rows[0], dim=1)}, {A: Here(rows[0], dim=None)}]).agreement.unlike == []
+    one_knows = ranks_of([{A: Here(rows[0], dim=1)}, {A: Here(rows[0], dim=None)}])
+    assert one_knows.agreement.unlike == []
+    for snapshot in (one_knows.merged().snapshot(), merged_snapshot([step.snapshot() for step in one_knows.steps])):
+        assert snapshot[A].channel_dim == 1
 
 
 def test_a_rank_that_has_not_seen_a_sites_channels_folds_them_only_where_it_measures() -> None:
     for bins in BINS.values():
         wide, narrow = draw(0, 6), draw(1, 4)
         silent = ranks_of([{A: Here(keeps=False)}, {A: Here(wide)}], bins).merged().snapshot()
-        check(silent[A], wide)
-        check_histogram(silent[A], wide, bins)
-        assert silent[A].channel_dim == 0
+        recorded = [drained({A: each}, bins).snapshot() for each in (Here(keeps=False), Here(wide))]
+        for merged in (silent, merged_snapshot(recorded)):
+            check(merged[A], wide)
+            check_histogram(merged[A], wide, bins)
+            assert merged[A].channel_dim == 0
         ranks = ranks_of([{A: Here(narrow, keeps=False), B: Here(wide)}, {A: Here(wide), B: Here(wide)}], bins)
         assert ranks.agreement.unlike == []
         merged = ranks.merged().snapshot()
@@ -218,6 +244,7 @@ def test_totals_alone_merge_with_totals() -> None:
     parts = [each[2 * i : 2 * i + 2].reshape(1, -1) for i, each in enumerate(rows)]
     check(snapshot[A], torch.cat(parts, 1), keeps=False)
     assert snapshot[A].calls == 1
+    assert snapshot.columns.shapes.tolist() == [[1], [0]]
 
 
 def test_more_than_the_budget_is_merged_as_totals_then_without_histograms() -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,10 +15,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hookstats import ExponentBins, Site
 from hookstats.cluster.merging import Merging
+from hookstats.cluster.steps import Step as RealStep
+from hookstats.cluster.steps import Steps
 from hookstats.cluster.tree import levels
+from hookstats.numbers.fields import FIELDS
+from tests.cluster import BUDGET, Here, drained, ranks_of
 from tests.merged import Step, Sums, train, wanted
-from tests.ranks import run
+from tests.ranks import ROOT, run
 
 
 def test_groups_are_of_at_most_fan_ranks_nodes_first_and_their_first_ranks_go_on() -> None:
@@ -137,3 +146,71 @@ def test_several_mergings_and_the_users_own_groups_do_not_disturb_each_other() -
         assert first == whole
         assert [each[0] for each in others[0]] == [each[0] for each in whole]
         assert others[1:] == ([pair] if rank in (1, 3) else [])
+
+
+def sites_of(rank: int, step: int) -> dict[Site, Here]:
+    random = torch.Generator().manual_seed(100 * rank + step)
+    sites = {
+        Site("a", "output"): Here(torch.randn(6, 20, generator=random, dtype=torch.float64) + 1e3 * rank),
+        Site("a", "grad_output"): Here(torch.randn(6, 20, generator=random, dtype=torch.float64)),
+    }
+    if rank == 1:
+        sites[Site("b", "output")] = Here(torch.randn(3, 5, generator=random, dtype=torch.float64))
+    return sites
+
+
+def merges_real_steps(rank: int, world: int) -> Any:
+    merging = Merging(None, Steps(rank, BUDGET, True), fan=2)
+    for step in (0, 1):
+        made = drained(sites_of(rank, step), ExponentBins(), step=step, scalars={"loss": float(rank)})
+        merging.submit(RealStep(made), step)
+    done = [(each.ranks, each.step.drained) for each in merging.wait(30)]
+    merging.close()
+    return [(ranks, made.step, made.scalars, made.blocks, made.columns.sites) for ranks, made in done]
+
+
+def test_the_steps_of_monitors_are_what_merging_without_communication_gives() -> None:
+    found = run(merges_real_steps, 4)
+    for step in (0, 1):
+        want = ranks_of([sites_of(rank, step) for rank in range(4)], ExponentBins(), spread=True).merged()
+        for each in found:
+            ranks, number, scalars, blocks, sites = each[step]
+            assert (ranks, number, scalars) == ((0, 1, 2, 3), step, {"loss": 1.5})
+            assert sites == want.columns.sites
+            assert [block.tobytes() for block in blocks] == [block.tobytes() for block in found[0][step][3]]
+            for row in want.layout.rows:
+                (part,) = row.parts
+                size = len(FIELDS) * part.channels
+                mine, theirs = (block[part.offset : part.offset + part.size] for block in (blocks[0], want.blocks[0]))
+                np.testing.assert_allclose(mine[:size].view(float), theirs[:size].view(float), rtol=1e-12)
+                np.testing.assert_array_equal(mine[size:], theirs[size:])
+
+
+UNDER_TORCHRUN = """
+import torch.distributed as dist
+from hookstats.cluster.merging import Merging
+from tests.merged import Step, Sums
+dist.init_process_group("gloo")
+merging = Merging(None, Sums())
+merging.submit(Step(0, merging.rank), 0)
+(done,) = merging.wait(30)
+assert done.ranks == (0, 1), done
+merging.close()
+dist.destroy_process_group()
+print("merged", flush=True)
+"""
+
+
+def test_ranks_that_torchrun_started_are_merged(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(UNDER_TORCHRUN)
+    run_two = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d"]
+    done = subprocess.run(
+        [*run_two, "--rdzv-endpoint=localhost:0", str(script)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split().count("merged") == 2

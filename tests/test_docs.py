@@ -14,6 +14,7 @@ import sys
 import tempfile
 import types
 from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,19 @@ import hookstats
 from hookstats.watch.drain import Pending
 from tests.conftest import ROOT
 
-NAMES = ("start", "numbers", "training", "distributed", "recording", "records", "rules", "report", "sinks", "commands")
+NAMES = (
+    "start",
+    "numbers",
+    "training",
+    "trainers",
+    "distributed",
+    "recording",
+    "records",
+    "rules",
+    "report",
+    "sinks",
+    "commands",
+)
 PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in NAMES)]
 # Code, and behind it what it prints, where the page shows that.
 BLOCK = re.compile(r"^```python\n(?P<code>.*?)^```\n(?:\n```text\n(?P<output>.*?)^```\n)?", re.MULTILINE | re.DOTALL)
@@ -37,6 +50,7 @@ class Logger(types.ModuleType):
 
     def __init__(self) -> None:
         super().__init__("wandb")
+        self.__spec__ = ModuleSpec("wandb", None)  # which transformers looks at
         self.metrics: dict[str, str] = {}
         self.rows: list[dict[str, float]] = []
 

@@ -5,7 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -18,23 +22,33 @@ from tests.conftest import ROOT, State, check
 pytestmark = pytest.mark.gpu
 
 
+def batch_of(states: list[State]) -> Any:
+    columns = zip(*(state.tensors for state in states), strict=True)
+    active = torch.ones(1, dtype=torch.int32, device="cuda")
+    return _native.Batch(*map(list, columns), [active] * len(states), [0] * len(states), 0.0, 0.0)
+
+
 def test_the_parts_of_a_tensor_are_folded_in_one_order_beside_other_work() -> None:
-    """2 parts, 65 (two rounds of merging), as many as there are at most: in turns, 10,000 launches in a graph."""
+    """2 parts, 65 (two rounds of merging), 1056 (the most, of a tensor among many): 10,005 launches in a graph."""
     _native.reserve_scratch(torch.device("cuda", torch.cuda.current_device()))
-    ops = _native.accumulate
-    tensors = [torch.randn(size, device="cuda") for size in (2 * (128 << 10) // 4, 65 * (128 << 10) // 4, 1 << 26)]
+    values = [parts * size // 4 for parts, size in ((2, 128 << 10), (65, 128 << 10), (1056, 512 << 10))]
+    tensors = [torch.randn(count, device="cuda") for count in values]
+
+    def folds_into(states: list[State]) -> list[Callable[[], Any]]:
+        alone = [partial(_native.accumulate, x, *s.tensors, None, 0) for x, s in zip(tensors[:2], states, strict=False)]
+        return [*alone, partial(batch_of(states[2:]).accumulate, tensors[2:])]
+
     states = [State(1, "per_channel", "cuda") for _ in tensors]
-    wanted = [State(1, "per_channel", "cuda") for _ in tensors]
-    for _ in range(2):  # the second one merges into a state that is not empty
-        for x, state in zip(tensors, wanted, strict=True):
-            ops(x, *state.tensors, None, 0)
+    folds, times = folds_into(states), (4995, 4995, 15)
+    for fold in folds:  # a batch is planned before the capture
+        fold()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for _ in range(10):
+        for _ in range(15):
             for _ in range(333):
-                for x, state in zip(tensors[:2], states[:2], strict=True):
-                    ops(x, *state.tensors, None, 0)
-            ops(tensors[2], *states[2].tensors, None, 0)
+                folds[0]()
+                folds[1]()
+            folds[2]()
     hog = torch.randn(4096, 4096, device="cuda")
     runs = []
     for _ in range(2):
@@ -52,14 +66,46 @@ def test_the_parts_of_a_tensor_are_folded_in_one_order_beside_other_work() -> No
     for first, second in zip(*runs, strict=True):
         assert torch.equal(first.view(torch.int64), second.view(torch.int64))
     count = fields.FIELDS.index("count")
-    for x, state, times in zip(tensors, states, (3330, 3330, 10), strict=True):
-        assert state.counters[0] == times
-        assert state.moments[count, 0] == times * x.numel()
-    for x, state in zip(tensors, wanted, strict=True):
-        again = State(1, "per_channel", "cuda")
-        for _ in range(2):
-            ops(x, *again.tensors, None, 0)
-        assert again.same_bits(state)
+    for x, state, launches in zip(tensors, states, times, strict=True):
+        assert state.counters[0] == launches
+        assert state.moments[count, 0] == launches * x.numel()
+    once = []
+    for _ in range(3):  # into an empty state, and into one that is not
+        once.append([State(1, "per_channel", "cuda") for _ in tensors])
+        for fold in folds_into(once[-1]):
+            fold()
+            fold()
+    for first, *others in zip(*once, strict=True):
+        assert all(other.same_bits(first) for other in others)
+
+
+def test_memory_of_a_batch_and_of_totals_that_are_gone_is_theirs_until_their_launches_have_ended() -> None:
+    """Both are made on one stream and used on another one, where they wait behind other work."""
+    tensors = [torch.randn(64, 4096, device="cuda") for _ in range(8)] + [torch.randn(1, 1 << 21, device="cuda")]
+    states = [State(len(x), "none", "cuda") for x in tensors]
+    batch = batch_of(states)
+    totals = _native.Totals([state.moments for state in states], [state.counters for state in states])
+    for _ in range(2):  # the first one plans
+        assert batch.accumulate(tensors) == []
+    busy, side = torch.randn(4096, 4096, device="cuda"), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    for state in states:
+        state.moments.zero_()
+        state.counters.zero_()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(20):
+            busy = busy @ busy
+        assert batch.accumulate(tensors) == []
+        taken = totals.take([])
+    del batch, totals
+    others = [torch.full((size,), 255, dtype=torch.uint8, device="cuda") for size in range(512, 1 << 16, 512)]
+    torch.cuda.synchronize()
+    for x, state, row in zip(tensors, states, taken.cpu(), strict=True):
+        check(state.stats(), x, 0)
+        moments = row[: len(fields.FIELDS)].view(torch.float64).numpy()
+        np.testing.assert_allclose(moments, fields.total(state.moments.cpu().numpy()), rtol=1e-10)
+    assert all(int(each.min()) == 255 for each in others)
 
 
 @pytest.mark.parametrize("how", ["rows", "planes"])

@@ -33,6 +33,7 @@ SMALL = """
 
 def test_the_hot_loop_is_the_longest_innermost_one_that_copies() -> None:
     assert sass.count_loops(SMALL) == (3, 3)
+    assert sass.count_loops(SMALL.replace("@P2 BRA 0x20", "@P2 BRA 0xc0")) == (3, 0)
 
 
 def test_what_takes_more_instructions_than_recorded_is_named() -> None:

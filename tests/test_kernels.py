@@ -53,7 +53,7 @@ LAYOUTS: dict[str, tuple[Maker, int | None]] = {
 # One layout for each way in which a kernel reads (on a GPU: rows or one channel after another; in packs, in few
 # dimensions, in many; on a CPU: short rows, long ones, neighbours of a channel, strides): with these every dtype and
 # histogram is compiled apart. Other layouts lead to the same code.
-PATHS = ["rows", "rows_3d", "rows_of_three_channels", "many_dims_rows"]
+PATHS = ["rows", "rows_3d", "rows_of_three_channels", "every_second_channel", "many_dims_rows"]
 PATHS += ["whole", "planes", "planes_in_packs", "many_dims"]
 CASES = [
     pytest.param(layout, dtype, HISTOGRAMS if layout in PATHS else ["per_channel"], id=f"{layout}-{dtype}")

@@ -275,8 +275,8 @@ def test_a_batch_of_several_optimizers_is_one_step_and_its_number_goes_on_behind
     updated = {site.name for site in snapshots[0].order if site.tensor == "param_update"}
     assert {"net.0.weight", "net.3.weight", "net.7.weight"} < updated
     snapshots.clear()
-    module = TwoOptimizers()
-    trainer(tmp_path, callbacks[0], max_epochs=2).fit(module, batches(digits), ckpt_path=tmp_path / "two.ckpt")
+    callback, module = HookStats(sinks=snapshots.append, every=1), TwoOptimizers()
+    trainer(tmp_path, callback, max_epochs=2).fit(module, batches(digits), ckpt_path=tmp_path / "two.ckpt")
     assert [snapshot.step for snapshot in snapshots] == list(range(12, 24))
 
 
@@ -300,6 +300,16 @@ def test_an_error_takes_the_hooks_off_and_the_record_says_died(digits: TensorDat
         trainer(tmp_path, callback).fit(module, batches(digits))
     assert not any(each._forward_hooks for each in module.modules())
     assert [each["ended"] for each in hookstats.load(tmp_path / "run").manifest["attempts"]] == ["died"]
+
+
+class FindsAtTheEnd(Recorder):
+    def findings(self) -> list[Found]:
+        return [Found("critical", "found when training had failed")] if self.closed else []
+
+
+def test_what_training_failed_of_is_raised_whatever_comes_of_detaching(digits: TensorDataset, tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError):
+        trainer(tmp_path, HookStats(sinks=FindsAtTheEnd(), on_finding="raise")).fit(Fails(), batches(digits))
 
 
 def test_fit_is_called_twice(digits: TensorDataset, tmp_path: Path) -> None:
@@ -332,6 +342,27 @@ def test_a_finding_can_stop_training(digits: TensorDataset, tmp_path: Path) -> N
 def test_an_argument_that_attach_does_not_have_is_refused_at_once() -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'evry'"):
         HookStats(evry=10)
+
+
+def test_the_group_of_all_processes_is_the_one_that_is_there_when_training_begins(
+    digits: TensorDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, really = [], hookstats.attach
+
+    def attach(model: Any, modules: Any = None, *, process_group: Any = None, **settings: Any) -> hookstats.Monitor:
+        given.append(process_group)
+        return really(model, modules, **settings)
+
+    monkeypatch.setattr(hookstats, "attach", attach)
+    callbacks = [HookStats(process_group="world"), HookStats(process_group="world"), HookStats()]
+    trainer(tmp_path, callbacks[0]).fit(Digits(), batches(digits))
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        trainer(tmp_path, callbacks[1:]).fit(Digits(), batches(digits))
+        assert given == [None, torch.distributed.group.WORLD, None]
+        assert given[1] is not None
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_the_callback_is_of_the_package_that_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import warnings
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch._dynamo  # which the first step of an optimizer imports: here once for all ranks
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -439,6 +441,36 @@ def test_without_distributed_and_for_other_arguments_it_says_what_was_expected()
         hookstats.check_replicas([])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=re.escape("optimizer: expected an Optimizer or a sequence of them, got int")):
         hookstats.check_replicas(nn.Linear(2, 2), optimizer=3)
+
+
+def leaving(rank: int, world: int) -> list[hookstats.Disagreement]:
+    """Without destroying the process group, as scripts do."""
+    place = os.environ["HOOKSTATS_RENDEZVOUS"]
+    dist.init_process_group("gloo", init_method=f"file://{place}", rank=rank, world_size=world)
+    return hookstats.check_replicas(Small())
+
+
+def test_the_interpreter_ends_as_usual_behind_a_check() -> None:
+    for each in ranks.outcomes(leaving, 2, init=""):
+        assert (each.result, each.code) == ([], 0), each.output
+
+
+def anew(rank: int, world: int) -> list[list[str]]:
+    """torch.distributed is ended and initialised again, with another store."""
+    found = []
+    for time in range(2):
+        model, _ = small()
+        if rank:
+            flip(model.scale, (), 0)
+        found.append([each.tensor for each in hookstats.check_replicas(model)])
+        dist.destroy_process_group()
+        place = os.environ["HOOKSTATS_RENDEZVOUS"]
+        dist.init_process_group("gloo", init_method=f"file://{place}{time}", rank=rank, world_size=world)
+    return found
+
+
+def test_a_process_group_that_is_initialised_anew_is_used_anew() -> None:
+    assert ranks.run(anew, 2) == [[["scale"], ["scale"]]] * 2
 
 
 def alone(rank: int, world: int) -> list[hookstats.Disagreement]:

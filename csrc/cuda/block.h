@@ -3,21 +3,26 @@
 // every merge has a fixed order, and only whole numbers are added atomically.
 #pragma once
 
-#include "histogram.h"
+#include "cluster.h"
+#include "count.h"
 #include "plan.h"
-#include "read.h"
 
 namespace hookstats::cuda {
 
 constexpr int larger(int a, int b) { return a > b ? a : b; }
 
 // Shared memory: the histogram, then the thread's sums, then the ring. When these are done with, from the beginning on:
-// the sums of parts.
+// the sums of parts. Where values are counted, there are sums only after that, in the place of the ring.
 template <class scalar_t, int kPack, int kPlaces, template <class> class Walker, HistogramKind kind, int kFlight>
 struct Shared {
-  static constexpr int kHistogram = BlockHistogram<kind, kPlaces, (kPack > kPlaces)>::kWords * int(sizeof(unsigned));
-  static constexpr int kSums = kThreads * kPlaces * BlockSums<acc_of<scalar_t>>::kBytes;
-  using Reads = Reader<scalar_t, kPack, kPlaces, Walker, kPlaces == 4 && kind == HistogramKind::per_channel, kFlight>;
+  static constexpr bool kCounts = kCounted<scalar_t, kPack>;
+  using Histogram = std::conditional_t<kCounts, ValueCounts<scalar_t, kind, kPlaces>,
+                                       BlockHistogram<kind, kPlaces, (kPack > kPlaces)>>;
+  using Reads = std::conditional_t<
+      kCounts, CountingReader<scalar_t, kPack, kPlaces, Walker, kFlight>,
+      Reader<scalar_t, kPack, kPlaces, Walker, kPlaces == 4 && kind == HistogramKind::per_channel, kFlight>>;
+  static constexpr int kThreadSums = kThreads * kPlaces * BlockSums<acc_of<scalar_t>>::kBytes;
+  static constexpr int kHistogram = Histogram::kWords * int(sizeof(unsigned)), kSums = kCounts ? 0 : kThreadSums;
   static constexpr int kRing = Reads::Feed::kBytes;
   static constexpr int kBytes = larger(kHistogram + kSums + kRing, kThreads* WideSums::kBytes);
 };
@@ -76,13 +81,41 @@ bool packs_fit(HistogramKind kind, int shared_memory) {
   });
 }
 
+// The parts of a channel group, one in each block of a cluster, folded by the first one in the order and with the sums
+// of the way through scratch. All threads of all blocks call it; `owns`: the thread's `sums` are its block's of the
+// channel `column`. Returns true in the block that goes on, whose threads that own a channel have its sums then.
+__device__ inline bool fold_cluster(WideSums& sums, double* shared, const Arrival* says, unsigned rank, unsigned parts,
+                                    const Geometry& merging, int thread, bool owns, bool in_range) {
+  const int column = thread % merging.lanes, row = thread / merging.lanes;
+  __syncthreads();  // what lies there has been read
+  if (owns) store_slot(sums.finish(), shared, kBlockChannels, column);
+  cluster_barrier();
+  bool on = rank == 0;
+  if (rank == 0) {
+    for (unsigned i = 0; i < parts; ++i) on &= *in_block(says, i) == Arrival::last;
+    sums = WideSums::neutral();
+    if (on && row < merging.groups && in_range) {
+      for (unsigned i = row; i < parts; i += merging.groups) {
+        sums.merge(WideSums::of(load_slot<Moments>(in_block(shared, i), kBlockChannels, column)));
+      }
+    }
+  }
+  cluster_barrier();  // until then the other blocks stay, and the first one's part is not written over
+  if (!on) return false;
+  store_slot(sums, shared, kThreads, thread);
+  __syncthreads();
+  fold_block<WideSums, 1>(shared, merging, thread);
+  if (owns) sums = load_slot<WideSums>(shared, kThreads, thread);
+  return true;
+}
+
 // What one block does. `place` says which: place.group() of the groups of channels, place.part() of the parts of their
 // elements. All threads of the block call it, once.
 template <class scalar_t, int kPack, int kPlaces, template <class> class Walker, HistogramKind kind, int kFlight,
           class Place>
 __device__ __forceinline__ void run_block(const scalar_t* data, const Job& job, const Launch& launch, Place place) {
-  using Histogram = BlockHistogram<kind, kPlaces, (kPack > kPlaces)>;
   using Sizes = Shared<scalar_t, kPack, kPlaces, Walker, kind, kFlight>;
+  using Histogram = typename Sizes::Histogram;
   using Whole = BlockSums<acc_of<scalar_t>>;
   HOOKSTATS_DYNAMIC_SHARED(dynamic);
   HOOKSTATS_SHARED(unsigned, nonfinite_counts, NonFinite::kWords);
@@ -95,11 +128,12 @@ __device__ __forceinline__ void run_block(const scalar_t* data, const Job& job, 
   const Geometry geometry = job.geometry;
   const int64_t channels = job.layout.channels;
   const int64_t first_channel = int64_t(place.group()) * geometry.lanes * kPlaces;
-  int64_t count = job.layout.count, share = job.share;
+  int64_t count = job.layout.count, share = job.share, packs = job.packs;
   if constexpr (Walker<scalar_t>::kKnowsLists) {
     if (job.layout.kept) {  // the same parts share what there is
       count = *job.layout.kept * job.layout.row_size();
       share = share_of(count, job.parts, geometry);
+      packs = share / geometry.groups;
     }
   }
 
@@ -111,8 +145,11 @@ __device__ __forceinline__ void run_block(const scalar_t* data, const Job& job, 
   const bool reads = group < geometry.groups && lane_channel < channels && first < end;
   typename Sizes::Reads reader(shared, ring, thread, data + (reads ? lane_channel * job.layout.channel_stride : 0),
                                job.layout, first, geometry.groups,
-                               reads ? int((end - first + geometry.groups - 1) / geometry.groups) : 0,
-                               exchanges<kPlaces>(geometry, thread));
+                               !reads          ? 0
+                               : stop <= count ? int(packs)
+                                               : int((end - first + geometry.groups - 1) / geometry.groups),
+                               exchanges<kPlaces>(geometry, thread),
+                               int(channels - lane_channel < kPlaces ? channels - lane_channel : kPlaces));
 
   const Histogram histogram(reinterpret_cast<unsigned*>(dynamic), job.state, geometry, first_channel, thread);
   const NonFinite nonfinite(nonfinite_counts, thread);
@@ -134,12 +171,43 @@ __device__ __forceinline__ void run_block(const scalar_t* data, const Job& job, 
   const Geometry merging{block_channels, kThreads / block_channels, true};
   const int column = thread % block_channels, row = thread / block_channels;
   const int64_t channel = first_channel + column;
-  const bool owns = row == 0 && channel < channels;
+  const bool owns = row == 0 && channel < channels, counts = place.group() == 0 && thread == 0;
   WideSums sums = WideSums::neutral(), before = WideSums::neutral();
+  int64_t calls = 0, first_call = 0;
 
-  if (on) {
+  if constexpr (!Walker<scalar_t>::kAligned && kPack > kPlaces) {
+    if (on && group < geometry.groups && lane_channel < channels) {  // what is no whole pack, of the part's runs
+      const Layout& layout = job.layout;
+      const int64_t packs = layout.inner_size(), runs = count / packs, part_runs = divide_up(runs, job.parts);
+      const int64_t stop = (place.part() + 1) * part_runs;
+      for (int64_t run = place.part() * part_runs + group; run < runs && run < stop; run += geometry.groups) {
+        const int64_t at = packs * kPack + (layout.ndim > 1 ? run * layout.stride[0] : 0);
+        const scalar_t* rest = data + lane_channel * layout.channel_stride + at;
+        for (int i = 0; i < job.rest; ++i) reader.add(rest[i], histogram, nonfinite, lane);
+      }
+    }
+  }
+
+  if constexpr (Sizes::kCounts) {
+    if (on) {
+      static_assert(Sizes::kRing >= kThreads * (Whole::kBytes + int(sizeof(unsigned))));
+      reader.read(histogram);
+      __syncthreads();
+      if (owns) before = WideSums::of(load_state<Moments>(job.state.moments + channel, job.state.row_stride));
+      if (counts) {
+        calls = job.state.counters[k_calls];
+        first_call = job.state.counters[k_first];
+      }
+      histogram.add_to_state(job.state, static_cast<unsigned*>(ring) + kThreads * (Whole::kBytes / sizeof(unsigned)),
+                             thread);
+      store_slot(histogram.sums(job.state, merging, first_channel, thread), ring, kThreads, thread);
+      __syncthreads();
+      fold_block<Whole, 1>(shared, merging, thread);
+      if (owns) sums = load_slot<Whole>(shared, kThreads, thread).widened();
+    }
+  } else if (on) {
     const int at_once = Histogram::kMostRows / geometry.groups / Sizes::Reads::kTilePacks * Sizes::Reads::kTilePacks;
-    const int64_t most = geometry.lanes_first ? divide_up(share, geometry.groups) : 0;
+    const int64_t most = geometry.lanes_first ? packs : 0;
     for (int64_t until = at_once;; until += at_once) {
       reader.read(geometry.lanes_first ? int(until) : INT32_MAX, histogram, nonfinite, lane * kPlaces);
       __syncthreads();
@@ -152,6 +220,10 @@ __device__ __forceinline__ void run_block(const scalar_t* data, const Job& job, 
     if (owns) {  // while the block is folded
       before = WideSums::of(load_state<Moments>(job.state.moments + channel, job.state.row_stride));
     }
+    if (counts) {
+      calls = job.state.counters[k_calls];
+      first_call = job.state.counters[k_first];
+    }
     nonfinite.add_to_state(job.state, first_channel, thread);
     histogram.add_to_state(job.state, geometry, first_channel, channels, thread);
     fold_block<Whole, kPlaces>(shared, geometry, thread);
@@ -161,9 +233,17 @@ __device__ __forceinline__ void run_block(const scalar_t* data, const Job& job, 
     }
   }
 
+  const bool in_cluster = Place::kMayBeInCluster && job.in_cluster;
+  if constexpr (Place::kMayBeInCluster) {
+    if (in_cluster) {
+      on = fold_cluster(sums, dynamic, says, place.part(), job.parts, merging, thread, on && owns, channel < channels);
+      if (!on) return;
+    }
+  }
+
   unsigned* word = launch.arrivals + job.first_arrival + place.group() * job.words;
   unsigned step = 1;  // between the parts of this round
-  for (unsigned count = job.parts, mine = place.part(); count > 1;) {
+  for (unsigned count = in_cluster ? 1 : job.parts, mine = place.part(); count > 1;) {
     const auto part = [&](unsigned i) {
       return launch.partials + job.first_partial + i * step * kMoments * channels + channel;
     };
@@ -197,11 +277,9 @@ __device__ __forceinline__ void run_block(const scalar_t* data, const Job& job, 
     before.merge(sums);
     store_state(before.finish(), job.state.moments + channel, job.state.row_stride);
   }
-  if (place.group() == 0 && thread == 0) {
-    job.state.counters[k_calls] += 1;
-    if (job.state.counters[k_first] == 0) {
-      job.state.counters[k_first] = int64_t(atomicAdd(launch.clock, 1ull)) + 1;
-    }
+  if (counts) {
+    job.state.counters[k_calls] = calls + 1;
+    if (first_call == 0) job.state.counters[k_first] = int64_t(atomicAdd(launch.clock, 1ull)) + 1;
   }
 }
 

@@ -19,6 +19,7 @@ struct Addresses {
 
 // The blocks of a task have consecutive numbers.
 struct TaskPlace {
+  static constexpr bool kMayBeInCluster = false;
   unsigned block, groups;
   __device__ unsigned group() const { return block % groups; }
   __device__ unsigned part() const { return block / groups; }
@@ -56,7 +57,8 @@ template <class scalar_t>
 Access access_among_many(Layout& layout, const void* data, bool may_pack) {
   const Layout before = layout;
   Access how = access<scalar_t>(layout, is_aligned(data, kPackOf<scalar_t> * sizeof(scalar_t)));
-  if (how.packed && (!may_pack || how.rows || layout.ndim > 1)) {  // rare among parameters: value by value
+  if (how.packed &&
+      (!may_pack || !how.aligned || how.rows || layout.ndim > 1)) {  // rare among parameters: value by value
     how.packed = false;
     layout = before;
   }
@@ -91,9 +93,7 @@ cudaError_t launch_many(const Many& many, const void* table, const void* const* 
 
 template <class scalar_t>
 cudaError_t launch_as(const Many& many, const void* table, const void* const* data, const Launch& to) {
-  if constexpr (kPackOf<scalar_t> > 1) {
-    if (many.packed) return launch_many<scalar_t, kPackOf<scalar_t>, LineWalker>(many, table, data, to);
-  }
+  if (many.packed) return launch_many<scalar_t, kPackOf<scalar_t>, LineWalker>(many, table, data, to);
   return launch_many<scalar_t, 1, NearWalker>(many, table, data, to);
 }
 

@@ -20,9 +20,12 @@ struct Job {
   Geometry geometry;
   unsigned groups, parts;
   int64_t share;          // packs of a channel in one part
+  int64_t packs;          // of them, a thread's: divided here, where no block waits for a division of 64 bits
   int64_t first_partial;  // in the launch's scratch: [parts, kMoments, channels]
   int64_t first_arrival;  // [groups, words]
   unsigned words;
+  bool in_cluster;  // its parts meet in shared memory, without scratch
+  int rest = 0;     // as in Access
 
   int64_t partials() const { return parts > 1 ? parts * kMoments * layout.channels : 0; }
   int64_t arrivals() const { return parts > 1 ? int64_t(groups) * words : 0; }
@@ -30,15 +33,15 @@ struct Job {
 
 // The kernel that can read a tensor.
 struct Access {
-  bool rows;    // neighbouring channels lie closer than neighbouring elements of one
-  bool packed;  // in packs of kPackOf elements
-  bool near;    // in at most two dimensions beside the channels
+  bool rows;     // neighbouring channels lie closer than neighbouring elements of one
+  bool packed;   // in packs of kPackOf elements
+  bool aligned;  // these lie at whole packs
+  bool near;     // in at most two dimensions beside the channels
+  int rest;      // of each run of a channel's elements, behind its last pack
 };
 
 template <class scalar_t>
-constexpr int kPackOf = sizeof(scalar_t) == 8   ? 2
-                        : sizeof(scalar_t) == 1 ? 1
-                                                : 4;
+constexpr int kPackOf = sizeof(scalar_t) == 8 ? 2 : 4;
 
 // Whether an address can be read in packs.
 inline bool is_aligned(const void* data, int pack_bytes) { return reinterpret_cast<uintptr_t>(data) % pack_bytes == 0; }
@@ -52,40 +55,39 @@ inline bool rows_are_near(const Layout& layout) {
   return layout.row_dims == 1 && layout.stride[0] <= INT32_MAX && layout.stride[1] <= INT32_MAX;
 }
 
-// Packs need their elements side by side and every step between packs to be whole packs. Where they are of one channel,
-// `layout` becomes one of packs.
+// Packs need their elements side by side. They are aligned where every step between them is whole packs; elsewhere all
+// packs of a thread have to begin at the same byte of a word. Where packs are of one channel, `layout` becomes one of
+// packs.
 template <class scalar_t>
 Access access(Layout& layout, bool aligned) {
   constexpr int kPack = kPackOf<scalar_t>;
   const auto whole_packs = [](int64_t x) { return x % kPack == 0; };
   const bool rows = layout.channels_are_inner();
   const bool near = is_near(layout), listed = layout.row_dims > 0;
-  bool packed = kPack > 1 && near && aligned;
-  packed &= listed ? rows_are_near(layout) : layout.ndim <= (rows ? 1 : 2);
-  for (int d = 0; d < layout.ndim; ++d) packed &= whole_packs(layout.stride[d]) || (!rows && d == layout.ndim - 1);
-  if (rows) {
-    packed &= layout.channel_stride == 1 && whole_packs(layout.channels);
-  } else {
-    packed &= layout.inner_stride() == 1 && whole_packs(layout.inner_size());
-    packed &= layout.channels == 1 || whole_packs(layout.channel_stride);
-    if (packed) {
-      layout.count /= kPack;
-      if (layout.ndim) {
-        layout.size[layout.ndim - 1] /= kPack;
-        layout.stride[layout.ndim - 1] = kPack;
-      }
-    }
-  }
-  return {rows, packed, near};
+  bool packed = near && (listed ? rows_are_near(layout) : layout.ndim <= (rows ? 1 : 2));
+  aligned &= whole_packs(rows ? layout.channels : layout.inner_size());
+  if (!rows && layout.channels > 1) aligned &= whole_packs(layout.channel_stride);
+  for (int d = 0; d < layout.ndim; ++d) aligned &= whole_packs(layout.stride[d]) || (!rows && d == layout.ndim - 1);
+  packed &= aligned || !listed;
+  if (rows) return {rows, packed && layout.channel_stride == 1, aligned, near, 0};
+
+  const int64_t size = layout.inner_size();
+  packed &= layout.inner_stride() == 1 && size >= kPack;
+  packed &= layout.ndim < 2 || layout.stride[0] * int64_t(sizeof(scalar_t)) % 4 == 0;
+  if (!packed) return {rows, packed, aligned, near, 0};
+  layout.count = layout.count / size * (size / kPack);
+  layout.size[layout.ndim - 1] /= kPack;
+  layout.stride[layout.ndim - 1] = kPack;
+  return {rows, packed, aligned, near, int(size % kPack)};
 }
 
 // A job of one part. `plane_groups`: threads that share a channel where channels do not lie side by side.
 inline Job job_of(const Layout& layout, const State& state, bool rows, int places, int plane_groups) {
-  Job job{layout, state, {}, 0, 1, 0, 0, 0, 0};
+  Job job{layout, state, {}, 0, 1, 0, 0, 0, 0, 0, false};
   Geometry& geometry = job.geometry;
   geometry.lanes_first = rows;
   if (rows) {
-    const int64_t lanes = layout.channels / places;
+    const int64_t lanes = divide_up(layout.channels, places);
     job.groups = unsigned(divide_up(lanes, kBlockChannels / places));
     geometry.lanes = int(divide_up(lanes, job.groups));
     geometry.groups = kThreads / geometry.lanes;
@@ -106,6 +108,7 @@ HOOKSTATS_HD inline int64_t share_of(int64_t count, int64_t parts, const Geometr
 // Cuts the elements into about `parts`, each with something to read.
 inline void cut(Job& job, int64_t parts) {
   job.share = share_of(job.layout.count, parts, job.geometry);
+  job.packs = job.share / job.geometry.groups;
   job.parts = unsigned(divide_up(job.layout.count, job.share));
   job.words = unsigned(divide_up(job.parts, kFan)) + 1;
 }

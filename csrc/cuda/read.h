@@ -99,52 +99,132 @@ struct NonFinite {
 // Bytes of a thread on their way; half of them where the GPU's blocks have too little shared memory for all.
 constexpr int kInFlight = 128;
 
-// A thread's packs on their way, in a ring in shared memory: four are used while the next ones come.
+// How a pack is copied: at once where all packs are aligned, else in the words that cover it, of which the n-th of all
+// threads lie side by side. Where elements are smaller than a word, a pack is shifted out of the words: all packs of a
+// thread begin at the same byte of a word (plan.h sees to it). A word that holds a byte of the pack is copied whole;
+// memory is allotted in larger pieces. Elements from `valid` on are made NaN: of all bits set, in each dtype.
+template <class scalar_t, int kPack, bool kAligned>
+struct Cover {
+  using Load = Pack<scalar_t, kPack>;
+  static constexpr int kWord = sizeof(scalar_t) == 8 ? 8 : 4, kShifts = sizeof(scalar_t) < 4;
+  static constexpr int kWords = int(sizeof(Load)) / kWord + kShifts, kBits = sizeof(Load) / sizeof(uint32_t);
+  int words;
+  unsigned shift;
+  uint32_t nan[kBits];
+
+  template <class Walker>
+  __device__ Cover(Walker& walker, int valid, int exchange) {
+    const int before = kShifts ? int(reinterpret_cast<uintptr_t>(walker.at) % kWord) : 0;
+    const int bytes = valid * int(sizeof(scalar_t));
+    walker.at -= before / int(sizeof(scalar_t));
+    words = (before + bytes + kWord - 1) / kWord;
+    shift = before * 8;
+    for (int i = 0; i < kBits; ++i) {
+      const int missing = (i ^ exchange * (kBits / 2)) * 4 + 4 - bytes;  // bytes, of this word
+      nan[i] = missing <= 0 ? 0 : missing >= 4 ? ~0u : ~0u << (32 - 8 * missing);
+    }
+  }
+  __device__ bool copies(int word) const { return word < words; }
+
+  template <bool kExchanges>
+  __device__ Load take(const char* at, int exchange) const {
+    using word_t = std::conditional_t<kWord == 8, uint64_t, uint32_t>;
+    word_t copied[kWords];
+    for (int i = 0; i < kWords; ++i) copied[i] = *reinterpret_cast<const word_t*>(at + i * kThreads * kWord);
+    uint32_t bits[kBits + kShifts], taken[kBits];
+    memcpy(bits, copied, sizeof bits);
+    for (int i = 0; i < kBits; ++i) taken[i] = kShifts ? shift_out(bits[i], bits[i + kShifts], shift) : bits[i];
+    if (kExchanges && exchange) {
+      for (int i = 0; i < kBits / 2; ++i) {
+        const uint32_t lower = taken[i];
+        taken[i] = taken[i + kBits / 2];
+        taken[i + kBits / 2] = lower;
+      }
+    }
+    for (int i = 0; i < kBits; ++i) taken[i] |= nan[i];
+    Load pack;
+    memcpy(&pack, taken, sizeof pack);
+    return pack;
+  }
+};
+
+template <class scalar_t, int kPack>
+struct Cover<scalar_t, kPack, true> {
+  using Load = Pack<scalar_t, kPack>;
+  static constexpr int kWord = sizeof(Load), kWords = 1;
+
+  template <class Walker>
+  __device__ Cover(const Walker&, int, int) {}
+  __device__ bool copies(int) const { return true; }
+
+  template <bool kExchanges>
+  __device__ Load take(const char* at, int exchange) const {
+    if (!kExchanges) return *reinterpret_cast<const Load*>(at);
+    using Half = Pack<scalar_t, kPack / 2>;
+    const Half* halves = reinterpret_cast<const Half*>(at);
+    const Half both[2] = {halves[exchange], halves[1 - exchange]};
+    Load pack;
+    memcpy(&pack, both, sizeof pack);
+    return pack;
+  }
+};
+
+// A thread's packs on their way, in a ring in shared memory: some are used while the next ones come.
 template <class scalar_t, int kPack, class Walker, bool kExchanges, int kFlight>
 struct Ring {
   using Load = Pack<scalar_t, kPack>;
-  static constexpr int kGroup = 4;  // packs taken at a time
-  static constexpr int kGroups = kFlight / (kGroup * int(sizeof(Load)));
-  static constexpr int kBytes = kGroups * kGroup * kThreads * int(sizeof(Load));
-  Load* const begin;
-  Load* here;
+  using Words = Cover<scalar_t, kPack, Walker::kAligned>;
+  static constexpr int kGroup = sizeof(Load) == 4 ? 8 : 4;  // packs taken at a time
+  static constexpr int kWord = Words::kWord, kStride = kThreads * kWord;
+  static constexpr int kGroups = kFlight / (kGroup * Words::kWords * kWord),
+                       kGroupBytes = kGroup * Words::kWords * kStride;
+  static constexpr int kBytes = kGroups * kGroupBytes;
+  static_assert(kGroups > 0);
+  char* const begin;
+  char* here;
   Walker walker;
   int to_ask;
   const int exchange;  // 1: the halves of packs change places
+  const Words words;
 
-  __device__ Ring(void* shared, int thread, const Walker& walker, int count, bool exchange)
-      : begin(static_cast<Load*>(shared) + thread), here(begin), walker(walker), to_ask(count), exchange(exchange) {
+  __device__ Ring(void* shared, int thread, const Walker& first, int count, bool exchange, int valid)
+      : begin(static_cast<char*>(shared) + thread * kWord),
+        here(begin),
+        walker(first),
+        to_ask(count),
+        exchange(exchange),
+        words(walker, valid, kExchanges && exchange) {
 #pragma unroll 1
     for (int g = 0; g < kGroups; ++g) go_on();
   }
 
   __device__ void take(Load (&packs)[kGroup], int) {
     wait_for_all_but<kGroups - 1>();
-    using Half = Pack<scalar_t, kPack / 2>;
     for (int i = 0; i < kGroup; ++i) {
-      if (kExchanges) {
-        const Half* halves = reinterpret_cast<const Half*>(&here[i * kThreads]);
-        const Half both[2] = {halves[exchange], halves[1 - exchange]};
-        memcpy(&packs[i], both, sizeof both);
-      } else {
-        packs[i] = here[i * kThreads];
-      }
+      packs[i] = words.template take<kExchanges>(here + i * Words::kWords * kStride, exchange);
+    }
+  }
+
+  __device__ void copy(int i) {
+    const char* from = reinterpret_cast<const char*>(walker.next());
+    for (int w = 0; w < Words::kWords; ++w) {
+      if (words.copies(w)) copy_async<kWord>(here + (i * Words::kWords + w) * kStride, from + w * kWord);
     }
   }
 
   // After the packs were used, asks for others in their place.
   __device__ void go_on() {
     if (to_ask >= kGroup) {
-      for (int i = 0; i < kGroup; ++i) copy_async<sizeof(Load)>(&here[i * kThreads], walker.next());
+      for (int i = 0; i < kGroup; ++i) copy(i);
     } else {
       for (int i = 0; i < kGroup - 1; ++i) {
-        if (i < to_ask) copy_async<sizeof(Load)>(&here[i * kThreads], walker.next());
+        if (i < to_ask) copy(i);
       }
     }
     to_ask -= kGroup;
     end_group();
-    here += kGroup * kThreads;
-    if (here == begin + kGroups * kGroup * kThreads) here = begin;
+    here += kGroupBytes;
+    if (here == begin + kBytes) here = begin;
   }
 
   // A block that returns early leaves no copy behind that would still write into its shared memory.
@@ -163,7 +243,7 @@ struct Burst {
   static constexpr int kBytes = 0;
   Walker walker;
 
-  __device__ Burst(void*, int, const Walker& walker, int, bool) : walker(walker) {}
+  __device__ Burst(void*, int, const Walker& walker, int, bool, int) : walker(walker) {}
 
   __device__ void take(Load (&packs)[kGroup], int count) {
 #pragma unroll
@@ -206,11 +286,12 @@ struct Reader {
   const int count;
   int done = 0;
   const int exchange;  // exclusive or: from a thread's place to the place in the tensor
+  const int valid;     // of the places in the tensor, those that it has: fewer where its channels are no whole packs
   Feed feed;
 
   // Asks for the first packs.
   __device__ Reader(double* shared, void* ring, int thread, const scalar_t* data, const Layout& layout, int64_t first,
-                    int64_t step, int count, bool exchange)
+                    int64_t step, int count, bool exchange, int valid)
       : shared(shared),
         thread(thread),
         data(data),
@@ -219,7 +300,8 @@ struct Reader {
         step(step),
         count(count),
         exchange(kExchanges && exchange ? kChannels / 2 : 0),
-        feed(ring, thread, Walker(data, layout, first, step), count, exchange) {
+        valid(valid),
+        feed(ring, thread, Walker(data, layout, first, step), count, exchange, valid * kPlaces) {
     for (int c = 0; c < kChannels; ++c) store_slot(Whole::neutral(), shared, kSlots, thread + c * kThreads);
   }
 
@@ -271,6 +353,7 @@ struct Reader {
   // As sums_hold in stats.h, in the arithmetic of the data. Equal values far from the shift, which is the mean of the
   // tile before, vary so much with that one that what is lost here does not show.
   __device__ bool holds(int c, acc_t low, acc_t high, acc_t inverse_count) const {
+    if (!Walker::kAligned && (c ^ exchange) >= valid) return true;
     constexpr acc_t kLargest = std::numeric_limits<acc_t>::max(), kSmallest = std::numeric_limits<acc_t>::min();
     const acc_t q = square_sum[c];
     const bool finite = (q <= kLargest / 32) & (abs_sum[c] <= kLargest);
@@ -312,7 +395,7 @@ struct Reader {
   __device__ void read_again(const Walker& start, int packs, const NonFinite& nonfinite, int channel) {
     constexpr int kValues = 8, kBatch = kValues / kPlaces;
 #pragma unroll 1
-    for (int c = 0; c < kChannels; ++c) {
+    for (int c = 0; c < (Walker::kAligned ? kChannels : valid); ++c) {
       Whole whole = load_slot<Whole>(shared, kSlots, thread + c * kThreads);
       Walker walker = start;
 #pragma unroll 1
@@ -336,6 +419,20 @@ struct Reader {
       store_slot(whole, shared, kSlots, thread + c * kThreads);
     }
     shifted = false;
+  }
+
+  // One value of the first channel alone.
+  template <class Histogram>
+  __device__ void add(scalar_t value, const Histogram& histogram, const NonFinite& nonfinite, int channel) {
+    const acc_t x = widen(value);
+    histogram.add(x, 0);
+    if (x - x == 0) {
+      Whole whole = load_slot<Whole>(shared, kSlots, thread);
+      whole.add(x);
+      store_slot(whole, shared, kSlots, thread);
+    } else {
+      nonfinite.add(channel, x);
+    }
   }
 
   // On to pack number `until`, whole tiles, or to the last. `channel`: the first of the thread's channels in its block.

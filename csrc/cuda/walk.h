@@ -8,7 +8,7 @@ namespace hookstats::cuda {
 // The addresses of the packs first, first + step, ... of a channel, in one dimension.
 template <class scalar_t>
 struct LineWalker {
-  static constexpr bool kKnowsLists = false;
+  static constexpr bool kKnowsLists = false, kAligned = true;
   const scalar_t* at;
   int64_t step_at;
 
@@ -21,10 +21,17 @@ struct LineWalker {
   }
 };
 
+// The same where packs lie at any address.
+template <class scalar_t>
+struct UnalignedLineWalker : LineWalker<scalar_t> {
+  static constexpr bool kAligned = false;
+  using LineWalker<scalar_t>::LineWalker;
+};
+
 // The same in up to two dimensions, without a division; the inner one has less than 2^31 packs, or is the only one.
 template <class scalar_t>
 struct NearWalker {
-  static constexpr bool kKnowsLists = false;
+  static constexpr bool kKnowsLists = false, kAligned = true;
   const scalar_t* at;
   int64_t step_at, wrap;
   int inner, inner_size, step_inner;
@@ -59,11 +66,18 @@ struct NearWalker {
   }
 };
 
+// The same where packs lie at any address.
+template <class scalar_t>
+struct UnalignedNearWalker : NearWalker<scalar_t> {
+  static constexpr bool kAligned = false;
+  using NearWalker<scalar_t>::NearWalker;
+};
+
 // The same of listed rows: one dimension of them, and up to one within a row, with strides of less than 2^31. Rows are
 // looked up through the layout, in the kernel's parameters: in members they would cost registers.
 template <class scalar_t>
 struct ListedWalker {
-  static constexpr bool kKnowsLists = true;
+  static constexpr bool kKnowsLists = true, kAligned = true;
   const scalar_t* const data;
   const Layout& layout;
   const unsigned inner_size;
@@ -92,7 +106,7 @@ struct ListedWalker {
 // The same in any number of dimensions, of all rows or of listed ones.
 template <class scalar_t>
 struct FarWalker {
-  static constexpr bool kKnowsLists = true;
+  static constexpr bool kKnowsLists = true, kAligned = true;
   const scalar_t* data;
   const Layout& layout;
   int64_t i, step;

@@ -61,6 +61,8 @@ class Agreement:
     def _merged(self, rows: list[Row]) -> Row:
         """What one says that has not seen its channels yet does not concern the others."""
         first = rows[0]
+        if len(rows) == 1 and (self.bins is not None or not first.counters):
+            return first
         wide = [row for row in rows if not row.is_narrow] or rows
         dims = {row.channel_dim for row in wide} - {None}
         has_histogram = self.bins is not None and all(row.counters for row in rows)

@@ -22,6 +22,7 @@ Step = TypeVar("Step")
 
 _WAITING = 8  # steps that may wait to be merged; more are delivered alone
 _PATIENCE = 10.0  # seconds
+_LOOK = 0.25  # seconds
 _ATTEMPTS = 3  # failures in a row
 _mergings: Counter[tuple[int, ...]] = Counter()  # of the same ranks, so far
 
@@ -30,6 +31,7 @@ class Packing(Protocol[Step]):
     """What merging does not know: what a step is made of. Used by the thread alone."""
 
     merges: Sequence[Merge]  # one for each section
+    notes: deque[str]  # what the user is to be told of how ranks differ
 
     def table(self, step: Step) -> tuple[int, bytes]:
         """What this rank has, and its checksum, of 64 bits: equal on ranks that have the same."""
@@ -103,6 +105,9 @@ class Merging(Generic[Step]):
         self._store = c10d.PrefixStore(name, default_store())
         self._slots: deque[_Slot[Step]] = deque()
         self._last: Moment = (0, -1)
+        self._tree: Tree | None = None
+        self._epoch = 0  # of the tree, or the next one where it has failed
+        self._looked = 0.0  # when the thread last asked the store whether the groups have failed elsewhere
         self._told: deque[tuple[str, str]] = deque()
         self._warn_once = WarnOnce()
         self._stop = threading.Event()
@@ -137,6 +142,9 @@ class Merging(Generic[Step]):
         while self._told:
             kind, text = self._told.popleft()
             self._warn_once(kind, f"not merged over ranks: {text}. This rank is alone with such steps.")
+        while self._packing.notes:
+            note = self._packing.notes.popleft()
+            self._warn_once(note, f"merging over ranks: {note}")
         return done
 
     def wait(self, timeout: float) -> list[Merged[Step]]:
@@ -177,9 +185,8 @@ class Merging(Generic[Step]):
 
     def _merge_all(self) -> None:
         self._protocol = protocol.Protocol(self._store, self._plan, self.rank, self._patience, self._pause)
-        self._tree: Tree | None = None
-        self._epoch = 0  # of the tree, or the next one where it has failed
         failures = 0
+        why = "it was detached, or has ended"
         try:
             while failures < _ATTEMPTS:
                 slot = next((slot for slot in tuple(self._slots) if slot.merged is None), None)
@@ -194,9 +201,10 @@ class Merging(Generic[Step]):
                     failures += 1
                     self._told.append(("failed", str(failed)))
                     slot.merged = self._alone(slot)
+            why = f"merging failed {failures} times in a row"
+            self._told.append(("left", f"{why}, nothing is merged from now on"))
         finally:
-            self._drop_tree()
-            self._protocol.leave()
+            self._protocol.leave(why)
 
     def _settled(self, slot: _Slot[Step]) -> Merged[Step]:
         try:
@@ -213,25 +221,28 @@ class Merging(Generic[Step]):
         try:
             return Merged(self._merge(slot.step, verdict, tables), self.ranks, len(self.ranks))
         except Exception as error:
-            self._drop_tree()
+            self._tree = None
             self._epoch = verdict.epoch + 1
+            self._protocol.break_up(verdict.epoch)
             if isinstance(error, _Stopped):
                 raise
             raise _Failed(f"step {slot.moment[1]}: {error!r}") from error
 
     def _merge(self, step: Step, verdict: Verdict, tables: Tables) -> Step:
         if self._tree is None or self._epoch != verdict.epoch:
-            self._drop_tree()
             self._epoch = verdict.epoch
             store = c10d.PrefixStore(f"groups/{verdict.epoch}", self._store)
-            self._tree = Tree(self._plan, self.rank, store, self._patience, self._pause)
+            self._tree = Tree(self._plan, self.rank, store, self._patience, self._pause_in_collective)
+        self._looked = time.monotonic()
         sections = self._packing.pack(step, tables)
         return self._packing.unpack(self._tree.merge(sections, self._packing.merges), step, tables)
 
-    def _drop_tree(self) -> None:
-        if self._tree is not None:
-            self._tree.leave()
-            self._tree = None
+    def _pause_in_collective(self, seconds: float) -> None:
+        self._pause(seconds)
+        if time.monotonic() - self._looked > _LOOK:
+            self._looked = time.monotonic()
+            if self._protocol.is_broken_up(self._epoch):
+                raise RuntimeError("another rank could not merge it")
 
     def _pause(self, seconds: float) -> None:
         if self._stop.wait(seconds):

@@ -16,7 +16,7 @@ from hookstats.numbers.columns import wholes_of
 from hookstats.numbers.fields import FIELDS, Array, Counts, Site, Skipped, histogram_shape, total
 from hookstats.numbers.ranks import Spread
 
-_WHOLES = 8  # layouts that are kept: others where a rank had totals alone of other sites
+_WHOLES = 2  # layouts that are kept: others where a rank had totals alone of other sites
 
 
 class Packer:
@@ -206,8 +206,8 @@ class _Whole:
         moments[:] = total(flat.columns[:, begin:end]).view(np.int64)
         if part.bins:
             begin, end = agreement.bin_begin[i : i + 2]
-            at = part.offset + part.size
-            block[at - part.bins : at] = flat.bins[0, begin:end].reshape(-1, part.bins).sum(0)
+            behind = part.offset + part.size
+            block[behind - part.bins : behind] = flat.bins[0, begin:end].reshape(-1, part.bins).sum(0)
 
     def _skipped(self, flat: Flat, own: Drained) -> dict[Site, Skipped]:
         result = {}

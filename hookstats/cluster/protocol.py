@@ -24,8 +24,7 @@ _NEVER: Moment = (-1, 0)
 _END: Moment = (float("inf"), 0)  # later than any step
 _POLL, _LONGEST_POLL = 1e-3, 0.05  # seconds between two looks at the store
 _POLL_PER_RANK = 5e-5  # more of them for more ranks: the store sees some 20,000 looks a second at most
-_KEPT = 64  # tables in the store that no rank has now
-_TRIED = 8  # tables that a rank brought last, whether or not they were agreed on
+_KEPT = 8  # tables in the store that a rank brought last, though nobody has them now
 _NAMED = 8  # late ranks that a message names
 
 
@@ -95,9 +94,10 @@ class Protocol:
         self._absent: dict[int, str] = {}  # who was given up, and what they had announced then
         self._tables: dict[int, bytes] = {}  # by checksum; of the agreement, and those that this rank brought
         self._brought: list[int] = []  # by this rank, of those in the store
-        self._stored: dict[int, None] = {}  # the first rank's: tables in the store, those used last at the end
+        self._in_hand: Moment | None = None  # the step of which no verdict has been read
         self._number = 0  # of the present agreement, and which it is
         self._listed: Checksums = []
+        store.compare_set("broken", "", "-1")
         for name in ["verdict", *(f"rank/{each}" for each in self._below)]:
             store.compare_set(
                 name, "", Verdict(_NEVER, False, self._first).to_json() if name == "verdict" else _NOTHING
@@ -116,6 +116,7 @@ class Protocol:
 
         epoch: of groups that this rank can use. is_hurried: whether this rank can wait no longer.
         """
+        self._in_hand = moment
         self._offer(checksum, table)
         own = Summary(moment, self._rank, moment, self._rank, epoch, [(self._rank, checksum)], [], [])
         own = own._replace(scales=[(self._rank, scale)])
@@ -126,6 +127,7 @@ class Protocol:
                 self._write(read, verdict._replace(by=self._rank, go=False))
                 continue
             if verdict.at >= moment:
+                self._in_hand = None
                 return self._obeyed(verdict, moment)
             waited = time.monotonic() - begin
             summary = self._sum(own, below, verdict.at, waited > self._patience)
@@ -148,13 +150,23 @@ class Protocol:
             self._pause(interval)
             interval = min(1.5 * interval, max(_LONGEST_POLL, 8 * self._poll))
 
-    def leave(self) -> None:
+    def break_up(self, epoch: int) -> None:
+        """The groups of this epoch have failed here."""
+        self._store.set("broken", str(epoch))
+
+    def is_broken_up(self, epoch: int) -> bool:
+        """Whether they have anywhere: a rank that has given up keeps its connections."""
+        return int(self._store.get("broken")) >= epoch
+
+    def leave(self, why: str) -> None:
         """Nothing will be merged any more: from now on everybody is alone, at once."""
         while True:
             read, verdict, _ = self._look()
-            text = f"rank {self._rank} merges no more: it was detached, or has ended"
+            text = f"rank {self._rank} merges no more: {why}"
             if verdict.at == _END or self._write(read, self._alone(_END, "left", text)):
-                return
+                break
+        if verdict.go and verdict.at == self._in_hand:  # the others have begun to merge it
+            self.break_up(verdict.epoch)
 
     def _look(self) -> tuple[str, Verdict, dict[int, str]]:
         names = ["verdict", *(f"rank/{rank}" for rank in self._below)]
@@ -235,24 +247,33 @@ class Protocol:
 
     def _obeyed(self, verdict: Verdict, moment: Moment) -> tuple[Verdict, Tables]:
         if verdict.at > moment and verdict.at != _END:
-            text = f"step {moment[1]} came when others had waited for it in vain, and went on to step {verdict.at[1]}"
+            text = f"other ranks went on to step {verdict.at[1]} without this rank's step {moment[1]}"
             return Verdict(moment, False, verdict.by, kind="late", text=text), []
+        if verdict.kind == "table":  # deleted by who had brought it long ago, maybe
+            self._tables.clear()
         if not verdict.go:
             return verdict, []
-        if verdict.agreement != self._number:
-            self._listed = [(rank, each) for rank, each in json.loads(self._get(f"agreement/{verdict.agreement}"))]
-            self._number = verdict.agreement
-        self._tables = {
-            checksum: self._tables[checksum]
-            if checksum in self._tables
-            else zlib.decompress(self._get(f"table/{checksum}"))
-            for _, checksum in self._listed
-        }
+        try:
+            self._fetch(verdict.agreement)
+        except KeyError as missing:  # this rank slept, and the others went on
+            self.break_up(verdict.epoch)
+            return Verdict(moment, False, verdict.by, kind="late", text=str(missing)), []
         return verdict, [(rank, self._tables[checksum]) for rank, checksum in self._listed]
+
+    def _fetch(self, number: int) -> None:
+        """The tables of an agreement; KeyError where they are no more in the store."""
+        if number != self._number:
+            self._listed = [(rank, each) for rank, each in json.loads(self._get(f"agreement/{number}"))]
+            self._number = number
+        self._tables = {checksum: self._table(checksum) for _, checksum in self._listed}
+
+    def _table(self, checksum: int) -> bytes:
+        known = self._tables.get(checksum)
+        return zlib.decompress(self._get(f"table/{checksum}")) if known is None else known
 
     def _get(self, name: str) -> bytes:
         if not self._store.check([name]):
-            raise RuntimeError(f"expected {name} in torch.distributed's store, got nothing")
+            raise KeyError(f"expected {name} in torch.distributed's store, got nothing")
         return bytes(self._store.get(name))
 
     def _offer(self, checksum: int, table: bytes) -> None:
@@ -265,26 +286,10 @@ class Protocol:
         if self._store.add(f"brought/{checksum}", 1) == 1:
             self._store.set(f"table/{checksum}", zlib.compress(table))
             self._brought.append(checksum)
-        unlisted = [each for each in self._brought[:-_TRIED] if each not in listed]
-        for each in unlisted:  # all ranks were alone with it
+        for each in [each for each in self._brought[:-_KEPT] if each not in listed]:
             self._brought.remove(each)
-            self._forget(each)
+            self._store.delete_key(f"table/{each}")
+            self._store.delete_key(f"brought/{each}")
 
     def _are_stored(self, tables: Checksums) -> bool:
-        """Whether they are; forgets those that have not been used for long."""
-        if tables == self._listed:
-            return True
-        checksums = [checksum for _, checksum in tables]
-        if not self._store.check([f"table/{checksum}" for checksum in checksums]):
-            return False
-        for checksum in checksums:
-            self._stored.pop(checksum, None)
-            self._stored[checksum] = None
-        for checksum in list(self._stored)[: max(0, len(self._stored) - len(checksums) - _KEPT)]:
-            del self._stored[checksum]
-            self._forget(checksum)
-        return True
-
-    def _forget(self, checksum: int) -> None:
-        self._store.delete_key(f"table/{checksum}")
-        self._store.delete_key(f"brought/{checksum}")
+        return tables == self._listed or bool(self._store.check([f"table/{checksum}" for _, checksum in tables]))

@@ -77,7 +77,6 @@ class Tree:
         """
         self._timeout = timeout
         self._pause = pause
-        self._at_work: tuple[Any, ...] = ()  # a collective, and the memory that it reads and writes
         self._groups: list[_Group] = []
         self._is_top = False
         for level, groups in enumerate(plan):
@@ -135,26 +134,23 @@ class Tree:
 
     def _finish(self, work: Any, *memory: torch.Tensor) -> None:
         """Looks at it until it is done: a thread that waited inside gloo would abort the interpreter's end."""
-        self._at_work = (work, *memory)
         end = time.monotonic() + self._timeout
         interval = _POLL
-        while not work.is_completed():
-            if time.monotonic() > end:
-                raise TimeoutError(f"expected a collective to end within {self._timeout} s")
-            self._pause(interval)
-            interval = min(1.5 * interval, _LONGEST_POLL)
-        self._at_work = ()
+        try:
+            while not work.is_completed():
+                if time.monotonic() > end:
+                    raise TimeoutError(f"expected a collective to end within {self._timeout} s")
+                self._pause(interval)
+                interval = min(1.5 * interval, _LONGEST_POLL)
+        except BaseException:
+            _keep((work, *memory))  # which it may still read and write
+            raise
         work.wait()  # is done: raises what failed
 
-    def leave(self) -> None:
-        """Ends the connections, so that whoever waits for this rank sees it at once.
 
-        A group in which something is under way would wait for it, and what that writes to must stay: they are kept for
-        good.
-        """
-        if self._at_work and not self._at_work[0].is_completed():
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object((self._groups, self._at_work)))
-        self._groups, self._at_work = [], ()
+def _keep(anything: Any) -> None:
+    """For good, beyond the end of the interpreter."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(anything))
 
 
 def _views(whole: torch.Tensor, like: Sequence[Section]) -> list[Section]:
@@ -189,12 +185,18 @@ def _devices() -> list[Any]:
 
 
 def _gloo(devices: list[Any], store: Store, place: int, size: int, timeout: float) -> Any:
-    """A group that torch.distributed does not know: its new_group counts groups, and would disturb the user's own."""
+    """A group that torch.distributed does not know: its new_group counts groups, and would disturb the user's own.
+
+    It is never destroyed: where a member has failed that may hang, with the GIL held (seen in torch 2.13). Its two
+    threads sleep.
+    """
     options = c10d.ProcessGroupGloo._Options()
     options._devices = devices
     options._timeout = timedelta(seconds=timeout)
     options._threads = 1
-    return c10d.ProcessGroupGloo(store, place, size, options)
+    gloo = c10d.ProcessGroupGloo(store, place, size, options)
+    _keep(gloo)
+    return gloo
 
 
 def default_store() -> Store:
@@ -208,4 +210,9 @@ def default_store() -> Store:
             "process_group: expected torch.distributed.distributed_c10d._get_default_store, as torch 2.11 to 2.15 have "
             f"it, got torch {torch.__version__} without it"
         )
-    return find().clone()
+    store = find()
+    if store is None:
+        raise RuntimeError(
+            "process_group: expected a store of torch.distributed, got none, as its backend mpi has none"
+        )
+    return store.clone()

@@ -40,10 +40,20 @@ class HookStats(Attached, *_callbacks()):  # type: ignore[misc]
     by which Lightning's loggers show it, from 0 on: the ``global_step`` that its ``training_step`` sees. Where several
     optimizers step in a batch, Lightning's ``global_step`` counts each of them; here, the batch is one step. Its
     scalars are "loss", the sum of what backward gets (of what ``training_step`` returns, with manual optimization), and
-    "lr".
-    """
+    "lr". ``monitor`` is what `hookstats.attach` returned for the latest training, None before the first.
 
-    __doc__ += Attached.__doc__ or ""
+    Args:
+        modules: as for `hookstats.attach`.
+        before_clipping: parameters' gradients as they are before they are clipped; by default they are read as the
+            optimizer gets them.
+        settings: the other arguments of `hookstats.attach`, by name. ``training_only`` is True and ``grad_scaler`` is
+            the trainer's, where they are not given. ``process_group="world"``: all processes of the trainer, whose
+            group is not there yet when a callback is made.
+
+    Raises:
+        TypeError: for an argument that `hookstats.attach` does not have. What `hookstats.attach` raises comes when
+            ``fit`` begins. ValueError then: for before_clipping with manual optimization.
+    """
 
     def __init__(self, modules: Any = None, *, before_clipping: bool = False, **settings: Any) -> None:
         super().__init__(modules, before_clipping=before_clipping, **settings)

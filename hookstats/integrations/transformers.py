@@ -36,13 +36,24 @@ class HookStats(Attached, TrainerCallback):  # type: ignore[misc]
 
     A step is one of the optimizer, with all microbatches of ``gradient_accumulation_steps``. It has the number by which
     Trainer logs it, from 1 on: ``state.global_step`` behind it. Its scalars are "loss", the sum of what backward gets
-    on this process, and "lr".
+    on this process, and "lr". ``monitor`` is what `hookstats.attach` returned for the latest training, None before the
+    first.
 
     Trainer does not tell a callback when training raises: hooks stay on the model then, until it trains again, or
     ``callback.monitor.detach()`` is called.
-    """
 
-    __doc__ += Attached.__doc__ or ""
+    Args:
+        modules: as for `hookstats.attach`.
+        before_clipping: parameters' gradients as they are before they are clipped; by default they are read as the
+            optimizer gets them.
+        settings: the other arguments of `hookstats.attach`, by name. ``training_only`` is True and ``grad_scaler`` is
+            the trainer's, where they are not given. ``process_group="world"``: all processes of the trainer, whose
+            group is not there yet when a callback is made.
+
+    Raises:
+        TypeError: for an argument that `hookstats.attach` does not have. What `hookstats.attach` raises comes when
+            training begins.
+    """
 
     def __init__(self, modules: Any = None, *, before_clipping: bool = False, **settings: Any) -> None:
         super().__init__(modules, before_clipping=before_clipping, **settings)
@@ -81,7 +92,7 @@ class HookStats(Attached, TrainerCallback):  # type: ignore[misc]
         if self._before_clipping and not self._are_gradients_read:
             self._are_gradients_read = True  # said once
             _log.warning(
-                "before_clipping: expected that Trainer clips by accelerator.clip_grad_norm_, but it did not: parameters' "
+                "before_clipping: expected that Trainer clips by accelerator.clip_grad_norm_, but did not: parameters' "
                 "gradients are read as the optimizer gets them"
             )
 

@@ -96,7 +96,7 @@ def _boot() -> str:
 
 def is_of_this_machine(told: Mapping[str, Any]) -> bool:
     """told: a description."""
-    return told["host"] == socket.gethostname() or told["boot"] == _boot() != ""
+    return bool(told["host"] == socket.gethostname() or told["boot"] == _boot() != "")
 
 
 def keep_locked(description: Path) -> int:

@@ -178,7 +178,7 @@ def attach(
             _learn(model, binder, *example)
         if plan.parameters or scaling is not None:
             handles += watch_optimizers(parameters)
-        ranks, joined = _joined(model, process_group, placements, rank_spread, plan, binder, memory_budget)
+        ranks, joined = _joined(model, process_group, placements, rank_spread, plan, memory_budget)
     except Exception:
         for handle in handles:
             handle.remove()
@@ -217,7 +217,6 @@ def _joined(
     placements: Mapping[str, Any] | None,
     rank_spread: bool,
     plan: Plan,
-    binder: SiteBinder,
     memory_budget: int,
 ) -> tuple[Ranks, Joined | None]:
     """This rank, and the others of the group."""
@@ -227,15 +226,8 @@ def _joined(
         return Ranks((torch.distributed.get_rank(),)) if _is_distributed() else ALONE, None
     from hookstats.cluster.joining import Joined as Ranked  # torch.distributed takes its time where nobody uses it
 
-    joined = Ranked(
-        model,
-        process_group,
-        placements,
-        [*plan.modules, *plan.parameters],
-        rank_spread,
-        memory_budget,
-        binder.warn_once,
-    )
+    names = [*plan.modules, *plan.parameters]
+    joined = Ranked(model, process_group, placements, names, rank_spread, memory_budget)
     return joined.ranks, joined
 
 

@@ -45,13 +45,36 @@ void overrun_kernel(int64_t* out) {
   if (threadIdx.x == 0) *out = 1;
 }
 
+// Only the first block of the cluster reaches the barrier.
+void partial_cluster_kernel(int64_t* out) {
+  if (blockIdx.y == 0) hookstats::cuda::cluster_barrier();
+  *out = 1;
+}
+
+// The second block of the cluster does not stay until it has been read.
+void left_cluster_kernel(int64_t* out) {
+  HOOKSTATS_SHARED(int64_t, value, 1);
+  if (threadIdx.x == 0) value[0] = blockIdx.y;
+  hookstats::cuda::cluster_barrier();
+  if (blockIdx.y == 1) return;
+  __syncthreads();
+  __syncthreads();
+  if (threadIdx.x == 0) *out = *hookstats::cuda::in_block(value, 1);
+}
+
 int64_t run_faulty(const std::string& name) {
   const auto kernel = name == "partial_barrier"    ? partial_barrier_kernel
                       : name == "diverged_barrier" ? diverged_barrier_kernel
                       : name == "missing_barrier"  ? missing_barrier_kernel
+                      : name == "partial_cluster"  ? partial_cluster_kernel
+                      : name == "left_cluster"     ? left_cluster_kernel
                                                    : overrun_kernel;
   int64_t out = 0;
-  hookstats::cuda::launch(kernel, dim3(1), dim3(64), 0, nullptr, &out);
+  if (name.find("cluster") != std::string::npos) {
+    hookstats::cuda::launch_clusters(kernel, dim3(1, 2), dim3(64), 0, nullptr, &out);
+  } else {
+    hookstats::cuda::launch(kernel, dim3(1), dim3(64), 0, nullptr, &out);
+  }
   return out;
 }
 
@@ -71,11 +94,12 @@ void use_stream(int64_t stream, int64_t capture) {
 }
 
 // From now on it is the GPU of this capability, with so much shared memory for a block; 0: as at first.
-void use_gpu(int64_t capability, int64_t shared_memory, int64_t driver, int64_t runtime) {
+void use_gpu(int64_t capability, int64_t shared_memory, int64_t driver, int64_t runtime, int64_t built_for) {
   const cuda_on_cpu::Gpu first;
   const auto or_first = [](int64_t given, int otherwise) { return given ? int(given) : otherwise; };
   cuda_on_cpu::gpu = {or_first(shared_memory, first.shared_memory), or_first(capability, first.capability),
-                      or_first(driver, first.driver), or_first(runtime, first.runtime)};
+                      or_first(driver, first.driver), or_first(runtime, first.runtime),
+                      or_first(built_for, first.built_for)};
 }
 
 void tell_captures(bool told) { cuda_on_cpu::captures_are_told = told; }
@@ -83,6 +107,8 @@ int64_t last_error() { return cuda_on_cpu::last_error; }
 void reserve_scratch() { hookstats::reserve_scratch(at::kCPU); }
 int64_t scratch() { return reinterpret_cast<int64_t>(hookstats::launch_on(at::kCPU, std::nullopt).partials); }
 void shuffle(int64_t seed) { cuda_on_cpu::shuffle_seed = unsigned(seed); }
+void use_small_variant(int64_t bits) { hookstats::cuda::small_variant() = int(bits); }
+int64_t cluster_launches() { return cuda_on_cpu::cluster_launches; }
 int64_t launches() { return cuda_on_cpu::launches; }
 
 }  // namespace
@@ -90,10 +116,12 @@ int64_t launches() { return cuda_on_cpu::launches; }
 TORCH_LIBRARY_FRAGMENT(hookstats_cuda_on_cpu, m) {
   m.def("shuffle(int seed) -> ()", &shuffle);
   m.def("launches() -> int", &launches);
+  m.def("cluster_launches() -> int", &cluster_launches);
+  m.def("use_small_variant(int bits) -> ()", &use_small_variant);
   m.def("switch_off_after(Tensor flag, int blocks) -> ()", &switch_off_after);
   m.def("run_faulty(str name) -> int", &run_faulty);
   m.def("use_stream(int stream, int capture=0) -> ()", &use_stream);
-  m.def("use_gpu(int capability=0, int shared_memory=0, int driver=0, int runtime=0) -> ()", &use_gpu);
+  m.def("use_gpu(int capability=0, int shared_memory=0, int driver=0, int runtime=0, int built_for=0) -> ()", &use_gpu);
   m.def("tell_captures(bool told) -> ()", &tell_captures);
   m.def("last_error() -> int", &last_error);
   m.def("reserve_scratch() -> ()", &reserve_scratch);

@@ -1,0 +1,66 @@
+"""Steps of ranks as `Merging` takes them: whose tables it exchanges, and whose arrays it merges. Pure numpy."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from hookstats.cluster.agreement import Agreement
+from hookstats.cluster.flat import MERGES, Flat
+from hookstats.cluster.packing import Packer
+from hookstats.cluster.table import Placing, Table, Tables, whole
+from hookstats.cluster.tree import Merge, Section
+from hookstats.numbers.blocks import Drained
+
+_KEPT = 4  # agreements: of whole states, and of totals, each before and after a change
+
+
+class Step(NamedTuple):
+    """A step of this rank."""
+
+    drained: Drained
+    placing: Placing = whole  # as `Tables.of` has it
+
+
+class Steps:
+    """Those of a rank, one after another; used by one thread alone.
+
+    ``notes``: what the user is to be told of how ranks differ, and what was left out for it; to be taken from the left.
+    """
+
+    merges: Sequence[Merge] = MERGES
+
+    def __init__(self, rank: int, budget: int, spread: bool) -> None:
+        """As Table has them."""
+        self.notes: deque[str] = deque()
+        self._rank = rank
+        self._tables = Tables(budget, spread)
+        self._packers: dict[tuple[tuple[int, bytes], ...], Packer] = {}
+
+    def table(self, step: Step) -> tuple[int, bytes]:
+        """What this rank has, and its checksum before it."""
+        table, _ = self._tables.of(*step)
+        return table.checksum, table.text
+
+    def scale(self, step: Step) -> float | None:
+        """The grad_scale."""
+        return step.drained.grad_scale
+
+    def pack(self, step: Step, tables: Sequence[tuple[int, bytes]]) -> list[Section]:
+        """tables: each with the lowest rank that has it, in the order of these. ValueError where one is none."""
+        return self._packer(tables).pack(step.drained, *self._tables.of(*step)).sections()
+
+    def unpack(self, sections: Sequence[Section], step: Step, tables: Sequence[tuple[int, bytes]]) -> Step:
+        """What came of all ranks' sections; step: this rank's own."""
+        return step._replace(drained=self._packer(tables).unpack(Flat(*sections), step.drained))
+
+    def _packer(self, tables: Sequence[tuple[int, bytes]]) -> Packer:
+        key = tuple(tables)
+        if key not in self._packers:
+            agreement = Agreement([(rank, Table.from_text(text)) for rank, text in tables])
+            self.notes.extend(agreement.notes)
+            for old in list(self._packers)[: 1 - _KEPT]:
+                del self._packers[old]
+            self._packers[key] = Packer(agreement, self._rank)
+        return self._packers[key]
