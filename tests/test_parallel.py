@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -414,5 +414,22 @@ def changes(rank: int, world: int) -> None:
     assert merged(monitor, model)[0]["", "output"].channels.count.tolist() == [4] * 6
 
 
-def test_a_layout_of_placements_that_changes_is_seen() -> None:
-    ranks.run(changes, 2, timeout=180)
+def nothing_on_one_rank(rank: int, world: int) -> None:
+    """One row of a batch over two ranks, under tensor parallelism: the other rank knows where it would lie."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    model = distribute_module(nn.Sequential(nn.Linear(6, 4), nn.Identity()), mesh)
+    monitor = attached(model, modules=["1"], tensors=["output"])
+    model[1](distribute_tensor(torch.arange(6.0).reshape(1, 6), mesh, [Shard(0)], src_data_rank=None))
+    snapshot, told = of_all_ranks(monitor)
+    assert not told
+    assert list(snapshot) == [("1", "output")]
+    assert snapshot["1", "output"].channels.count.tolist() == [1] * 6
+
+
+def whatever_changes(rank: int, world: int) -> None:
+    changes(rank, world)
+    nothing_on_one_rank(rank, world)
+
+
+def test_a_layout_of_placements_that_changes_is_seen_and_a_rank_that_has_nothing_is_no_exception() -> None:
+    ranks.run(whatever_changes, 2, timeout=180)
