@@ -188,7 +188,7 @@ def test_stages_experts_and_ranks_without_sites_have_their_place() -> None:
 def test_the_order_is_the_first_ranks_then_what_others_add() -> None:
     rows = draw(0, 1)
     first = {B: Here(rows), A: Here(rows)}
-    second = {A: Here(rows), C: Here(rows), B: Here(rows)}
+    second = {C: Here(rows), A: Here(rows), B: Here(rows)}
     ranks = ranks_of([first, second])
     assert list(ranks.merged().snapshot()) == [B, A, C]
     assert ranks.merged().snapshot().order == [B, A, C]

@@ -10,6 +10,7 @@ import torch
 
 from hookstats import ExponentBins, LinearBins, Site
 from hookstats.cluster.agreement import Agreement
+from hookstats.cluster.steps import Step, Steps
 from hookstats.cluster.table import Piece, Placed, Row, Table, Tables, whole
 from hookstats.numbers import blocks
 from hookstats.numbers.blocks import Drained
@@ -208,3 +209,25 @@ def test_plain_tensors_are_whole_everywhere() -> None:
     here = blocks.Row(A, (blocks.Part(0, 0, 6, 0),), True, -1, False)
     assert whole(here) == Placed(6, "each", Piece(0, True, True), None)
     assert whole(here._replace(is_parameter=True)).replicas == "first"
+
+
+def test_steps_agree_once_for_the_same_tables_and_tell_once_what_ranks_differ_in() -> None:
+    sites = [{A: Here(torch.ones(2 + rank, 2))} for rank in range(2)]
+    ranks = [Steps(rank, BUDGET, False) for rank in range(2)]
+    local = [Step(drained(each, grad_scale=8.0)) for each in sites]
+    tables = [(rank, steps.table(step)[1]) for rank, (steps, step) in enumerate(zip(ranks, local, strict=True))]
+    assert [steps.table(step)[0] for steps, step in zip(ranks, local, strict=True)] == [
+        Table.from_text(text).checksum for _, text in tables
+    ]
+    for _ in range(3):
+        packed = [steps.pack(step, tables) for steps, step in zip(ranks, local, strict=True)]
+        merged = [of([*parts]) for of, *parts in zip(Steps.merges, *packed, strict=True)]
+        found = [steps.unpack(merged, step, tables).drained for steps, step in zip(ranks, local, strict=True)]
+        assert [each.snapshot()[A].total.count for each in found] == [10, 10]
+    assert found[0].layout is ranks[0].unpack(merged, local[0], tables).drained.layout
+    assert [list(steps.notes) for steps in ranks] == [
+        ["not all ranks have the same channels of a output: merged as totals"]
+    ] * 2
+    assert ranks[0].scale(local[0]) == 8.0
+    with pytest.raises(ValueError, match="expected a table of sites"):
+        ranks[0].pack(local[0], [(0, b"no table")])

@@ -328,6 +328,17 @@ def test_fit_is_called_twice(digits: TensorDataset, tmp_path: Path) -> None:
     assert not any(each._forward_hooks for each in module.modules())
 
 
+def test_a_record_that_somebody_else_goes_on_with_is_left_alone(digits: TensorDataset, tmp_path: Path) -> None:
+    recording, module = hookstats.record(tmp_path / "run"), Digits()
+    fitting = trainer(tmp_path, HookStats(sinks=recording, every=4))
+    fitting.fit(module, batches(digits))
+    with hookstats.attach(module, sinks=recording, every=1) as monitor:
+        fitting.validate(module, batches(digits), verbose=False)
+        module.train().training_step(digits[:8], 0).backward()
+        monitor.step(30)
+    assert hookstats.load(tmp_path / "run").steps == [0, 4, 8, 30]
+
+
 def test_a_finding_can_stop_training(digits: TensorDataset, tmp_path: Path) -> None:
     recorder = Recorder(lambda step: [Found("critical", "it exploded")] if step == 2 else [])
     callback, module = HookStats(sinks=recorder, every=1, on_finding="raise"), Digits()

@@ -31,6 +31,7 @@ from tests import ranks
 from tests.models import Residual
 
 KINDS = ("output", "grad_output", "param", "param_grad")
+STEPS = [[0, 2, 1, 3], [4, 6, 5, 7]]  # microbatches of two ranks together: the first two of each are the first rank's
 
 
 def batch(number: int) -> torch.Tensor:
@@ -119,7 +120,7 @@ def of_lightning(rank: int, world: int) -> list[Any]:
         accumulate_grad_batches=2,
         val_check_interval=1,
         use_distributed_sampler=False,
-        callbacks=for_lightning.HookStats(every=1, tensors=KINDS, strict=True, sinks=snapshots.append),
+        callbacks=for_lightning.HookStats(every=1, tensors=KINDS, process_group="world", sinks=snapshots.append),
         logger=False,
         enable_checkpointing=False,
         enable_model_summary=False,
@@ -160,7 +161,7 @@ def of_transformers(rank: int, world: int) -> list[Any]:
             report_to=[],
         )
         mine = [{"x": batch(number)} for number in (rank, rank + 2, rank + 4, rank + 6)]
-        callback = for_transformers.HookStats(every=1, tensors=KINDS, strict=True, sinks=snapshots.append)
+        callback = for_transformers.HookStats(every=1, tensors=KINDS, process_group="world", sinks=snapshots.append)
         trainer = EachItsOwn(Squares(), arguments, train_dataset=mine, eval_dataset=mine, callbacks=[callback])
         trainer.train()
         assert isinstance(trainer.model_wrapped, nn.parallel.DistributedDataParallel)
@@ -181,27 +182,41 @@ def of_ddp(rank: int, world: int) -> list[Any]:
     return [snapshot.to_dict() for snapshot in snapshots]
 
 
-@pytest.mark.parametrize(
-    ("function", "prefix", "init", "first"),
-    [(of_ddp, "", "env", 0), (of_lightning, "layers.", "", 0), (of_transformers, "layers.", "", 1)],
-)
-def test_ddp_measures_each_ranks_activations_and_the_gradients_of_all(
-    function: Any, prefix: str, init: str, first: int
-) -> None:
-    wanted = loop(residual(), [[0, 2, 1, 3], [4, 6, 5, 7]])  # what all ranks do together
-    for rank, returned in enumerate(ranks.run(function, 2, init=init, timeout=240)):
+def test_ddp_measures_each_ranks_activations_and_the_gradients_of_all() -> None:
+    whole = loop(residual(), STEPS)
+    for rank, returned in enumerate(ranks.run(of_ddp, 2, init="env", timeout=240)):
         own = loop(residual(), [[rank, rank + 2]])[0]
         got = [Snapshot.from_dict(each) for each in returned]
-        assert [snapshot.step for snapshot in got] == [first, first + 1]
+        assert [snapshot.step for snapshot in got] == [0, 1]
         for step, snapshot in enumerate(got):
-            assert {site.name.removeprefix(prefix) for site in snapshot.order} >= {site.name for site in own.order}
+            assert snapshot.order == own.order
             for site in own.order:
-                seen = snapshot[prefix + site.name, site.tensor]
                 if site.tensor.startswith("param"):
-                    assert seen.total.rms == pytest.approx(wanted[step][site].total.rms, rel=1e-4)
+                    assert snapshot[site].total.rms == pytest.approx(whole[step][site].total.rms, rel=1e-4)
                 elif step == 0:
-                    assert seen.calls == 2
-                    assert seen.total.rms == pytest.approx(own[site].total.rms, rel=1e-6)
+                    assert snapshot[site].calls == 2
+                    assert snapshot[site].total.rms == pytest.approx(own[site].total.rms, rel=1e-6)
+
+
+@pytest.mark.parametrize(("function", "first"), [(of_lightning, 0), (of_transformers, 1)])
+def test_trainers_on_two_ranks_measure_as_one_process_with_all_batches(function: Any, first: int) -> None:
+    """With accumulation, and evaluation between the steps, of the module inside of DDP."""
+    whole = loop(residual(), STEPS)
+    returned, nothing = ranks.run(function, 2, init="", timeout=240)
+    assert nothing == []  # sinks are the first rank's
+    got = [Snapshot.from_dict(each) for each in returned]
+    assert [(snapshot.step, snapshot.ranks, snapshot.world_size) for snapshot in got] == [
+        (first, (0, 1), 2),
+        (first + 1, (0, 1), 2),
+    ]
+    for snapshot, want in zip(got, whole, strict=True):
+        assert {("layers." + site.name, site.tensor) for site in want.order} <= {tuple(each) for each in snapshot.order}
+        for site in want.order:
+            seen, wanted = snapshot["layers." + site.name, site.tensor], want[site]
+            assert seen.total.count == wanted.total.count
+            assert seen.calls == wanted.calls
+            share = 2 if site.tensor == "grad_output" else 1  # of a mean over two microbatches, not over four
+            assert seen.total.rms == pytest.approx(share * wanted.total.rms, rel=1e-4)
 
 
 def of_torchtitan(rank: int, world: int) -> Any:

@@ -25,8 +25,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel, parallelize_module
 
 import hookstats
+from hookstats import _native
 from hookstats.cluster import exchange
-from hookstats.cluster.contents import contents_of
+from hookstats.cluster.contents import checksums, contents_of
 from tests import ranks
 from tests.test_checksums import ALL_DTYPES, changed_bit, of_bits
 
@@ -294,7 +295,7 @@ def wrapped(rank: int, world: int) -> list[str]:
         if rank in ranks_here:
             found += [each.sentence for each in hookstats.check_replicas(model, group)]
         else:
-            with pytest.raises(ValueError, match=f"process_group: expected a group with this rank, {rank}"):
+            with pytest.raises(ValueError, match=f"process_group: expected a group that rank {rank} is in"):
                 hookstats.check_replicas(model, group)
     return found
 
@@ -435,7 +436,7 @@ def test_a_rank_that_fails_or_does_not_come_fails_the_check_everywhere_and_the_n
 
 def test_without_distributed_and_for_other_arguments_it_says_what_was_expected() -> None:
     assert not dist.is_initialized()
-    with pytest.raises(ValueError, match=re.escape("expected a process in which torch.distributed runs")):
+    with pytest.raises(ValueError, match=r"process_group: expected .* to be initialized"):
         hookstats.check_replicas(nn.Linear(2, 2))
     with pytest.raises(TypeError, match=re.escape("model: expected a torch.nn.Module, got list")):
         hookstats.check_replicas([])  # type: ignore[arg-type]
@@ -473,8 +474,15 @@ def test_a_process_group_that_is_initialised_anew_is_used_anew() -> None:
     assert ranks.run(anew, 2) == [[["scale"], ["scale"]]] * 2
 
 
+@pytest.mark.skipif(_native.HAS_CUDA, reason="this build has kernels for CUDA")
+def test_a_build_without_kernels_for_a_device_does_not_pretend_that_its_tensors_agree() -> None:
+    on_gpu: Any = SimpleNamespace(device=torch.device("cuda", 0))
+    with pytest.raises(RuntimeError, match="expected tensors on a device that this build has kernels for, got cuda:0"):
+        checksums([on_gpu])
+
+
 def alone(rank: int, world: int) -> list[hookstats.Disagreement]:
-    with pytest.raises(TypeError, match="process_group: expected a ProcessGroup, a DeviceMesh or None, got 'all'"):
+    with pytest.raises(TypeError, match=r"process_group: expected a torch\.distributed\.ProcessGroup"):
         hookstats.check_replicas(Small(), "all")
     return hookstats.check_replicas(Small())
 

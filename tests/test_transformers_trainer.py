@@ -240,6 +240,22 @@ def test_two_callbacks_do_not_disturb_each_other(text: list[Any], tmp_path: Path
     assert (Accelerator.backward, Accelerator.clip_grad_norm_) == methods
 
 
+class TrainsAnother(TrainerCallback):
+    def __init__(self, text: list[Any], folder: Path) -> None:
+        self.text, self.folder = text, folder
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 2:
+            train(gpt2(), self.text, self.folder, HookStats(), max_steps=1)
+
+
+def test_a_training_inside_of_another_takes_nothing_from_it(text: list[Any], tmp_path: Path) -> None:
+    snapshots: list[Snapshot] = []
+    callback = HookStats(before_clipping=True, sinks=snapshots.append, **EVERYTHING)
+    train(gpt2(), text, tmp_path, callback, TrainsAnother(text, tmp_path))
+    same(snapshots, plain(gpt2(), text, before=True))
+
+
 class ClipsOtherwise(Ordered):
     def _clip_grad_norm(self, model: Any) -> torch.Tensor:
         return clip_grad_norm_(model.parameters(), self.args.max_grad_norm)

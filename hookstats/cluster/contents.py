@@ -18,7 +18,7 @@ from hookstats.modules.selection import clean_names
 _OUTSIDE = "outside"  # the piece of a rank that is not in the DTensor's mesh
 
 
-class Held(NamedTuple):
+class Replica(NamedTuple):
     """A tensor, or this rank's part of one."""
 
     name: str  # of the parameter or buffer
@@ -33,7 +33,7 @@ class Held(NamedTuple):
 
 
 class Contents(NamedTuple):
-    held: list[Held]
+    held: list[Replica]
     skipped: dict[str, str]  # why not, by name and kind
 
 
@@ -95,7 +95,7 @@ def _add(contents: Contents, name: str, kind: str, tensor: torch.Tensor, flatten
         contents.skipped[f"{name} ({kind})"] = problem
     else:
         form = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-        contents.held.append(Held(name, kind, form, piece, local.detach()))
+        contents.held.append(Replica(name, kind, form, piece, local.detach()))
 
 
 def _piece(tensor: Any) -> str:
@@ -126,15 +126,13 @@ def _unreadable(tensor: torch.Tensor, local: torch.Tensor) -> str | None:
         return f"a {type(local).__name__}, which holds its values in other tensors"
     if _native.has_no_data(local) or (local.numel() > 0 and local.untyped_storage().nbytes() == 0):
         return f"on {local.device}, without data"
-    if local.device.type != "cpu" and not (local.device.type == "cuda" and _native.HAS_CUDA):
-        return f"on {local.device}, for which this build has no kernels"
     return None
 
 
 COLUMNS = 4  # of a table: the tensor, its form, its piece, its checksum
 
 
-def table_of(held: Sequence[Held]) -> npt.NDArray[np.int64]:
+def table_of(held: Sequence[Replica]) -> npt.NDArray[np.int64]:
     """[tensors, COLUMNS]. The number of a tensor is odd where a rank may do without it: a part of an optimizer's
     state, which optimizers that cut it keep on one rank."""
     table = np.empty((len(held), COLUMNS), np.int64)
@@ -146,10 +144,18 @@ def table_of(held: Sequence[Held]) -> npt.NDArray[np.int64]:
 
 
 def checksums(tensors: Sequence[torch.Tensor]) -> npt.NDArray[np.int64]:
-    """Of their bits, wherever they lie; one kernel on each device."""
+    """Of their bits, wherever they lie; one kernel on each device.
+
+    RuntimeError for a device that this build has no kernels for: left out, all of a model would seem to agree.
+    """
     sums = np.empty(len(tensors), np.int64)
     launched = []
     for device in {each.device for each in tensors}:
+        if device.type != "cpu" and not (device.type == "cuda" and _native.HAS_CUDA):
+            raise RuntimeError(
+                f"hookstats: expected tensors on a device that this build has kernels for, got {device}: "
+                "`python -m hookstats doctor` says how to build them"
+            )
         here = [i for i, each in enumerate(tensors) if each.device == device]
         launched.append((here, _native.checksums([tensors[i] for i in here])))
     for here, found in launched:

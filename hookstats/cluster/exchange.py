@@ -19,34 +19,10 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from hookstats.cluster.tree import default_store
+
 Array = npt.NDArray[Any]
 _dist: Any = dist  # its stores and groups have no types
-
-
-def ranks_of(process_group: Any) -> list[int]:
-    """The ranks, as `torch.distributed.get_rank` numbers them, of a process group or a DeviceMesh; None: all.
-
-    Raises:
-        ValueError: where torch.distributed does not run, or this process is not among them. TypeError: for anything
-            else.
-    """
-    if not (dist.is_available() and dist.is_initialized()):
-        raise ValueError(
-            "process_group: expected a process in which torch.distributed runs (torch.distributed.init_process_group, "
-            "as under torchrun), got one without"
-        )
-    mesh = getattr(process_group, "mesh", None)
-    if process_group is dist.GroupMember.NON_GROUP_MEMBER:
-        ranks = []
-    elif process_group is None or isinstance(process_group, dist.ProcessGroup):
-        ranks = dist.get_process_group_ranks(process_group)
-    elif isinstance(mesh, torch.Tensor):
-        ranks = mesh.flatten().tolist()
-    else:
-        raise TypeError(f"process_group: expected a ProcessGroup, a DeviceMesh or None, got {process_group!r}")
-    if dist.get_rank() not in ranks:
-        raise ValueError(f"process_group: expected a group with this rank, {dist.get_rank()}, got one of {ranks}")
-    return list(ranks)
 
 
 class Exchange:
@@ -60,7 +36,7 @@ class Exchange:
         self.ranks = list(ranks)
         self.place = self.ranks.index(dist.get_rank())
         self._of = weakref.ref(_default_group())
-        self._store = _dist.distributed_c10d._get_default_store().clone()
+        self._store = default_store()
         # How many groups of this name broke, as its members have said.
         self._key = f"{name}/broken"
         self._number = self._broken()

@@ -10,11 +10,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch.distributed as dist
 from torch import nn
 
 from hookstats._warn import WarnOnce
-from hookstats.cluster.contents import COLUMNS, Held, contents_of, digest_of, table_of
-from hookstats.cluster.exchange import Exchange, exchange_among, ranks_of
+from hookstats.cluster.contents import COLUMNS, Replica, contents_of, digest_of, table_of
+from hookstats.cluster.exchange import Exchange, exchange_among
+from hookstats.cluster.groups import group_of
 from hookstats.cluster.locating import Pair, find_first
 
 _TIMEOUT = timedelta(minutes=10)
@@ -96,7 +98,9 @@ def check_replicas(
     The bits of each tensor are read where they lie, on a GPU by one launch for all of them, and become a checksum of 64
     bits (csrc/checksum.h) in which every bit and its place count: one flipped bit is always seen, anything else is
     missed with a chance of 2^-64 for each tensor. Where all agree, two numbers per rank are exchanged, over a gloo
-    group of hookstats' own; its first use connects every rank with every other one.
+    group of hookstats' own. The first use connects every rank with every other one: beyond some hundred ranks name
+    fewer of them, such as those along the replicated dimension of a mesh. On a GPU it waits for what was launched
+    before.
 
     Compared are a tensor's values among the ranks that hold the same part of it. DTensors say which part that is: what
     is sharded by FSDP2 has no replicas, but for HSDP's; what tensor parallelism replicates is compared. Plain tensors
@@ -122,7 +126,8 @@ def check_replicas(
     Raises:
         ValueError: where torch.distributed does not run, or this rank is not in the group. TypeError: for arguments of
             another type.
-        RuntimeError: where a rank of the group does not call it within 10 minutes, ends, or raises itself.
+        RuntimeError: where a rank of the group does not call it within 10 minutes, ends, or raises itself; for tensors
+            on a device that hookstats was built without.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
@@ -130,7 +135,7 @@ def check_replicas(
     for each in optimizers:
         if not (hasattr(each, "state") and hasattr(each, "param_groups")):
             raise TypeError(f"optimizer: expected an Optimizer or a sequence of them, got {type(each).__name__}")
-    ranks = ranks_of(process_group)
+    ranks = sorted(group_of(dist.group.WORLD if process_group is None else process_group).ranks)
     exchange = exchange_among("replicas", ranks, _TIMEOUT)
     try:
         held, skipped = contents_of(model, optimizers, buffers, gradients)
@@ -173,7 +178,7 @@ def _vote(have: Mapping[int, Hashable]) -> _Vote | None:
 class _Comparison:
     """Of the tables of all ranks. Every rank comes to the same conclusions."""
 
-    def __init__(self, exchange: Exchange, ranks: list[int], held: list[Held], table: Table, sizes: Table) -> None:
+    def __init__(self, exchange: Exchange, ranks: list[int], held: list[Replica], table: Table, sizes: Table) -> None:
         self._exchange = exchange
         self._ranks = ranks
         self._place = exchange.place
