@@ -107,7 +107,8 @@ def check_merged(
     """
     stats = snapshot[site]
     own = like or site
-    whole = torch.cat([torch.cat([rows_of(parts[r][own], dim) for r in line if own in parts[r]], 1) for line in ranks])
+    held = [[rows_of(parts[r][own], dim) for r in line if own in parts[r]] for line in ranks]
+    whole = torch.cat([torch.cat(line, 1) for line in held if line])
     rows = reference.channel_rows(whole, -1)
     if stats.channels is not None:
         named = {name: getattr(stats.channels, name) for name in hookstats.numbers.fields.STATISTICS}

@@ -9,15 +9,18 @@ import contextlib
 import io
 import os
 import re
+import socket
 import sys
 import tempfile
 import types
+from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import hookstats
@@ -110,6 +113,20 @@ def logger(monkeypatch: pytest.MonkeyPatch) -> Logger:
     return logger
 
 
+@pytest.fixture
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As torchrun starts it."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, str(value))
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_code_of_a_page_prints_what_stands_below_it(
     page: Path, logger: Logger, recwarn: pytest.WarningsRecorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -143,6 +160,7 @@ def test_links_between_pages_lead_somewhere() -> None:
 
 if __name__ == "__main__":
     sys.modules["wandb"] = Logger()
+    os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
     os.chdir(tempfile.mkdtemp())
     for path in PAGES:
         text = path.read_text()

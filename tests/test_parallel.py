@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -107,12 +107,25 @@ def fsdp(rank: int, world: int, attach_first: bool, dtype: torch.dtype) -> None:
     assert snapshot["2.weight", "param_grad"].channels.count.tolist() == [16] * 7  # 2 + 2 + 2 + 1 rows
 
 
+def flat(rank: int, world: int) -> None:
+    """FSDP1: one-dimensional pieces of parameters, which begin and end anywhere."""
+    inner = mlp()
+    model = FullyShardedDataParallel(inner, use_orig_params=True, device_id=torch.device("cpu"))
+    monitor, kept = attached(model), Kept(inner, MLP)
+    trained(monitor, model, batch(rank), kept)
+    snapshot, told = check_all(model, monitor, kept, lambda site: [[r] for r in range(world)])
+    assert not told
+    assert snapshot["0.weight", "param"].total.count == 8 * 16
+    assert snapshot["0.weight", "param"].calls == 1
+
+
 def is_matrix(site: tuple[str, str]) -> bool:
     return site[0].endswith("weight") and "param" in site[1]
 
 
 def data_parallel(rank: int, world: int) -> None:
     ddp(rank, world)
+    flat(rank, world)
     fsdp(rank, world, False, torch.float32)
     fsdp(rank, world, True, torch.bfloat16)
 
@@ -401,5 +414,22 @@ def changes(rank: int, world: int) -> None:
     assert merged(monitor, model)[0]["", "output"].channels.count.tolist() == [4] * 6
 
 
-def test_a_layout_of_placements_that_changes_is_seen() -> None:
-    ranks.run(changes, 2, timeout=180)
+def nothing_on_one_rank(rank: int, world: int) -> None:
+    """One row of a batch over two ranks, under tensor parallelism: the other rank knows where it would lie."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    model = distribute_module(nn.Sequential(nn.Linear(6, 4), nn.Identity()), mesh)
+    monitor = attached(model, modules=["1"], tensors=["output"])
+    model[1](distribute_tensor(torch.arange(6.0).reshape(1, 6), mesh, [Shard(0)], src_data_rank=None))
+    snapshot, told = of_all_ranks(monitor)
+    assert not told
+    assert list(snapshot) == [("1", "output")]
+    assert snapshot["1", "output"].channels.count.tolist() == [1] * 6
+
+
+def whatever_changes(rank: int, world: int) -> None:
+    changes(rank, world)
+    nothing_on_one_rank(rank, world)
+
+
+def test_a_layout_of_placements_that_changes_is_seen_and_a_rank_that_has_nothing_is_no_exception() -> None:
+    ranks.run(whatever_changes, 2, timeout=180)

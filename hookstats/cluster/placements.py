@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.tensor import DTensor, Placement
 from torch.nn.parallel import DistributedDataParallel
 
@@ -137,6 +137,7 @@ class _Placing:
         self._model = model
         self._modules = {} if model is None else clean_names(model)
         self._parallel = self._tensor_parallel_axes()
+        self._flat = {} if model is None else _flattened(model, of.ranks)
 
     def __call__(self, row: blocks.Row) -> Placed:
         held = self._held.get(row.site, Held(None, None))
@@ -145,6 +146,11 @@ class _Placing:
         wanted = self._of.wanted(row.site.name)
         if wanted is not None:
             return self._as_wanted(row, wanted, held.channels)
+        if row.is_parameter:
+            flat = self._flat.get(id(self._modules.get(row.site.name.rpartition(".")[0])))
+            if flat:  # each rank has other values of it, in one dimension
+                piece = Piece(leads=dist.get_rank() == min(flat))
+                return Placed(row.parts[-1].channels, min(flat), piece)
         if row.is_parameter or not self._parallel:
             return whole(row)
         return self._of_plain(row, held.channels)
@@ -264,9 +270,19 @@ def _data_parallel_ranks(model: nn.Module) -> list[set[int]]:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             found |= dict.fromkeys(_ranks_of_fsdp(module))
-        elif isinstance(module, DistributedDataParallel):
+        elif isinstance(module, (DistributedDataParallel, FullyShardedDataParallel)):
             found[tuple(dist.get_process_group_ranks(module.process_group))] = None
     return [set(ranks) for ranks in found]
+
+
+def _flattened(model: nn.Module, ranks: frozenset[int]) -> dict[int, frozenset[int]]:
+    """The modules, by id, whose parameters FSDP1 has laid into one and cut, and the ranks over which it did."""
+    found: dict[int, frozenset[int]] = {}
+    for outer in FullyShardedDataParallel.fsdp_modules(model):
+        cut = outer.sharding_strategy != ShardingStrategy.NO_SHARD
+        over = ranks.intersection(dist.get_process_group_ranks(outer.process_group)) if cut else frozenset[int]()
+        found |= dict.fromkeys(map(id, outer.modules()), over)
+    return found
 
 
 def _ranks_of_fsdp(module: FSDPModule) -> list[tuple[int, ...]]:

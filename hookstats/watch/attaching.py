@@ -239,7 +239,7 @@ def _settings(
         "rank": torch.distributed.get_rank() if _is_distributed() else 0,
         "world_size": torch.distributed.get_world_size() if _is_distributed() else 1,
         "model": type(model).__name__,
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "parameters": sum(each.numel() for each in model.parameters() if not nn.parameter.is_lazy(each)),
         "sites": len(monitor.sites),
         "state_bytes": monitor.state_bytes,
         "device": str(plan.device),

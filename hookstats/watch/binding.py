@@ -165,12 +165,12 @@ class SiteBinder:
     def _measure_wrapped(self, hook: Hook, tensor: torch.Tensor) -> None:
         """By operators: a wrapper knows how to hand its data to one, or waits for them first."""
         part = part_here(tensor)
-        if part.numel() == 0:
-            return
+        if part.numel() == 0:  # but other ranks may have some of it
+            return note_sharding(hook.spec, hook.spec.kinds, tensor, self._store.clears)
         with self._store.lock:  # no other thread moves the site in between
             self._bind(hook, part)
             output, gradient = hook.output, hook.gradient
-            note_sharding(hook.spec, hook.spec.kinds[0], tensor, self._store.clears)
+            note_sharding(hook.spec, hook.spec.kinds[:1], tensor, self._store.clears)
         rows = rows_on(part.device, self.ignoring.number)
         if output is not None:
             accumulate(part, output, skip_recomputation=True, rows=rows)
@@ -183,7 +183,7 @@ class SiteBinder:
             return
         try:
             part = part_here(gradient)
-            note_sharding(spec, spec.kinds[1], gradient, self._store.clears)
+            note_sharding(spec, spec.kinds[1:], gradient, self._store.clears)
             accumulate(part, state, rows=rows)
         except Exception as error:
             if state.strict:
@@ -305,7 +305,7 @@ class SiteBinder:
                 return False
             was_met, was_guessed = spec.met, spec.guessed
             changed = self._bind_seen(part, seen, tensor.device)
-            note_sharding(spec, spec.kinds[0], tensor, self._store.clears)
+            note_sharding(spec, spec.kinds[:1], tensor, self._store.clears)
             if changed or not (was_met or was_guessed):
                 for other in list(self._alike.get((type(hook), hook.spec.alike), ())):
                     if other is not hook:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from hookstats import _native
@@ -33,18 +35,19 @@ def part_here(tensor: torch.Tensor) -> torch.Tensor:
     return local_part(tensor)
 
 
-def note_sharding(spec: SiteSpec, kind: str | None, tensor: torch.Tensor, clears: int) -> None:
-    """A site remembers where the tensor lies of which it measures a part now. clears: `Store.clears`.
+def note_sharding(spec: SiteSpec, kinds: Iterable[str | None], tensor: torch.Tensor, clears: int) -> None:
+    """Sites remember where the tensor lies of which they measure a part now. clears: `Store.clears`.
 
     TypeError for one that lies elsewhere than one before it in the same step: their values belong to different parts of
     the whole, and could not be told apart.
     """
-    entry = None if kind is None else spec.entries[kind]
-    if entry is None:
-        return
-    sharding = sharding_of(tensor, spec.dim_for(tensor.dim()) or 0) if is_dtensor(tensor) else None
-    before, entry.sharded_in = (entry.sharding if entry.sharded_in == clears else sharding), clears
-    if (sharding is None) != (before is None) or (sharding and before and sharding[:2] != before[:2]):
-        raise TypeError(f"expected a tensor placed as the one before it in this step, {before}, got {sharding}")
-    if sharding != entry.sharding:
-        entry.sharding = sharding
+    dim = spec.dim_for(tensor.dim())
+    if dim is None:  # no part of it was met yet: that of its type, or any
+        dim = -1 if spec.channels.dim is None else spec.channels.dim
+    sharding = sharding_of(tensor, dim) if is_dtensor(tensor) else None
+    for entry in (spec.entries[kind] for kind in kinds if kind):
+        before, entry.sharded_in = (entry.sharding if entry.sharded_in == clears else sharding), clears
+        if (sharding is None) != (before is None) or (sharding and before and sharding[:2] != before[:2]):
+            raise TypeError(f"expected a tensor placed as the one before it in this step, {before}, got {sharding}")
+        if sharding != entry.sharding:
+            entry.sharding = sharding
