@@ -40,7 +40,13 @@ class Reader:
         self.directory = directory
         self._footers: dict[tuple[str, str], pq.FileMetaData] = {}
         self._row_groups: dict[tuple[str, str], dict[str, Counts]] = {}
-        self.manifest = manifest.read(directory)
+        try:
+            self.manifest = manifest.read(directory)
+        except FileNotFoundError:
+            raise RunError(
+                f"{directory}: expected a run, got no manifest.json: nothing is recorded, or not yet (a part is written "
+                "every few seconds)"
+            ) from None
 
     def table(self, table: str, columns: Sequence[str], chosen: Chosen) -> pa.Table:
         """In the order of the parts; of totals, within a part, by site and step."""
