@@ -44,8 +44,8 @@ class Reader:
             self.manifest = manifest.read(directory)
         except FileNotFoundError:
             raise RunError(
-                f"{directory}: expected a run, got no manifest.json: nothing is recorded, or not yet (a part is written "
-                "every few seconds)"
+                f"{directory}: expected a run, got no manifest.json: nothing is recorded, or not yet (what is measured "
+                "is written every few seconds)"
             ) from None
 
     def table(self, table: str, columns: Sequence[str], chosen: Chosen) -> pa.Table:
