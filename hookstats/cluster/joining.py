@@ -48,8 +48,8 @@ class Joined:
             self._steps.notes.append(text)
 
     def submit(self, drained: Drained, held: dict[Site, Held]) -> None:
-        """held: what this rank has of each site."""
-        if self._placing is None or self._placing[0] != held:
+        """held: what this rank has of each site; the same object while nothing of it has changed."""
+        if self._placing is None or self._placing[0] is not held:
             self._placing = held, self._placements.placing(held)
         self._merging.submit(Step(drained, self._placing[1]), drained.step)
 

@@ -123,9 +123,10 @@ class Delivery:
 
     def send_last(self, step: int, scalars: Scalars) -> None:
         """Delivers the open step, if it has anything. Waits."""
-        last = self._drain.begin(step, scalars).finish()
+        pending = self._drain.begin(step, scalars)
+        last = pending.finish()
         if last.columns.order.size:
-            self._deliver(last, self._binder.skipping.take())
+            self._deliver(last, self._binder.skipping.take(), pending.held)
 
     def raise_failure(self) -> None:
         failure, self._failure = self._failure, None
@@ -137,9 +138,9 @@ class Delivery:
             drained = pending.finish()
         except Exception as error:
             return self._failed("finish", f"a step was measured, but could not be read: {error!r}", error)
-        self._deliver(drained, left_out)
+        self._deliver(drained, left_out, pending.held)
 
-    def _deliver(self, drained: Drained, left_out: LeftOut) -> None:
+    def _deliver(self, drained: Drained, left_out: LeftOut, held: dict[Site, Held]) -> None:
         self._binder.judge(left_out, drained.snapshot())
         drained.skipped = self._binder.skipping.of_step(left_out)
         self.last = snapshot = drained.snapshot()
@@ -152,7 +153,7 @@ class Delivery:
             self._give(drained, snapshot)
         else:
             self._present([(each, each.take, drained) for each in self._own])
-            self._joined.submit(drained, {entry.site: entry.held for entry in self._store.entries})
+            self._joined.submit(drained, held)
 
     def _give(self, drained: Drained, snapshot: Snapshot) -> None:
         """To `Monitor.step`, and to the sinks."""

@@ -60,6 +60,7 @@ class Pending:
     """A closed step on its way to the host."""
 
     def __init__(self, places: Placed, step: int, scalars: Scalars, ranks: Ranks) -> None:
+        self.held = places.held  # what this process has of each site
         self._places = places
         self._ranks = ranks
         self._time = time.time()
@@ -105,7 +106,7 @@ class Pending:
                 numbers[place] = number
         of_scaler = numbers[len(self._names) :]
         scale, overflowed = (of_scaler[0], bool(of_scaler[1])) if of_scaler else (None, None)
-        layout, keys, hidden, readings = self._places
+        layout, keys, hidden, readings, _ = self._places
         named = dict(zip(self._names, numbers, strict=False))
         blocks = [arrays[key] for key in keys]
         return Drained(layout, blocks, self._step, self._time, named, scale, overflowed, hidden, readings, self._ranks)

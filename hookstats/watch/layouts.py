@@ -7,7 +7,9 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from hookstats import _native
+from hookstats.modules.sharding import Held
 from hookstats.numbers.blocks import COUNTERS, Layout, Part, Row
+from hookstats.numbers.fields import Site
 from hookstats.watch.memory import Entry, Place, Store
 
 Key: TypeAlias = tuple[torch.device, int]  # a block of state, by device and number
@@ -22,6 +24,7 @@ class Placed(NamedTuple):
     keys: list[Key]  # of the layout's blocks
     hidden: list[bool]  # of each row: whether nothing is said of it where it was silent
     readings: list[int]  # of each row: with which others it was measured
+    held: dict[Site, Held]  # the same object while nothing of it has changed
 
 
 class Layouts:
@@ -30,6 +33,7 @@ class Layouts:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._known: dict[bool, tuple[list[tuple[object, ...]], Layout, list[Key]]] = {}
+        self._held: tuple[list[tuple[object, ...]], dict[Site, Held]] = ([], {})
 
     def now(self, totals_only: bool) -> Placed:
         entries = self._store.entries
@@ -39,8 +43,11 @@ class Layouts:
         known = self._known.get(totals_only)
         if known is None or known[0] != sign:
             known = self._known[totals_only] = (sign, *_layout(entries, self._store, totals_only))
+        if self._held[0] != sign:
+            self._held = sign, {e.site: e.held for e in entries}
         _, layout, keys = known
-        return Placed(layout, keys, [e.hidden_if_silent for e in entries], [e.reading for e in entries])
+        hidden, readings = [e.hidden_if_silent for e in entries], [e.reading for e in entries]
+        return Placed(layout, keys, hidden, readings, self._held[1])
 
 
 def _layout(entries: list[Entry], store: Store, totals_only: bool) -> tuple[Layout, list[Key]]:
