@@ -20,6 +20,8 @@ EXTRAS = {
     "terminal": ("rich", "the screen of watch; without, it prints lines"),
     "report": ("matplotlib", "hookstats.report.plot; the page needs record alone"),
     "pandas": ("pandas", "Snapshot.to_pandas"),
+    "lightning": ("lightning", "hookstats.integrations.lightning.HookStats"),
+    "transformers": ("transformers", "hookstats.integrations.transformers.HookStats"),
     "tensorboard": ("tensorboard", "hookstats.sinks.TensorBoard"),
     "wandb": ("wandb", "hookstats.sinks.Wandb"),
     "mlflow": ("mlflow", "hookstats.sinks.Mlflow"),

@@ -467,6 +467,7 @@ def anew(rank: int, world: int) -> list[list[str]]:
         dist.destroy_process_group()
         place = os.environ["HOOKSTATS_RENDEZVOUS"]
         dist.init_process_group("gloo", init_method=f"file://{place}{time}", rank=rank, world_size=world)
+        dist.barrier()  # or one rank ends while the other one still connects
     return found
 
 
