@@ -333,8 +333,8 @@ def test_when_the_rank_with_the_store_leaves_first_the_others_are_alone_for_good
     for rank in (1, 2):
         ranks, told = ended[rank].result
         assert ranks == [ALL] * 2 + [(rank,)] * 10
-        assert len(told) == 1
-        assert "rank 0 merges no more" in told[0] or ("store failed" in told[0] and way != "closed")
+        assert len(told) == 1 or (len(told) == 2 and way != "closed")  # of a collective that was under way, and then
+        assert "rank 0 merges no more" in told[-1] or ("store failed" in told[-1] and way != "closed")
 
 
 def falls_behind(rank: int, world: int) -> Any:
