@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import hookstats
+from hookstats.watch.drain import Pending
 from tests.plain import hearing
 from tests.ranks import run
 from tests.test_process_group import batch, network
@@ -33,3 +37,23 @@ def test_where_it_cannot_be_said_how_tensors_lie_steps_are_each_ranks_own_and_tr
     for rank, (given, told) in enumerate(run(without_groups, 2)):
         assert given == [(0, (rank,)), (1, (rank,))]
         assert len([each for each in told if "not merged over ranks: step 0: KeyError" in each]) == 1, told
+
+
+def lags_behind(rank: int, world: int) -> Any:
+    """The copy of a step arrives when the next one has been measured, as on a GPU."""
+    mesh = init_device_mesh("cpu", (2,))
+    model = nn.Tanh()
+    monitor = hookstats.attach(model, tensors=["output"], every=1, process_group=dist.group.WORLD)
+    whole = torch.arange(24.0).reshape(4, 6)
+    ready, Pending.ready = Pending.ready, lambda pending: False  # type: ignore[method-assign]
+    given = []
+    for placement in (Shard(0), Replicate()):
+        model(distribute_tensor(whole, mesh, [placement], src_data_rank=None))
+        given.append(monitor.step())
+    Pending.ready = ready  # type: ignore[method-assign]
+    given += monitor.detach()
+    return [each["", "output"].total.count for each in given if each is not None]
+
+
+def test_a_step_that_arrives_late_lies_as_its_own_tensors_did() -> None:
+    assert run(lags_behind, 2) == [[24.0, 24.0]] * 2

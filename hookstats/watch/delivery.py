@@ -23,6 +23,7 @@ from hookstats.watch.memory import Store
 _JOIN_SECONDS = 30.0  # that `Monitor.detach` and `Monitor.check` wait for other ranks
 _SILENT_STEPS = 3  # measured ones, after which a site that never fired is named
 LeftOut: TypeAlias = dict[Site, Skipped]  # in one step
+Holding: TypeAlias = dict[Site, Held]  # what this rank has of each site in one step
 
 
 class Joined(Protocol):
@@ -32,7 +33,7 @@ class Joined(Protocol):
     def is_first(self) -> bool:
         """Whether this is the lowest rank of the group."""
 
-    def submit(self, drained: Drained, held: dict[Site, Held]) -> None:
+    def submit(self, drained: Drained, held: Holding) -> None:
         """held: what this rank has of each site."""
 
     def arrived(self) -> list[Drained]:
@@ -68,7 +69,7 @@ class Delivery:
         self._of_all = [sink for sink in recorders if sink not in self._own] if is_first else []
         self.recorders = [*self._own, *self._of_all]
         self._trained = trained
-        self._pending: deque[tuple[Pending, LeftOut]] = deque()  # on their way
+        self._pending: deque[tuple[Pending, LeftOut, Holding]] = deque()  # on their way
         self._finished: deque[Snapshot] = deque()  # arrived, not yet fetched
         self._failure: BaseException | None = None
         self._fired: set[Site] = set()
@@ -81,8 +82,8 @@ class Delivery:
     def send(self, step: int, scalars: Scalars, totals_only: bool) -> None:
         """Empties the state, whose numbers are those of this step."""
         try:
-            left_out = self._binder.skipping.take()
-            self._pending.append((self._drain.begin(step, scalars, totals_only=totals_only), left_out))
+            left_out, held = self._binder.skipping.take(), self._held()
+            self._pending.append((self._drain.begin(step, scalars, totals_only=totals_only), left_out, held))
         except Exception as error:  # no memory for the copy, say
             if self._store.strict:
                 raise
@@ -123,23 +124,28 @@ class Delivery:
 
     def send_last(self, step: int, scalars: Scalars) -> None:
         """Delivers the open step, if it has anything. Waits."""
+        held = self._held()
         last = self._drain.begin(step, scalars).finish()
         if last.columns.order.size:
-            self._deliver(last, self._binder.skipping.take())
+            self._deliver(last, self._binder.skipping.take(), held)
 
     def raise_failure(self) -> None:
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
 
-    def _arrived(self, pending: Pending, left_out: LeftOut) -> None:
+    def _held(self) -> Holding:
+        """Now: when a step has come from the device, its tensors may lie elsewhere."""
+        return {} if self._joined is None else {entry.site: entry.held for entry in self._store.entries}
+
+    def _arrived(self, pending: Pending, left_out: LeftOut, held: Holding) -> None:
         try:
             drained = pending.finish()
         except Exception as error:
             return self._failed("finish", f"a step was measured, but could not be read: {error!r}", error)
-        self._deliver(drained, left_out)
+        self._deliver(drained, left_out, held)
 
-    def _deliver(self, drained: Drained, left_out: LeftOut) -> None:
+    def _deliver(self, drained: Drained, left_out: LeftOut, held: Holding) -> None:
         self._binder.judge(left_out, drained.snapshot())
         drained.skipped = self._binder.skipping.of_step(left_out)
         self.last = snapshot = drained.snapshot()
@@ -152,7 +158,7 @@ class Delivery:
             self._give(drained, snapshot)
         else:
             self._present([(each, each.take, drained) for each in self._own])
-            self._joined.submit(drained, {entry.site: entry.held for entry in self._store.entries})
+            self._joined.submit(drained, held)
 
     def _give(self, drained: Drained, snapshot: Snapshot) -> None:
         """To `Monitor.step`, and to the sinks."""
