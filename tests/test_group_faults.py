@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -57,3 +58,42 @@ def lags_behind(rank: int, world: int) -> Any:
 
 def test_a_step_that_arrives_late_lies_as_its_own_tensors_did() -> None:
     assert run(lags_behind, 2) == [[24.0, 24.0]] * 2
+
+
+def asks_for_its_own(rank: int, world: int) -> Any:
+    """The second rank brings its step when the first one has its snapshot."""
+    model = network()
+    monitor = hookstats.attach(model, process_group=dist.group.WORLD)
+    if rank:
+        dist.barrier()
+    model(batch(rank, 0)).mean().backward()
+    monitor.step()
+    local = monitor.snapshot()
+    if not rank:
+        dist.barrier()
+    return local.ranks, [each.ranks for each in monitor.detach()]
+
+
+def test_a_rank_that_asks_for_its_own_snapshot_waits_for_no_other() -> None:
+    assert run(asks_for_its_own, 2) == [((rank,), [(0, 1)]) for rank in (0, 1)]
+
+
+def fails_in_training(rank: int, world: int) -> Any:
+    """The second rank brings nothing, until the first one has ended."""
+    model = network()
+    monitor = hookstats.attach(model, every=1, process_group=dist.group.WORLD)
+    with hearing() as told:
+        if not rank:
+            with suppress(ZeroDivisionError), monitor:
+                model(batch(rank, 0)).mean().backward()
+                monitor.step()
+                raise ZeroDivisionError
+        dist.barrier()
+        given = monitor.detach()
+    return [each.ranks for each in given], [str(each) for each in told]
+
+
+def test_an_error_that_ends_training_is_not_held_up_until_other_ranks_are_given_up() -> None:
+    (given, told), _ = run(fails_in_training, 2)
+    assert given == [(0,)]
+    assert not [each for each in told if "in vain" in each]

@@ -91,21 +91,26 @@ class Delivery:
             self._binder.warn_once("close", f"step {step} was measured, but could not be copied: {error!r}")
 
     def receive(self, wait: bool) -> None:
-        """Delivers what has arrived; or all, and waits for it."""
+        """Delivers what has arrived; or all that this rank has measured, and waits for the device."""
         while self._pending and (wait or self._pending[0][0].ready()):
             self._arrived(*self._pending.popleft())
+        self._give_joined()
+
+    def wait_for_ranks(self) -> None:
+        """Delivers what was received and other ranks still have to bring their part of, as far as they do in time."""
         if self._joined is not None:
-            if wait:
-                self._joined.wait(_JOIN_SECONDS)
-            for drained in self._joined.arrived():
-                self._give(drained, drained.snapshot())
+            self._joined.wait(_JOIN_SECONDS)
+        self._give_joined()
 
     def close(self) -> None:
         """Nothing is sent any more, and all has been received."""
         if self._joined is not None:
             self._joined.close()
-            for drained in self._joined.arrived():
-                self._give(drained, drained.snapshot())
+        self._give_joined()
+
+    def _give_joined(self) -> None:
+        for drained in () if self._joined is None else self._joined.arrived():
+            self._give(drained, drained.snapshot())
 
     def fetch(self) -> Snapshot | None:
         """The oldest that has arrived and was not fetched."""
