@@ -433,3 +433,55 @@ def whatever_changes(rank: int, world: int) -> None:
 
 def test_a_layout_of_placements_that_changes_is_seen_and_a_rank_that_has_nothing_is_no_exception() -> None:
     ranks.run(whatever_changes, 2, timeout=180)
+
+
+class Scaled(nn.Module):
+    """Of a tensor that is the same on all ranks, whose gradient is a sum of what each rank has of the weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Identity()
+
+    def forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return self.inner(x * 1.0) @ weight if x.dim() else self.inner(x * 1.0) * weight
+
+
+def yet_to_be_reduced(rank: int, world: int) -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    weight = distribute_tensor(torch.ones(4, 6), mesh, [Shard(1)], src_data_rank=None)
+    for shape in ((), (4,), (3, 4)):
+        for channels in (True, False):
+            x = distribute_tensor(torch.ones(shape), mesh, [Replicate()], src_data_rank=None).requires_grad_()
+            model = Scaled()
+            monitor = hookstats.attach(model, ["inner"], tensors=TENSORS[:2], channels=channels)
+            with hearing() as told:
+                torch.compile(model, backend="aot_eager", fullgraph=True)(x, weight).to_local().sum().backward()
+            assert any("inner grad_output" in each and "P(sum)" in each for each in told)
+            (snapshot,) = monitor.detach()
+            assert [(str(site), snapshot[site].total.count) for site in snapshot] == [("inner output", x.numel())]
+            torch.compiler.reset()
+
+
+class Loss(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.square().sum()
+
+
+def a_loss(rank: int, world: int) -> None:
+    """A DTensor of no dimension, in a graph."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    x = distribute_tensor(torch.ones(4, 6), mesh, [Replicate()], src_data_rank=None).requires_grad_()
+    model = nn.Sequential(Loss(), nn.Identity())
+    monitor = hookstats.attach(model, ["0"], tensors=TENSORS[:2])
+    torch.compile(model, backend="aot_eager", fullgraph=True)(x).to_local().backward()
+    (snapshot,) = monitor.detach()
+    assert [snapshot["0", kind].total.max for kind in TENSORS[:2]] == [24.0, 1.0]
+
+
+def vectors_and_scalars(rank: int, world: int) -> None:
+    yet_to_be_reduced(rank, world)
+    a_loss(rank, world)
+
+
+def test_in_a_graph_a_scalar_is_measured_and_a_gradient_that_is_yet_to_be_reduced_never() -> None:
+    ranks.run(vectors_and_scalars, 2, timeout=180)

@@ -12,9 +12,9 @@ from hookstats.cluster.groups import checked_placements, group_of
 from hookstats.cluster.merging import Merged, Merging
 from hookstats.cluster.placements import Placements
 from hookstats.cluster.steps import Step, Steps
-from hookstats.cluster.table import Placing
+from hookstats.cluster.table import Placed, Placing
 from hookstats.modules.sharding import Held
-from hookstats.numbers.blocks import Drained
+from hookstats.numbers.blocks import Drained, Row
 from hookstats.numbers.fields import Site
 from hookstats.numbers.ranks import Ranks
 
@@ -49,9 +49,13 @@ class Joined:
 
     def submit(self, drained: Drained, held: dict[Site, Held]) -> None:
         """held: what this rank has of each site; the same object while nothing of it has changed."""
-        if self._placing is None or self._placing[0] is not held:
-            self._placing = held, self._placements.placing(held)
-        self._merging.submit(Step(drained, self._placing[1]), drained.step)
+        try:
+            if self._placing is None or self._placing[0] is not held:
+                self._placing = held, self._placements.placing(held)
+            placing = self._placing[1]
+        except Exception as error:  # the groups of the model were destroyed, say: the step cannot be merged
+            placing = _failing(error)
+        self._merging.submit(Step(drained, placing), drained.step)
 
     def arrived(self) -> list[Drained]:
         """What all ranks have together, or this one alone, in the order of their submission; each once."""
@@ -68,3 +72,12 @@ class Joined:
     def close(self) -> None:
         """What is not settled by now is this rank's own."""
         self._arrived += self._merging.close()
+
+
+def _failing(error: Exception) -> Placing:
+    """Raises it where it is met: beside training, which then tells it, and has the step as this rank's own."""
+
+    def placing(row: Row) -> Placed:
+        raise error
+
+    return placing

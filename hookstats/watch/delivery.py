@@ -23,6 +23,7 @@ from hookstats.watch.memory import Store
 _JOIN_SECONDS = 30.0  # that `Monitor.detach` and `Monitor.check` wait for other ranks
 _SILENT_STEPS = 3  # measured ones, after which a site that never fired is named
 LeftOut: TypeAlias = dict[Site, Skipped]  # in one step
+Holding: TypeAlias = dict[Site, Held]  # what this rank has of each site in one step
 
 
 class Joined(Protocol):
@@ -32,7 +33,7 @@ class Joined(Protocol):
     def is_first(self) -> bool:
         """Whether this is the lowest rank of the group."""
 
-    def submit(self, drained: Drained, held: dict[Site, Held]) -> None:
+    def submit(self, drained: Drained, held: Holding) -> None:
         """held: what this rank has of each site."""
 
     def arrived(self) -> list[Drained]:
@@ -90,21 +91,26 @@ class Delivery:
             self._binder.warn_once("close", f"step {step} was measured, but could not be copied: {error!r}")
 
     def receive(self, wait: bool) -> None:
-        """Delivers what has arrived; or all, and waits for it."""
+        """Delivers what has arrived; or all that this rank has measured, and waits for the device."""
         while self._pending and (wait or self._pending[0][0].ready()):
             self._arrived(*self._pending.popleft())
+        self._give_joined()
+
+    def wait_for_ranks(self) -> None:
+        """Delivers what was received and other ranks still have to bring their part of, as far as they do in time."""
         if self._joined is not None:
-            if wait:
-                self._joined.wait(_JOIN_SECONDS)
-            for drained in self._joined.arrived():
-                self._give(drained, drained.snapshot())
+            self._joined.wait(_JOIN_SECONDS)
+        self._give_joined()
 
     def close(self) -> None:
         """Nothing is sent any more, and all has been received."""
         if self._joined is not None:
             self._joined.close()
-            for drained in self._joined.arrived():
-                self._give(drained, drained.snapshot())
+        self._give_joined()
+
+    def _give_joined(self) -> None:
+        for drained in () if self._joined is None else self._joined.arrived():
+            self._give(drained, drained.snapshot())
 
     def fetch(self) -> Snapshot | None:
         """The oldest that has arrived and was not fetched."""
@@ -140,7 +146,7 @@ class Delivery:
             return self._failed("finish", f"a step was measured, but could not be read: {error!r}", error)
         self._deliver(drained, left_out, pending.held)
 
-    def _deliver(self, drained: Drained, left_out: LeftOut, held: dict[Site, Held]) -> None:
+    def _deliver(self, drained: Drained, left_out: LeftOut, held: Holding) -> None:
         self._binder.judge(left_out, drained.snapshot())
         drained.skipped = self._binder.skipping.of_step(left_out)
         self.last = snapshot = drained.snapshot()

@@ -107,18 +107,29 @@ def _part_of_gradient(gradient: Any, site: int, channels: int, dim: int) -> torc
     """
     local: torch.Tensor = gradient.to_local()
     entry, problem = Entry.known.get(site), unreduced(gradient)
-    if problem is None and channels not in (1, local.shape[dim]):
-        problem = f"expected a DTensor of {channels} channels here, got {local.shape[dim]}"
+    here = local.shape[dim] if local.dim() else 1
+    if problem is None and channels not in (1, here):
+        problem = f"expected a DTensor of {channels} channels here, got {here}"
     if problem is not None:
         if entry is not None:
             entry.left_out = True
             warn(f"not measured: {entry.site}, in a compiled graph: {problem}")
-        sizes = [0] * local.dim()
-        sizes[dim] = channels
-        return local.new_empty(sizes)
+        return local.new_empty(_no_elements(local.dim(), channels, dim))
     if entry is not None:
         entry.sharding = sharding_of(gradient, dim)
     return local
+
+
+def _no_elements(ndim: int, channels: int, dim: int) -> list[int]:
+    """The sizes of a tensor without elements that operators take for one of so many channels in this dimension."""
+    if channels == 1:
+        return [0]
+    if ndim > 1:
+        sizes = [0] * ndim
+        sizes[dim] = channels
+        return sizes
+    # The channels' dimension is 0, or -1, or known for vectors alone: then the last of eight, see csrc/ops.h.
+    return [channels, *([0] * 6), channels]
 
 
 def _fold(operator: Any, x: torch.Tensor, state: SiteState, rows: Rows | None) -> None:

@@ -215,6 +215,7 @@ class Monitor:
         if not self._is_judged:
             raise ValueError("check: expected a sink that judges, such as sinks=[hookstats.record('runs/a')]; got none")
         self._delivery.receive(wait=True)
+        self._delivery.wait_for_ranks()
         self._judging.wait(timeout)
         self._judging.look(self._step)
         self._delivery.raise_failure()
@@ -364,7 +365,8 @@ class Monitor:
             self._delivery.receive(wait=True)
             if is_whole:
                 self._delivery.send_last(self._step, self._scalars({}))
-                self._delivery.receive(wait=True)
+            if not died:  # others may wait for this rank in vain, and their steps in this one's thread
+                self._delivery.wait_for_ranks()
             self._delivery.close()
             self._store.clear()
         finally:  # a device that has failed is not to keep what came before from being written
