@@ -413,7 +413,7 @@ def test_an_error_inside_of_a_monitor_ends_the_attempt_as_died_and_the_same_reco
 def test_a_recording_that_is_in_use_is_refused_and_goes_on_as_it_was(tmp_path: Path) -> None:
     recording, other, net = hookstats.record(tmp_path / "run"), hookstats.record(tmp_path / "other"), nn.Linear(4, 4)
     with hookstats.attach(net, every=1, sinks=recording) as monitor:
-        with pytest.raises(RuntimeError, match="got .* twice"):
+        with pytest.raises(RuntimeError, match=r"got .* twice"):
             hookstats.attach(net, sinks=[other, recording])
         assert len(net._forward_hooks) == 1
         net(torch.randn(2, 4)).sum().backward()
