@@ -179,9 +179,10 @@ class Backend:
         if self.device == "cpu":
             return x
         content = torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage())
-        words = torch.zeros(-(-len(content) // 8), dtype=torch.int64, device=self.device)
+        words = torch.zeros(-(-len(content) // 16) * 2, dtype=torch.int64, device=self.device)
         words.view(torch.uint8)[: len(content)] = content.to(self.device)
-        return torch.as_strided(words.view(x.dtype), x.shape, x.stride(), x.storage_offset())
+        there = torch.as_strided(words.view(x.dtype), x.shape, x.stride(), x.storage_offset())
+        return there.conj() if x.is_conj() else there
 
 
 @pytest.fixture(params=BACKENDS)
