@@ -230,6 +230,19 @@ def test_training_that_raised_is_left_when_the_same_callback_trains_again(text: 
     assert Accelerator.backward is methods
 
 
+def test_training_that_raised_is_left_when_another_callback_trains_its_model(text: list[Any], tmp_path: Path) -> None:
+    """As a cell of a notebook does that was interrupted, and is run again."""
+    methods, model = Accelerator.backward, gpt2()
+    first, second = (HookStats(sinks=hookstats.record(tmp_path / "run"), every=1) for _ in range(2))
+    with pytest.raises(ZeroDivisionError):
+        train(model, text, tmp_path, first, Fails())
+    train(model, text, tmp_path, second)
+    assert not any(each._forward_hooks for each in model.modules())
+    attempts = hookstats.load(tmp_path / "run").manifest["attempts"]
+    assert [(each["records"], each["ended"]) for each in attempts] == [(2, "died"), (4, "closed")]
+    assert Accelerator.backward is methods
+
+
 def test_two_callbacks_do_not_disturb_each_other(text: list[Any], tmp_path: Path) -> None:
     one, other = list[Snapshot](), list[Snapshot]()
     methods = (Accelerator.backward, Accelerator.clip_grad_norm_)

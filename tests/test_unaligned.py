@@ -104,3 +104,20 @@ def test_shuffled_blocks_and_threads_are_bit_identical(harness: Any) -> None:
         harness.shuffle(1)
         assert backend.accumulate(planes, 1, "per_channel").same_bits(in_order)
     harness.shuffle(0)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.complex128], ids=str)
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 9])
+def test_on_a_gpu_the_tests_tensors_end_in_memory_of_whole_words(dtype: torch.dtype, size: int) -> None:
+    x = torch.arange(float(size)).to(dtype)[size // 2 :]
+    there = Backend("gpu", torch.ops.hookstats, "cpu:0").to_device(x)
+    assert there.untyped_storage().nbytes() % 8 == 0
+    assert (there.dtype, there.stride(), there.storage_offset()) == (dtype, x.stride(), x.storage_offset())
+    assert torch.equal(there.to(torch.complex128), x.to(torch.complex128))
+
+
+def test_on_a_gpu_the_tests_tensors_are_conjugates_where_they_were() -> None:
+    x = torch.tensor([1 + 2j, 3j]).conj()
+    there = Backend("gpu", torch.ops.hookstats, "cpu:0").to_device(x)
+    assert there.is_conj()
+    assert torch.equal(there, x)

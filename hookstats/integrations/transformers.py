@@ -10,7 +10,7 @@ import functools
 import logging
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -39,8 +39,8 @@ class HookStats(Attached, TrainerCallback):  # type: ignore[misc]
     on this process, and "lr". ``monitor`` is what `hookstats.attach` returned for the latest training, None before the
     first.
 
-    Trainer does not tell a callback when training raises: hooks stay on the model then, until it trains again, or
-    ``callback.monitor.detach()`` is called.
+    Trainer does not tell a callback when training raises: hooks stay on the model then, until it trains again with a
+    HookStats, or ``callback.monitor.detach()`` is called: keep the callback.
 
     Args:
         modules: as for `hookstats.attach`.
@@ -59,6 +59,7 @@ class HookStats(Attached, TrainerCallback):  # type: ignore[misc]
         super().__init__(modules, before_clipping=before_clipping, **settings)
         self._is_in_step = False
         self._are_gradients_read = False
+        self._of: _Training
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
@@ -68,7 +69,11 @@ class HookStats(Attached, TrainerCallback):  # type: ignore[misc]
                 f"expected one GPU in a process, got {args.n_gpu}, for which Trainer takes DataParallel: start it with "
                 "torchrun, or let CUDA_VISIBLE_DEVICES name one"
             )
-        self._leave(RuntimeError)  # training that raised
+        of = _Training(_last_of(model), weakref.ref(state))
+        for callback in {self, *_training}:
+            if callback is self or (callback._of.last() is of.last() and callback._of.state() is not state):
+                callback._leave(RuntimeError)  # training that raised
+        self._of = of
         self._attach(model, getattr(optimizer, "scaler", None))
         _listen(self)
 
@@ -108,6 +113,18 @@ class HookStats(Attached, TrainerCallback):  # type: ignore[misc]
         self._is_in_step = False
         _stop_listening(self)
         self._detach(error)
+
+
+class _Training(NamedTuple):
+    """What a callback trains."""
+
+    last: weakref.ref[torch.nn.Module]  # of the model's modules: the same whatever the model is wrapped in
+    state: weakref.ref[Any]  # the trainer has a new one for each training, and gives it to all callbacks
+
+
+def _last_of(model: torch.nn.Module) -> weakref.ref[torch.nn.Module]:
+    *_, last = model.modules()
+    return weakref.ref(last)
 
 
 _training: weakref.WeakSet[HookStats] = weakref.WeakSet()  # those whose trainers train
