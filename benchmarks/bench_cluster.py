@@ -1,0 +1,72 @@
+"""A step of 1,000 sites merged over 4 ranks of this machine, which have its cores to share: from submit to arrival."""
+
+from __future__ import annotations
+
+import time
+from statistics import median
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from hookstats.cluster.merging import Merging
+from hookstats.cluster.steps import Step, Steps
+from hookstats.numbers.blocks import COUNTERS, Drained, Layout, Part, Row
+from hookstats.numbers.fields import EXPONENT_BINS, FIELDS, Bins, ExponentBins, Site
+from tests.ranks import run
+
+RANKS, SITES, ROUNDS = 4, 1000, 30
+CASES: dict[str, Bins | None] = {"totals": None, "totals and the default histogram": ExponentBins()}
+
+
+def drained(step: int, layout: Layout) -> Drained:
+    block = np.zeros(layout.sizes[0], np.int64)
+    for place, row in enumerate(layout.rows):
+        part = row.parts[0]
+        fields = block[part.offset : part.offset + len(FIELDS)].view(np.float64)
+        fields[:] = [100, step, 5, -3, 3, 1, 0, 0, 0, 0]
+        block[part.offset + len(FIELDS) : part.offset + len(FIELDS) + COUNTERS] = 1, place + 1
+        block[part.offset + len(FIELDS) + COUNTERS : part.offset + part.size] = 7
+    rows = len(layout.rows)
+    return Drained(layout, [block], step, 0.0, {"loss": 1.0}, None, None, [False] * rows, [0] * rows)
+
+
+def merges(rank: int, world: int, bins: Bins | None) -> dict[str, float]:
+    counters = 0 if bins is None else EXPONENT_BINS
+    size = len(FIELDS) + COUNTERS + counters
+    parts = [Part(0, i * size, 1, counters) for i in range(SITES)]
+    rows = [Row(Site(f"layers.{i}", "output"), (part,), False, None, False) for i, part in enumerate(parts)]
+    layout = Layout([0], rows, bins)
+    merging = Merging(range(world), Steps(rank, 1 << 28, False))
+    times: list[float] = []
+    submits: list[float] = []
+    before = 0.0
+    for step in range(ROUNDS + 1):
+        made = Step(drained(step, layout))
+        dist.barrier()
+        if step == 1:
+            before = time.process_time()
+        begin = time.perf_counter()
+        merging.submit(made, step)
+        submits.append(time.perf_counter() - begin)
+        (done,) = merging.wait(60)
+        times.append(time.perf_counter() - begin)
+        assert len(done.ranks) == world
+    processor = time.process_time() - before
+    merging.close()
+    return {
+        "first_ms": 1e3 * times[0],
+        "median_ms": 1e3 * median(times[1:]),
+        "min_ms": 1e3 * min(times[1:]),
+        "longest_submit_us": 1e6 * max(submits),
+        "processor_ms": 1e3 * processor / ROUNDS,
+    }
+
+
+@pytest.mark.parametrize("case", CASES)
+def bench_merge(benchmark: Any, case: str) -> None:
+    """Of the slowest rank. processor_ms: of a rank, with what makes the steps of this benchmark."""
+    benchmark.group = f"a merge of {SITES:,} sites over {RANKS} ranks"
+    told = benchmark.pedantic(run, args=(merges, RANKS, CASES[case]), kwargs={"timeout": 120})
+    benchmark.extra_info.update({name: max(each[name] for each in told) for name in told[0]})
