@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import logging
 import sys
@@ -241,6 +242,16 @@ def test_training_that_raised_is_left_when_another_callback_trains_its_model(tex
     attempts = hookstats.load(tmp_path / "run").manifest["attempts"]
     assert [(each["records"], each["ended"]) for each in attempts] == [(2, "died"), (4, "closed")]
     assert Accelerator.backward is methods
+
+
+def test_a_callback_that_is_gone_when_training_raised_leaves_accelerate_as_it_was(
+    text: list[Any], tmp_path: Path
+) -> None:
+    methods = (Accelerator.backward, Accelerator.clip_grad_norm_)
+    with pytest.raises(ZeroDivisionError):
+        train(gpt2(), text, tmp_path, HookStats(), Fails())
+    gc.collect()
+    assert (Accelerator.backward, Accelerator.clip_grad_norm_) == methods
 
 
 def test_two_callbacks_do_not_disturb_each_other(text: list[Any], tmp_path: Path) -> None:

@@ -128,23 +128,33 @@ def _last_of(model: torch.nn.Module) -> weakref.ref[torch.nn.Module]:
 
 
 _training: weakref.WeakSet[HookStats] = weakref.WeakSet()  # those whose trainers train
-_wrapped: dict[str, Any] = {}  # what was there before, by name
+_wrapped: dict[str, Any] = {}  # what was there before, by name; kept for a call that is under way when it is put back
+_in_place: set[str] = set()  # the names of those that are wrapped now
 
 
 def _listen(callback: HookStats) -> None:
     _training.add(callback)
+    weakref.finalize(callback, _put_back)  # training raised, and nobody kept it
     for name, method in _METHODS.items():
-        if name not in _wrapped:
+        if name not in _in_place:
+            _in_place.add(name)
             _wrapped[name] = getattr(Accelerator, name)
             setattr(Accelerator, name, method)
 
 
 def _stop_listening(callback: HookStats) -> None:
-    """Puts back what was there, unless somebody has wrapped it once more."""
     _training.discard(callback)
+    _put_back()
+
+
+def _put_back() -> None:
+    """Where no trainer trains, what was there, unless somebody has wrapped it once more."""
+    if list(_training):  # not those that are on their way out
+        return
     for name, method in _METHODS.items():
-        if not _training and getattr(Accelerator, name) is method:
-            setattr(Accelerator, name, _wrapped.pop(name))
+        if getattr(Accelerator, name) is method:
+            setattr(Accelerator, name, _wrapped[name])
+            _in_place.discard(name)
 
 
 @functools.wraps(Accelerator.backward)
