@@ -456,6 +456,17 @@ def test_the_interpreter_ends_as_usual_behind_a_check() -> None:
         assert (each.result, each.code) == ([], 0), each.output
 
 
+def one_locates(rank: int, world: int) -> list[Any]:
+    model, _ = small()
+    if rank:
+        flip(model.scale, (), 0)
+    return [each.index for each in hookstats.check_replicas(model, locate=rank == 1)]
+
+
+def test_where_one_rank_asks_for_the_element_all_look_for_it() -> None:
+    assert ranks.run(one_locates, 2) == [[()]] * 2
+
+
 def anew(rank: int, world: int) -> list[list[str]]:
     """torch.distributed is ended and initialised again, with another store."""
     found = []

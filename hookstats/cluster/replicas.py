@@ -97,7 +97,7 @@ def check_replicas(
 
     The bits of each tensor are read where they lie, on a GPU by one launch for all of them, and become a checksum of 64
     bits (csrc/checksum.h) in which every bit and its place count: one flipped bit is always seen, anything else is
-    missed with a chance of 2^-64 for each tensor. Where all agree, two numbers per rank are exchanged, over a gloo
+    missed with a chance of 2^-64 for each tensor. Where all agree, three numbers per rank are exchanged, over a gloo
     group of hookstats' own. The first use connects every rank with every other one: beyond some hundred ranks name
     fewer of them, such as those along the replicated dimension of a mesh. On a GPU it waits for what was launched
     before.
@@ -121,7 +121,7 @@ def check_replicas(
             sends those of the first rank to the others only when the next forward begins.
         gradients: also gradients, of parameters that have one.
         locate: also find the first element that differs, of 16 tensors at most: 6 small collectives more, and for a
-            tensor that is not contiguous a copy of it.
+            tensor that is not contiguous a copy of it. Where one rank asks, all do it.
 
     Raises:
         ValueError: where torch.distributed does not run, or this rank is not in the group. TypeError: for arguments of
@@ -141,18 +141,18 @@ def check_replicas(
         held, skipped = contents_of(model, optimizers, buffers, gradients)
         table = table_of(held)
     except Exception:
-        exchange.gather(np.array([_FAILED, 0]))  # nobody waits for this rank
+        exchange.gather(np.array([_FAILED, 0, 0]))  # nobody waits for this rank
         raise
     if skipped:
         listed = ", ".join(f"{name}: {why}" for name, why in list(skipped.items())[:8])
         more = f", and {len(skipped) - 8} more" if len(skipped) > 8 else ""
         _warn_once(frozenset(skipped), f"check_replicas leaves out what it cannot read: {listed}{more}")
-    heads = exchange.gather(np.array([len(table), digest_of(table.tobytes())]))
-    if failed := [rank for rank, (tensors, _) in zip(ranks, heads, strict=True) if tensors == _FAILED]:
+    heads = exchange.gather(np.array([len(table), digest_of(table.tobytes()), locate]))
+    if failed := [rank for rank, (tensors, *_) in zip(ranks, heads, strict=True) if tensors == _FAILED]:
         raise RuntimeError(f"hookstats: expected the tensors of all ranks {ranks}, but these could not tell: {failed}")
-    if (heads == heads[0]).all():
+    if (heads[:, :2] == heads[0, :2]).all():
         return []
-    return _Comparison(exchange, ranks, held, table, heads[:, 0]).disagreements(locate)
+    return _Comparison(exchange, ranks, held, table, heads[:, 0]).disagreements(bool(heads[:, 2].any()))
 
 
 class _Vote(NamedTuple):
