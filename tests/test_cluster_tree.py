@@ -214,3 +214,17 @@ def test_ranks_that_torchrun_started_are_merged(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split().count("merged") == 2
+
+
+def on_unlike_nodes(rank: int, world: int) -> Any:
+    """Two ranks on one node, and two nodes of one."""
+    os.environ["LOCAL_WORLD_SIZE"] = "2" if rank < 2 else "1"
+    merging = Merging(range(world), Sums(), patience=2.0)
+    merging.submit(Step(0, rank), 0)
+    (merged,) = merging.wait(10)
+    merging.close()
+    return merged.ranks
+
+
+def test_ranks_on_nodes_of_unlike_size_build_one_tree() -> None:
+    assert run(on_unlike_nodes, 4) == [(0, 1, 2, 3)] * 4

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from contextlib import suppress
 from typing import Any
 
@@ -97,3 +99,27 @@ def test_an_error_that_ends_training_is_not_held_up_until_other_ranks_are_given_
     (given, told), _ = run(fails_in_training, 2)
     assert given == [(0,)]
     assert not [each for each in told if "in vain" in each]
+
+
+def is_dropped(rank: int, world: int) -> Any:
+    found = []
+    for detached in (True, False):
+        model = network()
+        monitor = hookstats.attach(model, every=1, process_group=dist.group.WORLD)
+        model(batch(rank, 0)).mean().backward()
+        monitor.step()
+        while monitor.step() is None:  # until merging has made its table of the model
+            model(batch(rank, 0)).mean().backward()
+        if detached:
+            monitor.detach()
+        held = weakref.ref(model)
+        kept = [monitor] if detached else []
+        del model, monitor
+        gc.collect()
+        found.append(held() is None)
+        kept.clear()
+    return found
+
+
+def test_merging_keeps_no_model_alive() -> None:
+    assert run(is_dropped, 2) == [[True, True]] * 2

@@ -90,8 +90,9 @@ class Merging(Generic[Step]):
             raise ValueError(f"process_group: expected ranks with this one, {self.rank}, got {self.ranks}")
         self._packing = packing
         self._patience = patience
+        self._fan = fan
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        self._plan = levels(self.ranks, fan, local if local > 0 and c10d.get_world_size() % local == 0 else 1)
+        self._local = local if local > 0 and c10d.get_world_size() % local == 0 else 1
         members = blake2b(repr(self.ranks).encode(), digest_size=8).hexdigest()
         name = f"hookstats/{members}/{_mergings[self.ranks]}"
         _mergings[self.ranks] += 1
@@ -179,6 +180,9 @@ class Merging(Generic[Step]):
                 self._told.append(("store", text))
 
     def _merge_all(self) -> None:
+        # Nodes of unlike size say unlike numbers, and there is one tree: that of the rank which came first.
+        local = int(self._store.compare_set("local", "", str(self._local)))
+        self._plan = levels(self.ranks, self._fan, local)
         self._protocol = protocol.Protocol(self._store, self._plan, self.rank, self._patience, self._pause)
         failures = 0
         why = "it was detached, or has ended"

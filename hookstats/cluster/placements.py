@@ -13,6 +13,7 @@ import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
+from weakref import WeakValueDictionary
 
 import torch.distributed as dist
 from torch import nn
@@ -134,9 +135,9 @@ class _Placing:
     def __init__(self, of: Placements, model: nn.Module | None, held: dict[Site, Held]) -> None:
         self._of = of
         self._held = held
-        self._model = model
-        self._modules = {} if model is None else clean_names(model)
-        self._parallel = self._tensor_parallel_axes()
+        # Merging keeps the latest of these for good; a model that nobody else holds is to go all the same.
+        self._modules = WeakValueDictionary({} if model is None else clean_names(model))
+        self._parallel = [] if model is None else self._tensor_parallel_axes(model)
         self._flat = {} if model is None else _flattened(model, of.ranks)
 
     def __call__(self, row: blocks.Row) -> Placed:
@@ -198,7 +199,8 @@ class _Placing:
             return dim == channels
         if row.is_parameter:
             module, _, key = row.site.name.rpartition(".")
-            tensor = self._modules[module]._parameters.get(key) if module in self._modules else None
+            owner = self._modules.get(module)
+            tensor = None if owner is None else owner._parameters.get(key)
             if tensor is not None:
                 return dim % tensor.dim() == channels % tensor.dim()
         return False if dim == 0 else None
@@ -245,13 +247,13 @@ class _Placing:
         self._of.tell_of_what_is_apart(row.site, site, why or f"how plain tensors lie along {names} is not known")
         return placed._replace(site=site)
 
-    def _tensor_parallel_axes(self) -> list[Axis]:
+    def _tensor_parallel_axes(self, model: nn.Module) -> list[Axis]:
         """Along which DTensor parameters lie, and not data parallel ranks: these may hold the same activations.
 
         What FSDP and DDP have made data parallel is known by its ranks; along an axis inside of these, as that of
         experts, batches differ.
         """
-        data_parallel = [] if self._model is None else _data_parallel_ranks(self._model)
+        data_parallel = _data_parallel_ranks(model)
         found: dict[tuple[int, ...], Axis] = {}
         for module in self._modules.values():
             for parameter in list(module._parameters.values()):  # the trainer may replace them meanwhile

@@ -206,7 +206,7 @@ class Monitor:
         return list(self._judging.findings)
 
     def check(self, timeout: float = 30.0) -> list[Any]:
-        """The findings, when all closed steps have been judged: before a checkpoint, say. Waits for the device.
+        """The findings, when all closed steps have been judged: before a checkpoint, say. Waits for device and ranks.
 
         Raises:
             TimeoutError: where that takes longer, in seconds. RuntimeError: where a recording has stopped. ValueError:
