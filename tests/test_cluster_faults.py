@@ -156,7 +156,8 @@ def test_when_a_rank_is_killed_the_others_go_on_alone_and_end_well(in_collective
     for rank in (0, 1, 3):
         ranks, told = ended[rank].result
         assert ranks == [(0, 1, 2, 3)] * 2 + [(rank,)] * (1 if in_collective else 4)
-        assert len(told) == 1
+        # Once for each reason: who has waited longer may find that others went on, or have ended by now.
+        assert 1 <= len(told) <= (1 if in_collective else 3)
 
 
 def trains_with_the_dead(rank: int, world: int) -> None:
