@@ -102,6 +102,7 @@ class Merging(Generic[Step]):
         self._tree: Tree | None = None
         self._epoch = 0  # of the tree, or the next one where it has failed
         self._looked = 0.0  # when the thread last asked the store whether the groups have failed elsewhere
+        self._is_over = False  # a rank has left: nothing will be merged any more
         self._told: deque[tuple[str, str]] = deque()
         self._warn_once = WarnOnce()
         self._stop = threading.Event()
@@ -175,7 +176,7 @@ class Merging(Generic[Step]):
         except _Stopped:
             pass
         except Exception as error:  # the store went with the rank that kept it, say
-            if not self._stop.is_set():
+            if not (self._stop.is_set() or self._is_over):  # the store may go with the rank that has left
                 text = f"torch.distributed's store failed, nothing is merged from now on: {error!r}"
                 self._told.append(("store", text))
 
@@ -195,6 +196,8 @@ class Merging(Generic[Step]):
                     continue
                 try:
                     slot.merged = self._settled(slot)
+                    if self._is_over:
+                        return
                     failures = 0
                 except _Failed as failed:
                     failures += 1
@@ -215,6 +218,7 @@ class Merging(Generic[Step]):
             slot.moment, checksum, table, scale, self._epoch, lambda: self._waiting() >= _WAITING
         )
         if not verdict.go:
+            self._is_over = verdict.kind == "left"
             self._told.append((verdict.kind, verdict.text))
             return self._alone(slot)
         try:
