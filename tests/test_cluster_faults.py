@@ -98,7 +98,7 @@ def freezes(rank: int, world: int) -> Any:
         if rank == 2 and merging._epoch == 0 and len(done) == 2:
             pid = os.getpid()
             if not os.fork():
-                time.sleep(3)
+                time.sleep(6)
                 os.kill(pid, signal.SIGCONT)
                 os._exit(0)
             os.kill(pid, signal.SIGSTOP)
@@ -111,8 +111,8 @@ def freezes(rank: int, world: int) -> Any:
     with listening() as told:
         done += train(merging, [0, 10]) + merging.wait(6)
         dist.barrier()
-        done += train(merging, [20]) + merging.wait(6)
-        time.sleep(3 if rank != 2 else 0)
+        done += train(merging, [20]) + merging.wait(9)
+        time.sleep(6 if rank != 2 else 0)
         dist.barrier()
         done += train(merging, [30, 40]) + merging.close(6)
     sums = [[part.tolist() for part in each.step] for each in done[-2:]]
