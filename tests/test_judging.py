@@ -161,7 +161,7 @@ def test_check_waits_for_the_verdict_on_all_closed_steps() -> None:
     monitor = hookstats.attach(net, every=1, sinks=recorder, on_finding="raise")
     train(net, monitor, 1)
     assert monitor.check(timeout=7) == []
-    assert recorder.waited == [7]
+    assert 6 < recorder.waited[0] <= 7  # what other ranks have left of it
     with pytest.raises(FindingError):
         train(net, monitor, 1)
     assert [found.sentence for found in monitor.check()] == ["found in 1"]

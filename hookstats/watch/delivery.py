@@ -20,7 +20,6 @@ from hookstats.watch.drain import Drain, Pending, Scalars
 from hookstats.watch.judging import Recorder
 from hookstats.watch.memory import Store
 
-_JOIN_SECONDS = 30.0  # that `Monitor.detach` and `Monitor.check` wait for other ranks
 _SILENT_STEPS = 3  # measured ones, after which a site that never fired is named
 LeftOut: TypeAlias = dict[Site, Skipped]  # in one step
 Holding: TypeAlias = dict[Site, Held]  # what this rank has of each site in one step
@@ -96,10 +95,10 @@ class Delivery:
             self._arrived(*self._pending.popleft())
         self._give_joined()
 
-    def wait_for_ranks(self) -> None:
+    def wait_for_ranks(self, seconds: float) -> None:
         """Delivers what was received and other ranks still have to bring their part of, as far as they do in time."""
         if self._joined is not None:
-            self._joined.wait(_JOIN_SECONDS)
+            self._joined.wait(seconds)
         self._give_joined()
 
     def close(self) -> None:

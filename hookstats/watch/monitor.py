@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import TracebackType
@@ -26,6 +27,8 @@ from hookstats.watch.overhead import Overhead, Stopwatch
 from hookstats.watch.parameters import Parameters
 from hookstats.watch.scaling import Scaling
 from hookstats.watch.skipping import Captured
+
+_JOIN_SECONDS = 30.0  # that `Monitor.detach` waits for other ranks
 
 
 class Watching(NamedTuple):
@@ -214,9 +217,10 @@ class Monitor:
         """
         if not self._is_judged:
             raise ValueError("check: expected a sink that judges, such as sinks=[hookstats.record('runs/a')]; got none")
+        end = time.monotonic() + timeout
         self._delivery.receive(wait=True)
-        self._delivery.wait_for_ranks()
-        self._judging.wait(timeout)
+        self._delivery.wait_for_ranks(timeout)
+        self._judging.wait(end - time.monotonic())
         self._judging.look(self._step)
         self._delivery.raise_failure()
         self._judging.act()
@@ -366,7 +370,7 @@ class Monitor:
             if is_whole:
                 self._delivery.send_last(self._step, self._scalars({}))
             if not died:  # others may wait for this rank in vain, and their steps in this one's thread
-                self._delivery.wait_for_ranks()
+                self._delivery.wait_for_ranks(_JOIN_SECONDS)
             self._delivery.close()
             self._store.clear()
         finally:  # a device that has failed is not to keep what came before from being written
