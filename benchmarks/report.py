@@ -29,6 +29,8 @@ def number(value: float) -> str:
 def by_case(figures: list[dict[str, Any]], case: str) -> dict[str, dict[str, dict[str, Any]]]:
     cases: dict[str, dict[str, dict[str, Any]]] = {}
     for figure in figures:
+        if figure[case] is None:  # a benchmark by itself
+            continue
         cases.setdefault(figure[case], {})[figure["name"]] = figure
     return cases
 
@@ -119,7 +121,7 @@ def hook_lines(figures: list[dict[str, Any]]) -> list[str]:
 
 def training_lines(figures: list[dict[str, Any]], gb_per_s: float | None = None) -> list[str]:
     """Training steps; with a read bandwidth, also what is added over the time it takes to read what is hooked."""
-    groups = {group: names for group, names in by_case(figures, "group").items() if group.startswith("training")}
+    groups = {group: names for group, names in by_case(figures, "group").items() if group.startswith("training step, ")}
     if not groups:
         return []
     some = next(iter(next(iter(groups.values())).values()))
