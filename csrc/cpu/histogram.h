@@ -17,10 +17,13 @@ constexpr int kPairs = 256;
 constexpr uint8_t kNoPair = 255;  // NaN and Inf, whose exponent it is; lanes out of use
 
 // 16-bit counters of kLanes lanes, in the order of Keys; zero between tensors. What was counted lies in pair 0, or in
-// low .. high.
+// low .. high. Values counted one by one are those of a whole tensor, in copies, so that neighbours rarely meet.
 struct LaneCounts {
   uint16_t at[kPairs][2][kLanes] = {};
   int low = kPairs, high = -1;
+  static constexpr int kCopies = 4;
+  uint32_t one_by_one[kCopies][2 * kPairs] = {};
+  bool any_one_by_one = false;
 };
 
 struct Counting {
@@ -145,20 +148,23 @@ HOOKSTATS_INLINE void count_rows(const Keys& keys, int row, int lane, int low, i
 
 // Counts the keys of a tile.
 template <int kBytes>
-HOOKSTATS_INLINE void count_keys(Keys& keys, int rows, LaneCounts& counts) {
-  constexpr int kMostPairs = kBytes == 64 ? TileCounts::kMost : kBytes == 32 ? 48 : 10;  // beyond, one by one is faster
+HOOKSTATS_INLINE void count_keys(Keys& keys, int rows, const Counting& counting) {
+  // Beyond, one by one is faster. Octaves are never so many, but for the narrowest vectors.
+  constexpr int kMostPairs = kBytes == 64 ? TileCounts::kMost : kBytes == 32 ? 48 : 10;
+  LaneCounts& counts = *counting.counts;
   int low, high;
   range_of<kBytes>(keys, rows, low, high);
-  counts.low = std::min(counts.low, low);
-  counts.high = std::max(counts.high, high);
-  if (high - low >= kMostPairs) {
+  if (high - low >= kMostPairs && counting.kind == HistogramKind::per_tensor) {
+    counts.any_one_by_one = true;
     for (int r = 0; r < rows; ++r) {
-      int32_t counter[kLanes];
-      for (int i = 0; i < kLanes; ++i) counter[i] = (2 * keys.pair[r][i] + keys.worth[r][i] / kSecond) * kLanes + i;
-      for (int i = 0; i < kLanes; ++i) ++counts.at[0][0][counter[i]];
+      uint16_t counter[kLanes];
+      for (int i = 0; i < kLanes; ++i) counter[i] = 2 * keys.pair[r][i] + keys.worth[r][i] / kSecond;
+      for (int i = 0; i < kLanes; ++i) ++counts.one_by_one[i % LaneCounts::kCopies][counter[i]];
     }
     return;
   }
+  counts.low = std::min(counts.low, low);
+  counts.high = std::max(counts.high, high);
   const int pairs = std::max(high - low + 1, 0);
   TileCounts tile;
   std::memset(tile.at, 0, (1 + pairs) * sizeof tile.at[0]);
@@ -247,7 +253,20 @@ class ThreadHistogram {
     std::memset(counts.at[kNoPair], 0, sizeof counts.at[kNoPair]);
     counts.low = kPairs;
     counts.high = -1;
+    if (!counts.any_one_by_one) return;
+    for (int pair = 0; pair < kNoPair; ++pair) {
+      for (int second = 0; second < 2; ++second) {
+        int64_t sum = 0;
+        for (const auto& copy : counts.one_by_one) sum += copy[2 * pair + second];
+        if (sum) add_to_state(exponent_bin_of(pair, second), sum);
+      }
+    }
+    std::memset(counts.one_by_one, 0, sizeof counts.one_by_one);
+    counts.any_one_by_one = false;
   }
+
+  // Negative zeros and subnormals go to bin 0, too.
+  static int64_t exponent_bin_of(int pair, int second) { return pair == 0 ? 0 : second << 8 | pair; }
 
   void add_pair(int pair, uint16_t (*counts)[kLanes]) {
     for (int second = 0; second < 2; ++second) {
@@ -263,7 +282,7 @@ class ThreadHistogram {
         if (counting_.kind == HistogramKind::per_channel) {
           add_to_state(channel_ * kOctaveBins + 2 * pair + second, sum);
         } else {
-          add_to_state(pair == 0 ? 0 : second << 8 | pair, sum);  // negative zeros and subnormals go to bin 0, too
+          add_to_state(exponent_bin_of(pair, second), sum);
         }
       }
     }

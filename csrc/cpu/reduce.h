@@ -12,40 +12,36 @@ namespace hookstats::cpu {
 
 // Statistics of kLanes lanes, member by member so that lanes are vectors. What a loop over lanes does to one of them is
 // a function: g++ makes memory of a struct that is a variable of the loop itself.
-template <class T>
-struct Lanes {
-  alignas(64) double member[sizeof(T) / sizeof(double)][kLanes];
+struct LaneSamples {
+  alignas(64) double member[sizeof(Sample) / sizeof(double)][kLanes];
 
   // All members, or as many as part_t has.
-  template <class part_t = T>
+  template <class part_t = Sample>
   HOOKSTATS_INLINE part_t get(int lane) const {
     return load_slot<part_t>(member, kLanes, lane);
   }
-  template <class part_t>
-  HOOKSTATS_INLINE void set(int lane, const part_t& part) {
-    store_slot(part, member, kLanes, lane);
-  }
+  HOOKSTATS_INLINE void set(int lane, const Sample& sample) { store_slot(sample, member, kLanes, lane); }
   template <class part_t>
   HOOKSTATS_INLINE void merge(int lane, const part_t& part) {
     part_t sum = get<part_t>(lane);
     sum.merge(part);
-    set(lane, sum);
-  }
-  HOOKSTATS_INLINE void add(int lane, double x) {
-    T sum = get(lane);
-    sum.add(x);
-    set(lane, sum);
+    store_slot(sum, member, kLanes, lane);
   }
   HOOKSTATS_INLINE void clear() {
-    for (int lane = 0; lane < kLanes; ++lane) set(lane, T::neutral());
+    for (int lane = 0; lane < kLanes; ++lane) set(lane, Sample::neutral());
   }
-};
 
-struct LaneSamples : Lanes<Sample> {
-  using Lanes::merge;
   HOOKSTATS_INLINE void merge(const LaneSamples& other) {
 #pragma omp simd
-    for (int lane = 0; lane < kLanes; ++lane) merge_lane(lane, other);
+    for (int lane = 0; lane < kLanes; ++lane) merge_lane(lane, other, lane);
+  }
+  // All lanes are one channel: halves are merged with halves.
+  HOOKSTATS_INLINE Sample fold() {
+    for (int half = kLanes / 2; half > 0; half /= 2) {
+#pragma omp simd
+      for (int lane = 0; lane < half; ++lane) merge_lane(lane, *this, lane + half);
+    }
+    return get(0);
   }
   HOOKSTATS_INLINE void merge_state(const double* moments, int64_t row_stride, int width) {
 #pragma omp simd
@@ -57,7 +53,7 @@ struct LaneSamples : Lanes<Sample> {
   }
 
  private:
-  HOOKSTATS_INLINE void merge_lane(int lane, const LaneSamples& other) { merge(lane, other.get(lane)); }
+  HOOKSTATS_INLINE void merge_lane(int lane, const LaneSamples& other, int from) { merge(lane, other.get(from)); }
   HOOKSTATS_INLINE void merge_column(int lane, const double* moments, int64_t row_stride) {
     merge(lane, load_state<Sample>(moments + lane, row_stride));
   }
@@ -94,74 +90,134 @@ HOOKSTATS_INLINE Sample exact_lane(const Tile<scalar_t>& tile, int lane) {
   return exact.finish();
 }
 
+// The number of lanes that are set.
 template <int kSize, class ints>
-HOOKSTATS_INLINE bool all_set(const ints& lanes) {
-  bool all = true;
-  for (int lane = 0; lane < kSize; ++lane) all &= lanes[lane] != 0;
-  return all;
+HOOKSTATS_INLINE int set_lanes(const ints& lanes) {
+  int set = 0;
+  for (int lane = 0; lane < kSize; ++lane) set += lanes[lane] != 0;
+  return set;
 }
 
-// The same in all lanes in use: ExactSums::add for a register of lanes at a time, whose sums stay in registers. Values
-// that do not count are taken for the pivot: g++ 12 takes vectors apart where two comparisons meet in one condition.
-template <int kBytes, class scalar_t>
-HOOKSTATS_INLINE void exact_lanes(const Tile<scalar_t>& tile, Lanes<ExactSums>& exact) {
+// Exact sums of some lanes, in memory. An element of a vector in a register is not asked for: g++ would store the vector
+// in each round of the loop.
+template <int kSize>
+struct ExactLanes {
+#define HOOKSTATS_LANES(name) alignas(64) double name[kSize];
+  HOOKSTATS_LANES(sum)
+  HOOKSTATS_LANES(square_sum)
+  HOOKSTATS_LANES(abs_sum)
+  HOOKSTATS_LANES(pivot)
+  HOOKSTATS_LANES(min)
+  HOOKSTATS_LANES(max)
+  HOOKSTATS_LANES(count)
+  HOOKSTATS_LANES(posinfs)
+  HOOKSTATS_LANES(neginfs)
+#undef HOOKSTATS_LANES
+
+  HOOKSTATS_INLINE Sample finish(int lane, int rows, double zeros) const {
+    const WideSums finite{sum[lane], square_sum[lane], abs_sum[lane], pivot[lane],
+                          min[lane], max[lane],        count[lane],   zeros};
+    const double nans = rows - count[lane] - posinfs[lane] - neginfs[lane];
+    return {finite.finish(), nans, posinfs[lane], neginfs[lane]};
+  }
+};
+
+// Exact statistics of the lanes whose bit is set, neutral ones of the others: ExactSums::add for two registers of lanes
+// at a time (of float32 in AVX-512, a line of the cache), whose sums stay in registers. The plain sums have counted
+// zeros rightly in any case, and know the extremes where no value is infinite. g++ 12 takes vectors apart where two
+// comparisons meet in one condition.
+template <int kBytes, class scalar_t, class acc_t>
+HOOKSTATS_INLINE void exact_lanes(const Tile<scalar_t>& tile, const LaneSums<acc_t>& sums, uint64_t wanted,
+                                  LaneSamples& samples) {
   using V = Vector<kBytes, double>;
   using wide = typename V::type;
+  constexpr int kVectors = 2, kSize = kVectors * V::kSize;
   constexpr double kInfinity = std::numeric_limits<double>::infinity();
   constexpr int64_t kMagnitude = INT64_MAX, kInfinityBits = int64_t(2047) << 52;
-  for (int first = 0; first < tile.width; first += V::kSize) {
-    const int width = std::min(V::kSize, tile.width - first);
+  samples.clear();
+  for (int first = 0; first < tile.width; first += kSize) {
+    const int width = std::min(kSize, tile.width - first);
+    alignas(64) scalar_t padded[kSize] = {};
     const auto row = [&](int r) {
-      if (width == V::kSize) return load_wide<V>(tile.row(r) + first);
-      scalar_t padded[V::kSize] = {};
-      std::memcpy(static_cast<void*>(padded), tile.row(r) + first, width * sizeof(scalar_t));
-      return load_wide<V>(padded);
+      const scalar_t* at = tile.row(r) + first;
+      if (width == kSize) return at;
+      std::memcpy(static_cast<void*>(padded), at, width * sizeof(scalar_t));
+      return static_cast<const scalar_t*>(padded);
     };
-    // The first value that counts is the pivot. Nearly always it is that of the first row; to look for it in the others
-    // only until all lanes have one would take longer.
-    typename V::ints pivot_bits{}, found{};
-    for (int r = 0; r < tile.rows; ++r) {
-      if (r == 1 && all_set<V::kSize>(found)) break;
-      const auto x = bit_copy<typename V::ints>(row(r));
-      const typename V::ints counts = (x & kMagnitude) < kInfinityBits;
-      pivot_bits |= x & counts & ~found;
-      found |= counts;
+    // The first value that counts is the pivot, nearly always that of the first row or the second.
+    typename V::ints pivot_bits[kVectors]{}, found[kVectors]{};
+    const auto lanes_found = [&] { return set_lanes<V::kSize>(found[0]) + set_lanes<V::kSize>(found[1]); };
+    for (int r = 0; r < tile.rows && ((r & (r - 1)) != 0 || lanes_found() < kSize); ++r) {
+      const scalar_t* values = row(r);
+      for (int v = 0; v < kVectors; ++v) {
+        const auto x = bit_copy<typename V::ints>(load_wide<V>(values + v * V::kSize));
+        const typename V::ints counts = (x & kMagnitude) < kInfinityBits;
+        pivot_bits[v] |= x & counts & ~found[v];
+        found[v] |= counts;
+      }
     }
-    const auto pivot = bit_copy<wide>(pivot_bits);
+    wide pivot[kVectors];
+    memcpy(pivot, pivot_bits, sizeof pivot);
 
-    wide sum{}, square_sum{}, abs_sum{}, count{}, zeros{}, posinfs{}, neginfs{}, min = pivot, max = pivot;
-    for (int r = 0; r < tile.rows; ++r) {
-      const wide x = row(r), magnitude = bit_copy<wide>(bit_copy<typename V::ints>(x) & kMagnitude);
-      const auto counts = magnitude < kInfinity;
-      const wide counted = counts ? x : pivot, deviation = counted - pivot;
-      sum += deviation;
-      square_sum += deviation * deviation;
-      min = counted < min ? counted : min;
-      max = counted > max ? counted : max;
-      abs_sum = counts ? abs_sum + magnitude : abs_sum;
-      count = counts ? count + 1 : count;
-      zeros = x == 0 ? zeros + 1 : zeros;
-      posinfs = x == kInfinity ? posinfs + 1 : posinfs;
-      neginfs = x == -kInfinity ? neginfs + 1 : neginfs;
+    wide sum[kVectors]{}, square_sum[kVectors]{}, abs_sum[kVectors]{}, count[kVectors]{};
+    const int rows = lanes_found() > 0 ? tile.rows : 0;  // often all of a tile is NaN
+    for (int r = 0; r < rows; ++r) {
+      const scalar_t* values = row(r);
+      for (int v = 0; v < kVectors; ++v) {
+        const wide x = load_wide<V>(values + v * V::kSize);
+        const wide magnitude = bit_copy<wide>(bit_copy<typename V::ints>(x) & kMagnitude);
+        const auto counts = magnitude < kInfinity;
+        const wide deviation = counts ? x - pivot[v] : wide{};
+        sum[v] += deviation;
+        square_sum[v] += deviation * deviation;
+        abs_sum[v] = counts ? abs_sum[v] + magnitude : abs_sum[v];
+        count[v] = counts ? count[v] + 1 : count[v];
+      }
+    }
+    ExactLanes<kSize> exact{};
+    memcpy(exact.sum, sum, sizeof sum);
+    memcpy(exact.square_sum, square_sum, sizeof square_sum);
+    memcpy(exact.abs_sum, abs_sum, sizeof abs_sum);
+    memcpy(exact.pivot, pivot, sizeof pivot);
+    memcpy(exact.count, count, sizeof count);
+
+    bool infinite = false;
+    for (int lane = 0; lane < width; ++lane) {
+      exact.min[lane] = sums.min[first + lane];
+      exact.max[lane] = sums.max[first + lane];
+      infinite |= (exact.min[lane] == -kInfinity) | (exact.max[lane] == kInfinity);
+    }
+    if (infinite) {
+      wide min[kVectors], max[kVectors], posinfs[kVectors]{}, neginfs[kVectors]{};
+      for (int v = 0; v < kVectors; ++v) min[v] = wide{} + kInfinity, max[v] = -min[v];
+      for (int r = 0; r < tile.rows; ++r) {
+        const scalar_t* values = row(r);
+        for (int v = 0; v < kVectors; ++v) {
+          const wide x = load_wide<V>(values + v * V::kSize);
+          const auto is_posinf = x == kInfinity, is_neginf = x == -kInfinity;
+          const wide upper = is_neginf ? wide{} + kInfinity : x, lower = is_posinf ? wide{} - kInfinity : x;
+          min[v] = upper < min[v] ? upper : min[v];
+          max[v] = lower > max[v] ? lower : max[v];
+          posinfs[v] = is_posinf ? posinfs[v] + 1 : posinfs[v];
+          neginfs[v] = is_neginf ? neginfs[v] + 1 : neginfs[v];
+        }
+      }
+      memcpy(exact.min, min, sizeof min);
+      memcpy(exact.max, max, sizeof max);
+      memcpy(exact.posinfs, posinfs, sizeof posinfs);
+      memcpy(exact.neginfs, neginfs, sizeof neginfs);
     }
     for (int lane = 0; lane < width; ++lane) {
-      ExactSums one = ExactSums::neutral();
-      if (count[lane] > 0) {
-        one.sum = sum[lane];
-        one.square_sum = square_sum[lane];
-        one.abs_sum = abs_sum[lane];
-        one.pivot = pivot[lane];
-        one.min = min[lane];
-        one.max = max[lane];
-        one.count = count[lane];
-        one.zeros = zeros[lane];
+      if (wanted >> (first + lane) & 1) {
+        samples.set(first + lane, exact.finish(lane, tile.rows, sums.zeros[first + lane]));
       }
-      one.nans = tile.rows - count[lane] - posinfs[lane] - neginfs[lane];
-      one.posinfs = posinfs[lane];
-      one.neginfs = neginfs[lane];
-      exact.set(first + lane, one);
     }
   }
+}
+
+template <class scalar_t>
+HOOKSTATS_INLINE uint64_t lanes_in_use(const Tile<scalar_t>& tile) {
+  return ~uint64_t(0) >> (kLanes - tile.width);
 }
 
 // Adds a tile to its lanes' sums, and to the histogram, a chunk of rows at a time.
@@ -176,7 +232,7 @@ HOOKSTATS_INLINE void add_chunks(const Tile<scalar_t>& tile, LaneSums<acc_t>& su
     add_chunk<kBytes>(chunk, sums);
     if (counting.counts) add_keys<kBytes>(chunk, counting.kind, r, keys);
   }
-  if (counting.counts) count_keys<kBytes>(keys, tile.rows, *counting.counts);
+  if (counting.counts) count_keys<kBytes>(keys, tile.rows, counting);
 }
 
 // Lanes are channels.
@@ -185,15 +241,17 @@ HOOKSTATS_INLINE void add_tile_in(const Tile<scalar_t>& tile, LaneSamples& sampl
   LaneSums<acc_of<scalar_t>> sums;
   sums.start(tile, false);
   add_chunks<kBytes>(tile, sums, counting);
-  const uint64_t in_use = ~uint64_t(0) >> (kLanes - tile.width);
-  const uint64_t again = merge_lanes(sums, samples) & in_use;
+  const uint64_t again = merge_lanes(sums, samples) & lanes_in_use(tile);
   if (again == 0) return;
-  Lanes<ExactSums> exact;
-  const bool few = __builtin_popcountll(again) <= 4;  // for which a lane at a time is faster
-  if (!few) exact_lanes<kBytes>(tile, exact);
-  for (int lane = 0; lane < tile.width; ++lane) {
-    if (again >> lane & 1) samples.merge(lane, few ? exact_lane(tile, lane) : exact.get(lane).finish());
+  if (__builtin_popcountll(again) <= 4) {  // for which a lane at a time is faster
+    for (int lane = 0; lane < tile.width; ++lane) {
+      if (again >> lane & 1) samples.merge(lane, exact_lane(tile, lane));
+    }
+    return;
   }
+  LaneSamples exact;
+  exact_lanes<kBytes>(tile, sums, again, exact);
+  samples.merge(exact);
 }
 
 // Lanes are elements of one channel.
@@ -205,11 +263,9 @@ HOOKSTATS_INLINE Sample flat_tile_in(const Tile<scalar_t>& tile, const Counting&
   add_chunks<kBytes>(tile, sums, counting);
   const WideSums total = sums.fold(tile.width).widened();
   if (sums_hold<acc_t>(total)) return {total.finish(), 0, 0, 0};
-  Lanes<ExactSums> exact;
-  exact_lanes<kBytes>(tile, exact);
-  Sample sample = exact.get(0).finish();
-  for (int lane = 1; lane < tile.width; ++lane) sample.merge(exact.get(lane).finish());
-  return sample;
+  LaneSamples exact;
+  exact_lanes<kBytes>(tile, sums, lanes_in_use(tile), exact);
+  return exact.fold();
 }
 
 }  // namespace hookstats::cpu

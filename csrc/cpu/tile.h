@@ -130,7 +130,11 @@ HOOKSTATS_INLINE typename V::type load_wide(const scalar_t* at) {
   if constexpr (sizeof(acc_of<scalar_t>) == sizeof(double)) {
     return load<V>(at);
   } else {
-    return __builtin_convertvector(load<Vector<sizeof(typename V::type) / 2, float>>(at), typename V::type);
+    const auto narrow = load<Vector<sizeof(typename V::type) / 2, float>>(at);
+    if constexpr (sizeof(narrow) == 8) return __builtin_convertvector(narrow, typename V::type);
+    double wide[V::kSize];
+    for (int i = 0; i < V::kSize; ++i) wide[i] = narrow[i];
+    return load_vector<typename V::type>(wide);
   }
 }
 
@@ -168,15 +172,20 @@ struct LaneSums {
   // All lanes in use, where they share the pivot: halves are added to halves, so that lanes are vectors.
   HOOKSTATS_INLINE Lane fold(int width) {
     for (int lane = width; lane < kLanes; ++lane) set(lane, Lane::neutral());
-    for (int half = kLanes / 2; half > 0; half /= 2) {
+    LaneSums folded;
+    fold_half(*this, kLanes / 2, folded);
+    for (int half = kLanes / 4; half > 0; half /= 2) fold_half(folded, half, folded);
+    return folded.get(0);
+  }
+
+ private:
+  HOOKSTATS_INLINE static void fold_half(const LaneSums& from, int half, LaneSums& to) {
 #pragma omp simd
-      for (int lane = 0; lane < half; ++lane) {
-        Lane one = get(lane);
-        one.merge_about_pivot(get(lane + half));
-        set(lane, one);
-      }
+    for (int lane = 0; lane < half; ++lane) {
+      Lane one = from.get(lane);
+      one.merge_about_pivot(from.get(lane + half));
+      to.set(lane, one);
     }
-    return get(0);
   }
 };
 
