@@ -180,6 +180,13 @@ HARD: dict[str, torch.Tensor] = {
     "nan_and_inf": _with(normal(1000, 5).float(), NAN, INF, -INF),
     "nan_first": _with(normal(1000, 5).float(), NAN, first=True),
     "inf_first": _with(normal(1000, 5).float(), INF, first=True),
+    "nan_until_row_40_then_mean_1e4": torch.where(
+        torch.arange(1000).view(-1, 1) < 40, NAN, _with((normal(1000, 5) + 1e4).float(), NAN)
+    ),
+    "all_exponents": torch.ldexp(normal(3000, 5).float(), torch.arange(15000).view(-1, 5) % 240 - 120),
+    "all_exponents_and_nan_and_inf": _with(
+        torch.ldexp(normal(3000, 5).float(), torch.arange(15000).view(-1, 5) % 240 - 120), NAN, INF, -INF
+    ),
     "all_nan": torch.full((300, 5), NAN),
     "all_inf": torch.full((300, 5), -INF),
     "outlier_first": _with(normal(1000, 5).float(), 1e5, first=True),
