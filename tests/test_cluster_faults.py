@@ -394,6 +394,24 @@ def test_the_end_of_a_process_does_not_wait_for_a_merge_in_flight_nor_is_it_abor
         assert ended[0].result[1] < 2  # it was asleep for three seconds
 
 
+def is_stuck(rank: int, world: int) -> Any:
+    """The thread, in a call that nobody can interrupt: as the store's is while the host that keeps it is frozen."""
+
+    class Stuck(Sums):
+        def scale(self, step: Step) -> float | None:
+            time.sleep(8)
+            return super().scale(step)
+
+    merging = Merging(range(world), Stuck())
+    done = train(merging, [0, 10]) + merging.close(timeout=0.1)
+    assert merging._thread.is_alive()
+    return [(each.ranks, _number(each)) for each in done]
+
+
+def test_steps_that_a_stuck_thread_has_not_merged_are_delivered_when_merging_ends() -> None:
+    assert run(is_stuck, 1) == [[((0,), 0), ((0,), 10)]]
+
+
 def fails(rank: int, world: int) -> Any:
     class Failing(Sums):
         def pack(self, step: Step, tables: Any) -> Any:

@@ -130,8 +130,7 @@ class Merging(Generic[Step]):
     def arrived(self) -> list[Merged[Step]]:
         """What was submitted and is settled, in that order, each once. Tells what went wrong."""
         if not self._thread.is_alive():
-            for slot in self._slots:
-                slot.merged = slot.merged or self._alone(slot)
+            self._settle_all()
         done = []
         while self._slots and (merged := self._slots[0].merged) is not None:
             done.append(merged)
@@ -160,7 +159,12 @@ class Merging(Generic[Step]):
         self._stop.set()
         self._wake.put(None)
         self._thread.join(2.0)
+        self._settle_all()  # also where the thread is stuck, as in a call of a store whose host is frozen
         return done + self.arrived()
+
+    def _settle_all(self) -> None:
+        for slot in self._slots:
+            slot.merged = slot.merged or self._alone(slot)
 
     def _waiting(self) -> int:
         return sum(slot.merged is None for slot in tuple(self._slots))
