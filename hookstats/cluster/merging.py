@@ -58,13 +58,13 @@ class Merged(Generic[Step]):
     world_size: int  # ranks that were to be merged
 
 
+@dataclass
 class _Slot(Generic[Step]):
     """A step that was submitted, until it is delivered."""
 
-    def __init__(self, step: Step, moment: Moment) -> None:
-        self.step = step
-        self.moment = moment
-        self.merged: Merged[Step] | None = None
+    step: Step
+    moment: Moment
+    merged: Merged[Step] | None = None
 
 
 class _Stopped(Exception):
@@ -97,35 +97,35 @@ class Merging(Generic[Step]):
         name = f"hookstats/{members}/{_mergings[self.ranks]}"
         _mergings[self.ranks] += 1
         self._store = c10d.PrefixStore(name, default_store())
-        self._slots: deque[_Slot[Step]] = deque()
-        self._last: Moment = (0, -1)
+        # What only training's thread touches, which makes all public calls.
+        self._slots: deque[_Slot[Step]] = deque()  # not delivered yet
+        self._last = Moment(0, -1)
+        self._warn_once = WarnOnce()
+        self._process = os.getpid()
+        # What both do: a slot's `merged` is set once, by the thread, or when that has ended.
+        self._queue: queue.SimpleQueue[_Slot[Step] | None] = queue.SimpleQueue()  # None: the end
+        self._told: deque[tuple[str, str]] = deque()
+        self._stop = threading.Event()
+        # What only the thread touches.
         self._tree: Tree | None = None
         self._epoch = 0  # of the tree, or the next one where it has failed
-        self._looked = 0.0  # when the thread last asked the store whether the groups have failed elsewhere
+        self._looked = 0.0  # when the store was last asked whether the groups have failed elsewhere
         self._is_over = False  # a rank has left: nothing will be merged any more
-        self._told: deque[tuple[str, str]] = deque()
-        self._warn_once = WarnOnce()
-        self._stop = threading.Event()
-        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._process = os.getpid()
         self._thread = threading.Thread(target=self._run, name="hookstats merging", daemon=True)
         self._thread.start()
         atexit.register(self.close, timeout=0.0)
 
     def submit(self, step: Step, number: int) -> None:
         """Merges a step with those of the same number on other ranks. Takes some microseconds, whatever they do."""
-        begun = self._last[0] + (number <= self._last[1])  # numbers that go back: trained anew, on all ranks
-        slot = _Slot(step, (begun, number))
-        self._last = slot.moment
-        if self._thread.is_alive():
-            if self._waiting() >= _WAITING:
-                slot.merged = self._alone(slot)
-                self._told.append(("queue", f"{_WAITING} steps were waiting to be merged when step {number} came"))
-            self._slots.append(slot)
-            self._wake.put(None)
-        else:  # as it is in a fork, too
+        begun = self._last.begun + (number <= self._last.number)  # numbers that go back: trained anew, on all ranks
+        self._last = Moment(begun, number)
+        slot = _Slot(step, self._last)
+        if self._unsettled() >= _WAITING:
             slot.merged = self._alone(slot)
-            self._slots.append(slot)
+            self._told.append(("queue", f"{_WAITING} steps were waiting to be merged when step {number} came"))
+        elif self._thread.is_alive():  # it is not in a fork, where it may have held the queue's lock
+            self._queue.put(slot)
+        self._slots.append(slot)
 
     def arrived(self) -> list[Merged[Step]]:
         """What was submitted and is settled, in that order, each once. Tells what went wrong."""
@@ -146,7 +146,7 @@ class Merging(Generic[Step]):
     def wait(self, timeout: float) -> list[Merged[Step]]:
         """The same, when all is settled, or after so many seconds."""
         end = time.monotonic() + timeout
-        while self._waiting() and self._thread.is_alive() and time.monotonic() < end:
+        while self._unsettled() and self._thread.is_alive() and time.monotonic() < end:
             time.sleep(0.001)
         return self.arrived()
 
@@ -157,7 +157,7 @@ class Merging(Generic[Step]):
         atexit.unregister(self.close)
         done = self.wait(timeout)
         self._stop.set()
-        self._wake.put(None)
+        self._queue.put(None)
         self._thread.join(2.0)
         self._settle_all()  # also where the thread is stuck, as in a call of a store whose host is frozen
         return done + self.arrived()
@@ -166,8 +166,8 @@ class Merging(Generic[Step]):
         for slot in self._slots:
             slot.merged = slot.merged or self._alone(slot)
 
-    def _waiting(self) -> int:
-        return sum(slot.merged is None for slot in tuple(self._slots))
+    def _unsettled(self) -> int:
+        return sum(slot.merged is None for slot in self._slots)
 
     def _alone(self, slot: _Slot[Step]) -> Merged[Step]:
         return Merged(slot.step, (self.rank,), len(self.ranks))
@@ -193,11 +193,9 @@ class Merging(Generic[Step]):
         why = "it was detached, or has ended"
         try:
             while failures < _ATTEMPTS:
-                slot = next((slot for slot in tuple(self._slots) if slot.merged is None), None)
+                slot = self._queue.get()
                 if slot is None:
-                    self._wake.get()
-                    self._pause(0)
-                    continue
+                    return
                 try:
                     slot.merged = self._settled(slot)
                     if self._is_over:
@@ -214,13 +212,10 @@ class Merging(Generic[Step]):
 
     def _settled(self, slot: _Slot[Step]) -> Merged[Step]:
         try:
-            checksum, table = self._packing.table(slot.step)
-            scale = self._packing.scale(slot.step)
+            table, scale = self._packing.table(slot.step), self._packing.scale(slot.step)
         except Exception as error:
-            raise _Failed(f"step {slot.moment[1]}: {error!r}") from error
-        verdict, tables = self._protocol.settle(
-            slot.moment, checksum, table, scale, self._epoch, lambda: self._waiting() >= _WAITING
-        )
+            raise _Failed(f"step {slot.moment.number}: {error!r}") from error
+        verdict, tables = self._protocol.settle(slot.moment, table, scale, self._epoch, self._is_hurried)
         if not verdict.go:
             self._is_over = verdict.kind == "left"
             self._told.append((verdict.kind, verdict.text))
@@ -233,7 +228,10 @@ class Merging(Generic[Step]):
             self._protocol.break_up(verdict.epoch)
             if isinstance(error, _Stopped):
                 raise
-            raise _Failed(f"step {slot.moment[1]}: {error!r}") from error
+            raise _Failed(f"step {slot.moment.number}: {error!r}") from error
+
+    def _is_hurried(self) -> bool:
+        return self._queue.qsize() + 1 >= _WAITING  # with the one in hand
 
     def _merge(self, step: Step, verdict: Verdict, tables: Tables) -> Step:
         if self._tree is None or self._epoch != verdict.epoch:

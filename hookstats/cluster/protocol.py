@@ -16,16 +16,24 @@ from typing import NamedTuple, TypeAlias
 
 from hookstats.cluster.tree import Pause, Store
 
-Moment: TypeAlias = tuple[float, int]  # how often step numbers have begun anew, and the number of the step
 Checksums: TypeAlias = list[tuple[int, int]]  # of distinct tables, each with the lowest rank that has it
 Tables: TypeAlias = list[tuple[int, bytes]]  # these themselves
 
-_NEVER: Moment = (-1, 0)
-_END: Moment = (float("inf"), 0)  # later than any step
 _POLL, _LONGEST_POLL = 1e-3, 0.05  # seconds between two looks at the store
 _POLL_PER_RANK = 5e-5  # more of them for more ranks: the store sees some 20,000 looks a second at most
 _KEPT = 8  # tables in the store that a rank brought last, though nobody has them now
 _NAMED = 8  # late ranks that a message names
+
+
+class Moment(NamedTuple):
+    """Of a training: a step."""
+
+    begun: float  # how often step numbers have begun anew
+    number: int
+
+
+_NEVER = Moment(-1, 0)
+_END = Moment(float("inf"), 0)  # later than any step
 
 
 class Summary(NamedTuple):
@@ -47,7 +55,7 @@ class Summary(NamedTuple):
     def from_json(cls, text: str) -> Summary:
         low, low_rank, high, high_rank, epoch, tables, scales, late = json.loads(text)
         pairs = [(rank, each) for rank, each in tables], [(rank, each) for rank, each in scales]
-        return cls(tuple(low), low_rank, tuple(high), high_rank, epoch, *pairs, late)
+        return cls(Moment(*low), low_rank, Moment(*high), high_rank, epoch, *pairs, late)
 
 
 class Verdict(NamedTuple):
@@ -67,7 +75,7 @@ class Verdict(NamedTuple):
     @classmethod
     def from_json(cls, text: str) -> Verdict:
         at, *rest = json.loads(text)
-        return cls(tuple(at), *rest)
+        return cls(Moment(*at), *rest)
 
 
 _NOTHING = Summary(_NEVER, 0, _NEVER, 0, 0, [], [], []).to_json()
@@ -104,22 +112,17 @@ class Protocol:
             )
 
     def settle(
-        self,
-        moment: Moment,
-        checksum: int,
-        table: bytes,
-        scale: float | None,
-        epoch: int,
-        is_hurried: Callable[[], bool],
+        self, moment: Moment, table: tuple[int, bytes], scale: float | None, epoch: int, is_hurried: Callable[[], bool]
     ) -> tuple[Verdict, Tables]:
         """The verdict of a step that this rank has in hand, and where that is go, the tables of all ranks.
 
-        epoch: of groups that this rank can use. is_hurried: whether this rank can wait no longer.
+        table: what this rank has to merge, with its checksum before it. epoch: of groups that this rank can use.
+        is_hurried: whether this rank can wait no longer.
         """
         self._in_hand = moment
-        self._offer(checksum, table)
-        own = Summary(moment, self._rank, moment, self._rank, epoch, [(self._rank, checksum)], [], [])
-        own = own._replace(scales=[(self._rank, scale)])
+        self._offer(*table)
+        me = self._rank
+        own = Summary(moment, me, moment, me, epoch, [(me, table[0])], [(me, scale)], [])
         begin, interval, told = time.monotonic(), self._poll, ""
         while True:
             read, verdict, below = self._look()
@@ -133,12 +136,12 @@ class Protocol:
             summary = self._sum(own, below, verdict.at, waited > self._patience)
             decided = None
             if is_hurried():
-                text = f"rank {self._rank} has too many steps to merge, and waited no longer for step {moment[1]}"
+                text = f"rank {self._rank} has too many steps to merge, and waited no longer for step {moment.number}"
                 decided = self._alone(moment, "queue", text)
             elif self._first == self._rank:
                 decided = self._decide(summary, moment, waited > self._patience)
             elif verdict.by != self._first or waited > self._longest:
-                text = f"rank {self._first} was waited for in vain at step {moment[1]}"
+                text = f"rank {self._first} was waited for in vain at step {moment.number}"
                 decided = self._alone(moment, "late", text)
             elif summary is not None and summary.to_json() != told:
                 told = summary.to_json()
@@ -225,18 +228,18 @@ class Protocol:
             return None
         if summary.high > moment or summary.low < moment:
             text = (
-                f"rank {summary.high_rank} is at step {summary.high[1]} without step {summary.low[1]}, which rank "
-                f"{summary.low_rank} has measured: measured alike (every=) on all ranks, they would be merged"
+                f"rank {summary.high_rank} is at step {summary.high.number} without step {summary.low.number}, which "
+                f"rank {summary.low_rank} has measured: measured alike (every=) on all ranks, they would be merged"
             )
             return self._alone(summary.low, "cadence", text)
         if summary.late:
-            return self._alone(moment, "late", f"ranks {summary.late} were waited for in vain at step {moment[1]}")
+            return self._alone(moment, "late", f"ranks {summary.late} were waited for in vain at step {moment.number}")
         if len(summary.scales) > 1:
             (one, scale), (other, another) = summary.scales
-            text = f"the grad_scale of rank {one} was {scale} at step {moment[1]}, that of rank {other} {another}"
+            text = f"the grad_scale of rank {one} was {scale} at step {moment.number}, that of rank {other} {another}"
             return self._alone(moment, "scale", text)
         if not self._are_stored(summary.tables):
-            text = f"the list of sites of a rank did not arrive at step {moment[1]}"
+            text = f"the list of sites of a rank did not arrive at step {moment.number}"
             return self._alone(moment, "table", text) if is_over else None
         if summary.tables != self._listed:
             self._number += 1
@@ -247,7 +250,7 @@ class Protocol:
 
     def _obeyed(self, verdict: Verdict, moment: Moment) -> tuple[Verdict, Tables]:
         if verdict.at > moment and verdict.at != _END:
-            text = f"other ranks went on to step {verdict.at[1]} without this rank's step {moment[1]}"
+            text = f"other ranks went on to step {verdict.at.number} without this rank's step {moment.number}"
             return Verdict(moment, False, verdict.by, kind="late", text=text), []
         if verdict.kind == "table":  # deleted by who had brought it long ago, maybe
             self._tables.clear()
