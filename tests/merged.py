@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from hookstats.cluster.flat import Merge, Section
 from hookstats.cluster.merging import Merged, Merging
-from hookstats.cluster.tree import Merge, Section
 
 
 def summed(parts: Sequence[Section]) -> Section:

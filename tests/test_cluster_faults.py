@@ -14,8 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hookstats.cluster.flat import Section
+from hookstats.cluster.gloo import default_store
 from hookstats.cluster.merging import Merged, Merging
-from hookstats.cluster.tree import Section, default_store
 from tests.merged import Step, Sums, summed, train, wanted
 from tests.ranks import outcomes, run
 

@@ -10,13 +10,13 @@ import time
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from typing import Generic, Protocol, TypeVar
 
 from hookstats._warn import WarnOnce
-from hookstats.cluster import protocol
+from hookstats.cluster import gloo, protocol
+from hookstats.cluster.flat import Merge, Section
 from hookstats.cluster.protocol import Moment, Tables, Verdict
-from hookstats.cluster.tree import FAN, Merge, Section, Tree, c10d, default_store, levels
+from hookstats.cluster.tree import FAN, Tree, levels
 
 Step = TypeVar("Step")
 
@@ -84,7 +84,7 @@ class Merging(Generic[Step]):
 
         RuntimeError where this torch does not have what is needed.
         """
-        self.rank = c10d.get_rank()
+        self.rank = gloo.c10d.get_rank()
         self.ranks = tuple(sorted(ranks))
         if self.rank not in self.ranks:
             raise ValueError(f"process_group: expected ranks with this one, {self.rank}, got {self.ranks}")
@@ -92,11 +92,10 @@ class Merging(Generic[Step]):
         self._patience = patience
         self._fan = fan
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        self._local = local if local > 0 and c10d.get_world_size() % local == 0 else 1
-        members = blake2b(repr(self.ranks).encode(), digest_size=8).hexdigest()
-        name = f"hookstats/{members}/{_mergings[self.ranks]}"
+        self._local = local if local > 0 and gloo.c10d.get_world_size() % local == 0 else 1
+        name = f"hookstats/{gloo.name_of(self.ranks)}/{_mergings[self.ranks]}"
         _mergings[self.ranks] += 1
-        self._store = c10d.PrefixStore(name, default_store())
+        self._store = gloo.c10d.PrefixStore(name, gloo.default_store())
         # What only training's thread touches, which makes all public calls.
         self._slots: deque[_Slot[Step]] = deque()  # not delivered yet
         self._last = Moment(0, -1)
@@ -236,7 +235,7 @@ class Merging(Generic[Step]):
     def _merge(self, step: Step, verdict: Verdict, tables: Tables) -> Step:
         if self._tree is None or self._epoch != verdict.epoch:
             self._epoch = verdict.epoch
-            store = c10d.PrefixStore(f"groups/{verdict.epoch}", self._store)
+            store = gloo.c10d.PrefixStore(f"groups/{verdict.epoch}", self._store)
             self._tree = Tree(self._plan, self.rank, store, self._patience, self._pause_in_collective)
         self._looked = time.monotonic()
         sections = self._packing.pack(step, tables)

@@ -14,7 +14,8 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
-from hookstats.cluster.tree import Pause, Store
+from hookstats.cluster.gloo import Store
+from hookstats.cluster.tree import Pause
 
 Checksums: TypeAlias = list[tuple[int, int]]  # of distinct tables, each with the lowest rank that has it
 Tables: TypeAlias = list[tuple[int, bytes]]  # these themselves

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from hookstats.cluster.agreement import Agreement
-from hookstats.cluster.flat import MERGES, Flat
+from hookstats.cluster.flat import MERGES, Flat, Merge, Section
 from hookstats.cluster.packing import Packer
 from hookstats.cluster.table import Placing, Table, Tables, whole
-from hookstats.cluster.tree import Merge, Section
 from hookstats.numbers.blocks import Drained
 
 _KEPT = 4  # agreements: of whole states, and of totals, each before and after a change
@@ -49,7 +48,7 @@ class Steps:
 
     def pack(self, step: Step, tables: Sequence[tuple[int, bytes]]) -> list[Section]:
         """tables: each with the lowest rank that has it, in the order of these. ValueError where one is none."""
-        return self._packer(tables).pack(step.drained, *self._tables.of(*step)).sections()
+        return list(self._packer(tables).pack(step.drained, *self._tables.of(*step)))
 
     def unpack(self, sections: Sequence[Section], step: Step, tables: Sequence[tuple[int, bytes]]) -> Step:
         """What came of all ranks' sections; step: this rank's own."""
