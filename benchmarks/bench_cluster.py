@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from hookstats.cluster.merging import Merging
 from hookstats.cluster.steps import Step, Steps
+from hookstats.cluster.table import Tables
 from hookstats.numbers.blocks import COUNTERS, Drained, Layout, Part, Row
 from hookstats.numbers.fields import EXPONENT_BINS, FIELDS, Bins, ExponentBins, Site
 from tests.ranks import run
@@ -38,7 +39,7 @@ def merges(rank: int, world: int, bins: Bins | None) -> dict[str, float]:
     parts = [Part(0, i * size, 1, counters) for i in range(SITES)]
     rows = [Row(Site(f"layers.{i}", "output"), (part,), False, None, False) for i, part in enumerate(parts)]
     layout = Layout([0], rows, bins)
-    merging = Merging(range(world), Steps(rank, 1 << 28, False))
+    merging = Merging(range(world), Steps(rank, Tables(1 << 28, False)))
     times: list[float] = []
     submits: list[float] = []
     before = 0.0

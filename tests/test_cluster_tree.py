@@ -19,6 +19,7 @@ from hookstats import ExponentBins, Site
 from hookstats.cluster.merging import Merging
 from hookstats.cluster.steps import Step as RealStep
 from hookstats.cluster.steps import Steps
+from hookstats.cluster.table import Tables
 from hookstats.cluster.tree import levels
 from hookstats.numbers.fields import FIELDS
 from tests.cluster import BUDGET, Here, drained, ranks_of
@@ -160,7 +161,7 @@ def sites_of(rank: int, step: int) -> dict[Site, Here]:
 
 
 def merges_real_steps(rank: int, world: int) -> Any:
-    merging = Merging(range(world), Steps(rank, BUDGET, True), fan=2)
+    merging = Merging(range(world), Steps(rank, Tables(BUDGET, True)), fan=2)
     for step in (0, 1):
         made = drained(sites_of(rank, step), ExponentBins(), step=step, scalars={"loss": float(rank)})
         merging.submit(RealStep(made), step)

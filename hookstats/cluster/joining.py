@@ -12,7 +12,7 @@ from hookstats.cluster.groups import checked_placements, group_of
 from hookstats.cluster.merging import Merged, Merging
 from hookstats.cluster.placements import Placements
 from hookstats.cluster.steps import Step, Steps
-from hookstats.cluster.table import Placed, Placing
+from hookstats.cluster.table import Placed, Placing, Tables
 from hookstats.modules.sharding import Held
 from hookstats.numbers.blocks import Drained, Row
 from hookstats.numbers.fields import Site
@@ -33,7 +33,7 @@ class Joined:
         group = group_of(process_group)
         wanted = checked_placements(placements, group, names)
         rank = dist.get_rank()
-        self._steps = Steps(rank, budget, spread)
+        self._steps = Steps(rank, Tables(budget, spread))
         self._told: set[object] = set()
         self._placements = Placements(model, group, wanted, self._note)
         self._placing: tuple[dict[Site, Held], Placing] | None = None

@@ -30,11 +30,10 @@ class Steps:
 
     merges: Sequence[Merge] = MERGES
 
-    def __init__(self, rank: int, budget: int, spread: bool) -> None:
-        """As Table has them."""
+    def __init__(self, rank: int, tables: Tables) -> None:
         self.notes: deque[str] = deque()
         self._rank = rank
-        self._tables = Tables(budget, spread)
+        self._tables = tables
         self._packers: dict[tuple[tuple[int, bytes], ...], Packer] = {}
 
     def table(self, step: Step) -> tuple[int, bytes]:
