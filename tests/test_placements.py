@@ -64,10 +64,10 @@ def test_the_pieces_of_all_ranks_cover_a_sharded_weight_once(rows: int, shape: t
             axes = [Axis("dp", tuple(range(shape[0])), dp), Axis("tp", tuple(range(shape[1])), tp)]
             cuts = cuts_of(axes, (_StridedShard(0, split_factor=shape[1]), Shard(0)), 0)
             assert cuts is not None
-            lies = part_of(rows, cuts, frozenset(range(4)))
-            assert lies is not None
-            held = list(range(lies.offset, lies.offset + lies.size))
-            assert lies.whole == rows
+            span = part_of(rows, cuts, frozenset(range(4)))
+            assert span is not None
+            held = list(range(span.offset, span.offset + span.size))
+            assert span.whole == rows
             assert held == chunk(chunk(torch.arange(rows), tp, shape[1]), dp, shape[0]).tolist()
             seen += held
     assert sorted(seen) == list(range(rows))
