@@ -23,7 +23,7 @@ from hookstats.cluster.table import Tables
 from hookstats.cluster.tree import levels
 from hookstats.numbers.fields import FIELDS
 from tests.cluster import BUDGET, Here, drained, ranks_of
-from tests.merged import Step, Sums, train, wanted
+from tests.merged import Step, Sums, counted_collectives, train, wanted
 from tests.ranks import ROOT, run
 
 
@@ -79,21 +79,9 @@ def test_every_rank_gets_what_a_flat_merge_gives_with_the_same_bits_in_each_run_
             np.testing.assert_allclose(floats, of_floats, rtol=1e-12, atol=1e-12)
 
 
-COLLECTIVES = ("alltoall_base", "_allgather_base", "gather", "broadcast")
-
-
 def counts_collectives(rank: int, world: int) -> list[int]:
     """Of ten, then of a thousand sites."""
-    called: list[str] = []
-    of_gloo = dist.ProcessGroupGloo
-
-    class Counting(of_gloo):  # type: ignore[misc, valid-type]
-        def __getattribute__(self, name: str) -> Any:
-            if name in COLLECTIVES:
-                called.append(name)
-            return super().__getattribute__(name)
-
-    dist.ProcessGroupGloo = Counting
+    called = counted_collectives()
     counts = []
     for elements in (10, 1000):
         merging = Merging(range(world), Sums(elements), fan=2)
