@@ -22,6 +22,7 @@ import hookstats
 from hookstats import FindingError, Snapshot
 from hookstats.integrations.transformers import HookStats
 from tests.conftest import ROOT
+from tests.snapshots import same
 from tests.test_judging import Found, Recorder
 
 KINDS = ("output", "grad_output", "param", "param_grad", "param_update")
@@ -106,15 +107,6 @@ def plain(model: GPT2LMHeadModel, text: list[Any], before: bool) -> list[Snapsho
         monitor.step(step + 1, loss=total, lr=rate)
     monitor.detach()
     return snapshots
-
-
-def same(got: list[Snapshot], wanted: list[Snapshot]) -> None:
-    """Bit for bit, with their scalars and numbers."""
-    assert [snapshot.step for snapshot in got] == [snapshot.step for snapshot in wanted]
-    for one, other in zip(got, wanted, strict=True):
-        assert one.scalars == other.scalars
-        assert one.order == other.order
-        assert one.equals(other), one.step
 
 
 @pytest.mark.parametrize("before", [False, True])

@@ -17,12 +17,26 @@ from hookstats import Monitor, Snapshot
 
 
 class Attached:
-    """Attaches hookstats to the model that a trainer trains. The callbacks say what the arguments are.
+    """Attaches hookstats to the model that a trainer trains.
 
     monitor: what `hookstats.attach` returned for the latest training; it can be asked for findings behind it, too.
     """
 
     def __init__(self, modules: Any = None, *, before_clipping: bool = False, **settings: Any) -> None:
+        """Attaches nothing before training begins.
+
+        Args:
+            modules: as for `hookstats.attach`.
+            before_clipping: parameters' gradients as they are before they are clipped; by default they are read as the
+                optimizer gets them.
+            settings: the other arguments of `hookstats.attach`, by name. ``training_only`` is True and ``grad_scaler``
+                is the trainer's, where they are not given. ``process_group="world"``: all processes of the trainer,
+                whose group is not there yet when a callback is made.
+
+        Raises:
+            TypeError: for an argument that `hookstats.attach` does not have. What `hookstats.attach` raises comes when
+                training begins.
+        """
         inspect.signature(hookstats.attach).bind(None, modules, **settings)
         self.monitor: Monitor | None = None
         self._settings = settings | {"modules": modules}

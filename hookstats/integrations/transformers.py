@@ -41,25 +41,11 @@ class HookStats(Attached, TrainerCallback):  # type: ignore[misc]
 
     Trainer does not tell a callback when training raises: hooks stay on the model then, until it trains again with a
     HookStats, or ``callback.monitor.detach()`` is called: keep the callback.
-
-    Args:
-        modules: as for `hookstats.attach`.
-        before_clipping: parameters' gradients as they are before they are clipped; by default they are read as the
-            optimizer gets them.
-        settings: the other arguments of `hookstats.attach`, by name. ``training_only`` is True and ``grad_scaler`` is
-            the trainer's, where they are not given. ``process_group="world"``: all processes of the trainer, whose
-            group is not there yet when a callback is made.
-
-    Raises:
-        TypeError: for an argument that `hookstats.attach` does not have. What `hookstats.attach` raises comes when
-            training begins.
     """
 
-    def __init__(self, modules: Any = None, *, before_clipping: bool = False, **settings: Any) -> None:
-        super().__init__(modules, before_clipping=before_clipping, **settings)
-        self._is_in_step = False
-        self._are_gradients_read = False
-        self._of: _Training
+    _is_in_step = False
+    _are_gradients_read = False
+    _of: _Training
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
