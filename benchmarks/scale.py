@@ -17,10 +17,11 @@ import numpy as np
 import torch
 from torch import nn
 
+from benchmarks.bench_records import layout
 from hookstats.cluster.flat import MERGES
 from hookstats.cluster.tree import FAN, levels
-from hookstats.numbers.blocks import COUNTERS, Drained, Layout, Part, Row
-from hookstats.numbers.fields import EXPONENT_BINS, FIELDS, Counts, ExponentBins, Site
+from hookstats.numbers.blocks import Drained
+from hookstats.numbers.fields import EXPONENT_BINS, FIELDS, Counts, ExponentBins
 from hookstats.watch.arguments import DEFAULT_TENSORS
 from hookstats.watch.memory import Store
 from hookstats.watch.planning import Plan
@@ -32,7 +33,6 @@ EVERY = 10  # the default
 LATENCY = 50e-6  # s, of a message between two hosts by TCP
 BANDWIDTH = 1.25e9  # bytes/s, 10 Gbit/s a process: gloo's ring is not RDMA
 BYTES_RECORDED = {"totals": 71, "totals, histograms": 177}  # a site and step (benchmarks/bench_records.py)
-_SIZE = len(FIELDS) + COUNTERS + EXPONENT_BINS
 POLL = 10e-3  # s, between two looks into the store
 
 
@@ -173,14 +173,12 @@ def merge_of(shape: Shape, mesh: Mesh) -> Merge:
 
 def host_seconds(sites: int, rounds: int = 20) -> float:
     """What reading a drained step of so many sites takes of the host, measured here."""
-    part = [Part(0, i * _SIZE, 1, EXPONENT_BINS) for i in range(sites)]
-    rows = [Row(Site(f"layers.{i}", "output"), (part[i],), False, None, False) for i in range(sites)]
-    layout = Layout([0], rows, ExponentBins())
-    block: Counts = np.ones(sites * _SIZE, np.int64)
-    block.reshape(sites, _SIZE)[:, : len(FIELDS)] = np.ones(len(FIELDS)).view(np.int64)
+    where = layout(sites, 1, ExponentBins())
+    block: Counts = np.ones((sites, where.sizes[0] // sites), np.int64)
+    block[:, : len(FIELDS)] = np.ones(len(FIELDS)).view(np.int64)
     taken = []
     for step in range(rounds):
-        drained = Drained(layout, [block], step, 0.0, {}, None, None, [False] * sites, [0] * sites)
+        drained = Drained(where, [block.reshape(-1)], step, 0.0, {}, None, None, [False] * sites, [0] * sites)
         begin = time.perf_counter()
         assert drained.columns.totals.rms.size == sites
         taken.append(time.perf_counter() - begin)
@@ -234,7 +232,7 @@ def tables() -> list[str]:
         )
     lines += [
         "",
-        "| job | sites of all | merged | MB | levels, collectives | merge ms | of 100 steps | host ms | GB a day |",
+        "| job | sites of all | merged | MB | levels, collectives | merge ms | of 10 steps | host ms | GB a day |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for name, shape, mesh in JOBS:
