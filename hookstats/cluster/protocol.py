@@ -107,10 +107,9 @@ class Protocol:
         self._number = 0  # of the present agreement, and which it is
         self._listed: Checksums = []
         store.compare_set("broken", "", "-1")
-        for name in ["verdict", *(f"rank/{each}" for each in self._below)]:
-            store.compare_set(
-                name, "", Verdict(_NEVER, False, self._first).to_json() if name == "verdict" else _NOTHING
-            )
+        store.compare_set("verdict", "", Verdict(_NEVER, False, self._first).to_json())
+        for each in self._below:
+            store.compare_set(f"rank/{each}", "", _NOTHING)
 
     def settle(
         self, moment: Moment, table: tuple[int, bytes], scale: float | None, epoch: int, is_hurried: Callable[[], bool]
@@ -135,22 +134,19 @@ class Protocol:
                 return self._obeyed(verdict, moment)
             waited = time.monotonic() - begin
             summary = self._sum(own, below, verdict.at, waited > self._patience)
-            decided = None
             if is_hurried():
                 text = f"rank {self._rank} has too many steps to merge, and waited no longer for step {moment.number}"
-                decided = self._alone(moment, "queue", text)
-            elif self._first == self._rank:
+                decided: Verdict | None = self._alone(moment, "queue", text)
+            elif self._rank == self._first:
                 decided = self._decide(summary, moment, waited > self._patience)
-            elif verdict.by != self._first or waited > self._longest:
-                text = f"rank {self._first} was waited for in vain at step {moment.number}"
-                decided = self._alone(moment, "late", text)
-            elif summary is not None and summary.to_json() != told:
-                told = summary.to_json()
-                self._store.set(f"rank/{self._rank}", told)
-                interval = self._poll
+            else:
+                decided = self._decide_for_first(verdict, moment, waited > self._longest)
             if decided is not None:
                 self._write(read, decided)
                 continue
+            if self._rank != self._first and summary is not None and summary.to_json() != told:
+                told, interval = summary.to_json(), self._poll
+                self._store.set(f"rank/{self._rank}", told)
             self._pause(interval)
             interval = min(1.5 * interval, max(_LONGEST_POLL, 8 * self._poll))
 
@@ -222,6 +218,12 @@ class Protocol:
             [(rank, scale) for scale, rank in scales.items()][:2],
             late[:_NAMED],
         )
+
+    def _decide_for_first(self, verdict: Verdict, moment: Moment, is_over: bool) -> Verdict | None:
+        """Another rank's, where the first one does not come, or did not last time; None: to wait."""
+        if verdict.by == self._first and not is_over:
+            return None
+        return self._alone(moment, "late", f"rank {self._first} was waited for in vain at step {moment.number}")
 
     def _decide(self, summary: Summary | None, moment: Moment, is_over: bool) -> Verdict | None:
         """The first rank's; None: to wait."""
