@@ -25,8 +25,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel,
 
 import hookstats
 from hookstats import _native
-from hookstats.cluster import exchange
-from hookstats.cluster.contents import checksums, contents_of
+from hookstats.replicas import exchange
+from hookstats.replicas.contents import checksums, contents_of
 from tests import ranks
 from tests.plain import hearing
 from tests.test_checksums import ALL_DTYPES, changed_bit, of_bits

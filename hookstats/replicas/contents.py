@@ -134,7 +134,7 @@ def table_of(held: Sequence[Replica]) -> npt.NDArray[np.int64]:
 
 
 def checksums(tensors: Sequence[torch.Tensor]) -> npt.NDArray[np.int64]:
-    """Of their bits, wherever they lie; one kernel on each device.
+    """64 bits that stand for those of each tensor, wherever it lies; one kernel on each device.
 
     RuntimeError for a device that this build has no kernels for: left out, all of a model would seem to agree.
     """

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import nn
 
 from hookstats._warn import WarnOnce
-from hookstats.cluster.contents import COLUMNS, Replica, contents_of, digest_of, table_of
-from hookstats.cluster.exchange import Exchange, exchange_among
 from hookstats.cluster.groups import group_of
-from hookstats.cluster.locating import Pair, find_first
+from hookstats.replicas.contents import COLUMNS, Replica, contents_of, digest_of, table_of
+from hookstats.replicas.exchange import Exchange, exchange_among
+from hookstats.replicas.locating import Pair, find_first
 
 _TIMEOUT = timedelta(minutes=10)
 _LOCATED = 16  # tensors at most whose first element is looked for
@@ -193,7 +193,7 @@ class _Texts(NamedTuple):
 
 
 class _Comparison:
-    """Of the tables of all ranks. Every rank comes to the same conclusions."""
+    """Compares the tables of all ranks. Every rank comes to the same conclusions."""
 
     def __init__(self, exchange: Exchange, held: list[Replica], table: Table, sizes: Table) -> None:
         """table: of what this rank holds. sizes: of the tables of all ranks."""
@@ -219,7 +219,7 @@ class _Comparison:
         return [each for _, each in self._found]
 
     def located(self) -> list[Disagreement]:
-        """The same; of the first ones in values with the element where they begin."""
+        """The same disagreements; the first of those in values say at which element they begin."""
         found, ranks = self.disagreements, self._exchange.ranks
         wanted = [i for i, each in enumerate(found) if each.differs == "values"][:_LOCATED]
         pairs = [
