@@ -60,7 +60,7 @@ def merges(rank: int, world: int, bins: Bins | None) -> dict[str, float]:
 
 @pytest.mark.parametrize("case", CASES)
 def bench_merge(benchmark: Any, case: str) -> None:
-    """Of the slowest rank. processor_ms: of a rank, with what makes the steps of this benchmark."""
+    """Tells the figures of the slowest rank. processor_ms: with what makes the steps of this benchmark."""
     benchmark.group = f"a merge of {SITES:,} sites over {RANKS} ranks"
     told = benchmark.pedantic(run, args=(merges, RANKS, CASES[case]), kwargs={"timeout": 120})
     benchmark.extra_info.update({name: max(each[name] for each in told) for name in told[0]})

@@ -37,7 +37,7 @@ POLL = 10e-3  # s, between two looks into the store
 
 
 class Shape(NamedTuple):
-    """Of a transformer."""
+    """The sizes of a transformer."""
 
     layers: int
     width: int
@@ -145,7 +145,7 @@ class Merge(NamedTuple):
 
 
 def seconds_of(groups: Iterable[int], size: int, latency: float = LATENCY, bandwidth: float = BANDWIDTH) -> float:
-    """Of a merge of `size` bytes through groups of these sizes, from below, the members of a group all on other hosts.
+    """The time of a merge of `size` bytes through groups of these sizes, from below; all members on hosts of their own.
 
     A member sends one slice to each other one, and the first gets a slice from each: as many messages as there are
     members, and the whole once, each. Down by a binomial tree. A look at the store before and behind.
@@ -186,7 +186,7 @@ def host_seconds(sites: int, rounds: int = 20) -> float:
 
 
 class Accuracy(NamedTuple):
-    """Of a tree, against longdouble: relative to the deviation of all, and to the variance."""
+    """The errors of a tree against longdouble: relative to the deviation of all, and to the variance."""
 
     mean: float
     var: float
@@ -194,7 +194,7 @@ class Accuracy(NamedTuple):
 
 
 def accuracy_of(ranks: int, elements: int = 16, fan: int = FAN) -> Accuracy:
-    """Of ranks whose means lie 1,000 deviations apart."""
+    """How exactly a tree merges ranks whose means lie 1,000 deviations apart."""
     draw = np.random.default_rng(ranks)
     state = np.zeros((ranks, len(FIELDS), elements))
     count, mean, m2 = (FIELDS.index(name) for name in ("count", "mean", "m2"))

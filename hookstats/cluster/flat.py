@@ -55,7 +55,7 @@ def neutral(channels: int, counters: int, sites: int, scalars: int, spread: bool
 
 
 def merge(flats: Sequence[Flat]) -> Flat:
-    """Those of several ranks, in their order."""
+    """What several ranks contribute, merged in their order."""
     return Flat(*(of(parts) for of, parts in zip(MERGES, zip(*flats, strict=True), strict=True)))
 
 
@@ -116,5 +116,5 @@ def _spread(parts: Sequence[Section]) -> Section:
     return result
 
 
-# Of each section of Flat.
+# One for each section of Flat.
 MERGES: tuple[Merge, ...] = (_columns, _sum, _sum, _lowest, _scalars, _spread)

@@ -41,12 +41,12 @@ def default_store() -> Store:
 
 
 def name_of(ranks: Sequence[int]) -> str:
-    """In the store's keys: the same for the same ranks in the same order."""
+    """A name for the store's keys, the same for the same ranks in the same order."""
     return blake2b(repr(tuple(ranks)).encode(), digest_size=8).hexdigest()
 
 
 def lazy_group(store: Store, place: int, size: int, timeout: float) -> Group:
-    """Of which this rank is the member `place`. It connects with nobody before its first collective.
+    """A group in which this rank is the member `place`. It connects with nobody before its first collective.
 
     It is never destroyed: where a member has failed that may hang, with the GIL held (seen in torch 2.13). Its two
     threads sleep.
@@ -61,7 +61,7 @@ def lazy_group(store: Store, place: int, size: int, timeout: float) -> Group:
 
 
 def _devices() -> list[Any]:
-    """As torch.distributed chooses them, but connecting when they are used: connecting at once blocks a thread."""
+    """Those that torch.distributed chooses, but connecting when they are used: connecting at once blocks a thread."""
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     if names:
         return [c10d.ProcessGroupGloo.create_device(interface=name, lazy_init=True) for name in names]

@@ -46,7 +46,7 @@ class Packing(Protocol[Step]):
         """
 
     def unpack(self, sections: list[Section], step: Step, tables: Tables) -> Step:
-        """What came of all ranks' sections, as a step; `step` is this rank's own."""
+        """A step made of what came of all ranks' sections; `step` is this rank's own."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class Merging(Generic[Step]):
         return done
 
     def wait(self, timeout: float) -> list[Merged[Step]]:
-        """The same, when all is settled, or after so many seconds."""
+        """What `arrived` returns, once all is settled or so many seconds have passed."""
         end = time.monotonic() + timeout
         while self._unsettled() and self._thread.is_alive() and time.monotonic() < end:
             time.sleep(0.001)

@@ -141,7 +141,7 @@ class _Plan:
                 flat.bins[0, counters : counters + histogram.size] = histogram.reshape(-1)
 
     def _put_spread(self, flat: Flat, drained: Drained) -> None:
-        """Where a site has fired."""
+        """Tells this rank's statistics of the sites that have fired, each as both of its extremes."""
         totals, shown = drained.columns.totals, drained.by_row.shown
         has_fired = drained.columns.calls > 0
         place = self._place[shown[has_fired]]

@@ -74,7 +74,7 @@ def part_of(size: int, cuts: Sequence[Axis], ranks: frozenset[int]) -> Span | No
 
 
 def _cut(size: int, cuts: Sequence[Axis], coordinates: Sequence[int]) -> tuple[int, int]:
-    """Where the part of these coordinates begins, and its size: chunks as torch.chunk makes them, one of another."""
+    """Where the part at these coordinates begins, and its size: chunks of chunks, each as torch.chunk makes them."""
     start = 0
     for axis, coordinate in zip(cuts, coordinates, strict=True):
         chunk = -(-size // len(axis.ranks))
@@ -89,7 +89,7 @@ def _members(axis: Axis, ranks: frozenset[int]) -> list[int]:
 
 
 class Placements:
-    """Those of a model's sites on this rank."""
+    """How a model's sites lie on this rank."""
 
     def __init__(self, model: nn.Module, group: Group, wanted: Wanted, tell: Tell) -> None:
         """wanted: what `groups.checked_placements` made of ``placements=``. tell: the user, once of each thing."""

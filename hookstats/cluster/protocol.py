@@ -27,7 +27,7 @@ _NAMED = 8  # late ranks that a message names
 
 
 class Moment(NamedTuple):
-    """Of a training: a step."""
+    """A step of a training."""
 
     begun: float  # how often step numbers have begun anew
     number: int
@@ -60,7 +60,7 @@ class Summary(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """Of a step and, where none was given before, all earlier ones."""
+    """What is decided about a step and, where nothing was before, about all earlier ones."""
 
     at: Moment
     go: bool
@@ -182,7 +182,7 @@ class Protocol:
         return Verdict(at, False, self._rank, kind=kind, text=text)
 
     def _sum(self, own: Summary, below: dict[int, str], settled: Moment, is_over: bool) -> Summary | None:
-        """Of this rank and those below: None while it is not worth telling."""
+        """What this rank and those below it have announced; None while it is not worth telling."""
         moment, parts, missing = own.low, [own], {}
         for rank, text in below.items():
             part = Summary.from_json(text)

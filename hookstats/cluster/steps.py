@@ -23,7 +23,7 @@ class Step(NamedTuple):
 
 
 class Steps:
-    """Those of a rank, one after another; used by one thread alone.
+    """The steps of a rank, one after another; one thread alone uses it.
 
     ``notes``: what the user is to be told of how ranks differ, and what was left out for it; to be taken from the left.
     """
@@ -50,7 +50,7 @@ class Steps:
         return list(self._packer(tables).pack(step.drained, *self._tables.of(*step)))
 
     def unpack(self, sections: Sequence[Section], step: Step, tables: Sequence[tuple[int, bytes]]) -> Step:
-        """What came of all ranks' sections; step: this rank's own."""
+        """A step made of what came of all ranks' sections; step: this rank's own."""
         return step._replace(drained=self._packer(tables).unpack(Flat(*sections), step.drained))
 
     def _packer(self, tables: Sequence[tuple[int, bytes]]) -> Packer:

@@ -25,7 +25,7 @@ _POLL, _LONGEST_POLL = 1e-4, 5e-3  # seconds between two looks at a collective
 
 
 def levels(ranks: Sequence[int], fan: int = FAN, local: int = 1) -> list[list[tuple[int, ...]]]:
-    """Of each level its groups, of at most `fan` ranks: the first rank of each goes on to the next level.
+    """The groups of each level, of at most `fan` ranks: the first rank of each goes on to the next level.
 
     local: the number of ranks on a node, which meet first; 1: unknown. No level for one rank alone.
     """
@@ -47,7 +47,7 @@ def levels(ranks: Sequence[int], fan: int = FAN, local: int = 1) -> list[list[tu
 
 
 def _cut(ranks: list[int], fan: int) -> list[tuple[int, ...]]:
-    """As few as possible, of about the same size."""
+    """Cuts ranks into as few groups as possible, of about the same size."""
     count = -(-len(ranks) // fan)
     ends = [len(ranks) * i // count for i in range(count + 1)]
     return [tuple(ranks[begin:end]) for begin, end in itertools.pairwise(ends)]
@@ -84,12 +84,12 @@ class Tree:
                 break
 
     def merge(self, sections: Sequence[Section], merges: Sequence[Merge]) -> list[Section]:
-        """Those of all ranks; sections of the same shapes on all of them. RuntimeError, TimeoutError where one fails.
+        """Merges the sections of all ranks, which have the same shapes on all of them.
 
         On each level below the topmost three collectives, there two, however large the sections are: each member gets
         one slice of all members' elements and merges these in the order of the ranks, the first one gathers what they
         merged, and in the end sends down what came out at the top (where all gather). So a member holds no more than
-        three times what it brought.
+        three times what it brought. RuntimeError or TimeoutError where a collective fails.
         """
         whole = torch.empty(sum(section.size for section in sections), dtype=torch.int64)
         result = _views(whole, sections)
@@ -153,12 +153,12 @@ def _views(whole: torch.Tensor, like: Sequence[Section]) -> list[Section]:
 
 
 def _cuts(sections: Sequence[Section], size: int) -> list[tuple[int, int]]:
-    """Of each section the shape of a slice. The last ones may hold fewer elements, and zeros."""
+    """The shape of a slice of each section. The last slices may hold fewer elements, and zeros."""
     return [(len(section), -(-section.shape[1] // size)) for section in sections]
 
 
 def _sliced(slices: torch.Tensor, cuts: Sequence[tuple[int, int]], like: Sequence[Section]) -> Iterator[Section]:
-    """Of each section its part in memory of slices: ``[slices, rows, elements]``."""
+    """The part of each section in memory of slices: ``[slices, rows, elements]``."""
     memory, begin = slices.numpy(), 0
     for (rows, width), section in zip(cuts, like, strict=True):
         part = memory[:, begin : begin + rows * width].view(section.dtype)

@@ -67,13 +67,13 @@ class Attached:
             self.monitor.pause()
 
     def _add_loss(self, loss: Any) -> None:
-        """Of a microbatch, as backward gets it: the sum is the loss of the step. Stays on its device."""
+        """Adds a microbatch's, as backward gets it: the sum is the loss of the step. It stays on its device."""
         if isinstance(loss, torch.Tensor) and loss.numel() == 1:
             loss = loss.detach()
             self._scalars["loss"] = self._scalars["loss"] + loss if "loss" in self._scalars else loss
 
     def _note_learning_rate(self, optimizer: Any) -> None:
-        """Of the first group of the first optimizer that steps; schedulers change it before the step is closed."""
+        """Takes the first group's of the first optimizer that steps: schedulers change it before the step is closed."""
         groups = getattr(optimizer, "param_groups", None)
         rate = groups[0].get("lr") if groups else None
         if rate is not None and "lr" not in self._scalars:

@@ -91,7 +91,7 @@ class HookStats(Attached, *_callbacks()):  # type: ignore[misc]
         self._detach(type(exception))
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Where there was nothing left to train, ``on_train_end`` is not called."""
+        """Detaches where there was nothing left to train, and ``on_train_end`` is not called."""
         self._detach()
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:

@@ -134,7 +134,7 @@ def _stop_listening(callback: HookStats) -> None:
 
 
 def _put_back() -> None:
-    """Where no trainer trains, what was there, unless somebody has wrapped it once more."""
+    """Puts back what was there as soon as no trainer trains, unless somebody has wrapped it once more."""
     if list(_training):  # not those that are on their way out
         return
     for name, method in _METHODS.items():

@@ -33,7 +33,7 @@ def is_dtensor(tensor: object) -> bool:
 
 
 def sharding_of(tensor: Any, dim: int) -> Sharding:
-    """Of a DTensor whose channels are in this dimension."""
+    """How a DTensor lies whose channels are in this dimension."""
     ndim = tensor.dim()
     dim = dim % ndim if ndim else 0
     size = tensor.shape[dim] if ndim else 1
