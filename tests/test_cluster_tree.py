@@ -23,7 +23,7 @@ from hookstats.cluster.table import Tables
 from hookstats.cluster.tree import levels
 from hookstats.numbers.fields import FIELDS
 from tests.cluster import BUDGET, Here, drained, ranks_of
-from tests.merged import Step, Sums, counted_collectives, train, wanted
+from tests.sums import Step, Sums, counted_collectives, train, wanted
 from tests.ranks import ROOT, run
 
 
@@ -178,7 +178,7 @@ def test_the_steps_of_monitors_are_what_merging_without_communication_gives() ->
 UNDER_TORCHRUN = """
 import torch.distributed as dist
 from hookstats.cluster.merging import Merging
-from tests.merged import Step, Sums
+from tests.sums import Step, Sums
 dist.init_process_group("gloo")
 merging = Merging([0, 1], Sums())
 merging.submit(Step(0, merging.rank), 0)
