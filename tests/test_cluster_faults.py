@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from hookstats.cluster.gloo import default_store
 from hookstats.cluster.merging import Merged, Merging
-from tests.sums import Disturbed, Step, Sums, counted_collectives, summed, train, wanted
 from tests.plain import hearing
 from tests.ranks import outcomes, run
+from tests.sums import Disturbed, Step, Sums, counted_collectives, summed, train, wanted
 
 ALL = (0, 1, 2)
 

@@ -23,8 +23,8 @@ from hookstats.cluster.table import Tables
 from hookstats.cluster.tree import levels
 from hookstats.numbers.fields import FIELDS
 from tests.cluster import BUDGET, Here, drained, ranks_of
-from tests.sums import Step, Sums, counted_collectives, train, wanted
 from tests.ranks import ROOT, run
+from tests.sums import Step, Sums, counted_collectives, train, wanted
 
 
 def test_groups_are_of_at_most_fan_ranks_nodes_first_and_their_first_ranks_go_on() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -34,18 +35,13 @@ class Joined:
         wanted = checked_placements(placements, group, names)
         rank = dist.get_rank()
         self._steps = Steps(rank, Tables(budget, spread))
-        self._told: set[object] = set()
-        self._placements = Placements(model, group, wanted, self._note)
+        self._placements = Placements(model, group, wanted, self._steps.notes.append)
         self._placing: tuple[dict[Site, Held], Placing] | None = None
         self._merging = Merging(group.ranks, self._steps)
+        weakref.finalize(self, self._merging.give_up).atexit = False  # where nobody detaches the monitor, nor holds it
         self._arrived: list[Merged[Step]] = []
         self.ranks = Ranks((rank,), len(group.ranks))
         self.is_first = rank == min(group.ranks)
-
-    def _note(self, what: object, text: str) -> None:
-        if what not in self._told:
-            self._told.add(what)
-            self._steps.notes.append(text)
 
     def submit(self, drained: Drained, held: dict[Site, Held]) -> None:
         """held: what this rank has of each site; the same object while nothing of it has changed."""

@@ -161,6 +161,11 @@ class Merging(Generic[Step]):
         self._settle_all()  # also where the thread is stuck, as in a call of a store whose host is frozen
         return done + self.arrived()
 
+    def give_up(self) -> None:
+        """Ends the thread when it has merged what is there. Waits for no lock: the garbage collector may call it."""
+        if self._process == os.getpid():
+            self._queue.put(None)
+
     def _settle_all(self) -> None:
         for slot in self._slots:
             slot.merged = slot.merged or self._alone(slot)
@@ -182,6 +187,8 @@ class Merging(Generic[Step]):
             if not (self._stop.is_set() or self._is_over):  # the store may go with the rank that has left
                 text = f"torch.distributed's store failed, nothing is merged from now on: {error!r}"
                 self._told.append(("store", text))
+        finally:
+            atexit.unregister(self.close)
 
     def _merge_all(self) -> None:
         # Nodes of unlike size say unlike numbers, and there is one tree: that of the rank which came first.

@@ -12,7 +12,7 @@ import itertools
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch.distributed as dist
@@ -28,8 +28,6 @@ from hookstats.modules.selection import clean_names, matches
 from hookstats.modules.sharding import Held, Sharding, flattened
 from hookstats.numbers import blocks
 from hookstats.numbers.fields import Site
-
-Tell: TypeAlias = Callable[[object, str], object]  # of what, and in which words
 
 
 class Span(NamedTuple):
@@ -91,11 +89,12 @@ def _members(axis: Axis, ranks: frozenset[int]) -> list[int]:
 class Placements:
     """How a model's sites lie on this rank."""
 
-    def __init__(self, model: nn.Module, group: Group, wanted: Wanted, tell: Tell) -> None:
-        """wanted: what `groups.checked_placements` made of ``placements=``. tell: the user, once of each thing."""
+    def __init__(self, model: nn.Module, group: Group, wanted: Wanted, tell: Callable[[str], object]) -> None:
+        """wanted: what `groups.checked_placements` made of ``placements=``. tell: the user."""
         self._model = weakref.ref(model)
         self._wanted = wanted
         self._tell = tell
+        self._told: set[str] = set()  # reasons
         self._axes: dict[Any, tuple[Axis, ...] | None] = {}  # by mesh
         self.group = group
         self.ranks = frozenset(group.ranks)
@@ -118,8 +117,10 @@ class Placements:
 
     def tell_of_what_is_apart(self, site: Site, merged_as: Site, why: str) -> None:
         """Once for each reason."""
+        if why in self._told:
+            return
+        self._told.add(why)
         self._tell(
-            ("apart", why),
             f"{why}: such tensors are kept apart, {site} as {merged_as}. Say how they are placed: placements={{glob: "
             "Shard(-1)} for a part of the channels, Shard(0) or Shard(-2) for a part of the rows, Replicate() for the "
             "same values; one for each dimension of a DeviceMesh that is process_group=",
