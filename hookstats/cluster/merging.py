@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from hookstats._warn import WarnOnce
-from hookstats.cluster import gloo, protocol
+from hookstats.cluster import gloo
 from hookstats.cluster.flat import Merge, Section
-from hookstats.cluster.protocol import Moment, Tables, Verdict
+from hookstats.cluster.protocol import Moment, Participant, Tables, Verdict
 from hookstats.cluster.tree import FAN, Tree, levels
 
 Step = TypeVar("Step")
@@ -194,7 +194,7 @@ class Merging(Generic[Step]):
         # Nodes of unlike size say unlike numbers, and there is one tree: that of the rank which came first.
         local = int(self._store.compare_set("local", "", str(self._local)))
         self._plan = levels(self.ranks, self._fan, local)
-        self._protocol = protocol.Protocol(self._store, self._plan, self.rank, self._patience, self._pause)
+        self._participant = Participant(self._store, self._plan, self.rank, self._patience, self._pause)
         failures = 0
         why = "it was detached, or has ended"
         try:
@@ -214,14 +214,14 @@ class Merging(Generic[Step]):
             why = f"merging failed {failures} times in a row"
             self._told.append(("left", f"{why}, nothing is merged from now on"))
         finally:
-            self._protocol.leave(why)
+            self._participant.leave(why)
 
     def _settled(self, slot: _Slot[Step]) -> Merged[Step]:
         try:
             table, scale = self._packing.table(slot.step), self._packing.scale(slot.step)
         except Exception as error:
             raise _Failed(f"step {slot.moment.number}: {error!r}") from error
-        verdict, tables = self._protocol.settle(slot.moment, table, scale, self._epoch, self._is_hurried)
+        verdict, tables = self._participant.settle(slot.moment, table, scale, self._epoch, self._is_hurried)
         if not verdict.go:
             self._is_over = verdict.kind == "left"
             self._told.append((verdict.kind, verdict.text))
@@ -231,7 +231,7 @@ class Merging(Generic[Step]):
         except Exception as error:
             self._tree = None
             self._epoch = verdict.epoch + 1
-            self._protocol.break_up(verdict.epoch)
+            self._participant.break_up(verdict.epoch)
             if isinstance(error, _Stopped):
                 raise
             raise _Failed(f"step {slot.moment.number}: {error!r}") from error
@@ -252,7 +252,7 @@ class Merging(Generic[Step]):
         self._pause(seconds)
         if time.monotonic() - self._looked > _LOOK:
             self._looked = time.monotonic()
-            if self._protocol.is_broken_up(self._epoch):
+            if self._participant.is_broken_up(self._epoch):
                 raise RuntimeError("another rank could not merge it")
 
     def _pause(self, seconds: float) -> None:

@@ -25,15 +25,15 @@ class Packer:
     def __init__(self, agreement: Agreement, rank: int) -> None:
         self._agreement = agreement
         self._rank = rank
-        self._plans: dict[tuple[Layout, Table], _Plan] = {}
+        self._shares: dict[tuple[Layout, Table], _Share] = {}
         self._wholes: dict[tuple[int, ...], _Whole] = {}
 
     def pack(self, drained: Drained, table: Table, pieces: Sequence[Piece]) -> Flat:
         """What this rank contributes; table and pieces as `Tables.of` gave them, the table one of the agreement's."""
         key = drained.layout, table
-        if key not in self._plans:
-            self._plans = {key: _Plan(self._agreement, drained.layout, table, pieces, self._rank)}
-        return self._plans[key].pack(drained)
+        if key not in self._shares:
+            self._shares = {key: _Share(self._agreement, drained.layout, table, pieces, self._rank)}
+        return self._shares[key].pack(drained)
 
     def unpack(self, flat: Flat, own: Drained) -> Drained:
         """The whole; own: of this rank, the same step, which knows why tensors were left out here."""
@@ -46,7 +46,7 @@ class Packer:
         return self._wholes[folded].unpack(flat, own)
 
 
-class _Plan:
+class _Share:
     """What a rank contributes to the steps of one layout."""
 
     def __init__(self, agreement: Agreement, layout: Layout, table: Table, pieces: Sequence[Piece], rank: int) -> None:

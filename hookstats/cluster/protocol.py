@@ -82,7 +82,7 @@ class Verdict(NamedTuple):
 _NOTHING = Summary(_NEVER, 0, _NEVER, 0, 0, [], [], []).to_json()
 
 
-class Protocol:
+class Participant:
     """One rank's part. Any error of the store is raised."""
 
     def __init__(
