@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import hookstats
-from hookstats import Monitor, Snapshot
+from hookstats import Monitor
 
 
 class Attached:
@@ -42,7 +42,7 @@ class Attached:
         self._settings = settings | {"modules": modules}
         self._before_clipping = before_clipping
         self._is_attached = False
-        self._forget_step()
+        self._scalars: dict[str, Any] = {}  # of the open step
 
     def _attach(self, model: Any, scaler: Any) -> None:
         """Nothing is measured before the first batch. A GradScaler that is not in use says so by itself."""
@@ -53,10 +53,7 @@ class Attached:
         self.monitor = hookstats.attach(model, **settings)
         self.monitor.pause()
         self._is_attached = True
-        self._forget_step()
-
-    def _forget_step(self) -> None:
-        self._scalars: dict[str, Any] = {}
+        self._scalars = {}
 
     def _begin_batch(self) -> None:
         if self.monitor is not None:
@@ -79,10 +76,10 @@ class Attached:
         if rate is not None and "lr" not in self._scalars:
             self._scalars["lr"] = rate.detach().clone() if isinstance(rate, torch.Tensor) else rate
 
-    def _close_step(self, number: int) -> Snapshot | None:
-        scalars = {name: self._scalars[name] for name in ("loss", "lr") if name in self._scalars}
-        self._forget_step()
-        return None if self.monitor is None else self.monitor.step(number, **scalars)
+    def _close_step(self, number: int) -> None:
+        given, self._scalars = self._scalars, {}
+        if self.monitor is not None:
+            self.monitor.step(number, **{name: given[name] for name in ("loss", "lr") if name in given})
 
     def _detach(self, error: type[BaseException] | None = None) -> None:
         """error: what training ended with. The trainer raises it; nothing that comes of detaching is to take its place.

@@ -74,10 +74,9 @@ class HookStats(Attached, *_callbacks()):  # type: ignore[misc]
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self._add_loss(outputs.get("loss") if isinstance(outputs, Mapping) else outputs)
         if trainer.global_step != self._global_step:
-            number = self._step
-            self._step += 1
             self._global_step = trainer.global_step
-            self._close_step(number)
+            self._step += 1
+            self._close_step(self._step - 1)
         self._end_batch()
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
