@@ -65,8 +65,8 @@ def shard(channels: int, offset: int, replicas: str | int = "each", counts: bool
     return Placed(channels, replicas, Piece(offset, counts, offset == 0))
 
 
-class Ranks:
-    """Those of a job, each with its step, which agree."""
+class Job:
+    """The ranks of a job, each with its step, which agree."""
 
     def __init__(
         self,
@@ -95,8 +95,8 @@ class Ranks:
         return self.packers[rank].unpack(by(self.flats()), self.steps[rank])
 
 
-def ranks_of(sites: Sequence[Mapping[Site, Here]], bins: Bins | None = None, **how: Any) -> Ranks:
-    return Ranks([drained(each, bins) for each in sites], [placing_of(each) for each in sites], **how)
+def job_of(sites: Sequence[Mapping[Site, Here]], bins: Bins | None = None, **how: Any) -> Job:
+    return Job([drained(each, bins) for each in sites], [placing_of(each) for each in sites], **how)
 
 
 def tree(fan: int) -> Callable[[Sequence[Flat]], Flat]:

@@ -22,7 +22,7 @@ from hookstats.cluster.steps import Steps
 from hookstats.cluster.table import Tables
 from hookstats.cluster.tree import levels
 from hookstats.numbers.fields import FIELDS
-from tests.cluster import BUDGET, Here, drained, ranks_of
+from tests.cluster import BUDGET, Here, drained, job_of
 from tests.ranks import ROOT, run
 from tests.sums import Step, Sums, counted_collectives, train, wanted
 
@@ -161,7 +161,7 @@ def merges_real_steps(rank: int, world: int) -> Any:
 def test_the_steps_of_monitors_are_what_merging_without_communication_gives() -> None:
     found = run(merges_real_steps, 4)
     for step in (0, 1):
-        want = ranks_of([sites_of(rank, step) for rank in range(4)], ExponentBins(), spread=True).merged()
+        want = job_of([sites_of(rank, step) for rank in range(4)], ExponentBins(), spread=True).merged()
         for each in found:
             ranks, number, scalars, blocks, sites = each[step]
             assert (ranks, number, scalars) == ((0, 1, 2, 3), step, {"loss": 1.5})
