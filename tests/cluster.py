@@ -16,7 +16,7 @@ from hookstats.cluster.flat import MERGES, Flat, merge
 from hookstats.cluster.packing import Packer
 from hookstats.cluster.table import Piece, Placed, Placing, Table, Tables, whole
 from hookstats.numbers.blocks import Drained, Layout, Part, Row
-from hookstats.numbers.fields import Array, Bins, histogram_shape
+from hookstats.numbers.fields import Bins, histogram_shape
 
 BUDGET = 1 << 28
 
@@ -116,8 +116,3 @@ def tree(fan: int) -> Callable[[Sequence[Flat]], Flat]:
         return flats[0]
 
     return of
-
-
-def values_of(drained: Drained, site: Site) -> Array:
-    """A site's state ``[fields, channels]``."""
-    return drained.columns.state(drained.columns.place[site])

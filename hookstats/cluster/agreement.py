@@ -37,9 +37,9 @@ class Agreement:
         """tables: each with the lowest rank that has it, in the order of these."""
         self.first_rank = tables[0][0]
         self.notes: list[str] = []
-        bins = {table.bins for _, table in tables}
-        self.bins: Bins | None = bins.pop() if len(bins) == 1 else None
-        if bins:
+        bins, *others = {table.bins for _, table in tables}
+        self.bins: Bins | None = None if others else bins
+        if others:
             self.notes.append("no histograms are merged, because not all ranks have the same bins")
         self.scalars = tuple(dict.fromkeys(name for _, table in tables for name in table.scalars))
         self.spread = all(table.spread for _, table in tables)
@@ -59,7 +59,7 @@ class Agreement:
         self.place = {site: i for i, site in enumerate(self.sites)}
 
     def _merged(self, rows: list[Row]) -> Row:
-        """What one says that has not seen its channels yet does not concern the others."""
+        """A row of the whole. What a rank says that has not seen its channels yet does not concern the others."""
         first = rows[0]
         if len(rows) == 1 and (self.bins is not None or not first.counters):
             return first
