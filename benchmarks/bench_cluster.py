@@ -10,40 +10,34 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
+from benchmarks.bench_records import layout
 from hookstats.cluster.merging import Merging
 from hookstats.cluster.steps import Step, Steps
-from hookstats.numbers.blocks import COUNTERS, Drained, Layout, Part, Row
-from hookstats.numbers.fields import EXPONENT_BINS, FIELDS, Bins, ExponentBins, Site
+from hookstats.cluster.table import Tables
+from hookstats.numbers.blocks import Drained, Layout
+from hookstats.numbers.fields import FIELDS, Bins, ExponentBins
 from tests.ranks import run
 
 RANKS, SITES, ROUNDS = 4, 1000, 30
 CASES: dict[str, Bins | None] = {"totals": None, "totals and the default histogram": ExponentBins()}
 
 
-def drained(step: int, layout: Layout) -> Drained:
-    block = np.zeros(layout.sizes[0], np.int64)
-    for place, row in enumerate(layout.rows):
-        part = row.parts[0]
-        fields = block[part.offset : part.offset + len(FIELDS)].view(np.float64)
-        fields[:] = [100, step, 5, -3, 3, 1, 0, 0, 0, 0]
-        block[part.offset + len(FIELDS) : part.offset + len(FIELDS) + COUNTERS] = 1, place + 1
-        block[part.offset + len(FIELDS) + COUNTERS : part.offset + part.size] = 7
-    rows = len(layout.rows)
-    return Drained(layout, [block], step, 0.0, {"loss": 1.0}, None, None, [False] * rows, [0] * rows)
+def drained(where: Layout, step: int) -> Drained:
+    block = np.full((SITES, where.sizes[0] // SITES), 7, np.int64)
+    block[:, : len(FIELDS)] = np.array([100, step, 5, -3, 3, 1, 0, 0, 0, 0], np.float64).view(np.int64)
+    block[:, len(FIELDS)] = 1
+    block[:, len(FIELDS) + 1] = np.arange(SITES) + 1
+    return Drained(where, [block.reshape(-1)], step, 0.0, {"loss": 1.0}, None, None, [False] * SITES, [0] * SITES)
 
 
 def merges(rank: int, world: int, bins: Bins | None) -> dict[str, float]:
-    counters = 0 if bins is None else EXPONENT_BINS
-    size = len(FIELDS) + COUNTERS + counters
-    parts = [Part(0, i * size, 1, counters) for i in range(SITES)]
-    rows = [Row(Site(f"layers.{i}", "output"), (part,), False, None, False) for i, part in enumerate(parts)]
-    layout = Layout([0], rows, bins)
-    merging = Merging(range(world), Steps(rank, 1 << 28, False))
+    where = layout(SITES, 1, bins)
+    merging = Merging(range(world), Steps(rank, Tables(1 << 28, False)))
     times: list[float] = []
     submits: list[float] = []
     before = 0.0
     for step in range(ROUNDS + 1):
-        made = Step(drained(step, layout))
+        made = Step(drained(where, step))
         dist.barrier()
         if step == 1:
             before = time.process_time()
@@ -66,7 +60,7 @@ def merges(rank: int, world: int, bins: Bins | None) -> dict[str, float]:
 
 @pytest.mark.parametrize("case", CASES)
 def bench_merge(benchmark: Any, case: str) -> None:
-    """Of the slowest rank. processor_ms: of a rank, with what makes the steps of this benchmark."""
+    """Tells the figures of the slowest rank. processor_ms: with what makes the steps of this benchmark."""
     benchmark.group = f"a merge of {SITES:,} sites over {RANKS} ranks"
     told = benchmark.pedantic(run, args=(merges, RANKS, CASES[case]), kwargs={"timeout": 120})
     benchmark.extra_info.update({name: max(each[name] for each in told) for name in told[0]})

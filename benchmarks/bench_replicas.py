@@ -17,7 +17,7 @@ from torch import nn
 
 import hookstats
 from benchmarks.interleaved import figures, interleaved, seconds
-from hookstats.cluster.contents import checksums
+from hookstats.replicas.contents import checksums
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 # A parameter, its gradient and Adam's two moments, 4 bytes each, of a model with 1e9 parameters.
@@ -35,7 +35,7 @@ def sums(tensors: list[torch.Tensor]) -> float:
 
 
 def sha1(tensors: list[torch.Tensor]) -> list[bytes]:
-    """As Megatron-LM's check_param_hashes_across_dp_replicas hashes each parameter."""
+    """Hashes each parameter as Megatron-LM's check_param_hashes_across_dp_replicas does."""
     return [hashlib.sha1(x.cpu().contiguous().view(torch.uint8).numpy().data).digest() for x in tensors]
 
 

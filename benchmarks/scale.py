@@ -17,10 +17,11 @@ import numpy as np
 import torch
 from torch import nn
 
+from benchmarks.bench_records import layout
 from hookstats.cluster.flat import MERGES
 from hookstats.cluster.tree import FAN, levels
-from hookstats.numbers.blocks import COUNTERS, Drained, Layout, Part, Row
-from hookstats.numbers.fields import EXPONENT_BINS, FIELDS, Counts, ExponentBins, Site
+from hookstats.numbers.blocks import Drained
+from hookstats.numbers.fields import EXPONENT_BINS, FIELDS, Counts, ExponentBins
 from hookstats.watch.arguments import DEFAULT_TENSORS
 from hookstats.watch.memory import Store
 from hookstats.watch.planning import Plan
@@ -32,12 +33,11 @@ EVERY = 10  # the default
 LATENCY = 50e-6  # s, of a message between two hosts by TCP
 BANDWIDTH = 1.25e9  # bytes/s, 10 Gbit/s a process: gloo's ring is not RDMA
 BYTES_RECORDED = {"totals": 71, "totals, histograms": 177}  # a site and step (benchmarks/bench_records.py)
-_SIZE = len(FIELDS) + COUNTERS + EXPONENT_BINS
 POLL = 10e-3  # s, between two looks into the store
 
 
 class Shape(NamedTuple):
-    """Of a transformer."""
+    """The sizes of a transformer."""
 
     layers: int
     width: int
@@ -145,7 +145,7 @@ class Merge(NamedTuple):
 
 
 def seconds_of(groups: Iterable[int], size: int, latency: float = LATENCY, bandwidth: float = BANDWIDTH) -> float:
-    """Of a merge of `size` bytes through groups of these sizes, from below, the members of a group all on other hosts.
+    """The time of a merge of `size` bytes through groups of these sizes, from below; all members on hosts of their own.
 
     A member sends one slice to each other one, and the first gets a slice from each: as many messages as there are
     members, and the whole once, each. Down by a binomial tree. A look at the store before and behind.
@@ -173,14 +173,12 @@ def merge_of(shape: Shape, mesh: Mesh) -> Merge:
 
 def host_seconds(sites: int, rounds: int = 20) -> float:
     """What reading a drained step of so many sites takes of the host, measured here."""
-    part = [Part(0, i * _SIZE, 1, EXPONENT_BINS) for i in range(sites)]
-    rows = [Row(Site(f"layers.{i}", "output"), (part[i],), False, None, False) for i in range(sites)]
-    layout = Layout([0], rows, ExponentBins())
-    block: Counts = np.ones(sites * _SIZE, np.int64)
-    block.reshape(sites, _SIZE)[:, : len(FIELDS)] = np.ones(len(FIELDS)).view(np.int64)
+    where = layout(sites, 1, ExponentBins())
+    block: Counts = np.ones((sites, where.sizes[0] // sites), np.int64)
+    block[:, : len(FIELDS)] = np.ones(len(FIELDS)).view(np.int64)
     taken = []
     for step in range(rounds):
-        drained = Drained(layout, [block], step, 0.0, {}, None, None, [False] * sites, [0] * sites)
+        drained = Drained(where, [block.reshape(-1)], step, 0.0, {}, None, None, [False] * sites, [0] * sites)
         begin = time.perf_counter()
         assert drained.columns.totals.rms.size == sites
         taken.append(time.perf_counter() - begin)
@@ -188,7 +186,7 @@ def host_seconds(sites: int, rounds: int = 20) -> float:
 
 
 class Accuracy(NamedTuple):
-    """Of a tree, against longdouble: relative to the deviation of all, and to the variance."""
+    """The errors of a tree against longdouble: relative to the deviation of all, and to the variance."""
 
     mean: float
     var: float
@@ -196,7 +194,7 @@ class Accuracy(NamedTuple):
 
 
 def accuracy_of(ranks: int, elements: int = 16, fan: int = FAN) -> Accuracy:
-    """Of ranks whose means lie 1,000 deviations apart."""
+    """How exactly a tree merges ranks whose means lie 1,000 deviations apart."""
     draw = np.random.default_rng(ranks)
     state = np.zeros((ranks, len(FIELDS), elements))
     count, mean, m2 = (FIELDS.index(name) for name in ("count", "mean", "m2"))
@@ -234,7 +232,7 @@ def tables() -> list[str]:
         )
     lines += [
         "",
-        "| job | sites of all | merged | MB | levels, collectives | merge ms | of 100 steps | host ms | GB a day |",
+        "| job | sites of all | merged | MB | levels, collectives | merge ms | of 10 steps | host ms | GB a day |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for name, shape, mesh in JOBS:

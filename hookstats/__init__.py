@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hookstats import report, rules, sinks
     from hookstats._native import build_info
-    from hookstats.cluster.replicas import Disagreement, check_replicas
     from hookstats.comparing.comparison import Comparison, Parting, compare
     from hookstats.numbers.fields import ExponentBins, LinearBins, Site, Skipped, Stats
     from hookstats.numbers.histogram import Histogram
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from hookstats.records.recording import record
     from hookstats.records.run import Run, load
     from hookstats.records.writer import recover
+    from hookstats.replicas.checking import Disagreement, check_replicas
     from hookstats.tools import edit
     from hookstats.tools.capture import Capture, Captured, capture
     from hookstats.tools.explain import Explanation, HookRow, explain
@@ -37,7 +37,6 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "hookstats._native": ["build_info"],
-    "hookstats.cluster.replicas": ["Disagreement", "check_replicas"],
     "hookstats.comparing.comparison": ["Comparison", "Parting", "compare"],
     "hookstats.numbers.fields": ["ExponentBins", "LinearBins", "Site", "Skipped", "Stats"],
     "hookstats.numbers.histogram": ["Histogram"],
@@ -46,6 +45,7 @@ _HOMES = {
     "hookstats.records.recording": ["record"],
     "hookstats.records.writer": ["recover"],
     "hookstats.records.run": ["Run", "load"],
+    "hookstats.replicas.checking": ["Disagreement", "check_replicas"],
     "hookstats.tools.capture": ["Capture", "Captured", "capture"],
     "hookstats.tools.explain": ["Explanation", "HookRow", "explain"],
     "hookstats.tools.gradient": ["KeptGradient", "grad_of"],

@@ -16,7 +16,7 @@ from hookstats.cluster.flat import MERGES, Flat, merge
 from hookstats.cluster.packing import Packer
 from hookstats.cluster.table import Piece, Placed, Placing, Table, Tables, whole
 from hookstats.numbers.blocks import Drained, Layout, Part, Row
-from hookstats.numbers.fields import Array, Bins, histogram_shape
+from hookstats.numbers.fields import Bins, histogram_shape
 
 BUDGET = 1 << 28
 
@@ -65,8 +65,8 @@ def shard(channels: int, offset: int, replicas: str | int = "each", counts: bool
     return Placed(channels, replicas, Piece(offset, counts, offset == 0))
 
 
-class Ranks:
-    """Those of a job, each with its step, which agree."""
+class Job:
+    """The ranks of a job, each with its step, which agree."""
 
     def __init__(
         self,
@@ -95,8 +95,8 @@ class Ranks:
         return self.packers[rank].unpack(by(self.flats()), self.steps[rank])
 
 
-def ranks_of(sites: Sequence[Mapping[Site, Here]], bins: Bins | None = None, **how: Any) -> Ranks:
-    return Ranks([drained(each, bins) for each in sites], [placing_of(each) for each in sites], **how)
+def job_of(sites: Sequence[Mapping[Site, Here]], bins: Bins | None = None, **how: Any) -> Job:
+    return Job([drained(each, bins) for each in sites], [placing_of(each) for each in sites], **how)
 
 
 def tree(fan: int) -> Callable[[Sequence[Flat]], Flat]:
@@ -116,8 +116,3 @@ def tree(fan: int) -> Callable[[Sequence[Flat]], Flat]:
         return flats[0]
 
     return of
-
-
-def values_of(drained: Drained, site: Site) -> Array:
-    """A site's state ``[fields, channels]``."""
-    return drained.columns.state(drained.columns.place[site])

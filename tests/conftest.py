@@ -69,6 +69,12 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture
+def one_thread(threads: None) -> None:
+    """On a busy machine, threads that wait for each other take most of the time of small models."""
+    torch.set_num_threads(1)
+
+
 def load_harness() -> Any:
     """torch.ops namespace in which CPU tensors go to the CUDA kernels, run on the CPU (tests/cuda_on_cpu)."""
     sources = ["csrc/ops.cpp", "csrc/copies.cpp", "csrc/scratch.cpp", "csrc/batch.cpp", "csrc/totals.cpp"]

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 import hookstats
-from hookstats._warn import WarnOnce
+from hookstats._warn import warn
 from hookstats.cluster.agreement import Agreement
 from hookstats.cluster.flat import Flat, merge
 from hookstats.cluster.groups import checked_placements, group_of
@@ -70,7 +70,7 @@ def merged(monitor: hookstats.Monitor, model: nn.Module, group: Any = None, plac
     names = [entry.site.name for entry in store.entries]
     drained = Drain(store).begin(0, Scalars({}), clear=False).finish()
     with hearing() as told:
-        wanted = Placements(model, ranks, checked_placements(placements, ranks, names), WarnOnce())
+        wanted = Placements(model, ranks, checked_placements(placements, ranks, names), warn)
         table, pieces = Tables(1 << 28, False).of(drained, wanted.placing({e.site: e.held for e in store.entries}))
     texts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(texts, table.text)

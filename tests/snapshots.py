@@ -1,4 +1,4 @@
-"""Snapshots made by hand, for what reads them: sinks."""
+"""Snapshots made by hand, for what reads them: sinks; and snapshots that are to be the same."""
 
 from __future__ import annotations
 
@@ -65,3 +65,12 @@ def snapshot(
     idle.calls = 0
     columns = Columns.of(sites | dict.fromkeys(silent or [], idle), sites)
     return Snapshot(step, columns, dict(scalars or {}))
+
+
+def same(got: list[Snapshot], wanted: list[Snapshot]) -> None:
+    """Bit for bit, with their scalars and numbers."""
+    assert [snapshot.step for snapshot in got] == [snapshot.step for snapshot in wanted]
+    for one, other in zip(got, wanted, strict=True):
+        assert one.scalars == other.scalars
+        assert one.order == other.order
+        assert one.equals(other), one.step

@@ -5,31 +5,19 @@ from __future__ import annotations
 import os
 import signal
 import time
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from hookstats.cluster.gloo import default_store
 from hookstats.cluster.merging import Merged, Merging
-from hookstats.cluster.tree import Section, default_store
-from tests.merged import Step, Sums, summed, train, wanted
+from tests.plain import hearing
 from tests.ranks import outcomes, run
+from tests.sums import Disturbed, Step, Sums, counted_collectives, summed, train, wanted
 
 ALL = (0, 1, 2)
-
-
-@contextmanager
-def listening() -> Iterator[list[str]]:
-    """What is told meanwhile."""
-    texts: list[str] = []
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        yield texts
-    texts += [str(each.message) for each in told]
 
 
 def ranks_of(done: list[Merged[Any]]) -> list[tuple[int, ...]]:
@@ -39,20 +27,15 @@ def ranks_of(done: list[Merged[Any]]) -> list[tuple[int, ...]]:
 def sleeps(rank: int, world: int) -> Any:
     """Rank 1 for three times as long as the others have patience; then all go on."""
     merging = Merging(range(world), Sums(), fan=2, patience=1.5)
-    with listening() as told:
-        done = train(merging, [0, 10]) + merging.wait(6)
+    with hearing() as told:
+        done = train(merging, [0, 10], wait=6)
         dist.barrier()
         if rank == 1:
             time.sleep(4)
-        done += train(merging, [20, 30])
-        done += merging.wait(6)
-        dist.barrier()
-        done += train(merging, [40])  # the first one with which the rank is back
-        done += merging.wait(6)
-        dist.barrier()
-        done += train(merging, [50, 60])
-        done += merging.wait(6)
-        done += merging.close()
+        for numbers in ([20, 30], [40], [50, 60]):  # 40: the first one with which the rank is back
+            done += train(merging, numbers, wait=6)
+            dist.barrier()
+        merging.close()
     return ranks_of(done), told
 
 
@@ -67,19 +50,15 @@ def test_a_rank_asleep_costs_one_warning_and_the_steps_meanwhile_and_is_merged_a
 
 def first_rank_sleeps(rank: int, world: int) -> Any:
     merging = Merging(range(world), Sums(), patience=1.0)
-    with listening() as told:
-        done = train(merging, [0]) + merging.wait(6)
+    with hearing() as told:
+        done = train(merging, [0], wait=6)
         dist.barrier()
         if rank == 0:
             time.sleep(4)
-        done += train(merging, [20, 30])
-        done += merging.wait(6)
-        dist.barrier()
-        done += train(merging, [40])
-        done += merging.wait(6)
-        dist.barrier()
-        done += train(merging, [50])
-        done += merging.close(6)
+        for numbers in ([20, 30], [40], [50]):
+            done += train(merging, numbers, wait=6)
+            dist.barrier()
+        merging.close()
     return ranks_of(done), told
 
 
@@ -94,27 +73,23 @@ def test_the_rank_that_writes_the_verdicts_can_be_late_too() -> None:
 def freezes(rank: int, world: int) -> Any:
     """The whole process of rank 2, when the verdict has been given: in the middle of a collective."""
 
-    def frozen(parts: Any) -> Section:
-        if rank == 2 and merging._epoch == 0 and len(done) == 2:
-            pid = os.getpid()
-            if not os.fork():
-                time.sleep(6)
-                os.kill(pid, signal.SIGCONT)
-                os._exit(0)
-            os.kill(pid, signal.SIGSTOP)
-        return summed(parts)
+    def freeze() -> None:
+        pid = os.getpid()
+        if not os.fork():
+            time.sleep(6)
+            os.kill(pid, signal.SIGCONT)
+            os._exit(0)
+        os.kill(pid, signal.SIGSTOP)
 
-    packing = Sums()
-    packing.merges = (frozen, summed)
-    merging = Merging(range(world), packing, patience=1.0)
-    done: list[Any] = []
-    with listening() as told:
-        done += train(merging, [0, 10]) + merging.wait(6)
+    merging = Merging(range(world), Disturbed(20, freeze if rank == 2 else None), patience=1.0)
+    with hearing() as told:
+        done = train(merging, [0, 10], wait=20)
         dist.barrier()
-        done += train(merging, [20]) + merging.wait(9)
+        done += train(merging, [20], wait=9)
         time.sleep(6 if rank != 2 else 0)
         dist.barrier()
-        done += train(merging, [30, 40]) + merging.close(6)
+        done += train(merging, [30, 40], wait=6)
+        merging.close()
     sums = [[part.tolist() for part in each.step] for each in done[-2:]]
     return ranks_of(done), sums, told, merging._epoch
 
@@ -129,23 +104,19 @@ def test_a_rank_frozen_in_a_collective_breaks_the_groups_and_new_ones_are_made()
 
 
 def is_killed(rank: int, world: int, in_collective: bool) -> Any:
-    def killing(parts: Any) -> Section:
-        if rank == 2 and in_collective and len(done) == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return summed(parts)
+    def die() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
 
-    packing = Sums()
-    packing.merges = (killing, summed)
+    packing = Disturbed(20, die if rank == 2 and in_collective else None)
     # Seen at once in a collective: with this patience the time limit would be over else.
     merging = Merging(range(world), packing, fan=2, patience=1000.0 if in_collective else 1.0)
-    done: list[Any] = []
-    with listening() as told:
-        done += train(merging, [0, 10]) + merging.wait(10)
+    with hearing() as told:
+        done = train(merging, [0, 10], wait=10)
         if rank == 2 and not in_collective:
-            os.kill(os.getpid(), signal.SIGKILL)
-        done += train(merging, [20]) + merging.wait(10)
+            die()
+        done += train(merging, [20], wait=10)
         if not in_collective:
-            done += train(merging, [30, 40, 50]) + merging.wait(10)
+            done += train(merging, [30, 40, 50], wait=10)
     return ranks_of(done), told
 
 
@@ -186,9 +157,8 @@ def measures_otherwise(rank: int, world: int) -> Any:
     for fan in (2, 64):
         for order in (ALL, (1, 0, 2), (2, 0, 1)):  # each of them writes the verdicts of somebody
             merging = Merging(range(world), Sums(), fan=fan, patience=1000.0)
-            with listening() as told:
-                done = train(merging, numbers[order[rank]], pause=0.002)
-                done += merging.wait(10)
+            with hearing() as told:
+                done = train(merging, numbers[order[rank]], pause=0.002, wait=10)
                 dist.barrier()
                 done += merging.close()
             found.append((order, [(each.ranks, _number(each)) for each in done], told))
@@ -213,23 +183,11 @@ def test_of_other_cadences_the_common_steps_are_merged_and_the_others_are_alone_
                 assert "measured alike (every=)" in told[0]
 
 
-COLLECTIVES = ("alltoall_base", "_allgather_base", "gather", "broadcast")
-
-
 def differs(rank: int, world: int) -> Any:
     """In what it has to merge, in its grad_scale, in a step that it alone measures; then nothing is different."""
-    called: list[str] = []
-    of_gloo = dist.ProcessGroupGloo
-
-    class Counting(of_gloo):  # type: ignore[misc, valid-type]
-        def __getattribute__(self, name: str) -> Any:
-            if name in COLLECTIVES:
-                called.append(name)
-            return super().__getattribute__(name)
-
-    dist.ProcessGroupGloo = Counting
+    called = counted_collectives()
     merging = Merging(range(world), Sums(), fan=2, patience=1000.0)
-    with listening() as told:
+    with hearing() as told:
         done: list[Any] = []
         if rank == 1:  # evaluates
             done += train(merging, [0])
@@ -237,11 +195,11 @@ def differs(rank: int, world: int) -> Any:
             assert not done
             assert not called
         dist.barrier()
-        done += train(merging, [10], table=("one", "two", "one")[rank]) + merging.wait(10)
+        done += train(merging, [10], table=("one", "two", "one")[rank], wait=10)
         before = len(called)
-        done += train(merging, [20], scale=(None, 2.0, 2.0)[rank]) + merging.wait(10)
+        done += train(merging, [20], scale=(None, 2.0, 2.0)[rank], wait=10)
         assert len(called) == before
-        done += train(merging, [30], scale=2.0) + merging.wait(10)
+        done += train(merging, [30], scale=2.0, wait=10)
         dist.barrier()
         done += merging.close()
     if rank == 1:
@@ -274,7 +232,7 @@ def fills_the_store(rank: int, world: int) -> Any:
     letters = "abcdefghijklmnopqrstuvwxyz"
     for number in range(300):
         table = letters[number // 24] + letters[number % 24] if number < 200 else "one"
-        done += train(merging, [number], pause=0, table=table) + merging.wait(10)
+        done += train(merging, [number], pause=0, table=table, wait=10)
         if number % 50 == 49:
             dist.barrier()
             sizes.append(store.num_keys())
@@ -292,7 +250,7 @@ def test_the_store_does_not_grow_with_steps_nor_without_bound_with_tables() -> N
 
 def numbers_go_back(rank: int, world: int) -> Any:
     merging = Merging(range(world), Sums(), patience=1000.0)
-    done = train(merging, [0, 10, 20, 0, 10, 20]) + merging.wait(10)
+    done = train(merging, [0, 10, 20, 0, 10, 20], wait=10)
     merging.close()
     return ranks_of(done)
 
@@ -303,8 +261,8 @@ def test_steps_that_are_counted_from_the_beginning_again_are_merged_again() -> N
 
 def leaves(rank: int, world: int, way: str) -> Any:
     merging = Merging(range(world), Sums(), patience=1000.0 if way != "killed" else 3.0)
-    with listening() as told:
-        done = train(merging, [0, 10]) + merging.wait(10)
+    with hearing() as told:
+        done = train(merging, [0, 10], wait=10)
         if rank == 0:
             time.sleep(0.3)
             if way == "killed":
@@ -316,7 +274,7 @@ def leaves(rank: int, world: int, way: str) -> Any:
                 dist.barrier()
             return ranks_of(done), told
         for number in range(20, 120, 10):  # and the rank that has the store is no more
-            done += train(merging, [number], pause=0.05) + merging.wait(10)
+            done += train(merging, [number], pause=0.05, wait=10)
         if way == "closed":
             dist.barrier()
         done += merging.close()
@@ -340,8 +298,8 @@ def test_when_the_rank_with_the_store_leaves_first_the_others_are_alone_for_good
 
 def falls_behind(rank: int, world: int) -> Any:
     merging = Merging(range(world), Sums(), patience=1000.0)
-    with listening() as told:
-        done = train(merging, [0]) + merging.wait(10)
+    with hearing() as told:
+        done = train(merging, [0], wait=10)
         dist.barrier()
         if rank == 0:
             held = []
@@ -363,14 +321,7 @@ def test_a_full_queue_ends_the_waiting_and_everything_is_delivered_in_order() ->
 
 
 def ends_in_flight(rank: int, world: int, way: str) -> Any:
-    def slow(parts: Any) -> Section:
-        if rank == 1:
-            time.sleep(3)
-        return summed(parts)
-
-    packing = Sums()
-    packing.merges = (slow, summed)
-    merging = Merging(range(world), packing)
+    merging = Merging(range(world), Disturbed(0, (lambda: time.sleep(3)) if rank == 1 else None))
     merging.submit(Step(0, rank), 0)
     while merging._slots[0].merged is None and merging._tree is None:
         time.sleep(0.001)
@@ -394,6 +345,24 @@ def test_the_end_of_a_process_does_not_wait_for_a_merge_in_flight_nor_is_it_abor
         assert ended[0].result[1] < 2  # it was asleep for three seconds
 
 
+def is_stuck(rank: int, world: int) -> Any:
+    """The thread, in a call that nobody can interrupt: as the store's is while the host that keeps it is frozen."""
+
+    class Stuck(Sums):
+        def scale(self, step: Step) -> float | None:
+            time.sleep(8)
+            return super().scale(step)
+
+    merging = Merging(range(world), Stuck())
+    done = train(merging, [0, 10]) + merging.close(timeout=0.1)
+    assert merging._thread.is_alive()
+    return [(each.ranks, _number(each)) for each in done]
+
+
+def test_steps_that_a_stuck_thread_has_not_merged_are_delivered_when_merging_ends() -> None:
+    assert run(is_stuck, 1) == [[((0,), 0), ((0,), 10)]]
+
+
 def fails(rank: int, world: int) -> Any:
     class Failing(Sums):
         def pack(self, step: Step, tables: Any) -> Any:
@@ -403,9 +372,9 @@ def fails(rank: int, world: int) -> Any:
 
     merging = Merging(range(world), Failing(), patience=1000.0)
     done: list[Any] = []
-    with listening() as told:
+    with hearing() as told:
         for number in range(0, 70, 10):
-            done += train(merging, [number]) + merging.wait(10)
+            done += train(merging, [number], wait=10)
             dist.barrier()
         merging.close()
     return ranks_of(done), told
@@ -420,7 +389,7 @@ def test_a_rank_that_fails_again_and_again_leaves_and_says_why() -> None:
 
 def forks(rank: int, world: int) -> Any:
     merging = Merging(range(world), Sums())
-    done = train(merging, [0]) + merging.wait(10)
+    done = train(merging, [0], wait=10)
     with merging._stop._cond:  # as the thread may hold it just then
         child = os.fork()
         if not child:  # as a worker that loads batches
@@ -440,8 +409,8 @@ def test_a_forked_process_merges_nothing_and_disturbs_nothing() -> None:
 
 def destroys(rank: int, world: int) -> Any:
     merging = Merging(range(world), Sums())
-    with listening() as told:
-        done = train(merging, [0]) + merging.wait(10)
+    with hearing() as told:
+        done = train(merging, [0], wait=10)
         dist.barrier()
         dist.destroy_process_group()
         time.sleep(0.3)

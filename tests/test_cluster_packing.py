@@ -18,7 +18,7 @@ from hookstats.records.ranks import merged_snapshot
 from hookstats.records.wire import of_step, step_from
 from hookstats.rules import judge
 from tests import reference
-from tests.cluster import Here, Ranks, drained, placing_of, ranks_of, shard, tree
+from tests.cluster import Here, Job, drained, job_of, placing_of, shard, tree
 from tests.conftest import BINS, HISTOGRAMS
 
 A, B, C = Site("a", "output"), Site("b", "output"), Site("c", "grad_output")
@@ -73,7 +73,7 @@ def test_data_parallel_ranks_whose_means_are_far_apart_are_as_one_process(histog
     parts = [{site: draw([rank, n], 6, mean=apart * rank) for n, site in enumerate((A, B, C))} for rank in range(4)]
     parts[1][A][2, 5], parts[3][A][0, :3], parts[2][A][1, 0] = torch.nan, torch.inf, -torch.inf
     parts[0][B][4] = torch.nan  # nothing finite, on one rank
-    ranks = ranks_of([{site: Here(values) for site, values in part.items()} for part in parts], bins)
+    ranks = job_of([{site: Here(values) for site, values in part.items()} for part in parts], bins)
     snapshot = ranks.merged().snapshot()
     assert snapshot.order == [A, B, C]
     for site in (A, B, C):
@@ -87,7 +87,7 @@ def test_data_parallel_ranks_whose_means_are_far_apart_are_as_one_process(histog
 def test_a_tree_gives_what_one_merge_of_all_gives_and_always_the_same_bits(fan: int) -> None:
     parts = [{A: Here(draw(rank, 12, mean=1e3 * rank)), B: Here(draw([rank, 1], 1))} for rank in range(7)]
     parts[4][A] = Here(channels=12)
-    ranks = ranks_of(parts, ExponentBins(), spread=True)
+    ranks = job_of(parts, ExponentBins(), spread=True)
     flat, by_tree = merge(ranks.flats()), tree(fan)(ranks.flats())
     assert same_bits(by_tree, tree(fan)(ranks.flats()))
     for name, one, other in zip(Flat._fields, flat, by_tree, strict=True):
@@ -100,7 +100,7 @@ def test_a_tree_gives_what_one_merge_of_all_gives_and_always_the_same_bits(fan: 
 
 
 def test_the_bits_do_not_depend_on_how_the_elements_are_cut() -> None:
-    ranks = ranks_of([{A: Here(draw(rank, 37, mean=rank)), B: Here(draw([rank, 1], 5))} for rank in range(9)], None)
+    ranks = job_of([{A: Here(draw(rank, 37, mean=rank)), B: Here(draw([rank, 1], 5))} for rank in range(9)], None)
     flats = ranks.flats()
     want = merge(flats)
     for width in (1, 2, 5, 16):
@@ -117,7 +117,7 @@ def test_what_one_rank_alone_has_stays_to_the_bit_and_what_none_has_is_empty() -
     alone = np.concatenate([drained(each).columns.state(0) for each in layouts], 1)
     assert (alone[0] * alone[1] / np.maximum(alone[0], 1) != alone[1]).any()
     for by in (merge, tree(2)):
-        assert ranks_of(layouts).merged(by).columns.state(0).tobytes() == alone.tobytes()
+        assert job_of(layouts).merged(by).columns.state(0).tobytes() == alone.tobytes()
 
 
 @pytest.mark.parametrize("histogram", HISTOGRAMS)
@@ -128,7 +128,7 @@ def test_shards_of_channels_lie_side_by_side_and_data_parallel_ranks_together(hi
         for rows in whole
         for begin, end in ((0, 3), (3, 6), (6, 8))
     ]
-    snapshot = ranks_of(sites, bins).merged().snapshot()
+    snapshot = job_of(sites, bins).merged().snapshot()
     check(snapshot[A], torch.cat(whole, 1))
     check_histogram(snapshot[A], torch.cat(whole, 1), bins)
     assert snapshot[A].calls == 2
@@ -139,7 +139,7 @@ def test_shards_of_channels_lie_side_by_side_and_data_parallel_ranks_together(hi
 def test_wide_sites_are_moved_as_narrow_ones_beside_them(histogram: str) -> None:
     bins, rows = BINS[histogram], draw(0, 2000, n=3)
     sites = [{B: Here(rows[:5]), A: Here(rows[at:][:1000], placed=shard(2000, at))} for at in (0, 1000)]
-    merged = ranks_of(sites, bins).merged()
+    merged = job_of(sites, bins).merged()
     check(merged.snapshot()[A], rows)
     check_histogram(merged.snapshot()[A], rows, bins)
     check(merged.snapshot()[B], torch.cat([rows[:5]] * 2, 1))
@@ -148,7 +148,7 @@ def test_wide_sites_are_moved_as_narrow_ones_beside_them(histogram: str) -> None
 def test_a_site_of_which_the_leading_piece_was_silent_has_run_all_the_same() -> None:
     rows = draw(0, 4)
     sites = [{A: Here(channels=4, placed=shard(8, 0))}, {A: Here(rows, placed=shard(8, 4))}]
-    snapshot = ranks_of(sites).merged().snapshot()
+    snapshot = job_of(sites).merged().snapshot()
     assert snapshot.order == [A]
     assert snapshot[A].calls == 1
     assert snapshot[A].total.count == rows.numel()
@@ -167,7 +167,7 @@ def test_a_parameter_counts_once_whoever_holds_it() -> None:
                 left: Here(values[2], placed=Placed(8, "each", Piece(0, half == 0, half == 0))),
             }
         )
-    merged = ranks_of(sites, ExponentBins()).merged().snapshot()
+    merged = job_of(sites, ExponentBins()).merged().snapshot()
     check(merged[plain], values[0])
     check(merged[sharded], values[1])
     check(merged[left], torch.cat([values[2]] * 2, 1))
@@ -177,29 +177,29 @@ def test_a_parameter_counts_once_whoever_holds_it() -> None:
 def test_stages_experts_and_ranks_without_sites_have_their_place() -> None:
     values = {site: draw(n, n + 2) for n, site in enumerate((A, B, C))}
     sites = [{}, {A: Here(values[A])}, {B: Here(values[B]), C: Here(channels=4)}, {C: Here(values[C])}]
-    ranks = ranks_of(sites, ExponentBins())
+    ranks = job_of(sites, ExponentBins())
     snapshot = ranks.merged(rank=0).snapshot()
     assert list(snapshot) == snapshot.order == [A, B, C]
     for site, rows in values.items():
         check(snapshot[site], rows)
-    assert ranks_of([{}, {}]).merged().snapshot().order == []
+    assert job_of([{}, {}]).merged().snapshot().order == []
 
 
 def test_the_order_is_the_first_ranks_then_what_others_add() -> None:
     rows = draw(0, 1)
     first = {B: Here(rows), A: Here(rows)}
     second = {C: Here(rows), A: Here(rows), B: Here(rows)}
-    ranks = ranks_of([first, second])
+    ranks = job_of([first, second])
     assert list(ranks.merged().snapshot()) == [B, A, C]
     assert ranks.merged().snapshot().order == [B, A, C]
     first[B] = Here(channels=1)
-    assert ranks_of([first, second]).merged().snapshot().order == [A, C, B]
+    assert job_of([first, second]).merged().snapshot().order == [A, C, B]
 
 
 def test_a_site_of_which_ranks_have_other_channels_is_merged_as_totals_and_named() -> None:
     for bins in BINS.values():
         rows = [draw(0, 6), draw(1, 4)]
-        ranks = ranks_of([{A: Here(each), B: Here(each[:2])} for each in rows], bins)
+        ranks = job_of([{A: Here(each), B: Here(each[:2])} for each in rows], bins)
         assert ranks.agreement.unlike == [A]
         assert ranks.agreement.notes == ["not all ranks have the same channels of a output: merged as totals"]
         stats = ranks.merged().snapshot()[A]
@@ -208,9 +208,9 @@ def test_a_site_of_which_ranks_have_other_channels_is_merged_as_totals_and_named
         check(stats, everything, keeps=False)
         check_histogram(stats, everything, bins)
         check(ranks.merged().snapshot()[B], torch.cat([each[:2] for each in rows], 1))
-    other_dim = ranks_of([{A: Here(rows[0], dim=1)}, {A: Here(rows[0], dim=-1)}])
+    other_dim = job_of([{A: Here(rows[0], dim=1)}, {A: Here(rows[0], dim=-1)}])
     assert other_dim.agreement.unlike == [A]
-    one_knows = ranks_of([{A: Here(rows[0], dim=1)}, {A: Here(rows[0], dim=None)}])
+    one_knows = job_of([{A: Here(rows[0], dim=1)}, {A: Here(rows[0], dim=None)}])
     assert one_knows.agreement.unlike == []
     for snapshot in (one_knows.merged().snapshot(), merged_snapshot([step.snapshot() for step in one_knows.steps])):
         assert snapshot[A].channel_dim == 1
@@ -219,13 +219,13 @@ def test_a_site_of_which_ranks_have_other_channels_is_merged_as_totals_and_named
 def test_a_rank_that_has_not_seen_a_sites_channels_folds_them_only_where_it_measures() -> None:
     for bins in BINS.values():
         wide, narrow = draw(0, 6), draw(1, 4)
-        silent = ranks_of([{A: Here(keeps=False)}, {A: Here(wide)}], bins).merged().snapshot()
+        silent = job_of([{A: Here(keeps=False)}, {A: Here(wide)}], bins).merged().snapshot()
         recorded = [drained({A: each}, bins).snapshot() for each in (Here(keeps=False), Here(wide))]
         for merged in (silent, merged_snapshot(recorded)):
             check(merged[A], wide)
             check_histogram(merged[A], wide, bins)
             assert merged[A].channel_dim == 0
-        ranks = ranks_of([{A: Here(narrow, keeps=False), B: Here(wide)}, {A: Here(wide), B: Here(wide)}], bins)
+        ranks = job_of([{A: Here(narrow, keeps=False), B: Here(wide)}, {A: Here(wide), B: Here(wide)}], bins)
         assert ranks.agreement.unlike == []
         merged = ranks.merged().snapshot()
         everything = torch.cat([narrow.reshape(1, -1), wide.reshape(1, -1)], 1)
@@ -240,7 +240,7 @@ def test_totals_alone_merge_with_totals() -> None:
     rows = [draw(rank, 6, mean=1e3 * rank) for rank in range(3)]
     sites = [{A: Here(each[2 * i : 2 * i + 2], keeps=False, placed=shard(6, 2 * i))} for i, each in enumerate(rows)]
     steps = [drained(each) for each in sites]  # without histograms, as such steps are
-    snapshot = Ranks(steps, [placing_of(each) for each in sites]).merged().snapshot()
+    snapshot = Job(steps, [placing_of(each) for each in sites]).merged().snapshot()
     parts = [each[2 * i : 2 * i + 2].reshape(1, -1) for i, each in enumerate(rows)]
     check(snapshot[A], torch.cat(parts, 1), keeps=False)
     assert snapshot[A].calls == 1
@@ -251,9 +251,9 @@ def test_more_than_the_budget_is_merged_as_totals_then_without_histograms() -> N
     rows = [draw(rank, 64) for rank in range(2)]
     sites = [{A: Here(each), B: Here(each[:1])} for each in rows]
     for bins in (ExponentBins(), ExponentBins(True)):
-        full = ranks_of(sites, bins).agreement
+        full = job_of(sites, bins).agreement
         assert full.notes == []
-        totals = ranks_of(sites, bins, budget=full.bytes - 1)
+        totals = job_of(sites, bins, budget=full.bytes - 1)
         assert [row.channels for row in totals.agreement.rows] == [1, 1]
         assert [note.split(",")[0] for note in totals.agreement.notes] == [
             f"channels of all ranks would take {full.bytes} bytes"
@@ -262,7 +262,7 @@ def test_more_than_the_budget_is_merged_as_totals_then_without_histograms() -> N
         assert stats.channels is None
         check(stats, torch.cat(rows, 1), keeps=False)
         check_histogram(stats, torch.cat([each.reshape(1, -1) for each in rows], 1), bins)
-        least = ranks_of(sites, bins, budget=totals.agreement.bytes - 1)
+        least = job_of(sites, bins, budget=totals.agreement.bytes - 1)
         assert len(least.agreement.notes) == 2
         assert least.merged().snapshot()[A].histogram is None
         check(least.merged().snapshot()[A], torch.cat(rows, 1), keeps=False)
@@ -275,7 +275,7 @@ def test_scalars_are_means_of_the_ranks_that_have_them() -> None:
         {"loss": 6.0, "lr": 0.1, "odd": np.inf, "nan": 3.0, "low": np.inf, "zero": -0.0},
     ]
     steps = [drained({}, scalars=each, time=10.0 + rank, step=12) for rank, each in enumerate(told)]
-    merged = Ranks(steps).merged(rank=2)
+    merged = Job(steps).merged(rank=2)
     assert (merged.step, merged.time, merged.grad_scale, merged.overflowed) == (12, 10.0, None, None)
     want = {"loss": 3.0, "lr": 0.1, "odd": np.inf, "low": np.nan, "nan": np.nan, "zero": -0.0, "late": 7.0}
     np.testing.assert_equal(merged.scalars, want)
@@ -286,7 +286,7 @@ def test_the_scalers_marks_are_kept() -> None:
     rows = draw(0, 3)
     for overflowed in ([False, False], [False, True]):
         steps = [drained({C: Here(1024 * rows)}, grad_scale=1024.0, overflowed=each) for each in overflowed]
-        merged = Ranks(steps).merged()
+        merged = Job(steps).merged()
         assert (merged.grad_scale, merged.overflowed) == (1024.0, any(overflowed))
         check(merged.snapshot()[C], torch.cat([rows, rows], 1))
 
@@ -298,7 +298,7 @@ def test_skipped_tensors_are_counted_and_the_rank_that_knows_why_is_named() -> N
         {A: Skipped("sparse", 3), odd: Skipped("nested", 1)},
         {odd: Skipped("nested", 1), lost: Skipped("nothing", None)},
     ]
-    ranks = Ranks([drained({A: Here(draw(rank, 2))}, skipped=each) for rank, each in enumerate(left_out)])
+    ranks = Job([drained({A: Here(draw(rank, 2))}, skipped=each) for rank, each in enumerate(left_out)])
     elsewhere = "rank 1 has the reason"
     assert ranks.merged(rank=0).skipped == {
         A: Skipped("no data", 5),
@@ -314,7 +314,7 @@ def test_the_extremes_of_the_ranks_are_told_with_the_lowest_rank_that_has_them()
     sites = [{A: Here(draw(0, 4) * each + 1), B: Here(channels=3)} for each in scale]
     sites[2][A].values[0, :2] = torch.nan
     sites[1] = {B: Here(draw(1, 3)), C: Here(torch.full((1, 3), torch.nan, dtype=torch.float64))}
-    ranks = ranks_of(sites, spread=True)
+    ranks = job_of(sites, spread=True)
     for by in (merge, tree(2)):
         merged = ranks.merged(by)
         assert merged.columns.sites == [A, B, C]
@@ -328,7 +328,7 @@ def test_the_extremes_of_the_ranks_are_told_with_the_lowest_rank_that_has_them()
         np.testing.assert_equal([each[2] for each in of_rms], [np.nan, -1, np.nan, -1])
         assert [each.tolist() for each in merged.spread["nonfinite"]] == [[0, 0, 3], [0, 1, 1], [2, 0, 3], [2, 1, 1]]
         assert merged.spread["mean"].min_rank.dtype == np.int64
-    assert ranks_of(sites).merged().spread == {}
+    assert job_of(sites).merged().spread == {}
 
 
 def rms_of(here: Here) -> float:
@@ -337,20 +337,20 @@ def rms_of(here: Here) -> float:
 
 def test_float64_beyond_its_range_spoils_nothing_but_itself() -> None:
     huge = [torch.full((2, 4), 1e200, dtype=torch.float64), draw(0, 2), draw(1, 2)]
-    ranks = ranks_of([{A: Here(rows), B: Here(draw(2, 2))} for rows in huge] + [{B: Here(draw(3, 2))}])
+    ranks = job_of([{A: Here(rows), B: Here(draw(2, 2))} for rows in huge] + [{B: Here(draw(3, 2))}])
     snapshot = ranks.merged().snapshot()
     total = snapshot[A].total
     assert (total.count, total.max) == (208, 1e200)
     assert not np.isfinite(total.var)
     check(snapshot[B], torch.cat([draw(2, 2)] * 3 + [draw(3, 2)], 1))
-    alone = ranks_of([{A: Here(huge[0])}, {}]).merged().snapshot()[A].total
+    alone = job_of([{A: Here(huge[0])}, {}]).merged().snapshot()[A].total
     assert alone.mean == drained({A: Here(huge[0])}).snapshot()[A].total.mean
 
 
 @pytest.mark.parametrize("histogram", HISTOGRAMS)
 def test_what_is_unpacked_serves_as_a_local_step_does(histogram: str) -> None:
     sites = [{A: Here(draw(rank, 6)), B: Here(channels=2)} for rank in range(2)]
-    ranks = ranks_of(sites, BINS[histogram])
+    ranks = job_of(sites, BINS[histogram])
     merged = ranks.merged()
     assert merged.layout is ranks.merged().layout  # which recordings tell apart by being the same
     layout = Layout.from_json(json.loads(json.dumps(merged.layout.to_json())))
@@ -400,7 +400,7 @@ def counted_by_all(row: Row) -> Placed:
 @pytest.mark.parametrize("seed", range(6))
 def test_any_ranks_merge_as_their_recordings_do(seed: int, histogram: str) -> None:
     steps = [wander(seed, BINS[histogram], rank) for rank in range(5)]
-    ranks = Ranks(steps, [counted_by_all] * 5)
+    ranks = Job(steps, [counted_by_all] * 5)
     want = merged_snapshot([step.snapshot() for step in steps])
     unlike, folded = set(ranks.agreement.unlike), 0
     for by in (merge, tree(2)):

@@ -213,7 +213,7 @@ def test_plain_tensors_are_whole_everywhere() -> None:
 
 def test_steps_agree_once_for_the_same_tables_and_tell_once_what_ranks_differ_in() -> None:
     sites = [{A: Here(torch.ones(2 + rank, 2))} for rank in range(2)]
-    ranks = [Steps(rank, BUDGET, False) for rank in range(2)]
+    ranks = [Steps(rank, Tables(BUDGET, False)) for rank in range(2)]
     local = [Step(drained(each, grad_scale=8.0)) for each in sites]
     tables = [(rank, steps.table(step)[1]) for rank, (steps, step) in enumerate(zip(ranks, local, strict=True))]
     assert [steps.table(step)[0] for steps, step in zip(ranks, local, strict=True)] == [

@@ -19,11 +19,12 @@ from hookstats import ExponentBins, Site
 from hookstats.cluster.merging import Merging
 from hookstats.cluster.steps import Step as RealStep
 from hookstats.cluster.steps import Steps
+from hookstats.cluster.table import Tables
 from hookstats.cluster.tree import levels
 from hookstats.numbers.fields import FIELDS
-from tests.cluster import BUDGET, Here, drained, ranks_of
-from tests.merged import Step, Sums, train, wanted
+from tests.cluster import BUDGET, Here, drained, job_of
 from tests.ranks import ROOT, run
+from tests.sums import Step, Sums, counted_collectives, train, wanted
 
 
 def test_groups_are_of_at_most_fan_ranks_nodes_first_and_their_first_ranks_go_on() -> None:
@@ -78,21 +79,9 @@ def test_every_rank_gets_what_a_flat_merge_gives_with_the_same_bits_in_each_run_
             np.testing.assert_allclose(floats, of_floats, rtol=1e-12, atol=1e-12)
 
 
-COLLECTIVES = ("alltoall_base", "_allgather_base", "gather", "broadcast")
-
-
 def counts_collectives(rank: int, world: int) -> list[int]:
     """Of ten, then of a thousand sites."""
-    called: list[str] = []
-    of_gloo = dist.ProcessGroupGloo
-
-    class Counting(of_gloo):  # type: ignore[misc, valid-type]
-        def __getattribute__(self, name: str) -> Any:
-            if name in COLLECTIVES:
-                called.append(name)
-            return super().__getattribute__(name)
-
-    dist.ProcessGroupGloo = Counting
+    called = counted_collectives()
     counts = []
     for elements in (10, 1000):
         merging = Merging(range(world), Sums(elements), fan=2)
@@ -160,7 +149,7 @@ def sites_of(rank: int, step: int) -> dict[Site, Here]:
 
 
 def merges_real_steps(rank: int, world: int) -> Any:
-    merging = Merging(range(world), Steps(rank, BUDGET, True), fan=2)
+    merging = Merging(range(world), Steps(rank, Tables(BUDGET, True)), fan=2)
     for step in (0, 1):
         made = drained(sites_of(rank, step), ExponentBins(), step=step, scalars={"loss": float(rank)})
         merging.submit(RealStep(made), step)
@@ -172,7 +161,7 @@ def merges_real_steps(rank: int, world: int) -> Any:
 def test_the_steps_of_monitors_are_what_merging_without_communication_gives() -> None:
     found = run(merges_real_steps, 4)
     for step in (0, 1):
-        want = ranks_of([sites_of(rank, step) for rank in range(4)], ExponentBins(), spread=True).merged()
+        want = job_of([sites_of(rank, step) for rank in range(4)], ExponentBins(), spread=True).merged()
         for each in found:
             ranks, number, scalars, blocks, sites = each[step]
             assert (ranks, number, scalars) == ((0, 1, 2, 3), step, {"loss": 1.5})
@@ -189,7 +178,7 @@ def test_the_steps_of_monitors_are_what_merging_without_communication_gives() ->
 UNDER_TORCHRUN = """
 import torch.distributed as dist
 from hookstats.cluster.merging import Merging
-from tests.merged import Step, Sums
+from tests.sums import Step, Sums
 dist.init_process_group("gloo")
 merging = Merging([0, 1], Sums())
 merging.submit(Step(0, merging.rank), 0)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import nn
@@ -14,12 +12,8 @@ from tests.trainings import Experts, OnDigits, Stream, digits, llama, mlp, train
 
 
 @pytest.fixture(autouse=True)
-def one_seed() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def one_seed(one_thread: None) -> None:
     torch.manual_seed(0)
-    yield
-    torch.set_num_threads(threads)
 
 
 def named(snapshots: list[Snapshot], rule: str) -> list[Finding]:

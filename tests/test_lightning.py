@@ -23,6 +23,7 @@ import hookstats
 from hookstats import FindingError, Snapshot
 from hookstats.integrations import lightning as integration
 from tests.models import small_cnn
+from tests.snapshots import same
 from tests.test_judging import Found, Recorder
 
 integration = importlib.reload(integration)  # for both packages, whatever was imported before
@@ -127,15 +128,6 @@ def plain(
         monitor.step(number, loss=total, lr=rate)
     monitor.detach()
     return snapshots
-
-
-def same(got: list[Snapshot], wanted: list[Snapshot]) -> None:
-    """Bit for bit, with their scalars and numbers."""
-    assert [snapshot.step for snapshot in got] == [snapshot.step for snapshot in wanted]
-    for one, other in zip(got, wanted, strict=True):
-        assert one.scalars == other.scalars
-        assert one.order == other.order
-        assert one.equals(other), one.step
 
 
 @pytest.mark.parametrize("name", PACKAGES)

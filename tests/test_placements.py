@@ -16,7 +16,7 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from hookstats._warn import WarnOnce
+from hookstats._warn import warn
 from hookstats.cluster.groups import Axis, Group, checked_placements, group_of
 from hookstats.cluster.placements import Placements, cuts_of, part_of
 from hookstats.cluster.table import Placed
@@ -45,7 +45,7 @@ def row(site: tuple[str, str], channels: int, dim: int = -1) -> blocks.Row:
 def placed(model: nn.Module, site: tuple[str, str], held: Held, group: Any = None, wanted: Any = None) -> Placed:
     merged = group_of(dist.group.WORLD if group is None else group)
     names = [*(name for name, _ in model.named_modules()), *(name for name, _ in model.named_parameters())]
-    placements = Placements(model, merged, checked_placements(wanted, merged, names), WarnOnce())
+    placements = Placements(model, merged, checked_placements(wanted, merged, names), warn)
     return placements.placing({Site(*site): held})(row(site, held.channels or 1))
 
 
@@ -64,10 +64,10 @@ def test_the_pieces_of_all_ranks_cover_a_sharded_weight_once(rows: int, shape: t
             axes = [Axis("dp", tuple(range(shape[0])), dp), Axis("tp", tuple(range(shape[1])), tp)]
             cuts = cuts_of(axes, (_StridedShard(0, split_factor=shape[1]), Shard(0)), 0)
             assert cuts is not None
-            lies = part_of(rows, cuts, frozenset(range(4)))
-            assert lies is not None
-            held = list(range(lies.offset, lies.offset + lies.size))
-            assert lies.whole == rows
+            span = part_of(rows, cuts, frozenset(range(4)))
+            assert span is not None
+            held = list(range(span.offset, span.offset + span.size))
+            assert span.whole == rows
             assert held == chunk(chunk(torch.arange(rows), tp, shape[1]), dp, shape[0]).tolist()
             seen += held
     assert sorted(seen) == list(range(rows))

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import logging
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -167,16 +171,26 @@ def test_steps_that_only_one_rank_measures_are_its_own_and_said_once() -> None:
     assert len([each for each in told if "not merged over ranks" in str(each)]) == 1
 
 
+def dropped(rank: int, world: int) -> list[str]:
+    """Which threads are left of a monitor that nobody detached, and nobody holds any more."""
+    model = network()
+    train(model, hookstats.attach(model, every=1, process_group=dist.group.WORLD), rank, 2)
+    del model
+    gc.collect()
+    end = time.monotonic() + 10
+    while (left := [each.name for each in threading.enumerate()]) != ["MainThread"] and time.monotonic() < end:
+        time.sleep(0.01)
+    return left
+
+
+def test_the_thread_of_a_monitor_that_is_gone_ends() -> None:
+    assert run(dropped, 2) == [["MainThread"]] * 2
+
+
 def silent(rank: int, world: int) -> Any:
     messages: list[str] = []
-    import logging
-
-    class Kept(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            messages.append(record.getMessage())
-
     log = logging.getLogger("hookstats")
-    log.addHandler(Kept())
+    log.addFilter(lambda record: messages.append(record.getMessage()))
     log.setLevel(logging.INFO)
     monitor = hookstats.attach(network())
     monitor.detach()

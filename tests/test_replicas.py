@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
@@ -20,23 +19,25 @@ import torch._dynamo  # which the first step of an optimizer imports: here once 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel, parallelize_module
 
 import hookstats
 from hookstats import _native
-from hookstats.cluster import exchange
-from hookstats.cluster.contents import checksums, contents_of
+from hookstats.replicas import exchange
+from hookstats.replicas.contents import checksums, contents_of
 from tests import ranks
+from tests.plain import hearing
 from tests.test_checksums import ALL_DTYPES, changed_bit, of_bits
 
 
 class Small(nn.Module):
-    """With a buffer, a parameter of no dimension, and two parameters of one shape."""
+    """With a buffer, a parameter of no dimension, and two parameters of one shape; the same on all ranks."""
 
     def __init__(self, scale: tuple[int, ...] = ()) -> None:
         super().__init__()
+        torch.manual_seed(0)
         self.first = nn.Linear(8, 16)
         self.norm = nn.LayerNorm(16)
         self.last = nn.Linear(16, 8)
@@ -55,7 +56,6 @@ def stepped(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def small() -> tuple[Small, torch.optim.Optimizer]:
-    torch.manual_seed(0)
     model = Small()
     return model, stepped(model)
 
@@ -77,8 +77,7 @@ def swap_weights_of_one_shape(model: Small) -> None:
 
 
 def state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, key: str) -> torch.Tensor:
-    found: torch.Tensor = optimizer.state[parameter][key]
-    return found
+    return optimizer.state[parameter][key]
 
 
 # name: (what goes wrong on rank 1, the (tensor, kind, first index) that must be named)
@@ -134,8 +133,6 @@ def test_what_differs_on_one_rank_is_named_by_rank_tensor_and_first_element(faul
 
 def test_the_sentence_says_who_differs_from_whom_and_in_which_bits() -> None:
     (two,), (three,) = (faults_of(world)[0]["sign bit"] for world in (2, 3))
-    assert two.values is not None
-    assert two.bits is not None
     ours, theirs = two.values
     assert ours == -theirs
     pair = f"first at [0]: {ours} (0x{two.bits[0]}) on rank 0, {theirs} (0x{two.bits[1]}) on rank 1"
@@ -178,8 +175,7 @@ def with_every_dtype(rank: int, world: int) -> list[hookstats.Disagreement]:
 
 @cache
 def of_every_dtype() -> list[hookstats.Disagreement]:
-    found: list[hookstats.Disagreement] = ranks.run(with_every_dtype, 2)[0]
-    return found
+    return ranks.run(with_every_dtype, 2)[0]
 
 
 def test_every_dtype_signed_zeros_payloads_of_nans_strides_and_long_tensors() -> None:
@@ -256,7 +252,6 @@ def training(rank: int, world: int) -> Any:
     exchange.Exchange.gather = counted  # type: ignore[method-assign]
     ends = []
     for checked in (True, False):
-        torch.manual_seed(0)
         model = nn.parallel.DistributedDataParallel(Small(), gradient_as_bucket_view=True)
         optimizer = torch.optim.AdamW(model.parameters())
         data = torch.Generator().manual_seed(rank)
@@ -284,7 +279,6 @@ def test_equal_replicas_are_silent_over_100_steps_of_ddp_which_trains_as_without
 
 
 def wrapped(rank: int, world: int) -> list[str]:
-    torch.manual_seed(0)
     model = nn.parallel.DistributedDataParallel(Small())
     if rank:
         flip(model.module.first.weight, (0, 0), 0)
@@ -313,12 +307,10 @@ def test_a_group_or_a_mesh_names_the_ranks() -> None:
 def sharded(rank: int, world: int) -> dict[str, Any]:
     """FSDP2, HSDP, tensor parallelism and FSDP of 4 ranks, each with bits that go wrong where there is a replica."""
     found: dict[str, Any] = {}
-    torch.manual_seed(0)
     model = fully_shard(Small((1,)), mesh=init_device_mesh("cpu", (world,)))
     optimizer = stepped(model)
     found["FSDP2"] = hookstats.check_replicas(model, optimizer=optimizer)
 
-    torch.manual_seed(0)
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = fully_shard(Small((1,)), mesh=grid)
     optimizer = stepped(model)
@@ -328,7 +320,6 @@ def sharded(rank: int, world: int) -> dict[str, Any]:
         flip(local(state(optimizer, model.last.bias, "exp_avg")), (0,), 4)
     found["HSDP, rank 3"] = hookstats.check_replicas(model, optimizer=optimizer, locate=True)
 
-    torch.manual_seed(0)
     model = Small()
     plan = {"first": ColwiseParallel(), "norm": SequenceParallel()}
     parallelize_module(model, grid["shard"], plan)
@@ -338,12 +329,16 @@ def sharded(rank: int, world: int) -> dict[str, Any]:
         flip(local(model.norm.weight), (5,), 4)  # beside all
     found["TP, rank 1"] = hookstats.check_replicas(model)
 
-    torch.manual_seed(0)
     model = FullyShardedDataParallel(Small((1,)), device_id=torch.device("cpu"))
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
+    with hearing() as found["told"]:
         found["FSDP"] = hookstats.check_replicas(model)
-    found["told"] = [str(each.message) for each in told if "check_replicas" in str(each.message)]
+
+    model = Small((1,))
+    on_cpu: Any = {"device_id": torch.device("cpu"), "use_orig_params": True}
+    model.first = FullyShardedDataParallel(model.first, sharding_strategy=ShardingStrategy.NO_SHARD, **on_cpu)
+    if rank == 2:
+        flip(model.first.module.weight, (0, 0), 4)
+    found["whole inside of FSDP, rank 2"] = hookstats.check_replicas(FullyShardedDataParallel(model, **on_cpu))
     return found
 
 
@@ -362,6 +357,7 @@ def test_sharded_tensors_are_compared_among_the_ranks_that_hold_the_same_part() 
         ]
         told = [(each.tensor, each.ranks, each.reference_rank, each.agree) for each in found["TP, rank 1"]]
         assert told == [("first.weight", (3,), 1, 1), ("norm.weight", (1,), 0, 3)]
+        assert [(each.tensor, each.ranks) for each in found["whole inside of FSDP, rank 2"]] == [("first.weight", (2,))]
         assert len(found["told"]) == 1
         assert "a part cut by FullyShardedDataParallel" in found["told"][0]
 
@@ -388,12 +384,11 @@ class Unreadable(nn.Module):
 
 def unreadable(rank: int, world: int) -> tuple[list[str], list[hookstats.Disagreement]]:
     model = Unreadable()
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
+    with hearing() as told:
         assert hookstats.check_replicas(model) == []
         model.plain.data[1] += rank
         found = hookstats.check_replicas(model)
-    return [str(each.message) for each in told if "check_replicas" in str(each.message)], found
+    return told, found
 
 
 def test_what_cannot_be_read_is_named_in_one_warning_and_the_rest_is_compared() -> None:

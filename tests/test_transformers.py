@@ -57,15 +57,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
         Qwen2MoeConfig(**SHAPE, **TEXT, **GROUPED, **EXPERTS, experts_implementation="eager")
     ),
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """On a busy machine, threads that wait for each other take most of the time of models this small."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def made(name: str, device: str = "cpu") -> nn.Module:

@@ -6,7 +6,6 @@ import gc
 import importlib
 import logging
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,11 +21,13 @@ import hookstats
 from hookstats import FindingError, Snapshot
 from hookstats.integrations.transformers import HookStats
 from tests.conftest import ROOT
+from tests.snapshots import same
 from tests.test_judging import Found, Recorder
 
 KINDS = ("output", "grad_output", "param", "param_grad", "param_update")
 EVERYTHING = {"tensors": KINDS, "every": 1, "strict": True}
 LENGTH = 16
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
@@ -36,14 +37,6 @@ def text() -> list[dict[str, torch.Tensor]]:
     labels = tokens.clone()
     labels[::5, -5:] = -100
     return [{"input_ids": ids, "labels": wanted} for ids, wanted in zip(tokens, labels, strict=True)]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def gpt2(dropout: float = 0.0) -> GPT2LMHeadModel:
@@ -106,15 +99,6 @@ def plain(model: GPT2LMHeadModel, text: list[Any], before: bool) -> list[Snapsho
         monitor.step(step + 1, loss=total, lr=rate)
     monitor.detach()
     return snapshots
-
-
-def same(got: list[Snapshot], wanted: list[Snapshot]) -> None:
-    """Bit for bit, with their scalars and numbers."""
-    assert [snapshot.step for snapshot in got] == [snapshot.step for snapshot in wanted]
-    for one, other in zip(got, wanted, strict=True):
-        assert one.scalars == other.scalars
-        assert one.order == other.order
-        assert one.equals(other), one.step
 
 
 @pytest.mark.parametrize("before", [False, True])

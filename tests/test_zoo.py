@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import pytest
 import torch
@@ -13,15 +13,7 @@ from tests import zoo
 from tests.channel_truth import truth
 
 ALLOWED = 0.003  # of all sites
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """On a busy machine, threads that wait for each other take most of the time of models this small."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def wrong_sites(animal: zoo.Animal) -> tuple[int, list[str]]:

@@ -19,14 +19,14 @@ _NAMED = 5  # sites that a note names
 
 
 class _Owner(NamedTuple):
-    """Of a site, who counts: see Replicas."""
+    """Who counts of a site; see Replicas."""
 
     rank: int  # the lowest that has it
     replicas: Replicas
 
 
 class Agreement:
-    """The same on all ranks that make it of the same tables.
+    """What all ranks make alike of the same tables.
 
     ``rows``: of all sites, in the order of the first table, then what others add. ``sites``: theirs, then those without
     a row of which something was left out. ``unlike``: sites of which ranks have other channels, merged as totals.
@@ -37,9 +37,9 @@ class Agreement:
         """tables: each with the lowest rank that has it, in the order of these."""
         self.first_rank = tables[0][0]
         self.notes: list[str] = []
-        bins = {table.bins for _, table in tables}
-        self.bins: Bins | None = bins.pop() if len(bins) == 1 else None
-        if bins:
+        bins, *others = {table.bins for _, table in tables}
+        self.bins: Bins | None = None if others else bins
+        if others:
             self.notes.append("no histograms are merged, because not all ranks have the same bins")
         self.scalars = tuple(dict.fromkeys(name for _, table in tables for name in table.scalars))
         self.spread = all(table.spread for _, table in tables)
@@ -59,7 +59,7 @@ class Agreement:
         self.place = {site: i for i, site in enumerate(self.sites)}
 
     def _merged(self, rows: list[Row]) -> Row:
-        """What one says that has not seen its channels yet does not concern the others."""
+        """A row of the whole. What a rank says that has not seen its channels yet does not concern the others."""
         first = rows[0]
         if len(rows) == 1 and (self.bins is not None or not first.counters):
             return first
@@ -91,7 +91,7 @@ class Agreement:
 
     @property
     def bytes(self) -> int:
-        """Of what is merged."""
+        """The size of what is merged."""
         states = sum(len(FIELDS) * row.channels + row.counters for row in self.rows)
         return 8 * (states + flat.PER_SITE[self.spread] * len(self.sites))
 
@@ -117,7 +117,7 @@ class Agreement:
         return row.replicas == owner.replicas and (owner.replicas != "first" or owner.rank == rank)
 
     def layout(self, folded: Sequence[int]) -> Layout:
-        """Of the whole, in one block; some of its rows as totals."""
+        """The layout of the whole, in one block. folded: rows that are totals in it."""
         rows = list(self.rows)
         for i in folded:
             rows[i] = _total(rows[i], self.bins)
@@ -125,7 +125,7 @@ class Agreement:
 
 
 def _layout(rows: Sequence[Row], bins: Bins | None) -> Layout:
-    """In one block, one behind another."""
+    """The layout of one block in which the rows lie one behind another."""
     sizes = [len(FIELDS) * row.channels + COUNTERS + row.counters for row in rows]
     ends = np.cumsum(sizes).tolist() if rows else []
     return Layout(
@@ -152,7 +152,7 @@ def _total(row: Row, bins: Bins | None) -> Row:
 
 
 def _owner(rows: list[tuple[int, Row]]) -> _Owner:
-    """Where ranks do not agree on who counts, it is as the first of them has it: nothing is counted twice."""
+    """The first rank's word holds where ranks do not agree on who counts, so that nothing is counted twice."""
     rank, row = rows[0]
     if isinstance(row.replicas, str):
         return _Owner(rank, row.replicas)

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from hookstats.numbers.fields import FIELDS, Array, Counts, least, together
 
-Section: TypeAlias = NDArray[Any]
+Section: TypeAlias = NDArray[Any]  # [rows, elements], of 8-byte numbers
+Merge: TypeAlias = Callable[[Sequence[Section]], Section]  # of the parts' elements, in the order of the parts
 
 SPREAD = ("rms", "abs_max", "mean", "nonfinite")  # of which the ranks' extremes are told
 OF_STEP = ("time", "grad_scale", "overflowed")  # scalars that every step has
@@ -29,7 +30,7 @@ _EXTREMES = [FIELDS.index(name) for name in ("min", "max")]
 
 
 class Flat(NamedTuple):
-    """What a rank contributes, or what has been merged. What a rank does not have is neutral there."""
+    """The sections that a rank contributes, or that have been merged. What a rank does not have is neutral there."""
 
     columns: Array  # [10, channels of all sites]: states; zeros where nothing was measured
     bins: Counts  # [1, counters of all sites]
@@ -37,10 +38,6 @@ class Flat(NamedTuple):
     lowest: Counts  # [2, sites]: when a site first ran (rank << 32 | place); the first rank that left out tensors of it
     scalars: Array  # [4, scalars]: sum, count, min, max over the ranks that have them
     spread: Array  # [16, sites], or [16, 0]: of each of SPREAD min, its rank, max, its rank
-
-    def sections(self) -> list[Section]:
-        """Each ``[rows, elements]``, of 8 bytes; what `MERGES` are for."""
-        return list(self)
 
 
 def neutral(channels: int, counters: int, sites: int, scalars: int, spread: bool) -> Flat:
@@ -58,7 +55,7 @@ def neutral(channels: int, counters: int, sites: int, scalars: int, spread: bool
 
 
 def merge(flats: Sequence[Flat]) -> Flat:
-    """Those of several ranks, in their order."""
+    """What several ranks contribute, merged in their order."""
     return Flat(*(of(parts) for of, parts in zip(MERGES, zip(*flats, strict=True), strict=True)))
 
 
@@ -119,5 +116,5 @@ def _spread(parts: Sequence[Section]) -> Section:
     return result
 
 
-# Of each section: its elements, of all parts, to those of the whole. All in the order of the parts.
-MERGES: tuple[Callable[[Sequence[Section]], Section], ...] = (_columns, _sum, _sum, _lowest, _scalars, _spread)
+# One for each section of Flat.
+MERGES: tuple[Merge, ...] = (_columns, _sum, _sum, _lowest, _scalars, _spread)

@@ -33,7 +33,7 @@ class Group(NamedTuple):
 
 
 def axes_of(mesh: DeviceMesh) -> tuple[Axis, ...] | None:
-    """None: this rank is not part of it."""
+    """The axes of a mesh through this rank; None where this rank is not part of it."""
     here = mesh.get_coordinate()
     if here is None:
         return None

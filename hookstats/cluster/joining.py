@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,7 +13,7 @@ from hookstats.cluster.groups import checked_placements, group_of
 from hookstats.cluster.merging import Merged, Merging
 from hookstats.cluster.placements import Placements
 from hookstats.cluster.steps import Step, Steps
-from hookstats.cluster.table import Placed, Placing
+from hookstats.cluster.table import Placed, Placing, Tables
 from hookstats.modules.sharding import Held
 from hookstats.numbers.blocks import Drained, Row
 from hookstats.numbers.fields import Site
@@ -33,19 +34,14 @@ class Joined:
         group = group_of(process_group)
         wanted = checked_placements(placements, group, names)
         rank = dist.get_rank()
-        self._steps = Steps(rank, budget, spread)
-        self._told: set[object] = set()
-        self._placements = Placements(model, group, wanted, self._note)
+        self._steps = Steps(rank, Tables(budget, spread))
+        self._placements = Placements(model, group, wanted, self._steps.notes.append)
         self._placing: tuple[dict[Site, Held], Placing] | None = None
         self._merging = Merging(group.ranks, self._steps)
+        weakref.finalize(self, self._merging.give_up).atexit = False  # where nobody detaches the monitor, nor holds it
         self._arrived: list[Merged[Step]] = []
         self.ranks = Ranks((rank,), len(group.ranks))
         self.is_first = rank == min(group.ranks)
-
-    def _note(self, what: object, text: str) -> None:
-        if what not in self._told:
-            self._told.add(what)
-            self._steps.notes.append(text)
 
     def submit(self, drained: Drained, held: dict[Site, Held]) -> None:
         """held: what this rank has of each site; the same object while nothing of it has changed."""

@@ -10,13 +10,13 @@ import time
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from typing import Generic, Protocol, TypeVar
 
 from hookstats._warn import WarnOnce
-from hookstats.cluster import protocol
-from hookstats.cluster.protocol import Moment, Tables, Verdict
-from hookstats.cluster.tree import FAN, Merge, Section, Tree, c10d, default_store, levels
+from hookstats.cluster import gloo
+from hookstats.cluster.flat import Merge, Section
+from hookstats.cluster.protocol import Moment, Participant, Tables, Verdict
+from hookstats.cluster.tree import FAN, Tree, levels
 
 Step = TypeVar("Step")
 
@@ -46,7 +46,7 @@ class Packing(Protocol[Step]):
         """
 
     def unpack(self, sections: list[Section], step: Step, tables: Tables) -> Step:
-        """What came of all ranks' sections, as a step; `step` is this rank's own."""
+        """A step made of what came of all ranks' sections; `step` is this rank's own."""
 
 
 @dataclass(frozen=True)
@@ -58,13 +58,13 @@ class Merged(Generic[Step]):
     world_size: int  # ranks that were to be merged
 
 
+@dataclass
 class _Slot(Generic[Step]):
     """A step that was submitted, until it is delivered."""
 
-    def __init__(self, step: Step, moment: Moment) -> None:
-        self.step = step
-        self.moment = moment
-        self.merged: Merged[Step] | None = None
+    step: Step
+    moment: Moment
+    merged: Merged[Step] | None = None
 
 
 class _Stopped(Exception):
@@ -84,7 +84,7 @@ class Merging(Generic[Step]):
 
         RuntimeError where this torch does not have what is needed.
         """
-        self.rank = c10d.get_rank()
+        self.rank = gloo.c10d.get_rank()
         self.ranks = tuple(sorted(ranks))
         if self.rank not in self.ranks:
             raise ValueError(f"process_group: expected ranks with this one, {self.rank}, got {self.ranks}")
@@ -92,46 +92,44 @@ class Merging(Generic[Step]):
         self._patience = patience
         self._fan = fan
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        self._local = local if local > 0 and c10d.get_world_size() % local == 0 else 1
-        members = blake2b(repr(self.ranks).encode(), digest_size=8).hexdigest()
-        name = f"hookstats/{members}/{_mergings[self.ranks]}"
+        self._local = local if local > 0 and gloo.c10d.get_world_size() % local == 0 else 1
+        name = f"hookstats/{gloo.name_of(self.ranks)}/{_mergings[self.ranks]}"
         _mergings[self.ranks] += 1
-        self._store = c10d.PrefixStore(name, default_store())
-        self._slots: deque[_Slot[Step]] = deque()
-        self._last: Moment = (0, -1)
+        self._store = gloo.c10d.PrefixStore(name, gloo.default_store())
+        # What only training's thread touches, which makes all public calls.
+        self._slots: deque[_Slot[Step]] = deque()  # not delivered yet
+        self._last = Moment(0, -1)
+        self._warn_once = WarnOnce()
+        self._process = os.getpid()
+        # What both do: a slot's `merged` is set once, by the thread, or when that has ended.
+        self._queue: queue.SimpleQueue[_Slot[Step] | None] = queue.SimpleQueue()  # None: the end
+        self._told: deque[tuple[str, str]] = deque()
+        self._stop = threading.Event()
+        # What only the thread touches.
         self._tree: Tree | None = None
         self._epoch = 0  # of the tree, or the next one where it has failed
-        self._looked = 0.0  # when the thread last asked the store whether the groups have failed elsewhere
+        self._looked = 0.0  # when the store was last asked whether the groups have failed elsewhere
         self._is_over = False  # a rank has left: nothing will be merged any more
-        self._told: deque[tuple[str, str]] = deque()
-        self._warn_once = WarnOnce()
-        self._stop = threading.Event()
-        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._process = os.getpid()
         self._thread = threading.Thread(target=self._run, name="hookstats merging", daemon=True)
         self._thread.start()
         atexit.register(self.close, timeout=0.0)
 
     def submit(self, step: Step, number: int) -> None:
         """Merges a step with those of the same number on other ranks. Takes some microseconds, whatever they do."""
-        begun = self._last[0] + (number <= self._last[1])  # numbers that go back: trained anew, on all ranks
-        slot = _Slot(step, (begun, number))
-        self._last = slot.moment
-        if self._thread.is_alive():
-            if self._waiting() >= _WAITING:
-                slot.merged = self._alone(slot)
-                self._told.append(("queue", f"{_WAITING} steps were waiting to be merged when step {number} came"))
-            self._slots.append(slot)
-            self._wake.put(None)
-        else:  # as it is in a fork, too
+        begun = self._last.begun + (number <= self._last.number)  # numbers that go back: trained anew, on all ranks
+        self._last = Moment(begun, number)
+        slot = _Slot(step, self._last)
+        if self._unsettled() >= _WAITING:
             slot.merged = self._alone(slot)
-            self._slots.append(slot)
+            self._told.append(("queue", f"{_WAITING} steps were waiting to be merged when step {number} came"))
+        elif self._thread.is_alive():  # it is not in a fork, where it may have held the queue's lock
+            self._queue.put(slot)
+        self._slots.append(slot)
 
     def arrived(self) -> list[Merged[Step]]:
         """What was submitted and is settled, in that order, each once. Tells what went wrong."""
         if not self._thread.is_alive():
-            for slot in self._slots:
-                slot.merged = slot.merged or self._alone(slot)
+            self._settle_all()
         done = []
         while self._slots and (merged := self._slots[0].merged) is not None:
             done.append(merged)
@@ -145,9 +143,9 @@ class Merging(Generic[Step]):
         return done
 
     def wait(self, timeout: float) -> list[Merged[Step]]:
-        """The same, when all is settled, or after so many seconds."""
+        """What `arrived` returns, once all is settled or so many seconds have passed."""
         end = time.monotonic() + timeout
-        while self._waiting() and self._thread.is_alive() and time.monotonic() < end:
+        while self._unsettled() and self._thread.is_alive() and time.monotonic() < end:
             time.sleep(0.001)
         return self.arrived()
 
@@ -158,12 +156,22 @@ class Merging(Generic[Step]):
         atexit.unregister(self.close)
         done = self.wait(timeout)
         self._stop.set()
-        self._wake.put(None)
+        self._queue.put(None)
         self._thread.join(2.0)
+        self._settle_all()  # also where the thread is stuck, as in a call of a store whose host is frozen
         return done + self.arrived()
 
-    def _waiting(self) -> int:
-        return sum(slot.merged is None for slot in tuple(self._slots))
+    def give_up(self) -> None:
+        """Ends the thread when it has merged what is there. Waits for no lock: the garbage collector may call it."""
+        if self._process == os.getpid():
+            self._queue.put(None)
+
+    def _settle_all(self) -> None:
+        for slot in self._slots:
+            slot.merged = slot.merged or self._alone(slot)
+
+    def _unsettled(self) -> int:
+        return sum(slot.merged is None for slot in self._slots)
 
     def _alone(self, slot: _Slot[Step]) -> Merged[Step]:
         return Merged(slot.step, (self.rank,), len(self.ranks))
@@ -179,21 +187,21 @@ class Merging(Generic[Step]):
             if not (self._stop.is_set() or self._is_over):  # the store may go with the rank that has left
                 text = f"torch.distributed's store failed, nothing is merged from now on: {error!r}"
                 self._told.append(("store", text))
+        finally:
+            atexit.unregister(self.close)
 
     def _merge_all(self) -> None:
         # Nodes of unlike size say unlike numbers, and there is one tree: that of the rank which came first.
         local = int(self._store.compare_set("local", "", str(self._local)))
         self._plan = levels(self.ranks, self._fan, local)
-        self._protocol = protocol.Protocol(self._store, self._plan, self.rank, self._patience, self._pause)
+        self._participant = Participant(self._store, self._plan, self.rank, self._patience, self._pause)
         failures = 0
         why = "it was detached, or has ended"
         try:
             while failures < _ATTEMPTS:
-                slot = next((slot for slot in tuple(self._slots) if slot.merged is None), None)
+                slot = self._queue.get()
                 if slot is None:
-                    self._wake.get()
-                    self._pause(0)
-                    continue
+                    return
                 try:
                     slot.merged = self._settled(slot)
                     if self._is_over:
@@ -206,17 +214,14 @@ class Merging(Generic[Step]):
             why = f"merging failed {failures} times in a row"
             self._told.append(("left", f"{why}, nothing is merged from now on"))
         finally:
-            self._protocol.leave(why)
+            self._participant.leave(why)
 
     def _settled(self, slot: _Slot[Step]) -> Merged[Step]:
         try:
-            checksum, table = self._packing.table(slot.step)
-            scale = self._packing.scale(slot.step)
+            table, scale = self._packing.table(slot.step), self._packing.scale(slot.step)
         except Exception as error:
-            raise _Failed(f"step {slot.moment[1]}: {error!r}") from error
-        verdict, tables = self._protocol.settle(
-            slot.moment, checksum, table, scale, self._epoch, lambda: self._waiting() >= _WAITING
-        )
+            raise _Failed(f"step {slot.moment.number}: {error!r}") from error
+        verdict, tables = self._participant.settle(slot.moment, table, scale, self._epoch, self._is_hurried)
         if not verdict.go:
             self._is_over = verdict.kind == "left"
             self._told.append((verdict.kind, verdict.text))
@@ -226,15 +231,18 @@ class Merging(Generic[Step]):
         except Exception as error:
             self._tree = None
             self._epoch = verdict.epoch + 1
-            self._protocol.break_up(verdict.epoch)
+            self._participant.break_up(verdict.epoch)
             if isinstance(error, _Stopped):
                 raise
-            raise _Failed(f"step {slot.moment[1]}: {error!r}") from error
+            raise _Failed(f"step {slot.moment.number}: {error!r}") from error
+
+    def _is_hurried(self) -> bool:
+        return self._queue.qsize() + 1 >= _WAITING  # with the one in hand
 
     def _merge(self, step: Step, verdict: Verdict, tables: Tables) -> Step:
         if self._tree is None or self._epoch != verdict.epoch:
             self._epoch = verdict.epoch
-            store = c10d.PrefixStore(f"groups/{verdict.epoch}", self._store)
+            store = gloo.c10d.PrefixStore(f"groups/{verdict.epoch}", self._store)
             self._tree = Tree(self._plan, self.rank, store, self._patience, self._pause_in_collective)
         self._looked = time.monotonic()
         sections = self._packing.pack(step, tables)
@@ -244,7 +252,7 @@ class Merging(Generic[Step]):
         self._pause(seconds)
         if time.monotonic() - self._looked > _LOOK:
             self._looked = time.monotonic()
-            if self._protocol.is_broken_up(self._epoch):
+            if self._participant.is_broken_up(self._epoch):
                 raise RuntimeError("another rank could not merge it")
 
     def _pause(self, seconds: float) -> None:

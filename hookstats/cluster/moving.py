@@ -16,7 +16,7 @@ _FEW = 1 << 13  # numbers of a site that are moved one by one, by index, togethe
 
 
 class Moves:
-    """Of some sites, each with ``[height, width]`` numbers one behind another in its block."""
+    """Moves the numbers of some sites, ``[height, width]`` of each one behind another in its block."""
 
     def __init__(self, height: int, length: int, block: Counts, offset: Counts, begin: Counts, width: Counts) -> None:
         """``[sites]``: in which block, and where in it; from which element of the section, and how many of them.

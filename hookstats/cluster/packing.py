@@ -25,15 +25,15 @@ class Packer:
     def __init__(self, agreement: Agreement, rank: int) -> None:
         self._agreement = agreement
         self._rank = rank
-        self._plans: dict[tuple[Layout, Table], _Plan] = {}
+        self._shares: dict[tuple[Layout, Table], _Share] = {}
         self._wholes: dict[tuple[int, ...], _Whole] = {}
 
     def pack(self, drained: Drained, table: Table, pieces: Sequence[Piece]) -> Flat:
         """What this rank contributes; table and pieces as `Tables.of` gave them, the table one of the agreement's."""
         key = drained.layout, table
-        if key not in self._plans:
-            self._plans = {key: _Plan(self._agreement, drained.layout, table, pieces, self._rank)}
-        return self._plans[key].pack(drained)
+        if key not in self._shares:
+            self._shares = {key: _Share(self._agreement, drained.layout, table, pieces, self._rank)}
+        return self._shares[key].pack(drained)
 
     def unpack(self, flat: Flat, own: Drained) -> Drained:
         """The whole; own: of this rank, the same step, which knows why tensors were left out here."""
@@ -46,16 +46,16 @@ class Packer:
         return self._wholes[folded].unpack(flat, own)
 
 
-class _Plan:
+class _Share:
     """What a rank contributes to the steps of one layout."""
 
     def __init__(self, agreement: Agreement, layout: Layout, table: Table, pieces: Sequence[Piece], rank: int) -> None:
         """table: one of the agreement's, of this layout; with pieces, as `Tables.of` gave them."""
         self._agreement = agreement
-        self._layout = layout
         self._rank = rank
+        # Arrays of as many elements as the layout has rows.
         parts = [row.parts[-1] for row in layout.rows]
-        self._place = np.array([agreement.place[row.site] for row in table.rows], np.int64)  # of each row
+        self._place = np.array([agreement.place[row.site] for row in table.rows], np.int64)
         rows = [agreement.rows[i] for i in self._place.tolist()]
         self._counts = np.array(
             [piece.counts and agreement.counts(row, rank) for row, piece in zip(table.rows, pieces, strict=True)], bool
@@ -63,35 +63,24 @@ class _Plan:
         self._leads = self._counts & np.array([piece.leads for piece in pieces], bool)
         is_total = np.array([row.channels == 1 for row in rows], bool)
         shape = np.array([(part.block, part.offset, part.channels, part.bins) for part in parts], np.int64)
-        self._block, offset, self._channels, bins = shape.reshape(-1, 4).T
-        self._width = np.where(is_total, 1, self._channels)
+        block, offset, channels, bins = shape.reshape(-1, 4).T
+        self._width = np.where(is_total, 1, channels)
         first = np.where(is_total, 0, np.array([piece.offset for piece in pieces], np.int64))
         self._begin = agreement.channel_begin[self._place] + first
         self._has_bins = (bins > 0) & (np.diff(agreement.bin_begin)[self._place] > 0)
         self._per_channel = agreement.bins is not None and agreement.bins.per_channel
         each = histogram_shape(agreement.bins, 1)[-1]  # counters of a channel, or of the site
         self._bin_begin = agreement.bin_begin[self._place] + (first * each if self._per_channel else 0)
-        is_fold = is_total & (self._channels > 1)  # together with the others' totals
+        is_fold = is_total & (channels > 1)  # together with the others' totals
         self._folds = np.flatnonzero(is_fold).tolist()
         self._is_narrow = ~is_total & np.array([row.is_narrow for row in table.rows], bool)
         here = np.flatnonzero(self._counts & ~is_fold)
-        self._moments = Moves(
-            len(FIELDS),
-            int(agreement.channel_begin[-1]),
-            self._block[here],
-            offset[here],
-            self._begin[here],
-            self._channels[here],
-        )
+        to = int(agreement.channel_begin[-1]), block[here], offset[here], self._begin[here], channels[here]
+        self._moments = Moves(len(FIELDS), *to)
         here = np.flatnonzero(self._counts & self._has_bins & ~(is_fold & self._per_channel))
-        self._histograms = Moves(
-            1,
-            int(agreement.bin_begin[-1]),
-            self._block[here],
-            (offset + len(FIELDS) * self._channels + COUNTERS)[here],
-            self._bin_begin[here],
-            bins[here],
-        )
+        offset = offset + len(FIELDS) * channels + COUNTERS
+        to = int(agreement.bin_begin[-1]), block[here], offset[here], self._bin_begin[here], bins[here]
+        self._histograms = Moves(1, *to)
 
     def pack(self, drained: Drained) -> Flat:
         """drained: of this layout."""
@@ -141,7 +130,7 @@ class _Plan:
                 flat.bins[0, counters : counters + histogram.size] = histogram.reshape(-1)
 
     def _put_spread(self, flat: Flat, drained: Drained) -> None:
-        """Where a site has fired."""
+        """Tells this rank's statistics of the sites that have fired, each as both of its extremes."""
         totals, shown = drained.columns.totals, drained.by_row.shown
         has_fired = drained.columns.calls > 0
         place = self._place[shown[has_fired]]

@@ -12,12 +12,12 @@ import itertools
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Placement
 from torch.nn.parallel import DistributedDataParallel
 
@@ -25,14 +25,12 @@ from hookstats.cluster.groups import Axis, Group, Wanted, axes_of
 from hookstats.cluster.table import Piece, Placed, Placing, Replicas, whole
 from hookstats.modules.channels import input_channels, natural_channels
 from hookstats.modules.selection import clean_names, matches
-from hookstats.modules.sharding import Held, Sharding
+from hookstats.modules.sharding import Held, Sharding, flattened
 from hookstats.numbers import blocks
 from hookstats.numbers.fields import Site
 
-Tell: TypeAlias = Callable[[object, str], object]  # of what, and in which words
 
-
-class Lies(NamedTuple):
+class Span(NamedTuple):
     """A part of a dimension: how large the whole is, and where in it the part begins and how large it is."""
 
     whole: int
@@ -59,22 +57,22 @@ def cuts_of(axes: Sequence[Axis], placements: Sequence[Placement], dim: int) -> 
     return cuts
 
 
-def part_of(size: int, cuts: Sequence[Axis], ranks: frozenset[int]) -> Lies | None:
+def part_of(size: int, cuts: Sequence[Axis], ranks: frozenset[int]) -> Span | None:
     """What this rank has of `size` channels, and the whole that the parts of some ranks make. None: they make none."""
     here = _cut(size, cuts, [axis.coordinate for axis in cuts])
     members = [_members(axis, ranks) for axis in cuts]
     if all(len(each) == len(axis.ranks) for each, axis in zip(members, cuts, strict=True)):
-        return Lies(size, *here)
+        return Span(size, *here)
     parts = [part for part in (_cut(size, cuts, each) for each in itertools.product(*members)) if part[1]]
     begin = min((start for start, _ in parts), default=0)
     end = max((start + length for start, length in parts), default=0)
     if sum(length for _, length in parts) != end - begin:
         return None
-    return Lies(end - begin, here[0] - begin, here[1])
+    return Span(end - begin, here[0] - begin, here[1])
 
 
 def _cut(size: int, cuts: Sequence[Axis], coordinates: Sequence[int]) -> tuple[int, int]:
-    """Where the part of these coordinates begins, and its size: chunks as torch.chunk makes them, one of another."""
+    """Where the part at these coordinates begins, and its size: chunks of chunks, each as torch.chunk makes them."""
     start = 0
     for axis, coordinate in zip(cuts, coordinates, strict=True):
         chunk = -(-size // len(axis.ranks))
@@ -89,20 +87,22 @@ def _members(axis: Axis, ranks: frozenset[int]) -> list[int]:
 
 
 class Placements:
-    """Those of a model's sites on this rank."""
+    """How a model's sites lie on this rank."""
 
-    def __init__(self, model: nn.Module, group: Group, wanted: Wanted, tell: Tell) -> None:
-        """wanted: what `groups.checked_placements` made of ``placements=``. tell: the user, once of each thing."""
+    def __init__(self, model: nn.Module, group: Group, wanted: Wanted, tell: Callable[[str], object]) -> None:
+        """wanted: what `groups.checked_placements` made of ``placements=``. tell: the user."""
         self._model = weakref.ref(model)
         self._wanted = wanted
         self._tell = tell
+        self._told: set[str] = set()  # reasons
         self._axes: dict[Any, tuple[Axis, ...] | None] = {}  # by mesh
         self.group = group
         self.ranks = frozenset(group.ranks)
 
     def placing(self, held: Mapping[Site, Held]) -> Placing:
         """How sites lie in the whole, with the model's parameters as they are now. held: of each site."""
-        return _Placing(self, self._model(), dict(held))
+        model = self._model()
+        return _Placing(self, nn.Module() if model is None else model, dict(held))
 
     def axes_of(self, mesh: Any) -> tuple[Axis, ...] | None:
         """See `groups.axes_of`."""
@@ -117,8 +117,10 @@ class Placements:
 
     def tell_of_what_is_apart(self, site: Site, merged_as: Site, why: str) -> None:
         """Once for each reason."""
+        if why in self._told:
+            return
+        self._told.add(why)
         self._tell(
-            ("apart", why),
             f"{why}: such tensors are kept apart, {site} as {merged_as}. Say how they are placed: placements={{glob: "
             "Shard(-1)} for a part of the channels, Shard(0) or Shard(-2) for a part of the rows, Replicate() for the "
             "same values; one for each dimension of a DeviceMesh that is process_group=",
@@ -132,19 +134,22 @@ class Placements:
 class _Placing:
     """The sites of a model as it is now."""
 
-    def __init__(self, of: Placements, model: nn.Module | None, held: dict[Site, Held]) -> None:
-        self._of = of
+    def __init__(self, placements: Placements, model: nn.Module, held: dict[Site, Held]) -> None:
+        self._placements = placements
         self._held = held
         # Merging keeps the latest of these for good; a model that nobody else holds is to go all the same.
-        self._modules = WeakValueDictionary({} if model is None else clean_names(model))
-        self._parallel = [] if model is None else self._tensor_parallel_axes(model)
-        self._flat = {} if model is None else _flattened(model, of.ranks)
+        self._modules = WeakValueDictionary(clean_names(model))
+        self._parallel = self._tensor_parallel_axes(model)
+        self._flat = {
+            id(module): placements.ranks.intersection(dist.get_process_group_ranks(outer.process_group))
+            for module, outer in flattened(model).items()
+        }
 
     def __call__(self, row: blocks.Row) -> Placed:
         held = self._held.get(row.site, Held(None, None))
         if held.sharding is not None:
             return self._of_dtensor(row, held.sharding, held.channels)
-        wanted = self._of.wanted(row.site.name)
+        wanted = self._placements.wanted(row.site.name)
         if wanted is not None:
             return self._as_wanted(row, wanted, held.channels)
         if row.is_parameter:
@@ -157,20 +162,20 @@ class _Placing:
         return self._of_plain(row, held.channels)
 
     def _of_dtensor(self, row: blocks.Row, sharding: Sharding, channels: int | None) -> Placed:
-        axes = self._of.axes_of(sharding.mesh)
-        ranks = self._of.ranks & set(sharding.mesh.mesh.flatten().tolist())
+        axes = self._placements.axes_of(sharding.mesh)
+        ranks = self._placements.ranks & set(sharding.mesh.mesh.flatten().tolist())
         replicas: Replicas = min(ranks) if row.is_parameter and ranks else "each"
         if axes is None:  # a mesh without this rank
             return Placed(sharding.channels, replicas, Piece(counts=False, leads=False))
         cuts = cuts_of(axes, sharding.placements, sharding.dim)
-        lies = None if cuts is None else part_of(sharding.channels, cuts, self._of.ranks)
-        if lies is None or (lies.size and channels not in (None, lies.size)):
+        span = None if cuts is None else part_of(sharding.channels, cuts, self._placements.ranks)
+        if span is None or (span.size and channels not in (None, span.size)):
             why = f"the channels of a DTensor that is placed {sharding} do not lie side by side"
-            return self._along(row, whole(row), [Axis("rank", self._of.group.ranks, dist.get_rank())], why)
+            return self._along(row, whole(row), [Axis("rank", self._placements.group.ranks, dist.get_rank())], why)
         replicated = [axis for axis, each in zip(axes, sharding.placements, strict=True) if each.is_replicate()]
-        counts = lies.size > 0 and self._of.is_lowest(replicated)
-        piece = Piece(lies.offset if lies.size else 0, counts, self._of.is_lowest(axes))
-        placed = Placed(lies.whole, replicas, piece)
+        counts = span.size > 0 and self._placements.is_lowest(replicated)
+        piece = Piece(span.offset if span.size else 0, counts, self._placements.is_lowest(axes))
+        placed = Placed(span.whole, replicas, piece)
         covered = {rank for axis in axes for rank in axis.ranks}
         left = [axis for axis in self._parallel if not covered.issuperset(axis.ranks)]
         return placed if row.is_parameter else self._along(row, placed, left)
@@ -178,7 +183,7 @@ class _Placing:
     def _as_wanted(self, row: blocks.Row, wanted: tuple[Placement, ...], channels: int | None) -> Placed:
         size, offset, counts, leads = channels or 1, 0, True, True
         apart: list[Axis] = []
-        for axis, placement in reversed(list(zip(self._of.group.axes, wanted, strict=True))):
+        for axis, placement in reversed(list(zip(self._placements.group.axes, wanted, strict=True))):
             if placement.is_replicate():
                 counts &= axis.coordinate == 0
             elif channels is not None:
@@ -210,12 +215,12 @@ class _Placing:
         placed, left = whole(row), self._parallel
         shard = None if channels is None else self._shard_of_own_weight(row.site, channels)
         if shard is not None:
-            lies, cuts = shard
-            placed = Placed(lies.whole, "each", Piece(lies.offset, True, self._of.is_lowest(cuts)))
+            span, cuts = shard
+            placed = Placed(span.whole, "each", Piece(span.offset, True, self._placements.is_lowest(cuts)))
             left = [axis for axis in left if axis not in cuts]
         return self._along(row, placed, left)
 
-    def _shard_of_own_weight(self, site: Site, channels: int) -> tuple[Lies, list[Axis]] | None:
+    def _shard_of_own_weight(self, site: Site, channels: int) -> tuple[Span, list[Axis]] | None:
         """What of its channels an activation has that is as wide as the local shard of its own module's weight."""
         module = self._modules.get(site.name)
         if module is None:
@@ -223,7 +228,7 @@ class _Placing:
         is_input = "input" in site.tensor.split(".")[0]
         natural = input_channels(module, None) if is_input else natural_channels(module)
         for parameter in list(module._parameters.values()):  # the trainer may replace them meanwhile
-            axes = self._of.axes_of(parameter.device_mesh) if isinstance(parameter, DTensor) else None
+            axes = self._placements.axes_of(parameter.device_mesh) if isinstance(parameter, DTensor) else None
             if axes is None:
                 continue
             here = [pair for pair in zip(axes, parameter.placements, strict=True) if pair[0] in self._parallel]
@@ -232,9 +237,9 @@ class _Placing:
                 if wide != size and (wide is not None or dim != 0 or is_input):
                     continue
                 cuts = cuts_of([axis for axis, _ in here], [each for _, each in here], dim)
-                lies = part_of(size, cuts, self._of.ranks) if cuts else None
-                if cuts and lies is not None and lies.size == channels != size:
-                    return lies, cuts
+                span = part_of(size, cuts, self._placements.ranks) if cuts else None
+                if cuts and span is not None and span.size == channels != size:
+                    return span, cuts
         return None
 
     def _along(self, row: blocks.Row, placed: Placed, axes: Sequence[Axis], why: str = "") -> Placed:
@@ -244,7 +249,9 @@ class _Placing:
         names = ", ".join(repr(axis.name) for axis in axes)
         told = ",".join(f"{axis.name}={axis.coordinate}" for axis in axes)
         site = Site(row.site.name, f"{row.site.tensor}[{told}]")
-        self._of.tell_of_what_is_apart(row.site, site, why or f"how plain tensors lie along {names} is not known")
+        self._placements.tell_of_what_is_apart(
+            row.site, site, why or f"how plain tensors lie along {names} is not known"
+        )
         return placed._replace(site=site)
 
     def _tensor_parallel_axes(self, model: nn.Module) -> list[Axis]:
@@ -257,10 +264,10 @@ class _Placing:
         found: dict[tuple[int, ...], Axis] = {}
         for module in self._modules.values():
             for parameter in list(module._parameters.values()):  # the trainer may replace them meanwhile
-                of_mesh = self._of.axes_of(parameter.device_mesh) if isinstance(parameter, DTensor) else None
+                of_mesh = self._placements.axes_of(parameter.device_mesh) if isinstance(parameter, DTensor) else None
                 axes: tuple[Axis, ...] = of_mesh or ()
                 for axis in axes:
-                    is_merged = len(_members(axis, self._of.ranks)) > 1
+                    is_merged = len(_members(axis, self._placements.ranks)) > 1
                     if is_merged and not any(ranks.issuperset(axis.ranks) for ranks in data_parallel):
                         found.setdefault(axis.ranks, axis)
         return list(found.values())
@@ -275,16 +282,6 @@ def _data_parallel_ranks(model: nn.Module) -> list[set[int]]:
         elif isinstance(module, (DistributedDataParallel, FullyShardedDataParallel)):
             found[tuple(dist.get_process_group_ranks(module.process_group))] = None
     return [set(ranks) for ranks in found]
-
-
-def _flattened(model: nn.Module, ranks: frozenset[int]) -> dict[int, frozenset[int]]:
-    """The modules, by id, whose parameters FSDP1 has laid into one and cut, and the ranks over which it did."""
-    found: dict[int, frozenset[int]] = {}
-    for outer in FullyShardedDataParallel.fsdp_modules(model):
-        cut = outer.sharding_strategy != ShardingStrategy.NO_SHARD
-        over = ranks.intersection(dist.get_process_group_ranks(outer.process_group)) if cut else frozenset[int]()
-        found |= dict.fromkeys(map(id, outer.modules()), over)
-    return found
 
 
 def _ranks_of_fsdp(module: FSDPModule) -> list[tuple[int, ...]]:

@@ -14,18 +14,27 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
-from hookstats.cluster.tree import Pause, Store
+from hookstats.cluster.gloo import Store
+from hookstats.cluster.tree import Pause
 
-Moment: TypeAlias = tuple[float, int]  # how often step numbers have begun anew, and the number of the step
 Checksums: TypeAlias = list[tuple[int, int]]  # of distinct tables, each with the lowest rank that has it
 Tables: TypeAlias = list[tuple[int, bytes]]  # these themselves
 
-_NEVER: Moment = (-1, 0)
-_END: Moment = (float("inf"), 0)  # later than any step
 _POLL, _LONGEST_POLL = 1e-3, 0.05  # seconds between two looks at the store
 _POLL_PER_RANK = 5e-5  # more of them for more ranks: the store sees some 20,000 looks a second at most
 _KEPT = 8  # tables in the store that a rank brought last, though nobody has them now
 _NAMED = 8  # late ranks that a message names
+
+
+class Moment(NamedTuple):
+    """A step of a training."""
+
+    begun: float  # how often step numbers have begun anew
+    number: int
+
+
+_NEVER = Moment(-1, 0)
+_END = Moment(float("inf"), 0)  # later than any step
 
 
 class Summary(NamedTuple):
@@ -47,11 +56,11 @@ class Summary(NamedTuple):
     def from_json(cls, text: str) -> Summary:
         low, low_rank, high, high_rank, epoch, tables, scales, late = json.loads(text)
         pairs = [(rank, each) for rank, each in tables], [(rank, each) for rank, each in scales]
-        return cls(tuple(low), low_rank, tuple(high), high_rank, epoch, *pairs, late)
+        return cls(Moment(*low), low_rank, Moment(*high), high_rank, epoch, *pairs, late)
 
 
 class Verdict(NamedTuple):
-    """Of a step and, where none was given before, all earlier ones."""
+    """What is decided about a step and, where nothing was before, about all earlier ones."""
 
     at: Moment
     go: bool
@@ -67,13 +76,13 @@ class Verdict(NamedTuple):
     @classmethod
     def from_json(cls, text: str) -> Verdict:
         at, *rest = json.loads(text)
-        return cls(tuple(at), *rest)
+        return cls(Moment(*at), *rest)
 
 
 _NOTHING = Summary(_NEVER, 0, _NEVER, 0, 0, [], [], []).to_json()
 
 
-class Protocol:
+class Participant:
     """One rank's part. Any error of the store is raised."""
 
     def __init__(
@@ -98,28 +107,22 @@ class Protocol:
         self._number = 0  # of the present agreement, and which it is
         self._listed: Checksums = []
         store.compare_set("broken", "", "-1")
-        for name in ["verdict", *(f"rank/{each}" for each in self._below)]:
-            store.compare_set(
-                name, "", Verdict(_NEVER, False, self._first).to_json() if name == "verdict" else _NOTHING
-            )
+        store.compare_set("verdict", "", Verdict(_NEVER, False, self._first).to_json())
+        for each in self._below:
+            store.compare_set(f"rank/{each}", "", _NOTHING)
 
     def settle(
-        self,
-        moment: Moment,
-        checksum: int,
-        table: bytes,
-        scale: float | None,
-        epoch: int,
-        is_hurried: Callable[[], bool],
+        self, moment: Moment, table: tuple[int, bytes], scale: float | None, epoch: int, is_hurried: Callable[[], bool]
     ) -> tuple[Verdict, Tables]:
         """The verdict of a step that this rank has in hand, and where that is go, the tables of all ranks.
 
-        epoch: of groups that this rank can use. is_hurried: whether this rank can wait no longer.
+        table: what this rank has to merge, with its checksum before it. epoch: of groups that this rank can use.
+        is_hurried: whether this rank can wait no longer.
         """
         self._in_hand = moment
-        self._offer(checksum, table)
-        own = Summary(moment, self._rank, moment, self._rank, epoch, [(self._rank, checksum)], [], [])
-        own = own._replace(scales=[(self._rank, scale)])
+        self._offer(*table)
+        me = self._rank
+        own = Summary(moment, me, moment, me, epoch, [(me, table[0])], [(me, scale)], [])
         begin, interval, told = time.monotonic(), self._poll, ""
         while True:
             read, verdict, below = self._look()
@@ -131,22 +134,19 @@ class Protocol:
                 return self._obeyed(verdict, moment)
             waited = time.monotonic() - begin
             summary = self._sum(own, below, verdict.at, waited > self._patience)
-            decided = None
             if is_hurried():
-                text = f"rank {self._rank} has too many steps to merge, and waited no longer for step {moment[1]}"
-                decided = self._alone(moment, "queue", text)
-            elif self._first == self._rank:
+                text = f"rank {self._rank} has too many steps to merge, and waited no longer for step {moment.number}"
+                decided: Verdict | None = self._alone(moment, "queue", text)
+            elif self._rank == self._first:
                 decided = self._decide(summary, moment, waited > self._patience)
-            elif verdict.by != self._first or waited > self._longest:
-                text = f"rank {self._first} was waited for in vain at step {moment[1]}"
-                decided = self._alone(moment, "late", text)
-            elif summary is not None and summary.to_json() != told:
-                told = summary.to_json()
-                self._store.set(f"rank/{self._rank}", told)
-                interval = self._poll
+            else:
+                decided = self._decide_for_first(verdict, moment, waited > self._longest)
             if decided is not None:
                 self._write(read, decided)
                 continue
+            if self._rank != self._first and summary is not None and summary.to_json() != told:
+                told, interval = summary.to_json(), self._poll
+                self._store.set(f"rank/{self._rank}", told)
             self._pause(interval)
             interval = min(1.5 * interval, max(_LONGEST_POLL, 8 * self._poll))
 
@@ -182,7 +182,7 @@ class Protocol:
         return Verdict(at, False, self._rank, kind=kind, text=text)
 
     def _sum(self, own: Summary, below: dict[int, str], settled: Moment, is_over: bool) -> Summary | None:
-        """Of this rank and those below: None while it is not worth telling."""
+        """What this rank and those below it have announced; None while it is not worth telling."""
         moment, parts, missing = own.low, [own], {}
         for rank, text in below.items():
             part = Summary.from_json(text)
@@ -219,24 +219,30 @@ class Protocol:
             late[:_NAMED],
         )
 
+    def _decide_for_first(self, verdict: Verdict, moment: Moment, is_over: bool) -> Verdict | None:
+        """Another rank's, where the first one does not come, or did not last time; None: to wait."""
+        if verdict.by == self._first and not is_over:
+            return None
+        return self._alone(moment, "late", f"rank {self._first} was waited for in vain at step {moment.number}")
+
     def _decide(self, summary: Summary | None, moment: Moment, is_over: bool) -> Verdict | None:
         """The first rank's; None: to wait."""
         if summary is None:
             return None
         if summary.high > moment or summary.low < moment:
             text = (
-                f"rank {summary.high_rank} is at step {summary.high[1]} without step {summary.low[1]}, which rank "
-                f"{summary.low_rank} has measured: measured alike (every=) on all ranks, they would be merged"
+                f"rank {summary.high_rank} is at step {summary.high.number} without step {summary.low.number}, which "
+                f"rank {summary.low_rank} has measured: measured alike (every=) on all ranks, they would be merged"
             )
             return self._alone(summary.low, "cadence", text)
         if summary.late:
-            return self._alone(moment, "late", f"ranks {summary.late} were waited for in vain at step {moment[1]}")
+            return self._alone(moment, "late", f"ranks {summary.late} were waited for in vain at step {moment.number}")
         if len(summary.scales) > 1:
             (one, scale), (other, another) = summary.scales
-            text = f"the grad_scale of rank {one} was {scale} at step {moment[1]}, that of rank {other} {another}"
+            text = f"the grad_scale of rank {one} was {scale} at step {moment.number}, that of rank {other} {another}"
             return self._alone(moment, "scale", text)
         if not self._are_stored(summary.tables):
-            text = f"the list of sites of a rank did not arrive at step {moment[1]}"
+            text = f"the list of sites of a rank did not arrive at step {moment.number}"
             return self._alone(moment, "table", text) if is_over else None
         if summary.tables != self._listed:
             self._number += 1
@@ -247,7 +253,7 @@ class Protocol:
 
     def _obeyed(self, verdict: Verdict, moment: Moment) -> tuple[Verdict, Tables]:
         if verdict.at > moment and verdict.at != _END:
-            text = f"other ranks went on to step {verdict.at[1]} without this rank's step {moment[1]}"
+            text = f"other ranks went on to step {verdict.at.number} without this rank's step {moment.number}"
             return Verdict(moment, False, verdict.by, kind="late", text=text), []
         if verdict.kind == "table":  # deleted by who had brought it long ago, maybe
             self._tables.clear()

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from hookstats.cluster.agreement import Agreement
-from hookstats.cluster.flat import MERGES, Flat
+from hookstats.cluster.flat import MERGES, Flat, Merge, Section
 from hookstats.cluster.packing import Packer
 from hookstats.cluster.table import Placing, Table, Tables, whole
-from hookstats.cluster.tree import Merge, Section
 from hookstats.numbers.blocks import Drained
 
 _KEPT = 4  # agreements: of whole states, and of totals, each before and after a change
@@ -24,18 +23,17 @@ class Step(NamedTuple):
 
 
 class Steps:
-    """Those of a rank, one after another; used by one thread alone.
+    """The steps of a rank, one after another; one thread alone uses it.
 
     ``notes``: what the user is to be told of how ranks differ, and what was left out for it; to be taken from the left.
     """
 
     merges: Sequence[Merge] = MERGES
 
-    def __init__(self, rank: int, budget: int, spread: bool) -> None:
-        """As Table has them."""
+    def __init__(self, rank: int, tables: Tables) -> None:
         self.notes: deque[str] = deque()
         self._rank = rank
-        self._tables = Tables(budget, spread)
+        self._tables = tables
         self._packers: dict[tuple[tuple[int, bytes], ...], Packer] = {}
 
     def table(self, step: Step) -> tuple[int, bytes]:
@@ -49,10 +47,10 @@ class Steps:
 
     def pack(self, step: Step, tables: Sequence[tuple[int, bytes]]) -> list[Section]:
         """tables: each with the lowest rank that has it, in the order of these. ValueError where one is none."""
-        return self._packer(tables).pack(step.drained, *self._tables.of(*step)).sections()
+        return list(self._packer(tables).pack(step.drained, *self._tables.of(*step)))
 
     def unpack(self, sections: Sequence[Section], step: Step, tables: Sequence[tuple[int, bytes]]) -> Step:
-        """What came of all ranks' sections; step: this rank's own."""
+        """A step made of what came of all ranks' sections; step: this rank's own."""
         return step._replace(drained=self._packer(tables).unpack(Flat(*sections), step.drained))
 
     def _packer(self, tables: Sequence[tuple[int, bytes]]) -> Packer:

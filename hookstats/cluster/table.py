@@ -104,7 +104,7 @@ class Table:
 
     @cached_property
     def checksum(self) -> int:
-        """Of the text, 64 bits."""
+        """64 bits that stand for the text."""
         return int.from_bytes(blake2b(self.text, digest_size=8).digest(), "big")
 
     @classmethod
@@ -168,7 +168,7 @@ class Tables:
     """
 
     def __init__(self, budget: int, spread: bool) -> None:
-        """As Table has them."""
+        """budget, spread: see Table."""
         self._budget = budget
         self._spread = spread
         self._scalars: dict[str, None] = {}
@@ -176,7 +176,9 @@ class Tables:
         self._known: dict[Layout, tuple[Placing, int, Table, list[Piece]]] = {}
 
     def of(self, drained: Drained, placing: Placing = whole) -> tuple[Table, list[Piece]]:
-        """And this rank's pieces, of each row one. placing: another object where anything about it has changed.
+        """The table of a step, and this rank's pieces, one for each row.
+
+        placing: another object where anything about it has changed.
 
         ValueError where a piece does not lie in its whole.
         """

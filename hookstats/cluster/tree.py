@@ -1,4 +1,4 @@
-"""Arrays of all ranks merged into one, over private groups of gloo: everybody gets the same bits.
+"""Arrays of all ranks merged into one, over groups of our own: everybody gets the same bits.
 
 gloo connects all members of a group with each other, which fails or crawls beyond some 60 nodes (Megatron-LM 877, gloo
 327): so small groups meet, their first members meet, and so on. Nothing here asks whether the others are there: that is
@@ -7,23 +7,17 @@ settled before, see protocol.py.
 
 from __future__ import annotations
 
-import ctypes
 import itertools
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
-import torch.distributed
-from numpy.typing import NDArray
 
-c10d: Any = torch.distributed  # its stores and groups have no types
-Store: TypeAlias = Any
-Section: TypeAlias = NDArray[Any]  # [rows, elements], of 8-byte numbers
-Merge: TypeAlias = Callable[[Sequence[Section]], Section]  # of the members' elements, in the order of the members
+from hookstats.cluster import gloo
+from hookstats.cluster.flat import Merge, Section
+
 Pause: TypeAlias = Callable[[float], None]  # sleeps so many seconds; raises where all is to end
 
 FAN = 64
@@ -31,7 +25,7 @@ _POLL, _LONGEST_POLL = 1e-4, 5e-3  # seconds between two looks at a collective
 
 
 def levels(ranks: Sequence[int], fan: int = FAN, local: int = 1) -> list[list[tuple[int, ...]]]:
-    """Of each level its groups, of at most `fan` ranks: the first rank of each goes on to the next level.
+    """The groups of each level, of at most `fan` ranks: the first rank of each goes on to the next level.
 
     local: the number of ranks on a node, which meet first; 1: unknown. No level for one rank alone.
     """
@@ -53,14 +47,14 @@ def levels(ranks: Sequence[int], fan: int = FAN, local: int = 1) -> list[list[tu
 
 
 def _cut(ranks: list[int], fan: int) -> list[tuple[int, ...]]:
-    """As few as possible, of about the same size."""
+    """Cuts ranks into as few groups as possible, of about the same size."""
     count = -(-len(ranks) // fan)
     ends = [len(ranks) * i // count for i in range(count + 1)]
     return [tuple(ranks[begin:end]) for begin, end in itertools.pairwise(ends)]
 
 
 class _Group(NamedTuple):
-    gloo: Any
+    gloo: gloo.Group
     place: int  # of this rank among the members, whose first one leads
     size: int
 
@@ -69,7 +63,7 @@ class Tree:
     """This rank's groups, from below; of the last one it is not the first member, or that is the topmost."""
 
     def __init__(
-        self, plan: Sequence[Sequence[tuple[int, ...]]], rank: int, store: Store, timeout: float, pause: Pause
+        self, plan: Sequence[Sequence[tuple[int, ...]]], rank: int, store: gloo.Store, timeout: float, pause: Pause
     ) -> None:
         """plan: of `levels`. store: with a prefix that no other groups have. timeout: of a collective, in seconds.
 
@@ -82,19 +76,20 @@ class Tree:
         for level, groups in enumerate(plan):
             number, members = next((i, group) for i, group in enumerate(groups) if rank in group)
             place = members.index(rank)
-            gloo = _gloo(_devices(), c10d.PrefixStore(f"{level}/{number}", store), place, len(members), timeout)
-            self._groups.append(_Group(gloo, place, len(members)))
+            prefixed = gloo.c10d.PrefixStore(f"{level}/{number}", store)
+            group = gloo.lazy_group(prefixed, place, len(members), timeout)
+            self._groups.append(_Group(group, place, len(members)))
             self._is_top = level == len(plan) - 1
             if place:
                 break
 
     def merge(self, sections: Sequence[Section], merges: Sequence[Merge]) -> list[Section]:
-        """Those of all ranks; sections of the same shapes on all of them. RuntimeError, TimeoutError where one fails.
+        """Merges the sections of all ranks, which have the same shapes on all of them.
 
         On each level below the topmost three collectives, there two, however large the sections are: each member gets
         one slice of all members' elements and merges these in the order of the ranks, the first one gathers what they
         merged, and in the end sends down what came out at the top (where all gather). So a member holds no more than
-        three times what it brought.
+        three times what it brought. RuntimeError or TimeoutError where a collective fails.
         """
         whole = torch.empty(sum(section.size for section in sections), dtype=torch.int64)
         result = _views(whole, sections)
@@ -143,14 +138,9 @@ class Tree:
                 self._pause(interval)
                 interval = min(1.5 * interval, _LONGEST_POLL)
         except BaseException:
-            _keep((work, *memory))  # which it may still read and write
+            gloo.keep((work, *memory))  # which it may still read and write
             raise
         work.wait()  # is done: raises what failed
-
-
-def _keep(anything: Any) -> None:
-    """For good, beyond the end of the interpreter."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(anything))
 
 
 def _views(whole: torch.Tensor, like: Sequence[Section]) -> list[Section]:
@@ -163,56 +153,14 @@ def _views(whole: torch.Tensor, like: Sequence[Section]) -> list[Section]:
 
 
 def _cuts(sections: Sequence[Section], size: int) -> list[tuple[int, int]]:
-    """Of each section the shape of a slice. The last ones may hold fewer elements, and zeros."""
+    """The shape of a slice of each section. The last slices may hold fewer elements, and zeros."""
     return [(len(section), -(-section.shape[1] // size)) for section in sections]
 
 
 def _sliced(slices: torch.Tensor, cuts: Sequence[tuple[int, int]], like: Sequence[Section]) -> Iterator[Section]:
-    """Of each section its part in memory of slices: ``[slices, rows, elements]``."""
+    """The part of each section in memory of slices: ``[slices, rows, elements]``."""
     memory, begin = slices.numpy(), 0
     for (rows, width), section in zip(cuts, like, strict=True):
         part = memory[:, begin : begin + rows * width].view(section.dtype)
         yield part.reshape(len(memory), rows, width)
         begin += rows * width
-
-
-def _devices() -> list[Any]:
-    """As torch.distributed chooses them, but connecting when they are used: connecting at once blocks a thread."""
-    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-    if names:
-        return [c10d.ProcessGroupGloo.create_device(interface=name, lazy_init=True) for name in names]
-    return [c10d.ProcessGroupGloo.create_default_device(lazy_init=True)]
-
-
-def _gloo(devices: list[Any], store: Store, place: int, size: int, timeout: float) -> Any:
-    """A group that torch.distributed does not know: its new_group counts groups, and would disturb the user's own.
-
-    It is never destroyed: where a member has failed that may hang, with the GIL held (seen in torch 2.13). Its two
-    threads sleep.
-    """
-    options = c10d.ProcessGroupGloo._Options()
-    options._devices = devices
-    options._timeout = timedelta(seconds=timeout)
-    options._threads = 1
-    gloo = c10d.ProcessGroupGloo(store, place, size, options)
-    _keep(gloo)
-    return gloo
-
-
-def default_store() -> Store:
-    """A connection of our own to the store of torch.distributed: another one's long wait would block it.
-
-    RuntimeError where this torch has none to give.
-    """
-    find = getattr(c10d.distributed_c10d, "_get_default_store", None)
-    if find is None:
-        raise RuntimeError(
-            "process_group: expected torch.distributed.distributed_c10d._get_default_store, as torch 2.11 to 2.15 have "
-            f"it, got torch {torch.__version__} without it"
-        )
-    store = find()
-    if store is None:
-        raise RuntimeError(
-            "process_group: expected a store of torch.distributed, got none, as its backend mpi has none"
-        )
-    return store.clone()

@@ -13,22 +13,36 @@ from typing import Any
 import torch
 
 import hookstats
-from hookstats import Monitor, Snapshot
+from hookstats import Monitor
 
 
 class Attached:
-    """Attaches hookstats to the model that a trainer trains. The callbacks say what the arguments are.
+    """Attaches hookstats to the model that a trainer trains.
 
     monitor: what `hookstats.attach` returned for the latest training; it can be asked for findings behind it, too.
     """
 
     def __init__(self, modules: Any = None, *, before_clipping: bool = False, **settings: Any) -> None:
+        """Attaches nothing before training begins.
+
+        Args:
+            modules: as for `hookstats.attach`.
+            before_clipping: parameters' gradients as they are before they are clipped; by default they are read as the
+                optimizer gets them.
+            settings: the other arguments of `hookstats.attach`, by name. ``training_only`` is True and ``grad_scaler``
+                is the trainer's, where they are not given. ``process_group="world"``: all processes of the trainer,
+                whose group is not there yet when a callback is made.
+
+        Raises:
+            TypeError: for an argument that `hookstats.attach` does not have. What `hookstats.attach` raises comes when
+                training begins.
+        """
         inspect.signature(hookstats.attach).bind(None, modules, **settings)
         self.monitor: Monitor | None = None
         self._settings = settings | {"modules": modules}
         self._before_clipping = before_clipping
         self._is_attached = False
-        self._forget_step()
+        self._scalars: dict[str, Any] = {}  # of the open step
 
     def _attach(self, model: Any, scaler: Any) -> None:
         """Nothing is measured before the first batch. A GradScaler that is not in use says so by itself."""
@@ -39,10 +53,7 @@ class Attached:
         self.monitor = hookstats.attach(model, **settings)
         self.monitor.pause()
         self._is_attached = True
-        self._forget_step()
-
-    def _forget_step(self) -> None:
-        self._scalars: dict[str, Any] = {}
+        self._scalars = {}
 
     def _begin_batch(self) -> None:
         if self.monitor is not None:
@@ -53,22 +64,22 @@ class Attached:
             self.monitor.pause()
 
     def _add_loss(self, loss: Any) -> None:
-        """Of a microbatch, as backward gets it: the sum is the loss of the step. Stays on its device."""
+        """Adds a microbatch's, as backward gets it: the sum is the loss of the step. It stays on its device."""
         if isinstance(loss, torch.Tensor) and loss.numel() == 1:
             loss = loss.detach()
             self._scalars["loss"] = self._scalars["loss"] + loss if "loss" in self._scalars else loss
 
     def _note_learning_rate(self, optimizer: Any) -> None:
-        """Of the first group of the first optimizer that steps; schedulers change it before the step is closed."""
+        """Takes the first group's of the first optimizer that steps: schedulers change it before the step is closed."""
         groups = getattr(optimizer, "param_groups", None)
         rate = groups[0].get("lr") if groups else None
         if rate is not None and "lr" not in self._scalars:
             self._scalars["lr"] = rate.detach().clone() if isinstance(rate, torch.Tensor) else rate
 
-    def _close_step(self, number: int) -> Snapshot | None:
-        scalars = {name: self._scalars[name] for name in ("loss", "lr") if name in self._scalars}
-        self._forget_step()
-        return None if self.monitor is None else self.monitor.step(number, **scalars)
+    def _close_step(self, number: int) -> None:
+        given, self._scalars = self._scalars, {}
+        if self.monitor is not None:
+            self.monitor.step(number, **{name: given[name] for name in ("loss", "lr") if name in given})
 
     def _detach(self, error: type[BaseException] | None = None) -> None:
         """error: what training ended with. The trainer raises it; nothing that comes of detaching is to take its place.

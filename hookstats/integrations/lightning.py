@@ -42,23 +42,11 @@ class HookStats(Attached, *_callbacks()):  # type: ignore[misc]
     scalars are "loss", the sum of what backward gets (of what ``training_step`` returns, with manual optimization), and
     "lr". ``monitor`` is what `hookstats.attach` returned for the latest training, None before the first.
 
-    Args:
-        modules: as for `hookstats.attach`.
-        before_clipping: parameters' gradients as they are before they are clipped; by default they are read as the
-            optimizer gets them.
-        settings: the other arguments of `hookstats.attach`, by name. ``training_only`` is True and ``grad_scaler`` is
-            the trainer's, where they are not given. ``process_group="world"``: all processes of the trainer, whose
-            group is not there yet when a callback is made.
-
-    Raises:
-        TypeError: for an argument that `hookstats.attach` does not have. What `hookstats.attach` raises comes when
-            ``fit`` begins. ValueError then: for before_clipping with manual optimization.
+    With manual optimization, ``fit`` raises ValueError for ``before_clipping=True``: Lightning tells too late.
     """
 
-    def __init__(self, modules: Any = None, *, before_clipping: bool = False, **settings: Any) -> None:
-        super().__init__(modules, before_clipping=before_clipping, **settings)
-        self._step = 0  # the open one
-        self._global_step = 0  # of the trainer, when it began
+    _step = 0  # the open one
+    _global_step = 0  # of the trainer, when it began
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         if self._before_clipping and not pl_module.automatic_optimization:
@@ -86,10 +74,9 @@ class HookStats(Attached, *_callbacks()):  # type: ignore[misc]
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self._add_loss(outputs.get("loss") if isinstance(outputs, Mapping) else outputs)
         if trainer.global_step != self._global_step:
-            number = self._step
-            self._step += 1
             self._global_step = trainer.global_step
-            self._close_step(number)
+            self._step += 1
+            self._close_step(self._step - 1)
         self._end_batch()
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
@@ -103,7 +90,7 @@ class HookStats(Attached, *_callbacks()):  # type: ignore[misc]
         self._detach(type(exception))
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Where there was nothing left to train, ``on_train_end`` is not called."""
+        """Detaches where there was nothing left to train, and ``on_train_end`` is not called."""
         self._detach()
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:

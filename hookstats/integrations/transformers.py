@@ -41,25 +41,11 @@ class HookStats(Attached, TrainerCallback):  # type: ignore[misc]
 
     Trainer does not tell a callback when training raises: hooks stay on the model then, until it trains again with a
     HookStats, or ``callback.monitor.detach()`` is called: keep the callback.
-
-    Args:
-        modules: as for `hookstats.attach`.
-        before_clipping: parameters' gradients as they are before they are clipped; by default they are read as the
-            optimizer gets them.
-        settings: the other arguments of `hookstats.attach`, by name. ``training_only`` is True and ``grad_scaler`` is
-            the trainer's, where they are not given. ``process_group="world"``: all processes of the trainer, whose
-            group is not there yet when a callback is made.
-
-    Raises:
-        TypeError: for an argument that `hookstats.attach` does not have. What `hookstats.attach` raises comes when
-            training begins.
     """
 
-    def __init__(self, modules: Any = None, *, before_clipping: bool = False, **settings: Any) -> None:
-        super().__init__(modules, before_clipping=before_clipping, **settings)
-        self._is_in_step = False
-        self._are_gradients_read = False
-        self._of: _Training
+    _is_in_step = False
+    _are_gradients_read = False  # before they are clipped; or it was told why they are not
+    _training: _Training
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
@@ -69,11 +55,11 @@ class HookStats(Attached, TrainerCallback):  # type: ignore[misc]
                 f"expected one GPU in a process, got {args.n_gpu}, for which Trainer takes DataParallel: start it with "
                 "torchrun, or let CUDA_VISIBLE_DEVICES name one"
             )
-        of = _Training(_last_of(model), weakref.ref(state))
-        for callback in {self, *_training}:
-            if callback is self or (callback._of.last() is of.last() and callback._of.state() is not state):
-                callback._leave(RuntimeError)  # training that raised
-        self._of = of
+        training = _Training.of(model, state)
+        for callback in {self, *_listening}:
+            if callback is self or callback._training.has_raised(training):
+                callback._leave(RuntimeError)
+        self._training = training
         self._attach(model, getattr(optimizer, "scaler", None))
         _listen(self)
 
@@ -121,19 +107,23 @@ class _Training(NamedTuple):
     last: weakref.ref[torch.nn.Module]  # of the model's modules: the same whatever the model is wrapped in
     state: weakref.ref[Any]  # the trainer has a new one for each training, and gives it to all callbacks
 
+    @classmethod
+    def of(cls, model: torch.nn.Module, state: Any) -> _Training:
+        *_, last = model.modules()
+        return cls(weakref.ref(last), weakref.ref(state))
 
-def _last_of(model: torch.nn.Module) -> weakref.ref[torch.nn.Module]:
-    *_, last = model.modules()
-    return weakref.ref(last)
+    def has_raised(self, now: _Training) -> bool:
+        """Whether another training of the same model has begun before this one ended."""
+        return self.last() is now.last() and self.state() is not now.state()
 
 
-_training: weakref.WeakSet[HookStats] = weakref.WeakSet()  # those whose trainers train
+_listening: weakref.WeakSet[HookStats] = weakref.WeakSet()  # those whose trainers train
 _wrapped: dict[str, Any] = {}  # what was there before, by name; kept for a call that is under way when it is put back
 _in_place: set[str] = set()  # the names of those that are wrapped now
 
 
 def _listen(callback: HookStats) -> None:
-    _training.add(callback)
+    _listening.add(callback)
     weakref.finalize(callback, _put_back)  # training raised, and nobody kept it
     for name, method in _METHODS.items():
         if name not in _in_place:
@@ -143,13 +133,13 @@ def _listen(callback: HookStats) -> None:
 
 
 def _stop_listening(callback: HookStats) -> None:
-    _training.discard(callback)
+    _listening.discard(callback)
     _put_back()
 
 
 def _put_back() -> None:
-    """Where no trainer trains, what was there, unless somebody has wrapped it once more."""
-    if list(_training):  # not those that are on their way out
+    """Puts back what was there as soon as no trainer trains, unless somebody has wrapped it once more."""
+    if list(_listening):  # not those that are on their way out
         return
     for name, method in _METHODS.items():
         if getattr(Accelerator, name) is method:
@@ -159,7 +149,7 @@ def _put_back() -> None:
 
 @functools.wraps(Accelerator.backward)
 def _backward(self: Any, loss: Any, *args: Any, **kwargs: Any) -> Any:
-    for callback in list(_training):
+    for callback in list(_listening):
         callback.before_backward(loss)
     return _wrapped["backward"](self, loss, *args, **kwargs)
 
@@ -173,7 +163,7 @@ def _clip_grad_norm_(self: Any, parameters: Any, *args: Any, **kwargs: Any) -> A
 
 def _telling(parameters: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     """Accelerate asks for the parameters when it has unscaled their gradients."""
-    for callback in list(_training):
+    for callback in list(_listening):
         callback.before_gradients_are_clipped()
     yield from parameters
 

@@ -1,10 +1,11 @@
-"""How a DTensor lies on a mesh of ranks, as far as its channels are concerned. No device work, no communication."""
+"""How tensors lie on ranks: DTensors, as far as their channels are concerned. No device work, no communication."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 
 class Sharding(NamedTuple):
@@ -32,7 +33,7 @@ def is_dtensor(tensor: object) -> bool:
 
 
 def sharding_of(tensor: Any, dim: int) -> Sharding:
-    """Of a DTensor whose channels are in this dimension."""
+    """How a DTensor lies whose channels are in this dimension."""
     ndim = tensor.dim()
     dim = dim % ndim if ndim else 0
     size = tensor.shape[dim] if ndim else 1
@@ -47,3 +48,12 @@ def unreduced(tensor: Any) -> str | None:
         if placement.is_partial():
             return f"expected a DTensor that is whole or sharded, got {placement}: its values are yet to be reduced"
     return None
+
+
+def flattened(model: nn.Module) -> dict[nn.Module, Any]:
+    """The modules whose parameters FullyShardedDataParallel (FSDP1) has cut, without saying where; by what cut them."""
+    found: dict[nn.Module, Any] = {}
+    for outer in model.modules():
+        if any(cls.__name__ == "FullyShardedDataParallel" for cls in type(outer).__mro__):
+            found |= dict.fromkeys(outer.modules(), outer)
+    return {module: outer for module, outer in found.items() if outer.sharding_strategy.name != "NO_SHARD"}

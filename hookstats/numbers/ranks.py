@@ -47,8 +47,8 @@ ALONE = Ranks()
 class Spread(NamedTuple):
     """How far the ranks of a group lie apart in a statistic of a site: the extremes, and which rank has each.
 
-    Of one site numbers, of all sites of a step arrays ``[sites]``. Of equal ones the lowest rank; NaN and -1 where no
-    rank has a value.
+    They are numbers for one site, arrays ``[sites]`` for all sites of a step. The lowest of several ranks is named that
+    have the same extreme; NaN and -1 stand where no rank has a value.
     """
 
     min: Any
@@ -57,5 +57,5 @@ class Spread(NamedTuple):
     max_rank: Any
 
     def at(self, i: int) -> Spread:
-        """Of the i-th site."""
+        """The spread of the i-th site."""
         return Spread(float(self.min[i]), int(self.min_rank[i]), float(self.max[i]), int(self.max_rank[i]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import operator
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -34,7 +34,6 @@ from hookstats.watch.arguments import (
     refuse_device,
 )
 from hookstats.watch.binding import SiteBinder
-from hookstats.watch.delivery import Joined
 from hookstats.watch.drain import Drain, Scalars
 from hookstats.watch.evaluation import TrainingOnly, check_training_only
 from hookstats.watch.hooks import InputHook
@@ -44,6 +43,9 @@ from hookstats.watch.monitor import Cadence, Monitor, Watching
 from hookstats.watch.parameters import Parameters, watch_optimizers
 from hookstats.watch.planning import Plan
 from hookstats.watch.scaling import Scaling, check_scaler
+
+if TYPE_CHECKING:
+    from hookstats.cluster.joining import Joined
 
 _log = logging.getLogger("hookstats")
 
@@ -224,10 +226,10 @@ def _joined(
         if placements is not None or rank_spread:
             raise ValueError("placements, rank_spread: expected a process_group, whose ranks are merged; got None")
         return Ranks((torch.distributed.get_rank(),)) if _is_distributed() else ALONE, None
-    from hookstats.cluster.joining import Joined as Ranked  # torch.distributed takes its time where nobody uses it
+    from hookstats.cluster import joining  # torch.distributed takes its time where nobody uses it
 
     names = [*plan.modules, *plan.parameters]
-    joined = Ranked(model, process_group, placements, names, rank_spread, memory_budget)
+    joined = joining.Joined(model, process_group, placements, names, rank_spread, memory_budget)
     return joined.ranks, joined
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from hookstats.modules.sharding import Held
 from hookstats.numbers.blocks import Drained
@@ -20,27 +20,12 @@ from hookstats.watch.drain import Drain, Pending, Scalars
 from hookstats.watch.judging import Recorder
 from hookstats.watch.memory import Store
 
+if TYPE_CHECKING:  # it takes its time, and not everybody has ranks
+    from hookstats.cluster.joining import Joined
+
 _SILENT_STEPS = 3  # measured ones, after which a site that never fired is named
 LeftOut: TypeAlias = dict[Site, Skipped]  # in one step
 Holding: TypeAlias = dict[Site, Held]  # what this rank has of each site in one step
-
-
-class Joined(Protocol):
-    """The ranks of a process group, see `hookstats.cluster.joining`. Its methods return at once, but the last two."""
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this is the lowest rank of the group."""
-
-    def submit(self, drained: Drained, held: Holding) -> None:
-        """held: what this rank has of each site."""
-
-    def arrived(self) -> list[Drained]:
-        """What all ranks have together, or this one alone, in the order of their submission; each once."""
-
-    def wait(self, timeout: float) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class Delivery:

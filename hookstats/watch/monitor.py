@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -18,7 +18,7 @@ from hookstats.numbers.ranks import Ranks
 from hookstats.numbers.snapshot import Snapshot
 from hookstats.watch.arguments import Sink, refuse_device
 from hookstats.watch.binding import SiteBinder
-from hookstats.watch.delivery import Delivery, Joined
+from hookstats.watch.delivery import Delivery
 from hookstats.watch.drain import Scalars
 from hookstats.watch.hooks import Hook, SiteSpec
 from hookstats.watch.judging import Judging, OnFinding, Recorder
@@ -27,6 +27,9 @@ from hookstats.watch.overhead import Overhead, Stopwatch
 from hookstats.watch.parameters import Parameters
 from hookstats.watch.scaling import Scaling
 from hookstats.watch.skipping import Captured
+
+if TYPE_CHECKING:
+    from hookstats.cluster.joining import Joined
 
 _JOIN_SECONDS = 30.0  # that `Monitor.detach` waits for other ranks
 
@@ -178,7 +181,7 @@ class Monitor:
         try:
             return ask()
         except Exception as error:
-            if self._strict:
+            if self._store.strict:
                 raise
             self._binder.warn_once("scaler", f"grad_scaler failed, gradients are reported with their scale: {error!r}")
 
@@ -186,7 +189,7 @@ class Monitor:
         try:
             return bool(self._cadence.due(self._step))
         except Exception as error:
-            if self._strict:
+            if self._store.strict:
                 raise
             self._binder.warn_once("every", f"every={self._cadence.due!r} failed, the step is not measured: {error!r}")
             return False
@@ -278,14 +281,10 @@ class Monitor:
             refuse_device(tensor.device)
             self._taps[name] = self._binder.late_hook(spec, local_part(tensor).device)
         except Exception as error:  # no memory for its state, say
-            if self._strict:
+            if self._store.strict:
                 raise
             self._binder.warn_once(("tap", name), f"not measured: {name!r}: {error}")
         return self._taps.get(name)
-
-    @property
-    def _strict(self) -> bool:
-        return self._store.strict
 
     def _set_flags(self) -> None:
         is_paused = not self._handles or self._pauses > 0 or self._is_paused

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from hookstats.cluster.contents import checksums
-from hookstats.cluster.exchange import Exchange
+from hookstats.replicas.contents import checksums
+from hookstats.replicas.exchange import Exchange
 
 _PARTS = 2048  # whose checksums are exchanged at a time
 _ELEMENTS = 4096  # of a part that is exchanged itself
@@ -77,7 +77,7 @@ def _first(reference: Any, other: Any) -> Element:
 
 
 def _number(content: bytes, dtype: torch.dtype) -> Any:
-    """As a Python number; None for a dtype whose elements are none."""
+    """One element as a Python number; None for a dtype whose elements are none."""
     one = torch.frombuffer(bytearray(content), dtype=dtype)[0]
     try:
         return (one.float() if dtype.is_floating_point and dtype.itemsize == 1 else one).item()

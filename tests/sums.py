@@ -1,16 +1,17 @@
-"""Steps that tests merge: arrays that are summed, without sites."""
+"""Steps that tests merge: arrays that are summed, without sites; and what happens in their collectives."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch.distributed as dist
 
+from hookstats.cluster.flat import Merge, Section
 from hookstats.cluster.merging import Merged, Merging
-from hookstats.cluster.tree import Merge, Section
 
 
 def summed(parts: Sequence[Section]) -> Section:
@@ -55,6 +56,40 @@ class Sums:
         return sections
 
 
+class Disturbed(Sums):
+    """A step in the middle of whose collectives this rank does something else first; None: like any other."""
+
+    def __init__(self, number: int, disturb: Callable[[], object] | None) -> None:
+        super().__init__()
+        self.number = number
+        self.disturb = disturb
+        self.merges = (self._disturbed, summed)
+
+    def pack(self, step: Step, tables: list[tuple[int, bytes]]) -> list[Section]:
+        self.in_hand = step.number
+        return super().pack(step, tables)
+
+    def _disturbed(self, parts: Sequence[Section]) -> Section:
+        if self.disturb is not None and self.in_hand == self.number:
+            self.disturb()
+        return summed(parts)
+
+
+def counted_collectives() -> list[str]:
+    """The collectives that groups of gloo begin from now on."""
+    called: list[str] = []
+    of_gloo = dist.ProcessGroupGloo
+
+    class Counting(of_gloo):  # type: ignore[misc, valid-type]
+        def __getattribute__(self, name: str) -> Any:
+            if name in ("alltoall_base", "_allgather_base", "gather", "broadcast"):
+                called.append(name)
+            return super().__getattribute__(name)
+
+    dist.ProcessGroupGloo = Counting
+    return called
+
+
 def wanted(number: int, ranks: Sequence[int], table: str = "one", elements: int = 3) -> list[Section]:
     """What a flat merge in the order of the ranks gives, where all have the same table."""
     packing = Sums(elements)
@@ -62,11 +97,13 @@ def wanted(number: int, ranks: Sequence[int], table: str = "one", elements: int 
     return [summed(each) for each in zip(*parts, strict=True)]
 
 
-def train(merging: Merging[Any], numbers: Sequence[int], pause: float = 0.02, **fields: Any) -> list[Merged[Any]]:
-    """A training that measures these steps."""
+def train(
+    merging: Merging[Any], numbers: Sequence[int], pause: float = 0.02, wait: float = 0, **fields: Any
+) -> list[Merged[Any]]:
+    """A training that measures these steps, and in the end waits so many seconds for all to arrive."""
     done = []
     for number in numbers:
         merging.submit(Step(number, merging.rank, **fields), number)
         time.sleep(pause)
         done += merging.arrived()
-    return done
+    return done + merging.wait(wait)

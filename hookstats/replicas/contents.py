@@ -14,6 +14,7 @@ from torch import nn
 
 from hookstats import _native
 from hookstats.modules.selection import clean_names
+from hookstats.modules.sharding import flattened, is_dtensor, unreduced
 
 _OUTSIDE = "outside"  # the piece of a rank that is not in the DTensor's mesh
 
@@ -40,7 +41,7 @@ class Contents(NamedTuple):
 def contents_of(model: nn.Module, optimizers: Sequence[Any], buffers: bool, gradients: bool) -> Contents:
     """All tensors of a model and of the optimizers' state, a shared one under its first name."""
     contents = Contents([], {})
-    flat = _flattened(model)
+    flat = {id(each) for module in flattened(model) for each in module._parameters.values()}
     names: dict[int, str] = {}  # of parameters
     for name, tensor, kind in _of_modules(model, buffers):
         if kind == "param":
@@ -75,22 +76,11 @@ def _stepped(optimizer: Any, names: dict[int, str]) -> Iterator[tuple[str, torch
             yield names.get(id(parameter), f"param_groups.{g}.params.{i}"), parameter
 
 
-def _flattened(model: nn.Module) -> set[int]:
-    """Parameters that FullyShardedDataParallel has cut, without saying where, as DTensors would."""
-    return {
-        id(parameter)
-        for module in model.modules()
-        if any(cls.__name__ == "FullyShardedDataParallel" for cls in type(module).__mro__)
-        and getattr(getattr(module, "sharding_strategy", None), "name", "") != "NO_SHARD"
-        for parameter in module.parameters()
-    }
-
-
-def _add(contents: Contents, name: str, kind: str, tensor: torch.Tensor, flattened: bool) -> None:
+def _add(contents: Contents, name: str, kind: str, tensor: torch.Tensor, is_flat: bool) -> None:
     piece, local = "", tensor
-    if hasattr(tensor, "placements"):
+    if is_dtensor(tensor):
         piece, local = _piece(tensor), tensor._local_tensor  # type: ignore[attr-defined]
-    problem = "a part cut by FullyShardedDataParallel" if flattened and not piece else _unreadable(tensor, local)
+    problem = "a part cut by FullyShardedDataParallel" if is_flat and not piece else _unreadable(tensor, local)
     if problem:
         contents.skipped[f"{name} ({kind})"] = problem
     else:
@@ -116,8 +106,8 @@ def _unreadable(tensor: torch.Tensor, local: torch.Tensor) -> str | None:
     """Why the bits cannot be read; None where they can."""
     if nn.parameter.is_lazy(tensor):
         return "not initialised yet"
-    if any(placement.is_partial() for placement in getattr(tensor, "placements", ())):
-        return "a DTensor whose values are yet to be reduced"
+    if problem := unreduced(tensor):
+        return problem
     if local.is_nested:
         return "a nested tensor"
     if local.layout != torch.strided:
@@ -144,7 +134,7 @@ def table_of(held: Sequence[Replica]) -> npt.NDArray[np.int64]:
 
 
 def checksums(tensors: Sequence[torch.Tensor]) -> npt.NDArray[np.int64]:
-    """Of their bits, wherever they lie; one kernel on each device.
+    """64 bits that stand for those of each tensor, wherever it lies; one kernel on each device.
 
     RuntimeError for a device that this build has no kernels for: left out, all of a model would seem to agree.
     """

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import nn
 
 from hookstats._warn import WarnOnce
-from hookstats.cluster.contents import COLUMNS, Replica, contents_of, digest_of, table_of
-from hookstats.cluster.exchange import Exchange, exchange_among
 from hookstats.cluster.groups import group_of
-from hookstats.cluster.locating import Pair, find_first
+from hookstats.replicas.contents import COLUMNS, Replica, contents_of, digest_of, table_of
+from hookstats.replicas.exchange import Exchange, exchange_among
+from hookstats.replicas.locating import Pair, find_first
 
 _TIMEOUT = timedelta(minutes=10)
 _LOCATED = 16  # tensors at most whose first element is looked for
@@ -152,7 +152,8 @@ def check_replicas(
         raise RuntimeError(f"hookstats: expected the tensors of all ranks {ranks}, but these could not tell: {failed}")
     if (heads[:, :2] == heads[0, :2]).all():
         return []
-    return _Comparison(exchange, ranks, held, table, heads[:, 0]).disagreements(bool(heads[:, 2].any()))
+    comparison = _Comparison(exchange, held, table, heads[:, 0])
+    return comparison.located() if heads[:, 2].any() else comparison.disagreements
 
 
 class _Vote(NamedTuple):
@@ -175,62 +176,79 @@ def _vote(have: Mapping[int, Hashable]) -> _Vote | None:
     return _Vote(agree, sorted(have.keys() - agree), majority)
 
 
-class _Comparison:
-    """Of the tables of all ranks. Every rank comes to the same conclusions."""
+class _Row(NamedTuple):
+    """What a place in the group has of a tensor, in hashes."""
 
-    def __init__(self, exchange: Exchange, ranks: list[int], held: list[Replica], table: Table, sizes: Table) -> None:
+    form: int
+    piece: int
+    checksum: int
+
+
+class _Texts(NamedTuple):
+    """What a tensor is called, and what its forms are, by their hashes."""
+
+    name: str
+    kind: str
+    forms: dict[int, str]
+
+
+class _Comparison:
+    """Compares the tables of all ranks. Every rank comes to the same conclusions."""
+
+    def __init__(self, exchange: Exchange, held: list[Replica], table: Table, sizes: Table) -> None:
+        """table: of what this rank holds. sizes: of the tables of all ranks."""
         self._exchange = exchange
-        self._ranks = ranks
-        self._place = exchange.place
         self._held = {int(number): each for number, each in zip(table[:, 0], held, strict=True)}
         padded = np.zeros((max(sizes), COLUMNS), np.int64)
         padded[: len(table)] = table
         tables = [each[:size] for each, size in zip(exchange.gather(padded), sizes, strict=True)]
-        # By number, of the tensors that are not the same everywhere: what each place has, as form, piece and checksum.
-        self._rows: dict[int, dict[int, tuple[int, int, int]]] = {}
+        self._rows: dict[int, dict[int, _Row]] = {}  # of tensors that are not the same everywhere; by number and place
         numbers = _conspicuous(tables)
         for place, each in enumerate(tables):
             for number, *row in each[np.isin(each[:, 0], numbers)].tolist():
-                self._rows.setdefault(number, {})[place] = (row[0], row[1], row[2])
+                self._rows.setdefault(number, {})[place] = _Row(*row)
         self._texts = self._told()
+        self._found = [
+            (number, each)
+            for number, rows in self._rows.items()
+            for each in (*self._of_forms(number, rows), *self._of_values(number, rows))
+        ]
 
-    def disagreements(self, locate_them: bool) -> list[Disagreement]:
-        pairs: list[Pair] = []
-        found: list[Disagreement] = []
-        numbers: list[int] = []
-        for number, rows in self._rows.items():
-            for each in (*self._of_forms(number, rows), *self._of_values(number, rows)):
-                found.append(each)
-                numbers.append(number)
-        if not locate_them:
-            return found
+    @property
+    def disagreements(self) -> list[Disagreement]:
+        return [each for _, each in self._found]
+
+    def located(self) -> list[Disagreement]:
+        """The same disagreements; the first of those in values say at which element they begin."""
+        found, ranks = self.disagreements, self._exchange.ranks
         wanted = [i for i, each in enumerate(found) if each.differs == "values"][:_LOCATED]
-        for i in wanted:
-            reference, other = (self._ranks.index(rank) for rank in (found[i].reference_rank, found[i].ranks[0]))
-            pairs.append(Pair(numbers[i], reference, other))
+        pairs = [
+            Pair(self._found[i][0], ranks.index(found[i].reference_rank), ranks.index(found[i].ranks[0]))
+            for i in wanted
+        ]
         local = {number: each.local for number, each in self._held.items()}
         for i, element in zip(wanted, find_first(self._exchange, pairs, local), strict=True):
             found[i] = replace(found[i], index=element.at, values=element.values, bits=element.bits)
         return found
 
-    def _told(self) -> dict[int, tuple[str, str, dict[int, str]]]:
-        """By number: name, kind, and forms as text by their hash. Told by the first place that has each form."""
-        mine = []
+    def _told(self) -> dict[int, _Texts]:
+        """By number. Told by the first place that has each form."""
+        mine, here = [], self._exchange.place
         for number, rows in self._rows.items():
-            row = rows.get(self._place)
-            if row is not None and self._place == min(place for place, each in rows.items() if each[0] == row[0]):
+            row = rows.get(here)
+            if row is not None and here == min(place for place, each in rows.items() if each.form == row.form):
                 held = self._held[number]
-                mine.append([number, held.name, held.kind, row[0], held.form])
-        texts: dict[int, tuple[str, str, dict[int, str]]] = {}
+                mine.append([number, held.name, held.kind, row.form, held.form])
+        texts: dict[int, _Texts] = {}
         for said in self._exchange.gather_json(mine):
             for number, name, kind, form, text in said:
-                texts.setdefault(number, (name, kind, {}))[2][form] = text
+                texts.setdefault(number, _Texts(name, kind, {})).forms[form] = text
         return texts
 
-    def _of_forms(self, number: int, rows: Mapping[int, tuple[int, int, int]]) -> Iterator[Disagreement]:
-        forms: dict[int, int | None] = {place: row[0] for place, row in rows.items()}
-        if not number & 1:
-            forms = {place: forms.get(place) for place in range(len(self._ranks))}
+    def _of_forms(self, number: int, rows: Mapping[int, _Row]) -> Iterator[Disagreement]:
+        forms: dict[int, int | None] = {place: row.form for place, row in rows.items()}
+        if not number & 1:  # which no rank may do without
+            forms = {place: forms.get(place) for place in range(len(self._exchange.ranks))}
         vote = _vote(forms)
         if vote is None:
             return
@@ -243,19 +261,19 @@ class _Comparison:
                 yield replace(each, values=(self._form(number, reference), self._form(number, forms[places[0]])))
 
     def _form(self, number: int, form: int | None) -> str | None:
-        return None if form is None else self._texts[number][2][form]
+        return None if form is None else self._texts[number].forms[form]
 
-    def _of_values(self, number: int, rows: Mapping[int, tuple[int, int, int]]) -> Iterator[Disagreement]:
-        for same in dict.fromkeys(row[:2] for row in rows.values()):
-            vote = _vote({place: row[2] for place, row in rows.items() if row[:2] == same})
+    def _of_values(self, number: int, rows: Mapping[int, _Row]) -> Iterator[Disagreement]:
+        for same in dict.fromkeys((row.form, row.piece) for row in rows.values()):
+            vote = _vote({place: row.checksum for place, row in rows.items() if (row.form, row.piece) == same})
             if vote is not None:
                 yield self._disagreement(number, "values", vote)
 
     def _disagreement(self, number: int, differs: str, vote: _Vote) -> Disagreement:
         name, kind, _ = self._texts[number]
-        ranks = tuple(self._ranks[place] for place in vote.others)
-        reference = self._ranks[vote.agree[0]]
-        return Disagreement(name, kind, differs, ranks, reference, len(vote.agree), vote.majority)
+        ranks = self._exchange.ranks
+        others, reference = tuple(ranks[place] for place in vote.others), ranks[vote.agree[0]]
+        return Disagreement(name, kind, differs, others, reference, len(vote.agree), vote.majority)
 
 
 def _conspicuous(tables: Sequence[Table]) -> Table:

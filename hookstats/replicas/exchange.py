@@ -1,12 +1,7 @@
-"""Process groups of hookstats' own: a mismatch or a timeout there aborts no collective of the trainer's.
-
-They are gloo's, over a copy of the default group's store. `torch.distributed.new_group` would not do: it names groups
-by a count that all ranks must share, with the user's own groups, too.
-"""
+"""Arrays that ranks show each other, all at once."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import weakref
 from collections.abc import Iterator, Sequence
@@ -17,12 +12,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.distributed as dist
 
-from hookstats.cluster.tree import default_store
+from hookstats.cluster import gloo
 
 Array = npt.NDArray[Any]
-_dist: Any = dist  # its stores and groups have no types
 
 
 class Exchange:
@@ -34,20 +27,18 @@ class Exchange:
     def __init__(self, name: str, ranks: Sequence[int], timeout: timedelta) -> None:
         """Waits for all of them."""
         self.ranks = list(ranks)
-        self.place = self.ranks.index(dist.get_rank())
-        self._of = weakref.ref(_default_group())
-        self._store = default_store()
-        # How many groups of this name broke, as its members have said.
-        self._key = f"{name}/broken"
+        self.place = self.ranks.index(gloo.c10d.get_rank())
+        self._of = weakref.ref(gloo.c10d.group.WORLD)
+        self._store = gloo.c10d.PrefixStore(name, gloo.default_store())
         self._number = self._broken()
         self._timeout = timeout
-        place = _dist.PrefixStore(f"{name}/{self._number}", self._store)
+        store = gloo.c10d.PrefixStore(str(self._number), self._store)
         with self._all_there():
-            self._group = _dist.ProcessGroupGloo(place, self.place, len(self.ranks), timeout)
+            self._group = gloo.c10d.ProcessGroupGloo(store, self.place, len(self.ranks), timeout)
 
     def is_over(self) -> bool:
         """Whether the group broke, or torch.distributed was initialised anew."""
-        return self._of() is not _default_group() or self._broken() != self._number
+        return self._of() is not gloo.c10d.group.WORLD or self._broken() != self._number
 
     def gather(self, mine: Array) -> Array:
         """The arrays of all ranks, [ranks, ...]; they have one shape and dtype. One collective."""
@@ -67,7 +58,8 @@ class Exchange:
         return [json.loads(bytes(each[:size])) for each, size in zip(texts, sizes[:, 0], strict=True)]
 
     def _broken(self) -> int:
-        return int(self._store.get(self._key)) if self._store.check([self._key]) else 0
+        """How many groups of this name broke, as their members have said."""
+        return int(self._store.compare_set("broken", "", "0"))
 
     @contextmanager
     def _all_there(self) -> Iterator[None]:
@@ -75,7 +67,7 @@ class Exchange:
             yield
         except RuntimeError as error:
             with suppress(RuntimeError):  # several may say so: they count once
-                self._store.compare_set(self._key, str(self._number or ""), str(self._number + 1))
+                self._store.compare_set("broken", str(self._number), str(self._number + 1))
             raise RuntimeError(
                 f"hookstats: expected the ranks {self.ranks} to come within {self._timeout.total_seconds():g} s, got: "
                 f"{error}"
@@ -87,12 +79,7 @@ _exchanges: dict[str, Exchange] = {}
 
 def exchange_among(purpose: str, ranks: Sequence[int], timeout: timedelta) -> Exchange:
     """That of one purpose among these ranks, of which this process is one; kept from call to call."""
-    numbered = hashlib.blake2b(repr(list(ranks)).encode(), digest_size=8).hexdigest()
-    name = f"hookstats/{purpose}/{numbered}"
+    name = f"hookstats/{purpose}/{gloo.name_of(ranks)}"
     if name not in _exchanges or _exchanges[name].is_over():
         _exchanges[name] = Exchange(name, ranks, timeout)
     return _exchanges[name]
-
-
-def _default_group() -> Any:
-    return dist.group.WORLD

@@ -1,0 +1,1 @@
+"""Whether ranks that should hold the same tensors do."""
