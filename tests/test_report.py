@@ -8,8 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+import hookstats
 from hookstats.numbers.fields import Site, Skipped
+from hookstats.numbers.snapshot import Snapshot
 from hookstats.report import Recorded, write
 from hookstats.rules import Finding
 from tests.browser import CHROMIUM, Browser
@@ -289,3 +292,39 @@ def test_a_run_of_one_step_and_one_site_has_a_page(chromium: Browser, tmp_path: 
     assert "No rule found anything wrong" in text(chromium, "#summary")
     assert "fewer than two gradients" in text(chromium, "#flow")
     assert chromium.errors == []
+
+
+def blue(browser: Browser, selector: str) -> int:
+    """How many pixels of a canvas are as blue as the first line, or nearly."""
+    return int(
+        browser.run(f"""(() => {{
+            const canvas = document.querySelector({selector!r});
+            const {{ data }} = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+            let found = 0;
+            for (let i = 0; i < data.length; i += 4) found += data[i + 2] > data[i] + 60 && data[i + 3] > 100;
+            return found;
+        }})()""")
+    )
+
+
+def test_a_value_with_none_beside_it_is_seen(chromium: Browser, tmp_path: Path) -> None:
+    chromium.look(1280)
+    chromium.open(write(run([Site("a", "output")], 1), tmp_path / "one.html"))
+    assert blue(chromium, "#site .uplot canvas") >= 4
+    assert blue(chromium, "#heat-cells") >= 4  # the loss above the cells
+    assert chromium.errors == []
+
+
+def test_a_site_that_fired_is_not_called_silent_where_it_has_nothing_to_draw(chromium: Browser, tmp_path: Path) -> None:
+    layer = torch.nn.Identity()
+    snapshots: list[Snapshot] = []
+    with hookstats.attach(layer, modules="*", tensors="output", every=1, sinks=snapshots.append) as monitor:
+        for _ in range(3):
+            layer(torch.zeros(4, 2))
+            monitor.step()
+        for _ in range(3):
+            layer(torch.full((4, 2), float("nan")))
+            monitor.step()
+    for few, word in ((snapshots[:3], "zero"), (snapshots[3:], "no finite value")):
+        chromium.open(write(few, tmp_path / "page.html"))
+        assert text(chromium, "#site-body .chart").split("\n")[-1] == word

@@ -187,7 +187,9 @@ function drawScalar(context) {
   let isDown = false;
   for (let column = first; column < end; column++) {
     if (middle[column] === null) { isDown = false; continue; }
-    context[isDown ? "lineTo" : "moveTo"](xOf(column + 0.5), yAt(middle[column]));
+    const x = xOf(column + 0.5), y = yAt(middle[column]), isAlone = !isDown && (middle[column + 1] ?? null) === null;
+    if (isAlone) context.moveTo(x - 3, y); // a line of one point would not be seen
+    context[isDown || isAlone ? "lineTo" : "moveTo"](isAlone ? x + 3 : x, y);
     isDown = true;
   }
   context.stroke();
