@@ -328,3 +328,19 @@ def test_a_site_that_fired_is_not_called_silent_where_it_has_nothing_to_draw(chr
     for few, word in ((snapshots[:3], "zero"), (snapshots[3:], "no finite value")):
         chromium.open(write(few, tmp_path / "page.html"))
         assert text(chromium, "#site-body .chart").split("\n")[-1] == word
+
+
+def test_a_few_steps_have_a_label_each(chromium: Browser, tmp_path: Path) -> None:
+    chromium.look(1280)
+    chromium.open(write(run(sites_of(1), 3), tmp_path / "three.html"))
+    chromium.run(
+        "window.said = []; window.fill = CanvasRenderingContext2D.prototype.fillText;"
+        "CanvasRenderingContext2D.prototype.fillText = function (text, ...more) {"
+        " said.push([this.canvas.getAttribute('aria-label') ?? this.canvas.id, text]); fill.call(this, text, ...more); }"
+    )
+    chromium.look(1280, dark=True)  # draws all of it anew
+    chromium.wait("said.some(([of]) => of.startsWith('Channels over time'))")
+    said = chromium.run("said.filter(([of]) => of === 'heat-cells').map(([, text]) => text)")
+    assert [each for each in said if re.fullmatch(r"\d+", each)] == ["0", "1", "2"]
+    of_values = chromium.run("said.filter(([of]) => of.startsWith('Values over time')).map(([, text]) => text)")
+    assert of_values[-3:] == ["0", "1", "2"]

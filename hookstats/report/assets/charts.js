@@ -102,7 +102,7 @@ function picture(host, { label, codes, of, isUpwards, rowLabels, sayRow, height 
   context.textBaseline = "middle";
   for (const [row, text] of rowLabels) context.fillText(text, left - 6, Math.max(4 + (isUpwards ? 1 - row / rows : row / rows) * tall, 9));
   context.textBaseline = "top";
-  for (const each of ticks(steps[0], steps[columns - 1], Math.max(2, Math.floor(wide / 90)))) {
+  for (const each of stepTicks(steps[0], steps[columns - 1], Math.max(2, Math.floor(wide / 90)))) {
     const column = columnOf(each, steps), text = count(each);
     const half = context.measureText(text).width / 2, x = left + (column + 0.5) / columns * wide;
     context.textAlign = "center";
