@@ -45,7 +45,7 @@ def recorded() -> Recorded:
     ]
     made = Recorded.of(run(sites, STEPS), "a run", found)
     skipped = [(Site("router", "output"), Skipped("a dtype that is not floating", 12), 0)]
-    return replace(made, skipped=skipped, settings={"model": "GPT", "every": 1})
+    return replace(made, skipped=skipped, settings={"model": "GPT", "every": 1, "time": 1.6e9})
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +109,10 @@ def test_it_says_what_it_is_and_what_was_found(browser: Browser) -> None:
     assert "step 40, layers.0.norm1 gradient of the output" in first
     assert "a dtype that is not floating" in text(browser, "#left-out")
     assert "GPT" in text(browser, "#settings")
+
+
+def test_the_time_of_the_settings_is_a_date(browser: Browser) -> None:
+    assert re.search(r"time\s+1[234] Sept? 2020", text(browser, "#settings"))
 
 
 def test_the_sections_come_in_the_order_in_which_one_asks(browser: Browser) -> None:
@@ -291,6 +295,7 @@ def test_a_run_of_one_step_and_one_site_has_a_page(chromium: Browser, tmp_path: 
     assert "(model)" in text(chromium, "#site-title")
     assert "No rule found anything wrong" in text(chromium, "#summary")
     assert "fewer than two gradients" in text(chromium, "#flow")
+    assert text(chromium, "#findings").split("\n")[-1] == "None."  # and does not send one to settings it does not show
     assert chromium.errors == []
 
 
@@ -336,7 +341,8 @@ def test_a_few_steps_have_a_label_each(chromium: Browser, tmp_path: Path) -> Non
     chromium.run(
         "window.said = []; window.fill = CanvasRenderingContext2D.prototype.fillText;"
         "CanvasRenderingContext2D.prototype.fillText = function (text, ...more) {"
-        " said.push([this.canvas.getAttribute('aria-label') ?? this.canvas.id, text]); fill.call(this, text, ...more); }"
+        " said.push([this.canvas.getAttribute('aria-label') ?? this.canvas.id, text]);"
+        " fill.call(this, text, ...more); }"
     )
     chromium.look(1280, dark=True)  # draws all of it anew
     chromium.wait("said.some(([of]) => of.startsWith('Channels over time'))")

@@ -64,7 +64,7 @@ function findingLine(finding) {
 function showFindings() {
   const list = byId("findings-list"), more = byId("findings-more"), { findings } = record;
   list.replaceChildren(...findings.slice(0, 6).map(findingLine));
-  if (!findings.length) list.replaceWith(node("p", { class: "muted" }, "None. The rules and their thresholds are among the settings."));
+  if (!findings.length) list.replaceWith(node("p", { class: "muted" }, "None."));
   more.hidden = findings.length <= 6;
   more.textContent = `Show all ${count(findings.length)}` + (record.left_out ? ` of ${count(findings.length + record.left_out)}` : "");
   more.addEventListener("click", () => { list.append(...findings.slice(6).map(findingLine)); more.hidden = true; });
@@ -182,8 +182,8 @@ function showLeftOut() {
 
 function showSettings() {
   const entries = Object.entries(record.settings).filter(([, value]) => value !== null && value !== "");
-  const told = (value) => typeof value === "object" ? node("pre", {}, plainLines(JSON.stringify(value, null, 1))) : node("span", {}, shortened(String(value), 300));
+  const told = (value, name) => name === "time" && value > 0 ? node("span", {}, at(value)) : typeof value === "object" ? node("pre", {}, plainLines(JSON.stringify(value, null, 1))) : node("span", {}, shortened(String(value), 300));
   const plainLines = (text) => text.split("\n").map((each) => plain(each)).join("\n");
-  fill("settings", entries.length ? node("dl", { class: "settings" }, ...entries.map(([name, value]) => node("div", {}, node("dt", {}, shortened(name.replaceAll("_", " "), 60)), node("dd", {}, told(value))))) : node("p", { class: "muted" }, "None were recorded."),
+  fill("settings", entries.length ? node("dl", { class: "settings" }, ...entries.map(([name, value]) => node("div", {}, node("dt", {}, shortened(name.replaceAll("_", " "), 60)), node("dd", {}, told(value, name))))) : node("p", { class: "muted" }, "None were recorded."),
     node("p", { class: "small muted" }, `Written ${at(record.written)}. This page is one file: it opens without a network and asks nothing of any other machine. Single steps are kept for lines of up to ${count(record.line_begin.length)} columns and ${count(COLUMNS)} columns of the heatmap; beyond that a column of the heatmap tells the farthest, a line the average, its band the smallest and largest.`));
 }
