@@ -244,6 +244,15 @@ def test_outputs_that_are_parameters_are_measured_and_their_gradients_left_alone
     assert mon.skipped == {}
 
 
+def test_what_runs_inside_torch_func_alone_is_told_as_silent_with_that_reason() -> None:
+    model = nn.Linear(4, 4)
+    mon = hookstats.attach(model, "*", tensors="output", every=1)
+    with pytest.warns(UserWarning, match=r"nothing came from \(model\) output: .* or a tensor inside torch\.func$"):
+        for _ in range(4):
+            torch.func.vmap(model)(torch.randn(3, 4))
+            mon.step()
+
+
 @pytest.mark.parametrize("container", [False, True])
 def test_functorch_fake_and_meta_tensors_pass_through(container: bool) -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
