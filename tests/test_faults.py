@@ -187,7 +187,7 @@ def test_a_width_that_changes_folds_to_one_channel() -> None:
     x = torch.randn(5, 4)
     model(x).sum().backward()
     model(x).sum().backward()  # it may have been a wrong guess, once
-    with pytest.warns(UserWarning, match="'1' had 3 channels and now has 4"):
+    with pytest.warns(UserWarning, match="1 output had 3 channels and now has 4"):
         model(x).sum().backward()
     y = model[0](x).detach()
     stats = mon.snapshot()["1", "output"]
