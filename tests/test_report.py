@@ -299,6 +299,17 @@ def test_a_run_of_one_step_and_one_site_has_a_page(chromium: Browser, tmp_path: 
     assert chromium.errors == []
 
 
+@pytest.mark.parametrize(("host", "said"), [(5.0, "50 % of a measured step"), (16.0, None)])
+def test_no_more_than_a_whole_step_is_said_to_be_taken(
+    host: float, said: str | None, chromium: Browser, recorded: Recorded, tmp_path: Path
+) -> None:
+    overhead = {"measured_host": host, "measured_device": 0.0, "measured_step": 10.0}
+    chromium.open(write(replace(recorded, settings={"overhead": overhead}), tmp_path / "page.html"))
+    facts = text(chromium, "#facts")
+    assert ("Taken" in facts) == (said is not None)
+    assert (said or "") in facts
+
+
 def blue(browser: Browser, selector: str) -> int:
     """How many pixels of a canvas are as blue as the first line, or nearly."""
     return int(
