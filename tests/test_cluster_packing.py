@@ -365,7 +365,7 @@ def wander(seed: int, bins: Bins | None, rank: int) -> Drained:
     alike, draw = np.random.default_rng(seed), np.random.default_rng([seed, rank])
     rows, words = [], [np.zeros(0, np.int64)] * 3
     for number in range(60):
-        kind = ("output", "grad_output", "param_grad", "param")[alike.integers(4)]
+        kind = ("output", "grad_output", "input", "grad_input")[alike.integers(4)]
         width, keeps, dim = int(alike.choice([1, 3, 8])), bool(alike.random() < 0.7), int(alike.integers(2))
         if draw.random() < 0.15:
             continue
@@ -386,7 +386,8 @@ def wander(seed: int, bins: Bins | None, rank: int) -> Drained:
             words[block] = np.concatenate([words[block], state if calls else np.zeros(len(state), np.int64)])
         is_kept = keeps and widths[-1] > 1
         dim_here = -dim if draw.random() < 0.8 and is_kept else None
-        rows.append(Row(Site(f"layer.{number}", kind), tuple(parts), is_kept, dim_here, kind.startswith("param")))
+        is_last = kind.endswith("input")  # as parameters are, for which recordings have a rule of their own
+        rows.append(Row(Site(f"layer.{number}", kind), tuple(parts), is_kept, dim_here, is_last))
     hidden, readings = draw.random(len(rows)) < 0.5, draw.integers(1, 4, len(rows))
     scalars = {"loss": float(draw.normal()), "lr": 0.5}
     return Drained(Layout([0, 1, 0], rows, bins), words, 7, 1.5 + rank, scalars, 4.0, False, hidden, readings)

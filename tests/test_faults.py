@@ -187,7 +187,7 @@ def test_a_width_that_changes_folds_to_one_channel() -> None:
     x = torch.randn(5, 4)
     model(x).sum().backward()
     model(x).sum().backward()  # it may have been a wrong guess, once
-    with pytest.warns(UserWarning, match="'1' had 3 channels and now has 4"):
+    with pytest.warns(UserWarning, match="1 output had 3 channels and now has 4"):
         model(x).sum().backward()
     y = model[0](x).detach()
     stats = mon.snapshot()["1", "output"]
@@ -242,6 +242,17 @@ def test_outputs_that_are_parameters_are_measured_and_their_gradients_left_alone
     # A hook on a leaf would stay there and fire more often at each step.
     assert mon.snapshot()["", "grad_output"].calls == 0
     assert mon.skipped == {}
+
+
+def test_what_runs_inside_torch_func_alone_is_told_as_silent_with_that_reason() -> None:
+    model = nn.Linear(4, 4)
+    mon = hookstats.attach(model, "*", tensors="output", every=1)
+    for _ in range(2):
+        torch.func.vmap(model)(torch.randn(3, 4))
+        mon.step()
+    torch.func.vmap(model)(torch.randn(3, 4))
+    with pytest.warns(UserWarning, match=r"nothing came from \(model\) output: .* or a tensor inside torch\.func$"):
+        mon.step()
 
 
 @pytest.mark.parametrize("container", [False, True])

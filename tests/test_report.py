@@ -8,8 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+import hookstats
 from hookstats.numbers.fields import Site, Skipped
+from hookstats.numbers.snapshot import Snapshot
 from hookstats.report import Recorded, write
 from hookstats.rules import Finding
 from tests.browser import CHROMIUM, Browser
@@ -42,7 +45,7 @@ def recorded() -> Recorded:
     ]
     made = Recorded.of(run(sites, STEPS), "a run", found)
     skipped = [(Site("router", "output"), Skipped("a dtype that is not floating", 12), 0)]
-    return replace(made, skipped=skipped, settings={"model": "GPT", "every": 1})
+    return replace(made, skipped=skipped, settings={"model": "GPT", "every": 1, "time": 1.6e9})
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +109,10 @@ def test_it_says_what_it_is_and_what_was_found(browser: Browser) -> None:
     assert "step 40, layers.0.norm1 gradient of the output" in first
     assert "a dtype that is not floating" in text(browser, "#left-out")
     assert "GPT" in text(browser, "#settings")
+
+
+def test_the_time_of_the_settings_is_a_date(browser: Browser) -> None:
+    assert re.search(r"time\s+1[234] Sept? 2020", text(browser, "#settings"))
 
 
 def test_the_sections_come_in_the_order_in_which_one_asks(browser: Browser) -> None:
@@ -288,4 +295,69 @@ def test_a_run_of_one_step_and_one_site_has_a_page(chromium: Browser, tmp_path: 
     assert "(model)" in text(chromium, "#site-title")
     assert "No rule found anything wrong" in text(chromium, "#summary")
     assert "fewer than two gradients" in text(chromium, "#flow")
+    assert text(chromium, "#findings").split("\n")[-1] == "None."  # and does not send one to settings it does not show
     assert chromium.errors == []
+
+
+@pytest.mark.parametrize(("host", "said"), [(5.0, "50 % of a measured step"), (16.0, None)])
+def test_no_more_than_a_whole_step_is_said_to_be_taken(
+    host: float, said: str | None, chromium: Browser, recorded: Recorded, tmp_path: Path
+) -> None:
+    overhead = {"measured_host": host, "measured_device": 0.0, "measured_step": 10.0}
+    chromium.open(write(replace(recorded, settings={"overhead": overhead}), tmp_path / "page.html"))
+    facts = text(chromium, "#facts")
+    assert ("Taken" in facts) == (said is not None)
+    assert (said or "") in facts
+
+
+def blue(browser: Browser, selector: str) -> int:
+    """How many pixels of a canvas are as blue as the first line, or nearly."""
+    return int(
+        browser.run(f"""(() => {{
+            const canvas = document.querySelector({selector!r});
+            const {{ data }} = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+            let found = 0;
+            for (let i = 0; i < data.length; i += 4) found += data[i + 2] > data[i] + 60 && data[i + 3] > 100;
+            return found;
+        }})()""")
+    )
+
+
+def test_a_value_with_none_beside_it_is_seen(chromium: Browser, tmp_path: Path) -> None:
+    chromium.look(1280)
+    chromium.open(write(run([Site("a", "output")], 1), tmp_path / "one.html"))
+    assert blue(chromium, "#site .uplot canvas") >= 4
+    assert blue(chromium, "#heat-cells") >= 4  # the loss above the cells
+    assert chromium.errors == []
+
+
+def test_a_site_that_fired_is_not_called_silent_where_it_has_nothing_to_draw(chromium: Browser, tmp_path: Path) -> None:
+    layer = torch.nn.Identity()
+    snapshots: list[Snapshot] = []
+    with hookstats.attach(layer, modules="*", tensors="output", every=1, sinks=snapshots.append) as monitor:
+        for _ in range(3):
+            layer(torch.zeros(4, 2))
+            monitor.step()
+        for _ in range(3):
+            layer(torch.full((4, 2), float("nan")))
+            monitor.step()
+    for few, word in ((snapshots[:3], "zero"), (snapshots[3:], "no finite value")):
+        chromium.open(write(few, tmp_path / "page.html"))
+        assert text(chromium, "#site-body .chart").split("\n")[-1] == word
+
+
+def test_a_few_steps_have_a_label_each(chromium: Browser, tmp_path: Path) -> None:
+    chromium.look(1280)
+    chromium.open(write(run(sites_of(1), 3), tmp_path / "three.html"))
+    chromium.run(
+        "window.said = []; window.fill = CanvasRenderingContext2D.prototype.fillText;"
+        "CanvasRenderingContext2D.prototype.fillText = function (text, ...more) {"
+        " said.push([this.canvas.getAttribute('aria-label') ?? this.canvas.id, text]);"
+        " fill.call(this, text, ...more); }"
+    )
+    chromium.look(1280, dark=True)  # draws all of it anew
+    chromium.wait("said.some(([of]) => of.startsWith('Channels over time'))")
+    said = chromium.run("said.filter(([of]) => of === 'heat-cells').map(([, text]) => text)")
+    assert [each for each in said if re.fullmatch(r"\d+", each)] == ["0", "1", "2"]
+    of_values = chromium.run("said.filter(([of]) => of.startsWith('Values over time')).map(([, text]) => text)")
+    assert of_values[-3:] == ["0", "1", "2"]

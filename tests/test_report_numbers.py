@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import hookstats
 from hookstats.numbers.fields import Site
@@ -98,6 +99,15 @@ def test_silence_and_what_is_not_finite_have_codes_of_their_own(recorded: Record
     codes, _, _ = decoded(blobs["rms.absolute"], 2, 15)
     np.testing.assert_array_equal(codes == SILENT, [[False] * 15, [True] * 10 + [False] * 5])
     assert record["fired"] == [30] * len(SITES)
+
+
+def test_values_that_are_not_finite_were_measured_as_well() -> None:
+    x = torch.tensor([1.0, float("nan"), float("inf"), -float("inf")])
+    layer = torch.nn.Identity()
+    with hookstats.attach(layer, modules="*", tensors="output", every=1) as monitor:
+        layer(x)
+        record, _ = contents(Recorded.of([monitor.snapshot()]))
+    assert record["values"] == 4
 
 
 def test_a_gradient_stands_beside_its_activation_in_the_order_of_execution() -> None:

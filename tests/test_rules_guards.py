@@ -20,6 +20,7 @@ from hookstats.rules import (
     GradientNormSpike,
     LossSpike,
     MassiveActivations,
+    NonFinite,
     OutlierChannels,
     ResidualDrift,
     SaturatedChannels,
@@ -127,6 +128,15 @@ def test_zeros_that_no_gradient_comes_back_to_are_a_mask_where_others_get_theirs
     others = zeros | {("b", "output"): torch.randn(4, 4), ("b", "grad_output"): torch.randn(4, 4)}
     assert told(DeadChannels(), [others] * 5) == []
     assert told(DeadChannels(), [others | {("a", "grad_output"): torch.randn(200, 16)}] * 5) == [(4, "dead-channels")]
+
+
+def test_minus_infinity_in_an_input_from_the_first_step_on_is_a_mask_of_attention() -> None:
+    scores = torch.zeros(4, 4).masked_fill(torch.ones(4, 4).triu(1).bool(), -math.inf)
+    given = {("attention", "input.attn_mask"): scores, ("attention", "output"): torch.ones(4, 4)}
+    assert told(NonFinite(), [given] * 3) == []
+    assert told(NonFinite(), [given, given | {("attention", "input.attn_mask"): -scores}]) == [(1, "nonfinite")]
+    finite = given | {("attention", "input.attn_mask"): torch.ones(4, 4)}
+    assert told(NonFinite(), [finite, given]) == [(1, "nonfinite")]
 
 
 def test_of_dead_outputs_that_follow_each_other_the_first_is_told() -> None:

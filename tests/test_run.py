@@ -179,6 +179,12 @@ def test_sites_and_steps_and_statistics_are_chosen(kept: Path) -> None:
             hookstats.load(kept, **wrong)
 
 
+@pytest.mark.parametrize("steps", [7, "last", [None]])
+def test_steps_that_are_no_numbers_are_refused_with_what_is_expected(kept: Path, steps: Any) -> None:
+    with pytest.raises(ValueError, match="steps: expected a slice of step numbers, or a list of them, got"):
+        hookstats.load(kept, steps=steps)
+
+
 def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "not there"):
         with pytest.raises(RunError, match="expected the directory of a run, with rank=0 in it; got none"):

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import builtins
+import copy
 import gc
+import pickle
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -89,6 +92,24 @@ def test_a_compact_snapshot_keeps_the_totals_and_nothing_of_the_steps_memory(cha
     del taken, stats
     gc.collect()
     assert [each() for each in memory.values()] == [None] * len(memory)
+
+
+@pytest.mark.parametrize("copied", [lambda each: pickle.loads(pickle.dumps(each)), copy.deepcopy])
+def test_a_snapshot_can_be_pickled_and_copied(copied: Callable[[Snapshot], Snapshot]) -> None:
+    taken = snapshot()
+    taken.skipped = {hookstats.Site("x", "output"): hookstats.Skipped("a reason", 2)}
+    layer = nn.Linear(4, 3)
+    with hookstats.attach(layer, "*", every=1, channels_every=2) as mon:
+        for _ in range(2):
+            layer(torch.randn(8, 4)).sum().backward()
+            of_totals = mon.step(loss=1.5)
+    assert of_totals is not None
+    assert of_totals["", "output"].channels is None
+    for each in (taken, taken.compact(), taken.select("2"), Snapshot.from_dict(taken.to_dict()), of_totals):
+        other = copied(each)
+        assert other.equals(each)
+        assert other.table() == each.table()
+    np.testing.assert_array_equal(copied(taken)["2", "output"].channels.rms, taken["2", "output"].channels.rms)
 
 
 def test_flat_gives_names_for_loggers() -> None:

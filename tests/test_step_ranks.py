@@ -11,6 +11,7 @@ from torch import nn
 import hookstats
 from hookstats import Snapshot
 from hookstats.numbers.ranks import Ranks, Spread
+from hookstats.records.ranks import merged_snapshot
 
 
 @pytest.mark.parametrize(
@@ -63,3 +64,22 @@ def monitored(steps: int, **settings: Any) -> list[Snapshot]:
         net(torch.ones(4, 3)).sum().backward()
         given.append(monitor.step())
     return [each for each in [*given, *monitor.detach()] if each is not None]
+
+
+def of_gradient(gradient: torch.Tensor) -> Snapshot:
+    """Of a rank that holds a weight with this gradient."""
+    layer = nn.Linear(gradient.shape[1], gradient.shape[0], bias=False)
+    layer.weight.grad = gradient
+    with hookstats.attach(layer, tensors="param_grad", every=1) as monitor:
+        return monitor.snapshot()
+
+
+def test_recorded_gradients_of_replicas_count_once_and_those_of_shards_make_one_tensor() -> None:
+    whole = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+    for parts in ([whole, whole.clone()], [whole[:4], whole[4:]], [whole[:5], whole[5:]]):
+        merged = merged_snapshot([of_gradient(part.clone()) for part in parts])
+        stats = merged["weight", "param_grad"]
+        assert (stats.calls, stats.total.count) == (1, 32)
+        assert stats.total.l2_norm == pytest.approx(whole.norm().item(), rel=1e-6)
+        assert merged.grad_norm == pytest.approx(whole.norm().item(), rel=1e-6)
+        assert (stats.channels is None) == (len(parts[0]) < 8)  # the rows of shards are different channels

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import importlib
 import logging
+import pickle
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -213,6 +216,21 @@ def test_training_that_raised_is_left_when_the_same_callback_trains_again(text: 
     attempts = hookstats.load(tmp_path / "run").manifest["attempts"]
     assert [(each["records"], each["ended"]) for each in attempts] == [(2, "died"), (4, "closed")]
     assert Accelerator.backward is methods
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
+def test_a_callback_that_has_trained_can_be_copied_and_the_copy_trains(
+    copied: Callable[[HookStats], HookStats], text: list[Any], tmp_path: Path
+) -> None:
+    callback, model = HookStats(sinks=hookstats.record(tmp_path / "run"), every=1), gpt2()
+    with pytest.raises(ZeroDivisionError):
+        train(model, text, tmp_path, callback, Fails())
+    other = copied(callback)
+    assert callback.monitor is not None
+    assert other.monitor is None
+    train(model, text, tmp_path, other)
+    attempts = hookstats.load(tmp_path / "run").manifest["attempts"]
+    assert [each["ended"] for each in attempts] == ["died", "closed"]
 
 
 def test_training_that_raised_is_left_when_another_callback_trains_its_model(text: list[Any], tmp_path: Path) -> None:

@@ -168,6 +168,36 @@ def test_the_screen_fits_the_terminal_and_shows_names_as_they_are(tmp_path: Path
     assert "[bold]no markup[/bold] \\x1b[31m" in shown
 
 
+def test_what_is_not_finite_is_told_as_such(tmp_path: Path) -> None:
+    rich = pytest.importorskip("rich.console")
+    followed = Followed(written(tmp_path / "run", range(3)))
+    snapshots, _ = followed.look()
+    site = next(iter(followed._rms[-1]))
+    for rms in followed._rms:
+        rms[site] = float("inf")
+    assert lines(followed, snapshots, [])[-1].endswith(f"  worst: {site} is not finite")
+    console = rich.Console(file=io.StringIO(), width=120, height=40, force_terminal=False)
+    console.print(picture(followed, followed.state(), 40, 120))
+    row = next(line for line in console.file.getvalue().splitlines() if line.startswith(site.name))
+    assert row.split() == [site.name, site.tensor, "!", "!", "!!!"]
+
+
+def test_a_run_of_which_nothing_is_recorded_yet_says_so_once(tmp_path: Path) -> None:
+    (tmp_path / "run" / "rank=0").mkdir(parents=True)
+    output = io.StringIO()
+
+    def wait(_: float, looks: list[None] = []) -> None:  # noqa: B006  (counts the calls)
+        looks.append(None)
+        if len(looks) == 3:
+            written(tmp_path / "run", range(1))
+
+    assert watch(Followed(tmp_path / "run"), output, wait) == 0
+    first, *_, last = told = output.getvalue().splitlines()
+    assert first == "nothing is recorded yet"
+    assert told.count(first) == 1
+    assert last == "the run has ended"
+
+
 def test_a_sparkline_is_by_the_logarithm_and_marks_what_is_not_finite() -> None:
     assert sparkline([1, 2, 4, 8, 16, 32, 64, 128]) == BARS
     assert sparkline([1.0, 1.0001, 1.0]) == BARS[0] * 3

@@ -44,6 +44,10 @@ class Attached:
         self._is_attached = False
         self._scalars: dict[str, Any] = {}  # of the open step
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has attached nothing yet: the hooks, and who looks after them, stay with this one."""
+        return self.__dict__ | {"monitor": None, "_is_attached": False, "_scalars": {}}
+
     def _attach(self, model: Any, scaler: Any) -> None:
         """Nothing is measured before the first batch. A GradScaler that is not in use says so by itself."""
         settings = {"training_only": True, "grad_scaler": scaler} | self._settings

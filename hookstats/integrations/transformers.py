@@ -47,6 +47,11 @@ class HookStats(Attached, TrainerCallback):  # type: ignore[misc]
     _are_gradients_read = False  # before they are clipped; or it was told why they are not
     _training: _Training
 
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__() | {"_is_in_step": False, "_are_gradients_read": False}
+        state.pop("_of", None)
+        return state
+
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
     ) -> None:

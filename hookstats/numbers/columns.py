@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,6 +73,11 @@ class Columns:
         )
         columns._stats = dict(enumerate(listed))
         return columns
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled and copied as finished statistics: what reads them from a step's memory stays in its process."""
+        sites = {site: self.stats(i) for i, site in enumerate(self.sites)}
+        return Columns.of, (sites, [self.sites[i] for i in self.order.tolist()])
 
     def __len__(self) -> int:
         return len(self.sites)

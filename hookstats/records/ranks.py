@@ -20,6 +20,9 @@ def merged_snapshot(snapshots: Sequence[Snapshot]) -> Snapshot:
 
     Sites that some ranks alone have are there as well; the order is that of the first rank, then of the next. Channels
     are kept where all ranks have the same ones, else there are totals. A scalar is the mean over the ranks.
+
+    How tensors lay on the ranks is not known here. Parameters, gradients and updates of which all ranks have the same
+    numbers are replicas: counted once. Others are shards of one tensor, by whatever dimension: they have totals.
     """
     first = snapshots[0]
     skipped: dict[Site, Skipped] = {}
@@ -63,10 +66,17 @@ def _columns(parts: list[Columns]) -> Columns:
         for i, new in enumerate(at):
             where[new].append((part, i))
     where = [[(part, i) for part, i in here if part.calls[i]] or here for here in where]  # silent ones may be narrow
+    is_cut = [False] * len(sites)
+    for i, here in enumerate(where):
+        if len(here) > 1 and sites[i].tensor.startswith("param"):
+            first, *others = (part.wholes[:, at] for part, at in here)
+            is_cut[i] = not all(np.array_equal(first, other, equal_nan=True) for other in others)
+            where[i] = here if is_cut[i] else here[:1]
+            calls[i] = max(part.calls[at] for part, at in here)
     dims = [{part.dims[i] for part, i in here} - {None} for here in where]
     shapes = [[(int(part.shapes[0, i]), int(part.shapes[1, i])) for part, i in here] for here in where]
     scales = [{float(part.scales[i]) for part, i in here} for here in where]
-    is_alike = [len({channels for channels, _ in each}) == 1 for each in shapes]
+    is_alike = [len({width for width, _ in each}) == 1 and not cut for each, cut in zip(shapes, is_cut, strict=True)]
     bins = parts[0].bins if all(part.bins == parts[0].bins for part in parts) else None
 
     def state_of(part: Columns, i: int, is_one_scale: bool) -> Array:

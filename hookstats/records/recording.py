@@ -67,6 +67,11 @@ class Recording:
     def __repr__(self) -> str:
         return f"hookstats.record({str(self.path)!r})"
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has not begun: the ring, and the process that reads it, are this one's."""
+        given = {name: self.__dict__[name] for name in ("path", "_rules", "_sinks", "_ring_bytes", "every_rank")}
+        return given | {"_ring": None, "_begun": False, "_is_closed": False, "_left": []}
+
     def begin(self, settings: Mapping[str, Any]) -> None:
         """Called by `attach`. settings: what is kept with the run, for JSON; ``rank``, an int, is among it.
 

@@ -344,7 +344,10 @@ def _rows(recorded: Counts, steps: Steps) -> list[int]:
         last = len(recorded) if steps.stop is None else int(np.searchsorted(recorded, steps.stop))
         chosen = np.arange(first, last)
     else:
-        numbers = np.unique(np.array(list(steps), np.int64))
+        try:
+            numbers = np.unique(np.array(list(steps), np.int64))
+        except (TypeError, ValueError):
+            raise ValueError(f"steps: expected a slice of step numbers, or a list of them, got {steps!r}") from None
         missing = np.setdiff1d(numbers, recorded)
         if len(missing):
             raise ValueError(f"steps: expected recorded steps, got {missing[:5].tolist()}")

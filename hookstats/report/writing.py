@@ -38,8 +38,9 @@ def contents(recorded: Recorded, second: Recorded | None = None) -> tuple[dict[s
     details, pictures = detail.details(recorded, restless)
     blobs |= pictures
     steps = recorded.steps
-    calls = recorded.statistic("count")
-    fired = ~np.isnan(calls)
+    count = recorded.statistic("count")
+    fired = ~np.isnan(count)
+    values = count + sum(recorded.statistic(name) for name in ("nans", "posinfs", "neginfs"))
     place = {site: i for i, site in enumerate(recorded.sites)}
     findings = sorted(recorded.findings, key=lambda each: (_RANK.get(each.severity, 3), each.step))
     record = {
@@ -51,7 +52,7 @@ def contents(recorded: Recorded, second: Recorded | None = None) -> tuple[dict[s
         "begin": steps[edges(len(steps), planes.COLUMNS)].tolist(),
         "line_begin": steps[edges(len(steps), columns)].tolist(),
         "times": None if recorded.times is None else [float(recorded.times[0]), float(recorded.times[-1])],
-        "values": float(np.nansum(calls)),
+        "values": float(np.nansum(values)),
         "readings": int(fired.sum()),
         "fired": fired.sum(axis=1).tolist(),
         "statistics": heatmaps,

@@ -21,9 +21,9 @@ class NonFinite:
     """The first tensor, in order of execution, that holds NaN, Inf or -Inf, in forward or in backward: critical.
 
     There is no threshold to set: one such value ends most trainings. Two things are in order, and are told apart. -Inf
-    alone in an output that has it from its first step on is a mask, of attention or of a router. Gradients in a step
-    that a GradScaler has skipped are how it finds its scale: a note, unless that happens in ``overflows`` measured
-    steps in a row (a scaler that begins at 65536 has come to 1 after 16 of them).
+    alone in an output or input that has it from its first step on is a mask, of attention or of a router. Gradients in
+    a step that a GradScaler has skipped are how it finds its scale: a note, unless that happens in ``overflows``
+    measured steps in a row (a scaler that begins at 65536 has come to 1 after 16 of them).
     """
 
     overflows: int = 16
@@ -89,6 +89,7 @@ class NonFinite:
             self._seen, self._masks = (np.append(each, np.zeros(new, bool)) for each in (self._seen, self._masks))
         totals, begins = step.totals, (step.calls > 0) & ~self._seen
         if begins.any():
-            self._masks |= begins & step.of("output") & (totals.neginfs > 0) & (totals.nans + totals.posinfs == 0)
+            is_forward = step.of("output") | step.of("input")
+            self._masks |= begins & is_forward & (totals.neginfs > 0) & (totals.nans + totals.posinfs == 0)
             self._seen |= begins
         return np.where(self._masks, totals.nans + totals.posinfs, step.nonfinite)

@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,10 @@ class JsonLines:
         """In JSON's types, for `from_spec`."""
         name = f"{type(self).__module__}:{type(self).__name__}"
         return {"sink": name, "arguments": {"path": str(self._path), **self._keys.arguments}}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy begins anew: it does not share the open file."""
+        return partial(JsonLines, **self.spec()["arguments"]), ()
 
     def __call__(self, snapshot: Snapshot) -> None:
         row: dict[str, Any] = self._keys.values(snapshot)

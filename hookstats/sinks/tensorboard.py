@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,10 @@ class TensorBoard:
         """In JSON's types, for `from_spec`."""
         name = f"{type(self).__module__}:{type(self).__name__}"
         return {"sink": name, "arguments": {"directory": self._directory, **self._keys.arguments}}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy begins anew: it does not share the open file."""
+        return partial(TensorBoard, **self.spec()["arguments"]), ()
 
     def __call__(self, snapshot: Snapshot) -> None:
         values = self._keys.values(snapshot)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from importlib.util import find_spec
+from math import isfinite
 from typing import TYPE_CHECKING, Any, TextIO
 
 from hookstats.numbers.snapshot import Snapshot
@@ -24,6 +25,7 @@ def watch(followed: Followed, output: TextIO, wait: Callable[[float], None] = ti
     """Until the run has ended: 0; or its training process has died: 1."""
     if output.isatty() and find_spec("rich") is not None:
         return _screen(followed, wait)
+    is_told = False
     while True:
         state = followed.state()  # before what it had written is read
         snapshots, found = followed.look()
@@ -32,6 +34,9 @@ def watch(followed: Followed, output: TextIO, wait: Callable[[float], None] = ti
         if state.kind in ("ended", "died"):
             print(plain(state.sentence), file=output, flush=True)
             return int(state.kind == "died")
+        if followed.manifest is None and not is_told:
+            is_told = True
+            print(plain(state.sentence), file=output, flush=True)
         wait(_SECONDS)
 
 
@@ -43,7 +48,9 @@ def lines(followed: Followed, snapshots: list[Snapshot], found: list[Finding]) -
         result.append(f"step {snapshot.step}{scalars}")
     if snapshots:
         result[-1] += "".join(
-            f"  worst: {each.site} rms {each.rms[-1]:.3g} (x {each.change:.3g})" for each in followed.worst(1)
+            f"  worst: {each.site} "
+            + (f"rms {each.rms[-1]:.3g} (x {each.change:.3g})" if isfinite(each.rms[-1]) else "is not finite")
+            for each in followed.worst(1)
         )
     return result + [str(finding) for finding in found]
 
@@ -96,7 +103,8 @@ def picture(followed: Followed, state: State, height: int, width: int) -> Group:
         table.add_column("", no_wrap=True)
         for each in worst:
             style = _COLOURS.get(each.severity or "", "")
-            cells = [each.site.name or "(model)", each.site.tensor, f"{each.rms[-1]:.3g}", f"{each.change:.3g}"]
+            numbers = [f"{each.rms[-1]:.3g}", f"{each.change:.3g}"] if isfinite(each.rms[-1]) else ["!", "!"]
+            cells = [each.site.name or "(model)", each.site.tensor, *numbers]
             table.add_row(*(Text(plain(cell)) for cell in cells), Text(sparkline(each.rms[-bars:])), style=style)
         parts += [Text(), table]
     return Group(*parts)

@@ -340,7 +340,7 @@ class SiteBinder:
     @staticmethod
     def _fold(spec: SiteSpec, before: int, now: int) -> None:
         spec.keep_channels = False
-        warn(f"{spec.name!r} had {before} channels and now has {now}: its channels are folded into one")
+        warn(f"{next(iter(spec.sites.values()))} had {before} channels and now has {now}: they are folded into one")
 
     def _fall_to_totals(self, spec: SiteSpec) -> None:
         spec.keep_channels = False

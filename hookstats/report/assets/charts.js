@@ -13,6 +13,9 @@ function swatch(colour) {
   return made;
 }
 
+// The places of values with none beside them, which no line leads to.
+const alone = (values) => values.flatMap((x, i) => x === null || (values[i - 1] ?? values[i + 1] ?? null) !== null ? [] : [i]);
+
 // series: { label, values, colour, width, between: [lowest, highest] }, without a label the edges of bands,
 // hidden: told in the key, not drawn;
 // bands: [upper, lower, colour, share] by place of series.
@@ -22,7 +25,8 @@ function chart(host, { label, steps, series, bands = [], isLog = false, height =
   const drawn = series.filter((each) => !each.hidden);
   const usable = drawn.map((each) => each.values.map((x) => x === null || (isLog && !(x > 0)) ? null : x));
   if (!usable.some((values) => values.some((x) => x !== null))) {
-    figure.append(node("p", { class: "muted" }, "silent"));
+    const isZero = drawn.some((each) => each.values.some((x) => x === 0)); // a logarithm cannot draw it
+    figure.append(node("p", { class: "muted" }, isZero ? "zero" : "no finite value"));
     return;
   }
   const key = node("p", { class: "key" }), told = (values, i) => i === null || i === undefined ? "" : ` ${say(values[i])}`;
@@ -40,7 +44,7 @@ function chart(host, { label, steps, series, bands = [], isLog = false, height =
     legend: { show: false },
     cursor: { points: { size: 5 }, drag: { x: true, y: false }, sync: { key: "steps" } },
     scales: {
-      x: { time: false },
+      x: { time: false, ...(steps.length === 1 ? { range: [steps[0] - 0.5, steps[0] + 0.5] } : {}) },
       y: isLog ? { distr: 3, range: (_, low, high) => low > 0 ? [low / 1.15, high * 1.15] : [0.1, 1] } : {},
     },
     axes: [
@@ -51,7 +55,7 @@ function chart(host, { label, steps, series, bands = [], isLog = false, height =
     ],
     series: [
       {},
-      ...drawn.map((each) => ({ stroke: each.colour ?? "transparent", width: each.width ?? 0, dash: each.dash, points: { show: false } })),
+      ...drawn.map((each) => ({ stroke: each.colour ?? "transparent", width: each.width ?? 0, dash: each.dash, points: { show: false, size: 5, fill: each.colour, filter: (u, i) => each.colour ? alone(u.data[i]) : null } })),
     ],
     bands: bands.map(([upper, lower, colour, share]) => ({ series: [upper + 1, lower + 1], fill: clear(colour, share) })),
     hooks: { setCursor: [(u) => tell(u.cursor.idx)], draw: mark === null ? [] : [(u) => {
@@ -98,7 +102,7 @@ function picture(host, { label, codes, of, isUpwards, rowLabels, sayRow, height 
   context.textBaseline = "middle";
   for (const [row, text] of rowLabels) context.fillText(text, left - 6, Math.max(4 + (isUpwards ? 1 - row / rows : row / rows) * tall, 9));
   context.textBaseline = "top";
-  for (const each of ticks(steps[0], steps[columns - 1], Math.max(2, Math.floor(wide / 90)))) {
+  for (const each of stepTicks(steps[0], steps[columns - 1], Math.max(2, Math.floor(wide / 90)))) {
     const column = columnOf(each, steps), text = count(each);
     const half = context.measureText(text).width / 2, x = left + (column + 0.5) / columns * wide;
     context.textAlign = "center";

@@ -83,6 +83,8 @@ function ticks(low, high, about) {
   for (let x = Math.ceil(low / step) * step; x <= high * (1 + 1e-12); x += step) found.push(Math.abs(x) < step / 1e6 ? 0 : x);
   return found;
 }
+// Of steps, which are whole: no closer than 1.
+const stepTicks = (first, last, about) => ticks(first, last, Math.min(about, last - first));
 function logTicks(low, high, about) {
   if (!(low > 0) || !(high > low)) return [low];
   const found = [];

@@ -139,7 +139,7 @@ function drawSteps(context) {
   context.textBaseline = "top";
   context.textAlign = "center";
   context.fillStyle = ink("muted");
-  for (const step of ticks(record.begin[first], lastStepOf(end - 1), Math.max(2, Math.floor(cells.width / 110)))) {
+  for (const step of stepTicks(record.begin[first], lastStepOf(end - 1), Math.max(2, Math.floor(cells.width / 110)))) {
     const column = columnOf(step), begin = record.begin[column];
     const x = xOf(column + Math.min((step - begin) / Math.max(lastStepOf(column) + 1 - begin, 1), 1) );
     if (x < cells.x - 0.5 || x > cells.x + cells.width) continue;
@@ -187,7 +187,9 @@ function drawScalar(context) {
   let isDown = false;
   for (let column = first; column < end; column++) {
     if (middle[column] === null) { isDown = false; continue; }
-    context[isDown ? "lineTo" : "moveTo"](xOf(column + 0.5), yAt(middle[column]));
+    const x = xOf(column + 0.5), y = yAt(middle[column]), isAlone = !isDown && (middle[column + 1] ?? null) === null;
+    if (isAlone) context.moveTo(x - 3, y); // a line of one point would not be seen
+    context[isDown || isAlone ? "lineTo" : "moveTo"](isAlone ? x + 3 : x, y);
     isDown = true;
   }
   context.stroke();

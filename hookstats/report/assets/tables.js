@@ -44,7 +44,8 @@ function showHead() {
   facts.push(["Measured", said(record.values) + " values", `${count(record.readings)} readings`]);
   if (settings.state_bytes > 0) facts.push(["Cost", `${say(settings.state_bytes / 2 ** 20, 2)} MB of state`, settings.dropped > 0 ? `${many(settings.dropped, "step")} dropped` : "no step dropped"]);
   const took = settings.overhead, share = took && 100 * (took.measured_host + took.measured_device) / took.measured_step;
-  if (share >= 0) facts.push(["Taken", `${say(share, 2)} % of a measured step`, took.skipped_step > 0 ? `${say(100 * took.skipped_host / took.skipped_step, 2)} % of any other` : ""]);
+  // Above 100 it says no more than that the machine was busier in the few steps that were timed.
+  if (share >= 0 && share <= 100) facts.push(["Taken", `${say(share, 2)} % of a measured step`, took.skipped_step > 0 ? `${say(100 * took.skipped_host / took.skipped_step, 2)} % of any other` : ""]);
   if (record.other) facts.push(["Compared with", shortened(record.other.name, 40), `${many(record.other.steps, "step")} in common`]);
   byId("facts").replaceChildren(...facts.map(([name, value, more]) => node("div", {}, node("dt", {}, name), node("dd", {}, value), more ? node("dd", { class: "muted" }, more) : null)));
 }
@@ -64,7 +65,7 @@ function findingLine(finding) {
 function showFindings() {
   const list = byId("findings-list"), more = byId("findings-more"), { findings } = record;
   list.replaceChildren(...findings.slice(0, 6).map(findingLine));
-  if (!findings.length) list.replaceWith(node("p", { class: "muted" }, "None. The rules and their thresholds are among the settings."));
+  if (!findings.length) list.replaceWith(node("p", { class: "muted" }, "None."));
   more.hidden = findings.length <= 6;
   more.textContent = `Show all ${count(findings.length)}` + (record.left_out ? ` of ${count(findings.length + record.left_out)}` : "");
   more.addEventListener("click", () => { list.append(...findings.slice(6).map(findingLine)); more.hidden = true; });
@@ -182,8 +183,8 @@ function showLeftOut() {
 
 function showSettings() {
   const entries = Object.entries(record.settings).filter(([, value]) => value !== null && value !== "");
-  const told = (value) => typeof value === "object" ? node("pre", {}, plainLines(JSON.stringify(value, null, 1))) : node("span", {}, shortened(String(value), 300));
+  const told = (value, name) => name === "time" && value > 0 ? node("span", {}, at(value)) : typeof value === "object" ? node("pre", {}, plainLines(JSON.stringify(value, null, 1))) : node("span", {}, shortened(String(value), 300));
   const plainLines = (text) => text.split("\n").map((each) => plain(each)).join("\n");
-  fill("settings", entries.length ? node("dl", { class: "settings" }, ...entries.map(([name, value]) => node("div", {}, node("dt", {}, shortened(name.replaceAll("_", " "), 60)), node("dd", {}, told(value))))) : node("p", { class: "muted" }, "None were recorded."),
+  fill("settings", entries.length ? node("dl", { class: "settings" }, ...entries.map(([name, value]) => node("div", {}, node("dt", {}, shortened(name.replaceAll("_", " "), 60)), node("dd", {}, told(value, name))))) : node("p", { class: "muted" }, "None were recorded."),
     node("p", { class: "small muted" }, `Written ${at(record.written)}. This page is one file: it opens without a network and asks nothing of any other machine. Single steps are kept for lines of up to ${count(record.line_begin.length)} columns and ${count(COLUMNS)} columns of the heatmap; beyond that a column of the heatmap tells the farthest, a line the average, its band the smallest and largest.`));
 }
