@@ -49,7 +49,7 @@ class HookStats(Attached, TrainerCallback):  # type: ignore[misc]
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__() | {"_is_in_step": False, "_are_gradients_read": False}
-        state.pop("_of", None)
+        state.pop("_training", None)
         return state
 
     def on_train_begin(
