@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -49,7 +49,7 @@ def every_exponent() -> torch.Tensor:
 
 
 def equal_after(x: torch.Tensor, first: int) -> torch.Tensor:
-    x[first:] = 1.4427528381347656  # rounds the same way each time
+    x[first:] = torch.linspace(1.1, 2.3, CHANNELS)  # equal values round the same way each time
     return x
 
 
@@ -70,6 +70,7 @@ VALUES = {
     "one_outlier_in_the_first_values": changed(16, 32, 1.0, 1e4),
     "equal_and_nan": sown(equal_after(rows(), 0), 0.01, NAN),
     "equal_after_nan": equal_after(torch.full((ROWS, CHANNELS), NAN, dtype=torch.float64), FIRST),
+    "equal_after_inf": equal_after(torch.full((ROWS, CHANNELS), INF, dtype=torch.float64), FIRST),
     "equal_and_nan_after_others": sown(equal_after(rows(), TILE), 0.01, NAN),
     "equal_and_inf_after_others": sown(equal_after(rows(), TILE), 0.01, INF),
     "hot_bin_and_nan": sown(torch.where(rows() > 2, 7.0, 1.5).double(), 0.01, NAN),
@@ -126,17 +127,38 @@ def test_values_that_are_not_finite_leave_shuffled_runs_bit_identical(harness: A
         assert all(state.same_bits(states[0]) for state in states)
 
 
-def test_a_tile_with_nan_is_read_again_and_those_after_it_are_masked_at_once(harness: Any) -> None:
+@pytest.fixture
+def packs_copied(harness: Any) -> Iterator[Callable[[torch.Tensor, int | None], int]]:
+    """Counts the packs that threads ask for while a tensor is measured in one part."""
     backend = Backend("cuda_on_cpu", harness, "cpu")
-    clean, once, everywhere = rows(), rows(), rows()
+
+    def count(x: torch.Tensor, channel_dim: int | None) -> int:
+        before: int = harness.copies()
+        backend.accumulate(x.bfloat16(), channel_dim)
+        return harness.copies() - before
+
+    harness.use_one_part(True)
+    yield count
+    harness.use_one_part(False)
+
+
+PACKS, ON_THEIR_WAY = ROWS * CHANNELS // 4, 16  # of a thread, when a tile ends
+
+
+def test_a_tile_with_nan_is_read_again_and_those_after_it_are_masked_at_once(
+    packs_copied: Callable[[torch.Tensor, int | None], int],
+) -> None:
+    once, everywhere = rows(), rows()
     once[TILE + 7, 21] = NAN  # of one thread, in its second tile
     everywhere[torch.arange(ROWS) // 16 % 8 == 3, ::4] = NAN  # in each eighth pack of every thread
-    copied = []
-    harness.use_one_part(True)
-    for x in (clean, once, everywhere):
-        before = harness.copies()
-        backend.accumulate(x.bfloat16(), 1)
-        copied.append(harness.copies() - before)
-    harness.use_one_part(False)
-    packs, on_their_way = ROWS * CHANNELS // 4, 16
-    assert copied == [packs, packs + 128 + on_their_way, packs + 256 * (128 + on_their_way)]
+    assert packs_copied(rows(), 1) == PACKS
+    assert packs_copied(once, 1) == PACKS + 128 + ON_THEIR_WAY
+    assert packs_copied(everywhere, 1) == PACKS + 256 * (128 + ON_THEIR_WAY)
+
+
+def test_one_outlier_among_the_first_values_does_not_have_a_tile_read_again(
+    packs_copied: Callable[[torch.Tensor, int | None], int],
+) -> None:
+    x = rows().view(-1)[: 256 * 128 * 4]  # one tile for each thread
+    x[: 256 * 4 : 4] = 1e4  # in its first pack
+    assert packs_copied(x, None) == 256 * 128

@@ -128,8 +128,7 @@ struct Cover {
 
   template <class Walker>
   __device__ Cover(const Walker& walker, int valid, int exchange) {
-    const int before = kShifts ? int(reinterpret_cast<uintptr_t>(walker.at) % kWord) : 0;
-    const int bytes = valid * int(sizeof(scalar_t));
+    const int before = bytes_before(walker), bytes = valid * int(sizeof(scalar_t));
     words = (before + bytes + kWord - 1) / kWord;
     shift = before * 8;
     for (int i = 0; i < kBits; ++i) {
@@ -137,10 +136,15 @@ struct Cover {
       nan[i] = missing <= 0 ? 0 : missing >= 4 ? ~0u : ~0u << (32 - 8 * missing);
     }
   }
-  // From packs to the words in which they begin.
+  // Of the word in which packs begin.
   template <class Walker>
-  __device__ void align(Walker& walker) const {
-    walker.at -= shift / 8 / unsigned(sizeof(scalar_t));
+  __device__ static int bytes_before(const Walker& walker) {
+    return kShifts ? int(reinterpret_cast<uintptr_t>(walker.at) % kWord) : 0;
+  }
+  // From packs on to these words.
+  template <class Walker>
+  __device__ static void align(Walker& walker) {
+    walker.at -= bytes_before(walker) / int(sizeof(scalar_t));
   }
   __device__ bool copies(int word) const { return word < words; }
 
@@ -174,7 +178,7 @@ struct Cover<scalar_t, kPack, true> {
   template <class Walker>
   __device__ Cover(const Walker&, int, int) {}
   template <class Walker>
-  __device__ void align(Walker&) const {}
+  __device__ static void align(Walker&) {}
   __device__ bool copies(int) const { return true; }
 
   template <bool kExchanges>
@@ -218,7 +222,7 @@ struct Ring {
   // Asks for the first of `count` packs. Nothing may be on its way.
   __device__ void start(const Walker& first, int count) {
     walker = first;
-    words.align(walker);
+    Words::align(walker);
     here = begin;
     to_ask = count;
 #pragma unroll 1
@@ -335,6 +339,9 @@ struct Reader {
     for (int c = 0; c < kChannels; ++c) store_slot(Whole::neutral(), shared, kSlots, thread + c * kThreads);
   }
 
+  // The tile's packs, and all that follow.
+  __device__ Walker tile() const { return Walker(data, layout, first + done * step, step); }
+
   // Between the middle two of the channel's first four values, so that one that lies far from the others does not move
   // it: of those that are finite, and a guess where none is.
   __device__ void choose_shift(const Load* pack, int packs) {
@@ -401,11 +408,13 @@ struct Reader {
   static constexpr int kKindBits = 10;
   static_assert(kTilePacks * kPlaces < 1 << kKindBits);
 
-  // The sums of the finite values of four packs, of which `packs` are there.
+  // The sums of the finite values of four packs, of which `packs` are there. Doubles go into the tile's sums one by
+  // one, since registers are scarce there and digits are not.
   template <class Histogram>
   __device__ void update_masked(const Load* pack, int packs, unsigned (&kinds)[kChannels], bool in_histogram,
                                 const Histogram& histogram) {
     constexpr acc_t kInfinity = std::numeric_limits<acc_t>::infinity();
+    constexpr bool kOneByOne = sizeof(acc_t) == sizeof(double);
     acc_t s[kPack]{}, q[kPack]{}, a[kPack]{};
     for (int d = 0; d < 4; ++d) {
       if (d >= packs) break;
@@ -421,18 +430,19 @@ struct Reader {
         finite_or_nan(here, x);
       }
       for (int i = 0; i < kPack; ++i) {
-        const acc_t deviation = x[i] - shift[i % kChannels];
+        const int c = i % kChannels;
+        const acc_t deviation = x[i] - shift[c];
         if (x[i] != x[i]) continue;
-        s[i] += deviation;
-        q[i] += deviation * deviation;
-        a[i] += std::fabs(x[i]);
-        kinds[i % kChannels] += 1;
+        (kOneByOne ? sum[c] : s[i]) += deviation;
+        (kOneByOne ? square_sum[c] : q[i]) += deviation * deviation;
+        (kOneByOne ? abs_sum[c] : a[i]) += std::fabs(x[i]);
+        kinds[c] += 1;
       }
       extremes.update(here, x);
       if (in_histogram) continue;
       for (int i = 0; i < kPack; ++i) histogram.add(x[i], i % kChannels);
     }
-    add_places(s, q, a);
+    if (!kOneByOne) add_places(s, q, a);
   }
 
   // As sums_hold in stats.h, in the arithmetic of the data. Equal values far from the shift, if it is the mean of the
@@ -487,8 +497,7 @@ struct Reader {
   }
 
   // A masked tile. The next one is masked, too, if this one had to be.
-  __device__ void close_masked(int packs, const unsigned (&kinds)[kChannels], const Walker& start,
-                               const NonFinite& nonfinite, int channel) {
+  __device__ void close_masked(int packs, const unsigned (&kinds)[kChannels], const NonFinite& nonfinite, int channel) {
     const unsigned values = packs * kPlaces;
     unsigned wrong = 0;  // bits of the places for which the sums do not hold
     bool none = false;   // of a channel's values is finite
@@ -517,13 +526,14 @@ struct Reader {
     shifted = false;
 #pragma unroll 1
     for (int place = 0; place < kChannels; ++place) {
-      if (wrong >> place & 1) read_exactly(place, start, packs, nonfinite, channel + place);
+      if (wrong >> place & 1) read_exactly(place, packs, nonfinite, channel + place);
     }
   }
 
   // The exact way through a tile: in float64, one channel after the other, to leave the registers to the fast way.
-  __device__ void read_exactly(int place, Walker walker, int packs, const NonFinite& nonfinite, int channel) {
+  __device__ void read_exactly(int place, int packs, const NonFinite& nonfinite, int channel) {
     constexpr int kValues = 8, kBatch = kValues / kPlaces;
+    Walker walker = tile();
     Whole whole = load_slot<Whole>(shared, kSlots, thread + place * kThreads);
 #pragma unroll 1
     for (int left = packs; left > 0; left -= kBatch) {
@@ -584,7 +594,7 @@ struct Reader {
           for (int i = 0; i < kGroup; i += 4) update_masked(taken + i, left - i, kinds, again, histogram);
           feed.go_on();
         }
-        close_masked(packs, kinds, Walker(data, layout, first + done * step, step), nonfinite, channel);
+        close_masked(packs, kinds, nonfinite, channel);
         again = false;
         done += packs;
         continue;
@@ -613,7 +623,7 @@ struct Reader {
         correct_shift(inverse_count);
         masked = again = true;
         feed.stop();
-        feed.start(Walker(data, layout, first + done * step, step), count - done);
+        feed.start(tile(), count - done);
       }
     }
   }
