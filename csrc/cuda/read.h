@@ -267,21 +267,21 @@ struct Ring {
 template <class scalar_t, int kPack, class Walker>
 struct Burst {
   using Load = Pack<scalar_t, kPack>;
-#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ < 900 || __CUDA_ARCH__ >= 1000)
-  static constexpr int kGroup = 8;  // there 16 would not fit into the registers
-#else
-  static constexpr int kGroup = sizeof(Load) == 8 ? 8 : 16;
-#endif
+  static constexpr int kGroup = 8;  // 16 would not fit into the registers
   static constexpr int kBytes = 0;
   Walker walker;
 
   __device__ Burst(void*, int, const Walker& first, int, bool, int) : walker(first) {}
   __device__ void start(const Walker& first, int) { walker = first; }
 
-  __device__ void look(Load (&packs)[kGroup], int count) const { Burst(*this).take(packs, count); }
-  __device__ void take(Load (&packs)[kGroup], int count) {
+  template <int n>
+  __device__ void look(Load (&packs)[n], int count) const {
+    Burst(*this).take(packs, count);
+  }
+  template <int n>
+  __device__ void take(Load (&packs)[n], int count) {
 #pragma unroll
-    for (int i = 0; i < kGroup; ++i) {
+    for (int i = 0; i < n; ++i) {
       if (i < count) packs[i] = *reinterpret_cast<const Load*>(walker.next());
     }
   }
@@ -573,7 +573,7 @@ struct Reader {
   // On to pack number `until`, whole tiles, or to the last. `channel`: the first of the thread's channels in its block.
   template <class Histogram>
   __device__ void read(int until, const Histogram& histogram, const NonFinite& nonfinite, int channel) {
-    constexpr int kGroup = Feed::kGroup;
+    constexpr int kGroup = Feed::kGroup, kFew = kPack > 1 ? kGroup : 4;  // more would not fit into the registers
     if (until > count) until = count;
     Load taken[kGroup];
     bool again = false;  // whether the tile has been read before
@@ -582,16 +582,18 @@ struct Reader {
       extremes.clear();
       const int packs = count - done < kTilePacks ? count - done : kTilePacks, tail = packs % kGroup;
       if (!shifted) {
-        feed.look(taken, packs);
-        choose_shift(taken, packs);
+        Load first[kFew];
+        feed.look(first, packs);
+        choose_shift(first, packs);
       }
       if (masked) {
         unsigned kinds[kChannels]{};
+        Load few[kFew];
 #pragma unroll 1
-        for (int left = packs; left > 0; left -= kGroup) {
-          feed.take(taken, left);
+        for (int left = packs; left > 0; left -= kFew) {
+          feed.take(few, left);
 #pragma unroll
-          for (int i = 0; i < kGroup; i += 4) update_masked(taken + i, left - i, kinds, again, histogram);
+          for (int i = 0; i < kFew; i += 4) update_masked(few + i, left - i, kinds, again, histogram);
           feed.go_on();
         }
         close_masked(packs, kinds, nonfinite, channel);
