@@ -107,13 +107,13 @@ template <class scalar_t>
 struct FarWalker {
   static constexpr bool kKnowsLists = true, kAligned = true;
   const scalar_t* data;
-  const Layout* layout;
+  const Layout& layout;
   int64_t i, step;
 
   HOOKSTATS_HD FarWalker(const scalar_t* data, const Layout& layout, int64_t first, int64_t step)
-      : data(data), layout(&layout), i(first), step(step) {}
+      : data(data), layout(layout), i(first), step(step) {}
   HOOKSTATS_HD const scalar_t* next() {
-    const scalar_t* here = data + layout->offset(i);
+    const scalar_t* here = data + layout.offset(i);
     i += step;
     return here;
   }
