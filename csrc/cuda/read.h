@@ -1,27 +1,22 @@
-// How a thread reads its share of a tensor and sums it: packs of neighbouring elements, several loads in flight, tiles
-// of plain sums in the arithmetic of the data, and an exact way through the few tiles for which those do not hold.
+// How a thread sums its share of a tensor: tiles of plain sums in the arithmetic of the data. A tile for which those do
+// not hold is read again, masked: what is not finite is left out. Where that does not hold either, there is an exact
+// way.
 #pragma once
 
-#include "fold.h"
-#include "walk.h"
+#include "feed.h"
 
 namespace hookstats::cuda {
 
-// The elements that one load brings.
+// What is infinite becomes NaN.
 template <class scalar_t, int n>
-struct alignas(n * sizeof(scalar_t)) Pack {
-  scalar_t value[n];
-};
-
-template <class scalar_t, int n>
-HOOKSTATS_HD inline void widen_pack(const Pack<scalar_t, n>& pack, acc_of<scalar_t> (&x)[n]) {
+__device__ inline void finite_or_nan(Pack<scalar_t, n>& pack, acc_of<scalar_t> (&x)[n]) {
   if constexpr (sizeof(scalar_t) == 2 && n % 2 == 0) {
     uint32_t words[n / 2];
     memcpy(words, &pack, sizeof words);
-    for (int i = 0; i < n / 2; ++i) widen2<scalar_t>(words[i], x[2 * i], x[2 * i + 1]);
-  } else {
-    for (int i = 0; i < n; ++i) x[i] = widen(pack.value[i]);
+    for (uint32_t& word : words) word = finite_or_nan2<scalar_t>(word);
+    memcpy(&pack, words, sizeof words);
   }
+  for (acc_of<scalar_t>& each : x) each = finite_or_nan(each);
 }
 
 // Extremes and zeros at each place of a pack.
@@ -84,8 +79,9 @@ struct NonFinite {
   __device__ NonFinite(unsigned* shared, int thread) : counts(shared) {
     if (thread < kWords) counts[thread] = 0;
   }
-  __device__ void add(int channel, double x) const {
-    atomicAdd(&counts[(x != x ? 0 : x > 0 ? 1 : 2) * kBlockChannels + channel], 1u);
+  __device__ void add(int channel, double x) const { add(channel, x != x ? 0 : x > 0 ? 1 : 2, 1); }
+  __device__ void add(int channel, int kind, unsigned count) const {
+    if (count > 0) atomicAdd(&counts[kind * kBlockChannels + channel], count);
   }
   // Whole numbers: the order of the additions does not matter.
   __device__ void add_to_state(const State& state, int64_t first_channel, int thread) const {
@@ -94,165 +90,6 @@ struct NonFinite {
     const int kind = thread / kBlockChannels, channel = thread % kBlockChannels;
     atomicAdd(&state.moments[(k_nans + kind) * state.row_stride + first_channel + channel], double(counts[thread]));
   }
-};
-
-// Bytes of a thread on their way; half of them where the GPU's blocks have too little shared memory for all.
-constexpr int kInFlight = 128;
-
-// How a pack is copied: at once where all packs are aligned, else in the words that cover it, of which the n-th of all
-// threads lie side by side. Where elements are smaller than a word, a pack is shifted out of the words: all packs of a
-// thread begin at the same byte of a word (plan.h sees to it). A word that holds a byte of the pack is copied whole;
-// memory is allotted in larger pieces. Elements from `valid` on are made NaN: of all bits set, in each dtype.
-template <class scalar_t, int kPack, bool kAligned>
-struct Cover {
-  using Load = Pack<scalar_t, kPack>;
-  static constexpr int kWord = sizeof(scalar_t) == 8 ? 8 : 4, kShifts = sizeof(scalar_t) < 4;
-  static constexpr int kWords = int(sizeof(Load)) / kWord + kShifts, kBits = sizeof(Load) / sizeof(uint32_t);
-  int words;
-  unsigned shift;
-  uint32_t nan[kBits];
-
-  template <class Walker>
-  __device__ Cover(Walker& walker, int valid, int exchange) {
-    const int before = kShifts ? int(reinterpret_cast<uintptr_t>(walker.at) % kWord) : 0;
-    const int bytes = valid * int(sizeof(scalar_t));
-    walker.at -= before / int(sizeof(scalar_t));
-    words = (before + bytes + kWord - 1) / kWord;
-    shift = before * 8;
-    for (int i = 0; i < kBits; ++i) {
-      const int missing = (i ^ exchange * (kBits / 2)) * 4 + 4 - bytes;  // bytes, of this word
-      nan[i] = missing <= 0 ? 0 : missing >= 4 ? ~0u : ~0u << (32 - 8 * missing);
-    }
-  }
-  __device__ bool copies(int word) const { return word < words; }
-
-  template <bool kExchanges>
-  __device__ Load take(const char* at, int exchange) const {
-    using word_t = std::conditional_t<kWord == 8, uint64_t, uint32_t>;
-    word_t copied[kWords];
-    for (int i = 0; i < kWords; ++i) copied[i] = *reinterpret_cast<const word_t*>(at + i * kThreads * kWord);
-    uint32_t bits[kBits + kShifts], taken[kBits];
-    memcpy(bits, copied, sizeof bits);
-    for (int i = 0; i < kBits; ++i) taken[i] = kShifts ? shift_out(bits[i], bits[i + kShifts], shift) : bits[i];
-    if (kExchanges && exchange) {
-      for (int i = 0; i < kBits / 2; ++i) {
-        const uint32_t lower = taken[i];
-        taken[i] = taken[i + kBits / 2];
-        taken[i + kBits / 2] = lower;
-      }
-    }
-    for (int i = 0; i < kBits; ++i) taken[i] |= nan[i];
-    Load pack;
-    memcpy(&pack, taken, sizeof pack);
-    return pack;
-  }
-};
-
-template <class scalar_t, int kPack>
-struct Cover<scalar_t, kPack, true> {
-  using Load = Pack<scalar_t, kPack>;
-  static constexpr int kWord = sizeof(Load), kWords = 1;
-
-  template <class Walker>
-  __device__ Cover(const Walker&, int, int) {}
-  __device__ bool copies(int) const { return true; }
-
-  template <bool kExchanges>
-  __device__ Load take(const char* at, int exchange) const {
-    if (!kExchanges) return *reinterpret_cast<const Load*>(at);
-    using Half = Pack<scalar_t, kPack / 2>;
-    const Half* halves = reinterpret_cast<const Half*>(at);
-    const Half both[2] = {halves[exchange], halves[1 - exchange]};
-    Load pack;
-    memcpy(&pack, both, sizeof pack);
-    return pack;
-  }
-};
-
-// A thread's packs on their way, in a ring in shared memory: some are used while the next ones come.
-template <class scalar_t, int kPack, class Walker, bool kExchanges, int kFlight>
-struct Ring {
-  using Load = Pack<scalar_t, kPack>;
-  using Words = Cover<scalar_t, kPack, Walker::kAligned>;
-  static constexpr int kGroup = sizeof(Load) == 4 ? 8 : 4;  // packs taken at a time
-  static constexpr int kWord = Words::kWord, kStride = kThreads * kWord;
-  static constexpr int kGroups = kFlight / (kGroup * Words::kWords * kWord),
-                       kGroupBytes = kGroup * Words::kWords * kStride;
-  static constexpr int kBytes = kGroups * kGroupBytes;
-  static_assert(kGroups > 0);
-  char* const begin;
-  char* here;
-  Walker walker;
-  int to_ask;
-  const int exchange;  // 1: the halves of packs change places
-  const Words words;
-
-  __device__ Ring(void* shared, int thread, const Walker& first, int count, bool exchange, int valid)
-      : begin(static_cast<char*>(shared) + thread * kWord),
-        here(begin),
-        walker(first),
-        to_ask(count),
-        exchange(exchange),
-        words(walker, valid, kExchanges && exchange) {
-#pragma unroll 1
-    for (int g = 0; g < kGroups; ++g) go_on();
-  }
-
-  __device__ void take(Load (&packs)[kGroup], int) {
-    wait_for_all_but<kGroups - 1>();
-    for (int i = 0; i < kGroup; ++i) {
-      packs[i] = words.template take<kExchanges>(here + i * Words::kWords * kStride, exchange);
-    }
-  }
-
-  __device__ void copy(int i) {
-    const char* from = reinterpret_cast<const char*>(walker.next());
-    for (int w = 0; w < Words::kWords; ++w) {
-      if (words.copies(w)) copy_async<kWord>(here + (i * Words::kWords + w) * kStride, from + w * kWord);
-    }
-  }
-
-  // After the packs were used, asks for others in their place.
-  __device__ void go_on() {
-    if (to_ask >= kGroup) {
-      for (int i = 0; i < kGroup; ++i) copy(i);
-    } else {
-      for (int i = 0; i < kGroup - 1; ++i) {
-        if (i < to_ask) copy(i);
-      }
-    }
-    to_ask -= kGroup;
-    end_group();
-    here += kGroupBytes;
-    if (here == begin + kBytes) here = begin;
-  }
-
-  // A block that returns early leaves no copy behind that would still write into its shared memory.
-  __device__ static void stop() { wait_for_all_but<0>(); }
-};
-
-// The same for elements that cannot be copied so: all are asked for before the first is used.
-template <class scalar_t, int kPack, class Walker>
-struct Burst {
-  using Load = Pack<scalar_t, kPack>;
-#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ < 900 || __CUDA_ARCH__ >= 1000)
-  static constexpr int kGroup = 8;  // there 16 would not fit into the registers
-#else
-  static constexpr int kGroup = sizeof(Load) == 8 ? 8 : 16;
-#endif
-  static constexpr int kBytes = 0;
-  Walker walker;
-
-  __device__ Burst(void*, int, const Walker& walker, int, bool, int) : walker(walker) {}
-
-  __device__ void take(Load (&packs)[kGroup], int count) {
-#pragma unroll
-    for (int i = 0; i < kGroup; ++i) {
-      if (i < count) packs[i] = *reinterpret_cast<const Load*>(walker.next());
-    }
-  }
-  __device__ void go_on() {}
-  __device__ static void stop() {}
 };
 
 // A thread's sums. The places of a pack are `kChannels` channels, or all of one.
@@ -266,6 +103,7 @@ struct Reader {
   static constexpr int kPack = kPack_, kChannels = kChannels_;
   static constexpr int kPlaces = kPack / kChannels;  // of a channel in a pack
   static constexpr int kTilePacks = 128;
+  static constexpr bool kMasks = kPack > 1;  // value by value, the masked loop would not fit into the registers
   static_assert(kTilePacks <= 256, "zeros are counted in 16-bit floating point");
 
   // Over all tiles: sums in shared memory, a slot for each place, where they cost no registers while values are read.
@@ -277,7 +115,7 @@ struct Reader {
   // Over the tile: sums about a shift.
   acc_t shift[kChannels], sum[kChannels], square_sum[kChannels], abs_sum[kChannels];
   Extremes<scalar_t, kPack> extremes;
-  bool shifted = false;
+  bool shifted = false, guessed, masked = false;
 
   // What it reads: the packs first, first + step, ..., `count` of them.
   const scalar_t* const data;
@@ -305,21 +143,38 @@ struct Reader {
     for (int c = 0; c < kChannels; ++c) store_slot(Whole::neutral(), shared, kSlots, thread + c * kThreads);
   }
 
+  // The tile's packs, and all that follow.
+  __device__ Walker tile() const { return Walker(data, layout, first + done * step, step); }
+
+  // Between the middle two of the channel's first four values, so that one that lies far from the others does not move
+  // it: of those that are finite, and a guess where none is.
+  __device__ void choose_shift(const Load* pack, int packs) {
+    acc_t x[4][kPack];
+    for (int d = 0; d < 4; ++d) widen_pack(pack[d], x[d]);
+    guessed = false;
+    for (int c = 0; c < kChannels; ++c) {
+      acc_t y[4];
+      for (int d = 0; d < 4; ++d) {
+        y[d] = finite_or_nan(x[d][c]);
+        if (d >= packs) y[d] = y[0];
+      }
+      const acc_t low = std::fmax(std::fmin(y[0], y[1]), std::fmin(y[2], y[3]));  // a NaN loses
+      const acc_t high = std::fmin(std::fmax(y[0], y[1]), std::fmax(y[2], y[3]));
+      const acc_t middle = low + (high - low) / 2;
+      const bool is_finite = middle - middle == 0;
+      shift[c] = is_finite ? middle : 0;
+      guessed |= !is_finite;
+    }
+    shifted = true;
+  }
+
   // Rounding: a value passes a chain of four additions, a tree over the places, and one addition per four packs.
-  template <int packs, bool may_be_first, class Histogram>
+  template <int packs, class Histogram>
   __device__ void update(const Pack<scalar_t, kPack>* pack, const Histogram& histogram) {
     acc_t x[packs][kPack];
     for (int d = 0; d < packs; ++d) {
       widen_pack(pack[d], x[d]);
       extremes.update(pack[d], x[d]);
-    }
-    if (may_be_first && !shifted) {
-      for (int c = 0; c < kChannels; ++c) {
-        acc_t first = x[0][c];
-        for (int d = 1; d < packs; ++d) first += x[d][c];
-        shift[c] = first * (acc_t(1) / packs);
-      }
-      shifted = true;
     }
     acc_t s[kPack], q[kPack], a[kPack];  // of each place
     for (int i = 0; i < kPack; ++i) {
@@ -333,6 +188,12 @@ struct Reader {
         a[i] += std::fabs(x[d][i]);
       }
     }
+    add_places(s, q, a);
+    for (int d = 0; d < packs; ++d) {
+      for (int i = 0; i < kPack; ++i) histogram.add(x[d][i], i % kChannels);
+    }
+  }
+  __device__ void add_places(acc_t (&s)[kPack], acc_t (&q)[kPack], acc_t (&a)[kPack]) {
     for (int half = kPack / 2; half >= kChannels; half /= 2) {
       for (int i = 0; i < half; ++i) {
         s[i] += s[i + half];
@@ -345,12 +206,50 @@ struct Reader {
       square_sum[c] += q[c];
       abs_sum[c] += a[c];
     }
-    for (int d = 0; d < packs; ++d) {
-      for (int i = 0; i < kPack; ++i) histogram.add(x[d][i], i % kChannels);
-    }
   }
 
-  // As sums_hold in stats.h, in the arithmetic of the data. Equal values far from the shift, which is the mean of the
+  // How many values of a channel are finite, +Inf and -Inf, in ten bits each.
+  static constexpr int kKindBits = 10;
+  static_assert(kTilePacks * kPlaces < 1 << kKindBits);
+
+  // The sums of the finite values of four packs, of which `packs` are there. Doubles go into the tile's sums one by
+  // one, since registers are scarce there and digits are not.
+  template <class Histogram>
+  __device__ void update_masked(const Load* pack, int packs, unsigned (&kinds)[kChannels], bool in_histogram,
+                                const Histogram& histogram) {
+    constexpr acc_t kInfinity = std::numeric_limits<acc_t>::infinity();
+    constexpr bool kOneByOne = sizeof(acc_t) == sizeof(double);
+    acc_t s[kPack]{}, q[kPack]{}, a[kPack]{};
+    for (int d = 0; d < 4; ++d) {
+      if (d >= packs) break;
+      Load here = pack[d];
+      acc_t x[kPack];
+      widen_pack(here, x);
+      bool infinite = false;
+      for (int i = 0; i < kPack; ++i) infinite |= std::fabs(x[i]) == kInfinity;
+      if (infinite) {  // rare beside NaN: counted, and made NaN
+        for (int i = 0; i < kPack; ++i) {
+          if (std::fabs(x[i]) == kInfinity) kinds[i % kChannels] += 1 << (x[i] > 0 ? 1 : 2) * kKindBits;
+        }
+        finite_or_nan(here, x);
+      }
+      for (int i = 0; i < kPack; ++i) {
+        const int c = i % kChannels;
+        const acc_t deviation = x[i] - shift[c];
+        if (x[i] != x[i]) continue;
+        (kOneByOne ? sum[c] : s[i]) += deviation;
+        (kOneByOne ? square_sum[c] : q[i]) += deviation * deviation;
+        (kOneByOne ? abs_sum[c] : a[i]) += std::fabs(x[i]);
+        kinds[c] += 1;
+      }
+      extremes.update(here, x);
+      if (in_histogram) continue;
+      for (int i = 0; i < kPack; ++i) histogram.add(x[i], i % kChannels);
+    }
+    if (!kOneByOne) add_places(s, q, a);
+  }
+
+  // As sums_hold in stats.h, in the arithmetic of the data. Equal values far from the shift, if it is the mean of the
   // tile before, vary so much with that one that what is lost here does not show.
   __device__ bool holds(int c, acc_t low, acc_t high, acc_t inverse_count) const {
     if (!Walker::kAligned && (c ^ exchange) >= valid) return true;
@@ -359,7 +258,8 @@ struct Reader {
     const bool finite = (q <= kLargest / 32) & (abs_sum[c] <= kLargest);
     const bool constant = low == high, in_range = q * inverse_count >= kSmallest;
     const bool shift_is_near = 16 * (q - sum[c] * inverse_count * sum[c]) >= q;
-    return finite & ((constant & ((q == 0) == (low == shift[c]))) | (in_range & shift_is_near));
+    const bool equal = constant & ((low == shift[c]) | (!guessed & (q != 0)));
+    return finite & (equal | (in_range & shift_is_near));
   }
 
   __device__ acc_t tile_min(int c) const {
@@ -379,46 +279,85 @@ struct Reader {
   }
 
   __device__ void close_tile(int packs, acc_t inverse_count) {
+    for (int c = 0; c < kChannels; ++c) close_channel(c, unsigned(packs * kPlaces), inverse_count);
+  }
+  __device__ void close_channel(int c, unsigned values, acc_t inverse_count) {
+    const Whole tile{double(sum[c]), double(square_sum[c]), double(abs_sum[c]), shift[c], tile_min(c), tile_max(c),
+                     values,         tile_zeros(c)};
+    const int slot = thread + (c ^ exchange) * kThreads;
+    Whole whole = load_slot<Whole>(shared, kSlots, slot);
+    whole.merge(tile);
+    store_slot(whole, shared, kSlots, slot);
+    shift[c] += sum[c] * inverse_count;  // the next tile's
+  }
+
+  // Before a tile is read again: the shift as near to its mean as is known. With a value that is not finite, it stays.
+  __device__ void correct_shift(acc_t inverse_count) {
     for (int c = 0; c < kChannels; ++c) {
-      const Whole tile{double(sum[c]), double(square_sum[c]), double(abs_sum[c]),        shift[c],
-                       tile_min(c),    tile_max(c),           unsigned(packs * kPlaces), tile_zeros(c)};
-      const int slot = thread + (c ^ exchange) * kThreads;
-      Whole whole = load_slot<Whole>(shared, kSlots, slot);
-      whole.merge(tile);
-      store_slot(whole, shared, kSlots, slot);
-      shift[c] += sum[c] * inverse_count;  // the next tile's
+      const acc_t low = tile_min(c), mean = shift[c] + sum[c] * inverse_count;
+      const acc_t nearer = low == tile_max(c) ? low : mean;
+      if (nearer - nearer == 0) shift[c] = nearer;
     }
   }
 
-  // The exact way through a tile: in float64, what is not finite counted apart. One channel after the other, to leave
-  // the registers to the fast way.
-  __device__ void read_again(const Walker& start, int packs, const NonFinite& nonfinite, int channel) {
+  // A masked tile. The next one is masked, too, if this one had to be.
+  __device__ void close_masked(int packs, const unsigned (&kinds)[kChannels], const NonFinite& nonfinite, int channel) {
+    const unsigned values = packs * kPlaces;
+    unsigned wrong = 0;  // bits of the places for which the sums do not hold
+    bool none = false;   // of a channel's values is finite
+    masked = false;
+    for (int c = 0; c < kChannels; ++c) {
+      const int place = c ^ exchange;
+      if (!Walker::kAligned && place >= valid) continue;
+      constexpr unsigned kMask = (1 << kKindBits) - 1;
+      const unsigned finite = kinds[c] & kMask, positive = kinds[c] >> kKindBits & kMask,
+                     negative = kinds[c] >> 2 * kKindBits;
+      masked |= finite < values;
+      none |= finite == 0;
+      const acc_t inverse_count = acc_t(1) / acc_t(finite);
+      if (finite > 0 && !holds(c, tile_min(c), tile_max(c), inverse_count)) {
+        wrong |= 1u << place;
+        continue;
+      }
+      if (finite > 0) close_channel(c, finite, inverse_count);
+      nonfinite.add(channel + place, 0, values - finite - positive - negative);
+      nonfinite.add(channel + place, 1, positive);
+      nonfinite.add(channel + place, 2, negative);
+    }
+    guessed &= none;
+    if (wrong == 0) return;
+    masked = true;
+    shifted = false;
+#pragma unroll 1
+    for (int place = 0; place < kChannels; ++place) {
+      if (wrong >> place & 1) read_exactly(place, packs, nonfinite, channel + place);
+    }
+  }
+
+  // The exact way through a tile: in float64, one channel after the other, to leave the registers to the fast way.
+  __device__ void read_exactly(int place, int packs, const NonFinite& nonfinite, int channel) {
     constexpr int kValues = 8, kBatch = kValues / kPlaces;
+    Walker walker = tile();
+    Whole whole = load_slot<Whole>(shared, kSlots, thread + place * kThreads);
 #pragma unroll 1
-    for (int c = 0; c < (Walker::kAligned ? kChannels : valid); ++c) {
-      Whole whole = load_slot<Whole>(shared, kSlots, thread + c * kThreads);
-      Walker walker = start;
-#pragma unroll 1
-      for (int left = packs; left > 0; left -= kBatch) {
-        scalar_t values[kValues];
-        for (int d = 0; d < kBatch; ++d) {
-          if (d >= left) break;
-          const scalar_t* at = walker.next() + c;
-          for (int i = 0; i < kPlaces; ++i) values[d * kPlaces + i] = at[i];
-        }
-        for (int i = 0; i < kValues; ++i) {
-          if (i / kPlaces >= left) break;
-          const acc_t x = widen(values[i]);
-          if (x - x == 0) {
-            whole.add(x);
-          } else {
-            nonfinite.add(channel + c, x);
-          }
+    for (int left = packs; left > 0; left -= kBatch) {
+      scalar_t values[kValues];
+      for (int d = 0; d < kBatch; ++d) {
+        if (d >= left) break;
+        const scalar_t* at = walker.next() + place;
+        for (int i = 0; i < kPlaces; ++i) values[d * kPlaces + i] = at[i];
+      }
+      for (int i = 0; i < kValues; ++i) {
+        if (i / kPlaces >= left) break;
+        const acc_t x = widen(values[i]);
+        if (x - x == 0) {
+          whole.add(x);
+        } else {
+          nonfinite.add(channel, x);
         }
       }
-      store_slot(whole, shared, kSlots, thread + c * kThreads);
     }
-    shifted = false;
+    store_slot(whole, shared, kSlots, thread + place * kThreads);
   }
 
   // One value of the first channel alone.
@@ -441,24 +380,45 @@ struct Reader {
     constexpr int kGroup = Feed::kGroup;
     if (until > count) until = count;
     Load taken[kGroup];
+    [[maybe_unused]] bool again = false;  // whether the tile has been read before
     while (done < until) {
       for (int c = 0; c < kChannels; ++c) sum[c] = square_sum[c] = abs_sum[c] = 0;
       extremes.clear();
       const int packs = count - done < kTilePacks ? count - done : kTilePacks, tail = packs % kGroup;
+      if constexpr (kMasks) {
+        if (!shifted) {
+          feed.look(taken, packs);
+          choose_shift(taken, packs);
+        }
+        if (masked) {
+          unsigned kinds[kChannels]{};
+#pragma unroll 1
+          for (int left = packs; left > 0; left -= kGroup) {
+            feed.take(taken, left);
+#pragma unroll
+            for (int i = 0; i < kGroup; i += 4) update_masked(taken + i, left - i, kinds, again, histogram);
+            feed.go_on();
+          }
+          close_masked(packs, kinds, nonfinite, channel);
+          again = false;
+          done += packs;
+          continue;
+        }
+      }
 #pragma unroll 1
       for (int groups = packs / kGroup; groups > 0; --groups) {
         feed.take(taken, kGroup);
-        update<4, true>(taken, histogram);
+        if (!kMasks && !shifted) choose_shift(taken, kGroup);
 #pragma unroll
-        for (int i = 4; i < kGroup; i += 4) update<4, false>(taken + i, histogram);
+        for (int i = 0; i < kGroup; i += 4) update<4>(taken + i, histogram);
         feed.go_on();
       }
       if (tail > 0) {  // the last
         feed.take(taken, tail);
-        update<1, true>(taken, histogram);
+        if (!kMasks && !shifted) choose_shift(taken, tail);
 #pragma unroll
-        for (int i = 1; i < kGroup - 1; ++i) {
-          if (i < tail) update<1, false>(taken + i, histogram);
+        for (int i = 0; i < kGroup - 1; ++i) {
+          if (i < tail) update<1>(taken + i, histogram);
         }
       }
       bool all_hold = true;
@@ -466,10 +426,17 @@ struct Reader {
       for (int c = 0; c < kChannels; ++c) all_hold &= holds(c, tile_min(c), tile_max(c), inverse_count);
       if (all_hold) {
         close_tile(packs, inverse_count);
+        done += packs;
+      } else if constexpr (kMasks) {
+        correct_shift(inverse_count);
+        masked = again = true;
+        feed.stop();
+        feed.start(tile(), count - done);
       } else {
-        read_again(Walker(data, layout, first + done * step, step), packs, nonfinite, channel);
+        read_exactly(0, packs, nonfinite, channel);
+        shifted = false;
+        done += packs;
       }
-      done += packs;
     }
   }
 };

@@ -78,21 +78,20 @@ struct UnalignedNearWalker : NearWalker<scalar_t> {
 template <class scalar_t>
 struct ListedWalker {
   static constexpr bool kKnowsLists = true, kAligned = true;
-  const scalar_t* const data;
-  const Layout& layout;
-  const unsigned inner_size;
-  unsigned row, inner, step_row, step_inner;
+  const scalar_t* data;
+  const Layout* layout;
+  unsigned inner_size, row, inner, step_row, step_inner;
 
   __device__ ListedWalker(const scalar_t* data, const Layout& layout, int64_t first, int64_t step)
-      : data(data), layout(layout), inner_size(unsigned(layout.inner_size())) {
+      : data(data), layout(&layout), inner_size(unsigned(layout.inner_size())) {
     row = unsigned(first / inner_size);
     inner = unsigned(first % inner_size);
     step_row = unsigned(step / inner_size);
     step_inner = unsigned(step % inner_size);
   }
   __device__ const scalar_t* next() {
-    const uint64_t listed = unsigned(load_constant(layout.row_index + row)), within = inner;
-    const scalar_t* here = data + (listed * unsigned(layout.stride[0]) + within * unsigned(layout.stride[1]));
+    const uint64_t listed = unsigned(load_constant(layout->row_index + row)), within = inner;
+    const scalar_t* here = data + (listed * unsigned(layout->stride[0]) + within * unsigned(layout->stride[1]));
     row += step_row;
     inner += step_inner;
     if (inner >= inner_size) {

@@ -1,5 +1,11 @@
 // The kernels of csrc/cuda under the harness, its switches, and kernels with planted faults that it must find.
 
+#include "cuda/plan.h"
+
+// Whether tensors are read in one part each, so that a thread reads many tiles of a small one.
+static bool in_one_part = false;
+#define cut(job, parts) cut(job, in_one_part ? 1 : (parts))
+
 #include "cuda/accumulate.cu"
 #include "cuda/checksum.cu"
 #include "cuda/many.cu"
@@ -106,6 +112,8 @@ void tell_captures(bool told) { cuda_on_cpu::captures_are_told = told; }
 int64_t last_error() { return cuda_on_cpu::last_error; }
 void reserve_scratch() { hookstats::reserve_scratch(at::kCPU); }
 int64_t scratch() { return reinterpret_cast<int64_t>(hookstats::launch_on(at::kCPU, std::nullopt).partials); }
+void use_one_part(bool use) { in_one_part = use; }
+int64_t copies() { return cuda_on_cpu::copies; }
 void shuffle(int64_t seed) { cuda_on_cpu::shuffle_seed = unsigned(seed); }
 void use_small_variant(int64_t bits) { hookstats::cuda::small_variant() = int(bits); }
 int64_t cluster_launches() { return cuda_on_cpu::cluster_launches; }
@@ -116,6 +124,8 @@ int64_t launches() { return cuda_on_cpu::launches; }
 TORCH_LIBRARY_FRAGMENT(hookstats_cuda_on_cpu, m) {
   m.def("shuffle(int seed) -> ()", &shuffle);
   m.def("launches() -> int", &launches);
+  m.def("copies() -> int", &copies);
+  m.def("use_one_part(bool use) -> ()", &use_one_part);
   m.def("cluster_launches() -> int", &cluster_launches);
   m.def("use_small_variant(int bits) -> ()", &use_small_variant);
   m.def("switch_off_after(Tensor flag, int blocks) -> ()", &switch_off_after);
