@@ -98,8 +98,8 @@ HOOKSTATS_INLINE int set_lanes(const ints& lanes) {
   return set;
 }
 
-// Exact sums of some lanes, in memory. An element of a vector in a register is not asked for: g++ would store the vector
-// in each round of the loop.
+// Exact sums of some lanes, in memory. An element of a vector in a register is not asked for: g++ would store the
+// vector in each round of the loop.
 template <int kSize>
 struct ExactLanes {
 #define HOOKSTATS_LANES(name) alignas(64) double name[kSize];
