@@ -16,11 +16,13 @@ constexpr int larger(int a, int b) { return a > b ? a : b; }
 template <class scalar_t, int kPack, int kPlaces, template <class> class Walker, HistogramKind kind, int kFlight>
 struct Shared {
   static constexpr bool kCounts = kCounted<scalar_t, kPack>;
+  // Value by value, and beside linear bins, a masked loop would not fit into the registers.
+  static constexpr bool kMasks = kPack > 1 && kind != HistogramKind::linear;
   using Histogram = std::conditional_t<kCounts, ValueCounts<scalar_t, kind, kPlaces>,
                                        BlockHistogram<kind, kPlaces, (kPack > kPlaces)>>;
   using Reads = std::conditional_t<
       kCounts, CountingReader<scalar_t, kPack, kPlaces, Walker, kFlight>,
-      Reader<scalar_t, kPack, kPlaces, Walker, kPlaces == 4 && kind == HistogramKind::per_channel, kFlight>>;
+      Reader<scalar_t, kPack, kPlaces, Walker, kPlaces == 4 && kind == HistogramKind::per_channel, kMasks, kFlight>>;
   static constexpr int kThreadSums = kThreads * kPlaces * BlockSums<acc_of<scalar_t>>::kBytes;
   static constexpr int kHistogram = Histogram::kWords * int(sizeof(unsigned)), kSums = kCounts ? 0 : kThreadSums;
   static constexpr int kRing = Reads::Feed::kBytes;

@@ -92,8 +92,10 @@ struct NonFinite {
   }
 };
 
-// A thread's sums. The places of a pack are `kChannels` channels, or all of one.
-template <class scalar_t, int kPack_, int kChannels_, template <class> class WalkerOf, bool kExchanges, int kFlight>
+// A thread's sums. The places of a pack are `kChannels` channels, or all of one. kMasks: a tile is read again masked,
+// not all of it exactly.
+template <class scalar_t, int kPack_, int kChannels_, template <class> class WalkerOf, bool kExchanges, bool kMasks,
+          int kFlight>
 struct Reader {
   using Walker = WalkerOf<scalar_t>;
   using Load = Pack<scalar_t, kPack_>;
@@ -103,7 +105,6 @@ struct Reader {
   static constexpr int kPack = kPack_, kChannels = kChannels_;
   static constexpr int kPlaces = kPack / kChannels;  // of a channel in a pack
   static constexpr int kTilePacks = 128;
-  static constexpr bool kMasks = kPack > 1;  // value by value, the masked loop would not fit into the registers
   static_assert(kTilePacks <= 256, "zeros are counted in 16-bit floating point");
 
   // Over all tiles: sums in shared memory, a slot for each place, where they cost no registers while values are read.
@@ -169,12 +170,20 @@ struct Reader {
   }
 
   // Rounding: a value passes a chain of four additions, a tree over the places, and one addition per four packs.
-  template <int packs, class Histogram>
+  template <int packs, bool may_be_first, class Histogram>
   __device__ void update(const Pack<scalar_t, kPack>* pack, const Histogram& histogram) {
     acc_t x[packs][kPack];
     for (int d = 0; d < packs; ++d) {
       widen_pack(pack[d], x[d]);
       extremes.update(pack[d], x[d]);
+    }
+    if (!kMasks && may_be_first && !shifted) {  // their mean: the middle would take registers that are not there
+      for (int c = 0; c < kChannels; ++c) {
+        acc_t first = x[0][c];
+        for (int d = 1; d < packs; ++d) first += x[d][c];
+        shift[c] = first * (acc_t(1) / packs);
+      }
+      shifted = true;
     }
     acc_t s[kPack], q[kPack], a[kPack];  // of each place
     for (int i = 0; i < kPack; ++i) {
@@ -258,7 +267,7 @@ struct Reader {
     const bool finite = (q <= kLargest / 32) & (abs_sum[c] <= kLargest);
     const bool constant = low == high, in_range = q * inverse_count >= kSmallest;
     const bool shift_is_near = 16 * (q - sum[c] * inverse_count * sum[c]) >= q;
-    const bool equal = constant & ((low == shift[c]) | (!guessed & (q != 0)));
+    const bool equal = constant & ((low == shift[c]) | (!(kMasks && guessed) & (q != 0)));
     return finite & (equal | (in_range & shift_is_near));
   }
 
@@ -327,15 +336,19 @@ struct Reader {
     guessed &= none;
     if (wrong == 0) return;
     masked = true;
+    read_exactly(wrong, packs, nonfinite, channel);
+  }
+
+  // The exact way through a tile, for the places whose bit is set: in float64, one channel after the other, to leave
+  // the registers to the fast way.
+  __device__ void read_exactly(unsigned places, int packs, const NonFinite& nonfinite, int channel) {
     shifted = false;
 #pragma unroll 1
     for (int place = 0; place < kChannels; ++place) {
-      if (wrong >> place & 1) read_exactly(place, packs, nonfinite, channel + place);
+      if (places >> place & 1) read_channel(place, packs, nonfinite, channel + place);
     }
   }
-
-  // The exact way through a tile: in float64, one channel after the other, to leave the registers to the fast way.
-  __device__ void read_exactly(int place, int packs, const NonFinite& nonfinite, int channel) {
+  __device__ void read_channel(int place, int packs, const NonFinite& nonfinite, int channel) {
     constexpr int kValues = 8, kBatch = kValues / kPlaces;
     Walker walker = tile();
     Whole whole = load_slot<Whole>(shared, kSlots, thread + place * kThreads);
@@ -408,17 +421,17 @@ struct Reader {
 #pragma unroll 1
       for (int groups = packs / kGroup; groups > 0; --groups) {
         feed.take(taken, kGroup);
-        if (!kMasks && !shifted) choose_shift(taken, kGroup);
+        update<4, true>(taken, histogram);
 #pragma unroll
-        for (int i = 0; i < kGroup; i += 4) update<4>(taken + i, histogram);
+        for (int i = 4; i < kGroup; i += 4) update<4, false>(taken + i, histogram);
         feed.go_on();
       }
       if (tail > 0) {  // the last
         feed.take(taken, tail);
-        if (!kMasks && !shifted) choose_shift(taken, tail);
+        update<1, true>(taken, histogram);
 #pragma unroll
-        for (int i = 0; i < kGroup - 1; ++i) {
-          if (i < tail) update<1>(taken + i, histogram);
+        for (int i = 1; i < kGroup - 1; ++i) {
+          if (i < tail) update<1, false>(taken + i, histogram);
         }
       }
       bool all_hold = true;
@@ -433,8 +446,7 @@ struct Reader {
         feed.stop();
         feed.start(tile(), count - done);
       } else {
-        read_exactly(0, packs, nonfinite, channel);
-        shifted = false;
+        read_exactly((1u << (Walker::kAligned ? kChannels : valid)) - 1, packs, nonfinite, channel);
         done += packs;
       }
     }
