@@ -10,6 +10,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/dynamo/compiled_autograd.h>
 
+#include <cstddef>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -54,13 +55,14 @@ struct Observed {
   std::optional<c10::SafePyObject> in_graph;  // callable: what compiled autograd is to trace for a gradient
 
   const Site& site() const { return (output ? output : gradient)->site; }
-  bool measures_now() const { return enabled->is_open_on(site().tensors.moments.device()) && enabled->counts_now(); }
+  bool measures_now() const { return enabled->is_open_beside(site().tensors.moments) && enabled->counts_now(); }
 };
 using Shared = std::shared_ptr<const Observed>;
 
 // The part of a hookstats.hooks.Hook that is ours.
 struct HookObject {
-  PyObject_HEAD Shared observed;
+  PyObject_HEAD vectorcallfunc call;  // of the types that `call_in_c` was given
+  Shared observed;
 };
 
 PyTypeObject* hook_type = nullptr;
@@ -73,9 +75,13 @@ HookObject* hook_of(PyObject* object) {
   return reinterpret_cast<HookObject*>(object);
 }
 
+PyObject* call_hook(PyObject* self, PyObject* const* args, size_t nargsf, PyObject* names);
+
 PyObject* new_hook(PyTypeObject* type, PyObject*, PyObject*) {
   PyObject* hook = type->tp_alloc(type, 0);
-  if (hook) new (&reinterpret_cast<HookObject*>(hook)->observed) Shared();
+  if (!hook) return nullptr;
+  reinterpret_cast<HookObject*>(hook)->call = call_hook;
+  new (&reinterpret_cast<HookObject*>(hook)->observed) Shared();
   return hook;
 }
 
@@ -159,7 +165,7 @@ bool accumulate_here(const at::Tensor& x, const Site& site, const std::optional<
 void accumulate_gradient(const at::Tensor& gradient, const Observed& observed, const std::optional<Rows>& rows) {
   if (!gradient.defined() || has_no_data(gradient)) return;
   const Site& site = observed.gradient->site;
-  if (!observed.enabled->is_open_on(site.tensors.moments.device())) return;
+  if (!observed.enabled->is_open_beside(site.tensors.moments)) return;
   const Times::Span span(observed.enabled->times.load(), gradient.device());
   try {
     accumulate_here(gradient, site, rows);
@@ -203,19 +209,13 @@ constexpr const char* kObserveDoc =
     "into the gradient's. Returns None, or why x was not measured; NotImplemented for a container or a wrapper.\n"
     "The sites are those that the hook was given.";
 
-PyObject* observe(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
-  if (nargs != 2) {
-    PyErr_Format(PyExc_TypeError, "observe: expected (x, hook), got %zd arguments", nargs);
-    return nullptr;
-  }
-  const HookObject* hook = hook_of(args[1]);
-  if (!hook) return nullptr;
+PyObject* observe_by(const HookObject* hook, PyObject* value) {
   if (!hook->observed || !hook->observed->measures_now()) Py_RETURN_NONE;
   Shared kept = hook->observed;  // another thread may give the hook other states while the GIL is released
   const Observed& observed = *kept;
   const Site& site = observed.site();
-  if (!THPVariable_Check(args[0])) Py_RETURN_NOTIMPLEMENTED;
-  const at::Tensor& x = THPVariable_Unpack(args[0]);
+  if (!THPVariable_Check(value)) Py_RETURN_NOTIMPLEMENTED;
+  const at::Tensor& x = THPVariable_Unpack(value);
   if (x.key_set().has(c10::DispatchKey::Python)) Py_RETURN_NOTIMPLEMENTED;
   if (x.layout() != at::kStrided || x.is_nested()) {
     return PyUnicode_FromString("expected a dense strided tensor");
@@ -252,6 +252,45 @@ PyObject* observe(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
   Py_RETURN_NONE;
 }
 
+PyObject* observe(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
+  if (nargs != 2) {
+    PyErr_Format(PyExc_TypeError, "observe: expected (x, hook), got %zd arguments", nargs);
+    return nullptr;
+  }
+  const HookObject* hook = hook_of(args[1]);
+  return hook ? observe_by(hook, args[0]) : nullptr;
+}
+
+// hook(module, args, output): what Hook.__call__ does in Python.
+PyObject* call_hook(PyObject* self, PyObject* const* args, size_t nargsf, PyObject* names) {
+  const Py_ssize_t nargs = PyVectorcall_NARGS(nargsf);
+  if (nargs != 3 || (names && PyTuple_GET_SIZE(names) > 0)) {
+    PyErr_Format(PyExc_TypeError, "hook: expected (module, args, output), got %zd arguments", nargs);
+    return nullptr;
+  }
+  PyObject* problem = observe_by(reinterpret_cast<const HookObject*>(self), args[2]);
+  if (!problem || problem == Py_None) return problem;
+  PyObject* binder = PyObject_GetAttrString(self, "binder");
+  PyObject* result = binder ? PyObject_CallMethod(binder, "rebind", "OOO", self, args[2], problem) : nullptr;
+  Py_XDECREF(binder);
+  Py_DECREF(problem);
+  return result;
+}
+
+constexpr const char* kCallInCDoc =
+    "call_in_c(type)\n\n"
+    "Calls of this class of hooks no longer go through its __call__, which the compiler alone follows.";
+
+void call_in_c(py::handle type) {
+  TORCH_CHECK_TYPE(PyType_Check(type.ptr()) && PyType_IsSubtype(reinterpret_cast<PyTypeObject*>(type.ptr()), hook_type),
+                   "call_in_c: expected a class of hooks");
+  auto* of_hooks = reinterpret_cast<PyTypeObject*>(type.ptr());
+  of_hooks->tp_call = PyVectorcall_Call;
+  of_hooks->tp_vectorcall_offset = offsetof(HookObject, call);
+  of_hooks->tp_flags |= Py_TPFLAGS_HAVE_VECTORCALL;
+  PyType_Modified(of_hooks);
+}
+
 PyMethodDef observe_method = {"observe", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(observe)),
                               METH_FASTCALL, kObserveDoc};
 
@@ -260,6 +299,7 @@ PyMethodDef observe_method = {"observe", reinterpret_cast<PyCFunction>(reinterpr
 void add_hooks(py::module_& m) {
   m.def("take_failures", &take_failures);
   m.def("bind", &bind, kBindDoc);
+  m.def("call_in_c", &call_in_c, kCallInCDoc);
   hook_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&hook_spec));
   if (!hook_type) throw py::error_already_set();
   m.attr("Hook") = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(hook_type));

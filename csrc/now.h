@@ -14,6 +14,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -58,9 +59,9 @@ struct __attribute__((visibility("hidden"))) Enabled {
   // Whether a forward that runs now is evaluation, which is not measured.
   bool leaves_out() const { return root && !is_training(); }
 
-  // Whether what runs now is measured. What a CUDA graph captures is in every step: in each replay the flag on the
-  // device decides.
-  bool is_open_on(at::Device device) const { return *is_open || (!is_paused && is_captured(device)); }
+  // Whether what runs now on the device of a state is measured. What a CUDA graph captures is in every step: in each
+  // replay the flag on the device decides.
+  bool is_open_beside(const at::Tensor& state) const { return *is_open || (!is_paused && is_captured(state.device())); }
 
   // Whether a forward that runs now counts where something is measured. A recomputation belongs to a forward that did.
   bool counts_now() const { return !leaves_out() || backward_is_running(); }
@@ -121,17 +122,18 @@ class __attribute__((visibility("hidden"))) Now {
   }
 
   // The rows that count of what a thread measures for a monitor, just written; none: all.
-  void set_rows(unsigned long thread, int64_t number, const std::vector<std::pair<at::Tensor, at::Tensor>>& rows) {
+  void set_rows(unsigned long thread, const std::string& monitor,
+                const std::vector<std::pair<at::Tensor, at::Tensor>>& rows) {
     auto after = std::make_shared<AllRows>(*rows_of(thread));  // an answer may hold the one before
-    after->by_number = after->by_number.attr("copy")();
-    after->made.erase(number);
-    after->by_number.attr("pop")(number, py::none());
+    after->by_monitor = after->by_monitor.attr("copy")();
+    after->made.erase(monitor);
+    after->by_monitor.attr("pop")(monitor, py::none());
     for (const auto& [row_index, kept] : rows) {
       auto made = std::make_shared<MadeOn>(row_index.device());
       made->written();
-      after->made[number].push_back({row_index, kept, std::move(made)});
+      after->made[monitor].push_back({row_index, kept, std::move(made)});
     }
-    if (!rows.empty()) after->by_number[py::int_(number)] = py::tuple(py::cast(rows));
+    if (!rows.empty()) after->by_monitor[py::str(monitor)] = py::tuple(py::cast(rows));
     if (after->made.empty()) {
       rows_.erase(thread);
     } else {
@@ -148,13 +150,13 @@ class __attribute__((visibility("hidden"))) Now {
     return std::find(left_out.begin(), left_out.end(), &monitor) != left_out.end();
   }
 
-  // By Ignoring.number. Whoever asks goes on to use them on the current stream, where they come behind their writing.
+  // By Flags.monitor. Whoever asks goes on to use them on the current stream, where they come behind their writing.
   py::dict rows() {
     const auto all = answer().rows;
-    for (const auto& [number, made] : all->made) {
+    for (const auto& [monitor, made] : all->made) {
       for (const Rows& each : made) each.made->used_here({each.row_index, each.kept});
     }
-    return all->by_number;
+    return all->by_monitor;
   }
   size_t monitors() const { return monitors_.size(); }
 
@@ -164,8 +166,8 @@ class __attribute__((visibility("hidden"))) Now {
     bool always;
   };
   struct AllRows {  // never changed, as answers hold it
-    py::dict by_number;
-    std::map<int64_t, std::vector<Rows>> made;
+    py::dict by_monitor;
+    std::map<std::string, std::vector<Rows>> made;
   };
   using Kept = std::shared_ptr<const AllRows>;
   struct Answer {

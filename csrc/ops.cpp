@@ -106,6 +106,11 @@ Layout layout_of(const at::Tensor& x, const State& state, int64_t channel_dim, c
     layout.channels = state.channels;
     layout.channel_stride = x.stride(channel);
   }
+  if (!rows && (channel < 0 || channel == ndim - 1) && x.numel() > 0 && x.is_contiguous()) {  // most tensors are
+    Layout::Dim dim_of_rows{x.numel() / layout.channels, layout.channels};
+    layout.set_dims(&dim_of_rows, 1);
+    return layout;
+  }
   c10::SmallVector<Layout::Dim, 8> dims;
   for (int64_t d = 0; d < ndim; ++d) {
     if (d != channel) dims.push_back({x.size(d), x.stride(d)});

@@ -60,7 +60,7 @@ Batch = torch.classes.hookstats.Batch
 Counted = _C.Counted
 Enabled = _C.Enabled
 # What compiled graphs look at before they run: now.measured, whether any monitor measures; now.rows, which rows count,
-# by Ignoring.number. now.add(enabled, always) is a monitor's part: part.left_out, whether that is evaluation for it.
+# by Flags.monitor. now.add(enabled, always) is a monitor's part: part.left_out, whether that is evaluation for it.
 # In a recomputation all is as it was in the forward. always: as if the monitor measured all the time.
 Now = _C.Now
 Part = _C.Part
@@ -69,6 +69,7 @@ name_thread = _C.name_thread  # name_thread(threading.get_ident()): for the thre
 Times = _C.Times
 Hook = _C.Hook
 bind = _C.bind
+call_in_c = _C.call_in_c
 # Totals(moments, counters), lists with an entry for each site, all on one device; its .take(blocks) returns their
 # totals, int64 [sites, fields + counters], one behind the other as in a state of one channel, and clears the blocks.
 Totals = torch.classes.hookstats.Totals

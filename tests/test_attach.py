@@ -400,3 +400,38 @@ def test_edits_and_captures_choose_modules_as_attach_does() -> None:
     assert edit.changed == 2 * 5 * 32
     with pytest.raises(ValueError, match="modules: expected to choose at least one of 15 modules, chose none"):
         hookstats.capture(model, "blocks.0", exclude="blocks.0")
+
+
+def test_a_hook_enters_python_for_what_the_extension_cannot_measure_alone() -> None:
+    model = nn.ReLU()
+    mon = hookstats.attach(model, tensors=("output", "grad_output"), every=1)
+    x = torch.randn(2, 3)
+    model(x)  # its width is learned
+    entered: list[str] = []
+
+    def note(frame: Any, event: str, argument: object) -> None:
+        if event == "call" and frame.f_globals["__name__"].startswith("hookstats."):
+            entered.append(frame.f_code.co_name)
+
+    for value, expected in ((x, []), (torch.randn(2, 5), ["rebind"])):
+        sys.setprofile(note)
+        try:
+            model(value)
+        finally:
+            sys.setprofile(None)
+        assert entered[:1] == expected
+    assert mon.snapshot()[mon.sites[0]].calls == 3
+
+
+def test_a_hook_is_called_with_a_module_its_inputs_and_its_output() -> None:
+    model = nn.ReLU()
+    mon = hookstats.attach(model, tensors="output", every=1)
+    hook = next(iter(model._forward_hooks.values()))
+    x = torch.randn(2, 3)
+    with pytest.raises(TypeError, match=r"expected \(module, args, output\), got 2 arguments"):
+        hook(model, x)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"expected \(module, args, output\), got 2 arguments"):
+        hook(model, (), output=x)  # type: ignore[call-arg]
+    hook(model, (), x)
+    hook(*[model, (), x])
+    assert mon.snapshot()[mon.sites[0]].calls == 2

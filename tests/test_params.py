@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
-from torch.optim.optimizer import _global_optimizer_pre_hooks
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 import hookstats
 from hookstats import Site, Snapshot
 from hookstats.numbers import fields
-from hookstats.watch import arguments
+from hookstats.watch import arguments, parameters
 from tests.models import images, small_cnn
 from tests.parameters import BOTH, check_site, grad_of, loss_of, residual
 
@@ -200,9 +200,7 @@ def test_past_the_memory_budget_parameters_keep_totals() -> None:
 
 def test_paused_and_detached_monitors_measure_nothing() -> None:
     model = residual()
-    before = len(_global_optimizer_pre_hooks)
     mon = hookstats.attach(model, tensors=BOTH, every=1)
-    assert len(_global_optimizer_pre_hooks) == before + 1
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loss_of(model).backward()
     with mon.paused():
@@ -210,9 +208,9 @@ def test_paused_and_detached_monitors_measure_nothing() -> None:
         assert not mon.snapshot().order
     assert mon.step() is not None  # what was not read before is read when the step ends
     mon.detach()
-    assert len(_global_optimizer_pre_hooks) == before
     optimizer.step()
     assert mon.snapshot().step == 0
+    assert mon._parameters not in watched()
 
 
 def test_without_steps_the_last_snapshot_has_the_parameters() -> None:
@@ -241,12 +239,26 @@ def test_a_forgotten_monitor_keeps_nothing_alive_and_measures_nothing() -> None:
     other.detach()
 
 
-def test_forgotten_monitors_take_their_hooks_with_them() -> None:
-    before = len(_global_optimizer_pre_hooks)
+def watched() -> list[parameters.Parameters | None]:
+    """By all monitors."""
+    return [held() for held in parameters._watched]
+
+
+def test_forgotten_monitors_watch_no_optimizer_any_more() -> None:
+    before = watched()
     for _ in range(3):
         hookstats.attach(residual(), tensors=BOTH)
     gc.collect()
-    assert len(_global_optimizer_pre_hooks) == before
+    assert watched() == before
+
+
+def test_only_the_first_attach_changes_what_steps_of_other_threads_iterate_over() -> None:
+    first = hookstats.attach(residual(), tensors=BOTH)
+    walks = [iter(hooks.values()) for hooks in (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)]
+    first.detach()
+    hookstats.attach(residual(), tensors=BOTH).detach()
+    for walk in walks:
+        list(walk)  # RuntimeError, had it changed
 
 
 def test_asking_before_backward_spoils_nothing() -> None:

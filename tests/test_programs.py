@@ -444,9 +444,9 @@ def test_what_was_answered_long_ago_is_forgotten_with_its_rows() -> None:
     rows = (torch.zeros(3, dtype=torch.int32), torch.zeros(1, dtype=torch.int32))
     before = sys.getrefcount(rows[0])
     for _ in range(200):
-        now.set_rows(threading.get_ident(), 1, [rows])
-        assert now.rows == {1: (rows,)}
-        now.set_rows(threading.get_ident(), 1, [])
+        now.set_rows(threading.get_ident(), "monitor", [rows])
+        assert now.rows == {"monitor": (rows,)}
+        now.set_rows(threading.get_ident(), "monitor", [])
         assert now.rows == {}
     held = sys.getrefcount(rows[0])  # outside of an assert, which would hold it, too
     part.remove()

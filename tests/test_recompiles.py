@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -159,3 +160,25 @@ def test_a_frame_that_has_used_up_its_graphs_has_room_for_those_with_hooks(cycle
     cycle(model, run)
     run_other(batch()).sum().backward()
     assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("histogram", [None, hookstats.ExponentBins(), hookstats.ExponentBins(per_channel=True)])
+def test_a_graph_looks_at_little_of_each_hook_before_it_runs(histogram: hookstats.ExponentBins | None) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    seen: list[tuple[str, str]] = []
+
+    def note(entries: Any) -> list[bool]:
+        seen.extend((entry.name, entry.guard_type) for entry in entries)
+        return [True] * len(entries)
+
+    with hookstats.attach(model, tensors=("output", "grad_output"), histogram=histogram, every=1) as mon:
+        run = torch.compile(model, backend="inductor", options={"guard_filter_fn": note})
+        run(torch.randn(2, 4)).sum().backward()
+        snapshot = mon.snapshot()
+        assert [snapshot[site].calls for site in mon.sites] == [1] * 4
+    hook = r"_modules\['0'\]\._forward_hooks\[[^ ]*\]\]?\)?\.?(\w*)$"  # at the end of how it is reached: its attribute
+    of_hook = {(found[1], kind) for name, kind in seen if (found := re.search(hook, name))}
+    assert {name for name, kind in of_hook} == {"", "monitor", "key", "whole_output", "whole_gradient", "__call__"}
+    assert len(of_hook) == 6
+    flags = [name for name, kind in seen if kind == "TENSOR_MATCH" and "MONITORS" in name]
+    assert len(set(flags)) == 1  # the monitor's, once for all hooks

@@ -47,7 +47,7 @@ class SiteBinder:
         self._ran = Ran()
         self._alike: dict[Any, WeakSet[Hook]] = {}  # by SiteSpec.alike
         self._hooks: WeakValueDictionary[int, Hook] = WeakValueDictionary()  # by Entry.index; the model owns them
-        teach_the_compiler(Hook.__call__, InputHook.__call__)
+        teach_the_compiler(SiteBinder.rebind, InputHook.__call__)
 
     @staticmethod
     def has_data(tensor: torch.Tensor) -> bool:
@@ -57,6 +57,11 @@ class SiteBinder:
     def hooks(self) -> int:
         """How many there are."""
         return len({id(hook) for hook in self._hooks.values()})
+
+    @property
+    def monitor(self) -> str:
+        """The name of the monitor, for graphs."""
+        return self._store.flags.monitor
 
     def idle_hook(self) -> Hook:
         """One that does what hooks do in a step that is not measured."""
@@ -171,7 +176,7 @@ class SiteBinder:
             self._bind(hook, part)
             output, gradient = hook.output, hook.gradient
             note_sharding(hook.spec, hook.spec.kinds[:1], tensor, self._store.clears)
-        rows = rows_on(part.device, self.ignoring.number)
+        rows = rows_on(part.device, self.monitor)
         if output is not None:
             accumulate(part, output, skip_recomputation=True, rows=rows)
         if gradient is not None and tensor.requires_grad and not tensor.is_leaf:

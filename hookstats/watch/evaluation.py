@@ -8,7 +8,7 @@ from torch import nn
 
 from hookstats import _native
 from hookstats.modules.selection import unwrapped
-from hookstats.watch.memory import Flags
+from hookstats.watch.memory import MONITORS, Flags
 
 
 class TrainingOnly:
@@ -27,8 +27,9 @@ class TrainingOnly:
         self._root = weakref.ref(root)
         self._wanted = wanted
         self._enabled = flags.enabled
-        self._part = _native.now.add(self._enabled, compiled_programs == 1)
-        self._at_its_end = weakref.finalize(root, _forget, self._part, self._enabled)
+        part = flags.in_graphs.part = _native.now.add(self._enabled, compiled_programs == 1)
+        setattr(MONITORS, flags.monitor, flags.in_graphs)
+        self._at_its_end = weakref.finalize(root, _forget, part, self._enabled, flags.monitor)
         self.begin_step()
 
     def begin_step(self) -> None:
@@ -39,13 +40,6 @@ class TrainingOnly:
             self._wanted = True
             self._enabled.decide_by(root)
 
-    def is_measured_in_graphs(self) -> bool:
-        """Whether a graph is to measure what runs now. Can be traced.
-
-        True as soon as any monitor measures, whose forward it may be: which of them do, their flags on the device say.
-        """
-        return _native.now.measured and not self._part.left_out
-
     def is_evaluating(self) -> bool:
         """Whether a forward would be left out now."""
         return self._enabled.leaves_out
@@ -55,8 +49,9 @@ class TrainingOnly:
         self._at_its_end()
 
 
-def _forget(part: _native.Part, enabled: _native.Enabled) -> None:
+def _forget(part: _native.Part, enabled: _native.Enabled, monitor: str) -> None:
     part.remove()
+    delattr(MONITORS, monitor)
     enabled.decide_by(None)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
@@ -15,7 +15,53 @@ from hookstats.modules.containers import REST, walk
 from hookstats.modules.evidence import UNKNOWN, Seen
 from hookstats.modules.sharding import sharding_of, unreduced
 from hookstats.watch.ignoring import rows_on
-from hookstats.watch.memory import Entry, Rows, SiteState, accumulate, channel_dim_for
+from hookstats.watch.memory import MONITORS, Entry, InGraphs, Rows, SiteState, accumulate, channel_dim_for, flag_name
+
+_LINEAR = "linear"
+
+
+class Traced(NamedTuple):
+    """What a graph needs of a SiteState whose histogram is none, or of exponents."""
+
+    whole: torch.Tensor
+    active: torch.Tensor
+    channels: int
+    per_channel: bool
+    channel_dim: int
+
+
+# Of linear bins a graph needs all of it.
+Folding: TypeAlias = Traced | SiteState
+
+
+def key_of(output: SiteState | None, gradient: SiteState | None) -> str:
+    """What the program of a graph takes from a hook's states, but for the tensors: one constant, so one guard."""
+    return "|".join(map(_key_of_half, (output, gradient)))
+
+
+def _key_of_half(state: SiteState | None) -> str:
+    if state is None:
+        return ""
+    if state.low < state.high:
+        return _LINEAR
+    flag = flag_name(state.whole.device)
+    return f"{flag} {state.channels} {state.per_channel:d} {state.channel_dim}"
+
+
+def _traced(half: str, whole: torch.Tensor, shared: InGraphs) -> Traced:
+    flag, channels, per_channel, channel_dim = half.split(" ")
+    return Traced(whole, getattr(shared, flag), int(channels), bool(int(per_channel)), int(channel_dim))
+
+
+def shared_in_graph(hook: Any) -> InGraphs | None:
+    """What a hook's monitor shares with graphs; None where a graph is not to measure what runs now. Can be traced.
+
+    It is to as soon as any monitor measures, whose forward it may be: which of them do, their flags on the device say.
+    """
+    if is_exporting() or not _native.now.measured:
+        return None
+    shared: InGraphs | None = getattr(MONITORS, hook.monitor, None)
+    return None if shared is None or shared.part.left_out else shared
 
 
 def observe_in_graph(output: object, hook: Any) -> None:
@@ -24,7 +70,8 @@ def observe_in_graph(output: object, hook: Any) -> None:
     All states are made before one is read: what was read once is not looked at again in the same graph.
     hook: a `hookstats.watch.hooks.Hook`.
     """
-    if is_exporting() or not hook.binder.training.is_measured_in_graphs():
+    shared = shared_in_graph(hook)
+    if shared is None:
         return
     for path, tensor in walk(output):  # noqa: B007  (read by _bind)
         torch._dynamo.comptime.comptime(_bind)
@@ -33,9 +80,7 @@ def observe_in_graph(output: object, hook: Any) -> None:
         if part is None:
             part = hook.parts.get(REST)
         if part is not None:
-            _observe_tensor_in_graph(
-                tensor, part.output, part.gradient, rows_on(tensor.device, hook.binder.ignoring.number)
-            )
+            _observe_tensor_in_graph(tensor, part, shared, rows_on(tensor.device, hook.monitor))
 
 
 def _bind(context: Any) -> None:
@@ -73,29 +118,51 @@ def _hint(size: int | torch.SymInt) -> int:
     return size
 
 
-def _observe_tensor_in_graph(
-    x: torch.Tensor, output: SiteState | None, gradient: SiteState | None, rows: Rows | None
-) -> None:
+def _observe_tensor_in_graph(x: torch.Tensor, hook: Any, shared: InGraphs, rows: Rows | None) -> None:
     local: torch.Tensor = x.to_local() if hasattr(x, "device_mesh") else x  # type: ignore[attr-defined]
-    if output is not None and _fits(local, output):
-        _fold(_native.fold_output, local, output, rows)
-    if gradient is not None and x.requires_grad and not x.is_leaf and _fits(local, gradient):
-        # A closure: of a partial, all that the state holds would be guarded, and every site have a graph of its own.
-        x.register_hook(lambda g: observe_gradient_in_graph(gradient, g, rows))
-        torch._dynamo.comptime.comptime(_inputs_first)
+    of_output, of_gradient = hook.key.split("|")
+    if of_output:
+        output: Folding = hook.output if of_output == _LINEAR else _traced(of_output, hook.whole_output, shared)
+        if _fits(local, output):
+            _fold(_native.fold_output, local, output, rows)
+    if of_gradient and x.requires_grad and not x.is_leaf:
+        linear = of_gradient == _LINEAR
+        gradient: Folding = hook.gradient if linear else _traced(of_gradient, hook.whole_gradient, shared)
+        state = hook.gradient if local is not x else None
+        if _fits(local, gradient):
+            # A closure: of a partial, all that a state holds would be guarded, and each site have a graph of its own.
+            x.register_hook(lambda g: _observe_gradient(state, gradient, g, rows))
+            torch._dynamo.comptime.comptime(_inputs_first)
 
 
 def observe_gradient_in_graph(
     state: SiteState | None, gradient: torch.Tensor | None, rows: Rows | None = None
 ) -> torch.Tensor | None:
-    """Returns the gradient: inside of a graph, compiled autograd takes None for what is to replace it."""
-    if state is not None and gradient is not None:  # None: of a graph's unused output
+    """What compiled autograd traces, from a hook that ran outside of graphs."""
+    if state is None:
+        return gradient
+    if state.low < state.high:
+        return _observe_gradient(state, state, gradient, rows)
+    traced = Traced(state.whole, state.active, state.channels, state.per_channel, state.channel_dim)
+    return _observe_gradient(state, traced, gradient, rows)
+
+
+def _observe_gradient(
+    state: SiteState | None, folding: Folding, gradient: torch.Tensor | None, rows: Rows | None
+) -> torch.Tensor | None:
+    """Returns the gradient: inside of a graph, compiled autograd takes None for what is to replace it.
+
+    state: not read where the gradient is a plain tensor.
+    """
+    if gradient is not None:  # None: of a graph's unused output
         local = gradient
         if hasattr(gradient, "device_mesh"):
-            dim = channel_dim_for(state.channel_dim, gradient.dim()) or 0
-            local = _part_of_gradient(gradient, state.site, state.channels, dim)
-        if _fits(local, state):
-            _fold(_native.fold_gradient, local, state, rows)
+            if state is None:  # as of a plain tensor outside of graphs
+                return gradient
+            dim = channel_dim_for(folding.channel_dim, gradient.dim()) or 0
+            local = _part_of_gradient(gradient, state.site, folding.channels, dim)
+        if _fits(local, folding):
+            _fold(_native.fold_gradient, local, folding, rows)
     return gradient
 
 
@@ -132,9 +199,9 @@ def _no_elements(ndim: int, channels: int, dim: int) -> list[int]:
     return [channels, *([0] * 6), channels]
 
 
-def _fold(operator: Any, x: torch.Tensor, state: SiteState, rows: Rows | None) -> None:
+def _fold(operator: Any, x: torch.Tensor, state: Folding, rows: Rows | None) -> None:
     """By an operator of few arguments, as Python calls it for each site; linear bins by the one that takes all."""
-    if state.low < state.high:
+    if isinstance(state, SiteState):
         accumulate(x, state, skip_recomputation=operator is _native.fold_output, rows=rows)
     elif rows is None:
         operator.default(x, state.whole, state.active, state.channels, state.per_channel, state.channel_dim)
@@ -148,7 +215,7 @@ def is_exporting() -> bool:
 
 
 def teach_the_compiler(*hooks: Any) -> None:
-    """Imports the compiler, the first time. hooks: the functions that call `_native.observe`."""
+    """Imports the compiler, the first time. hooks: the functions by which hooks enter Python."""
     with _teaching:
         _teach(*hooks)
 
@@ -183,7 +250,7 @@ def _inputs_first(context: Any) -> None:
             next(iter(tracer.graph.nodes)).prepend(proxy.node)
 
 
-def _fits(x: torch.Tensor, state: SiteState) -> bool:
+def _fits(x: torch.Tensor, state: Folding) -> bool:
     """Whether a traced tensor can be measured. What cannot is left out: nothing can be mended inside a graph."""
     if x.dtype not in _native.DTYPES or x.device != state.whole.device:
         return False

@@ -14,7 +14,7 @@ from hookstats.modules.channels import Channels
 from hookstats.modules.containers import walk
 from hookstats.modules.order import ModuleHook
 from hookstats.numbers.fields import Site
-from hookstats.watch.graphs import is_exporting, observe_gradient_in_graph
+from hookstats.watch.graphs import key_of, observe_gradient_in_graph, shared_in_graph
 from hookstats.watch.memory import Entry, SiteState
 
 _observe = _native.observe  # a global of its own: one look-up less in every hook
@@ -87,20 +87,35 @@ class SiteSpec:
 class Hook(ModuleHook, _native.Hook):
     """Measures a module's output and, when it comes, the gradient of that output; as a forward hook.
 
-    Under torch.compile the tracer follows the same hook, with `observe_in_graph` in the place of the C function. The
-    states are plain attributes: any look-up by site would give every one of many equal modules a graph of its own.
+    Under torch.compile the tracer follows the same hook, with `observe_in_graph` in the place of the C function. What
+    it reads is guarded, before each run of the graph, so it has little to read: the monitor's name, `key`, and the
+    tensors. They are plain attributes: any look-up by site would give every one of many equal modules a graph of its
+    own.
     """
 
-    __slots__ = ("__weakref__", "binder", "gradient", "output", "parts", "spec")
+    __slots__ = (
+        "__weakref__",
+        "binder",
+        "gradient",
+        "key",
+        "monitor",
+        "output",
+        "parts",
+        "spec",
+        "whole_gradient",
+        "whole_output",
+    )
 
     def __init__(self, binder: Any, spec: SiteSpec) -> None:
         """binder: the SiteBinder that makes this hook."""
         self.binder = binder
         self.spec = spec
+        self.monitor: str = binder.monitor
         self.bind(None, None)
         self.parts: dict[str, Hook] = {}  # of a container, by path
 
     def __call__(self, module: Any, args: Any, output: Any) -> None:
+        """What the compiler follows. Else the extension does the same, without entering Python."""
         problem = _observe(output, self)
         if problem is not None:
             self.binder.rebind(self, output, problem)
@@ -111,9 +126,15 @@ class Hook(ModuleHook, _native.Hook):
             for tensor in (state.moments, state.counters, state.histogram, state.active, state.whole) if state else ():
                 if tensor is not None:
                     torch._dynamo.mark_static_address(tensor)  # else mode="reduce-overhead" gives up, as they change
-        self.output = output  # for the tracer
+        self.output = output
         self.gradient = gradient
+        self.whole_output = output.whole if output else None
+        self.whole_gradient = gradient.whole if gradient else None
+        self.key = key_of(output, gradient)
         _native.bind(self, output, gradient, functools.partial(observe_gradient_in_graph, gradient))
+
+
+_native.call_in_c(Hook)
 
 
 class InputHook(Hook):
@@ -128,8 +149,7 @@ class InputHook(Hook):
 
     def __call__(self, module: Any, args: Any, kwargs: Any = None) -> Any:
         if torch.compiler.is_compiling():
-            is_bare = is_exporting() or not self.binder.training.is_measured_in_graphs()
-            return None if is_bare else self._observe_inputs(module, args, kwargs)
+            return None if shared_in_graph(self) is None else self._observe_inputs(module, args, kwargs)
         if not self.binder.measures_now() or torch._C._is_tracing():
             return None
         try:

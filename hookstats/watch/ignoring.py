@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import threading
 from collections.abc import Iterator
 
@@ -15,14 +14,16 @@ from hookstats.modules.order import has_compiled
 from hookstats.watch.memory import Rows, Store, local_part
 
 
-def rows_on(device: torch.device, number: int) -> Rows | None:
+def rows_on(device: torch.device, monitor: str) -> Rows | None:
     """What counts of a tensor there; None: all. Can be traced.
+
+    monitor: Flags.monitor.
 
     From a global, because of whatever hangs on a module graphs take the address to stay the same, and
     mode="reduce-overhead" would record them anew for each new set of rows.
     """
     found = None
-    for rows in _native.now.rows.get(number, ()):
+    for rows in _native.now.rows.get(monitor, ()):
         if rows[0].device == device:
             found = rows
     return found
@@ -41,10 +42,7 @@ class _Entered:
 class Ignoring:
     """A monitor's ignored rows. Each thread has its own; of those that it has entered the innermost are in force."""
 
-    _numbers = itertools.count()
-
     def __init__(self, store: Store, warn_once: WarnOnce) -> None:
-        self.number = next(self._numbers)
         self._store = store
         self._warn_once = warn_once
         self._entered: list[_Entered] = []
@@ -61,7 +59,7 @@ class Ignoring:
         finally:
             with self._store.lock:
                 self._entered.remove(entered)
-                _native.now.set_rows(entered.thread, self.number, [])
+                _native.now.set_rows(entered.thread, self._store.flags.monitor, [])
                 self.refresh()
             concerned, others = entered.counted.met
             if others and not concerned and not has_compiled():  # what a graph measures is not seen here
@@ -77,7 +75,7 @@ class Ignoring:
             for entered in {entered.thread: entered for entered in self._entered}.values():
                 rows = self._counted(entered)
                 entered.counted.set_rows(rows)
-                _native.now.set_rows(entered.thread, self.number, rows)
+                _native.now.set_rows(entered.thread, self._store.flags.monitor, rows)
             self._store.flags.enabled.count([entered.counted for entered in self._entered])
 
     def _counted(self, entered: _Entered) -> list[Rows]:

@@ -148,21 +148,51 @@ class Entry:
         return next((place for place in self.places if (place.device, place.channels) == (device, channels)), None)
 
 
+class InGraphs:
+    """What compiled graphs share of a monitor: `part`, of _native.now, and under `flag_name` each device's flag."""
+
+    part: _native.Part
+
+
+class Monitors:
+    """The InGraphs of each monitor that is attached, as an attribute of its name.
+
+    Graphs take it from here, not from their hooks: what is found on the same way is looked at once before a graph runs,
+    not once for each hook.
+    """
+
+
+MONITORS = Monitors()
+
+
+def flag_name(device: torch.device) -> str:
+    return f"{device.type}_{device.index}"
+
+
 class Flags:
     """Whether anything is to be measured now: one int32 on the host, one on each device."""
 
+    _numbers = itertools.count()
+
     def __init__(self) -> None:
         self._value = False
+        self.monitor = f"monitor_{next(self._numbers)}"  # the name among MONITORS
+        self.in_graphs = InGraphs()
         with torch.inference_mode(False):
             self.host = torch.zeros(1, dtype=torch.int32, device="cpu")
         self.enabled = _native.Enabled(self.host)
-        self._devices: dict[torch.device, torch.Tensor] = {self.host.device: self.host}
+        self._devices: dict[torch.device, torch.Tensor] = {}
+        self._add(self.host)
 
     def on(self, device: torch.device) -> torch.Tensor:
         if device not in self._devices:
             with torch.inference_mode(False):
-                self._devices[device] = self.host.to(device)
+                self._add(self.host.to(device))
         return self._devices[device]
+
+    def _add(self, flag: torch.Tensor) -> None:
+        self._devices[flag.device] = flag
+        setattr(self.in_graphs, flag_name(flag.device), flag)
 
     def span(self, device: torch.device, calls: int = 0) -> AbstractContextManager[None]:
         """Around what hookstats does in Python in a step that is timed: `calls` of hooks, or something else."""

@@ -7,6 +7,7 @@ its first call; of an optimizer inside another one, the outer counts.
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable
@@ -104,8 +105,6 @@ class Parameters:
 
         Returns None, or other (args, kwargs) for its step.
         """
-        if torch.compiler.is_compiling():
-            return None
         if not self._store.flags.is_open():
             return None
         if self._scaling is not None and self._store.flags.value:
@@ -141,10 +140,8 @@ class Parameters:
             if self._store.strict:
                 raise
 
-    def after_optimizer_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def after_optimizer_step(self, optimizer: Optimizer) -> None:
         """Measures by how much the step has changed them."""
-        if torch.compiler.is_compiling():
-            return
         if self._stepping.ends(optimizer) and self._stepping.copies:
             with self._store.flags.span(self._device):
                 self._carefully(self._measure_updates)
@@ -304,20 +301,55 @@ def kinds_of(parameter: torch.Tensor, kinds: tuple[str, ...]) -> list[str]:
     return [kind for kind in kinds if kind == "param" or parameter.requires_grad]
 
 
+# Those that are watched, in the order in which they came. Replaced, never changed: threads may be stepping.
+_watched: tuple[weakref.ref[Parameters], ...] = ()
+_changing = threading.Lock()
+
+
+class _Watch:
+    """`Parameters` that are measured at every optimizer step, until it is removed or nobody holds them."""
+
+    def __init__(self, parameters: Parameters) -> None:
+        global _watched
+        self._held = weakref.ref(parameters)
+        weakref.finalize(parameters, self.remove)
+        _register_once()
+        with _changing:
+            _watched = (*_watched, self._held)
+
+    def remove(self) -> None:
+        global _watched
+        with _changing:
+            _watched = tuple(each for each in _watched if each is not self._held)
+
+
 def watch_optimizers(parameters: Parameters) -> list[Any]:
     """Measures at every optimizer step, until the returned handles are removed or nobody holds `parameters`."""
-    held = weakref.ref(parameters)
+    return [_Watch(parameters)]
 
-    def before(*args: Any) -> Any:
-        found = held()
-        return None if found is None else found.before_optimizer_step(*args)
 
-    def after(*args: Any) -> None:
+@functools.cache
+def _register_once() -> None:
+    """Once in a process, and never taken off: a step of an optimizer on another thread would raise for the change."""
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
+
+
+def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if torch.compiler.is_compiling():
+        return None
+    changed = None
+    for held in _watched:
         found = held()
         if found is not None:
-            found.after_optimizer_step(*args)
+            changed = found.before_optimizer_step(optimizer, *(changed or (args, kwargs))) or changed
+    return changed
 
-    handles = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
-    for handle in handles:
-        weakref.finalize(parameters, handle.remove)
-    return handles
+
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    for held in _watched:
+        found = held()
+        if found is not None:
+            found.after_optimizer_step(optimizer)
