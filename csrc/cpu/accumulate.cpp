@@ -52,13 +52,11 @@ class KeepSubnormals {
 #define HOOKSTATS_VERSIONS(X, type) X(, 16, type)
 #endif
 
-#define HOOKSTATS_VERSION(target, bytes, type)                                                   \
-  target void add_tile(const Tile<type>& tile, LaneSamples& samples, const Counting& counting) { \
-    add_tile_in<bytes>(tile, samples, counting);                                                 \
-  }                                                                                              \
-  target Sample flat_tile(const Tile<type>& tile, const Counting& counting) {                    \
-    return flat_tile_in<bytes>(tile, counting);                                                  \
-  }
+#define HOOKSTATS_VERSION(target, bytes, type)                                             \
+  target void add_tile(const Tile<type>& tile, LaneSamples& samples, Counting& counting) { \
+    add_tile_in<bytes>(tile, samples, counting);                                           \
+  }                                                                                        \
+  target Sample flat_tile(const Tile<type>& tile, Counting& counting) { return flat_tile_in<bytes>(tile, counting); }
 #define HOOKSTATS_VERSIONS_OF(name, type, aten) HOOKSTATS_VERSIONS(HOOKSTATS_VERSION, type)
 HOOKSTATS_DTYPES(HOOKSTATS_VERSIONS_OF)
 #undef HOOKSTATS_VERSIONS_OF
@@ -66,6 +64,7 @@ HOOKSTATS_DTYPES(HOOKSTATS_VERSIONS_OF)
 
 #define HOOKSTATS_VERSION(target, bytes, type)                                                    \
   target int vector_bytes() { return bytes; }                                                     \
+  target void count_keys(Counting& counting) { count_keys<bytes>(counting); }                     \
   target void merge(LaneSamples& into, const LaneSamples& from) { into.merge(from); }             \
   target void merge_into_state(const LaneSamples& samples, const State& state, int64_t channel) { \
     const int width = int(std::min<int64_t>(kLanes, state.channels - channel));                   \
@@ -130,7 +129,7 @@ void accumulate_lanes(const Input& input, int64_t fold, const State& state, Para
     KeepSubnormals keep;
     int64_t at[kMostRows + kMostAheadRows];
     LaneSamples own;
-    ThreadHistogram histogram(state, true, vector_bytes(), sizeof(acc_of<scalar_t>), shared);
+    ThreadHistogram histogram(state, true, vector_bytes(), count_keys, sizeof(acc_of<scalar_t>), shared);
     LinearHistogram linear(state, true);
     for (int64_t task = begin; task < end; ++task) {
       // In this order threads share rows, not columns, and read whole pages.
@@ -264,7 +263,7 @@ void accumulate_planes(const Input& input, const State& state, ParallelFor paral
 
   parallel_for(split.groups * split.parts, [&](int64_t begin, int64_t end) {
     KeepSubnormals keep;
-    ThreadHistogram histogram(state, false, vector_bytes(), sizeof(acc_of<scalar_t>), shared);
+    ThreadHistogram histogram(state, false, vector_bytes(), count_keys, sizeof(acc_of<scalar_t>), shared);
     LinearHistogram linear(state, false);
     FlatTiles<scalar_t> tiles(histogram, linear);
     for (int64_t task = begin; task < end; ++task) {

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstring>
+#include <utility>
 #include <vector>
 
 #include "tile.h"
@@ -26,11 +27,6 @@ struct LaneCounts {
   bool any_one_by_one = false;
 };
 
-struct Counting {
-  HistogramKind kind;
-  LaneCounts* counts;  // null: nothing is to be counted
-};
-
 // Two counters of one byte hold so many rows.
 constexpr int kNibbleRows = 15;
 constexpr uint8_t kFirst = 1, kSecond = 16;
@@ -40,6 +36,15 @@ constexpr uint8_t kFirst = 1, kSecond = 16;
 struct Keys {
   alignas(64) uint8_t pair[kMostRows + kNibbleRows][kLanes];
   alignas(64) uint8_t worth[kMostRows + kNibbleRows][kLanes];
+};
+
+// A thread's counters, and the keys of its last tiles, which are counted together when there is no room for the next:
+// tiles of short channels have few rows.
+struct Counting {
+  HistogramKind kind;
+  LaneCounts* counts;  // null: nothing is to be counted
+  Keys* keys;
+  int rows;  // of keys
 };
 
 // float32's exponent in byte `b` of each word, 255 for NaN and Inf: exponent_bin() in lanes.
@@ -146,12 +151,14 @@ HOOKSTATS_INLINE void count_rows(const Keys& keys, int row, int lane, int low, i
   }
 }
 
-// Counts the keys of a tile.
+// Counts the keys that wait for it.
 template <int kBytes>
-HOOKSTATS_INLINE void count_keys(Keys& keys, int rows, const Counting& counting) {
+HOOKSTATS_INLINE void count_keys(Counting& counting) {
   // Beyond, one by one is faster. Octaves are never so many, but for the narrowest vectors.
   constexpr int kMostPairs = kBytes == 64 ? TileCounts::kMost : kBytes == 32 ? 48 : 10;
   LaneCounts& counts = *counting.counts;
+  Keys& keys = *counting.keys;
+  const int rows = std::exchange(counting.rows, 0);
   int low, high;
   range_of<kBytes>(keys, rows, low, high);
   if (high - low >= kMostPairs && counting.kind == HistogramKind::per_tensor) {
@@ -202,30 +209,37 @@ HOOKSTATS_INLINE void to_octaves(uint8_t* pair, uint8_t* worth) {
   }
 }
 
-// The keys of the rows [first, first + tile.rows) of a tile.
+// The keys of a chunk of a tile, behind those that are there.
 template <int kBytes, class scalar_t>
-HOOKSTATS_INLINE void add_keys(const Tile<scalar_t>& chunk, HistogramKind kind, int first, Keys& keys) {
-  for (int r = 0; r < chunk.rows; ++r) {
-    uint8_t *pair = keys.pair[first + r], *worth = keys.worth[first + r];
+HOOKSTATS_INLINE void add_keys(const Tile<scalar_t>& chunk, Counting& counting) {
+  for (int r = 0; r < chunk.rows; ++r, ++counting.rows) {
+    uint8_t *pair = counting.keys->pair[counting.rows], *worth = counting.keys->worth[counting.rows];
     row_keys<kBytes>(chunk.row(r), chunk.width, pair, worth);
-    if (kind == HistogramKind::per_channel) to_octaves<kBytes>(pair, worth);
+    if (counting.kind == HistogramKind::per_channel) to_octaves<kBytes>(pair, worth);
   }
 }
 
 // A thread's own counts, added to the state's when it moves on. Integers: the order does not matter.
 class ThreadHistogram {
  public:
-  // `lanes_are_channels`: else the lanes of a tile are elements of one channel. `value_bytes`: of acc_t. `shared`:
-  // other threads may add to the same bins.
-  ThreadHistogram(const State& state, bool lanes_are_channels, int vector_bytes, int value_bytes, bool shared)
+  // `lanes_are_channels`: else the lanes of a tile are elements of one channel. `count`: count_keys, in the version for
+  // these vectors. `value_bytes`: of acc_t. `shared`: other threads may add to the same bins.
+  ThreadHistogram(const State& state, bool lanes_are_channels, int vector_bytes, void (*count)(Counting&),
+                  int value_bytes, bool shared)
       : state_(state.histogram),
         lanes_are_channels_(lanes_are_channels),
         shared_(shared),
-        counting_{state.kind, nullptr} {
+        count_(count),
+        counting_{state.kind, nullptr, nullptr, 0} {
     if (state.kind == HistogramKind::none || state.kind == HistogramKind::linear) return;
-    thread_local std::vector<LaneCounts> buffer;
+    struct Buffer {
+      LaneCounts counts;
+      Keys keys;
+    };
+    thread_local std::vector<Buffer> buffer;
     if (buffer.empty()) buffer.resize(1);
-    counting_.counts = buffer.data();
+    counting_.counts = &buffer[0].counts;
+    counting_.keys = &buffer[0].keys;
     for (int place = 0; place < kLanes; ++place) {
       const int lane = lane_at(place, vector_bytes, value_bytes);
       channel_of_[place] = uint8_t(lane % state.channels);  // several lanes may be one channel
@@ -240,8 +254,9 @@ class ThreadHistogram {
   }
 
   // Where the next tile of `rows` rows is to be counted.
-  const Counting& counting(int rows) {
+  Counting& counting(int rows) {
     if (rows_ + rows > kMostCounts) flush();
+    if (counting_.rows + rows > kMostRows) count_(counting_);
     rows_ += rows;
     return counting_;
   }
@@ -252,6 +267,7 @@ class ThreadHistogram {
   void flush() {
     rows_ = 0;
     if (!counting_.counts) return;
+    if (counting_.rows) count_(counting_);
     LaneCounts& counts = *counting_.counts;
     add_pair(0, counts.at[0]);
     for (int pair = counts.low; pair <= counts.high; ++pair) add_pair(pair, counts.at[pair]);
@@ -304,6 +320,7 @@ class ThreadHistogram {
 
   int64_t* state_;
   bool lanes_are_channels_, shared_;
+  void (*count_)(Counting&);
   Counting counting_;
   int64_t channel_ = 0;
   int rows_ = 0;

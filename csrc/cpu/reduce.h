@@ -222,22 +222,20 @@ HOOKSTATS_INLINE uint64_t lanes_in_use(const Tile<scalar_t>& tile) {
 
 // Adds a tile to its lanes' sums, and to the histogram, a chunk of rows at a time.
 template <int kBytes, class scalar_t, class acc_t>
-HOOKSTATS_INLINE void add_chunks(const Tile<scalar_t>& tile, LaneSums<acc_t>& sums, const Counting& counting) {
+HOOKSTATS_INLINE void add_chunks(const Tile<scalar_t>& tile, LaneSums<acc_t>& sums, Counting& counting) {
   PaddedRows<scalar_t> padded;
-  Keys keys;
   for (int r = 0; r < tile.rows; r += kCarryValues) {
     const int rows = std::min(kCarryValues, tile.rows - r);
     Tile<scalar_t> chunk{tile.data, tile.at + r, rows, tile.width, tile.known - r};
     if (tile.width % 16) chunk = padded.of(chunk);
     add_chunk<kBytes>(chunk, sums);
-    if (counting.counts) add_keys<kBytes>(chunk, counting.kind, r, keys);
+    if (counting.counts) add_keys<kBytes>(chunk, counting);
   }
-  if (counting.counts) count_keys<kBytes>(keys, tile.rows, counting);
 }
 
 // Lanes are channels.
 template <int kBytes, class scalar_t>
-HOOKSTATS_INLINE void add_tile_in(const Tile<scalar_t>& tile, LaneSamples& samples, const Counting& counting) {
+HOOKSTATS_INLINE void add_tile_in(const Tile<scalar_t>& tile, LaneSamples& samples, Counting& counting) {
   LaneSums<acc_of<scalar_t>> sums;
   sums.start(tile, false);
   add_chunks<kBytes>(tile, sums, counting);
@@ -256,7 +254,7 @@ HOOKSTATS_INLINE void add_tile_in(const Tile<scalar_t>& tile, LaneSamples& sampl
 
 // Lanes are elements of one channel.
 template <int kBytes, class scalar_t>
-HOOKSTATS_INLINE Sample flat_tile_in(const Tile<scalar_t>& tile, const Counting& counting) {
+HOOKSTATS_INLINE Sample flat_tile_in(const Tile<scalar_t>& tile, Counting& counting) {
   using acc_t = acc_of<scalar_t>;
   LaneSums<acc_t> sums;
   sums.start(tile, true);
