@@ -24,7 +24,7 @@ def one_thread() -> Iterator[None]:
 @pytest.mark.parametrize("compiled", [False, True], ids=MODES)
 def bench_training(benchmark: Any, compiled: bool) -> None:
     benchmark.group = f"training step, {MODES[compiled]}"
-    found = benchmark.pedantic(training_figures, args=(SMALL, "cpu", compiled, 12))
+    found = benchmark.pedantic(training_figures, args=(SMALL, "cpu", compiled, 40))
     benchmark.extra_info.update(contenders=found, threads=1)
 
 
