@@ -1,5 +1,5 @@
-// The fast hook: one METH_FASTCALL function from a module's output to its kernels.
-// It never raises out of a training step: what went wrong is returned, or, inside backward, kept for take_failures().
+// The fast hook: one C function from a module's output to its kernels, which a hook calls as its vectorcall.
+// It never raises out of a training step: Python is told what went wrong, or, inside backward, asks take_failures().
 
 #include "hook.h"
 
@@ -265,7 +265,8 @@ PyObject* observe(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
 PyObject* call_hook(PyObject* self, PyObject* const* args, size_t nargsf, PyObject* names) {
   const Py_ssize_t nargs = PyVectorcall_NARGS(nargsf);
   if (nargs != 3 || (names && PyTuple_GET_SIZE(names) > 0)) {
-    PyErr_Format(PyExc_TypeError, "hook: expected (module, args, output), got %zd arguments", nargs);
+    PyErr_Format(PyExc_TypeError, "hook: expected (module, args, output), got %zd arguments and %zd by name", nargs,
+                 names ? PyTuple_GET_SIZE(names) : 0);
     return nullptr;
   }
   PyObject* problem = observe_by(reinterpret_cast<const HookObject*>(self), args[2]);
@@ -274,12 +275,16 @@ PyObject* call_hook(PyObject* self, PyObject* const* args, size_t nargsf, PyObje
   PyObject* result = binder ? PyObject_CallMethod(binder, "rebind", "OOO", self, args[2], problem) : nullptr;
   Py_XDECREF(binder);
   Py_DECREF(problem);
-  return result;
+  if (!result) return nullptr;
+  Py_DECREF(result);  // the module would take it for its output
+  Py_RETURN_NONE;
 }
 
 constexpr const char* kCallInCDoc =
     "call_in_c(type)\n\n"
-    "Calls of this class of hooks no longer go through its __call__, which the compiler alone follows.";
+    "Calls of a hook of this class no longer go through its __call__, which is for the compiler and for subclasses. "
+    "To\n"
+    "be called once; what is then assigned to __call__ may not be seen.";
 
 void call_in_c(py::handle type) {
   TORCH_CHECK_TYPE(PyType_Check(type.ptr()) && PyType_IsSubtype(reinterpret_cast<PyTypeObject*>(type.ptr()), hook_type),

@@ -430,8 +430,8 @@ def test_a_hook_is_called_with_a_module_its_inputs_and_its_output() -> None:
     x = torch.randn(2, 3)
     with pytest.raises(TypeError, match=r"expected \(module, args, output\), got 2 arguments"):
         hook(model, x)  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match=r"expected \(module, args, output\), got 2 arguments"):
-        hook(model, (), output=x)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"expected \(module, args, output\), got 3 arguments and 1 by name"):
+        hook(model, (), x, y=x)  # type: ignore[call-arg]
     hook(model, (), x)
     hook(*[model, (), x])
     assert mon.snapshot()[mon.sites[0]].calls == 2

@@ -15,6 +15,7 @@ from hookstats import LinearBins
 from hookstats._native import COUNTERS
 from hookstats.numbers.fields import FIELDS
 from hookstats.watch import binding
+from hookstats.watch.memory import Flags
 from tests.conftest import check
 from tests.parameters import check_site, grad_of
 from tests.plain import OF_OUTPUTS
@@ -297,3 +298,8 @@ def test_what_is_kept_of_a_step_never_changes() -> None:
     assert len({state.tobytes() for state in before}) == 12
     for each, state in zip(kept, before, strict=True):
         np.testing.assert_array_equal(state_in(each), state)
+
+
+def test_a_device_has_one_flag_by_whatever_name_it_is_asked_for() -> None:
+    flags = Flags()
+    assert flags.on(torch.device("cpu:0")) is flags.on(torch.device("cpu")) is flags.host

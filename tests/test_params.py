@@ -239,9 +239,9 @@ def test_a_forgotten_monitor_keeps_nothing_alive_and_measures_nothing() -> None:
     other.detach()
 
 
-def watched() -> list[parameters.Parameters | None]:
+def watched() -> list[parameters.Parameters]:
     """By all monitors."""
-    return [held() for held in parameters._watched]
+    return [each for held in parameters._watched if (each := held()) is not None]
 
 
 def test_forgotten_monitors_watch_no_optimizer_any_more() -> None:

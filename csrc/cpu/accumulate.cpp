@@ -64,7 +64,7 @@ HOOKSTATS_DTYPES(HOOKSTATS_VERSIONS_OF)
 
 #define HOOKSTATS_VERSION(target, bytes, type)                                                    \
   target int vector_bytes() { return bytes; }                                                     \
-  target void count_keys(Counting& counting) { count_keys<bytes>(counting); }                     \
+  target void count_keys(Counting& counting) { cpu::count_keys<bytes>(counting); }                \
   target void merge(LaneSamples& into, const LaneSamples& from) { into.merge(from); }             \
   target void merge_into_state(const LaneSamples& samples, const State& state, int64_t channel) { \
     const int width = int(std::min<int64_t>(kLanes, state.channels - channel));                   \

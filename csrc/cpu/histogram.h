@@ -1,7 +1,7 @@
 // Histograms on the CPU. One counter update per value would take longer than everything else together, so values are
-// not counted one by one: those of a tile become bytes, and each byte that occurs among them is compared with a whole
-// register of them at once. A tile has a dozen exponents or two, so that is a fraction of an instruction per value.
-// Included by accumulate.cpp alone, as tile.h.
+// not counted one by one: those of a few tiles become bytes, and each byte that occurs among them is compared with a
+// whole register of them at once. They have a dozen exponents or two, so that is a fraction of an instruction per
+// value. Included by accumulate.cpp alone, as tile.h.
 #pragma once
 
 #include <cstring>
@@ -31,8 +31,8 @@ struct LaneCounts {
 constexpr int kNibbleRows = 15;
 constexpr uint8_t kFirst = 1, kSecond = 16;
 
-// The bins of a tile's values: a pair, and what the bin's counter is worth. Words are packed by shifts alone, so the
-// lanes of a row are not in order: byte b of word w is lane w of vector b.
+// The bins of values of one or more tiles: a pair, and what the bin's counter is worth. Words are packed by shifts
+// alone, so the lanes of a row are not in order: byte b of word w is lane w of vector b.
 struct Keys {
   alignas(64) uint8_t pair[kMostRows + kNibbleRows][kLanes];
   alignas(64) uint8_t worth[kMostRows + kNibbleRows][kLanes];
@@ -97,7 +97,7 @@ struct Bytes {
   typedef uint16_t words __attribute__((vector_size(kBytes)));
 };
 
-// The lowest and highest pair of a tile beside 0 and kNoPair.
+// The lowest and highest pair beside 0 and kNoPair.
 template <int kBytes>
 HOOKSTATS_INLINE void range_of(const Keys& keys, int rows, int& low, int& high) {
   using B = typename Bytes<kBytes>::type;
@@ -118,15 +118,16 @@ HOOKSTATS_INLINE void range_of(const Keys& keys, int rows, int& low, int& high) 
   high -= 1;
 }
 
-// Counters of a tile: a byte holds as many as it has rows.
-struct TileCounts {
+// Counters of the keys that are counted together: a byte holds as many as these have rows.
+struct KeyCounts {
+  static_assert(kMostRows <= 255);
   static constexpr int kMost = 96;  // pairs beside pair 0, which comes first
   alignas(64) uint8_t at[1 + kMost][2][kLanes];
 };
 
 // Adds the pairs 0 and low .. high of kNibbleRows rows, a register of lanes at a time.
 template <int kBytes>
-HOOKSTATS_INLINE void count_rows(const Keys& keys, int row, int lane, int low, int high, TileCounts& counts) {
+HOOKSTATS_INLINE void count_rows(const Keys& keys, int row, int lane, int low, int high, KeyCounts& counts) {
   using B = typename Bytes<kBytes>::type;
   using Words = typename Bytes<kBytes>::words;
   B pairs[kNibbleRows], worth[kNibbleRows];
@@ -155,7 +156,7 @@ HOOKSTATS_INLINE void count_rows(const Keys& keys, int row, int lane, int low, i
 template <int kBytes>
 HOOKSTATS_INLINE void count_keys(Counting& counting) {
   // Beyond, one by one is faster. Octaves are never so many, but for the narrowest vectors.
-  constexpr int kMostPairs = kBytes == 64 ? TileCounts::kMost : kBytes == 32 ? 48 : 10;
+  constexpr int kMostPairs = kBytes == 64 ? KeyCounts::kMost : kBytes == 32 ? 48 : 10;
   LaneCounts& counts = *counting.counts;
   Keys& keys = *counting.keys;
   const int rows = std::exchange(counting.rows, 0);
@@ -178,7 +179,7 @@ HOOKSTATS_INLINE void count_keys(Counting& counting) {
   counts.low = std::min(counts.low, low);
   counts.high = std::max(counts.high, high);
   const int pairs = std::max(high - low + 1, 0);
-  TileCounts tile;
+  KeyCounts tile;
   std::memset(tile.at, 0, (1 + pairs) * sizeof tile.at[0]);
   const int whole = (rows + kNibbleRows - 1) / kNibbleRows * kNibbleRows;
   std::memset(keys.pair[rows], kNoPair, (whole - rows) * kLanes);

@@ -115,7 +115,7 @@ class Hook(ModuleHook, _native.Hook):
         self.parts: dict[str, Hook] = {}  # of a container, by path
 
     def __call__(self, module: Any, args: Any, output: Any) -> None:
-        """What the compiler follows. Else the extension does the same, without entering Python."""
+        """For the compiler and for subclasses. Else the extension does the same, without entering Python."""
         problem = _observe(output, self)
         if problem is not None:
             self.binder.rebind(self, output, problem)

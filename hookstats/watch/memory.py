@@ -182,16 +182,17 @@ class Flags:
             self.host = torch.zeros(1, dtype=torch.int32, device="cpu")
         self.enabled = _native.Enabled(self.host)
         self._devices: dict[torch.device, torch.Tensor] = {}
-        self._add(self.host)
+        self._add(self.host.device, self.host)
 
     def on(self, device: torch.device) -> torch.Tensor:
         if device not in self._devices:
             with torch.inference_mode(False):
-                self._add(self.host.to(device))
+                self._add(device, self.host.to(device))
         return self._devices[device]
 
-    def _add(self, flag: torch.Tensor) -> None:
-        self._devices[flag.device] = flag
+    def _add(self, device: torch.device, flag: torch.Tensor) -> None:
+        """device: of the flag, perhaps by another name, such as cpu:0."""
+        self._devices[device] = flag
         setattr(self.in_graphs, flag_name(flag.device), flag)
 
     def span(self, device: torch.device, calls: int = 0) -> AbstractContextManager[None]:

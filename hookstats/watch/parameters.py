@@ -7,7 +7,6 @@ its first call; of an optimizer inside another one, the outer counts.
 
 from __future__ import annotations
 
-import functools
 import threading
 import weakref
 from collections.abc import Callable
@@ -301,21 +300,18 @@ def kinds_of(parameter: torch.Tensor, kinds: tuple[str, ...]) -> list[str]:
     return [kind for kind in kinds if kind == "param" or parameter.requires_grad]
 
 
-# Those that are watched, in the order in which they came. Replaced, never changed: threads may be stepping.
+# Those that are watched, in the order in which they came, and some that nobody holds any more. Replaced, never changed:
+# threads may be stepping.
 _watched: tuple[weakref.ref[Parameters], ...] = ()
-_changing = threading.Lock()
+_registered = False
+_changing = threading.RLock()  # garbage that is collected meanwhile may detach a monitor
 
 
 class _Watch:
-    """`Parameters` that are measured at every optimizer step, until it is removed or nobody holds them."""
+    """`Parameters` that are measured at every optimizer step, until it is removed."""
 
-    def __init__(self, parameters: Parameters) -> None:
-        global _watched
-        self._held = weakref.ref(parameters)
-        weakref.finalize(parameters, self.remove)
-        _register_once()
-        with _changing:
-            _watched = (*_watched, self._held)
+    def __init__(self, held: weakref.ref[Parameters]) -> None:
+        self._held = held
 
     def remove(self) -> None:
         global _watched
@@ -324,15 +320,20 @@ class _Watch:
 
 
 def watch_optimizers(parameters: Parameters) -> list[Any]:
-    """Measures at every optimizer step, until the returned handles are removed or nobody holds `parameters`."""
-    return [_Watch(parameters)]
+    """Measures at every optimizer step, until the returned handles are removed or nobody holds `parameters`.
 
-
-@functools.cache
-def _register_once() -> None:
-    """Once in a process, and never taken off: a step of an optimizer on another thread would raise for the change."""
-    register_optimizer_step_pre_hook(_before_step)
-    register_optimizer_step_post_hook(_after_step)
+    The hooks are registered once in a process, and never taken off: torch walks over them in every step, also of
+    another thread, which would raise for the change.
+    """
+    global _watched, _registered
+    held = weakref.ref(parameters)
+    with _changing:
+        if not _registered:
+            _registered = True
+            register_optimizer_step_pre_hook(_before_step)
+            register_optimizer_step_post_hook(_after_step)
+        _watched = (*(each for each in _watched if each() is not None), held)
+    return [_Watch(held)]
 
 
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
