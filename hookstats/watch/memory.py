@@ -187,7 +187,8 @@ class Flags:
     def on(self, device: torch.device) -> torch.Tensor:
         if device not in self._devices:
             with torch.inference_mode(False):
-                self._add(device, self.host.to(device))
+                flag = self.host.to(device)
+            self._add(device, self._devices.get(flag.device, flag))
         return self._devices[device]
 
     def _add(self, device: torch.device, flag: torch.Tensor) -> None:
