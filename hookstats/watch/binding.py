@@ -47,7 +47,7 @@ class SiteBinder:
         self._ran = Ran()
         self._alike: dict[Any, WeakSet[Hook]] = {}  # by SiteSpec.alike
         self._hooks: WeakValueDictionary[int, Hook] = WeakValueDictionary()  # by Entry.index; the model owns them
-        teach_the_compiler(SiteBinder.rebind, InputHook.__call__)
+        teach_the_compiler(*_ENTRANCES)
 
     @staticmethod
     def has_data(tensor: torch.Tensor) -> bool:
@@ -388,6 +388,9 @@ class SiteBinder:
             problem, times = _failures.pop(index)
             entries = self._hooks[index].spec.entries.values()
             self.leave_out([entry for entry in entries if entry.index == index], problem, times)
+
+
+_ENTRANCES = (SiteBinder.rebind, InputHook.__call__)  # by which hooks enter Python
 
 
 def _add_failure(index: int, problem: str, times: int = 1) -> None:
