@@ -6,16 +6,14 @@ block may first go through the guards of others. Here one process at a time make
 
 from __future__ import annotations
 
-import random
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import product
-from statistics import median
 
 import torch
 
+from benchmarks.interleaved import figures, interleaved
 from benchmarks.steps import ATTACHED, MODES, SMALL, Trainer
 
 NAMES = ["bare", "totals", "+ histogram per tensor"]
@@ -56,9 +54,9 @@ class Worker:
 
 
 @contextmanager
-def workers() -> Iterator[dict[tuple[bool, str], Worker]]:
-    """All of them, ready."""
-    made = {key: Worker(*key) for key in product((False, True), NAMES)}
+def workers() -> Iterator[dict[str, Worker]]:
+    """All of them, ready; by mode and name."""
+    made = {f"{mode}, {name}": Worker(bool(i), name) for i, mode in enumerate(MODES) for name in NAMES}
     try:
         for worker in made.values():
             assert worker.read() == "ready"
@@ -70,15 +68,16 @@ def workers() -> Iterator[dict[tuple[bool, str], Worker]]:
 
 def main() -> None:
     with workers() as all_workers:
-        times: dict[tuple[bool, str], list[float]] = {key: [] for key in all_workers}
-        for _ in range(ROUNDS):
-            for key in random.sample(list(all_workers), len(all_workers)):
-                times[key].append(all_workers[key].step())
-    for (compiled, name), own in times.items():
-        bare = times[compiled, "bare"]
-        added = median(a - b for a, b in zip(own, bare, strict=True))
-        print(f"{MODES[compiled]:16} {name:24} {1e3 * median(own):6.1f} ms  {100 * added / median(bare):+5.1f} %")
+        times = interleaved({name: worker.step for name, worker in all_workers.items()}, ROUNDS)
+    for mode in MODES:
+        found = figures({name: own for name, own in times.items() if name.startswith(mode)}, f"{mode}, {NAMES[0]}")
+        for figure in found:
+            added = 100 * figure["added_ms"] / found[0]["median_ms"]
+            print(f"{figure['name']:40} {figure['median_ms']:6.1f} ms  {added:+5.1f} %")
 
 
 if __name__ == "__main__":
-    work(sys.argv[1] == "1", sys.argv[2]) if len(sys.argv) > 1 else main()
+    if len(sys.argv) > 1:
+        work(sys.argv[1] == "1", sys.argv[2])
+    else:
+        main()
