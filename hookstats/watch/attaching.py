@@ -179,7 +179,7 @@ def attach(
         if example is not None:
             _learn(model, binder, *example)
         if plan.parameters or scaling is not None:
-            handles += watch_optimizers(parameters)
+            handles.append(watch_optimizers(parameters))
         ranks, joined = _joined(model, process_group, placements, rank_spread, plan, memory_budget)
     except Exception:
         for handle in handles:

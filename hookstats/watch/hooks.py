@@ -17,7 +17,7 @@ from hookstats.numbers.fields import Site
 from hookstats.watch.graphs import key_of, observe_gradient_in_graph, shared_in_graph
 from hookstats.watch.memory import Entry, SiteState
 
-_observe = _native.observe  # a global of its own: one look-up less in every hook
+_observe = _native.observe  # a global of its own: one look-up less for the compiler to guard
 
 Kinds: TypeAlias = tuple[str | None, str | None]  # of a hook's sites: the tensor's, its gradient's
 

@@ -319,8 +319,8 @@ class _Watch:
             _watched = tuple(each for each in _watched if each is not self._held)
 
 
-def watch_optimizers(parameters: Parameters) -> list[Any]:
-    """Measures at every optimizer step, until the returned handles are removed or nobody holds `parameters`.
+def watch_optimizers(parameters: Parameters) -> Any:
+    """Measures at every optimizer step, until the returned handle is removed or nobody holds `parameters`.
 
     The hooks are registered once in a process, and never taken off: torch walks over them in every step, also of
     another thread, which would raise for the change.
@@ -333,7 +333,7 @@ def watch_optimizers(parameters: Parameters) -> list[Any]:
             register_optimizer_step_pre_hook(_before_step)
             register_optimizer_step_post_hook(_after_step)
         _watched = (*(each for each in _watched if each() is not None), held)
-    return [_Watch(held)]
+    return _Watch(held)
 
 
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
