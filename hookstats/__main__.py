@@ -78,6 +78,7 @@ def _parser() -> argparse.ArgumentParser:
 
     report = add("report", _report, "write a run as one HTML page that opens offline")
     report.add_argument("path", metavar="RUN")
+    report.add_argument("others", nargs="*", help=argparse.SUPPRESS)  # refused in one line, with what takes two runs
     report.add_argument("-o", "--output", default="report.html", metavar="FILE", help="default: report.html")
 
     watch = add(
@@ -141,6 +142,9 @@ def _compare(options: argparse.Namespace) -> int:
 def _report(options: argparse.Namespace) -> int:
     from hookstats.report import write
 
+    if options.others:
+        pair = f"hookstats compare {options.path} {options.others[0]}"
+        raise ValueError(f"expected one run, got {1 + len(options.others)}; two runs are compared by: {pair}")
     print(write(options.path, options.output))
     return 0
 

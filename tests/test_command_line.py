@@ -76,6 +76,16 @@ def test_compare_is_silent_for_equal_runs_and_exits_with_1_for_others(
     assert printed == f"{hookstats.compare(hookstats.load(runs / 'a'), hookstats.load(runs / 'c'))}\n"
 
 
+def test_compare_takes_the_paths_of_runs(runs: Path) -> None:
+    assert hookstats.compare(str(runs / "a"), runs / "b").is_equal
+    loaded = hookstats.compare(hookstats.load(runs / "a"), hookstats.load(runs / "c"))
+    assert str(hookstats.compare(runs / "a", hookstats.load(runs / "c"))) == str(loaded)
+    with pytest.raises(ValueError, match="none: expected the directory of a run"):
+        hookstats.compare(runs / "a", runs / "none")
+    with pytest.raises(ValueError, match="expected two snapshots or two runs, got str and Snapshot"):
+        hookstats.compare(str(runs / "a"), hookstats.load(runs / "b")[0])
+
+
 def test_recover_says_what_was_left(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recover", str(runs / "a")]) == 0
     assert capsys.readouterr().out == "rank=0: nothing was left\n"
@@ -109,6 +119,10 @@ def test_watch_prints_a_line_a_step_into_a_pipe_and_ends_with_the_run(runs: Path
         (
             ["compare", "RUNS/a", "RUNS/b", "--dtype", "fp32"],
             "hookstats compare: dtype: expected one of float64",
+        ),
+        (
+            ["report", "RUNS/a", "RUNS/b"],
+            "hookstats report: expected one run, got 2; two runs are compared by: hookstats compare .*a .*b$",
         ),
         (["watch", "RUNS/none"], "hookstats watch: .*none: expected the directory of a run"),
         (["recover", "RUNS/none"], "hookstats recover: .*none: expected the directory of a run"),

@@ -29,7 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "watch": {"_native", "_warn", "cluster", "modules", "numbers"},
     "tools": {"_native", "_warn", "modules"},
     "rules": {"numbers"},
-    "comparing": {"numbers"},
+    "comparing": {"numbers", "records"},
     "records": {"_warn", "numbers", "rules", "sinks"},
     "report": {"numbers", "records", "rules"},
     "__init__": {"_native", "comparing", "numbers", "records", "replicas", "report", "rules", "sinks"}

@@ -1,1 +1,1 @@
-"""Where two runs part: by more than rounding explains, or how far apart they grow. Knows `numbers` alone; no torch."""
+"""Where two runs part: by more than rounding explains, or how far apart they grow. No torch."""

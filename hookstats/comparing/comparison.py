@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -21,6 +22,9 @@ from hookstats.numbers.snapshot import Snapshot
 GROWTH = 16.0
 _NEGLIGIBLE = 2.0**-22  # the measurement's own rounding
 JUMP = 4.0  # from the sites before to a site; below that is how distances grow anyway
+
+
+Compared: TypeAlias = Snapshot | Iterable[Snapshot] | str | Path
 
 
 @dataclass(frozen=True)
@@ -216,13 +220,12 @@ def _joined(a: Iterable[Snapshot], b: Iterable[Snapshot]) -> Iterator[tuple[Snap
             one, other = next(rest_a, None), next(rest_b, None)
 
 
-def compare(
-    a: Snapshot | Iterable[Snapshot], b: Snapshot | Iterable[Snapshot], *, dtype: str | None = None
-) -> Comparison:
+def compare(a: Compared, b: Compared, *, dtype: str | None = None) -> Comparison:
     """Where two programs part that should compute the same: what lies apart by more than rounding explains.
 
-    ``a``, ``b``: two Snapshots (whatever their steps), or two runs: what `hookstats.load` gives, or Snapshots one after
-    another. Runs are compared in the steps that both have, all in the sites that both watch.
+    ``a``, ``b``: two Snapshots (whatever their steps), or two runs: the directory of a recorded run (whose rank 0 is
+    read), what `hookstats.load` gives, or Snapshots one after another. Runs are compared in the steps that both have,
+    all in the sites that both watch.
 
     ``dtype``: that of the values whose rounding is allowed, a name such as "float32", "bfloat16", "float8_e4m3fn" or
     "tfloat32". None: told from the bits that min and max of each site need; where a and b differ, the finer one, and
@@ -232,12 +235,14 @@ def compare(
     much is allowed, and 16 times what lay apart in any step before; n times that where it is the n-th step after the
     last measured one.
 
-    ValueError where nothing can be compared, or for an unknown dtype.
+    ValueError where nothing can be compared, or for an unknown dtype; RunError, a ValueError, for a directory that is
+    no recorded run.
     """
     if dtype is not None and dtype not in rounding.UNIT_ROUNDOFF:
         raise ValueError(f"compare: dtype: expected one of {', '.join(rounding.UNIT_ROUNDOFF)}; got {dtype!r}")
     if isinstance(a, Snapshot) != isinstance(b, Snapshot):
         raise ValueError(f"compare: expected two snapshots or two runs, got {type(a).__name__} and {type(b).__name__}")
+    a, b = _loaded(a), _loaded(b)
     if isinstance(a, Snapshot) and isinstance(b, Snapshot):
         b = Snapshot(a.step, b.columns, b.scalars, b.grad_scale, b.overflowed, b.skipped)
     comparison = Comparison([a] if isinstance(a, Snapshot) else a, [b] if isinstance(b, Snapshot) else b, dtype)
@@ -246,3 +251,11 @@ def compare(
     if not comparison.sites:
         raise ValueError("compare: expected a site that both watch and that ran in one of them, got none")
     return comparison
+
+
+def _loaded(run: Compared) -> Snapshot | Iterable[Snapshot]:
+    if not isinstance(run, (str, Path)):
+        return run
+    from hookstats.records.run import load  # needs pyarrow, which two snapshots do not
+
+    return load(run)
