@@ -62,6 +62,38 @@ def owner(array: Any) -> Any:
     return array
 
 
+def memory_of(taken: Snapshot) -> dict[int, weakref.ref[Any]]:
+    """What the step's sites are read from."""
+    blocks = [owner(taken.columns.state(i)) for i in range(len(taken))]
+    return {id(block): weakref.ref(block) for block in blocks}
+
+
+@pytest.mark.parametrize("histogram", [ExponentBins(), ExponentBins(per_channel=True), LinearBins(-1, 1, 4), None])
+def test_a_site_that_is_kept_holds_its_own_numbers_alone(histogram: Any) -> None:
+    model = nn.Sequential(nn.Linear(4, 1000), nn.ReLU(), nn.Linear(1000, 3))
+    with hookstats.attach(model, ["0", "2"], every=1, tensors="output", histogram=histogram) as mon:
+        model(torch.randn(8, 4))
+        taken = mon.step()
+    del mon
+    assert taken is not None
+    memory = memory_of(taken)
+    place = taken.columns.place[hookstats.Site("2", "output")]
+    state, counts = taken.columns.state(place).copy(), taken.columns.histogram(place)
+    counts = None if counts is None else counts.copy()
+    kept = taken["2", "output"]
+    assert kept is taken["2", "output"]  # found once
+    del taken
+    gc.collect()
+    assert [each() for each in memory.values()] == [None] * len(memory)
+    again = hookstats.SiteStats(state, 1, counts, True, histogram, channel_dim=kept.channel_dim)
+    assert kept._content() == again._content()
+    for name in fields.STATISTICS:
+        np.testing.assert_array_equal(getattr(kept.channels, name), getattr(again.channels, name))
+    if histogram is not None:
+        np.testing.assert_array_equal(kept.histogram.counts, again.histogram.counts)
+        np.testing.assert_array_equal(kept.quantile(0.5), again.quantile(0.5))
+
+
 @pytest.mark.parametrize("channels", [True, False])
 def test_a_compact_snapshot_keeps_the_totals_and_nothing_of_the_steps_memory(channels: bool) -> None:
     model = nn.Sequential(nn.Linear(4, 1000), nn.ReLU(), nn.Linear(1000, 3), nn.Tanh())
@@ -73,7 +105,7 @@ def test_a_compact_snapshot_keeps_the_totals_and_nothing_of_the_steps_memory(cha
     taken.skipped = {hookstats.Site("x", "output"): "a reason"}
     del mon
     assert taken.overflowed is False
-    memory = {id(owner(stats._moments)): weakref.ref(owner(stats._moments)) for stats in taken.values()}
+    memory = memory_of(taken)
     compact = taken.compact()
     assert isinstance(compact, Snapshot)
     for name in ("step", "order", "scalars", "skipped", "grad_scale", "overflowed"):

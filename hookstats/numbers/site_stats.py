@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hookstats.numbers.fields import (
     FIELDS,
@@ -25,6 +26,8 @@ from hookstats.numbers.fields import (
     total,
 )
 from hookstats.numbers.histogram import Density, Histogram
+
+_Number = TypeVar("_Number", bound=np.generic)
 
 
 class SiteStats:
@@ -48,13 +51,14 @@ class SiteStats:
     ) -> None:
         """moments: ``[fields, channels]``; histogram: as in the state, of these bins (None: by exponent).
 
-        scale: what the values were multiplied with before they were measured.
+        Both are copied where they are views, so that what is kept holds no more than its own numbers. scale: what the
+        values were multiplied with before they were measured.
         """
         self.calls = calls
         self.channel_dim = channel_dim
-        self._measured = moments
+        self._measured = _owned(moments)
         self._scale = scale
-        self._histogram = histogram
+        self._histogram = None if histogram is None else _owned(histogram)
         self._per_channel = per_channel
         self._bins = bins or ExponentBins()
 
@@ -192,6 +196,11 @@ class SiteStats:
 
     def __repr__(self) -> str:
         return f"SiteStats(calls={self.calls}, total={self.total})"
+
+
+def _owned(array: NDArray[_Number]) -> NDArray[_Number]:
+    """The array itself where its memory is its own, else a copy: a view keeps the memory of the whole step alive."""
+    return array if array.base is None else array.copy()
 
 
 def bits_of(values: Any) -> bytes:

@@ -121,10 +121,10 @@ class Snapshot(Mapping[Site, SiteStats]):
         return float(np.sqrt((self.totals.l2_norm[chosen] ** 2 / calls).sum()))
 
     def compact(self) -> Snapshot:
-        """The totals alone, for keeping: less than a kilobyte for each site, and for each SiteStats kept of it.
+        """The totals alone, for keeping: less than a kilobyte for each site.
 
-        A Snapshot holds the copy of the whole step's state, and so does every SiteStats that is kept of it. In this
-        one ``channels`` and ``histogram`` are None; everything else is the same.
+        A Snapshot holds the copy of the whole step's state; a SiteStats of it holds only its own numbers. In this one
+        ``channels`` and ``histogram`` are None; everything else is the same.
         """
         return self._with(self.columns.compact(), self.skipped)
 
