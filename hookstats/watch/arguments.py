@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -80,11 +82,40 @@ def check_compiled_programs(compiled_programs: object) -> None:
 
 
 def checked_sinks(sinks: Sink | Iterable[Sink]) -> tuple[Sink, ...]:
-    listed: tuple[Any, ...] = tuple(sinks) if isinstance(sinks, Iterable) else (sinks,)
+    is_one = callable(sinks) or isinstance(sinks, Recorder | str | Path | Mapping) or not isinstance(sinks, Iterable)
+    listed: tuple[Any, ...] = (sinks,) if is_one else tuple(sinks)  # type: ignore[arg-type]
     for sink in listed:
-        if not callable(sink) and not isinstance(sink, Recorder):
-            raise TypeError(f"sinks: expected callables Snapshot -> None, or hookstats.record(...), got {sink!r}")
+        got = _no_sink(sink)
+        if got is not None:
+            raise TypeError(f"sinks: expected callables Snapshot -> None, or hookstats.record(...); got {got}")
     return listed
+
+
+def _no_sink(sink: Any) -> str | None:
+    """What it is, if it is no sink."""
+    if isinstance(sink, type):
+        return f"the class {sink.__name__}: give an instance of it, {sink.__name__}(...)"
+    if inspect.isfunction(sink) and sink.__module__.split(".")[0] == "hookstats":
+        return f"the function {sink.__name__}: give what it returns, {sink.__name__}(...)"
+    if isinstance(sink, str | Path):
+        return f"{sink!r}: a directory is recorded into by hookstats.record({str(sink)!r})"
+    if sink is None:
+        return "None: where a function is to be called with each Snapshot, give the function, not what it returned"
+    if inspect.iscoroutinefunction(sink) or inspect.isgeneratorfunction(sink) or inspect.isasyncgenfunction(sink):
+        return f"{sink!r}, whose call alone does nothing: it is a coroutine function or a generator function"
+    if isinstance(sink, Recorder):
+        return None
+    if not callable(sink):
+        return repr(sink)
+    try:
+        signature = inspect.signature(sink)
+    except (TypeError, ValueError):  # some of C's say nothing of their arguments
+        return None
+    try:
+        signature.bind(None)
+    except TypeError as error:
+        return f"{sink!r}, which cannot be called with one argument: {error}"
+    return None
 
 
 def check_example(example: Any) -> None:
