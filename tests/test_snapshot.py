@@ -185,6 +185,15 @@ def test_an_unknown_site_is_refused_with_an_example() -> None:
         snapshot()["0", "output"].total.median  # noqa: B018
 
 
+def test_a_watched_site_is_in_it_and_nothing_else_and_no_numbers_are_read_for_that() -> None:
+    taken = snapshot()
+    for site in (("0", "output"), ["0", "output"], hookstats.Site("", "output")):
+        assert site in taken
+    for stranger in (("0", "input"), ("0",), "0", 7, None, [[], []]):
+        assert stranger not in taken
+    assert not taken.columns._stats
+
+
 def test_too_few_values_give_nan_not_an_error() -> None:
     nothing = hookstats.measure(torch.full((3, 2), float("nan")))
     for stats in (nothing.total, nothing.channels):

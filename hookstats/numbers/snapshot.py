@@ -86,6 +86,13 @@ class Snapshot(Mapping[Site, SiteStats]):
     def __len__(self) -> int:
         return len(self.columns)
 
+    def __contains__(self, site: object) -> bool:
+        """Whether it is watched; its numbers are not read for that."""
+        try:
+            return Site(*site) in self.columns.place  # type: ignore[misc]
+        except TypeError:
+            return False
+
     @cached_property
     def totals(self) -> Stats[Array]:
         """The totals of all sites that fired: one Stats whose arrays ``[sites]`` are in the order of ``order``."""
@@ -199,8 +206,10 @@ class Snapshot(Mapping[Site, SiteStats]):
     def equals(self, other: Snapshot) -> bool:
         """Whether everything is the same: order, scalars, what was skipped, and every state and histogram to the bit.
 
-        A NaN equals any NaN.
+        A NaN equals any NaN. TypeError for what is no Snapshot.
         """
+        if not isinstance(other, Snapshot):
+            raise TypeError(f"equals: expected a Snapshot, got {type(other).__name__}")
         return self._content() == other._content()
 
     def _content(self) -> tuple[Any, ...]:
