@@ -394,7 +394,7 @@ def test_edits_and_captures_choose_modules_as_attach_does() -> None:
     x = torch.randn(2, 5, 16)
     with hookstats.capture(model, lambda name, module: isinstance(module, nn.LayerNorm), exclude="blocks.1") as taken:
         model(x)
-    assert taken.names == ["blocks.0.norm", "blocks.2.norm"]
+    assert list(taken) == ["blocks.0.norm", "blocks.2.norm"]
     with hookstats.edit.mask_activations(model, "blocks.*.up", 1e9, exclude=["blocks.0", "blocks.2"]) as edit:
         model(x)
     assert edit.changed == 2 * 5 * 32

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -204,7 +205,7 @@ def test_remove_leaves_the_model_as_it_was() -> None:
     assert state_of(model) == before
     assert torch.equal(model(images()), bare)
     assert len(captured["7"]) == 1
-    assert captured.names == ["", *map(str, range(8))]
+    assert list(captured) == ["", *map(str, range(8))]
 
 
 def test_wrong_arguments_say_what_was_expected() -> None:
@@ -224,6 +225,28 @@ def test_wrong_arguments_say_what_was_expected() -> None:
         captured["1"]
     with pytest.raises(IndexError):
         captured.plot("0")
+
+
+def test_what_was_captured_is_a_mapping_of_names_to_captures() -> None:
+    model = small_cnn()
+    with hookstats.capture(model, ["0", "2"]) as captured:
+        model(images())
+    assert list(captured) == list(captured.keys()) == ["0", "2"]
+    assert len(captured) == 2
+    assert "0" in captured
+    assert "1" not in captured
+    assert 0 not in captured
+    assert captured.get("1") is None
+    assert {name: len(shots) for name, shots in captured.items()} == {"0": 1, "2": 1}
+    assert [shots[0].call for shots in captured.values()] == [0, 0]
+    assert isinstance(captured, Mapping)
+    assert captured == captured
+    assert captured != {"0": []}
+    assert {captured: "kept"}[captured] == "kept"
+    assert repr(captured) == "Captured(0, 2)"
+    empty = hookstats.capture(model, "3")
+    assert empty["3"] == []
+    assert empty  # a module that has not run yet is watched
 
 
 def test_a_picture_has_an_image_for_every_channel_of_every_tensor() -> None:
@@ -254,6 +277,7 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) 
     captured = hookstats.capture(model, "0")
     model(images())
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.delitem(sys.modules, "hookstats._figure", raising=False)
     with pytest.raises(ImportError, match=r"pip install 'hookstats\[demo\]'"):
         captured.plot("0")
 

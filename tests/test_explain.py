@@ -205,3 +205,19 @@ def test_a_copy_of_a_watched_model_says_what_its_hooks_are() -> None:
     (row,) = hookstats.explain(copy.deepcopy(model)).rows
     assert row.hook == "nothing: what a hook of hookstats is in a copy of its model"
     assert not row.traps
+
+
+def test_an_explanation_shows_itself_in_a_line_and_in_a_notebook_as_its_hooks_and_traps() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True))
+    model[0].register_full_backward_hook(looks)
+    model[0].register_forward_hook(looks)
+    found = hookstats.explain(model)
+    assert repr(found) == "Explanation(2 hooks on 3 modules, 1 to beware of)"
+    page = found._repr_html_()
+    assert page.count("<tr>") == 3  # a head, and two hooks
+    assert "looks" in page
+    (trap,) = found.traps
+    assert trap.traps[0].split("'")[0] in page
+    empty = hookstats.explain(nn.ReLU())
+    assert repr(empty) == "Explanation(0 hooks on 1 modules, 0 to beware of)"
+    assert "<table>" not in empty._repr_html_()

@@ -1,10 +1,11 @@
-"""What a notebook shows of a Snapshot and of a Run."""
+"""What a notebook shows of a Snapshot, of a Run, and of plots."""
 
 from __future__ import annotations
 
 from html.parser import HTMLParser
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
@@ -97,3 +98,57 @@ def test_a_run_shows_its_attempts_and_findings(tmp_path: Path) -> None:
     assert page.rows[1][3:] == ["closed", "1", "0"]
     assert run.findings
     assert run.findings[0].sentence in page.text
+
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def shown(cell: str, known: dict[str, object]) -> dict[str, object]:
+    """What a notebook shows of the last line of a cell, by kind: what a kernel's displayhook sends."""
+    interactiveshell = pytest.importorskip("IPython.core.interactiveshell")
+    shell = interactiveshell.InteractiveShell()
+    shell.display_formatter.active_types = shell.display_formatter.format_types  # a terminal's is text alone
+    shell.user_ns.update(known)
+    done = shell.run_cell(cell)
+    done.raise_error()
+    data, _ = shell.display_formatter.format(done.result)
+    return dict(data)
+
+
+def a_run(folder: Path) -> Path:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    with hookstats.attach(model, every=1, sinks=hookstats.record(folder)) as monitor:
+        for _ in range(4):
+            model(torch.ones(3, 4)).sum().backward()
+            monitor.step()
+    return folder
+
+
+@pytest.mark.parametrize("pyplot", [False, True])
+def test_plots_are_pictures_as_the_last_line_of_a_cell(tmp_path: Path, pyplot: bool) -> None:
+    pytest.importorskip("matplotlib")
+    path, model = a_run(tmp_path / "run"), nn.Sequential(nn.Conv2d(3, 4, 3))
+    with hookstats.capture(model, "0") as captured:
+        model(torch.randn(1, 3, 8, 8))
+    before = "import matplotlib.pyplot\n" if pyplot else ""
+    for cell in ("hookstats.report.plot(path)", "captured.plot('0')"):
+        data = shown(before + cell, {"hookstats": hookstats, "path": path, "captured": captured})
+        assert data["image/png"].startswith(PNG)  # type: ignore[attr-defined]
+        assert len(data["image/png"]) > 5_000  # type: ignore[arg-type]
+
+
+def test_plots_give_their_picture_to_whoever_shows_it(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    figure = hookstats.report.plot(hookstats.load(a_run(tmp_path / "run")))
+    assert figure._repr_png_().startswith(PNG)
+    own = Figure().subplots()
+    assert hookstats.report.plot(tmp_path / "run", axes=own) is own.figure
+
+
+def test_tables_are_tables_as_the_last_line_of_a_cell(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    known = {"run": hookstats.load(a_run(tmp_path / "run")), "snapshot": measured(model), "model": model}
+    for cell in ("run", "snapshot", "__import__('hookstats').explain(model)"):
+        assert str(shown(cell, known)["text/html"]).startswith("<div><b>")

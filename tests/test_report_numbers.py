@@ -197,12 +197,12 @@ def test_a_page_that_cannot_be_written_leaves_the_old_one(recorded: Recorded, tm
 
 def test_a_plot_has_a_row_a_site_and_says_what_it_shows(recorded: Recorded) -> None:
     pytest.importorskip("matplotlib")
-    axes = plot(recorded, "rms", "grad_output")
+    axes = plot(recorded, "rms", "grad_output").axes[0]
     cells, broken = (image.get_array() for image in axes.images)
     assert cells.shape == (16, 30)
     assert [label.get_text() for label in axes.get_yticklabels()][:2] == ["embedding", "layers.0.norm1"]
     assert not broken.mask.all()
-    absolute = plot(recorded, "rms", relative=False).images[0].get_array()
+    absolute = plot(recorded, "rms", relative=False).axes[0].images[0].get_array()
     rows = [i for i in in_order(SITES) if SITES[i].tensor == "output"]
     np.testing.assert_array_equal(absolute, recorded.statistic("rms")[rows])
     with pytest.raises(ValueError, match="expected a statistic of rms"):

@@ -22,22 +22,23 @@ MAY_IMPORT: dict[str, set[str]] = {
     "numbers": set(),
     "modules": set(),
     "_warn": set(),
+    "_figure": set(),
     "sinks": {"_warn", "numbers"},
     "_native": {"numbers", "_C"},
     "cluster": {"_warn", "modules", "numbers"},
     "replicas": {"_native", "_warn", "cluster", "modules"},
     "watch": {"_native", "_warn", "cluster", "modules", "numbers"},
-    "tools": {"_native", "_warn", "modules"},
+    "tools": {"_figure", "_native", "_warn", "modules", "numbers"},
     "rules": {"numbers"},
     "comparing": {"numbers", "records"},
     "records": {"_warn", "numbers", "rules", "sinks"},
-    "report": {"numbers", "records", "rules"},
+    "report": {"_figure", "numbers", "records", "rules"},
     "__init__": {"_native", "comparing", "numbers", "records", "replicas", "report", "rules", "sinks"}
     | {"tools", "watch"},
     "demo": {"__init__"},
     "integrations": {"__init__"},
     "terminal": {"numbers", "records", "rules"},
-    "doctor": set(),
+    "doctor": {"__init__", "_native"},
     "__main__": {"__init__", "doctor", "report", "terminal"},
 }
 WITHOUT_TORCH = {
@@ -67,7 +68,7 @@ FILES = {name_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 
 def imports(path: Path) -> set[str]:
-    """Modules that a file imports, at any depth."""
+    """Modules that a file imports, at any depth, also by name."""
     known = {f"hookstats.{name}" for name in [*FILES, "_C"]}
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -76,6 +77,8 @@ def imports(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             submodules = {f"{node.module}.{alias.name}" for alias in node.names} & known
             found |= submodules or {node.module}
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "import_module":
+            found |= {each.value for each in node.args if isinstance(each, ast.Constant)}
     return found
 
 

@@ -8,7 +8,6 @@ from contextlib import suppress
 from datetime import datetime, timezone
 from fnmatch import fnmatchcase
 from functools import cached_property
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -196,10 +195,6 @@ class Run:
         findings = self.findings
         more = [f"{len(findings) - 20} more findings"] if len(findings) > 20 else []
         return html(repr(self), rows, 4, [*map(str, findings[:20]), *more])
-
-    def plot(self, statistic: str = "rms", tensor: str = "output", **how: Any) -> Any:
-        """Draws layers x steps by matplotlib and returns its ``Axes``: `hookstats.report.plot` of this run."""
-        return import_module("hookstats.report").plot(self, statistic, tensor, **how)  # it knows runs, they not it
 
     def __repr__(self) -> str:
         span = f", {self.steps[0]} to {self.steps[-1]}" if len(self) else ""

@@ -45,13 +45,13 @@ def plot(
     log: bool = True,
     axes: Any = None,
 ) -> Any:
-    """Draws the heatmap of the page, layers x steps, by matplotlib, and returns its ``Axes``.
+    """Draws the heatmap of the page, layers x steps, by matplotlib; returns a ``Figure``, which a notebook shows.
 
     run: as for `write`. statistic: "rms", "abs_max", "peak" (the largest |x| over rms), "centre" (mean over rms) or
     "zeros" (the share of them). tensor: "output", "grad_output", ... relative: how far each site is from the median of
-    its own past, else the value itself, with logarithmic colours unless ``log=False``. axes: where to draw; None: a new
-    figure, which ``axes.figure`` is. What is not finite is magenta, what was silent grey. ValueError for an unknown
-    statistic or tensor; ImportError without matplotlib.
+    its own past, else the value itself, with logarithmic colours unless ``log=False``. axes: where to draw; None: in a
+    new figure. What is not finite is magenta, what was silent grey. ValueError for an unknown statistic or tensor;
+    ImportError without matplotlib.
     """
     return plotting.plot(of(run), statistic, tensor, relative, log, axes)
 

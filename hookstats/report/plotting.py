@@ -21,7 +21,8 @@ def plot(recorded: Recorded, statistic: str, tensor: str, relative: bool, log: b
     """See `hookstats.report.plot`."""
     try:
         from matplotlib.colors import ListedColormap, LogNorm, Normalize
-        from matplotlib.figure import Figure
+
+        from hookstats._figure import ShownFigure
     except ImportError as error:
         raise ImportError(f"plot needs {error.name}: pip install 'hookstats[report]'") from error
     if statistic not in STATISTICS:
@@ -36,7 +37,7 @@ def plot(recorded: Recorded, statistic: str, tensor: str, relative: bool, log: b
     cells, norm, colours, label = _cells(values, kind, title, begin, relative, log, Normalize, LogNorm)
     if axes is None:
         height = min(max(0.17 * len(rows), 1.6), 9.0) + 0.9
-        axes = Figure(figsize=(9, height), layout="constrained").subplots()
+        axes = ShownFigure(figsize=(9, height), layout="constrained").subplots()
     axes.set_facecolor("#e4e4e0")
     extent = (recorded.steps[0], recorded.steps[-1] + 1, len(rows) - 0.5, -0.5)
     style = {"aspect": "auto", "interpolation": "nearest", "extent": extent}
@@ -48,7 +49,7 @@ def plot(recorded: Recorded, statistic: str, tensor: str, relative: bool, log: b
     axes.set_yticks(range(0, len(rows), stride), names[::stride], fontsize=7, parse_math=False)
     axes.set_xlabel("step")
     axes.figure.colorbar(image, ax=axes, label=label)
-    return axes
+    return axes.figure
 
 
 def _cells(

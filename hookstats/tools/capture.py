@@ -12,7 +12,7 @@ used again. Nothing waits: from a GPU the copies go to pinned memory, and only r
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -86,23 +86,36 @@ def capture(
     return captured
 
 
-class Captured:
-    """What `capture` returns. As a context manager, it is removed at the end; what was captured stays."""
+class Captured(Mapping[str, list[Capture]]):
+    """What `capture` returns: of each module, by its clean name, a list of Captures.
+
+    As a context manager, it is removed at the end; what was captured stays.
+    """
 
     def __init__(self, rings: dict[str, _Ring], handles: list[RemovableHandle]) -> None:
         self._rings = rings
         self._handles = handles
-
-    @property
-    def names(self) -> list[str]:
-        """The modules, by clean name."""
-        return list(self._rings)
 
     def __getitem__(self, name: str) -> list[Capture]:
         """The captures of a module, the oldest first. Waits for the copies; the tensors are the caller's own."""
         if name not in self._rings:
             raise KeyError(f"expected one of {', '.join(map(repr, self._rings))}; got {name!r}")
         return self._rings[name].captures()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rings)
+
+    def __len__(self) -> int:
+        return len(self._rings)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._rings  # nothing is copied, as it would be by Mapping's own
+
+    __eq__ = object.__eq__  # Mapping's own would compare tensors
+    __hash__ = object.__hash__
+
+    def __repr__(self) -> str:
+        return f"Captured({', '.join(name or '(model)' for name in self)})"
 
     def plot(self, name: str, index: int = -1, item: int = 0) -> Any:
         """A picture of one capture: the output's channels, their gradients, and what edits made of them.
@@ -112,8 +125,8 @@ class Captured:
             index: which of its captures.
             item: which item of the batch.
 
-        Returns a ``matplotlib.figure.Figure``. Raises KeyError or IndexError where there is no such capture or item,
-        ImportError without matplotlib (``pip install 'hookstats[demo]'``).
+        Returns a ``matplotlib.figure.Figure`` that a notebook shows. Raises KeyError or IndexError where there is no
+        such capture or item, ImportError without matplotlib (``pip install 'hookstats[demo]'``).
         """
         shot = self[name][index]
         return pictures.feature_maps(

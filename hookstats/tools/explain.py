@@ -16,6 +16,7 @@ from torch import nn
 
 from hookstats.modules.order import ModuleHook
 from hookstats.modules.selection import clean_names, never_called
+from hookstats.numbers.tables import html
 
 
 class HookRow(NamedTuple):
@@ -39,6 +40,16 @@ class Explanation:
     def traps(self) -> list[HookRow]:
         """The hooks of which there is something to beware."""
         return [row for row in self.rows if row.traps]
+
+    def __repr__(self) -> str:
+        return f"Explanation({len(self.rows)} hooks on {self._modules} modules, {len(self.traps)} to beware of)"
+
+    def _repr_html_(self) -> str:
+        """For notebooks: a row for each hook, 60 at most, and below them what to beware of."""
+        rows = [["module", "when", "hook, in the order in which they run"]]
+        rows += [[row.name or "(model)", row.kind, row.hook] for row in self.rows]
+        below = [f"{row.name or '(model)'}, {row.kind}, {row.hook}: {trap}" for row in self.traps for trap in row.traps]
+        return html(repr(self), rows, 3, below)
 
     def __str__(self) -> str:
         if not self.rows:

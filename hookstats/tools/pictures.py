@@ -1,4 +1,4 @@
-"""Feature maps as a picture. matplotlib is imported where it is used; nothing else is known of hookstats."""
+"""Feature maps as a picture. matplotlib is imported where it is used."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ def feature_maps(title: str, panels: dict[str, torch.Tensor]) -> Any:
     """A panel for each tensor: a small image per channel of [channels, height, width], else one image of the whole.
 
     Panels named "gradient" are red for positive and blue for negative values; the others share one scale.
-    Returns a ``matplotlib.figure.Figure``; raises ImportError without matplotlib.
+    Returns a ``matplotlib.figure.Figure`` that a notebook shows; raises ImportError without matplotlib.
     """
     try:
-        from matplotlib.figure import Figure
+        from hookstats._figure import ShownFigure
     except ImportError as error:
         raise ImportError(f"plot() needs {error.name}: pip install 'hookstats[demo]'") from error
     images = {label: _images(tensor.detach().float()) for label, tensor in panels.items()}
     rows = {label: math.ceil(len(found) / _COLUMNS) for label, found in images.items()}
-    figure = Figure(figsize=(9, 0.5 + sum(1.1 * count + 0.3 for count in rows.values())), layout="constrained")
+    figure = ShownFigure(figsize=(9, 0.5 + sum(1.1 * count + 0.3 for count in rows.values())), layout="constrained")
     figure.suptitle(title, fontsize=11)
     below = figure.subfigures(len(images), 1, squeeze=False, height_ratios=[count + 0.3 for count in rows.values()])
     values = [tensor.float() for label, tensor in panels.items() if label != "gradient"]
