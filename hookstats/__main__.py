@@ -85,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
         "watch",
         _watch,
         "follow a run while it is recorded",
-        "A screen in a terminal, a line for each step in a pipe. Ends when the run ends.",
+        "A screen in a terminal, a line for each step in a pipe. Waits for a run to begin; ends when it ends.",
     )
     watch.add_argument("path", metavar="RUN")
     _add_rank(watch)

@@ -198,6 +198,48 @@ def test_a_run_of_which_nothing_is_recorded_yet_says_so_once(tmp_path: Path) -> 
     assert last == "the run has ended"
 
 
+def test_a_run_that_has_not_begun_is_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / "later" / "run"
+    output, looks = io.StringIO(), []
+
+    def wait(_: float) -> None:
+        looks.append(None)
+        if len(looks) == 2:
+            (path / "rank=1").mkdir(parents=True)
+        if len(looks) == 4:
+            written(path, range(2))
+
+    assert watch(Followed(path), output, wait) == 0
+    assert [line.split("  ")[0] for line in output.getvalue().splitlines()] == [
+        f"waiting for rank=0: there is no run in {path} yet",
+        f"waiting for rank=0: {path} has only rank=1",
+        "step 0",
+        "step 1",
+        "the run has ended",
+    ]
+
+
+def test_a_file_is_no_run_that_may_begin(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="file: expected the directory of a run, got a file"):
+        Followed(tmp_path / "file")
+
+
+def test_waiting_ends_with_an_interrupt_in_silence(tmp_path: Path) -> None:
+    running = subprocess.Popen(
+        [sys.executable, "-m", "hookstats", "watch", str(tmp_path / "run")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+    assert running.stdout is not None
+    assert running.stdout.readline() == f"waiting for rank=0: there is no run in {tmp_path / 'run'} yet\n"
+    running.send_signal(signal.SIGINT)
+    assert running.communicate(timeout=60) == ("", "")
+    assert running.returncode == 128 + signal.SIGINT
+
+
 def test_a_sparkline_is_by_the_logarithm_and_marks_what_is_not_finite() -> None:
     assert sparkline([1, 2, 4, 8, 16, 32, 64, 128]) == BARS
     assert sparkline([1.0, 1.0001, 1.0]) == BARS[0] * 3

@@ -40,11 +40,11 @@ class Followed:
     """A rank's folder, read again and again."""
 
     def __init__(self, path: str | Path, rank: int = 0) -> None:
-        """ValueError where there is no run."""
+        """The run may begin later. ValueError where it never can: the path is a file."""
         self.path = Path(path)
         self.folder = rank_folder(self.path, rank)
-        if not self.folder.is_dir():
-            raise ValueError(f"{path}: expected the directory of a run, with {self.folder.name} in it")
+        if self.path.exists() and not self.path.is_dir():
+            raise ValueError(f"{path}: expected the directory of a run, got a file")
         self._rank = rank
         self._at = 0  # bytes of findings.jsonl that were read
         self.manifest: Manifest | None = None
@@ -95,6 +95,10 @@ class Followed:
         open_now = descriptions(self.folder)
         if open_now:
             return self._of_open(*max(open_now.items()))
+        if not self.folder.is_dir():
+            others = ", ".join(sorted(each.name for each in self.path.glob("rank=*")))
+            there = f"{self.path} has only {others}" if others else f"there is no run in {self.path} yet"
+            return State("waiting", f"waiting for {self.folder.name}: {there}")
         if self.manifest is None or not self.manifest.attempts:
             return State("waiting", "nothing is recorded yet")
         last = self.manifest.attempts[-1]

@@ -22,10 +22,10 @@ _KINDS = {"recording": "green", "ended": "cyan", "died": "bold red", "waiting": 
 
 
 def watch(followed: Followed, output: TextIO, wait: Callable[[float], None] = time.sleep) -> int:
-    """Until the run has ended: 0; or its training process has died: 1."""
+    """Until the run, which may not have begun, has ended: 0; or its training process has died: 1."""
     if output.isatty() and find_spec("rich") is not None:
         return _screen(followed, wait)
-    is_told = False
+    told = ""
     while True:
         state = followed.state()  # before what it had written is read
         snapshots, found = followed.look()
@@ -34,9 +34,9 @@ def watch(followed: Followed, output: TextIO, wait: Callable[[float], None] = ti
         if state.kind in ("ended", "died"):
             print(plain(state.sentence), file=output, flush=True)
             return int(state.kind == "died")
-        if followed.manifest is None and not is_told:
-            is_told = True
-            print(plain(state.sentence), file=output, flush=True)
+        if followed.manifest is None and state.sentence != told:
+            told = state.sentence
+            print(plain(told), file=output, flush=True)
         wait(_SECONDS)
 
 
