@@ -10,6 +10,7 @@
 #include "bins.h"
 #include "checksum.h"
 #include "layout.h"
+#include "softmax.h"
 #include "stats.h"
 
 namespace hookstats {
@@ -131,6 +132,9 @@ void totals(const State* states, int64_t count, int64_t* out, ParallelFor parall
 // One for each tensor: see checksum.h.
 void checksums(const std::vector<Words>& tensors, uint64_t* out, ParallelFor parallel_for);
 
+// `out` is [kSoftmaxFields, and 1 for a margin, rows] of acc_of the dtype: see softmax.h.
+void softmax_rows(const SoftmaxRows& rows, Dtype dtype, void* out, ParallelFor parallel_for);
+
 }  // namespace cpu
 
 namespace cuda {
@@ -201,6 +205,9 @@ struct Checksums {
 };
 Checksums plan_checksums(const std::vector<Words>& tensors);
 const char* checksums(const Checksums& plan, const void* table, uint64_t* out, void* stream, int device);
+
+// At least one row; `out` as on the CPU.
+const char* softmax_rows(const SoftmaxRows& rows, Dtype dtype, void* out, void* stream, int device);
 
 }  // namespace cuda
 }  // namespace hookstats

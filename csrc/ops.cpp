@@ -22,6 +22,8 @@ namespace {
 #define HOOKSTATS_DTYPE_NAME(name, type, aten) " " #name
 constexpr const char* kDtypeNames = "" HOOKSTATS_DTYPES(HOOKSTATS_DTYPE_NAME);
 
+}  // namespace
+
 Dtype dtype_of(const at::Tensor& x) {
   switch (x.scalar_type()) {
 #define HOOKSTATS_CASE(name, type, aten) \
@@ -33,6 +35,8 @@ Dtype dtype_of(const at::Tensor& x) {
       TORCH_CHECK_TYPE(false, "hookstats: expected a tensor of one of", kDtypeNames, ", got ", x.scalar_type());
   }
 }
+
+namespace {
 
 bool has_device_kernels([[maybe_unused]] at::Device device) {
 #if defined(HOOKSTATS_CUDA_KERNELS)

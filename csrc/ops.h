@@ -131,6 +131,9 @@ class __attribute__((visibility("hidden"))) Copies {  // as the class that pybin
 // cleared on the current one can be used on them. The first time, throws where the kernels cannot run there.
 void reserve_scratch(at::Device device);
 
+// As kernels name it; TypeError for one that they do not take.
+Dtype dtype_of(const at::Tensor& x);
+
 // What a kernel is given for `x`, checked; the data pointer is still to come. Throws c10::Error.
 Input described(const at::Tensor& x, const Site& site, const Rows* rows = nullptr);
 

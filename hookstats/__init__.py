@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from hookstats.tools.capture import Capture, Captured, capture
     from hookstats.tools.explain import Explanation, HookRow, explain
     from hookstats.tools.gradient import KeptGradient, grad_of
+    from hookstats.tools.softmax import SoftmaxRows, softmax_rows
     from hookstats.watch.attaching import attach, measure
     from hookstats.watch.judging import FindingError
     from hookstats.watch.monitor import Monitor
@@ -49,6 +50,7 @@ _HOMES = {
     "hookstats.tools.capture": ["Capture", "Captured", "capture"],
     "hookstats.tools.explain": ["Explanation", "HookRow", "explain"],
     "hookstats.tools.gradient": ["KeptGradient", "grad_of"],
+    "hookstats.tools.softmax": ["SoftmaxRows", "softmax_rows"],
     "hookstats.watch.attaching": ["attach", "measure"],
     "hookstats.watch.judging": ["FindingError"],
     "hookstats.watch.monitor": ["Monitor"],
@@ -83,6 +85,7 @@ __all__ = [
     "SiteStats",
     "Skipped",
     "Snapshot",
+    "SoftmaxRows",
     "Stats",
     "__version__",
     "attach",
@@ -100,6 +103,7 @@ __all__ = [
     "report",
     "rules",
     "sinks",
+    "softmax_rows",
 ]
 
 

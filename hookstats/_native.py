@@ -75,6 +75,8 @@ call_in_c = _C.call_in_c
 Totals = torch.classes.hookstats.Totals
 # checksums(tensors) -> int64 [tensors] on their device, all on one: of their bits, in the order of the elements.
 checksums = torch.ops.hookstats.checksums.default
+# softmax_rows(logits, top_k=0) -> [5, ...] of logits [..., n], with a margin for top_k > 0 [6, ...]: csrc/softmax.h.
+softmax_rows = torch.ops.hookstats.softmax_rows.default
 observe = _C.observe
 take_failures = _C.take_failures
 has_no_data = _C.has_no_data

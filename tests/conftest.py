@@ -79,6 +79,7 @@ def load_harness() -> Any:
     """torch.ops namespace in which CPU tensors go to the CUDA kernels, run on the CPU (tests/cuda_on_cpu)."""
     sources = ["csrc/ops.cpp", "csrc/copies.cpp", "csrc/scratch.cpp", "csrc/batch.cpp", "csrc/totals.cpp"]
     sources += ["csrc/checksums.cpp", "csrc/cpu/accumulate.cpp", "csrc/cpu/checksum.cpp"]
+    sources += ["csrc/softmax_rows.cpp", "csrc/cpu/softmax.cpp"]
     sources += ["tests/cuda_on_cpu/harness.cpp"]
     # HOOKSTATS_ASAN=1, with the sanitizer's library preloaded, also finds accesses outside of any tensor (.ci/run).
     sanitized = ["-fsanitize=address", "-g"] if os.environ.get("HOOKSTATS_ASAN") == "1" else []
