@@ -216,6 +216,23 @@ def totals_figures(write: Write) -> None:
         print(f"totals of {sites} sites of {channels} channels: {us:.2f} us ({how})", flush=True)
 
 
+def softmax_figures(write: Write) -> None:
+    """The softmax of rows, beside a mere read of the logits and torch's operators."""
+    from benchmarks.bench_softmax import CASES, CONTENDERS
+
+    floor = floor_reader()
+    for case, (shape, dtype) in CASES.items():
+        shape = shape if DEVICE == "cuda" else (2, *shape[1:])
+        size = math.prod(shape) * dtype.itemsize
+        copies = max(2, min(63, (512 << 20) // size)) if DEVICE == "cuda" else 2
+        logits = [torch.randn(shape, device=DEVICE).mul_(3).to(dtype) for _ in range(copies)]
+        rows = [("read floor", *microseconds(floor, logits, max(8, copies)))]
+        for name, run in CONTENDERS.items():
+            rows.append((name, *microseconds(run, logits, 4 if name == "torch's operators" else max(8, copies))))
+        side_by_side(case, size, rows, write, part="softmax")
+        del logits
+
+
 def first_use(write: Write) -> None:
     """What attach waits for once on a device: the CUDA runtime's load, compiling PTX where nothing else fits, a kernel
     of each file."""
@@ -257,6 +274,7 @@ PARTS: dict[str, Callable[[Write], None]] = {
     "peers compiled": peer_figures(True),
     "totals": totals_figures,
     "many": many_figures,
+    "softmax": softmax_figures,
     "contenders": lambda write: case_figures(COMPARED, True, write),
     "training": training_figures,
 }
