@@ -31,7 +31,8 @@ ROOT = Path(__file__).parent.parent
 LOGS = ROOT / "build"
 SANITIZED = (
     "gpu and ((every_layout and bfloat16) or merge or flag or empty or two_runs or offset "
-    "or many_parts or many_sites or where_they_lie or masked) and not torch.float16 and not torch.float64 and not float8"
+    "or many_parts or many_sites or where_they_lie or masked) "
+    "and not torch.float16 and not torch.float64 and not float8"
 )
 SANITIZED_FILES = ["tests/test_kernels.py", "tests/test_rows.py", "tests/test_tiers.py", "tests/test_softmax_rows.py"]
 # Of HOOKSTATS_SMALL; a difference that is smaller than that between the first one and the last is none.
