@@ -16,7 +16,8 @@ from hookstats.cluster.groups import checked_placements, group_of
 from hookstats.cluster.packing import Packer
 from hookstats.cluster.placements import Placements
 from hookstats.cluster.table import Table, Tables
-from hookstats.watch.drain import Drain, Scalars
+from hookstats.watch import scalars
+from hookstats.watch.drain import Drain
 from tests import reference
 from tests.conftest import compare
 from tests.plain import hearing
@@ -68,7 +69,7 @@ def merged(monitor: hookstats.Monitor, model: nn.Module, group: Any = None, plac
     store = monitor._store
     ranks = group_of(dist.group.WORLD if group is None else group)
     names = [entry.site.name for entry in store.entries]
-    drained = Drain(store).begin(0, Scalars({}), clear=False).finish()
+    drained = Drain(store).begin(scalars.Kept.of(0, scalars.Scalars({})), clear=False).finish()
     with hearing() as told:
         wanted = Placements(model, ranks, checked_placements(placements, ranks, names), warn)
         table, pieces = Tables(1 << 28, False).of(drained, wanted.placing({e.site: e.held for e in store.entries}))

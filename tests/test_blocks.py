@@ -17,7 +17,7 @@ import hookstats
 from hookstats import ExponentBins, LinearBins, Site
 from hookstats.numbers.blocks import COUNTERS, Drained, Layout, Part, Row
 from hookstats.numbers.fields import FIELDS, Bins, Stats, histogram_shape, total
-from hookstats.watch.drain import Scalars
+from hookstats.watch.scalars import Kept, Scalars
 from tests.conftest import BINS
 
 
@@ -164,7 +164,7 @@ def test_a_layout_is_made_anew_only_where_a_site_moves() -> None:
 
     def now() -> Layout:
         model(torch.randn(3, 4)).sum().backward()
-        return drain.begin(0, Scalars({})).finish().layout
+        return drain.begin(Kept.of(0, Scalars({}))).finish().layout
 
     first = now()
     assert now() is first

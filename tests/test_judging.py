@@ -31,6 +31,7 @@ class Recorder:
         self.finds = finds
         self.settings: dict[str, Any] = {}
         self.taken: list[Drained] = []
+        self.scalars: list[dict[int, dict[str, float]]] = []
         self.waited: list[float] = []
         self.closed = 0
         self._told = 0
@@ -40,6 +41,9 @@ class Recorder:
 
     def take(self, drained: Drained) -> None:
         self.taken.append(drained)
+
+    def take_scalars(self, scalars: dict[int, dict[str, float]]) -> None:
+        self.scalars.append(scalars)
 
     def findings(self) -> list[Found]:
         new = [found for drained in self.taken[self._told :] for found in self.finds(drained.step)]

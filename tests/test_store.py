@@ -22,7 +22,7 @@ from hookstats.numbers.blocks import Drained, Layout, Part, Row
 from hookstats.numbers.fields import FIELDS
 from hookstats.records import files, merging
 from hookstats.records.store import Store
-from hookstats.watch.drain import Scalars
+from hookstats.watch.scalars import Kept, Scalars
 from tests import recorded
 from tests.conftest import ROOT
 from tests.models import Containers, Residual, images, small_cnn
@@ -31,7 +31,7 @@ MOMENTS = int(os.environ.get("HOOKSTATS_KILLS", "3"))
 
 
 def drain(monitor: hookstats.Monitor, step: int, totals_only: bool = False, **scalars: float) -> Drained:
-    return monitor._delivery._drain.begin(step, Scalars(scalars), totals_only=totals_only).finish()
+    return monitor._delivery._drain.begin(Kept.of(step, Scalars(scalars)), totals_only=totals_only).finish()
 
 
 def keep(directory: Path, steps: list[Drained], commit_each: int = 3, merge: bool = False) -> None:

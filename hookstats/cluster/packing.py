@@ -183,6 +183,7 @@ class _Whole:
             counts[at.SHOWN] == 0,
             np.arange(n),
         )
+        drained.earlier_scalars = own.earlier_scalars
         drained.skipped = self._skipped(flat, own)
         if agreement.spread:
             drained.spread = _spreads(flat.spread[:, drained.by_row.shown])

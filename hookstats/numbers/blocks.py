@@ -194,12 +194,23 @@ class Drained:
         self.hidden = np.asarray(hidden, bool)
         self.readings = np.asarray(readings, np.int64)
         self.ranks = ranks
+        # Of the steps closed since the measured one before that were not measured, by their number, ascending.
+        self.earlier_scalars: dict[int, dict[str, float]] = {}
         self.skipped: dict[Site, Skipped] = {}
         self.spread: dict[str, Spread] = {}  # over `columns.sites`; of a step that was merged over ranks, if asked for
 
     def snapshot(self) -> Snapshot:
-        scale, overflowed = self.grad_scale, self.overflowed
-        return Snapshot(self.step, self.columns, self.scalars, scale, overflowed, self.skipped, self.ranks, self.spread)
+        return Snapshot(
+            self.step,
+            self.columns,
+            self.scalars,
+            self.grad_scale,
+            self.overflowed,
+            self.skipped,
+            self.ranks,
+            self.spread,
+            self.earlier_scalars,
+        )
 
     @cached_property
     def by_row(self) -> ByRow:

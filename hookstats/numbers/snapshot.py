@@ -33,9 +33,10 @@ class ChannelValue(NamedTuple):
 class Snapshot(Mapping[Site, SiteStats]):
     """One measured step: ``snapshot["layers.0.mlp", "output"]`` is a SiteStats.
 
-    ``step``: its number. ``scalars``: what was given to `Monitor.step` with it, as floats. ``order``: the sites that
-    fired, in order of execution (per device). ``skipped``: sites of which tensors were left out in this step, or that
-    are given up, each with the reason and how many tensors.
+    ``step``: its number. ``scalars``: what was given to `Monitor.step` with it, as floats; ``earlier_scalars``: what
+    was given with the steps since the measured one before that were not measured themselves, by number, ascending.
+    ``order``: the sites that fired, in order of execution (per device). ``skipped``: sites of which tensors were left
+    out in this step, or that are given up, each with the reason and how many tensors.
 
     With a grad_scaler, else None: ``grad_scale``, a float, by which gradients of outputs and inputs were divided;
     ``overflowed``, whether the scaler has skipped an optimizer's step for an overflow.
@@ -54,10 +55,12 @@ class Snapshot(Mapping[Site, SiteStats]):
         skipped: Mapping[Site, Skipped] | None = None,
         ranks: Ranks = ALONE,
         spread: Mapping[str, Spread] | None = None,
+        earlier_scalars: Mapping[int, dict[str, float]] | None = None,
     ) -> None:
         """spread: of statistics, over the ranks, arrays over the columns' sites."""
         self.step = step
         self.scalars = scalars
+        self.earlier_scalars = dict(earlier_scalars or {})
         self.grad_scale = grad_scale
         self.overflowed = overflowed
         self.skipped = dict(skipped or {})
@@ -169,7 +172,16 @@ class Snapshot(Mapping[Site, SiteStats]):
 
     def _with(self, columns: Columns, skipped: Mapping[Site, Skipped]) -> Snapshot:
         ranks = Ranks(self.ranks, self.world_size)
-        return Snapshot(self.step, columns, dict(self.scalars), self.grad_scale, self.overflowed, skipped, ranks)
+        return Snapshot(
+            self.step,
+            columns,
+            dict(self.scalars),
+            self.grad_scale,
+            self.overflowed,
+            skipped,
+            ranks,
+            earlier_scalars=self.earlier_scalars,
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Everything in the Snapshot as dicts, lists, strings and numbers, for JSON; `from_dict` reads it.
@@ -184,6 +196,7 @@ class Snapshot(Mapping[Site, SiteStats]):
             "version": _VERSION,
             "step": self.step,
             "scalars": dict(self.scalars),
+            "earlier_scalars": [[step, dict(scalars)] for step, scalars in self.earlier_scalars.items()],
             "grad_scale": self.grad_scale,
             "overflowed": self.overflowed,
             "ranks": Ranks(self.ranks, self.world_size).to_text(),
@@ -201,7 +214,9 @@ class Snapshot(Mapping[Site, SiteStats]):
         columns = Columns.of(sites, [Site(*site) for site in d["order"]])
         skipped = {Site(each["name"], each["tensor"]): Skipped(each["reason"], each["times"]) for each in d["skipped"]}
         ranks = Ranks.from_text(d["ranks"])
-        return cls(d["step"], columns, dict(d["scalars"]), d["grad_scale"], d["overflowed"], skipped, ranks)
+        earlier = {step: dict(scalars) for step, scalars in d["earlier_scalars"]}
+        scale, overflowed = d["grad_scale"], d["overflowed"]
+        return cls(d["step"], columns, dict(d["scalars"]), scale, overflowed, skipped, ranks, earlier_scalars=earlier)
 
     def equals(self, other: Snapshot) -> bool:
         """Whether everything is the same: order, scalars, what was skipped, and every state and histogram to the bit.
@@ -214,7 +229,9 @@ class Snapshot(Mapping[Site, SiteStats]):
 
     def _content(self) -> tuple[Any, ...]:
         scale = None if self.grad_scale is None else bits_of(self.grad_scale)
-        step = (self.step, list(self.scalars), bits_of(list(self.scalars.values())), scale, self.overflowed)
+        of_steps = {**self.earlier_scalars, self.step: self.scalars}
+        scalars = [(step, list(each), bits_of(list(each.values()))) for step, each in of_steps.items()]
+        step = (self.step, scalars, scale, self.overflowed)
         sites = [(site, stats._content()) for site, stats in self.items()]
         return step, self.ranks, self.world_size, self.order, list(self.skipped.items()), sites
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -142,13 +142,17 @@ def step_row(drained: Drained, key: Key, sites: int) -> dict[str, Any]:
         "ranks": drained.ranks.to_text(),
         "histogram": None if bins is None else json.dumps(bins_to_json(bins)),
         "sites": sites,
-        "scalars": len(drained.scalars),
+        "scalars": len(drained.scalars) + sum(map(len, drained.earlier_scalars.values())),
         "events": len(drained.skipped),
+        "since": min(drained.earlier_scalars, default=drained.step),
     }
 
 
-def scalar_rows(drained: Drained, key: Key) -> list[dict[str, Any]]:
-    return [{**key._asdict(), "name": plain(name), "value": value} for name, value in drained.scalars.items()]
+def scalar_rows(scalars: Mapping[str, float], key: Key, measured: bool) -> list[dict[str, Any]]:
+    """Of a step; key: with its number."""
+    return [
+        {**key._asdict(), "name": plain(name), "value": value, "measured": measured} for name, value in scalars.items()
+    ]
 
 
 def event_rows(drained: Drained, key: Key, id_of: dict[Site, int]) -> list[dict[str, Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -31,23 +31,31 @@ def merged_snapshot(snapshots: Sequence[Snapshot]) -> Snapshot:
             before = skipped.get(site, Skipped(here.reason, 0))
             given_up = before.times is None or here.times is None
             skipped[site] = Skipped(before.reason, None if given_up else (before.times or 0) + (here.times or 0))
-    names = dict.fromkeys(name for snapshot in snapshots for name in snapshot.scalars)
-    scalars = {name: _mean([each.scalars[name] for each in snapshots if name in each.scalars]) for name in names}
+    numbers = sorted({number for snapshot in snapshots for number in snapshot.earlier_scalars})
+    earlier = {n: _scalars([each.earlier_scalars.get(n, {}) for each in snapshots]) for n in numbers}
     scales = {snapshot.grad_scale for snapshot in snapshots}
     present = tuple(sorted({rank for snapshot in snapshots for rank in snapshot.ranks}))
     overflowed = [snapshot.overflowed for snapshot in snapshots if snapshot.overflowed is not None]
     return Snapshot(
         first.step,
         _columns([snapshot.columns for snapshot in snapshots]),
-        scalars,
+        _scalars([snapshot.scalars for snapshot in snapshots]),
         first.grad_scale if len(scales) == 1 else None,
         any(overflowed) if overflowed else None,
         skipped,
         Ranks(present, len(present)),
+        earlier_scalars=earlier,
     )
 
 
-def _mean(values: list[float]) -> float:
+def _scalars(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Of each scalar, the mean over the ranks that have it."""
+    names = dict.fromkeys(name for scalars in ranks for name in scalars)
+    return {name: mean([scalars[name] for scalars in ranks if name in scalars]) for name in names}
+
+
+def mean(values: list[float]) -> float:
+    """Of equal ones, that number."""
     if len(set(values)) == 1 or not all(map(math.isfinite, values)):
         return values[0] if len(set(values)) == 1 else float(np.sum(values)) / len(values)
     return math.fsum(values) / len(values)

@@ -11,11 +11,13 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+from numpy.typing import NDArray
 
 from hookstats._warn import WarnOnce
 from hookstats.numbers.blocks import Drained, Layout
@@ -35,6 +37,7 @@ from hookstats.records.ring import CLOSED, DIED, Ring
 from hookstats.rules import Finding, Rule, defaults, rule_to_json
 
 _LEAST_RING = 64 << 20
+_MOST_SCALARS = 10_000  # steps of which scalars wait for room
 _LAYOUTS = 8  # that are known at once: of totals and of channels, and what they were before something moved
 
 
@@ -88,6 +91,7 @@ class Recording:
         self._restarted = False
         self._ring = None
         self._left = []
+        self._scalars: dict[int, Mapping[str, float]] = {}  # of steps that are not recorded, to be written
         self._layouts: dict[Layout, int] = {}
         self._layouts_sent = 0
         self._writer: subprocess.Popen[bytes] | None = None
@@ -139,6 +143,13 @@ class Recording:
 
     def take(self, drained: Drained) -> None:
         """Keeps a step. Never raises: what fails is told once, and recording ends."""
+        self._try(lambda: self._take(drained))
+
+    def take_scalars(self, scalars: Mapping[int, Mapping[str, float]]) -> None:
+        """Keeps those of steps that were not measured and come without one that was. Never raises, as `take`."""
+        self._try(lambda: self._take_scalars(scalars))
+
+    def _try(self, take: Callable[[], None]) -> None:
         if os.getpid() != self._pid:
             self._tell(
                 "fork",
@@ -148,17 +159,33 @@ class Recording:
         if self._is_over():
             return
         try:
-            self._take(drained)
+            take()
         except Exception as error:
             self._stop(f"{error!r}")
+
+    def _take_scalars(self, scalars: Mapping[int, Mapping[str, float]]) -> None:
+        """They wait for room in the ring where there is none."""
+        self._scalars.update(scalars)
+        for number in list(self._scalars)[:-_MOST_SCALARS]:
+            del self._scalars[number]
+        pieces = wire.of_scalars(self._scalars, time.time())
+        ring = self._opened(pieces)
+        if ring.write(wire.SCALARS, pieces):
+            self._scalars = {}
+        os.eventfd_write(self._wake, 1)
+
+    def _opened(self, pieces: Sequence[NDArray[Any]]) -> Ring:
+        """The ring, with room for several of what is written first, and a writer that reads it."""
+        if self._ring is None:
+            length = sum(piece.nbytes for piece in pieces)
+            self._ring = Ring.create(self._ring_path, self._ring_bytes or max(_LEAST_RING, 4 * length))
+        self._look_after_writer(self._ring)
+        return self._ring
 
     def _take(self, drained: Drained) -> None:
         pieces = wire.of_step(drained, self._layouts.get(drained.layout, self._layouts_sent))
         length = sum(piece.nbytes for piece in pieces)
-        if self._ring is None:
-            self._ring = Ring.create(self._ring_path, self._ring_bytes or max(_LEAST_RING, 4 * length))
-        ring = self._ring
-        self._look_after_writer(ring)
+        ring = self._opened(pieces)
         if not ring.fits(length):
             self._drop(ring, f"a step of {length} bytes is more than half of it: pass ring_bytes={4 * length}")
         elif not self._known(ring, drained.layout) or not ring.write(wire.STEP, pieces):

@@ -20,7 +20,7 @@ from hookstats.numbers.tables import html
 from hookstats.records import timeline
 from hookstats.records.arrays import from_list, to_arrow, to_numpy
 from hookstats.records.errors import RunError
-from hookstats.records.ranks import merged_snapshot
+from hookstats.records.ranks import mean, merged_snapshot
 from hookstats.records.reading import Chosen, Reader
 from hookstats.records.schema import SCHEMAS, names_of
 from hookstats.records.snapshots import Snapshots
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 Sites: TypeAlias = str | Site | Iterable[str | tuple[str, str]] | None
 Steps: TypeAlias = slice | Iterable[int] | None
 _LARGEST = 256 << 20  # bytes of findings.jsonl: more are not read
+_FAR = 1 << 62  # further than any step
 
 
 def load(
@@ -83,6 +84,7 @@ class Run:
         self._timeline = timeline.read(self._reader)
         self._statistics = _statistics(statistics)
         self._has_all_steps = steps is None
+        self._slice = steps if isinstance(steps, slice) else None
         self._choose(_matching(self._reader.manifest.sites, sites), _rows(self._timeline.step, steps))
 
     def _choose(self, sites: set[Site] | None, rows: list[int]) -> None:
@@ -135,11 +137,27 @@ class Run:
 
     @property
     def scalars(self) -> pa.Table:
-        """An Arrow table of what travelled with the steps: ``step``, ``time``, ``attempt``, ``name``, ``value``."""
-        columns = ["step", "time", "attempt", "record", "name", "value"]
-        return self._table("scalars", columns, Chosen(self._bounds, None)).select(
-            [name for name in columns if name != "record"]
-        )
+        """An Arrow table of what was given with every step, measured or not: ``step``, ``time``, ``attempt``, ``name``,
+        ``value``, ``measured``.
+
+        Of a run that was loaded with some steps, those of these steps; with a slice, of all between its ends. The time
+        of a step that was not measured is that of the next measured one, with which its scalars came.
+        """
+        columns = ["step", "time", "attempt", "record", "name", "value", "measured"]
+        found = self._reader.table("scalars", columns, Chosen(self._span, None))
+        counting = self._timeline.scalars_that_count(found, self._reader.manifest)
+        found = found.take(to_arrow(counting, pa.int64()))
+        if not self._has_all_steps and self._slice is None:
+            found = found.filter(to_arrow(np.isin(to_numpy(found["step"]), self.steps), pa.bool_()))
+        return found.drop_columns(["record"])
+
+    @property
+    def _span(self) -> tuple[int, int] | None:
+        """From the first to the last step of which scalars are wanted."""
+        if self._slice is None:
+            return self._bounds
+        first, behind = self._slice.start, self._slice.stop
+        return -_FAR if first is None else first, _FAR if behind is None else behind - 1
 
     @property
     def _bounds(self) -> tuple[int, int] | None:
@@ -214,6 +232,7 @@ class MergedRun(Run):
         first = self._ranks[0]
         self._folders, self._timeline, self._statistics = folders, first._timeline, first._statistics
         self._has_all_steps = steps is None
+        self._slice = steps if isinstance(steps, slice) else None
         known = list(dict.fromkeys(site for rank in self._ranks for site in rank._reader.manifest.sites))
         self._known, self._chosen_sites = known, _matching(known, sites)
         common = set.intersection(*(set(_numbered(rank._timeline)) for rank in self._ranks))
@@ -224,6 +243,7 @@ class MergedRun(Run):
             its = {key: row for row, key in enumerate(_numbered(rank._timeline))}
             chosen = [its[_numbered(first._timeline)[row]] for row in self._rows]
             rank._choose(self._chosen_sites, chosen)
+            rank._has_all_steps, rank._slice = self._has_all_steps, self._slice
 
     def _read(self, rows: list[int]) -> Iterator[Snapshot]:
         at = np.searchsorted(self._rows, rows).tolist()
@@ -261,21 +281,25 @@ class MergedRun(Run):
 
     @property
     def scalars(self) -> pa.Table:
-        """As that of one rank, with the mean of the ranks."""
-        first = self._timeline
+        """As that of one rank, with the mean of the ranks that have it; times are those of the first rank that has."""
+        found: dict[tuple[int, int, str], list[dict[str, Any]]] = {}
+        for rank in self._ranks:
+            table = rank.scalars
+            times = to_numpy(table["time"]).tolist()
+            for row, when in zip(table.drop_columns(["time"]).to_pylist(), times, strict=True):
+                row["time"] = when
+                found.setdefault((row["step"], row["attempt"], row["name"]), []).append(row)
+        numbered = _numbered(self._timeline)
+        shared = {numbered[row] for row in self._rows}
         rows = [
-            (row, *each) for row, snapshot in zip(self._rows, self, strict=True) for each in snapshot.scalars.items()
+            {**rows[0], "value": mean([row["value"] for row in rows])}
+            for (step, attempt, _), rows in found.items()
+            if (step, attempt) in shared or not rows[0]["measured"]
         ]
-        at = np.array([row for row, _, _ in rows], np.int64)
-        return pa.table(
-            {
-                "step": to_arrow(first.step[at], pa.int64()),
-                "time": to_arrow(first.time[at], pa.timestamp("us", "UTC")),
-                "attempt": to_arrow(first.attempt[at], pa.int32()),
-                "name": from_list([name for _, name, _ in rows], pa.string()),
-                "value": from_list([value for _, _, value in rows], pa.float64()),
-            }
-        )
+        rows.sort(key=lambda row: row["step"])
+        schema = pa.schema([field for field in SCHEMAS["scalars"] if field.name != "record"])
+        columns = [from_list([row[field.name] for row in rows], field.type) for field in schema]
+        return pa.Table.from_arrays(columns, schema=schema)
 
     @property
     def manifest(self) -> dict[str, Any]:

@@ -38,6 +38,7 @@ _DOUBLES = pa.list_(pa.float64())
 
 _COLUMNS: dict[str, dict[str, pa.DataType]] = {
     # One row for each measured step. sites, scalars, events: how many rows it has in totals, scalars, events.
+    # since: the smallest step of which it has scalars, or its own.
     # histogram: the bins, as JSON; null where there are none. ranks: whose numbers these are, "0-7 of 8".
     "steps": {
         **_KEYS,
@@ -48,6 +49,7 @@ _COLUMNS: dict[str, dict[str, pa.DataType]] = {
         "sites": pa.int32(),
         "scalars": pa.int32(),
         "events": pa.int32(),
+        "since": pa.int64(),
     },
     # One row for each site of a step. place: in the Snapshot; order: in the order of execution, null where silent.
     # channels: how many the state had that was sent; more than one are in the table channels.
@@ -67,7 +69,9 @@ _COLUMNS: dict[str, dict[str, pa.DataType]] = {
     },
     "channels": {**_KEYS, **_SITE, "scale": pa.float64(), **dict.fromkeys(STATE.values(), _DOUBLES)},
     "histograms": {**_KEYS, **_SITE, "scale": pa.float64(), "counts": pa.list_(pa.int64())},
-    "scalars": {**_KEYS, "name": pa.string(), "value": pa.float64()},
+    # Of every step. Those of a step that was not recorded (measured is false) have the record with which they came, or
+    # -1 where they came with none, and the time at which they came.
+    "scalars": {**_KEYS, "name": pa.string(), "value": pa.float64(), "measured": pa.bool_()},
     # Sites that were skipped; times is null where the site was given up.
     "events": {**_KEYS, **_SITE, "reason": pa.string(), "times": pa.int64()},
 }

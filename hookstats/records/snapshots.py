@@ -44,15 +44,17 @@ class Snapshots:
     def _read(self, rows: Sequence[int]) -> Iterator[Snapshot]:
         values = list(dict.fromkeys([*STATE.values(), *SAME_AS.values()]))
         totals = self.table("totals", [*_SITES, *values], rows)
-        scalars = self.table("scalars", ["name", "value"], rows)
+        scalars = self.table("scalars", ["step", "name", "value"], rows)
         events = self.table("events", ["site", "reason", "times"], rows)
         for i, row in enumerate(rows):
             yield self._snapshot(row, totals[i], scalars[i], events[i])
 
     def table(self, table: str, columns: Sequence[str], rows: Sequence[int]) -> list[pa.Table]:
         """The rows of each of these steps, of totals by place, of the others as they were recorded."""
-        steps = self._timeline.step[list(rows)]
-        chosen = Chosen((int(steps[0]), int(steps[-1])), None if table == "scalars" else self._sites)
+        first, last = (int(self._timeline.step[row]) for row in (rows[0], rows[-1]))
+        if table == "scalars":
+            first = min(self._timeline.columns["since"][row] for row in rows)
+        chosen = Chosen((first, last), None if table == "scalars" else self._sites)
         found = self._reader.table(table, ["attempt", "record", *columns], chosen)
         of = self._timeline.rows_of(found, self._reader.manifest)
         order = np.lexsort((to_numpy(found["place"]), of)) if "place" in columns else np.argsort(of, kind="stable")
@@ -67,14 +69,17 @@ class Snapshots:
         for name, table in (("sites", totals), ("scalars", scalars), ("events", events)):
             if (name == "scalars" or self._sites is None) and table.num_rows != of_step[name]:
                 raise RunError(f"step {step}: expected {of_step[name]} rows of {name}, got {table.num_rows}")
-        named = dict(zip(scalars["name"].to_pylist(), scalars["value"].to_pylist(), strict=True))
+        named: dict[int, dict[str, float]] = {}
+        for number, name, value in zip(*(scalars[name].to_pylist() for name in scalars.column_names[2:]), strict=True):
+            named.setdefault(number, {})[name] = value
         left_out = zip(*(events[name].to_pylist() for name in ("site", "reason", "times")), strict=True)
         skipped = {self._names[self._id(step, site)]: Skipped(reason, times) for site, reason, times in left_out}
-        if len(named) != scalars.num_rows or len(skipped) != events.num_rows:
-            raise RunError(f"step {step}: expected each scalar and skipped site once, got {list(named)}, {skipped}")
+        if sum(map(len, named.values())) != scalars.num_rows or len(skipped) != events.num_rows:
+            raise RunError(f"step {step}: expected each scalar and skipped site once, got {named}, {skipped}")
         columns = self._columns(row, step, totals)
         ranks = timeline.ranks_of[of_step["ranks"]]
-        return Snapshot(step, columns, named, of_step["grad_scale"], of_step["overflowed"], skipped, ranks)
+        scale, overflowed, own = of_step["grad_scale"], of_step["overflowed"], named.pop(step, {})
+        return Snapshot(step, columns, own, scale, overflowed, skipped, ranks, earlier_scalars=named)
 
     def _columns(self, row: int, step: int, totals: pa.Table) -> Columns:
         ids, place, calls, channels = (to_numpy(totals[name]) for name in ("site", "place", "calls", "channels"))

@@ -145,12 +145,26 @@ class Store:
                 self._part(table).write(rows)
                 self.size += size
         self._rows["steps"].append(encoding.step_row(drained, key, len(ids)))
-        self._rows["scalars"] += encoding.scalar_rows(drained, key)
+        for number, scalars in drained.earlier_scalars.items():
+            self._rows["scalars"] += encoding.scalar_rows(scalars, key._replace(step=number), measured=False)
+        self._rows["scalars"] += encoding.scalar_rows(drained.scalars, key, measured=True)
         self._rows["events"] += encoding.event_rows(drained, key, self._id_of)
         self._added += 1
         if self._held >= FLUSH:
             self._flush_totals()
         if len(self._rows["scalars"]) + len(self._rows["events"]) > ROW_GROUP:
+            self._flush_rows()
+
+    @_all_or_broken
+    def add_scalars(self, scalars: Mapping[int, Mapping[str, float]], time: float) -> None:
+        """Of steps that are not recorded, by their number; they count with the next `commit`.
+
+        time: when they came, in seconds since the epoch.
+        """
+        for number, each in scalars.items():
+            key = encoding.Key(number, round(time * 1e6), self._begun().attempt, -1)
+            self._rows["scalars"] += encoding.scalar_rows(each, key, measured=False)
+        if len(self._rows["scalars"]) > ROW_GROUP:
             self._flush_rows()
 
     def _flush_totals(self) -> None:

@@ -34,7 +34,7 @@ class Timeline:
     ranks_of: dict[str, Ranks]  # whose numbers steps have, by the text of the table
     base: dict[int, tuple[int, int]]  # of an attempt: where its records begin in `row`, and how many there are
     row: Counts
-    begun: dict[int, int]  # of an attempt: its smallest step
+    begun: dict[int, int]  # of an attempt: its smallest step, measured or not
 
     def is_replaced(self, step: int, attempt: int) -> bool:
         """Whether a later attempt began at this step, or before."""
@@ -47,7 +47,7 @@ class Timeline:
         """
         attempt, record = to_numpy(table["attempt"]), to_numpy(table["record"])
         rows = np.full(len(attempt), -1, np.int64)
-        of_recorded = np.zeros(len(attempt), bool)
+        of_recorded = record == -1  # scalars that came with no step
         for each in manifest.attempts:
             here = (attempt == each.attempt) & (record >= 0) & (record < each.records)
             of_recorded |= here
@@ -58,6 +58,28 @@ class Timeline:
         if not of_recorded.all():
             raise RunError("expected rows of recorded steps, got others")
         return rows
+
+    def scalars_that_count(self, table: pa.Table, manifest: Manifest) -> Counts:
+        """Which rows of the table scalars count, by step and then as they were recorded; as `rows_of` for the rest.
+
+        Steps that were not measured are replaced as others are: by an attempt that began before, and of a number that
+        came twice, the later counts.
+        """
+        self.rows_of(table, manifest)
+        step, attempt, record = (to_numpy(table[name]) for name in ("step", "attempt", "record"))
+        counts = record == -1
+        for number, (_, size) in self.base.items():
+            counts |= (attempt == number) & (record < size)
+        for later, first in self.begun.items():
+            counts &= (attempt >= later) | (step < first)
+        rows = np.flatnonzero(counts)
+        rows = rows[np.argsort(step[rows], kind="stable")]
+        if not len(rows):
+            return rows
+        is_last = np.append(step[rows][1:] != step[rows][:-1], True)
+        last = rows[is_last][np.cumsum(is_last) - is_last]  # of each row, the last one of its step
+        result: Counts = rows[(attempt[rows] == attempt[last]) & (record[rows] == record[last])]
+        return result
 
 
 def read(reader: Reader) -> Timeline:
@@ -74,7 +96,12 @@ def read(reader: Reader) -> Timeline:
         right &= bool((record == np.concatenate([np.arange(count) for count in counts.values()])).all())
     if not right:
         raise RunError(f"{reader.directory}: expected {expected} recorded steps, each once, got {len(step)}")
-    chosen = _counting(step, attempt)
+    since = to_numpy(table["since"])
+    if (since > step).any():
+        raise RunError(
+            f"{reader.directory}: expected scalars of steps before that with which they came, got later ones"
+        )
+    chosen = _counting(step, attempt, since)
     begins = np.cumsum([0, *counts.values()]).tolist()
     base = {number: (begin, count) for (number, count), begin in zip(counts.items(), begins, strict=False)}
     row = np.full(len(step), -1, np.int64)
@@ -88,22 +115,22 @@ def read(reader: Reader) -> Timeline:
     bins = [known[text] for text in columns["histogram"]]
     ranks = {text: _ranks(text) for text in dict.fromkeys(columns["ranks"])}
     time = to_numpy(table["time"])
-    begun = {number: int(step[attempt == number].min()) for number in counts}
+    begun = {number: int(since[attempt == number].min()) for number in counts}
     return Timeline(step[chosen], time[chosen], attempt[chosen], record[chosen], columns, bins, ranks, base, row, begun)
 
 
-def _counting(step: Counts, attempt: Counts) -> Counts:
+def _counting(step: Counts, attempt: Counts, since: Counts) -> Counts:
     """The rows that count, by step. What an attempt recorded from the step on with which a higher one began does not
     count, also where the higher one has not come that far; of a number that an attempt gave twice, the later counts.
 
-    step, attempt: sorted by attempt, and in an attempt by time.
+    step, attempt: sorted by attempt, and in an attempt by time. since: the smallest step of which a row has scalars.
     """
     counts = np.ones(len(step), bool)
     begun = np.inf
     for number in np.unique(attempt)[::-1]:
         here = attempt == number
         counts[here] = step[here] < begun
-        begun = min(begun, step[here].min())
+        begun = min(begun, since[here].min())
     rows = np.flatnonzero(counts)
     rows = rows[np.argsort(step[rows], kind="stable")]
     is_last = np.append(step[rows][1:] != step[rows][:-1], True) if len(rows) else np.empty(0, bool)

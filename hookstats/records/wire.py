@@ -15,7 +15,7 @@ from hookstats.numbers.fields import Site, Skipped
 from hookstats.numbers.ranks import Ranks
 from hookstats.records.ring import RingError
 
-LAYOUT, STEP, OVERHEAD = 1, 2, 3  # kinds of records
+LAYOUT, STEP, OVERHEAD, SCALARS = 1, 2, 3, 4  # kinds of records
 
 
 def of_layout(number: int, layout: Layout) -> list[NDArray[Any]]:
@@ -29,6 +29,7 @@ def of_step(drained: Drained, layout: int) -> list[NDArray[Any]]:
         "step": drained.step,
         "time": drained.time,
         "scalars": drained.scalars,
+        "earlier_scalars": list(drained.earlier_scalars.items()),
         "grad_scale": drained.grad_scale,
         "overflowed": drained.overflowed,
         "ranks": drained.ranks.to_text(),
@@ -41,6 +42,28 @@ def of_step(drained: Drained, layout: int) -> list[NDArray[Any]]:
 
 def of_overhead(overhead: Mapping[str, float]) -> list[NDArray[Any]]:
     return [_text({name: value for name, value in overhead.items() if math.isfinite(value)})]
+
+
+def of_scalars(scalars: Mapping[int, Mapping[str, float]], time: float) -> list[NDArray[Any]]:
+    """Of steps that are not recorded, by their number. time: now, in seconds since the epoch."""
+    return [_text({"time": time, "scalars": list(scalars.items())})]
+
+
+def scalars_from(text: bytes) -> tuple[dict[int, dict[str, float]], float]:
+    """What `of_scalars` made. RingError for anything else."""
+    try:
+        told = json.loads(text)
+        return _by_step(told["scalars"]), float(told["time"])
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+        raise RingError(f"expected scalars of steps, got {error!r}") from None
+
+
+def _by_step(told: Any) -> dict[int, dict[str, float]]:
+    return {int(step): _numbers(scalars) for step, scalars in told}
+
+
+def _numbers(told: Any) -> dict[str, float]:
+    return {str(name): float(value) for name, value in told.items()}
 
 
 def overhead_from(text: bytes) -> dict[str, float]:
@@ -74,20 +97,20 @@ def step_from(payload: NDArray[np.uint8], layouts: Mapping[int, Layout]) -> Drai
         if ends[-1] != len(numbers):
             raise ValueError(f"{len(numbers)} numbers behind the text, of {ends[-1]}")
         hidden, readings, *blocks = np.split(numbers, ends[:-1])
-        scalars = {str(name): float(value) for name, value in told["scalars"].items()}
         scale, overflowed = told["grad_scale"], told["overflowed"]
         drained = Drained(
             layout,
             blocks,
             int(told["step"]),
             float(told["time"]),
-            scalars,
+            _numbers(told["scalars"]),
             None if scale is None else float(scale),
             None if overflowed is None else bool(overflowed),
             hidden,
             readings,
             Ranks.from_text(told["ranks"]),
         )
+        drained.earlier_scalars = _by_step(told["earlier_scalars"])
         drained.skipped = {
             Site(name, tensor): Skipped(reason, times) for name, tensor, reason, times in told["skipped"]
         }

@@ -34,6 +34,7 @@ PART_BYTES = 64 << 20
 PART_SECONDS = 10.0
 _LOCK_SECONDS = 120.0
 KNOWN_LAYOUTS = 8
+_MOST_WAITING = 10_000  # steps whose scalars wait for a measured one, with which the rules see them
 _FIRST, _LAST = 10, 200  # recorded steps from which the rules' windows are made again
 
 
@@ -80,6 +81,7 @@ class Attempt:
         self._findings = Findings(folder / "findings.jsonl")
         self._judged = self.ring.judged  # what was found in these is told already
         self.ring.findings = self._findings.size
+        self._waiting: dict[int, dict[str, float]] = {}  # scalars that the rules have not seen
         self._told: dict[str, Any] = {}  # at the end, for the settings
         self._since: float | None = None  # when the first step came that is not committed
 
@@ -103,6 +105,8 @@ class Attempt:
                 self._layouts.add(record.payload.tobytes())
             elif record.kind == wire.OVERHEAD:
                 self._told["overhead"] = wire.overhead_from(record.payload.tobytes())
+            elif record.kind == wire.SCALARS:
+                self._take_scalars(*wire.scalars_from(record.payload.tobytes()))
             else:
                 self._take(record.number, wire.step_from(record.payload, self._layouts.known))
             self._position = record.end
@@ -115,13 +119,29 @@ class Attempt:
         """A step that an earlier writer had taken, but not committed, is not told once more."""
         if self._since is None:
             self._since = time.monotonic()
-        found = [replace(each, rank=self._rank, attempt=self.number) for each in self._judge.judge(drained)]
+        found = [replace(each, rank=self._rank, attempt=self.number) for each in self._judged_now(drained)]
         if number >= self.ring.fed:
             self.ring.fed = number + 1
             found += self._feed(drained)
         if number >= self._judged:
             self.ring.findings = self._findings.add(found)
         self._store.add(drained)
+
+    def _judged_now(self, drained: Drained) -> list[Finding]:
+        """With the scalars that came without a step since the one before."""
+        own = drained.earlier_scalars
+        drained.earlier_scalars, self._waiting = {**self._waiting, **own}, {}
+        try:
+            return self._judge.judge(drained)
+        finally:
+            drained.earlier_scalars = own
+
+    def _take_scalars(self, scalars: dict[int, dict[str, float]], when: float) -> None:
+        if self._since is None:
+            self._since = time.monotonic()
+        self._store.add_scalars(scalars, when)
+        self._waiting |= scalars
+        self._waiting = dict(list(self._waiting.items())[-_MOST_WAITING:])
 
     def _feed(self, drained: Drained) -> list[Finding]:
         failed = []

@@ -65,15 +65,16 @@ class Sites:
 class Step:
     """A measured step as a rule sees it.
 
-    ``number`` and ``scalars`` as in the Snapshot, and ``rank``. ``sites``: all that the run has shown so far; a site's
-    place in this list is its id, which never changes, so that what a rule keeps by id stays aligned when other sites
-    appear. All arrays are over ids ``[n]``; a site that was silent in this step, or is not in it, has ``calls`` 0,
-    counts of 0, and NaN else.
+    ``number``, ``scalars`` and ``earlier_scalars`` as in the Snapshot, and ``rank``. ``sites``: all that the run has
+    shown so far; a site's place in this list is its id, which never changes, so that what a rule keeps by id stays
+    aligned when other sites appear. All arrays are over ids ``[n]``; a site that was silent in this step, or is not in
+    it, has ``calls`` 0, counts of 0, and NaN else.
     """
 
     def __init__(self, measured: Snapshot | Drained, sites: Sites, rank: int = 0, attempt: int = 0) -> None:
         self.number = measured.step
         self.scalars = measured.scalars
+        self.earlier_scalars = measured.earlier_scalars
         self.overflowed = measured.overflowed
         self.rank = rank
         self.attempt = attempt

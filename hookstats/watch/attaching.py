@@ -34,7 +34,7 @@ from hookstats.watch.arguments import (
     refuse_device,
 )
 from hookstats.watch.binding import SiteBinder
-from hookstats.watch.drain import Drain, Scalars
+from hookstats.watch.drain import Drain
 from hookstats.watch.evaluation import TrainingOnly, check_training_only
 from hookstats.watch.hooks import InputHook
 from hookstats.watch.judging import OnFinding, Recorder, check_reaction
@@ -42,6 +42,7 @@ from hookstats.watch.memory import Store, accumulate
 from hookstats.watch.monitor import Cadence, Monitor, Watching
 from hookstats.watch.parameters import Parameters, watch_optimizers
 from hookstats.watch.planning import Plan
+from hookstats.watch.scalars import Kept, Scalars
 from hookstats.watch.scaling import Scaling, check_scaler
 
 if TYPE_CHECKING:
@@ -322,7 +323,7 @@ def measure(
     state = store.add(site, tensor.device, width, dim, keep_channels).state
     store.flags.value = True
     accumulate(tensor.detach(), state)
-    return Drain(store).begin(0, Scalars({}), clear=False).finish().snapshot()[site]
+    return Drain(store).begin(Kept.of(0, Scalars({})), clear=False).finish().snapshot()[site]
 
 
 def _learn(model: nn.Module, binder: SiteBinder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

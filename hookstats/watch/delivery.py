@@ -16,9 +16,10 @@ from hookstats.numbers.ranks import Ranks
 from hookstats.numbers.snapshot import Snapshot
 from hookstats.watch.arguments import Sink
 from hookstats.watch.binding import SiteBinder
-from hookstats.watch.drain import Drain, Pending, Scalars
+from hookstats.watch.drain import Drain, Pending, PendingScalars
 from hookstats.watch.judging import Recorder
 from hookstats.watch.memory import Store
+from hookstats.watch.scalars import Kept, Scalars
 
 if TYPE_CHECKING:  # it takes its time, and not everybody has ranks
     from hookstats.cluster.joining import Joined
@@ -53,7 +54,8 @@ class Delivery:
         self._of_all = [sink for sink in recorders if sink not in self._own] if is_first else []
         self.recorders = [*self._own, *self._of_all]
         self._trained = trained
-        self._pending: deque[tuple[Pending, LeftOut]] = deque()  # on their way
+        self._kept = Kept()  # scalars that were not sent
+        self._pending: deque[tuple[Pending, LeftOut] | PendingScalars] = deque()  # on their way
         self._finished: deque[Snapshot] = deque()  # arrived, not yet fetched
         self._failure: BaseException | None = None
         self._fired: set[Site] = set()
@@ -67,17 +69,53 @@ class Delivery:
         """Empties the state, whose numbers are those of this step."""
         try:
             left_out = self._binder.skipping.take()
-            self._pending.append((self._drain.begin(step, scalars, totals_only=totals_only), left_out))
+            self._pending.append((self._drain.begin(self._taken(step, scalars), totals_only=totals_only), left_out))
         except Exception as error:  # no memory for the copy, say
             if self._store.strict:
                 raise
             self._store.clear()
             self._binder.warn_once("close", f"step {step} was measured, but could not be copied: {error!r}")
 
+    def keep(self, step: int, scalars: Scalars) -> None:
+        """Of a step that is not measured: they travel with the next one that is, or as soon as they are many."""
+        try:
+            self._kept.add(step, scalars)
+        except Exception as error:  # no memory for the copy, say
+            if self._store.strict:
+                raise
+            self._binder.warn_once("scalars", f"scalars of step {step} could not be copied: {error!r}")
+        if self._kept.is_full:
+            self.send_scalars()
+
+    def send_scalars(self) -> None:
+        """Those that are kept, without a measured step: to the recorders alone."""
+        kept, self._kept = self._kept, Kept()
+        if not kept.rows:
+            return
+        try:
+            self._pending.append(self._drain.begin_scalars(kept))
+        except Exception as error:
+            if self._store.strict:
+                raise
+            self._binder.warn_once("scalars", f"scalars of {len(kept.rows)} steps could not be copied: {error!r}")
+
+    def _taken(self, step: int, scalars: Scalars) -> Kept:
+        kept, self._kept = self._kept, Kept()
+        kept.add(step, scalars)
+        return kept
+
     def receive(self, wait: bool) -> None:
         """Delivers what has arrived; or all that this rank has measured, and waits for the device."""
-        while self._pending and (wait or self._pending[0][0].ready()):
-            self._arrived(*self._pending.popleft())
+        while self._pending:
+            first = self._pending[0]
+            pending = first if isinstance(first, PendingScalars) else first[0]
+            if not (wait or pending.ready()):
+                break
+            self._pending.popleft()
+            if isinstance(first, PendingScalars):
+                self._scalars_arrived(first)
+            else:
+                self._arrived(*first)
         self._give_joined()
 
     def wait_for_ranks(self, seconds: float) -> None:
@@ -107,13 +145,13 @@ class Delivery:
 
     def look(self, step: int, scalars: Scalars) -> Snapshot:
         """What the open step has so far, which stays where it is. Waits."""
-        now = self._drain.begin(step, scalars, clear=False).finish().snapshot()
+        now = self._drain.begin(Kept.of(step, scalars), clear=False).finish().snapshot()
         now.skipped = self._binder.skipping.of_step(self._binder.skipping.in_open_step())
         return now
 
     def send_last(self, step: int, scalars: Scalars) -> None:
         """Delivers the open step, if it has anything. Waits."""
-        pending = self._drain.begin(step, scalars)
+        pending = self._drain.begin(self._taken(step, scalars))
         last = pending.finish()
         if last.columns.order.size:
             self._deliver(last, self._binder.skipping.take(), pending.held)
@@ -129,6 +167,13 @@ class Delivery:
         except Exception as error:
             return self._failed("finish", f"a step was measured, but could not be read: {error!r}", error)
         self._deliver(drained, left_out, pending.held)
+
+    def _scalars_arrived(self, pending: PendingScalars) -> None:
+        try:
+            scalars = pending.scalars()
+        except Exception as error:
+            return self._failed("finish", f"scalars could not be read: {error!r}", error)
+        self._present([(each, each.take_scalars, scalars) for each in self.recorders])
 
     def _deliver(self, drained: Drained, left_out: LeftOut, held: Holding) -> None:
         self._binder.judge(left_out, drained.snapshot())

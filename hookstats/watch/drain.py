@@ -8,66 +8,27 @@ the same path, where every copy is complete at once.
 from __future__ import annotations
 
 import time
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 
-from hookstats import _native
 from hookstats.numbers.blocks import Drained
 from hookstats.numbers.fields import Counts
 from hookstats.numbers.ranks import ALONE, Ranks
 from hookstats.watch.layouts import Layouts, Placed
-from hookstats.watch.memory import TOTALS, Store, local_part
+from hookstats.watch.memory import TOTALS, Store
+from hookstats.watch.scalars import Kept, Slots, by_step
 
 Key: TypeAlias = tuple[torch.device, int]  # a block of state, by device and number
-_SCALARS = -2  # the "block" of the scalars on a device
+_SCALARS = -2  # the "block" of the first scalars on a device; of more of them, those below
 
 
-class Scalars:
-    """What travels with a step: numbers, and one-element tensors by device. TypeError, ValueError for anything else.
+class PendingScalars:
+    """Scalars on their way to the host, and what else travels with them."""
 
-    Those that the user named, and apart from them, under no name that could be the user's, what a GradScaler gives.
-    """
-
-    def __init__(self, named: dict[str, Any], of_scaler: tuple[Any, Any] | None = None) -> None:
-        """of_scaler: grad_scale and overflowed; None: there is no GradScaler."""
-        self.names = list(named)
-        self.numbers: list[float] = []  # then those of the scaler; NaN stands in for tensors
-        self.tensors: dict[torch.device, dict[int, torch.Tensor]] = {}  # by place in `numbers`
-        for name, value in [*named.items(), *zip(("grad_scale", "overflowed"), of_scaler or (), strict=False)]:
-            if isinstance(value, torch.Tensor):
-                if value.numel() != 1:
-                    raise ValueError(f"step: {name}: expected a number, got a tensor of shape {tuple(value.shape)}")
-                value = _plain(value.detach())
-                if _native.has_no_data(value):
-                    raise TypeError(f"step: {name}: expected a number or a tensor with data, got {value}")
-                self.tensors.setdefault(value.device, {})[len(self.numbers)] = value
-                self.numbers.append(float("nan"))
-            else:
-                try:
-                    self.numbers.append(float(value))
-                except (TypeError, ValueError):
-                    raise TypeError(f"step: {name}: expected a number or one-element tensor, got {value!r}") from None
-
-
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """This process's part of a DTensor; what an asynchronous collective brings."""
-    part = local_part(tensor)
-    return part.double() if _native.has_no_data(part) and not part.is_meta else part
-
-
-class Pending:
-    """A closed step on its way to the host."""
-
-    def __init__(self, places: Placed, step: int, scalars: Scalars, ranks: Ranks) -> None:
-        self.held = places.held  # what this process has of each site
-        self._places = places
-        self._ranks = ranks
-        self._time = time.time()
-        self._step = step
-        self._names = scalars.names
-        self._numbers = scalars.numbers
-        self._travelling = {device: list(tensors) for device, tensors in scalars.tensors.items()}
+    def __init__(self, kept: Kept) -> None:
+        self._rows = kept.rows
+        self._slots: dict[Key, Slots] = {}
         self._copies: dict[Key, torch.Tensor] = {}
         self._events: list[torch.cuda.Event] = []
 
@@ -83,6 +44,12 @@ class Pending:
         memory.record_stream(side)
         self._copies[key] = host
 
+    def send_slots(self, device: torch.device, slots: list[Slots], side: torch.cuda.Stream | None) -> None:
+        for i, each in enumerate(slots):
+            key = (device, _SCALARS - i)
+            self._slots[key] = each
+            self.send(key, each.filled, side)
+
     def sent(self, side: torch.cuda.Stream) -> None:
         """All that travels on this stream is on its way."""
         event = torch.cuda.Event()
@@ -92,24 +59,48 @@ class Pending:
     def ready(self) -> bool:
         return all(event.query() for event in self._events)
 
-    def finish(self) -> Drained:
-        """What has come; waits if it must. The pinned memory is given back."""
+    def arrays(self) -> dict[Key, Counts]:
+        """What has come; waits if it must. The pinned memory is given back, and the scalars are complete."""
         for event in self._events:
             event.synchronize()
         pinned = bool(self._events)
         arrays: dict[Key, Counts] = {
             key: (copy.clone() if pinned else copy).numpy() for key, copy in self._copies.items()
         }
-        numbers = list(self._numbers)
-        for device, places in self._travelling.items():
-            for place, number in zip(places, arrays[device, _SCALARS].view("float64").tolist(), strict=True):
-                numbers[place] = number
-        of_scaler = numbers[len(self._names) :]
+        for key, slots in self._slots.items():
+            slots.put_back(arrays[key].view("float64").tolist())
+        return arrays
+
+    def scalars(self) -> dict[int, dict[str, float]]:
+        """By the number of the step. Waits if it must."""
+        self.arrays()
+        return by_step(self._rows)
+
+
+class Pending(PendingScalars):
+    """A closed step on its way to the host, with the scalars of those before it that were not measured."""
+
+    def __init__(self, places: Placed, kept: Kept, ranks: Ranks) -> None:
+        """kept: of the steps before, and at last of this one."""
+        super().__init__(kept)
+        self.held = places.held  # what this process has of each site
+        self._places = places
+        self._ranks = ranks
+        self._time = time.time()
+
+    def finish(self) -> Drained:
+        """What has come; waits if it must."""
+        arrays = self.arrays()
+        *earlier, (step, names, numbers) = self._rows
+        of_scaler = numbers[len(names) :]
         scale, overflowed = (of_scaler[0], bool(of_scaler[1])) if of_scaler else (None, None)
         layout, keys, hidden, readings, _ = self._places
-        named = dict(zip(self._names, numbers, strict=False))
+        named = dict(zip(names, numbers, strict=False))
         blocks = [arrays[key] for key in keys]
-        return Drained(layout, blocks, self._step, self._time, named, scale, overflowed, hidden, readings, self._ranks)
+        drained = Drained(layout, blocks, step, self._time, named, scale, overflowed, hidden, readings, self._ranks)
+        # Numbers that are not smaller were trained anew since.
+        drained.earlier_scalars = {number: each for number, each in by_step(earlier).items() if number < step}
+        return drained
 
 
 class Drain:
@@ -129,14 +120,17 @@ class Drain:
             self._sides[device] = torch.cuda.Stream(device)
         return self._sides[device]
 
-    def begin(self, step: int, scalars: Scalars, clear: bool = True, totals_only: bool = False) -> Pending:
-        """Copies the state, or its totals, as it stands on the current streams (and clears it), and sends the copy."""
-        with self._store.lock:  # no site is made or moved meanwhile
-            return self._begin(step, scalars, clear, totals_only)
+    def begin(self, kept: Kept, clear: bool = True, totals_only: bool = False) -> Pending:
+        """Copies the state, or its totals, as it stands on the current streams (and clears it), and sends the copy.
 
-    def _begin(self, step: int, scalars: Scalars, clear: bool, totals_only: bool) -> Pending:
-        pending = Pending(self._layouts.now(totals_only), step, scalars, self._ranks)
-        for device in {**self._store.blocks, **scalars.tensors}:
+        kept: the scalars of the steps before that have not been sent, and at last those of this step.
+        """
+        with self._store.lock:  # no site is made or moved meanwhile
+            return self._begin(kept, clear, totals_only)
+
+    def _begin(self, kept: Kept, clear: bool, totals_only: bool) -> Pending:
+        pending = Pending(self._layouts.now(totals_only), kept, self._ranks)
+        for device in {**self._store.blocks, **kept.slots}:
             side = self._side(device)
             if totals_only:
                 totals = self._store.take_totals(device, clear)
@@ -145,9 +139,17 @@ class Drain:
                 copies = dict(enumerate(self._store.take(device, clear)))
             for number, copy in copies.items():
                 pending.send((device, number), copy, side)
-            if device in scalars.tensors:
-                values = torch.stack([t.detach().double().reshape(()) for t in scalars.tensors[device].values()])
-                pending.send((device, _SCALARS), values.view(torch.int64), side)
+            pending.send_slots(device, kept.slots.get(device, []), side)
+            if side is not None:
+                pending.sent(side)
+        return pending
+
+    def begin_scalars(self, kept: Kept) -> PendingScalars:
+        """Sends scalars alone."""
+        pending = PendingScalars(kept)
+        for device, slots in kept.slots.items():
+            side = self._side(device)
+            pending.send_slots(device, slots, side)
             if side is not None:
                 pending.sent(side)
         return pending

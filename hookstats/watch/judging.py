@@ -42,6 +42,9 @@ class Recorder(Protocol):
 
     def take(self, drained: Drained) -> None: ...
 
+    def take_scalars(self, scalars: dict[int, dict[str, float]]) -> None:
+        """Of steps that were not measured, by their number: those behind the last measured one, or very many."""
+
     def findings(self) -> Sequence[Finding]:
         """Those that came since the last call; called in every step."""
 

@@ -19,12 +19,12 @@ from hookstats.numbers.snapshot import Snapshot
 from hookstats.watch.arguments import Sink, refuse_device
 from hookstats.watch.binding import SiteBinder
 from hookstats.watch.delivery import Delivery
-from hookstats.watch.drain import Scalars
 from hookstats.watch.hooks import Hook, SiteSpec
 from hookstats.watch.judging import Judging, OnFinding, Recorder
 from hookstats.watch.memory import Store, is_capturing, local_part
 from hookstats.watch.overhead import Overhead, Stopwatch
 from hookstats.watch.parameters import Parameters
+from hookstats.watch.scalars import Scalars
 from hookstats.watch.scaling import Scaling
 from hookstats.watch.skipping import Captured
 
@@ -117,8 +117,9 @@ class Monitor:
         """Closes a training step; to be called after ``optimizer.step()``. Waits for nothing.
 
         ``step``: the number of the step that ends here, where the trainer has its own: an int, larger than the one
-        before. ``scalars``: numbers or one-element tensors (``loss=loss``) that travel with a measured step; TypeError
-        or ValueError for others. RuntimeError while a CUDA graph is captured: it is called after each replay.
+        before. ``scalars``: numbers or one-element tensors (``loss=loss``), of this step, as they are now; those of a
+        step that is not measured travel with the next one that is (``earlier_scalars``); TypeError or ValueError for
+        others. RuntimeError while a CUDA graph is captured: it is called after each replay.
         Returns a Snapshot that has arrived, of this or an earlier measured step, each once and in order; None while
         there is none. What a sink raises is raised here when all sinks have the Snapshot (an Exception only if
         ``strict``, else it is a warning); that step counts as returned.
@@ -149,6 +150,8 @@ class Monitor:
             self._parameters.close_step()
             self._delivery.send(number, checked, totals_only=self._is_of_totals())
             self._closed += 1
+        elif checked.names and self._handles:
+            self._delivery.keep(number, checked)
         self._step = number + 1
         self._stepped = True
         self._binder.training.begin_step()
@@ -365,6 +368,7 @@ class Monitor:
         self._handles = []
         self._set_flags()
         try:
+            self._delivery.send_scalars()
             self._delivery.receive(wait=True)
             if is_whole:
                 self._delivery.send_last(self._step, self._scalars({}))
