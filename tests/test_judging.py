@@ -21,6 +21,9 @@ class Found:
     severity: str
     sentence: str = "too large"
 
+    def __str__(self) -> str:
+        return f"{self.severity}: {self.sentence}"
+
 
 class Recorder:
     """Finds what `finds` says of the steps that it has taken, as soon as it is asked."""
@@ -99,8 +102,8 @@ def test_findings_are_collected_and_told(caplog: pytest.LogCaptureFixture) -> No
         train(net, monitor, 2)
         assert [found.sentence for found in monitor.findings] == ["a note", "a warning"]
         assert [(each.levelname, each.message) for each in caplog.records] == [
-            ("INFO", "a note"),
-            ("WARNING", "a warning"),
+            ("INFO", "note: a note"),
+            ("WARNING", "warning: a warning"),
         ]
 
 
@@ -108,7 +111,7 @@ def test_raise_ends_training_for_what_is_critical_and_for_nothing_else() -> None
     net, recorder = model(), Recorder(lambda step: [Found("critical" if step == 2 else "warning", f"found in {step}")])
     monitor = hookstats.attach(net, every=1, sinks=recorder, on_finding="raise")
     train(net, monitor, 2)
-    with pytest.raises(FindingError, match=r"^found in 2$") as caught:
+    with pytest.raises(FindingError, match=r"^critical: found in 2$") as caught:
         train(net, monitor, 1)
     assert [found.severity for found in caught.value.findings] == ["critical"]
     assert len(monitor.findings) == 3

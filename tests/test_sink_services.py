@@ -19,6 +19,7 @@ import torch
 
 import hookstats
 from hookstats import ExponentBins, LinearBins, Site
+from hookstats.rules import Finding
 from hookstats.sinks.keys import Keys
 from tests.snapshots import HOSTILE, snapshot
 from tests.test_sinks import DEFAULT, train
@@ -346,3 +347,107 @@ def test_a_site_that_fires_later_keeps_the_others_as_they_are(trackio_run: Any) 
     sink(snapshot(1, {late: ONES, "a": ONES}))
     first, second = trackio_rows(trackio_run)
     assert set(second) - set(first) == {"hookstats/output/rms/b"}
+
+
+FOUND = [
+    Finding("nonfinite", 12, Site("layers.0", "output"), NAN, 0.0, "critical", "3 values of layers.0 are NaN"),
+    Finding("my/rule é", 13, None, 2.0, 1.0, "warning", "look at it"),
+    Finding("my/rule é", 13, None, 3.0, 1.0, "warning", "look at it again"),
+    Finding("outliers", 14, None, 2.0, 1.0, "note", "good to know"),
+]
+
+
+def test_wandb_has_an_alert_of_each_finding_that_is_more_than_a_note(wandb_run: Any) -> None:
+    sink = hookstats.sinks.Wandb()
+    for finding in FOUND:
+        sink.finding(finding)
+    wandb_rows(wandb_run)
+    alerts = [record.alert for record in wandb_records(wandb_run.settings.sync_file) if record.HasField("alert")]
+    assert [(alert.text, alert.level) for alert in alerts] == [
+        (str(FOUND[0]), "ERROR"),
+        (str(FOUND[1]), "WARN"),
+        (str(FOUND[2]), "WARN"),
+    ]
+    assert alerts[0].title == "hookstats: nonfinite"
+
+
+def test_mlflow_has_a_tag_of_each_finding(mlflow_run: Any) -> None:
+    import mlflow
+
+    sink = hookstats.sinks.Mlflow()
+    for finding in FOUND:
+        sink.finding(finding)
+    mlflow.flush_async_logging()
+    tags = mlflow.MlflowClient().get_run(mlflow_run.info.run_id).data.tags
+    told = {key: text for key, text in tags.items() if key.startswith("hookstats.finding.")}
+    assert list(dict(sorted(told.items())).values()) == [f"{each.severity}: {each.sentence}" for each in FOUND]
+    assert "hookstats.finding.00000012.nonfinite.1" in told
+
+
+def test_trackio_has_an_alert_of_each_finding_at_its_step(trackio_run: Any) -> None:
+    from trackio.sqlite_storage import SQLiteStorage
+
+    sink = hookstats.sinks.Trackio()
+    for finding in FOUND:
+        sink.finding(finding)
+    trackio_run.finish()
+    alerts = SQLiteStorage.get_alerts("test", trackio_run.name)
+    assert sorted((each["step"], each["level"], each["title"], each["text"]) for each in alerts) == sorted(
+        (each.step, level, f"hookstats: {each.rule}", each.sentence)
+        for each, level in zip(FOUND, ["error", "warn", "warn", "info"], strict=True)
+    )
+
+
+def test_tensorboard_has_a_text_of_each_finding_at_its_step(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    sink = hookstats.sinks.TensorBoard(tmp_path)
+    for finding in FOUND:
+        sink.finding(finding)
+    sink.close()
+    read = accumulator.EventAccumulator(str(tmp_path))
+    read.Reload()
+    assert set(read.PluginTagToContent("text")) == set(read.Tags()["tensors"])
+    texts = [
+        (event.step, event.tensor_proto.string_val[0].decode())
+        for tag in read.Tags()["tensors"]
+        for event in read.Tensors(tag)
+    ]
+    assert sorted(texts) == [(each.step, f"**{each.severity}**: {each.sentence}") for each in FOUND]
+    assert "hookstats/findings/nonfinite" in read.Tags()["tensors"]
+
+
+def test_json_lines_has_a_line_of_its_own_kind_of_each_finding(tmp_path: Path) -> None:
+    sink = hookstats.sinks.JsonLines(tmp_path / "a.jsonl")
+    sink(snapshot(12, {}))
+    for finding in FOUND:
+        sink.finding(finding)
+    sink.close()
+    hookstats.sinks.JsonLines(tmp_path / "a.jsonl")  # its own lines
+    first, *lines = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
+    assert "finding" not in first
+    told = [{("rule" if key == "finding" else key): each for key, each in line.items()} for line in lines]
+    assert [Finding.from_json(each) for each in told[1:]] == FOUND[1:]
+    assert [line["finding"] for line in lines] == [each.rule for each in FOUND]
+    assert lines[0]["site"] == ["layers.0", "output"]
+
+
+def test_sinks_get_what_rules_find_in_the_process_that_trains_and_in_the_one_that_writes(tmp_path: Path) -> None:
+    def lines(name: str) -> list[tuple[int, str]]:
+        rows = [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
+        return [(row["step"], row["finding"]) for row in rows if "finding" in row]
+
+    class Plain:
+        """A sink of somebody, which has no such method."""
+
+        def __call__(self, snapshot: Any) -> None: ...
+
+    net = torch.nn.Linear(2, 2)
+    written = hookstats.record(tmp_path / "run", sinks=[hookstats.sinks.JsonLines(tmp_path / "b.jsonl")])
+    here = hookstats.sinks.JsonLines(tmp_path / "a.jsonl")
+    with hookstats.attach(net, every=1, sinks=[written, here, Plain()], on_finding=None) as monitor:
+        for step in range(3):
+            net(ONES * (NAN if step == 2 else 1.0)).sum().backward()
+            monitor.step()
+    expected = [(finding.step, finding.rule) for finding in monitor.findings]
+    assert (2, "nonfinite") in expected
+    assert lines("a.jsonl") == lines("b.jsonl") == expected

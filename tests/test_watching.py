@@ -168,6 +168,25 @@ def test_the_screen_fits_the_terminal_and_shows_names_as_they_are(tmp_path: Path
     assert "[bold]no markup[/bold] \\x1b[31m" in shown
 
 
+def test_the_screen_has_the_gravest_findings_the_oldest_first_and_says_how_many_it_leaves_out(tmp_path: Path) -> None:
+    rich = pytest.importorskip("rich.console")
+    followed = Followed(written(tmp_path / "run", range(8)))
+    followed.look()
+    kinds = [(0, "note"), (1, "critical"), (2, "warning"), (3, "critical"), *((step, "note") for step in range(4, 20))]
+    followed.findings = [Finding("a", step, None, 2.0, 1.0, kind, "look") for step, kind in kinds]
+    console = rich.Console(file=io.StringIO(), width=120, height=20, force_terminal=False)
+    console.print(picture(followed, followed.state(), 20, 120))
+    shown = [line.rstrip() for line in console.file.getvalue().splitlines()]
+    at = shown.index("findings: 20, 15 of them not shown")
+    assert [line.split(", a:")[0] for line in shown[at + 1 : at + 6]] == [
+        "step 1, critical",
+        "step 3, critical",
+        "step 2, warning",
+        "step 0, note",
+        "step 4, note",
+    ]
+
+
 def test_what_is_not_finite_is_told_as_such(tmp_path: Path) -> None:
     rich = pytest.importorskip("rich.console")
     followed = Followed(written(tmp_path / "run", range(3)))

@@ -122,7 +122,7 @@ class Attempt:
         found = [replace(each, rank=self._rank, attempt=self.number) for each in self._judged_now(drained)]
         if number >= self.ring.fed:
             self.ring.fed = number + 1
-            found += self._feed(drained)
+            found += self._feed(drained, found)
         if number >= self._judged:
             self.ring.findings = self._findings.add(found)
         self._store.add(drained)
@@ -143,11 +143,14 @@ class Attempt:
         self._waiting |= scalars
         self._waiting = dict(list(self._waiting.items())[-_MOST_WAITING:])
 
-    def _feed(self, drained: Drained) -> list[Finding]:
+    def _feed(self, drained: Drained, found: list[Finding]) -> list[Finding]:
+        """Gives it to the sinks, and what was found in it."""
         failed = []
         for sink in list(self._sinks):
             try:
                 sink(drained.snapshot())
+                for each in found:
+                    sink.finding(each)
             except Exception as error:
                 self._sinks.remove(sink)
                 sentence = f"the sink {sink!r} failed and gets nothing more: {error!r}"

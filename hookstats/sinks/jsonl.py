@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hookstats.numbers.snapshot import Snapshot
-from hookstats.sinks.keys import DEFAULT_STATISTICS, Keys
+from hookstats.sinks.keys import DEFAULT_STATISTICS, Finding, Keys
 
 _BEGINNING = b'{"step": '  # of each line
 
@@ -21,7 +21,8 @@ class JsonLines:
     """Appends a line to a file for each snapshot.
 
     A line is an object: ``step``, ``nonfinite`` (how many values of all sites are NaN or Inf), ``grad_norm``,
-    ``scalars/<name>``, and ``<tensor>/<statistic>/<name>`` for the sites that fired and are sent. NaN and Infinity are
+    ``scalars/<name>``, and ``<tensor>/<statistic>/<name>`` for the sites that fired and are sent. What rules find has
+    lines of its own, of which ``finding`` is the rule. NaN and Infinity are
     written as Python's json writes them; json, pandas and duckdb read them, polars does not. Each line is one
     write: where the process is killed, the last line may be torn, and is cut off when the file is opened again.
 
@@ -76,6 +77,14 @@ class JsonLines:
         row: dict[str, Any] = self._keys.values(snapshot)
         for key, bars in self._keys.histograms(snapshot).items():
             row[key] = {"counts": bars.counts.tolist(), "edges": bars.edges.tolist()}
+        self._write(row)
+
+    def finding(self, finding: Finding) -> None:
+        """A line of its own: ``step``, ``finding`` (the rule), ``severity``, ``site``, ``value``, ``sentence``, ..."""
+        told = finding.to_json()
+        self._write({"step": told.pop("step"), "finding": told.pop("rule"), **told})
+
+    def _write(self, row: dict[str, Any]) -> None:
         line = json.dumps(row, ensure_ascii=False).encode() + b"\n"
         if self._file is None:
             self._file = self._opened()

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from hashlib import sha256
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -25,6 +25,24 @@ PREFIX = "hookstats/"  # with what follows at most 241 characters: mlflow takes 
 _MODEL = "whole-model"  # as `Snapshot.flat` has it
 _MOST_BYTES = {"name": 160, "tensor": 60}
 _MARKED = re.compile(r".*-[0-9a-f]{8}", re.DOTALL)
+
+
+class Finding(Protocol):
+    """What a sink's ``finding`` is given, a `hookstats.rules.Finding`: its str has step, severity, rule, sentence."""
+
+    @property
+    def rule(self) -> str: ...
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def severity(self) -> str: ...
+
+    @property
+    def sentence(self) -> str: ...
+
+    def to_json(self) -> dict[str, Any]: ...
 
 
 class Bars(NamedTuple):
@@ -76,7 +94,7 @@ class Keys:
         values = {"step": snapshot.step, "nonfinite": float(nonfinite.sum())}
         if (norm := snapshot.grad_norm) is not None:
             values["grad_norm"] = norm
-        values |= {f"scalars/{_spelled(name, _MOST_BYTES['name'])}": each for name, each in snapshot.scalars.items()}
+        values |= {f"scalars/{spelled(name, _MOST_BYTES['name'])}": each for name, each in snapshot.scalars.items()}
         columns = [(statistic, getattr(totals, statistic).tolist()) for statistic in self._statistics]
         for i, site in enumerate(snapshot.order):
             if site not in self._sent:
@@ -115,8 +133,8 @@ class Keys:
 
     def _send(self, sites: Iterable[Site]) -> None:
         for site in sites:
-            tensor = _spelled(site.tensor, _MOST_BYTES["tensor"])
-            self._sent[site] = tensor, _spelled(site.name, _MOST_BYTES["name"]) if site.name else _MODEL
+            tensor = spelled(site.tensor, _MOST_BYTES["tensor"])
+            self._sent[site] = tensor, spelled(site.name, _MOST_BYTES["name"]) if site.name else _MODEL
 
     def _tell_unmatched(self) -> None:
         names = {site.name: None for site in self._known}
@@ -150,7 +168,7 @@ def _spread(sites: list[Site], most: int) -> list[Site]:
     return [site for site in sites if site in chosen]
 
 
-def _spelled(text: str, most: int) -> str:
+def spelled(text: str, most: int) -> str:
     """What every service takes: letters, digits, "_", ".", "-" and spaces, as mlflow has them, without a slash.
 
     Text that is changed, or longer than so many bytes of UTF-8, ends in eight digits of its SHA-256, and so does text

@@ -6,7 +6,9 @@ import time
 from collections.abc import Iterable
 
 from hookstats.numbers.snapshot import Snapshot
-from hookstats.sinks.keys import DEFAULT_STATISTICS, PREFIX, Keys
+from hookstats.sinks.keys import DEFAULT_STATISTICS, PREFIX, Finding, Keys, spelled
+
+_LONGEST = 5000  # characters of a tag, which all of mlflow's stores take
 
 
 class Mlflow:
@@ -36,11 +38,12 @@ class Mlflow:
     ) -> None:
         try:
             import mlflow
-            from mlflow.entities import Metric
+            from mlflow.entities import Metric, RunTag
         except ImportError as error:
             raise ImportError(f"Mlflow needs mlflow-skinny: pip install 'hookstats[mlflow]' ({error})") from None
         self._keys = Keys("Mlflow", statistics, sites)
-        self._metric = Metric
+        self._metric, self._tag = Metric, RunTag
+        self._findings = 0
         self._there: set[str] = set()
         if run_id is None:
             active = mlflow.active_run()
@@ -61,3 +64,10 @@ class Mlflow:
         is_new = not values.keys() <= self._there
         self._there.update(values)  # where it cannot be sent, training waits for that once
         self._client.log_batch(self._run_id, metrics, synchronous=is_new)
+
+    def finding(self, finding: Finding) -> None:
+        """A tag of the run, ``hookstats.finding.<step>.<rule>.<number>``, with the severity and the sentence."""
+        self._findings += 1
+        key = f"hookstats.finding.{finding.step:08d}.{spelled(finding.rule, 160)}.{self._findings}"
+        text = f"{finding.severity}: {finding.sentence}"
+        self._client.log_batch(self._run_id, tags=[self._tag(key, text[:_LONGEST])], synchronous=False)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hookstats.numbers.snapshot import Snapshot
-from hookstats.sinks.keys import DEFAULT_STATISTICS, PREFIX, Keys
+from hookstats.sinks.keys import DEFAULT_STATISTICS, PREFIX, Finding, Keys, spelled
 
 
 class TensorBoard:
@@ -38,7 +38,8 @@ class TensorBoard:
         histograms: bool = False,
     ) -> None:
         try:
-            from tensorboard.compat.proto import event_pb2, summary_pb2
+            from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, types_pb2
+            from tensorboard.plugins.text import metadata
             from tensorboard.summary.writer.event_file_writer import EventFileWriter
         except ImportError as error:
             raise ImportError(
@@ -50,6 +51,8 @@ class TensorBoard:
             self._directory = str(Path(directory).absolute())
             Path(directory).mkdir(parents=True, exist_ok=True)
         self._new_writer, self._event, self._summary = EventFileWriter, event_pb2.Event, summary_pb2
+        self._tensor, self._string = tensor_pb2.TensorProto, types_pb2.DT_STRING
+        self._text = metadata.create_summary_metadata(display_name="", description="")
         self._writer: Any = None
 
     def spec(self) -> dict[str, Any]:
@@ -78,6 +81,17 @@ class TensorBoard:
                 bucket=bars.counts.tolist(),
             )
             event.summary.value.add(tag=PREFIX + key, histo=histogram)
+        self._write(event)
+
+    def finding(self, finding: Finding) -> None:
+        """A text, with the step that it is about, under ``hookstats/findings/<rule>``."""
+        event = self._event(step=finding.step, wall_time=time.time())
+        text = self._tensor(dtype=self._string, string_val=[f"**{finding.severity}**: {finding.sentence}".encode()])
+        text.tensor_shape.dim.add(size=1)
+        event.summary.value.add(tag=f"{PREFIX}findings/{spelled(finding.rule, 160)}", tensor=text, metadata=self._text)
+        self._write(event)
+
+    def _write(self, event: Any) -> None:
         if self._writer is None:  # not before: the process that writes may be another one, see spec()
             self._writer = self._new_writer(self._directory)
         self._writer.add_event(event)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from hookstats.numbers.snapshot import Snapshot
-from hookstats.sinks.keys import DEFAULT_STATISTICS, PREFIX, Keys
+from hookstats.sinks.keys import DEFAULT_STATISTICS, PREFIX, Finding, Keys
 
 
 class Trackio:
@@ -41,7 +41,7 @@ class Trackio:
         self._run: Any = trackio.context_vars.current_run.get() if run is None else run
         if self._run is None:
             raise RuntimeError("Trackio: expected an active run, got none: call trackio.init() before, or give run=")
-        self._histogram = trackio.Histogram
+        self._histogram, self._level = trackio.Histogram, trackio.AlertLevel
 
     def __call__(self, snapshot: Snapshot) -> None:
         values: dict[str, Any] = {PREFIX + key: value for key, value in self._keys.values(snapshot).items()}
@@ -49,3 +49,9 @@ class Trackio:
         for key, bars in self._keys.histograms(snapshot).items():
             values[PREFIX + key] = self._histogram(np_histogram=(bars.counts, bars.edges))
         self._run.log(values, step=snapshot.step)
+
+    def finding(self, finding: Finding) -> None:
+        """An alert at the step that it is about, which Trackio prints, too."""
+        level = {"note": self._level.INFO, "warning": self._level.WARN, "critical": self._level.ERROR}
+        title = f"hookstats: {finding.rule}"
+        self._run.alert(title, finding.sentence, level[finding.severity], step=finding.step)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from datetime import timedelta
 from typing import Any
 
 from hookstats.numbers.snapshot import Snapshot
-from hookstats.sinks.keys import DEFAULT_STATISTICS, PREFIX, Keys
+from hookstats.sinks.keys import DEFAULT_STATISTICS, PREFIX, Finding, Keys, spelled
 
 
 class Wandb:
@@ -61,3 +62,10 @@ class Wandb:
             row = self._run.step
         self._run.log(values, commit=False)
         self._row = row
+
+    def finding(self, finding: Finding) -> None:
+        """An alert where it is more than a note: W&B sends alerts by mail or Slack, as its user has set."""
+        level = {"warning": "WARN", "critical": "ERROR"}.get(finding.severity)
+        if level is not None:  # of alerts with one title W&B would keep back all that come within a minute
+            title = f"hookstats: {spelled(finding.rule, 40)}"
+            self._run.alert(title, str(finding), level, wait_duration=timedelta(microseconds=1))

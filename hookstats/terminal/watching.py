@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from math import isfinite
 from typing import TYPE_CHECKING, Any, TextIO
 
 from hookstats.numbers.snapshot import Snapshot
-from hookstats.rules import Finding
+from hookstats.rules import SEVERITIES, Finding
 from hookstats.terminal.following import WINDOW, Followed, State
 from hookstats.terminal.words import plain, sparkline
 
@@ -87,10 +87,12 @@ def picture(followed: Followed, state: State, height: int, width: int) -> Group:
     for name in list(followed.steps[-1][1])[:4] if followed.steps else []:
         values = [scalars.get(name, float("nan")) for _, scalars in followed.steps]
         parts.append(line(f"{name:<10.20} {values[-1]:<12.6g} {sparkline(values[-bars:])}"))
-    latest = followed.findings[-max(3, height // 4) :]
-    if followed.findings:
-        parts += [Text(), Text(f"findings: {len(followed.findings)}, the latest:", "bold")]
-    for finding in reversed(latest):
+    shown = gravest(followed.findings)[: max(3, height // 4)]
+    if shown:
+        left = len(followed.findings) - len(shown)
+        more = f", {left} of them not shown" if left else ""
+        parts += [Text(), Text(f"findings: {len(followed.findings)}{more}", "bold")]
+    for finding in shown:
         parts.append(line(str(finding), _COLOURS[finding.severity]))
     rows = height - len(parts) - len(sentence) // width - 3
     worst = followed.worst(max(rows, 1))
@@ -108,6 +110,11 @@ def picture(followed: Followed, state: State, height: int, width: int) -> Group:
             table.add_row(*(Text(plain(cell)) for cell in cells), Text(sparkline(each.rms[-bars:])), style=style)
         parts += [Text(), table]
     return Group(*parts)
+
+
+def gravest(findings: Sequence[Finding]) -> list[Finding]:
+    """The gravest first, and of these the oldest: the cause comes before what follows from it."""
+    return sorted(findings, key=lambda finding: (-SEVERITIES.index(finding.severity), finding.step))
 
 
 def _about(followed: Followed) -> str:

@@ -48,7 +48,7 @@ class Delivery:
         self._drain = Drain(store, ranks)
         self._joined = joined
         is_first = joined is None or joined.is_first
-        self._sinks = [sink for sink in sinks if not isinstance(sink, Recorder)] if is_first else []
+        self.sinks = [sink for sink in sinks if not isinstance(sink, Recorder)] if is_first else []
         recorders = [sink for sink in sinks if isinstance(sink, Recorder)]
         self._own = [sink for sink in recorders if sink.every_rank and joined is not None]
         self._of_all = [sink for sink in recorders if sink not in self._own] if is_first else []
@@ -194,7 +194,7 @@ class Delivery:
         """To `Monitor.step`, and to the sinks."""
         self._finished.append(snapshot)
         kept = [(each, each.take, drained) for each in self._of_all]
-        self._present([*kept, *((sink, sink, snapshot) for sink in self._sinks)])
+        self._present([*kept, *((sink, sink, snapshot) for sink in self.sinks)])
 
     def _present(self, gifts: list[tuple[Any, Callable[[Any], object], Any]]) -> None:
         for sink, give, what in gifts:

@@ -22,6 +22,9 @@ class Finding(Protocol):
     @property
     def sentence(self) -> str: ...
 
+    def __str__(self) -> str:
+        """With the step that it is about, which was some steps ago; its severity, and the rule."""
+
 
 OnFinding: TypeAlias = Callable[[Any], object] | str | None
 
@@ -59,7 +62,7 @@ class FindingError(RuntimeError):
     """Raised out of `Monitor.step` with ``on_finding="raise"``. ``findings``: those that came, all of them."""
 
     def __init__(self, findings: Sequence[Finding]) -> None:
-        super().__init__("; ".join(finding.sentence for finding in findings))
+        super().__init__("; ".join(map(str, findings)))
         self.findings = list(findings)
 
 
@@ -78,10 +81,18 @@ class Judging:
     """The verdicts of a monitor's recorders."""
 
     def __init__(
-        self, recorders: Sequence[Recorder], on_finding: OnFinding, escalate: int, warn_once: WarnOnce, strict: bool
+        self,
+        recorders: Sequence[Recorder],
+        sinks: Sequence[Any],
+        on_finding: OnFinding,
+        escalate: int,
+        warn_once: WarnOnce,
+        strict: bool,
     ) -> None:
+        """sinks: of which those that have a method ``finding`` are told of each."""
         self.findings: list[Any] = []
         self._recorders = recorders
+        self._told = [sink for sink in sinks if callable(getattr(sink, "finding", None))]
         self._on_finding = on_finding
         self._escalate = escalate
         self._warn_once = warn_once
@@ -110,20 +121,22 @@ class Judging:
         self.findings += new
         critical = [finding for finding in new if finding.severity == "critical"]
         for finding in new:
+            for sink in self._told:
+                self._call(sink.finding, finding, f"the sink {sink!r}")
             if callable(self._on_finding):
-                self._call(self._on_finding, finding)
+                self._call(self._on_finding, finding, f"on_finding={self._on_finding!r}")
             elif self._on_finding is not None:
-                _log.log(_LEVELS[finding.severity], "%s", finding.sentence)
+                _log.log(_LEVELS[finding.severity], "%s", finding)
         if critical and self._on_finding == "raise":
             raise FindingError(critical)
 
-    def _call(self, on_finding: Callable[[Any], object], finding: Any) -> None:
+    def _call(self, tell: Callable[[Any], object], finding: Any, who: str) -> None:
         try:
-            on_finding(finding)
+            tell(finding)
         except Exception as error:
             if self._strict:
                 raise
-            self._warn_once("on_finding", f"on_finding={on_finding!r} failed: {error!r}")
+            self._warn_once(("finding", who), f"{who} failed: {error!r}, given: {finding}")
 
     def wait(self, timeout: float) -> None:
         for recorder in self._recorders:

@@ -73,7 +73,12 @@ class Monitor:
         )
         self._is_judged = any(isinstance(sink, Recorder) for sink in sinks)  # if only on another rank
         self._judging = Judging(
-            self._delivery.recorders, on_finding, cadence.escalate, watching.binder.warn_once, watching.store.strict
+            self._delivery.recorders,
+            self._delivery.sinks,
+            on_finding,
+            cadence.escalate,
+            watching.binder.warn_once,
+            watching.store.strict,
         )
         self._stopwatch = Stopwatch(watching.store.flags, watching.device)
         self._closed = 0  # measured steps
