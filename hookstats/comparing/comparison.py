@@ -12,7 +12,7 @@ import numpy as np
 
 from hookstats.comparing import rounding
 from hookstats.comparing.pairs import FAMILIES, Judged, Pair
-from hookstats.comparing.words import growth, named, table
+from hookstats.comparing.words import growth, table
 from hookstats.numbers.fields import Array, Site
 from hookstats.numbers.snapshot import Snapshot
 
@@ -33,10 +33,10 @@ class Parting:
 
     ``statistic``: "mean", "abs_mean", "rms", "min", "max"; "count" where the tensors are not of the same size, or one
     site was silent; "nonfinite" where there are more NaN and Inf in one. ``a``, ``b``: what it is in both, ``channel``:
-    of which (None: of the whole tensor). ``difference``: relative to the values' scale (their rms;
-    for min and max the largest magnitude; 1 for counts), and ``allowed``: what rounding explains of it. ``dtypes``: of
-    the values in a and b, as their bits tell; ``unit``: the unit roundoff that was taken. ``before``: sites that ran
-    before it in this step, and agree.
+    of which (None: of the whole tensor). ``difference``: relative to the values' scale (their rms; for min and max the
+    largest magnitude; for a bias's gradient that of the sum it is, see `hookstats.comparing.rounding`; 1 for counts),
+    and ``allowed``: what rounding explains of it. ``dtypes``: of the values in a and b, as their bits tell;
+    ``rounded_to``: the dtype whose rounding was allowed. ``before``: sites that ran before it in this step, and agree.
     """
 
     step: int
@@ -48,7 +48,7 @@ class Parting:
     difference: float
     allowed: float
     dtypes: tuple[str | None, str | None]
-    unit: float
+    rounded_to: str
     before: int
 
     def __str__(self) -> str:
@@ -63,7 +63,7 @@ class Parting:
             what = {"count": "values", "nonfinite": "values that are NaN or Inf"}[self.statistic]
             return f"{where}: {self.a:.0f} {what} in a, {self.b:.0f} in b; {before}"
         values = f"{what} is {self.a:.6g} in a, {self.b:.6g} in b"
-        told = f"apart by {self.difference:.2g} of the values' scale, rounding of {named(self.unit)} explains"
+        told = f"apart by {self.difference:.2g} of the values' scale, rounding of {self.rounded_to} explains"
         kinds = "" if self.dtypes[0] == self.dtypes[1] else f"; a's values are {self.dtypes[0]}, b's {self.dtypes[1]}"
         return f"{where}: {values}, {told} {self.allowed:.2g}{kinds}; {before}"
 
@@ -95,7 +95,7 @@ class Comparison:
         self.is_equal = True
         self.steps: list[int] = []
         self.closest = 0.0
-        self._unit = None if dtype is None else rounding.UNIT_ROUNDOFF[dtype]
+        self._dtype = dtype
         self._bits: dict[Site, list[int]] = {}
         self._seen: dict[tuple[str, str], float] = {}
         self._parted: Pair | None = None
@@ -135,12 +135,13 @@ class Comparison:
             self._bits[site] = [max(each) for each in zip(self._bits.get(site, [0, 0]), bits, strict=True)]
         bits = np.array([self._bits[site] for site in pair.sites], np.int64).reshape(-1, 2)
         gap = self.steps[-1] - self.steps[-2] if len(self.steps) > 1 else 0
-        units = np.full(len(bits), self._unit)
-        if self._unit is None:
+        if self._dtype is not None:
+            units = np.full(len(bits), rounding.UNIT_ROUNDOFF[self._dtype])
+        else:
             is_module = np.array([not kind.startswith("param") for kind in pair.kinds], bool)
             units = rounding.units_of(bits.max(1), is_module, is_trained=gap > 0)
         parted: list[tuple[int, str, Judged, Array]] = []
-        for family, judged in pair.judged(units).items():
+        for family, judged in pair.judged(units, is_alike=self._dtype is not None).items():
             grown = np.array([self._seen.get((family, kind), 0.0) for kind in pair.kinds])
             allowed = np.fmax(1.0, GROWTH * gap) * np.fmax(judged.allowed, grown)
             parted += [(i, family, judged, allowed) for i in np.flatnonzero(judged.distance > allowed)[:1].tolist()]
@@ -162,7 +163,7 @@ class Comparison:
                 float(judged.distance[i]),
                 float(allowed[i]),
                 (rounding.dtype_of(bits[i, 0]), rounding.dtype_of(bits[i, 1])),
-                float(units[i]),
+                self._dtype or rounding.dtype_of_unit(float(units[i])),
                 i,
             )
 
@@ -228,12 +229,13 @@ def compare(a: Compared, b: Compared, *, dtype: str | None = None) -> Comparison
     all in the sites that both watch.
 
     ``dtype``: that of the values whose rounding is allowed, a name such as "float32", "bfloat16", "float8_e4m3fn" or
-    "tfloat32". None: told from the bits that min and max of each site need; where a and b differ, the finer one, and
-    what is computed from coarser values is as coarse. `hookstats.comparing.rounding` derives how much is allowed: of an
-    element, after D sites, 8 e sqrt(D), with e of one rounding and one sum; of a mean over n elements sqrt(n) less. It
-    holds in the first step that is compared, when both programs have the same parameters. From then on 16 times as
-    much is allowed, and 16 times what lay apart in any step before; n times that where it is the n-th step after the
-    last measured one.
+    "tfloat32"; if it is coarser than float32, one program may hold weights of that dtype and the other finer ones.
+    None: told from the bits that min and max of each site need; where a and b differ, the finer one, and what is
+    computed from coarser values is as coarse. `hookstats.comparing.rounding` derives how much is allowed: of an
+    element, after D sites, 8 e sqrt(D), with e of one rounding and one sum; of a mean over n elements sqrt(n) less, of
+    what roundings of weights do to one over C channels sqrt(C) less. It holds in the first step that is compared, when
+    both programs have the same parameters. From then on 16 times as much is allowed, and 16 times what lay apart in any
+    step before; n times that where it is the n-th step after the last measured one.
 
     ValueError where nothing can be compared, or for an unknown dtype; RunError, a ValueError, for a directory that is
     no recorded run.

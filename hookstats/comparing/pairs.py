@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -9,13 +10,14 @@ from numpy.typing import NDArray
 
 from hookstats.comparing import rounding
 from hookstats.numbers.columns import Columns
-from hookstats.numbers.fields import Array, Counts, Stats
+from hookstats.numbers.fields import Array, Counts, Site, Stats
 from hookstats.numbers.site_stats import bits_of
 from hookstats.numbers.snapshot import Snapshot
 
 COUNTED = ("count", "nonfinite")  # must be the same
 MEANS = ("mean", "abs_mean", "rms")
 EXTREMES = ("min", "max")
+KINKED = 0.01  # share of a gradient that is exactly zero
 FAMILIES = {"counts": COUNTED, "means": MEANS, "extremes": EXTREMES, "channels": MEANS}
 
 
@@ -34,7 +36,7 @@ class Pair:
     """Two snapshots of one step.
 
     ``sites``: n that both watch and that fired in one at least, in order of execution (of `a`, where it fired there).
-    ``fired`` ``[2, n]``: in which. ``depth`` ``[n]``: how many sites ran up to each. ``distances`` ``[n]``: the largest
+    ``fired`` ``[2, n]``: in which. ``distances`` ``[n]``: the largest
     difference among mean, abs_mean and rms of the totals, relative to the larger rms: 0 where these are the same, about
     1 where the tensors have nothing in common. NaN where a site was silent in one.
 
@@ -50,11 +52,12 @@ class Pair:
         self.sites = sorted(shared, key=turn.__getitem__)
         self._places = [np.array([each.columns.place[site] for site in self.sites], np.int64) for each in (a, b)]
         self.fired = np.stack([self._calls(each) for each in (0, 1)]) > 0
-        self.depth: Counts = np.arange(1, len(self.sites) + 1)
         self.kinds = [site.tensor.split(".")[0] for site in self.sites]
         self.is_bounded = self.fired.all(0) & np.array([kind != "param_update" for kind in self.kinds], bool)
         self._totals = [each.columns.totals.entries(at) for each, at in zip((a, b), self._places, strict=True)]
         self._scale = np.fmax(*(np.nan_to_num(stats.rms) for stats in self._totals))
+        self._sums = self._sums_of_gradients()
+        self._scale = np.fmax(self._scale, self._sums)
         self.distances = np.where(self.fired.all(0), self._differences(MEANS)[2].max(0, initial=0), np.nan)
 
     def _calls(self, which: int) -> Counts:
@@ -78,20 +81,69 @@ class Pair:
             and all(bits_of(a.state(i)) == bits_of(b.state(i)) for i in np.flatnonzero(a.keeps & b.keeps).tolist())
         )
 
-    def judged(self, units: Array) -> dict[str, Judged]:
-        """By family; units: of each site, the unit roundoff."""
+    def judged(self, units: Array, is_alike: bool) -> dict[str, Judged]:
+        """By family. units: of each site, the unit roundoff; is_alike: see `rounding.errors`."""
+        errors = rounding.errors(units, self._kinks(), self._rows(), is_alike)
         one = np.ones_like(self._scale)
+        largest = _largest(self._totals)
         count = np.fmax(*(stats.count for stats in self._totals))
-        largest = np.fmax(*(np.nan_to_num(stats.abs_max) for stats in self._totals))
-        means = rounding.allowed_for_means(units, self.depth, count)
-        extremes = rounding.allowed_for_extremes(units, self.depth)
+        means = errors.allowed_for_means(count, self._draws(), _ratio(largest, self._scale))
         found = {
             "counts": self._worst(COUNTED, one, 0 * one),
             "means": self._worst(MEANS, self._scale, means),
-            "extremes": self._worst(EXTREMES, largest, extremes),
+            "extremes": self._worst(EXTREMES, np.fmax(largest, self._sums), errors.allowed_for_extremes()),
         }
-        channels = self._channels(units)
+        channels = self._channels(errors)
         return found if channels is None else found | {"channels": channels}
+
+    def _widths(self) -> Counts:
+        """``[2, n]``"""
+        pairs = zip((self.a, self.b), self._places, strict=True)
+        return np.stack([each.columns.widths[at] for each, at in pairs])
+
+    def _draws(self) -> Array:
+        """``[n]``: the fewest channels of an activation, or its gradient, up to each site; 1 where none is known."""
+        widths = self._widths().max(0)
+        is_known = (widths > 1) & np.array([not kind.startswith("param") for kind in self.kinds], bool)
+        fewest = np.minimum.accumulate(np.where(is_known, widths, np.inf))
+        return np.where(np.isinf(fewest), 1.0, fewest)
+
+    def _kinks(self) -> Counts:
+        """``[n]``: how many a gradient may have come through: they make some of the values before exactly zero."""
+        shares = np.fmax(*(self._scattered_zeros(each) for each in (0, 1)))
+        is_gradient = np.array([kind == "grad_output" for kind in self.kinds], bool)
+        passed = np.cumsum(is_gradient & (shares > KINKED))
+        return np.where(np.array(["grad" in kind for kind in self.kinds], bool), passed, 0)
+
+    def _rows(self) -> Array:
+        """``[n]``: how many a parameter's gradient may be a sum over: the most that an activation had; else 0."""
+        count = np.fmax(*(np.nan_to_num(stats.count) for stats in self._totals))
+        is_parameter = np.array([kind.startswith("param") for kind in self.kinds], bool)
+        most = (count / np.maximum(self._widths().max(0), 1))[~is_parameter].max(initial=1)
+        return np.where(np.array([kind == "param_grad" for kind in self.kinds], bool), most, 0.0)
+
+    def _scattered_zeros(self, which: int) -> Array:
+        """``[n]``: the share of zeros, without those of rows (padding, the last token) that are zero throughout."""
+        columns, places = (self.a, self.b)[which].columns, self._places[which]
+        zeros, widths = np.nan_to_num(self._totals[which].zeros), columns.widths[places]
+        chosen = np.flatnonzero(widths > 1)
+        if chosen.size:
+            width = widths[chosen]
+            fewest = np.minimum.reduceat(_channels_of(columns, places[chosen], width).zeros, np.cumsum(width) - width)
+            zeros[chosen] -= width * fewest
+        return _ratio(zeros, np.nan_to_num(self._totals[which].count))
+
+    def _sums_of_gradients(self) -> Array:
+        """``[n]``: of a bias's gradient, the rms that it has if what it is a sum of does not cancel; else 0."""
+        place = {site: i for i, site in enumerate(self.sites)}
+        count = np.fmax(*(np.nan_to_num(stats.count) for stats in self._totals))
+        found = np.zeros(len(self.sites))
+        for i, (name, kind) in enumerate(self.sites):
+            module, _, parameter = name.rpartition(".")
+            terms = place.get(Site(module, "grad_output"))
+            if kind == "param_grad" and parameter == "bias" and terms is not None and count[i] > 0:
+                found[i] = np.sqrt(count[terms] / count[i]) * self._scale[terms]
+        return found
 
     def _differences(self, names: tuple[str, ...], scale: Array | None = None) -> tuple[Array, Array, Array]:
         """``[names, n]``: of a, of b, and how far apart, relative to a scale."""
@@ -106,9 +158,9 @@ class Pair:
         at = (worst, np.arange(len(worst)))
         return Judged(worst, np.full(len(worst), -1), of_a[at], of_b[at], apart[at], allowed)
 
-    def _channels(self, units: Array) -> Judged | None:
+    def _channels(self, errors: rounding.Errors) -> Judged | None:
         """Sites that keep as many channels in both; None where there is none."""
-        widths = [each.columns.widths[at] for each, at in zip((self.a, self.b), self._places, strict=True)]
+        widths = self._widths()
         chosen = np.flatnonzero((widths[0] == widths[1]) & (widths[0] > 1) & self.is_bounded)
         if not chosen.size:
             return None
@@ -122,7 +174,7 @@ class Pair:
         own = np.fmax(*(np.nan_to_num(each.rms) for each in stats))
         scale = np.fmax(own, self._scale[chosen][site])
         count = np.fmax(*(each.count for each in stats))
-        allowed = rounding.allowed_for_means(units[chosen][site], self.depth[chosen][site], count)
+        allowed = errors.at(chosen[site]).allowed_for_means(count, np.ones(len(site)), _ratio(_largest(stats), scale))
         of_a, of_b = (np.stack([_statistic(each, name) for name in MEANS]) for each in stats)
         apart = _relative(of_a, of_b, scale)
         statistic = apart.argmax(0)
@@ -147,6 +199,16 @@ def _statistic(stats: Stats[Array], name: str) -> Array:
         return stats.count + _statistic(stats, "nonfinite")
     result: Array = getattr(stats, name)
     return result
+
+
+def _largest(stats: Sequence[Stats[Array]]) -> Array:
+    """The largest magnitude in either."""
+    return np.fmax(*(np.nan_to_num(each.abs_max) for each in stats))
+
+
+def _ratio(a: Array, b: Array) -> Array:
+    """0 where there is nothing to divide by."""
+    return np.divide(a, b, out=np.zeros_like(a), where=b > 0)
 
 
 def _relative(a: Array, b: Array, scale: Array) -> Array:

@@ -7,17 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from hookstats.comparing.pairs import Pair
-from hookstats.comparing.rounding import UNIT_ROUNDOFF
 from hookstats.numbers.fields import Array, Site
 from hookstats.numbers.tables import aligned
 
 _ROWS = 40
 _STEPS = 9
-
-
-def named(unit: float) -> str:
-    """The dtype of a unit roundoff."""
-    return next(name for name, each in UNIT_ROUNDOFF.items() if each == unit)
 
 
 def growth(steps: Sequence[int], sites: Sequence[Site], distances: Array) -> list[str]:
