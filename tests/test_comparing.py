@@ -270,6 +270,7 @@ def made(step: int, *values: torch.Tensor) -> Snapshot:
             "version": 1,
             "step": step,
             "scalars": {},
+            "earlier_scalars": [],
             "grad_scale": None,
             "overflowed": None,
             "ranks": "0 of 1",
