@@ -97,7 +97,7 @@ class Pair:
         return found if channels is None else found | {"channels": channels}
 
     def _widths(self) -> Counts:
-        """``[2, n]``"""
+        """``[2, n]``: how many channels are kept."""
         pairs = zip((self.a, self.b), self._places, strict=True)
         return np.stack([each.columns.widths[at] for each, at in pairs])
 
