@@ -296,8 +296,15 @@ def test_when_the_rank_with_the_store_leaves_first_the_others_are_alone_for_good
         assert "rank 0 merges no more" in told[-1] or ("store failed" in told[-1] and way != "closed")
 
 
+class Large(Sums):
+    """Steps of which few may wait."""
+
+    def bytes(self, step: Step) -> int:
+        return 64 << 20
+
+
 def falls_behind(rank: int, world: int) -> Any:
-    merging = Merging(range(world), Sums(), patience=1000.0)
+    merging = Merging(range(world), Large(), patience=1000.0)
     with hearing() as told:
         done = train(merging, [0], wait=10)
         dist.barrier()

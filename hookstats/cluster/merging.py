@@ -9,18 +9,21 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from hookstats._warn import WarnOnce
 from hookstats.cluster import gloo
 from hookstats.cluster.flat import Merge, Section
-from hookstats.cluster.protocol import Moment, Participant, Tables, Verdict
+from hookstats.cluster.protocol import Held, Moment, Participant, Tables, Verdict
 from hookstats.cluster.tree import FAN, Tree, levels
 
 Step = TypeVar("Step")
 
-_WAITING = 8  # steps that may wait to be merged; more are delivered alone
+# Steps that may wait to be merged: in memory of so many bytes, but at least the first number of them and at most the
+# second. From half of that on ranks go on to newer ones; the oldest of more are delivered alone.
+_WAITING_BYTES, _FEW, _MANY = 64 << 20, 8, 256
 _PATIENCE = 10.0  # seconds
 _LOOK = 0.25  # seconds
 _ATTEMPTS = 3  # failures in a row
@@ -35,6 +38,9 @@ class Packing(Protocol[Step]):
 
     def table(self, step: Step) -> tuple[int, bytes]:
         """What this rank has, and its checksum, of 64 bits: equal on ranks that have the same."""
+
+    def bytes(self, step: Step) -> int:
+        """The memory that a step takes."""
 
     def scale(self, step: Step) -> float | None:
         """The grad_scale; steps of ranks where it differs are not merged."""
@@ -99,6 +105,7 @@ class Merging(Generic[Step]):
         # What only training's thread touches, which makes all public calls.
         self._slots: deque[_Slot[Step]] = deque()  # not delivered yet
         self._last = Moment(0, -1)
+        self._room = _FEW  # for steps that wait
         self._warn_once = WarnOnce()
         self._process = os.getpid()
         # What both do: a slot's `merged` is set once, by the thread, or when that has ended.
@@ -119,12 +126,20 @@ class Merging(Generic[Step]):
         begun = self._last.begun + (number <= self._last.number)  # numbers that go back: trained anew, on all ranks
         self._last = Moment(begun, number)
         slot = _Slot(step, self._last)
-        if self._unsettled() >= _WAITING:
-            slot.merged = self._alone(slot)
-            self._told.append(("queue", f"{_WAITING} steps were waiting to be merged when step {number} came"))
-        elif self._thread.is_alive():  # it is not in a fork, where it may have held the queue's lock
+        self._room = min(max(_FEW, _WAITING_BYTES // max(1, self._packing.bytes(step))), _MANY)
+        if self._thread.is_alive():  # it is not in a fork, where it may have held the queue's lock
+            if self._queue.qsize() >= self._room:
+                self._give_up_oldest(number)
             self._queue.put(slot)
         self._slots.append(slot)
+
+    def _give_up_oldest(self, number: int) -> None:
+        """Of those that wait behind the one in hand."""
+        with suppress(queue.Empty):  # the thread took it meanwhile
+            oldest = self._queue.get_nowait()
+            if oldest is not None:
+                oldest.merged = self._alone(oldest)
+                self._told.append(("queue", f"{self._room} steps were waiting to be merged when step {number} came"))
 
     def arrived(self) -> list[Merged[Step]]:
         """What was submitted and is settled, in that order, each once. Tells what went wrong."""
@@ -221,7 +236,7 @@ class Merging(Generic[Step]):
             table, scale = self._packing.table(slot.step), self._packing.scale(slot.step)
         except Exception as error:
             raise _Failed(f"step {slot.moment.number}: {error!r}") from error
-        verdict, tables = self._participant.settle(slot.moment, table, scale, self._epoch, self._is_hurried)
+        verdict, tables = self._participant.settle(slot.moment, table, scale, self._epoch, self._held)
         if not verdict.go:
             self._is_over = verdict.kind == "left"
             self._told.append((verdict.kind, verdict.text))
@@ -236,8 +251,8 @@ class Merging(Generic[Step]):
                 raise
             raise _Failed(f"step {slot.moment.number}: {error!r}") from error
 
-    def _is_hurried(self) -> bool:
-        return self._queue.qsize() + 1 >= _WAITING  # with the one in hand
+    def _held(self) -> Held:
+        return Held(self._last, self._queue.qsize() >= self._room // 2)
 
     def _merge(self, step: Step, verdict: Verdict, tables: Tables) -> Step:
         if self._tree is None or self._epoch != verdict.epoch:

@@ -1,9 +1,14 @@
 """Who takes part in a step, settled through torch.distributed's store before any collective begins.
 
 A collective cannot find out that a rank is missing without hanging, and one that has failed closes its group for good.
-So each rank announces the step that it has in hand, and everybody obeys the one verdict that is written of it: by the
-first rank when all have announced, or, that all are alone with it. Each rank has one key, and overwrites it: the store
-does not grow with steps. The first rank of each group of the tree announces for the group.
+So each rank announces the step that it has in hand, and the newest one that it holds, and everybody obeys the one
+verdict that is written of it: by the first rank when all have announced, or, that all are alone with it. Each rank has
+one key, and overwrites it: the store does not grow with steps. The first rank of each group of the tree announces for
+its group.
+
+Ranks need not be in lockstep. Steps before the latest one in hand cannot be merged, as a rank has them no more: those
+behind give them up at once, and go on to it. A rank that comes too late announces itself all the same, so that the
+others hold their steps for it. Where a rank holds too many, all go on to the newest step that everybody holds.
 """
 
 from __future__ import annotations
@@ -22,6 +27,7 @@ Tables: TypeAlias = list[tuple[int, bytes]]  # these themselves
 
 _POLL, _LONGEST_POLL = 1e-3, 0.05  # seconds between two looks at the store
 _POLL_PER_RANK = 5e-5  # more of them for more ranks: the store sees some 20,000 looks a second at most
+_FULL_PATIENCE = 0.5  # seconds that a rank with too many steps waits for the first one to decide
 _KEPT = 8  # tables in the store that a rank brought last, though nobody has them now
 _NAMED = 8  # late ranks that a message names
 
@@ -31,6 +37,10 @@ class Moment(NamedTuple):
 
     begun: float  # how often step numbers have begun anew
     number: int
+
+    def before(self) -> Moment:
+        """The latest that is earlier."""
+        return self._replace(number=self.number - 1)
 
 
 _NEVER = Moment(-1, 0)
@@ -44,6 +54,8 @@ class Summary(NamedTuple):
     low_rank: int
     high: Moment
     high_rank: int
+    newest: Moment  # that all of them hold
+    is_full: bool  # one of them holds too many
     epoch: int  # of the groups that can be used: one more where a rank's have failed
     tables: Checksums
     scales: list[tuple[int, float | None]]  # distinct ones, at most two
@@ -54,9 +66,9 @@ class Summary(NamedTuple):
 
     @classmethod
     def from_json(cls, text: str) -> Summary:
-        low, low_rank, high, high_rank, epoch, tables, scales, late = json.loads(text)
+        low, low_rank, high, high_rank, newest, is_full, epoch, tables, scales, late = json.loads(text)
         pairs = [(rank, each) for rank, each in tables], [(rank, each) for rank, each in scales]
-        return cls(Moment(*low), low_rank, Moment(*high), high_rank, epoch, *pairs, late)
+        return cls(Moment(*low), low_rank, Moment(*high), high_rank, Moment(*newest), is_full, epoch, *pairs, late)
 
 
 class Verdict(NamedTuple):
@@ -79,7 +91,14 @@ class Verdict(NamedTuple):
         return cls(Moment(*at), *rest)
 
 
-_NOTHING = Summary(_NEVER, 0, _NEVER, 0, 0, [], [], []).to_json()
+_NOTHING = Summary(_NEVER, 0, _NEVER, 0, _NEVER, False, 0, [], [], []).to_json()
+
+
+class Held(NamedTuple):
+    """What a rank holds behind the step in hand."""
+
+    newest: Moment
+    is_full: bool  # it can hardly take more
 
 
 class Participant:
@@ -112,41 +131,43 @@ class Participant:
             store.compare_set(f"rank/{each}", "", _NOTHING)
 
     def settle(
-        self, moment: Moment, table: tuple[int, bytes], scale: float | None, epoch: int, is_hurried: Callable[[], bool]
+        self, moment: Moment, table: tuple[int, bytes], scale: float | None, epoch: int, held: Callable[[], Held]
     ) -> tuple[Verdict, Tables]:
         """The verdict of a step that this rank has in hand, and where that is go, the tables of all ranks.
 
         table: what this rank has to merge, with its checksum before it. epoch: of groups that this rank can use.
-        is_hurried: whether this rank can wait no longer.
         """
         self._in_hand = moment
         self._offer(*table)
         me = self._rank
-        own = Summary(moment, me, moment, me, epoch, [(me, table[0])], [(me, scale)], [])
         begin, interval, told = time.monotonic(), self._poll, ""
         while True:
             read, verdict, below = self._look()
             if verdict.by != self._first == self._rank and verdict.at != _END:  # it was waited for in vain: is back
                 self._write(read, verdict._replace(by=self._rank, go=False))
                 continue
+            newest, is_full = held()
+            own = Summary(moment, me, moment, me, newest, is_full, epoch, [(me, table[0])], [(me, scale)], [])
             if verdict.at >= moment:
                 self._in_hand = None
+                if verdict.at > moment and me != self._first:  # for the others to wait for at their next step
+                    self._store.set(f"rank/{me}", own.to_json())
                 return self._obeyed(verdict, moment)
             waited = time.monotonic() - begin
             summary = self._sum(own, below, verdict.at, waited > self._patience)
-            if is_hurried():
-                text = f"rank {self._rank} has too many steps to merge, and waited no longer for step {moment.number}"
+            if is_full and waited > _FULL_PATIENCE:
+                text = f"rank {me} has too many steps to merge, and waited no longer for step {moment.number}"
                 decided: Verdict | None = self._alone(moment, "queue", text)
-            elif self._rank == self._first:
+            elif me == self._first:
                 decided = self._decide(summary, moment, waited > self._patience)
             else:
                 decided = self._decide_for_first(verdict, moment, waited > self._longest)
             if decided is not None:
                 self._write(read, decided)
                 continue
-            if self._rank != self._first and summary is not None and summary.to_json() != told:
+            if me != self._first and summary is not None and summary.to_json() != told:
                 told, interval = summary.to_json(), self._poll
-                self._store.set(f"rank/{self._rank}", told)
+                self._store.set(f"rank/{me}", told)
             self._pause(interval)
             interval = min(1.5 * interval, max(_LONGEST_POLL, 8 * self._poll))
 
@@ -195,8 +216,11 @@ class Participant:
         low = min(unsettled, key=lambda part: part.low)
         high = max(parts, key=lambda part: part.high)
         late = [rank for part in parts if part.low == part.high == moment for rank in part.late]
+        is_full = any(part.is_full for part in parts)
         if missing and (is_over or all(self._absent.get(rank) == text for rank, text in missing.items())):
             self._absent = missing
+            late += missing
+        elif missing and is_full:  # this step is given up for them, others are held
             late += missing
         is_mixed = low.low < moment or high.high > moment
         if missing and not late and not is_mixed:
@@ -213,6 +237,8 @@ class Participant:
             low.low_rank,
             high.high,
             high.high_rank,
+            min(part.newest for part in unsettled),
+            is_full,
             max(part.epoch for part in parts),
             sorted((rank, checksum) for checksum, rank in tables.items()),
             [(rank, scale) for scale, rank in scales.items()][:2],
@@ -234,9 +260,20 @@ class Participant:
                 f"rank {summary.high_rank} is at step {summary.high.number} without step {summary.low.number}, which "
                 f"rank {summary.low_rank} has measured: measured alike (every=) on all ranks, they would be merged"
             )
-            return self._alone(summary.low, "cadence", text)
+            return self._alone(summary.high.before(), "cadence", text)
+        if summary.late and summary.is_full:
+            text = (
+                f"too many steps to merge were waiting when ranks {summary.late} had not come to step {moment.number}"
+            )
+            return self._alone(moment, "queue", text)
         if summary.late:
             return self._alone(moment, "late", f"ranks {summary.late} were waited for in vain at step {moment.number}")
+        if summary.is_full and summary.newest > moment:
+            text = (
+                f"steps come faster than they are merged, all ranks go on from step {moment.number} to step "
+                f"{summary.newest.number}: measure less often (every=)"
+            )
+            return self._alone(summary.newest.before(), "queue", text)
         if len(summary.scales) > 1:
             (one, scale), (other, another) = summary.scales
             text = f"the grad_scale of rank {one} was {scale} at step {moment.number}, that of rank {other} {another}"
@@ -252,7 +289,7 @@ class Participant:
         return Verdict(moment, True, self._rank, summary.epoch, self._number)
 
     def _obeyed(self, verdict: Verdict, moment: Moment) -> tuple[Verdict, Tables]:
-        if verdict.at > moment and verdict.at != _END:
+        if verdict.at > moment and verdict.at != _END and verdict.kind not in ("cadence", "queue"):
             text = f"other ranks went on to step {verdict.at.number} without this rank's step {moment.number}"
             return Verdict(moment, False, verdict.by, kind="late", text=text), []
         if verdict.kind == "table":  # deleted by who had brought it long ago, maybe

@@ -41,6 +41,10 @@ class Steps:
         table, _ = self._tables.of(*step)
         return table.checksum, table.text
 
+    def bytes(self, step: Step) -> int:
+        """Of the state that it holds."""
+        return sum(block.nbytes for block in step.drained.blocks)
+
     def scale(self, step: Step) -> float | None:
         """The grad_scale."""
         return step.drained.grad_scale
