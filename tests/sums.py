@@ -43,7 +43,7 @@ class Sums:
         text = step.table.encode()
         return int.from_bytes(text, "big"), text
 
-    def bytes(self, step: Step) -> int:
+    def nbytes(self, step: Step) -> int:
         return 1 << 10
 
     def scale(self, step: Step) -> float | None:

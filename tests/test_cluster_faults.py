@@ -299,7 +299,7 @@ def test_when_the_rank_with_the_store_leaves_first_the_others_are_alone_for_good
 class Large(Sums):
     """Steps of which few may wait."""
 
-    def bytes(self, step: Step) -> int:
+    def nbytes(self, step: Step) -> int:
         return 64 << 20
 
 

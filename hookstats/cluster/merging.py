@@ -39,7 +39,7 @@ class Packing(Protocol[Step]):
     def table(self, step: Step) -> tuple[int, bytes]:
         """What this rank has, and its checksum, of 64 bits: equal on ranks that have the same."""
 
-    def bytes(self, step: Step) -> int:
+    def nbytes(self, step: Step) -> int:
         """The memory that a step takes."""
 
     def scale(self, step: Step) -> float | None:
@@ -126,7 +126,7 @@ class Merging(Generic[Step]):
         begun = self._last.begun + (number <= self._last.number)  # numbers that go back: trained anew, on all ranks
         self._last = Moment(begun, number)
         slot = _Slot(step, self._last)
-        self._room = min(max(_FEW, _WAITING_BYTES // max(1, self._packing.bytes(step))), _MANY)
+        self._room = min(max(_FEW, _WAITING_BYTES // max(1, self._packing.nbytes(step))), _MANY)
         if self._thread.is_alive():  # it is not in a fork, where it may have held the queue's lock
             if self._queue.qsize() >= self._room:
                 self._give_up_oldest(number)

@@ -41,7 +41,7 @@ class Steps:
         table, _ = self._tables.of(*step)
         return table.checksum, table.text
 
-    def bytes(self, step: Step) -> int:
+    def nbytes(self, step: Step) -> int:
         """Of the state that it holds."""
         return sum(block.nbytes for block in step.drained.blocks)
 
