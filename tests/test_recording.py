@@ -421,3 +421,12 @@ def test_a_recording_that_is_in_use_is_refused_and_goes_on_as_it_was(tmp_path: P
     assert hookstats.load(tmp_path / "run").steps == [7]
     with pytest.raises(ValueError, match="expected a run, got no manifest"):
         hookstats.load(tmp_path / "other")
+
+
+@pytest.mark.parametrize("under", ["", "run", "run/deeper"])
+def test_a_file_where_a_directory_was_expected_is_told(tmp_path: Path, under: str) -> None:
+    file = tmp_path / "a_file"
+    file.write_text("mine")
+    with pytest.raises(NotADirectoryError, match=r"record: expected a directory, or .* is a file"):
+        hookstats.record(file / under).begin({"rank": 0})
+    assert file.read_text() == "mine"

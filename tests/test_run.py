@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
 import hookstats
@@ -129,6 +130,29 @@ def test_duckdb_polars_and_pandas_read_the_same_numbers(kept: Path) -> None:
     frame = pandas.concat(map(pandas.read_parquet, sorted((kept / "rank=0" / "totals").glob("*.parquet"))))
     frame = frame[frame.attempt == frame.groupby("step").attempt.transform("max")]
     compare(list(frame[columns].itertuples(index=False)))
+
+
+_WITHOUT_PYTZ = """
+import datetime, sys
+sys.modules["pytz"] = None  # importing it raises, as where it is not installed
+import duckdb, pandas, polars
+path = sys.argv[1]
+rows = duckdb.sql(f"SELECT * FROM '{path}'").fetchall()
+at = duckdb.sql(f"SELECT * FROM '{path}'").columns.index("time")
+told = [row[at] for row in rows]
+assert told == polars.read_parquet(path)["time"].to_list()
+assert told == pandas.read_parquet(path)["time"].to_list()
+assert told[0] == datetime.datetime(2023, 11, 14, 22, 13, 20) + datetime.timedelta(seconds=int(sys.argv[2])), told[0]
+"""
+
+
+@pytest.mark.parametrize("table", ["totals", "steps", "scalars", "channels", "histograms", "events"])
+def test_times_are_utc_and_read_without_pytz(kept: Path, table: str) -> None:
+    for name in ("duckdb", "polars", "pandas"):
+        pytest.importorskip(name)
+    path = min((kept / "rank=0" / table).glob("*.parquet"))
+    first = pq.read_table(path)["time"][0].value / 1e6 - 1.7e9
+    subprocess.run([sys.executable, "-c", _WITHOUT_PYTZ, str(path), str(int(first))], check=True)
 
 
 def test_other_readers_see_channels_and_histograms(kept: Path) -> None:
@@ -298,6 +322,14 @@ def two_ranks(step: int, rank: int, width: int = 6) -> Drained:
 def _state(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     deviations = ((x - x.mean()) ** 2).sum()
     return np.array([len(x), x.mean(), deviations, x.min(), x.max(), np.abs(x).sum(), (x == 0).sum(), 0, 0, 0])
+
+
+def test_merged_ranks_are_shown_in_a_notebook(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        keep(tmp_path, {0: [two_ranks(step, rank) for step in range(3)]}, rank)
+    shown = hookstats.load(tmp_path, ranks="merged")._repr_html_()
+    assert "closed" in shown
+    assert "rank=1" in shown
 
 
 def test_ranks_merge_to_what_one_process_would_have_measured(tmp_path: Path) -> None:

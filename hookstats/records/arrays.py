@@ -10,7 +10,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 _DTYPES = {pa.float64(): np.float64, pa.int64(): np.int64, pa.int32(): np.int32, pa.bool_(): np.bool_}
-_DTYPES[pa.timestamp("us", "UTC")] = np.int64
+_DTYPES[pa.timestamp("us")] = np.int64
 
 
 def to_arrow(values: NDArray[Any], kind: pa.DataType, is_null: NDArray[np.bool_] | None = None) -> pa.Array:

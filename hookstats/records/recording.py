@@ -78,13 +78,19 @@ class Recording:
     def begin(self, settings: Mapping[str, Any]) -> None:
         """Called by `attach`. settings: what is kept with the run, for JSON; ``rank``, an int, is among it.
 
-        OSError where the directory cannot be written; RuntimeError where this recording was attached before, or a
+        OSError where the directory cannot be written, NotADirectoryError where a file is there; RuntimeError where this recording was attached before, or a
         process that is alive records into the directory.
         """
         if self._begun and not self._is_closed:
             raise RuntimeError(f"expected a recording for each attach, got {self!r} twice: call hookstats.record again")
         self._folder = rank_folder(self.path, settings["rank"])
-        self._folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except (NotADirectoryError, FileExistsError):
+            found = next(each for each in [self._folder, *self._folder.parents] if each.exists())
+            raise NotADirectoryError(
+                f"record: expected a directory, or a path where one can be made, got {self.path}: {found} is a file"
+            ) from None
         self._pid = os.getpid()
         self._stopped = self._is_closed = self._died = False
         self._tell = WarnOnce()

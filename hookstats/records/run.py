@@ -20,6 +20,7 @@ from hookstats.numbers.tables import html
 from hookstats.records import timeline
 from hookstats.records.arrays import from_list, to_arrow, to_numpy
 from hookstats.records.errors import RunError
+from hookstats.records.manifest import Attempt
 from hookstats.records.ranks import mean, merged_snapshot
 from hookstats.records.reading import Chosen, Reader
 from hookstats.records.schema import SCHEMAS, names_of
@@ -122,7 +123,7 @@ class Run:
     def totals(self) -> pa.Table:
         """An Arrow table with a row for each step and site, by step and then in the order of the Snapshot.
 
-        ``step``, ``time`` (UTC), ``attempt``, ``site`` (its number in this run), ``name``, ``tensor``, ``order`` (the
+        ``step``, ``time`` (UTC, without a zone), ``attempt``, ``site`` (its number in this run), ``name``, ``tensor``, ``order`` (the
         place in the order of execution; null where silent), ``calls``, and the statistics, without a scaler's scale.
         """
         columns = ["step", "time", "attempt", "record", "site", "place", "order", "calls", *self._statistics]
@@ -201,10 +202,14 @@ class Run:
         """What stands in manifest.json: attempts with their settings, and the parts."""
         return self._reader.manifest.to_json()
 
+    @property
+    def _attempts(self) -> list[Attempt]:
+        return self._reader.manifest.attempts
+
     def _repr_html_(self) -> str:
         """For notebooks: the attempts, and the findings, 20 at most."""
         rows = [["attempt", "model", "begun (UTC)", "ended", "steps recorded", "dropped"]]
-        for each in self._reader.manifest.attempts:
+        for each in self._attempts:
             begun = ""
             with suppress(ValueError, OverflowError, OSError):
                 begun = datetime.fromtimestamp(each.begun, timezone.utc).strftime("%Y-%m-%d %H:%M:%S")
@@ -300,6 +305,11 @@ class MergedRun(Run):
         schema = pa.schema([field for field in SCHEMAS["scalars"] if field.name != "record"])
         columns = [from_list([row[field.name] for row in rows], field.type) for field in schema]
         return pa.Table.from_arrays(columns, schema=schema)
+
+    @property
+    def _attempts(self) -> list[Attempt]:
+        """Those of the first rank."""
+        return self._ranks[0]._attempts
 
     @property
     def manifest(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from hookstats.numbers.fields import FIELDS, STATISTICS, Site
 from hookstats.records.arrays import from_list, to_arrow
 
-VERSION = 1
+VERSION = 2
 ROW_GROUP = 10_000  # rows of totals
 FLUSH = 8 << 20  # bytes that are held before they are written as row groups
 
@@ -29,7 +29,7 @@ SAME_AS = {"state_mean": "mean", "state_min": "min", "state_max": "max", "state_
 
 _KEYS = {
     "step": pa.int64(),
-    "time": pa.timestamp("us", "UTC"),
+    "time": pa.timestamp("us"),  # UTC; without a zone, as duckdb needs pytz for such with one
     "attempt": pa.int32(),
     "record": pa.int64(),
 }
