@@ -416,7 +416,7 @@ sys.stdin.read()
         assert first.stdout is not None
         child = int(first.stdout.readline())
         try:
-            with pytest.raises(OSError, match="no other process writes; give each rank a path of its own"):
+            with pytest.raises(OSError, match="nobody else writes; give each rank and each sink its own"):
                 sink(taken)
             first.kill()
             first.wait()
@@ -428,10 +428,10 @@ sys.stdin.read()
 
 
 def test_a_file_system_without_locks_is_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def lockf(*_: Any) -> None:
+    def lock(*_: Any) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(fcntl, "lockf", lockf)
+    monkeypatch.setattr(fcntl, "fcntl", lock)
     hookstats.sinks.JsonLines(tmp_path / "a")(snapshot(0, {"a": torch.ones(2, 2)}))
     assert len(lines(tmp_path / "a")) == 1
 

@@ -22,8 +22,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "numbers": set(),
     "modules": set(),
     "_warn": set(),
+    "_locks": set(),
     "_figure": set(),
-    "sinks": {"_warn", "numbers"},
+    "sinks": {"_locks", "_warn", "numbers"},
     "_native": {"numbers", "_C"},
     "cluster": {"_warn", "modules", "numbers"},
     "replicas": {"_native", "_warn", "cluster", "modules"},
@@ -31,7 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tools": {"_figure", "_native", "_warn", "modules", "numbers"},
     "rules": {"numbers"},
     "comparing": {"numbers", "records"},
-    "records": {"_warn", "numbers", "rules", "sinks"},
+    "records": {"_locks", "_warn", "numbers", "rules", "sinks"},
     "report": {"_figure", "numbers", "records", "rules"},
     "__init__": {"_native", "comparing", "numbers", "records", "replicas", "report", "rules", "sinks"}
     | {"tools", "watch"},
@@ -50,6 +51,7 @@ WITHOUT_TORCH = {
     "rules",
     "sinks",
     "terminal",
+    "_locks",
     "_warn",
     "__init__",
 }

@@ -16,11 +16,10 @@ from hookstats.numbers.fields import (
     Array,
     Counts,
     Site,
-    Stats,
     bins_to_json,
-    divided,
 )
 from hookstats.records.arrays import from_list, to_arrow
+from hookstats.records.derived import finished
 from hookstats.records.schema import FLUSH, SAME_AS, STATE, names_of, plain, written
 
 
@@ -85,7 +84,7 @@ def totals_table(steps: list[Totals], sites: list[Site]) -> pa.Table:
 
     scales, order, has_dim = joined("scales"), joined("place_in_order"), joined("has_dim")
     wholes = np.concatenate([each.wholes for each in steps], axis=1)[:, sorting]
-    stats: Stats[Array] = Stats(wholes if (scales == 1).all() else divided(wholes, scales))
+    stats = finished(wholes, scales)
     columns: dict[str, Any] = {name: values[sorting] for name, values in keys.items()}
     columns |= {
         "site": ids[sorting],

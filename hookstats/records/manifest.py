@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from hookstats.numbers.fields import FIELDS, STATISTICS, Site
+from hookstats.numbers.fields import FIELDS, Site
 from hookstats.records import files
 from hookstats.records.errors import RunError, SchemaError
 from hookstats.records.schema import SCHEMAS, VERSION
@@ -63,7 +63,6 @@ class Manifest:
         return {
             "schema": VERSION,
             "fields": list(FIELDS),
-            "statistics": list(STATISTICS),
             "attempts": [asdict(attempt) for attempt in self.attempts],
             "parts": {table: [asdict(part) for part in parts] for table, parts in self.parts.items()},
             "next_file": self.next_file,
@@ -99,8 +98,7 @@ def _read(path: Path) -> Manifest:
     expected = body.pop("crc32", None)
     _is(expected == _checksum(body), path, f"the checksum {_checksum(body)}", expected)
     _is(set(body) == set(Manifest().to_json()), path, "the keys of a manifest", list(body))
-    for name, known in (("fields", FIELDS), ("statistics", STATISTICS)):
-        _is(body[name] == list(known), path, f"{name} {', '.join(known)}", body[name])
+    _is(body["fields"] == list(FIELDS), path, f"fields {', '.join(FIELDS)}", body["fields"])
     _is(isinstance(body["attempts"], list), path, "a list of attempts", body["attempts"])
     _is(isinstance(body["parts"], dict) and set(body["parts"]) == set(SCHEMAS), path, "parts by table", body["parts"])
     attempts = [_attempt(path, each) for each in body["attempts"]]

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 
 from hookstats.numbers.fields import Site
 from hookstats.records.arrays import to_arrow, to_numpy
+from hookstats.records.derived import columns_for, completed
 from hookstats.records.manifest import Part
 from hookstats.records.schema import FLUSH, ROW_GROUP, SCHEMAS, names_of, written
 
@@ -39,8 +40,9 @@ def merged(table: str, paths: list[Path], sites: list[Site]) -> Iterator[pa.Tabl
 
 def _run(path: Path, columns: list[str]) -> Iterator[pa.Table]:
     with pq.ParquetFile(path, page_checksum_verification=True, pre_buffer=False) as file:
+        there = columns_for(columns, file.schema_arrow.names)
         for number in range(file.num_row_groups):
-            yield file.read_row_group(number, columns=columns, use_threads=False)
+            yield completed(file.read_row_group(number, columns=there, use_threads=False), columns)
 
 
 def _sorted(runs: list[Iterator[pa.Table]]) -> Iterator[pa.Table]:

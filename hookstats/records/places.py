@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import os
 import re
 import socket
 import tempfile
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from hookstats._locks import Lock, is_locked
 from hookstats.records.files import NO_LINK
 
 RING = "ring."  # and the number of the attempt; with ".json", what a writer must know of it
@@ -99,15 +97,12 @@ def is_of_this_machine(told: Mapping[str, Any]) -> bool:
     return bool(told["host"] == socket.gethostname() or told["boot"] == _boot() != "")
 
 
-def keep_locked(description: Path) -> int:
-    """A file descriptor; until this process closes it or ends, others see that it lives.
+def keep_locked(description: Path) -> Lock:
+    """Until this process closes it or ends, others see that it lives: a process's number says nothing in a container.
 
-    A number of a process says nothing in another container. Not by flock, which forked workers would hold on to.
+    BlockingIOError where another one holds it.
     """
-    file = os.open(description, os.O_RDWR | NO_LINK)
-    with suppress(OSError):  # a file system without locks
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return file
+    return Lock(os.open(description, os.O_RDWR | NO_LINK))
 
 
 def is_training(description: Path, told: Mapping[str, Any]) -> bool:
@@ -119,12 +114,9 @@ def is_training(description: Path, told: Mapping[str, Any]) -> bool:
     except OSError:
         return False
     try:
-        fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError as error:
-        return error.errno in (errno.EACCES, errno.EAGAIN)
+        return is_locked(file)
     finally:
         os.close(file)
-    return False
 
 
 def started_at(pid: int) -> int | None:

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 from hookstats.numbers.fields import Counts
 from hookstats.records import manifest
 from hookstats.records.arrays import to_arrow, to_numpy
+from hookstats.records.derived import DERIVED, columns_for, completed
 from hookstats.records.errors import RunError
 from hookstats.records.manifest import Part
 from hookstats.records.parts import footer_of
@@ -81,12 +82,13 @@ class Reader:
                 return None
             keys = [*(["step"] if chosen.steps else []), *(["site"] if chosen.sites is not None else [])]
             needed = list(dict.fromkeys([*columns, *keys]))
+            there = columns_for(needed, footer.schema.to_arrow_schema().names)
             read = []
             with pq.ParquetFile(path, metadata=footer, page_checksum_verification=True, pre_buffer=False) as file:
                 for group in groups.tolist():
-                    rows = file.read_row_group(group, columns=needed, use_threads=False).select(needed)
+                    rows = file.read_row_group(group, columns=there, use_threads=False).select(there)
                     _check(table, rows, int(self._row_groups[table, part.file]["rows"][group]))
-                    read.append(_filtered(rows, chosen).select(list(columns)))
+                    read.append(completed(_filtered(rows, chosen), columns))
             return pa.concat_tables(read)
 
     def _footer(self, table: str, part: Part, path: Path) -> pq.FileMetaData:
@@ -102,9 +104,11 @@ class Reader:
         footer = pq.read_metadata(pa.BufferReader(b"PAR1" + raw))
         if footer.num_rows != part.rows:
             raise ValueError(f"expected {part.rows} rows, got {footer.num_rows}")
-        names = SCHEMAS[table].names
-        if [footer.schema.to_arrow_schema().names, footer.schema.to_arrow_schema()] != [names, SCHEMAS[table]]:
-            raise ValueError(f"expected the columns of {table}, got {footer.schema.to_arrow_schema()}")
+        found = footer.schema.to_arrow_schema()
+        for column in SCHEMAS[table]:
+            types = [found.field(i).type for i in found.get_all_field_indices(column.name)]
+            if types != [column.type] and not (column.name in DERIVED and not types):
+                raise ValueError(f"expected the columns of {table}, got {found}")
         self._row_groups[key] = _bounds(footer)
         self._footers[key] = footer
         return footer

@@ -314,7 +314,7 @@ class Recording:
             self._is_closed = True
             atexit.unregister(self._ended)
             os.close(self._wake)
-            os.close(self._lock)
+            self._lock.close()
             self._wait_for_writer(0)
 
     def _finish(self, timeout: float) -> None:

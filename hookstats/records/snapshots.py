@@ -10,9 +10,10 @@ import numpy as np
 import pyarrow as pa
 
 from hookstats.numbers.columns import Columns
-from hookstats.numbers.fields import FIELDS, Array, Counts, Skipped, histogram_shape
+from hookstats.numbers.fields import Array, Counts, Skipped, histogram_shape
 from hookstats.numbers.snapshot import Snapshot
 from hookstats.records.arrays import is_null, to_arrow, to_numpy
+from hookstats.records.derived import wholes_of
 from hookstats.records.errors import RunError
 from hookstats.records.reading import Chosen, Reader
 from hookstats.records.schema import SAME_AS, STATE
@@ -90,7 +91,7 @@ class Snapshots:
         if not right:
             raise RunError(f"step {step}: expected each site, its place and its place in order once, got others")
         sites = [self._names[self._id(step, site)] for site in ids.tolist()]
-        wholes = _wholes(totals)
+        wholes = wholes_of(totals)
         wide = self._wide(row, {site: (i, int(channels[i])) for i, site in enumerate(ids.tolist())}, totals)
         return Columns(
             sites,
@@ -113,17 +114,6 @@ class Snapshots:
         if not 0 <= site < len(self._names):
             raise RunError(f"step {step}: expected sites 0 to {len(self._names) - 1}, got {site}")
         return site
-
-
-def _wholes(totals: pa.Table) -> Array:
-    wholes = np.empty((len(FIELDS), len(totals)))
-    for values, name in zip(wholes, STATE.values(), strict=True):
-        column = totals[name]
-        values[:] = to_numpy(column)
-        if column.null_count:
-            same = is_null(column)
-            values[same] = to_numpy(totals[SAME_AS[name]])[same]
-    return wholes
 
 
 class _Wide:

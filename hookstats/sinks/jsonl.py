@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 from collections.abc import Iterable
@@ -11,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from hookstats._locks import Lock
 from hookstats.numbers.snapshot import Snapshot
 from hookstats.sinks.keys import DEFAULT_STATISTICS, Finding, Keys
 
@@ -57,7 +57,7 @@ class JsonLines:
         self._keys = Keys("JsonLines", statistics, sites, histograms)
         self._path = Path(path).absolute()
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._file: int | None = None
+        self._lock: Lock | None = None
         file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         try:
             self._end_of_whole_lines(file)
@@ -86,38 +86,32 @@ class JsonLines:
 
     def _write(self, row: dict[str, Any]) -> None:
         line = json.dumps(row, ensure_ascii=False).encode() + b"\n"
-        if self._file is None:
-            self._file = self._opened()
-        end = os.fstat(self._file).st_size
-        written = os.write(self._file, line)
+        file = None if self._lock is None else self._lock.descriptor
+        if file is None:
+            file = self._opened()
+        end = os.fstat(file).st_size
+        written = os.write(file, line)
         if written < len(line):  # the disk is full, say: what comes next is to begin a line
-            os.ftruncate(self._file, end)
+            os.ftruncate(file, end)
             raise OSError(errno.ENOSPC, f"expected to write {len(line)} bytes, wrote {written}", str(self._path))
 
     def close(self) -> None:
         """Lets the file go; another snapshot opens it again."""
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
 
     def _opened(self) -> int:
         file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         try:
-            self._lock(file)
-            os.ftruncate(file, self._end_of_whole_lines(file))
-        except BaseException:
+            lock = Lock(file)
+        except BlockingIOError as error:
             os.close(file)
-            raise
+            message = "JsonLines: expected a file that nobody else writes; give each rank and each sink its own"
+            raise OSError(error.errno, message, str(self._path)) from None
+        os.ftruncate(file, self._end_of_whole_lines(file))
+        self._lock = lock
         return file
-
-    def _lock(self, file: int) -> None:
-        """While this process lives: not by flock, which a forked worker of a DataLoader would hold on to."""
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in (errno.EACCES, errno.EAGAIN):  # others: a file system without locks
-                message = "JsonLines: expected a file that no other process writes; give each rank a path of its own"
-                raise OSError(error.errno, message, str(self._path)) from None
 
     def _end_of_whole_lines(self, file: int) -> int:
         """Where the last whole line ends. ValueError where what follows is none of ours: that is not cut off."""
