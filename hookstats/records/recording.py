@@ -78,8 +78,8 @@ class Recording:
     def begin(self, settings: Mapping[str, Any]) -> None:
         """Called by `attach`. settings: what is kept with the run, for JSON; ``rank``, an int, is among it.
 
-        OSError where the directory cannot be written, NotADirectoryError where a file is there; RuntimeError where this recording was attached before, or a
-        process that is alive records into the directory.
+        OSError where the directory cannot be written, NotADirectoryError where a file is there; RuntimeError where this
+        recording was attached before, or a process that is alive records into the directory.
         """
         if self._begun and not self._is_closed:
             raise RuntimeError(f"expected a recording for each attach, got {self!r} twice: call hookstats.record again")

@@ -123,8 +123,9 @@ class Run:
     def totals(self) -> pa.Table:
         """An Arrow table with a row for each step and site, by step and then in the order of the Snapshot.
 
-        ``step``, ``time`` (UTC, without a zone), ``attempt``, ``site`` (its number in this run), ``name``, ``tensor``, ``order`` (the
-        place in the order of execution; null where silent), ``calls``, and the statistics, without a scaler's scale.
+        ``step``, ``time`` (UTC, without a zone), ``attempt``, ``site`` (its number in this run), ``name``, ``tensor``,
+        ``order`` (the place in the order of execution; null where silent), ``calls``, and the statistics, without a
+        scaler's scale.
         """
         columns = ["step", "time", "attempt", "record", "site", "place", "order", "calls", *self._statistics]
         found = self._table("totals", columns, Chosen(self._bounds, self._ids), "place")
