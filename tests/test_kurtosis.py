@@ -12,6 +12,8 @@ from torch.nn import functional
 import hookstats
 from hookstats import ExponentBins, LinearBins
 from tests import reference
+from tests.conftest import ROOT
+from tests.samples import KINDS
 
 N = 300_000
 SCALES = (1.0, 1.2, 1.4, 1.6, 1.7, 1.8, 1.9, 1e-6, 3000.0)  # relative to the edges, which are powers of two
@@ -82,6 +84,51 @@ def test_kurtosis_at_any_scale(name: str, tolerance: float, scale: float) -> Non
 def test_kurtosis_of_fewer_values(n: int, seed: int) -> None:
     x = torch.randn(n, generator=torch.Generator().manual_seed(seed))
     assert abs(hookstats.measure(x, None).kurtosis() / reference.kurtosis(x.double().numpy()) - 1) <= 0.2
+
+
+def stated() -> list[tuple[str, int, float]]:
+    """Kind of data, how many values, and how far off `kurtosis` may be: of the table in docs/numbers.md."""
+    lines = (ROOT / "docs" / "numbers.md").read_text().split("| values | 100 |")[1].split("\n\n")[0].splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    sizes = [100, *(int(cell.replace(",", "")) for cell in rows[0])]
+    return [
+        (kind, n, float(cell.split()[0]) / 100)
+        for kind, *cells in rows[2:]
+        for n, cell in zip(sizes, cells, strict=True)
+    ]
+
+
+def test_the_bounds_of_every_kind_are_stated() -> None:
+    assert [kind for kind, n, _ in stated() if n == 1000] == list(KINDS)
+
+
+@pytest.mark.parametrize(("kind", "n", "bound"), stated())
+def test_kurtosis_is_as_near_as_is_stated(kind: str, n: int, bound: float) -> None:
+    generator = np.random.default_rng(n)
+    for draw in KINDS[kind]:
+        for number in range(4 if n > 10_000 else 20):
+            x = torch.tensor(draw(generator, n) * 2 ** generator.uniform(0, 1))
+            x = x.to(torch.bfloat16 if number % 2 else torch.float32)
+            estimate = hookstats.measure(x, None).kurtosis()
+            if abs(x.double().mean()) < 1.9 * x.double().std():
+                assert abs(estimate / reference.kurtosis(x.double().numpy()) - 1) <= bound, (number, x.dtype)
+
+
+def test_kurtosis_is_no_estimate_where_most_values_are_a_single_one() -> None:
+    """As docs/numbers.md says: a reader is not to take it for one."""
+    generator = np.random.default_rng(0)
+    worst = 0.0
+    for scale in (1.0, 1.1, 1.2, 1.3, 1.4):
+        x = torch.tensor(scale * np.where(generator.random(10_000) < 0.9, 0.7, generator.standard_normal(10_000)))
+        worst = max(worst, abs(hookstats.measure(x, None).kurtosis() / reference.kurtosis(x.numpy()) - 1))
+    assert 0.3 < worst < 1.5
+
+
+@pytest.mark.parametrize("outlier", [10.0, 100.0, -1000.0])
+def test_a_single_outlier_is_taken_as_it_is(outlier: float) -> None:
+    x = torch.cat([data("normal")[:100_000], torch.tensor([outlier])])
+    expected = reference.kurtosis(x.double().numpy())
+    assert hookstats.measure(x, None).kurtosis() == pytest.approx(expected, rel=0.07 if outlier == 10 else 0.005)
 
 
 def test_kurtosis_of_two_points_is_exact() -> None:

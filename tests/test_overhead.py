@@ -44,18 +44,55 @@ def test_every_part_is_known_after_a_few_steps() -> None:
     assert 0 < found.skipped_step < math.inf
 
 
-def test_three_measured_steps_behind_the_first_two_are_timed_and_then_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sixteen_measured_steps_behind_the_first_two_are_timed_spread_over_the_run_and_then_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     made: list[Any] = []
     times = _native.Times
     monkeypatch.setattr(_native, "Times", lambda: made.append(times()) or made[-1])
     model = network()
     mon = hookstats.attach(model, tensors=("output", "grad_output", "param"), every=1)
-    run(model, mon, 7)
-    assert [each.calls for each in made] == [5, 5, 5]  # a hook of each module
+    when = []
+    for step in range(82):
+        before = len(made)
+        run(model, mon, 1)
+        when += [step + 1] * (len(made) - before)  # the next one is timed
+    assert when == [*range(2, 10), *range(10, 74, 8)]
+    assert [each.calls for each in made] == [5] * 16  # a hook of each module
     host = [each.host_us for each in made]
     assert min(host) > 0
-    run(model, mon, 2)
+    run(model, mon, 10)
     assert [each.host_us for each in made] == host
+
+
+def test_the_parts_of_a_step_are_of_the_steps_that_the_whole_is_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine is ten times as slow from step 12 on: the share of a step that is hookstats' stays as it was."""
+    model = network()
+    mon = hookstats.attach(model, every=1)
+    run(model, mon, 80)
+    watch = mon._stopwatch
+    assert len(watch._timed) == len(watch._ended) == 16
+    slow = [1] * 10 + [10] * 6
+    timed = [SlowTimes(100.0 * factor) for factor in slow]
+    ended = [(Moment(0), Moment(1000 * factor)) for factor in slow]
+    monkeypatch.setattr(watch, "_timed", timed)
+    monkeypatch.setattr(watch, "_ended", ended)
+    monkeypatch.setattr(watch, "_us_of_a_hook", 0.0)
+    found = mon.overhead()
+    assert found.measured_host / found.measured_step == pytest.approx(0.1)
+
+
+class SlowTimes:
+    calls, device_us = 5, 0.0
+
+    def __init__(self, host_us: float) -> None:
+        self.host_us = host_us
+
+
+class Moment(overhead._Mark):
+    def __init__(self, us: float) -> None:
+        super().__init__(None)
+        self.at = us / 1e6
 
 
 def test_skipped_steps_are_known_though_none_but_the_first_is_measured() -> None:

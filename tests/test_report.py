@@ -361,3 +361,34 @@ def test_a_few_steps_have_a_label_each(chromium: Browser, tmp_path: Path) -> Non
     assert [each for each in said if re.fullmatch(r"\d+", each)] == ["0", "1", "2"]
     of_values = chromium.run("said.filter(([of]) => of.startsWith('Values over time')).map(([, text]) => text)")
     assert of_values[-3:] == ["0", "1", "2"]
+
+
+# What is written on canvases: text, its right end and its canvas's, in pixels of the page.
+_WRITTEN = """
+window.written = [];
+const write = CanvasRenderingContext2D.prototype.fillText;
+CanvasRenderingContext2D.prototype.fillText = function (text, x, ...more) {
+  const at = this.getTransform(), wide = this.measureText(text).width * at.a;
+  const right = x * at.a + at.e + ({ center: wide / 2, right: 0, end: 0 }[this.textAlign] ?? wide);
+  written.push([String(text), right - wide, right, this.canvas.width]);
+  return write.call(this, text, x, ...more);
+};
+"""
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("factor", [10, 20_000])
+def test_no_label_is_cut_at_the_edge_of_its_chart(tmp_path: Path, width: int, factor: int) -> None:
+    snapshots = list(run(sites_of(3), 51))
+    for snapshot in snapshots:
+        snapshot.step *= factor  # the last one has a label of its own
+    page = write(snapshots, tmp_path / "page.html")
+    with Browser(width) as browser:
+        browser.call("Page.addScriptToEvaluateOnNewDocument", source=_WRITTEN)
+        browser.open(page)
+        written = browser.run("written")
+        assert browser.errors == []
+    last = f"{50 * factor:,}".replace(",", "\u2009")
+    assert last in {text for text, *_ in written}
+    cut = [each for each in written if each[1] < -0.5 or each[2] > each[3] + 0.5]
+    assert not cut

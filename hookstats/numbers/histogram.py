@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -58,6 +59,7 @@ class Density:
                 upper = _with_three(upper, middle, np.minimum(right, 0), nothing, np.maximum(right, 0))
                 power = _with_three(power, middle, nothing, nothing, nothing)
             self._counts, self._lower, self._upper = many, lower, upper
+            self._low, self._high = low, high
             self._negative = upper <= 0
             self._near, self._far = np.where(self._negative, [-upper, -lower], [lower, upper])
             self._length = np.log(self._far / self._near)
@@ -103,22 +105,42 @@ class Density:
     def kurtosis(self, mean: Array, var: Array) -> Array:
         """``[rows]``: E[(x - mean)^4] / var^2, from exact moments ``[rows]``; NaN where |mean| > 2 std, see SiteStats.
 
-        The moments inside the bins are those of |x|^s; all are scaled so that the second one is exact.
+        The smallest and the largest value are known, and count as they are. The moments of all others are those of
+        |x|^s inside the bins; they are scaled, by no more than an octave, so that the second one is exact.
         """
         with np.errstate(all="ignore"):
-            third, fourth = self._moment(3), self._moment(4)
             square = var + mean**2
-            grown = np.sqrt(square / self._moment(2))
-            central = fourth * grown**4 - 4 * mean * third * grown**3 + 6 * mean**2 * square - 3 * mean**4
-            return np.where(mean**2 <= 4 * var, central / var**2, np.nan)
+            grown = np.sqrt(np.maximum(square - self._of_ends(2), 0) / self._of_others(2))
+            grown = np.where(np.isnan(grown), 1, np.clip(grown, 0.5, 2))
+            third, fourth = (self._of_ends(k) + self._of_others(k) * grown**k for k in (3, 4))
+            central = fourth - 4 * mean * third + 6 * mean**2 * square - 3 * mean**4
+            found: Array = np.where(mean**2 <= 4 * var, central / var**2, np.nan)
+            return found
 
-    def _moment(self, k: int) -> Array:
-        """``[rows]``: the mean of x^k."""
+    def _of_ends(self, k: int) -> Array:
+        """``[rows]``: what the smallest and the largest value bring to the mean of x^k."""
+        brought: Array = (self._low**k + self._high**k) / self._counts.sum(1)
+        return brought
+
+    @cached_property
+    def _others(self) -> Array:
+        """The counts without the smallest and the largest value."""
+        others, rows = self._counts.copy(), np.arange(len(self._counts))
+        is_filled = others > 0
+        others[rows, is_filled.argmax(1)] -= 1
+        others[rows, others.shape[1] - 1 - is_filled[:, ::-1].argmax(1)] -= 1
+        rest: Array = np.maximum(others, 0)
+        return rest
+
+    def _of_others(self, k: int) -> Array:
+        """``[rows]``: what all other values bring to the mean of x^k."""
         ratio = _grown(self._exponent + k, self._length) / _grown(self._exponent, self._length)
         power = self._near**k * np.where(self._far > self._near, ratio, 1)
         around_zero = (self._far ** (k + 1) - self._near ** (k + 1)) / ((k + 1) * (self._far - self._near))
         inside = np.where(self._near > 0, power, np.where(self._far > self._near, around_zero, self._near**k))
-        return self._mean(np.where(self._negative, (-1) ** k * inside, inside))
+        signed = np.where(self._negative, (-1) ** k * inside, inside)
+        brought: Array = np.where(self._others > 0, self._others * signed, 0).sum(1) / self._counts.sum(1)
+        return brought
 
     def _mean(self, values: Array) -> Array:
         """Over all values, of what it is in each bin."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from statistics import median
+from statistics import fmean
 from typing import NamedTuple
 
 import torch
@@ -15,23 +15,25 @@ from torch import nn
 from hookstats import _native
 from hookstats.watch.memory import Flags
 
-_TIMED_STEPS = 3  # measured ones, behind the first two steps, whose every hook is timed
-_LAST_STEPS = 32  # whole steps of either kind that are remembered
+_FIRST, _APART, _TIMED_STEPS = 8, 8, 16  # the first measured steps are timed, then each eighth, 16 in all
+_LAST_STEPS = 32  # skipped ones that are remembered
 _CALLS, _ROUNDS = 200, 5  # of a module that does nothing, with and without a hook
 
 
 class Overhead(NamedTuple):
     """Microseconds of a step; NaN where nothing is known yet.
 
+    Means over the same steps, so that what else runs on the machine, which may add ten times as much to a step, is in
+    the parts as in the whole: their share stays.
+
     ``measured_host``, ``skipped_host``: what hookstats' hooks (and torch's calls of them) and `Monitor.step` take of
-    the host, kernels included where they run there; of three measured steps, the first two not among them, and of the
-    last 32 that were skipped. ``measured_device``: of a GPU (0 without one), from the first to the last kernel of each
-    hook and of closing the step; a step that is skipped launches none. Medians. What is inside a compiled graph is not
-    in these.
+    the host, kernels included where they run there; of 16 measured steps (the first eight, then each eighth; the first
+    two steps of the run are not among them), and of the last 32 that were skipped. ``measured_device``: of a GPU (0
+    without one), from the first to the last kernel of each hook and of closing the step; a step that is skipped
+    launches none. What is inside a compiled graph is not in these.
 
     ``measured_step``, ``skipped_step``: the whole step, from one `Monitor.step` to the next, on the GPU's clock if
-    there is one; the medians of the last 32 of either kind, without the first step. Their difference also has what a
-    compiled graph does for hookstats, and the noise of the machine.
+    there is one. Their difference also has what a compiled graph does for hookstats, and the noise of the machine.
     """
 
     measured_host: float
@@ -69,8 +71,10 @@ class Stopwatch:
         self._flags = flags
         self._device = device
         self._timed: list[_native.Times] = []
+        self._ended: list[tuple[_Mark, _Mark]] = []  # of those timed, as far as they have ended
+        self._measured_steps = 0  # without the first two steps
         self._closing: deque[float] = deque(maxlen=_LAST_STEPS)  # Monitor.step alone, of steps that were skipped
-        self._steps: deque[tuple[bool, _Mark, _Mark]] = deque(maxlen=2 * _LAST_STEPS)
+        self._skipped: deque[tuple[_Mark, _Mark]] = deque(maxlen=_LAST_STEPS)
         self._begun: _Mark | None = None
         self._us_of_a_hook: float | None = None
 
@@ -78,22 +82,30 @@ class Stopwatch:
     def closing(self, measured: bool) -> Iterator[None]:
         """Around `Monitor.step`, which ends a step of this kind and sets the stopwatch for the next one."""
         begun, at = self._begun, time.perf_counter()
+        is_timed = self._flags.enabled.times is not None
         with self._flags.span(self._device):
             yield
         self._begun = self._mark()
-        if begun is not None:
-            self._steps.append((measured, begun, self._begun))
-            if not measured:
-                self._closing.append(1e6 * (time.perf_counter() - at))
+        if begun is not None and is_timed:
+            self._ended.append((begun, self._begun))
+        elif begun is not None and not measured:
+            self._skipped.append((begun, self._begun))
+            self._closing.append(1e6 * (time.perf_counter() - at))
 
     def begin(self, measured: bool) -> None:
         """The step that begins now is measured, or is not."""
         for times in self._timed:
             times.device_us  # noqa: B018  (gives the events back that have come)
-        timed = measured and self._begun is not None and len(self._timed) < _TIMED_STEPS
+        timed = measured and self._begun is not None and self._is_its_turn()
         self._flags.enabled.times = _native.Times() if timed else None
         if self._flags.enabled.times is not None:
             self._timed.append(self._flags.enabled.times)
+
+    def _is_its_turn(self) -> bool:
+        """Of the measured steps, spread over the run: its first ones may be those in which the machine is busy."""
+        turn = self._measured_steps
+        self._measured_steps += 1
+        return len(self._timed) < _TIMED_STEPS and (turn < _FIRST or turn % _APART == 0)
 
     def _mark(self) -> _Mark:
         is_gpu = self._device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
@@ -105,18 +117,13 @@ class Stopwatch:
             self._us_of_a_hook = _us_of_a_hook(idle_hook)
         paused = self._us_of_a_hook
         timed = [times for times in self._timed if times is not self._flags.enabled.times]
-        calls = _median([float(times.calls) for times in timed] or [float(hooks)])
-        steps: dict[bool, list[float]] = {True: [], False: []}
-        for measured, before, after in self._steps:
-            us = after.us_since(before)
-            if us is not None:
-                steps[measured].append(us)
+        calls = fmean([float(times.calls) for times in timed] or [float(hooks)])
         return Overhead(
-            measured_host=_median([times.host_us for times in timed]) + calls * paused,
-            measured_device=_median([us for us in (times.device_us for times in timed) if us is not None]),
-            skipped_host=_median(list(self._closing)) + calls * paused,
-            measured_step=_median(steps[True]),
-            skipped_step=_median(steps[False]),
+            measured_host=_mean(times.host_us for times in timed) + calls * paused,
+            measured_device=_mean(times.device_us for times in timed),
+            skipped_host=_mean(self._closing) + calls * paused,
+            measured_step=_mean(after.us_since(before) for before, after in self._ended),
+            skipped_step=_mean(after.us_since(before) for before, after in self._skipped),
         )
 
 
@@ -139,5 +146,7 @@ def _us_of_a_hook(hook: Callable[..., None]) -> float:
     return max(shortest[hooked] - shortest[bare], 0.0)
 
 
-def _median(values: list[float]) -> float:
-    return median(values) if values else float("nan")
+def _mean(values: Iterable[float | None]) -> float:
+    """Of those that are known; NaN where none is."""
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else float("nan")

@@ -36,11 +36,14 @@ function chart(host, { label, steps, series, bands = [], isLog = false, height =
     i === null || i === undefined ? "" : node("span", {}, axis ? axis.value(steps[i]) : `step ${count(steps[i])}`),
     ...series.filter((each) => each.label).map((each) => node("span", {},
       swatch(each.colour), each.label, node("b", {}, each.hidden && each.between ? "" : told(each.values, i)), spread(each, i))));
+  const pen = (clear.canvas ??= document.createElement("canvas").getContext("2d"));
+  pen.font = `11px ${FONT}`;
+  const widest = Math.max(...[steps[0], steps.at(-1)].map((x) => pen.measureText(count(x)).width));
   const grid = { stroke: ink("grid"), width: 1 }, noTicks = { show: false };
   const words = { font: `11px ${FONT}`, stroke: ink("muted"), ticks: noTicks };
   const options = {
     width: Math.max(figure.clientWidth, 200), height,
-    padding: [6, 8, 0, 0],
+    padding: [6, Math.max(8, Math.ceil(widest / 2) + 1), 0, 0], // half of the last label stands beyond the last step
     legend: { show: false },
     cursor: { points: { size: 5 }, drag: { x: true, y: false }, sync: { key: "steps" } },
     scales: {
@@ -48,7 +51,7 @@ function chart(host, { label, steps, series, bands = [], isLog = false, height =
       y: isLog ? { distr: 3, range: (_, low, high) => low > 0 ? [low / 1.15, high * 1.15] : [0.1, 1] } : {},
     },
     axes: [
-      { ...words, grid: { show: false }, size: 26, gap: 4, values: (_, at) => at.map((x) => Number.isInteger(x) ? count(x) : "") },
+      { ...words, grid: { show: false }, size: 26, gap: 4, space: Math.max(50, widest + 16), values: (_, at) => at.map((x) => Number.isInteger(x) ? count(x) : "") },
       { ...words, grid, size: 54, gap: 6,
         splits: isLog ? (u) => logTicks(u.scales.y.min, u.scales.y.max, 5) : (u) => ticks(u.scales.y.min, u.scales.y.max, 4),
         filter: (_, at) => at, values: (_, at) => at.map((x) => x === null ? "" : say(x, 3)) },
