@@ -81,7 +81,7 @@ def test_a_deep_stack_of_sigmoids_lets_gradients_vanish() -> None:
     (found,) = named(train(model, OnDigits(model), sgd(model), 20), "vanishing-gradients")
     assert found.step == 4  # the fifth in a row
     assert found.value < 1e-4
-    assert "vanishes, and what lies there does not learn" in found.sentence
+    assert "they vanish, and what lies there does not learn" in found.sentence
 
 
 def test_a_layer_that_is_cut_off_in_the_middle_of_training_is_found_against_its_past() -> None:
@@ -155,7 +155,7 @@ def test_corrupted_batches_are_found_as_spikes_of_loss_and_gradients() -> None:
     snapshots = train(model, OnDigits(model, bad=range(70, 73)), sgd(model, 0.01), 80)
     loss, norm = named(snapshots, "loss-spike"), named(snapshots, "gradient-norm-spike")
     assert [(each.step, each.severity) for each in loss] == [(70, "warning")]
-    assert [(each.step, each.severity) for each in norm] == [(70, "note"), (72, "warning")]
+    assert [(each.step, each.severity) for each in norm] == [(70, "note")]
 
 
 def test_a_nan_in_the_middle_of_a_training_is_found_in_the_step_and_the_layer_where_it_began() -> None:

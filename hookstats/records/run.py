@@ -194,9 +194,14 @@ class Run:
             finding
             for finding in found
             if not self._timeline.is_replaced(finding.step, finding.attempt)
-            and (self._has_all_steps or finding.step in numbers)
+            and (self._has_all_steps or self._judged_with(finding.step) in numbers)
             and (self._chosen_sites is None or finding.site is None or finding.site in self._chosen_sites)
         ]
+
+    def _judged_with(self, step: int) -> int:
+        """The recorded step with which a step was judged: itself, or if it was not measured, the next one that was."""
+        at = int(np.searchsorted(self._timeline.step, step))
+        return int(self._timeline.step[at]) if at < len(self._timeline.step) else step
 
     @property
     def manifest(self) -> dict[str, Any]:

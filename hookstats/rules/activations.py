@@ -21,20 +21,25 @@ class DeadChannels:
     """A ReLU whose channels are 0 nearly always: more than half of them (warning), or all (critical).
 
     A channel is dead where fewer than ``active`` = 1 % of its values are not 0, and a layer is ill where more than
-    ``share`` = 0.5 of its channels are dead (SageMaker Debugger, dead-relu), in ``row`` = 5 verdicts in a row. Outputs
-    are judged that are never negative and hold zeros, which is what a ReLU leaves; of those without channels, the
-    layer as a whole.
+    ``share`` = 0.5 of its channels are dead (SageMaker Debugger, dead-relu), in ``row`` = 5 verdicts in a row where all
+    are, and in ``some_row`` = 20 where some are left: small layers begin so by chance, and come back. Outputs are
+    judged that are never negative and hold zeros, which is what a ReLU leaves; of those without channels, the layer as
+    a whole.
 
     So that a healthy run is silent: half of a ReLU's values may be 0, and single dead channels are common; a channel
     needs 100 values over the row of steps; an output with exactly as many zeros in each of these is sparse by design
     (the weights of a router), unless all are 0; one that no gradient comes back to, while others get theirs, is a
+    mask; of a module's several outputs only the first is a layer's (others count, weigh, or are a logarithm that is 0);
+    where the output before has as many channels, a ReLU lets no gradient through to those that are dead, or it is a
     mask; and of outputs that follow each other, a ReLU and its pooling, the first is named.
     """
 
     active: float = 0.01
     share: float = 0.5
     row: int = 5
+    some_row: int = 20
     _streak: Streak = field(default_factory=Streak, init=False, repr=False, compare=False)
+    _all: Streak = field(default_factory=Streak, init=False, repr=False, compare=False)
     _same: Streak = field(default_factory=Streak, init=False, repr=False, compare=False)
     _actives: Array = field(default_factory=lambda: np.empty(0), init=False, repr=False, compare=False)
 
@@ -44,21 +49,24 @@ class DeadChannels:
 
     def _of(self, step: Step, outputs: list[int]) -> Iterator[Finding]:
         totals, n = step.totals, len(step.sites)
-        before = np.concatenate([self._actives, np.full(n - len(self._actives), np.nan)])
+        actives_before = np.concatenate([self._actives, np.full(n - len(self._actives), np.nan)])
         actives = totals.count - totals.zeros
-        by_design = self._same.longer((actives == before) & (actives > 0)) >= self.row - 1
-        self._actives = np.where(totals.count > 0, actives, before)
+        by_design = self._same.longer((actives == actives_before) & (actives > 0)) >= self.row - 1
+        self._actives = np.where(totals.count > 0, actives, actives_before)
         # More than `share` dead channels of equal size leave at most this many values.
         most = (1 - self.share) + self.share * self.active
         gradients = step.partner("output", "grad_output")
         is_trained = (gradients >= 0) & (step.calls[gradients] > 0)
         judged = step.of("output") & (totals.count > 0) & (is_trained | ~step.of("grad_output").any())
+        judged &= np.array([site.tensor in ("output", "output.0") for site in step.sites], bool)
         candidates = judged & (totals.min >= 0) & (actives < most * totals.count) & ~by_design
         shares = np.zeros(n)
+        before = dict(zip(outputs[1:], outputs, strict=False))
         for site in np.flatnonzero(candidates).tolist():
-            shares[site] = self._share(step, site)
-        lengths = self._streak.longer(shares > self.share, judged)
-        is_dead = (lengths >= self.row) & (shares > self.share)
+            shares[site] = self._share(step, site, int(gradients[before[site]]) if site in before else -1)
+        of_some = self._streak.longer(shares > self.share, judged) >= self.some_row
+        of_all = self._all.longer(shares == 1, judged) >= self.row
+        is_dead = (of_some & (shares > self.share)) | (of_all & (shares == 1))
         for place, site in enumerate(outputs):
             if not is_dead[site] or (place and is_dead[outputs[place - 1]]):
                 continue
@@ -71,14 +79,17 @@ class DeadChannels:
             severity = "critical" if shares[site] == 1 else "warning"
             yield step.finding("dead-channels", site, shares[site], self.share, severity, sentence)
 
-    def _share(self, step: Step, site: int) -> float:
-        """Of the channels that are dead."""
+    def _share(self, step: Step, site: int, gradient: int) -> float:
+        """Of the channels that are dead. gradient: the id of that of the output before; -1 without one."""
         channels = step.channels(site) if step.has_channels[site] else None
         stats = step.totals.entries(np.array([site])) if channels is None else channels
         known = stats.count * self.row >= _LEAST_VALUES
         if not known.any():
             return 0.0
         dead = stats.count - stats.zeros < self.active * stats.count
+        through = step.channels(gradient) if gradient >= 0 and step.has_channels[gradient] else None
+        if through is not None and np.array_equal(through.count, stats.count):
+            dead &= through.zeros >= (1 - self.active) * through.count
         return float(dead[known].mean())
 
 

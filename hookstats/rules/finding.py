@@ -16,10 +16,11 @@ SEVERITIES = ("note", "warning", "critical")  # ascending
 class Finding:
     """What a rule found in a step.
 
-    ``rule``: its name. ``site``: where, None for the whole step. ``value``: what was measured, and ``threshold``: what
-    it was compared with. ``severity``: "note" (good to know, nothing is wrong), "warning" (training suffers) or
-    "critical" (training is lost unless somebody acts). ``sentence``: what it means and what to do. ``rank``: of the
-    process; ``attempt``: how often the run had been resumed.
+    ``rule``: its name. ``step``: in which it happened; the loss of a step that was not measured is judged with the
+    next one that is. ``site``: where, None for the whole step. ``value``: what was measured, and ``threshold``: what it
+    was compared with. ``severity``: "note" (good to know, nothing is wrong), "warning" (training suffers) or "critical"
+    (training is lost unless somebody acts). ``sentence``: what it means and what to do. ``rank``: of the process;
+    ``attempt``: how often the run had been resumed.
     """
 
     rule: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
@@ -18,23 +19,42 @@ _SHORTEST = 6  # gradients of outputs, before which there is no depth to speak o
 
 
 class _Depth(NamedTuple):
-    """The norm of the gradients of outputs near the input, over that near the loss."""
+    """The norms of the gradients of outputs near the input, over those near the loss."""
 
-    ratio: float
+    ends: float  # of the last gradient that backward made, over the first
+    thirds: float  # of the median of the last third, over that of the first
     near: int  # the id of the site nearest to the loss
     far: int
 
+    @property
+    def ratio(self) -> float:
+        """That of both which is further from 1."""
+        return max(self.ends, self.thirds, key=lambda each: abs(math.log(each)) if each > 0 else math.inf)
+
+    def exceeds(self, depth: float) -> bool:
+        """The one does, and the other by half as many orders of magnitude."""
+        sign = 1 if depth > 1 else -1
+        both = sorted(sign * math.log10(max(each, 1e-300)) for each in (self.ends, self.thirds))
+        return both[1] > abs(math.log10(depth)) and both[0] > abs(math.log10(depth)) / 2
+
+    @property
+    def where(self) -> str:
+        if self.ratio == self.ends:
+            return "from end to end"
+        return "by the medians of the first and the last third"
+
 
 def _over_depth(step: Step) -> _Depth | None:
-    """By medians over the first and the last third in order of execution, of L2 norms: pooling divides a gradient's
-    values by an area, and as many more values there are; the norm does not know."""
+    """Of L2 norms: pooling divides a gradient's values by an area, and as many more values there are; the norm does not
+    know."""
     backward = step.in_order(step.of("grad_output") & (step.totals.count > 0))
-    third = len(backward) // 3
     if len(backward) < _SHORTEST:
         return None
-    norms = step.totals.l2_norm[backward]
-    near, far = np.median(norms[:third]), np.median(norms[-third:])
-    return _Depth(float(far / near), backward[0], backward[-1]) if near > 0 else None
+    norms, third = step.totals.l2_norm[backward], len(backward) // 3
+    ends, thirds = norms[[0, -1]], (np.median(norms[:third]), np.median(norms[-third:]))
+    if min(ends[0], thirds[0]) <= 0:
+        return None
+    return _Depth(float(ends[1] / ends[0]), float(thirds[1] / thirds[0]), backward[0], backward[-1])
 
 
 def _measured(step: Step) -> Mask:
@@ -47,8 +67,10 @@ def _measured(step: Step) -> Mask:
 class ExplodingGradients:
     """Gradients grow on their way back, or against their own past.
 
-    Over depth (warning): the norm near the input is ``depth`` = 1e4 times that near the loss, in ``depth_row`` = 5
-    measured steps in a row. Against their past (warning, from 100 times ``past`` on critical): the rms of a gradient is
+    Over depth (warning): ``depth`` = 1e4 times over the model, in ``depth_row`` = 5 measured steps in a row: from end
+    to end, the norm of the gradient of the first output in order of execution over that of the last, or by the medians
+    of the first and the last third; the other one is 1e2 at least, so that it is neither one odd layer at an end nor
+    only a part between. Against their past (warning, from 100 times ``past`` on critical): the rms of a gradient is
     ``past`` = 100 times its median over the last ``window`` = 128 measured steps, in ``row`` = 3 of them in a row. The
     first in order of execution is named. There are no agreed figures: these are ours, beyond what healthy models show
     (see docs/rules.md).
@@ -81,12 +103,12 @@ class ExplodingGradients:
     def _of(self, step: Step, measured: Mask) -> Iterator[Finding]:
         over_depth = _over_depth(step)
         if over_depth is not None:
-            self._deep = self._deep + 1 if over_depth.ratio > self.depth else 0
+            self._deep = self._deep + 1 if over_depth.exceeds(self.depth) else 0
             if self._deep >= self.depth_row:
                 sentence = (
-                    f"the gradients grow {number(over_depth.ratio)} times on their way from "
-                    f"{_name(step, over_depth.near)} to {_name(step, over_depth.far)}. Lower the initial weights, "
-                    "normalise, or add residual connections."
+                    f"the gradients grow {number(over_depth.ratio)} times {over_depth.where}, from the output of "
+                    f"{_name(step, over_depth.near)} back to that of {_name(step, over_depth.far)}. Lower the initial "
+                    "weights, normalise, or add residual connections."
                 )
                 yield step.finding(
                     "exploding-gradients", over_depth.far, over_depth.ratio, self.depth, "warning", sentence
@@ -111,13 +133,16 @@ class ExplodingGradients:
 class VanishingGradients:
     """Gradients disappear on their way back, or against their own past (warning).
 
-    Over depth: the norm near the input is ``depth`` = 1e-4 of that near the loss. Against their past: the rms of a
-    gradient, over its median of the last ``window`` = 128 measured steps, is ``past`` = 1e-4 of the median of that
-    ratio over all gradients. Either in ``row`` = 5 measured steps in a row. SageMaker's absolute figure (a mean of |x|
-    below 1e-7) depends on the loss's scale; "falling by orders over depth" does not. How many orders is ours.
+    Over depth: ``depth`` = 1e-4 over the model: from end to end, the norm of the gradient of the first output in order
+    of execution over that of the last, or by the medians of the first and the last third; the other one is 1e-2 at
+    most. Against their past: the rms of a gradient, over its median of the last ``window`` = 128 measured steps, is
+    ``past`` = 1e-4 of the median of that ratio over all gradients. Either in ``row`` = 5 measured steps in a row.
+    SageMaker's absolute figure (a mean of |x| below 1e-7) depends on the loss's scale; "falling by orders over depth"
+    does not. How many orders is ours.
 
     So that a healthy run is silent: what all gradients do together, when a model has learned its data by heart, is no
-    illness; a site has a past when it has ``least`` = 16 values, and none where half of them are 0 (an expert without
+    illness; a gradient of fewer than ``values`` = 16 numbers may be 0 by chance, and is not compared with its past; a
+    site has a past when it has ``least`` = 16 values, and none where half of them are 0 (an expert without
     tokens); a zero gradient behind weights that begin at zero (LoRA, the last norm of a residual block) lasts a step or
     two; and models with fewer than six outputs that have gradients have no depth.
     """
@@ -127,6 +152,7 @@ class VanishingGradients:
     row: int = 5
     window: int = 128
     least: int = 16
+    values: int = 16
     per_site: ClassVar[bool] = False
     _past: Window = field(init=False, repr=False, compare=False)
     _fallen: Streak = field(default_factory=Streak, init=False, repr=False, compare=False)
@@ -142,19 +168,19 @@ class VanishingGradients:
     def _of(self, step: Step, measured: Mask) -> Iterator[Finding]:
         over_depth = _over_depth(step)
         if over_depth is not None:
-            self._deep = self._deep + 1 if over_depth.ratio < self.depth else 0
+            self._deep = self._deep + 1 if over_depth.exceeds(self.depth) else 0
             if self._deep >= self.row:
                 sentence = (
-                    f"the gradient of the first layers is {number(over_depth.ratio)} of that of the last: between "
-                    f"{_name(step, over_depth.near)} and {_name(step, over_depth.far)} it vanishes, and what lies "
-                    "there does not learn. Use ReLU or GELU instead of sigmoid and tanh, normalise, or add residual "
-                    "connections."
+                    f"the gradients fall to {number(over_depth.ratio)} {over_depth.where}, from the output of "
+                    f"{_name(step, over_depth.near)} back to that of {_name(step, over_depth.far)}: they vanish, and "
+                    "what lies there does not learn. Use ReLU or GELU instead of sigmoid and tanh, normalise, or add "
+                    "residual connections."
                 )
                 yield step.finding(
                     "vanishing-gradients", over_depth.far, over_depth.ratio, self.depth, "warning", sentence
                 )
         rms, median = step.totals.rms, self._past.median(len(measured))
-        known = measured & (median > 0)
+        known = measured & (median > 0) & (step.totals.count >= self.values * step.calls)
         if known.any():
             ratio: Array = np.divide(rms, median, out=np.full_like(rms, np.nan), where=known)
             usual = float(np.median(ratio[known]))

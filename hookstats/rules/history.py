@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 
 import numpy as np
 
 from hookstats.numbers.fields import Array, Counts
 from hookstats.rules.step import Mask
+
+_NEAR = 8
 
 
 class Window:
@@ -60,36 +63,55 @@ class Streak:
 
 
 class Course:
-    """The last ``length`` values of one number.
+    """One number from step to step, against its own level: the median of its last ``_NEAR`` = 8 values.
 
-    Mean and deviation are those of the logarithms as long as all values are positive: losses and norms vary by factors,
-    by 1 % in one run and by 5 in another, and what is far out is so by a factor, too. Where the deviation is small, it
-    is the same.
+    How far it usually goes from there is a matter of the last ``length`` values, each against the level before it. So
+    neither a descent nor a new level makes everything seem usual; and medians do not know what single values did. All
+    of this is in logarithms as long as all values are positive: losses and norms vary by factors, by 1 % in one run and
+    by 5 in another, and what is far out is so by a factor, too. Where the deviation is small, it is the same.
     """
 
     def __init__(self, length: int) -> None:
-        self._values: deque[float] = deque(maxlen=length)
+        self._near: deque[float] = deque(maxlen=_NEAR)
+        self._past: deque[tuple[float, float]] = deque(maxlen=length)  # values, each with the level before it
 
     def __len__(self) -> int:
-        return len(self._values)
-
-    def push(self, value: float) -> None:
-        self._values.append(value)
+        return len(self._past)
 
     @property
-    def is_positive(self) -> bool:
-        return min(self._values) > 0
+    def level(self) -> float:
+        """NaN before the first value."""
+        return float(np.median(self._near)) if self._near else math.nan
 
     @property
-    def mean(self) -> float:
-        return self.limit(0.0)
+    def deviation(self) -> float:
+        """A standard deviation from the level, of a normal distribution with as large a median absolute deviation."""
+        distances = self._distances()
+        return float(1.4826 * np.median(np.abs(distances - np.median(distances))))
 
-    def limit(self, sigmas: float) -> float:
-        """So many standard deviations above the mean."""
-        values = np.array(self._values)
-        in_logs = self.is_positive
-        if in_logs:
-            values = np.log(values)
-        limit = float(values.mean() + sigmas * values.std())
-        with np.errstate(over="ignore"):
-            return float(np.exp(limit)) if in_logs else limit
+    def limit(self, sigmas: float, tail: float) -> float:
+        """The level, and so many deviations above it; and ``tail`` times as far as the last values ever went."""
+        distances = self._distances()
+        usual = max(float(np.median(distances)), 0.0)
+        furthest = max(float(distances.max()) - usual, 0.0)
+        beyond = usual + max(sigmas * self.deviation, tail * furthest)
+        return self.level * math.exp(min(beyond, 700.0)) if self.in_logs else self.level + beyond
+
+    def push(self, value: float, limit: float = math.inf) -> None:
+        """limit: what is beyond it counts, among those that tell what is usual, as what is half as far."""
+        if self._near:
+            level, counts = self.level, value
+            if value > limit:
+                counts = math.sqrt(level * limit) if self.in_logs else (level + limit) / 2
+            self._past.append((counts, level))
+        self._near.append(value)
+
+    @property
+    def in_logs(self) -> bool:
+        """Whether all values are positive."""
+        return min(self._near) > 0 and all(value > 0 and level > 0 for value, level in self._past)
+
+    def _distances(self) -> Array:
+        values, levels = np.array(self._past).T
+        distances: Array = np.log(values / levels) if self.in_logs else values - levels
+        return distances

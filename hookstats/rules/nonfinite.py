@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -11,7 +12,7 @@ import numpy as np
 from hookstats.numbers.fields import Array
 from hookstats.rules.finding import Finding
 from hookstats.rules.step import Mask, Step
-from hookstats.rules.words import number, tensor_of
+from hookstats.rules.words import number, tensor_of, times
 
 _BACKWARD = ("grad_output", "grad_input", "param_grad")
 
@@ -24,6 +25,9 @@ class NonFinite:
     alone in an output or input that has it from its first step on is a mask, of attention or of a router. Gradients in
     a step that a GradScaler has skipped are how it finds its scale: a note, unless that happens in ``overflows``
     measured steps in a row (a scaler that begins at 65536 has come to 1 after 16 of them).
+
+    A loss that is not finite in a step that was not measured is critical where it goes on, and a warning where
+    everything is finite again in the next measured step.
     """
 
     overflows: int = 16
@@ -31,28 +35,51 @@ class NonFinite:
     _seen: Mask = field(default_factory=lambda: np.empty(0, bool), init=False, repr=False, compare=False)
     _masks: Mask = field(default_factory=lambda: np.empty(0, bool), init=False, repr=False, compare=False)
     _clean: int | None = field(default=None, init=False, repr=False, compare=False)  # the last step that was finite
+    _latest: int | None = field(default=None, init=False, repr=False, compare=False)  # the last measured step
+    _lost: int | None = field(default=None, init=False, repr=False, compare=False)  # since when the loss is not finite
     _skipped: int = field(default=0, init=False, repr=False, compare=False)  # by the scaler, in a row
 
     def __call__(self, step: Step) -> Iterator[Finding]:
         bad = self._counted(step)[step.order]
         self._skipped = self._skipped + 1 if step.overflowed else 0
+        lost = self._loss(step)
         if bad.any():
             place = int(np.flatnonzero(bad)[0])
             yield self._of_tensor(step, place, bad[place])
-        elif not np.isfinite(step.scalars.get("loss", 0.0)):
+        elif self._lost is not None:
+            loss = step.scalars.get("loss", math.nan)
             sentence = (
-                f"the loss is {step.scalars['loss']}, and every watched tensor is finite: it began behind the model, "
-                f"in the loss itself. Look for a logarithm or a division there, and at the labels.{self._since()}"
+                f"the loss is {loss}, and every watched tensor is finite: it began behind the model, in the loss "
+                f"itself. Look for a logarithm or a division there, and at the labels.{self._since(step)}"
             )
-            yield step.finding("nonfinite", None, step.scalars["loss"], 0, "critical", sentence)
+            yield step.finding("nonfinite", None, loss, 0, "critical", sentence, self._lost)
         else:
+            if lost:
+                at, loss = lost[0]
+                more = f", and in {times(len(lost) - 1, 'more step')}" if len(lost) > 1 else ""
+                sentence = (
+                    f"the loss was {loss} in step {at}, which was not measured{more}; in step {step.number} everything "
+                    "is finite again. Look at the batch of that step, and for a logarithm or a division in the loss. "
+                    "With every=1, the tensor is named in which it begins."
+                )
+                yield step.finding("nonfinite", None, loss, 0, "warning", sentence, at)
             self._clean = step.number
+        self._latest = step.number
+
+    def _loss(self, step: Step) -> list[tuple[int, float]]:
+        """Takes note of since when it has not been finite; those of the steps before this one that were not."""
+        losses = [(at, each["loss"]) for at, each in step.earlier_scalars.items() if "loss" in each]
+        for at, loss in [*losses, (step.number, step.scalars.get("loss", 0.0))]:
+            if np.isfinite(loss):
+                self._lost = None
+            elif self._lost is None:
+                self._lost = at
+        return [(at, loss) for at, loss in losses if not np.isfinite(loss)]
 
     def _of_tensor(self, step: Step, place: int, bad: float) -> Finding:
         """place: in the order of execution."""
         first = int(step.order[place])
-        name, tensor = step.sites[first]
-        kind = tensor.partition(".")[0]
+        kind = step.sites[first].tensor.partition(".")[0]
         what = "NaN" if step.totals.nans[first] else "an infinity"
         text = f"{number(bad)} of {number(bad + step.totals.count[first])} values of {tensor_of(step.sites[first])}"
         if step.overflowed and kind in _BACKWARD and self._skipped < self.overflows:
@@ -60,27 +87,41 @@ class NonFinite:
                 f"{text} are {what}: the GradScaler has skipped this step and lowers its scale. Nothing is to be done."
             )
             return step.finding("nonfinite", first, bad, 0, "note", sentence)
-        if kind in ("output", "input"):
-            advice = "It began in forward"
-            if place:
-                advice += f", behind {tensor_of(step.sites[int(step.order[place - 1])])}, which is finite"
-            advice += f": look at the weights and the arithmetic of {name or 'the model'}"
-        elif kind in _BACKWARD:
+        advice = self._in_between(step)
+        if not advice and kind in _BACKWARD and self._lost == step.number:
             advice = (
-                "It began in backward, all outputs are finite: look at what follows it in forward, up to the loss, "
-                "for a square root or a division at 0"
+                "It began in the loss, which is not finite while all outputs are: look for a logarithm or a division "
+                "there, and at the labels."
             )
-        else:
-            advice = "It began in the optimizer, outputs and gradients are finite: look at its state and its settings"
+        advice = advice or _began(step, place, self._clean)
         if step.overflowed:
-            advice += f"; the GradScaler has now skipped {self._skipped} measured steps in a row"
+            advice += f" The GradScaler has now skipped {self._skipped} measured steps in a row."
         sentence = (
-            f"{text} are {what}, the first in this step. {advice}.{self._since()} Go back to a checkpoint before it."
+            f"{text} are {what}, the first in this step. {advice}{self._since(step)} Go back to a checkpoint before it."
         )
         return step.finding("nonfinite", first, bad, 0, "critical", sentence)
 
-    def _since(self) -> str:
-        return "" if self._clean is None else f" In step {self._clean} everything was finite."
+    def _in_between(self, step: Step) -> str:
+        """That it may have begun in steps that were not measured; empty where there are none, or it has not."""
+        first = 0 if self._latest is None else self._latest + 1
+        if first >= step.number or self._latest != self._clean:
+            return ""
+        steps = f"step {first} was" if first == step.number - 1 else f"steps {first} to {step.number - 1} were"
+        if self._lost is not None and self._lost < step.number:
+            where = f"It began in step {self._lost}, in which the loss was not finite any more, or just before"
+        else:
+            where = "It may have begun in any of them"
+        return (
+            f"{where}: {steps} not measured, and so it may have been in forward, in the loss, in backward or in the "
+            "optimizer, and in any layer. To see where, begin again from a checkpoint before it with every=1."
+        )
+
+    def _since(self, step: Step) -> str:
+        text = ""
+        if self._lost is not None:
+            text = " The loss is not finite, either"
+            text += "." if self._lost == step.number else f", since step {self._lost}."
+        return text if self._clean is None else f"{text} In step {self._clean} everything was finite."
 
     def _counted(self, step: Step) -> Array:
         """``[n]``: values that are not finite, without those of masks."""
@@ -93,3 +134,70 @@ class NonFinite:
             self._masks |= begins & is_forward & (totals.neginfs > 0) & (totals.nans + totals.posinfs == 0)
             self._seen |= begins
         return np.where(self._masks, totals.nans + totals.posinfs, step.nonfinite)
+
+
+def _began(step: Step, place: int, clean: int | None) -> str:
+    """Where in this step it did. place: of the first tensor that holds it, in the order of execution.
+
+    clean: the last measured step in which everything was finite.
+    """
+    first = int(step.order[place])
+    name, tensor = step.sites[first]
+    kind = tensor.partition(".")[0]
+    module = name or "the model"
+    before = tensor_of(step.sites[int(step.order[place - 1])]) if place else ""
+    if kind == "input" and not place:
+        return (
+            "The data hold it: nothing of the model has run before. Look at this batch, at what loads and prepares it, "
+            "and leave it out."
+        )
+    if kind == "input":
+        return (
+            f"It came in there, and {before} and all before it are finite: it is in the data, where these reach "
+            f"{module} directly, or in what is computed on the way, between the watched modules."
+        )
+    if kind == "output" and not place:
+        weights, batch = f"the weights and the arithmetic of {module}", "this batch and what loads it"
+        by_data = _is_of_rows(step, first)
+        one, two = (weights, batch) if by_data is False else (batch, weights)
+        why = "" if by_data is None else _ROWS[by_data]
+        if by_data is None and clean == step.number - 1 and _has_weights(step, name):
+            why = f" Its weights were finite after step {clean}."
+        return (
+            "It began in forward, in the first module that is watched, whose input is not: it is in the batch, or "
+            f"begins here. Look at {one}, then at {two}.{why} "
+            'tensors=("input", "output", ...) tells these apart.'
+        )
+    if kind == "output":
+        return (
+            f"It began in forward, behind {before}, which is finite: look at the weights and the arithmetic of "
+            f"{module}."
+        )
+    if kind in _BACKWARD:
+        return (
+            "It began in backward, all outputs are finite: look at what follows it in forward, up to the loss, for a "
+            "square root or a division at 0."
+        )
+    return "It began in the optimizer, outputs and gradients are finite: look at its state and its settings."
+
+
+_ROWS = {
+    True: " All its channels hold as many: a batch does that in which some values are not finite.",
+    False: " Some of its channels are finite: weights do that which are not.",
+}
+
+
+def _has_weights(step: Step, module: str) -> bool:
+    """Whether those of a module are watched."""
+    return any(step.sites[i].name.startswith(f"{module}.") for i in np.flatnonzero(step.of("param")).tolist())
+
+
+def _is_of_rows(step: Step, site: int) -> bool | None:
+    """Whether it is in all channels alike, as data make it; None: nobody knows, or all is lost."""
+    channels = step.channels(site) if step.has_channels[site] else None
+    if channels is None or len(channels.nans) < 2:
+        return None
+    bad = channels.nans + channels.posinfs + channels.neginfs
+    if bad.min() == 0:
+        return False
+    return True if bad.min() == bad.max() and channels.count.min() > 0 else None

@@ -3,110 +3,216 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
+import numpy as np
+
+from hookstats.numbers.fields import Array
 from hookstats.rules.finding import Finding
 from hookstats.rules.history import Course
 from hookstats.rules.step import Step
 from hookstats.rules.words import number
 
-_CLIMB = 1.5  # standard deviations: the last value of a steady climb is 1.73 of them above the mean
+_LEAST_RISE = 0.05  # of what rises, from one third of the steps to the next
+_MOVED, _KNOWN = 3.0, 3  # times the largest of the last moves, of which there are so many
+_DESCENDED = 0.8  # of the first loss: below that it has been going down
+
+
+class _Jump(NamedTuple):
+    """One that may come back."""
+
+    step: int
+    level: float  # before it
+    limit: float
+    value: float
+    has_moved: bool  # the model, with it
 
 
 @dataclass
 class LossSpike:
-    """The loss jumps (warning), or stays up (critical): the ``scalar`` "loss" of `Monitor.step`.
+    """The loss jumps, or goes on rising: the ``scalar`` "loss" of `Monitor.step`, of every step, measured or not.
 
-    A jump: more than ``sigmas`` = 6 standard deviations above the mean of the last ``window`` = 128 measured steps
-    (OLMo-core, stability_monitor.py), in logarithms. It stays up: ``row`` = 5 measured steps in a row at ``factor`` = 2
-    times the mean (llm-foundry, kill_loss_spike_callback.py), or times the first loss where that is lower.
+    A jump: more than ``sigmas`` = 6 deviations above the level of the last steps (OLMo-core, stability_monitor.py, has
+    6 standard deviations from the mean), in logarithms, and ``tail`` = 2 times as far as any of the last ``window`` =
+    128 losses. The level is a median and the deviation that from it, so that the descent at the beginning does not
+    count as noise.
 
-    So that a healthy run is silent: a jump is judged when the window has ``least`` = 32 steps; either must undo a share
-    ``undone`` = 0.05 (a setting of ours) of what the loss has come down since the first steps, because a model that has
-    learned its data by heart has losses near 0 that vary by any factor; what stays up must be 1.5 standard deviations
-    above the mean, too, and all losses positive; and a jump counts in the window as one of half the limit: one does not
-    hide the next, and yet a new level (other data) becomes the normal one.
+    A jump alone is a note: a task or data that are added, and a target that is exchanged, do that. It is a warning
+    where the model has changed with it (half of its outputs by a factor of exp(``moved`` = 0.3) in rms since the last
+    measured step, and 3 times what they did before that); where it goes above the first losses, and no outputs are
+    measured that could tell; or where, from above the first losses, it comes back at once, within ``row`` = 5 steps:
+    that is bad data. (Not of losses of both signs, as those of policies are: they say nothing of what was learned.)
+
+    Divergence (critical): after a jump with which the model changed, the loss has been above the first losses for
+    ``row`` steps; or it goes on rising over 9 steps, or 30, from third to third and beyond its noise: above the first
+    losses, although it had come down before, or twofold each time. A level that is higher is none.
+
+    So that a healthy run is silent: a jump is judged when there are ``least`` = 16 losses, and must undo a share
+    ``undone`` = 0.05 of what the loss has come down since the first steps, because a model that has learned its data by
+    heart has losses near 0 that vary by any factor. What OLMo-core does not say is a setting of ours.
     """
 
     scalar: str = "loss"
     sigmas: float = 6.0
+    tail: float = 2.0
     window: int = 128
-    least: int = 32
-    factor: float = 2.0
-    row: int = 5
+    least: int = 16
     undone: float = 0.05
+    moved: float = 0.3
+    row: int = 5
     per_site: ClassVar[bool] = False
     _past: Course = field(init=False, repr=False, compare=False)
-    _first: float = field(default=math.nan, init=False, repr=False, compare=False)
-    _lowest: float = field(default=math.inf, init=False, repr=False, compare=False)  # mean of the window
-    _high: int = field(default=0, init=False, repr=False, compare=False)  # steps in a row
+    _last: deque[float] = field(default_factory=lambda: deque(maxlen=30), init=False, repr=False, compare=False)
+    _firsts: list[float] = field(default_factory=list, init=False, repr=False, compare=False)
+    _lowest: float = field(default=math.inf, init=False, repr=False, compare=False)  # level
+    _jump: _Jump | None = field(default=None, init=False, repr=False, compare=False)
+    _outputs: Array = field(default_factory=lambda: np.empty(0), init=False, repr=False, compare=False)  # rms
+    _moves: deque[float] = field(default_factory=lambda: deque(maxlen=8), init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self._past = Course(self.window)
 
     def __call__(self, step: Step) -> Iterator[Finding] | None:
-        value = step.scalars.get(self.scalar)
-        if value is None or not math.isfinite(value):
-            return None
-        return self._of(step, value)
+        scalars = {**step.earlier_scalars, step.number: step.scalars}
+        values = {number: each[self.scalar] for number, each in scalars.items() if self.scalar in each}
+        values = {number: value for number, value in values.items() if math.isfinite(value)}
+        has_moved = self._has_moved(step)
+        return self._of(step, values, has_moved) if values else None
 
-    def _of(self, step: Step, value: float) -> Iterator[Finding]:
-        past = self._past
-        if not len(past):
-            self._first = value
-            past.push(value)
-            return
-        mean, limit = past.mean, math.inf
-        self._lowest = min(self._lowest, mean)
-        undoes = value - mean >= self.undone * (self._first - self._lowest)
-        normal = min(mean, self._first)
-        is_high = undoes and past.is_positive and value >= self.factor * normal
+    def _of(self, step: Step, values: dict[int, float], has_moved: bool | None) -> Iterator[Finding]:
+        for at, value in values.items():
+            yield from self._judged(step, at, value, has_moved)
+            self._last.append(value)
+            self._lowest = min(self._lowest, self._past.level)
+            if len(self._firsts) < self.row:
+                self._firsts.append(value)
+
+    def _judged(self, step: Step, at: int, value: float, has_moved: bool | None) -> Iterator[Finding]:
+        """at: the step of this value, which may be an earlier one."""
+        past, limit = self._past, math.inf
         if len(past) >= self.least:
-            limit = past.limit(self.sigmas)
-            is_high = is_high and value > past.limit(_CLIMB)
-        self._high = self._high + 1 if is_high else 0
-        if self._high >= self.row:
+            limit = past.limit(self.sigmas, self.tail)
+        if self._jump is not None:
+            yield from self._returned(step, at, value)
+        undoes = value - past.level >= self.undone * (self._firsts[0] - self._lowest) if self._firsts else False
+        jump = self._jump
+        if undoes and value > limit and (jump is None or (has_moved and not jump.has_moved)):
+            is_worse_than_first = value > max(self._firsts)
+            is_ill = has_moved or (has_moved is None and is_worse_than_first)
+            sentence = f"the {self.scalar} jumped to {number(value)}, from {number(past.level)} in the steps before. "
+            if has_moved:
+                sentence += (
+                    "The outputs of the model changed with it: look at this batch, and at the learning rate and the "
+                    "weights; if it stays up, go back to a checkpoint before it."
+                )
+            elif is_ill:
+                sentence += (
+                    f"That is above the first ones, {number(max(self._firsts))}: look at this batch; if it stays up, "
+                    "go back to a checkpoint before it, and lower the learning rate or clip gradients."
+                )
+            else:
+                sentence += "Where the data, the task or the target changed in this step, nothing needs to be wrong."
+            yield step.finding("loss-spike", None, value, limit, "warning" if is_ill else "note", sentence, at)
+            self._jump = _Jump(at, past.level, limit, value, bool(has_moved))
+        rising = self._rising(value)
+        if rising:
             sentence = (
-                f"the {self.scalar} is {number(value)}, and has been far above {number(normal)} for {self._high} "
-                "measured steps: training diverges. Go back to a checkpoint, and lower the learning rate, warm it up "
-                "longer, or clip gradients."
+                f"the {self.scalar} is {number(value)}, and has gone on rising for {rising} steps: training diverges. "
+                "Go back to a checkpoint, and lower the learning rate, warm it up longer, or clip gradients."
             )
-            yield step.finding("loss-spike", None, value, self.factor * normal, "critical", sentence)
-        elif undoes and value > limit:
-            sentence = (
-                f"the {self.scalar} jumped to {number(value)}, from {number(mean)} on average of the last {len(past)} "
-                "measured steps. Look at this batch; if it happens again, lower the learning rate or clip gradients."
-            )
-            yield step.finding("loss-spike", None, value, limit, "warning", sentence)
-        past.push(value if value <= limit else past.limit(self.sigmas / 2))
+            yield step.finding("loss-spike", None, value, max(self._firsts), "critical", sentence, at)
+        past.push(value, limit)
+
+    def _returned(self, step: Step, at: int, value: float) -> Iterator[Finding]:
+        """From a jump, all at once."""
+        assert self._jump is not None
+        began, level, limit, peak, has_moved = self._jump
+        in_logs = self._past.in_logs
+        quarter = level * (peak / level) ** 0.25 if in_logs else level + (peak - level) / 4
+        if value <= min(quarter, max(self._firsts)):
+            if peak > max(self._firsts) and in_logs and self._last[-1] > peak / 2:
+                count = at - began
+                sentence = (
+                    f"the {self.scalar} jumped to {number(peak)}, from {number(level)}, and came back after {count} "
+                    f"step{'s' if count > 1 else ''}: look at the data of step {began}; if it happens again, clip "
+                    "gradients, or leave such batches out."
+                )
+                yield step.finding("loss-spike", None, peak, limit, "warning", sentence, began)
+            self._jump = None
+        elif at - began >= self.row:
+            self._jump = None
+            if has_moved and min([*self._last, value][-self.row :]) > max(self._firsts):
+                sentence = (
+                    f"the {self.scalar} is {number(value)}, and has been above the first ones for {at - began} steps, "
+                    f"since it jumped in step {began} and the outputs of the model changed: training diverges. Go back "
+                    "to a checkpoint, and lower the learning rate, warm it up longer, or clip gradients."
+                )
+                yield step.finding("loss-spike", None, value, max(self._firsts), "critical", sentence, at)
+
+    def _rising(self, value: float) -> int:
+        """Over how many steps; 0: it does not."""
+        values = np.array([*self._last, value])
+        if values.min() <= 0:
+            return 0
+        values = np.log(values)
+        first = math.log(self._firsts[0]) if self._firsts else math.inf
+        descended = self._lowest < _DESCENDED * self._firsts[0] if self._firsts else False
+        start = math.log(max(self._firsts)) if descended else first
+        deviation = self._past.deviation if len(self._past) >= self.least else 0.0
+        for third in (3, 10):
+            if len(values) < 3 * third:
+                break
+            one, two, three = np.median(values[-3 * third :].reshape(3, third), axis=1)
+            if len(self._past) < self.least and np.diff(values[-3 * third :]).min() <= 0:
+                continue  # of which nobody knows how much they vary
+            least = max(7 * deviation / math.sqrt(third), _LEAST_RISE, 0.0 if descended else math.log(2))
+            if one > start + (0.0 if descended else math.log(2)) and min(two - one, three - two) > least:
+                return 3 * third
+        return 0
+
+    def _has_moved(self, step: Step) -> bool | None:
+        """Whether the outputs changed abruptly since the last measured step; None: there are none that could tell."""
+        mask = step.of("output") & (step.totals.count > 0)
+        rms = np.where(mask, step.totals.rms, np.nan)
+        before = np.append(self._outputs, np.full(len(rms) - len(self._outputs), np.nan))
+        self._outputs = np.where(mask, rms, before)
+        both = (rms > 0) & (before > 0)
+        if not both.any():
+            return None
+        move, before_it = float(np.median(np.abs(np.log(rms[both] / before[both])))), list(self._moves)
+        self._moves.append(move)
+        return move > max(self.moved, _MOVED * max(before_it)) if len(before_it) >= _KNOWN else None
 
 
 @dataclass
 class GradientNormSpike:
     """The norm of all gradients jumps: the scalar ``grad_norm``, or where there is none `Snapshot.grad_norm`.
 
-    More than ``sigmas`` = 6 standard deviations above the mean of the last ``window`` = 128 measured steps (OLMo-core,
-    stability_monitor.py), in logarithms: a note; a warning where there were ``many`` = 3 such steps in the window.
+    More than ``sigmas`` = 6 deviations above the level of the last steps (OLMo-core, stability_monitor.py, has 6
+    standard deviations from the mean), in logarithms, and ``tail`` = 2 times as far as any of the last ``window`` = 128
+    norms: a note; a warning where that happened ``many`` = 3 times in the window.
 
     So that a healthy run is silent: a single batch of another kind is no illness, and without clipping they are common
-    in small language models; judged when the window has ``least`` = 32 steps; and ``factor`` = 5 times the mean at
-    least (a setting of ours), because norms that are clipped do not vary at all. Norms that are clipped say nothing:
-    see `Monitor.measure_gradients`.
+    in small language models; steps in a row are one jump; judged when there are ``least`` = 32 norms; and ``factor`` =
+    5 times the level at least (a setting of ours), because norms that are clipped do not vary at all. Norms that are
+    clipped say nothing: see `Monitor.measure_gradients`.
     """
 
     sigmas: float = 6.0
+    tail: float = 2.0
     window: int = 128
     least: int = 32
     factor: float = 5.0
     many: int = 3
     per_site: ClassVar[bool] = False
-    _spikes: list[bool] = field(default_factory=list, init=False, repr=False, compare=False)
+    _spikes: deque[bool] = field(init=False, repr=False, compare=False)
     _past: Course = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        self._past = Course(self.window)
+        self._past, self._spikes = Course(self.window), deque(maxlen=self.window)
 
     def __call__(self, step: Step) -> Iterator[Finding] | None:
         value = step.scalars.get("grad_norm", step.grad_norm)
@@ -117,15 +223,16 @@ class GradientNormSpike:
     def _of(self, step: Step, value: float) -> Iterator[Finding]:
         limit = math.inf
         if len(self._past) >= self.least:
-            mean = self._past.mean
-            limit = max(self._past.limit(self.sigmas), self.factor * mean)
-            self._spikes = [*self._spikes[1 - self.window :], value > limit]
+            level = self._past.level
+            limit = max(self._past.limit(self.sigmas, self.tail), self.factor * level)
+            self._spikes.append(value > limit)
             if value > limit:
-                severity = "warning" if sum(self._spikes) >= self.many else "note"
+                flags = np.array(self._spikes)
+                begins = int((flags[1:] & ~flags[:-1]).sum()) + int(flags[0])
+                severity = "warning" if begins >= self.many else "note"
                 sentence = (
-                    f"the norm of the gradients jumped to {number(value)}, from {number(mean)} on average of the last "
-                    f"{len(self._past)} measured steps. Look at this batch; clip gradients, or lower the learning "
-                    "rate, before the loss follows."
+                    f"the norm of the gradients jumped to {number(value)}, from {number(level)} in the measured steps "
+                    "before. Look at this batch; clip gradients, or lower the learning rate, before the loss follows."
                 )
                 yield step.finding("gradient-norm-spike", None, value, limit, severity, sentence)
-        self._past.push(value if value <= limit else self._past.limit(self.sigmas / 2))
+        self._past.push(value, limit)

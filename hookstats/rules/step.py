@@ -175,13 +175,19 @@ class Step:
         return float(np.sqrt((self.totals.l2_norm[chosen] ** 2 / self.calls[chosen]).sum()))
 
     def finding(
-        self, rule: str, site: int | None, value: float, threshold: float, severity: str, sentence: str
+        self,
+        rule: str,
+        site: int | None,
+        value: float,
+        threshold: float,
+        severity: str,
+        sentence: str,
+        at: int | None = None,
     ) -> Finding:
-        """Of this step; site: an id, or None for the whole step."""
+        """site: an id, or None for the whole step. at: the number of an earlier step that it is of; None: this one."""
         where = None if site is None else self.sites[site]
-        return Finding(
-            rule, self.number, where, float(value), float(threshold), severity, sentence, self.rank, self.attempt
-        )
+        number = self.number if at is None else at
+        return Finding(rule, number, where, float(value), float(threshold), severity, sentence, self.rank, self.attempt)
 
     def _spread(self, values: _Over, missing: Any) -> _Over:
         """An array over the columns' sites, over ids."""

@@ -13,13 +13,18 @@ from hookstats.rules.history import Streak
 from hookstats.rules.step import Mask, Step
 from hookstats.rules.words import number
 
+_AFTER = 10  # steps, in which the loss shows what an update did
+
 
 @dataclass
 class UpdateRatio:
     """An optimizer's step changes a parameter too much: mean |update| over mean |parameter| (warning).
 
     About 1e-3 is usual, far above 1e-2 is bad (bo-ke/llm-internal-medicine, docs/optim_update.md): ill is ``ratio`` =
-    0.1 in ``row`` = 10 measured steps in a row, or once more than ``whole`` = 1, all that the parameter was. It needs
+    0.1 in ``row`` = 10 measured steps in a row while the loss does not come down, or once more than ``whole`` = 1, all
+    that the parameter was, where the loss goes up with it: the median of 3 losses in a row, of the next 10 steps, is
+    beyond what it was by ``worse`` = 0.1 of that; that is ours. Where the loss does better, it is a note: small weights
+    are to be rewritten at the beginning, and Muon does that. Without a loss, either is a warning. It needs
     ``attach(tensors=(..., "param", "param_update"))``.
 
     The rounding of low precision. Where an optimizer keeps float32 master weights of bfloat16 parameters, an update is
@@ -38,15 +43,21 @@ class UpdateRatio:
     ratio: float = 0.1
     row: int = 10
     whole: float = 1.0
+    worse: float = 0.1
     values: int = 64
     _streak: Streak = field(default_factory=Streak, init=False, repr=False, compare=False)
     _seen: Mask = field(default_factory=lambda: np.empty(0, bool), init=False, repr=False, compare=False)
     _unsized: Mask = field(default_factory=lambda: np.empty(0, bool), init=False, repr=False, compare=False)
+    _losses: dict[int, float] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _since: dict[int, int] = field(default_factory=dict, init=False, repr=False, compare=False)  # streaks, by id
+    _rewritten: dict[int, tuple[int, float]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __call__(self, step: Step) -> Iterator[Finding] | None:
+        scalars = {**step.earlier_scalars, step.number: step.scalars}
+        self._losses |= {number: each["loss"] for number, each in scalars.items() if "loss" in each}
         weights = step.partner("param_update", "param")
         measured = (weights >= 0) & (step.totals.count >= self.values)
-        return self._of(step, weights, measured) if measured.any() else None
+        return self._of(step, weights, measured) if measured.any() or self._rewritten else None
 
     def _of(self, step: Step, weights: Counts, measured: Mask) -> Iterator[Finding]:
         means = step.totals.abs_mean
@@ -60,14 +71,47 @@ class UpdateRatio:
         with np.errstate(invalid="ignore", divide="ignore"):
             ratios = np.where(measured & (sizes > 0), means / sizes, 0.0)
         too_large = (ratios > self.ratio) & ~self._unsized
-        is_long = self._streak.longer(too_large, measured) >= self.row
-        ill = too_large & (is_long | (ratios > self.whole))
-        for site in step.in_order(ill):
-            whole = ratios[site] > self.whole
-            since = "so that nothing is left of what it was" if whole else f"for {self.row} measured steps"
-            sentence = (
-                f"a step changes {step.sites[site].name} by {number(ratios[site])} of its size, {since}; about 0.001 "
-                "is usual. Lower its learning rate, or warm it up longer."
-            )
-            threshold = self.whole if whole else self.ratio
-            yield step.finding("update-ratio", site, ratios[site], threshold, "warning", sentence)
+        lengths = self._streak.longer(too_large, measured)
+        for site in step.in_order(too_large):
+            self._since.setdefault(site, step.number)
+            if lengths[site] == 1:
+                self._since[site] = step.number
+            value = float(ratios[site])
+            if value > self.whole:
+                self._rewritten[site] = step.number, value
+                yield self._finding(step, site, value, self.whole, "note" if self._losses else "warning", step.number)
+            elif lengths[site] >= self.row:
+                severity = "note" if self._came_down(self._since[site], step.number) else "warning"
+                yield self._finding(step, site, value, self.ratio, severity, step.number)
+        for site, (at, value) in list(self._rewritten.items()):
+            if self._went_up(at):
+                yield self._finding(step, site, value, self.whole, "warning", at)
+            if self._went_up(at) or step.number >= at + _AFTER:
+                del self._rewritten[site]
+        first = min([step.number, *self._since.values()] + [at for at, _ in self._rewritten.values()])
+        self._losses = {at: loss for at, loss in self._losses.items() if at > first - 3}
+
+    def _finding(self, step: Step, site: int, value: float, threshold: float, severity: str, at: int) -> Finding:
+        since = f"for {self.row} measured steps"
+        if threshold == self.whole:
+            since = "so that nothing is left of what it was"
+        if severity == "note":
+            advice = "The loss has not suffered, so nothing needs to be done; about 0.001 is usual later on."
+        else:
+            advice = "About 0.001 is usual. Lower its learning rate, or warm it up longer."
+            if self._losses:
+                since += f", and the loss {'went up' if threshold == self.whole else 'does not come down'}"
+        sentence = f"a step changes {step.sites[site].name} by {number(value)} of its size, {since}. {advice}"
+        return step.finding("update-ratio", site, value, threshold, severity, sentence, at)
+
+    def _before(self, at: int) -> float:
+        """The loss up to a step, which comes before its update."""
+        return float(np.median([loss for number, loss in self._losses.items() if at - 3 < number <= at] or [np.nan]))
+
+    def _went_up(self, at: int) -> bool:
+        before, after = self._before(at), [loss for number, loss in self._losses.items() if at < number <= at + _AFTER]
+        worse = before + self.worse * abs(before)
+        return any(np.median(after[i : i + 3]) > worse for i in range(len(after) - 2))
+
+    def _came_down(self, since: int, until: int) -> bool:
+        return self._before(until) < self._before(since)

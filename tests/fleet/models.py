@@ -1,0 +1,133 @@
+"""Models of the fleet that more than one training uses."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+
+class Attention(nn.Module):
+    """A block of a transformer: attention and an MLP, each behind a norm."""
+
+    def __init__(self, width: int, heads: int = 2, causal: bool = True, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.drop = nn.Dropout(dropout)
+        self.heads, self.causal = heads, causal
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        size, length, width = x.shape
+        q, k, v = (
+            each.view(size, length, self.heads, -1).transpose(1, 2) for each in self.qkv(self.norm1(x)).chunk(3, -1)
+        )
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        x = x + self.drop(self.proj(mixed.transpose(1, 2).reshape(size, length, width)))
+        return x + self.drop(self.mlp(self.norm2(x)))
+
+
+class GPT(nn.Module):
+    def __init__(self, width: int = 32, depth: int = 2, dropout: float = 0.0, causal: bool = True) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(129, width), nn.Embedding(64, width)
+        nn.init.normal_(self.tokens.weight, std=0.02)
+        nn.init.normal_(self.places.weight, std=0.02)
+        self.blocks = nn.ModuleList(Attention(width, causal=causal, dropout=dropout) for _ in range(depth))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 128, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(ids) + self.places(torch.arange(ids.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+    def loss(self, ids: torch.Tensor, **how: Any) -> torch.Tensor:
+        return cross_entropy(self(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten(), **how)
+
+
+class Recurrent(nn.Module):
+    """A language model with an LSTM or a GRU."""
+
+    def __init__(self, kind: type[nn.RNNBase] = nn.LSTM, width: int = 48) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(128, 24)
+        self.rnn = kind(24, width, batch_first=True)
+        self.head = nn.Linear(width, 128)
+
+    def forward(self, ids: torch.Tensor, state: Any = None) -> tuple[torch.Tensor, Any]:
+        x, state = self.rnn(self.tokens(ids), state)
+        return self.head(x), state
+
+    def loss(self, ids: torch.Tensor) -> torch.Tensor:
+        return cross_entropy(self(ids[:, :-1])[0].flatten(0, 1), ids[:, 1:].flatten())
+
+
+class Residual(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv1, self.norm1 = nn.Conv2d(channels, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels)
+        self.conv2, self.norm2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels)
+        self.relu = nn.ReLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.relu(x + self.norm2(self.conv2(self.relu(self.norm1(self.conv1(x))))))
+
+
+def resnet(blocks: int = 2, channels: int = 16) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(1, channels, 3, padding=1), *(Residual(channels) for _ in range(blocks)),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 10),
+    )  # fmt: skip
+
+
+def cnn() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(),
+        nn.MaxPool2d(2), nn.Flatten(), nn.Linear(128, 10),
+    )  # fmt: skip
+
+
+def layers(*widths: int, activation: type[nn.Module] = nn.ReLU) -> nn.Sequential:
+    """Linear ones, with an activation between them."""
+    made: list[nn.Module] = []
+    for inside, outside in pairwise(widths):
+        made += [nn.Linear(inside, outside), activation()]
+    return nn.Sequential(*made[:-1])
+
+
+class Coupling(nn.Module):
+    """Of a normalising flow: what a mask lets through scales and shifts the others."""
+
+    def __init__(self, mask: torch.Tensor) -> None:
+        super().__init__()
+        self.register_buffer("mask", mask)
+        self.masked = nn.Identity()
+        self.net = layers(len(mask), 64, 64, 2 * len(mask))
+        nn.init.zeros_(self.net[-1].weight)
+        nn.init.zeros_(self.net[-1].bias)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        given = self.masked(x * self.mask)
+        scale, shift = ((1 - self.mask) * each for each in self.net(given).chunk(2, 1))
+        scale = scale.tanh()
+        return given + (1 - self.mask) * (x * scale.exp() + shift), scale.sum(1)
+
+
+class Flow(nn.Module):
+    def __init__(self, width: int, depth: int = 4) -> None:
+        super().__init__()
+        even = (torch.arange(width) % 2).float()
+        self.layers = nn.ModuleList(Coupling(even if i % 2 else 1 - even) for i in range(depth))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros(len(x))
+        for layer in self.layers:
+            x, one = layer(x)
+            total = total + one
+        return 0.5 * (x.square() + math.log(2 * math.pi)).sum(1) - total
