@@ -118,17 +118,47 @@ def test_a_ring_that_is_full_drops_new_steps_and_counts_them(tmp_path: Path) -> 
     writer = recording._writer
     assert writer is not None
     os.kill(writer.pid, 19)
-    with pytest.warns(UserWarning, match="a step is not recorded, the ring of 1048576 bytes cannot take it"):
-        take(recording, range(1, 100))
+    take(recording, range(1, 100))
     dropped = recording._ring.dropped
     assert 0 < dropped < 99
     os.kill(writer.pid, 18)
-    recording.close()
+    with pytest.warns(UserWarning, match=r"falls behind.* attach\(every=\d+\) is advised"):
+        recording.close()
     run = hookstats.load(directory)
     assert len(run) == 100 - dropped
     assert run.steps[0] == 0
     holds(directory, run.steps)
     assert run.manifest["attempts"][0]["dropped"] == dropped
+
+
+def test_a_writer_that_falls_behind_costs_steps_evenly_and_the_end_does_not_wait_for_it(tmp_path: Path) -> None:
+    """The writer is stopped until the end has given up waiting: so little room has never to last for so long."""
+    directory = tmp_path / "run"
+    recording = hookstats.record(directory, ring_bytes=16 << 20)
+    recording.begin({"rank": 0, "every": 3})
+    recording.take(recorded.drained(0))
+    recorded.wait_for(lambda: recording._ring.judged > 0)
+    writer = recording._writer
+    assert writer is not None
+    os.kill(writer.pid, 19)
+    with pytest.warns(UserWarning, match=r"falls behind: .* left out, evenly; attach\(every=\d+\) is advised") as told:
+        take(recording, range(1, 1000))
+    assert len(told) == 1
+    dropped = recording._ring.dropped
+    begin = time.monotonic()
+    with pytest.warns(UserWarning, match="has not ended; it goes on"):
+        recording.close()
+    assert time.monotonic() - begin < 10
+    os.kill(writer.pid, 18)
+    recorded.wait_for(lambda: not recording._description.exists())
+    run = hookstats.load(directory)
+    assert len(run) == 1000 - dropped
+    kept = run.steps
+    assert kept[:60] == list(range(60))
+    assert (
+        max(later - step for step, later in zip(kept, [*kept[1:], 1000], strict=True)) <= 512
+    )  # nothing is read: strides double
+    assert set(run.scalars["step"].to_pylist()) == set(range(1000))
 
 
 def take(recording: Recording, steps: Iterable[int]) -> None:

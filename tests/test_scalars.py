@@ -14,8 +14,11 @@ import hookstats
 from hookstats import Snapshot
 from hookstats.records import writer
 from hookstats.records.store import Store
+from hookstats.report import loading, planes
+from hookstats.report.record import Recorded
 from hookstats.rules import Finding, Judge
 from hookstats.rules.step import Step
+from hookstats.terminal.following import Followed
 from tests.test_judging import Recorder, model
 
 
@@ -241,3 +244,17 @@ def test_recorders_get_what_is_left_at_detach_and_nothing_where_nothing_is() -> 
     train(monitor, net, range(6))
     monitor.detach()
     assert recorder.scalars == []
+
+
+def test_the_page_and_the_screen_show_what_lies_between_measured_steps(tmp_path: Path) -> None:
+    found = recorded(tmp_path / "run", range(43), every=10)
+    lows, means, highs = planes.scalars(loading.recorded(tmp_path / "run"))["loss"]
+    assert lows == [planes.short(loss_of(n)) for n in (0, 1, 11, 21, 31)]
+    assert highs == [planes.short(loss_of(n)) for n in (0, 10, 20, 30, 42)]  # what came last, too
+    assert means[1] == planes.short(sum(map(loss_of, range(1, 11))) / 10)
+    given = planes.scalars(Recorded.of(found))["loss"]
+    assert [each[:4] for each in given] == [each[:4] for each in (lows, means, highs)]
+    followed = Followed(tmp_path / "run")
+    followed.look()
+    assert followed.values("loss", 100) == [loss_of(n) for n in range(41)]
+    assert followed.values("loss", 2) == [sum(map(loss_of, range(21))) / 21, sum(map(loss_of, range(21, 41))) / 20]

@@ -38,6 +38,10 @@ from hookstats.rules import Finding, Rule, defaults, rule_to_json
 
 _LEAST_RING = 64 << 20
 _MOST_SCALARS = 10_000  # steps of which scalars wait for room
+_BEHIND_SECONDS = 9.0  # that the end waits for a writer that is far behind
+_FEW = 64  # steps that the writer may be behind without any being left out
+_LARGEST_STRIDE = 1024
+_ROUND = (2, 5, 10, 20, 50, 100, 200, 500, 1000)
 _LAYOUTS = 8  # that are known at once: of totals and of channels, and what they were before something moved
 
 
@@ -98,6 +102,9 @@ class Recording:
         self._ring = None
         self._left = []
         self._scalars: dict[int, Mapping[str, float]] = {}  # of steps that are not recorded, to be written
+        self._every = settings.get("every")
+        self._taken = 0  # steps that came
+        self._begun_at: tuple[int, int] | None = None  # steps that had come and been read when the first was dropped
         self._layouts: dict[Layout, int] = {}
         self._layouts_sent = 0
         self._writer: subprocess.Popen[bytes] | None = None
@@ -171,14 +178,18 @@ class Recording:
 
     def _take_scalars(self, scalars: Mapping[int, Mapping[str, float]]) -> None:
         """They wait for room in the ring where there is none."""
-        self._scalars.update(scalars)
-        for number in list(self._scalars)[:-_MOST_SCALARS]:
-            del self._scalars[number]
-        pieces = wire.of_scalars(self._scalars, time.time())
-        ring = self._opened(pieces)
-        if ring.write(wire.SCALARS, pieces):
-            self._scalars = {}
+        self._wait_with(scalars)
+        self._send_scalars(self._opened(wire.of_scalars(self._scalars, 0.0)))
         os.eventfd_write(self._wake, 1)
+
+    def _wait_with(self, scalars: Mapping[int, Mapping[str, float]]) -> None:
+        self._scalars.update((number, each) for number, each in scalars.items() if each)
+        while len(self._scalars) > _MOST_SCALARS:
+            del self._scalars[next(iter(self._scalars))]
+
+    def _send_scalars(self, ring: Ring) -> None:
+        if ring.write(wire.SCALARS, wire.of_scalars(self._scalars, time.time())):
+            self._scalars = {}
 
     def _opened(self, pieces: Sequence[NDArray[Any]]) -> Ring:
         """The ring, with room for several of what is written first, and a writer that reads it."""
@@ -192,11 +203,32 @@ class Recording:
         pieces = wire.of_step(drained, self._layouts.get(drained.layout, self._layouts_sent))
         length = sum(piece.nbytes for piece in pieces)
         ring = self._opened(pieces)
+        number, self._taken = self._taken, self._taken + 1
         if not ring.fits(length):
-            self._drop(ring, f"a step of {length} bytes is more than half of it: pass ring_bytes={4 * length}")
-        elif not self._known(ring, drained.layout) or not ring.write(wire.STEP, pieces):
-            self._drop(ring, "it is full because the writer falls behind: measure less often, or pass more ring_bytes")
+            self._drop(ring, drained, f"a step of {length} bytes is more than half of it: pass ring_bytes={4 * length}")
+        elif number % self._stride(ring) or not self._written(ring, drained.layout, pieces):
+            self._drop(ring, drained)
         os.eventfd_write(self._wake, 1)
+
+    def _written(self, ring: Ring, layout: Layout, pieces: Sequence[NDArray[Any]]) -> bool:
+        if self._scalars:  # of steps that were dropped before this one
+            self._send_scalars(ring)
+        return self._known(ring, layout) and ring.write(wire.STEP, pieces)
+
+    def _stride(self, ring: Ring) -> int:
+        """Of the steps that come, each how manieth is kept: all while the writer keeps up, and the fewer the less room.
+
+        Twice as many are left out each time that the room for what is not read yet has halved, so that the ring is not
+        full of what came first when the rest comes. What is read, but not in a part yet, takes a third of the ring.
+        """
+        waiting = ring.written - ring.judged
+        if waiting < _FEW:
+            return 1
+        room = 1 - 1.5 * waiting * (ring.head / ring.written) / ring.capacity
+        stride = 1
+        while room < 0.5 and stride < _LARGEST_STRIDE:
+            room, stride = 2 * room, 2 * stride
+        return stride
 
     def _known(self, ring: Ring, layout: Layout) -> bool:
         """Sends a layout that is new. False: there is no room for it."""
@@ -210,9 +242,30 @@ class Recording:
             del self._layouts[next(iter(self._layouts))]
         return True
 
-    def _drop(self, ring: Ring, why: str) -> None:
+    def _drop(self, ring: Ring, drained: Drained, why: str | None = None) -> None:
+        """Its scalars are kept. why: None where the writer falls behind."""
         ring.dropped += 1
-        self._tell("drop", f"a step is not recorded, the ring of {ring.capacity} bytes cannot take it: {why}")
+        self._wait_with({**drained.earlier_scalars, drained.step: drained.scalars})
+        if why is not None:
+            self._tell("drop", f"a step is not recorded, the ring of {ring.capacity} bytes cannot take it: {why}")
+            return
+        if self._begun_at is None and ring.judged:
+            self._begun_at = self._taken, ring.judged
+        since, begun = self._begun_at or (0, 0)
+        if ring.judged - begun >= _FEW:
+            self._tell_behind((self._taken - since) / (ring.judged - begun))
+        elif ring.dropped >= 2 * _FEW:  # the writer has hardly read anything yet
+            self._tell_behind(self._taken / (self._taken - ring.dropped))
+
+    def _tell_behind(self, share: float) -> None:
+        """share: how many steps come while one is written."""
+        number = next((n for n in _ROUND if n >= share), _ROUND[-1])
+        number *= self._every if isinstance(self._every, int) else 1
+        self._tell(
+            "behind",
+            f"the writer of {self.path} falls behind: steps come faster than they are written, and some are left out, "
+            f"evenly; attach(every={number}) is advised, or more ring_bytes for a burst",
+        )
 
     def _look_after_writer(self, ring: Ring) -> None:
         """Starts the writer, and once more when it has died after it had done something."""
@@ -299,6 +352,9 @@ class Recording:
     def close(self, overhead: Mapping[str, float] | None = None, died: bool = False, timeout: float = 60) -> None:
         """Ends the recording: when it returns, everything is in the directory. A warning where that takes longer.
 
+        It takes at most 10 seconds where steps were dropped, because the writer is far behind then; it goes on by
+        itself, and what was taken is not lost.
+
         overhead: in microseconds, what `Monitor.overhead` says; it is kept with the run. died: an error ended
         training, and the attempt has "died".
         """
@@ -306,6 +362,10 @@ class Recording:
             return
         self._died = died
         if not self._stopped:
+            if self._scalars and self._ring is not None:
+                self._send_scalars(self._ring)
+            if self._begun_at is not None and self._ring is not None:
+                self._tell_behind(self._taken / max(self._taken - self._ring.dropped, 1))
             if overhead is not None and self._ring is not None:
                 self._ring.write(wire.OVERHEAD, wire.of_overhead(overhead))
             self._finish(timeout)
@@ -322,6 +382,8 @@ class Recording:
         self._ended()
         if ring is None:
             self._description.unlink(missing_ok=True)
+        if ring is not None and ring.dropped:
+            timeout = min(timeout, _BEHIND_SECONDS)
         end = time.monotonic() + timeout
         while self._description.exists() and ring is not None:
             try:

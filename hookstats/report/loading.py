@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from hookstats.numbers.fields import Array, Counts, Site, Skipped
 from hookstats.numbers.snapshot import Snapshot
-from hookstats.report.record import Recorded, ordered
+from hookstats.report.record import Recorded, by_name, ordered
 
 if TYPE_CHECKING:
     from hookstats.records.manifest import Manifest
@@ -128,13 +128,9 @@ class _Loaded:
         times[rows[rows >= 0]] = seconds[rows >= 0]
         return times
 
-    def _scalars(self) -> dict[str, Array]:
-        table, rows = self._table("scalars", ["name", "value"])
-        found: dict[str, Array] = {}
-        for row, name, value in zip(rows.tolist(), table["name"].to_pylist(), table["value"].to_pylist(), strict=True):
-            if row >= 0:
-                found.setdefault(name, np.full(len(self._timeline.step), np.nan))[row] = value
-        return found
+    def _scalars(self) -> dict[str, tuple[Counts, Array]]:
+        table = self._run.scalars
+        return by_name(zip(*(table[name].to_pylist() for name in ("step", "name", "value")), strict=True))
 
     def _skipped(self) -> list[tuple[Site, Skipped, int]]:
         table, rows = self._table("events", ["site", "reason", "times"])

@@ -160,12 +160,24 @@ def packed(found: Lines) -> bytes:
 
 
 def scalars(recorded: Recorded) -> dict[str, list[list[float | None]]]:
-    """Of each: smallest, average and largest of each column of a heatmap; None where there was none, or not finite."""
+    """Of each: smallest, average and largest of each column of a heatmap; None where there was none, or not finite.
+
+    A step that was not measured counts with the next one that was.
+    """
     begin = edges(len(recorded.steps), COLUMNS)
-    return {
-        name: [[short(x) for x in of(values[None], begin)[0].tolist()] for of in (smallest, average, largest)]
-        for name, values in recorded.scalars.items()
-    }
+    found = {}
+    for name, (steps, values) in recorded.scalars.items():
+        row = np.minimum(np.searchsorted(recorded.steps, steps), len(recorded.steps) - 1)
+        column = np.searchsorted(begin, row, side="right") - 1
+        low, high = np.full((2, len(begin)), np.nan)
+        np.fmin.at(low, column, values)
+        np.fmax.at(high, column, values)
+        known = ~np.isnan(values)
+        count = np.bincount(column[known], minlength=len(begin))
+        with np.errstate(all="ignore"):
+            mean = np.bincount(column[known], values[known], minlength=len(begin)) / count
+        found[name] = [[short(x) for x in each.tolist()] for each in (low, mean, high)]
+    return found
 
 
 def short(number: float, digits: int = 5) -> float | None:

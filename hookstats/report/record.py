@@ -18,10 +18,10 @@ class Recorded:
     """A run, read as far as it is asked for.
 
     ``sites``: n of them, in order of execution. ``steps`` ``[t]``: those that were measured, ascending. ``scalars``:
-    arrays ``[t]``, NaN where a step had none. ``statistic``: by the name of a row of `Stats`, its totals ``[n, t]``,
-    NaN where a site was silent. ``snapshots``: those of some steps, with these sites at least, channels and histograms
-    where they were kept; ``detailed``: the steps in which they were. ``skipped``: of a site, the reason, how many
-    tensors in all (None: given up), since which step.
+    by name, steps ``[m]``, measured or not, and values ``[m]``. ``statistic``: by the name of a row of `Stats`, its
+    totals ``[n, t]``, NaN where a site was silent. ``snapshots``: those of some steps, with these sites at least,
+    channels and histograms where they were kept; ``detailed``: the steps in which they were. ``skipped``: of a site,
+    the reason, how many tensors in all (None: given up), since which step.
     """
 
     name: str
@@ -31,7 +31,7 @@ class Recorded:
     snapshots: Callable[[Sequence[int], Sequence[Site]], Iterable[Snapshot]]
     detailed: Counts
     times: Array | None = None
-    scalars: Mapping[str, Array] = field(default_factory=dict)
+    scalars: Mapping[str, tuple[Counts, Array]] = field(default_factory=dict)
     findings: Sequence[Finding] = ()
     skipped: Sequence[tuple[Site, Skipped, int]] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -57,8 +57,12 @@ class Recorded:
             asked = set(wanted)
             return (snapshot for snapshot in snapshots if snapshot.step in asked)
 
-        names = dict.fromkeys(name for snapshot in snapshots for name in snapshot.scalars)
-        scalars = {name: np.array([snapshot.scalars.get(name, np.nan) for snapshot in snapshots]) for name in names}
+        given = {
+            step: each
+            for snapshot in snapshots
+            for step, each in [*snapshot.earlier_scalars.items(), (snapshot.step, snapshot.scalars)]
+        }
+        scalars = by_name((step, name, value) for step, each in given.items() for name, value in each.items())
         left_out: dict[tuple[Site, str], tuple[int | None, int]] = {}
         for snapshot in snapshots:
             for site, why in snapshot.skipped.items():
@@ -68,6 +72,16 @@ class Recorded:
         skipped = [(site, Skipped(reason, times), since) for (site, reason), (times, since) in left_out.items()]
         detailed = steps[[_is_detailed(snapshot) for snapshot in snapshots]]
         return cls(name, sites, steps, statistic, chosen, detailed, None, scalars, findings, skipped)
+
+
+def by_name(rows: Iterable[tuple[int, str, float]]) -> dict[str, tuple[Counts, Array]]:
+    """Scalars by their names: step, name, value of each, as `Recorded` has them."""
+    found: dict[str, tuple[list[int], list[float]]] = {}
+    for step, name, value in rows:
+        steps, values = found.setdefault(name, ([], []))
+        steps.append(step)
+        values.append(value)
+    return {name: (np.array(steps, np.int64), np.array(values)) for name, (steps, values) in found.items()}
 
 
 def _is_detailed(snapshot: Snapshot) -> bool:

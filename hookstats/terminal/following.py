@@ -49,7 +49,8 @@ class Followed:
         self._at = 0  # bytes of findings.jsonl that were read
         self.manifest: Manifest | None = None
         self.findings: list[Finding] = []
-        self.steps: deque[tuple[int, dict[str, float]]] = deque(maxlen=WINDOW)
+        self.steps: deque[tuple[int, dict[str, float]]] = deque(maxlen=WINDOW)  # those that were measured
+        self.earlier: deque[dict[int, dict[str, float]]] = deque(maxlen=WINDOW)  # scalars of those before each
         self._rms: deque[dict[Site, float]] = deque(maxlen=WINDOW)
 
     def look(self) -> tuple[list[Snapshot], list[Finding]]:
@@ -64,12 +65,14 @@ class Followed:
         seen = self.steps[-1][0] if self.steps else -1
         if run.steps and run.steps[-1] < seen:  # an attempt that was resumed from an earlier step
             self.steps.clear()
+            self.earlier.clear()
             self._rms.clear()
             seen = -1
         numbers = [step for step in run.steps[-WINDOW:] if step > seen]
         snapshots = [run[step] for step in numbers]
         for snapshot in snapshots:
             self.steps.append((snapshot.step, snapshot.scalars))
+            self.earlier.append(snapshot.earlier_scalars)
             self._rms.append(dict(zip(snapshot.order, _rms(snapshot).tolist(), strict=True)))
         return snapshots, found
 
@@ -133,6 +136,13 @@ class Followed:
         except OSError:
             pass
         return False
+
+    def values(self, name: str, most: int) -> list[float]:
+        """A scalar in all steps of the window, measured or not; of more than `most`, averages over equal parts."""
+        found: list[float] = []
+        for earlier, (_, scalars) in zip(self.earlier, self.steps, strict=True):
+            found += [each[name] for each in [*earlier.values(), scalars] if name in each]
+        return [float(part.mean()) for part in np.array_split(found, most) if len(part)]
 
     def worst(self, most: int) -> list[Worst]:
         """Sites of the latest step, the worst first."""

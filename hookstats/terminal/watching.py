@@ -84,9 +84,8 @@ def picture(followed: Followed, state: State, height: int, width: int) -> Group:
     parts: list[Any] = [line(str(followed.path), "bold"), Text(sentence, _KINDS[state.kind]), line(_about(followed))]
     names = max(20, width // 3)
     bars = max(8, min(WINDOW, width - names - 42))  # beside tensor and numbers
-    for name in list(followed.steps[-1][1])[:4] if followed.steps else []:
-        values = [scalars.get(name, float("nan")) for _, scalars in followed.steps]
-        parts.append(line(f"{name:<10.20} {values[-1]:<12.6g} {sparkline(values[-bars:])}"))
+    for name, latest in list(followed.steps[-1][1].items())[:4] if followed.steps else []:
+        parts.append(line(f"{name:<10.20} {latest:<12.6g} {sparkline(followed.values(name, bars))}"))
     shown = gravest(followed.findings)[: max(3, height // 4)]
     if shown:
         left = len(followed.findings) - len(shown)
