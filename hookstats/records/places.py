@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hookstats._locks import Lock, is_locked
+from hookstats.records.errors import RunError
 from hookstats.records.files import NO_LINK
 
 RING = "ring."  # and the number of the attempt; with ".json", what a writer must know of it
@@ -25,6 +27,45 @@ def descriptions(folder: Path) -> dict[int, Path]:
     """Of the attempts that are not finished, by number, ascending: what a writer must know of them."""
     found = [(re.fullmatch(rf"{re.escape(RING)}(\d+)\.json", path.name), path) for path in folder.glob(f"{RING}*.json")]
     return dict(sorted((int(match[1]), path) for match, path in found if match))
+
+
+_DESCRIBED: dict[str, type] = {
+    "attempt": int,
+    "ring": str,
+    "host": str,
+    "boot": str,
+    "pid": int,
+    "settings": dict,
+    "rules": list,
+}
+
+
+def described(path: Path) -> dict[str, Any]:
+    """What an attempt's process left to be known. RunError where it is anything else, FileNotFoundError without it."""
+    try:
+        told = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise RunError(f"{path}: expected the JSON of an attempt, got {str(error)[:200]}") from None
+    if not isinstance(told, dict):
+        raise RunError(f"{path}: expected the object of an attempt, got {told!r:.200}")
+    for name, kind in _DESCRIBED.items():
+        value = told.get(name)
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise RunError(f"{path}: {name}: expected {kind.__name__}, got {value!r:.200}")
+    started, rank = told.get("started"), told["settings"].get("rank")
+    if not (started is None or type(started) is int) or type(rank) is not int:
+        raise RunError(f"{path}: expected when the process started, and its rank, got {started!r:.100}, {rank!r:.100}")
+    number = re.fullmatch(rf"{re.escape(RING)}(\d+)\.json", path.name)
+    if number and int(number[1]) != told["attempt"]:
+        raise RunError(f"{path}: expected attempt {int(number[1])}, got {told['attempt']!r:.100}")
+    if "\0" in told["ring"] or not 0 < told["pid"] < 2**31:
+        raise RunError(f"{path}: expected a path and a process, got {told['ring']!r:.100}, {told['pid']!r:.100}")
+    for rule in told["rules"]:
+        if not (
+            isinstance(rule, dict) and isinstance(rule.get("rule"), str) and isinstance(rule.get("arguments"), dict)
+        ):
+            raise RunError(f"{path}: expected a rule and its arguments, got {rule!r:.200}")
+    return told
 
 
 def local_folder(folder: Path, attempt: int) -> Path:
@@ -105,9 +146,9 @@ def keep_locked(description: Path) -> Lock:
     return Lock(os.open(description, os.O_RDWR | NO_LINK))
 
 
-def is_training(description: Path, told: Mapping[str, Any]) -> bool:
-    """Whether the process that left a description lives. told: what stands in it."""
-    if is_of_this_machine(told) and told["started"] == started_at(told["pid"]) is not None:
+def is_training(description: Path, told: Mapping[str, Any] | None) -> bool:
+    """Whether the process that left a description lives. told: what stands in it; None: that cannot be read."""
+    if told and is_of_this_machine(told) and told["started"] == started_at(told["pid"]) is not None:
         return True
     try:
         file = os.open(description, os.O_RDONLY | NO_LINK)

@@ -22,9 +22,11 @@ from numpy.typing import NDArray
 from hookstats._warn import WarnOnce
 from hookstats.numbers.blocks import Drained, Layout
 from hookstats.records import wire
+from hookstats.records.errors import RunError
 from hookstats.records.files import write_whole
 from hookstats.records.places import (
     RING,
+    described,
     descriptions,
     is_training,
     keep_locked,
@@ -119,17 +121,19 @@ class Recording:
         """Takes the number of a new attempt, and leaves what a writer must know of it."""
         known = descriptions(self._folder)
         for path in known.values():
-            with suppress(OSError, ValueError, KeyError):
-                other = json.loads(path.read_text())
-                if is_training(path, other):
-                    raise RuntimeError(
-                        f"record: expected a directory that nobody records into, but process {other['pid']} records "
-                        f"into {self.path}: detach its monitor, or choose another directory"
-                    )
+            other = None
+            with suppress(OSError, RunError):
+                other = described(path)
+            if is_training(path, other):
+                who = f"process {other['pid']}" if other else "another process"
+                raise RuntimeError(
+                    f"record: expected a directory that nobody records into, but {who} records into {self.path}: "
+                    "detach its monitor, or choose another directory"
+                )
         attempt = 1 + max(known, default=0)
         manifest = self._folder / "manifest.json"
         if manifest.exists():
-            with suppress(ValueError, TypeError, KeyError):
+            with suppress(ValueError, TypeError, KeyError, RecursionError):
                 earlier = json.loads(manifest.read_text())["attempts"]
                 attempt = max([attempt, *(1 + int(each["attempt"]) for each in earlier)])
         while True:
@@ -141,7 +145,7 @@ class Recording:
                 attempt += 1
         where = local_folder(self._folder, attempt)
         self._ring_path = where / f"{RING}{attempt:04d}"
-        described = {
+        own = {
             "attempt": attempt,
             "ring": str(self._ring_path),
             **machine(),
@@ -150,7 +154,7 @@ class Recording:
             "settings": settings | {"hookstats": _version(), "host": machine()["host"], "time": time.time()},
             "rules": self._rules,
         }
-        write_whole(self._description, json.dumps(described).encode())
+        write_whole(self._description, json.dumps(own).encode())
         self._lock = keep_locked(self._description)
         return attempt
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from hookstats.records.errors import RunError
 from hookstats.records.files import NO_LINK
 
 _MAGIC = 0x31_474E_4952_5348  # "HSRING1"
@@ -31,7 +32,7 @@ CLOSED, DIED = 1, 2  # of the word "closed": nothing more comes; and an error wa
 _WORDS = ("magic", "capacity", "head", "tail", "written", "judged", "dropped", "closed", "failed", "findings", "fed")
 
 
-class RingError(ValueError):
+class RingError(RunError):
     """A file that is no ring, or a record in it that is not whole."""
 
 

@@ -68,6 +68,9 @@ class Store:
         try:
             self._manifest = manifest.read(directory)
         except FileNotFoundError:
+            left = [path for table in SCHEMAS for path in (directory / table).glob("*.parquet")]
+            if left:  # what no manifest names is removed: without one, that would be the whole run
+                raise RunError(f"{directory / 'manifest.json'}: expected it beside {left[0]}, got no file") from None
             self._manifest = Manifest()
             self._manifest.write(directory)
         self._sites = list(self._manifest.sites)  # with those of the open part

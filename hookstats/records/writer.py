@@ -22,8 +22,9 @@ from typing import Any
 
 from hookstats.numbers.blocks import Drained, Layout
 from hookstats.records import wire
+from hookstats.records.errors import RunError
 from hookstats.records.files import NO_LINK, write_whole
-from hookstats.records.places import RING, descriptions, is_of_this_machine, is_training, ring_of
+from hookstats.records.places import RING, described, descriptions, is_of_this_machine, is_training, ring_of
 from hookstats.records.ring import CLOSED, Ring, RingError
 from hookstats.records.run import Run
 from hookstats.records.store import Store
@@ -48,18 +49,17 @@ class Attempt:
         not trusted to name code that is run, or other files that are written: only our own rules judge.
         ValueError, OSError where there is nothing to do.
         """
-        described = json.loads(path.read_text())
+        told = described(path)
+        is_left = judges is None
         if judges is None:
-            judges = {"rules": [rule for rule in described["rules"] if is_ours(rule)], "sinks": []}
+            judges = {"rules": [rule for rule in told["rules"] if is_ours(rule)], "sinks": []}
         self._description = path
-        self.number = int(described["attempt"])
-        self.pid = int(described["pid"])
-        self._described = described
-        if not is_of_this_machine(described):
-            raise ValueError(
-                f"{path}: expected a ring of this machine, got one of {described['host']}: recover it there"
-            )
-        self.ring_path = ring_of(folder, self.number, described["ring"])
+        self.number = int(told["attempt"])
+        self.pid = int(told["pid"])
+        self._told_of = told
+        if not is_of_this_machine(told):
+            raise ValueError(f"{path}: expected a ring of this machine, got one of {told['host']}: recover it there")
+        self.ring_path = ring_of(folder, self.number, told["ring"])
         if not self.ring_path.exists() and self.is_training():
             raise RuntimeError(
                 f"{folder}: expected that training has ended, but process {self.pid} will record into it"
@@ -70,13 +70,17 @@ class Attempt:
         self.is_finished = store.ended(self.number)
         if self.is_finished:
             return
-        store.begin(self.number, described["settings"])
+        store.begin(self.number, told["settings"])
         self._layouts = Layouts(self._layouts_path)
         self._position = max(self.ring.tail, store.consumed(self.number))
         self.ring.tail = self._position
         self._sinks = [from_spec(spec) for spec in judges["sinks"]]
-        self._rank = int(described["settings"]["rank"])
-        self._judge = Judge(map(rule_from_json, judges["rules"]), self._rank, self.number)
+        self._rank = int(told["settings"]["rank"])
+        try:
+            rules = [rule_from_json(rule) for rule in judges["rules"]]
+        except ValueError as error:
+            raise RunError(f"{path}: {error}") if is_left else error from None
+        self._judge = Judge(rules, self._rank, self.number)
         self._judge.rebuild(_past(folder))
         self._findings = Findings(folder / "findings.jsonl")
         self._judged = self.ring.judged  # what was found in these is told already
@@ -87,7 +91,7 @@ class Attempt:
 
     def is_training(self) -> bool:
         """Whether the process that fills the ring is alive."""
-        return is_training(self._description, self._described)
+        return is_training(self._description, self._told_of)
 
     def serve(self) -> bool:
         """What cannot wait. False: there was nothing to read."""
@@ -269,8 +273,13 @@ def drain_left(store: Store, folder: Path, before: int | None = None) -> list[in
             break
         try:
             attempt = Attempt(store, folder, path)
-        except (FileNotFoundError, json.JSONDecodeError):
+        except FileNotFoundError:
             path.unlink(missing_ok=True)  # it died before its first step
+            continue
+        except RunError:
+            if (path.exists() and path.stat().st_size) or path.with_suffix("").exists():
+                raise
+            path.unlink(missing_ok=True)  # it died before it had described itself
             continue
         if attempt.is_finished:  # whoever finished it died before it was tidy
             attempt.tidy()
@@ -310,7 +319,7 @@ def recover(path: str | os.PathLike[str]) -> dict[str, list[int]]:
 def run(folder: Path, number: int, wake: int, judges: Mapping[str, Any]) -> None:
     """Until the training process has ended, and its ring is empty."""
     path = descriptions(folder)[number]
-    ring = Ring(Path(json.loads(path.read_text())["ring"]))
+    ring = Ring(Path(described(path)["ring"]))
     try:
         with locked(folder, _LOCK_SECONDS):
             store = Store(folder)

@@ -69,7 +69,12 @@ def rule_from_json(d: Mapping[str, Any]) -> Rule:
     if is_ours(d):
         if not (isinstance(found, type) and dataclasses.is_dataclass(found) and found.__module__ == module):
             raise ValueError(f"rules: expected a rule at {d['rule']!r}, got {found!r}")
-        ours: Rule = found(**d["arguments"])  # type: ignore[assignment]
+        try:
+            ours: Rule = found(**d["arguments"])  # type: ignore[assignment]
+        except TypeError as error:
+            raise ValueError(
+                f"rules: expected arguments of {d['rule']!r}, got {d['arguments']!r:.200}: {error}"
+            ) from None
         return ours
     if not callable(found) or isinstance(found, type) or d["arguments"]:
         raise ValueError(f"rules: expected a function without arguments at {d['rule']!r}, got {found!r}")

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import fcntl
 import json
+import time
 from collections import deque
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from hookstats.numbers.fields import Array, Site
 from hookstats.numbers.snapshot import Snapshot
+from hookstats.records.errors import RunError
 from hookstats.records.manifest import Manifest, read
-from hookstats.records.places import descriptions, is_of_this_machine, is_training, rank_folder
+from hookstats.records.places import described, descriptions, is_of_this_machine, is_training, rank_folder
 from hookstats.records.run import load
 from hookstats.rules import SEVERITIES, Finding
 
+_NEW = 30.0  # seconds
 WINDOW = 48  # steps of a sparkline, and of a site's own past
 
 
@@ -102,6 +106,12 @@ class Followed:
             others = ", ".join(sorted(each.name for each in self.path.glob("rank=*")))
             there = f"{self.path} has only {others}" if others else f"there is no run in {self.path} yet"
             return State("waiting", f"waiting for {self.folder.name}: {there}")
+        if (
+            self.manifest is None
+            and any(self.folder.glob("*/*.parquet"))
+            and not (self.folder / "manifest.json").exists()
+        ):
+            raise RunError(f"{self.folder / 'manifest.json'}: expected it beside the parts of a run, got no file")
         if self.manifest is None or not self.manifest.attempts:
             return State("waiting", "nothing is recorded yet")
         last = self.manifest.attempts[-1]
@@ -112,12 +122,16 @@ class Followed:
 
     def _of_open(self, number: int, path: Path) -> State:
         try:
-            described: Any = json.loads(path.read_text())
-            pid, is_here, runs = int(described["pid"]), is_of_this_machine(described), is_training(path, described)
-        except (OSError, ValueError, KeyError, TypeError):
+            told = described(path)
+        except FileNotFoundError:
             return State("waiting", "nothing is recorded yet")
+        except RunError:
+            if is_training(path, None) or self._is_written() or _is_new(path):
+                return State("recording", f"a process records it, but {path.name} cannot be read")
+            raise
+        pid, is_here, runs = told["pid"], is_of_this_machine(told), is_training(path, told)
         if not is_here:
-            host = described["host"]
+            host = told["host"]
             return State("recording", f"process {pid} on {host} records it, or did: that cannot be seen from here")
         if runs:
             return State("recording", f"process {pid} records it")
@@ -164,6 +178,14 @@ class Followed:
             grade = gravest.get(site)
             found.append(Worst(site, rms, change, None if grade is None else SEVERITIES[grade]))
         return sorted(found, key=_badness, reverse=True)[:most]
+
+
+def _is_new(path: Path) -> bool:
+    """Whether a file is empty as it is when it has just been made."""
+    with suppress(FileNotFoundError):
+        told = path.stat()
+        return told.st_size == 0 and abs(time.time() - told.st_mtime) < _NEW
+    return True
 
 
 def _badness(worst: Worst) -> tuple[int, float]:
