@@ -75,10 +75,10 @@ def test_pieces_are_not_in_the_table_and_everything_else_is() -> None:
 
 def hostile() -> list[tuple[str, Any]]:
     good = json.loads(table(row(), scalars=("loss",), unmeasured=(B,)).text)
-    name, tensor, channels, counters, keeps, dim, is_parameter, replicas = good["rows"][0]
+    name, tensor, channels, counters, keeps, dim, is_parameter, replicas, _ = good["rows"][0]
 
     def with_row(*told: Any) -> dict[str, Any]:
-        return {**good, "rows": [list(told)]}
+        return {**good, "rows": [[*told, ""] if len(told) == 8 else list(told)]}
 
     return [
         ("a list", []),
@@ -106,6 +106,7 @@ def hostile() -> list[tuple[str, Any]]:
         ("a dimension far away", with_row(name, tensor, channels, counters, keeps, 1 << 40, is_parameter, replicas)),
         ("replicas of a word", with_row(name, tensor, channels, counters, keeps, dim, is_parameter, "all")),
         ("replicas of rank -1", with_row(name, tensor, channels, counters, keeps, dim, is_parameter, -1)),
+        ("apart of a number", with_row(*good["rows"][0][:-1], 1)),
         ("replicas that are a list", with_row(name, tensor, channels, counters, keeps, dim, is_parameter, [])),
     ]
 

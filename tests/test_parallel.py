@@ -157,13 +157,16 @@ def colwise_and_rowwise(attach_first: bool) -> None:
     snapshot, told = check_all(model, monitor, kept, lambda site: lines.get(site[0]))
     assert snapshot["0", "output"].calls == snapshot["2.weight", "param"].calls == 1
     assert len(told) == 1
-    assert "how plain tensors lie along 'tp' is not known" in told[0]
+    assert "different values of 1 output" in told[0]
+    assert "1 output as 1 output[tp=0] and 1 output[tp=1]" in told[0]
     assert "placements={glob: Shard(-1)}" in told[0]
     parts = kept.gathered()
-    for name in ("1",) if attach_first else ("1", "2"):
-        for kind in ("output", "grad_output"):
-            for each in range(2):  # kept apart
-                check_merged(snapshot, (name, f"{kind}[tp={each}]"), parts, [[each]], like=(name, kind))
+    for kind in ("output", "grad_output"):
+        for each in range(2):  # kept apart, as they differ
+            check_merged(snapshot, ("1", f"{kind}[tp={each}]"), parts, [[each]], like=("1", kind))
+        if not attach_first:  # the same on both: counted once
+            check_merged(snapshot, ("2", kind), parts, one)
+            assert snapshot["2", kind].calls == 1
 
 
 def named_by_the_user() -> None:
@@ -382,8 +385,7 @@ def compiled(rank: int, world: int) -> None:
                 check_merged(snapshot, (name, kind), parts, [[0, 1]])
                 assert snapshot[name, kind].calls == 1
         if not attach_first:
-            for each in range(2):
-                check_merged(snapshot, ("2", f"output[tp={each}]"), parts, [[each]], like=("2", "output"))
+            check_merged(snapshot, ("2", "output"), parts, [[0]])
 
 
 def test_dtensors_inside_a_compiled_graph_are_measured_where_they_lie() -> None:

@@ -52,7 +52,7 @@ class Agreement:
         self._owners = {site: _owner(each) for site, each in same.items()}
         self.rows = tuple(self._merged([row for _, row in each]) for each in same.values())
         if self.unlike:
-            self.notes.append(f"not all ranks have the same channels of {_some(self.unlike)}: merged as totals")
+            self.notes.append(f"not all ranks have the same channels of {some(self.unlike)}: merged as totals")
         unmeasured = dict.fromkeys(site for _, table in tables for site in table.unmeasured if site not in same)
         self.sites = (*same, *unmeasured)
         self._fit()
@@ -111,17 +111,34 @@ class Agreement:
         """``[rows + 1]``: the same of the counters of its histogram."""
         return np.cumsum([0, *(row.counters for row in self.rows)], dtype=np.int64)
 
+    @cached_property
+    def alternatives(self) -> dict[Site, list[int]]:
+        """Sites of which it is not known whether ranks hold the same: the rows that keep them apart."""
+        found: dict[Site, list[int]] = {}
+        for i, row in enumerate(self.rows):
+            if row.apart_of:
+                found.setdefault(Site(row.site.name, row.apart_of), []).append(i)
+        return {site: rows for site, rows in found.items() if site not in self._owners}
+
+    def kept(self, once: Sequence[Site]) -> Counts:
+        """The rows of what has been merged. once: alternatives that are the same: the first one stands for all."""
+        left_out = {i for site in once for i in self.alternatives[site][1:]}
+        return np.array([i for i in range(len(self.rows)) if i not in left_out], np.int64)
+
     def counts(self, row: Row, rank: int) -> bool:
         """Whether a rank whose table has this row counts."""
         owner = self._owners[row.site]
         return row.replicas == owner.replicas and (owner.replicas != "first" or owner.rank == rank)
 
-    def layout(self, folded: Sequence[int]) -> Layout:
-        """The layout of the whole, in one block. folded: rows that are totals in it."""
+    def layout(self, folded: Sequence[int], once: Sequence[Site]) -> Layout:
+        """The layout of the whole, in one block. folded: rows that are totals in it. once: see `kept`."""
         rows = list(self.rows)
         for i in folded:
             rows[i] = _total(rows[i], self.bins)
-        return _layout(rows, self.bins)
+        for site in once:
+            first = self.alternatives[site][0]
+            rows[first] = rows[first]._replace(site=site)
+        return _layout([rows[i] for i in self.kept(once).tolist()], self.bins)
 
 
 def _layout(rows: Sequence[Row], bins: Bins | None) -> Layout:
@@ -159,6 +176,7 @@ def _owner(rows: list[tuple[int, Row]]) -> _Owner:
     return _Owner(rank, min(row.replicas for _, row in rows if isinstance(row.replicas, int)))
 
 
-def _some(sites: list[Site]) -> str:
+def some(sites: Sequence[Site]) -> str:
+    """The first of them, and how many more."""
     more = f" and {len(sites) - _NAMED} more" if len(sites) > _NAMED else ""
     return ", ".join(map(str, sites[:_NAMED])) + more

@@ -18,10 +18,11 @@ Merge: TypeAlias = Callable[[Sequence[Section]], Section]  # of the parts' eleme
 
 SPREAD = ("rms", "abs_max", "mean", "nonfinite")  # of which the ranks' extremes are told
 OF_STEP = ("time", "grad_scale", "overflowed")  # scalars that every step has
-CALLS, FIRED, SHOWN, FOLDED, SKIPPED, GIVEN_UP = range(6)  # rows of counts
+# Rows of counts. CONTENT: checksums of the ranks' states, whose sum wraps; APART: ranks that have seen other ones.
+CALLS, FIRED, SHOWN, FOLDED, SKIPPED, GIVEN_UP, CONTENT, APART = range(8)
 ORDER, SKIPPED_BY = range(2)  # rows of lowest
 NONE = np.iinfo(np.int64).max  # in lowest
-PER_SITE = {False: 6 + 2, True: 6 + 2 + 4 * len(SPREAD)}  # numbers that are no state: without spread, and with
+PER_SITE = {False: 8 + 2, True: 8 + 2 + 4 * len(SPREAD)}  # numbers that are no state: without spread, and with
 SUM, COUNT, MIN, MAX = range(4)  # rows of scalars
 _AT_ONCE = 1 << 15  # channels of all parts that are merged in one go: what a cache holds
 _COUNT = FIELDS.index("count")
@@ -34,7 +35,7 @@ class Flat(NamedTuple):
 
     columns: Array  # [10, channels of all sites]: states; zeros where nothing was measured
     bins: Counts  # [1, counters of all sites]
-    counts: Counts  # [6, sites]: sums
+    counts: Counts  # [8, sites]: sums
     lowest: Counts  # [2, sites]: when a site first ran (rank << 32 | place); the first rank that left out tensors of it
     scalars: Array  # [4, scalars]: sum, count, min, max over the ranks that have them
     spread: Array  # [16, sites], or [16, 0]: of each of SPREAD min, its rank, max, its rank
@@ -45,7 +46,7 @@ def neutral(channels: int, counters: int, sites: int, scalars: int, spread: bool
     flat = Flat(
         np.zeros((len(FIELDS), channels)),
         np.zeros((1, counters), np.int64),
-        np.zeros((6, sites), np.int64),
+        np.zeros((8, sites), np.int64),
         np.full((2, sites), NONE),
         np.zeros((4, scalars)),
         np.full((4 * len(SPREAD), sites if spread else 0), np.nan),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from hashlib import blake2b
 
 import numpy as np
 
@@ -11,7 +12,7 @@ from hookstats.cluster.agreement import Agreement
 from hookstats.cluster.flat import SPREAD, Flat
 from hookstats.cluster.moving import Moves
 from hookstats.cluster.table import Piece, Table
-from hookstats.numbers.blocks import COUNTERS, Drained, Layout
+from hookstats.numbers.blocks import COUNTERS, Drained, Layout, Read
 from hookstats.numbers.columns import wholes_of
 from hookstats.numbers.fields import FIELDS, Array, Counts, Site, Skipped, histogram_shape, total
 from hookstats.numbers.ranks import Spread
@@ -22,35 +23,50 @@ _WHOLES = 2  # layouts that are kept: others where a rank had totals alone of ot
 class Packer:
     """The steps of a rank, packed and unpacked under one agreement."""
 
-    def __init__(self, agreement: Agreement, rank: int) -> None:
-        self._agreement = agreement
+    def __init__(self, agreement: Agreement, rank: int, apart: dict[Site, None] | None = None) -> None:
+        """apart: sites of which ranks have held other values, in this step or before; `unpack` adds to it."""
+        self._apart = {} if apart is None else apart
+        self.agreement = agreement
         self._rank = rank
         self._shares: dict[tuple[Layout, Table], _Share] = {}
-        self._wholes: dict[tuple[int, ...], _Whole] = {}
+        self._wholes: dict[tuple[tuple[int, ...], tuple[Site, ...]], _Whole] = {}
 
     def pack(self, drained: Drained, table: Table, pieces: Sequence[Piece]) -> Flat:
         """What this rank contributes; table and pieces as `Tables.of` gave them, the table one of the agreement's."""
         key = drained.layout, table
         if key not in self._shares:
-            self._shares = {key: _Share(self._agreement, drained.layout, table, pieces, self._rank)}
+            self._shares = {key: _Share(self.agreement, drained.layout, table, pieces, self._rank, self._apart)}
         return self._shares[key].pack(drained)
 
     def unpack(self, flat: Flat, own: Drained) -> Drained:
         """The whole; own: of this rank, the same step, which knows why tensors were left out here."""
-        rows = len(self._agreement.rows)
+        rows = len(self.agreement.rows)
         folded = tuple(np.flatnonzero(flat.counts[at.FOLDED, :rows]).tolist())
-        if folded not in self._wholes:
+        for site, alike in self.agreement.alternatives.items():
+            if flat.counts[at.APART, alike].any() or len(set(flat.counts[at.CONTENT, alike].tolist())) > 1:
+                self._apart[site] = None
+        key = folded, tuple(site for site in self.agreement.alternatives if site not in self._apart)
+        if key not in self._wholes:
             if len(self._wholes) == _WHOLES:
                 self._wholes.clear()
-            self._wholes[folded] = _Whole(self._agreement, folded)
-        return self._wholes[folded].unpack(flat, own)
+            self._wholes[key] = _Whole(self.agreement, *key)
+        return self._wholes[key].unpack(flat, own)
 
 
 class _Share:
     """What a rank contributes to the steps of one layout."""
 
-    def __init__(self, agreement: Agreement, layout: Layout, table: Table, pieces: Sequence[Piece], rank: int) -> None:
-        """table: one of the agreement's, of this layout; with pieces, as `Tables.of` gave them."""
+    def __init__(
+        self,
+        agreement: Agreement,
+        layout: Layout,
+        table: Table,
+        pieces: Sequence[Piece],
+        rank: int,
+        apart: dict[Site, None],
+    ) -> None:
+        """table: one of the agreement's, of this layout; with pieces, as `Tables.of` gave them. apart: see Packer."""
+        self._apart = apart
         self._agreement = agreement
         self._rank = rank
         # Arrays of as many elements as the layout has rows.
@@ -61,6 +77,11 @@ class _Share:
             [piece.counts and agreement.counts(row, rank) for row, piece in zip(table.rows, pieces, strict=True)], bool
         )
         self._leads = self._counts & np.array([piece.leads for piece in pieces], bool)
+        self._unknown = [
+            (i, Site(row.site.name, row.apart_of), piece.group)
+            for i, (row, piece) in enumerate(zip(table.rows, pieces, strict=True))
+            if piece.group is not None and self._counts[i]
+        ]
         is_total = np.array([row.channels == 1 for row in rows], bool)
         shape = np.array([(part.block, part.offset, part.channels, part.bins) for part in parts], np.int64)
         block, offset, channels, bins = shape.reshape(-1, 4).T
@@ -94,6 +115,11 @@ class _Share:
         counts[at.CALLS, place] = calls * self._leads
         counts[at.FIRED, place] = (calls > 0) & self._counts
         counts[at.SHOWN, place[shown]] = 1
+        for i, site, group in self._unknown:
+            if site in self._apart:
+                counts[at.APART, place[i]] = 1
+            elif calls[i]:
+                counts[at.CONTENT, place[i]] = _content(drained.read(i), int(calls[i]), group)
         in_order = np.flatnonzero(self._counts[order])
         flat.lowest[at.ORDER, place[order[in_order]]] = self._rank << 32 | in_order
         for site, skipped in drained.skipped.items():
@@ -144,29 +170,31 @@ class _Share:
 class _Whole:
     """What has been merged, as steps of one layout."""
 
-    def __init__(self, agreement: Agreement, folded: tuple[int, ...]) -> None:
-        """folded: rows of which some rank had totals alone."""
+    def __init__(self, agreement: Agreement, folded: tuple[int, ...], once: tuple[Site, ...]) -> None:
+        """folded: rows of which some rank had totals alone. once: sites of which the ranks' states are the same."""
         self._agreement = agreement
-        self._layout = layout = agreement.layout(folded)
-        self._folded = folded
+        self._layout = layout = agreement.layout(folded, once)
+        self._kept = kept = agreement.kept(once)
+        self._folded = [n for n, i in enumerate(kept.tolist()) if i in folded]
         parts = np.array([row.parts[0] for row in layout.rows], np.int64).reshape(-1, 4)
         block, offset, channels, bins = parts.T
         self._counters = offset + len(FIELDS) * channels
-        here = np.flatnonzero(~np.isin(np.arange(len(parts)), folded))
+        here = np.flatnonzero(~np.isin(kept, folded))
         begin = agreement.channel_begin
-        self._moments = Moves(len(FIELDS), int(begin[-1]), *(each[here] for each in (block, offset, begin, channels)))
+        to = block[here], offset[here], begin[kept[here]], channels[here]
+        self._moments = Moves(len(FIELDS), int(begin[-1]), *to)
         offset, begin = self._counters + COUNTERS, agreement.bin_begin
-        self._bins = Moves(1, int(begin[-1]), *(each[here] for each in (block, offset, begin, bins)))
+        self._bins = Moves(1, int(begin[-1]), block[here], offset[here], begin[kept[here]], bins[here])
 
     def unpack(self, flat: Flat, own: Drained) -> Drained:
         agreement, layout = self._agreement, self._layout
         block = np.zeros(layout.sizes[0], np.int64)
         self._moments.scatter(flat.columns, [block])
         self._bins.scatter(flat.bins, [block])
-        for i in self._folded:
-            self._put_total(flat, block, i)
+        for n in self._folded:
+            self._put_total(flat, block, n)
         n = len(layout.rows)
-        counts, lowest = flat.counts[:, :n], flat.lowest[:, :n]
+        counts, lowest = flat.counts[:, self._kept], flat.lowest[:, self._kept]
         has_fired = counts[at.FIRED] > 0
         fired = np.argsort(lowest[at.ORDER], kind="stable")[: has_fired.sum()]
         block[self._counters] = np.maximum(counts[at.CALLS], has_fired)
@@ -186,11 +214,11 @@ class _Whole:
         drained.earlier_scalars = own.earlier_scalars
         drained.skipped = self._skipped(flat, own)
         if agreement.spread:
-            drained.spread = _spreads(flat.spread[:, drained.by_row.shown])
+            drained.spread = _spreads(flat.spread[:, self._kept[drained.by_row.shown]])
         return drained
 
-    def _put_total(self, flat: Flat, block: Counts, i: int) -> None:
-        part, agreement = self._layout.rows[i].parts[0], self._agreement
+    def _put_total(self, flat: Flat, block: Counts, n: int) -> None:
+        part, agreement, i = self._layout.rows[n].parts[0], self._agreement, int(self._kept[n])
         begin, end = agreement.channel_begin[i : i + 2]
         moments = block[part.offset : part.offset + len(FIELDS)]
         moments[:] = total(flat.columns[:, begin:end]).view(np.int64)
@@ -207,6 +235,17 @@ class _Whole:
             reason = here.reason if here else f"rank {flat.lowest[at.SKIPPED_BY, i]} has the reason"
             result[site] = Skipped(reason, None if flat.counts[at.GIVEN_UP, i] else times)
         return result
+
+
+def _content(read: Read, calls: int, group: int) -> int:
+    """64 bits that stand for a rank's state. The group is among them, so that sums over ranks that are equal are made
+    of equal states in each group: those that two groups have the other way round are not the same.
+    """
+    here = blake2b(np.array([calls, group, *read.moments.shape], np.int64).tobytes(), digest_size=8)
+    here.update(read.moments.tobytes())
+    if read.histogram is not None:
+        here.update(read.histogram.tobytes())
+    return int.from_bytes(here.digest(), "big", signed=True)
 
 
 def _means(scalars: Array) -> list[float | None]:

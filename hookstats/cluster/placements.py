@@ -3,7 +3,8 @@
 A placement holds along one axis of a mesh. Shard of the channels puts the ranks' channels side by side; Shard of
 another dimension merges their values; Replicate lets one rank count. Plain tensors: activations of all ranks count,
 plain parameters are the same on all. Under tensor parallelism a plain activation may be any of these: where its
-module's own weight does not tell, and the user does not, it is kept apart for each coordinate, never counted twice.
+module's own weight does not tell, and the user does not, it travels apart for each coordinate: where the ranks' states
+have been the same so far it is one site, else it is kept apart, never counted twice.
 """
 
 from __future__ import annotations
@@ -195,7 +196,8 @@ class _Placing:
                     size *= len(axis.ranks)
                     leads &= axis.coordinate == 0
         placed = Placed(size, "each", Piece(offset, counts, leads))
-        return self._along(row, placed, apart)
+        why = "placements= counts a dimension from another end than the channels"
+        return self._along(row, placed, apart, why)
 
     def _is_of_channels(self, row: blocks.Row, dim: int) -> bool | None:
         """Whether this is the channels' dimension. None: they are counted from different ends of a tensor."""
@@ -243,16 +245,18 @@ class _Placing:
         return None
 
     def _along(self, row: blocks.Row, placed: Placed, axes: Sequence[Axis], why: str = "") -> Placed:
-        """Apart for each coordinate along these axes."""
+        """Apart for each coordinate along these axes. why: they hold other values. Without: maybe the same."""
         if not axes:
             return placed
-        names = ", ".join(repr(axis.name) for axis in axes)
         told = ",".join(f"{axis.name}={axis.coordinate}" for axis in axes)
         site = Site(row.site.name, f"{row.site.tensor}[{told}]")
-        self._placements.tell_of_what_is_apart(
-            row.site, site, why or f"how plain tensors lie along {names} is not known"
-        )
-        return placed._replace(site=site)
+        if why:
+            self._placements.tell_of_what_is_apart(row.site, site, why)
+            return placed._replace(site=site)
+        # Replicas, for all that is known: whether they are is seen from their states, once they are merged.
+        rank = dist.get_rank()
+        group = rank + sum(axis.ranks[0] - rank for axis in axes)
+        return placed._replace(site=site, piece=placed.piece._replace(group=group))
 
     def _tensor_parallel_axes(self, model: nn.Module) -> list[Axis]:
         """Along which DTensor parameters lie, and not data parallel ranks: these may hold the same activations.

@@ -6,11 +6,12 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from hookstats.cluster.agreement import Agreement
+from hookstats.cluster.agreement import Agreement, some
 from hookstats.cluster.flat import MERGES, Flat, Merge, Section
 from hookstats.cluster.packing import Packer
 from hookstats.cluster.table import Placing, Table, Tables, whole
 from hookstats.numbers.blocks import Drained
+from hookstats.numbers.fields import Site
 
 _KEPT = 4  # agreements: of whole states, and of totals, each before and after a change
 
@@ -34,6 +35,7 @@ class Steps:
         self.notes: deque[str] = deque()
         self._rank = rank
         self._tables = tables
+        self._apart: dict[Site, None] = {}  # of which ranks have held other values, since this rank attached
         self._packers: dict[tuple[tuple[int, bytes], ...], Packer] = {}
 
     def table(self, step: Step) -> tuple[int, bytes]:
@@ -55,7 +57,23 @@ class Steps:
 
     def unpack(self, sections: Sequence[Section], step: Step, tables: Sequence[tuple[int, bytes]]) -> Step:
         """A step made of what came of all ranks' sections; step: this rank's own."""
-        return step._replace(drained=self._packer(tables).unpack(Flat(*sections), step.drained))
+        packer, before = self._packer(tables), len(self._apart)
+        drained = packer.unpack(Flat(*sections), step.drained)
+        self._tell_of(list(self._apart)[before:], packer.agreement, drained.step)
+        return step._replace(drained=drained)
+
+    def _tell_of(self, sites: Sequence[Site], agreement: Agreement, number: int) -> None:
+        """Of what is kept apart from now on."""
+        if not sites:
+            return
+        rows = agreement.alternatives[sites[0]]
+        names = " and ".join(str(agreement.rows[i].site) for i in rows[:2])
+        self.notes.append(
+            f"the ranks hold different values of {some(sites)} at step {number}, and how these plain tensors lie is "
+            f"not known. They are kept apart from this step on: {sites[0]} as {names}. Say how they are placed: "
+            "placements={glob: Shard(-1)} for a part of the channels, Shard(0) or Shard(-2) for a part of the rows, "
+            "one for each dimension of a DeviceMesh that is process_group="
+        )
 
     def _packer(self, tables: Sequence[tuple[int, bytes]]) -> Packer:
         key = tuple(tables)
@@ -64,5 +82,5 @@ class Steps:
             self.notes.extend(agreement.notes)
             for old in list(self._packers)[: 1 - _KEPT]:
                 del self._packers[old]
-            self._packers[key] = Packer(agreement, self._rank)
+            self._packers[key] = Packer(agreement, self._rank, self._apart)
         return self._packers[key]

@@ -33,6 +33,7 @@ class Row(NamedTuple):
     channel_dim: int | None
     is_parameter: bool
     replicas: Replicas
+    apart_of: str = ""  # the tensor that this is one rank's of, where it is not known whether others hold the same
 
     @property
     def is_narrow(self) -> bool:
@@ -46,6 +47,8 @@ class Piece(NamedTuple):
     offset: int = 0  # its first channel, in the whole
     counts: bool = True  # False: another rank of the same mesh holds the same, and counts
     leads: bool = True  # False: of the ranks that hold parts of one tensor, another one counts the calls
+    # The lowest of the ranks that may hold the same. None: how the tensor lies is known.
+    group: int | None = None
 
 
 class Placed(NamedTuple):
@@ -144,7 +147,7 @@ def _site(name: Any, tensor: Any) -> Site:
 
 
 def _row(told: Any, bins: Bins | None) -> Row:
-    name, tensor, channels, counters, keeps, dim, is_parameter, replicas = told
+    name, tensor, channels, counters, keeps, dim, is_parameter, replicas, apart_of = told
     if counters not in (0, counters_of(bins, _at_least(1, channels))):
         raise ValueError(f"expected the counters of {bins} for {channels} channels, got {counters!r}")
     if dim is not None and not (type(dim) is int and -_DIMENSIONS <= dim < _DIMENSIONS):
@@ -152,7 +155,8 @@ def _row(told: Any, bins: Bins | None) -> Row:
     if replicas not in ("each", "first"):
         _at_least(0, replicas)
     counters = _at_least(0, counters)
-    return Row(_site(name, tensor), channels, counters, _of(bool, keeps), dim, _of(bool, is_parameter), replicas)
+    kept = _of(bool, keeps), dim, _of(bool, is_parameter)
+    return Row(_site(name, tensor), channels, counters, *kept, replicas, _of(str, apart_of))
 
 
 def counters_of(bins: Bins | None, channels: int) -> int:
@@ -203,6 +207,7 @@ class Tables:
                 row.channel_dim,
                 row.is_parameter,
                 place.replicas,
+                "" if place.piece.group is None else row.site.tensor,
             )
             for row, place in zip(layout.rows, placed, strict=True)
         )
