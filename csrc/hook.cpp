@@ -24,24 +24,6 @@
 namespace hookstats {
 namespace {
 
-// The entries of hookstats.watch.memory.SiteState, a tuple.
-enum Entry : Py_ssize_t {
-  k_moments,
-  k_state_counters,
-  k_histogram,
-  k_active,
-  k_enabled,
-  k_channel_dim,
-  k_site,
-  k_strict,
-  k_low,
-  k_high,
-  k_whole,
-  k_channels,
-  k_per_channel,
-  kEntries
-};
-
 // What a module's hook hands over: the sites of its output and of the output's gradient. The tensors are held, so that
 // a gradient that arrives after detach finds them.
 struct Observed {
@@ -110,17 +92,18 @@ std::optional<at::Tensor> optional_tensor(PyObject* object) {
 
 std::optional<Observed::Half> half_of(PyObject* state, std::shared_ptr<const Enabled>& enabled) {
   if (state == Py_None) return std::nullopt;
-  TORCH_CHECK_TYPE(PyTuple_Check(state) && PyTuple_GET_SIZE(state) == kEntries, "bind: expected a SiteState, got ",
-                   Py_TYPE(state)->tp_name);
-  const auto entry = [state](Entry i) { return PyTuple_GET_ITEM(state, i); };
-  SiteState tensors{
-      tensor_of(entry(k_moments)),      tensor_of(entry(k_state_counters)),      optional_tensor(entry(k_histogram)),
-      optional_tensor(entry(k_active)), PyLong_AsLongLong(entry(k_channel_dim)), PyFloat_AsDouble(entry(k_low)),
-      PyFloat_AsDouble(entry(k_high))};
-  enabled = py::cast<std::shared_ptr<Enabled>>(py::handle(entry(k_enabled)));
-  const int64_t number = PyLong_AsLongLong(entry(k_site));
-  if (PyErr_Occurred()) throw py::error_already_set();
-  return Observed::Half{Site(std::move(tensors)), number, entry(k_strict) == Py_True};
+  const auto entry = [state](const char* name) { return py::handle(state).attr(name); };  // of a SiteState, by name
+  const auto tensor = [&entry](const char* name) { return tensor_of(py::object(entry(name)).ptr()); };
+  const auto optional = [&entry](const char* name) { return optional_tensor(py::object(entry(name)).ptr()); };
+  SiteState tensors{tensor("moments"),
+                    tensor("counters"),
+                    optional("histogram"),
+                    optional("active"),
+                    entry("channel_dim").cast<int64_t>(),
+                    entry("low").cast<double>(),
+                    entry("high").cast<double>()};
+  enabled = entry("enabled").cast<std::shared_ptr<Enabled>>();
+  return Observed::Half{Site(std::move(tensors)), entry("site").cast<int64_t>(), entry("strict").cast<bool>()};
 }
 
 constexpr const char* kBindDoc =

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Hashable
 
 _log = logging.getLogger("hookstats")
 
@@ -17,12 +18,16 @@ def warn(text: str) -> None:
 
 
 class WarnOnce:
-    """The first warning of each thing only."""
+    """The first warning of each thing only.
+
+    A thing is told by what can be hashed, such as a name: an object of somebody else (a sink, a recorder) by its id, as
+    it may compare with others in any way.
+    """
 
     def __init__(self) -> None:
-        self._told: list[object] = []
+        self._told: set[Hashable] = set()
 
-    def __call__(self, what: object, text: str) -> None:
+    def __call__(self, what: Hashable, text: str) -> None:
         if what not in self._told:
-            self._told.append(what)
+            self._told.add(what)
             warn(text)

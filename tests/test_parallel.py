@@ -377,8 +377,9 @@ def compiled(rank: int, world: int) -> None:
         monitor = monitor or hookstats.attach(model, **settings)
         with hearing() as told:
             torch.compile(model, backend="aot_eager", fullgraph=True)(batch(1)).float().square().mean().backward()
+            snapshot, _, _ = merged(monitor, model)
+            assert any("P(sum)" in each.reason for each in monitor.skipped.values()) == attach_first
         assert any("P(sum)" in each for each in told) == attach_first
-        snapshot, _, _ = merged(monitor, model)
         parts = kept.gathered()
         for name in "01":
             for kind in ("output", "grad_output"):
@@ -460,8 +461,10 @@ def yet_to_be_reduced(rank: int, world: int) -> None:
             monitor = hookstats.attach(model, ["inner"], tensors=TENSORS[:2], channels=channels)
             with hearing() as told:
                 torch.compile(model, backend="aot_eager", fullgraph=True)(x, weight).to_local().sum().backward()
+                (skipped,) = monitor.skipped.values()
+                (snapshot,) = monitor.detach()
             assert any("inner grad_output" in each and "P(sum)" in each for each in told)
-            (snapshot,) = monitor.detach()
+            assert skipped.times == 1
             assert [(str(site), snapshot[site].total.count) for site in snapshot] == [("inner output", x.numel())]
             torch.compiler.reset()
 

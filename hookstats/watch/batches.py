@@ -105,7 +105,12 @@ class Batches:
             batch = self._new(key, [entry.state for entry in entries])
         for number, problem in batch.accumulate(tensors):
             owner, kind = owners[number]
-            self._rebind(owner, kind, tensors[number], problem)
+            try:
+                self._rebind(owner, kind, tensors[number], problem)
+            except Exception as error:
+                if self._store.strict:
+                    raise
+                self._binder.leave_out([owner.entries[kind]], f"{type(error).__name__}: {error}")
 
     def _new(self, key: tuple[int, ...], states: list[SiteState]) -> Any:
         if self._members > _MOST_BATCHED * len(self._store.entries):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
 from weakref import WeakSet, WeakValueDictionary
@@ -15,21 +16,20 @@ from hookstats._warn import WarnOnce, warn
 from hookstats.modules.channels import Channels
 from hookstats.modules.containers import REST, walk
 from hookstats.modules.evidence import UNKNOWN, Ran, Seen, channel_dim_by_evidence, seen_of, widths_of
+from hookstats.modules.order import recomputing
+from hookstats.modules.sharding import Sharding, unreduced
 from hookstats.numbers.fields import Site, Skipped
 from hookstats.numbers.snapshot import Snapshot
 from hookstats.watch.evaluation import TrainingOnly
-from hookstats.watch.graphs import teach_the_compiler, traced
+from hookstats.watch.graphs import HOOKS, teach_the_compiler, traced
 from hookstats.watch.hooks import Hook, InputHook, SiteSpec
 from hookstats.watch.ignoring import Ignoring, rows_on
 from hookstats.watch.memory import Entry, Rows, SiteState, Store, accumulate, is_capturing
 from hookstats.watch.skipping import Captured, Skipping
-from hookstats.watch.wrappers import is_a_mere_shape, is_wrapper, note_sharding, part_here
+from hookstats.watch.wrappers import is_a_mere_shape, is_wrapper, note_sharding, note_sharding_of, part_here
 
 _HOST = torch.device("cpu")
 MOST_PARTS = 128  # of one module's container; 64 layers' keys and values are as many
-
-# By Entry.index, of all monitors (the extension does not know whose site it is): the first reason, and how often.
-_failures: dict[int, tuple[str, int]] = {}
 
 
 class SiteBinder:
@@ -47,6 +47,8 @@ class SiteBinder:
         self._ran = Ran()
         self._alike: dict[Any, WeakSet[Hook]] = {}  # by SiteSpec.alike
         self._hooks: WeakValueDictionary[int, Hook] = WeakValueDictionary()  # by Entry.index; the model owns them
+        self._failed: dict[int, tuple[str, int]] = {}  # inside backward, by Entry.index: first reason, how often
+        self._failing = threading.Lock()
         teach_the_compiler(*_ENTRANCES)
 
     @staticmethod
@@ -97,7 +99,7 @@ class SiteBinder:
             for kind, site in spec.sites.items():
                 entry = self._store.add(site, device, width, spec.channel_dim, spec.keep_channels and spec.bound)
                 spec.entries[kind] = entry
-                self._hooks[entry.index] = hook
+                self._hooks[entry.index] = HOOKS[entry.index] = hook
                 entry.channel_dim = spec.shown_dim
             self._alike.setdefault((make, spec.alike), WeakSet()).add(hook)
             self._give_states(hook)
@@ -193,7 +195,25 @@ class SiteBinder:
         except Exception as error:
             if state.strict:
                 raise
-            _add_failure(state.site, f"{type(error).__name__}: {error}")
+            self._add_failure(state.site, f"{type(error).__name__}: {error}")
+
+    def note_in_graph(self, hook: Hook, index: int, found: Sharding | str, is_output: bool) -> None:
+        """A graph has measured a wrapper: where it lies; or has not: why. index: Entry.index."""
+        if not self._store.flags.is_open() or (is_output and recomputing()):
+            return
+        for entry in hook.spec.entries.values():
+            if entry.index != index:
+                continue
+            try:
+                if isinstance(found, str):
+                    raise TypeError(found.removeprefix("TypeError: "))
+                note_sharding_of(entry, found, self._store.clears)
+            except TypeError as error:
+                problem = f"TypeError: {error}"
+                if is_output or self._store.strict:
+                    self.leave_out([entry], problem)
+                else:
+                    self._add_failure(index, problem)
 
     def rebind(self, hook: Hook, value: Any, problem: Any) -> None:
         """The extension did not measure what it was given: a container, or a tensor whose state does not fit it."""
@@ -304,13 +324,14 @@ class SiteBinder:
             part = self._part_of(hook, path, tensor.device)
             if part is None:
                 return False
+            if unreduced(tensor) is not None:
+                return False  # the graph tells
             seen, spec = traced(part_here(tensor)), part.spec
             if seen is None or 0 in seen.sizes:
                 self._settle_by_type(part, tensor.dim())
                 return False
             was_met, was_guessed = spec.met, spec.guessed
             changed = self._bind_seen(part, seen, tensor.device)
-            note_sharding(spec, spec.kinds[:1], tensor, self._store.clears)
             if changed or not (was_met or was_guessed):
                 for other in list(self._alike.get((type(hook), hook.spec.alike), ())):
                     if other is not hook:
@@ -382,20 +403,24 @@ class SiteBinder:
 
     def collect_failures(self) -> None:
         """Counts the gradients whose kernels failed inside backward, where nothing could be said."""
-        for index, (problem, times) in _native.take_failures().items():
-            _add_failure(index, problem, times)
-        for index in [index for index in list(_failures) if index in self._hooks]:
-            problem, times = _failures.pop(index)
-            entries = self._hooks[index].spec.entries.values()
-            self.leave_out([entry for entry in entries if entry.index == index], problem, times)
+        for index, (problem, times) in _native.take_failures().items():  # of all monitors
+            hook = HOOKS.get(index)
+            if hook is not None:
+                hook.binder._add_failure(index, problem, times)
+        with self._failing:
+            failed, self._failed = self._failed, {}
+        for index, (problem, times) in failed.items():
+            hook = self._hooks.get(index)
+            if hook is not None:
+                self.leave_out([each for each in hook.spec.entries.values() if each.index == index], problem, times)
+
+    def _add_failure(self, index: int, problem: str, times: int = 1) -> None:
+        with self._failing:
+            first, before = self._failed.get(index, (problem, 0))
+            self._failed[index] = first, before + times
 
 
 _ENTRANCES = (SiteBinder.rebind, InputHook.__call__)  # by which hooks enter Python
-
-
-def _add_failure(index: int, problem: str, times: int = 1) -> None:
-    problem, before = _failures.get(index, (problem, 0))
-    _failures[index] = problem, before + times
 
 
 def _index_of(hook: Hook) -> int:

@@ -6,7 +6,7 @@ With a process group, by way of the other ranks: what arrives then is all ranks'
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from hookstats.modules.sharding import Held
@@ -201,9 +201,9 @@ class Delivery:
             try:
                 give(what)
             except BaseException as error:  # a KeyboardInterrupt in one sink is not to keep it from the next
-                self._failed(sink, f"the sink {sink!r} failed: {error!r}", error)
+                self._failed(("sink", id(sink)), f"the sink {sink!r} failed: {error!r}", error)
 
-    def _failed(self, what: object, text: str, error: BaseException) -> None:
+    def _failed(self, what: Hashable, text: str, error: BaseException) -> None:
         if self._store.strict or not isinstance(error, Exception):
             self._failure = self._failure or error
         else:
@@ -228,8 +228,13 @@ class Delivery:
 
     def _needs_no_gradient(self, site: Site) -> bool:
         """Whether it is in order that no gradient came: nothing before it is trained, as far as anybody can see."""
-        if site.tensor.startswith("grad_output"):  # of a table of positions, a frozen layer
-            return site.name not in self._trained
+        if site.tensor.startswith("grad_output"):
+            if site.name not in self._trained:  # a table of positions, a frozen layer
+                return True
+            if "." not in site.tensor:
+                return False
+            # Of what a module returns together some is often used by nobody, such as the last states of an LSTM.
+            return any(each.name == site.name and each.tensor.startswith("grad_output.") for each in self._fired)
         if site.tensor.startswith("grad_input"):  # of a batch
             return any(fired.name == site.name for fired in self._fired)
         return False

@@ -5,37 +5,56 @@ from __future__ import annotations
 import functools
 import threading
 from typing import Any, NamedTuple, TypeAlias
+from weakref import WeakValueDictionary
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from hookstats import _native
-from hookstats._warn import warn
+from hookstats._warn import WarnOnce
 from hookstats.modules.containers import REST, walk
 from hookstats.modules.evidence import UNKNOWN, Seen
-from hookstats.modules.sharding import sharding_of, unreduced
+from hookstats.modules.sharding import Sharding, is_dtensor, sharding_of
 from hookstats.watch.ignoring import rows_on
-from hookstats.watch.memory import MONITORS, Entry, InGraphs, Rows, SiteState, accumulate, channel_dim_for, flag_name
+from hookstats.watch.memory import MONITORS, InGraphs, Rows, SiteState, channel_dim_for, flag_name
+from hookstats.watch.wrappers import part_here
 
 _LINEAR = "linear"
+_warn_once = WarnOnce()
 
 
 class Traced(NamedTuple):
     """What a graph needs of a SiteState whose histogram is none, or of exponents."""
 
-    whole: torch.Tensor
+    state: torch.Tensor  # SiteState.whole
     active: torch.Tensor
     channels: int
     per_channel: bool
     channel_dim: int
 
 
-# Of linear bins a graph needs all of it.
-Folding: TypeAlias = Traced | SiteState
+class TracedLinear(NamedTuple):
+    """What a graph needs of a SiteState of linear bins."""
+
+    state: torch.Tensor  # SiteState.moments
+    active: torch.Tensor
+    channels: int
+    counters: torch.Tensor
+    histogram: torch.Tensor
+    channel_dim: int
+    low: float
+    high: float
+
+
+Folding: TypeAlias = Traced | TracedLinear
 
 
 def key_of(output: SiteState | None, gradient: SiteState | None) -> str:
-    """What the program of a graph takes from a hook's states, but for the tensors: one constant, so one guard."""
+    """What the program of a graph takes from a hook's states, but for the tensors: one constant, so one guard.
+
+    Numbers are read from it, and not from the states: where they differ from one block to the next, the compiler would
+    take these for symbols.
+    """
     return "|".join(map(_key_of_half, (output, gradient)))
 
 
@@ -43,7 +62,7 @@ def _key_of_half(state: SiteState | None) -> str:
     if state is None:
         return ""
     if state.low < state.high:
-        return _LINEAR
+        return f"{_LINEAR} {state.channels} {state.channel_dim} {state.low!r} {state.high!r}"
     flag = flag_name(state.whole.device)
     return f"{flag} {state.channels} {state.per_channel:d} {state.channel_dim}"
 
@@ -51,6 +70,20 @@ def _key_of_half(state: SiteState | None) -> str:
 def _traced(half: str, whole: torch.Tensor, shared: InGraphs) -> Traced:
     flag, channels, per_channel, channel_dim = half.split(" ")
     return Traced(whole, getattr(shared, flag), int(channels), bool(int(per_channel)), int(channel_dim))
+
+
+def _traced_linear(half: str, state: Any) -> TracedLinear:
+    _, channels, channel_dim, low, high = half.split(" ")
+    return TracedLinear(
+        state.moments,
+        state.active,
+        int(channels),
+        state.counters,
+        state.histogram,
+        int(channel_dim),
+        float(low),
+        float(high),
+    )
 
 
 def shared_in_graph(hook: Any) -> InGraphs | None:
@@ -89,8 +122,8 @@ def _bind(context: Any) -> None:
         hook = context.get_local("hook")._i_will_not_complain_if_bc_breaks_VariableTracker().value
         path = context.get_local("path").as_python_constant()
         fake = context.get_local("tensor").as_fake()
-    except Exception:  # something else than a hook and a tensor as they are known: states stay as they are
-        return
+    except Exception as error:
+        return _compiler_has_changed(f"widths that only a graph meets are measured as totals: {error!r}")
     try:
         with unset_fake_temporarily():
             again = hook.binder.bind_traced(hook, path, fake)
@@ -99,9 +132,19 @@ def _bind(context: Any) -> None:
         hook.binder.give_up(part.spec.entries.values(), f"{type(error).__name__}: {error}")
         again = True
     if again:
-        from torch._dynamo.exc import UnspecializeRestartAnalysis
-
+        try:
+            from torch._dynamo.exc import UnspecializeRestartAnalysis
+        except ImportError as error:
+            return _compiler_has_changed(f"a module that runs twice in a graph may be measured twice: {error!r}")
         raise UnspecializeRestartAnalysis(restart_reason="hookstats: a module that ran twice has other states now")
+
+
+def _compiler_has_changed(consequence: str) -> None:
+    """Parts of torch's compiler that are not public were not as expected: told once, RuntimeError under strict."""
+    text = f"torch {torch.__version__} compiles in another way than expected: {consequence}"
+    if any(shared.strict for shared in vars(MONITORS).values()):
+        raise RuntimeError(f"hookstats: {text}")
+    _warn_once("compiler", text)
 
 
 def traced(tensor: torch.Tensor) -> Seen | None:
@@ -119,94 +162,153 @@ def _hint(size: int | torch.SymInt) -> int:
 
 
 def _observe_tensor_in_graph(x: torch.Tensor, hook: Any, shared: InGraphs, rows: Rows | None) -> None:
-    local: torch.Tensor = x.to_local() if hasattr(x, "device_mesh") else x  # type: ignore[attr-defined]
     of_output, of_gradient = hook.key.split("|")
+    is_wrapper = _may_be_a_wrapper(x)
     if of_output:
-        output: Folding = hook.output if of_output == _LINEAR else _traced(of_output, hook.whole_output, shared)
-        if _fits(local, output):
-            _fold(_native.fold_output, local, output, rows)
+        output: Folding
+        if of_output.startswith(_LINEAR):
+            output = _traced_linear(of_output, hook.output)
+        else:
+            output = _traced(of_output, hook.whole_output, shared)
+        if is_wrapper:
+            _fold_wrapper(x, hook.number_output, True, len(output), *output, *(rows or ()))
+        elif _fits(x, output):
+            _fold(_native.fold_output, x, output, rows)
     if of_gradient and x.requires_grad and not x.is_leaf:
-        linear = of_gradient == _LINEAR
-        gradient: Folding = hook.gradient if linear else _traced(of_gradient, hook.whole_gradient, shared)
-        state = hook.gradient if local is not x else None
-        if _fits(local, gradient):
+        gradient: Folding
+        if of_gradient.startswith(_LINEAR):
+            gradient = _traced_linear(of_gradient, hook.gradient)
+        else:
+            gradient = _traced(of_gradient, hook.whole_gradient, shared)
+        number = hook.number_gradient if is_wrapper else None
+        if is_wrapper or _fits(x, gradient):
             # A closure: of a partial, all that a state holds would be guarded, and each site have a graph of its own.
-            x.register_hook(lambda g: _observe_gradient(state, gradient, g, rows))
+            x.register_hook(lambda g: _observe_gradient(number, gradient, g, rows))
             torch._dynamo.comptime.comptime(_inputs_first)
 
 
+def _may_be_a_wrapper(x: torch.Tensor) -> bool:
+    """Whether it may hold its data in other tensors, in words that the tracer knows."""
+    return type(x) is not torch.Tensor and type(x) is not torch.nn.Parameter
+
+
 def observe_gradient_in_graph(
-    state: SiteState | None, gradient: torch.Tensor | None, rows: Rows | None = None
+    state: SiteState | None,
+    number: torch.Tensor | None,
+    gradient: torch.Tensor | None,
+    rows: Rows | None = None,
 ) -> torch.Tensor | None:
-    """What compiled autograd traces, from a hook that ran outside of graphs."""
+    """What compiled autograd traces, from a hook that ran outside of graphs. number: as `hooks.Hook` has it."""
     if state is None:
         return gradient
     if state.low < state.high:
-        return _observe_gradient(state, state, gradient, rows)
+        return _observe_gradient(number, _traced_linear(_key_of_half(state), state), gradient, rows)
     traced = Traced(state.whole, state.active, state.channels, state.per_channel, state.channel_dim)
-    return _observe_gradient(state, traced, gradient, rows)
+    return _observe_gradient(number, traced, gradient, rows)
 
 
 def _observe_gradient(
-    state: SiteState | None, folding: Folding, gradient: torch.Tensor | None, rows: Rows | None
+    number: torch.Tensor | None, folding: Folding, gradient: torch.Tensor | None, rows: Rows | None
 ) -> torch.Tensor | None:
     """Returns the gradient: inside of a graph, compiled autograd takes None for what is to replace it.
 
-    state: not read where the gradient is a plain tensor.
+    number: not read where the gradient is a plain tensor; None: of a plain tensor, whose gradient is one, too.
     """
-    if gradient is not None:  # None: of a graph's unused output
-        local = gradient
-        if hasattr(gradient, "device_mesh"):
-            if state is None:  # as of a plain tensor outside of graphs
-                return gradient
-            dim = channel_dim_for(folding.channel_dim, gradient.dim()) or 0
-            local = _part_of_gradient(gradient, state.site, folding.channels, dim)
-        if _fits(local, folding):
-            _fold(_native.fold_gradient, local, folding, rows)
+    if gradient is None:  # of a graph's unused output
+        return None
+    if not _may_be_a_wrapper(gradient):
+        if _fits(gradient, folding):
+            _fold(_native.fold_gradient, gradient, folding, rows)
+    elif number is not None:
+        _fold_wrapper(gradient, number, False, len(folding), *folding, *(rows or ()))
     return gradient
 
 
-def _part_of_gradient(gradient: Any, site: int, channels: int, dim: int) -> torch.Tensor:
-    """This process's part of a DTensor; nothing of one that cannot be measured.
+def _fold_wrapper(x: Any, number: torch.Tensor, is_output: bool, length: int, *folding_and_rows: Any) -> None:
+    """Folds what this process has of a tensor that holds its data in others, such as a DTensor.
 
-    The tracer takes it for one call: where the gradient lies is known only when the graph's backward is made, from the
-    forward that the tracer has seen. Then it runs, and the site remembers that. site: Entry.index.
+    The tracer takes it for one call, and runs it again when the graph's forward and backward are made. Only then is it
+    known where a gradient lies. Nothing is raised: what cannot be measured is told when the graph runs.
+
+    number: Entry.index, as a tensor: as a number it would be a constant, or a symbol, of each graph.
+    length: of the `Folding` that comes first; then come the `Rows`, if there are any.
     """
-    local: torch.Tensor = gradient.to_local()
-    entry, problem = Entry.known.get(site), unreduced(gradient)
-    here = local.shape[dim] if local.dim() else 1
-    if problem is None and channels not in (1, here):
-        problem = f"expected a DTensor of {channels} channels here, got {here}"
-    if problem is not None:
-        if entry is not None:
-            entry.left_out = True
-            warn(f"not measured: {entry.site}, in a compiled graph: {problem}")
-        return local.new_empty(_no_elements(local.dim(), channels, dim))
-    if entry is not None:
-        entry.sharding = sharding_of(gradient, dim)
-    return local
+    values, rows = folding_and_rows[:length], folding_and_rows[length:]
+    folding: Folding = Traced(*values) if length == len(Traced._fields) else TracedLinear(*values)
+    try:
+        part = part_here(x)
+        if not _fits(part, folding):
+            raise TypeError(
+                f"expected a tensor of {folding.channels} channels on {folding.state.device}, got one of shape "
+                f"{tuple(part.shape)} and {part.dtype} on {part.device}"
+            )
+        note = ""
+        if is_dtensor(x):
+            note = _name_of(sharding_of(x, channel_dim_for(folding.channel_dim, x.dim()) or 0))
+        _fold(
+            _native.fold_output if is_output else _native.fold_gradient,
+            part,
+            folding,
+            (rows[0], rows[1]) if rows else None,
+        )
+    except Exception as error:
+        note = f"{_PROBLEM}{type(error).__name__}: {error}"
+    if note:
+        _note(number, note, is_output)
 
 
-def _no_elements(ndim: int, channels: int, dim: int) -> list[int]:
-    """The sizes of a tensor without elements that operators take for one of so many channels in this dimension."""
-    if channels == 1:
-        return [0]
-    if ndim > 1:
-        sizes = [0] * ndim
-        sizes[dim] = channels
-        return sizes
-    # The channels' dimension is 0, or -1, or known for vectors alone: then the last of eight, see csrc/ops.h.
-    return [channels, *([0] * 6), channels]
+# Where DTensors in graphs lie, by the name that the graphs have for it: it is written down whenever one is traced, also
+# where the rest of what is compiled is then found on disk.
+_shardings: dict[str, Sharding] = {}
+_meshes: list[Any] = []
+_PROBLEM = "problem: "
+
+HOOKS: WeakValueDictionary[int, Any] = WeakValueDictionary()  # by Entry.index, of all monitors; models own them
+
+
+def _name_of(sharding: Sharding) -> str:
+    mesh = getattr(sharding.mesh, "real_obj", sharding.mesh)  # the tracer puts another object in its place
+    if mesh not in _meshes:
+        _meshes.append(mesh)
+    name = f"{sharding} {sharding.dim} {sharding.channels} {_meshes.index(mesh)}"
+    _shardings[name] = sharding._replace(mesh=mesh)
+    return name
+
+
+def _noted(number: torch.Tensor, note: str, is_output: bool) -> None:
+    """Runs in a graph beside the measuring of a wrapper."""
+    index = int(number)
+    hook = HOOKS.get(index)
+    if hook is not None:
+        found: str | Sharding = note.removeprefix(_PROBLEM) if note.startswith(_PROBLEM) else _shardings[note]
+        hook.binder.note_in_graph(hook, index, found, is_output)
+
+
+# Said to change the number: what changes nothing and returns nothing is left out of graphs.
+_note = _native.operator("note_wrapper(Tensor(a!) number, str note, bool is_output) -> ()", _noted)
 
 
 def _fold(operator: Any, x: torch.Tensor, state: Folding, rows: Rows | None) -> None:
     """By an operator of few arguments, as Python calls it for each site; linear bins by the one that takes all."""
-    if isinstance(state, SiteState):
-        accumulate(x, state, skip_recomputation=operator is _native.fold_output, rows=rows)
+    if isinstance(state, TracedLinear):
+        row_index, kept = rows or (None, None)
+        _native.accumulate(
+            x,
+            state.state,
+            state.counters,
+            state.histogram,
+            state.active,
+            state.channel_dim,
+            operator is _native.fold_output,
+            state.low,
+            state.high,
+            row_index,
+            kept,
+        )
     elif rows is None:
-        operator.default(x, state.whole, state.active, state.channels, state.per_channel, state.channel_dim)
+        operator.default(x, state.state, state.active, state.channels, state.per_channel, state.channel_dim)
     else:
-        operator.rows(x, state.whole, state.active, state.channels, state.per_channel, state.channel_dim, *rows)
+        operator.rows(x, state.state, state.active, state.channels, state.per_channel, state.channel_dim, *rows)
 
 
 def is_exporting() -> bool:
@@ -227,7 +329,7 @@ _teaching = threading.Lock()
 def _teach(*hooks: Any) -> None:
     from torch._C._dynamo import eval_frame
 
-    torch._dynamo.allow_in_graph(_part_of_gradient)
+    torch._dynamo.allow_in_graph(_fold_wrapper)
     torch.compiler.substitute_in_graph(_native.observe, skip_signature_check=True)(observe_in_graph)
     for hook in hooks:
         # Where a module is compiled apart, its hooks run outside of its graph. As frames of their own they would be one
@@ -242,17 +344,20 @@ def _inputs_first(context: Any) -> None:
     For torch 2.11 and 2.12. They move all that a hook refers to (state and sizes, which are inputs) to the tensor that
     the hook is registered on, and so behind earlier nodes that use it. Where nothing was moved, nothing is done.
     """
-    tracer = context.get_local("x").as_proxy().tracer
-    nodes = list(tracer.graph.nodes)
-    inputs = [node for node in nodes if node.op == "placeholder"]
-    if inputs != nodes[: len(inputs)]:
-        for proxy in reversed(tracer.input_name_to_proxy.values()):
-            next(iter(tracer.graph.nodes)).prepend(proxy.node)
+    try:
+        tracer = context.get_local("x").as_proxy().tracer
+        nodes = list(tracer.graph.nodes)
+        inputs = [node for node in nodes if node.op == "placeholder"]
+        if inputs != nodes[: len(inputs)]:
+            for proxy in reversed(tracer.input_name_to_proxy.values()):
+                next(iter(tracer.graph.nodes)).prepend(proxy.node)
+    except Exception as error:
+        _compiler_has_changed(f"the inputs of a graph may be out of order: {error!r}")
 
 
 def _fits(x: torch.Tensor, state: Folding) -> bool:
     """Whether a traced tensor can be measured. What cannot is left out: nothing can be mended inside a graph."""
-    if x.dtype not in _native.DTYPES or x.device != state.whole.device:
+    if x.dtype not in _native.DTYPES or x.device != state.state.device:
         return False
     if state.channels == 1:
         return True

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 
 from hookstats import _native
-from hookstats.modules.channels import Channels
+from hookstats.modules.channels import Channels, natural_channels
 from hookstats.modules.containers import walk
 from hookstats.modules.order import ModuleHook
 from hookstats.numbers.fields import Site
@@ -67,11 +67,21 @@ class SiteSpec:
 
     @property
     def shown_dim(self) -> int | None:
-        """For people: the latest that was found, from the end if it is the last."""
-        if self.channels.dim is not None or not self._dims:
-            return self.channels.dim
-        ndim, dim = next(reversed(self._dims.items()))
-        return None if ndim == 0 else -1 if dim == ndim - 1 else dim
+        """For people: the latest that was found; -1 if it is the last, else counted from the front.
+
+        What was not looked at, because its width and place are those of its module's type, has the dimensions of a
+        batch: 1 of a convolution, whose channels are the third from the end. A dimension that the caller has given
+        stays as it was given until it is looked at.
+        """
+        if self._dims:
+            ndim, dim = next(reversed(self._dims.items()))
+            return None if ndim == 0 else -1 if dim == ndim - 1 else dim
+        module = None if self.module is None else self.module()
+        if module is not None and self.channels.dim is not None and self.channels.dim < -1:
+            natural = natural_channels(module)
+            if natural.dim == self.channels.dim:
+                return 1
+        return self.channels.dim
 
     @property
     def alike(self) -> tuple[Any, ...]:
@@ -99,6 +109,8 @@ class Hook(ModuleHook, _native.Hook):
         "gradient",
         "key",
         "monitor",
+        "number_gradient",
+        "number_output",
         "output",
         "parts",
         "spec",
@@ -131,7 +143,12 @@ class Hook(ModuleHook, _native.Hook):
         self.whole_output = output.whole if output else None
         self.whole_gradient = gradient.whole if gradient else None
         self.key = key_of(output, gradient)
-        _native.bind(self, output, gradient, functools.partial(observe_gradient_in_graph, gradient))
+        # Of their sites, as tensors, for graphs in which wrappers are measured.
+        self.number_output = torch.tensor(output.site) if output else None
+        self.number_gradient = torch.tensor(gradient.site) if gradient else None
+        _native.bind(
+            self, output, gradient, functools.partial(observe_gradient_in_graph, gradient, self.number_gradient)
+        )
 
 
 _native.call_in_c(Hook)

@@ -10,8 +10,7 @@ import itertools
 import math
 import threading
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
-from weakref import WeakValueDictionary
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
@@ -25,7 +24,7 @@ _LATER_BLOCK_BYTES = 1 << 16  # room for sites whose width is learned one by one
 
 
 class SiteState(NamedTuple):
-    """What a hook hands to the extension. csrc/hook.cpp knows this order."""
+    """What a hook hands to the extension. csrc/hook.cpp knows these names."""
 
     moments: torch.Tensor  # float64 [fields, channels]
     counters: torch.Tensor  # int64 [2]: calls, place in the order of execution
@@ -115,12 +114,10 @@ class Entry:
     """
 
     _indices = itertools.count()  # over all monitors
-    known: ClassVar[WeakValueDictionary[int, Entry]] = WeakValueDictionary()  # by index, of all monitors
 
     def __init__(self, site: Site, keep_channels: bool) -> None:
         self.site = site
         self.index = next(self._indices)
-        self.known[self.index] = self
         self.keep_channels = keep_channels
         self.channel_dim: int | None = None  # where its channels are, for people
         self.is_parameter = False  # measured together with others
@@ -152,6 +149,7 @@ class InGraphs:
     """What compiled graphs share of a monitor: `part`, of _native.now, and under `flag_name` each device's flag."""
 
     part: _native.Part
+    strict = False  # whether what goes wrong while one is traced is raised
 
 
 class Monitors:
@@ -232,6 +230,7 @@ class Store:
         self.memory_budget = memory_budget
         self.strict = strict
         self.flags = Flags()
+        self.flags.in_graphs.strict = strict
         self.lock = threading.RLock()  # around making, placing and binding a site, and copying what there is
         self.entries: list[Entry] = []
         self.clears = 0  # how often the state was taken away, which ends a step

@@ -161,13 +161,16 @@ class Parameters:
         values: list[torch.Tensor | None] = []
         scaled: list[tuple[Parameter, str, torch.Tensor]] = []
         for each in self._parameters.all if stepping is None else stepping:
-            tensor = each.get()
             for kind, entry in each.entries.items():
                 if kind == "param_update" or entry.given_up:
                     continue
                 value = None
-                if tensor is not None and self._is_wanted(each, kind, by_optimizer=stepping is not None):
-                    value = self._part_here(each, kind, tensor if kind == "param" else tensor.grad)
+                try:
+                    tensor = each.get()
+                    if tensor is not None and self._is_wanted(each, kind, by_optimizer=stepping is not None):
+                        value = self._part_here(each, kind, tensor if kind == "param" else tensor.grad)
+                except Exception as error:
+                    self._leave_out(each, kind, error)
                 if value is not None:
                     if kind not in each.measured:
                         entry.reading = self._readings
@@ -191,8 +194,15 @@ class Parameters:
                 size += scaled[count][2].nbytes
                 count += 1
             piece, scaled = scaled[:count], scaled[count:]
-            owners = [(each, kind) for each, kind, _ in piece]
-            self._batches.accumulate(owners, [value / scale.to(value.device) for _, _, value in piece])
+            owners: list[tuple[Parameter, str]] = []
+            unscaled: list[torch.Tensor | None] = []
+            for each, kind, value in piece:
+                try:
+                    unscaled.append(value / scale.to(value.device))
+                    owners.append((each, kind))
+                except Exception as error:
+                    self._leave_out(each, kind, error)
+            self._batches.accumulate(owners, unscaled)
 
     def measure_gradients(self) -> None:
         """Measures the gradients that are there and were not, in this step; optimizers do not measure them again."""
@@ -206,8 +216,13 @@ class Parameters:
         capturing = is_capturing()
         gradients: list[torch.Tensor | None] = []
         for each, kind in owners:
-            tensor = None if kind in each.measured else each.get()
-            gradient = None if tensor is None else self._part_here(each, kind, tensor.grad)
+            gradient = None
+            try:
+                tensor = None if kind in each.measured else each.get()
+                if tensor is not None:
+                    gradient = self._part_here(each, kind, tensor.grad)
+            except Exception as error:
+                self._leave_out(each, kind, error)
             if gradient is not None:
                 each.measured[kind] = each.is_unclipped = True
                 if capturing:
@@ -246,23 +261,37 @@ class Parameters:
     def _copy(self, stepping: list[Parameter]) -> None:
         copies = self._stepping.copies = []
         for each in stepping:
-            local = local_part(each.get())
-            if local is not None and each.measures("param_update") and self._may_copy(each, local):
-                copies.append((each, local.detach().clone()))
+            if not each.measures("param_update"):
+                continue
+            try:
+                local = local_part(each.get())
+                if local is not None and self._may_copy(each, local):
+                    copies.append((each, local.detach().clone()))
+            except Exception as error:
+                self._leave_out(each, "param_update", error)
 
     def _measure_updates(self) -> None:
         copies, self._stepping.copies = self._stepping.copies, []
         differences: list[torch.Tensor | None] = []
         for each, before in copies:
-            now = self._part_here(each, "param_update", each.get())
-            if now is not None and now.shape == before.shape:
-                differences.append(torch.sub(now.detach(), before, out=before))
-            else:
-                differences.append(None)
+            difference = None
+            try:
+                now = self._part_here(each, "param_update", each.get())
+                if now is not None and now.shape == before.shape:
+                    difference = torch.sub(now.detach(), before, out=before)
+            except Exception as error:
+                self._leave_out(each, "param_update", error)
+            differences.append(difference)
         self._batches.accumulate([(each, "param_update") for each, _ in copies], differences)
 
+    def _leave_out(self, each: Parameter, kind: str, error: Exception) -> None:
+        """One of them could not be read; the others can."""
+        if self._store.strict:
+            raise error
+        self._binder.leave_out([each.entries[kind]], f"{type(error).__name__}: {error}")
+
     def _carefully(self, measure: Callable[..., Any], *args: Any) -> Any:
-        """One thread after the other. An internal failure stops the measuring, not the training."""
+        """One thread after the other. What fails as a whole is left out of this step, not of the next."""
         if not self._parameters.all:
             return None
         try:
@@ -271,10 +300,8 @@ class Parameters:
         except Exception as error:
             if self._store.strict:
                 raise
-            self._binder.give_up(
-                [entry for each in self._parameters.all for entry in each.entries.values()], f"{error!r}"
-            )
-            self._parameters = ByIdentity()
+            entries = [entry for each in self._parameters.all for entry in each.entries.values() if not entry.given_up]
+            self._binder.leave_out(entries, f"{type(error).__name__}: {error}")
             return None
 
     def close_step(self) -> None:

@@ -52,8 +52,10 @@ class Skipping:
 
     def give_up(self, sites: Iterable[Site], problem: str) -> None:
         """What can never be measured."""
+        sites = list(sites)
         self.leave_out(sites, problem)
-        self._given_up.update(dict.fromkeys(sites, Skipped(problem.removeprefix("hookstats: "), None)))
+        with self._lock:
+            self._given_up.update(dict.fromkeys(sites, Skipped(problem.removeprefix("hookstats: "), None)))
 
     def take(self) -> dict[Site, Skipped]:
         """What the open step left out, which begins anew."""
@@ -70,21 +72,24 @@ class Skipping:
                 self._in_vain.pop(site, None)
             elif site in left_out:
                 self._in_vain[site] = self._in_vain.get(site, 0) + 1
-                if self._in_vain[site] == GIVE_UP_AFTER and site not in self._given_up:
-                    self._given_up[site] = left_out[site]._replace(times=None)
+                if self._in_vain[site] == GIVE_UP_AFTER:
                     hopeless.append(site)
+        with self._lock:
+            hopeless = [site for site in hopeless if site not in self._given_up]
+            self._given_up.update({site: left_out[site]._replace(times=None) for site in hopeless})
         return hopeless
 
     def of_step(self, left_out: dict[Site, Skipped]) -> dict[Site, Skipped]:
         """What a snapshot says of its step."""
-        return left_out | self._given_up
+        with self._lock:
+            return left_out | self._given_up
 
     def so_far(self) -> dict[Site, Skipped]:
         """What was left out in all steps, the open one too."""
         with self._lock:
             everything = dict(self._earlier)
             _add(everything, self._open)
-        return everything | self._given_up
+            return everything | self._given_up
 
     def in_open_step(self) -> dict[Site, Skipped]:
         with self._lock:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 
 from hookstats import _native
-from hookstats.modules.sharding import is_dtensor, sharding_of, unreduced
-from hookstats.watch.hooks import SiteSpec
-from hookstats.watch.memory import local_part
+from hookstats.modules.sharding import Sharding, is_dtensor, sharding_of, unreduced
+from hookstats.watch.memory import Entry, local_part
+
+if TYPE_CHECKING:
+    from hookstats.watch.hooks import SiteSpec
 
 
 def is_a_mere_shape(tensor: torch.Tensor) -> bool:
@@ -45,9 +48,15 @@ def note_sharding(spec: SiteSpec, kinds: Iterable[str | None], tensor: torch.Ten
     if dim is None:  # no part of it was met yet: that of its type, or any
         dim = -1 if spec.channels.dim is None else spec.channels.dim
     sharding = sharding_of(tensor, dim) if is_dtensor(tensor) else None
-    for entry in (spec.entries[kind] for kind in kinds if kind):
-        before, entry.sharded_in = (entry.sharding if entry.sharded_in == clears else sharding), clears
-        if (sharding is None) != (before is None) or (sharding and before and sharding[:2] != before[:2]):
-            raise TypeError(f"expected a tensor placed as the one before it in this step, {before}, got {sharding}")
-        if sharding != entry.sharding:
-            entry.sharding = sharding
+    for kind in kinds:
+        if kind:
+            note_sharding_of(spec.entries[kind], sharding, clears)
+
+
+def note_sharding_of(entry: Entry, sharding: Sharding | None, clears: int) -> None:
+    """As `note_sharding`, of one site whose tensor is known to lie so. None: a plain tensor."""
+    before, entry.sharded_in = (entry.sharding if entry.sharded_in == clears else sharding), clears
+    if (sharding is None) != (before is None) or (sharding and before and sharding[:2] != before[:2]):
+        raise TypeError(f"expected a tensor placed as the one before it in this step, {before}, got {sharding}")
+    if sharding != entry.sharding:
+        entry.sharding = sharding

@@ -1,0 +1,199 @@
+"""What fails at one site is left out there, is counted, and concerns no other site, thread or monitor."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hookstats
+from hookstats import Site
+from hookstats._warn import WarnOnce
+from hookstats.watch import graphs
+from hookstats.watch.skipping import GIVE_UP_AFTER, Skipping
+from tests.plain import OF_OUTPUTS, hearing
+
+A, B = Site("a", "output"), Site("b", "output")
+
+
+def test_sites_to_give_up_may_come_as_a_generator() -> None:
+    skipping = Skipping(strict=False)
+    with hearing():
+        skipping.give_up((site for site in (A, B)), "broken")
+    assert {site: each.times for site, each in skipping.so_far().items()} == {A: None, B: None}
+
+
+def test_sites_are_given_up_under_the_lock_by_which_they_are_read() -> None:
+    skipping = Skipping(strict=False)
+    changing = threading.Thread(target=skipping.give_up, args=([A], "broken"))
+    with hearing():
+        skipping.leave_out([A], "broken")
+        skipping.leave_out = lambda *args: None  # type: ignore[method-assign]  # it has a lock of its own
+        with skipping._lock:
+            changing.start()
+            changing.join(0.2)
+            assert A not in skipping._given_up
+        changing.join()
+    assert A in skipping._given_up
+
+
+class Stranger:
+    """Like an array: comparing says nothing about being equal."""
+
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> Any:
+        raise ValueError("the truth value of an array is ambiguous")
+
+    def __call__(self, snapshot: Any) -> None:
+        raise RuntimeError("full")
+
+
+def test_sinks_that_cannot_be_compared_are_each_told_of_once() -> None:
+    model = nn.Linear(3, 3)
+    mon = hookstats.attach(model, every=1, sinks=[Stranger(), Stranger()])
+    with hearing() as told:
+        for _ in range(3):
+            model(torch.ones(2, 3))
+            mon.step()
+    assert len([text for text in told if "the sink" in text and "full" in text]) == 2
+
+
+def test_a_warning_comes_once_for_each_thing_it_is_about() -> None:
+    once = WarnOnce()
+    with hearing() as told:
+        for what in ("a", ("a", 1), "a", ("a", 1)):
+            once(what, str(what))
+    assert told == ["hookstats: a", "hookstats: ('a', 1)"]
+
+
+def test_failures_of_a_backward_are_told_by_the_monitor_whose_site_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second, third = (nn.Linear(3, 3) for _ in range(3))
+    mine, other = hookstats.attach(first, every=1), hookstats.attach(second, every=1)
+    dead = hookstats.attach(third, every=1)
+    index = {mon: mon._store.entries[0].index for mon in (mine, other, dead)}
+    gone = index[dead]
+    dead.detach()
+    del dead, third
+    gc.collect()
+    failures = {index[mine]: ("broken", 1), index[other]: ("burnt", 2), gone: ("buried", 3)}
+    monkeypatch.setattr("hookstats._native.take_failures", lambda: failures.copy() if failures else {})
+    with hearing():
+        assert {each.reason: each.times for each in mine.skipped.values()} == {"broken": 1}
+        failures.clear()
+        assert {each.reason: each.times for each in other.skipped.values()} == {"burnt": 2}
+        assert {each.reason: each.times for each in mine.skipped.values()} == {"broken": 1}
+    assert not mine._binder._failed
+    assert gone not in graphs.HOOKS
+
+
+def test_one_parameter_that_cannot_be_read_is_left_out_and_the_others_are_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    kinds = ("param", "param_grad", "param_update")
+    mon = hookstats.attach(model, tensors=kinds, every=1)
+    broken = model[0].weight
+
+    def part_here(self: Any, each: Any, kind: str, tensor: Any) -> Any:
+        if each.get() is broken:
+            raise RuntimeError("no such memory")
+        return plain(self, each, kind, tensor)
+
+    plain = type(mon._parameters)._part_here
+    monkeypatch.setattr(type(mon._parameters), "_part_here", part_here)
+    sites = {Site(f"{i}.{name}", kind) for i in (0, 1) for name in ("weight", "bias") for kind in kinds}
+    lost = {Site("0.weight", kind) for kind in kinds}
+    with hearing() as told:
+        for step in range(GIVE_UP_AFTER + 1):
+            model(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+            snapshot = mon.step()
+            assert snapshot is not None
+            assert {site for site in snapshot if snapshot[site].calls} == sites - lost
+            assert set(snapshot.skipped) == lost
+            is_hopeless = step >= GIVE_UP_AFTER - 1
+            assert all((each.times is None) == is_hopeless for each in snapshot.skipped.values())
+    assert len([text for text in told if "no such memory" in text]) == len(lost)
+
+
+def test_what_stops_the_measuring_of_parameters_once_does_not_stop_it_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mon = hookstats.attach(model, tensors=["param"], every=1)
+    batches = type(mon._parameters._batches)
+    with hearing(), monkeypatch.context() as patched:
+        patched.setattr(batches, "accumulate", lambda *args: 1 / 0)
+        optimizer.step()
+        first = mon.step()
+    optimizer.step()
+    second = mon.step()
+    assert first is not None
+    assert second is not None
+    assert all("ZeroDivisionError" in each.reason for each in first.skipped.values())
+    assert second["weight", "param"].calls == second["bias", "param"].calls == 1
+
+
+class States(nn.Module):
+    """An LSTM of which the outputs are used, the last states not; and one of which nothing is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.LSTM(3, 4), nn.LSTM(3, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.unused(x)
+        return self.used(x)[0]
+
+
+def test_the_unused_ones_of_several_outputs_are_in_order_but_not_where_none_is_used() -> None:
+    model = States()
+    mon = hookstats.attach(model, every=1, tensors=OF_OUTPUTS)
+    with hearing() as told:
+        for _ in range(4):
+            model(torch.randn(5, 2, 3)).sum().backward()
+            mon.step()
+    (silence,) = [text for text in told if "nothing came from" in text]
+    assert "unused grad_output.0" in silence
+    assert "unused grad_output.1.0" in silence
+    assert " used grad_output" not in silence
+
+
+def test_a_private_part_of_the_compiler_that_has_moved_is_told_once_and_an_error_if_strict(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(graphs, "_warn_once", WarnOnce())
+
+    class Moved:
+        def get_local(self, name: str) -> Any:
+            raise AttributeError("no such thing any more")
+
+    model = nn.Linear(3, 3)
+    mon = hookstats.attach(model)
+    with hearing() as told:
+        for step in (graphs._bind, graphs._bind):
+            step(Moved())
+    (text,) = told
+    assert "no such thing any more" in text
+    assert torch.__version__ in text
+    mon.detach()
+    mon = hookstats.attach(model, strict=True)
+    for step in (graphs._bind, graphs._inputs_first):
+        with pytest.raises(RuntimeError, match="no such thing any more"):
+            step(Moved())
+    mon.detach()
+
+
+@pytest.mark.parametrize("dim", [1, -3])
+def test_one_axis_has_one_number_in_a_table_however_it_was_known(dim: int) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.MaxPool2d(2), nn.Tanh(), nn.Linear(3, 5))
+    mon = hookstats.attach(model, every=1, channel_dim={"4": dim}, tensors=OF_OUTPUTS)
+    model(torch.randn(2, 3, 8, 8)).sum().backward()
+    snapshot = mon.snapshot()
+    assert [snapshot[str(i), "output"].channel_dim for i in range(6)] == [1, 1, 1, 1, 1, -1]
+    assert [snapshot[str(i), "grad_output"].channel_dim for i in range(6)] == [1, 1, 1, 1, 1, -1]

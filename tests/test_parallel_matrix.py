@@ -1,0 +1,270 @@
+"""Ways to cut a model over ranks, compiled and not: training is what it is without us, the numbers are eager mode's."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+from torch.utils.checkpoint import checkpoint
+
+import hookstats
+from tests import ranks
+from tests.plain import hearing
+
+# Some channels of a sum that is split by ranks or recomputed are near zero: against the largest of the site.
+EXACT = ("count", "zeros", "nans", "posinfs", "neginfs")
+CLOSE = ("mean", "std", "rms", "min", "max", "abs_max")
+# Whether fully_shard, whether checkpoint. Both or none of them, unless all 60 cases are wanted.
+ALL_SETTINGS = list(itertools.product((True, False), repeat=2))
+SETTINGS = ALL_SETTINGS if os.environ.get("HOOKSTATS_WHOLE_MATRIX") else [(True, True), (False, False)]
+STEPS, BATCH, SEQUENCE, WIDTH, WORDS = 2, 2, 4, 8, 12
+
+
+class Block(nn.Module):
+    def __init__(self, checkpointed: bool) -> None:
+        super().__init__()
+        self.checkpointed = checkpointed
+        self.norm = nn.LayerNorm(WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.checkpointed:
+            return checkpoint(self.run, x, use_reentrant=False)
+        return self.run(x)
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.mlp(self.norm(x))
+
+
+class Model(nn.Module):
+    def __init__(self, checkpointed: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(checkpointed) for _ in range(3))
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Way(NamedTuple):
+    """How tensor parallelism is done: of a block, of the head, and where the model's input lies."""
+
+    block: dict[str, Any]
+    head: Any
+    sequence: bool = False  # each rank is given its part of the sequences
+    wrapped: bool = False  # as a DTensor
+
+
+def ways() -> dict[str, Way]:
+    rows, whole = Shard(1), Replicate()
+    return {
+        "sequence": Way(
+            {
+                "norm": SequenceParallel(),
+                "mlp.0": ColwiseParallel(input_layouts=rows),
+                "mlp.2": RowwiseParallel(output_layouts=rows),
+            },
+            ColwiseParallel(input_layouts=rows, output_layouts=whole),
+            sequence=True,
+        ),
+        "plain": Way({"mlp.0": ColwiseParallel(), "mlp.2": RowwiseParallel()}, ColwiseParallel(output_layouts=whole)),
+        "dtensors": Way(
+            {
+                "norm": SequenceParallel(),
+                "mlp.0": ColwiseParallel(input_layouts=rows, use_local_output=False),
+                "mlp.2": RowwiseParallel(output_layouts=rows, use_local_output=False),
+            },
+            ColwiseParallel(input_layouts=rows, output_layouts=whole, use_local_output=False),
+            sequence=True,
+            wrapped=True,
+        ),
+        "prepared": Way(
+            {
+                "norm": SequenceParallel(),
+                "mlp": PrepareModuleInput(input_layouts=(rows,), desired_input_layouts=(whole,)),
+                "mlp.0": ColwiseParallel(),
+                "mlp.2": RowwiseParallel(output_layouts=rows),
+            },
+            ColwiseParallel(input_layouts=rows, output_layouts=whole),
+            sequence=True,
+        ),
+        "loss": Way(
+            {"mlp.0": ColwiseParallel(), "mlp.2": RowwiseParallel()},
+            ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
+        ),
+    }
+
+
+class Case(NamedTuple):
+    way: str
+    compiled: str  # "eager", "blocks", "whole"
+    sharded: bool
+    checkpointed: bool
+
+    def __str__(self) -> str:
+        sharded, checkpointed = "fully_shard" if self.sharded else "-", "checkpoint" if self.checkpointed else "-"
+        return f"{self.way:10}{self.compiled:8}{sharded:13}{checkpointed:12}"
+
+
+class Trained(NamedTuple):
+    losses: list[float]
+    weights: list[torch.Tensor]  # this rank's parts
+    snapshots: list[Any]
+    held: dict[Any, Any]
+    skipped: dict[Any, str]
+    told: list[str]
+
+
+def trained(case: Case, mesh: DeviceMesh, watched: bool) -> Trained:
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    model, way = Model(case.checkpointed), ways()[case.way]
+    for block in model.blocks:
+        parallelize_module(block, mesh["tp"], way.block)
+    parallelize_module(model, mesh["tp"], {"head": way.head})
+    if case.compiled == "blocks":
+        for block in model.blocks:
+            block.compile(backend="aot_eager")
+    if case.sharded:
+        for each in (*model.blocks, model):
+            fully_shard(each, mesh=mesh["dp"])
+    if case.compiled == "whole":
+        model.compile(backend="aot_eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with hearing() as told:
+        monitor = hookstats.attach(model, every=1) if watched else None
+        losses, snapshots = [], []
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            losses.append(one_step(case, model, mesh, step))
+            optimizer.step()
+            snapshots.append(monitor.step() if monitor else None)
+    weights = [getattr(p, "_local_tensor", p).detach().clone() for p in model.parameters()]
+    if monitor is None:
+        return Trained(losses, weights, [], {}, {}, [])
+    held = {entry.site: entry.held for entry in monitor._store.entries}
+    skipped = {site: each.reason for site, each in monitor.skipped.items()}
+    monitor.detach()
+    return Trained(losses, weights, snapshots, held, skipped, told)
+
+
+def one_step(case: Case, model: nn.Module, mesh: DeviceMesh, step: int) -> float:
+    way, tp = ways()[case.way], mesh["tp"]
+    numbers = torch.Generator().manual_seed(10 * step + mesh["dp"].get_local_rank())
+    x = torch.randn(BATCH, SEQUENCE, WIDTH, generator=numbers)
+    words = torch.randint(WORDS, (BATCH * SEQUENCE,), generator=numbers)
+    if way.sequence:
+        x = x.chunk(2, 1)[tp.get_local_rank()].contiguous()
+    x.requires_grad_()
+    if way.wrapped:
+        x = DTensor.from_local(x, tp, [Shard(1)])
+    with loss_parallel() if case.way == "loss" else contextlib.nullcontext():
+        logits = model(x).flatten(0, 1)
+        if isinstance(logits, DTensor):
+            words = DTensor.from_local(words, tp, [Replicate()])
+        loss = F.cross_entropy(logits, words)
+        loss.backward()
+    return float(loss.full_tensor() if isinstance(loss, DTensor) else loss)
+
+
+def attempt(case: Case, mesh: DeviceMesh, watched: bool) -> Trained | str:
+    """The training, or what it died of."""
+    try:
+        return trained(case, mesh, watched)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def same_training(got: Trained, wanted: Trained) -> bool:
+    return got.losses == wanted.losses and all(map(torch.equal, got.weights, wanted.weights))
+
+
+def differences(got: Trained, eager: Trained) -> list[str]:
+    """In what the numbers of a compiled training are not those of its eager twin, but for what it has left out."""
+    found = []
+    for mine, theirs in zip(got.snapshots, eager.snapshots, strict=True):
+        sites = {site for site in theirs if site not in got.skipped}
+        if set(mine) != sites:
+            found.append(f"step {mine.step}: other sites: {sorted(map(str, set(mine) ^ sites))}")
+        for site in sites & set(mine):
+            a, b = mine[site], theirs[site]
+            if (
+                not b.calls
+            ):  # a gradient that is a wrapper of a plain tensor, AsyncCollectiveTensor, is not seen eagerly
+                continue
+            if a.calls != b.calls or (a.channels is None) != (b.channels is None):
+                found.append(f"step {mine.step}: {site}: {a.calls} calls for {b.calls}")
+                continue
+            a, b = (a.total, b.total) if a.channels is None else (a.channels, b.channels)
+            for name in EXACT + CLOSE:
+                one, other = np.atleast_1d(getattr(a, name)), np.atleast_1d(getattr(b, name))
+                largest = np.abs(np.atleast_1d(b.abs_max)).max()
+                close = one.shape == other.shape and np.allclose(one, other, rtol=0, atol=1e-6 * largest)
+                if not (np.array_equal(one, other) if name in EXACT else close):
+                    found.append(f"step {mine.step}: {site}: {name} {one} for {other}")
+    found += [
+        f"{site} lies {got.held[site]} for {held}"
+        for site, held in eager.held.items()
+        if site not in got.skipped and got.held[site] != held
+    ]
+    return found
+
+
+def all_cases(rank: int, world: int, way: str) -> list[tuple[str, str, list[str]]]:
+    """Each with what became of it, and what was wrong."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    became = []
+    for sharded, checkpointed in SETTINGS:
+        twin, plain = None, None  # of eager mode: with us, and without
+        for compiled in ("eager", "blocks", "whole"):
+            case = Case(way, compiled, sharded, checkpointed)
+            ours = attempt(case, mesh, watched=True)
+            bare = plain
+            if plain is None or isinstance(ours, str) or not same_training(ours, plain):
+                bare = attempt(case, mesh, watched=False)
+            if isinstance(bare, str):
+                became.append((str(case), f"torch itself raises {bare[:100]!r}", []))
+                continue
+            if isinstance(ours, str):
+                became.append((str(case), "died", [ours]))
+                continue
+            twin, plain = twin or ours, plain or bare
+            wrong = [] if same_training(ours, bare) else [f"trained otherwise: {ours.losses} for {bare.losses}"]
+            wrong += differences(ours, twin)
+            wrong += [text for text in ours.told if "not measured" not in text]
+            left_out = "; ".join(f"{site}: {reason}" for site, reason in ours.skipped.items())
+            became.append(
+                (str(case), f"trained, {len(ours.snapshots[-1])} sites, left out: {left_out or 'none'}", wrong)
+            )
+    return became
+
+
+@pytest.mark.parametrize("way", ["sequence", "plain", "dtensors", "prepared", "loss"])
+def test_a_model_cut_over_ranks_trains_as_without_us_and_compiled_its_numbers_are_those_of_eager_mode(way: str) -> None:
+    of_ranks = ranks.run(all_cases, 4, way, timeout=900)
+    print()
+    for case, what, _ in of_ranks[0]:
+        print(case, what)
+    for rank, became in enumerate(of_ranks):
+        assert [(case, wrong) for case, _, wrong in became if wrong] == [], f"rank {rank}"
+    assert sum(what.startswith("trained") for _, what, _ in of_ranks[0]) >= 4
