@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
 from hookstats import _native
 from hookstats.modules.sharding import Sharding, is_dtensor, sharding_of, unreduced
 from hookstats.watch.memory import Entry, local_part
-
-if TYPE_CHECKING:
-    from hookstats.watch.hooks import SiteSpec
 
 
 def is_a_mere_shape(tensor: torch.Tensor) -> bool:
@@ -38,8 +35,10 @@ def part_here(tensor: torch.Tensor) -> torch.Tensor:
     return local_part(tensor)
 
 
-def note_sharding(spec: SiteSpec, kinds: Iterable[str | None], tensor: torch.Tensor, clears: int) -> None:
-    """Sites remember where the tensor lies of which they measure a part now. clears: `Store.clears`.
+def note_sharding(spec: Any, kinds: Iterable[str | None], tensor: torch.Tensor, clears: int) -> None:
+    """Sites remember where the tensor lies of which they measure a part now.
+
+    spec: a `hookstats.watch.hooks.SiteSpec`. clears: `Store.clears`.
 
     TypeError for one that lies elsewhere than one before it in the same step: their values belong to different parts of
     the whole, and could not be told apart.
