@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,9 @@ BINS = {
     "many_linear_per_channel": fields.LinearBins(-4.0, 4.0, 2000, per_channel=True),
 }
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+# What tests import at the top of a file, and who has not installed the extra "test" may lack.
+OPTIONAL = {"duckdb", "lightning", "matplotlib", "pandas", "polars", "pyarrow", "pytorch_lightning", "rich", "sklearn"}
+OPTIONAL |= {"tensorboard", "transformers"}
 BACKENDS = ["cpu", "cuda_on_cpu", *(["gpu"] if torch.cuda.is_available() else [])]
 
 
@@ -41,6 +45,19 @@ def pytest_configure() -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores, and so do the processes that they start
         torch.set_num_threads(1)
         os.environ["OMP_NUM_THREADS"] = os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """A file of tests that cannot be imported without an optional package is skipped where that is missing."""
+    report = yield
+    missing = re.findall(r"No module named '(\w+)", str(report.longrepr)) if report.failed else []
+    if missing and missing[0] in OPTIONAL:
+        report.outcome = "skipped"
+        report.longrepr = (str(collector.path), 0, f"Skipped: needs {missing[0]}")
+    return report
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
