@@ -1,7 +1,7 @@
 """A run that a killed process left and that was then damaged: all that reads it gives RunError, or ends.
 
-HOOKSTATS_FUZZ=2000 HOOKSTATS_SEED=1 pytest -s -k mutated tests/test_damaged_attempts.py prints what was read and refused
-by each reader.
+HOOKSTATS_FUZZ=2000 HOOKSTATS_SEED=1 pytest -s -k mutated tests/test_damaged_attempts.py prints what was read, and what
+was refused, by each reader.
 """
 
 from __future__ import annotations
