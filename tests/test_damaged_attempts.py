@@ -108,6 +108,7 @@ DAMAGES: dict[str, Callable[[dict[str, Any]], object]] = {
     "a ring in a list": lambda d: d.update(ring=[]),
     "no host": lambda d: d.pop("host"),
     "a start of text": lambda d: d.update(started="x"),
+    "no start": lambda d: d.pop("started"),
 }
 
 

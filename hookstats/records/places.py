@@ -52,7 +52,7 @@ def described(path: Path) -> dict[str, Any]:
         value = told.get(name)
         if not isinstance(value, kind) or isinstance(value, bool):
             raise RunError(f"{path}: {name}: expected {kind.__name__}, got {value!r:.200}")
-    started, rank = told.get("started"), told["settings"].get("rank")
+    started, rank = told.get("started", "nothing"), told["settings"].get("rank")
     if not (started is None or type(started) is int) or type(rank) is not int:
         raise RunError(f"{path}: expected when the process started, and its rank, got {started!r:.100}, {rank!r:.100}")
     number = re.fullmatch(rf"{re.escape(RING)}(\d+)\.json", path.name)
