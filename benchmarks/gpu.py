@@ -219,7 +219,7 @@ def take_tests(session: Session) -> None:
 def take_figures(session: Session) -> None:
     """Each part in a process of its own; those that issues wait for first."""
     parts = [("first use", 30), ("kernels", 120), ("peers eager", 110), ("small", 30), ("peers compiled", 150)]
-    parts += [("totals", 20), ("many", 40), ("contenders", 120), ("training", 150)]
+    parts += [("totals", 20), ("many", 40), ("softmax", 40), ("contenders", 120), ("training", 150)]
     for part, most in parts:
         command = [sys.executable, "-m", "benchmarks.gpu_figures", part, str(session.lines)]
         if part != "small":

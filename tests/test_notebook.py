@@ -97,7 +97,7 @@ def test_a_run_shows_its_attempts_and_findings(tmp_path: Path) -> None:
     assert page.rows[1][:2] == ["1", "Sequential"]
     assert page.rows[1][3:] == ["closed", "1", "0"]
     assert run.findings
-    assert run.findings[0].sentence in page.text
+    assert run.findings[0].sentence[:100] in page.text  # of a long one, the beginning
 
 
 PNG = b"\x89PNG\r\n\x1a\n"

@@ -291,9 +291,8 @@ def test_a_totals_step_sends_kilobytes(monkeypatch: pytest.MonkeyPatch) -> None:
         sent.append(0)
         loss = run(net, 0, 5, 64)
         mon.step(loss=loss)
-    scalar = 8
     assert len(mon.sites) == 8
-    assert sent == [mon.state_bytes + scalar, 8 * 8 * WORDS + scalar] * 2
+    assert sent == [mon.state_bytes, 8 * 8 * WORDS] * 2  # a scalar on a CPU is read at once
     assert mon.state_bytes > 100 * sent[1]
 
 
