@@ -34,7 +34,12 @@ SANITIZED = (
     "or many_parts or many_sites or where_they_lie or masked) "
     "and not torch.float16 and not torch.float64 and not float8"
 )
-SANITIZED_FILES = ["tests/test_kernels.py", "tests/test_rows.py", "tests/test_tiers.py", "tests/test_softmax_rows.py"]
+SANITIZED_FILES = [
+    "tests/kernels/test_kernels.py",
+    "tests/kernels/test_rows.py",
+    "tests/watch/test_tiers.py",
+    "tests/kernels/test_softmax_rows.py",
+]
 # Of HOOKSTATS_SMALL; a difference that is smaller than that between the first one and the last is none.
 VARIANTS = {"as it is": "0", "clusters": "1", "cut finer": "2", "clusters, cut finer": "3", "started early": "4"}
 VARIANTS |= {"all three": "7", "as it is, again": "0"}
@@ -180,7 +185,7 @@ def pytest(processes: int, *arguments: str) -> list[str]:
     if find_spec("pytest_timeout"):
         command += ["--timeout", "90"]
     if not find_spec("transformers"):
-        command += ["--ignore", "tests/test_transformers.py"]
+        command += ["--ignore", "tests/watch/test_transformers.py"]
     return [*command, *arguments]
 
 
@@ -200,7 +205,7 @@ def sanitize(session: Session, tool: str, variant: str = "0") -> None:
 def take_tests(session: Session) -> None:
     """What only a GPU can show; every kernel test on it; then everything else, beside the sanitizers."""
     outcomes = {"OUTCOMES": str(session.lines)}
-    first = ["tests/test_gpu_streams.py", "tests/test_cuda_graphs.py"]
+    first = ["tests/gpu/test_streams.py", "tests/gpu/test_cuda_graphs.py"]
     session.run("tests of a GPU alone", pytest(4, "-m", "gpu", *first, "tests"), 150, environment=outcomes)
     kernels = pytest(8, "-m", "not gpu", "-k", "gpu", "tests")
     session.run("kernel tests", kernels, 120, environment=outcomes)
@@ -208,7 +213,7 @@ def take_tests(session: Session) -> None:
     beside = session.start("all other tests", others, session.seconds, environment=outcomes)
     for tool in TOOLS:
         sanitize(session, tool)
-    variants = pytest(4, "-m", "not gpu", "-k", "gpu", "tests/test_kernels.py", "tests/test_rows.py")
+    variants = pytest(4, "-m", "not gpu", "-k", "gpu", "tests/kernels/test_kernels.py", "tests/kernels/test_rows.py")
     session.run("kernel tests, variants", variants, 60, environment=outcomes | {"HOOKSTATS_SMALL": "7"})
     for tool in ("memcheck", "racecheck"):
         sanitize(session, tool, "7")

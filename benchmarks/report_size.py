@@ -17,7 +17,7 @@ import numpy as np
 
 from hookstats.numbers.blocks import COUNTERS, Drained, Layout, Part, Row
 from hookstats.numbers.fields import EXPONENT_BINS, FIELDS, ExponentBins, Site
-from tests.browser import Browser
+from tests.report.browser import Browser
 
 CHANNELS = 64  # in every hundredth step, with a histogram
 DETAILED_EVERY = 100

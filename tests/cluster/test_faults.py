@@ -1,0 +1,449 @@
+"""Ranks that are late, dead, or measure something else: the others are told, deliver alone, and end well."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hookstats.cluster.gloo import default_store
+from hookstats.cluster.merging import Merged, Merging
+from tests.cluster.sums import Disturbed, Step, Sums, counted_collectives, summed, train, wanted
+from tests.plain import hearing
+from tests.ranks import outcomes, run
+
+ALL = (0, 1, 2)
+
+
+def ranks_of(done: list[Merged[Any]]) -> list[tuple[int, ...]]:
+    return [each.ranks for each in done]
+
+
+def sleeps(rank: int, world: int) -> Any:
+    """Rank 1 for three times as long as the others have patience; then all go on."""
+    merging = Merging(range(world), Sums(), fan=2, patience=1.5)
+    with hearing() as told:
+        done = train(merging, [0, 10], wait=6)
+        dist.barrier()
+        if rank == 1:
+            time.sleep(4)
+        for numbers in ([20, 30], [40], [50, 60]):  # 40: the first one with which the rank is back
+            done += train(merging, numbers, wait=6)
+            dist.barrier()
+        merging.close()
+    return ranks_of(done), told
+
+
+def test_a_rank_asleep_costs_one_warning_and_the_steps_meanwhile_and_is_merged_again_when_it_is_back() -> None:
+    for rank, (ranks, told) in enumerate(run(sleeps, 4)):
+        everybody = (0, 1, 2, 3)
+        assert ranks[:4] == [everybody, everybody, (rank,), (rank,)]
+        assert ranks[5:] == [everybody, everybody]
+        assert len(told) == 1
+        assert ("ranks [1] were waited for in vain" if rank != 1 else "without this rank's step 20") in told[0]
+
+
+def first_rank_sleeps(rank: int, world: int) -> Any:
+    merging = Merging(range(world), Sums(), patience=1.0)
+    with hearing() as told:
+        done = train(merging, [0], wait=6)
+        dist.barrier()
+        if rank == 0:
+            time.sleep(4)
+        for numbers in ([20, 30], [40], [50]):
+            done += train(merging, numbers, wait=6)
+            dist.barrier()
+        merging.close()
+    return ranks_of(done), told
+
+
+def test_the_rank_that_writes_the_verdicts_can_be_late_too() -> None:
+    for rank, (ranks, told) in enumerate(run(first_rank_sleeps, 3)):
+        assert ranks[:3] == [ALL, (rank,), (rank,)]
+        assert ranks[4:] == [ALL]
+        assert len(told) == 1
+        assert "rank 0 was waited for in vain at step 20" in told[0] or "without this rank's step 20" in told[0]
+
+
+def freezes(rank: int, world: int) -> Any:
+    """The whole process of rank 2, when the verdict has been given: in the middle of a collective."""
+    store = default_store()
+    store.set(f"pid/{rank}", str(os.getpid()))
+
+    def freeze() -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    merging = Merging(range(world), Disturbed(20, freeze if rank == 2 else None), patience=1.0)
+    with hearing() as told:
+        done = train(merging, [0, 10], wait=20)
+        dist.barrier()
+        done += train(merging, [20], wait=60)
+        if rank == 0:  # wakes it when both have given up, however late that is on a busy machine
+            store.wait(["given up"])
+            time.sleep(2)  # gloo closes connections at a time limit of its own
+            os.kill(int(store.get("pid/2")), signal.SIGCONT)
+        if rank == 1:
+            store.set("given up", "")
+        dist.barrier()
+        done += train(merging, [30, 40], wait=20)
+        merging.close()
+    sums = [[part.tolist() for part in each.step] for each in done[-2:]]
+    return ranks_of(done), sums, told, merging._epoch
+
+
+def test_a_rank_frozen_in_a_collective_breaks_the_groups_and_new_ones_are_made() -> None:
+    for rank, (ranks, sums, told, epoch) in enumerate(run(freezes, 3)):
+        assert ranks == [ALL, ALL, (rank,), ALL, ALL]
+        assert len(told) == 1
+        assert "step 20" in told[0]
+        assert epoch == 1
+        assert sums == [[part.tolist() for part in wanted(number, ALL)] for number in (30, 40)]
+
+
+def is_killed(rank: int, world: int, in_collective: bool) -> Any:
+    def die() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    packing = Disturbed(20, die if rank == 2 and in_collective else None)
+    # Seen at once in a collective: with this patience the time limit would be over else.
+    merging = Merging(range(world), packing, fan=2, patience=1000.0 if in_collective else 1.0)
+    with hearing() as told:
+        done = train(merging, [0, 10], wait=10)
+        if rank == 2 and not in_collective:
+            die()
+        done += train(merging, [20], wait=10)
+        if not in_collective:
+            done += train(merging, [30, 40, 50], wait=10)
+    return ranks_of(done), told
+
+
+@pytest.mark.parametrize("in_collective", [False, True])
+def test_when_a_rank_is_killed_the_others_go_on_alone_and_end_well(in_collective: bool) -> None:
+    ended = outcomes(is_killed, 4, in_collective, timeout=30)
+    assert [each.code for each in ended] == [0, 0, -9, 0], [each.output for each in ended]
+    for rank in (0, 1, 3):
+        ranks, told = ended[rank].result
+        assert ranks == [(0, 1, 2, 3)] * 2 + [(rank,)] * (1 if in_collective else 4)
+        # Once for each reason: who has waited longer may find that others went on, or have ended by now.
+        assert 1 <= len(told) <= (1 if in_collective else 3)
+
+
+def trains_with_the_dead(rank: int, world: int) -> None:
+    merging = Merging(range(world), Sums(), patience=1000.0)
+    for number in range(6):
+        if rank == 2 and number == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        train(merging, [number])  # one is waited for in the end
+        dist.all_reduce(torch.ones(1))  # training's own
+    raise AssertionError("expected training's own error")
+
+
+def test_a_training_that_dies_of_another_ranks_death_dies_of_its_own_error_and_at_once() -> None:
+    ended = outcomes(trains_with_the_dead, 3, timeout=30)
+    assert [each.code for each in ended] == [1, 1, -9], [each.output for each in ended]
+    for rank in (0, 1):
+        last = [line for line in ended[rank].output.splitlines() if "Error" in line][-1]
+        assert "onnection" in last, ended[rank].output
+        assert "AssertionError" not in ended[rank].output
+
+
+def measures_otherwise(rank: int, world: int) -> Any:
+    """Never waits until its patience ends: the time limit would be over."""
+    found = []
+    numbers = {0: range(0, 50, 10), 1: range(0, 50, 20), 2: range(0, 50, 10)}  # cadences
+    for fan in (2, 64):
+        for order in (ALL, (1, 0, 2), (2, 0, 1)):  # each of them writes the verdicts of somebody
+            merging = Merging(range(world), Sums(), fan=fan, patience=1000.0)
+            with hearing() as told:
+                done = train(merging, numbers[order[rank]], pause=0.002, wait=10)
+                dist.barrier()
+                done += merging.close()
+            found.append((order, [(each.ranks, _number(each)) for each in done], told))
+    return found
+
+
+def _number(merged: Merged[Any]) -> int:
+    """Of a step that was delivered alone."""
+    return -1 if len(merged.ranks) > 1 else merged.step.number
+
+
+def test_of_other_cadences_the_common_steps_are_merged_and_the_others_are_alone_at_once() -> None:
+    for rank, found in enumerate(run(measures_otherwise, 3)):
+        for order, done, told in found:
+            if order[rank] == 1:
+                assert done == [(ALL, -1)] * 3
+                assert told == []
+            else:
+                assert done == [(ALL, -1), ((rank,), 10), (ALL, -1), ((rank,), 30), (ALL, -1)]
+                assert len(told) == 1
+                assert "without step 10" in told[0]
+                assert "measured alike (every=)" in told[0]
+
+
+def differs(rank: int, world: int) -> Any:
+    """In what it has to merge, in its grad_scale, in a step that it alone measures; then nothing is different."""
+    called = counted_collectives()
+    merging = Merging(range(world), Sums(), fan=2, patience=1000.0)
+    with hearing() as told:
+        done: list[Any] = []
+        if rank == 1:  # evaluates
+            done += train(merging, [0])
+            time.sleep(0.3)
+            assert not done
+            assert not called
+        dist.barrier()
+        done += train(merging, [10], table=("one", "two", "one")[rank], wait=10)
+        before = len(called)
+        done += train(merging, [20], scale=(None, 2.0, 2.0)[rank], wait=10)
+        assert len(called) == before
+        done += train(merging, [30], scale=2.0, wait=10)
+        dist.barrier()
+        done += merging.close()
+    if rank == 1:
+        assert done.pop(0).ranks == (1,)
+    merged = [[part.tolist() for part in each.step] for each in done if len(each.ranks) > 1]
+    return ranks_of(done), merged, told
+
+
+def test_other_tables_are_united_and_another_grad_scale_or_an_evaluation_of_one_rank_hangs_nothing() -> None:
+    found = run(differs, 3)
+    parts = [
+        Sums().pack(Step(10, rank, table), [(0, b"one"), (1, b"two")])
+        for rank, table in enumerate(("one", "two", "one"))
+    ]
+    united = [summed(each).tolist() for each in zip(*parts, strict=True)]
+    for rank, (ranks, merged, told) in enumerate(found):
+        assert ranks == [ALL, (rank,), ALL]
+        assert merged == found[0][1]
+        assert merged[0][1] == united[1]
+        assert merged[1][1] == wanted(30, ALL)[1].tolist()
+        assert len(told) == (2 if rank == 1 else 1)
+        assert "the grad_scale of rank 0 was None at step 20, that of rank 1 2.0" in told[-1]
+
+
+def fills_the_store(rank: int, world: int) -> Any:
+    store = default_store()
+    merging = Merging(range(world), Sums(), fan=2, patience=1000.0)
+    done: list[Any] = []
+    sizes = []
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    for number in range(300):
+        table = letters[number // 24] + letters[number % 24] if number < 200 else "one"
+        done += train(merging, [number], pause=0, table=table, wait=10)
+        if number % 50 == 49:
+            dist.barrier()
+            sizes.append(store.num_keys())
+            dist.barrier()
+    merging.close()
+    return ranks_of(done), sizes
+
+
+def test_the_store_does_not_grow_with_steps_nor_without_bound_with_tables() -> None:
+    for ranks, sizes in run(fills_the_store, 3, init="env"):
+        assert ranks == [ALL] * 300
+        assert max(sizes) < 90  # two keys for each of 200 tables would be 400
+        assert sizes[4] == sizes[5]
+
+
+def numbers_go_back(rank: int, world: int) -> Any:
+    merging = Merging(range(world), Sums(), patience=1000.0)
+    done = train(merging, [0, 10, 20, 0, 10, 20], wait=10)
+    merging.close()
+    return ranks_of(done)
+
+
+def test_steps_that_are_counted_from_the_beginning_again_are_merged_again() -> None:
+    assert run(numbers_go_back, 2) == [[(0, 1)] * 6] * 2
+
+
+def leaves(rank: int, world: int, way: str) -> Any:
+    merging = Merging(range(world), Sums(), patience=1000.0 if way != "killed" else 3.0)
+    with hearing() as told:
+        done = train(merging, [0, 10], wait=10)
+        if rank == 0:
+            time.sleep(0.3)
+            if way == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if way == "interrupted":
+                raise KeyboardInterrupt
+            if way == "closed":
+                merging.close()
+                dist.barrier()
+            return ranks_of(done), told
+        for number in range(20, 120, 10):  # and the rank that has the store is no more
+            done += train(merging, [number], pause=0.05, wait=10)
+        if way == "closed":
+            dist.barrier()
+        done += merging.close()
+    return ranks_of(done), told
+
+
+@pytest.mark.parametrize(
+    ("way", "code"), [("closed", 0), ("ended", 0), ("interrupted", -signal.SIGINT), ("killed", -signal.SIGKILL)]
+)
+def test_when_the_rank_with_the_store_leaves_first_the_others_are_alone_for_good_with_one_warning(
+    way: str, code: int
+) -> None:
+    ended = outcomes(leaves, 3, way, timeout=30, init="env")
+    assert [each.code for each in ended] == [code, 0, 0], [each.output for each in ended]
+    for rank in (1, 2):
+        ranks, told = ended[rank].result
+        assert ranks == [ALL] * 2 + [(rank,)] * 10
+        assert len(told) == 1 or (len(told) == 2 and way != "closed")  # of a collective that was under way, and then
+        assert "rank 0 merges no more" in told[-1] or ("store failed" in told[-1] and way != "closed")
+
+
+class Large(Sums):
+    """Steps of which few may wait."""
+
+    def nbytes(self, step: Step) -> int:
+        return 64 << 20
+
+
+def falls_behind(rank: int, world: int) -> Any:
+    merging = Merging(range(world), Large(), patience=1000.0)
+    with hearing() as told:
+        done = train(merging, [0], wait=10)
+        dist.barrier()
+        if rank == 0:
+            held = []
+            for number in range(10, 410, 10):
+                done += train(merging, [number], pause=0.001)
+                held.append(len(merging._slots))
+            done += merging.wait(10)
+            assert max(held) < 40  # those of some 50 ms: the others are given up when the queue is full
+        dist.barrier()
+        done += merging.close()
+    return [_number(each) for each in done], told
+
+
+def test_a_full_queue_ends_the_waiting_and_everything_is_delivered_in_order() -> None:
+    (done, told), _ = run(falls_behind, 2)
+    assert done == [-1, *range(10, 410, 10)]
+    assert 1 <= len(told) <= 3
+    assert any("steps were waiting to be merged" in text or "too many steps to merge" in text for text in told)
+
+
+def ends_in_flight(rank: int, world: int, way: str) -> Any:
+    """Rank 1 goes on in the collective when the process of rank 0 has ended, however late that is."""
+    store = default_store()
+    store.set(f"pid/{rank}", str(os.getpid()))
+    first = int(store.get("pid/0"))
+
+    def wait_for_first() -> None:
+        while Path(f"/proc/{first}").exists():
+            time.sleep(0.01)
+
+    merging = Merging(range(world), Disturbed(0, wait_for_first if rank == 1 else None), patience=2.0)
+    merging.submit(Step(0, rank), 0)
+    while merging._slots[0].merged is None and merging._tree is None:
+        time.sleep(0.001)
+    time.sleep(0.2)
+    if way == "closed" and rank == 0:
+        return ranks_of(merging.close(timeout=0.1))
+    if way == "raised" and rank == 0:
+        raise RuntimeError("training's own")
+    return ranks_of(merging.close(timeout=20)) if rank else None
+
+
+@pytest.mark.parametrize(("way", "code"), [("closed", 0), ("raised", 1), ("left", 0)])
+def test_the_end_of_a_process_does_not_wait_for_a_merge_in_flight_nor_is_it_aborted(way: str, code: int) -> None:
+    ended = outcomes(ends_in_flight, 3, way, timeout=30)
+    assert [each.code for each in ended] == [code, 0, 0], [each.output for each in ended]
+    assert [each.result for each in ended] == [[(0,)] if way == "closed" else None, [(1,)], [(2,)]]
+
+
+def is_stuck(rank: int, world: int) -> Any:
+    """The thread, in a call that nobody can interrupt: as the store's is while the host that keeps it is frozen."""
+
+    class Stuck(Sums):
+        def scale(self, step: Step) -> float | None:
+            time.sleep(8)
+            return super().scale(step)
+
+    merging = Merging(range(world), Stuck())
+    done = train(merging, [0, 10]) + merging.close(timeout=0.1)
+    assert merging._thread.is_alive()
+    return [(each.ranks, _number(each)) for each in done]
+
+
+def test_steps_that_a_stuck_thread_has_not_merged_are_delivered_when_merging_ends() -> None:
+    assert run(is_stuck, 1) == [[((0,), 0), ((0,), 10)]]
+
+
+def fails(rank: int, world: int) -> Any:
+    class Failing(Sums):
+        def pack(self, step: Step, tables: Any) -> Any:
+            if rank == 1 and step.number >= 10:
+                raise ZeroDivisionError("a fault of ours")
+            return super().pack(step, tables)
+
+    merging = Merging(range(world), Failing(), patience=1000.0)
+    done: list[Any] = []
+    with hearing() as told:
+        for number in range(0, 70, 10):
+            done += train(merging, [number], wait=10)
+            dist.barrier()
+        merging.close()
+    return ranks_of(done), told
+
+
+def test_a_rank_that_fails_again_and_again_leaves_and_says_why() -> None:
+    for rank, (ranks, told) in enumerate(run(fails, 3)):
+        assert ranks == [ALL] + [(rank,)] * 6
+        assert any("a fault of ours" in text for text in told) == (rank == 1)
+        assert "3 times in a row" in told[-1]
+
+
+def forks(rank: int, world: int) -> Any:
+    merging = Merging(range(world), Sums())
+    done = train(merging, [0], wait=10)
+    with merging._stop._cond:  # as the thread may hold it just then
+        child = os.fork()
+        if not child:  # as a worker that loads batches
+            signal.alarm(20)
+            merging.submit(Step(10, rank), 10)
+            assert ranks_of(merging.wait(10)) == [(rank,)]
+            assert merging.close() == []
+            os._exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    done += train(merging, [10]) + merging.close(10)
+    return ranks_of(done)
+
+
+def test_a_forked_process_merges_nothing_and_disturbs_nothing() -> None:
+    assert run(forks, 2, init="env") == [[(0, 1)] * 2] * 2
+
+
+def destroys(rank: int, world: int) -> Any:
+    merging = Merging(range(world), Sums())
+    with hearing() as told:
+        done = train(merging, [0], wait=10)
+        dist.barrier()
+        dist.destroy_process_group()
+        time.sleep(0.3)
+        begin = time.monotonic()
+        done += train(merging, [10]) + merging.close(10)
+        assert time.monotonic() - begin < 5
+    return ranks_of(done), told
+
+
+@pytest.mark.parametrize("init", ["file", "env"])
+def test_torch_distributed_may_be_destroyed_before_merging_ends(init: str) -> None:
+    ended = outcomes(destroys, 2, init=init)
+    assert [each.code for each in ended] == [0, 0], [each.output for each in ended]
+    for rank, (ranks, told) in enumerate(each.result for each in ended):
+        assert ranks == [(0, 1), (0, 1) if init == "file" else (rank,)]
+        assert len(told) == (0 if init == "file" else 1)
+
+
+def test_another_torch_without_a_store_to_give_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(dist.distributed_c10d, "_get_default_store")
+    with pytest.raises(RuntimeError, match=rf"_get_default_store, .* got torch {torch.__version__.split('+')[0]}"):
+        default_store()

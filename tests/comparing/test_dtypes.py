@@ -1,0 +1,200 @@
+"""What rounding to a coarser dtype explains: twins of ten kinds of models agree, and what people break is found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import hookstats
+from hookstats import Site, Snapshot, compare
+from hookstats.comparing import rounding
+from tests.comparing import twins
+
+NEEDS_TRANSFORMERS = ("gpt2", "llama")
+
+
+@cache
+def fine(name: str, tokens: str = "random", scale: float = 0.0, seed: int = 0) -> list[Snapshot]:
+    return twins.train(name, tokens=tokens, scale=scale, seed=seed, steps=2)
+
+
+@pytest.mark.parametrize("amp", [True, False], ids=["autocast", "weights"])
+@pytest.mark.parametrize("name", twins.MODELS)
+def test_float32_and_bfloat16_twins_agree_forward_and_backward(name: str, amp: bool) -> None:
+    if name in NEEDS_TRANSFORMERS:
+        pytest.importorskip("transformers")
+    with torch.backends.mkldnn.flags(enabled=name != "lstm"):  # whose kernel refuses bfloat16 on some CPUs
+        for seed in (0, 1):
+            found = compare(
+                fine(name, seed=seed), twins.train(name, "bfloat16", amp=amp, seed=seed, steps=2), dtype="bfloat16"
+            )
+            assert found.first is None, str(found.first)
+
+
+@pytest.mark.parametrize("name", ["mlp", "resnet", "gpt", "vit"])
+def test_float32_and_float16_twins_agree(name: str) -> None:
+    low = twins.train(name, "float16", scale=4096.0, steps=2)
+    found = compare(fine(name, scale=4096.0), low, dtype="float16")
+    assert found.first is None, str(found.first)
+
+
+@pytest.mark.parametrize("tokens", ["padded", "equal"])
+def test_twins_agree_where_tokens_repeat_so_that_rows_share_their_roundings(tokens: str) -> None:
+    for name in ("gpt", "moe"):
+        low = twins.train(name, "bfloat16", amp=True, tokens=tokens, steps=2)
+        found = compare(fine(name, tokens), low, dtype="bfloat16")
+        assert found.first is None, str(found.first)
+
+
+def of_unit_variance(model: nn.Module) -> None:
+    """Instead of a GPT's small initial values, with which attention hardly chooses."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.xavier_normal_(module.weight)
+        if isinstance(module, nn.Embedding):
+            nn.init.normal_(module.weight)
+
+
+def of_a_gpt(model: nn.Module) -> None:
+    pass
+
+
+@cache
+def once(begin: Callable[[nn.Module], None], amp: bool, fault: str = "") -> list[Snapshot]:
+    def change(model: Any) -> None:
+        begin(model)
+        with torch.no_grad():
+            FAULTS.get(fault, lambda block: None)(model.blocks[1])
+
+    dtype = "bfloat16" if amp else "float32"
+    return twins.train("gpt", dtype, amp=amp, change=change, steps=1, seed=int(fault == "seed"))
+
+
+def transpose(block: Any) -> None:
+    block.attn.proj.weight.copy_(block.attn.proj.weight.T.clone())
+
+
+def scatter(block: Any) -> None:
+    weight = block.feed.up.weight
+    weight.mul_(1 + 0.02 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(5)))
+
+
+FAULTS: dict[str, Callable[[Any], object]] = {
+    "relu": lambda block: setattr(block.feed, "act", nn.ReLU()),
+    "silu": lambda block: setattr(block.feed, "act", nn.SiLU()),
+    "tanh": lambda block: setattr(block.feed, "act", nn.GELU(approximate="tanh")),
+    "scale": lambda block: setattr(block.attn, "scale", 1.0),
+    "mask": lambda block: setattr(block.attn, "causal", False),
+    "head": lambda block: setattr(block.attn, "masked", 1),
+    "eps": lambda block: setattr(block.norm1, "eps", 1e-2),
+    "norm": lambda block: setattr(block, "norm2", nn.Identity()),
+    "dropout": lambda block: setattr(block.drop, "p", 0.1),
+    "two percent": lambda block: block.feed.up.weight.mul_(1.02),
+    "scattered": scatter,
+    "transposed": transpose,
+}
+
+
+@pytest.mark.parametrize(
+    ("fault", "begin", "site"),
+    [
+        ("relu", of_a_gpt, Site("blocks.1.feed.act", "output")),
+        ("silu", of_a_gpt, Site("blocks.1.feed.act", "output")),
+        ("scale", of_unit_variance, Site("blocks.1.attn.proj", "output")),
+        ("mask", of_unit_variance, Site("blocks.1.attn.proj", "output")),
+        ("head", of_unit_variance, Site("blocks.1.attn.proj", "output")),
+        ("transposed", of_unit_variance, Site("blocks.1.attn.proj", "output")),
+        ("eps", of_a_gpt, Site("blocks.1.norm1", "output")),
+        ("norm", of_a_gpt, Site("blocks.1.feed.up", "output")),
+        ("two percent", of_a_gpt, Site("blocks.1.feed.up", "output")),
+        ("dropout", of_a_gpt, Site("blocks.1.feed.down", "grad_output")),
+        ("seed", of_a_gpt, Site("tokens", "output")),
+    ],
+)
+def test_a_fault_in_an_autocast_program_is_named_where_it_first_shows(
+    fault: str, begin: Callable[[nn.Module], None], site: Site
+) -> None:
+    assert compare(once(begin, amp=False), once(begin, amp=True), dtype="bfloat16").first is None
+    found = compare(once(begin, amp=False), once(begin, amp=True, fault=fault), dtype="bfloat16").first
+    assert found is not None
+    assert found.site == site, str(found)
+
+
+@pytest.mark.parametrize("fault", ["tanh", "scattered"])
+def test_what_changes_elements_by_no_more_than_bfloat16_does_is_found_in_float32_alone(fault: str) -> None:
+    assert compare(once(of_a_gpt, amp=False), once(of_a_gpt, amp=True, fault=fault), dtype="bfloat16").first is None
+
+    def change(model: Any) -> None:
+        with torch.no_grad():
+            FAULTS[fault](model.blocks[1])
+
+    found = compare(once(of_a_gpt, amp=False), twins.train("gpt", change=change, steps=1)).first
+    assert found is not None
+    assert found.site.name == {"tanh": "blocks.1.feed.act", "scattered": "blocks.1.feed.up"}[fault]
+
+
+def test_the_gradient_of_a_bias_that_a_norm_takes_out_is_judged_by_its_terms() -> None:
+    def train(flipped: bool, dropped: bool = False) -> list[Snapshot]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.GELU(), nn.Flatten(), nn.Linear(3136, 10))
+        snapshots: list[Snapshot] = []
+        with hookstats.attach(model, every=1, sinks=snapshots.append) as monitor:
+            x, y = twins.batch("cnn", 0, 16), torch.arange(16) % 10
+            x, y = (x.flip(0), y.flip(0)) if flipped else (x, y)
+            nn.functional.cross_entropy(model(x), y).backward()
+            if dropped:
+                model[4].bias.grad.mul_(0.99)
+            monitor.step()
+        return snapshots
+
+    found = compare(train(False), train(True))
+    assert found.first is None, str(found.first)
+    assert not found.is_equal
+    wrong = compare(train(False), train(True, dropped=True)).first
+    assert wrong is not None
+    assert wrong.site == Site("4.bias", "param_grad")
+
+
+def allowed(dtype: str, *, count: float, draws: float = 1.0, kinks: int = 0, rows: float = 0.0) -> tuple[float, float]:
+    """For means, and for extremes, of the fourth site."""
+    units, ones = np.full(4, rounding.UNIT_ROUNDOFF[dtype]), np.ones(4)
+    errors = rounding.errors(units, kinks * ones.astype(int), rows * ones, is_alike=True)
+    means = errors.allowed_for_means(count * ones, draws * ones, 4 * ones)
+    return float(means[3]), float(errors.allowed_for_extremes()[3])
+
+
+def test_float32_twins_are_judged_by_independent_roundings_alone() -> None:
+    for kinks, rows in ((0, 0.0), (3, 0.0), (3, 512.0)):
+        means, extremes = allowed("float32", count=1e4, kinks=kinks, rows=rows)
+        assert means == pytest.approx(8 * 65 * 2.0**-24 * 2 / 100 + 2.0**-22)
+        assert extremes == pytest.approx(8 * 65 * 2.0**-24 * 2)
+
+
+def test_what_weights_explain_shrinks_with_the_channels_and_not_with_the_values() -> None:
+    of_a_channel = 8 * 0.68 * (2.0**-8 + 2.0**-18) * 2
+    assert allowed("bfloat16", count=1e12)[0] == pytest.approx(of_a_channel, rel=1e-3)
+    assert allowed("bfloat16", count=1e14)[0] == pytest.approx(of_a_channel, rel=1e-3)
+    assert allowed("bfloat16", count=1e12, draws=64)[0] == pytest.approx(of_a_channel / 8, rel=1e-3)
+
+
+def test_rows_that_are_zero_throughout_are_no_kink_but_single_zeros_are() -> None:
+    """Gradients that differ by 1 % of their rms: a flip of a ReLU explains it, a masked row does not."""
+
+    def gradient(x: torch.Tensor, mask: torch.Tensor, shift: float) -> Snapshot:
+        model = nn.Linear(16, 16, bias=False)
+        with hookstats.attach(model, tensors="grad_output") as monitor:
+            (model(x) * (1 + shift) * mask).sum().backward()
+            return monitor.snapshot()
+
+    x = torch.randn(64, 16, generator=torch.Generator().manual_seed(0))
+    rows = (torch.arange(64) % 2).float()[:, None].expand(64, 16)
+    single = (torch.arange(64)[:, None] // (1 + torch.arange(16)) % 2).float()
+    for mask, parts in ((rows, True), (single, False)):
+        found = compare(gradient(x, mask, 0.0), gradient(x, mask, 0.01), dtype="bfloat16")
+        assert (found.first is not None) == parts, str(found)

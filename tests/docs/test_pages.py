@@ -1,0 +1,173 @@
+"""The code of the README and of the pages beside the guide: it runs, page by page, and prints what stands below it.
+
+`python -m tests.docs.test_pages` writes what it prints into the pages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import socket
+import sys
+import tempfile
+import types
+from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import hookstats
+from hookstats.watch.drain import Pending
+from tests.conftest import ROOT
+
+NAMES = (
+    "start",
+    "numbers",
+    "training",
+    "trainers",
+    "distributed",
+    "recording",
+    "records",
+    "rules",
+    "report",
+    "sinks",
+    "commands",
+)
+PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in NAMES)]
+# Code, and behind it what it prints, where the page shows that.
+BLOCK = re.compile(r"^```python\n(?P<code>.*?)^```\n(?:\n```text\n(?P<output>.*?)^```\n)?", re.MULTILINE | re.DOTALL)
+
+
+class Logger(types.ModuleType):
+    """What the pages use of wandb; without step=, with which wandb loses what arrives after a newer step."""
+
+    def __init__(self) -> None:
+        super().__init__("wandb")
+        self.__spec__ = ModuleSpec("wandb", None)  # which transformers looks at
+        self.metrics: dict[str, str] = {}
+        self.rows: list[dict[str, float]] = []
+
+    def init(self) -> None:
+        pass
+
+    def define_metric(self, name: str, step_metric: str) -> None:
+        self.metrics[name] = step_metric
+
+    def log(self, values: dict[str, float]) -> None:
+        self.rows.append(values)
+
+
+def names() -> dict[str, Any]:
+    """What a page takes for granted: a model, its data and its optimizer."""
+    model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 4))
+
+    def evaluate(model: nn.Module) -> None:
+        model.eval()
+        model(torch.randn(8, 16))
+        model.train()
+
+    return {
+        "__name__": "__main__",
+        "torch": torch,
+        "nn": nn,
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "loader": [torch.randn(32, 16) for _ in range(21)],
+        "evaluate": evaluate,
+    }
+
+
+def run(page: Path) -> list[tuple[re.Match[str], str]]:
+    """Each block of a page, and what it printed."""
+    text = page.read_text()
+    known = names()
+    done = []
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        for block in BLOCK.finditer(text):
+            printed = io.StringIO()
+            lines_before = text.count("\n", 0, block.start()) + 1
+            with contextlib.redirect_stdout(printed):
+                exec(compile("\n" * lines_before + block["code"], str(page), "exec"), known)
+            done.append((block, printed.getvalue()))
+    return done
+
+
+def without_fractions(text: str) -> list[list[str]]:
+    """The words of each line, whole numbers among them, such as counts and steps.
+
+    Fractions differ in their last digits from machine to machine, so that one may look whole; and rules in length.
+    """
+    fraction = r"(?<![\w.])-?(\d+\.\d*(e[-+]?\d+)?|\d+e[-+]?\d+|nan|inf)(?![\w.])"
+    return [re.sub(r"--+", "--", re.sub(fraction, "#", line)).split() for line in text.splitlines()]
+
+
+@pytest.fixture
+def logger(monkeypatch: pytest.MonkeyPatch) -> Logger:
+    logger = Logger()
+    monkeypatch.setitem(sys.modules, "wandb", logger)
+    return logger
+
+
+@pytest.fixture
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As torchrun starts it."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, str(value))
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_code_of_a_page_prints_what_stands_below_it(
+    page: Path, logger: Logger, recwarn: pytest.WarningsRecorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where pages write files
+    blocks = run(page)
+    assert not [str(warning.message) for warning in recwarn if "hookstats" in str(warning.message)]
+    assert blocks, "a page without code"
+    for block, printed in blocks:
+        assert without_fractions(printed) == without_fractions(block["output"] or ""), f"{page.name}:\n{printed}"
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_the_readmes_loop_keeps_every_measured_step(
+    late: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if late:  # as on a GPU: a step's numbers may come after the loop's end
+        monkeypatch.setattr(Pending, "ready", lambda self: False)
+    run(ROOT / "README.md")
+    kept = hookstats.load("runs/a")
+    assert kept.steps == [0, 10, 20]
+    assert all(len(snapshot.order) == 10 for snapshot in kept)
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+if __name__ == "__main__":
+    sys.modules["wandb"] = Logger()
+    os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
+    os.chdir(tempfile.mkdtemp())
+    for path in PAGES:
+        text = path.read_text()
+        for block, printed in reversed(run(path)):
+            if block["output"] is not None:
+                text = text[: block.start("output")] + printed + text[block.end("output") :]
+        path.write_text(text)

@@ -1,0 +1,124 @@
+"""Who writes is seen to live until it lets go or ends, whatever else of its process opens the same files."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import hookstats
+from hookstats.numbers.columns import Columns
+from hookstats.numbers.fields import ExponentBins
+from hookstats.numbers.snapshot import Snapshot
+from hookstats.records.places import descriptions, is_training
+from hookstats.terminal.following import Followed
+from tests.records.recorded import ROOT
+
+# As another container sees it: a process's number and its machine's name say nothing there.
+ELSEWHERE = {"host": "another", "boot": "another", "pid": 1 << 22, "started": 0}
+_ASK = """
+import sys
+from pathlib import Path
+from hookstats.records.places import is_training
+from tests.records.test_locks import ELSEWHERE
+print(is_training(Path(sys.argv[1]), ELSEWHERE))
+"""
+
+
+def is_alive(description: Path) -> bool:
+    """As a process of another container is told."""
+    command = [sys.executable, "-c", _ASK, str(description)]
+    return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout == "True\n"
+
+
+@pytest.fixture
+def begun(tmp_path: Path) -> Iterator[tuple[hookstats.records.recording.Recording, Path]]:  # type: ignore[name-defined]
+    recording = hookstats.record(tmp_path / "run")
+    recording.begin({"rank": 0})
+    (path,) = descriptions(tmp_path / "run" / "rank=0").values()
+    yield recording, path
+    recording.close()
+
+
+def test_a_recording_is_seen_to_live_when_its_process_reads_its_files(begun: tuple[object, Path]) -> None:
+    _, path = begun
+    run = path.parent.parent
+    with pytest.raises(RuntimeError, match="expected a directory that nobody records into"):
+        hookstats.record(run).begin({"rank": 0})
+    assert Followed(run).state().kind == "recording"
+    path.read_text()
+    shutil.copytree(run, run.with_name("copy"))
+    assert is_training(path, ELSEWHERE)
+    assert is_alive(path)
+    assert not is_alive(run.with_name("copy") / "rank=0" / path.name)
+
+
+def test_a_recording_that_was_closed_or_killed_is_seen_to_be_dead(begun: tuple[object, Path], tmp_path: Path) -> None:
+    recording, path = begun
+    kept = tmp_path / "description"
+    os.link(path, kept)
+    assert is_alive(kept)
+    recording.close()  # type: ignore[attr-defined]
+    assert not is_alive(kept)
+
+
+def test_a_forked_worker_neither_holds_nor_drops_the_lock(begun: tuple[object, Path], tmp_path: Path) -> None:
+    recording, path = begun
+    kept = tmp_path / "description"
+    os.link(path, kept)
+    worker = os.fork()
+    if worker == 0:
+        time.sleep(60)
+        os._exit(0)
+    try:
+        assert is_alive(kept)
+        recording.close()  # type: ignore[attr-defined]
+        os.kill(worker, 0)
+        deadline = time.monotonic() + 10
+        while is_alive(kept):  # until the worker has run its first line
+            assert time.monotonic() < deadline
+    finally:
+        os.kill(worker, signal.SIGKILL)
+        os.waitpid(worker, 0)
+
+
+def snapshot() -> Snapshot:
+    empty = np.empty((10, 0))
+    nothing = np.array([], np.int64)
+    columns = Columns([], nothing, nothing, np.ones(0), [], [], ExponentBins(), lambda i: empty, lambda i: None)
+    return Snapshot(0, columns, {"loss": 1.0})
+
+
+_WRITE = """
+import sys
+import hookstats
+from tests.records.test_locks import snapshot
+try:
+    hookstats.sinks.JsonLines(sys.argv[1])(snapshot())
+except OSError as error:
+    print(error)
+"""
+
+
+def test_a_second_sink_of_a_file_lets_nobody_else_write_it(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    first = hookstats.sinks.JsonLines(path)
+    first(snapshot())
+    second = hookstats.sinks.JsonLines(path)  # looks at how the file ends
+    with pytest.raises(OSError, match="expected a file that nobody else writes"):
+        second(snapshot())
+    command = [sys.executable, "-c", _WRITE, str(path)]
+    told = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    assert "expected a file that nobody else writes" in told
+    first(snapshot())
+    first.close()
+    second(snapshot())
+    assert len(path.read_text().splitlines()) == 3

@@ -1,0 +1,109 @@
+"""Statistics follow from the state: a run that was recorded with fewer or more of them reads as it was measured."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import hookstats
+from hookstats.numbers.fields import STATISTICS
+from hookstats.records.schema import writer_options
+from hookstats.records.store import Store
+from tests.records import recorded
+from tests.records.test_torn_runs import with_checksum
+
+STEPS = 12
+DERIVED = ["var", "std", "rms", "abs_mean", "l2_norm", "abs_max"]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    store = Store(tmp_path / "run" / "rank=0")
+    store.begin(0, {})
+    for step in range(STEPS):
+        store.add(recorded.drained(step))
+        if step % 3 == 2:
+            store.commit(step)
+    store.close()
+    return tmp_path / "run"
+
+
+def rewritten(run: Path, change: Callable[[pa.Table], pa.Table]) -> None:
+    """With totals of other columns, as another version had written them."""
+    path = run / "rank=0" / "manifest.json"
+    body = json.loads(path.read_text())
+    for part in body["parts"]["totals"]:
+        file = run / "rank=0" / "totals" / part["file"]
+        options = {name: value for name, value in writer_options("totals").items() if name != "column_encoding"}
+        pq.write_table(change(pq.read_table(file)), file, **{**options, "use_dictionary": False})
+        content = file.read_bytes()
+        length = int.from_bytes(content[-8:-4], "little") + 8
+        part |= {"bytes": len(content), "footer": zlib.crc32(content[-length:])}
+    path.write_text(with_checksum(body))
+
+
+def less(*names: str) -> Callable[[pa.Table], pa.Table]:
+    return lambda rows: rows.drop_columns(list(names))
+
+
+def more(rows: pa.Table) -> pa.Table:
+    return rows.add_column(3, "kurtosis_of_tomorrow", pa.array(np.arange(float(len(rows)))))
+
+
+def same(a: pa.Table, b: pa.Table) -> None:
+    """Bit for bit, and NaN where the other has it."""
+    assert a.schema == b.schema
+    for name in a.column_names:
+        if pa.types.is_floating(a[name].type):
+            np.testing.assert_array_equal(a[name].to_numpy().view(np.int64), b[name].to_numpy().view(np.int64))
+        else:
+            assert a[name].equals(b[name])
+
+
+CHANGES = {name: less(name) for name in DERIVED} | {"all": less(*DERIVED), "one more": more}
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_a_run_of_fewer_or_more_statistics_reads_as_it_was_measured(run: Path, kind: str) -> None:
+    expected = hookstats.load(run).totals
+    rewritten(run, CHANGES[kind])
+    loaded = hookstats.load(run)
+    same(loaded.totals, expected)
+    assert loaded.totals.column_names[-len(STATISTICS) :] == list(STATISTICS)
+    for snapshot in loaded:
+        assert snapshot.equals(recorded.drained(snapshot.step).snapshot())
+    same(hookstats.load(run, statistics=["rms"]).totals, expected.select([*expected.column_names[:8], "rms"]))
+
+
+@pytest.mark.parametrize("kind", ["rms", "one more"])
+def test_such_a_run_goes_on_and_its_parts_are_merged(run: Path, kind: str) -> None:
+    rewritten(run, CHANGES[kind])
+    store = Store(run / "rank=0")
+    store.begin(0, {})
+    for step in range(STEPS, STEPS + 4):
+        store.add(recorded.drained(step))
+    store.commit(STEPS)
+    while store.merge():
+        pass
+    store.close()
+    loaded = hookstats.load(run)
+    assert len(loaded.manifest["parts"]["totals"]) == 2
+    assert loaded.steps == list(range(STEPS + 4))
+    for snapshot in loaded:
+        want = recorded.drained(snapshot.step).snapshot()
+        assert snapshot.equals(want)
+    rms = loaded.totals.filter(pa.compute.equal(loaded.totals["step"], 5))["rms"].to_numpy()
+    np.testing.assert_array_equal(rms, recorded.drained(5).snapshot().columns.totals.rms)
+
+
+def test_a_state_that_is_missing_is_refused(run: Path) -> None:
+    rewritten(run, less("state_m2"))
+    with pytest.raises(hookstats.records.errors.RunError, match="expected the columns of totals"):
+        hookstats.load(run).totals  # noqa: B018

@@ -1,0 +1,462 @@
+"""A recording loses nothing that it took, whoever dies, and never disturbs training."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import hookstats
+from hookstats import Snapshot
+from hookstats.records.recording import Recording
+from hookstats.records.ring import Ring
+from hookstats.records.writer import recover
+from tests.conftest import ROOT
+from tests.records import recorded
+
+MOMENTS = int(os.environ.get("HOOKSTATS_KILLS", "3"))
+
+
+def holds(directory: Path, steps: list[int]) -> None:
+    """Each of these steps once, and nothing that is not whole."""
+    run = hookstats.load(directory)
+    assert set(steps) <= set(run.steps)
+    assert len(set(run.steps)) == len(run.steps)
+    for step in [*run.steps[:: max(1, len(run.steps) // 40)], *run.steps[-5:]]:
+        assert run[step].equals(recorded.drained(step).snapshot()), step
+
+
+def rings(directory: Path) -> list[str]:
+    return sorted(path.name for path in (directory / "rank=0").glob("ring.*"))
+
+
+def test_what_was_recorded_is_read_as_it_was(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    assert recorded.start(directory, steps=120, ring_bytes=64 << 20).wait(60) == 0
+    steps = recorded.taken(directory)
+    assert steps == list(range(120))
+    assert hookstats.load(directory).steps == steps
+    holds(directory, steps)
+    assert rings(directory) == []
+
+
+@pytest.mark.parametrize("moment", range(MOMENTS))
+def test_training_that_is_killed_loses_nothing_that_was_taken(tmp_path: Path, moment: int) -> None:
+    directory, draw = tmp_path / "run", np.random.default_rng(moment)
+    process = recorded.start(directory)
+    recorded.wait_for(lambda: len(recorded.taken(directory)) > draw.integers(1, 400))
+    recorded.kill(process.pid)
+    process.wait()
+    recorded.wait_for(lambda: not rings(directory))
+    holds(directory, recorded.taken(directory))
+
+
+@pytest.mark.parametrize("moment", range(MOMENTS))
+def test_a_writer_that_is_killed_is_followed_by_another_that_goes_on(tmp_path: Path, moment: int) -> None:
+    directory, draw = tmp_path / "run", np.random.default_rng(100 + moment)
+    process = recorded.start(directory, steps=300, pause=0.005, ring_bytes=96 << 20)
+    recorded.wait_for(lambda: recorded.writers(directory))
+    time.sleep(draw.random())
+    for pid in recorded.writers(directory):
+        recorded.kill(pid)
+    assert process.wait(60) == 0
+    assert recorded.taken(directory) == list(range(300))
+    holds(directory, recorded.taken(directory))
+    assert rings(directory) == []
+
+
+@pytest.mark.parametrize("moment", range(MOMENTS))
+def test_where_both_are_killed_recover_finds_what_was_taken(tmp_path: Path, moment: int) -> None:
+    directory, draw = tmp_path / "run", np.random.default_rng(200 + moment)
+    process = recorded.start(directory)
+    recorded.wait_for(lambda: recorded.writers(directory))
+    time.sleep(0.05 + draw.random())
+    pids = [process.pid, *recorded.writers(directory)]
+    for pid in draw.permutation(pids).tolist():
+        recorded.kill(pid)
+    process.wait()
+    assert recover(directory) == {"rank=0": [1] if recorded.taken(directory) else []}
+    holds(directory, recorded.taken(directory))
+    assert rings(directory) == []
+    assert recover(directory) == {"rank=0": []}
+
+
+def test_a_run_that_goes_on_after_both_died_takes_up_what_was_left(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    process = recorded.start(directory)
+    recorded.wait_for(lambda: len(recorded.taken(directory)) > 60)
+    for pid in [*recorded.writers(directory), process.pid]:
+        recorded.kill(pid)
+    process.wait()
+    before = recorded.taken(directory)
+    assert recorded.start(directory, steps=30, first=before[-1] + 100, ring_bytes=16 << 20).wait(60) == 0
+    holds(directory, recorded.taken(directory))
+    run = hookstats.load(directory)
+    assert run.steps[-30:] == list(range(before[-1] + 100, before[-1] + 130))
+
+
+def test_a_ring_that_is_full_drops_new_steps_and_counts_them(tmp_path: Path) -> None:
+    """The writer is stopped, so that nothing leaves the ring."""
+    directory = tmp_path / "run"
+    recording = hookstats.record(directory, ring_bytes=1 << 20)
+    recording.begin({"rank": 0})
+    recording.take(recorded.drained(0))
+    recorded.wait_for(lambda: recording._ring.judged > 0)
+    writer = recording._writer
+    assert writer is not None
+    os.kill(writer.pid, 19)
+    take(recording, range(1, 100))
+    dropped = recording._ring.dropped
+    assert 0 < dropped < 99
+    os.kill(writer.pid, 18)
+    with pytest.warns(UserWarning, match=r"falls behind.* attach\(every=\d+\) is advised"):
+        recording.close()
+    run = hookstats.load(directory)
+    assert len(run) == 100 - dropped
+    assert run.steps[0] == 0
+    holds(directory, run.steps)
+    assert run.manifest["attempts"][0]["dropped"] == dropped
+
+
+def test_a_writer_that_falls_behind_costs_steps_evenly_and_the_end_does_not_wait_for_it(tmp_path: Path) -> None:
+    """The writer is stopped until the end has given up waiting: so little room has never to last for so long."""
+    directory = tmp_path / "run"
+    recording = hookstats.record(directory, ring_bytes=16 << 20)
+    recording.begin({"rank": 0, "every": 3})
+    recording.take(recorded.drained(0))
+    recorded.wait_for(lambda: recording._ring.judged > 0)
+    writer = recording._writer
+    assert writer is not None
+    os.kill(writer.pid, 19)
+    with pytest.warns(UserWarning, match=r"falls behind: .* left out, evenly; attach\(every=\d+\) is advised") as told:
+        take(recording, range(1, 1000))
+    assert len(told) == 1
+    dropped = recording._ring.dropped
+    begin = time.monotonic()
+    with pytest.warns(UserWarning, match="has not ended; it goes on"):
+        recording.close()
+    assert time.monotonic() - begin < 10
+    os.kill(writer.pid, 18)
+    recorded.wait_for(lambda: not recording._description.exists())
+    run = hookstats.load(directory)
+    assert len(run) == 1000 - dropped
+    kept = run.steps
+    assert kept[:60] == list(range(60))
+    assert (
+        max(later - step for step, later in zip(kept, [*kept[1:], 1000], strict=True)) <= 512
+    )  # nothing is read: strides double
+    assert set(run.scalars["step"].to_pylist()) == set(range(1000))
+
+
+def take(recording: Recording, steps: Iterable[int]) -> None:
+    for step in steps:
+        recording.take(recorded.drained(step))
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+
+
+def train(net: nn.Module, monitor: hookstats.Monitor | None, steps: int, poison: int | None = None) -> list[float]:
+    """The losses."""
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    draw, losses = torch.Generator().manual_seed(1), []
+    for step in range(steps):
+        x = torch.randn(5, 8, generator=draw)
+        if step == poison:
+            x[0, 0] = float("nan")
+        loss = (net(x) ** 2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        if monitor is not None:
+            monitor.step(loss=loss)
+    return losses
+
+
+def test_a_training_run_is_kept_and_read_without_torch(tmp_path: Path) -> None:
+    net, snapshots = model(), list[Snapshot]()
+    with hookstats.attach(net, every=1, sinks=[hookstats.record(tmp_path / "run"), snapshots.append]) as monitor:
+        train(net, monitor, 12)
+    run = hookstats.load(tmp_path / "run")
+    assert run.steps == list(range(12))
+    assert run.manifest["attempts"][0]["settings"]["overhead"]["measured_host"] > 0
+    assert all(run[snapshot.step].equals(snapshot) for snapshot in snapshots)
+    code = f"import hookstats, sys; print(len(hookstats.load({str(tmp_path / 'run')!r})), 'torch' in sys.modules)"
+    assert python(code).split() == ["12", "False"]
+
+
+def test_training_with_a_recording_does_not_change_by_a_bit(tmp_path: Path) -> None:
+    net = model()
+    with hookstats.attach(net, every=2, sinks=[hookstats.record(tmp_path / "run")]) as monitor:
+        losses = train(net, monitor, 20)
+    assert losses == train(model(), None, 20)
+
+
+def test_the_writer_imports_no_torch(tmp_path: Path) -> None:
+    recording = hookstats.record(tmp_path / "run")
+    recording.begin({"rank": 0})
+    recording.take(recorded.drained(0))
+    recorded.wait_for(lambda: recording._ring.judged > 0)
+    (pid,) = recorded.writers(tmp_path)
+    mapped = Path(f"/proc/{pid}/maps").read_text()
+    assert "numpy" in mapped
+    assert "libtorch" not in mapped
+    assert os.getpriority(os.PRIO_PROCESS, pid) == 19
+    assert os.getsid(pid) == pid
+    recording.close()
+    assert recorded.writers(tmp_path) == []
+
+
+def test_a_planted_nan_is_found_where_it_began_within_two_steps_and_raised(tmp_path: Path) -> None:
+    net = model()
+    monitor = hookstats.attach(net, every=1, sinks=[hookstats.record(tmp_path / "run")], on_finding="raise")
+    train(net, monitor, 3)
+    assert monitor.check() == []
+    with pytest.raises(hookstats.FindingError, match="NaN") as caught:
+        train_and_check(net, monitor)
+    finding = caught.value.findings[0]
+    assert (finding.step, finding.site, finding.severity) == (3, ("0", "output"), "critical")
+    with suppress(hookstats.FindingError):
+        monitor.detach()
+    assert hookstats.load(tmp_path / "run").findings[0] == finding
+
+
+def train_and_check(net: nn.Module, monitor: hookstats.Monitor) -> None:
+    train(net, monitor, 1, poison=0)
+    monitor.check()
+
+
+def test_a_directory_that_cannot_be_written_raises_at_attach(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        hookstats.attach(model(), sinks=[hookstats.record(tmp_path / "file" / "run")])
+
+
+def test_a_directory_that_somebody_records_into_is_refused(tmp_path: Path) -> None:
+    net = model()
+    first = hookstats.attach(net, sinks=[hookstats.record(tmp_path / "run")])
+    with pytest.raises(RuntimeError, match="expected a directory that nobody records into, but process"):
+        hookstats.attach(net, sinks=[hookstats.record(tmp_path / "run")])
+    first.detach()
+    hookstats.attach(net, sinks=[hookstats.record(tmp_path / "run")]).detach()
+
+
+def test_a_directory_that_vanishes_costs_one_warning(tmp_path: Path) -> None:
+    net = model()
+    monitor = hookstats.attach(net, every=1, sinks=[hookstats.record(tmp_path / "run")])
+    train(net, monitor, 3)
+    monitor.check()
+    for path in sorted((tmp_path / "run").rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    (tmp_path / "run").rmdir()
+    for pid in recorded.writers(tmp_path):
+        recorded.kill(pid)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert len(train(net, monitor, 5)) == 5
+        monitor.detach()
+    texts = [str(each.message) for each in told]
+    assert len([text for text in texts if "stopped, training goes on" in text]) == 1
+    assert len(texts) <= 2  # the other one: that the writer is dead
+
+
+_FULL = """
+import json, os, resource, sys, time, warnings
+import hookstats
+from tests.records.test_recording import model, train
+directory, what = sys.argv[1:]
+net = model()
+monitor = hookstats.attach(net, every=1, sinks=[hookstats.record(directory, ring_bytes=2 << 20)])
+if what == "ring":
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    losses = train(net, monitor, 5)
+    if what == "part":
+        monitor.check()
+        writer = monitor._delivery.recorders[0]._writer
+        resource.prlimit(writer.pid, resource.RLIMIT_FSIZE, (512, 512))
+    losses += train(net, monitor, 300)
+    monitor.detach()
+print(json.dumps([len(losses), [str(each.message) for each in told]]))
+"""
+
+
+@pytest.mark.parametrize("what", ["ring", "part"])
+def test_a_disk_that_is_full_costs_one_warning_and_no_step_of_training(tmp_path: Path, what: str) -> None:
+    """Too little for the ring, or too little for what the writer writes; then what is in the ring is kept there."""
+    done = python(_FULL, str(tmp_path / "run"), what)
+    losses, told = json.loads(done)
+    assert losses == 305
+    assert len(told) == 1
+    assert "stopped, training goes on" in told[0]
+    assert "File too large" in told[0]
+    if what == "part":
+        assert recover(tmp_path / "run") == {"rank=0": [1]}
+        assert hookstats.load(tmp_path / "run").steps[:5] == [0, 1, 2, 3, 4]
+
+
+def test_a_small_disk_that_fills_up_keeps_what_was_taken(tmp_path: Path) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", small], capture_output=True).returncode:
+        pytest.skip("needs the right to mount a small disk")
+    try:
+        process = recorded.start(small / "run", pause=0.003, ring_bytes=4 << 20, log=tmp_path / "run.log")
+        ring = small / "run" / "rank=0" / "ring.0001"
+        recorded.wait_for(lambda: recorded.taken(tmp_path / "run"))
+        recorded.wait_for(lambda: Ring(ring).failed)
+        assert "No space left" in Ring(ring).failure
+        time.sleep(0.2)
+        assert process.poll() is None
+        recorded.kill(process.pid)
+        process.wait()
+        shutil.copytree(small / "run", tmp_path / "run")
+    finally:
+        recorded.wait_for(lambda: not recorded.writers(small))
+        subprocess.run(["umount", "-l", small], check=True)
+    for path in (tmp_path / "run" / "rank=0").glob("ring.*.json"):  # the ring has moved with it
+        path.write_text(path.read_text().replace(str(small), str(tmp_path)))
+    assert recover(tmp_path / "run") == {"rank=0": [1]}
+    holds(tmp_path / "run", recorded.taken(tmp_path / "run"))
+
+
+def python(code: str, *arguments: str) -> str:
+    """What it prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"ring_bytes": 5}, ValueError, "ring_bytes: expected at least 65536 bytes, or None; got 5"),
+        ({"rules": [print]}, TypeError, "rules: expected one of hookstats.rules"),
+        ({"sinks": [print]}, TypeError, "sinks: expected file sinks"),
+    ],
+)
+def test_arguments_that_cannot_be_are_refused(
+    tmp_path: Path, arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        hookstats.record(tmp_path / "run", **arguments)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_rule_of_ones_own_judges_in_the_writer(tmp_path: Path) -> None:
+    net = model()
+    with hookstats.attach(
+        net, every=1, sinks=[hookstats.record(tmp_path / "run", rules=["tests.records.test_recording:even"])]
+    ) as monitor:
+        train(net, monitor, 5)
+        assert [(found.rule, found.step) for found in monitor.check()] == [("even", 0)]
+
+
+def even(step: Any) -> list[Any]:
+    return [step.finding("even", None, 1.0, 0.0, "note", "This step is even.")] if step.number % 2 == 0 else []
+
+
+def test_findings_are_told_once_though_the_writer_died(tmp_path: Path) -> None:
+    net = model()
+    with hookstats.attach(net, every=1, sinks=[hookstats.record(tmp_path / "run")]) as monitor:
+        train(net, monitor, 3, poison=1)
+        before = monitor.check()
+        assert before
+        for pid in recorded.writers(tmp_path):
+            recorded.kill(pid)
+        with pytest.warns(UserWarning, match="a new one goes on where it stopped"):
+            train(net, monitor, 4)
+        assert monitor.check() == before
+    lines = (tmp_path / "run" / "rank=0" / "findings.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [finding.step for finding in before]
+
+
+_FORKED = """
+import os, sys, warnings
+import hookstats
+from tests.records.recorded import drained
+recording = hookstats.record(sys.argv[1], ring_bytes=1 << 20)
+recording.begin({"rank": 0})
+recording.take(drained(0))
+child = os.fork()
+if child == 0:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for step in (1, 2):
+            recording.take(drained(step))
+            recording.findings()
+        recording.close()
+    print(*(each.message for each in told), flush=True)
+    os._exit(len(told))
+status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+recording.take(drained(3))
+recording.close()
+print(status, hookstats.load(sys.argv[1]).steps)
+"""
+
+
+def test_a_forked_process_that_trains_on_is_told_once_that_nothing_of_it_is_recorded(tmp_path: Path) -> None:
+    *told, end = python(_FORKED, str(tmp_path / "run")).splitlines()
+    assert end == "1 [0, 3]"
+    assert "was forked from process" in " ".join(told)
+
+
+def test_an_error_inside_of_a_monitor_ends_the_attempt_as_died_and_the_same_recording_begins_the_next(
+    tmp_path: Path,
+) -> None:
+    recording, net = hookstats.record(tmp_path / "run"), nn.Linear(4, 4)
+
+    def train(step: int, fails: bool) -> None:
+        with hookstats.attach(net, every=1, sinks=recording) as monitor:
+            net(torch.randn(2, 4)).sum().backward()
+            monitor.step(step)
+            if fails:
+                raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        train(7, True)
+    train(8, False)
+    run = hookstats.load(tmp_path / "run")
+    assert run.steps == [7, 8]
+    assert [each["ended"] for each in run.manifest["attempts"]] == ["died", "closed"]
+
+
+def test_a_recording_that_is_in_use_is_refused_and_goes_on_as_it_was(tmp_path: Path) -> None:
+    recording, other, net = hookstats.record(tmp_path / "run"), hookstats.record(tmp_path / "other"), nn.Linear(4, 4)
+    with hookstats.attach(net, every=1, sinks=recording) as monitor:
+        with pytest.raises(RuntimeError, match=r"got .* twice"):
+            hookstats.attach(net, sinks=[other, recording])
+        assert len(net._forward_hooks) == 1
+        net(torch.randn(2, 4)).sum().backward()
+        monitor.step(7)
+    assert hookstats.load(tmp_path / "run").steps == [7]
+    with pytest.raises(ValueError, match="expected a run, got no manifest"):
+        hookstats.load(tmp_path / "other")
+
+
+@pytest.mark.parametrize("under", ["", "run", "run/deeper"])
+def test_a_file_where_a_directory_was_expected_is_told(tmp_path: Path, under: str) -> None:
+    file = tmp_path / "a_file"
+    file.write_text("mine")
+    with pytest.raises(NotADirectoryError, match=r"record: expected a directory, or .* is a file"):
+        hookstats.record(file / under).begin({"rank": 0})
+    assert file.read_text() == "mine"

@@ -1,0 +1,276 @@
+"""What is left of a run that died is taken up whole, by `recover` or a run that goes on; nothing else is touched."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hookstats
+from hookstats.records.places import machine
+from hookstats.records.recording import Recording
+from hookstats.records.ring import Ring
+from hookstats.records.writer import recover
+from tests.records import recorded
+from tests.records.test_recording import holds, python, rings, take
+
+
+def test_recover_runs_nothing_that_a_file_names(tmp_path: Path) -> None:
+    """A directory that somebody else wrote may be recovered: only our own rules judge, and nothing else is written."""
+    directory = tmp_path / "run"
+    process = recorded.start(directory)
+    recorded.wait_for(lambda: len(recorded.taken(directory)) > 3)
+    for pid in [process.pid, *recorded.writers(directory)]:
+        recorded.kill(pid)
+    process.wait()
+    (path,) = (directory / "rank=0").glob("ring.*.json")
+    described = json.loads(path.read_text())
+    described["rules"] = [
+        {"rule": "tests.evil:rule", "arguments": {}},
+        {"rule": "subprocess:Popen", "arguments": {"args": ["touch", str(tmp_path / "touched")]}},
+    ]
+    described["sinks"] = [
+        {"sink": "hookstats.sinks.jsonl:JsonLines", "arguments": {"path": str(tmp_path / "elsewhere")}}
+    ]
+    path.write_text(json.dumps(described))
+    assert recover(directory) == {"rank=0": [1]}
+    holds(directory, recorded.taken(directory))
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["run", "run.log"]
+    described["rules"] = [{"rule": "hookstats.rules.judging:import_module", "arguments": {"name": "tests.evil"}}]
+    with pytest.raises(ValueError, match="expected a rule at"):
+        hookstats.rules.rule_from_json(described["rules"][0])
+
+
+def test_a_torn_ring_gives_what_lies_before_the_tear(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    process = recorded.start(directory, steps=40, pause=0.001, ring_bytes=16 << 20)
+    recorded.wait_for(lambda: recorded.writers(directory))
+    for pid in recorded.writers(directory):
+        os.kill(pid, 19)  # it stops
+    recorded.wait_for(lambda: len(recorded.taken(directory)) == 40)
+    for pid in [process.pid, *recorded.writers(directory)]:
+        recorded.kill(pid)
+    process.wait()
+    ring = Ring(directory / "rank=0" / "ring.0001")
+    ends = [record.end for record in ring.read(ring.tail)]
+    ring._data[ends[20] % ring.capacity] ^= 1
+    run = recover(directory)
+    assert run == {"rank=0": [1]}
+    loaded = hookstats.load(directory)
+    assert 10 < len(loaded) < 40
+    assert loaded.manifest["attempts"][0]["ended"] == "torn"
+    holds(directory, loaded.steps)
+    assert recover(directory) == {"rank=0": []}
+
+
+EVERY = ["tests.records.test_recover:each"]
+
+
+def each(step: Any) -> list[Any]:
+    return [step.finding(f"step {step.number}", None, 1.0, 0.0, "critical", "This is a step.")]
+
+
+def begun(directory: Path, **arguments: Any) -> Recording:
+    recording = hookstats.record(directory, ring_bytes=1 << 20, **arguments)
+    recording.begin({"rank": 0})
+    return recording
+
+
+def killed(directory: Path) -> list[int]:
+    """A run whose processes both died. The steps that were taken."""
+    process = recorded.start(directory, ring_bytes=16 << 20, pause=0.002)
+    ring = directory / "rank=0" / "ring.0001"
+    recorded.wait_for(lambda: len(recorded.taken(directory)) > 20 and Ring(ring).judged)
+    kill_both(process, directory)
+    process.wait()
+    return recorded.taken(directory)
+
+
+def kill_both(process: subprocess.Popen[bytes], directory: Path) -> None:
+    """The writer stops first: it neither finishes what is left, nor does training start another one."""
+    writers = recorded.writers(directory)
+    for pid in writers:
+        os.kill(pid, signal.SIGSTOP)
+    for pid in [process.pid, *writers]:
+        recorded.kill(pid)
+
+
+def test_what_is_found_in_the_last_steps_is_told_when_the_recording_is_closed(tmp_path: Path) -> None:
+    recording = begun(tmp_path / "run", rules=EVERY)
+    take(recording, range(4))
+    recording.close()
+    assert [found.step for found in recording.findings()] == [0, 1, 2, 3]
+    assert recording.findings() == []
+
+
+def test_a_run_that_is_resumed_is_not_told_again_what_was_found_before(tmp_path: Path) -> None:
+    """With on_finding="raise" it could never go on."""
+    first = begun(tmp_path / "run", rules=EVERY)
+    take(first, range(4))
+    first.close()
+    second = begun(tmp_path / "run", rules=EVERY)
+    take(second, [10])
+    second.wait(60)
+    found = second.findings()
+    second.close()
+    assert [(each.step, each.attempt) for each in found] == [(10, 2)]
+
+
+def test_a_run_that_was_moved_is_recovered(tmp_path: Path) -> None:
+    steps = killed(tmp_path / "run")
+    (tmp_path / "run").rename(tmp_path / "moved")
+    assert recover(tmp_path / "moved") == {"rank=0": [1]}
+    holds(tmp_path / "moved", steps)
+    assert rings(tmp_path / "moved") == []
+
+
+def test_recover_leaves_a_training_alone_that_had_no_step_yet(tmp_path: Path) -> None:
+    recording = begun(tmp_path / "run")
+    with pytest.raises(RuntimeError, match="expected that training has ended, but process"):
+        recover(tmp_path / "run")
+    take(recording, range(3))
+    recording.close()
+    holds(tmp_path / "run", [0, 1, 2])
+
+
+def test_a_process_that_died_and_was_not_waited_for_is_dead(tmp_path: Path) -> None:
+    """As in a container whose first process waits for nobody."""
+    process = recorded.start(tmp_path / "run", pause=0.002)
+    recorded.wait_for(lambda: len(recorded.taken(tmp_path / "run")) > 3)
+    kill_both(process, tmp_path / "run")
+    try:
+        assert recover(tmp_path / "run") == {"rank=0": [1]}
+    finally:
+        process.wait()
+
+
+def described(directory: Path, **changed: Any) -> None:
+    """Other words in the description of the one attempt."""
+    (path,) = (directory / "rank=0").glob("ring.*.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+
+
+def test_a_container_that_was_made_anew_recovers_what_the_one_before_left(tmp_path: Path) -> None:
+    """Its name is another one, its kernel the same; where that is another one, too, so is the machine."""
+    steps = killed(tmp_path / "run")
+    boot = machine()["boot"]
+    described(tmp_path / "run", host="another", boot="another")
+    with pytest.raises(ValueError, match="expected a ring of this machine, got one of another"):
+        recover(tmp_path / "run")
+    described(tmp_path / "run", boot=boot)
+    assert recover(tmp_path / "run") == {"rank=0": [1]}
+    holds(tmp_path / "run", steps)
+
+
+def test_a_run_that_goes_on_in_another_container_of_this_machine_is_left_alone(tmp_path: Path) -> None:
+    """There its process has a number that says nothing here."""
+    process = recorded.start(tmp_path / "run", pause=0.002)
+    try:
+        recorded.wait_for(lambda: len(recorded.taken(tmp_path / "run")) > 3)
+        os.kill(process.pid, signal.SIGSTOP)
+        for pid in recorded.writers(tmp_path / "run"):
+            recorded.kill(pid)
+        described(tmp_path / "run", host="another", pid=1 << 22)
+        with pytest.raises(RuntimeError, match="expected that training has ended"):
+            recover(tmp_path / "run")
+        with pytest.raises(RuntimeError, match="expected a directory that nobody records into"):
+            begun(tmp_path / "run")
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_recover_takes_no_ring_of_another_run(tmp_path: Path) -> None:
+    killed(tmp_path / "theirs")
+    steps = killed(tmp_path / "ours")
+    (path,) = (tmp_path / "theirs" / "rank=0").glob("ring.*.json")
+    (path.parent / "ring.0001").unlink()
+    described = json.loads(path.read_text()) | {"ring": str(tmp_path / "ours" / "rank=0" / "ring.0001")}
+    path.write_text(json.dumps(described))
+    with pytest.raises(ValueError, match=r"expected the ring ring\.0001 in it"):
+        recover(tmp_path / "theirs")
+    assert recover(tmp_path / "ours") == {"rank=0": [1]}
+    holds(tmp_path / "ours", steps)
+
+
+@pytest.mark.parametrize("name", ["lock", "manifest.json.tmp", "findings.jsonl", "ring.0001", "totals"])
+def test_recover_writes_through_no_link(tmp_path: Path, name: str) -> None:
+    killed(tmp_path / "run")
+    precious, link = tmp_path / "precious", tmp_path / "run" / "rank=0" / name
+    if name == "totals":
+        precious.mkdir()
+        (precious / "00000001.parquet").write_text("precious")
+        shutil.rmtree(link)
+    else:
+        precious.write_bytes(link.read_bytes() if name == "ring.0001" else b"precious")
+        link.unlink(missing_ok=True)
+    before = {path: path.read_bytes() for path in [precious, *precious.glob("*")] if path.is_file()}
+    link.symlink_to(precious)
+    with pytest.raises((OSError, ValueError), match="link"):
+        recover(tmp_path / "run")
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def test_a_recording_that_stopped_leaves_no_writer_behind(tmp_path: Path) -> None:
+    """Training goes on for days, and the directory is another recording's then."""
+    recording = begun(tmp_path / "run")
+    take(recording, [0])
+    recording.wait(60)
+    with pytest.warns(UserWarning, match="stopped, training goes on"):
+        recording.take(None)  # type: ignore[arg-type]
+    recorded.wait_for(lambda: not recorded.writers(tmp_path))
+    recording.close()
+    assert len(hookstats.load(tmp_path / "run")) == 1
+    assert rings(tmp_path / "run") == []
+    with pytest.raises(OSError, match="descriptor"):
+        os.fstat(recording._wake)
+
+
+def test_a_ring_of_another_machine_that_cannot_be_taken_up_stops_no_later_recording(tmp_path: Path) -> None:
+    """It came back to a machine on which an attempt had died before its writer began."""
+    recording = begun(tmp_path / "run")
+    take(recording, [0])
+    recording.close()
+    folder = tmp_path / "run" / "rank=0"
+    manifest = (folder / "manifest.json").read_bytes()
+    later = begun(tmp_path / "run")
+    number = later._attempt
+    later.close()
+    Ring.create(folder / "ring.0000", 1 << 16)
+    told = {"attempt": 0, "ring": str(folder / "ring.0000"), **machine(), "pid": 1}
+    told |= {"started": -1, "settings": {"rank": 0}, "rules": []}
+    (folder / "ring.0000.json").write_text(json.dumps(told))
+    assert (folder / "manifest.json").read_bytes() == manifest
+    last = begun(tmp_path / "run")
+    assert last._attempt == number
+    take(last, [1])
+    last.close()
+    holds(tmp_path / "run", [0, 1])
+
+
+_FORKED = """
+import gc, mmap, os, sys
+from pathlib import Path
+from hookstats.records.ring import Ring
+ring = Ring.create(Path(sys.argv[1]), 1 << 22)
+child = os.fork()
+if child == 0:
+    others = [mmap.mmap(-1, 1 << 20) for _ in range(40)]
+    for other in others:
+        other[:] = b"x" * len(other)
+    del ring
+    gc.collect()
+    os._exit(sum(other[0] != 120 for other in others))
+print(os.waitpid(child, 0)[1])
+"""
+
+
+def test_a_worker_that_was_forked_may_forget_a_ring(tmp_path: Path) -> None:
+    """What it forgets is its own mapping, and nothing that lies there since."""
+    assert python(_FORKED, str(tmp_path / "ring")).split() == ["0"]

@@ -1,0 +1,429 @@
+"""`hookstats.load`: tables, what is asked for alone, attempts, ranks, and other readers of the same files."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+import hookstats
+from hookstats import Site, Skipped, Snapshot
+from hookstats.numbers.blocks import Drained, Layout, Part, Row
+from hookstats.numbers.fields import FIELDS, STATISTICS, ExponentBins, divided, total
+from hookstats.records import merging, reading
+from hookstats.records.errors import RunError, SchemaError
+from hookstats.records.store import Store
+from hookstats.rules import Finding
+from tests.conftest import ROOT
+from tests.records import recorded
+
+
+def keep(directory: Path, attempts: dict[int, list[Drained]], rank: int = 0, commit_each: int = 5) -> None:
+    store = Store(directory / f"rank={rank}")
+    for attempt, steps in attempts.items():
+        store.begin(attempt, {"rank": rank})
+        for number, drained in enumerate(steps, start=1):
+            store.add(drained)
+            if number % commit_each == 0:
+                store.commit(number)
+        store.finish(attempt)
+    store.close()
+
+
+def merge(directory: Path, rank: int = 0) -> None:
+    store = Store(directory / f"rank={rank}")
+    while store.merge():
+        pass
+
+
+def numbered(step: int, seed: int) -> Drained:
+    """A step with this number, and the numbers of another one."""
+    drained = recorded.drained(seed)
+    drained.step = step
+    return drained
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """60 steps, of which the later ones were recorded twice."""
+    directory = tmp_path_factory.mktemp("kept")
+    keep(
+        directory,
+        {
+            0: [recorded.drained(step) for step in range(40)],
+            1: [numbered(step, step + 1000) for step in range(30, 60)],
+        },
+    )
+    merge(directory)
+    return directory
+
+
+def expected_rows(snapshots: list[Snapshot]) -> dict[tuple[int, str, str], list[float]]:
+    rows = {}
+    for snapshot in snapshots:
+        for i, site in enumerate(snapshot):
+            values = [float(getattr(snapshot.columns.totals, name)[i]) for name in STATISTICS]
+            rows[snapshot.step, site.name, site.tensor] = [float(snapshot.columns.calls[i]), *values]
+    return rows
+
+
+def snapshots_of_kept() -> list[Snapshot]:
+    seeds = [*range(30), *range(1030, 1060)]
+    return [numbered(step, seed).snapshot() for step, seed in enumerate(seeds)]
+
+
+def test_a_run_has_the_steps_that_count_and_their_snapshots(kept: Path) -> None:
+    run = hookstats.load(kept)
+    assert len(run) == 60
+    assert run.steps == list(range(60))
+    assert 59 in run
+    assert 60 not in run
+    for got, want in zip(run, snapshots_of_kept(), strict=True):
+        assert got.equals(want)
+    with pytest.raises(KeyError, match=r"expected a recorded step, such as \[0, 1, 2, 3, 4\]; got 60"):
+        run[60]
+
+
+def test_totals_scalars_and_pandas_have_the_numbers_of_the_snapshots(kept: Path) -> None:
+    run, snapshots = hookstats.load(kept), snapshots_of_kept()
+    table, frame = run.totals, run.to_pandas()
+    want = expected_rows(snapshots)
+    assert len(table) == len(frame) == len(want)
+    rows = table.to_pylist()
+    assert [(row["step"], row["name"], row["tensor"]) for row in rows] == list(want)
+    for row, values in zip(rows, want.values(), strict=True):
+        np.testing.assert_array_equal([row["calls"], *(row[name] for name in STATISTICS)], values)
+    np.testing.assert_array_equal(frame[list(STATISTICS)].to_numpy(), np.array(list(want.values()))[:, 1:])
+    orders = [row["order"] for row in rows if row["step"] == 7]
+    assert [orders[i] for i in snapshots[7].columns.order] == list(range(len(snapshots[7].order)))
+    assert all(order is None for i, order in enumerate(orders) if snapshots[7].columns.calls[i] == 0)
+    scalars = run.scalars.to_pylist()
+    assert [(row["step"], row["name"], row["value"]) for row in scalars] == [
+        (snapshot.step, *pair) for snapshot in snapshots for pair in snapshot.scalars.items()
+    ]
+
+
+def test_duckdb_polars_and_pandas_read_the_same_numbers(kept: Path) -> None:
+    duckdb, polars, pandas = (pytest.importorskip(name) for name in ("duckdb", "polars", "pandas"))
+    columns = ["step", "name", "tensor", "calls", *STATISTICS]
+    files = f"{kept}/rank=0/totals/*.parquet"
+    want = expected_rows(snapshots_of_kept())
+
+    def compare(rows: list[tuple[Any, ...]]) -> None:
+        assert len(rows) == len(want)
+        for step, name, tensor, *values in rows:
+            np.testing.assert_array_equal(np.array(values, float), want[step, name, tensor])
+
+    compare(
+        duckdb.sql(
+            f"SELECT {', '.join(columns)} FROM '{files}' QUALIFY attempt = max(attempt) OVER (PARTITION BY step)"
+        ).fetchall()
+    )
+    latest = polars.col("attempt") == polars.col("attempt").max().over("step")
+    compare(polars.scan_parquet(files).filter(latest).select(columns).collect().rows())
+    frame = pandas.concat(map(pandas.read_parquet, sorted((kept / "rank=0" / "totals").glob("*.parquet"))))
+    frame = frame[frame.attempt == frame.groupby("step").attempt.transform("max")]
+    compare(list(frame[columns].itertuples(index=False)))
+
+
+_WITHOUT_PYTZ = """
+import datetime, sys
+sys.modules["pytz"] = None  # importing it raises, as where it is not installed
+import duckdb, pandas, polars
+path = sys.argv[1]
+rows = duckdb.sql(f"SELECT * FROM '{path}'").fetchall()
+at = duckdb.sql(f"SELECT * FROM '{path}'").columns.index("time")
+told = [row[at] for row in rows]
+assert told == polars.read_parquet(path)["time"].to_list()
+assert told == pandas.read_parquet(path)["time"].to_list()
+assert told[0] == datetime.datetime(2023, 11, 14, 22, 13, 20) + datetime.timedelta(seconds=int(sys.argv[2])), told[0]
+"""
+
+
+@pytest.mark.parametrize("table", ["totals", "steps", "scalars", "channels", "histograms", "events"])
+def test_times_are_utc_and_read_without_pytz(kept: Path, table: str) -> None:
+    for name in ("duckdb", "polars", "pandas"):
+        pytest.importorskip(name)
+    path = min((kept / "rank=0" / table).glob("*.parquet"))
+    first = pq.read_table(path)["time"][0].value / 1e6 - 1.7e9
+    subprocess.run([sys.executable, "-c", _WITHOUT_PYTZ, str(path), str(int(first))], check=True)
+
+
+def test_other_readers_see_channels_and_histograms(kept: Path) -> None:
+    duckdb = pytest.importorskip("duckdb")
+    snapshot = hookstats.load(kept)[8]
+    site = next(site for site in snapshot.order if snapshot[site].channels is not None)
+    where = f"step = 8 AND name = '{site.name}' AND tensor = '{site.tensor}'"
+    [[mean, scale, count]] = duckdb.sql(
+        f"SELECT state_mean, scale, count FROM '{kept}/rank=0/channels/*.parquet' WHERE {where}"
+    ).fetchall()
+    channels = snapshot[site].channels
+    assert channels is not None
+    np.testing.assert_array_equal(np.array(mean) / scale, channels.mean)
+    np.testing.assert_array_equal(count, channels.count)
+    [[counts]] = duckdb.sql(f"SELECT counts FROM '{kept}/rank=0/histograms/*.parquet' WHERE {where}").fetchall()
+    histogram = snapshot[site].histogram
+    assert histogram is not None
+    assert sum(counts) - counts[255] - counts[256] - counts[511] == histogram.counts.sum()
+
+
+def test_sites_and_steps_and_statistics_are_chosen(kept: Path) -> None:
+    run = hookstats.load(kept, sites=["layers.1?", ("layers.2", "output")], steps=slice(10, 20), statistics=["rms"])
+    assert run.steps == list(range(10, 20))
+    for step in run.steps:
+        whole = snapshots_of_kept()[step]
+        sites = [site for site in whole if site.name[:-1] == "layers.1" or site == ("layers.2", "output")]
+        want = whole.columns.take([whole.columns.place[site] for site in sites])
+        assert list(run[step]) == sites
+        assert run[step].order == [site for site in whole.order if site in sites]
+        assert all(run[step][site]._content() == want.stats(i)._content() for i, site in enumerate(sites))
+        assert set(run[step].skipped) <= set(sites)
+    assert run.totals.column_names == ["step", "time", "attempt", "site", "name", "tensor", "order", "calls", "rms"]
+    assert {row["step"] for row in run.totals.to_pylist()} == set(range(10, 20))
+    assert list(hookstats.load(kept, sites=Site("layers.2", "output"))[10]) == [("layers.2", "output")]
+    assert hookstats.load(kept, steps=[50, 3]).steps == [3, 50]
+    assert hookstats.load(kept, steps=slice(70, None)).steps == []
+    assert len(hookstats.load(kept, steps=slice(70, None)).totals) == 0
+    for wrong, expected in (
+        ({"sites": "nothing"}, "sites: 'nothing' matches nothing; expected some of"),
+        ({"sites": [("layers.2", "grad_output")]}, "matches nothing"),
+        ({"steps": [3, 77]}, r"expected recorded steps, got \[77\]"),
+        ({"steps": slice(0, 9, 2)}, "expected a slice from a step to a step"),
+        ({"statistics": ["rsm"]}, "statistics: expected some of count, mean.*'rsm'"),
+        ({"ranks": 3}, r"expected the directory of a run, with rank=3 in it; got \['rank=0'\]"),
+        ({"ranks": "all"}, "expected a number, or \"merged\", got 'all'"),
+    ):
+        with pytest.raises(ValueError, match=expected):
+            hookstats.load(kept, **wrong)
+
+
+@pytest.mark.parametrize("steps", [7, "last", [None]])
+def test_steps_that_are_no_numbers_are_refused_with_what_is_expected(kept: Path, steps: Any) -> None:
+    with pytest.raises(ValueError, match="steps: expected a slice of step numbers, or a list of them, got"):
+        hookstats.load(kept, steps=steps)
+
+
+def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "not there"):
+        with pytest.raises(RunError, match="expected the directory of a run, with rank=0 in it; got none"):
+            hookstats.load(path)
+        with pytest.raises(RunError, match="expected the directory of a run"):
+            hookstats.load(path, ranks="merged")
+
+
+def test_one_site_is_read_without_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hookstats.records.store.ROW_GROUP", 100)
+    monkeypatch.setattr("hookstats.records.parts.ROW_GROUP", 100)
+    monkeypatch.setattr(merging, "ROW_GROUP", 100)
+    keep(tmp_path, {0: [recorded.drained(step) for step in range(64)]}, commit_each=1)
+    merge(tmp_path)
+    seen = []
+
+    def counted(table: str, rows: Any, count: int) -> None:
+        seen.append((table, count, rows.column_names))
+
+    monkeypatch.setattr(reading, "_check", counted)
+    one = hookstats.load(tmp_path, sites="layers.20", statistics=["rms"])
+    seen.clear()
+    assert len(one.totals) == 64
+    assert sum(count for _, count, _ in seen) <= 300  # of 2,600
+    assert all(not {"mean", "state_mean", "name"} & set(names) for _, _, names in seen)
+    every = hookstats.load(tmp_path)
+    seen.clear()
+    assert len(every.totals) > 2000
+    assert sum(count for _, count, _ in seen) == len(every.totals)
+    seen.clear()
+    assert len(every[60]) > 0
+    assert {table for table, _, _ in seen} == {"totals", "scalars"} | ({"events"} if every[60].skipped else set())
+
+
+@pytest.mark.parametrize("is_merged", [False, True])
+def test_the_latest_attempt_holds_also_for_steps_that_it_has_not_repeated(tmp_path: Path, is_merged: bool) -> None:
+    def attempt(steps: range, seed: int) -> list[Drained]:
+        return [numbered(step, seed + step) for step in steps]
+
+    attempts = {0: attempt(range(0, 100, 10), 0), 1: attempt(range(55, 80, 10), 200), 4: attempt(range(60, 63), 400)}
+    keep(tmp_path, attempts)
+    store = Store(tmp_path / "rank=0")
+    store.begin(5, {})  # has recorded nothing, and replaces nothing
+    store.close()
+    if is_merged:
+        merge(tmp_path)
+    run = hookstats.load(tmp_path)
+    assert run.steps == [0, 10, 20, 30, 40, 50, 55, 60, 61, 62]
+    seeds = [0, 10, 20, 30, 40, 50, 255, 460, 461, 462]
+    for step, seed in zip(run.steps, seeds, strict=True):
+        assert run[step].equals(numbered(step, seed).snapshot())
+    assert [row["step"] for row in run.scalars.to_pylist()] == run.steps
+    assert sorted({row["attempt"] for row in run.totals.to_pylist()}) == [0, 1, 4]
+
+
+def test_of_a_number_that_was_given_twice_the_later_step_counts(tmp_path: Path) -> None:
+    keep(tmp_path, {0: [numbered(step, seed) for seed, step in enumerate([0, 1, 2, 1, 5])]})
+    run = hookstats.load(tmp_path)
+    assert run.steps == [0, 1, 2, 5]
+    assert run[1].equals(numbered(1, 3).snapshot())
+    assert len(run.totals) == sum(len(snapshot) for snapshot in run)
+
+
+def test_findings_are_those_of_attempts_sites_and_steps_that_count(kept: Path) -> None:
+    def finding(step: int, site: Site | None, attempt: int) -> Finding:
+        return Finding("spike", step, site, float("nan"), 1.0, "critical", f"at {step}", 0, attempt)
+
+    first, second = Site("layers.1", "grad_output"), Site("layers.2", "output")
+    found = [finding(3, first, 0), finding(35, first, 0), finding(31, second, 1), finding(33, None, 1)]
+    lines = [json.dumps(each.to_json()) + "\n" for each in found]
+    path = kept / "rank=0" / "findings.jsonl"
+    path.write_text("".join(lines) + lines[0][:20])  # torn
+    try:
+
+        def steps(**arguments: Any) -> list[int]:
+            return [each.step for each in hookstats.load(kept, **arguments).findings]
+
+        assert steps() == [3, 31, 33]  # 35 was of an attempt that was resumed at 30
+        assert steps(sites="layers.1") == [3, 33]
+        assert steps(steps=slice(31, 32)) == [31]
+        path.write_text('{"rule": 1}\n')
+        with pytest.raises(RunError, match=r"expected a finding in each line; expected a finding's rule"):
+            _ = hookstats.load(kept).findings
+    finally:
+        path.unlink()
+
+
+def two_ranks(step: int, rank: int, width: int = 6) -> Drained:
+    """Sites of real numbers: the state of what a rank saw of them."""
+    draw = np.random.default_rng([step, rank])
+    rows, memory, offset = [], [], 0
+    for number, channels in enumerate([width, 1, 6]):
+        values = draw.normal(number, 1 + rank, (channels, 50)).astype(np.float32).astype(np.float64)
+        scale = 8.0 if number == 2 else 1.0
+        state = np.stack([np.append(_state(row), 0) for row in values * scale], axis=1)[: len(FIELDS)]
+        counts = np.histogram(np.log2(np.abs(values)), 512, (-20, 20))[0]
+        part = Part(0, offset, channels, 512)
+        offset += part.size
+        memory += [state.reshape(-1).view(np.int64), np.array([1 + rank, number]), counts]
+        tensor = "grad_output" if number == 2 else "output"
+        rows.append(Row(Site(f"s{number}", tensor), (part,), channels > 1, -1, False))
+    if rank == 1:
+        rows[1] = rows[1]._replace(site=Site("alone", "output"))
+    layout = Layout([0], rows, ExponentBins())
+    drained = Drained(layout, [np.concatenate(memory)], step, 1.75e9, {"loss": 1.0 + rank}, 8.0, rank == 1, [False] * 3,
+                      [0] * 3)  # fmt: skip
+    drained.skipped = {Site("s9", "output"): Skipped("no data", 2 + rank)}
+    return drained
+
+
+def _state(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    deviations = ((x - x.mean()) ** 2).sum()
+    return np.array([len(x), x.mean(), deviations, x.min(), x.max(), np.abs(x).sum(), (x == 0).sum(), 0, 0, 0])
+
+
+def test_merged_ranks_are_shown_in_a_notebook(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        keep(tmp_path, {0: [two_ranks(step, rank) for step in range(3)]}, rank)
+    shown = hookstats.load(tmp_path, ranks="merged")._repr_html_()
+    assert "closed" in shown
+    assert "rank=1" in shown
+
+
+def test_ranks_merge_to_what_one_process_would_have_measured(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        keep(tmp_path, {0: [two_ranks(step, rank) for step in range(4 + rank)]}, rank)
+    run = hookstats.load(tmp_path, ranks="merged")
+    assert run.steps == [0, 1, 2, 3]
+    snapshot = run[2]
+    parts = [two_ranks(2, rank).snapshot() for rank in (0, 1)]
+    assert list(snapshot) == [("s0", "output"), ("s1", "output"), ("s2", "grad_output"), ("alone", "output")]
+    assert snapshot.order == list(snapshot)
+    assert (snapshot.scalars, snapshot.grad_scale, snapshot.overflowed) == ({"loss": 1.5}, 8.0, True)
+    assert snapshot.skipped == {("s9", "output"): ("no data", 5)}
+    draws = [np.random.default_rng([2, rank]) for rank in (0, 1)]
+    for number, channels in enumerate([6, 1, 6]):
+        both = [
+            draw.normal(number, 1 + rank, (channels, 50)).astype(np.float32).astype(np.float64)
+            for rank, draw in enumerate(draws)
+        ]
+        if number == 1:
+            continue
+        values = np.concatenate(both, axis=1)
+        stats = snapshot[list(snapshot)[number]]
+        assert stats.calls == 3
+        assert stats.channels is not None
+        for got, rows in ((stats.channels, values), (stats.total, values.reshape(1, -1))):
+            np.testing.assert_array_equal(got.count, rows.shape[1] + 0 * rows[:, 0] if len(rows) > 1 else rows.size)
+            np.testing.assert_array_equal(got.min, rows.min(1) if len(rows) > 1 else rows.min())
+            np.testing.assert_array_equal(got.max, rows.max(1) if len(rows) > 1 else rows.max())
+            np.testing.assert_allclose(got.mean, rows.mean(1) if len(rows) > 1 else rows.mean(), rtol=1e-12)
+            np.testing.assert_allclose(got.var, rows.var(1, ddof=1) if len(rows) > 1 else rows.var(ddof=1), rtol=1e-12)
+        site = list(snapshot)[number]
+        assert stats._histogram is not None
+        counts = [part[site]._histogram for part in parts]
+        np.testing.assert_array_equal(stats._histogram, sum(counts))
+        np.testing.assert_allclose(snapshot.columns.totals.mean[number], values.mean(), rtol=1e-12)
+    assert snapshot["s1", "output"]._content() == parts[0]["s1", "output"]._content()
+    table = run.totals.to_pylist()
+    assert len(table) == 16
+    row = next(row for row in table if (row["step"], row["name"]) == (2, "s0"))
+    assert row["rms"] == pytest.approx(snapshot["s0", "output"].total.rms, rel=1e-14)
+    assert [row["value"] for row in run.scalars.to_pylist()] == [1.5] * 4
+    assert list(hookstats.load(tmp_path, ranks="merged", sites="alone")[1]) == [("alone", "output")]
+    assert set(run.manifest) == {"rank=0", "rank=1"}
+    assert hookstats.load(tmp_path, ranks=1)[4].equals(two_ranks(4, 1).snapshot())
+
+
+def test_ranks_of_different_widths_and_scales_merge_to_totals(tmp_path: Path) -> None:
+    for rank, width in ((0, 6), (1, 4)):
+        drained = two_ranks(0, rank, width)
+        drained.grad_scale = 8.0 * (1 + rank)
+        keep(tmp_path, {0: [drained]}, rank)
+    snapshot = hookstats.load(tmp_path, ranks="merged")[0]
+    assert snapshot.grad_scale is None
+    stats = snapshot["s0", "output"]
+    assert stats.channels is None
+    assert stats.total.count == 500
+    states = [two_ranks(0, rank, width).columns.state(2) for rank, width in ((0, 6), (1, 4))]
+    want = total(np.stack([total(divided(state, 8.0 * (1 + rank))) for rank, state in enumerate(states)], axis=1))
+    assert snapshot["s2", "grad_output"].total.mean == pytest.approx(want[1], rel=1e-12)
+    assert snapshot["s2", "grad_output"].histogram is None
+
+
+def test_a_reader_follows_parts_that_are_merged_away(tmp_path: Path) -> None:
+    steps = [recorded.drained(step) for step in range(20)]
+    keep(tmp_path, {0: steps}, commit_each=1)
+    run = hookstats.load(tmp_path)
+    store = Store(tmp_path / "rank=0")
+    store.begin(1, {})
+    for step in (20, 21):
+        store.add(recorded.drained(step))
+        store.commit(step)
+    merge(tmp_path)
+    assert run.steps == list(range(20))
+    assert all(got.equals(want.snapshot()) for got, want in zip(run, steps, strict=True))
+    assert len(hookstats.load(tmp_path)) == 22
+
+
+def test_another_version_is_refused_with_what_to_do(kept: Path, tmp_path: Path) -> None:
+    manifest = json.loads((kept / "rank=0" / "manifest.json").read_text())
+    manifest["schema"] = 99
+    (tmp_path / "rank=0").mkdir()
+    (tmp_path / "rank=0" / "manifest.json").write_text(json.dumps(manifest))
+    for read in (lambda: hookstats.load(tmp_path), lambda: Store(tmp_path / "rank=0")):
+        with pytest.raises(SchemaError, match=r"expected schema version 2, got 99: .* into another directory"):
+            read()
+
+
+def test_reading_imports_no_torch_and_names_the_extra_that_is_missing(kept: Path) -> None:
+    def python(code: str) -> str:
+        done = subprocess.run([sys.executable, "-c", code, str(kept)], cwd=ROOT, capture_output=True, text=True)
+        return (done.stdout + done.stderr).splitlines()[-1]
+
+    read = "import sys, hookstats; run = hookstats.load(sys.argv[1]); run.totals, run.scalars, run[3].table()\n"
+    assert python(f"{read}print([name for name in ('torch', 'pandas') if name in sys.modules])") == "[]"
+    missing = python(f"import sys; sys.modules['pyarrow'] = None\n{read}")
+    assert missing == "ImportError: recorded runs need pyarrow: pip install 'hookstats[record]'"

@@ -1,0 +1,397 @@
+"""What a store has committed is read as it was drained, bit for bit, whatever fails or dies while it is written."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import hookstats
+from hookstats import ExponentBins, LinearBins, Site, Skipped, Snapshot
+from hookstats.numbers.blocks import Drained, Layout, Part, Row
+from hookstats.numbers.fields import FIELDS
+from hookstats.records import files, merging
+from hookstats.records.store import Store
+from hookstats.watch.scalars import Kept, Scalars
+from tests.conftest import ROOT
+from tests.models import Containers, Residual, images, small_cnn
+from tests.records import recorded
+
+MOMENTS = int(os.environ.get("HOOKSTATS_KILLS", "3"))
+
+
+def drain(monitor: hookstats.Monitor, step: int, totals_only: bool = False, **scalars: float) -> Drained:
+    return monitor._delivery._drain.begin(Kept.of(step, Scalars(scalars)), totals_only=totals_only).finish()
+
+
+def keep(directory: Path, steps: list[Drained], commit_each: int = 3, merge: bool = False) -> None:
+    """As attempt 0 of rank 0."""
+    store = Store(directory / "rank=0")
+    store.begin(0, {"model": "small"})
+    for number, drained in enumerate(steps, start=1):
+        store.add(drained)
+        if number % commit_each == 0:
+            store.commit(number)
+            while merge and store.merge():
+                pass
+    store.finish(0)
+    store.close()
+
+
+def is_kept(directory: Path, expected: list[Snapshot], merge: bool = True) -> None:
+    run = hookstats.load(directory)
+    assert run.steps == [snapshot.step for snapshot in expected]
+    for got, want in zip(run, expected, strict=True):
+        assert got.equals(want), want.step
+        assert list(got) == list(want)
+        assert got.columns.bins == want.columns.bins
+    assert all(run[want.step].equals(want) for want in expected[::5])
+    if merge:
+        store = Store(directory / "rank=0")
+        merged = 0
+        while store.merge():
+            merged += 1
+        is_kept(directory, expected, merge=False)
+
+
+def measured(model: nn.Module, x: torch.Tensor, steps: int, **arguments: Any) -> list[Drained]:
+    """Real monitors' steps."""
+    tiers = arguments.pop("channels_every", 1)
+    found = []
+    with hookstats.attach(model, every=1, **arguments) as monitor:
+        for step in range(steps):
+            model(x + step).square().mean().backward()
+            found.append(drain(monitor, step, step % tiers > 0, loss=step / 3, lr=1e-3))
+    return found
+
+
+KINDS: dict[str, Callable[[], list[Drained]]] = {
+    "defaults": lambda: measured(small_cnn(), images(), 9),
+    "channels off": lambda: measured(small_cnn(), images(), 9, channels=False, histogram=None),
+    "octaves a channel": lambda: measured(small_cnn(), images(), 9, histogram=ExponentBins(per_channel=True)),
+    "linear a channel": lambda: measured(small_cnn(), images(), 9, histogram=LinearBins(-2, 2.5, 9, per_channel=True)),
+    "linear": lambda: measured(small_cnn(), images(), 9, histogram=LinearBins(-2.0, 2.5, 9)),
+    "tiers": lambda: measured(Residual(), torch.randn(4, 5, 16), 10, channels_every=3),
+    "parameters": lambda: measured(
+        Residual(), torch.randn(4, 5, 16), 9, tensors=("output", "param", "param_grad"), modules=["*"]
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_read_equals_what_was_drained(tmp_path: Path, kind: str) -> None:
+    steps = KINDS[kind]()
+    keep(tmp_path, steps, commit_each=1)
+    is_kept(tmp_path, [drained.snapshot() for drained in steps])
+
+
+def test_scaled_gradients_are_kept_as_measured_and_shown_without_the_scale(tmp_path: Path) -> None:
+    steps = []
+    for step, scale in enumerate((1024.0, 3.7, float("inf"), 1.0)):
+        drained = recorded.drained(step)
+        drained.grad_scale, drained.overflowed = scale, not np.isfinite(scale)
+        steps.append(drained)
+    keep(tmp_path, steps)
+    is_kept(tmp_path, [drained.snapshot() for drained in steps])
+
+
+def test_silent_sites_late_containers_and_a_model_without_a_name_are_kept(tmp_path: Path) -> None:
+    model, steps = Containers("tuple"), []
+    with hookstats.attach(model, ["*", ""], every=1) as monitor:
+        for step, kind in enumerate(["tuple", "tuple", "dict", "nested", "dataclass", "tuple"]):
+            model.kind = kind
+            if step != 1:
+                model(torch.randn(4, 6))
+            steps.append(drain(monitor, step))
+    keep(tmp_path, steps, commit_each=2)
+    expected = [drained.snapshot() for drained in steps]
+    assert Site("", "output.0") in expected[-1]
+    assert len(expected[-1]) > len(expected[0])
+    assert not expected[1].order
+    is_kept(tmp_path, expected)
+
+
+def one_site(
+    name: str, parts: list[np.ndarray[Any, Any]], step: int = 0, calls: tuple[int, ...] = (1, 1), keeps: bool = True
+) -> Drained:
+    """A site in several places, each state ``[fields, channels]``."""
+    places, memory, offset = [], [], 0
+    for state, called in zip(parts, calls, strict=False):
+        place = Part(0, offset, state.shape[1], 0)
+        places.append(place)
+        memory += [state.reshape(-1).view(np.int64), np.array([called, 7], np.int64)]
+        offset += place.size
+    layout = Layout([0], [Row(Site(name, "output"), tuple(places), keeps, -1, False)], None)
+    return Drained(layout, [np.concatenate(memory)], step, 1.75e9, {}, None, None, [False], [0])
+
+
+def test_moved_sites_are_kept_as_they_are_read(tmp_path: Path) -> None:
+    state = np.abs(np.random.default_rng(0).normal(size=(len(FIELDS), 5)))
+    steps = [
+        one_site("same", [state, 2 * state], 0),
+        one_site("other", [state, state[:, :3].copy()], 1),
+        one_site("one", [state, state[:, :1].copy()], 2, calls=(0, 1)),
+    ]
+    keep(tmp_path, steps)
+    is_kept(tmp_path, [drained.snapshot() for drained in steps])
+
+
+def test_every_bit_of_a_state_is_kept(tmp_path: Path) -> None:
+    bits = np.random.default_rng(0).integers(-(2**63), 2**63 - 1, (len(FIELDS), 64), np.int64)
+    special = [np.nan, np.inf, -np.inf, -0.0, 0.0, 5e-324, -5e-324, 2.2e-308, 1e308, -1e308, 1.0, 2.0**60 + 4096]
+    states = [bits.view(np.float64)] + [np.full((len(FIELDS), 1), value) for value in special]
+    states += [np.full((len(FIELDS), 3), value) for value in special]
+    steps = [one_site(f"s{i}", [state], i) for i, state in enumerate(states)]
+    keep(tmp_path, steps)
+    run = hookstats.load(tmp_path)
+    for i, state in enumerate(states):
+        assert run[i].columns.state(0).tobytes() == np.ascontiguousarray(state).tobytes(), i
+        assert run[i].equals(steps[i].snapshot())
+
+
+def test_names_may_be_anything(tmp_path: Path) -> None:
+    names = ["", '\'; drop table "x" --', "a\nb\r\tc\0d", "Größe 層 🔥", "lone \ud800", "x" * 10_000, "*[?]", "../x"]
+    steps = []
+    for step, name in enumerate(names):
+        drained = one_site(name, [np.ones((len(FIELDS), 2))], step)
+        drained.skipped = {Site(name, "output.0"): Skipped(f"no {name!r}", 3), Site("gone", "input"): Skipped("", None)}
+        drained.scalars = {name.replace("\ud800", ""): float("nan"), "loss": -0.0}
+        steps.append(drained)
+    keep(tmp_path, steps)
+    is_kept(tmp_path, [drained.snapshot() for drained in steps])
+
+
+def test_a_step_without_anything_leaves_a_trace(tmp_path: Path) -> None:
+    steps = [Drained(Layout([], [], None), [], step, 0.0, {}, None, None, [], []) for step in range(3)]
+    keep(tmp_path, steps)
+    is_kept(tmp_path, [drained.snapshot() for drained in steps])
+
+
+def test_what_was_added_may_be_overwritten_at_once(tmp_path: Path) -> None:
+    store = Store(tmp_path / "rank=0")
+    store.begin(0, {})
+    steps = [recorded.drained(step) for step in range(4)]
+    for drained in steps:
+        blocks = [block.copy() for block in drained.blocks]
+        copy = Drained(drained.layout, blocks, drained.step, drained.time, drained.scalars, None, None,
+                       drained.hidden, drained.readings)  # fmt: skip
+        copy.skipped, copy.grad_scale, copy.overflowed = drained.skipped, drained.grad_scale, drained.overflowed
+        store.add(copy)
+        for block in blocks:
+            block[:] = -1
+    store.finish(0)
+    is_kept(tmp_path, [drained.snapshot() for drained in steps])
+
+
+def test_row_groups_are_flushed_while_a_part_is_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hookstats.records.store.FLUSH", 10_000)
+    monkeypatch.setattr("hookstats.records.encoding.FLUSH", 10_000)
+    monkeypatch.setattr("hookstats.records.merging.FLUSH", 10_000)
+    monkeypatch.setattr("hookstats.records.store.ROW_GROUP", 5)
+    steps = [recorded.drained(step) for step in range(40)]
+    keep(tmp_path, steps, commit_each=40)
+    assert len(list((tmp_path / "rank=0" / "totals").glob("*.parquet"))) > 5
+    is_kept(tmp_path, [drained.snapshot() for drained in steps])
+
+
+def test_merging_leaves_few_parts_and_sorts_totals_by_site_and_step(tmp_path: Path) -> None:
+    import pyarrow.parquet as pq
+
+    steps = [recorded.drained(step) for step in range(80)]
+    keep(tmp_path, steps, commit_each=1, merge=True)
+    for folder in (tmp_path / "rank=0").iterdir():
+        assert len(list(folder.glob("*"))) < 2 * merging.FAN_IN if folder.is_dir() else True
+    for path in (tmp_path / "rank=0" / "totals").iterdir():
+        keys = pq.read_table(path, columns=["site", "step"])
+        pairs = list(zip(keys["site"].to_pylist(), keys["step"].to_pylist(), strict=True))
+        assert pairs == sorted(pairs)
+    is_kept(tmp_path, [drained.snapshot() for drained in steps])
+
+
+class Failing:
+    """`os` for files.py, of which one call fails: the n-th of those that reach a disk."""
+
+    def __init__(self, at: int) -> None:
+        self.at, self.calls = at, 0
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(os, name)
+        if name not in ("write", "fsync", "replace"):
+            return call
+
+        def counted(*arguments: Any) -> Any:
+            self.calls += 1
+            if self.calls == self.at:
+                if name == "write":
+                    call(arguments[0], bytes(arguments[1])[: len(arguments[1]) // 2])  # torn
+                raise OSError(28, f"no space, at {name}")
+            return call(*arguments)
+
+        return counted
+
+
+def script(directory: Path) -> None:
+    """What a writer does, from wherever it was broken off."""
+    store = Store(directory / "rank=0")
+    if not store.ended(0):
+        store.begin(0, {})
+        for step in range(store.consumed(0), 18):
+            store.add(recorded.drained(step))
+            if step % 2:
+                store.commit(step + 1)
+        store.finish(0)
+    while store.merge():
+        pass
+
+
+def test_no_failing_write_sync_or_rename_tears_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counting = Failing(-1)
+    monkeypatch.setattr(files, "os", counting)
+    script(tmp_path / "all")
+    expected = [recorded.drained(step).snapshot() for step in range(18)]
+    points = range(1, counting.calls + 1)
+    assert len(points) > 200
+    tried = [1, 2, 3, *np.random.default_rng(0).choice(points, 8 if MOMENTS < 20 else len(points), replace=False)]
+    for at in dict.fromkeys(map(int, tried)):  # each once: what was mended does not fail again
+        directory = tmp_path / str(at)
+        monkeypatch.setattr(files, "os", Failing(at))
+        with pytest.raises(OSError, match="no space"):
+            script(directory)
+        monkeypatch.setattr(files, "os", os)
+        if (directory / "rank=0" / "manifest.json").exists():
+            run = hookstats.load(directory)
+            assert all(a.equals(b) for a, b in zip(run, expected, strict=False)), at
+        script(directory)
+        is_kept(directory, expected, merge=False)
+        named = [part["file"] for parts in hookstats.load(directory).manifest["parts"].values() for part in parts]
+        assert len(named) == len(list(directory.glob("rank=0/*/*"))), at
+
+
+def test_after_a_failure_a_store_refuses_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store(tmp_path)
+    store.begin(0, {})
+    store.add(recorded.drained(0))
+    monkeypatch.setattr(files, "os", Failing(1))
+    with pytest.raises(OSError, match="no space"):
+        store.commit(1)
+    with pytest.raises(RuntimeError, match="expected a new Store"):
+        store.add(recorded.drained(1))
+
+
+_WRITER = """
+import sys
+from pathlib import Path
+from tests.records import recorded
+from hookstats.records.store import Store
+store = Store(Path(sys.argv[1]) / "rank=0")
+assert "torch" not in sys.modules and "pandas" not in sys.modules
+store.begin(0, {})
+print("ready", flush=True)
+for step in range(store.consumed(0), 400):
+    store.add(recorded.drained(step))
+    if step % 3 == 2:
+        store.commit(step + 1)
+        store.merge()
+store.finish(0)
+assert "torch" not in sys.modules and "pandas" not in sys.modules
+"""
+
+
+@pytest.mark.parametrize("moment", range(MOMENTS))
+def test_a_writer_that_is_killed_leaves_all_that_was_committed_once(tmp_path: Path, moment: int) -> None:
+    draw = np.random.default_rng(moment)
+    command = [sys.executable, "-c", _WRITER, str(tmp_path)]
+    for _ in range(2):
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        process.stdout.readline()
+        time.sleep(draw.uniform(0, 1.5))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+        run = hookstats.load(tmp_path)
+        assert run.steps == list(range(len(run)))
+        for snapshot in list(run)[:: max(1, len(run) // 20)]:
+            assert snapshot.equals(recorded.drained(snapshot.step).snapshot())
+    assert subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL).returncode == 0
+    is_kept(tmp_path, [recorded.drained(step).snapshot() for step in range(400)], merge=False)
+
+
+def test_an_attempt_goes_on_after_its_writer_died_and_not_after_it_ended(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    with pytest.raises(RuntimeError, match="expected begin"):
+        Store(tmp_path / "other").commit(1)
+    store.begin(3, {"a": 1})
+    store.add(recorded.drained(0))
+    store.commit(100)
+    store.add(recorded.drained(1))  # is lost with its writer, and comes again
+    store = Store(tmp_path)
+    assert store.consumed(3) == 100
+    assert store.consumed(4) == 0
+    store.begin(3, {"a": 2})
+    store.add(recorded.drained(1))
+    with pytest.raises(ValueError, match="the attempt that was begun, 3"):
+        store.finish(4)
+    store = Store(tmp_path)
+    store.begin(3, {})
+    store.finish(3, "died", dropped=7)
+    assert store.ended(3)
+    for attempt, expected in ((3, "has not ended; attempt 3 is died"), (2, "an attempt after 3")):
+        with pytest.raises(ValueError, match=expected):
+            Store(tmp_path).begin(attempt, {})
+    [attempt] = Store(tmp_path)._manifest.attempts
+    assert (attempt.settings, attempt.records, attempt.dropped) == ({"a": 1}, 1, 7)
+
+
+_BOUNDED = """
+import sys
+from pathlib import Path
+from tests.records import recorded
+from hookstats.records.store import Store
+store = Store(Path(sys.argv[1]) / "rank=0")
+store.begin(0, {})
+drained = recorded.drained(1)  # of totals alone
+sizes = []
+for step in range(1600):
+    drained.step, drained.__dict__["columns"] = step, drained.columns
+    store.add(drained)
+    if step % 50 == 49:
+        store.commit(step)
+        while store.merge():
+            pass
+    if step % 400 == 399:
+        peak = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
+        sizes.append(int(peak.split()[1]) >> 10)
+print(*sizes)
+"""
+
+
+def test_memory_does_not_grow_with_the_steps(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", _BOUNDED, str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
+    sizes = [int(size) for size in done.stdout.split()]
+    assert len(sizes) == 4, done.stderr
+    assert sizes[-1] <= 200
+    assert sizes[-1] - sizes[1] <= 8, sizes
+
+
+def test_what_no_manifest_names_goes_and_what_is_not_ours_stays(tmp_path: Path) -> None:
+    steps = [recorded.drained(step) for step in range(3)]
+    keep(tmp_path, steps)
+    totals = tmp_path / "rank=0" / "totals"
+    [whole] = totals.iterdir()
+    (totals / "00000999.parquet").write_bytes(whole.read_bytes())  # of a merge, or commit, that was broken off
+    (totals / "00001000.parquet.tmp").write_bytes(b"PAR1")
+    (totals / "notes.txt").write_text("of a person")
+    Store(tmp_path / "rank=0")
+    assert sorted(path.name for path in totals.iterdir()) == [whole.name, "notes.txt"]
+    is_kept(tmp_path, [drained.snapshot() for drained in steps], merge=False)

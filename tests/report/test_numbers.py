@@ -1,0 +1,247 @@
+"""What a page is made from, against the Snapshots that it was made from; the plot; a run from its directory."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import hookstats
+from hookstats.numbers.fields import Site
+from hookstats.report import Recorded, plot, write
+from hookstats.report.page import asset, page
+from hookstats.report.reducing import FIRST, NEUTRAL, NONFINITE, PER_OCTAVE, SILENT, past
+from hookstats.report.writing import contents, in_order
+from tests.conftest import ROOT
+from tests.report.runs import run, sites_of
+
+SITES = sites_of(2)
+
+
+@pytest.fixture(scope="module")
+def recorded() -> Recorded:
+    return Recorded.of(run(SITES, 30, detail_every=3))
+
+
+def decoded(blob: bytes, sites: int, columns: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    codes = np.frombuffer(blob[: sites * columns], np.uint8).reshape(sites, columns)
+    low, step = np.frombuffer(blob[sites * columns :], "<f8").reshape(2, sites)
+    return codes, low, step
+
+
+def test_an_absolute_plane_tells_each_value_within_three_per_cent(recorded: Recorded) -> None:
+    _, blobs = contents(recorded)
+    codes, low, step = decoded(blobs["rms.absolute"], len(SITES), 30)
+    told = 2 ** (low[:, None] + (codes.astype(float) - FIRST) * step[:, None])
+    known = codes != NONFINITE
+    np.testing.assert_allclose(told[known], recorded.statistic("rms")[known], rtol=2 ** (1 / 24) - 1 + 1e-9)
+
+
+def test_a_line_tells_each_value_within_a_thousandth(recorded: Recorded) -> None:
+    _, blobs = contents(recorded)
+    blob, cells = blobs["line.rms"], len(SITES) * 30
+    high, low = (np.frombuffer(blob[i * cells : (i + 1) * cells], np.uint8).astype(int) for i in (0, 1))
+    begin, step = np.frombuffer(blob[2 * cells :], "<f8").reshape(2, len(SITES))
+    told = 2 ** (begin[:, None] + ((high * 256 + low).reshape(len(SITES), 30) - FIRST) * step[:, None])
+    np.testing.assert_allclose(told, recorded.statistic("rms"), rtol=1e-3)
+
+
+def test_one_step_that_is_eight_times_the_past_is_seen_among_ten_in_a_column() -> None:
+    values = np.ones((1, 20_000))
+    values[0, 12_345] = 8.0
+    none = np.zeros_like(values)
+
+    def statistic(name: str) -> np.ndarray:
+        return (none if name in ("nans", "posinfs", "neginfs") else values).copy()
+
+    detailed = np.empty(0, np.int64)
+    made = Recorded("long", [Site("a", "output")], np.arange(20_000), statistic, lambda *_: [], detailed)
+    _, blobs = contents(made)
+    codes = np.frombuffer(blobs["rms.relative"], np.uint8)
+    assert len(codes) == 1000
+    assert codes[617] == NEUTRAL + 3 * PER_OCTAVE
+    assert (np.delete(codes, 617) == NEUTRAL).all()
+
+
+def test_the_past_is_what_came_before_and_never_what_comes() -> None:
+    rng = np.random.default_rng(0)
+    values = rng.normal(size=(3, 400))
+    before = past(values)
+    values[:, 200:] += 100
+    after = past(values)
+    np.testing.assert_array_equal(before[:, :201], after[:, :201])
+    assert (after[:, 300:] > 50).all()
+
+
+def test_the_past_of_a_site_that_was_silent_is_what_it_had_last() -> None:
+    values = np.ones((2, 64))
+    values[0, 20:40] = np.nan
+    values[1] = np.nan
+    assert (past(values)[0] == 1).all()
+
+
+def test_silence_and_what_is_not_finite_have_codes_of_their_own(recorded: Recorded) -> None:
+    record, blobs = contents(recorded)
+    codes, _, _ = decoded(blobs["zeros.absolute"], len(SITES), 30)
+    bad = recorded.statistic("nans") > 0
+    assert bad.any()
+    np.testing.assert_array_equal(codes == NONFINITE, bad)
+    one = run([Site("a", "output")], 10)
+    two = run([Site("a", "output"), Site("b", "output")], 5)
+    for i, snapshot in enumerate(two):
+        snapshot.step = 10 + i
+    made = Recorded.of([*one, *two])
+    _, blobs = contents(made)
+    codes, _, _ = decoded(blobs["rms.absolute"], 2, 15)
+    np.testing.assert_array_equal(codes == SILENT, [[False] * 15, [True] * 10 + [False] * 5])
+    assert record["fired"] == [30] * len(SITES)
+
+
+def test_values_that_are_not_finite_were_measured_as_well() -> None:
+    x = torch.tensor([1.0, float("nan"), float("inf"), -float("inf")])
+    layer = torch.nn.Identity()
+    with hookstats.attach(layer, modules="*", tensors="output", every=1) as monitor:
+        layer(x)
+        record, _ = contents(Recorded.of([monitor.snapshot()]))
+    assert record["values"] == 4
+
+
+def test_a_gradient_stands_beside_its_activation_in_the_order_of_execution() -> None:
+    rows = in_order(SITES)
+    assert [SITES[i] for i in rows[:4]] == [
+        Site("embedding", "output"),
+        Site("embedding", "grad_output"),
+        Site("layers.0.norm1", "output"),
+        Site("layers.0.norm1", "grad_output"),
+    ]
+
+
+def test_the_top_channels_are_those_of_the_last_step_with_channels(recorded: Recorded) -> None:
+    record, _ = contents(recorded)
+    site = Site("layers.1.mlp.up", "output")
+    details = record["details"][str(recorded.sites.index(site))]
+    snapshot = next(iter(recorded.snapshots([27], [site])))
+    assert details["top"]["step"] == 27
+    channels = snapshot[site].channels
+    assert channels is not None
+    expected = int(channels.abs_max.argmax())
+    assert details["top"]["abs_max"][0] == [expected, pytest.approx(channels.abs_max[expected], rel=1e-4)]
+    assert details["channels"]["steps"] == list(range(0, 30, 3))
+
+
+def test_what_becomes_zero_in_few_bits_is_counted_by_the_exponents(recorded: Recorded) -> None:
+    record, _ = contents(recorded)
+    precision = record["precision"]
+    assert precision["step"] == 27
+    snapshot = next(iter(recorded.snapshots([27], recorded.sites)))
+    for row in precision["rows"]:
+        histogram = snapshot[recorded.sites[row[0]]].histogram
+        assert histogram is not None
+        inside = (histogram.edges[:-1] >= -(2.0**-10)) & (histogram.edges[1:] <= 2.0**-10)
+        inside[254] = False
+        expected = histogram.counts[inside].sum() / (histogram.counts.sum() - histogram.counts[254])
+        assert row[3] == pytest.approx(expected, rel=1e-2, abs=1e-12), recorded.sites[row[0]]
+
+
+def test_a_second_run_is_told_by_its_distance_where_both_have_been(recorded: Recorded) -> None:
+    sites = [*SITES[1:], Site("new", "output")]
+    second = Recorded.of(run(sites, 20, every=2, seed=1))
+    record, blobs = contents(recorded, second)
+    assert record["other"] == {"name": "snapshots", "steps": 15}
+    codes = np.frombuffer(blobs["rms.difference"], np.uint8).reshape(len(SITES), 30)
+    assert (codes[recorded.sites.index(SITES[0])] == SILENT).all()
+    assert (codes[:, 1::2] == SILENT).all()
+    for site in SITES[1:4]:
+        here, there = recorded.sites.index(site), second.sites.index(site)
+        apart = np.log2(second.statistic("rms")[there, :15] / recorded.statistic("rms")[here, ::2])
+        told = (codes[here, ::2].astype(float) - NEUTRAL) / 64
+        known = (codes[here, ::2] != NONFINITE) & (np.abs(apart) < 1.9)
+        assert known.sum() > 5
+        np.testing.assert_allclose(told[known], apart[known], atol=1 / 128 + 1e-9)
+    equal = np.frombuffer(contents(recorded, recorded)[1]["rms.difference"], np.uint8)
+    assert set(np.unique(equal).tolist()) == {NEUTRAL, NONFINITE}
+    with pytest.raises(ValueError, match="sites and steps in common"):
+        contents(recorded, Recorded.of(run([Site("else", "output")], 5)))
+
+
+def test_a_library_that_is_not_the_pinned_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(page.__globals__["_SHA256"], "uplot/uPlot.min.css", "0" * 64)
+    with pytest.raises(ValueError, match=r"uPlot\.min\.css: expected the file with sha256 0000"):
+        asset("uplot/uPlot.min.css")
+
+
+def test_the_licence_of_what_is_inlined_is_in_the_page(recorded: Recorded, tmp_path: Path) -> None:
+    text = write(recorded, tmp_path / "report.html").read_text()
+    assert "Permission is hereby granted, free of charge" in text
+    assert "Leon Sorokin" in text
+
+
+def test_nothing_measured_has_no_page() -> None:
+    with pytest.raises(ValueError, match="expected snapshots of ascending steps"):
+        write([], "report.html")
+
+
+def test_a_page_that_cannot_be_written_leaves_the_old_one(recorded: Recorded, tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    path.write_text("old")
+    bad = Recorded("bad", [], recorded.steps, recorded.statistic, recorded.snapshots, recorded.detailed)
+    with pytest.raises(ValueError, match="something was measured"):
+        write(bad, path)
+    assert path.read_text() == "old"
+    assert [each.name for each in tmp_path.iterdir()] == ["report.html"]
+
+
+def test_a_plot_has_a_row_a_site_and_says_what_it_shows(recorded: Recorded) -> None:
+    pytest.importorskip("matplotlib")
+    axes = plot(recorded, "rms", "grad_output").axes[0]
+    cells, broken = (image.get_array() for image in axes.images)
+    assert cells.shape == (16, 30)
+    assert [label.get_text() for label in axes.get_yticklabels()][:2] == ["embedding", "layers.0.norm1"]
+    assert not broken.mask.all()
+    absolute = plot(recorded, "rms", relative=False).axes[0].images[0].get_array()
+    rows = [i for i in in_order(SITES) if SITES[i].tensor == "output"]
+    np.testing.assert_array_equal(absolute, recorded.statistic("rms")[rows])
+    with pytest.raises(ValueError, match="expected a statistic of rms"):
+        plot(recorded, "kurtosis")
+    with pytest.raises(ValueError, match="expected a tensor of output, grad_output"):
+        plot(recorded, tensor="param")
+
+
+def test_a_run_from_its_directory_has_the_page_of_its_snapshots(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    torch = pytest.importorskip("torch")
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+    kept: list[hookstats.Snapshot] = []
+    sinks = [hookstats.record(tmp_path / "run"), kept.append]
+    with hookstats.attach(model, every=1, sinks=sinks) as monitor:
+        for step in range(12):
+            loss = model(torch.randn(16, 4)).square().mean()
+            loss.backward()
+            monitor.step(loss=loss.detach(), late=torch.tensor(float(step)))
+        monitor.snapshot()
+    from hookstats.report.loading import recorded as loaded
+
+    read, expected = loaded(tmp_path / "run"), Recorded.of(kept)
+    assert read.sites == expected.sites
+    assert read.steps.tolist() == expected.steps.tolist() == read.detailed.tolist() == list(range(12))
+    for name in ("rms", "abs_max", "mean", "count", "nans"):
+        np.testing.assert_array_equal(read.statistic(name), expected.statistic(name))
+    assert read.scalars.keys() == expected.scalars.keys()
+    for got, want in zip(read.scalars["loss"], expected.scalars["loss"], strict=True):
+        np.testing.assert_array_equal(got, want)
+    assert read.settings["model"] == "Sequential"
+    (record, blobs), (_, others) = contents(read), contents(expected)
+    assert blobs == others
+    assert record["name"] == "run"
+    some = loaded(hookstats.load(tmp_path / "run", sites=[("0", "output")], steps=slice(4, 8)))
+    assert some.sites == [Site("0", "output")]
+    assert some.steps.tolist() == [4, 5, 6, 7]
+    code = f"import hookstats, sys; hookstats.report.write({str(tmp_path / 'run')!r}, {str(tmp_path / 'a.html')!r})"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}; print('torch' in sys.modules)"], capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.stdout == "False\n", done.stderr

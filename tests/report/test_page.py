@@ -1,0 +1,394 @@
+"""The page of a run in headless Chromium: what it shows, that it asks for nothing, that names are never HTML."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import hookstats
+from hookstats.numbers.fields import Site, Skipped
+from hookstats.numbers.snapshot import Snapshot
+from hookstats.report import Recorded, write
+from hookstats.rules import Finding
+from tests.report.browser import CHROMIUM, Browser
+from tests.report.runs import run, sites_of
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed (apt-get install chromium)")
+
+STEPS = 60
+SPIKE = 40
+HOSTILE = [
+    "</script><script>document.title = 'run'</script><img src=x onerror=document.title='run'>",
+    "a \"quoted\" 'name' & <b>bold</b> `${document.title = 'run'}`",
+    "long." + "x" * 9_995,
+    "layers.0.\u202egnp.txe\u202c\u2066\u200b",
+    "\x00\x1b[31m\ud800<!--",
+]
+
+
+def finding(step: int, site: Site | None, severity: str = "warning", sentence: str = "It rose.") -> Finding:
+    return Finding("spike", step, site, 6.0, 3.0, severity, sentence)
+
+
+@pytest.fixture(scope="module")
+def recorded() -> Recorded:
+    sites = sites_of(3)
+    found = [
+        finding(SPIKE, Site("layers.0.norm1", "grad_output"), "critical", "5 values of layers.0.norm1 are NaN."),
+        finding(30, Site("layers.1.mlp.down", "output")),
+        finding(SPIKE, None, "note"),
+    ]
+    made = Recorded.of(run(sites, STEPS), "a run", found)
+    skipped = [(Site("router", "output"), Skipped("a dtype that is not floating", 12), 0)]
+    return replace(made, skipped=skipped, settings={"model": "GPT", "every": 1, "time": 1.6e9})
+
+
+@pytest.fixture(scope="module")
+def page(recorded: Recorded, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(recorded, tmp_path_factory.mktemp("page") / "report.html")
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Browser]:
+    with Browser() as browser:
+        yield browser
+
+
+@pytest.fixture
+def browser(chromium: Browser, page: Path) -> Iterator[Browser]:
+    """The page, opened anew; nothing may be wrong with it at the end of a test either."""
+    chromium.look(1280)
+    chromium.open(page)
+    yield chromium
+    assert chromium.errors == []
+    assert all(url.startswith(("file:", "about:")) for url in chromium.requests), chromium.requests
+
+
+def text(browser: Browser, selector: str) -> str:
+    return str(browser.run(f"document.querySelector({selector!r}).innerText"))
+
+
+def cell(browser: Browser, row: int, column: int, rows: int = 23, columns: int = STEPS) -> tuple[float, float]:
+    """Where a cell is, as all are seen."""
+    box = browser.run(
+        "(() => { document.querySelector('#heat').scrollIntoView({block: 'center'});"
+        "const box = document.querySelector('#heat').getBoundingClientRect();"
+        "return [box.left, box.top, box.width, box.height] })()"
+    )
+    left, top, width, height = box
+    inside = (left + 216, top + 78, width - 217, height - 78 - 24)
+    return inside[0] + (column + 0.5) / columns * inside[2], inside[1] + (row + 0.5) / rows * inside[3]
+
+
+def colours(browser: Browser) -> str:
+    """The pixels of the cells, to be compared."""
+    return str(browser.run("document.querySelector('#heat-cells').toDataURL()"))
+
+
+def test_the_page_is_one_file_that_asks_for_nothing(browser: Browser, page: Path) -> None:
+    assert [url for url in browser.requests if not url.startswith("about:")][-1] == page.as_uri()
+    assert browser.run("performance.getEntriesByType('resource').length") == 0
+    blocked = "fetch('https://example.org/').then(() => 'let through', () => 'blocked')"
+    seen = len(browser.errors)
+    assert browser.run(blocked) == "blocked"
+    assert all("Content Security Policy" in error for error in browser.errors[seen:]), browser.errors
+    del browser.errors[seen:]
+
+
+def test_it_says_what_it_is_and_what_was_found(browser: Browser) -> None:
+    assert text(browser, "h1") == "a run"
+    assert "3 findings; the gravest, critical, since step 40" in text(browser, "#summary")
+    assert "0 to 59" in text(browser, "#facts")
+    first = text(browser, "#findings-list li")
+    assert "5 values of layers.0.norm1 are NaN." in first
+    assert "step 40, layers.0.norm1 gradient of the output" in first
+    assert "a dtype that is not floating" in text(browser, "#left-out")
+    assert "GPT" in text(browser, "#settings")
+
+
+def test_the_time_of_the_settings_is_a_date(browser: Browser) -> None:
+    assert re.search(r"time\s+1[234] Sept? 2020", text(browser, "#settings"))
+
+
+def test_the_sections_come_in_the_order_in_which_one_asks(browser: Browser) -> None:
+    titles = browser.run("[...document.querySelectorAll('section')].map((section) => section.id)")
+    assert titles == ["findings", "layers", "site", "precision", "flow", "parameters", "left-out", "settings"]
+
+
+def test_a_finding_leads_to_its_cell_and_its_site(browser: Browser) -> None:
+    browser.run("document.querySelectorAll('#findings-list a')[1].click()")
+    browser.wait("document.querySelector('#site-title').innerText === 'layers.1.mlp.down'")
+    assert browser.run("location.hash").endswith("&step=30")
+    assert browser.run("document.querySelector('#tools select').value") == "output"
+    assert "layers.1.mlp.down output · step 30 ·" in text(browser, "#readout")
+
+
+def test_a_value_that_is_not_finite_is_told_as_such(browser: Browser) -> None:
+    browser.run("document.querySelector('#findings-list a').click()")
+    browser.wait("document.querySelector('#readout').innerText.includes('holds NaN or infinity')")
+
+
+def test_the_cell_under_the_mouse_is_told_and_a_click_opens_its_site(browser: Browser) -> None:
+    x, y = cell(browser, 8, SPIKE)  # "embedding", seven of each block, "head"
+    browser.mouse("Moved", x, y)
+    assert text(browser, "#readout").startswith("layers.1.norm1 gradient of the output · step 40 · rms")
+    assert re.search(r"rms (≥ )?\d\.?\d* times its past", text(browser, "#readout"))
+    browser.click(x, y)
+    browser.wait("document.querySelector('#site-title').innerText === 'layers.1.norm1'")
+    heads = browser.run("[...document.querySelectorAll('#site h3')].map((head) => head.innerText)")
+    assert heads == ["Output", "Gradient of the output"]
+    assert browser.run("document.querySelectorAll('#site .uplot').length") == 4
+    captions = " ".join(browser.run("[...document.querySelectorAll('#site figcaption')].map((each) => each.innerText)"))
+    assert all(part in captions for part in ("Size", "Range", "Values over time", "Channels over time", "Top channels"))
+
+
+def test_a_switch_draws_another_picture_and_says_its_numbers(browser: Browser) -> None:
+    relative = colours(browser)
+    x, y = cell(browser, 8, 10)
+    browser.run("document.querySelector('[data-value=absolute]').click()")
+    browser.wait("performance.getEntriesByName('switch').length === 2")
+    assert colours(browser) != relative
+    browser.mouse("Moved", x, y)
+    assert "rms ≈" in text(browser, "#readout")
+    log = colours(browser)
+    browser.run("document.querySelector('[data-value=linear]').click()")
+    assert colours(browser) != log
+    browser.run(
+        "(() => { const select = document.querySelectorAll('#tools select')[1]; select.value = 'zeros';"
+        "select.dispatchEvent(new Event('change')) })()"
+    )
+    browser.wait("performance.getEntriesByName('switch').length === 3")
+    browser.mouse("Moved", x + 1, y)
+    assert "share of zeros ≈ 0.01 ·" in text(browser, "#readout")
+
+
+def test_a_drag_enlarges_and_a_double_click_shows_all(browser: Browser) -> None:
+    whole = colours(browser)
+    begin, end = cell(browser, 4, 30), cell(browser, 12, 45)
+    browser.mouse("Moved", *begin)
+    browser.mouse("Pressed", *begin, button="left", clickCount=1)
+    browser.mouse("Moved", *end, button="left", buttons=1)
+    browser.mouse("Released", *end, button="left", clickCount=1)
+    assert colours(browser) != whole
+    left, top = cell(browser, 0, 0)
+    browser.mouse("Moved", left - 2, top)
+    assert re.search(r"· step 3[01] ·", text(browser, "#readout"))
+    for _ in range(20):  # the first click opens a site, and the page may still be moving when the second one comes
+        left, top = cell(browser, 0, 0)
+        for count in (1, 2):
+            for kind in ("Pressed", "Released"):
+                browser.mouse(kind, left, top, button="left", clickCount=count)
+        left, top = cell(browser, 0, 0)
+        browser.mouse("Moved", left - 2, top)
+        if "· step 0 ·" in text(browser, "#readout"):
+            break
+    assert "· step 0 ·" in text(browser, "#readout")
+
+
+def test_all_of_the_heatmap_can_be_reached_by_keyboard(browser: Browser) -> None:
+    for _ in range(60):
+        browser.key("Tab")
+        if browser.run("document.activeElement.id") == "heat":
+            break
+    assert browser.run("document.activeElement.id") == "heat"
+    for key in ("ArrowRight", "ArrowRight", "ArrowDown"):
+        browser.key(key)
+    assert text(browser, "#readout").startswith("layers.0.norm1 gradient of the output · step 1 ·")
+    whole = colours(browser)
+    browser.key("+")
+    enlarged = colours(browser)
+    assert enlarged != whole
+    browser.key("ArrowRight", shift=True)
+    assert colours(browser) != enlarged
+    browser.key("0")
+    assert colours(browser) == whole
+    browser.key("ArrowDown")
+    browser.key("Enter")
+    browser.wait("document.querySelector('#site-title').innerText === 'layers.0.attention.qkv'")
+
+
+def test_the_flow_of_gradients_follows_the_step_that_is_chosen(browser: Browser) -> None:
+    picture = "document.querySelector('#flow canvas').toDataURL()"
+    browser.wait("document.querySelector('#flow canvas') !== null")
+    last = browser.run(picture)
+    browser.run(
+        f"(() => {{ const slider = document.querySelector('#flow-step'); slider.value = '{SPIKE}';"
+        "slider.dispatchEvent(new Event('input')) })()"
+    )
+    browser.wait("document.querySelector('#flow output').innerText === 'step 40'")
+    browser.wait("document.querySelector('#flow canvas') !== null")
+    assert browser.run(picture) != last
+
+
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width", [1280, 390])
+def test_nothing_is_cut_off_at_the_side(browser: Browser, page: Path, width: int, dark: bool) -> None:
+    browser.look(width, dark=dark)
+    browser.open(page)
+    assert browser.run("document.documentElement.scrollWidth") == width
+    inside = "[...document.querySelectorAll('main *')].filter((each) => !each.closest('.scroll'))"
+    too_wide = f"{inside}.filter((each) => each.getBoundingClientRect().right > innerWidth).length"
+    assert browser.run(too_wide) == 0
+    background = browser.run("getComputedStyle(document.body).backgroundColor")
+    assert background == ("rgb(20, 21, 23)" if dark else "rgb(252, 252, 251)")
+
+
+def test_a_change_of_colours_is_followed_while_the_page_is_open(browser: Browser) -> None:
+    light = colours(browser)
+    browser.look(1280, dark=True)
+    browser.wait(f"document.querySelector('#heat-cells').toDataURL() !== {light!r}")
+
+
+def test_hostile_names_are_shown_as_text(chromium: Browser, tmp_path: Path) -> None:
+    sites = [Site(name, tensor) for name in HOSTILE for tensor in ("output", "grad_output", "output.<i>")]
+    found = [finding(5, site, sentence=f"It is {site.name}") for site in sites[::3]]
+    made = Recorded.of(run(sites, 12), HOSTILE[0], found)
+    hostile = replace(
+        made, skipped=[(Site(HOSTILE[0], "output"), Skipped(HOSTILE[0], None), 0)], settings={HOSTILE[0]: [HOSTILE[1]]}
+    )
+    path = write(hostile, tmp_path / "hostile.html")
+    chromium.look(1280)
+    for i, name in enumerate(HOSTILE):
+        chromium.call("Page.navigate", url="about:blank")
+        chromium.open(f"{path.as_uri()}#site={hostile.sites.index(Site(name, 'output'))}&step=3")
+        shown = text(chromium, "#site-title")
+        assert shown.startswith(re.sub(r"[\x00-\x1f\u200b-\u202e\u2060-\u206f].*", "", name)[:20])
+        assert not re.search(r"[\x00-\x1f\u200b-\u200f\u202a-\u202e\u2066-\u2069]", shown)
+        if i == 2:
+            assert "x" * 9_000 in chromium.run("document.querySelector('#site .whole').textContent")
+        if i == 3:
+            assert "\\u202egnp.txe" in shown
+    assert chromium.run("document.title") != "run"
+    assert chromium.run("document.querySelectorAll('main b b, main img, main i i').length") == 0
+    assert chromium.run("document.querySelectorAll('script').length") == path.read_text().count("<script")
+    assert chromium.run("document.documentElement.scrollWidth") == 1280
+    assert "<script>" in text(chromium, "#left-out")
+    assert chromium.errors == []
+
+
+def test_two_runs_are_compared_in_a_view_of_the_heatmap(chromium: Browser, recorded: Recorded, tmp_path: Path) -> None:
+    second = Recorded.of(run(sites_of(3), STEPS, seed=1), "another")
+    path = write(recorded, tmp_path / "two.html", second)
+    chromium.look(1280)
+    chromium.open(path)
+    assert "another" in text(chromium, "#facts")
+    assert text(chromium, "#site .key").endswith("largest |x| of another")
+    relative = colours(chromium)
+    chromium.run("document.querySelector('[data-value=difference]').click()")
+    chromium.wait("performance.getEntriesByName('switch').length === 2")
+    assert colours(chromium) != relative
+    assert "how far another is from a run, in the 60 steps" in text(chromium, "#readout")
+    chromium.mouse("Moved", *cell(chromium, 8, 10))
+    assert re.search(r"rms (0\.\d+|1\.\d+) times the first run's|as in the first run", text(chromium, "#readout"))
+    assert chromium.errors == []
+
+
+def test_a_run_of_one_step_and_one_site_has_a_page(chromium: Browser, tmp_path: Path) -> None:
+    path = write(run([Site("", "output")], 1), tmp_path / "one.html")
+    chromium.look(390)
+    chromium.open(path)
+    assert "(model)" in text(chromium, "#site-title")
+    assert "No rule found anything wrong" in text(chromium, "#summary")
+    assert "fewer than two gradients" in text(chromium, "#flow")
+    assert text(chromium, "#findings").split("\n")[-1] == "None."  # and does not send one to settings it does not show
+    assert chromium.errors == []
+
+
+@pytest.mark.parametrize(("host", "said"), [(5.0, "50 % of a measured step"), (16.0, None)])
+def test_no_more_than_a_whole_step_is_said_to_be_taken(
+    host: float, said: str | None, chromium: Browser, recorded: Recorded, tmp_path: Path
+) -> None:
+    overhead = {"measured_host": host, "measured_device": 0.0, "measured_step": 10.0}
+    chromium.open(write(replace(recorded, settings={"overhead": overhead}), tmp_path / "page.html"))
+    facts = text(chromium, "#facts")
+    assert ("Taken" in facts) == (said is not None)
+    assert (said or "") in facts
+
+
+def blue(browser: Browser, selector: str) -> int:
+    """How many pixels of a canvas are as blue as the first line, or nearly."""
+    return int(
+        browser.run(f"""(() => {{
+            const canvas = document.querySelector({selector!r});
+            const {{ data }} = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+            let found = 0;
+            for (let i = 0; i < data.length; i += 4) found += data[i + 2] > data[i] + 60 && data[i + 3] > 100;
+            return found;
+        }})()""")
+    )
+
+
+def test_a_value_with_none_beside_it_is_seen(chromium: Browser, tmp_path: Path) -> None:
+    chromium.look(1280)
+    chromium.open(write(run([Site("a", "output")], 1), tmp_path / "one.html"))
+    assert blue(chromium, "#site .uplot canvas") >= 4
+    assert blue(chromium, "#heat-cells") >= 4  # the loss above the cells
+    assert chromium.errors == []
+
+
+def test_a_site_that_fired_is_not_called_silent_where_it_has_nothing_to_draw(chromium: Browser, tmp_path: Path) -> None:
+    layer = torch.nn.Identity()
+    snapshots: list[Snapshot] = []
+    with hookstats.attach(layer, modules="*", tensors="output", every=1, sinks=snapshots.append) as monitor:
+        for _ in range(3):
+            layer(torch.zeros(4, 2))
+            monitor.step()
+        for _ in range(3):
+            layer(torch.full((4, 2), float("nan")))
+            monitor.step()
+    for few, word in ((snapshots[:3], "zero"), (snapshots[3:], "no finite value")):
+        chromium.open(write(few, tmp_path / "page.html"))
+        assert text(chromium, "#site-body .chart").split("\n")[-1] == word
+
+
+def test_a_few_steps_have_a_label_each(chromium: Browser, tmp_path: Path) -> None:
+    chromium.look(1280)
+    chromium.open(write(run(sites_of(1), 3), tmp_path / "three.html"))
+    chromium.run(
+        "window.said = []; window.fill = CanvasRenderingContext2D.prototype.fillText;"
+        "CanvasRenderingContext2D.prototype.fillText = function (text, ...more) {"
+        " said.push([this.canvas.getAttribute('aria-label') ?? this.canvas.id, text]);"
+        " fill.call(this, text, ...more); }"
+    )
+    chromium.look(1280, dark=True)  # draws all of it anew
+    chromium.wait("said.some(([of]) => of.startsWith('Channels over time'))")
+    said = chromium.run("said.filter(([of]) => of === 'heat-cells').map(([, text]) => text)")
+    assert [each for each in said if re.fullmatch(r"\d+", each)] == ["0", "1", "2"]
+    of_values = chromium.run("said.filter(([of]) => of.startsWith('Values over time')).map(([, text]) => text)")
+    assert of_values[-3:] == ["0", "1", "2"]
+
+
+# What is written on canvases: text, its right end and its canvas's, in pixels of the page.
+_WRITTEN = """
+window.written = [];
+const write = CanvasRenderingContext2D.prototype.fillText;
+CanvasRenderingContext2D.prototype.fillText = function (text, x, ...more) {
+  const at = this.getTransform(), wide = this.measureText(text).width * at.a;
+  const right = x * at.a + at.e + ({ center: wide / 2, right: 0, end: 0 }[this.textAlign] ?? wide);
+  written.push([String(text), right - wide, right, this.canvas.width]);
+  return write.call(this, text, x, ...more);
+};
+"""
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("factor", [10, 20_000])
+def test_no_label_is_cut_at_the_edge_of_its_chart(tmp_path: Path, width: int, factor: int) -> None:
+    snapshots = list(run(sites_of(3), 51))
+    for snapshot in snapshots:
+        snapshot.step *= factor  # the last one has a label of its own
+    page = write(snapshots, tmp_path / "page.html")
+    with Browser(width) as browser:
+        browser.call("Page.addScriptToEvaluateOnNewDocument", source=_WRITTEN)
+        browser.open(page)
+        written = browser.run("written")
+        assert browser.errors == []
+    last = f"{50 * factor:,}".replace(",", "\u2009")
+    assert last in {text for text, *_ in written}
+    cut = [each for each in written if each[1] < -0.5 or each[2] > each[3] + 0.5]
+    assert not cut

@@ -1,0 +1,6 @@
+"""Short trainings by which the rules are judged; ``python -m tests.rules.fleet`` prints what is said of each."""
+
+from tests.rules.fleet import ill, unseen, unusual, usual  # they register theirs
+from tests.rules.fleet.training import ILL, UNSEEN, UNUSUAL, USUAL, alarms, run, thinned
+
+__all__ = ["ILL", "UNSEEN", "UNUSUAL", "USUAL", "alarms", "ill", "run", "thinned", "unseen", "unusual", "usual"]

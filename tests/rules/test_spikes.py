@@ -1,0 +1,173 @@
+"""The loss and the norm of the gradients against their past: what is told of a course, step by step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+import pytest
+import torch
+
+from hookstats import Snapshot
+from hookstats.rules import Finding, GradientNormSpike, LossSpike, judge
+from hookstats.rules.history import Course
+from tests.rules.test_guards import step_of
+
+
+def found_in(
+    values: Iterable[float], rule: LossSpike | None = None, every: int = 1, moved: Mapping[int, float] | None = None
+) -> list[Finding]:
+    """Of a loss's course. every: how often a step is measured. moved: from these steps on, the factor by which an
+    output is larger; None: there is no output."""
+    snapshots: list[Snapshot] = []
+    earlier, size = {}, 1.0
+    for number, value in enumerate(values):
+        size = size if moved is None else moved.get(number, size)
+        if number % every:
+            earlier[number] = {"loss": value}
+            continue
+        tensors = {} if moved is None else {("0", "output"): size * torch.ones(4, 4)}
+        snapshots.append(step_of(number, tensors, loss=value))
+        snapshots[-1].earlier_scalars, earlier = earlier, {}
+    return judge(snapshots, [rule or LossSpike()])
+
+
+def losses(rule: LossSpike, values: Iterable[float]) -> list[tuple[int, str]]:
+    return [(each.step, each.severity) for each in found_in(values, rule)]
+
+
+@pytest.fixture
+def generator() -> np.random.Generator:
+    return np.random.default_rng(0)
+
+
+def language_model(generator: np.random.Generator, steps: int) -> list[float]:
+    """From 4.7 down to 2.5 in 32 steps, as a loss of small batches."""
+    level = 2.5 + 2.2 * np.exp(-np.arange(steps) / 8)
+    return list(level * (1 + 0.02 * generator.standard_normal(steps)))
+
+
+@pytest.mark.parametrize("every", [1, 10])
+def test_a_jump_above_the_first_loss_that_comes_back_slowly_is_found_in_its_step_measured_or_not(
+    generator: np.random.Generator, every: int
+) -> None:
+    values = [*language_model(generator, 33), *(3.2 + 2.5 * math.exp(-i / 8) for i in range(40))]
+    (found,) = found_in(values, every=every)
+    assert (found.step, found.severity) == (33, "warning")
+    assert found.value == pytest.approx(5.7)
+    assert "jumped to 5.7, from 2.5" in found.sentence
+    assert found_in(language_model(generator, 80), every=every) == []
+
+
+def test_a_jump_is_a_warning_where_the_outputs_changed_with_it_and_a_note_where_they_did_not(
+    generator: np.random.Generator,
+) -> None:
+    values = [*language_model(generator, 60), *[4.0] * 3, *[3.5] * 30]
+    assert [(each.step, each.severity) for each in found_in(values, moved={})] == [(60, "note")]
+    (found,) = found_in(values, moved={60: 2.0})
+    assert (found.step, found.severity) == (60, "warning")
+    assert "outputs of the model changed with it" in found.sentence
+
+
+def test_a_level_that_is_higher_is_no_divergence_and_one_with_other_outputs_is() -> None:
+    noise = [0.01 * math.sin(i) for i in range(400)]
+    values = [1 + each for each in noise[:100]] + [5 + each for each in noise]
+    assert losses(LossSpike(), values) == [(100, "warning")]
+    assert [(each.step, each.severity) for each in found_in(values, moved={})] == [(100, "note")]
+    found = found_in(values, moved={100: 3.0})
+    assert [(each.step, each.severity) for each in found] == [(100, "warning"), (105, "critical")]
+    assert "for 5 steps, since it jumped in step 100" in found[1].sentence
+
+
+@pytest.mark.parametrize("every", [1, 10])
+def test_a_loss_that_goes_on_rising_above_the_first_ones_diverges(generator: np.random.Generator, every: int) -> None:
+    climbs = 2.5 * np.exp(0.03 * np.arange(60)) * (1 + 0.02 * generator.standard_normal(60))
+    found = found_in([*language_model(generator, 80), *climbs], every=every, moved={})
+    critical = [each for each in found if each.severity == "critical"]
+    assert len(critical) >= 1
+    assert 100 < critical[0].step < 135
+    assert "gone on rising for" in critical[0].sentence
+
+
+def test_a_loss_that_doubles_and_doubles_from_the_start_diverges() -> None:
+    assert losses(LossSpike(), [0.1 * 2.5**i for i in range(12)])[0] == (8, "critical")
+    assert losses(LossSpike(), [0.1 * 1.05**i for i in range(100)]) == []
+
+
+def test_losses_of_a_single_bad_batch_are_a_warning_and_those_of_a_new_target_a_note(
+    generator: np.random.Generator,
+) -> None:
+    before, after = (list(0.3 * np.exp(0.1 * generator.standard_normal(50))) for _ in range(2))
+    first = [2.3, 2.3, 2.0, 1.5, 1.0, 0.7, 0.5, 0.4]
+    spike = found_in([*first, *before, 6.0, *after], moved={})
+    assert [(each.step, each.severity) for each in spike] == [(58, "note"), (58, "warning")]
+    assert "came back after 1 step: look at the data of step 58" in spike[1].sentence
+    new = found_in([*first, *before, *(0.3 + 5.7 * math.exp(-i / 4) for i in range(50))], moved={})
+    assert [(each.step, each.severity) for each in new] == [(58, "note")]
+
+
+def test_heavy_tails_are_no_jumps(generator: np.random.Generator) -> None:
+    cauchy, student = np.abs(generator.standard_cauchy((2, 300, 16))), generator.standard_t(2, (2, 300, 16)) ** 2
+    for values in [*cauchy.mean(2), *student.mean(2)]:
+        assert losses(LossSpike(), values) == []
+
+
+def test_a_jump_of_the_loss_is_told_and_what_undoes_little_of_the_descent_is_not(
+    generator: np.random.Generator,
+) -> None:
+    falling = list(np.exp(-np.arange(100) / 20) * (1 + 0.01 * generator.standard_normal(100)) * 5)
+    flat = [0.04 * (1 + 0.01 * generator.standard_normal()) for _ in range(150)]
+    assert losses(LossSpike(), [*falling, *flat]) == []
+    assert losses(LossSpike(), [*falling, *flat, 0.2, *flat]) == []
+    assert losses(LossSpike(), [*falling, *flat, 0.5, *flat]) == [(250, "note")]
+    assert losses(LossSpike(undone=0.0), [*falling, *flat, 0.2, *flat]) == [(250, "note")]
+
+
+def test_losses_of_both_signs_are_judged(generator: np.random.Generator) -> None:
+    values = list(0.1 * generator.standard_normal(300))
+    assert losses(LossSpike(), values) == []
+    assert losses(LossSpike(), [*values, 2.0]) == [(300, "warning")]
+    assert losses(LossSpike(), [-0.02, *np.linspace(0.1, 0.2, 20)]) == []
+
+
+def test_one_jump_does_not_hide_the_next(generator: np.random.Generator) -> None:
+    values = np.exp(0.01 * generator.standard_normal(120))
+    values[[60, 95]] = math.exp(0.15), math.exp(0.14)
+    assert losses(LossSpike(), values) == [(60, "warning"), (95, "warning")]
+
+
+def test_losses_that_vary_by_factors_are_in_order(generator: np.random.Generator) -> None:
+    assert losses(LossSpike(undone=0.0), np.exp(generator.standard_normal(500))) == []
+
+
+def norms(values: Iterable[float]) -> list[tuple[int, str]]:
+    steps = [step_of(number, {}, grad_norm=float(value)) for number, value in enumerate(values)]
+    return [(each.step, each.severity) for each in judge(steps, [GradientNormSpike()])]
+
+
+def test_a_jump_of_the_gradients_is_a_note_and_three_are_a_warning(generator: np.random.Generator) -> None:
+    values = np.exp(0.1 * generator.standard_normal(100))
+    values[[60, 70, 80]] = 30
+    assert norms(values) == [(60, "note"), (80, "warning")]
+    assert norms(1.0 if number % 90 else 4.0 for number in range(200)) == []
+
+
+def test_a_new_level_of_the_gradients_is_one_jump(generator: np.random.Generator) -> None:
+    values = np.exp(0.1 * generator.standard_normal(200))
+    values[100:] *= 50
+    assert norms(values) == [(100, "note")]
+
+
+def test_the_course_of_positive_numbers_is_measured_in_logarithms() -> None:
+    course = Course(3)
+    for value in (100.0, 1.0, math.e, math.e**2):
+        course.push(value)
+    assert course.level == pytest.approx((math.e + math.e**2) / 2)
+    distances = np.log([1 / 100, math.e / 50.5, math.e**2 / math.e])  # from the median of those before
+    deviation = 1.4826 * np.median(np.abs(distances - np.median(distances)))
+    assert course.deviation == pytest.approx(deviation)
+    assert course.limit(1.0, 0.0) == pytest.approx(course.level * math.exp(max(np.median(distances), 0) + deviation))
+    course.push(-1.0)
+    assert not course.in_logs
+    assert course.limit(0.0, 2.0) == pytest.approx(course.level + 2 * (math.e**2 - math.e))

@@ -1,0 +1,272 @@
+"""hookstats watch: a run that is written, one that ended, one that was killed; what it shows first."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hookstats.numbers.fields import Site
+from hookstats.records.manifest import read
+from hookstats.records.store import Store
+from hookstats.rules import Finding
+from hookstats.terminal.following import WINDOW, Followed, State
+from hookstats.terminal.watching import lines, picture, watch
+from hookstats.terminal.words import BARS, plain, sparkline
+from tests.records.recorded import ROOT, drained
+
+CODE = """
+import sys, time
+import hookstats
+from tests.records.recorded import drained
+recording = hookstats.record(sys.argv[1])
+recording.begin({"rank": 0, "model": "made of numbers"})
+for step in range(6):
+    recording.take(drained(step))
+recording.wait(60)
+print("judged", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def recording(tmp_path: Path) -> Iterator[tuple[Path, subprocess.Popen[str]]]:
+    """A process that has recorded six steps, and goes on."""
+    running = subprocess.Popen(
+        [sys.executable, "-c", CODE, str(tmp_path / "run")], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    assert running.stdout is not None
+    assert running.stdout.readline() == "judged\n"
+    yield tmp_path / "run", running
+    running.kill()
+    running.wait()
+
+
+def until(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def writer_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+
+
+def written(path: Path, steps: range) -> Path:
+    """A run without a process."""
+    folder = path / "rank=0"
+    folder.mkdir(parents=True, exist_ok=True)
+    store = Store(folder)
+    attempt = 1 + len(read(folder).attempts) if (folder / "manifest.json").exists() else 1
+    store.begin(attempt, {"model": "made of numbers"})
+    for step in steps:
+        store.add(drained(step))
+    store.finish(attempt, "closed")
+    store.close()
+    return path
+
+
+def test_a_run_that_is_recorded_says_by_whom_and_ends_when_it_ends(
+    recording: tuple[Path, subprocess.Popen[str]],
+) -> None:
+    path, running = recording
+    followed = Followed(path)
+    assert followed.state() == State("recording", f"process {running.pid} records it")
+    running.kill()
+    running.wait()
+    until(lambda: followed.look() and followed.state().kind == "died")
+    assert followed.state().sentence == "training died; all that it had measured is in the record"
+    followed.look()
+    assert [step for step, _ in followed.steps] == list(range(6))
+
+
+def test_a_run_whose_writer_was_killed_too_says_what_writes_the_rest(
+    recording: tuple[Path, subprocess.Popen[str]],
+) -> None:
+    path, running = recording
+    os.kill(writer_of(running.pid), signal.SIGKILL)
+    running.kill()
+    running.wait()
+    output = io.StringIO()
+    assert watch(Followed(path), output) == 1
+    assert output.getvalue().splitlines()[-1] == (
+        f"the training process {running.pid} died; what its last steps left is written by: hookstats recover {path}"
+    )
+    subprocess.run([sys.executable, "-m", "hookstats", "recover", str(path)], check=True, cwd=ROOT, capture_output=True)
+    output = io.StringIO()
+    assert watch(Followed(path), output) == 1
+    told = output.getvalue().splitlines()
+    assert [line.split()[1] for line in told if line.startswith("step ") and "," not in line] == list("012345")
+    assert told[-1] == "training died; all that it had measured is in the record"
+
+
+def test_new_steps_and_findings_come_once(tmp_path: Path) -> None:
+    path = written(tmp_path / "run", range(3))
+    followed = Followed(path)
+    snapshots, _ = followed.look()
+    assert [snapshot.step for snapshot in snapshots] == [0, 1, 2]
+    assert followed.look() == ([], [])
+    written(path, range(3, 5))
+    finding = Finding("a-rule", 4, Site("layers.3", "grad_output"), 2.0, 1.0, "critical", "too large")
+    with open(path / "rank=0" / "findings.jsonl", "a") as file:
+        file.write(json.dumps(finding.to_json()) + "\n{torn\n" + json.dumps(finding.to_json())[:20])
+    snapshots, found = followed.look()
+    assert ([snapshot.step for snapshot in snapshots], found) == ([3, 4], [finding])
+    assert lines(followed, [], found) == [str(finding)]
+    assert followed.look() == ([], [])
+
+
+def test_a_long_run_is_entered_at_its_end(tmp_path: Path) -> None:
+    followed = Followed(written(tmp_path / "run", range(WINDOW + 20)))
+    assert [snapshot.step for snapshot in followed.look()[0]] == list(range(20, WINDOW + 20))
+
+
+def test_sites_with_findings_come_first_then_those_far_from_their_past(tmp_path: Path) -> None:
+    followed = Followed(written(tmp_path / "run", range(8)))
+    followed.look()
+    sites = list(followed._rms[-1])
+    for step, rms in enumerate(followed._rms):
+        rms |= dict.fromkeys(sites, 1.0) | {sites[3]: 1.0, sites[5]: 50.0 if step == 7 else 1.0}
+    followed._rms[-1][sites[7]] = float("inf")
+    followed.findings = [
+        Finding("a", 7, sites[2], 2.0, 1.0, "warning", "so so"),
+        Finding("b", 7, sites[1], 2.0, 1.0, "critical", "bad"),
+    ]
+    worst = followed.worst(5)
+    assert [each.site for each in worst[:4]] == [sites[1], sites[2], sites[7], sites[5]]
+    assert [each.severity for each in worst] == ["critical", "warning", None, None, None]
+    assert worst[3].change == 50.0
+    assert worst[4].change == 1.0
+
+
+def test_the_screen_fits_the_terminal_and_shows_names_as_they_are(tmp_path: Path) -> None:
+    rich = pytest.importorskip("rich.console")
+    followed = Followed(written(tmp_path / "run", range(8)))
+    followed.look()
+    sentence = "[bold]no markup[/bold] \x1b[31m"
+    site = Site("layers.1", "output")
+    followed.findings = [Finding("a", step, site, 2.0, 1.0, "warning", sentence) for step in range(30)]
+    for height, width in ((24, 80), (12, 40), (60, 200)):
+        console = rich.Console(file=io.StringIO(), width=width, height=height, force_terminal=False)
+        console.print(picture(followed, followed.state(), height, width))
+        shown = console.file.getvalue()
+        assert len(shown.splitlines()) <= height, (height, width)
+        assert all(len(line) <= width for line in shown.splitlines())
+        assert "the run has ended" in shown
+        assert "worst s" in shown
+        assert "\x1b" not in shown
+    assert "[bold]no markup[/bold] \\x1b[31m" in shown
+
+
+def test_the_screen_has_the_gravest_findings_the_oldest_first_and_says_how_many_it_leaves_out(tmp_path: Path) -> None:
+    rich = pytest.importorskip("rich.console")
+    followed = Followed(written(tmp_path / "run", range(8)))
+    followed.look()
+    kinds = [(0, "note"), (1, "critical"), (2, "warning"), (3, "critical"), *((step, "note") for step in range(4, 20))]
+    followed.findings = [Finding("a", step, None, 2.0, 1.0, kind, "look") for step, kind in kinds]
+    console = rich.Console(file=io.StringIO(), width=120, height=20, force_terminal=False)
+    console.print(picture(followed, followed.state(), 20, 120))
+    shown = [line.rstrip() for line in console.file.getvalue().splitlines()]
+    at = shown.index("findings: 20, 15 of them not shown")
+    assert [line.split(", a:")[0] for line in shown[at + 1 : at + 6]] == [
+        "step 1, critical",
+        "step 3, critical",
+        "step 2, warning",
+        "step 0, note",
+        "step 4, note",
+    ]
+
+
+def test_what_is_not_finite_is_told_as_such(tmp_path: Path) -> None:
+    rich = pytest.importorskip("rich.console")
+    followed = Followed(written(tmp_path / "run", range(3)))
+    snapshots, _ = followed.look()
+    site = next(iter(followed._rms[-1]))
+    for rms in followed._rms:
+        rms[site] = float("inf")
+    assert lines(followed, snapshots, [])[-1].endswith(f"  worst: {site} is not finite")
+    console = rich.Console(file=io.StringIO(), width=120, height=40, force_terminal=False)
+    console.print(picture(followed, followed.state(), 40, 120))
+    row = next(line for line in console.file.getvalue().splitlines() if line.startswith(site.name))
+    assert row.split() == [site.name, site.tensor, "!", "!", "!!!"]
+
+
+def test_a_run_of_which_nothing_is_recorded_yet_says_so_once(tmp_path: Path) -> None:
+    (tmp_path / "run" / "rank=0").mkdir(parents=True)
+    output = io.StringIO()
+
+    def wait(_: float, looks: list[None] = []) -> None:  # noqa: B006  (counts the calls)
+        looks.append(None)
+        if len(looks) == 3:
+            written(tmp_path / "run", range(1))
+
+    assert watch(Followed(tmp_path / "run"), output, wait) == 0
+    first, *_, last = told = output.getvalue().splitlines()
+    assert first == "nothing is recorded yet"
+    assert told.count(first) == 1
+    assert last == "the run has ended"
+
+
+def test_a_run_that_has_not_begun_is_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / "later" / "run"
+    output, looks = io.StringIO(), []
+
+    def wait(_: float) -> None:
+        looks.append(None)
+        if len(looks) == 2:
+            (path / "rank=1").mkdir(parents=True)
+        if len(looks) == 4:
+            written(path, range(2))
+
+    assert watch(Followed(path), output, wait) == 0
+    assert [line.split("  ")[0] for line in output.getvalue().splitlines()] == [
+        f"waiting for rank=0: there is no run in {path} yet",
+        f"waiting for rank=0: {path} has only rank=1",
+        "step 0",
+        "step 1",
+        "the run has ended",
+    ]
+
+
+def test_a_file_is_no_run_that_may_begin(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="file: expected the directory of a run, got a file"):
+        Followed(tmp_path / "file")
+
+
+def test_waiting_ends_with_an_interrupt_in_silence(tmp_path: Path) -> None:
+    running = subprocess.Popen(
+        [sys.executable, "-m", "hookstats", "watch", str(tmp_path / "run")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+    assert running.stdout is not None
+    assert running.stdout.readline() == f"waiting for rank=0: there is no run in {tmp_path / 'run'} yet\n"
+    running.send_signal(signal.SIGINT)
+    assert running.communicate(timeout=60) == ("", "")
+    assert running.returncode == 128 + signal.SIGINT
+
+
+def test_a_sparkline_is_by_the_logarithm_and_marks_what_is_not_finite() -> None:
+    assert sparkline([1, 2, 4, 8, 16, 32, 64, 128]) == BARS
+    assert sparkline([1.0, 1.0001, 1.0]) == BARS[0] * 3
+    assert sparkline([1.0, float("nan"), float("inf"), 0.0, 4.0]) == f"{BARS[0]}!!{BARS[0]}{BARS[-1]}"
+    assert sparkline([0.0, 0.0]) == BARS[0] * 2
+    assert sparkline([float("nan")]) == "!"
+    assert len(sparkline(np.full(5, 1e308).tolist())) == 5
+
+
+def test_what_would_command_a_terminal_is_shown_as_an_escape() -> None:
+    assert plain("a\x1b[2J\u202eb\n\t\x07é☃") == "a\\x1b[2J\\u202eb\n\\t\\x07é☃"

@@ -1,0 +1,208 @@
+"""Parameters' gradients: before clipping, their norm, their place in the order; where a step first is not finite."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+
+import hookstats
+from hookstats import Monitor, Site, Snapshot
+from tests.watch.parameters import check_site, grad_of, loss_of, residual
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: grad_of(p).clone() for name, p in model.named_parameters()}
+
+
+def closed(mon: Monitor) -> Snapshot:
+    snapshot = mon.step()
+    assert snapshot is not None
+    return snapshot
+
+
+def test_measured_before_clipping_they_have_the_norm_that_clip_grad_norm_returns() -> None:
+    model = residual()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    mon = hookstats.attach(model, every=1)
+    for step in range(3):
+        optimizer.zero_grad()
+        for microbatch in range(2):  # accumulated
+            loss_of(model, 2 * step + microbatch).backward()
+        whole = gradients(model)
+        mon.measure_gradients()
+        mon.measure_gradients()  # once is enough
+        norm = clip_grad_norm_(model.parameters(), 1.0)
+        assert norm > 2
+        optimizer.step()
+        snapshot = closed(mon)
+        assert snapshot.grad_norm == pytest.approx(norm.item(), rel=1e-6)
+        for name, gradient in whole.items():
+            assert snapshot[name, "param_grad"].calls == 1
+            check_site(snapshot, name, "param_grad", gradient)
+
+
+def test_measured_before_clipping_for_several_optimizers() -> None:
+    model = residual()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in (model.blocks, model.head)]
+    mon = hookstats.attach(model, tensors=("param_grad", "param", "param_update"), every=1)
+    loss_of(model).backward()
+    mon.measure_gradients()
+    values = {name: p.detach().clone() for name, p in model.named_parameters()}
+    whole = gradients(model)
+    norm = clip_grad_norm_(model.parameters(), 1.0)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.step()
+    snapshot = closed(mon)
+    assert snapshot.grad_norm == pytest.approx(norm.item(), rel=1e-6)
+    check_site(snapshot, "head.weight", "param_grad", whole["head.weight"])
+    assert snapshot["head.weight", "param_grad"].calls == 1
+    assert snapshot["head.weight", "param_update"].calls == snapshot["head.weight", "param"].calls == 2
+    assert snapshot["head.weight", "param"].total.max >= values["head.weight"].max()
+
+
+def test_a_gradient_that_comes_after_measure_gradients_is_read_when_its_optimizer_steps() -> None:
+    model = residual()
+    mon = hookstats.attach(model, tensors="param_grad", every=1)
+    model.head.requires_grad_(False)
+    loss_of(model).backward()
+    mon.measure_gradients()
+    model.head.requires_grad_(True)
+    loss_of(model).backward()
+    torch.optim.SGD(model.parameters(), lr=0.01).step()
+    snapshot = closed(mon)
+    check_site(snapshot, "head.weight", "param_grad", grad_of(model.head.weight))
+    assert {stats.calls for stats in snapshot.values()} == {1}
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_measured_before_clipping_with_a_scaler_behind_unscale(fused: bool) -> None:
+    model = residual()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    mon = hookstats.attach(model, every=1, grad_scaler=scaler)
+    scaler.scale(loss_of(model)).backward()
+    scaler.unscale_(optimizer)
+    mon.measure_gradients()
+    norm = clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    twin = residual()
+    loss_of(twin).backward()
+    expected = torch.stack([grad_of(p).norm() for p in twin.parameters()]).norm()
+    snapshot = closed(mon)
+    assert snapshot.grad_norm == pytest.approx(norm.item(), rel=1e-6)
+    assert snapshot.grad_norm == pytest.approx(expected.item(), rel=1e-4)
+
+
+def test_measure_gradients_does_nothing_in_other_steps_paused_or_where_none_are_watched() -> None:
+    model = residual()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    mon = hookstats.attach(model, tensors=("param_grad", "param"), every=2)
+    without = hookstats.attach(model, tensors="output")
+    loss_of(model).backward()
+    with mon.paused():
+        mon.measure_gradients()
+        assert not mon.snapshot().order
+    clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    assert closed(mon).grad_norm == pytest.approx(1.0, rel=1e-5)  # not measured before, so clipped
+    mon.measure_gradients()  # of a step that is not due
+    optimizer.step()
+    assert mon.step() is None
+    optimizer.step()  # and nothing of it is left in the one that is
+    assert {stats.calls for stats in closed(mon).values()} == {1}
+    without.measure_gradients()
+    assert {site.tensor for site in without.snapshot().order} == {"output"}
+
+
+def test_measure_gradients_that_fails_does_not_stop_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = residual()
+    mon = hookstats.attach(model, tensors="param_grad", every=1)
+    loss_of(model).backward()
+    monkeypatch.setattr(mon._parameters._batches, "accumulate", lambda owners, tensors: 1 / 0)
+    with pytest.warns(UserWarning, match="ZeroDivisionError"):
+        mon.measure_gradients()
+
+
+def test_gradients_of_parameters_are_watched_by_default() -> None:
+    mon = hookstats.attach(nn.Sequential(nn.Linear(4, 3), nn.ReLU()))
+    assert {site.tensor for site in mon.sites} == {"output", "grad_output", "param_grad"}
+    assert Site("0.bias", "param_grad") in mon.sites
+
+
+def test_gradients_stand_in_the_order_of_their_optimizers() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+    mon = hookstats.attach(model, every=1)
+    optimizers: dict[torch.Tensor, torch.optim.Optimizer] = {}
+
+    def step(parameter: torch.Tensor) -> None:  # in backward, as it comes
+        optimizers[parameter].step()
+
+    for module in model:
+        for parameter in module.parameters():
+            optimizers[parameter] = torch.optim.SGD([parameter], lr=0.1)
+            parameter.register_post_accumulate_grad_hook(step)
+    model(torch.randn(5, 4)).sum().backward()
+    order = closed(mon).order
+    places = [order.index((f"{i}.weight", "param_grad")) for i in (2, 1, 0)]
+    assert places == sorted(places)
+    assert order.index(("1.weight", "param_grad")) < order.index(("0", "grad_output"))
+
+
+def two_layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def test_where_everything_is_finite_there_is_no_first_nonfinite() -> None:
+    model = two_layers()
+    mon = hookstats.attach(model)
+    model(torch.randn(5, 4)).sum().backward()
+    assert mon.snapshot().first_nonfinite is None
+    assert mon.snapshot().compact().first_nonfinite is None
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize(
+    ("where", "site"),
+    [("2.weight", ("2", "output")), ("0.bias", ("0", "output"))],
+)
+def test_first_nonfinite_is_the_first_in_order_of_execution(value: float, where: str, site: tuple[str, str]) -> None:
+    model = two_layers()
+    with torch.no_grad():
+        model.get_parameter(where).view(-1)[0] = value
+    mon = hookstats.attach(model)
+    model(torch.ones(5, 4)).sum().backward()
+    assert mon.snapshot().first_nonfinite == Site(*site)
+    assert mon.snapshot().compact().first_nonfinite == Site(*site)
+
+
+def test_first_nonfinite_names_gradients_one_step_before_outputs_show_it() -> None:
+    model = two_layers()
+    mon = hookstats.attach(model, every=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found: list[Any] = []
+    for times in (1.0, torch.inf, 1.0):
+        optimizer.zero_grad()
+        (model(torch.ones(5, 4)).sum() * times).backward()
+        optimizer.step()
+        found.append(closed(mon).first_nonfinite)
+    assert found == [None, Site("2", "grad_output"), Site("0", "output")]
+
+
+def test_first_nonfinite_is_a_gradient_of_parameters_where_that_alone_overflows() -> None:
+    model = two_layers()
+    mon = hookstats.attach(model, every=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(5, 4)).sum().backward()
+    grad_of(model[2].weight)[1, 2] = -float("inf")
+    optimizer.step()
+    snapshot = closed(mon)
+    assert snapshot.first_nonfinite == Site("2.weight", "param_grad")
+    np.testing.assert_equal(snapshot.grad_norm, float("inf"))

@@ -1,0 +1,353 @@
+"""Parameters and their gradients: what is measured, and when."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+import hookstats
+from hookstats import Site, Snapshot
+from hookstats.numbers import fields
+from hookstats.watch import arguments, parameters
+from tests.models import images, small_cnn
+from tests.watch.parameters import BOTH, check_site, grad_of, loss_of, residual
+
+
+def test_every_parameter_and_gradient_is_what_the_optimizer_is_given() -> None:
+    model = residual()
+    mon = hookstats.attach(model, tensors=BOTH, every=1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        for seed in (2 * step, 2 * step + 1):  # microbatches: the gradients' sum
+            loss_of(model, seed).backward()
+        seen = {name: (p.detach().clone(), grad_of(p).clone()) for name, p in model.named_parameters()}
+        optimizer.step()
+        optimizer.zero_grad()
+        snapshot = mon.step()
+        assert snapshot is not None
+        assert snapshot.order == [Site(name, kind) for kind in BOTH for name in seen]
+        for name, values in seen.items():
+            for kind, value in zip(BOTH, values, strict=True):
+                assert snapshot[name, kind].calls == 1
+                check_site(snapshot, name, kind, value)
+
+
+def test_grad_norm_is_what_clip_grad_norm_returns() -> None:
+    model = residual()
+    mon = hookstats.attach(model, tensors="param_grad", every=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for seed in range(3):
+        optimizer.zero_grad()
+        loss_of(model, seed).backward()
+        norm = clip_grad_norm_(model.parameters(), float("inf"))
+        optimizer.step()
+        snapshot = mon.step()
+        assert snapshot is not None
+        assert snapshot.grad_norm == pytest.approx(norm.item(), rel=1e-6)
+    for value in (float("inf"), float("nan")):
+        optimizer.zero_grad()
+        loss_of(model).backward()
+        assert model.head.weight.grad is not None
+        model.head.weight.grad[1, 2] = value
+        norm = clip_grad_norm_(model.parameters(), float("inf"))
+        optimizer.step()
+        snapshot = mon.step()
+        assert snapshot is not None
+        np.testing.assert_equal(snapshot.grad_norm, norm.item())
+
+
+def test_clipped_gradients_are_seen_clipped() -> None:
+    model = residual()
+    mon = hookstats.attach(model, tensors="param_grad", every=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss_of(model).backward()
+    assert clip_grad_norm_(model.parameters(), 0.5) > 0.5
+    optimizer.step()
+    snapshot = mon.step()
+    assert snapshot is not None
+    assert snapshot.grad_norm == pytest.approx(0.5, rel=1e-5)
+
+
+def test_without_gradients_watched_there_is_no_norm() -> None:
+    mon = hookstats.attach(residual(), tensors="param", every=1)
+    snapshot = mon.step()
+    assert snapshot is not None
+    assert snapshot.grad_norm is None
+
+
+def test_only_due_steps_are_measured() -> None:
+    model = residual()
+    mon = hookstats.attach(model, tensors=("output", *BOTH), every=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    taken = []
+    for seed in range(4):
+        loss_of(model, seed).backward()
+        optimizer.step()
+        taken.append(mon.step())
+    assert [s.step for s in taken if s] == [0, 2]
+    assert all(s["head.weight", kind].calls == 1 for s in taken if s for kind in BOTH)
+
+
+def test_one_backward_can_be_asked_for_without_any_step() -> None:
+    model = residual()
+    mon = hookstats.attach(model, tensors=BOTH)
+    loss_of(model).backward()
+    snapshot = mon.snapshot()
+    check_site(snapshot, "blocks.1.up.weight", "param_grad", grad_of(model.blocks[1].up.weight))
+
+
+def test_channels_are_outputs() -> None:
+    model = nn.ModuleDict(
+        {
+            "conv": nn.Conv2d(3, 5, 3),
+            "transposed": nn.ConvTranspose2d(3, 5, 2),
+            "embedding": nn.Embedding(7, 4),
+            "norm": nn.BatchNorm2d(6),
+        }
+    ).to(memory_format=torch.channels_last)
+    mon = hookstats.attach(model, tensors="param", every=1)
+    snapshot = mon.step()
+    assert snapshot is not None
+    check_site(snapshot, "conv.weight", "param", model["conv"].weight)
+    check_site(snapshot, "transposed.weight", "param", model["transposed"].weight, channel_dim=1)
+    check_site(snapshot, "embedding.weight", "param", model["embedding"].weight)
+    check_site(snapshot, "norm.weight", "param", model["norm"].weight)
+
+
+@pytest.mark.parametrize(
+    ("modules", "expected"),
+    [
+        ("*.weight", {"0.weight", "1.weight", "3.weight", "7.weight"}),
+        ("3", {"3.weight", "3.bias"}),
+        (["7.bias", "0"], {"7.bias", "0.weight"}),
+        (lambda name, module: isinstance(module, nn.Linear), {"7.weight", "7.bias"}),
+        (None, {"0.weight", "1.weight", "1.bias", "3.weight", "3.bias", "7.weight", "7.bias"}),
+    ],
+)
+def test_parameters_are_chosen_by_their_own_names_or_their_modules(modules: Any, expected: set[str]) -> None:
+    mon = hookstats.attach(small_cnn(), modules, tensors="param")
+    assert {site.name for site in mon.sites} == expected
+
+
+def test_names_are_clean_and_shared_parameters_have_one() -> None:
+    model = residual()
+    model.blocks[1].up.weight = model.blocks[0].up.weight
+    compiled = torch.compile(model, backend="eager")
+    mon = hookstats.attach(compiled, "blocks.*.up*", tensors="param")
+    weights = [site.name for site in mon.sites if site.name.endswith("weight")]
+    assert weights == ["blocks.0.up.weight", "blocks.2.up.weight"]
+
+
+def test_frozen_parameters_have_no_gradient_site() -> None:
+    model = residual()
+    model.blocks.requires_grad_(False)
+    mon = hookstats.attach(model, tensors=BOTH)
+    assert {site.name for site in mon.sites if site.tensor == "param_grad"} == {"head.weight", "head.bias"}
+    assert len([site for site in mon.sites if site.tensor == "param"]) == len(list(model.parameters()))
+
+
+def test_a_parameter_that_is_replaced_is_followed_to_its_new_width() -> None:
+    model = residual()
+    mon = hookstats.attach(model, tensors=BOTH, every=1, strict=True)
+    loss_of(model).backward()
+    assert mon.step() is not None
+    model.head = model.head.requires_grad_(False)
+    model.head.weight = nn.Parameter(torch.randn(9, 16))
+    model.head.bias = nn.Parameter(torch.randn(9))
+    loss_of(model).backward()
+    snapshot = mon.step()
+    assert snapshot is not None
+    check_site(snapshot, "head.weight", "param", model.head.weight)
+    check_site(snapshot, "head.weight", "param_grad", grad_of(model.head.weight))
+    check_site(snapshot, "head.bias", "param_grad", grad_of(model.head.bias))
+
+
+@pytest.mark.filterwarnings("ignore:hookstats. not measured")
+def test_a_sparse_gradient_is_skipped_with_its_reason() -> None:
+    model = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 3))
+    mon = hookstats.attach(model, tensors="param_grad", every=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(torch.tensor([1, 2])).sum().backward()
+        optimizer.step()
+        snapshot = mon.step()
+        assert snapshot is not None
+        assert snapshot["1.weight", "param_grad"].calls == 1
+        assert ("0.weight", "param_grad") not in snapshot
+    assert "expected a dense strided tensor" in mon.skipped["0.weight", "param_grad"].reason
+
+
+def test_past_the_memory_budget_parameters_keep_totals() -> None:
+    model = residual()
+    mon = hookstats.attach(model, tensors=BOTH, every=1, histogram=None, memory_budget=4000)
+    loss_of(model).backward()
+    snapshot = mon.step()
+    assert snapshot is not None
+    assert all(stats.channels is None for stats in snapshot.values())
+    weight = snapshot["head.weight", "param"].total
+    assert weight.mean == pytest.approx(model.head.weight.mean().item(), rel=1e-5)
+
+
+def test_paused_and_detached_monitors_measure_nothing() -> None:
+    model = residual()
+    mon = hookstats.attach(model, tensors=BOTH, every=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss_of(model).backward()
+    with mon.paused():
+        optimizer.step()
+        assert not mon.snapshot().order
+    assert mon.step() is not None  # what was not read before is read when the step ends
+    mon.detach()
+    optimizer.step()
+    assert mon.snapshot().step == 0
+    assert mon._parameters not in watched()
+
+
+def test_without_steps_the_last_snapshot_has_the_parameters() -> None:
+    got: list[Snapshot] = []
+    model = residual()
+    with hookstats.attach(model, tensors="param", sinks=got.append):
+        pass
+    assert got[0]["head.weight", "param"].calls == 1
+
+
+def test_a_forgotten_monitor_keeps_nothing_alive_and_measures_nothing() -> None:
+    model = residual()
+    mon = hookstats.attach(model, tensors=BOTH, every=1)
+    parameters, head = weakref.ref(mon._parameters), weakref.ref(model.head.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss_of(model).backward()
+    del mon
+    gc.collect()
+    assert parameters() is None
+    optimizer.step()
+    other = hookstats.attach(model, tensors=BOTH)
+    del model, optimizer
+    gc.collect()
+    assert head() is None
+    other.step()
+    other.detach()
+
+
+def watched() -> list[parameters.Parameters]:
+    """By all monitors."""
+    return [each for held in parameters._watched if (each := held()) is not None]
+
+
+def test_forgotten_monitors_watch_no_optimizer_any_more() -> None:
+    before = watched()
+    for _ in range(3):
+        hookstats.attach(residual(), tensors=BOTH)
+    gc.collect()
+    assert watched() == before
+
+
+def test_only_the_first_attach_changes_what_steps_of_other_threads_iterate_over() -> None:
+    first = hookstats.attach(residual(), tensors=BOTH)
+    walks = [iter(hooks.values()) for hooks in (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)]
+    first.detach()
+    hookstats.attach(residual(), tensors=BOTH).detach()
+    for walk in walks:
+        list(walk)  # RuntimeError, had it changed
+
+
+def test_asking_before_backward_spoils_nothing() -> None:
+    model = residual()
+    mon = hookstats.attach(model, tensors=BOTH, every=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mon.snapshot()
+    loss_of(model).backward()
+    assert mon.snapshot()["head.weight", "param_grad"].calls == 1
+    optimizer.step()
+    taken = mon.step()
+    assert taken is not None
+    assert {stats.calls for stats in taken.values()} == {1}
+
+
+def test_lazy_parameters_are_read_when_they_are_there() -> None:
+    model = nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 2))
+    mon = hookstats.attach(model, tensors=(*BOTH, "param_update"), every=1)
+    model(torch.randn(5, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.randn(5, 4)).sum().backward()
+    optimizer.step()
+    taken = mon.step()
+    assert taken is not None
+    assert {stats.calls for stats in taken.values()} == {1}
+    assert taken["0.weight", "param"].total.count == 12
+
+
+def test_training_is_bit_identical() -> None:
+    results = []
+    for watched in (False, True):
+        model = residual()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        mon = hookstats.attach(model, tensors=arguments.TENSORS, every=2) if watched else None
+        for seed in range(6):
+            optimizer.zero_grad()
+            loss_of(model, seed).backward()
+            clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            if mon:
+                mon.step()
+        results.append([p.detach().clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_an_internal_failure_stops_the_measuring_and_not_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = residual()
+    mon = hookstats.attach(model, tensors="param", every=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss_of(model).backward()
+    monkeypatch.setattr(mon._parameters._batches, "accumulate", lambda *args: 1 / 0)
+    with pytest.warns(UserWarning, match="ZeroDivisionError"):
+        optimizer.step()
+    optimizer.step()
+    mon.step()
+    assert len(mon.skipped) == len(list(model.parameters()))
+
+
+def test_a_cnn_with_a_convolution_in_channels_last() -> None:
+    torch.manual_seed(0)
+    model = small_cnn().to(memory_format=torch.channels_last)
+    mon = hookstats.attach(model, tensors=BOTH, every=1)
+    model(images()).sum().backward()
+    snapshot = mon.snapshot()
+    check_site(snapshot, "3.weight", "param_grad", grad_of(model[3].weight))
+
+
+def test_a_linear_regression_records_the_gradients_that_plain_hooks_see() -> None:
+    runs = []
+    for watched in (False, True):
+        torch.manual_seed(0)
+        x, target = torch.randn(64, 3), torch.randn(64, 2)
+        model = nn.Linear(3, 2)
+        seen: dict[str, torch.Tensor] = {}
+        for name, p in model.named_parameters():
+            if not watched:
+                p.register_hook(partial(seen.__setitem__, name))
+        mon = hookstats.attach(model, tensors="param_grad", every=1) if watched else None
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        record = []
+        for _ in range(50):
+            optimizer.zero_grad()
+            (model(x) - target).square().mean().backward()
+            optimizer.step()
+            taken = mon.step() if mon else None
+            for name in ("weight", "bias"):
+                by_row = name == "weight"
+                stats = taken[name, "param_grad"] if taken else hookstats.measure(seen[name], 0, channels=by_row)
+                record.append([getattr(stats.total, each) for each in fields.STATISTICS])
+        runs.append((record, [p.detach().clone() for p in model.parameters()]))
+    assert runs[0][0] == runs[1][0]
+    assert all(torch.equal(a, b) for a, b in zip(runs[0][1], runs[1][1], strict=True))
