@@ -41,10 +41,11 @@ class LossSpike:
     count as noise.
 
     A jump alone is a note: a task or data that are added, and a target that is exchanged, do that. It is a warning
-    where the model has changed with it (half of its outputs by a factor of exp(``moved`` = 0.3) in rms since the last
-    measured step, and 3 times what they did before that); where it goes above the first losses, and no outputs are
-    measured that could tell; or where, from above the first losses, it comes back at once, within ``row`` = 5 steps:
-    that is bad data. (Not of losses of both signs, as those of policies are: they say nothing of what was learned.)
+    where the model changes with it, at once or while the loss stays up (half of its outputs by a factor of exp(``moved``
+    = 0.3) in rms since the last measured step, and 3 times what they did before the jump); where it goes above the
+    first losses, and no outputs are measured that could tell; or where, from above the first losses, it comes back at
+    once, within ``row`` = 5 steps: that is bad data. (Not of losses of both signs, as those of policies are: they say
+    nothing of what was learned.)
 
     Divergence (critical): after a jump with which the model changed, the loss has been above the first losses for
     ``row`` steps; or it goes on rising over 9 steps, or 30, from third to third and beyond its noise: above the first
@@ -79,16 +80,19 @@ class LossSpike:
         scalars = {**step.earlier_scalars, step.number: step.scalars}
         values = {number: each[self.scalar] for number, each in scalars.items() if self.scalar in each}
         values = {number: value for number, value in values.items() if math.isfinite(value)}
-        has_moved = self._has_moved(step)
-        return self._of(step, values, has_moved) if values else None
+        move = self._move(step)
+        return self._of(step, values, move) if values else None
 
-    def _of(self, step: Step, values: dict[int, float], has_moved: bool | None) -> Iterator[Finding]:
+    def _of(self, step: Step, values: dict[int, float], move: float | None) -> Iterator[Finding]:
+        has_moved = None if move is None else self._is_abrupt(move)
         for at, value in values.items():
             yield from self._judged(step, at, value, has_moved)
             self._last.append(value)
             self._lowest = min(self._lowest, self._past.level)
             if len(self._firsts) < self.row:
                 self._firsts.append(value)
+        if move is not None and self._jump is None:  # else it belongs to the jump, and not to what was before
+            self._moves.append(move)
 
     def _judged(self, step: Step, at: int, value: float, has_moved: bool | None) -> Iterator[Finding]:
         """at: the step of this value, which may be an earlier one."""
@@ -99,10 +103,14 @@ class LossSpike:
             yield from self._returned(step, at, value)
         undoes = value - past.level >= self.undone * (self._firsts[0] - self._lowest) if self._firsts else False
         jump = self._jump
-        if undoes and value > limit and (jump is None or (has_moved and not jump.has_moved)):
+        follows = jump is not None and not jump.has_moved and has_moved and value > jump.limit
+        if (undoes and value > limit and jump is None) or follows:
             is_worse_than_first = value > max(self._firsts)
             is_ill = has_moved or (has_moved is None and is_worse_than_first)
-            sentence = f"the {self.scalar} jumped to {number(value)}, from {number(past.level)} in the steps before. "
+            level = past.level if jump is None else jump.level
+            sentence = f"the {self.scalar} jumped to {number(value)}, from {number(level)} in the steps before. "
+            if jump is not None:
+                sentence = f"the {self.scalar} is {number(value)}, and was {number(level)} before step {jump.step}. "
             if has_moved:
                 sentence += (
                     "The outputs of the model changed with it: look at this batch, and at the learning rate and the "
@@ -116,7 +124,7 @@ class LossSpike:
             else:
                 sentence += "Where the data, the task or the target changed in this step, nothing needs to be wrong."
             yield step.finding("loss-spike", None, value, limit, "warning" if is_ill else "note", sentence, at)
-            self._jump = _Jump(at, past.level, limit, value, bool(has_moved))
+            self._jump = _Jump(at, level, limit, value, bool(has_moved))
         rising = self._rising(value)
         if rising:
             sentence = (
@@ -173,18 +181,19 @@ class LossSpike:
                 return 3 * third
         return 0
 
-    def _has_moved(self, step: Step) -> bool | None:
-        """Whether the outputs changed abruptly since the last measured step; None: there are none that could tell."""
+    def _move(self, step: Step) -> float | None:
+        """By how much, in logarithms, half of the outputs changed since the last measured step; None: none can tell."""
         mask = step.of("output") & (step.totals.count > 0)
         rms = np.where(mask, step.totals.rms, np.nan)
         before = np.append(self._outputs, np.full(len(rms) - len(self._outputs), np.nan))
         self._outputs = np.where(mask, rms, before)
         both = (rms > 0) & (before > 0)
-        if not both.any():
-            return None
-        move, before_it = float(np.median(np.abs(np.log(rms[both] / before[both])))), list(self._moves)
-        self._moves.append(move)
-        return move > max(self.moved, _MOVED * max(before_it)) if len(before_it) >= _KNOWN else None
+        return float(np.median(np.abs(np.log(rms[both] / before[both])))) if both.any() else None
+
+    def _is_abrupt(self, move: float) -> bool | None:
+        """Beside what the outputs did before; None: that is not known yet."""
+        known = len(self._moves) >= _KNOWN
+        return move > max(self.moved, _MOVED * max(self._moves)) if known else None
 
 
 @dataclass

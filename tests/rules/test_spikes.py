@@ -70,6 +70,16 @@ def test_a_jump_is_a_warning_where_the_outputs_changed_with_it_and_a_note_where_
     assert "outputs of the model changed with it" in found.sentence
 
 
+def test_a_jump_that_the_outputs_follow_while_the_loss_stays_up_becomes_a_warning(
+    generator: np.random.Generator,
+) -> None:
+    values = [*language_model(generator, 60), *[4.0] * 3, *[3.5] * 30]
+    note, warning = found_in(values, moved={60: 1.2, 61: 1.5, 62: 2.2})  # step by step: 0.18, 0.22, 0.38 in logarithms
+    assert [(each.step, each.severity) for each in (note, warning)] == [(60, "note"), (62, "warning")]
+    assert "is 4, and was 2.5 before step 60. The outputs of the model changed" in warning.sentence
+    assert [each.severity for each in found_in(values, moved={70: 5.0})] == ["note"]  # when the jump was over
+
+
 def test_a_level_that_is_higher_is_no_divergence_and_one_with_other_outputs_is() -> None:
     noise = [0.01 * math.sin(i) for i in range(400)]
     values = [1 + each for each in noise[:100]] + [5 + each for each in noise]
