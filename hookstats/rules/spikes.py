@@ -41,11 +41,11 @@ class LossSpike:
     count as noise.
 
     A jump alone is a note: a task or data that are added, and a target that is exchanged, do that. It is a warning
-    where the model changes with it, at once or while the loss stays up (half of its outputs by a factor of exp(``moved``
-    = 0.3) in rms since the last measured step, and 3 times what they did before the jump); where it goes above the
-    first losses, and no outputs are measured that could tell; or where, from above the first losses, it comes back at
-    once, within ``row`` = 5 steps: that is bad data. (Not of losses of both signs, as those of policies are: they say
-    nothing of what was learned.)
+    where the model changes with it, at once or while the loss stays up (half of its outputs by a factor of
+    exp(``moved`` = 0.3) in rms since the last measured step, and 3 times what they did before the jump); where it goes
+    above the first losses, and no outputs are measured that could tell; or where, from above the first losses, it comes
+    back at once, within ``row`` = 5 steps: that is bad data. (Not of losses of both signs, as those of policies are:
+    they say nothing of what was learned.)
 
     Divergence (critical): after a jump with which the model changed, the loss has been above the first losses for
     ``row`` steps; or it goes on rising over 9 steps, or 30, from third to third and beyond its noise: above the first
