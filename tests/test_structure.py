@@ -15,6 +15,7 @@ import torch
 import hookstats
 from hookstats import _native
 from tests.conftest import DTYPES, ROOT
+from tests.mutations import csrc, misplaced, rooms
 
 PACKAGE = ROOT / "hookstats"
 # Each room, and the rooms that it may import: downwards only. A room is a folder, or a file beside the folders.
@@ -186,3 +187,7 @@ def test_a_build_without_torch_is_refused_in_one_line() -> None:
     assert "torch was not found while building" in done.stderr
     assert "pip install --no-build-isolation ." in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_every_mutant_is_found_where_it_is_put_in() -> None:
+    assert not [line for each in csrc.MUTANTS + rooms.MUTANTS if (line := misplaced(each, ROOT))]

@@ -1,0 +1,27 @@
+"""Faults that are put into the code one at a time, each of which the tests named beside it must notice.
+
+python -m tests.mutations [WORDS]: all of them, or those whose name or file contains one of the words. The tables are
+csrc.py and rooms.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Mutant(NamedTuple):
+    """A fault. In C++ the text is an expression, or whole statements that declare nothing: all faults are compiled into
+    one build, which an environment variable switches."""
+
+    name: str
+    file: str
+    text: str  # as it stands in the file, once
+    replacement: str
+    tests: str  # arguments of pytest
+
+
+def misplaced(mutant: Mutant, root: Path) -> str | None:
+    """What is to be changed in the table; None where the text stands in its file exactly once."""
+    found = (root / mutant.file).read_text().count(mutant.text)
+    return None if found == 1 else f"{mutant.file}: {mutant.name}: expected once, found {found} times: {mutant.text}"
