@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from hookstats.numbers.fields import FIELDS, Array, Counts, least, together
+from hookstats.numbers.fields import FIELDS, Array, Counts, least, merge_states
 
 Section: TypeAlias = NDArray[Any]  # [rows, elements], of 8-byte numbers
 Merge: TypeAlias = Callable[[Sequence[Section]], Section]  # of the parts' elements, in the order of the parts
@@ -71,7 +71,7 @@ def _columns(parts: Sequence[Section]) -> Section:
 
 
 def _some_columns(parts: list[Section]) -> Section:
-    result = together(parts)
+    result = merge_states(parts)
     measured = [part[_COUNT] > 0 for part in parts]
     number = np.sum(measured, axis=0)
     if (number == 1).any():

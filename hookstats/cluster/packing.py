@@ -14,7 +14,7 @@ from hookstats.cluster.moving import Moves
 from hookstats.cluster.table import Piece, Table
 from hookstats.numbers.blocks import COUNTERS, Drained, Layout, Read
 from hookstats.numbers.columns import wholes_of
-from hookstats.numbers.fields import FIELDS, Array, Counts, Site, Skipped, histogram_shape, total
+from hookstats.numbers.fields import FIELDS, Array, Counts, Site, Skipped, fold_channels, histogram_shape
 from hookstats.numbers.ranks import Spread
 
 _WHOLES = 2  # layouts that are kept: others where a rank had totals alone of other sites
@@ -221,7 +221,7 @@ class _Whole:
         part, agreement, i = self._layout.rows[n].parts[0], self._agreement, int(self._kept[n])
         begin, end = agreement.channel_begin[i : i + 2]
         moments = block[part.offset : part.offset + len(FIELDS)]
-        moments[:] = total(flat.columns[:, begin:end]).view(np.int64)
+        moments[:] = fold_channels(flat.columns[:, begin:end]).view(np.int64)
         if part.bins:
             begin, end = agreement.bin_begin[i : i + 2]
             behind = part.offset + part.size

@@ -22,8 +22,8 @@ from hookstats.numbers.fields import (
     Skipped,
     bins_from_json,
     bins_to_json,
+    fold_channels,
     histogram_shape,
-    total,
 )
 from hookstats.numbers.ranks import ALONE, Ranks, Spread
 from hookstats.numbers.snapshot import Snapshot
@@ -312,9 +312,9 @@ def merged(parts: list[Read]) -> Read:
     states = [part.moments for part in parts]
     histograms = [part.histogram for part in parts if part.histogram is not None]
     if len({state.shape for state in states}) > 1:
-        states = [total(state)[:, None] for state in states]
+        states = [fold_channels(state)[:, None] for state in states]
         histograms = [counts.sum(0, keepdims=True) if counts.ndim == 2 else counts for counts in histograms]
     side_by_side = np.stack(states, axis=-1)
     starts = np.arange(0, side_by_side[0].size, len(states))
-    moments = total(side_by_side.reshape(len(FIELDS), -1), starts)
+    moments = fold_channels(side_by_side.reshape(len(FIELDS), -1), starts)
     return Read(moments, np.sum(histograms, axis=0) if histograms else None)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hookstats.numbers.fields import FIELDS, Array, Bins, Counts, ExponentBins, Site, Stats, divided, total
+from hookstats.numbers.fields import FIELDS, Array, Bins, Counts, ExponentBins, Site, Stats, fold_channels, unscale
 from hookstats.numbers.site_stats import SiteStats
 
 _CHUNK = 1 << 16  # channels whose states are put together at once: 5 MB
@@ -115,7 +115,7 @@ class Columns:
     @cached_property
     def totals(self) -> Stats[Array]:
         """Of each site, arrays ``[n]``, without the scaler's scale; NaN, or 0 where it is a count, of silent ones."""
-        return Stats(self.wholes if (self.scales == 1).all() else divided(self.wholes, self.scales))
+        return Stats(unscale(self.wholes, self.scales))
 
     @cached_property
     def widths(self) -> Counts:
@@ -127,9 +127,7 @@ class Columns:
         """All channels that are kept, side by side ``[sum of widths]``, without the scaler's scale."""
         chosen = np.flatnonzero(self.keeps)
         states = [np.empty((len(FIELDS), 0)), *(self.state(i) for i in chosen.tolist())]
-        scales = self.scales[chosen]
-        moments = np.concatenate(states, axis=1)
-        return Stats(moments if (scales == 1).all() else divided(moments, np.repeat(scales, self.widths[chosen])))
+        return Stats(unscale(np.concatenate(states, axis=1), np.repeat(self.scales[chosen], self.widths[chosen])))
 
     def exponents(self, chosen: Iterable[int] | None = None) -> tuple[Counts, Counts]:
         """Histograms by exponent of whole tensors: the places in ``sites`` that have one ``[k]``, counts ``[k, 512]``.
@@ -147,7 +145,7 @@ class Columns:
 
     def compact(self) -> Columns:
         """The totals alone, without the scaler's scale."""
-        wholes = self.wholes if (self.scales == 1).all() else divided(self.wholes, self.scales)
+        wholes = unscale(self.wholes, self.scales)
         none = [None] * len(self)
         return Columns(
             self.sites,
@@ -186,6 +184,6 @@ def wholes_of(states: Sequence[Array]) -> Array:
         width += state.shape[1]
         if width >= _CHUNK or end == len(states):
             widths = np.array([state.shape[1] for state in states[begin:end]], np.int64)
-            result[:, begin:end] = total(np.concatenate(states[begin:end], axis=1), np.cumsum(widths) - widths)
+            result[:, begin:end] = fold_channels(np.concatenate(states[begin:end], axis=1), np.cumsum(widths) - widths)
             begin, width = end, 0
     return result

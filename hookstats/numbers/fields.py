@@ -150,7 +150,7 @@ _FIELDS = (
 FIELDS = tuple(field.name for field in _FIELDS)
 
 
-def total(moments: Array, starts: Counts | None = None) -> Array:
+def fold_channels(moments: Array, starts: Counts | None = None) -> Array:
     """The state of all channels together: of ``[fields, channels]``, ``[fields]``.
 
     ``starts``, ascending from 0: where the channels of each of several sites begin; then ``[fields, sites]``. A site of
@@ -160,26 +160,27 @@ def total(moments: Array, starts: Counts | None = None) -> Array:
     result = moments[:, cut]
     wide = np.diff(cut, append=moments.shape[1]) > 1
     if wide.any():
-        sites = _Cut(cut, moments.shape[1])
-        parts, whole = State(moments), dict[str, Array]()
-        with np.errstate(over="ignore", invalid="ignore"):  # float64 data beyond 1e154: infinite or NaN, as documented
-            for field in _FIELDS:
-                whole[field.name] = field.merge(sites, parts, whole)
-        result[:, wide] = np.stack(list(whole.values()))[:, wide]
+        result[:, wide] = _merge(_Cut(cut, moments.shape[1]), moments)[:, wide]
     return result if starts is not None else result[:, 0]
 
 
-def together(states: Sequence[Array]) -> Array:
+def merge_states(states: Sequence[Array]) -> Array:
     """The states of the same channels, each ``[fields, channels]``, as one; in their order, element by element."""
-    parts, whole = State(np.stack(states, axis=1)), dict[str, Array]()
-    with np.errstate(over="ignore", invalid="ignore"):  # as in `total`
+    return _merge(_Stack(), np.stack(states, axis=1))
+
+
+def _merge(cut: _Cut | _Stack, moments: Array) -> Array:
+    parts, whole = State(moments), dict[str, Array]()
+    with np.errstate(over="ignore", invalid="ignore"):  # float64 data beyond 1e154: infinite or NaN, as documented
         for field in _FIELDS:
-            whole[field.name] = field.merge(_Stack(), parts, whole)
+            whole[field.name] = field.merge(cut, parts, whole)
     return np.stack(list(whole.values()))
 
 
-def divided(moments: Array, by: float | Array) -> Array:
-    """The state of the values, each divided by a positive number, or by one for each channel."""
+def unscale(moments: Array, by: float | Array) -> Array:
+    """The state of the values, each divided by a positive number, or by one for each channel; by 1, the same array."""
+    if np.all(np.equal(by, 1)):
+        return moments
     result: Array = moments.copy()
     for row, field in zip(result, _FIELDS, strict=True):
         if field.power:

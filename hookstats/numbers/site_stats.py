@@ -19,11 +19,11 @@ from hookstats.numbers.fields import (
     Stats,
     bins_from_json,
     bins_to_json,
-    divided,
     exponent_histogram,
+    fold_channels,
     histogram_shape,
     octave_edges,
-    total,
+    unscale,
 )
 from hookstats.numbers.histogram import Density, Histogram
 
@@ -70,12 +70,11 @@ class SiteStats:
     @cached_property
     def _whole(self) -> Array:
         """``[fields, 1]``: all channels together."""
-        whole = total(self._measured)[:, None]
-        return whole if self._scale == 1 else divided(whole, self._scale)
+        return unscale(fold_channels(self._measured)[:, None], self._scale)
 
     @cached_property
     def _moments(self) -> Array:
-        return self._measured if self._scale == 1 else divided(self._measured, self._scale)
+        return unscale(self._measured, self._scale)
 
     @cached_property
     def channels(self) -> Stats[Array] | None:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 import pyarrow as pa
 
-from hookstats.numbers.fields import FIELDS, STATISTICS, Array, Stats, divided
+from hookstats.numbers.fields import FIELDS, STATISTICS, Array, Stats, unscale
 from hookstats.records.arrays import is_null, to_arrow, to_numpy
 from hookstats.records.schema import SAME_AS, STATE
 
@@ -32,7 +32,7 @@ def wholes_of(totals: pa.Table) -> Array:
 
 def finished(wholes: Array, scales: Array) -> Stats[Array]:
     """Statistics without the scale of a GradScaler."""
-    return Stats(wholes if (scales == 1).all() else divided(wholes, scales))
+    return Stats(unscale(wholes, scales))
 
 
 def columns_for(names: Sequence[str], present: Collection[str]) -> list[str]:

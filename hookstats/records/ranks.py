@@ -10,7 +10,7 @@ import numpy as np
 
 from hookstats.numbers.blocks import Read, merged
 from hookstats.numbers.columns import Columns
-from hookstats.numbers.fields import Array, Site, Skipped, divided, total
+from hookstats.numbers.fields import Array, Site, Skipped, fold_channels, unscale
 from hookstats.numbers.ranks import Ranks
 from hookstats.numbers.snapshot import Snapshot
 
@@ -88,7 +88,7 @@ def _columns(parts: list[Columns]) -> Columns:
     bins = parts[0].bins if all(part.bins == parts[0].bins for part in parts) else None
 
     def state_of(part: Columns, i: int, is_one_scale: bool) -> Array:
-        return part.state(i) if is_one_scale else divided(part.state(i), float(part.scales[i]))
+        return part.state(i) if is_one_scale else unscale(part.state(i), float(part.scales[i]))
 
     @lru_cache(maxsize=1)  # its state, then its histogram
     def read(site: int) -> Read:
@@ -101,12 +101,12 @@ def _columns(parts: list[Columns]) -> Columns:
 
     def wholes() -> Array:
         states = [
-            part.wholes[:, i] if len(scales[site]) == 1 else divided(part.wholes[:, i], float(part.scales[i]))
+            part.wholes[:, i] if len(scales[site]) == 1 else unscale(part.wholes[:, i], float(part.scales[i]))
             for site, here in enumerate(where)
             for part, i in here
         ]
         starts = np.cumsum([0, *(len(here) for here in where)])[:-1]
-        return total(np.stack(states, axis=1), starts) if states else np.empty((10, 0))
+        return fold_channels(np.stack(states, axis=1), starts) if states else np.empty((10, 0))
 
     return Columns(
         sites,

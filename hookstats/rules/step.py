@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from hookstats.numbers.blocks import Drained
 from hookstats.numbers.columns import Columns
-from hookstats.numbers.fields import FIELDS, Array, Counts, ExponentBins, Site, Stats, divided
+from hookstats.numbers.fields import FIELDS, Array, Counts, ExponentBins, Site, Stats, unscale
 from hookstats.numbers.snapshot import Snapshot
 from hookstats.rules.finding import Finding
 
@@ -115,7 +115,7 @@ class Step:
         if self._is_aligned:
             return self._columns.totals
         wholes = np.zeros((len(FIELDS), len(self.sites)))
-        wholes[:, self._ids] = divided(self._columns.wholes, self._columns.scales)
+        wholes[:, self._ids] = unscale(self._columns.wholes, self._columns.scales)
         return Stats(wholes)
 
     @cached_property

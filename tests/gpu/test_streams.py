@@ -104,7 +104,7 @@ def test_memory_of_a_batch_and_of_totals_that_are_gone_is_theirs_until_their_lau
     for x, state, row in zip(tensors, states, taken.cpu(), strict=True):
         check(state.stats(), x, 0)
         moments = row[: len(fields.FIELDS)].view(torch.float64).numpy()
-        np.testing.assert_allclose(moments, fields.total(state.moments.cpu().numpy()), rtol=1e-10)
+        np.testing.assert_allclose(moments, fields.fold_channels(state.moments.cpu().numpy()), rtol=1e-10)
     assert all(int(each.min()) == 255 for each in others)
 
 

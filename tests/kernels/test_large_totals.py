@@ -37,7 +37,7 @@ def test_a_site_of_so_many_channels_has_the_totals_of_float64(backend: Backend, 
         out = table.take([]).cpu()
         for state, row in zip(states, out, strict=True):
             totals = row[: len(fields.FIELDS)].contiguous().view(torch.float64).numpy()
-            np.testing.assert_allclose(totals, fields.total(state.moments.cpu().numpy()), rtol=1e-10)
+            np.testing.assert_allclose(totals, fields.fold_channels(state.moments.cpu().numpy()), rtol=1e-10)
             assert row[len(fields.FIELDS) :].tolist() == [3, 3]
 
 

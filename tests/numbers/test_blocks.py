@@ -16,7 +16,7 @@ from torch import nn
 import hookstats
 from hookstats import ExponentBins, LinearBins, Site
 from hookstats.numbers.blocks import COUNTERS, Drained, Layout, Part, Row
-from hookstats.numbers.fields import FIELDS, Bins, Stats, histogram_shape, total
+from hookstats.numbers.fields import FIELDS, Bins, Stats, fold_channels, histogram_shape
 from hookstats.watch.scalars import Kept, Scalars
 from tests.conftest import BINS
 
@@ -75,12 +75,12 @@ def one_by_one(d: Drained) -> tuple[dict[Site, tuple[Any, ...]], list[Site]]:
             continue
         states, histograms = [each[3] for each in alive], [each[4] for each in alive]
         if len({state.shape for state in states}) > 1:
-            states = [total(state)[:, None] for state in states]
+            states = [fold_channels(state)[:, None] for state in states]
             histograms = [c.sum(0, keepdims=True) if c is not None and c.ndim == 2 else c for c in histograms]
         state, counts = states[0], histograms[0]
         if len(states) > 1:
             columns = range(state.shape[1])
-            state = np.stack([total(np.stack([s[:, i] for s in states], axis=1)) for i in columns], axis=1)
+            state = np.stack([fold_channels(np.stack([s[:, i] for s in states], axis=1)) for i in columns], axis=1)
             counts = None if counts is None else sum(histograms)
         keeps = row.keep_channels and state.shape[1] == row.parts[-1].channels
         shown[row.site] = (calls, state, counts, keeps, row.channel_dim if keeps == row.keep_channels else None)
@@ -109,9 +109,9 @@ def test_all_sites_at_once_are_what_each_is_by_itself(seed: int, bins: str) -> N
         assert (stats._histogram is None) == (counts is None)
         if counts is not None:
             np.testing.assert_array_equal(stats._histogram, counts)
-        np.testing.assert_array_equal(d.columns.wholes[:, i], total(state))
+        np.testing.assert_array_equal(d.columns.wholes[:, i], fold_channels(state))
         if scale == 1:
-            assert d.columns.totals.rms[i] == pytest.approx(Stats(total(state)).rms, nan_ok=True, rel=1e-15)
+            assert d.columns.totals.rms[i] == pytest.approx(Stats(fold_channels(state)).rms, nan_ok=True, rel=1e-15)
     widths = [state.shape[1] if keeps else 0 for _, state, _, keeps, _ in shown.values()]
     assert d.columns.widths.tolist() == widths
     assert len(d.columns.channels.mean) == sum(widths)

@@ -54,10 +54,10 @@ def sites(widths: list[int]) -> tuple[list[torch.Tensor], np.ndarray, np.ndarray
 
 def test_states_of_many_sites_fold_as_each_does_alone() -> None:
     data, states, starts = sites([5, 2, 1, 1, 300, 3])
-    together = fields.total(states, starts)
+    together = fields.fold_channels(states, starts)
     assert together.shape == (len(fields.FIELDS), 6)
     for x, state, whole in zip(data, np.split(states, starts[1:], axis=1), together.T, strict=True):
-        assert whole.tobytes() == fields.total(state).tobytes()
+        assert whole.tobytes() == fields.fold_channels(state).tobytes()
         stats = hookstats.Stats[float](whole)
         compare({name: getattr(stats, name) for name in fields.STATISTICS}, x.flatten().numpy(), f"{x.shape}", 1e-12)
 
@@ -65,7 +65,7 @@ def test_states_of_many_sites_fold_as_each_does_alone() -> None:
 def test_each_of_many_states_is_divided_by_its_own_number() -> None:
     data, states, _ = sites([1, 1, 1])
     numbers = np.array([7.0, 1.0, 1024.0])
-    together = fields.divided(states, numbers)
+    together = fields.unscale(states, numbers)
     for i, (x, by) in enumerate(zip(data, numbers, strict=True)):
         stats = hookstats.Stats[float](together[:, i])
         wanted = (x / by).flatten().numpy()

@@ -15,7 +15,7 @@ import pytest
 import hookstats
 from hookstats import Site, Skipped, Snapshot
 from hookstats.numbers.blocks import Drained, Layout, Part, Row
-from hookstats.numbers.fields import FIELDS, STATISTICS, ExponentBins, divided, total
+from hookstats.numbers.fields import FIELDS, STATISTICS, ExponentBins, fold_channels, unscale
 from hookstats.records import merging, reading
 from hookstats.records.errors import RunError, SchemaError
 from hookstats.records.store import Store
@@ -388,7 +388,9 @@ def test_ranks_of_different_widths_and_scales_merge_to_totals(tmp_path: Path) ->
     assert stats.channels is None
     assert stats.total.count == 500
     states = [two_ranks(0, rank, width).columns.state(2) for rank, width in ((0, 6), (1, 4))]
-    want = total(np.stack([total(divided(state, 8.0 * (1 + rank))) for rank, state in enumerate(states)], axis=1))
+    want = fold_channels(
+        np.stack([fold_channels(unscale(state, 8.0 * (1 + rank))) for rank, state in enumerate(states)], axis=1)
+    )
     assert snapshot["s2", "grad_output"].total.mean == pytest.approx(want[1], rel=1e-12)
     assert snapshot["s2", "grad_output"].histogram is None
 

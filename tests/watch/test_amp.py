@@ -181,7 +181,7 @@ def test_bad_input_is_refused() -> None:
 def test_a_state_is_divided_like_its_values() -> None:
     x = torch.randn(50, 4, dtype=torch.float64) * 3 + 1
     whole, part = (hookstats.measure(values, histogram=None)._moments for values in (x, x / 7))
-    np.testing.assert_allclose(fields.divided(whole, 7.0), part, rtol=1e-12)
+    np.testing.assert_allclose(fields.unscale(whole, 7.0), part, rtol=1e-12)
 
 
 def test_the_scale_that_is_loaded_after_attach_is_the_one_that_counts() -> None:

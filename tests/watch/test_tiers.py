@@ -53,7 +53,7 @@ def test_totals_match_float64_on_the_same_data_with_means_far_apart(backend: Bac
     moments, _ = totals_of(backend, states)
     for x, state, row in zip(tensors, states, moments, strict=True):
         compare(finished(row), x.reshape(-1).numpy(), f"{x.shape[1]} channels", 1e-5)
-        np.testing.assert_allclose(row, fields.total(state.moments.cpu().numpy()), rtol=1e-10)
+        np.testing.assert_allclose(row, fields.fold_channels(state.moments.cpu().numpy()), rtol=1e-10)
 
 
 def test_a_deviation_that_is_small_beside_the_mean(backend: Backend) -> None:
@@ -117,7 +117,7 @@ def test_many_sites_of_all_widths_at_once(backend: Backend) -> None:
     states = [backend.accumulate(x, 1) for x in tensors]
     moments, counters = totals_of(backend, states)
     for x, state, row, counts in zip(tensors, states, moments, counters, strict=True):
-        np.testing.assert_allclose(row, fields.total(state.moments.cpu().numpy()), rtol=1e-10)
+        np.testing.assert_allclose(row, fields.fold_channels(state.moments.cpu().numpy()), rtol=1e-10)
         assert row[0] == x.numel()
         assert counts == state.counters.tolist()
         assert counts[0] == 1
