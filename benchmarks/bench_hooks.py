@@ -186,7 +186,9 @@ def bench_beside_a_busy_python_thread(benchmark: Any, direction: str, modules: i
 def timed_close(channels_every: int) -> Callable[[], float]:
     """`Monitor.step` of 200 sites of 4096 channels, which met something once: what is there changes no time."""
     chain = nn.Sequential(*(nn.Linear(1, 4096) for _ in range(100)))
-    monitor = hookstats.attach(chain, tensors=("output", "grad_output"), every=1, channels_every=channels_every)
+    monitor = hookstats.attach(
+        chain, tensors=("output", "grad_output"), every=1, channels=hookstats.Channels(every=channels_every)
+    )
     for module in chain:
         module(torch.ones(2, 1)).sum().backward()
     monitor.step()  # has channels in any case

@@ -51,9 +51,8 @@ class Run:
             tensors="output",
             every=1,
             histogram=histogram,
-            channels=keeps,
-            channel_dim=-1,
-            memory_budget=1 << 30,
+            channels=hookstats.Channels(keeps, dim=-1),
+            options=hookstats.Options(memory_budget=1 << 30),
             sinks=sinks,
         )
 

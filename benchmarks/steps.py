@@ -28,7 +28,7 @@ ATTACHED: dict[str, dict[str, Any] | None] = {
     "+ histogram per channel": {
         "tensors": OF_OUTPUTS,
         "histogram": ExponentBins(per_channel=True),
-        "memory_budget": 4 << 30,
+        "options": hookstats.Options(memory_budget=4 << 30),
     },
 }
 MODES = ["eager", "blocks compiled"]  # by `compiled`

@@ -6,87 +6,49 @@ for batch in loader:
     optimizer.step()
     snapshot = monitor.step(loss=loss)
 
-A public name is imported when it is first used: what needs numpy alone does not load torch.
+A public name is imported when it is first used: what needs numpy alone does not load torch. The classes of what is
+returned are in `hookstats.results`.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from hookstats._lazy import getter
 
 if TYPE_CHECKING:
-    from hookstats import report, rules, sinks
+    from hookstats import report, results, rules, sinks
     from hookstats._native import build_info
-    from hookstats.comparing.comparison import Comparison, Parting, compare
-    from hookstats.numbers.fields import ExponentBins, LinearBins, Site, Skipped, Stats
-    from hookstats.numbers.histogram import Histogram
-    from hookstats.numbers.site_stats import SiteStats
-    from hookstats.numbers.snapshot import ChannelValue, Snapshot
+    from hookstats.comparing.comparison import compare
+    from hookstats.numbers.fields import ExponentBins, LinearBins, Site
+    from hookstats.numbers.snapshot import Snapshot
+    from hookstats.records.errors import RunError
     from hookstats.records.recording import record
     from hookstats.records.run import Run, load
     from hookstats.records.writer import recover
-    from hookstats.replicas.checking import Disagreement, check_replicas
+    from hookstats.replicas.checking import check_replicas
     from hookstats.tools import edit
-    from hookstats.tools.capture import Capture, Captured, capture
-    from hookstats.tools.explain import Explanation, HookRow, explain
-    from hookstats.tools.gradient import KeptGradient, grad_of
-    from hookstats.tools.softmax import SoftmaxRows, softmax_rows
+    from hookstats.tools.capture import capture
+    from hookstats.tools.explain import explain
+    from hookstats.tools.gradient import grad_of
+    from hookstats.tools.softmax import softmax_rows
+    from hookstats.watch.arguments import Channels, Options, Ranks
     from hookstats.watch.attaching import attach, measure
     from hookstats.watch.judging import FindingError
     from hookstats.watch.monitor import Monitor
-    from hookstats.watch.overhead import Overhead
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "hookstats._native": ["build_info"],
-    "hookstats.comparing.comparison": ["Comparison", "Parting", "compare"],
-    "hookstats.numbers.fields": ["ExponentBins", "LinearBins", "Site", "Skipped", "Stats"],
-    "hookstats.numbers.histogram": ["Histogram"],
-    "hookstats.numbers.site_stats": ["SiteStats"],
-    "hookstats.numbers.snapshot": ["ChannelValue", "Snapshot"],
-    "hookstats.records.recording": ["record"],
-    "hookstats.records.writer": ["recover"],
-    "hookstats.records.run": ["Run", "load"],
-    "hookstats.replicas.checking": ["Disagreement", "check_replicas"],
-    "hookstats.tools.capture": ["Capture", "Captured", "capture"],
-    "hookstats.tools.explain": ["Explanation", "HookRow", "explain"],
-    "hookstats.tools.gradient": ["KeptGradient", "grad_of"],
-    "hookstats.tools.softmax": ["SoftmaxRows", "softmax_rows"],
-    "hookstats.watch.attaching": ["attach", "measure"],
-    "hookstats.watch.judging": ["FindingError"],
-    "hookstats.watch.monitor": ["Monitor"],
-    "hookstats.watch.overhead": ["Overhead"],
-}
-_MODULES = {
-    "edit": "hookstats.tools.edit",
-    "report": "hookstats.report",
-    "rules": "hookstats.rules",
-    "sinks": "hookstats.sinks",
-}
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
-
 __all__ = [
-    "Capture",
-    "Captured",
-    "ChannelValue",
-    "Comparison",
-    "Disagreement",
-    "Explanation",
+    "Channels",
     "ExponentBins",
     "FindingError",
-    "Histogram",
-    "HookRow",
-    "KeptGradient",
     "LinearBins",
     "Monitor",
-    "Overhead",
-    "Parting",
+    "Options",
+    "Ranks",
     "Run",
+    "RunError",
     "Site",
-    "SiteStats",
-    "Skipped",
     "Snapshot",
-    "SoftmaxRows",
-    "Stats",
     "__version__",
     "attach",
     "build_info",
@@ -101,21 +63,34 @@ __all__ = [
     "record",
     "recover",
     "report",
+    "results",
     "rules",
     "sinks",
     "softmax_rows",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        value: Any = import_module(_MODULES[name])
-    elif name in _HOME_OF:
-        value = getattr(import_module(_HOME_OF[name]), name)
-    else:
-        raise AttributeError(f"module 'hookstats' has no attribute {name!r}; expected one of {', '.join(__all__)}")
-    globals()[name] = value
-    return value
+_HOMES = {
+    "hookstats": ["report", "results", "rules", "sinks"],
+    "hookstats._native": ["build_info"],
+    "hookstats.comparing.comparison": ["compare"],
+    "hookstats.numbers.fields": ["ExponentBins", "LinearBins", "Site"],
+    "hookstats.numbers.snapshot": ["Snapshot"],
+    "hookstats.records.errors": ["RunError"],
+    "hookstats.records.recording": ["record"],
+    "hookstats.records.run": ["Run", "load"],
+    "hookstats.records.writer": ["recover"],
+    "hookstats.replicas.checking": ["check_replicas"],
+    "hookstats.tools": ["edit"],
+    "hookstats.tools.capture": ["capture"],
+    "hookstats.tools.explain": ["explain"],
+    "hookstats.tools.gradient": ["grad_of"],
+    "hookstats.tools.softmax": ["softmax_rows"],
+    "hookstats.watch.arguments": ["Channels", "Options", "Ranks"],
+    "hookstats.watch.attaching": ["attach", "measure"],
+    "hookstats.watch.judging": ["FindingError"],
+    "hookstats.watch.monitor": ["Monitor"],
+}
+__getattr__ = getter(__name__, _HOMES)
 
 
 def __dir__() -> list[str]:

@@ -179,10 +179,8 @@ def main() -> None:
     trainer = Trainer(model, train_images, train_labels)
     bins = ExponentBins(per_channel=True)
     run = arguments.output / "run"
-    recording = hookstats.record(run)
-    with hookstats.attach(
-        model, every=1, histogram=bins, sinks=[snapshots.append, recording], on_finding=None
-    ) as monitor:
+    recording = hookstats.record(run, on_finding=None)
+    with hookstats.attach(model, every=1, histogram=bins, sinks=[snapshots.append, recording]) as monitor:
         print(f"{monitor} on {device}; {len(train_labels)} images to train on, {len(test_labels)} held out")
         train(trainer, monitor, arguments.epochs)
         last = monitor.snapshot()  # waits for those that are still on their way

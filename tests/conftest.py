@@ -141,9 +141,9 @@ class State:
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         return self.moments, self.counters, self.histogram
 
-    def stats(self) -> hookstats.SiteStats:
+    def stats(self) -> hookstats.results.SiteStats:
         bins = None if self.histogram is None else self.histogram.cpu().numpy()
-        return hookstats.SiteStats(self.moments.cpu().numpy(), int(self.counters[0]), bins, True, self.bins)
+        return hookstats.results.SiteStats(self.moments.cpu().numpy(), int(self.counters[0]), bins, True, self.bins)
 
     def same_bits(self, other: State) -> bool:
         """Everything but the place in the order of execution."""
@@ -219,7 +219,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
         yield Backend(request.param, torch.ops.hookstats, "cuda" if request.param == "gpu" else "cpu")
 
 
-def check(stats: hookstats.SiteStats, x: torch.Tensor, channel_dim: int | None, rtol: float = 1e-5) -> None:
+def check(stats: hookstats.results.SiteStats, x: torch.Tensor, channel_dim: int | None, rtol: float = 1e-5) -> None:
     """Compares per channel and in total with float64 on the same data.
 
     Counts, min, max and histogram exactly; mean to rtol of max(|mean|, std); everything else to rtol.

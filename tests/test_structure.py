@@ -25,6 +25,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "_warn": set(),
     "_locks": set(),
     "_figure": set(),
+    "_lazy": set(),
     "sinks": {"_locks", "_warn", "numbers"},
     "_native": {"numbers", "_C"},
     "cluster": {"_warn", "modules", "numbers"},
@@ -35,7 +36,19 @@ MAY_IMPORT: dict[str, set[str]] = {
     "comparing": {"numbers", "records"},
     "records": {"_locks", "_warn", "numbers", "rules", "sinks"},
     "report": {"_figure", "numbers", "records", "rules"},
-    "__init__": {"_native", "comparing", "numbers", "records", "replicas", "report", "rules", "sinks"}
+    "results": {"_lazy", "comparing", "numbers", "records", "replicas", "rules", "tools", "watch"},
+    "__init__": {
+        "_lazy",
+        "_native",
+        "comparing",
+        "numbers",
+        "records",
+        "replicas",
+        "report",
+        "results",
+        "rules",
+        "sinks",
+    }
     | {"tools", "watch"},
     "demo": {"__init__"},
     "integrations": {"__init__"},
@@ -52,8 +65,10 @@ WITHOUT_TORCH = {
     "rules",
     "sinks",
     "terminal",
+    "_lazy",
     "_locks",
     "_warn",
+    "results",
     "__init__",
 }
 
@@ -162,8 +177,10 @@ def test_what_needs_numpy_alone_does_not_import_torch() -> None:
 
 def test_every_public_name_is_there_and_another_one_is_refused() -> None:
     assert all(getattr(hookstats, name) is not None for name in hookstats.__all__)
+    assert all(getattr(hookstats.results, name) is not None for name in hookstats.results.__all__)
+    assert not set(hookstats.__all__) & set(hookstats.results.__all__)
     assert dir(hookstats) == sorted(hookstats.__all__)
-    with pytest.raises(AttributeError, match="no attribute 'attatch'; expected one of Capture"):
+    with pytest.raises(AttributeError, match="no attribute 'attatch'; expected one of Channels"):
         hookstats.attatch  # noqa: B018
 
 

@@ -84,8 +84,6 @@ def checked_placements(placements: Any, group: Group, names: Iterable[str]) -> W
     """
     if placements is None:
         return {}
-    if not isinstance(placements, Mapping):
-        raise TypeError(f"placements: expected {{glob: placement or tuple of them}}, got {type(placements).__name__}")
     known = list(names)
     found: dict[str, tuple[Placement, ...]] = {}
     for glob, given in placements.items():

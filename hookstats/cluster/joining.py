@@ -17,7 +17,7 @@ from hookstats.cluster.table import Placed, Placing, Tables
 from hookstats.modules.sharding import Held
 from hookstats.numbers.blocks import Drained, Row
 from hookstats.numbers.fields import Site
-from hookstats.numbers.ranks import Ranks
+from hookstats.numbers.ranks import StepRanks
 
 
 class Joined:
@@ -40,7 +40,7 @@ class Joined:
         self._merging = Merging(group.ranks, self._steps)
         weakref.finalize(self, self._merging.give_up).atexit = False  # where nobody detaches the monitor, nor holds it
         self._arrived: list[Merged[Step]] = []
-        self.ranks = Ranks((rank,), len(group.ranks))
+        self.ranks = StepRanks((rank,), len(group.ranks))
         self.is_first = rank == min(group.ranks)
 
     def submit(self, drained: Drained, held: dict[Site, Held]) -> None:
@@ -58,7 +58,7 @@ class Joined:
         merged = [*self._arrived, *self._merging.arrived()]
         self._arrived = []
         for each in merged:
-            each.step.drained.ranks = Ranks(each.ranks, each.world_size)
+            each.step.drained.ranks = StepRanks(each.ranks, each.world_size)
         return [each.step.drained for each in merged]
 
     def wait(self, timeout: float) -> None:

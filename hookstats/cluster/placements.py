@@ -122,9 +122,9 @@ class Placements:
             return
         self._told.add(why)
         self._tell(
-            f"{why}: such tensors are kept apart, {site} as {merged_as}. Say how they are placed: placements={{glob: "
-            "Shard(-1)} for a part of the channels, Shard(0) or Shard(-2) for a part of the rows, Replicate() for the "
-            "same values; one for each dimension of a DeviceMesh that is process_group=",
+            f"{why}: such tensors are kept apart, {site} as {merged_as}. Say how they are placed: process_group="
+            "hookstats.Ranks(group, placements={glob: Shard(-1)}) for a part of the channels, Shard(0) or Shard(-2) "
+            "for a part of the rows, Replicate() for the same values; one for each dimension of a DeviceMesh",
         )
 
     def is_lowest(self, axes: Sequence[Axis]) -> bool:

@@ -28,7 +28,7 @@ Compared: TypeAlias = Snapshot | Iterable[Snapshot] | str | Path
 
 
 @dataclass(frozen=True)
-class Parting:
+class Divergence:
     """Where two runs part by more than rounding explains.
 
     ``statistic``: "mean", "abs_mean", "rms", "min", "max"; "count" where the tensors are not of the same size, or one
@@ -79,19 +79,19 @@ class Jump(NamedTuple):
 class Comparison:
     """What `compare` found.
 
-    ``first``: the first `Parting`, None where the runs agree to rounding. ``is_equal``: whether they are the same, bit
-    for bit. ``steps``: those that both have, k of them, and ``sites``, those that both watch, n of them, in order of
-    execution. ``distances``: float64 ``[k, n]``, how far mean, abs_mean and rms lie apart at most, relative to the
+    ``first``: the first `Divergence`, None where the runs agree to rounding. ``is_equal``: whether they are the same,
+    bit for bit. ``steps``: those that both have, k of them, and ``sites``, those that both watch, n of them, in order
+    of execution. ``distances``: float64 ``[k, n]``, how far mean, abs_mean and rms lie apart at most, relative to the
     larger rms: 0 where they are the same, about 1 where the tensors have nothing in common; NaN where a site was
-    silent. ``closest``: the largest share of what is allowed that was seen, up to the first parting.
+    silent. ``closest``: the largest share of what is allowed that was seen, up to the first divergence.
 
     ``str(comparison)`` is empty where runs are equal, one line where they agree to rounding; else that of the first
-    parting, how distances grow, and a table.
+    divergence, how distances grow, and a table.
     """
 
     def __init__(self, a: Iterable[Snapshot], b: Iterable[Snapshot], dtype: str | None) -> None:
         """a, b: by step, ascending."""
-        self.first: Parting | None = None
+        self.first: Divergence | None = None
         self.is_equal = True
         self.steps: list[int] = []
         self.closest = 0.0
@@ -130,7 +130,7 @@ class Comparison:
             row[at] = distances
 
     def _judge(self, pair: Pair) -> None:
-        """Looks for the first parting in a step, and remembers how far apart all was."""
+        """Looks for the first divergence in a step, and remembers how far apart all was."""
         for site, bits in zip(pair.sites, pair.bits().T.tolist(), strict=True):
             self._bits[site] = [max(each) for each in zip(self._bits.get(site, [0, 0]), bits, strict=True)]
         bits = np.array([self._bits[site] for site in pair.sites], np.int64).reshape(-1, 2)
@@ -153,7 +153,7 @@ class Comparison:
                 self.closest = max(self.closest, float((judged.distance / allowed).max(initial=0)))
         if parted:
             i, family, judged, allowed = min(parted, key=lambda each: each[0])
-            self.first = Parting(
+            self.first = Divergence(
                 pair.a.step,
                 pair.sites[i],
                 FAMILIES[family][int(judged.statistic[i])],

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import inspect
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 import hookstats
-from hookstats import Monitor
+from hookstats import Monitor, Ranks
 
 
 class Attached:
@@ -31,7 +32,7 @@ class Attached:
                 optimizer gets them.
             settings: the other arguments of `hookstats.attach`, by name. ``training_only`` is True and ``grad_scaler``
                 is the trainer's, where they are not given. ``process_group="world"``: all processes of the trainer,
-                whose group is not there yet when a callback is made.
+                whose group is not there yet when a callback is made; likewise ``Ranks("world", ...)``.
 
         Raises:
             TypeError: for an argument that `hookstats.attach` does not have. What `hookstats.attach` raises comes when
@@ -51,9 +52,12 @@ class Attached:
     def _attach(self, model: Any, scaler: Any) -> None:
         """Nothing is measured before the first batch. A GradScaler that is not in use says so by itself."""
         settings = {"training_only": True, "grad_scaler": scaler} | self._settings
-        if settings.get("process_group") == "world":
-            is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-            settings["process_group"] = torch.distributed.group.WORLD if is_distributed else None
+        ranks = settings.get("process_group")
+        if ranks == "world":
+            settings["process_group"] = _world()
+        elif isinstance(ranks, Ranks) and ranks.group == "world":
+            world = _world()
+            settings["process_group"] = None if world is None else replace(ranks, group=world)
         self.monitor = hookstats.attach(model, **settings)
         self.monitor.pause()
         self._is_attached = True
@@ -98,3 +102,9 @@ class Attached:
         else:
             with suppress(Exception):
                 self.monitor.__exit__(error, None, None)
+
+
+def _world() -> Any:
+    """The group of all processes; None where there is one alone."""
+    is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.group.WORLD if is_distributed else None

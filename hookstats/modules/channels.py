@@ -23,23 +23,23 @@ _LAST = (
 )
 
 
-class Channels(NamedTuple):
-    """Where a tensor's channels lie. ``dim`` None: known when the tensor is seen. ``width`` None: likewise."""
+class ChannelAxis(NamedTuple):
+    """Along which dimension a tensor's channels lie, and how many they are. None: known when the tensor is seen."""
 
     dim: int | None
     width: int | None
 
 
-def parameter_channels(slot: Slot, parameter: torch.Tensor) -> Channels:
+def parameter_channels(slot: Slot, parameter: torch.Tensor) -> ChannelAxis:
     """A weight's channels are its outputs: dimension 0, of a transposed convolution and of [in, out] weights 1.
 
     One of width 1 has no channels.
     A vector (a bias, the weight of a norm) is one channel: its entries would each be a channel of one value.
     """
     if isinstance(parameter, nn.parameter.UninitializedParameter) or parameter.dim() < 2:
-        return Channels(0, 1)
+        return ChannelAxis(0, 1)
     dim = 1 if isinstance(slot.module, nn.modules.conv._ConvTransposeNd) or _is_in_out(slot.module, parameter) else 0
-    return Channels(dim, max(parameter.shape[dim], 1))
+    return ChannelAxis(dim, max(parameter.shape[dim], 1))
 
 
 def _is_of_torch(module: nn.Module) -> bool:
@@ -68,55 +68,55 @@ def _spatial_dims(module: nn.Module) -> int | None:
     return None
 
 
-def natural_channels(module: nn.Module) -> Channels:
+def natural_channels(module: nn.Module) -> ChannelAxis:
     """Where the channels of a module's output lie, from its type. Widths come from its own attributes."""
     spatial = _spatial_dims(module)
     if isinstance(module, (nn.Linear, nn.Bilinear)):
-        found = Channels(-1, module.out_features)
+        found = ChannelAxis(-1, module.out_features)
     elif isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-        found = Channels(-1, module.embedding_dim)
+        found = ChannelAxis(-1, module.embedding_dim)
     elif isinstance(module, (nn.LayerNorm, nn.RMSNorm)) and _is_of_torch(module):
         # What derives from them may move the channels there and back.
-        found = Channels(-1, module.normalized_shape[-1])
+        found = ChannelAxis(-1, module.normalized_shape[-1])
     elif isinstance(module, nn.modules.batchnorm._BatchNorm):
-        found = Channels(1, module.num_features)
+        found = ChannelAxis(1, module.num_features)
     elif isinstance(module, nn.GroupNorm):
-        found = Channels(1, module.num_channels)
+        found = ChannelAxis(1, module.num_channels)
     elif isinstance(module, nn.modules.conv._ConvNd) and spatial:
-        found = Channels(-1 - spatial, module.out_channels)
+        found = ChannelAxis(-1 - spatial, module.out_channels)
     elif isinstance(module, nn.modules.instancenorm._InstanceNorm) and spatial:
-        found = Channels(-1 - spatial, module.num_features)
+        found = ChannelAxis(-1 - spatial, module.num_features)
     elif isinstance(module, _LAST):
-        found = Channels(-1, None)
+        found = ChannelAxis(-1, None)
     elif isinstance(module, nn.GLU):
-        found = Channels(module.dim, None)
+        found = ChannelAxis(module.dim, None)
     else:
-        found = Channels(-1 - spatial if spatial else None, None)
+        found = ChannelAxis(-1 - spatial if spatial else None, None)
     lazy = not found.width or not isinstance(found.width, int)  # a Lazy module before its first forward
-    return Channels(found.dim, None) if lazy else found
+    return ChannelAxis(found.dim, None) if lazy else found
 
 
-def input_channels(module: nn.Module, wanted: int | None) -> Channels | None:
+def input_channels(module: nn.Module, wanted: int | None) -> ChannelAxis | None:
     """The channels of a module's input; None for a module whose inputs are indices."""
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         return None
     if wanted is not None:
-        return Channels(wanted, None)
+        return ChannelAxis(wanted, None)
     natural = natural_channels(module)
     if isinstance(module, nn.Linear):
-        return Channels(-1, module.in_features or None)  # 0: a Lazy module before its first forward
+        return ChannelAxis(-1, module.in_features or None)  # 0: a Lazy module before its first forward
     if isinstance(module, nn.modules.conv._ConvNd):
-        return Channels(natural.dim, module.in_channels or None)
+        return ChannelAxis(natural.dim, module.in_channels or None)
     keeps_them = isinstance(module, (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)) or _is_normalisation(module)
-    return natural if keeps_them else Channels(natural.dim if _spatial_dims(module) else None, None)
+    return natural if keeps_them else ChannelAxis(natural.dim if _spatial_dims(module) else None, None)
 
 
 def _is_normalisation(module: nn.Module) -> bool:
     return isinstance(module, (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm))
 
 
-def channels_of(name: str, module: nn.Module, wanted: int | None) -> Channels:
-    """The channels of a module's output, `wanted` being the caller's channel_dim for it.
+def channels_of(name: str, module: nn.Module, wanted: int | None) -> ChannelAxis:
+    """The channels of a module's output, `wanted` being the caller's ``Channels.dim`` for it.
 
     ValueError where the module's type fixes the number of dimensions and `wanted` is not among them.
     """
@@ -128,13 +128,13 @@ def channels_of(name: str, module: nn.Module, wanted: int | None) -> Channels:
         ndim = spatial + 2
         if not -ndim <= wanted < ndim:
             raise ValueError(
-                f"channel_dim: expected {-ndim} to {ndim - 1} for {name!r} ({type(module).__name__}, whose output has "
+                f"Channels.dim: expected {-ndim} to {ndim - 1} for {name!r} ({type(module).__name__}, whose output has "
                 f"{ndim} dimensions), got {wanted}"
             )
         same = natural.dim is not None and wanted % ndim == natural.dim % ndim
     else:
         same = wanted == natural.dim
-    return Channels(wanted, natural.width if same else None)
+    return ChannelAxis(wanted, natural.width if same else None)
 
 
 def channel_dim_of(tensor: torch.Tensor, dim: int | None) -> int:
@@ -144,15 +144,13 @@ def channel_dim_of(tensor: torch.Tensor, dim: int | None) -> int:
     return 1 if tensor.dim() in (4, 5) else -1
 
 
-def wanted_channel_dims(channel_dim: int | Mapping[str, int] | None, names: Iterable[str]) -> dict[str, int]:
-    """The caller's channel_dim for each name that has one. TypeError for what is neither int nor {glob: int}."""
+def wanted_channel_dims(dim: int | Mapping[str, int] | None, names: Iterable[str]) -> dict[str, int]:
+    """The caller's ``Channels.dim`` for each name that has one. ValueError for a glob that matches none."""
     known = list(names)
-    if channel_dim is None:
+    if dim is None:
         return {}
-    rules = channel_dim if isinstance(channel_dim, Mapping) else {"*": channel_dim}
-    for glob, dim in rules.items():
-        if not isinstance(dim, int) or isinstance(dim, bool) or not isinstance(glob, str):
-            raise TypeError(f"channel_dim: expected an int or {{glob: int}}, got {channel_dim!r}")
-        if isinstance(channel_dim, Mapping):
-            as_globs("channel_dim", glob, known)
-    return {name: dim for name in known for glob, dim in rules.items() if matches(name, [glob])}
+    if isinstance(dim, int):
+        return dict.fromkeys(known, dim)
+    for glob in dim:
+        as_globs("Channels.dim", glob, known)
+    return {name: wanted for name in known for glob, wanted in dim.items() if matches(name, [glob])}

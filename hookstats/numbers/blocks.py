@@ -25,7 +25,7 @@ from hookstats.numbers.fields import (
     fold_channels,
     histogram_shape,
 )
-from hookstats.numbers.ranks import ALONE, Ranks, Spread
+from hookstats.numbers.ranks import ALONE, Spread, StepRanks
 from hookstats.numbers.snapshot import Snapshot
 
 COUNTERS = 2  # of a site: calls, and when the first of them came, on its device
@@ -177,7 +177,7 @@ class Drained:
         overflowed: bool | None,
         hidden: Sequence[bool] | Counts,
         readings: Sequence[int] | Counts,
-        ranks: Ranks = ALONE,
+        ranks: StepRanks = ALONE,
     ) -> None:
         """blocks: int64 arrays, in the order of the layout's.
 

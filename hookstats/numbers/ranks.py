@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 _MOST = 1 << 24  # ranks of a group
 
 
-class Ranks(NamedTuple):
+class StepRanks(NamedTuple):
     """The ranks that are in the numbers, ascending, as torch.distributed counts them; and how many the group has."""
 
     present: tuple[int, ...] = (0,)
@@ -25,7 +25,7 @@ class Ranks(NamedTuple):
         return f"{','.join(said)} of {self.world_size}"
 
     @classmethod
-    def from_text(cls, text: str) -> Ranks:
+    def from_text(cls, text: str) -> StepRanks:
         """What `to_text` gave. ValueError for anything else."""
         present: list[int] = []
         runs, of, size = text.partition(" of ")
@@ -41,7 +41,7 @@ class Ranks(NamedTuple):
         return cls(tuple(present), world_size)
 
 
-ALONE = Ranks()
+ALONE = StepRanks()
 
 
 class Spread(NamedTuple):

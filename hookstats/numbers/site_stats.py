@@ -34,7 +34,7 @@ class SiteStats:
     """The statistics of one site in one step.
 
     ``calls``: tensors folded in (0: the site did not fire). ``total``: over everything. ``channels``: per channel, or
-    None where channels are not kept, or were not sent in this step (``channels_every``). ``channel_dim``: the dimension
+    None where channels are not kept, or were not sent in this step (``Channels.every``). ``channel_dim``: the dimension
     of the tensors that the channels are (-1: the last); None where they are not kept, or nothing has told it yet.
     ``histogram``: or None.
     """
@@ -148,7 +148,7 @@ class SiteStats:
         if self.histogram is None or self._histogram is None:
             raise ValueError(
                 f"{what}: expected a site with a histogram; this one was measured with histogram=None, or in a step "
-                "of which totals alone were sent (channels_every), or is of Snapshot.compact()"
+                "of which totals alone were sent (Channels.every), or is of Snapshot.compact()"
             )
         per_channel = self._histogram.ndim == 2
         stats = Stats[Array](self._moments if per_channel else self._whole)

@@ -11,7 +11,7 @@ import numpy as np
 
 from hookstats.numbers.columns import Columns
 from hookstats.numbers.fields import STATISTICS, Array, Counts, Site, Skipped, Stats
-from hookstats.numbers.ranks import ALONE, Ranks, Spread
+from hookstats.numbers.ranks import ALONE, Spread, StepRanks
 from hookstats.numbers.site_stats import SiteStats, bits_of
 from hookstats.numbers.tables import aligned, html
 
@@ -53,7 +53,7 @@ class Snapshot(Mapping[Site, SiteStats]):
         grad_scale: float | None = None,
         overflowed: bool | None = None,
         skipped: Mapping[Site, Skipped] | None = None,
-        ranks: Ranks = ALONE,
+        ranks: StepRanks = ALONE,
         spread: Mapping[str, Spread] | None = None,
         earlier_scalars: Mapping[int, dict[str, float]] | None = None,
     ) -> None:
@@ -171,7 +171,7 @@ class Snapshot(Mapping[Site, SiteStats]):
         return self._with(self.columns.take(places), skipped)
 
     def _with(self, columns: Columns, skipped: Mapping[Site, Skipped]) -> Snapshot:
-        ranks = Ranks(self.ranks, self.world_size)
+        ranks = StepRanks(self.ranks, self.world_size)
         return Snapshot(
             self.step,
             columns,
@@ -199,7 +199,7 @@ class Snapshot(Mapping[Site, SiteStats]):
             "earlier_scalars": [[step, dict(scalars)] for step, scalars in self.earlier_scalars.items()],
             "grad_scale": self.grad_scale,
             "overflowed": self.overflowed,
-            "ranks": Ranks(self.ranks, self.world_size).to_text(),
+            "ranks": StepRanks(self.ranks, self.world_size).to_text(),
             "order": [list(site) for site in self.order],
             "skipped": [{**site._asdict(), **skipped._asdict()} for site, skipped in self.skipped.items()],
             "sites": [{**site._asdict(), **stats._to_dict()} for site, stats in self.items()],
@@ -213,7 +213,7 @@ class Snapshot(Mapping[Site, SiteStats]):
         sites = {Site(each["name"], each["tensor"]): SiteStats._from_dict(each) for each in d["sites"]}
         columns = Columns.of(sites, [Site(*site) for site in d["order"]])
         skipped = {Site(each["name"], each["tensor"]): Skipped(each["reason"], each["times"]) for each in d["skipped"]}
-        ranks = Ranks.from_text(d["ranks"])
+        ranks = StepRanks.from_text(d["ranks"])
         earlier = {step: dict(scalars) for step, scalars in d["earlier_scalars"]}
         scale, overflowed = d["grad_scale"], d["overflowed"]
         return cls(d["step"], columns, dict(d["scalars"]), scale, overflowed, skipped, ranks, earlier_scalars=earlier)
@@ -240,18 +240,19 @@ class Snapshot(Mapping[Site, SiteStats]):
 
         ``snapshot.rank_spread(("layers.0.mlp", "output"))["rms"]`` is a Spread(min, min_rank, max, max_rank), of the
         totals; NaN and -1 where no rank has a value. KeyError for a site that is not watched. ValueError where it was
-        not asked for (``attach(process_group=..., rank_spread=True)``), or the step is this rank's own.
+        not asked for (``attach(process_group=Ranks(group, spread=True))``), or the step is this rank's own.
         """
         if not self._spread:
             raise ValueError(
-                "rank_spread: expected a step that was merged over ranks, by attach(process_group=..., "
-                f"rank_spread=True); got one of ranks {Ranks(self.ranks, self.world_size).to_text()}"
+                "rank_spread: expected a step that was merged over ranks, by attach(process_group="
+                "hookstats.Ranks(group, spread=True)); got one of ranks "
+                f"{StepRanks(self.ranks, self.world_size).to_text()}"
             )
         place = self.columns.place[Site(*site)]
         return {name: spread.at(place) for name, spread in self._spread.items()}
 
     def __repr__(self) -> str:
-        ranks = "" if self.world_size == 1 else f", ranks {Ranks(self.ranks, self.world_size).to_text()}"
+        ranks = "" if self.world_size == 1 else f", ranks {StepRanks(self.ranks, self.world_size).to_text()}"
         return f"Snapshot(step={self.step}, {len(self.order)} of {len(self)} sites fired{ranks})"
 
     def table(self, sort: str | None = None) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 from hookstats.numbers.blocks import Read, merged
 from hookstats.numbers.columns import Columns
 from hookstats.numbers.fields import Array, Site, Skipped, fold_channels, unscale
-from hookstats.numbers.ranks import Ranks
+from hookstats.numbers.ranks import StepRanks
 from hookstats.numbers.snapshot import Snapshot
 
 
@@ -43,7 +43,7 @@ def merged_snapshot(snapshots: Sequence[Snapshot]) -> Snapshot:
         first.grad_scale if len(scales) == 1 else None,
         any(overflowed) if overflowed else None,
         skipped,
-        Ranks(present, len(present)),
+        StepRanks(present, len(present)),
         earlier_scalars=earlier,
     )
 

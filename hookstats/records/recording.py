@@ -58,17 +58,25 @@ class Recording:
         sinks: Iterable[Any] = (),
         ring_bytes: int | None = None,
         every_rank: bool = False,
+        on_finding: Callable[[Finding], object] | str | None = "log",
+        escalate: int = 0,
     ) -> None:
         if not isinstance(every_rank, bool):
             raise TypeError(f"every_rank: expected True or False, got {every_rank!r}")
         if ring_bytes is not None and (not isinstance(ring_bytes, int) or ring_bytes < 1 << 16):
             raise ValueError(f"ring_bytes: expected at least {1 << 16} bytes, or None; got {ring_bytes!r}")
+        if on_finding not in ("log", "raise", None) and not callable(on_finding):
+            raise ValueError(f"on_finding: expected 'log', 'raise', None or a callable, got {on_finding!r}")
+        if not isinstance(escalate, int) or isinstance(escalate, bool) or escalate < 0:
+            raise ValueError(f"escalate: expected a number of steps from 0, got {escalate!r}")
         self.path = Path(path).absolute()
         self._rules = [rule_to_json(rule) for rule in (defaults() if rules is None else rules)]
         self._sinks = [_spec_of(sink) for sink in sinks]
         json.dumps([self._rules, self._sinks])  # TypeError for an argument that is nothing of JSON
         self._ring_bytes = ring_bytes
         self.every_rank = every_rank
+        self.on_finding = on_finding
+        self.escalate = escalate
         self._ring: Ring | None = None
         self._begun = self._is_closed = False
         self._left: list[Finding] = []  # found at the end, when the ring is gone
@@ -78,8 +86,13 @@ class Recording:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has not begun: the ring, and the process that reads it, are this one's."""
-        given = {name: self.__dict__[name] for name in ("path", "_rules", "_sinks", "_ring_bytes", "every_rank")}
-        return given | {"_ring": None, "_begun": False, "_is_closed": False, "_left": []}
+        given = ("path", "_rules", "_sinks", "_ring_bytes", "every_rank", "on_finding", "escalate")
+        return {name: self.__dict__[name] for name in given} | {
+            "_ring": None,
+            "_begun": False,
+            "_is_closed": False,
+            "_left": [],
+        }
 
     def begin(self, settings: Mapping[str, Any]) -> None:
         """Called by `attach`. settings: what is kept with the run, for JSON; ``rank``, an int, is among it.
@@ -453,6 +466,8 @@ def record(
     sinks: Iterable[Any] = (),
     ring_bytes: int | None = None,
     every_rank: bool = False,
+    on_finding: Callable[[Finding], object] | str | None = "log",
+    escalate: int = 0,
 ) -> Recording:
     """Keeps every measured step in a directory, and judges it: ``attach(model, sinks=[hookstats.record("runs/a")])``.
 
@@ -470,8 +485,22 @@ def record(
         every_rank: with ``attach(process_group=...)``. False: the first rank keeps what all ranks have together. True:
             every rank keeps its own steps, in a folder of its own; ``hookstats.load(path, ranks="merged")`` merges them
             afterwards. Without a process_group, every process keeps its own.
+        on_finding: what is done with what the rules find (``monitor.findings``), within two steps after it was found:
+            "log" writes its sentence to the logger "hookstats"; "raise" does, too, and raises `FindingError` out of
+            `Monitor.step` for what is critical; a callable is called with each Finding; None does nothing. Of several
+            recordings, each acts on its own findings.
+        escalate: after a finding of severity warning or critical, the next `escalate` steps are all measured, with
+            channels and histograms. No program is compiled anew for it.
 
     Raises:
-        ImportError: without pyarrow. TypeError, ValueError: for other rules, sinks or ring_bytes.
+        ImportError: without pyarrow. TypeError, ValueError: for other rules, sinks, ring_bytes, on_finding or escalate.
     """
-    return Recording(path, rules=rules, sinks=sinks, ring_bytes=ring_bytes, every_rank=every_rank)
+    return Recording(
+        path,
+        rules=rules,
+        sinks=sinks,
+        ring_bytes=ring_bytes,
+        every_rank=every_rank,
+        on_finding=on_finding,
+        escalate=escalate,
+    )

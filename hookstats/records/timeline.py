@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from hookstats.numbers.fields import Bins, Counts, bins_from_json
-from hookstats.numbers.ranks import Ranks
+from hookstats.numbers.ranks import StepRanks
 from hookstats.records.arrays import to_arrow, to_numpy
 from hookstats.records.errors import RunError
 from hookstats.records.manifest import Manifest
@@ -31,7 +31,7 @@ class Timeline:
     record: Counts
     columns: dict[str, list[Any]]  # the others of the table steps
     bins: list[Bins | None]
-    ranks_of: dict[str, Ranks]  # whose numbers steps have, by the text of the table
+    ranks_of: dict[str, StepRanks]  # whose numbers steps have, by the text of the table
     base: dict[int, tuple[int, int]]  # of an attempt: where its records begin in `row`, and how many there are
     row: Counts
     begun: dict[int, int]  # of an attempt: its smallest step, measured or not
@@ -146,8 +146,8 @@ def _bins(text: str) -> Bins:
     return bins
 
 
-def _ranks(text: Any) -> Ranks:
+def _ranks(text: Any) -> StepRanks:
     try:
-        return Ranks.from_text(text)
+        return StepRanks.from_text(text)
     except (ValueError, AttributeError) as error:
         raise RunError(f"expected whose numbers a step has, got {str(text)[:100]!r}: {error}") from None

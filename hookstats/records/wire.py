@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from hookstats.numbers.blocks import Drained, Layout
 from hookstats.numbers.fields import Site, Skipped
-from hookstats.numbers.ranks import Ranks
+from hookstats.numbers.ranks import StepRanks
 from hookstats.records.ring import RingError
 
 LAYOUT, STEP, OVERHEAD, SCALARS = 1, 2, 3, 4  # kinds of records
@@ -108,7 +108,7 @@ def step_from(payload: NDArray[np.uint8], layouts: Mapping[int, Layout]) -> Drai
             None if overflowed is None else bool(overflowed),
             hidden,
             readings,
-            Ranks.from_text(told["ranks"]),
+            StepRanks.from_text(told["ranks"]),
         )
         drained.earlier_scalars = _by_step(told["earlier_scalars"])
         drained.skipped = {

@@ -1,9 +1,10 @@
-"""The arguments of attach: what is accepted, and what is said of anything else."""
+"""The arguments of attach: their own classes, what is accepted, and what is said of anything else."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -20,6 +21,118 @@ DEFAULT_TENSORS = ("output", "grad_output", "param_grad")
 OF_PARAMETERS = ("param", "param_grad", "param_update")
 TENSORS = ("output", "grad_output", "input", "grad_input", *OF_PARAMETERS)
 Sink: TypeAlias = Callable[[Snapshot], object] | Recorder
+
+
+@dataclass(frozen=True)
+class Channels:
+    """What ``attach(channels=...)`` keeps per channel, how often, and along which dimension channels lie.
+
+    Args:
+        which: True: of all modules and parameters. False: of none. Globs over their names: of these.
+        every: channels and histograms leave the device at every n-th measured step, from the first on. In the snapshots
+            between they are None, and ``total`` is all that travels.
+        dim: the dimension of outputs and inputs along which channels lie, or ``{glob: dimension}``. None: by the type
+            of a torch.nn module (Linear, Embedding, LayerNorm: last; convolutions, BatchNorm, pooling: the one before
+            the spatial ones), else by evidence: the dimension that has the size of a vector among the module's
+            parameters; for a leaf, that of the latest output of the same shape; a width found inside the module; a
+            width of what ran before it. ``SiteStats.channel_dim`` says what was found.
+
+    Where the width of a site alternates, it keeps totals. A parameter's channels are its outputs (dimension 0; of a
+    transposed convolution, and of transformers' Conv1D, 1); one of fewer than two dimensions has a total only.
+
+    Raises:
+        TypeError, ValueError: for arguments that are not as above. `attach` raises ValueError for a glob that matches
+        nothing, and for a dimension that a module cannot have.
+    """
+
+    which: bool | str | Iterable[str] = True
+    _: KW_ONLY
+    every: int = 1
+    dim: int | Mapping[str, int] | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.which, bool | str):
+            if not isinstance(self.which, Iterable):
+                raise TypeError(f"channels: expected True, False or globs over names, got {self.which!r}")
+            object.__setattr__(self, "which", tuple(self.which))
+        if not _is_int(self.every) or self.every < 1:
+            raise ValueError(f"Channels.every: expected an int from 1, got {self.every!r}")
+        dims = self.dim if isinstance(self.dim, Mapping) else {"*": self.dim}
+        if self.dim is not None and not all(isinstance(glob, str) and _is_int(dim) for glob, dim in dims.items()):
+            raise TypeError(f"Channels.dim: expected an int or {{glob: int}}, got {self.dim!r}")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks that measure together, for ``attach(process_group=...)``, and how tensors lie on them.
+
+    Args:
+        group: a torch.distributed.ProcessGroup or DeviceMesh.
+        placements: ``{glob: placement}``, how plain tensors of modules and parameters lie on the ranks, where no
+            DTensor says it: of torch.distributed.tensor, ``Shard(-1)`` for parts of the channels, ``Shard(0)`` for
+            other rows, ``Replicate()`` for the same values; a tuple of them, one for each dimension, of a DeviceMesh.
+        spread: whether `Snapshot.rank_spread` tells how far the ranks lie apart.
+
+    The ranks' steps are merged, in a thread beside training and over connections of its own, and `Monitor.step` returns
+    what all have, later than without. Sinks get it on the group's lowest rank. A step that not all ranks bring in time,
+    or with the same ``every``, is each rank's own (``Snapshot.ranks``). All ranks of the group attach, in the same
+    order where there are several monitors.
+
+    Raises:
+        TypeError, ValueError: for arguments that are not as above. `attach` raises them for a group without this rank,
+        and for placements that do not fit the group or match nothing.
+    """
+
+    group: Any
+    _: KW_ONLY
+    placements: Mapping[str, Any] | None = None
+    spread: bool = False
+
+    def __post_init__(self) -> None:
+        if self.group is None:
+            raise ValueError("Ranks: expected a process_group, whose ranks are merged; got None")
+        if self.placements is not None and not isinstance(self.placements, Mapping):
+            got = type(self.placements).__name__
+            raise TypeError(f"Ranks.placements: expected {{glob: placement or tuple of them}}, got {got}")
+        if not isinstance(self.spread, bool):
+            raise TypeError(f"Ranks.spread: expected True or False, got {self.spread!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What is rarely set, for ``attach(options=...)``.
+
+    Args:
+        strict: what cannot be measured raises. Otherwise that tensor is left out, with one warning for each site and
+            its reason in ``Snapshot.skipped``, and training goes on. A site is given up after three measured steps in a
+            row in which none of its tensors could be measured.
+        memory_budget: bytes per device, of state and of the copies for ``"param_update"``. Where channels would need
+            more, all sites keep totals only; what is seen later (a container's tensors, a tap, a width) and does not
+            fit keeps totals, or is skipped. Not in it is the copy of the state that leaves the device when a measured
+            step is closed: for that long it takes as much again; on a CPU, for as long as the Snapshot is kept.
+        compiled_programs: how many programs torch.compile makes for training. 2: one that measures, and the bare one,
+            compiled when the first step comes that is not measured. 1, where compiling takes too long: the one that
+            measures runs in all steps, those of the other monitors, too, and costs something between measured steps.
+
+    Raises:
+        TypeError, ValueError: for arguments that are not as above.
+    """
+
+    strict: bool = False
+    memory_budget: int = 256 << 20
+    compiled_programs: int = 2
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.strict, bool):
+            raise TypeError(f"Options.strict: expected True or False, got {self.strict!r}")
+        if not isinstance(self.memory_budget, int) or self.memory_budget < 0:
+            raise ValueError(f"Options.memory_budget: expected a number of bytes, got {self.memory_budget!r}")
+        if isinstance(self.compiled_programs, bool) or self.compiled_programs not in (1, 2):
+            raise ValueError(f"Options.compiled_programs: expected 1 or 2, got {self.compiled_programs!r}")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def device_of(module: nn.Module) -> torch.device | None:
@@ -66,19 +179,9 @@ def checked_tensors(tensors: Iterable[str]) -> tuple[str, ...]:
 def checked_every(every: int | Callable[[int], bool]) -> Callable[[int], bool]:
     if callable(every):
         return every
-    if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+    if not _is_int(every) or every < 1:
         raise ValueError(f"every: expected an int from 1, or a callable step -> bool; got {every!r}")
     return lambda step: step % every == 0
-
-
-def check_channels_every(every: object) -> None:
-    if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-        raise ValueError(f"channels_every: expected an int from 1, got {every!r}")
-
-
-def check_compiled_programs(compiled_programs: object) -> None:
-    if isinstance(compiled_programs, bool) or compiled_programs not in (1, 2):
-        raise ValueError(f"compiled_programs: expected 1 or 2, got {compiled_programs!r}")
 
 
 def checked_sinks(sinks: Sink | Iterable[Sink]) -> tuple[Sink, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,13 +18,14 @@ from hookstats.modules import order
 from hookstats.modules.channels import channel_dim_of
 from hookstats.modules.selection import Modules
 from hookstats.numbers.fields import Bins, ExponentBins, Site
-from hookstats.numbers.ranks import ALONE, Ranks
+from hookstats.numbers.ranks import ALONE, StepRanks
 from hookstats.numbers.site_stats import SiteStats
 from hookstats.watch.arguments import (
     DEFAULT_TENSORS,
+    Channels,
+    Options,
+    Ranks,
     Sink,
-    check_channels_every,
-    check_compiled_programs,
     check_example,
     check_histogram,
     checked_every,
@@ -37,7 +38,6 @@ from hookstats.watch.binding import SiteBinder
 from hookstats.watch.drain import Drain
 from hookstats.watch.evaluation import TrainingOnly, check_training_only
 from hookstats.watch.hooks import InputHook
-from hookstats.watch.judging import OnFinding, Recorder, check_reaction
 from hookstats.watch.memory import Store, accumulate
 from hookstats.watch.monitor import Cadence, Monitor, Watching
 from hookstats.watch.parameters import Parameters, watch_optimizers
@@ -57,96 +57,46 @@ def attach(
     *,
     exclude: Modules = None,
     tensors: Iterable[str] = DEFAULT_TENSORS,
-    channels: bool | str | Iterable[str] = True,
-    channels_every: int = 1,
-    channel_dim: int | Mapping[str, int] | None = None,
+    channels: bool | str | Iterable[str] | Channels = True,
     histogram: Bins | None = ExponentBins(),
     every: int | Callable[[int], bool] = 10,
     example: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
     sinks: Sink | Iterable[Sink] = (),
-    on_finding: OnFinding = "log",
-    escalate: int = 0,
     process_group: Any = None,
-    placements: Mapping[str, Any] | None = None,
-    rank_spread: bool = False,
     grad_scaler: Any = None,
     training_only: bool | None = None,
-    compiled_programs: int = 2,
-    memory_budget: int = 256 << 20,
-    strict: bool = False,
+    options: Options = Options(),
 ) -> Monitor:
     """Watches a model: statistics of its modules' outputs and the gradients of those, of parameters and theirs.
 
     Args:
-        model: any module, compiled ones included; attach before or after ``torch.compile``. What is in a tuple or dict
-            output, and widths that no type tells, are learned from the first forward, or when that is traced. In
-            evaluation, ``nn.TransformerEncoderLayer`` leaves its fused path for the ordinary one while hooks are on it
-            or on what it holds.
+        model: any module, compiled ones included; attach before or after ``torch.compile``.
         modules: globs over module names (``"layers.*.mlp"``), or a callable ``(name, module) -> bool``. None: the leaf
             modules that do something, and the direct children of every ModuleList. Parameters are those of the chosen
             modules (None: all), and those whose names the globs match (``"*.weight"``).
         exclude: globs over the names of modules and parameters, or a callable; what they choose is left out, with all
             that is inside it.
         tensors: of ``"output"``, ``"grad_output"``, ``"param_grad"`` (these by default), ``"input"``,
-            ``"grad_input"``, ``"param"``, ``"param_update"``. An input is measured before the module runs; several, or
-            some by name, are ``"input.0"``, ``"input.mask"``. Its gradient is the module's own share, whatever else the
-            tensor is used for; a module that overwrites its input has none. Parameters and gradients are read when the
-            parameter's optimizer steps: gradients are whole then, and clipped if they are clipped
-            (`Monitor.measure_gradients` reads them before); without an optimizer of torch.optim in `Monitor.step`. An
-            update is the new value minus the old one, of which a copy is kept while the optimizer steps, inside
-            memory_budget. This process's part of a DTensor is read.
-        channels: whether statistics are kept per channel: True, False, or globs.
-        channels_every: channels and histograms leave the device at every n-th measured step, from the first on; in the
-            snapshots between they are None, and ``total`` is all that travels.
-        channel_dim: an int, or ``{glob: int}``, of outputs and inputs. None: by the type of a torch.nn module (Linear,
-            Embedding, LayerNorm: last; convolutions, BatchNorm, pooling: the one before the spatial ones), else by
-            evidence: the dimension that has the size of a vector among the module's parameters; for a leaf, that of the
-            latest output of the same shape; a width found inside the module; a width of what ran before it.
-            ``SiteStats.channel_dim`` says what was found. Where the width of a site alternates, it keeps totals. A
-            parameter's channels are its outputs (dimension 0; of a transposed convolution, and of transformers' Conv1D,
-            1); one of fewer than two dimensions has a total only.
+            ``"grad_input"``, ``"param"``, ``"param_update"``.
+        channels: whether statistics are kept per channel: True, False, globs over names, or `Channels`, which also says
+            how often they are sent and along which dimension they lie.
         histogram: ``ExponentBins()``, ``LinearBins(lo, hi, n)``, either with ``per_channel=True``, or None.
         every: n, to measure every n-th step from step 0 on, or a callable ``step -> bool``. Step 0 is always measured.
         example: (args, kwargs) for the model. One forward on fake tensors then shows every width and what is in
-            containers, which a compiled model cannot show; no value is computed, no buffer changes.
+            containers before the first step; no value is computed, no buffer changes.
         sinks: a callable or several, called with each Snapshot when it arrives; or `hookstats.record`, which keeps and
             judges them.
-        on_finding: what is done with what the rules of a recording find (``monitor.findings``), within two steps after
-            it was found: "log" writes its sentence to the logger "hookstats"; "raise" does, too, and raises
-            `FindingError` out of `Monitor.step` for what is critical; a callable is called with each Finding; None.
-        escalate: so many steps after a finding (of severity warning or critical) are all measured, with channels and
-            histograms. No program is compiled anew for it.
-        process_group: a torch.distributed.ProcessGroup or DeviceMesh whose ranks measure together: their steps are
-            merged, in a thread beside training and over connections of its own, and `Monitor.step` returns what all
-            have, later than without. ``sinks`` get it on the group's lowest rank. A step that not all ranks bring in
-            time, or with the same ``every``, is each rank's own (``Snapshot.ranks``). All ranks of the group attach, in
-            the same order where there are several monitors. None: nothing is communicated.
-        placements: ``{glob: placement}``, how plain tensors of modules and parameters lie on the ranks, where no
-            DTensor says it: of torch.distributed.tensor, ``Shard(-1)`` for parts of the channels, ``Shard(0)`` for
-            other rows, ``Replicate()`` for the same values; a tuple of them, one for each dimension, of a DeviceMesh.
-        rank_spread: whether `Snapshot.rank_spread` tells how far the ranks lie apart.
-        grad_scaler: the torch.amp.GradScaler that the loss goes through. The gradients of outputs and inputs are then
-            reported without its scale (moments and norms are divided by it, as are the edges of histograms), and
-            ``Snapshot.overflowed`` marks the steps in which it skipped one of its optimizers. Call `Monitor.step` after
-            ``scaler.update()``, and load a saved scaler before attach.
-        training_only: whether only forwards in training mode are measured, so that evaluation between steps is not. The
-            model's own ``training`` decides, not that of its submodules. None: as soon as the model was in training
-            mode, at attach or when a step ended.
-        compiled_programs: how many programs torch.compile makes for training. 2: one that measures, and the bare one,
-            compiled when the first step comes that is not measured. 1, where compiling takes too long: the one that
-            measures runs in all steps, those of the other monitors, too, and costs something between measured steps.
-        memory_budget: bytes per device, of state and of the copies for ``"param_update"``. Where channels would need
-            more, all sites keep totals only; what is seen later (a container's tensors, a tap, a width) and does not
-            fit keeps totals, or is skipped. Not in it is the copy of the state that leaves the device when a measured
-            step is closed: for that long it takes as much again; on a CPU, for as long as the Snapshot is kept.
-        strict: what cannot be measured raises; otherwise that tensor is left out, with one warning for each site and
-            its reason in ``Snapshot.skipped``, and training goes on. A site is given up after three measured steps in a
-            row in which none of its tensors could be measured.
+        process_group: the torch.distributed.ProcessGroup or DeviceMesh whose ranks measure together, or `Ranks`, which
+            also says how tensors lie on them. None: nothing is communicated.
+        grad_scaler: the torch.amp.GradScaler that the loss goes through: gradients are then reported without its scale.
+        training_only: whether only forwards in training mode are measured, so that evaluation between steps is not.
+            None: as soon as the model was in training mode, at attach or when a step ended.
+        options: `Options`: ``strict``, ``memory_budget``, ``compiled_programs``.
 
     Raises:
         TypeError, ValueError: for arguments that are not as above: an unknown tensor kind, a glob that matches nothing,
-            a channel_dim that the module cannot have, a process_group without this rank; for a DataParallel model;
-            where even totals would not fit into memory_budget.
+            a dimension that the module cannot have, a process_group without this rank; for a DataParallel model;
+            where even totals would not fit into the memory_budget.
         RuntimeError: for a model on a GPU where hookstats was built without CUDA, or whose driver or GPU cannot run
             what was built; where the forward of `example` fails.
     """
@@ -154,22 +104,17 @@ def attach(
     check_example(example)
     kinds = checked_tensors(tensors)
     due = checked_every(every)
-    check_channels_every(channels_every)
+    kept = channels if isinstance(channels, Channels) else Channels(channels)
     callables = checked_sinks(sinks)
-    recorders = [sink for sink in callables if isinstance(sink, Recorder)]
-    check_reaction(on_finding, escalate, recorders)
     check_histogram(histogram)
     check_scaler(grad_scaler)
     check_training_only(training_only)
-    check_compiled_programs(compiled_programs)
-    if not isinstance(memory_budget, int) or memory_budget < 0:
-        raise ValueError(f"memory_budget: expected a number of bytes, got {memory_budget!r}")
-    if not isinstance(strict, bool):
-        raise TypeError(f"strict: expected True or False, got {strict!r}")
-    plan = Plan(model, modules, exclude, kinds, channels, channel_dim)
-    store = Store(histogram, memory_budget, strict)
+    if not isinstance(options, Options):
+        raise TypeError(f"options: expected hookstats.Options(...), got {options!r}")
+    plan = Plan(model, modules, exclude, kinds, kept)
+    store = Store(histogram, options.memory_budget, options.strict)
     too_much = plan.reserve(store)
-    binder = SiteBinder(store, TrainingOnly(model, training_only, store.flags, compiled_programs))
+    binder = SiteBinder(store, TrainingOnly(model, training_only, store.flags, options.compiled_programs))
     scaling = None if grad_scaler is None else Scaling(grad_scaler, model)
     parameters = Parameters(store, plan.of_parameters, binder, plan.device, scaling)
     handles: list[Any] = []
@@ -181,27 +126,26 @@ def attach(
             _learn(model, binder, *example)
         if plan.parameters or scaling is not None:
             handles.append(watch_optimizers(parameters))
-        ranks, joined = _joined(model, process_group, placements, rank_spread, plan, memory_budget)
+        ranks, joined = _joined(model, process_group, plan, options.memory_budget)
     except Exception:
         for handle in handles:
             handle.remove()
         binder.training.forget()
         raise
-    keeps = channels is True and too_much is None
-    cadence = Cadence(due, channels_every, escalate)
+    keeps = kept.which is True and too_much is None
     watching = Watching(store, binder, parameters, scaling, handles, keeps, plan.trained, plan.device, ranks, joined)
-    monitor = Monitor(watching, cadence, callables, on_finding)
-    settings = _settings(model, monitor, plan, every, channels_every)
-    for begun, recorder in enumerate(monitor.recorders):
+    monitor = Monitor(watching, Cadence(due, kept.every), callables)
+    settings = _settings(model, monitor, plan, every, kept.every)
+    for begun, recorder in enumerate(monitor._delivery.recorders):
         try:
             is_of_all = joined is not None and not recorder.every_rank
             recorder.begin(settings | ({"rank": 0, "world_size": ranks.world_size} if is_of_all else {}))
         except Exception:
-            monitor.abandon(begun)
+            monitor._abandon(begun)
             raise
     _report(monitor, plan, None if example is None else binder.example_bytes, joined is not None)
     if too_much is not None:
-        _report_totals(too_much, memory_budget)
+        _report_totals(too_much, options.memory_budget)
     order.make_room_for_graphs()
     return monitor
 
@@ -214,23 +158,15 @@ def _hang_hooks(plan: Plan, binder: SiteBinder, handles: list[Any]) -> None:
         handles.append(order.register(module, hook, on_inputs=on_inputs, with_kwargs=on_inputs))
 
 
-def _joined(
-    model: nn.Module,
-    process_group: Any,
-    placements: Mapping[str, Any] | None,
-    rank_spread: bool,
-    plan: Plan,
-    memory_budget: int,
-) -> tuple[Ranks, Joined | None]:
+def _joined(model: nn.Module, process_group: Any, plan: Plan, memory_budget: int) -> tuple[StepRanks, Joined | None]:
     """This rank, and the others of the group."""
     if process_group is None:
-        if placements is not None or rank_spread:
-            raise ValueError("placements, rank_spread: expected a process_group, whose ranks are merged; got None")
-        return Ranks((torch.distributed.get_rank(),)) if _is_distributed() else ALONE, None
+        return StepRanks((torch.distributed.get_rank(),)) if _is_distributed() else ALONE, None
     from hookstats.cluster import joining  # torch.distributed takes its time where nobody uses it
 
+    ranks = process_group if isinstance(process_group, Ranks) else Ranks(process_group)
     names = [*plan.modules, *plan.parameters]
-    joined = joining.Joined(model, process_group, placements, names, rank_spread, memory_budget)
+    joined = joining.Joined(model, ranks.group, ranks.placements, names, ranks.spread, memory_budget)
     return joined.ranks, joined
 
 

@@ -13,7 +13,7 @@ import torch
 
 from hookstats import _native
 from hookstats._warn import WarnOnce, warn
-from hookstats.modules.channels import Channels
+from hookstats.modules.channels import ChannelAxis
 from hookstats.modules.containers import REST, walk
 from hookstats.modules.evidence import UNKNOWN, Ran, Seen, channel_dim_by_evidence, seen_of, widths_of
 from hookstats.modules.order import recomputing
@@ -67,7 +67,7 @@ class SiteBinder:
 
     def idle_hook(self) -> Hook:
         """One that does what hooks do in a step that is not measured."""
-        return Hook(self, SiteSpec("", "", Channels(None, None), False, (None, None)))
+        return Hook(self, SiteSpec("", "", ChannelAxis(None, None), False, (None, None)))
 
     def span_of_a_hook(self) -> contextlib.AbstractContextManager[None]:
         """Around what a hook does in Python."""
@@ -138,7 +138,7 @@ class SiteBinder:
         kinds = whole.kinds if _has_gradient_site(hook, path) else (whole.kinds[0], None)
         keep_channels = whole.keep_channels and path != REST
         module = None if whole.module is None else whole.module()
-        spec = SiteSpec(whole.name, path, Channels(whole.channels.dim, None), keep_channels, kinds, module)
+        spec = SiteSpec(whole.name, path, ChannelAxis(whole.channels.dim, None), keep_channels, kinds, module)
         if path == REST:
             some, *_ = spec.sites.values()
             warn(f"{whole.name!r} has had {MOST_PARTS} tensors of other names: all later ones share the site {some}")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from hookstats.modules.sharding import Held
 from hookstats.numbers.blocks import Drained
 from hookstats.numbers.fields import Site, Skipped
-from hookstats.numbers.ranks import Ranks
+from hookstats.numbers.ranks import StepRanks
 from hookstats.numbers.snapshot import Snapshot
 from hookstats.watch.arguments import Sink
 from hookstats.watch.binding import SiteBinder
@@ -38,7 +38,7 @@ class Delivery:
         binder: SiteBinder,
         sinks: tuple[Sink, ...],
         trained: frozenset[str],
-        ranks: Ranks,
+        ranks: StepRanks,
         joined: Joined | None,
     ) -> None:
         """trained: the watched modules that hold parameters which require grad. ranks: this one."""

@@ -14,7 +14,7 @@ import torch
 
 from hookstats.numbers.blocks import Drained
 from hookstats.numbers.fields import Counts
-from hookstats.numbers.ranks import ALONE, Ranks
+from hookstats.numbers.ranks import ALONE, StepRanks
 from hookstats.watch.layouts import Layouts, Placed
 from hookstats.watch.memory import TOTALS, Store
 from hookstats.watch.scalars import Kept, Slots, by_step
@@ -80,7 +80,7 @@ class PendingScalars:
 class Pending(PendingScalars):
     """A closed step on its way to the host, with the scalars of those before it that were not measured."""
 
-    def __init__(self, places: Placed, kept: Kept, ranks: Ranks) -> None:
+    def __init__(self, places: Placed, kept: Kept, ranks: StepRanks) -> None:
         """kept: of the steps before, and at last of this one."""
         super().__init__(kept)
         self.held = places.held  # what this process has of each site
@@ -106,7 +106,7 @@ class Pending(PendingScalars):
 class Drain:
     """Empties a store, step by step."""
 
-    def __init__(self, store: Store, ranks: Ranks = ALONE) -> None:
+    def __init__(self, store: Store, ranks: StepRanks = ALONE) -> None:
         """ranks: whose numbers these are."""
         self._store = store
         self._ranks = ranks

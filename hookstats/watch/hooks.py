@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 
 from hookstats import _native
-from hookstats.modules.channels import Channels, natural_channels
+from hookstats.modules.channels import ChannelAxis, natural_channels
 from hookstats.modules.containers import walk
 from hookstats.modules.order import ModuleHook
 from hookstats.numbers.fields import Site
@@ -33,7 +33,7 @@ class SiteSpec:
         self,
         name: str,
         path: str,
-        channels: Channels,
+        channels: ChannelAxis,
         keep_channels: bool,
         kinds: Kinds,
         module: torch.nn.Module | None = None,

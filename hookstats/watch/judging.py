@@ -34,11 +34,18 @@ class Recorder(Protocol):
     """A sink that is given steps as they left the device, and may judge them.
 
     ``every_rank``: with a process group, whether every rank gives it its own steps; else the first rank gives it those
-    of all ranks together.
+    of all ranks together. ``on_finding``: what is done with what it finds: "log", "raise", a callable, or None.
+    ``escalate``: how many steps are measured in full after a finding.
     """
 
     @property
     def every_rank(self) -> bool: ...
+
+    @property
+    def on_finding(self) -> OnFinding: ...
+
+    @property
+    def escalate(self) -> int: ...
 
     def begin(self, settings: dict[str, Any]) -> None:
         """At attach. May raise."""
@@ -66,48 +73,27 @@ class FindingError(RuntimeError):
         self.findings = list(findings)
 
 
-def check_reaction(on_finding: Any, escalate: Any, recorders: Sequence[Recorder]) -> None:
-    if on_finding not in ("log", "raise", None) and not callable(on_finding):
-        raise ValueError(f"on_finding: expected 'log', 'raise', None or a callable, got {on_finding!r}")
-    if not isinstance(escalate, int) or isinstance(escalate, bool) or escalate < 0:
-        raise ValueError(f"escalate: expected a number of steps from 0, got {escalate!r}")
-    if not recorders and (escalate or on_finding not in ("log", None)):
-        raise ValueError(
-            "on_finding, escalate: expected a sink that judges, such as sinks=[hookstats.record('runs/a')]; got none"
-        )
-
-
 class Judging:
     """The verdicts of a monitor's recorders."""
 
-    def __init__(
-        self,
-        recorders: Sequence[Recorder],
-        sinks: Sequence[Any],
-        on_finding: OnFinding,
-        escalate: int,
-        warn_once: WarnOnce,
-        strict: bool,
-    ) -> None:
+    def __init__(self, recorders: Sequence[Recorder], sinks: Sequence[Any], warn_once: WarnOnce, strict: bool) -> None:
         """sinks: of which those that have a method ``finding`` are told of each."""
         self.findings: list[Any] = []
         self._recorders = recorders
         self._told = [sink for sink in sinks if callable(getattr(sink, "finding", None))]
-        self._on_finding = on_finding
-        self._escalate = escalate
         self._warn_once = warn_once
         self._strict = strict
         self._until = -1  # the last step that is looked at more closely
-        self._new: list[Any] = []  # not acted on yet
+        self._new: list[tuple[Any, OnFinding]] = []  # not acted on yet, with what its recorder wants
 
     def look(self, step: int) -> None:
         """Takes what has been found; step: the one that begins."""
         for recorder in self._recorders:
             found = recorder.findings()
             if found:
-                self._new += found
+                self._new += [(finding, recorder.on_finding) for finding in found]
                 if any(finding.severity != "note" for finding in found):
-                    self._until = step + self._escalate - 1
+                    self._until = max(self._until, step + recorder.escalate - 1)
 
     def is_escalated(self, step: int) -> bool:
         """Whether a step is measured for what was found, with all channels."""
@@ -118,17 +104,17 @@ class Judging:
         if not self._new:
             return
         new, self._new = self._new, []
-        self.findings += new
-        critical = [finding for finding in new if finding.severity == "critical"]
-        for finding in new:
+        self.findings += [finding for finding, _ in new]
+        for finding, on_finding in new:
             for sink in self._told:
                 self._call(sink.finding, finding, f"the sink {sink!r}")
-            if callable(self._on_finding):
-                self._call(self._on_finding, finding, f"on_finding={self._on_finding!r}")
-            elif self._on_finding is not None:
+            if callable(on_finding):
+                self._call(on_finding, finding, f"on_finding={on_finding!r}")
+            elif on_finding is not None:
                 _log.log(_LEVELS[finding.severity], "%s", finding)
-        if critical and self._on_finding == "raise":
-            raise FindingError(critical)
+        fatal = [finding for finding, on_finding in new if on_finding == "raise" and finding.severity == "critical"]
+        if fatal:
+            raise FindingError(fatal)
 
     def _call(self, tell: Callable[[Any], object], finding: Any, who: str) -> None:
         try:

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from hookstats.modules import order
-from hookstats.modules.channels import Channels
+from hookstats.modules.channels import ChannelAxis
 from hookstats.numbers.fields import Site, Skipped
-from hookstats.numbers.ranks import Ranks
+from hookstats.numbers.ranks import StepRanks
 from hookstats.numbers.snapshot import Snapshot
 from hookstats.watch.arguments import Sink, refuse_device
 from hookstats.watch.binding import SiteBinder
 from hookstats.watch.delivery import Delivery
 from hookstats.watch.hooks import Hook, SiteSpec
-from hookstats.watch.judging import Judging, OnFinding, Recorder
+from hookstats.watch.judging import Judging, Recorder
 from hookstats.watch.memory import Store, is_capturing, local_part
 from hookstats.watch.overhead import Overhead, Stopwatch
 from hookstats.watch.parameters import Parameters
@@ -45,7 +45,7 @@ class Watching(NamedTuple):
     tap_channels: bool  # whether tapped tensors keep channels
     trained: frozenset[str]  # the watched modules that hold parameters which require grad
     device: torch.device  # where most of the model is
-    ranks: Ranks  # this process
+    ranks: StepRanks  # this process
     joined: Joined | None  # the other ranks of a process group
 
 
@@ -54,13 +54,12 @@ class Cadence(NamedTuple):
 
     due: Callable[[int], bool]
     channels_every: int
-    escalate: int  # steps that are measured with all channels after a finding
 
 
 class Monitor:
     """What `attach` returns: closes steps, hands out their numbers. As a context manager, it detaches at the end."""
 
-    def __init__(self, watching: Watching, cadence: Cadence, sinks: tuple[Sink, ...], on_finding: OnFinding) -> None:
+    def __init__(self, watching: Watching, cadence: Cadence, sinks: tuple[Sink, ...]) -> None:
         self._binder = watching.binder
         self._parameters = watching.parameters
         self._store = watching.store
@@ -73,12 +72,7 @@ class Monitor:
         )
         self._is_judged = any(isinstance(sink, Recorder) for sink in sinks)  # if only on another rank
         self._judging = Judging(
-            self._delivery.recorders,
-            self._delivery.sinks,
-            on_finding,
-            cadence.escalate,
-            watching.binder.warn_once,
-            watching.store.strict,
+            self._delivery.recorders, self._delivery.sinks, watching.binder.warn_once, watching.store.strict
         )
         self._stopwatch = Stopwatch(watching.store.flags, watching.device)
         self._closed = 0  # measured steps
@@ -94,11 +88,6 @@ class Monitor:
     def sites(self) -> list[Site]:
         """The watched sites, those in containers as soon as they have been seen; not those given up."""
         return self._delivery.sites()
-
-    @property
-    def recorders(self) -> list[Recorder]:
-        """Those of the sinks that are given steps here."""
-        return self._delivery.recorders
 
     @property
     def skipped(self) -> dict[Site, Skipped]:
@@ -224,7 +213,7 @@ class Monitor:
 
         Raises:
             TimeoutError: where that takes longer, in seconds. RuntimeError: where a recording has stopped. ValueError:
-            where no sink judges. FindingError: with ``on_finding="raise"``, see `attach`.
+            where no sink judges. FindingError: with ``record(on_finding="raise")``.
         """
         if not self._is_judged:
             raise ValueError("check: expected a sink that judges, such as sinks=[hookstats.record('runs/a')]; got none")
@@ -284,7 +273,7 @@ class Monitor:
             return None
         if any(entry.site.name == name for entry in self._store.entries):
             raise ValueError(f"tap: expected a name that no watched module has, got {name!r}")
-        spec = SiteSpec(name, "", Channels(channel_dim, None), self._tap_channels, ("output", "grad_output"))
+        spec = SiteSpec(name, "", ChannelAxis(channel_dim, None), self._tap_channels, ("output", "grad_output"))
         try:
             refuse_device(tensor.device)
             self._taps[name] = self._binder.late_hook(spec, local_part(tensor).device)
@@ -353,7 +342,7 @@ class Monitor:
         self._take_hooks_off()
         return self._delivery.fetch_all()
 
-    def abandon(self, begun: int) -> None:
+    def _abandon(self, begun: int) -> None:
         """Takes the hooks off, where `attach` fails; so many of the recorders have begun, the others are not ours."""
         del self._delivery.recorders[begun:]
         self._stepped = True  # no step has begun, of which something could be kept

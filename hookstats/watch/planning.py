@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
 from torch import nn
 
 from hookstats.modules.channels import channels_of, input_channels, wanted_channel_dims
 from hookstats.modules.selection import Modules, select
-from hookstats.watch.arguments import OF_PARAMETERS, channel_names, device_of
+from hookstats.watch.arguments import OF_PARAMETERS, Channels, channel_names, device_of
 from hookstats.watch.batches import placing
 from hookstats.watch.hooks import Hook, InputHook, Kinds, SiteSpec
 from hookstats.watch.memory import Store
@@ -25,8 +25,7 @@ class Plan:
         modules: Modules,
         exclude: Modules,
         kinds: tuple[str, ...],
-        channels: bool | str | Iterable[str],
-        channel_dim: int | Mapping[str, int] | None,
+        channels: Channels,
     ) -> None:
         self.of_parameters = tuple(kind for kind in kinds if kind in OF_PARAMETERS)
         self._of_outputs = _pair(kinds, "output", "grad_output")
@@ -36,11 +35,11 @@ class Plan:
             self.modules = {}
         if not self.modules and not self.parameters:
             raise ValueError(f"modules: expected to select something that has {' or '.join(kinds)}, selected nothing")
-        self._dims = wanted_channel_dims(channel_dim, self.modules)
+        self._dims = wanted_channel_dims(channels.dim, self.modules)
         self._channels = {name: channels_of(name, m, self._dims.get(name)) for name, m in self.modules.items()}
         self.device = device_of(model) or torch.device("cpu")  # of what lies on none
         self._devices = {name: device_of(module) or self.device for name, module in self.modules.items()}
-        self.keeping = channel_names(channels, self.modules, self.parameters)  # channels; of modules and parameters
+        self.keeping = channel_names(channels.which, self.modules, self.parameters)  # modules and parameters
         self.trained = frozenset(
             name for name, m in self.modules.items() if any(parameter.requires_grad for parameter in m.parameters())
         )

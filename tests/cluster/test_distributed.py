@@ -39,7 +39,7 @@ def join(rank: int, world: int, folder: str) -> None:
 def worker(rank: int, world: int, folder: str, attach_first: bool) -> None:
     join(rank, world, folder)
     model = Residual()
-    settings = {"every": 1, "strict": True, "tensors": TENSORS}
+    settings = {"every": 1, "options": hookstats.Options(strict=True), "tensors": TENSORS}
     mon = hookstats.attach(model, **settings) if attach_first else None
     mesh = init_device_mesh("cpu", (world,))
     for block in model.blocks:
@@ -75,7 +75,7 @@ def test_fsdp2_on_two_ranks_sees_what_one_process_sees(attach_first: bool) -> No
                 # Gradients of outputs are this rank's own: they are not reduced.
                 for name in fields.STATISTICS:
                     want = getattr(snapshot[site].channels, name)
-                    got = getattr(hookstats.Stats(moments), name)
+                    got = getattr(hookstats.results.Stats(moments), name)
                     torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=1e-5, atol=1e-6)
 
             check_parameters({site: found for site, found in seen.items() if "param" in site[1]}, rank)
@@ -94,7 +94,7 @@ def check_parameters(seen: dict[tuple[str, str], tuple[int, Any]], rank: int) ->
     for site, whole in wanted.items():
         calls, moments = seen[site]
         part = whole.chunk(2)[rank]
-        row = hookstats.Stats(moments)
+        row = hookstats.results.Stats(moments)
         assert calls == 1
         if part.dim() > 1:
             assert len(row.count) == len(part)
@@ -105,7 +105,10 @@ def check_parameters(seen: dict[tuple[str, str], tuple[int, Any]], rank: int) ->
 def ddp_worker(rank: int, world: int, folder: str) -> None:
     join(rank, world, folder)
     model = nn.parallel.DistributedDataParallel(Residual())
-    mon, plain = hookstats.attach(model, tensors=OF_OUTPUTS, every=1, strict=True), Plain(model)
+    mon, plain = (
+        hookstats.attach(model, tensors=OF_OUTPUTS, every=1, options=hookstats.Options(strict=True)),
+        Plain(model),
+    )
     names = list(model.state_dict())
     for _ in range(2):
         model(batch(rank)).square().sum().backward()  # a forward broadcasts rank 0's buffers
@@ -160,7 +163,7 @@ def batch8() -> torch.Tensor:
     return torch.randn(5, 8, generator=torch.Generator().manual_seed(3))
 
 
-def check_channels(stats: hookstats.SiteStats, tensor: torch.Tensor) -> None:
+def check_channels(stats: hookstats.results.SiteStats, tensor: torch.Tensor) -> None:
     """Against another process's arithmetic: equal to rounding."""
     assert stats.calls == 1
     assert stats.channels is not None
@@ -187,7 +190,7 @@ class Gathers(nn.Module):
 def asynchronous_worker(rank: int, world: int, folder: str) -> None:
     join(rank, world, folder)
     model = Gathers()
-    mon = hookstats.attach(model, tensors=OF_OUTPUTS, every=1, strict=True)
+    mon = hookstats.attach(model, tensors=OF_OUTPUTS, every=1, options=hookstats.Options(strict=True))
     y = model(torch.full((3, 4), float(rank)))
     assert type(y).__name__ == "AsyncCollectiveTensor"
     check_channels(mon.snapshot()["", "output"], torch.tensor([[0.0] * 4] * 3 + [[1.0] * 4] * 3))

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from hookstats import ExponentBins, LinearBins, SiteStats, Snapshot
+from hookstats import ExponentBins, LinearBins, Snapshot
 from hookstats.cluster.flat import MERGES, Flat, merge
 from hookstats.cluster.table import Piece, Placed
 from hookstats.numbers.blocks import Drained, Layout, Part, Row
 from hookstats.numbers.fields import FIELDS, STATISTICS, Bins, Site, Skipped, Stats, histogram_shape
 from hookstats.records.ranks import merged_snapshot
 from hookstats.records.wire import of_step, step_from
+from hookstats.results import SiteStats
 from hookstats.rules import judge
 from tests import reference
 from tests.cluster.steps import Here, Job, drained, job_of, placing_of, shard, tree

@@ -39,7 +39,8 @@ def batch(rank: int) -> torch.Tensor:
 
 
 def attached(model: nn.Module, **settings: Any) -> hookstats.Monitor:
-    settings = {"tensors": TENSORS, "every": 1, "strict": True, "process_group": dist.group.WORLD} | settings
+    options = hookstats.Options(strict=True)
+    settings = {"tensors": TENSORS, "every": 1, "options": options, "process_group": dist.group.WORLD} | settings
     return hookstats.attach(model, **settings)
 
 
@@ -144,7 +145,7 @@ def tensor_parallel(rank: int, world: int) -> None:
 def colwise_and_rowwise(attach_first: bool) -> None:
     """Two ranks with the same batch; the widths 16 and 7 over both of them."""
     model = mlp()
-    monitor = attached(model, strict=False) if attach_first else None
+    monitor = attached(model, options=hookstats.Options(strict=False)) if attach_first else None
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
     monitor = monitor or attached(model)
@@ -173,7 +174,10 @@ def named_by_the_user() -> None:
     model = mlp()
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    monitor, kept = attached(model, placements={"1": Shard(-1), "2": Replicate()}), Kept(model, MLP)
+    monitor, kept = (
+        attached(model, process_group=hookstats.Ranks(dist.group.WORLD, placements={"1": Shard(-1), "2": Replicate()})),
+        Kept(model, MLP),
+    )
     trained(monitor, model, batch(1), kept)
     lines = {"0": [[0, 1]], "1": [[0, 1]], "2": [[0]]}
     snapshot, told = check_all(model, monitor, kept, lambda site: lines.get(site[0]))
@@ -193,7 +197,7 @@ def sequence_parallel(rank: int) -> None:
         "4": SequenceParallel(),
     }
     parallelize_module(model, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), plan)
-    monitor, kept = attached(model, strict=False), Kept(model, list("01234"))
+    monitor, kept = attached(model, options=hookstats.Options(strict=False)), Kept(model, list("01234"))
     with hearing() as told:
         even = torch.__version__ < (2, 13)  # torch 2.11 itself, without hookstats, raises where the parts are not equal
         mine, whole = (4, 8) if even else (3 + rank, 7)  # rows of a sequence over two ranks
@@ -225,7 +229,7 @@ def two_dimensions(rank: int, world: int) -> None:
     for each in (model[0], model[2], model):
         fully_shard(each, mesh=mesh["dp"])
     placements = {"1": (Shard(0), Shard(-1)), "2": (Shard(0), Replicate())}
-    monitor, kept = attached(model, process_group=mesh, placements=placements), Kept(model, MLP)
+    monitor, kept = attached(model, process_group=hookstats.Ranks(mesh, placements=placements)), Kept(model, MLP)
     trained(monitor, model, batch(rank // 2), kept)
     _, _, agreement = merged(monitor, model, mesh["dp"])  # the ranks of one slice of the weights alone
     widths = {row.site: row.channels for row in agreement.rows}
@@ -325,7 +329,10 @@ def experts_of_one_name(rank: int) -> None:
     """Other experts of the same name on each rank: the user says that they are not replicas."""
     torch.manual_seed(rank)
     model = Experts(["0"])
-    monitor, kept = attached(model, placements={"experts.*": Shard(0)}), Kept(model, ["experts.0"])
+    monitor, kept = (
+        attached(model, process_group=hookstats.Ranks(dist.group.WORLD, placements={"experts.*": Shard(0)})),
+        Kept(model, ["experts.0"]),
+    )
     trained(monitor, model, batch(rank), kept)
     parts = kept.gathered()
     snapshot, told = of_all_ranks(monitor)

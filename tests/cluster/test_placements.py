@@ -156,7 +156,6 @@ MESH = Group((0, 1, 2, 3), (Axis("dp", (0, 2), 0), Axis("tp", (0, 1), 0)))
 @pytest.mark.parametrize(
     ("placements", "group", "error", "told"),
     [
-        (Shard(0), GROUP, TypeError, r"expected \{glob: placement or tuple of them\}, got Shard"),
         ({1: Shard(0)}, GROUP, TypeError, "expected globs over the names of modules and parameters, got 1"),
         ({"x*": Shard(0)}, GROUP, ValueError, "placements: .*'x\\*'"),
         ({"a": 0}, GROUP, TypeError, r"'a': expected Shard\(dim\) or Replicate\(\) .*, got 0"),

@@ -58,7 +58,7 @@ def in_a_group(rank: int, world: int, folder: str) -> Any:
     sunk: list[Snapshot] = []
     sinks = [sunk.append, hookstats.record(f"{folder}/all"), hookstats.record(f"{folder}/each", every_rank=True)]
     group = dist.group.WORLD
-    monitor = hookstats.attach(model, every=1, process_group=group, sinks=sinks, rank_spread=True)
+    monitor = hookstats.attach(model, every=1, process_group=hookstats.Ranks(group, spread=True), sinks=sinks)
     given = train(model, monitor, rank, 3)
     local = monitor.snapshot()
     given += monitor.detach()
@@ -117,7 +117,7 @@ def test_the_first_rank_keeps_the_run_of_all_and_every_rank_its_own_where_that_i
 
 def spread(rank: int, world: int) -> Any:
     model = network()
-    monitor = hookstats.attach(model, every=1, process_group=dist.group.WORLD, rank_spread=True)
+    monitor = hookstats.attach(model, every=1, process_group=hookstats.Ranks(dist.group.WORLD, spread=True))
     given = [*train(model, monitor, rank, 1), *monitor.detach()]
     return given[0].rank_spread(SITE)["rms"], given[0].to_dict()
 
@@ -137,9 +137,8 @@ def refused(rank: int, world: int) -> None:
     pair = dist.new_group([0])
     for arguments, expected in (
         ({"process_group": 3}, "expected a torch.distributed.ProcessGroup.*got int"),
-        ({"placements": {"0": Shard(-1)}}, "expected a process_group"),
-        ({"rank_spread": True}, "expected a process_group"),
-        ({"process_group": dist.group.WORLD, "placements": {"nothing": Shard(-1)}}, "matches nothing"),
+        ({"process_group": hookstats.Ranks(3)}, "expected a torch.distributed.ProcessGroup.*got int"),
+        ({"process_group": hookstats.Ranks(dist.group.WORLD, placements={"nothing": Shard(-1)})}, "matches nothing"),
         *([({"process_group": pair}, "expected a group that rank 1 is in")] if rank else []),
     ):
         with pytest.raises((TypeError, ValueError), match=expected):

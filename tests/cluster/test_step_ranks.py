@@ -10,21 +10,21 @@ from torch import nn
 
 import hookstats
 from hookstats import Snapshot
-from hookstats.numbers.ranks import Ranks, Spread
+from hookstats.numbers.ranks import Spread, StepRanks
 from hookstats.records.ranks import merged_snapshot
 
 
 @pytest.mark.parametrize(
     ("ranks", "text"),
     [
-        (Ranks((0,), 1), "0 of 1"),
-        (Ranks(tuple(range(16384)), 16384), "0-16383 of 16384"),
-        (Ranks((0, 1, 3, 5, 6, 7), 8), "0-1,3,5-7 of 8"),
+        (StepRanks((0,), 1), "0 of 1"),
+        (StepRanks(tuple(range(16384)), 16384), "0-16383 of 16384"),
+        (StepRanks((0, 1, 3, 5, 6, 7), 8), "0-1,3,5-7 of 8"),
     ],
 )
-def test_ranks_as_text_give_the_same_ranks_again(ranks: Ranks, text: str) -> None:
+def test_ranks_as_text_give_the_same_ranks_again(ranks: StepRanks, text: str) -> None:
     assert ranks.to_text() == text
-    assert Ranks.from_text(text) == ranks
+    assert StepRanks.from_text(text) == ranks
 
 
 @pytest.mark.parametrize(
@@ -32,14 +32,14 @@ def test_ranks_as_text_give_the_same_ranks_again(ranks: Ranks, text: str) -> Non
 )
 def test_other_texts_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"expected|invalid literal"):
-        Ranks.from_text(text)
+        StepRanks.from_text(text)
 
 
 def test_whose_numbers_a_snapshot_has_stays_with_it_when_it_is_selected_saved_and_loaded() -> None:
     snapshot = monitored(1)[0]
     assert (snapshot.ranks, snapshot.world_size, snapshot.merged) == ((0,), 1, False)
     columns = snapshot.columns
-    merged = Snapshot(7, columns, {}, ranks=Ranks((0, 1), 3))
+    merged = Snapshot(7, columns, {}, ranks=StepRanks((0, 1), 3))
     for each in (merged, merged.select(), merged.compact(), Snapshot.from_dict(merged.to_dict())):
         assert (each.ranks, each.world_size, each.merged) == ((0, 1), 3, True)
     assert not merged.equals(Snapshot(7, columns, {}))
@@ -48,10 +48,10 @@ def test_whose_numbers_a_snapshot_has_stays_with_it_when_it_is_selected_saved_an
 
 def test_the_spread_over_ranks_is_given_site_by_site_or_refused() -> None:
     snapshot = monitored(1)[0]
-    with pytest.raises(ValueError, match=r"rank_spread=True\); got one of ranks 0 of 1"):
+    with pytest.raises(ValueError, match=r"spread=True\)\); got one of ranks 0 of 1"):
         snapshot.rank_spread(("", "output"))
     spread = {"rms": Spread([1.0, 2.0], [0, 1], [3.0, 4.0], [1, 0])}
-    merged = Snapshot(7, snapshot.columns, {}, ranks=Ranks((0, 1), 2), spread=spread)
+    merged = Snapshot(7, snapshot.columns, {}, ranks=StepRanks((0, 1), 2), spread=spread)
     second = list(merged)[1]
     assert merged.rank_spread(second) == {"rms": Spread(2.0, 1, 4.0, 0)}
 

@@ -45,7 +45,10 @@ def residual() -> Residual:
 
 def loop(model: nn.Module, steps: list[list[int]]) -> list[Snapshot]:
     """A plain loop over microbatches."""
-    monitor, snapshots = hookstats.attach(model, every=1, tensors=KINDS, strict=True), list[Snapshot]()
+    monitor, snapshots = (
+        hookstats.attach(model, every=1, tensors=KINDS, options=hookstats.Options(strict=True)),
+        list[Snapshot](),
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for numbers in steps:
         for number in numbers:
@@ -71,7 +74,10 @@ def test_accelerate_measures_what_a_plain_loop_does() -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
     model: Any = residual()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    monitor, snapshots = hookstats.attach(model, every=1, tensors=KINDS, strict=True), list[Snapshot]()
+    monitor, snapshots = (
+        hookstats.attach(model, every=1, tensors=KINDS, options=hookstats.Options(strict=True)),
+        list[Snapshot](),
+    )
     for number in range(6):
         with accelerator.accumulate(model):
             accelerator.backward(model(batch(number)).square().mean())
@@ -170,7 +176,10 @@ def of_transformers(rank: int, world: int) -> list[Any]:
 
 def of_ddp(rank: int, world: int) -> list[Any]:
     model = nn.parallel.DistributedDataParallel(residual())
-    monitor, snapshots = hookstats.attach(model, every=1, tensors=KINDS, strict=True), list[Snapshot]()
+    monitor, snapshots = (
+        hookstats.attach(model, every=1, tensors=KINDS, options=hookstats.Options(strict=True)),
+        list[Snapshot](),
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for first, second in ((rank, rank + 2), (rank + 4, rank + 6)):
         with model.no_sync():

@@ -134,7 +134,9 @@ def test_graphs_count_every_kind_of_bins_as_eager_mode_does(bins: Any) -> None:
 def test_20_blocks_compiled_apart_stay_under_the_recompile_limit_whatever_two_monitors_do() -> None:
     counter = CompileCounterWithBackend("aot_eager")
     model = Residual(depth=20)
-    first = hookstats.attach(model, every=2, channels_every=2, tensors=OF_OUTPUTS, example=((batch(),), {}))
+    first = hookstats.attach(
+        model, every=2, channels=hookstats.Channels(every=2), tensors=OF_OUTPUTS, example=((batch(),), {})
+    )
     second = hookstats.attach(model, every=3, tensors="output")
     run = compiled_blocks(model, counter)
 
@@ -201,7 +203,7 @@ def test_after_a_measured_step_and_one_that_is_not_nothing_compiles_any_more() -
 def test_one_program_serves_all_steps_where_that_is_asked_for() -> None:
     counter = CompileCounterWithBackend("aot_eager")
     model = Residual()
-    mon = hookstats.attach(model, every=2, compiled_programs=1, tensors=OF_OUTPUTS)
+    mon = hookstats.attach(model, every=2, options=hookstats.Options(compiled_programs=1), tensors=OF_OUTPUTS)
     other = hookstats.attach(model, every=2, tensors=OF_OUTPUTS)
     run = torch.compile(model, backend=counter, fullgraph=True)
     measured = []
@@ -221,7 +223,7 @@ def test_one_program_serves_all_steps_where_that_is_asked_for() -> None:
     assert counter.frame_count == 2  # the other one has two again
     for wrong in (0, 3, True, "2"):
         with pytest.raises(ValueError, match="compiled_programs: expected 1 or 2, got"):
-            hookstats.attach(model, compiled_programs=wrong)  # type: ignore[arg-type]
+            hookstats.Options(compiled_programs=wrong)  # type: ignore[arg-type]
 
 
 class Learned(nn.Module):

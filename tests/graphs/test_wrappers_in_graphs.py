@@ -156,7 +156,7 @@ def test_outputs_that_are_yet_to_be_reduced_are_given_up_as_in_eager_mode() -> N
 def under_strict(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
     model = Rows()
-    hookstats.attach(model, ["inner"], every=1, tensors=["output"], strict=True)
+    hookstats.attach(model, ["inner"], every=1, tensors=["output"], options=hookstats.Options(strict=True))
     from torch.distributed.tensor import Partial
 
     compiled = torch.compile(model, backend="aot_eager")

@@ -32,7 +32,7 @@ integration = importlib.reload(integration)  # for both packages, whatever was i
 HookStats = integration.HookStats
 PACKAGES = {"lightning": lightning.pytorch, "pytorch_lightning": pytorch_lightning}
 KINDS = ("output", "grad_output", "param", "param_grad", "param_update")
-EVERYTHING = {"tensors": KINDS, "every": 1, "strict": True}
+EVERYTHING = {"tensors": KINDS, "every": 1, "options": hookstats.Options(strict=True)}
 
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore:{text}")
@@ -303,7 +303,7 @@ class FindsAtTheEnd(Recorder):
 
 def test_what_training_failed_of_is_raised_whatever_comes_of_detaching(digits: TensorDataset, tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError):
-        trainer(tmp_path, HookStats(sinks=FindsAtTheEnd(), on_finding="raise")).fit(Fails(), batches(digits))
+        trainer(tmp_path, HookStats(sinks=FindsAtTheEnd(on_finding="raise"))).fit(Fails(), batches(digits))
 
 
 def test_fit_is_called_twice(digits: TensorDataset, tmp_path: Path) -> None:
@@ -349,8 +349,8 @@ def test_a_record_that_somebody_else_goes_on_with_is_left_alone(digits: TensorDa
 
 
 def test_a_finding_can_stop_training(digits: TensorDataset, tmp_path: Path) -> None:
-    recorder = Recorder(lambda step: [Found("critical", "it exploded")] if step == 2 else [])
-    callback, module = HookStats(sinks=recorder, every=1, on_finding="raise"), Digits()
+    recorder = Recorder(lambda step: [Found("critical", "it exploded")] if step == 2 else [], on_finding="raise")
+    callback, module = HookStats(sinks=recorder, every=1), Digits()
     with pytest.raises(FindingError, match="it exploded"):
         trainer(tmp_path, callback).fit(module, batches(digits))
     assert [drained.step for drained in recorder.taken] == [0, 1, 2]

@@ -28,7 +28,7 @@ from tests.rules.test_judging import Found, Recorder
 from tests.snapshots import same
 
 KINDS = ("output", "grad_output", "param", "param_grad", "param_update")
-EVERYTHING = {"tensors": KINDS, "every": 1, "strict": True}
+EVERYTHING = {"tensors": KINDS, "every": 1, "options": hookstats.Options(strict=True)}
 LENGTH = 16
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -299,8 +299,8 @@ def test_clipping_that_does_not_go_through_accelerate_is_told_once(
 
 
 def test_a_finding_can_stop_training(text: list[Any], tmp_path: Path) -> None:
-    recorder = Recorder(lambda step: [Found("critical", "it exploded")] if step == 2 else [])
-    callback = HookStats(sinks=recorder, every=1, on_finding="raise")
+    recorder = Recorder(lambda step: [Found("critical", "it exploded")] if step == 2 else [], on_finding="raise")
+    callback = HookStats(sinks=recorder, every=1)
     with pytest.raises(FindingError, match="it exploded"):
         train(gpt2(), text, tmp_path, callback)
     assert [drained.step for drained in recorder.taken] == [1, 2]

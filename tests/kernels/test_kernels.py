@@ -454,7 +454,7 @@ def test_flush_to_zero_does_not_make_zeros_of_float64_subnormals(way: str, shape
         if way == "totals":
             words = _native.Totals([state.moments], [state.counters]).take([])
             moments = words[:, : len(fields.FIELDS)].view(torch.float64).T.numpy()
-            stats = hookstats.SiteStats(moments, 1, None, False)
+            stats = hookstats.results.SiteStats(moments, 1, None, False)
         got = [getattr(stats.total, name) for name in ("zeros", "min", "max", "abs_max")]
         of_channels = None if stats.channels is None else [stats.channels.zeros, stats.channels.min, stats.channels.max]
     finally:

@@ -94,7 +94,7 @@ def test_activations_and_norms_behind_convolutions_are_measured_by_channel() -> 
 
 def test_what_the_caller_says_comes_before_all_evidence() -> None:
     model = sequence_model()
-    mon = hookstats.attach(model, every=1, channel_dim={"1": 2, "3": -1})
+    mon = hookstats.attach(model, every=1, channels=hookstats.Channels(dim={"1": 2, "3": -1}))
     outputs = run(model, torch.randn(2, 3, 9))
     snapshot = mon.snapshot()
     check(snapshot["1", "output"], outputs[1], 2)

@@ -38,7 +38,7 @@ def wrong_sites(animal: zoo.Animal) -> tuple[int, list[str]]:
     return len(expected), wrong
 
 
-def _problem(stats: hookstats.SiteStats, dims: set[int], shapes: list[torch.Size]) -> str | None:
+def _problem(stats: hookstats.results.SiteStats, dims: set[int], shapes: list[torch.Size]) -> str | None:
     if not shapes[0]:
         return None
     widths = {tuple(shape[dim] for dim in sorted(dims)) for shape in shapes}

@@ -46,7 +46,7 @@ def test_the_median_of_a_relu_is_zero() -> None:
     assert hookstats.measure(x[:, None], 1, ExponentBins(True)).quantile(0.5).tolist() == [0]
 
 
-def edges_of(stats: hookstats.SiteStats) -> list[float]:
+def edges_of(stats: hookstats.results.SiteStats) -> list[float]:
     assert stats.histogram is not None
     return [float(edge) for edge in stats.histogram.edges if 1e-4 < abs(edge) < 1e4 or edge == 0]
 

@@ -85,7 +85,7 @@ def test_a_site_that_is_kept_holds_its_own_numbers_alone(histogram: Any) -> None
     del taken
     gc.collect()
     assert [each() for each in memory.values()] == [None] * len(memory)
-    again = hookstats.SiteStats(state, 1, counts, True, histogram, channel_dim=kept.channel_dim)
+    again = hookstats.results.SiteStats(state, 1, counts, True, histogram, channel_dim=kept.channel_dim)
     assert kept._content() == again._content()
     for name in fields.STATISTICS:
         np.testing.assert_array_equal(getattr(kept.channels, name), getattr(again.channels, name))
@@ -129,9 +129,9 @@ def test_a_compact_snapshot_keeps_the_totals_and_nothing_of_the_steps_memory(cha
 @pytest.mark.parametrize("copied", [lambda each: pickle.loads(pickle.dumps(each)), copy.deepcopy])
 def test_a_snapshot_can_be_pickled_and_copied(copied: Callable[[Snapshot], Snapshot]) -> None:
     taken = snapshot()
-    taken.skipped = {hookstats.Site("x", "output"): hookstats.Skipped("a reason", 2)}
+    taken.skipped = {hookstats.Site("x", "output"): hookstats.results.Skipped("a reason", 2)}
     layer = nn.Linear(4, 3)
-    with hookstats.attach(layer, "*", every=1, channels_every=2) as mon:
+    with hookstats.attach(layer, "*", every=1, channels=hookstats.Channels(every=2)) as mon:
         for _ in range(2):
             layer(torch.randn(8, 4)).sum().backward()
             of_totals = mon.step(loss=1.5)

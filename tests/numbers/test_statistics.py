@@ -23,7 +23,7 @@ def test_the_statistics_are_listed_and_each_has_a_reference() -> None:
 TYPED = """
 import numpy as np
 import hookstats
-def f(s: hookstats.SiteStats) -> None:
+def f(s: hookstats.results.SiteStats) -> None:
     reveal_type(s.total.rms)
     assert s.channels is not None
     reveal_type(s.channels.rms)
@@ -58,7 +58,7 @@ def test_states_of_many_sites_fold_as_each_does_alone() -> None:
     assert together.shape == (len(fields.FIELDS), 6)
     for x, state, whole in zip(data, np.split(states, starts[1:], axis=1), together.T, strict=True):
         assert whole.tobytes() == fields.fold_channels(state).tobytes()
-        stats = hookstats.Stats[float](whole)
+        stats = hookstats.results.Stats[float](whole)
         compare({name: getattr(stats, name) for name in fields.STATISTICS}, x.flatten().numpy(), f"{x.shape}", 1e-12)
 
 
@@ -67,7 +67,7 @@ def test_each_of_many_states_is_divided_by_its_own_number() -> None:
     numbers = np.array([7.0, 1.0, 1024.0])
     together = fields.unscale(states, numbers)
     for i, (x, by) in enumerate(zip(data, numbers, strict=True)):
-        stats = hookstats.Stats[float](together[:, i])
+        stats = hookstats.results.Stats[float](together[:, i])
         wanted = (x / by).flatten().numpy()
         got = {name: getattr(stats, name) for name in fields.STATISTICS}
         np.testing.assert_allclose(

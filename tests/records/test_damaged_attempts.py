@@ -189,7 +189,7 @@ def shown(run: Path) -> str:
     return loaded[loaded.steps[-1]].table() if loaded.steps else ""
 
 
-def compared(run: Path) -> hookstats.Comparison:
+def compared(run: Path) -> hookstats.results.Comparison:
     return hookstats.compare(run, run)
 
 

@@ -225,7 +225,7 @@ def test_the_writer_imports_no_torch(tmp_path: Path) -> None:
 
 def test_a_planted_nan_is_found_where_it_began_within_two_steps_and_raised(tmp_path: Path) -> None:
     net = model()
-    monitor = hookstats.attach(net, every=1, sinks=[hookstats.record(tmp_path / "run")], on_finding="raise")
+    monitor = hookstats.attach(net, every=1, sinks=[hookstats.record(tmp_path / "run", on_finding="raise")])
     train(net, monitor, 3)
     assert monitor.check() == []
     with pytest.raises(hookstats.FindingError, match="NaN") as caught:

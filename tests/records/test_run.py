@@ -13,12 +13,13 @@ import pyarrow.parquet as pq
 import pytest
 
 import hookstats
-from hookstats import Site, Skipped, Snapshot
+from hookstats import Site, Snapshot
 from hookstats.numbers.blocks import Drained, Layout, Part, Row
 from hookstats.numbers.fields import FIELDS, STATISTICS, ExponentBins, fold_channels, unscale
 from hookstats.records import merging, reading
 from hookstats.records.errors import RunError, SchemaError
 from hookstats.records.store import Store
+from hookstats.results import Skipped
 from hookstats.rules import Finding
 from tests.conftest import ROOT
 from tests.records import recorded

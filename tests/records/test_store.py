@@ -17,11 +17,12 @@ import torch
 from torch import nn
 
 import hookstats
-from hookstats import ExponentBins, LinearBins, Site, Skipped, Snapshot
+from hookstats import ExponentBins, LinearBins, Site, Snapshot
 from hookstats.numbers.blocks import Drained, Layout, Part, Row
 from hookstats.numbers.fields import FIELDS
 from hookstats.records import files, merging
 from hookstats.records.store import Store
+from hookstats.results import Skipped
 from hookstats.watch.scalars import Kept, Scalars
 from tests.conftest import ROOT
 from tests.models import Containers, Residual, images, small_cnn
@@ -64,9 +65,8 @@ def is_kept(directory: Path, expected: list[Snapshot], merge: bool = True) -> No
         is_kept(directory, expected, merge=False)
 
 
-def measured(model: nn.Module, x: torch.Tensor, steps: int, **arguments: Any) -> list[Drained]:
+def measured(model: nn.Module, x: torch.Tensor, steps: int, tiers: int = 1, **arguments: Any) -> list[Drained]:
     """Real monitors' steps."""
-    tiers = arguments.pop("channels_every", 1)
     found = []
     with hookstats.attach(model, every=1, **arguments) as monitor:
         for step in range(steps):
@@ -81,7 +81,7 @@ KINDS: dict[str, Callable[[], list[Drained]]] = {
     "octaves a channel": lambda: measured(small_cnn(), images(), 9, histogram=ExponentBins(per_channel=True)),
     "linear a channel": lambda: measured(small_cnn(), images(), 9, histogram=LinearBins(-2, 2.5, 9, per_channel=True)),
     "linear": lambda: measured(small_cnn(), images(), 9, histogram=LinearBins(-2.0, 2.5, 9)),
-    "tiers": lambda: measured(Residual(), torch.randn(4, 5, 16), 10, channels_every=3),
+    "tiers": lambda: measured(Residual(), torch.randn(4, 5, 16), 10, tiers=3),
     "parameters": lambda: measured(
         Residual(), torch.randn(4, 5, 16), 9, tensors=("output", "param", "param_grad"), modules=["*"]
     ),

@@ -104,7 +104,7 @@ FAULTS: dict[str, tuple[Callable[[Small, Any], Any], list[tuple[str, str, tuple[
 }
 
 
-def with_faults(rank: int, world: int) -> dict[str, list[hookstats.Disagreement]]:
+def with_faults(rank: int, world: int) -> dict[str, list[hookstats.results.Disagreement]]:
     found = {}
     for name, (break_it, _) in FAULTS.items():
         model, optimizer = small()
@@ -117,7 +117,7 @@ def with_faults(rank: int, world: int) -> dict[str, list[hookstats.Disagreement]
 
 
 @cache
-def faults_of(world: int) -> list[dict[str, list[hookstats.Disagreement]]]:
+def faults_of(world: int) -> list[dict[str, list[hookstats.results.Disagreement]]]:
     return ranks.run(with_faults, world)
 
 
@@ -154,7 +154,7 @@ class Bag(nn.Module):
         self.register_buffer("long", torch.zeros(9_000_001, dtype=torch.uint8))
 
 
-def with_every_dtype(rank: int, world: int) -> list[hookstats.Disagreement]:
+def with_every_dtype(rank: int, world: int) -> list[hookstats.results.Disagreement]:
     model = Bag()
     assert hookstats.check_replicas(model) == []
     if rank == 1:
@@ -174,7 +174,7 @@ def with_every_dtype(rank: int, world: int) -> list[hookstats.Disagreement]:
 
 
 @cache
-def of_every_dtype() -> list[hookstats.Disagreement]:
+def of_every_dtype() -> list[hookstats.results.Disagreement]:
     return ranks.run(with_every_dtype, 2)[0]
 
 
@@ -200,7 +200,7 @@ def test_elements_of_at_most_16_tensors_are_looked_for() -> None:
     assert [each.index is not None for each in first] == [i < 16 for i in range(len(first))]
 
 
-def other_models(rank: int, world: int) -> dict[str, list[hookstats.Disagreement]]:
+def other_models(rank: int, world: int) -> dict[str, list[hookstats.results.Disagreement]]:
     found = {}
     model, optimizer = small()
     if rank == 2:
@@ -382,7 +382,7 @@ class Unreadable(nn.Module):
         self.given_up.untyped_storage().resize_(0)
 
 
-def unreadable(rank: int, world: int) -> tuple[list[str], list[hookstats.Disagreement]]:
+def unreadable(rank: int, world: int) -> tuple[list[str], list[hookstats.results.Disagreement]]:
     model = Unreadable()
     with hearing() as told:
         assert hookstats.check_replicas(model) == []
@@ -439,7 +439,7 @@ def test_without_distributed_and_for_other_arguments_it_says_what_was_expected()
         hookstats.check_replicas(nn.Linear(2, 2), optimizer=3)
 
 
-def leaving(rank: int, world: int) -> list[hookstats.Disagreement]:
+def leaving(rank: int, world: int) -> list[hookstats.results.Disagreement]:
     """Without destroying the process group, as scripts do."""
     place = os.environ["HOOKSTATS_RENDEZVOUS"]
     dist.init_process_group("gloo", init_method=f"file://{place}", rank=rank, world_size=world)
@@ -488,7 +488,7 @@ def test_a_build_without_kernels_for_a_device_does_not_pretend_that_its_tensors_
         checksums([on_gpu])
 
 
-def alone(rank: int, world: int) -> list[hookstats.Disagreement]:
+def alone(rank: int, world: int) -> list[hookstats.results.Disagreement]:
     with pytest.raises(TypeError, match=r"process_group: expected a torch\.distributed\.ProcessGroup"):
         hookstats.check_replicas(Small(), "all")
     return hookstats.check_replicas(Small())

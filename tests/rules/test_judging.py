@@ -30,8 +30,12 @@ class Recorder:
 
     every_rank = False
 
-    def __init__(self, finds: Callable[[int], list[Found]] = lambda step: []) -> None:
+    def __init__(
+        self, finds: Callable[[int], list[Found]] = lambda step: [], on_finding: Any = "log", escalate: int = 0
+    ) -> None:
         self.finds = finds
+        self.on_finding = on_finding
+        self.escalate = escalate
         self.settings: dict[str, Any] = {}
         self.taken: list[Drained] = []
         self.scalars: list[dict[int, dict[str, float]]] = []
@@ -108,8 +112,9 @@ def test_findings_are_collected_and_told(caplog: pytest.LogCaptureFixture) -> No
 
 
 def test_raise_ends_training_for_what_is_critical_and_for_nothing_else() -> None:
-    net, recorder = model(), Recorder(lambda step: [Found("critical" if step == 2 else "warning", f"found in {step}")])
-    monitor = hookstats.attach(net, every=1, sinks=recorder, on_finding="raise")
+    net = model()
+    finds = lambda step: [Found("critical" if step == 2 else "warning", f"found in {step}")]  # noqa: E731
+    monitor = hookstats.attach(net, every=1, sinks=Recorder(finds, on_finding="raise"))
     train(net, monitor, 2)
     with pytest.raises(FindingError, match=r"^critical: found in 2$") as caught:
         train(net, monitor, 1)
@@ -126,20 +131,22 @@ def test_a_callable_is_called_with_each_finding_and_may_fail() -> None:
         seen.append(finding.sentence)
         raise KeyError(finding.sentence)
 
-    monitor = hookstats.attach(net, every=1, sinks=Recorder(critical_at(0, 1)), on_finding=fail)
+    monitor = hookstats.attach(net, every=1, sinks=Recorder(critical_at(0, 1), on_finding=fail))
     with pytest.warns(UserWarning, match="on_finding=.* failed: KeyError"):
         train(net, monitor, 2)
     assert seen == ["found in 0", "found in 1"]
-    strict = hookstats.attach(net, every=1, sinks=Recorder(critical_at(0)), on_finding=fail, strict=True)
+    strict = hookstats.attach(
+        net, every=1, sinks=Recorder(critical_at(0), on_finding=fail), options=hookstats.Options(strict=True)
+    )
     with pytest.raises(KeyError):
         train(net, strict, 1)
 
 
 def test_a_finding_makes_the_next_steps_measured_with_channels() -> None:
     net, snapshots = model(), list[Snapshot]()
-    recorder = Recorder(critical_at(0, 8))
+    recorder = Recorder(critical_at(0, 8), on_finding=None, escalate=3)
     with hookstats.attach(
-        net, every=4, channels_every=100, sinks=[recorder, snapshots.append], escalate=3, on_finding=None
+        net, every=4, channels=hookstats.Channels(every=100), sinks=[recorder, snapshots.append]
     ) as monitor:
         train(net, monitor, 14)
     with_channels = [s.step for s in snapshots if s["0", "output"].channels is not None]
@@ -149,23 +156,23 @@ def test_a_finding_makes_the_next_steps_measured_with_channels() -> None:
 
 
 def test_a_note_makes_no_further_steps_measured() -> None:
-    net, recorder = model(), Recorder(lambda step: [Found("note")])
-    with hookstats.attach(net, every=4, sinks=recorder, escalate=3) as monitor:
+    net, recorder = model(), Recorder(lambda step: [Found("note")], escalate=3)
+    with hookstats.attach(net, every=4, sinks=recorder) as monitor:
         assert train(net, monitor, 9) == [0, 4, 8]
 
 
 def test_escalation_compiles_no_program_anew() -> None:
-    net, recorder = torch.compile(model(), backend="aot_eager"), Recorder(critical_at(2))
+    net, recorder = torch.compile(model(), backend="aot_eager"), Recorder(critical_at(2), escalate=3)
     torch._dynamo.reset()
-    with hookstats.attach(net, every=2, channels_every=2, sinks=recorder, escalate=3) as monitor:
+    with hookstats.attach(net, every=2, channels=hookstats.Channels(every=2), sinks=recorder) as monitor:
         train(net, monitor, 2)
         with torch.compiler.set_stance("fail_on_recompile"):
             assert train(net, monitor, 6) == [2, 3, 4, 5, 6]
 
 
 def test_check_waits_for_the_verdict_on_all_closed_steps() -> None:
-    net, recorder = model(), Recorder(critical_at(1))
-    monitor = hookstats.attach(net, every=1, sinks=recorder, on_finding="raise")
+    net, recorder = model(), Recorder(critical_at(1), on_finding="raise")
+    monitor = hookstats.attach(net, every=1, sinks=recorder)
     train(net, monitor, 1)
     assert monitor.check(timeout=7) == []
     assert 6 < recorder.waited[0] <= 7  # what other ranks have left of it
@@ -184,7 +191,7 @@ def test_what_is_found_when_it_is_closed_is_told_at_detach() -> None:
         def findings(self) -> list[Found]:
             return [Found("warning")] if self.closed and not seen else []
 
-    monitor = hookstats.attach(net, sinks=Late(), on_finding=seen.append)
+    monitor = hookstats.attach(net, sinks=Late(on_finding=seen.append))
     train(net, monitor, 1)
     assert not seen
     monitor.detach()
@@ -221,16 +228,27 @@ def test_what_cannot_begin_raises_at_attach_and_leaves_no_hook() -> None:
     assert not any(module._forward_hooks for module in net.modules())
 
 
+def test_of_several_recordings_each_acts_on_its_own_findings(caplog: pytest.LogCaptureFixture) -> None:
+    net, seen = model(), list[str]()
+    told = Recorder(critical_at(0), on_finding=lambda finding: seen.append(finding.sentence))
+    silent = Recorder(critical_at(1), on_finding=None, escalate=2)
+    raising = Recorder(critical_at(4), on_finding="raise")
+    with hookstats.attach(net, every=lambda step: step < 2 or step == 4, sinks=[told, silent, raising]) as monitor:
+        assert train(net, monitor, 4) == [0, 1, 2, 3]  # escalated behind step 1 alone
+        assert (seen, caplog.messages) == (["found in 0"], [])
+        with pytest.raises(FindingError, match="found in 4"):
+            train(net, monitor, 1)
+        assert [finding.sentence for finding in monitor.findings] == ["found in 0", "found in 1", "found in 4"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"on_finding": "stop", "sinks": Recorder()}, "on_finding: expected 'log', 'raise', None or a callable, got"),
-        ({"escalate": -1, "sinks": Recorder()}, "escalate: expected a number of steps from 0, got -1"),
-        ({"escalate": 2}, "expected a sink that judges"),
-        ({"on_finding": "raise"}, "expected a sink that judges"),
-        ({"on_finding": print, "sinks": print}, "expected a sink that judges"),
+        ({"on_finding": "stop"}, "on_finding: expected 'log', 'raise', None or a callable, got 'stop'"),
+        ({"escalate": -1}, "escalate: expected a number of steps from 0, got -1"),
+        ({"escalate": True}, "escalate: expected a number of steps from 0, got True"),
     ],
 )
 def test_reactions_that_cannot_be_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        hookstats.attach(model(), **arguments)
+        hookstats.record("runs/a", **arguments)

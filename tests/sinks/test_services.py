@@ -442,9 +442,11 @@ def test_sinks_get_what_rules_find_in_the_process_that_trains_and_in_the_one_tha
         def __call__(self, snapshot: Any) -> None: ...
 
     net = torch.nn.Linear(2, 2)
-    written = hookstats.record(tmp_path / "run", sinks=[hookstats.sinks.JsonLines(tmp_path / "b.jsonl")])
+    written = hookstats.record(
+        tmp_path / "run", sinks=[hookstats.sinks.JsonLines(tmp_path / "b.jsonl")], on_finding=None
+    )
     here = hookstats.sinks.JsonLines(tmp_path / "a.jsonl")
-    with hookstats.attach(net, every=1, sinks=[written, here, Plain()], on_finding=None) as monitor:
+    with hookstats.attach(net, every=1, sinks=[written, here, Plain()]) as monitor:
         for step in range(3):
             net(ONES * (NAN if step == 2 else 1.0)).sum().backward()
             monitor.step()

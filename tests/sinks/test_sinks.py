@@ -36,7 +36,7 @@ def train(sinks: Any, **arguments: Any) -> list[Snapshot]:
     """Three steps of a small model."""
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    monitor = hookstats.attach(model, every=1, sinks=sinks, strict=True, **arguments)
+    monitor = hookstats.attach(model, every=1, sinks=sinks, options=hookstats.Options(strict=True), **arguments)
     taken = []
     for _ in range(3):
         loss = model(torch.randn(16, 4)).square().mean()

@@ -77,7 +77,7 @@ def test_a_recomputed_forward_is_no_call_and_its_gradient_is_kept(reentrant: boo
     captured = hookstats.capture(model, "blocks.*.up", every=2, items=4, channels=99)
     x = torch.randn(4, 5, 16, requires_grad=True)
 
-    def train(recompute: bool) -> list[hookstats.Capture]:
+    def train(recompute: bool) -> list[hookstats.results.Capture]:
         for step in range(3):
             y = x * (step + 1)
             for block in model.blocks:
@@ -337,7 +337,7 @@ def test_grad_of_says_why_there_is_no_gradient() -> None:
 
 
 def test_grad_of_works_at_a_break_of_a_compiled_function() -> None:
-    kept: list[hookstats.KeptGradient] = []
+    kept: list[hookstats.results.KeptGradient] = []
 
     def f(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         z = x.sin()

@@ -118,7 +118,11 @@ def trained(
 
     else:
         forward = model
-    mon = hookstats.attach(model, every=2, histogram=ExponentBins(True), strict=True) if attach else None
+    mon = (
+        hookstats.attach(model, every=2, histogram=ExponentBins(True), options=hookstats.Options(strict=True))
+        if attach
+        else None
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for step in range(steps):
@@ -316,7 +320,7 @@ def test_the_channel_dimension_of_each_kind_of_module(module: nn.Module, shape: 
 
 def test_channel_dim_and_channels_can_be_chosen() -> None:
     model = small_cnn()
-    mon = hookstats.attach(model, channel_dim={"*": -1, "7": 0}, channels=["[0-4]", "7"])
+    mon = hookstats.attach(model, channels=hookstats.Channels(["[0-4]", "7"], dim={"*": -1, "7": 0}))
     y = images()
     for i, module in enumerate(model):
         y = module(y)

@@ -68,7 +68,7 @@ def test_widths_and_containers_that_a_capture_shows_first_are_left_out_with_one_
 
 def test_a_capture_after_one_eager_forward_leaves_nothing_out(captured: Capture) -> None:
     model, x = model_of_unknown_widths(), torch.randn(5, 6)
-    mon = hookstats.attach(model, tensors="output", every=1, strict=True)
+    mon = hookstats.attach(model, tensors="output", every=1, options=hookstats.Options(strict=True))
     model(x)
     with captured():
         model(x)

@@ -130,7 +130,7 @@ def test_threads_that_learn_a_width_at_the_same_time_lose_no_site() -> None:
     try:
         for _ in range(30):
             model = nn.Sequential(nn.ReLU(), nn.Tanh())
-            mon = hookstats.attach(model, strict=True)
+            mon = hookstats.attach(model, options=hookstats.Options(strict=True))
             threads = [threading.Thread(target=lambda model=model: [model(x) for _ in range(5)]) for _ in range(4)]
             for thread in threads:
                 thread.start()
@@ -423,7 +423,7 @@ def test_compiled_autograd_gives_eagers_numbers(fullgraph: bool) -> None:
 def test_a_whole_step_compiled_with_compiled_autograd_is_measured() -> None:
     torch.compiler.reset()
     model = mlp()
-    mon = hookstats.attach(model, channel_dim={"*": -1}, example=((batch(),), {}))
+    mon = hookstats.attach(model, channels=hookstats.Channels(dim={"*": -1}), example=((batch(),), {}))
     with torch._dynamo.config.patch(compiled_autograd=True):
         step = torch.compile(lambda: run(model, batch()), backend="aot_eager")
         for _ in range(2):

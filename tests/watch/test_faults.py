@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import hookstats
-from hookstats import ExponentBins, Site
+from hookstats import Channels, ExponentBins, Options, Ranks, Site
 from hookstats.watch import arguments
 from tests.conftest import check
 from tests.models import images, small_cnn
@@ -35,10 +35,13 @@ from tests.plain import OF_OUTPUTS
         ({"modules": [7]}, TypeError, "expected globs over names, got 7"),
         ({"modules": lambda name, module: False}, ValueError, "selected none"),
         ({"channels": "nothing*"}, ValueError, "'nothing.' matches nothing"),
-        ({"channel_dim": 4}, ValueError, "expected -4 to 3 for '0' .Conv2d, whose output has 4 dimensions.*got 4"),
-        ({"channel_dim": {"1": -5}}, ValueError, "expected -4 to 3 for '1' .BatchNorm2d"),
-        ({"channel_dim": {"x*": 1}}, ValueError, "'x.' matches nothing"),
-        ({"channel_dim": "1"}, TypeError, "expected an int or {glob: int}, got '1'"),
+        (
+            {"channels": Channels(dim=4)},
+            ValueError,
+            "expected -4 to 3 for '0' .Conv2d, whose output has 4 dimensions.*got 4",
+        ),
+        ({"channels": Channels(dim={"1": -5})}, ValueError, "expected -4 to 3 for '1' .BatchNorm2d"),
+        ({"channels": Channels(dim={"x*": 1})}, ValueError, "'x.' matches nothing"),
         ({"every": 0}, ValueError, "expected an int from 1, or a callable"),
         ({"every": "10"}, ValueError, "expected an int from 1, or a callable"),
         ({"histogram": 64}, TypeError, r"expected ExponentBins\(...\), LinearBins\(...\) or None, got 64"),
@@ -47,11 +50,9 @@ from tests.plain import OF_OUTPUTS
         ({"modules": 5}, TypeError, "modules: expected globs, or a callable"),
         ({"modules": nn.Linear}, TypeError, "modules: expected globs, or a callable"),
         ({"tensors": 5}, TypeError, "tensors: expected some of output, .*; got 5"),
-        ({"channels": None}, TypeError, "channels: expected globs over names, got None"),
-        ({"channel_dim": {3: 1}}, TypeError, "expected an int or {glob: int}"),
-        ({"memory_budget": -1}, ValueError, "expected a number of bytes, got -1"),
-        ({"memory_budget": None}, ValueError, "expected a number of bytes, got None"),
-        ({"strict": "no"}, TypeError, "expected True or False, got 'no'"),
+        ({"channels": None}, TypeError, "channels: expected True, False or globs over names, got None"),
+        ({"channels": [7]}, TypeError, "channels: expected globs over names, got 7"),
+        ({"options": {"strict": True}}, TypeError, r"options: expected hookstats.Options\(...\), got {'strict': True}"),
     ],
 )
 def test_wrong_arguments_raise_at_attach(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -59,6 +60,28 @@ def test_wrong_arguments_raise_at_attach(arguments: dict[str, Any], error: type[
     with pytest.raises(error, match=message):
         hookstats.attach(model, **arguments)
     assert not any(m._forward_hooks for m in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments", "error", "message"),
+    [
+        (Channels, {"which": 3}, TypeError, "channels: expected True, False or globs over names, got 3"),
+        (Channels, {"dim": "1"}, TypeError, "Channels.dim: expected an int or {glob: int}, got '1'"),
+        (Channels, {"dim": {3: 1}}, TypeError, "Channels.dim: expected an int or {glob: int}"),
+        (Channels, {"dim": {"*": True}}, TypeError, "Channels.dim: expected an int or {glob: int}"),
+        (Options, {"memory_budget": -1}, ValueError, "memory_budget: expected a number of bytes, got -1"),
+        (Options, {"memory_budget": None}, ValueError, "memory_budget: expected a number of bytes, got None"),
+        (Options, {"strict": "no"}, TypeError, "strict: expected True or False, got 'no'"),
+        (Ranks, {"group": None}, ValueError, "expected a process_group, whose ranks are merged; got None"),
+        (Ranks, {"group": 3, "placements": 3}, TypeError, "expected {glob: placement or tuple of them}, got int"),
+        (Ranks, {"group": 3, "spread": 1}, TypeError, "spread: expected True or False, got 1"),
+    ],
+)
+def test_wrong_arguments_of_their_classes_raise_where_these_are_made(
+    make: type[Any], arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        make(**arguments)
 
 
 def test_what_cannot_be_watched_raises_at_attach(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +101,7 @@ def test_what_cannot_be_watched_raises_at_attach(monkeypatch: pytest.MonkeyPatch
 
 def test_a_channel_dim_that_a_tensor_does_not_have_skips_the_site() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-    mon = hookstats.attach(model, channel_dim={"1": 3})
+    mon = hookstats.attach(model, channels=hookstats.Channels(dim={"1": 3}))
     with pytest.warns(UserWarning, match=r"1 output.*channel_dim=3 is out of range for an output of shape \(2, 4\)"):
         model(torch.randn(2, 4)).sum().backward()
     assert set(mon.skipped) == {Site("1", "output"), Site("1", "grad_output")}
@@ -121,7 +144,7 @@ def test_what_cannot_be_measured_is_skipped_once_with_its_reason(output: Any, re
     assert {skipped.times for skipped in mon.snapshot().skipped.values()} == {2}
     assert set(mon.snapshot()) == {("0", "output"), ("0", "grad_output")}
     model = nn.Sequential(Changing(output))
-    hookstats.attach(model, strict=True)
+    hookstats.attach(model, options=hookstats.Options(strict=True))
     with pytest.raises(RuntimeError, match=f"0 output and 0 grad_output.* cannot be measured: .*{reason}"):
         model(torch.randn(3, 4))
 
@@ -160,7 +183,7 @@ def test_an_internal_failure_in_a_gradient_does_not_stop_backward() -> None:
     model(torch.randn(3, 4)).sum().backward()
     assert mon.snapshot()["0", "output"].calls == 1
 
-    strict = hookstats.attach(model, strict=True)
+    strict = hookstats.attach(model, options=hookstats.Options(strict=True))
     model(torch.randn(3, 4))
     hook = list(model[0]._forward_hooks.values())[-1]
     hook.bind(hook.output, hook.gradient._replace(**wrong))
@@ -204,12 +227,16 @@ def test_a_width_that_changes_folds_to_one_channel() -> None:
 def test_past_the_memory_budget_all_sites_keep_totals(caplog: pytest.LogCaptureFixture) -> None:
     model = small_cnn()
     with caplog.at_level("INFO", logger="hookstats"):
-        mon = hookstats.attach(model, memory_budget=70_000, histogram=ExponentBins(True), tensors=OF_OUTPUTS)
+        mon = hookstats.attach(
+            model, options=hookstats.Options(memory_budget=70_000), histogram=ExponentBins(True), tensors=OF_OUTPUTS
+        )
         assert "attached to 12 sites of 6 modules" in caplog.text
         assert "memory_budget" not in caplog.text
         assert mon.snapshot()["7", "output"].channels is not None
     with caplog.at_level("INFO", logger="hookstats"):
-        mon = hookstats.attach(model, memory_budget=20_000, histogram=ExponentBins(True), tensors=OF_OUTPUTS)
+        mon = hookstats.attach(
+            model, options=hookstats.Options(memory_budget=20_000), histogram=ExponentBins(True), tensors=OF_OUTPUTS
+        )
     assert "all sites keep totals only" in caplog.text
     model(images()).sum().backward()
     assert all(stats.channels is None for stats in mon.snapshot().values())
@@ -218,7 +245,7 @@ def test_past_the_memory_budget_all_sites_keep_totals(caplog: pytest.LogCaptureF
 
 def test_a_width_learned_late_that_would_break_the_budget_keeps_totals() -> None:
     model = nn.Sequential(nn.Linear(4, 1000), nn.ReLU(), nn.Tanh())
-    mon = hookstats.attach(model, memory_budget=200_000, histogram=None, tensors=OF_OUTPUTS)
+    mon = hookstats.attach(model, options=hookstats.Options(memory_budget=200_000), histogram=None, tensors=OF_OUTPUTS)
     with pytest.warns(UserWarning, match=r"'1' and later sites would not fit into memory_budget=200000") as caught:
         model(torch.randn(2, 4))
     assert len(caught) == 1
@@ -410,7 +437,7 @@ def test_the_memory_budget_bounds_containers_too() -> None:
             return {f"key{self.n}": x}
 
     model = Fresh()
-    mon = hookstats.attach(model, memory_budget=100_000)
+    mon = hookstats.attach(model, options=hookstats.Options(memory_budget=100_000))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for _ in range(100):

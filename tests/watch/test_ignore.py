@@ -354,7 +354,7 @@ def test_no_word_of_masks_that_did_their_work() -> None:
 
 def test_a_failure_under_strict_leaves_no_mask_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     net = model()
-    mon = hookstats.attach(net, every=1, strict=True)
+    mon = hookstats.attach(net, every=1, options=hookstats.Options(strict=True))
 
     def fails(*_: Any) -> Any:
         raise RuntimeError("out of memory")

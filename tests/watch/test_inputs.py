@@ -99,7 +99,7 @@ def test_convolutions_norms_and_embeddings() -> None:
     assert len(taken["1", "input"].channels.count) == 8
     assert len(taken["7", "input"].channels.count) == 12 * 16
     embedding = nn.Sequential(nn.Embedding(5, 4), nn.LayerNorm(4))
-    mon = hookstats.attach(embedding, tensors="input", strict=True)
+    mon = hookstats.attach(embedding, tensors="input", options=hookstats.Options(strict=True))
     assert mon.sites == [("1", "input")]
     embedding(torch.tensor([1, 2]))
     assert mon.snapshot()["1", "input"].calls == 1

@@ -146,7 +146,7 @@ def test_one_part_of_a_container_that_cannot_be_read_leaves_the_others() -> None
 
 def test_jagged_tensors_are_read_by_their_values() -> None:
     model = network()
-    mon = hookstats.attach(model, tensors=OF_OUTPUTS, every=1, strict=True)
+    mon = hookstats.attach(model, tensors=OF_OUTPUTS, every=1, options=hookstats.Options(strict=True))
     items = [torch.randn(n, 4) for n in (2, 5, 1)]
     x = torch.nested.nested_tensor(items, layout=torch.jagged)
     y = model(x)

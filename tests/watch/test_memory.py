@@ -27,9 +27,11 @@ def test_totals_that_fit_in_no_way_are_refused_at_attach(per_channel: bool) -> N
     bins = LinearBins(0, 1, 2**14, per_channel)
     needed = 2 * 8 * (len(FIELDS) + COUNTERS + 2**14 + 2)
     with pytest.raises(ValueError, match=rf"memory_budget: expected at least {needed} bytes on cpu.*LinearBins.*raise"):
-        hookstats.attach(model, tensors=OF_OUTPUTS, histogram=bins, memory_budget=needed - 1)
+        hookstats.attach(model, tensors=OF_OUTPUTS, histogram=bins, options=hookstats.Options(memory_budget=needed - 1))
     assert not model._forward_hooks
-    mon = hookstats.attach(model, tensors=OF_OUTPUTS, histogram=bins, memory_budget=needed, every=1)
+    mon = hookstats.attach(
+        model, tensors=OF_OUTPUTS, histogram=bins, options=hookstats.Options(memory_budget=needed), every=1
+    )
     assert mon.state_bytes == needed
     model(torch.rand(3, 4)).sum().backward()
     assert mon.snapshot()["", "output"].channels is None
@@ -65,7 +67,12 @@ def test_state_and_copies_together_stay_inside_the_budget(budget: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         mon = hookstats.attach(
-            model, "*", tensors=kinds, histogram=LinearBins(-1, 1, 70), every=1, memory_budget=budget
+            model,
+            "*",
+            tensors=kinds,
+            histogram=LinearBins(-1, 1, 70),
+            every=1,
+            options=hookstats.Options(memory_budget=budget),
         )
         model.monitor = mon
         for _ in range(3):
@@ -89,7 +96,7 @@ def test_state_and_copies_together_stay_inside_the_budget(budget: int) -> None:
 
 def test_a_tap_that_does_not_fit_is_skipped_with_its_reason() -> None:
     model = nn.Linear(4, 8)
-    mon = hookstats.attach(model, tensors=OF_OUTPUTS, every=1, memory_budget=10_000)
+    mon = hookstats.attach(model, tensors=OF_OUTPUTS, every=1, options=hookstats.Options(memory_budget=10_000))
     with pytest.warns(UserWarning, match="not measured: scores output and scores grad_output: its state of") as told:
         mon.tap(model(torch.randn(3, 4)), "scores")
     assert len(told) == 1
@@ -99,15 +106,17 @@ def test_a_tap_that_does_not_fit_is_skipped_with_its_reason() -> None:
     assert mon.state_bytes <= 10_000
     assert "memory_budget=10000" in mon.skipped["scores", "output"].reason
     with pytest.raises(RuntimeError, match="scores output and scores grad_output cannot be measured: its state of"):
-        hookstats.attach(model, tensors=OF_OUTPUTS, every=1, memory_budget=10_000, strict=True).tap(
-            model(torch.randn(3, 4)), "scores"
-        )
+        hookstats.attach(
+            model, tensors=OF_OUTPUTS, every=1, options=hookstats.Options(memory_budget=10_000, strict=True)
+        ).tap(model(torch.randn(3, 4)), "scores")
 
 
 def test_a_parameter_that_no_longer_fits_is_skipped_and_the_others_are_measured() -> None:
     model = nn.Linear(4, 3)
     needed = 8 * (4 * len(FIELDS) + 2 * COUNTERS)
-    mon = hookstats.attach(model, tensors="param", every=1, histogram=None, memory_budget=needed)
+    mon = hookstats.attach(
+        model, tensors="param", every=1, histogram=None, options=hookstats.Options(memory_budget=needed)
+    )
     model.weight = nn.Parameter(torch.randn(5, 4))
     with pytest.warns(UserWarning, match="not measured: weight param: its state of 96 bytes would not fit"):
         snapshot = mon.step()
@@ -122,7 +131,7 @@ def places(mon: hookstats.Monitor) -> list[int]:
 
 def test_a_parameter_whose_width_alternates_takes_no_more_memory_and_keeps_its_channels() -> None:
     model = nn.Linear(4, 3)
-    mon = hookstats.attach(model, tensors="param", every=1, strict=True)
+    mon = hookstats.attach(model, tensors="param", every=1, options=hookstats.Options(strict=True))
     for step in range(300):
         model.weight = nn.Parameter(torch.randn(3 + step % 2, 4))
         snapshot = mon.step()
@@ -136,7 +145,7 @@ def test_a_parameter_whose_width_alternates_takes_no_more_memory_and_keeps_its_c
 
 def test_a_parameter_of_many_widths_keeps_totals() -> None:
     model = nn.Linear(4, 3)
-    mon = hookstats.attach(model, tensors="param", every=1, strict=True)
+    mon = hookstats.attach(model, tensors="param", every=1, options=hookstats.Options(strict=True))
     for step in range(50):
         model.weight = nn.Parameter(torch.randn(3 + step, 4))
         snapshot = mon.step()
@@ -149,7 +158,7 @@ def test_a_parameter_of_many_widths_keeps_totals() -> None:
 @pytest.mark.filterwarnings("ignore:hookstats. .* had")
 def test_a_module_whose_width_alternates_takes_no_more_memory() -> None:
     model = nn.ReLU()
-    mon = hookstats.attach(model, every=1, strict=True)
+    mon = hookstats.attach(model, every=1, options=hookstats.Options(strict=True))
     for step in range(300):
         x = torch.randn(5, 3 + step % 2, requires_grad=True)
         model(x).sum().backward()
@@ -192,7 +201,7 @@ class Fresh(nn.Module):
 
 def test_a_container_whose_keys_change_with_every_call_shares_a_site_past_a_number_of_them() -> None:
     model = Fresh()
-    mon = hookstats.attach(model, every=1, strict=True)
+    mon = hookstats.attach(model, every=1, options=hookstats.Options(strict=True))
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         for step in range(300):
@@ -220,7 +229,7 @@ def test_a_container_whose_keys_change_with_every_call_shares_a_site_past_a_numb
 
 def test_inputs_whose_names_change_share_a_site_too() -> None:
     model = Fresh()
-    mon = hookstats.attach(model, tensors=("input", "grad_input"), every=1, strict=True)
+    mon = hookstats.attach(model, tensors=("input", "grad_input"), every=1, options=hookstats.Options(strict=True))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for step in range(200):
@@ -241,7 +250,7 @@ def test_a_compiled_container_counts_what_has_no_site_of_its_own() -> None:
             return {key: x + 1}
 
     model = Keys()
-    mon = hookstats.attach(model, every=1, strict=True)
+    mon = hookstats.attach(model, every=1, options=hookstats.Options(strict=True))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for number in range(140):
@@ -281,7 +290,7 @@ def test_the_memory_of_a_step_that_nobody_holds_any_more_is_used_again() -> None
 def state_in(kept: Any) -> Any:
     if isinstance(kept, hookstats.Snapshot):
         kept = kept["", "output"]
-    return kept._measured if isinstance(kept, hookstats.SiteStats) else np.asarray(kept)
+    return kept._measured if isinstance(kept, hookstats.results.SiteStats) else np.asarray(kept)
 
 
 def test_what_is_kept_of_a_step_never_changes() -> None:

@@ -182,7 +182,7 @@ def test_a_private_part_of_the_compiler_that_has_moved_is_told_once_and_an_error
     assert "no such thing any more" in text
     assert torch.__version__ in text
     mon.detach()
-    mon = hookstats.attach(model, strict=True)
+    mon = hookstats.attach(model, options=hookstats.Options(strict=True))
     for step in (graphs._bind, graphs._inputs_first):
         with pytest.raises(RuntimeError, match="no such thing any more"):
             step(Moved())
@@ -192,7 +192,7 @@ def test_a_private_part_of_the_compiler_that_has_moved_is_told_once_and_an_error
 @pytest.mark.parametrize("dim", [1, -3])
 def test_one_axis_has_one_number_in_a_table_however_it_was_known(dim: int) -> None:
     model = nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.MaxPool2d(2), nn.Tanh(), nn.Linear(3, 5))
-    mon = hookstats.attach(model, every=1, channel_dim={"4": dim}, tensors=OF_OUTPUTS)
+    mon = hookstats.attach(model, every=1, channels=hookstats.Channels(dim={"4": dim}), tensors=OF_OUTPUTS)
     model(torch.randn(2, 3, 8, 8)).sum().backward()
     snapshot = mon.snapshot()
     assert [snapshot[str(i), "output"].channel_dim for i in range(6)] == [1, 1, 1, 1, 1, -1]

@@ -174,7 +174,7 @@ def test_an_every_that_fails_measures_nothing_and_says_so_once() -> None:
         assert mon.step() is None
     assert told == []
     with pytest.raises(RuntimeError, match="no idea"):
-        hookstats.attach(net, every=broken, strict=True).step()
+        hookstats.attach(net, every=broken, options=hookstats.Options(strict=True)).step()
 
 
 def test_a_step_that_cannot_be_read_is_lost_and_training_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,7 +226,7 @@ def test_sinks_get_every_snapshot_once_and_may_fail() -> None:
             mon.step()
     assert told == []
     assert [snapshot.step for snapshot in seen] == [0, 2]
-    strict = hookstats.attach(net, sinks=[broken], strict=True)
+    strict = hookstats.attach(net, sinks=[broken], options=hookstats.Options(strict=True))
     with pytest.raises(OSError, match="disk full"):
         strict.step()
 
@@ -246,7 +246,10 @@ def test_a_sink_that_raises_keeps_no_snapshot_from_other_sinks_or_later_steps(
 
     net = model()
     mon = hookstats.attach(
-        net, every=2, sinks=[first, lambda snapshot: seen["last"].append(snapshot.step)], strict=strict
+        net,
+        every=2,
+        sinks=[first, lambda snapshot: seen["last"].append(snapshot.step)],
+        options=hookstats.Options(strict=strict),
     )
     returned = []
     for step in range(7):

@@ -39,7 +39,7 @@ def step_in_backward(model: nn.Module) -> dict[str, tuple[torch.Tensor, ...]]:
 def test_each_parameter_is_what_its_own_optimizer_is_given() -> None:
     model = residual()
     seen = step_in_backward(model)
-    mon = hookstats.attach(model, tensors=KINDS, every=1, strict=True)
+    mon = hookstats.attach(model, tensors=KINDS, every=1, options=hookstats.Options(strict=True))
     for seed in range(3):
         loss_of(model, seed).backward()
         taken = mon.step()

@@ -215,7 +215,7 @@ def test_updates_are_new_minus_old() -> None:
 def test_an_update_whose_copy_does_not_fit_is_skipped() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(400, 400))
     with pytest.warns(UserWarning, match=r"not measured: 1.weight param_update: a copy of it would not fit"):
-        mon = hookstats.attach(model, tensors="param_update", every=1, memory_budget=200_000)
+        mon = hookstats.attach(model, tensors="param_update", every=1, options=hookstats.Options(memory_budget=200_000))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model[0](torch.randn(3, 4)).sum().backward()
     optimizer.step()

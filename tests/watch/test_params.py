@@ -158,7 +158,7 @@ def test_frozen_parameters_have_no_gradient_site() -> None:
 
 def test_a_parameter_that_is_replaced_is_followed_to_its_new_width() -> None:
     model = residual()
-    mon = hookstats.attach(model, tensors=BOTH, every=1, strict=True)
+    mon = hookstats.attach(model, tensors=BOTH, every=1, options=hookstats.Options(strict=True))
     loss_of(model).backward()
     assert mon.step() is not None
     model.head = model.head.requires_grad_(False)
@@ -189,7 +189,7 @@ def test_a_sparse_gradient_is_skipped_with_its_reason() -> None:
 
 def test_past_the_memory_budget_parameters_keep_totals() -> None:
     model = residual()
-    mon = hookstats.attach(model, tensors=BOTH, every=1, histogram=None, memory_budget=4000)
+    mon = hookstats.attach(model, tensors=BOTH, every=1, histogram=None, options=hookstats.Options(memory_budget=4000))
     loss_of(model).backward()
     snapshot = mon.step()
     assert snapshot is not None

@@ -96,7 +96,7 @@ def test_steps_that_are_closed_beside_forwards_take_what_is_there_whole_and_once
 ) -> None:
     width = 2048  # so many channels that copying and clearing them takes a while
     model = nn.Linear(4, width).requires_grad_(False)
-    mon = hookstats.attach(model, every=1, tensors="output", channels_every=channels_every)
+    mon = hookstats.attach(model, every=1, tensors="output", channels=hookstats.Channels(every=channels_every))
     x = torch.randn(rows, 4)
     done, forwards = threading.Event(), [0] * 3
 
@@ -158,7 +158,7 @@ def test_closing_a_step_under_a_dispatch_mode_waits_for_no_thread_that_waits_for
 import threading, torch, hookstats
 from torch.utils.flop_counter import FlopCounterMode
 model = torch.nn.Linear(4, 4096).requires_grad_(False)
-mon = hookstats.attach(model, every=1, tensors="output", channels_every=2)
+mon = hookstats.attach(model, every=1, tensors="output", channels=hookstats.Channels(every=2))
 done, x = threading.Event(), torch.randn(4, 4)
 def run():
     while not done.is_set():

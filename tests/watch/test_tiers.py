@@ -33,7 +33,7 @@ def totals_of(backend: Backend, states: list[State]) -> tuple[np.ndarray[Any, An
 
 
 def finished(moments: np.ndarray[Any, Any]) -> dict[str, float]:
-    stats = hookstats.SiteStats(moments[:, None], 1, None, False).total
+    stats = hookstats.results.SiteStats(moments[:, None], 1, None, False).total
     return {name: getattr(stats, name) for name in fields.STATISTICS}
 
 
@@ -231,7 +231,7 @@ def same_totals(one: Snapshot, other: Snapshot) -> None:
 def both(model: nn.Module, **how: Any) -> tuple[hookstats.Monitor, hookstats.Monitor]:
     """A monitor of two tiers, and one that has everything at each step."""
     how = {"tensors": OF_OUTPUTS} | how
-    return hookstats.attach(model, channels_every=3, **how), hookstats.attach(model, **how)
+    return hookstats.attach(model, channels=hookstats.Channels(every=3), **how), hookstats.attach(model, **how)
 
 
 def stepped(monitor: hookstats.Monitor, **scalars: Any) -> Snapshot:
@@ -286,7 +286,9 @@ def test_a_totals_step_sends_kilobytes(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Pending, "send", counted)
     net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
-    mon = hookstats.attach(net, tensors=OF_OUTPUTS, every=1, channels_every=2, histogram=ExponentBins(per_channel=True))
+    mon = hookstats.attach(
+        net, tensors=OF_OUTPUTS, every=1, channels=hookstats.Channels(every=2), histogram=ExponentBins(per_channel=True)
+    )
     for _ in range(4):
         sent.append(0)
         loss = run(net, 0, 5, 64)
@@ -298,7 +300,7 @@ def test_a_totals_step_sends_kilobytes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_each_snapshot_covers_its_own_step_alone() -> None:
     net = network()
-    mon = hookstats.attach(net, every=1, channels_every=3)
+    mon = hookstats.attach(net, every=1, channels=hookstats.Channels(every=3))
     for seed, count in enumerate((1, 3, 2, 2, 1)):
         for _ in range(count):
             run(net, seed)
@@ -310,7 +312,7 @@ def test_each_snapshot_covers_its_own_step_alone() -> None:
 
 def test_whoever_waits_gets_everything() -> None:
     net = network()
-    mon = hookstats.attach(net, tensors=OF_OUTPUTS, every=1, channels_every=3)
+    mon = hookstats.attach(net, tensors=OF_OUTPUTS, every=1, channels=hookstats.Channels(every=3))
     for seed in range(2):
         run(net, seed)
         stepped(mon)
@@ -318,7 +320,7 @@ def test_whoever_waits_gets_everything() -> None:
     assert whole(mon.snapshot())
     assert whole(mon.snapshot())
     assert mon.detach() == []
-    alone = hookstats.attach(net, tensors=OF_OUTPUTS, channels_every=3)
+    alone = hookstats.attach(net, tensors=OF_OUTPUTS, channels=hookstats.Channels(every=3))
     run(net, 0)
     (last,) = alone.detach()
     assert whole(last)
@@ -352,7 +354,7 @@ def test_a_site_that_moves_is_read_at_all_its_places_and_the_table_made_anew(mon
 
 def test_what_is_left_behind_counts_in_the_same_step() -> None:
     net = nn.Sequential(nn.ReLU())
-    mon = hookstats.attach(net, every=1, channels_every=9, tensors="output")
+    mon = hookstats.attach(net, every=1, channels=hookstats.Channels(every=9), tensors="output")
     stepped(mon)
     a, b = normal(6, 4) + 50, normal(5, 7)
     net(a)
@@ -369,14 +371,14 @@ def test_what_is_left_behind_counts_in_the_same_step() -> None:
 )
 def test_histograms_travel_with_channels(histogram: Any) -> None:
     net = network()
-    mon = hookstats.attach(net, every=1, channels_every=2, histogram=histogram)
+    mon = hookstats.attach(net, every=1, channels=hookstats.Channels(every=2), histogram=histogram)
     for step in range(4):
         run(net, step)
         stats = stepped(mon)["0", "output"]
         assert (stats.channels is not None) == (step % 2 == 0)
         assert (stats.histogram is not None) == (step % 2 == 0 and histogram is not None)
         if stats.histogram is None:
-            with pytest.raises(ValueError, match=r"expected a site with a histogram.*channels_every"):
+            with pytest.raises(ValueError, match=r"expected a site with a histogram.*Channels.every"):
                 stats.quantile(0.5)
         else:
             outside = stats.histogram.underflow + stats.histogram.overflow
@@ -431,13 +433,13 @@ def test_tapped_tensors_and_sites_that_did_not_fire() -> None:
 
 
 def test_a_monitor_without_a_site_yet_has_nothing_to_send() -> None:
-    mon = hookstats.attach(nn.Sequential(nn.ReLU()), every=1, channels_every=2)
+    mon = hookstats.attach(nn.Sequential(nn.ReLU()), every=1, channels=hookstats.Channels(every=2))
     assert [stepped(mon).order for _ in range(2)] == [[], []]
 
 
 def test_totals_that_cannot_be_taken_are_lost_and_training_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     net = network()
-    mon = hookstats.attach(net, tensors=OF_OUTPUTS, every=1, channels_every=2)
+    mon = hookstats.attach(net, tensors=OF_OUTPUTS, every=1, channels=hookstats.Channels(every=2))
     run(net)
     stepped(mon)
     run(net)
@@ -459,8 +461,8 @@ def test_totals_that_cannot_be_taken_are_lost_and_training_goes_on(monkeypatch: 
 
 @pytest.mark.parametrize("wrong", [0, -1, 2.0, True, None, "2"])
 def test_what_is_no_number_of_steps_is_refused(wrong: Any) -> None:
-    with pytest.raises(ValueError, match=r"channels_every: expected an int from 1, got "):
-        hookstats.attach(network(), channels_every=wrong)
+    with pytest.raises(ValueError, match=r"Channels.every: expected an int from 1, got "):
+        hookstats.Channels(every=wrong)
 
 
 @pytest.mark.gpu

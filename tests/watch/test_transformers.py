@@ -127,7 +127,7 @@ class Plain:
         return torch.cat([t.reshape(-1, t.shape[-1]) for t in tensors])
 
 
-def check_site(stats: hookstats.SiteStats, plain: Plain, site: tuple[str, str]) -> None:
+def check_site(stats: hookstats.results.SiteStats, plain: Plain, site: tuple[str, str]) -> None:
     assert stats.calls == len(plain.seen[site])
     shape = plain.seen[site][0].shape
     if site[1].startswith("param") and (len(shape) < 2 or shape[0] == 1):
@@ -142,7 +142,7 @@ def check_site(stats: hookstats.SiteStats, plain: Plain, site: tuple[str, str]) 
 @pytest.mark.parametrize("name", MODELS)
 def test_three_training_steps_of_a_real_model_match_plain_hooks_at_every_site(name: str, device: str) -> None:
     model = made(name, device)
-    mon = hookstats.attach(model, every_module, tensors=KINDS, every=1, strict=True)
+    mon = hookstats.attach(model, every_module, tensors=KINDS, every=1, options=hookstats.Options(strict=True))
     plain = Plain(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(3):
@@ -187,7 +187,7 @@ def test_gradient_checkpointing_counts_each_forward_once(reentrant: bool) -> Non
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
         ran = []
         model.model.layers[0].self_attn.q_proj.register_forward_hook(lambda *_: ran.append(1))
-        mon = hookstats.attach(model, every_module, tensors=KINDS, every=1, strict=True)
+        mon = hookstats.attach(model, every_module, tensors=KINDS, every=1, options=hookstats.Options(strict=True))
         optimizer = torch.optim.AdamW(model.parameters())
         for microbatch in range(2):
             loss_of(model, microbatch).backward()
@@ -208,7 +208,11 @@ def test_gradient_checkpointing_counts_each_forward_once(reentrant: bool) -> Non
 def test_training_gpt2_is_bit_identical_with_and_without() -> None:
     def trained(attach: bool) -> list[torch.Tensor]:
         model = made("gpt2")  # it has dropout, so the random numbers too must be the same
-        mon = hookstats.attach(model, every_module, tensors=KINDS, every=2, strict=True) if attach else None
+        mon = (
+            hookstats.attach(model, every_module, tensors=KINDS, every=2, options=hookstats.Options(strict=True))
+            if attach
+            else None
+        )
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         losses = []
         for step in range(10):

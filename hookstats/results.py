@@ -1,0 +1,67 @@
+"""The classes of what hookstats returns, for annotations and isinstance: ``from hookstats.results import SiteStats``.
+
+Each is imported when it is first used. Those that are named most stand in `hookstats` itself.
+"""
+
+from typing import TYPE_CHECKING
+
+from hookstats._lazy import getter
+
+if TYPE_CHECKING:
+    from hookstats.comparing.comparison import Comparison, Divergence
+    from hookstats.numbers.fields import Skipped, Stats
+    from hookstats.numbers.histogram import Histogram
+    from hookstats.numbers.ranks import Spread
+    from hookstats.numbers.site_stats import SiteStats
+    from hookstats.numbers.snapshot import ChannelValue
+    from hookstats.records.errors import SchemaError
+    from hookstats.replicas.checking import Disagreement
+    from hookstats.rules.finding import Finding
+    from hookstats.tools.capture import Capture, Captured
+    from hookstats.tools.explain import Explanation, HookRow
+    from hookstats.tools.gradient import KeptGradient
+    from hookstats.tools.softmax import SoftmaxRows
+    from hookstats.watch.overhead import Overhead
+
+__all__ = [
+    "Capture",
+    "Captured",
+    "ChannelValue",
+    "Comparison",
+    "Disagreement",
+    "Divergence",
+    "Explanation",
+    "Finding",
+    "Histogram",
+    "HookRow",
+    "KeptGradient",
+    "Overhead",
+    "SchemaError",
+    "SiteStats",
+    "Skipped",
+    "SoftmaxRows",
+    "Spread",
+    "Stats",
+]
+
+_HOMES = {
+    "hookstats.comparing.comparison": ["Comparison", "Divergence"],
+    "hookstats.numbers.fields": ["Skipped", "Stats"],
+    "hookstats.numbers.histogram": ["Histogram"],
+    "hookstats.numbers.ranks": ["Spread"],
+    "hookstats.numbers.site_stats": ["SiteStats"],
+    "hookstats.numbers.snapshot": ["ChannelValue"],
+    "hookstats.records.errors": ["SchemaError"],
+    "hookstats.replicas.checking": ["Disagreement"],
+    "hookstats.rules.finding": ["Finding"],
+    "hookstats.tools.capture": ["Capture", "Captured"],
+    "hookstats.tools.explain": ["Explanation", "HookRow"],
+    "hookstats.tools.gradient": ["KeptGradient"],
+    "hookstats.tools.softmax": ["SoftmaxRows"],
+    "hookstats.watch.overhead": ["Overhead"],
+}
+__getattr__ = getter(__name__, _HOMES)
+
+
+def __dir__() -> list[str]:
+    return __all__
