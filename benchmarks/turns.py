@@ -1,29 +1,66 @@
 """What a measured step adds where every model has a process of its own, as in training: python -m benchmarks.turns
 
 In one process, as `make bench` has them, the programs of five watched models belong to the same code, and a compiled
-block may first go through the guards of others. Here one process at a time makes steps, in turns.
+block may first go through the guards of others. Here one process at a time makes steps, in turns. `python -m
+benchmarks.turns others` compares with what people use instead, every step measured, in eager mode.
 """
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 
+import hookstats
 from benchmarks.interleaved import figures, interleaved
-from benchmarks.steps import ATTACHED, MODES, SMALL, Trainer
+from benchmarks.peers import Peer, nine_by_operators
+from benchmarks.steps import ATTACHED, DEFAULT, MODES, OF_OUTPUTS, SMALL, Trainer
 
 NAMES = ["bare", "totals", "+ histogram per tensor"]
 ROUNDS = 40
 
 
+class Wandb(Trainer):
+    """wandb.watch as it is called in most scripts: histograms of parameters' gradients, here at each step, offline."""
+
+    def __init__(self) -> None:
+        super().__init__(SMALL, "cpu", None)
+        import wandb
+
+        folder = tempfile.mkdtemp()
+        self._run = wandb.init(mode="offline", dir=folder, settings=wandb.Settings(silent=True))
+        self._run.watch(self.model, log="gradients", log_freq=1)
+
+    def step(self) -> None:
+        super().step()
+        self._run.log({})
+
+
+def _peer(fold: Callable[..., None]) -> Peer:
+    monitor = hookstats.attach(Trainer(SMALL, "cpu", None).model, tensors=OF_OUTPUTS)
+    modules = {site.name for site in monitor.sites}
+    monitor.detach()
+    return Peer(SMALL, "cpu", modules, fold)
+
+
+OTHERS: dict[str, Callable[[], Trainer]] = {
+    "bare": lambda: Trainer(SMALL, "cpu", None),
+    "hookstats, outputs and their gradients": lambda: Trainer(SMALL, "cpu", {"tensors": OF_OUTPUTS}),
+    "hookstats, parameters' gradients, too": lambda: Trainer(SMALL, "cpu", ATTACHED[DEFAULT]),
+    "wandb.watch": Wandb,
+    "Python hooks, torch operators": lambda: _peer(nine_by_operators),
+    "Python hooks, compiled operators": lambda: _peer(torch.compile(nine_by_operators, dynamic=True)),
+}
+
+
 def work(compiled: bool, name: str) -> None:
     """Times a step for each line that comes."""
     torch.set_num_threads(1)
-    trainer = Trainer(SMALL, "cpu", ATTACHED[name])
+    trainer = OTHERS[name]() if name in OTHERS else Trainer(SMALL, "cpu", ATTACHED[name])
     if compiled:
         for block in trainer.model.blocks:
             block.compile()
@@ -54,9 +91,9 @@ class Worker:
 
 
 @contextmanager
-def workers() -> Iterator[dict[str, Worker]]:
+def workers(modes: Iterable[str], names: Iterable[str]) -> Iterator[dict[str, Worker]]:
     """All of them, ready; by mode and name."""
-    made = {f"{mode}, {name}": Worker(bool(i), name) for i, mode in enumerate(MODES) for name in NAMES}
+    made = {f"{mode}, {name}": Worker(mode != MODES[0], name) for mode in modes for name in names}
     try:
         for worker in made.values():
             assert worker.read() == "ready"
@@ -66,18 +103,20 @@ def workers() -> Iterator[dict[str, Worker]]:
             worker.process.kill()
 
 
-def main() -> None:
-    with workers() as all_workers:
+def main(modes: Iterable[str], names: Iterable[str]) -> None:
+    with workers(modes, names) as all_workers:
         times = interleaved({name: worker.step for name, worker in all_workers.items()}, ROUNDS)
-    for mode in MODES:
-        found = figures({name: own for name, own in times.items() if name.startswith(mode)}, f"{mode}, {NAMES[0]}")
+    for mode in modes:
+        found = figures({name: own for name, own in times.items() if name.startswith(mode)}, f"{mode}, bare")
         for figure in found:
             added = 100 * figure["added_ms"] / found[0]["median_ms"]
-            print(f"{figure['name']:40} {figure['median_ms']:6.1f} ms  {added:+5.1f} %")
+            print(f"{figure['name']:48} {figure['median_ms']:6.1f} ms  {added:+7.1f} %")
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
+    if len(sys.argv) == 3:
         work(sys.argv[1] == "1", sys.argv[2])
+    elif sys.argv[1:] == ["others"]:
+        main(MODES[:1], OTHERS)
     else:
-        main()
+        main(MODES, NAMES)

@@ -73,12 +73,21 @@ def names() -> dict[str, Any]:
         model(torch.randn(8, 16))
         model.train()
 
+    def train_step(batch: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = model(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return {
         "__name__": "__main__",
         "torch": torch,
         "nn": nn,
         "model": model,
-        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "optimizer": optimizer,
+        "train_step": train_step,
         "loader": [torch.randn(32, 16) for _ in range(21)],
         "evaluate": evaluate,
     }
