@@ -16,7 +16,7 @@ from typing import Generic, Protocol, TypeVar
 from hookstats._warn import WarnOnce
 from hookstats.cluster import gloo
 from hookstats.cluster.flat import Merge, Section
-from hookstats.cluster.protocol import Held, Moment, Participant, Tables, Verdict
+from hookstats.cluster.protocol import Backlog, Moment, Participant, Tables, Verdict
 from hookstats.cluster.tree import FAN, Tree, levels
 
 Step = TypeVar("Step")
@@ -236,7 +236,7 @@ class Merging(Generic[Step]):
             table, scale = self._packing.table(slot.step), self._packing.scale(slot.step)
         except Exception as error:
             raise _Failed(f"step {slot.moment.number}: {error!r}") from error
-        verdict, tables = self._participant.settle(slot.moment, table, scale, self._epoch, self._held)
+        verdict, tables = self._participant.settle(slot.moment, table, scale, self._epoch, self._backlog)
         if not verdict.go:
             self._is_over = verdict.kind == "left"
             self._told.append((verdict.kind, verdict.text))
@@ -251,8 +251,8 @@ class Merging(Generic[Step]):
                 raise
             raise _Failed(f"step {slot.moment.number}: {error!r}") from error
 
-    def _held(self) -> Held:
-        return Held(self._last, self._queue.qsize() >= self._room // 2)
+    def _backlog(self) -> Backlog:
+        return Backlog(self._last, self._queue.qsize() >= self._room // 2)
 
     def _merge(self, step: Step, verdict: Verdict, tables: Tables) -> Step:
         if self._tree is None or self._epoch != verdict.epoch:

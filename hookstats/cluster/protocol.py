@@ -6,9 +6,9 @@ verdict that is written of it: by the first rank when all have announced, or, th
 one key, and overwrites it: the store does not grow with steps. The first rank of each group of the tree announces for
 its group.
 
-Ranks need not be in lockstep. Steps before the latest one in hand cannot be merged, as a rank has them no more: those
-behind give them up at once, and go on to it. A rank that comes too late announces itself all the same, so that the
-others hold their steps for it. Where a rank holds too many, all go on to the newest step that everybody holds.
+Ranks need not be in lockstep. Steps before the latest one in hand cannot be merged, because a rank has given them up:
+those behind give them up at once, and go on to it. A rank that comes too late announces itself all the same, so that
+the others hold their steps for it. Where a rank holds too many, all go on to the newest step that everybody holds.
 """
 
 from __future__ import annotations
@@ -61,9 +61,6 @@ class Summary(NamedTuple):
     scales: list[tuple[int, float | None]]  # distinct ones, at most two
     late: list[int]
 
-    def to_json(self) -> str:
-        return json.dumps(self)
-
     @classmethod
     def from_json(cls, text: str) -> Summary:
         low, low_rank, high, high_rank, newest, is_full, epoch, tables, scales, late = json.loads(text)
@@ -82,19 +79,16 @@ class Verdict(NamedTuple):
     kind: str = ""  # why not
     text: str = ""
 
-    def to_json(self) -> str:
-        return json.dumps(self)
-
     @classmethod
     def from_json(cls, text: str) -> Verdict:
         at, *rest = json.loads(text)
         return cls(Moment(*at), *rest)
 
 
-_NOTHING = Summary(_NEVER, 0, _NEVER, 0, _NEVER, False, 0, [], [], []).to_json()
+_NOTHING = json.dumps(Summary(_NEVER, 0, _NEVER, 0, _NEVER, False, 0, [], [], []))
 
 
-class Held(NamedTuple):
+class Backlog(NamedTuple):
     """What a rank holds behind the step in hand."""
 
     newest: Moment
@@ -126,12 +120,12 @@ class Participant:
         self._number = 0  # of the present agreement, and which it is
         self._listed: Checksums = []
         store.compare_set("broken", "", "-1")
-        store.compare_set("verdict", "", Verdict(_NEVER, False, self._first).to_json())
+        store.compare_set("verdict", "", json.dumps(Verdict(_NEVER, False, self._first)))
         for each in self._below:
             store.compare_set(f"rank/{each}", "", _NOTHING)
 
     def settle(
-        self, moment: Moment, table: tuple[int, bytes], scale: float | None, epoch: int, held: Callable[[], Held]
+        self, moment: Moment, table: tuple[int, bytes], scale: float | None, epoch: int, backlog: Callable[[], Backlog]
     ) -> tuple[Verdict, Tables]:
         """The verdict of a step that this rank has in hand, and where that is go, the tables of all ranks.
 
@@ -139,37 +133,42 @@ class Participant:
         """
         self._in_hand = moment
         self._offer(*table)
-        me = self._rank
-        begin, interval, told = time.monotonic(), self._poll, ""
+        me, is_first = self._rank, self._rank == self._first
+        begin, interval, announced = time.monotonic(), self._poll, ""
         while True:
             read, verdict, below = self._look()
-            if verdict.by != self._first == self._rank and verdict.at != _END:  # it was waited for in vain: is back
-                self._write(read, verdict._replace(by=self._rank, go=False))
+            if is_first and verdict.by != me and verdict.at != _END:  # others gave this rank up: it is back
+                self._write(read, verdict._replace(by=me, go=False))
                 continue
-            newest, is_full = held()
-            own = Summary(moment, me, moment, me, newest, is_full, epoch, [(me, table[0])], [(me, scale)], [])
+            own = Summary(moment, me, moment, me, *backlog(), epoch, [(me, table[0])], [(me, scale)], [])
             if verdict.at >= moment:
                 self._in_hand = None
-                if verdict.at > moment and me != self._first:  # for the others to wait for at their next step
-                    self._store.set(f"rank/{me}", own.to_json())
-                return self._obeyed(verdict, moment)
+                if verdict.at > moment and not is_first:  # for the others to wait for at their next step
+                    self._store.set(f"rank/{me}", json.dumps(own))
+                return self._obey(verdict, moment)
             waited = time.monotonic() - begin
             summary = self._sum(own, below, verdict.at, waited > self._patience)
-            if is_full and waited > _FULL_PATIENCE:
-                text = f"rank {me} has too many steps to merge, and waited no longer for step {moment.number}"
-                decided: Verdict | None = self._alone(moment, "queue", text)
-            elif me == self._first:
-                decided = self._decide(summary, moment, waited > self._patience)
-            else:
-                decided = self._decide_for_first(verdict, moment, waited > self._longest)
+            decided = self._decide(own, summary, verdict, waited)
             if decided is not None:
                 self._write(read, decided)
                 continue
-            if me != self._first and summary is not None and summary.to_json() != told:
-                told, interval = summary.to_json(), self._poll
-                self._store.set(f"rank/{me}", told)
+            if not is_first and summary is not None and json.dumps(summary) != announced:
+                announced, interval = json.dumps(summary), self._poll
+                self._store.set(f"rank/{me}", announced)
             self._pause(interval)
             interval = min(1.5 * interval, max(_LONGEST_POLL, 8 * self._poll))
+
+    def _decide(self, own: Summary, summary: Summary | None, verdict: Verdict, waited: float) -> Verdict | None:
+        """What this rank decides of the step in hand, where that is its part; None: to wait."""
+        moment, number = own.low, own.low.number
+        if own.is_full and waited > _FULL_PATIENCE:
+            text = f"rank {self._rank} has too many steps to merge, and waited no longer for step {number}"
+            return self._alone(moment, "queue", text)
+        if self._rank == self._first:
+            return None if summary is None else self._decide_as_first(summary, moment, waited > self._patience)
+        if verdict.by != self._first or waited > self._longest:  # it did not come last time, or does not now
+            return self._alone(moment, "late", f"timed out waiting for rank {self._first} at step {number}")
+        return None
 
     def break_up(self, epoch: int) -> None:
         """The groups of this epoch have failed here."""
@@ -183,7 +182,7 @@ class Participant:
         """Nothing will be merged any more: from now on everybody is alone, at once."""
         while True:
             read, verdict, _ = self._look()
-            text = f"rank {self._rank} merges no more: {why}"
+            text = f"rank {self._rank} stopped merging: {why}"
             if verdict.at == _END or self._write(read, self._alone(_END, "left", text)):
                 break
         if verdict.go and verdict.at == self._in_hand:  # the others have begun to merge it
@@ -196,7 +195,7 @@ class Participant:
 
     def _write(self, read: str, verdict: Verdict) -> bool:
         """Unless another verdict was written since: the same one is read by everybody."""
-        text = verdict.to_json()
+        text = json.dumps(verdict)
         return bytes(self._store.compare_set("verdict", read, text)).decode() == text
 
     def _alone(self, at: Moment, kind: str, text: str) -> Verdict:
@@ -245,16 +244,7 @@ class Participant:
             late[:_NAMED],
         )
 
-    def _decide_for_first(self, verdict: Verdict, moment: Moment, is_over: bool) -> Verdict | None:
-        """Another rank's, where the first one does not come, or did not last time; None: to wait."""
-        if verdict.by == self._first and not is_over:
-            return None
-        return self._alone(moment, "late", f"rank {self._first} was waited for in vain at step {moment.number}")
-
-    def _decide(self, summary: Summary | None, moment: Moment, is_over: bool) -> Verdict | None:
-        """The first rank's; None: to wait."""
-        if summary is None:
-            return None
+    def _decide_as_first(self, summary: Summary, moment: Moment, is_over: bool) -> Verdict | None:
         if summary.high > moment or summary.low < moment:
             text = (
                 f"rank {summary.high_rank} is at step {summary.high.number} without step {summary.low.number}, which "
@@ -267,7 +257,8 @@ class Participant:
             )
             return self._alone(moment, "queue", text)
         if summary.late:
-            return self._alone(moment, "late", f"ranks {summary.late} were waited for in vain at step {moment.number}")
+            text = f"timed out waiting for ranks {summary.late} at step {moment.number}"
+            return self._alone(moment, "late", text)
         if summary.is_full and summary.newest > moment:
             text = (
                 f"steps come faster than they are merged, all ranks go on from step {moment.number} to step "
@@ -288,7 +279,7 @@ class Participant:
             self._store.delete_key(f"agreement/{self._number - 2}")
         return Verdict(moment, True, self._rank, summary.epoch, self._number)
 
-    def _obeyed(self, verdict: Verdict, moment: Moment) -> tuple[Verdict, Tables]:
+    def _obey(self, verdict: Verdict, moment: Moment) -> tuple[Verdict, Tables]:
         if verdict.at > moment and verdict.at != _END and verdict.kind not in ("cadence", "queue"):
             text = f"other ranks went on to step {verdict.at.number} without this rank's step {moment.number}"
             return Verdict(moment, False, verdict.by, kind="late", text=text), []
@@ -304,7 +295,7 @@ class Participant:
         return verdict, [(rank, self._tables[checksum]) for rank, checksum in self._listed]
 
     def _fetch(self, number: int) -> None:
-        """The tables of an agreement; KeyError where they are no more in the store."""
+        """The tables of an agreement; KeyError where the store has lost them."""
         if number != self._number:
             self._listed = [(rank, each) for rank, each in json.loads(self._get(f"agreement/{number}"))]
             self._number = number
