@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
-from hookstats.numbers.fields import Array
+from hookstats.numbers.fields import Array, Stats
 from hookstats.rules.finding import Finding
-from hookstats.rules.history import Streak
+from hookstats.rules.formatting import percent, tensor_of
+from hookstats.rules.history import Streak, extended
 from hookstats.rules.step import Mask, Step
-from hookstats.rules.words import percent, tensor_of
 
 _LEAST_VALUES = 100  # of a channel, over all verdicts in a row, or a share of 1 % cannot be told
 
@@ -21,10 +20,10 @@ class DeadChannels:
     """A ReLU whose channels are 0 nearly always: more than half of them (warning), or all (critical).
 
     A channel is dead where fewer than ``active`` = 1 % of its values are not 0, and a layer is ill where more than
-    ``share`` = 0.5 of its channels are dead (SageMaker Debugger, dead-relu), in ``row`` = 5 verdicts in a row where all
-    are, and in ``some_row`` = 20 where some are left: small layers begin so by chance, and come back. Outputs are
-    judged that are never negative and hold zeros, which is what a ReLU leaves; of those without channels, the layer as
-    a whole.
+    ``share`` = 0.5 of its channels are dead (SageMaker Debugger, dead-relu), in ``consecutive_steps`` = 5 verdicts in a
+    row where all are, and in ``some_consecutive_steps`` = 20 where some are left: small layers begin so by chance, and
+    come back. Outputs are judged that are never negative and hold zeros, which is what a ReLU leaves; of those without
+    channels, the layer as a whole.
 
     So that a healthy run is silent: half of a ReLU's values may be 0, and single dead channels are common; a channel
     needs 100 values over the row of steps; an output with exactly as many zeros in each of these is sparse by design
@@ -36,58 +35,63 @@ class DeadChannels:
 
     active: float = 0.01
     share: float = 0.5
-    row: int = 5
-    some_row: int = 20
-    _streak: Streak = field(default_factory=Streak, init=False, repr=False, compare=False)
-    _all: Streak = field(default_factory=Streak, init=False, repr=False, compare=False)
-    _same: Streak = field(default_factory=Streak, init=False, repr=False, compare=False)
-    _actives: Array = field(default_factory=lambda: np.empty(0), init=False, repr=False, compare=False)
+    consecutive_steps: int = 5
+    some_consecutive_steps: int = 20
 
-    def __call__(self, step: Step) -> Iterator[Finding] | None:
-        outputs = step.in_order(step.of("output"))
-        return self._of(step, outputs) if outputs else None
+    def __post_init__(self) -> None:
+        self._some_dead, self._all_dead = Streak(self.some_consecutive_steps), Streak(self.consecutive_steps)
+        self._same, self._actives = Streak(self.consecutive_steps - 1), np.empty(0)
 
-    def _of(self, step: Step, outputs: list[int]) -> Iterator[Finding]:
+    def __call__(self, step: Step) -> list[Finding] | None:
+        outputs = step.in_order(step.is_kind("output"))
+        if not outputs:
+            return None
+        shares, judged = self._shares(step, outputs)
+        of_some, of_all = self._some_dead.push(shares > self.share, judged), self._all_dead.push(shares == 1, judged)
+        is_dead = of_some | of_all
+        followed = zip([None, *outputs], outputs, strict=False)
+        return [
+            self._finding(step, site, float(shares[site]))
+            for before, site in followed
+            if is_dead[site] and (before is None or not is_dead[before])
+        ]
+
+    def _shares(self, step: Step, outputs: list[int]) -> tuple[Array, Mask]:
+        """``[n]``: the share of each output's channels that are dead; and which outputs are judged."""
         totals, n = step.totals, len(step.sites)
-        actives_before = np.concatenate([self._actives, np.full(n - len(self._actives), np.nan)])
-        actives = totals.count - totals.zeros
-        by_design = self._same.longer((actives == actives_before) & (actives > 0)) >= self.row - 1
+        actives_before, actives = extended(self._actives, n, np.nan), totals.count - totals.zeros
+        by_design = self._same.push((actives == actives_before) & (actives > 0))
         self._actives = np.where(totals.count > 0, actives, actives_before)
         # More than `share` dead channels of equal size leave at most this many values.
         most = (1 - self.share) + self.share * self.active
         gradients = step.partner("output", "grad_output")
         is_trained = (gradients >= 0) & (step.calls[gradients] > 0)
-        judged = step.of("output") & (totals.count > 0) & (is_trained | ~step.of("grad_output").any())
+        judged = step.is_kind("output") & (totals.count > 0) & (is_trained | ~step.is_kind("grad_output").any())
         judged &= np.array([site.tensor in ("output", "output.0") for site in step.sites], bool)
         candidates = judged & (totals.min >= 0) & (actives < most * totals.count) & ~by_design
         shares = np.zeros(n)
         before = dict(zip(outputs[1:], outputs, strict=False))
         for site in np.flatnonzero(candidates).tolist():
             shares[site] = self._share(step, site, int(gradients[before[site]]) if site in before else -1)
-        of_some = self._streak.longer(shares > self.share, judged) >= self.some_row
-        of_all = self._all.longer(shares == 1, judged) >= self.row
-        is_dead = (of_some & (shares > self.share)) | (of_all & (shares == 1))
-        for place, site in enumerate(outputs):
-            if not is_dead[site] or (place and is_dead[outputs[place - 1]]):
-                continue
-            what = "all channels" if shares[site] == 1 else f"{percent(shares[site])} of the channels"
-            sentence = (
-                f"{what} of {tensor_of(step.sites[site])} are dead: 0 for more than "
-                f"{percent(1 - self.active)} of what they see. They get no gradient, and seldom come back: lower the "
-                "learning rate, look at the bias before them, or use a LeakyReLU or GELU."
-            )
-            severity = "critical" if shares[site] == 1 else "warning"
-            yield step.finding("dead-channels", site, shares[site], self.share, severity, sentence)
+        return shares, judged
+
+    def _finding(self, step: Step, site: int, share: float) -> Finding:
+        sentence = (
+            f"{_channels(share)} of {tensor_of(step.sites[site])} are dead: 0 for more than "
+            f"{percent(1 - self.active)} of what they see. They get no gradient, and seldom come back: lower the "
+            "learning rate, look at the bias before them, or use a LeakyReLU or GELU."
+        )
+        severity = "critical" if share == 1 else "warning"
+        return step.finding("dead-channels", site, share, self.share, severity, sentence)
 
     def _share(self, step: Step, site: int, gradient: int) -> float:
         """Of the channels that are dead. gradient: the id of that of the output before; -1 without one."""
-        channels = step.channels(site) if step.has_channels[site] else None
-        stats = step.totals.entries(np.array([site])) if channels is None else channels
-        known = stats.count * self.row >= _LEAST_VALUES
+        stats = _stats(step, site)
+        known = stats.count * self.consecutive_steps >= _LEAST_VALUES
         if not known.any():
             return 0.0
         dead = stats.count - stats.zeros < self.active * stats.count
-        through = step.channels(gradient) if gradient >= 0 and step.has_channels[gradient] else None
+        through = step.channels(gradient) if gradient >= 0 else None
         if through is not None and np.array_equal(through.count, stats.count):
             dead &= through.zeros >= (1 - self.active) * through.count
         return float(dead[known].mean())
@@ -97,11 +101,11 @@ class DeadChannels:
 class SaturatedChannels:
     """A tanh or sigmoid whose channels sit at their ends, where they let no gradient through (warning).
 
-    The mean slope of a channel follows exactly from its moments: of a tanh it is 1 - E[x^2], of a sigmoid
-    E[x] - E[x^2]. A channel is saturated where it is less than ``slope`` = 0.01 of the steepest one (1, and 1/4), and a
-    layer is ill where more than ``share`` = 0.5 of its channels are, in ``row`` = 100 verdicts in a row. The figures
-    are ours: SageMaker Debugger (saturated-activation) counts inputs beyond 9.5 on either side, where the slope of a
-    tanh is 2e-8, far beyond where learning has stopped.
+    The mean slope of a channel follows exactly from its moments: of a tanh it is 1 - E[x^2], of a sigmoid E[x] -
+    E[x^2]. A channel is saturated where it is less than ``slope`` = 0.01 of the steepest one (1, and 1/4), and a layer
+    is ill where more than ``share`` = 0.5 of its channels are, in ``consecutive_steps`` = 100 verdicts in a row. The
+    figures are ours: SageMaker Debugger (saturated-activation) counts inputs beyond 9.5 on either side, where the slope
+    of a tanh is 2e-8, far beyond where learning has stopped.
 
     So that a healthy run is silent: judged are outputs with a gradient that have stayed within [-1, 1] or [0, 1] since
     the run began, and come near 1; not those with zeros (ReLU, masks), nor those whose channels have equal means or
@@ -111,49 +115,40 @@ class SaturatedChannels:
 
     slope: float = 0.01
     share: float = 0.5
-    row: int = 100
-    _streak: Streak = field(default_factory=Streak, init=False, repr=False, compare=False)
-    _beyond: Mask = field(default_factory=lambda: np.empty(0, bool), init=False, repr=False, compare=False)
-    _negative: Mask = field(default_factory=lambda: np.empty(0, bool), init=False, repr=False, compare=False)
+    consecutive_steps: int = 100
 
-    def __call__(self, step: Step) -> Iterator[Finding] | None:
-        outputs = step.in_order(step.of("output"))
-        return self._of(step, outputs[-1]) if outputs else None
+    def __post_init__(self) -> None:
+        self._streak = Streak(self.consecutive_steps)
+        self._beyond, self._negative = np.empty(0, bool), np.empty(0, bool)  # where values have been
 
-    def _of(self, step: Step, answer: int) -> Iterator[Finding]:
-        totals, n = step.totals, len(step.sites)
-        self._learn(step)
+    def __call__(self, step: Step) -> list[Finding] | None:
+        outputs = step.in_order(step.is_kind("output"))
+        if not outputs:
+            return None
+        totals, n, answer = step.totals, len(step.sites), outputs[-1]
+        self._beyond = extended(self._beyond, n, False) | (totals.abs_max > 1) | (step.nonfinite > 0)
+        self._negative = extended(self._negative, n, False) | (totals.min < 0)
         gradients = step.partner("output", "grad_output")
-        judged = step.of("output") & (totals.count > 0) & (gradients >= 0)
+        judged = step.is_kind("output") & (totals.count > 0) & (gradients >= 0)
         candidates = judged & ~self._beyond & (totals.abs_max > 0.9) & (totals.zeros == 0)
         shares = np.zeros(n)
         for site in np.flatnonzero(candidates).tolist():
             if site != answer and step.calls[gradients[site]]:
                 shares[site] = self._share(step, site)
-        lengths = self._streak.longer(shares > self.share, judged)
-        for site in step.in_order((lengths >= self.row) & (shares > self.share)):
-            what = "all channels" if shares[site] == 1 else f"{percent(shares[site])} of the channels"
-            sentence = (
-                f"{what} of {tensor_of(step.sites[site])} are saturated: they sit at the ends of the "
-                f"{'tanh' if self._negative[site] else 'sigmoid'}, and let less than {percent(self.slope)} of the "
-                "gradient through. Make what comes in smaller: lower weights or learning rate, or a norm before it."
-            )
-            yield step.finding("saturated-channels", site, shares[site], self.share, "warning", sentence)
+        ill = self._streak.push(shares > self.share, judged)
+        return [self._finding(step, site, float(shares[site])) for site in step.in_order(ill)]
 
-    def _learn(self, step: Step) -> None:
-        """Where values have been."""
-        totals, new = step.totals, len(step.sites) - len(self._beyond)
-        if new:
-            self._beyond, self._negative = (
-                np.append(each, np.zeros(new, bool)) for each in (self._beyond, self._negative)
-            )
-        self._beyond |= (totals.abs_max > 1) | (step.nonfinite > 0)
-        self._negative |= totals.min < 0
+    def _finding(self, step: Step, site: int, share: float) -> Finding:
+        sentence = (
+            f"{_channels(share)} of {tensor_of(step.sites[site])} are saturated: they sit at the ends of the "
+            f"{'tanh' if self._negative[site] else 'sigmoid'}, and let less than {percent(self.slope)} of the "
+            "gradient through. Make what comes in smaller: lower weights or learning rate, or a norm before it."
+        )
+        return step.finding("saturated-channels", site, share, self.share, "warning", sentence)
 
     def _share(self, step: Step, site: int) -> float:
         """Of the channels that are saturated."""
-        channels = step.channels(site) if step.has_channels[site] else None
-        stats = step.totals.entries(np.array([site])) if channels is None else channels
+        stats = _stats(step, site)
         square = stats.rms**2
         if self._negative[site]:
             saturated = 1 - square < self.slope
@@ -167,3 +162,13 @@ class SaturatedChannels:
                 return 0.0  # a softmax
             saturated = means - square < self.slope / 4
         return float(saturated.mean())
+
+
+def _stats(step: Step, site: int) -> Stats[Array]:
+    """Those of its channels; of all together, where they are not kept."""
+    channels = step.channels(site)
+    return step.totals.entries(np.array([site])) if channels is None else channels
+
+
+def _channels(share: float) -> str:
+    return "all channels" if share == 1 else f"{percent(share)} of the channels"

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from hookstats.numbers.fields import Array, Counts
 from hookstats.rules.finding import Finding
+from hookstats.rules.formatting import number
+from hookstats.rules.history import extended
 from hookstats.rules.step import Step
-from hookstats.rules.words import number
 
 
 @dataclass
@@ -30,20 +32,22 @@ class ExpertLoad:
     entropy: float = 0.5
     window: int = 10
     name: str = "experts"
-    _groups: dict[str, Counts] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _known: int = field(default=0, init=False, repr=False, compare=False)
-    _loads: list[Array] = field(default_factory=list, init=False, repr=False, compare=False)
 
-    def __call__(self, step: Step) -> Iterator[Finding] | None:
+    def __post_init__(self) -> None:
+        self._groups: dict[str, Counts] = {}
+        self._known = 0  # sites
+        self._loads: deque[Array] = deque(maxlen=self.window)
+
+    def __call__(self, step: Step) -> list[Finding] | None:
         if self._known < len(step.sites):
             self._groups, self._known = self._grouped(step), len(step.sites)
-        return self._of(step) if self._groups else None
+        if not self._groups:
+            return None
+        self._loads.append(step.totals.count)
+        return list(self._collapsed(step)) if len(self._loads) == self.window else []
 
-    def _of(self, step: Step) -> Iterator[Finding]:
-        self._loads = [*self._loads[-self.window + 1 :], step.totals.count]
-        if len(self._loads) < self.window:
-            return
-        loads = np.sum([np.append(each, np.zeros(len(step.sites) - len(each))) for each in self._loads], axis=0)
+    def _collapsed(self, step: Step) -> Iterator[Finding]:
+        loads = np.sum([extended(each, len(step.sites), 0) for each in self._loads], axis=0)
         for path, experts in self._groups.items():
             load = loads[experts]
             if not load.any():
@@ -65,7 +69,7 @@ class ExpertLoad:
         """Of each router, the ids of its experts' outputs: their own, or else those of the first thing in them."""
         pattern = re.compile(rf"(?P<path>.*?{re.escape(self.name)})\.(?P<number>\d+)(?P<inside>\..*)?")
         found: dict[str, dict[str, list[int]]] = {}
-        for i in np.flatnonzero(step.of("output")).tolist():
+        for i in np.flatnonzero(step.is_kind("output")).tolist():
             match = pattern.fullmatch(step.sites[i].name)
             if match:
                 inside = f"{match['inside'] or ''} {step.sites[i].tensor}"

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import numpy as np
 
 from hookstats.numbers.fields import Array
 from hookstats.rules.finding import Finding
+from hookstats.rules.formatting import number, tensor_of, times
 from hookstats.rules.history import Streak, Window
 from hookstats.rules.step import Mask, Step
-from hookstats.rules.words import number, tensor_of, times
 
 _SHORTEST = 6  # gradients of outputs, before which there is no depth to speak of
 
@@ -37,17 +36,17 @@ class _Depth(NamedTuple):
         both = sorted(sign * math.log10(max(each, 1e-300)) for each in (self.ends, self.thirds))
         return both[1] > abs(math.log10(depth)) and both[0] > abs(math.log10(depth)) / 2
 
-    @property
-    def where(self) -> str:
-        if self.ratio == self.ends:
-            return "from end to end"
-        return "by the medians of the first and the last third"
+    def path(self, step: Step) -> str:
+        """How it was measured, and from where to where."""
+        how = "from end to end" if self.ratio == self.ends else "by the medians of the first and the last third"
+        near, far = (step.sites[site].name or "the model" for site in (self.near, self.far))
+        return f"{how}, from the output of {near} back to that of {far}"
 
 
-def _over_depth(step: Step) -> _Depth | None:
+def _depth(step: Step) -> _Depth | None:
     """Of L2 norms: pooling divides a gradient's values by an area, and as many more values there are; the norm does not
     know."""
-    backward = step.in_order(step.of("grad_output") & (step.totals.count > 0))
+    backward = step.in_order(step.is_kind("grad_output") & (step.totals.count > 0))
     if len(backward) < _SHORTEST:
         return None
     norms, third = step.totals.l2_norm[backward], len(backward) // 3
@@ -57,76 +56,86 @@ def _over_depth(step: Step) -> _Depth | None:
     return _Depth(float(ends[1] / ends[0]), float(thirds[1] / thirds[0]), backward[0], backward[-1])
 
 
+class _DepthStreak:
+    """In how many measured steps in a row the gradients have gone beyond a ratio over the depth of the model."""
+
+    def __init__(self, depth: float, consecutive_steps: int) -> None:
+        self._depth = depth
+        self._consecutive_steps = consecutive_steps
+        self._length = 0
+
+    def push(self, step: Step) -> _Depth | None:
+        """What is beyond it in this step, the last of `consecutive_steps` in a row at least."""
+        depth = _depth(step)
+        if depth is None:
+            return None
+        self._length = self._length + 1 if depth.exceeds(self._depth) else 0
+        return depth if self._length >= self._consecutive_steps else None
+
+
 def _measured(step: Step) -> Mask:
     """Gradients of outputs and of parameters that came."""
-    mask: Mask = (step.of("grad_output") | step.of("param_grad")) & (step.totals.count > 0)
-    return mask
+    return (step.is_kind("grad_output") | step.is_kind("param_grad")) & (step.totals.count > 0)
 
 
 @dataclass
 class ExplodingGradients:
     """Gradients grow on their way back, or against their own past.
 
-    Over depth (warning): ``depth`` = 1e4 times over the model, in ``depth_row`` = 5 measured steps in a row: from end
-    to end, the norm of the gradient of the first output in order of execution over that of the last, or by the medians
-    of the first and the last third; the other one is 1e2 at least, so that it is neither one odd layer at an end nor
-    only a part between. Against their past (warning, from 100 times ``past`` on critical): the rms of a gradient is
-    ``past`` = 100 times its median over the last ``window`` = 128 measured steps, in ``row`` = 3 of them in a row. The
-    first in order of execution is named. There are no agreed figures: these are ours, beyond what healthy models show
-    (see docs/rules.md).
+    Over depth (warning): ``depth`` = 1e4 times over the model, in ``depth_consecutive_steps`` = 5 measured steps in a
+    row: from end to end, the norm of the gradient of the first output in order of execution over that of the last, or
+    by the medians of the first and the last third; the other one is 1e2 at least, so that it is neither one odd layer
+    at an end nor only a part between. Against their past (warning, from 100 times ``past`` on critical): the rms of a
+    gradient is ``past`` = 100 times its median over the last ``window`` = 128 measured steps, in ``consecutive_steps``
+    = 3 of them in a row. The first in order of execution is named. There are no agreed figures: these are ours, beyond
+    what healthy models show (see docs/rules.md).
 
-    So that a healthy run is silent: a site has a past when it has ``least`` = 16 values; single bursts do not count;
-    nor does a gradient that was negligible and finds its size (of queries and keys, when attention begins to form;
-    behind a layer scale that grows): it must be ``beyond`` = 10 times the median of every other of its kind; and models
-    with fewer than six outputs that have gradients have no depth.
+    So that a healthy run is silent: a site has a past when it has ``min_history`` = 16 values; single bursts do not
+    count; nor does a gradient that was negligible and finds its size (of queries and keys, when attention begins to
+    form; behind a layer scale that grows): it must be ``beyond`` = 10 times the median of every other of its kind; and
+    models with fewer than six outputs that have gradients have no depth.
     """
 
     depth: float = 1e4
-    depth_row: int = 5
+    depth_consecutive_steps: int = 5
     past: float = 100.0
     beyond: float = 10.0
-    row: int = 3
+    consecutive_steps: int = 3
     window: int = 128
-    least: int = 16
+    min_history: int = 16
     per_site: ClassVar[bool] = False
-    _past: Window = field(init=False, repr=False, compare=False)
-    _grown: Streak = field(default_factory=Streak, init=False, repr=False, compare=False)
-    _deep: int = field(default=0, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        self._past = Window(self.window, self.least)
+        self._depth = _DepthStreak(self.depth, self.depth_consecutive_steps)
+        self._past, self._streak = Window(self.window, self.min_history), Streak(self.consecutive_steps)
 
-    def __call__(self, step: Step) -> Iterator[Finding] | None:
+    def __call__(self, step: Step) -> list[Finding] | None:
         measured = _measured(step)
-        return self._of(step, measured) if measured.any() else None
-
-    def _of(self, step: Step, measured: Mask) -> Iterator[Finding]:
-        over_depth = _over_depth(step)
-        if over_depth is not None:
-            self._deep = self._deep + 1 if over_depth.exceeds(self.depth) else 0
-            if self._deep >= self.depth_row:
-                sentence = (
-                    f"the gradients grow {number(over_depth.ratio)} times {over_depth.where}, from the output of "
-                    f"{_name(step, over_depth.near)} back to that of {_name(step, over_depth.far)}. Lower the initial "
-                    "weights, normalise, or add residual connections."
-                )
-                yield step.finding(
-                    "exploding-gradients", over_depth.far, over_depth.ratio, self.depth, "warning", sentence
-                )
+        if not measured.any():
+            return None
+        found = []
+        depth = self._depth.push(step)
+        if depth is not None:
+            sentence = (
+                f"the gradients grow {number(depth.ratio)} times {depth.path(step)}. Lower the initial weights, "
+                "normalise, or add residual connections."
+            )
+            found.append(step.finding("exploding-gradients", depth.far, depth.ratio, self.depth, "warning", sentence))
         rms, median = step.totals.rms, self._past.median(len(measured))
         ratio: Array = np.divide(rms, median, out=np.zeros_like(rms), where=measured & (median > 0))
         grown = (ratio > self.past) & (rms > self.beyond * _largest_of_kind(step, median))
-        ill = step.in_order((self._grown.longer(grown, measured) >= self.row) & grown)
+        ill = step.in_order(self._streak.push(grown, measured))
         if ill:
             first = ill[0]
             severity = "critical" if ratio[first] > 100 * self.past else "warning"
             sentence = (
-                f"{tensor_of(step.sites[first])} has been {number(self.past)} times its usual size for {self.row} "
-                f"measured steps, now {number(ratio[first])} times{_and_others(ill)}. Lower the learning rate, or clip "
-                "gradients."
+                f"{tensor_of(step.sites[first])} has been {number(self.past)} times its usual size for "
+                f"{self.consecutive_steps} measured steps, now {number(ratio[first])} times{_and_others(ill)}. Lower "
+                "the learning rate, or clip gradients."
             )
-            yield step.finding("exploding-gradients", first, ratio[first], self.past, severity, sentence)
+            found.append(step.finding("exploding-gradients", first, ratio[first], self.past, severity, sentence))
         self._past.push(rms, measured)
+        return found
 
 
 @dataclass
@@ -136,80 +145,67 @@ class VanishingGradients:
     Over depth: ``depth`` = 1e-4 over the model: from end to end, the norm of the gradient of the first output in order
     of execution over that of the last, or by the medians of the first and the last third; the other one is 1e-2 at
     most. Against their past: the rms of a gradient, over its median of the last ``window`` = 128 measured steps, is
-    ``past`` = 1e-4 of the median of that ratio over all gradients. Either in ``row`` = 5 measured steps in a row.
-    SageMaker's absolute figure (a mean of |x| below 1e-7) depends on the loss's scale; "falling by orders over depth"
-    does not. How many orders is ours.
+    ``past`` = 1e-4 of the median of that ratio over all gradients. Either in ``consecutive_steps`` = 5 measured steps
+    in a row. SageMaker's absolute figure (a mean of |x| below 1e-7) depends on the loss's scale; "falling by orders
+    over depth" does not. How many orders is ours.
 
     So that a healthy run is silent: what all gradients do together, when a model has learned its data by heart, is no
     illness; a gradient of fewer than ``values`` = 16 numbers may be 0 by chance, and is not compared with its past; a
-    site has a past when it has ``least`` = 16 values, and none where half of them are 0 (an expert without
+    site has a past when it has ``min_history`` = 16 values, and none where half of them are 0 (an expert without
     tokens); a zero gradient behind weights that begin at zero (LoRA, the last norm of a residual block) lasts a step or
     two; and models with fewer than six outputs that have gradients have no depth.
     """
 
     depth: float = 1e-4
     past: float = 1e-4
-    row: int = 5
+    consecutive_steps: int = 5
     window: int = 128
-    least: int = 16
+    min_history: int = 16
     values: int = 16
     per_site: ClassVar[bool] = False
-    _past: Window = field(init=False, repr=False, compare=False)
-    _fallen: Streak = field(default_factory=Streak, init=False, repr=False, compare=False)
-    _deep: int = field(default=0, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        self._past = Window(self.window, self.least)
+        self._depth = _DepthStreak(self.depth, self.consecutive_steps)
+        self._past, self._streak = Window(self.window, self.min_history), Streak(self.consecutive_steps)
 
-    def __call__(self, step: Step) -> Iterator[Finding] | None:
+    def __call__(self, step: Step) -> list[Finding] | None:
         measured = _measured(step)
-        return self._of(step, measured) if measured.any() else None
-
-    def _of(self, step: Step, measured: Mask) -> Iterator[Finding]:
-        over_depth = _over_depth(step)
-        if over_depth is not None:
-            self._deep = self._deep + 1 if over_depth.exceeds(self.depth) else 0
-            if self._deep >= self.row:
-                sentence = (
-                    f"the gradients fall to {number(over_depth.ratio)} {over_depth.where}, from the output of "
-                    f"{_name(step, over_depth.near)} back to that of {_name(step, over_depth.far)}: they vanish, and "
-                    "what lies there does not learn. Use ReLU or GELU instead of sigmoid and tanh, normalise, or add "
-                    "residual connections."
-                )
-                yield step.finding(
-                    "vanishing-gradients", over_depth.far, over_depth.ratio, self.depth, "warning", sentence
-                )
+        if not measured.any():
+            return None
+        found = []
+        depth = self._depth.push(step)
+        if depth is not None:
+            sentence = (
+                f"the gradients fall to {number(depth.ratio)} {depth.path(step)}: they vanish, and what lies there "
+                "does not learn. Use ReLU or GELU instead of sigmoid and tanh, normalise, or add residual connections."
+            )
+            found.append(step.finding("vanishing-gradients", depth.far, depth.ratio, self.depth, "warning", sentence))
         rms, median = step.totals.rms, self._past.median(len(measured))
         known = measured & (median > 0) & (step.totals.count >= self.values * step.calls)
         if known.any():
             ratio: Array = np.divide(rms, median, out=np.full_like(rms, np.nan), where=known)
             usual = float(np.median(ratio[known]))
-            fallen = known & (ratio < self.past * usual)
-            ill = step.in_order((self._fallen.longer(fallen, known) >= self.row) & fallen)
+            ill = step.in_order(self._streak.push(known & (ratio < self.past * usual), known))
             if ill:
-                first = ill[0]
-                value = ratio[first] / usual
+                first, value = ill[0], ratio[ill[0]] / usual
                 sentence = (
                     f"{tensor_of(step.sites[first])} has fallen to {number(value)} of its usual size, while the others "
                     f"have not{_and_others(ill)}: what it belongs to does not learn any more. Look for dead or "
                     "saturated units behind it, or a layer that was cut off."
                 )
-                yield step.finding("vanishing-gradients", first, value, self.past, "warning", sentence)
+                found.append(step.finding("vanishing-gradients", first, value, self.past, "warning", sentence))
         self._past.push(rms, measured)
+        return found
 
 
 def _largest_of_kind(step: Step, median: Array) -> Array:
     """``[n]``: the largest of the medians of gradients of outputs, for these, and of parameters."""
     result = np.full(len(median), np.inf)
     for kind in ("grad_output", "param_grad"):
-        known = step.of(kind) & (median > 0)
+        known = step.is_kind(kind) & (median > 0)
         if known.any():
-            result[step.of(kind)] = median[known].max()
+            result[step.is_kind(kind)] = median[known].max()
     return result
-
-
-def _name(step: Step, site: int) -> str:
-    return step.sites[site].name or "the model"
 
 
 def _and_others(ill: list[int]) -> str:

@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from typing import Any, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
-from hookstats.numbers.fields import Array, Counts
+from hookstats.numbers.fields import Array
 from hookstats.rules.step import Mask
 
 _NEAR = 8
+_Values = TypeVar("_Values", bound=NDArray[Any])
+
+
+def extended(values: _Values, sites: int, missing: Any) -> _Values:
+    """What is remembered of each site by id, with `missing` for those that have appeared since."""
+    result: Any = np.append(values, np.full(sites - len(values), missing, values.dtype))
+    return result  # type: ignore[no-any-return]
 
 
 class Window:
     """The last ``length`` values of each site, by id; a site that was silent in a step keeps those it had."""
 
-    def __init__(self, length: int, least: int) -> None:
-        """least: values, before which a site has no past."""
+    def __init__(self, length: int, min_history: int) -> None:
+        """min_history: values, before which a site has no past."""
         self._length = length
-        self._least = least
+        self._min_history = min_history
         self._values = np.empty((0, length))
         self._pushed = np.empty(0, np.int64)
 
@@ -28,7 +37,7 @@ class Window:
         self._grow(sites)
         result = np.full(len(self._pushed), np.nan)
         counts = np.minimum(self._pushed, self._length)
-        for count in np.unique(counts[counts >= self._least]).tolist():
+        for count in np.unique(counts[counts >= self._min_history]).tolist():
             rows, middle = counts == count, (count - 1) // 2
             result[rows] = np.partition(self._values[rows, :count], middle, axis=1)[:, middle]
         return result
@@ -44,22 +53,25 @@ class Window:
         new = sites - len(self._pushed)
         if new > 0:
             self._values = np.concatenate([self._values, np.empty((new, self._length))])
-            self._pushed = np.concatenate([self._pushed, np.zeros(new, np.int64)])
+            self._pushed = extended(self._pushed, sites, 0)
 
 
 class Streak:
-    """In how many verdicts in a row each site was ill, by id."""
+    """``lengths`` ``[sites]``: in how many verdicts in a row each site was ill, by id."""
 
-    def __init__(self) -> None:
-        self._lengths = np.empty(0, np.int64)
+    def __init__(self, consecutive_steps: int) -> None:
+        self._consecutive_steps = consecutive_steps
+        self.lengths = np.empty(0, np.int64)
 
-    def longer(self, ill: Mask, judged: Mask | None = None) -> Counts:
-        """``[sites]``, this verdict included. judged: others stay as they were; None: all are."""
-        new = len(ill) - len(self._lengths)
-        lengths = np.concatenate([self._lengths, np.zeros(new, np.int64)]) if new > 0 else self._lengths
+    def push(self, ill: Mask, judged: Mask | None = None) -> Mask:
+        """``[sites]``: ill in this verdict, the last of `consecutive_steps` in a row at least.
+
+        judged: others stay as they were; None: all are.
+        """
+        lengths = extended(self.lengths, len(ill), 0)
         after = np.where(ill, lengths + 1, 0)
-        self._lengths = after if judged is None else np.where(judged, after, lengths)
-        return self._lengths
+        self.lengths = after if judged is None else np.where(judged, after, lengths)
+        return ill & (self.lengths >= self._consecutive_steps)
 
 
 class Course:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
 from hookstats.numbers.fields import Array
 from hookstats.rules.finding import Finding
-from hookstats.rules.step import Mask, Step
-from hookstats.rules.words import number, tensor_of, times
+from hookstats.rules.formatting import number, tensor_of, times
+from hookstats.rules.history import extended
+from hookstats.rules.step import Step
 
 _BACKWARD = ("grad_output", "grad_input", "param_grad")
 
@@ -32,41 +32,48 @@ class NonFinite:
 
     overflows: int = 16
     per_site: ClassVar[bool] = False
-    _seen: Mask = field(default_factory=lambda: np.empty(0, bool), init=False, repr=False, compare=False)
-    _masks: Mask = field(default_factory=lambda: np.empty(0, bool), init=False, repr=False, compare=False)
-    _clean: int | None = field(default=None, init=False, repr=False, compare=False)  # the last step that was finite
-    _latest: int | None = field(default=None, init=False, repr=False, compare=False)  # the last measured step
-    _lost: int | None = field(default=None, init=False, repr=False, compare=False)  # since when the loss is not finite
-    _skipped: int = field(default=0, init=False, repr=False, compare=False)  # by the scaler, in a row
 
-    def __call__(self, step: Step) -> Iterator[Finding]:
-        bad = self._counted(step)[step.order]
+    def __post_init__(self) -> None:
+        self._seen, self._masks = np.empty(0, bool), np.empty(0, bool)  # sites; those in which -Inf is in order
+        self._clean: int | None = None  # the last step in which everything was finite
+        self._latest: int | None = None  # the last measured step
+        self._lost: int | None = None  # since when the loss is not finite
+        self._skipped = 0  # steps in a row, by the scaler
+
+    def __call__(self, step: Step) -> list[Finding]:
+        bad = self._count(step)[step.order]
         self._skipped = self._skipped + 1 if step.overflowed else 0
-        lost = self._loss(step)
+        lost = self._note_losses(step)
+        found = self._finding(step, bad, lost)
+        if self._lost is None and not bad.any():
+            self._clean = step.number
+        self._latest = step.number
+        return [] if found is None else [found]
+
+    def _finding(self, step: Step, bad: Array, lost: list[tuple[int, float]]) -> Finding | None:
+        """bad: values that are not finite, of sites in the order of execution. lost: losses of steps before this."""
         if bad.any():
             place = int(np.flatnonzero(bad)[0])
-            yield self._of_tensor(step, place, bad[place])
-        elif self._lost is not None:
+            return self._tensor_finding(step, place, bad[place])
+        if self._lost is not None:
             loss = step.scalars.get("loss", math.nan)
             sentence = (
                 f"the loss is {loss}, and every watched tensor is finite: it began behind the model, in the loss "
                 f"itself. Look for a logarithm or a division there, and at the labels.{self._since(step)}"
             )
-            yield step.finding("nonfinite", None, loss, 0, "critical", sentence, self._lost)
-        else:
-            if lost:
-                at, loss = lost[0]
-                more = f", and in {times(len(lost) - 1, 'more step')}" if len(lost) > 1 else ""
-                sentence = (
-                    f"the loss was {loss} in step {at}, which was not measured{more}; in step {step.number} everything "
-                    "is finite again. Look at the batch of that step, and for a logarithm or a division in the loss. "
-                    "With every=1, the tensor is named in which it begins."
-                )
-                yield step.finding("nonfinite", None, loss, 0, "warning", sentence, at)
-            self._clean = step.number
-        self._latest = step.number
+            return step.finding("nonfinite", None, loss, 0, "critical", sentence, self._lost)
+        if not lost:
+            return None
+        at, loss = lost[0]
+        more = f", and in {times(len(lost) - 1, 'more step')}" if len(lost) > 1 else ""
+        sentence = (
+            f"the loss was {loss} in step {at}, which was not measured{more}; in step {step.number} everything is "
+            "finite again. Look at the batch of that step, and for a logarithm or a division in the loss. With "
+            "every=1, the tensor is named in which it begins."
+        )
+        return step.finding("nonfinite", None, loss, 0, "warning", sentence, at)
 
-    def _loss(self, step: Step) -> list[tuple[int, float]]:
+    def _note_losses(self, step: Step) -> list[tuple[int, float]]:
         """Takes note of since when it has not been finite; those of the steps before this one that were not."""
         losses = [(at, each["loss"]) for at, each in step.earlier_scalars.items() if "loss" in each]
         for at, loss in [*losses, (step.number, step.scalars.get("loss", 0.0))]:
@@ -76,7 +83,7 @@ class NonFinite:
                 self._lost = at
         return [(at, loss) for at, loss in losses if not np.isfinite(loss)]
 
-    def _of_tensor(self, step: Step, place: int, bad: float) -> Finding:
+    def _tensor_finding(self, step: Step, place: int, bad: float) -> Finding:
         """place: in the order of execution."""
         first = int(step.order[place])
         kind = step.sites[first].tensor.partition(".")[0]
@@ -123,14 +130,12 @@ class NonFinite:
             text += "." if self._lost == step.number else f", since step {self._lost}."
         return text if self._clean is None else f"{text} In step {self._clean} everything was finite."
 
-    def _counted(self, step: Step) -> Array:
+    def _count(self, step: Step) -> Array:
         """``[n]``: values that are not finite, without those of masks."""
-        new = len(step.sites) - len(self._seen)
-        if new:
-            self._seen, self._masks = (np.append(each, np.zeros(new, bool)) for each in (self._seen, self._masks))
+        self._seen, self._masks = (extended(each, len(step.sites), False) for each in (self._seen, self._masks))
         totals, begins = step.totals, (step.calls > 0) & ~self._seen
         if begins.any():
-            is_forward = step.of("output") | step.of("input")
+            is_forward = step.is_kind("output") | step.is_kind("input")
             self._masks |= begins & is_forward & (totals.neginfs > 0) & (totals.nans + totals.posinfs == 0)
             self._seen |= begins
         return np.where(self._masks, totals.nans + totals.posinfs, step.nonfinite)
@@ -189,12 +194,12 @@ _ROWS = {
 
 def _has_weights(step: Step, module: str) -> bool:
     """Whether those of a module are watched."""
-    return any(step.sites[i].name.startswith(f"{module}.") for i in np.flatnonzero(step.of("param")).tolist())
+    return any(step.sites[i].name.startswith(f"{module}.") for i in np.flatnonzero(step.is_kind("param")).tolist())
 
 
 def _is_of_rows(step: Step, site: int) -> bool | None:
     """Whether it is in all channels alike, as data make it; None: nobody knows, or all is lost."""
-    channels = step.channels(site) if step.has_channels[site] else None
+    channels = step.channels(site)
     if channels is None or len(channels.nans) < 2:
         return None
     bad = channels.nans + channels.posinfs + channels.neginfs

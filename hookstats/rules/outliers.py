@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
-from hookstats.numbers.fields import Array, Counts
+from hookstats.numbers.fields import Array
 from hookstats.rules.finding import Finding
+from hookstats.rules.formatting import number, tensor_of, times
 from hookstats.rules.history import Streak
 from hookstats.rules.step import Mask, Step
-from hookstats.rules.words import number, tensor_of, times
 
 
 @dataclass
@@ -21,32 +20,33 @@ class MassiveActivations:
     Sun et al. 2024, arXiv 2402.17762. Trained language models have them, so nothing needs to be wrong; int8 and float8
     lose all other values of such a tensor.
 
-    So that a healthy run is silent: in ``row`` = 3 verdicts in a row; and the median is that of the values that are not
-    0, to the bin of a factor of 2 (its upper end), or all of a ReLU's would be massive. Without a histogram by exponent
-    it is the mean of their absolute values, which is larger.
+    So that a healthy run is silent: in ``consecutive_steps`` = 3 verdicts in a row; and the median is that of the
+    values that are not 0, to the bin of a factor of 2 (its upper end), or all of a ReLU's would be massive. Without a
+    histogram by exponent it is the mean of their absolute values, which is larger.
     """
 
     value: float = 100.0
     ratio: float = 1000.0
-    row: int = 3
-    _streak: Streak = field(default_factory=Streak, init=False, repr=False, compare=False)
+    consecutive_steps: int = 3
 
-    def __call__(self, step: Step) -> Iterator[Finding] | None:
-        judged = step.of("output") & (step.calls > 0)
+    def __post_init__(self) -> None:
+        self._streak = Streak(self.consecutive_steps)
+
+    def __call__(self, step: Step) -> list[Finding] | None:
+        judged = step.is_kind("output") & (step.calls > 0)
         if not judged.any():
             return None
         ratios = self._ratios(step, judged & (step.totals.abs_max > self.value))
-        ill = (self._streak.longer(ratios > self.ratio, judged) >= self.row) & (ratios > self.ratio)
-        return self._of(step, step.in_order(ill), ratios)
+        ill = self._streak.push(ratios > self.ratio, judged)
+        return [self._finding(step, site, ratios[site]) for site in step.in_order(ill)]
 
-    def _of(self, step: Step, ill: list[int], ratios: Array) -> Iterator[Finding]:
-        for site in ill:
-            sentence = (
-                f"{tensor_of(step.sites[site])} reaches {number(step.totals.abs_max[site])}, {number(ratios[site])} "
-                "times its median. Trained language models have such values, at tokens that attention rests on; if "
-                "they grow, lower the learning rate. Quantised to 8 bits, all other values of it are lost."
-            )
-            yield step.finding("massive-activations", site, ratios[site], self.ratio, "note", sentence)
+    def _finding(self, step: Step, site: int, ratio: float) -> Finding:
+        sentence = (
+            f"{tensor_of(step.sites[site])} reaches {number(step.totals.abs_max[site])}, {number(ratio)} times its "
+            "median. Trained language models have such values, at tokens that attention rests on; if they grow, lower "
+            "the learning rate. Quantised to 8 bits, all other values of it are lost."
+        )
+        return step.finding("massive-activations", site, ratio, self.ratio, "note", sentence)
 
     def _ratios(self, step: Step, candidates: Mask) -> Array:
         """``[n]``: the largest |x| over the median."""
@@ -71,20 +71,22 @@ class OutlierChannels:
     ``severe`` = 1000 is ill, and so is ``many`` = 10 channels beyond ``ratio`` = 100 (bo-ke/llm-internal-medicine,
     docs/massive_activation.md).
 
-    So that a healthy run is silent: in ``row`` = 3 verdicts in a row; an outlier is at least ``value`` = 6 (Dettmers et
-    al. 2022, LLM.int8(), arXiv 2208.07339), because where all values are small nothing is lost; channels that are 0
-    throughout do not count in the median; and an output has at least 16 others.
+    So that a healthy run is silent: in ``consecutive_steps`` = 3 verdicts in a row; an outlier is at least ``value`` =
+    6 (Dettmers et al. 2022, LLM.int8(), arXiv 2208.07339), because where all values are small nothing is lost; channels
+    that are 0 throughout do not count in the median; and an output has at least 16 others.
     """
 
     severe: float = 1000.0
     ratio: float = 100.0
     many: int = 10
     value: float = 6.0
-    row: int = 3
-    _streak: Streak = field(default_factory=Streak, init=False, repr=False, compare=False)
+    consecutive_steps: int = 3
 
-    def __call__(self, step: Step) -> Iterator[Finding] | None:
-        judged = step.of("output") & step.has_channels & (step.calls > 0)
+    def __post_init__(self) -> None:
+        self._streak = Streak(self.consecutive_steps)
+
+    def __call__(self, step: Step) -> list[Finding] | None:
+        judged = step.is_kind("output") & step.has_channels & (step.calls > 0)
         if not judged.any():
             return None
         totals, largest = step.totals, np.zeros(len(step.sites))
@@ -94,23 +96,21 @@ class OutlierChannels:
         for site in np.flatnonzero(likely).tolist():
             largest[site], beyond[site] = self._of_channels(step, site)
         is_ill = (largest > self.severe) | (beyond > self.many)
-        ill = (self._streak.longer(is_ill, judged) >= self.row) & is_ill
-        return self._of(step, step.in_order(ill), largest, beyond)
+        ill = self._streak.push(is_ill, judged)
+        return [self._finding(step, site, largest[site], int(beyond[site])) for site in step.in_order(ill)]
 
-    def _of(self, step: Step, ill: list[int], largest: Array, beyond: Counts) -> Iterator[Finding]:
-        for site in ill:
-            channels = step.channels(site)
-            assert channels is not None
-            worst = int(np.nanargmax(channels.abs_max))
-            threshold = self.severe if largest[site] > self.severe else self.ratio
-            sentence = (
-                f"channel {worst} of {tensor_of(step.sites[site])} reaches {number(channels.abs_max[worst])}, "
-                f"{number(largest[site])} times the median channel; {times(int(beyond[site]), 'channel')} "
-                f"{'is' if beyond[site] == 1 else 'are'} beyond {number(self.ratio)} times. Look at the weights that "
-                "make it, and whether weight decay reaches them; in float8 or int8 this output needs a scale per "
-                "channel."
-            )
-            yield step.finding("outlier-channels", site, largest[site], threshold, "warning", sentence)
+    def _finding(self, step: Step, site: int, largest: float, beyond: int) -> Finding:
+        channels = step.channels(site)
+        assert channels is not None
+        worst = int(np.nanargmax(channels.abs_max))
+        sentence = (
+            f"channel {worst} of {tensor_of(step.sites[site])} reaches {number(channels.abs_max[worst])}, "
+            f"{number(largest)} times the median channel; {times(beyond, 'channel')} {'is' if beyond == 1 else 'are'} "
+            f"beyond {number(self.ratio)} times. Look at the weights that make it, and whether weight decay reaches "
+            "them; in float8 or int8 this output needs a scale per channel."
+        )
+        threshold = self.severe if largest > self.severe else self.ratio
+        return step.finding("outlier-channels", site, largest, threshold, "warning", sentence)
 
     def _of_channels(self, step: Step, site: int) -> tuple[float, int]:
         """The largest ratio, and how many are beyond."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -12,9 +11,9 @@ from hookstats.numbers.blocks import Drained
 from hookstats.numbers.fields import Array, Counts, Site
 from hookstats.numbers.snapshot import Snapshot
 from hookstats.rules.finding import Finding
+from hookstats.rules.formatting import percent, tensor_of
 from hookstats.rules.history import Streak
 from hookstats.rules.step import Mask, Sites, Step
-from hookstats.rules.words import percent, tensor_of
 
 
 class _Format(NamedTuple):
@@ -124,20 +123,21 @@ class LowPrecisionFit:
     There is no agreed share: this one is ours (FP8-LM, arXiv 2310.18313, adapts its scale at 0.001 % overflow). `fit`
     gives all numbers.
 
-    So that a healthy run is silent: in ``row`` = 5 verdicts in a row, from 1,000 values on that are not 0. Only steps
-    with histograms by exponent are judged, in each of them one of ``turns`` = 4 parts of the sites: reading histograms
-    is what costs most of all rules, and nobody chooses a precision within four steps.
+    So that a healthy run is silent: in ``consecutive_steps`` = 5 verdicts in a row, from 1,000 values on that are not
+    0. Only steps with histograms by exponent are judged, in each of them one of ``turns`` = 4 parts of the sites:
+    reading histograms is what costs most of all rules, and nobody chooses a precision within four steps.
     """
 
     lost: float = 0.01
-    row: int = 5
+    consecutive_steps: int = 5
     turns: int = 4
-    _turn: int = field(default=0, init=False, repr=False, compare=False)
-    _streak: Streak = field(default_factory=Streak, init=False, repr=False, compare=False)
 
-    def __call__(self, step: Step) -> Iterator[Finding] | None:
-        outputs, weights = step.of("output") | step.of("input"), step.of("param")
-        gradients = step.of("grad_output") | step.of("grad_input")
+    def __post_init__(self) -> None:
+        self._turn, self._streak = 0, Streak(self.consecutive_steps)
+
+    def __call__(self, step: Step) -> list[Finding] | None:
+        outputs, weights = step.is_kind("output") | step.is_kind("input"), step.is_kind("param")
+        gradients = step.is_kind("grad_output") | step.is_kind("grad_input")
         n = len(step.sites)
         in_turn = np.arange(n) % self.turns == self._turn
         values = _Magnitudes(step, (step.calls > 0) & in_turn & (outputs | weights | gradients))
@@ -152,29 +152,24 @@ class LowPrecisionFit:
         is_ill, judged = np.zeros(n, bool), np.zeros(n, bool)
         is_ill[ids] = enough & ((lost > self.lost) | (overflow > 0))
         judged[ids] = enough
-        ill = (self._streak.longer(is_ill, judged) >= self.row) & is_ill
-        places = np.searchsorted(ids, np.array(step.in_order(ill), np.int64))
-        return self._of(step, places, lost, overflow, fits)
-
-    def _of(
-        self, step: Step, places: Counts, lost: Array, overflow: Array, fits: dict[str, _Fits]
-    ) -> Iterator[Finding]:
-        ids = fits["float16"].ids
-        for place in places.tolist():
-            site = step.sites[int(ids[place])]
-            if lost[place] <= self.lost:
-                sentence = (
-                    f"{tensor_of(site)} reaches {step.totals.abs_max[ids[place]]:.3g}, beyond float16's 65504: in "
-                    "float16 it would be infinite. Keep this layer in bfloat16 or float32."
+        found = []
+        for site in step.in_order(self._streak.push(is_ill, judged)):
+            place = int(np.searchsorted(ids, site))
+            tensor, value, threshold = tensor_of(step.sites[site]), lost[place], self.lost
+            if value > threshold:
+                shares = ", ".join(
+                    f"{percent(each.scaled_underflow[place])} in {name} (scale 2^{each.exponent[place]})"
+                    for name, each in fits.items()
                 )
-                yield step.finding("low-precision-fit", int(ids[place]), overflow[place], 0.0, "note", sentence)
-                continue
-            shares = ", ".join(
-                f"{percent(of.scaled_underflow[place])} in {name} (scale 2^{of.exponent[place]})"
-                for name, of in fits.items()
-            )
-            sentence = (
-                f"cast to a lower precision at its best scale, {tensor_of(site)} would lose to 0 of its values: "
-                f"{shares}. Leave this layer out where you quantise, or give it a scale per channel or block."
-            )
-            yield step.finding("low-precision-fit", int(ids[place]), lost[place], self.lost, "note", sentence)
+                sentence = (
+                    f"cast to a lower precision at its best scale, {tensor} would lose to 0 of its values: {shares}. "
+                    "Leave this layer out where you quantise, or give it a scale per channel or block."
+                )
+            else:
+                value, threshold = overflow[place], 0.0
+                sentence = (
+                    f"{tensor} reaches {step.totals.abs_max[site]:.3g}, beyond float16's 65504: in float16 it would be "
+                    "infinite. Keep this layer in bfloat16 or float32."
+                )
+            found.append(step.finding("low-precision-fit", site, value, threshold, "note", sentence))
+        return found

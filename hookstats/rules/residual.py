@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from hookstats.numbers.fields import Counts
 from hookstats.rules.finding import Finding
+from hookstats.rules.formatting import number
 from hookstats.rules.history import Streak
 from hookstats.rules.step import Step
-from hookstats.rules.words import number
 
 _BLOCK = re.compile(r"(?P<path>.*?)\.?(?P<number>\d+)")
 
@@ -21,9 +21,9 @@ _BLOCK = re.compile(r"(?P<path>.*?)\.?(?P<number>\d+)")
 class ResidualDrift:
     """The stream grows, or shrinks, from block to block (warning): the rms behind the last over that behind the first.
 
-    Ill is ``ratio`` = 100 times, or one 100th, in ``row`` = 5 measured steps in a row; the block that adds most is
-    named. A stream of blocks of equal size grows as the square root of their number; no figure is agreed on, and this
-    one is ours, ten times beyond what healthy small models show (see docs/rules.md).
+    Ill is ``ratio`` = 100 times, or one 100th, in ``consecutive_steps`` = 5 measured steps in a row; the block that
+    adds most is named. A stream of blocks of equal size grows as the square root of their number; no figure is agreed
+    on, and this one is ours, ten times beyond what healthy small models show (see docs/rules.md).
 
     So that a healthy run is silent: it begins behind the first block, because embeddings are small at first; from
     ``blocks`` = 4 on; blocks are modules with a number as their name that hold others which are watched, not experts,
@@ -31,18 +31,20 @@ class ResidualDrift:
     """
 
     ratio: float = 100.0
-    row: int = 5
+    consecutive_steps: int = 5
     blocks: int = 4
-    _stacks: dict[str, Counts] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _known: int = field(default=0, init=False, repr=False, compare=False)
-    _streak: Streak = field(default_factory=Streak, init=False, repr=False, compare=False)
 
-    def __call__(self, step: Step) -> Iterator[Finding] | None:
+    def __post_init__(self) -> None:
+        self._stacks: dict[str, Counts] = {}
+        self._known = 0  # sites
+        self._streak = Streak(self.consecutive_steps)
+
+    def __call__(self, step: Step) -> list[Finding] | None:
         if self._known < len(step.sites):
-            self._stacks, self._known = self._found(step), len(step.sites)
-        return self._of(step) if self._stacks else None
+            self._stacks, self._known = self._find_stacks(step), len(step.sites)
+        return list(self._drifted(step)) if self._stacks else None
 
-    def _of(self, step: Step) -> Iterator[Finding]:
+    def _drifted(self, step: Step) -> Iterator[Finding]:
         ratios = np.ones(len(step.sites))
         gains = {}
         places = np.zeros(len(step.sites), np.int64)
@@ -53,8 +55,7 @@ class ResidualDrift:
             if in_order and (rms > 0).all():
                 ratios[stack[-1]] = rms[-1] / rms[0]
                 gains[path] = rms[1:] / rms[:-1]
-        drifted = (ratios > self.ratio) | (ratios < 1 / self.ratio)
-        ill = (self._streak.longer(drifted) >= self.row) & drifted
+        ill = self._streak.push((ratios > self.ratio) | (ratios < 1 / self.ratio))
         for path, gain in gains.items():
             stack = self._stacks[path]
             last = int(stack[-1])
@@ -74,9 +75,9 @@ class ResidualDrift:
                 "residual-drift", last, ratios[last], self.ratio if grows else 1 / self.ratio, "warning", sentence
             )
 
-    def _found(self, step: Step) -> dict[str, Counts]:
+    def _find_stacks(self, step: Step) -> dict[str, Counts]:
         """Of each stack, the ids of its blocks' outputs."""
-        outputs = [step.sites[i] for i in np.flatnonzero(step.of("output")).tolist()]
+        outputs = [step.sites[i] for i in np.flatnonzero(step.is_kind("output")).tolist()]
         inner = {prefix for site in outputs for prefix in _prefixes(site.name)}
         found: dict[str, dict[int, int]] = {}
         for i, (name, tensor) in enumerate(step.sites):

@@ -5,16 +5,15 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from hookstats.numbers.fields import Array
 from hookstats.rules.finding import Finding
-from hookstats.rules.history import Course
+from hookstats.rules.formatting import number
+from hookstats.rules.history import Course, extended
 from hookstats.rules.step import Step
-from hookstats.rules.words import number
 
 _LEAST_RISE = 0.05  # of what rises, from one third of the steps to the next
 _MOVED, _KNOWN = 3.0, 3  # times the largest of the last moves, of which there are so many
@@ -44,14 +43,14 @@ class LossSpike:
     where the model changes with it, at once or while the loss stays up (half of its outputs by a factor of
     exp(``moved`` = 0.3) in rms since the last measured step, and 3 times what they did before the jump); where it goes
     above the first losses, and no outputs are measured that could tell; or where, from above the first losses, it comes
-    back at once, within ``row`` = 5 steps: that is bad data. (Not of losses of both signs, as those of policies are:
-    they say nothing of what was learned.)
+    back at once, within ``consecutive_steps`` = 5 steps: that is bad data. (Not of losses of both signs, as those of
+    policies are: they say nothing of what was learned.)
 
     Divergence (critical): after a jump with which the model changed, the loss has been above the first losses for
-    ``row`` steps; or it goes on rising over 9 steps, or 30, from third to third and beyond its noise: above the first
-    losses, although it had come down before, or twofold each time. A level that is higher is none.
+    ``consecutive_steps`` steps; or it goes on rising over 9 steps, or 30, from third to third and beyond its noise:
+    above the first losses, although it had come down before, or twofold each time. A level that is higher is none.
 
-    So that a healthy run is silent: a jump is judged when there are ``least`` = 16 losses, and must undo a share
+    So that a healthy run is silent: a jump is judged when there are ``min_history`` = 16 losses, and must undo a share
     ``undone`` = 0.05 of what the loss has come down since the first steps, because a model that has learned its data by
     heart has losses near 0 that vary by any factor. What OLMo-core does not say is a setting of ours.
     """
@@ -60,44 +59,43 @@ class LossSpike:
     sigmas: float = 6.0
     tail: float = 2.0
     window: int = 128
-    least: int = 16
+    min_history: int = 16
     undone: float = 0.05
     moved: float = 0.3
-    row: int = 5
+    consecutive_steps: int = 5
     per_site: ClassVar[bool] = False
-    _past: Course = field(init=False, repr=False, compare=False)
-    _last: deque[float] = field(default_factory=lambda: deque(maxlen=30), init=False, repr=False, compare=False)
-    _firsts: list[float] = field(default_factory=list, init=False, repr=False, compare=False)
-    _lowest: float = field(default=math.inf, init=False, repr=False, compare=False)  # level
-    _jump: _Jump | None = field(default=None, init=False, repr=False, compare=False)
-    _outputs: Array = field(default_factory=lambda: np.empty(0), init=False, repr=False, compare=False)  # rms
-    _moves: deque[float] = field(default_factory=lambda: deque(maxlen=8), init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self._past = Course(self.window)
+        self._last: deque[float] = deque(maxlen=30)
+        self._firsts: list[float] = []
+        self._lowest = math.inf  # level
+        self._jump: _Jump | None = None
+        self._outputs = np.empty(0)  # rms
+        self._moves: deque[float] = deque(maxlen=8)
 
-    def __call__(self, step: Step) -> Iterator[Finding] | None:
+    def __call__(self, step: Step) -> list[Finding] | None:
         scalars = {**step.earlier_scalars, step.number: step.scalars}
         values = {number: each[self.scalar] for number, each in scalars.items() if self.scalar in each}
         values = {number: value for number, value in values.items() if math.isfinite(value)}
         move = self._move(step)
-        return self._of(step, values, move) if values else None
+        return list(self._judge(step, values, move)) if values else None
 
-    def _of(self, step: Step, values: dict[int, float], move: float | None) -> Iterator[Finding]:
+    def _judge(self, step: Step, values: dict[int, float], move: float | None) -> Iterator[Finding]:
         has_moved = None if move is None else self._is_abrupt(move)
         for at, value in values.items():
-            yield from self._judged(step, at, value, has_moved)
+            yield from self._judge_one(step, at, value, has_moved)
             self._last.append(value)
             self._lowest = min(self._lowest, self._past.level)
-            if len(self._firsts) < self.row:
+            if len(self._firsts) < self.consecutive_steps:
                 self._firsts.append(value)
         if move is not None and self._jump is None:  # else it belongs to the jump, and not to what was before
             self._moves.append(move)
 
-    def _judged(self, step: Step, at: int, value: float, has_moved: bool | None) -> Iterator[Finding]:
+    def _judge_one(self, step: Step, at: int, value: float, has_moved: bool | None) -> Iterator[Finding]:
         """at: the step of this value, which may be an earlier one."""
         past, limit = self._past, math.inf
-        if len(past) >= self.least:
+        if len(past) >= self.min_history:
             limit = past.limit(self.sigmas, self.tail)
         if self._jump is not None:
             yield from self._returned(step, at, value)
@@ -150,9 +148,9 @@ class LossSpike:
                 )
                 yield step.finding("loss-spike", None, peak, limit, "warning", sentence, began)
             self._jump = None
-        elif at - began >= self.row:
+        elif at - began >= self.consecutive_steps:
             self._jump = None
-            if has_moved and min([*self._last, value][-self.row :]) > max(self._firsts):
+            if has_moved and min([*self._last, value][-self.consecutive_steps :]) > max(self._firsts):
                 sentence = (
                     f"the {self.scalar} is {number(value)}, and has been above the first ones for {at - began} steps, "
                     f"since it jumped in step {began} and the outputs of the model changed: training diverges. Go back "
@@ -169,12 +167,12 @@ class LossSpike:
         first = math.log(self._firsts[0]) if self._firsts else math.inf
         descended = self._lowest < _DESCENDED * self._firsts[0] if self._firsts else False
         start = math.log(max(self._firsts)) if descended else first
-        deviation = self._past.deviation if len(self._past) >= self.least else 0.0
+        deviation = self._past.deviation if len(self._past) >= self.min_history else 0.0
         for third in (3, 10):
             if len(values) < 3 * third:
                 break
             one, two, three = np.median(values[-3 * third :].reshape(3, third), axis=1)
-            if len(self._past) < self.least and np.diff(values[-3 * third :]).min() <= 0:
+            if len(self._past) < self.min_history and np.diff(values[-3 * third :]).min() <= 0:
                 continue  # of which nobody knows how much they vary
             least = max(7 * deviation / math.sqrt(third), _LEAST_RISE, 0.0 if descended else math.log(2))
             if one > start + (0.0 if descended else math.log(2)) and min(two - one, three - two) > least:
@@ -183,9 +181,9 @@ class LossSpike:
 
     def _move(self, step: Step) -> float | None:
         """By how much, in logarithms, half of the outputs changed since the last measured step; None: none can tell."""
-        mask = step.of("output") & (step.totals.count > 0)
+        mask = step.is_kind("output") & (step.totals.count > 0)
         rms = np.where(mask, step.totals.rms, np.nan)
-        before = np.append(self._outputs, np.full(len(rms) - len(self._outputs), np.nan))
+        before = extended(self._outputs, len(rms), np.nan)
         self._outputs = np.where(mask, rms, before)
         both = (rms > 0) & (before > 0)
         return float(np.median(np.abs(np.log(rms[both] / before[both])))) if both.any() else None
@@ -205,33 +203,29 @@ class GradientNormSpike:
     norms: a note; a warning where that happened ``many`` = 3 times in the window.
 
     So that a healthy run is silent: a single batch of another kind is no illness, and without clipping they are common
-    in small language models; steps in a row are one jump; judged when there are ``least`` = 32 norms; and ``factor`` =
-    5 times the level at least (a setting of ours), because norms that are clipped do not vary at all. Norms that are
-    clipped say nothing: see `Monitor.measure_gradients`.
+    in small language models; steps in a row are one jump; judged when there are ``min_history`` = 32 norms; and
+    ``factor`` = 5 times the level at least (a setting of ours), because norms that are clipped do not vary at all.
+    Norms that are clipped say nothing: see `Monitor.measure_gradients`.
     """
 
     sigmas: float = 6.0
     tail: float = 2.0
     window: int = 128
-    least: int = 32
+    min_history: int = 32
     factor: float = 5.0
     many: int = 3
     per_site: ClassVar[bool] = False
-    _spikes: deque[bool] = field(init=False, repr=False, compare=False)
-    _past: Course = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        self._past, self._spikes = Course(self.window), deque(maxlen=self.window)
+        self._past = Course(self.window)
+        self._spikes: deque[bool] = deque(maxlen=self.window)
 
-    def __call__(self, step: Step) -> Iterator[Finding] | None:
+    def __call__(self, step: Step) -> list[Finding] | None:
         value = step.scalars.get("grad_norm", step.grad_norm)
         if value is None or not math.isfinite(value):
             return None
-        return self._of(step, value)
-
-    def _of(self, step: Step, value: float) -> Iterator[Finding]:
-        limit = math.inf
-        if len(self._past) >= self.least:
+        found, limit = [], math.inf
+        if len(self._past) >= self.min_history:
             level = self._past.level
             limit = max(self._past.limit(self.sigmas, self.tail), self.factor * level)
             self._spikes.append(value > limit)
@@ -243,5 +237,6 @@ class GradientNormSpike:
                     f"the norm of the gradients jumped to {number(value)}, from {number(level)} in the measured steps "
                     "before. Look at this batch; clip gradients, or lower the learning rate, before the loss follows."
                 )
-                yield step.finding("gradient-norm-spike", None, value, limit, severity, sentence)
+                found.append(step.finding("gradient-norm-spike", None, value, limit, severity, sentence))
         self._past.push(value, limit)
+        return found

@@ -41,8 +41,8 @@ class Sites:
             self._latest = list(sites), ids
         return ids
 
-    def of(self, kind: str) -> Mask:
-        """``[n]``: whether a site's tensor is of this kind: "output" takes "output.0" as well."""
+    def is_kind(self, kind: str) -> Mask:
+        """``[n]``: whether a site's tensor is of this kind: "output.0" is an "output"."""
         mask = self._kinds.get(kind)
         if mask is None or len(mask) < len(self.all):
             tensors = [site.tensor for site in self.all]
@@ -55,7 +55,7 @@ class Sites:
         partners = self._partners.get((kind, other))
         if partners is None or len(partners) < len(self.all):
             partners = np.full(len(self.all), -1, np.int64)
-            for i in np.flatnonzero(self.of(kind)).tolist():
+            for i in np.flatnonzero(self.is_kind(kind)).tolist():
                 name, tensor = self.all[i]
                 partners[i] = self._ids.get(Site(name, other + tensor[len(kind) :]), -1)
             self._partners[kind, other] = partners
@@ -84,9 +84,9 @@ class Step:
         self.sites: Sequence[Site] = sites.all
         self._is_aligned = np.array_equal(self._ids, np.arange(len(sites.all)))
 
-    def of(self, kind: str) -> Mask:
+    def is_kind(self, kind: str) -> Mask:
         """``[n]``: whether a site's tensor is an "output", a "grad_output", a "param", ..., see attach."""
-        return self._sites.of(kind)
+        return self._sites.is_kind(kind)
 
     def partner(self, kind: str, other: str) -> Counts:
         """``[n]``: of each site of a kind, the id of that of another kind with the same name; -1 without one.
@@ -165,7 +165,7 @@ class Step:
     @cached_property
     def grad_norm(self) -> float | None:
         """As `Snapshot.grad_norm`."""
-        chosen = np.flatnonzero(self.of("param_grad") & (self.calls > 0))
+        chosen = np.flatnonzero(self.is_kind("param_grad") & (self.calls > 0))
         if not chosen.size:
             return None
         if self.totals.nans[chosen].any():

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from hookstats.numbers.fields import Counts
 from hookstats.rules.finding import Finding
-from hookstats.rules.history import Streak
+from hookstats.rules.formatting import number
+from hookstats.rules.history import Streak, extended
 from hookstats.rules.step import Mask, Step
-from hookstats.rules.words import number
 
 _AFTER = 10  # steps, in which the loss shows what an update did
 
@@ -21,11 +21,11 @@ class UpdateRatio:
     """An optimizer's step changes a parameter too much: mean |update| over mean |parameter| (warning).
 
     About 1e-3 is usual, far above 1e-2 is bad (bo-ke/llm-internal-medicine, docs/optim_update.md): ill is ``ratio`` =
-    0.1 in ``row`` = 10 measured steps in a row while the loss does not come down, or once more than ``whole`` = 1, all
-    that the parameter was, where the loss goes up with it: the median of 3 losses in a row, of the next 10 steps, is
-    beyond what it was by ``worse`` = 0.1 of that; that is ours. Where the loss does better, it is a note: small weights
-    are to be rewritten at the beginning, and Muon does that. Without a loss, either is a warning. It needs
-    ``attach(tensors=(..., "param", "param_update"))``.
+    0.1 in ``consecutive_steps`` = 10 measured steps in a row while the loss does not come down, or once more than
+    ``whole`` = 1, all that the parameter was, where the loss goes up with it: the median of 3 losses in a row, of the
+    next 10 steps, is beyond what it was by ``worse`` = 0.1 of that; that is ours. Where the loss does better, it is a
+    note: small weights are to be rewritten at the beginning, and Muon does that. Without a loss, either is a warning.
+    It needs ``attach(tensors=(..., "param", "param_update"))``.
 
     The rounding of low precision. Where an optimizer keeps float32 master weights of bfloat16 parameters, an update is
     seen as 0 or as a whole unit in the last place: its rms is then too large, 2.8 times at a learning rate of 1e-5 and
@@ -41,29 +41,30 @@ class UpdateRatio:
     """
 
     ratio: float = 0.1
-    row: int = 10
+    consecutive_steps: int = 10
     whole: float = 1.0
     worse: float = 0.1
     values: int = 64
-    _streak: Streak = field(default_factory=Streak, init=False, repr=False, compare=False)
-    _seen: Mask = field(default_factory=lambda: np.empty(0, bool), init=False, repr=False, compare=False)
-    _unsized: Mask = field(default_factory=lambda: np.empty(0, bool), init=False, repr=False, compare=False)
-    _losses: dict[int, float] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _since: dict[int, int] = field(default_factory=dict, init=False, repr=False, compare=False)  # streaks, by id
-    _rewritten: dict[int, tuple[int, float]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    def __call__(self, step: Step) -> Iterator[Finding] | None:
+    def __post_init__(self) -> None:
+        self._streak = Streak(self.consecutive_steps)
+        self._seen, self._unsized = np.empty(0, bool), np.empty(0, bool)  # parameters; those without a size
+        self._losses: dict[int, float] = {}
+        self._since: dict[int, int] = {}  # the step in which a streak began, by id
+        self._rewritten: dict[int, tuple[int, float]] = {}  # in which step, and how far, by id
+
+    def __call__(self, step: Step) -> list[Finding] | None:
         scalars = {**step.earlier_scalars, step.number: step.scalars}
         self._losses |= {number: each["loss"] for number, each in scalars.items() if "loss" in each}
         weights = step.partner("param_update", "param")
         measured = (weights >= 0) & (step.totals.count >= self.values)
-        return self._of(step, weights, measured) if measured.any() or self._rewritten else None
+        return list(self._changed(step, weights, measured)) if measured.any() or self._rewritten else None
 
-    def _of(self, step: Step, weights: Counts, measured: Mask) -> Iterator[Finding]:
+    def _changed(self, step: Step, weights: Counts, measured: Mask) -> Iterator[Finding]:
         means = step.totals.abs_mean
         sizes = np.where(measured, means[weights], np.nan)
         new = step.sites[len(self._seen) :]
-        self._seen = np.append(self._seen, np.zeros(len(new), bool))
+        self._seen = extended(self._seen, len(step.sites), False)
         self._unsized = np.append(self._unsized, np.array([name.endswith("bias") for name, _ in new], bool))
         begins = measured & ~self._seen
         self._unsized |= begins & (step.totals.min == step.totals.max)[weights]
@@ -71,16 +72,16 @@ class UpdateRatio:
         with np.errstate(invalid="ignore", divide="ignore"):
             ratios = np.where(measured & (sizes > 0), means / sizes, 0.0)
         too_large = (ratios > self.ratio) & ~self._unsized
-        lengths = self._streak.longer(too_large, measured)
+        lasting = self._streak.push(too_large, measured)
         for site in step.in_order(too_large):
             self._since.setdefault(site, step.number)
-            if lengths[site] == 1:
+            if self._streak.lengths[site] == 1:
                 self._since[site] = step.number
             value = float(ratios[site])
             if value > self.whole:
                 self._rewritten[site] = step.number, value
                 yield self._finding(step, site, value, self.whole, "note" if self._losses else "warning", step.number)
-            elif lengths[site] >= self.row:
+            elif lasting[site]:
                 severity = "note" if self._came_down(self._since[site], step.number) else "warning"
                 yield self._finding(step, site, value, self.ratio, severity, step.number)
         for site, (at, value) in list(self._rewritten.items()):
@@ -92,7 +93,7 @@ class UpdateRatio:
         self._losses = {at: loss for at, loss in self._losses.items() if at > first - 3}
 
     def _finding(self, step: Step, site: int, value: float, threshold: float, severity: str, at: int) -> Finding:
-        since = f"for {self.row} measured steps"
+        since = f"for {self.consecutive_steps} measured steps"
         if threshold == self.whole:
             since = "so that nothing is left of what it was"
         if severity == "note":

@@ -98,18 +98,18 @@ def bounded(of: torch.Tensor, count: int = 3) -> list[dict[tuple[str, str], torc
 def test_tanh_and_sigmoid_are_saturated_at_their_ends() -> None:
     wide, narrow = 1000 * torch.randn(200, 16), torch.randn(200, 16)
     for ill in (wide.tanh(), wide.clamp(-80, 80).sigmoid(), (wide.abs() + 30).sigmoid()):
-        assert told(SaturatedChannels(row=3), bounded(ill)) == [(2, "saturated-channels")]
-        assert told(SaturatedChannels(row=4), bounded(ill)) == []
+        assert told(SaturatedChannels(consecutive_steps=3), bounded(ill)) == [(2, "saturated-channels")]
+        assert told(SaturatedChannels(consecutive_steps=4), bounded(ill)) == []
     for healthy in (narrow.tanh(), (3 * narrow).sigmoid(), (1000 * narrow).softmax(-1).clamp(min=1e-30), narrow / 10):
-        assert told(SaturatedChannels(row=3), bounded(healthy)) == []
+        assert told(SaturatedChannels(consecutive_steps=3), bounded(healthy)) == []
 
 
 def test_what_has_no_gradient_is_not_saturated_and_neither_is_the_answer() -> None:
     ill = (1000 * torch.randn(200, 16)).tanh()
     without = [{("a", "output"): ill, ("head", "output"): torch.randn(4, 4)}] * 3
-    assert told(SaturatedChannels(row=3), without) == []
+    assert told(SaturatedChannels(consecutive_steps=3), without) == []
     last = [{("a", "output"): ill, ("a", "grad_output"): torch.ones_like(ill)}] * 3
-    assert told(SaturatedChannels(row=3), last) == []
+    assert told(SaturatedChannels(consecutive_steps=3), last) == []
 
 
 def test_massive_values_are_compared_with_the_median_of_those_that_are_not_zero() -> None:
@@ -155,7 +155,7 @@ def test_updates_of_bfloat16_parameters_with_float32_masters_are_not_overstated(
     update = lr * torch.randn(400_000, generator=generator)
     seen = (master + update).bfloat16() - master.bfloat16()
     step = {("weight", "param"): master.bfloat16()[None], ("weight", "param_update"): seen[None]}
-    (found,) = judge([step_of(0, step)], [UpdateRatio(ratio=0.0, row=1)])
+    (found,) = judge([step_of(0, step)], [UpdateRatio(ratio=0.0, consecutive_steps=1)])
     true = (update.abs().mean() / master.abs().mean()).item()
     assert found.value == pytest.approx(true, rel=0.02)
     assert seen.float().square().mean().sqrt() > 2 * update.square().mean().sqrt()  # as the rms would have it
@@ -203,7 +203,7 @@ def test_gradients_that_all_fall_together_do_not_vanish() -> None:
 
 
 def test_a_window_keeps_the_last_values_of_each_site_and_what_is_silent_keeps_its_own() -> None:
-    window, pushed = Window(5, least=2), [[], [], []]
+    window, pushed = Window(5, min_history=2), [[], [], []]
     generator = np.random.default_rng(1)
     for step in range(20):
         sites = 2 if step < 3 else 3
@@ -218,10 +218,12 @@ def test_a_window_keeps_the_last_values_of_each_site_and_what_is_silent_keeps_it
 
 
 def test_a_streak_grows_while_a_site_is_ill_and_waits_while_it_is_not_judged() -> None:
-    streak = Streak()
-    assert streak.longer(np.array([True, False])).tolist() == [1, 0]
-    assert streak.longer(np.array([True, True, True]), np.array([False, True, True])).tolist() == [1, 1, 1]
-    assert streak.longer(np.array([True, False, True])).tolist() == [2, 0, 2]
+    streak = Streak(2)
+    assert streak.push(np.array([True, False])).tolist() == [False, False]
+    assert streak.push(np.array([True, True, True]), np.array([False, True, True])).tolist() == [False] * 3
+    assert streak.lengths.tolist() == [1, 1, 1]
+    assert streak.push(np.array([True, False, True])).tolist() == [True, False, True]
+    assert streak.lengths.tolist() == [2, 0, 2]
 
 
 def test_a_gradient_that_was_negligible_and_finds_its_size_does_not_explode() -> None:
