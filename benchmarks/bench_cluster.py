@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from benchmarks.bench_records import layout
 from hookstats.cluster.merging import Merging
-from hookstats.cluster.steps import Step, Steps
+from hookstats.cluster.packing import LocalStep, StepPacking
 from hookstats.cluster.table import Tables
 from hookstats.numbers.blocks import Drained, Layout
 from hookstats.numbers.fields import FIELDS, Bins, ExponentBins
@@ -32,12 +32,12 @@ def drained(where: Layout, step: int) -> Drained:
 
 def merges(rank: int, world: int, bins: Bins | None) -> dict[str, float]:
     where = layout(SITES, 1, bins)
-    merging = Merging(range(world), Steps(rank, Tables(1 << 28, False)))
+    merging = Merging(range(world), StepPacking(rank, Tables(1 << 28, False)))
     times: list[float] = []
     submits: list[float] = []
     before = 0.0
     for step in range(ROUNDS + 1):
-        made = Step(drained(where, step))
+        made = LocalStep(drained(where, step))
         dist.barrier()
         if step == 1:
             before = time.process_time()

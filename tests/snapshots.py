@@ -63,7 +63,7 @@ def snapshot(
         stats._scale = scale
     idle = hookstats.measure(torch.zeros(0, 2), histogram=None)
     idle.calls = 0
-    columns = Columns.of(sites | dict.fromkeys(silent or [], idle), sites)
+    columns = Columns.from_stats(sites | dict.fromkeys(silent or [], idle), sites)
     return Snapshot(step, columns, dict(scalars or {}))
 
 

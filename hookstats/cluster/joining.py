@@ -11,10 +11,10 @@ from torch import nn
 
 from hookstats.cluster.groups import checked_placements, group_of
 from hookstats.cluster.merging import Merged, Merging
+from hookstats.cluster.packing import LocalStep, StepPacking
 from hookstats.cluster.placements import Placements
-from hookstats.cluster.steps import Step, Steps
 from hookstats.cluster.table import Placed, Placing, Tables
-from hookstats.modules.sharding import Held
+from hookstats.modules.sharding import LocalShard
 from hookstats.numbers.blocks import Drained, Row
 from hookstats.numbers.fields import Site
 from hookstats.numbers.ranks import StepRanks
@@ -34,16 +34,16 @@ class Joined:
         group = group_of(process_group)
         wanted = checked_placements(placements, group, names)
         rank = dist.get_rank()
-        self._steps = Steps(rank, Tables(budget, spread))
+        self._steps = StepPacking(rank, Tables(budget, spread))
         self._placements = Placements(model, group, wanted, self._steps.notes.append)
-        self._placing: tuple[dict[Site, Held], Placing] | None = None
+        self._placing: tuple[dict[Site, LocalShard], Placing] | None = None
         self._merging = Merging(group.ranks, self._steps)
         weakref.finalize(self, self._merging.give_up).atexit = False  # where nobody detaches the monitor, nor holds it
-        self._arrived: list[Merged[Step]] = []
+        self._arrived: list[Merged[LocalStep]] = []
         self.ranks = StepRanks((rank,), len(group.ranks))
         self.is_first = rank == min(group.ranks)
 
-    def submit(self, drained: Drained, held: dict[Site, Held]) -> None:
+    def submit(self, drained: Drained, held: dict[Site, LocalShard]) -> None:
         """held: what this rank has of each site; the same object while nothing of it has changed."""
         try:
             if self._placing is None or self._placing[0] is not held:
@@ -51,7 +51,7 @@ class Joined:
             placing = self._placing[1]
         except Exception as error:  # the groups of the model were destroyed, say: the step cannot be merged
             placing = _failing(error)
-        self._merging.submit(Step(drained, placing), drained.step)
+        self._merging.submit(LocalStep(drained, placing), drained.step)
 
     def arrived(self) -> list[Drained]:
         """What all ranks have together, or this one alone, in the order of their submission; each once."""

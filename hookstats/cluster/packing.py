@@ -1,23 +1,96 @@
-"""A rank's step into the arrays that are merged, and what has been merged as a step again. Pure numpy."""
+"""A rank's steps as `Merging` takes them: into the arrays that are merged, and back into a step. Pure numpy."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from hashlib import blake2b
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from hookstats.cluster import flat as at
-from hookstats.cluster.agreement import Agreement
-from hookstats.cluster.flat import SPREAD, Flat
-from hookstats.cluster.moving import Moves
-from hookstats.cluster.table import Piece, Table
+from hookstats.cluster.agreement import Agreement, some
+from hookstats.cluster.flat import MERGES, SPREAD, Flat, Merge, Section
+from hookstats.cluster.table import Placing, ShardRange, Table, Tables, whole
 from hookstats.numbers.blocks import COUNTERS, Drained, Layout, Read
 from hookstats.numbers.columns import wholes_of
 from hookstats.numbers.fields import FIELDS, Array, Counts, Site, Skipped, fold_channels, histogram_shape
 from hookstats.numbers.ranks import Spread
 
+_FEW = 1 << 13  # numbers of a site that are moved one by one, by index, together with those of other sites
+_PACKERS = 4  # agreements: of whole states, and of totals, each before and after a change
 _WHOLES = 2  # layouts that are kept: others where a rank had totals alone of other sites
+
+
+class LocalStep(NamedTuple):
+    """A step of this rank."""
+
+    drained: Drained
+    placing: Placing = whole  # as `Tables.table_of` has it
+
+
+class StepPacking:
+    """The steps of a rank, one after another; one thread alone uses it.
+
+    ``notes``: what the user is to be told of how ranks differ, and what was left out for it; to be taken from the left.
+    """
+
+    merges: Sequence[Merge] = MERGES
+
+    def __init__(self, rank: int, tables: Tables) -> None:
+        self.notes: deque[str] = deque()
+        self._rank = rank
+        self._tables = tables
+        self._apart: dict[Site, None] = {}  # of which ranks have held other values, since this rank attached
+        self._packers: dict[tuple[tuple[int, bytes], ...], Packer] = {}
+
+    def table(self, step: LocalStep) -> tuple[int, bytes]:
+        """What this rank has, and its checksum before it."""
+        table, _ = self._tables.table_of(*step)
+        return table.checksum, table.text
+
+    def nbytes(self, step: LocalStep) -> int:
+        """Of the state that it holds."""
+        return sum(block.nbytes for block in step.drained.blocks)
+
+    def scale(self, step: LocalStep) -> float | None:
+        """The grad_scale."""
+        return step.drained.grad_scale
+
+    def pack(self, step: LocalStep, tables: Sequence[tuple[int, bytes]]) -> list[Section]:
+        """tables: each with the lowest rank that has it, in the order of these. ValueError where one is none."""
+        return list(self._packer(tables).pack(step.drained, *self._tables.table_of(*step)))
+
+    def unpack(self, sections: Sequence[Section], step: LocalStep, tables: Sequence[tuple[int, bytes]]) -> LocalStep:
+        """A step made of what came of all ranks' sections; step: this rank's own."""
+        packer, before = self._packer(tables), len(self._apart)
+        drained = packer.unpack(Flat(*sections), step.drained)
+        self._tell_of(list(self._apart)[before:], packer.agreement, drained.step)
+        return step._replace(drained=drained)
+
+    def _tell_of(self, sites: Sequence[Site], agreement: Agreement, number: int) -> None:
+        """Of what is kept apart from now on."""
+        if not sites:
+            return
+        rows = agreement.alternatives[sites[0]]
+        names = " and ".join(str(agreement.rows[i].site) for i in rows[:2])
+        self.notes.append(
+            f"the ranks hold different values of {some(sites)} at step {number}, and how these plain tensors lie is "
+            f"not known. They are kept apart from this step on: {sites[0]} as {names}. Say how they are placed: "
+            "placements={glob: Shard(-1)} for a part of the channels, Shard(0) or Shard(-2) for a part of the rows, "
+            "one for each dimension of a DeviceMesh that is process_group="
+        )
+
+    def _packer(self, tables: Sequence[tuple[int, bytes]]) -> Packer:
+        key = tuple(tables)
+        if key not in self._packers:
+            agreement = Agreement([(rank, Table.from_text(text)) for rank, text in tables])
+            self.notes.extend(agreement.notes)
+            for old in list(self._packers)[: 1 - _PACKERS]:
+                del self._packers[old]
+            self._packers[key] = Packer(agreement, self._rank, self._apart)
+        return self._packers[key]
 
 
 class Packer:
@@ -31,11 +104,11 @@ class Packer:
         self._shares: dict[tuple[Layout, Table], _Share] = {}
         self._wholes: dict[tuple[tuple[int, ...], tuple[Site, ...]], _Whole] = {}
 
-    def pack(self, drained: Drained, table: Table, pieces: Sequence[Piece]) -> Flat:
-        """What this rank contributes; table and pieces as `Tables.of` gave them, the table one of the agreement's."""
+    def pack(self, drained: Drained, table: Table, shards: Sequence[ShardRange]) -> Flat:
+        """What this rank contributes; table and shards: of `Tables.table_of`, the table one of the agreement's."""
         key = drained.layout, table
         if key not in self._shares:
-            self._shares = {key: _Share(self.agreement, drained.layout, table, pieces, self._rank, self._apart)}
+            self._shares = {key: _Share(self.agreement, drained.layout, table, shards, self._rank, self._apart)}
         return self._shares[key].pack(drained)
 
     def unpack(self, flat: Flat, own: Drained) -> Drained:
@@ -61,11 +134,11 @@ class _Share:
         agreement: Agreement,
         layout: Layout,
         table: Table,
-        pieces: Sequence[Piece],
+        shards: Sequence[ShardRange],
         rank: int,
         apart: dict[Site, None],
     ) -> None:
-        """table: one of the agreement's, of this layout; with pieces, as `Tables.of` gave them. apart: see Packer."""
+        """table: one of the agreement's, of this layout; with shards, of `Tables.table_of`. apart: see Packer."""
         self._apart = apart
         self._agreement = agreement
         self._rank = rank
@@ -74,19 +147,19 @@ class _Share:
         self._place = np.array([agreement.place[row.site] for row in table.rows], np.int64)
         rows = [agreement.rows[i] for i in self._place.tolist()]
         self._counts = np.array(
-            [piece.counts and agreement.counts(row, rank) for row, piece in zip(table.rows, pieces, strict=True)], bool
+            [shard.counts and agreement.counts(row, rank) for row, shard in zip(table.rows, shards, strict=True)], bool
         )
-        self._leads = self._counts & np.array([piece.leads for piece in pieces], bool)
+        self._leads = self._counts & np.array([shard.leads for shard in shards], bool)
         self._unknown = [
-            (i, Site(row.site.name, row.apart_of), piece.group)
-            for i, (row, piece) in enumerate(zip(table.rows, pieces, strict=True))
-            if piece.group is not None and self._counts[i]
+            (i, Site(row.site.name, row.apart_of), shard.group)
+            for i, (row, shard) in enumerate(zip(table.rows, shards, strict=True))
+            if shard.group is not None and self._counts[i]
         ]
         is_total = np.array([row.channels == 1 for row in rows], bool)
         shape = np.array([(part.block, part.offset, part.channels, part.bins) for part in parts], np.int64)
         block, offset, channels, bins = shape.reshape(-1, 4).T
         self._width = np.where(is_total, 1, channels)
-        first = np.where(is_total, 0, np.array([piece.offset for piece in pieces], np.int64))
+        first = np.where(is_total, 0, np.array([shard.offset for shard in shards], np.int64))
         self._begin = agreement.channel_begin[self._place] + first
         self._has_bins = (bins > 0) & (np.diff(agreement.bin_begin)[self._place] > 0)
         self._per_channel = agreement.bins is not None and agreement.bins.per_channel
@@ -97,11 +170,11 @@ class _Share:
         self._is_narrow = ~is_total & np.array([row.is_narrow for row in table.rows], bool)
         here = np.flatnonzero(self._counts & ~is_fold)
         to = int(agreement.channel_begin[-1]), block[here], offset[here], self._begin[here], channels[here]
-        self._moments = Moves(len(FIELDS), *to)
+        self._moments = _Moves(len(FIELDS), *to)
         here = np.flatnonzero(self._counts & self._has_bins & ~(is_fold & self._per_channel))
         offset = offset + len(FIELDS) * channels + COUNTERS
         to = int(agreement.bin_begin[-1]), block[here], offset[here], self._bin_begin[here], bins[here]
-        self._histograms = Moves(1, *to)
+        self._histograms = _Moves(1, *to)
 
     def pack(self, drained: Drained) -> Flat:
         """drained: of this layout."""
@@ -182,9 +255,9 @@ class _Whole:
         here = np.flatnonzero(~np.isin(kept, folded))
         begin = agreement.channel_begin
         to = block[here], offset[here], begin[kept[here]], channels[here]
-        self._moments = Moves(len(FIELDS), int(begin[-1]), *to)
+        self._moments = _Moves(len(FIELDS), int(begin[-1]), *to)
         offset, begin = self._counters + COUNTERS, agreement.bin_begin
-        self._bins = Moves(1, int(begin[-1]), block[here], offset[here], begin[kept[here]], bins[here])
+        self._bins = _Moves(1, int(begin[-1]), block[here], offset[here], begin[kept[here]], bins[here])
 
     def unpack(self, flat: Flat, own: Drained) -> Drained:
         agreement, layout = self._agreement, self._layout
@@ -235,6 +308,48 @@ class _Whole:
             reason = here.reason if here else f"rank {flat.lowest[at.SKIPPED_BY, i]} has the reason"
             result[site] = Skipped(reason, None if flat.counts[at.GIVEN_UP, i] else times)
         return result
+
+
+class _Moves:
+    """Moves numbers of sites between blocks, where those of a site lie by themselves, ``[height, width]``, and a
+    section, where they lie beside those of all others. A few calls of numpy, however many sites there are.
+    """
+
+    def __init__(self, height: int, length: int, block: Counts, offset: Counts, begin: Counts, width: Counts) -> None:
+        """``[sites]``: in which block, and where in it; from which element of the section, and how many of them.
+
+        length: elements of the section, ``[height, length]``.
+        """
+        self._height = height
+        self._indices: list[tuple[int, Counts, Counts]] = []  # block, where in it, where in the section
+        is_small = height * width < _FEW
+        for number in np.unique(block).tolist():
+            here = np.flatnonzero(is_small & (block == number))
+            widths = width[here]
+            along = np.arange(widths.sum()) - np.repeat(np.cumsum(widths) - widths, widths)
+            rows = np.arange(height)[:, None]
+            inside = np.repeat(offset[here], widths) + along + rows * np.repeat(widths, widths)
+            self._indices.append((number, inside, np.repeat(begin[here], widths) + along + rows * length))
+        self._slices = [
+            (number, slice(at, at + height * n), slice(to, to + n))
+            for number, at, to, n in np.stack([block, offset, begin, width], 1)[~is_small].tolist()
+        ]
+
+    def gather(self, blocks: Sequence[Counts], section: Section) -> None:
+        """From the blocks."""
+        flat = section.view(np.int64).reshape(-1)
+        for number, inside, outside in self._indices:
+            flat[outside] = blocks[number].take(inside)
+        for number, here, there in self._slices:
+            section.view(np.int64)[:, there] = blocks[number][here].reshape(self._height, -1)
+
+    def scatter(self, section: Section, blocks: Sequence[Any]) -> None:
+        """To the blocks."""
+        flat = section.view(np.int64).reshape(-1)
+        for number, inside, outside in self._indices:
+            blocks[number][inside] = flat.take(outside)
+        for number, here, there in self._slices:
+            blocks[number][here].reshape(self._height, -1)[...] = section.view(np.int64)[:, there]
 
 
 def _content(read: Read, calls: int, group: int) -> int:

@@ -23,10 +23,10 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.nn.parallel import DistributedDataParallel
 
 from hookstats.cluster.groups import Axis, Group, Wanted, axes_of
-from hookstats.cluster.table import Piece, Placed, Placing, Replicas, whole
+from hookstats.cluster.table import Placed, Placing, Replicas, ShardRange, whole
 from hookstats.modules.channels import input_channels, natural_channels
 from hookstats.modules.selection import clean_names, matches
-from hookstats.modules.sharding import Held, Sharding, flattened
+from hookstats.modules.sharding import LocalShard, Sharding, flattened
 from hookstats.numbers import blocks
 from hookstats.numbers.fields import Site
 
@@ -100,7 +100,7 @@ class Placements:
         self.group = group
         self.ranks = frozenset(group.ranks)
 
-    def placing(self, held: Mapping[Site, Held]) -> Placing:
+    def placing(self, held: Mapping[Site, LocalShard]) -> Placing:
         """How sites lie in the whole, with the model's parameters as they are now. held: of each site."""
         model = self._model()
         return _Placing(self, nn.Module() if model is None else model, dict(held))
@@ -135,7 +135,7 @@ class Placements:
 class _Placing:
     """The sites of a model as it is now."""
 
-    def __init__(self, placements: Placements, model: nn.Module, held: dict[Site, Held]) -> None:
+    def __init__(self, placements: Placements, model: nn.Module, held: dict[Site, LocalShard]) -> None:
         self._placements = placements
         self._held = held
         # Merging keeps the latest of these for good; a model that nobody else holds is to go all the same.
@@ -147,41 +147,41 @@ class _Placing:
         }
 
     def __call__(self, row: blocks.Row) -> Placed:
-        held = self._held.get(row.site, Held(None, None))
+        held = self._held.get(row.site, LocalShard(None, None))
         if held.sharding is not None:
-            return self._of_dtensor(row, held.sharding, held.channels)
+            return self._place_dtensor(row, held.sharding, held.channels)
         wanted = self._placements.wanted(row.site.name)
         if wanted is not None:
-            return self._as_wanted(row, wanted, held.channels)
+            return self._place_as_wanted(row, wanted, held.channels)
         if row.is_parameter:
             flat = self._flat.get(id(self._modules.get(row.site.name.rpartition(".")[0])))
             if flat:  # each rank has other values of it, in one dimension
-                piece = Piece(leads=dist.get_rank() == min(flat))
-                return Placed(row.parts[-1].channels, min(flat), piece)
+                shard = ShardRange(leads=dist.get_rank() == min(flat))
+                return Placed(row.parts[-1].channels, min(flat), shard)
         if row.is_parameter or not self._parallel:
             return whole(row)
-        return self._of_plain(row, held.channels)
+        return self._place_plain(row, held.channels)
 
-    def _of_dtensor(self, row: blocks.Row, sharding: Sharding, channels: int | None) -> Placed:
+    def _place_dtensor(self, row: blocks.Row, sharding: Sharding, channels: int | None) -> Placed:
         axes = self._placements.axes_of(sharding.mesh)
         ranks = self._placements.ranks & set(sharding.mesh.mesh.flatten().tolist())
         replicas: Replicas = min(ranks) if row.is_parameter and ranks else "each"
         if axes is None:  # a mesh without this rank
-            return Placed(sharding.channels, replicas, Piece(counts=False, leads=False))
+            return Placed(sharding.channels, replicas, ShardRange(counts=False, leads=False))
         cuts = cuts_of(axes, sharding.placements, sharding.dim)
         span = None if cuts is None else part_of(sharding.channels, cuts, self._placements.ranks)
         if span is None or (span.size and channels not in (None, span.size)):
             why = f"the channels of a DTensor that is placed {sharding} do not lie side by side"
-            return self._along(row, whole(row), [Axis("rank", self._placements.group.ranks, dist.get_rank())], why)
+            return self._keep_apart(row, whole(row), [Axis("rank", self._placements.group.ranks, dist.get_rank())], why)
         replicated = [axis for axis, each in zip(axes, sharding.placements, strict=True) if each.is_replicate()]
         counts = span.size > 0 and self._placements.is_lowest(replicated)
-        piece = Piece(span.offset if span.size else 0, counts, self._placements.is_lowest(axes))
-        placed = Placed(span.whole, replicas, piece)
+        shard = ShardRange(span.offset if span.size else 0, counts, self._placements.is_lowest(axes))
+        placed = Placed(span.whole, replicas, shard)
         covered = {rank for axis in axes for rank in axis.ranks}
         left = [axis for axis in self._parallel if not covered.issuperset(axis.ranks)]
-        return placed if row.is_parameter else self._along(row, placed, left)
+        return placed if row.is_parameter else self._keep_apart(row, placed, left)
 
-    def _as_wanted(self, row: blocks.Row, wanted: tuple[Placement, ...], channels: int | None) -> Placed:
+    def _place_as_wanted(self, row: blocks.Row, wanted: tuple[Placement, ...], channels: int | None) -> Placed:
         size, offset, counts, leads = channels or 1, 0, True, True
         apart: list[Axis] = []
         for axis, placement in reversed(list(zip(self._placements.group.axes, wanted, strict=True))):
@@ -195,9 +195,9 @@ class _Placing:
                     offset += axis.coordinate * size
                     size *= len(axis.ranks)
                     leads &= axis.coordinate == 0
-        placed = Placed(size, "each", Piece(offset, counts, leads))
+        placed = Placed(size, "each", ShardRange(offset, counts, leads))
         why = "placements= counts a dimension from another end than the channels"
-        return self._along(row, placed, apart, why)
+        return self._keep_apart(row, placed, apart, why)
 
     def _is_of_channels(self, row: blocks.Row, dim: int) -> bool | None:
         """Whether this is the channels' dimension. None: they are counted from different ends of a tensor."""
@@ -212,15 +212,15 @@ class _Placing:
                 return dim % tensor.dim() == channels % tensor.dim()
         return False if dim == 0 else None
 
-    def _of_plain(self, row: blocks.Row, channels: int | None) -> Placed:
+    def _place_plain(self, row: blocks.Row, channels: int | None) -> Placed:
         """An activation under tensor parallelism."""
         placed, left = whole(row), self._parallel
         shard = None if channels is None else self._shard_of_own_weight(row.site, channels)
         if shard is not None:
             span, cuts = shard
-            placed = Placed(span.whole, "each", Piece(span.offset, True, self._placements.is_lowest(cuts)))
+            placed = Placed(span.whole, "each", ShardRange(span.offset, True, self._placements.is_lowest(cuts)))
             left = [axis for axis in left if axis not in cuts]
-        return self._along(row, placed, left)
+        return self._keep_apart(row, placed, left)
 
     def _shard_of_own_weight(self, site: Site, channels: int) -> tuple[Span, list[Axis]] | None:
         """What of its channels an activation has that is as wide as the local shard of its own module's weight."""
@@ -244,7 +244,7 @@ class _Placing:
                     return span, cuts
         return None
 
-    def _along(self, row: blocks.Row, placed: Placed, axes: Sequence[Axis], why: str = "") -> Placed:
+    def _keep_apart(self, row: blocks.Row, placed: Placed, axes: Sequence[Axis], why: str = "") -> Placed:
         """Apart for each coordinate along these axes. why: they hold other values. Without: maybe the same."""
         if not axes:
             return placed
@@ -256,7 +256,7 @@ class _Placing:
         # Replicas, for all that is known: whether they are is seen from their states, once they are merged.
         rank = dist.get_rank()
         group = rank + sum(axis.ranks[0] - rank for axis in axes)
-        return placed._replace(site=site, piece=placed.piece._replace(group=group))
+        return placed._replace(site=site, shard=placed.shard._replace(group=group))
 
     def _tensor_parallel_axes(self, model: nn.Module) -> list[Axis]:
         """Along which DTensor parameters lie, and not data parallel ranks: these may hold the same activations.

@@ -41,7 +41,7 @@ class Row(NamedTuple):
         return self.channels == 1 and not self.keep_channels
 
 
-class Piece(NamedTuple):
+class ShardRange(NamedTuple):
     """A rank's own part of a site."""
 
     offset: int = 0  # its first channel, in the whole
@@ -56,7 +56,7 @@ class Placed(NamedTuple):
 
     channels: int  # of the whole
     replicas: Replicas
-    piece: Piece
+    shard: ShardRange
     site: Site | None = None  # under which it is merged, if not its own: apart from other ranks' tensors
 
 
@@ -65,7 +65,7 @@ Placing: TypeAlias = Callable[[blocks.Row], Placed]
 
 def whole(row: blocks.Row) -> Placed:
     """The placing of plain tensors: each rank has all channels; parameters are the same on all ranks."""
-    return Placed(row.parts[-1].channels, "first" if row.is_parameter else "each", Piece())
+    return Placed(row.parts[-1].channels, "first" if row.is_parameter else "each", ShardRange())
 
 
 class Table:
@@ -177,14 +177,14 @@ class Tables:
         self._spread = spread
         self._scalars: dict[str, None] = {}
         self._left_out: dict[Site, None] = {}
-        self._known: dict[Layout, tuple[Placing, int, Table, list[Piece]]] = {}
+        self._known: dict[Layout, tuple[Placing, int, Table, list[ShardRange]]] = {}
 
-    def of(self, drained: Drained, placing: Placing = whole) -> tuple[Table, list[Piece]]:
-        """The table of a step, and this rank's pieces, one for each row.
+    def table_of(self, drained: Drained, placing: Placing = whole) -> tuple[Table, list[ShardRange]]:
+        """The table of a step, and this rank's shards, one for each row.
 
         placing: another object where anything about it has changed.
 
-        ValueError where a piece does not lie in its whole.
+        ValueError where a shard does not lie in its whole.
         """
         self._scalars |= dict.fromkeys(drained.scalars)
         self._left_out |= dict.fromkeys(drained.skipped)
@@ -196,7 +196,7 @@ class Tables:
                 del self._known[layout]
         return known[2:]
 
-    def _make(self, layout: Layout, placing: Placing) -> tuple[Table, list[Piece]]:
+    def _make(self, layout: Layout, placing: Placing) -> tuple[Table, list[ShardRange]]:
         placed = [_placed(row, placing) for row in layout.rows]
         rows = tuple(
             Row(
@@ -207,21 +207,21 @@ class Tables:
                 row.channel_dim,
                 row.is_parameter,
                 place.replicas,
-                "" if place.piece.group is None else row.site.tensor,
+                "" if place.shard.group is None else row.site.tensor,
             )
             for row, place in zip(layout.rows, placed, strict=True)
         )
         sites = {row.site for row in rows}
         unmeasured = tuple(site for site in self._left_out if site not in sites)
         table = Table(rows, layout.bins, tuple(self._scalars), unmeasured, self._budget, self._spread)
-        return table, [place.piece for place in placed]
+        return table, [place.shard for place in placed]
 
 
 def _placed(row: blocks.Row, placing: Placing) -> Placed:
     place, channels = placing(row), row.parts[-1].channels
-    if channels == 1 and not row.keep_channels:  # totals of the piece are a part of those of the whole
-        return place._replace(channels=1, piece=place.piece._replace(offset=0))
-    if not 0 <= place.piece.offset <= place.channels - channels:
-        offset = place.piece.offset
+    if channels == 1 and not row.keep_channels:  # totals of the shard are a part of those of the whole
+        return place._replace(channels=1, shard=place.shard._replace(offset=0))
+    if not 0 <= place.shard.offset <= place.channels - channels:
+        offset = place.shard.offset
         raise ValueError(f"{row.site}: expected {channels} channels from {offset} to lie in {place.channels}")
     return place

@@ -20,7 +20,7 @@ class Sharding(NamedTuple):
         return f"({', '.join(map(str, self.placements))})"
 
 
-class Held(NamedTuple):
+class LocalShard(NamedTuple):
     """What is remembered of a site, whatever of it leaves the device with a step."""
 
     channels: int | None  # of this process's part; None: totals alone

@@ -56,7 +56,7 @@ class Columns:
         self._stats: dict[int, SiteStats] = {}
 
     @classmethod
-    def of(cls, sites: Mapping[Site, SiteStats], order: Iterable[Site]) -> Columns:
+    def from_stats(cls, sites: Mapping[Site, SiteStats], order: Iterable[Site]) -> Columns:
         """Those of finished statistics."""
         listed = list(sites.values())
         place = {site: i for i, site in enumerate(sites)}
@@ -77,7 +77,7 @@ class Columns:
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickled and copied as finished statistics: what reads them from a step's memory stays in its process."""
         sites = {site: self.stats(i) for i, site in enumerate(self.sites)}
-        return Columns.of, (sites, [self.sites[i] for i in self.order.tolist()])
+        return Columns.from_stats, (sites, [self.sites[i] for i in self.order.tolist()])
 
     def __len__(self) -> int:
         return len(self.sites)
@@ -160,7 +160,7 @@ class Columns:
             lambda: wholes,
         )
 
-    def take(self, chosen: Sequence[int]) -> Columns:
+    def select(self, chosen: Sequence[int]) -> Columns:
         """Some of the sites, ascending; nothing is copied."""
         new = {old: i for i, old in enumerate(chosen)}
         return Columns(

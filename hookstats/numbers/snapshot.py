@@ -168,7 +168,7 @@ class Snapshot(Mapping[Site, SiteStats]):
         }
         places = [i for i, site in enumerate(self.columns.sites) if site in chosen]
         skipped = {site: skipped for site, skipped in self.skipped.items() if site in chosen}
-        return self._with(self.columns.take(places), skipped)
+        return self._with(self.columns.select(places), skipped)
 
     def _with(self, columns: Columns, skipped: Mapping[Site, Skipped]) -> Snapshot:
         ranks = StepRanks(self.ranks, self.world_size)
@@ -211,7 +211,7 @@ class Snapshot(Mapping[Site, SiteStats]):
         if d.get("version") != _VERSION:
             raise ValueError(f"from_dict: expected version {_VERSION}, got {d.get('version')!r}")
         sites = {Site(each["name"], each["tensor"]): SiteStats._from_dict(each) for each in d["sites"]}
-        columns = Columns.of(sites, [Site(*site) for site in d["order"]])
+        columns = Columns.from_stats(sites, [Site(*site) for site in d["order"]])
         skipped = {Site(each["name"], each["tensor"]): Skipped(each["reason"], each["times"]) for each in d["skipped"]}
         ranks = StepRanks.from_text(d["ranks"])
         earlier = {step: dict(scalars) for step, scalars in d["earlier_scalars"]}

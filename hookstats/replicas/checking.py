@@ -136,7 +136,7 @@ def check_replicas(
         if not (hasattr(each, "state") and hasattr(each, "param_groups")):
             raise TypeError(f"optimizer: expected an Optimizer or a sequence of them, got {type(each).__name__}")
     ranks = sorted(group_of(dist.group.WORLD if process_group is None else process_group).ranks)
-    exchange = exchange_among("replicas", ranks, _TIMEOUT)
+    exchange = exchange_among(ranks, _TIMEOUT)
     try:
         held, skipped = contents_of(model, optimizers, buffers, gradients)
         table = table_of(held)
@@ -211,7 +211,7 @@ class _Comparison:
         self._found = [
             (number, each)
             for number, rows in self._rows.items()
-            for each in (*self._of_forms(number, rows), *self._of_values(number, rows))
+            for each in (*self._form_disagreements(number, rows), *self._value_disagreements(number, rows))
         ]
 
     @property
@@ -245,7 +245,7 @@ class _Comparison:
                 texts.setdefault(number, _Texts(name, kind, {})).forms[form] = text
         return texts
 
-    def _of_forms(self, number: int, rows: Mapping[int, _Row]) -> Iterator[Disagreement]:
+    def _form_disagreements(self, number: int, rows: Mapping[int, _Row]) -> Iterator[Disagreement]:
         forms: dict[int, int | None] = {place: row.form for place, row in rows.items()}
         if not number & 1:  # which no rank may do without
             forms = {place: forms.get(place) for place in range(len(self._exchange.ranks))}
@@ -263,7 +263,7 @@ class _Comparison:
     def _form(self, number: int, form: int | None) -> str | None:
         return None if form is None else self._texts[number].forms[form]
 
-    def _of_values(self, number: int, rows: Mapping[int, _Row]) -> Iterator[Disagreement]:
+    def _value_disagreements(self, number: int, rows: Mapping[int, _Row]) -> Iterator[Disagreement]:
         for same in dict.fromkeys((row.form, row.piece) for row in rows.values()):
             vote = _vote({place: row.checksum for place, row in rows.items() if (row.form, row.piece) == same})
             if vote is not None:

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from hookstats.modules.sharding import Held
+from hookstats.modules.sharding import LocalShard
 from hookstats.numbers.blocks import Drained
 from hookstats.numbers.fields import Site, Skipped
 from hookstats.numbers.ranks import StepRanks
@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # it takes its time, and not everybody has ranks
 
 _SILENT_STEPS = 3  # measured ones, after which a site that never fired is named
 LeftOut: TypeAlias = dict[Site, Skipped]  # in one step
-Holding: TypeAlias = dict[Site, Held]  # what this rank has of each site in one step
+Holding: TypeAlias = dict[Site, LocalShard]  # what this rank has of each site in one step
 
 
 class Delivery:

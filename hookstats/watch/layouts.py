@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from hookstats import _native
-from hookstats.modules.sharding import Held
+from hookstats.modules.sharding import LocalShard
 from hookstats.numbers.blocks import COUNTERS, Layout, Part, Row
 from hookstats.numbers.fields import Site
 from hookstats.watch.memory import Entry, Place, Store
@@ -24,7 +24,7 @@ class Placed(NamedTuple):
     keys: list[Key]  # of the layout's blocks
     hidden: list[bool]  # of each row: whether nothing is said of it where it was silent
     readings: list[int]  # of each row: with which others it was measured
-    held: dict[Site, Held]  # the same object while nothing of it has changed
+    held: dict[Site, LocalShard]  # the same object while nothing of it has changed
 
 
 class Layouts:
@@ -33,7 +33,7 @@ class Layouts:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._known: dict[bool, tuple[list[tuple[object, ...]], Layout, list[Key]]] = {}
-        self._held: tuple[list[tuple[object, ...]], dict[Site, Held]] = ([], {})
+        self._held: tuple[list[tuple[object, ...]], dict[Site, LocalShard]] = ([], {})
 
     def now(self, totals_only: bool) -> Placed:
         entries = self._store.entries

@@ -16,7 +16,7 @@ import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from hookstats import _native
-from hookstats.modules.sharding import Held, Sharding
+from hookstats.modules.sharding import LocalShard, Sharding
 from hookstats.numbers.fields import FIELDS, Bins, LinearBins, Site, histogram_shape
 
 TOTALS = -1  # the "block" of a device that `Store.take_totals` returns
@@ -131,9 +131,9 @@ class Entry:
         self.state: SiteState
 
     @property
-    def held(self) -> Held:
+    def held(self) -> LocalShard:
         """What this process holds of it."""
-        return Held(self.places[-1].channels if self.keep_channels else None, self.sharding)
+        return LocalShard(self.places[-1].channels if self.keep_channels else None, self.sharding)
 
     @property
     def hidden_if_silent(self) -> bool:

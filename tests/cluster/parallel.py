@@ -72,7 +72,9 @@ def merged(monitor: hookstats.Monitor, model: nn.Module, group: Any = None, plac
     drained = Drain(store).begin(scalars.Kept.of(0, scalars.Scalars({})), clear=False).finish()
     with hearing() as told:
         wanted = Placements(model, ranks, checked_placements(placements, ranks, names), warn)
-        table, pieces = Tables(1 << 28, False).of(drained, wanted.placing({e.site: e.held for e in store.entries}))
+        table, shards = Tables(1 << 28, False).table_of(
+            drained, wanted.placing({e.site: e.held for e in store.entries})
+        )
     texts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(texts, table.text)
     lowest: dict[bytes, int] = {}
@@ -82,7 +84,7 @@ def merged(monitor: hookstats.Monitor, model: nn.Module, group: Any = None, plac
     agreement = Agreement([(rank, tables[text]) for text, rank in lowest.items()])
     packer = Packer(agreement, dist.get_rank())
     flats: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(flats, tuple(packer.pack(drained, tables[table.text], pieces)))
+    dist.all_gather_object(flats, tuple(packer.pack(drained, tables[table.text], shards)))
     snapshot = packer.unpack(merge([Flat(*flats[rank]) for rank in ranks.ranks]), drained).snapshot()
     return snapshot, told, agreement
 

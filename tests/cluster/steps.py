@@ -14,7 +14,7 @@ from hookstats import Site
 from hookstats.cluster.agreement import Agreement
 from hookstats.cluster.flat import MERGES, Flat, merge
 from hookstats.cluster.packing import Packer
-from hookstats.cluster.table import Piece, Placed, Placing, Table, Tables, whole
+from hookstats.cluster.table import Placed, Placing, ShardRange, Table, Tables, whole
 from hookstats.numbers.blocks import Drained, Layout, Part, Row
 from hookstats.numbers.fields import Bins, histogram_shape
 
@@ -62,7 +62,7 @@ def placing_of(sites: Mapping[Site, Here]) -> Placing:
 
 def shard(channels: int, offset: int, replicas: str | int = "each", counts: bool = True) -> Placed:
     """Of channels that lie side by side on a mesh; calls are those of the first."""
-    return Placed(channels, replicas, Piece(offset, counts, offset == 0))
+    return Placed(channels, replicas, ShardRange(offset, counts, offset == 0))
 
 
 class Job:
@@ -77,7 +77,7 @@ class Job:
     ) -> None:
         self.steps = list(steps)
         self._made = [
-            Tables(budget, spread).of(step, placing)
+            Tables(budget, spread).table_of(step, placing)
             for step, placing in zip(steps, placings or [whole] * len(steps), strict=True)
         ]
         distinct: dict[int, tuple[int, Table]] = {}

@@ -13,8 +13,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import hookstats
 from hookstats import Site
 from hookstats.cluster.flat import Flat, merge
-from hookstats.cluster.steps import Step, Steps
-from hookstats.cluster.table import Piece, Placed, Table, Tables
+from hookstats.cluster.packing import LocalStep, StepPacking
+from hookstats.cluster.table import Placed, ShardRange, Table, Tables
 from hookstats.numbers.snapshot import Snapshot
 from tests import ranks
 from tests.cluster.steps import Here, drained, placing_of
@@ -27,16 +27,16 @@ class Job:
     """Four ranks, dp x tp, over several steps."""
 
     def __init__(self) -> None:
-        self.steps = [Steps(rank, Tables(1 << 28, False)) for rank in range(4)]
+        self.steps = [StepPacking(rank, Tables(1 << 28, False)) for rank in range(4)]
 
     def merged(self, values: list[torch.Tensor | None], absent: tuple[int, ...] = ()) -> list[Snapshot]:
         """By all ranks; absent: those that do not come to see what was merged."""
         made = []
         for rank, each in enumerate(values):
             apart = Site("norm", f"output[tp={rank % 2}]")
-            placed = Placed(3, "each", Piece(group=rank // 2 * 2), apart)
+            placed = Placed(3, "each", ShardRange(group=rank // 2 * 2), apart)
             sites = {SITE: Here(each, 3, placed=placed)}
-            made.append(Step(drained(sites), placing_of(sites)))
+            made.append(LocalStep(drained(sites), placing_of(sites)))
         tables: dict[bytes, int] = {}
         for rank, step in enumerate(made):
             tables.setdefault(self.steps[rank].table(step)[1], rank)
@@ -100,8 +100,8 @@ def test_zeros_and_nothing_are_no_difference() -> None:
 
 
 def test_a_table_says_what_its_rows_are_kept_apart_of() -> None:
-    sites = {SITE: Here(A, 3, placed=Placed(3, "each", Piece(group=0), Site("norm", "output[tp=0]")))}
-    table, _ = Tables(1 << 28, False).of(drained(sites), placing_of(sites))
+    sites = {SITE: Here(A, 3, placed=Placed(3, "each", ShardRange(group=0), Site("norm", "output[tp=0]")))}
+    table, _ = Tables(1 << 28, False).table_of(drained(sites), placing_of(sites))
     assert [row.apart_of for row in Table.from_text(table.text).rows] == ["output"]
 
 

@@ -11,7 +11,7 @@ import torch
 
 from hookstats import ExponentBins, LinearBins, Snapshot
 from hookstats.cluster.flat import MERGES, Flat, merge
-from hookstats.cluster.table import Piece, Placed
+from hookstats.cluster.table import Placed, ShardRange
 from hookstats.numbers.blocks import Drained, Layout, Part, Row
 from hookstats.numbers.fields import FIELDS, STATISTICS, Bins, Site, Skipped, Stats, histogram_shape
 from hookstats.records.ranks import merged_snapshot
@@ -107,8 +107,8 @@ def test_the_bits_do_not_depend_on_how_the_elements_are_cut() -> None:
     for width in (1, 2, 5, 16):
         for of, parts, section in zip(MERGES, zip(*flats, strict=True), want, strict=True):
             n = section.shape[1]
-            pieces = [of([part[:, i : i + width] for part in parts]) for i in range(0, n, width)]
-            assert b"".join(np.concatenate([*pieces, section[:, :0]], 1)) == section.tobytes()
+            shards = [of([part[:, i : i + width] for part in parts]) for i in range(0, n, width)]
+            assert b"".join(np.concatenate([*shards, section[:, :0]], 1)) == section.tobytes()
 
 
 def test_what_one_rank_alone_has_stays_to_the_bit_and_what_none_has_is_empty() -> None:
@@ -165,7 +165,7 @@ def test_a_parameter_counts_once_whoever_holds_it() -> None:
             {
                 plain: Here(values[0], is_parameter=True),
                 sharded: Here(values[1][4 * half :][:4], is_parameter=True, placed=shard(8, 4 * half, rank - half)),
-                left: Here(values[2], placed=Placed(8, "each", Piece(0, half == 0, half == 0))),
+                left: Here(values[2], placed=Placed(8, "each", ShardRange(0, half == 0, half == 0))),
             }
         )
     merged = job_of(sites, ExponentBins()).merged().snapshot()
@@ -355,8 +355,8 @@ def test_what_is_unpacked_serves_as_a_local_step_does(histogram: str) -> None:
     merged = ranks.merged()
     assert merged.layout is ranks.merged().layout  # which recordings tell apart by being the same
     layout = Layout.from_json(json.loads(json.dumps(merged.layout.to_json())))
-    pieces = np.concatenate([np.asarray(each).view(np.uint8) for each in of_step(merged, 0)])
-    assert step_from(pieces, {0: layout}).snapshot().equals(merged.snapshot())
+    shards = np.concatenate([np.asarray(each).view(np.uint8) for each in of_step(merged, 0)])
+    assert step_from(shards, {0: layout}).snapshot().equals(merged.snapshot())
     assert Snapshot.from_dict(merged.snapshot().to_dict()).equals(merged.snapshot())
     judge([merged, merged])
 
@@ -395,7 +395,7 @@ def wander(seed: int, bins: Bins | None, rank: int) -> Drained:
 
 
 def counted_by_all(row: Row) -> Placed:
-    return Placed(row.parts[-1].channels, "each", Piece())
+    return Placed(row.parts[-1].channels, "each", ShardRange())
 
 
 @pytest.mark.parametrize("histogram", ["none", "per_tensor", "per_channel", "linear_per_channel"])

@@ -109,7 +109,7 @@ def fsdp(rank: int, world: int, attach_first: bool, dtype: torch.dtype) -> None:
 
 
 def flat(rank: int, world: int) -> None:
-    """FSDP1: one-dimensional pieces of parameters, which begin and end anywhere."""
+    """FSDP1: one-dimensional shards of parameters, which begin and end anywhere."""
     inner = mlp()
     model = FullyShardedDataParallel(inner, use_orig_params=True, device_id=torch.device("cpu"))
     monitor, kept = attached(model), Kept(inner, MLP)

@@ -20,7 +20,7 @@ from hookstats._warn import warn
 from hookstats.cluster.groups import Axis, Group, checked_placements, group_of
 from hookstats.cluster.placements import Placements, cuts_of, part_of
 from hookstats.cluster.table import Placed
-from hookstats.modules.sharding import Held, Sharding
+from hookstats.modules.sharding import LocalShard, Sharding
 from hookstats.numbers import blocks
 from hookstats.numbers.fields import Site
 from tests.plain import hearing
@@ -42,7 +42,7 @@ def row(site: tuple[str, str], channels: int, dim: int = -1) -> blocks.Row:
     return blocks.Row(Site(*site), parts, True, 0 if is_parameter else dim, is_parameter)
 
 
-def placed(model: nn.Module, site: tuple[str, str], held: Held, group: Any = None, wanted: Any = None) -> Placed:
+def placed(model: nn.Module, site: tuple[str, str], held: LocalShard, group: Any = None, wanted: Any = None) -> Placed:
     merged = group_of(dist.group.WORLD if group is None else group)
     names = [*(name for name, _ in model.named_modules()), *(name for name, _ in model.named_parameters())]
     placements = Placements(model, merged, checked_placements(wanted, merged, names), warn)
@@ -96,7 +96,7 @@ def test_channels_that_do_not_lie_side_by_side_have_no_place() -> None:
     assert cuts_of([axis], [_StridedShard(0, split_factor=2)], 1) == []
     with as_rank(1, 2):
         mesh = init_device_mesh("cpu", (2,))
-        held = Held(4, Sharding(mesh, (_StridedShard(0, split_factor=2),), 0, 8))
+        held = LocalShard(4, Sharding(mesh, (_StridedShard(0, split_factor=2),), 0, 8))
         with hearing() as told:
             found = placed(nn.Linear(2, 8), ("weight", "param"), held)
         assert found.site == Site("weight", "param[rank=1]")
@@ -107,29 +107,29 @@ def test_channels_that_do_not_lie_side_by_side_have_no_place() -> None:
 def test_a_group_of_some_of_a_meshs_ranks_merges_what_these_hold() -> None:
     with as_rank(3, 4):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        held = Held(2, Sharding(mesh, (_StridedShard(0, split_factor=2), Shard(0)), 0, 8))
+        held = LocalShard(2, Sharding(mesh, (_StridedShard(0, split_factor=2), Shard(0)), 0, 8))
         model = nn.Linear(3, 8)
         assert placed(model, ("weight", "param"), held)[:2] == (8, 0)
         found = placed(model, ("weight", "param"), held, mesh["dp"])
         assert found.channels == 4  # the rows 4 to 7
-        assert found.piece.offset == 2
+        assert found.shard.offset == 2
         assert found.replicas == 1
-        norm = Held(1, Sharding(mesh, (Shard(0), Replicate()), 0, 2))
-        assert not placed(model, ("bias", "param"), norm).piece.counts
-        assert placed(model, ("bias", "param"), norm, mesh["dp"]).piece.counts
+        norm = LocalShard(1, Sharding(mesh, (Shard(0), Replicate()), 0, 2))
+        assert not placed(model, ("bias", "param"), norm).shard.counts
+        assert placed(model, ("bias", "param"), norm, mesh["dp"]).shard.counts
 
 
 def test_where_a_dimension_is_counted_from_another_end_it_is_told() -> None:
     with as_rank(1, 2):
         model = nn.Linear(4, 6)
         for wanted, channels, site in ((Shard(-1), 12, None), (Shard(0), 6, None), (Shard(-2), 6, None)):
-            found = placed(model, ("", "output"), Held(6, None), wanted={"": wanted})
+            found = placed(model, ("", "output"), LocalShard(6, None), wanted={"": wanted})
             assert (found.channels, found.site, found.replicas) == (channels, site, "each")
-        assert placed(model, ("weight", "param"), Held(6, None), wanted={"weight": Shard(-2)}).channels == 12
-        assert placed(model, ("weight", "param"), Held(6, None), wanted={"weight": Shard(1)}).channels == 6
-        assert not placed(model, ("", "output"), Held(6, None), wanted={"": Replicate()}).piece.counts
+        assert placed(model, ("weight", "param"), LocalShard(6, None), wanted={"weight": Shard(-2)}).channels == 12
+        assert placed(model, ("weight", "param"), LocalShard(6, None), wanted={"weight": Shard(1)}).channels == 6
+        assert not placed(model, ("", "output"), LocalShard(6, None), wanted={"": Replicate()}).shard.counts
         with hearing() as told:
-            found = placed(model, ("", "output"), Held(6, None), wanted={"": Shard(1)})
+            found = placed(model, ("", "output"), LocalShard(6, None), wanted={"": Shard(1)})
         assert found.site == Site("", "output[rank=1]")
         assert "Shard(-2)" in told[0]
 

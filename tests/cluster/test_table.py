@@ -10,8 +10,8 @@ import torch
 
 from hookstats import ExponentBins, LinearBins, Site
 from hookstats.cluster.agreement import Agreement
-from hookstats.cluster.steps import Step, Steps
-from hookstats.cluster.table import Piece, Placed, Row, Table, Tables, whole
+from hookstats.cluster.packing import LocalStep, StepPacking
+from hookstats.cluster.table import Placed, Row, ShardRange, Table, Tables, whole
 from hookstats.numbers import blocks
 from hookstats.numbers.blocks import Drained
 from hookstats.numbers.fields import Bins, Skipped
@@ -36,19 +36,19 @@ def agreed(*tables: Table) -> Agreement:
 def test_a_table_comes_back_from_its_text_with_its_checksum(bins: Bins | None) -> None:
     sites = {A: Here(torch.ones(4, 2)), B: Here(keeps=False), C: Here(torch.ones(3, 2), is_parameter=True)}
     step = drained(sites, bins, scalars={"loss": 1.0}, skipped={Site("x", "output"): Skipped("no data", 1)})
-    here, pieces = Tables(BUDGET, True).of(step)
+    here, shards = Tables(BUDGET, True).table_of(step)
     again = Table.from_text(here.text)
     assert (again.text, again.checksum) == (here.text, here.checksum)
     assert (again.rows, again.bins, again.unmeasured) == (here.rows, bins, (Site("x", "output"),))
     assert (again.scalars, again.budget, again.spread) == (("loss",), BUDGET, True)
-    assert pieces == [Piece()] * 3
+    assert shards == [ShardRange()] * 3
     assert [each.replicas for each in here.rows] == ["each", "each", "first"]
 
 
 def test_pieces_are_not_in_the_table_and_everything_else_is() -> None:
     def checksum(placed: Placed, **step: Any) -> int:
         sites = {A: Here(torch.ones(2, 2), placed=placed)}
-        return Tables(BUDGET, False).of(drained(sites, **step), placing_of(sites))[0].checksum
+        return Tables(BUDGET, False).table_of(drained(sites, **step), placing_of(sites))[0].checksum
 
     assert checksum(shard(8, 0)) == checksum(shard(8, 6)) == checksum(shard(8, 0, counts=False))
     assert 0 <= checksum(shard(8, 0)) < 1 << 64
@@ -140,28 +140,28 @@ def test_tables_are_made_once_for_each_layout_and_anew_where_something_has_come(
         made.skipped = fields.get("skipped", {})
         return made
 
-    first, second = tables.of(step), tables.of(other)
-    assert tables.of(with_layout(step))[0] is first[0]
-    assert tables.of(with_layout(other))[0] is second[0]
-    assert tables.of(with_layout(step, scalars={"loss": 1.0}))[0].scalars == ("loss",)
-    assert tables.of(with_layout(step))[0].scalars == ("loss",)  # or each step without it would change the table
-    skipped = tables.of(with_layout(step, skipped={A: Skipped("", 1), B: Skipped("", 1)}))[0]
+    first, second = tables.table_of(step), tables.table_of(other)
+    assert tables.table_of(with_layout(step))[0] is first[0]
+    assert tables.table_of(with_layout(other))[0] is second[0]
+    assert tables.table_of(with_layout(step, scalars={"loss": 1.0}))[0].scalars == ("loss",)
+    assert tables.table_of(with_layout(step))[0].scalars == ("loss",)  # or each step without it would change the table
+    skipped = tables.table_of(with_layout(step, skipped={A: Skipped("", 1), B: Skipped("", 1)}))[0]
     assert skipped.unmeasured == (B,)
-    assert tables.of(with_layout(step))[0] is skipped
-    assert tables.of(with_layout(step), lambda row: Placed(8, "each", Piece(6)))[0].rows[0].channels == 8
+    assert tables.table_of(with_layout(step))[0] is skipped
+    assert tables.table_of(with_layout(step), lambda row: Placed(8, "each", ShardRange(6)))[0].rows[0].channels == 8
 
 
 def test_a_piece_that_does_not_lie_in_its_whole_is_refused() -> None:
     for channels, offset in ((8, 5), (8, -1), (3, 0)):
         sites = {A: Here(torch.ones(4, 2), placed=shard(channels, offset))}
         with pytest.raises(ValueError, match=rf"a output: expected 4 channels from {offset} to lie in {channels}"):
-            Tables(BUDGET, False).of(drained(sites), placing_of(sites))
+            Tables(BUDGET, False).table_of(drained(sites), placing_of(sites))
 
 
 def test_a_site_may_be_merged_under_another_name() -> None:
     apart = Site("a", "output[tp=1]")
-    sites = {A: Here(torch.ones(4, 2), placed=Placed(4, "each", Piece(), apart))}
-    made, _ = Tables(BUDGET, False).of(drained(sites), placing_of(sites))
+    sites = {A: Here(torch.ones(4, 2), placed=Placed(4, "each", ShardRange(), apart))}
+    made, _ = Tables(BUDGET, False).table_of(drained(sites), placing_of(sites))
     assert [each.site for each in made.rows] == [apart]
 
 
@@ -208,21 +208,21 @@ def test_spread_is_told_where_all_want_it_and_the_least_budget_holds() -> None:
 
 def test_plain_tensors_are_whole_everywhere() -> None:
     here = blocks.Row(A, (blocks.Part(0, 0, 6, 0),), True, -1, False)
-    assert whole(here) == Placed(6, "each", Piece(0, True, True), None)
+    assert whole(here) == Placed(6, "each", ShardRange(0, True, True), None)
     assert whole(here._replace(is_parameter=True)).replicas == "first"
 
 
 def test_steps_agree_once_for_the_same_tables_and_tell_once_what_ranks_differ_in() -> None:
     sites = [{A: Here(torch.ones(2 + rank, 2))} for rank in range(2)]
-    ranks = [Steps(rank, Tables(BUDGET, False)) for rank in range(2)]
-    local = [Step(drained(each, grad_scale=8.0)) for each in sites]
+    ranks = [StepPacking(rank, Tables(BUDGET, False)) for rank in range(2)]
+    local = [LocalStep(drained(each, grad_scale=8.0)) for each in sites]
     tables = [(rank, steps.table(step)[1]) for rank, (steps, step) in enumerate(zip(ranks, local, strict=True))]
     assert [steps.table(step)[0] for steps, step in zip(ranks, local, strict=True)] == [
         Table.from_text(text).checksum for _, text in tables
     ]
     for _ in range(3):
         packed = [steps.pack(step, tables) for steps, step in zip(ranks, local, strict=True)]
-        merged = [of([*parts]) for of, *parts in zip(Steps.merges, *packed, strict=True)]
+        merged = [of([*parts]) for of, *parts in zip(StepPacking.merges, *packed, strict=True)]
         found = [steps.unpack(merged, step, tables).drained for steps, step in zip(ranks, local, strict=True)]
         assert [each.snapshot()[A].total.count for each in found] == [10, 10]
     assert found[0].layout is ranks[0].unpack(merged, local[0], tables).drained.layout

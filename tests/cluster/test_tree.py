@@ -17,8 +17,7 @@ import torch.distributed as dist
 
 from hookstats import ExponentBins, Site
 from hookstats.cluster.merging import Merging
-from hookstats.cluster.steps import Step as RealStep
-from hookstats.cluster.steps import Steps
+from hookstats.cluster.packing import LocalStep, StepPacking
 from hookstats.cluster.table import Tables
 from hookstats.cluster.tree import levels
 from hookstats.numbers.fields import FIELDS
@@ -149,10 +148,10 @@ def sites_of(rank: int, step: int) -> dict[Site, Here]:
 
 
 def merges_real_steps(rank: int, world: int) -> Any:
-    merging = Merging(range(world), Steps(rank, Tables(BUDGET, True)), fan=2)
+    merging = Merging(range(world), StepPacking(rank, Tables(BUDGET, True)), fan=2)
     for step in (0, 1):
         made = drained(sites_of(rank, step), ExponentBins(), step=step, scalars={"loss": float(rank)})
-        merging.submit(RealStep(made), step)
+        merging.submit(LocalStep(made), step)
     done = [(each.ranks, each.step.drained) for each in merging.wait(30)]
     merging.close()
     return [(ranks, made.step, made.scalars, made.blocks, made.columns.sites) for ranks, made in done]

@@ -180,7 +180,7 @@ def test_sites_and_steps_and_statistics_are_chosen(kept: Path) -> None:
     for step in run.steps:
         whole = snapshots_of_kept()[step]
         sites = [site for site in whole if site.name[:-1] == "layers.1" or site == ("layers.2", "output")]
-        want = whole.columns.take([whole.columns.place[site] for site in sites])
+        want = whole.columns.select([whole.columns.place[site] for site in sites])
         assert list(run[step]) == sites
         assert run[step].order == [site for site in whole.order if site in sites]
         assert all(run[step][site]._content() == want.stats(i)._content() for i, site in enumerate(sites))
