@@ -10,7 +10,7 @@ import numpy as np
 
 from hookstats.cluster import flat
 from hookstats.cluster.flat import Flat
-from hookstats.cluster.table import Replicas, Row, Table, counters_of
+from hookstats.cluster.table import Replicas, Table, TableRow, counters_of
 from hookstats.numbers import blocks
 from hookstats.numbers.blocks import COUNTERS, Layout, Part
 from hookstats.numbers.fields import FIELDS, Bins, Counts, Site
@@ -45,7 +45,7 @@ class Agreement:
         self.spread = all(table.spread for _, table in tables)
         self.budget = min(table.budget for _, table in tables)
         self.unlike: list[Site] = []  # whose ranks have other channels
-        same: dict[Site, list[tuple[int, Row]]] = {}
+        same: dict[Site, list[tuple[int, TableRow]]] = {}
         for rank, table in tables:
             for row in table.rows:
                 same.setdefault(row.site, []).append((rank, row))
@@ -58,7 +58,7 @@ class Agreement:
         self._fit()
         self.place = {site: i for i, site in enumerate(self.sites)}
 
-    def _merged(self, rows: list[Row]) -> Row:
+    def _merged(self, rows: list[TableRow]) -> TableRow:
         """A row of the whole. What a rank says that has not seen its channels yet does not concern the others."""
         first = rows[0]
         if len(rows) == 1 and (self.bins is not None or not first.counters):
@@ -125,7 +125,7 @@ class Agreement:
         left_out = {i for site in once for i in self.alternatives[site][1:]}
         return np.array([i for i in range(len(self.rows)) if i not in left_out], np.int64)
 
-    def counts(self, row: Row, rank: int) -> bool:
+    def counts(self, row: TableRow, rank: int) -> bool:
         """Whether a rank whose table has this row counts."""
         owner = self._owners[row.site]
         return row.replicas == owner.replicas and (owner.replicas != "first" or owner.rank == rank)
@@ -141,7 +141,7 @@ class Agreement:
         return _layout([rows[i] for i in self.kept(once).tolist()], self.bins)
 
 
-def _layout(rows: Sequence[Row], bins: Bins | None) -> Layout:
+def _layout(rows: Sequence[TableRow], bins: Bins | None) -> Layout:
     """The layout of one block in which the rows lie one behind another."""
     sizes = [len(FIELDS) * row.channels + COUNTERS + row.counters for row in rows]
     ends = np.cumsum(sizes).tolist() if rows else []
@@ -161,14 +161,14 @@ def _layout(rows: Sequence[Row], bins: Bins | None) -> Layout:
     )
 
 
-def _total(row: Row, bins: Bins | None) -> Row:
+def _total(row: TableRow, bins: Bins | None) -> TableRow:
     if row.is_narrow:
         return row
     counters = counters_of(bins, 1) if row.counters else 0
     return row._replace(channels=1, counters=counters, keep_channels=False, channel_dim=None)
 
 
-def _owner(rows: list[tuple[int, Row]]) -> _Owner:
+def _owner(rows: list[tuple[int, TableRow]]) -> _Owner:
     """The first rank's word holds where ranks do not agree on who counts, so that nothing is counted twice."""
     rank, row = rows[0]
     if isinstance(row.replicas, str):

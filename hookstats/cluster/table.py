@@ -23,7 +23,7 @@ _VERSION = 1
 _DIMENSIONS = 64  # that a tensor may have
 
 
-class Row(NamedTuple):
+class TableRow(NamedTuple):
     """A site as it is in the whole, when all ranks' parts are put together."""
 
     site: Site
@@ -73,7 +73,7 @@ class Table:
 
     def __init__(
         self,
-        rows: tuple[Row, ...],
+        rows: tuple[TableRow, ...],
         bins: Bins | None,
         scalars: tuple[str, ...] = (),
         unmeasured: tuple[Site, ...] = (),
@@ -146,7 +146,7 @@ def _site(name: Any, tensor: Any) -> Site:
     return Site(_of(str, name), _of(str, tensor))
 
 
-def _row(told: Any, bins: Bins | None) -> Row:
+def _row(told: Any, bins: Bins | None) -> TableRow:
     name, tensor, channels, counters, keeps, dim, is_parameter, replicas, apart_of = told
     if counters not in (0, counters_of(bins, _at_least(1, channels))):
         raise ValueError(f"expected the counters of {bins} for {channels} channels, got {counters!r}")
@@ -156,7 +156,7 @@ def _row(told: Any, bins: Bins | None) -> Row:
         _at_least(0, replicas)
     counters = _at_least(0, counters)
     kept = _of(bool, keeps), dim, _of(bool, is_parameter)
-    return Row(_site(name, tensor), channels, counters, *kept, replicas, _of(str, apart_of))
+    return TableRow(_site(name, tensor), channels, counters, *kept, replicas, _of(str, apart_of))
 
 
 def counters_of(bins: Bins | None, channels: int) -> int:
@@ -199,7 +199,7 @@ class Tables:
     def _make(self, layout: Layout, placing: Placing) -> tuple[Table, list[ShardRange]]:
         placed = [_placed(row, placing) for row in layout.rows]
         rows = tuple(
-            Row(
+            TableRow(
                 place.site or row.site,
                 place.channels,
                 counters_of(layout.bins, place.channels) if row.parts[-1].bins else 0,

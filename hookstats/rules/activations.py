@@ -47,14 +47,10 @@ class DeadChannels:
         if not outputs:
             return None
         shares, judged = self._shares(step, outputs)
-        of_some, of_all = self._some_dead.push(shares > self.share, judged), self._all_dead.push(shares == 1, judged)
-        is_dead = of_some | of_all
-        followed = zip([None, *outputs], outputs, strict=False)
-        return [
-            self._finding(step, site, float(shares[site]))
-            for before, site in followed
-            if is_dead[site] and (before is None or not is_dead[before])
-        ]
+        is_dead = self._some_dead.push(shares > self.share, judged) | self._all_dead.push(shares == 1, judged)
+        before = [False, *is_dead[outputs].tolist()]  # of outputs that follow each other, the first is named
+        named = [site for site, follows in zip(outputs, before, strict=False) if is_dead[site] and not follows]
+        return [self._finding(step, site, float(shares[site])) for site in named]
 
     def _shares(self, step: Step, outputs: list[int]) -> tuple[Array, Mask]:
         """``[n]``: the share of each output's channels that are dead; and which outputs are judged."""

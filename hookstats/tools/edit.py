@@ -73,16 +73,8 @@ def clip_gradient(
             _check_number(name, bound)
     if (min is None and max is None) or (min is not None and max is not None and min > max):
         raise ValueError(f"clip_gradient: expected min <= max, at least one of them given; got min={min}, max={max}")
-    return Edit(
-        f"clip_gradient(min={min}, max={max})",
-        lambda g: torch.clamp(g, min, max),
-        model,
-        modules,
-        exclude,
-        tensor,
-        GRADIENTS,
-        after,
-    )
+    described = f"clip_gradient(min={min}, max={max})"
+    return Edit(described, lambda g: torch.clamp(g, min, max), model, modules, exclude, tensor, GRADIENTS, after)
 
 
 def scale_gradient(
@@ -116,16 +108,12 @@ def mask_activations(
     _check_number("threshold", threshold)
     if not threshold >= 0:
         raise ValueError(f"threshold: expected a number from 0, got {threshold!r}")
-    return Edit(
-        f"mask_activations(threshold={threshold})",
-        lambda x: x.masked_fill(x.abs() <= threshold, 0),
-        model,
-        modules,
-        exclude,
-        tensor,
-        VALUES,
-        after,
-    )
+    described = f"mask_activations(threshold={threshold})"
+
+    def masked(x: torch.Tensor) -> torch.Tensor:
+        return x.masked_fill(x.abs() <= threshold, 0)
+
+    return Edit(described, masked, model, modules, exclude, tensor, VALUES, after)
 
 
 def replace(

@@ -11,7 +11,7 @@ import torch
 from hookstats import ExponentBins, LinearBins, Site
 from hookstats.cluster.agreement import Agreement
 from hookstats.cluster.packing import LocalStep, StepPacking
-from hookstats.cluster.table import Placed, Row, ShardRange, Table, Tables, whole
+from hookstats.cluster.table import Placed, ShardRange, Table, TableRow, Tables, whole
 from hookstats.numbers import blocks
 from hookstats.numbers.blocks import Drained
 from hookstats.numbers.fields import Bins, Skipped
@@ -20,11 +20,11 @@ from tests.cluster.steps import BUDGET, Here, drained, placing_of, shard
 A, B, C = Site("a", "output"), Site("слой.\ud800", "output[tp=1]"), Site("c", "param")
 
 
-def row(site: Site = A, channels: int = 4, **fields: Any) -> Row:
-    return Row(site, channels, 512, True, -1, False, "each")._replace(**fields)
+def row(site: Site = A, channels: int = 4, **fields: Any) -> TableRow:
+    return TableRow(site, channels, 512, True, -1, False, "each")._replace(**fields)
 
 
-def table(*rows: Row, bins: Bins | None = None, **fields: Any) -> Table:
+def table(*rows: TableRow, bins: Bins | None = None, **fields: Any) -> Table:
     return Table(rows, bins or ExponentBins(), **fields)
 
 
