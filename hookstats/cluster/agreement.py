@@ -30,7 +30,7 @@ class Agreement:
 
     ``rows``: of all sites, in the order of the first table, then what others add. ``sites``: theirs, then those without
     a row of which something was left out. ``unlike``: sites of which ranks have other channels, merged as totals.
-    ``notes``: what the user is to be told of it, sentences.
+    ``notes``: messages for the user about it.
     """
 
     def __init__(self, tables: Sequence[tuple[int, Table]]) -> None:

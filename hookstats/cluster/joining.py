@@ -62,7 +62,7 @@ class Joined:
         return [each.step.drained for each in merged]
 
     def wait(self, timeout: float) -> None:
-        """Until all that was submitted has arrived, or so many seconds have passed."""
+        """Until all that was submitted has arrived, or `timeout` seconds have passed."""
         self._arrived += self._merging.wait(timeout)
 
     def close(self) -> None:

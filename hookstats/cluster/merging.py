@@ -21,8 +21,8 @@ from hookstats.cluster.tree import FAN, Tree, levels
 
 Step = TypeVar("Step")
 
-# Steps that may wait to be merged: in memory of so many bytes, but at least the first number of them and at most the
-# second. From half of that on ranks go on to newer ones; the oldest of more are delivered alone.
+# Steps that may wait to be merged: as many as fit into these bytes, but at least _FEW and at most _MANY. From half of
+# that on, ranks go on to newer ones; of more, the oldest are delivered alone.
 _WAITING_BYTES, _FEW, _MANY = 64 << 20, 8, 256
 _PATIENCE = 10.0  # seconds
 _LOOK = 0.25  # seconds
@@ -31,10 +31,10 @@ _mergings: Counter[tuple[int, ...]] = Counter()  # of the same ranks, so far
 
 
 class Packing(Protocol[Step]):
-    """What merging does not know: what a step is made of. Used by the thread alone."""
+    """What a step is made of, which merging does not know. Used by the thread alone."""
 
     merges: Sequence[Merge]  # one for each section
-    notes: deque[str]  # what the user is to be told of how ranks differ
+    notes: deque[str]  # messages for the user about how ranks differ
 
     def table(self, step: Step) -> tuple[int, bytes]:
         """What this rank has, and its checksum, of 64 bits: equal on ranks that have the same."""
@@ -158,14 +158,14 @@ class Merging(Generic[Step]):
         return done
 
     def wait(self, timeout: float) -> list[Merged[Step]]:
-        """What `arrived` returns, once all is settled or so many seconds have passed."""
+        """What `arrived` returns, once all is settled or `timeout` seconds have passed."""
         end = time.monotonic() + timeout
         while self._unsettled() and self._thread.is_alive() and time.monotonic() < end:
             time.sleep(0.001)
         return self.arrived()
 
     def close(self, timeout: float = 2.0) -> list[Merged[Step]]:
-        """Ends merging: what is not settled after so many seconds is delivered alone. Again: does nothing."""
+        """Ends merging: what is not settled after `timeout` seconds is delivered alone. A second call does nothing."""
         if self._process != os.getpid():  # a fork has no thread, and maybe a lock that the thread held
             return []
         atexit.unregister(self.close)

@@ -33,7 +33,7 @@ class LocalStep(NamedTuple):
 class StepPacking:
     """The steps of a rank, one after another; one thread alone uses it.
 
-    ``notes``: what the user is to be told of how ranks differ, and what was left out for it; to be taken from the left.
+    ``notes``: messages for the user about how ranks differ and what was left out for it, the oldest first.
     """
 
     merges: Sequence[Merge] = MERGES

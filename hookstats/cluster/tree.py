@@ -18,7 +18,7 @@ import torch
 from hookstats.cluster import gloo
 from hookstats.cluster.flat import Merge, Section
 
-Pause: TypeAlias = Callable[[float], None]  # sleeps so many seconds; raises where all is to end
+Pause: TypeAlias = Callable[[float], None]  # sleeps for the given seconds; raises where the thread is to end
 
 FAN = 64
 _POLL, _LONGEST_POLL = 1e-4, 5e-3  # seconds between two looks at a collective

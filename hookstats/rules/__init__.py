@@ -1,4 +1,4 @@
-"""Rules: what is wrong with a training, said when it begins. numpy alone; knows nothing of torch, hooks or files.
+"""Rules: they report what is wrong with a training when it starts. numpy alone; knows nothing of torch, hooks or files.
 
 findings = hookstats.rules.judge(snapshots)
 """

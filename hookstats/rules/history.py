@@ -102,7 +102,7 @@ class Course:
         return float(1.4826 * np.median(np.abs(distances - np.median(distances))))
 
     def limit(self, sigmas: float, tail: float) -> float:
-        """The level, and so many deviations above it; and ``tail`` times as far as the last values ever went."""
+        """`sigmas` deviations above the level, and at least ``tail`` times as far as the last values ever went."""
         distances = self._distances()
         usual = max(float(np.median(distances)), 0.0)
         furthest = max(float(distances.max()) - usual, 0.0)

@@ -1,4 +1,4 @@
-"""Judge: rules over the steps of a run, one after another; each illness is reported when it begins."""
+"""Judge: rules over the steps of a run, one after another; each problem is reported when it starts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hookstats.rules.updates import UpdateRatio
 
 Rule: TypeAlias = Callable[[Step], Iterable[Finding] | None]
 
-_ENDED = 20  # steps of a rule's verdicts without an illness, after which it has ended
+_ENDED = 20  # verdicts of a rule without a problem, after which it has ended
 _GROWN = 10.0  # how much worse it must have become to be reported again
 
 
@@ -88,7 +88,7 @@ def is_ours(d: Mapping[str, Any]) -> bool:
 
 
 class _Episode(NamedTuple):
-    """An illness that goes on."""
+    """A problem that goes on."""
 
     last: int  # of the rule's verdicts, when it was last seen
     reported: Finding  # the latest that was
@@ -138,9 +138,9 @@ def _is_worse(finding: Finding, than: Finding) -> bool:
 class Judge:
     """Gives each step to the rules, and hands out what they find.
 
-    An illness, which is a rule at a site (of the rules with ``per_site = False``: a rule), is reported when it begins;
-    again when it becomes more severe, or its value ten times worse; and when it comes back after the rule has not seen
-    it in 20 of its verdicts.
+    A problem is a rule at a site, or a rule alone where it has ``per_site = False``. It is reported when it starts,
+    again when it becomes more severe or its value ten times worse, and when it comes back after 20 verdicts of the rule
+    without it.
     """
 
     def __init__(self, rules: Iterable[str | Rule] | None = None, rank: int = 0, attempt: int = 0) -> None:

@@ -21,7 +21,7 @@ _BACKWARD = ("grad_output", "grad_input", "param_grad")
 class NonFinite:
     """The first tensor, in order of execution, that holds NaN, Inf or -Inf, in forward or in backward: critical.
 
-    There is no threshold to set: one such value ends most trainings. Two things are in order, and are told apart. -Inf
+    There is no threshold to set: one such value ends most trainings. Two things are in order, and are recognised. -Inf
     alone in an output or input that has it from its first step on is a mask, of attention or of a router. Gradients in
     a step that a GradScaler has skipped are how it finds its scale: a note, unless that happens in ``overflows``
     measured steps in a row (a scaler that begins at 65536 has come to 1 after 16 of them).
@@ -198,7 +198,7 @@ def _has_weights(step: Step, module: str) -> bool:
 
 
 def _is_of_rows(step: Step, site: int) -> bool | None:
-    """Whether it is in all channels alike, as data make it; None: nobody knows, or all is lost."""
+    """Whether all channels hold as many, which data cause; None: it is not known, or no channel is finite."""
     channels = step.channels(site)
     if channels is None or len(channels.nans) < 2:
         return None

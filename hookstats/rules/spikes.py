@@ -16,7 +16,7 @@ from hookstats.rules.history import Course, extended
 from hookstats.rules.step import Step
 
 _LEAST_RISE = 0.05  # of what rises, from one third of the steps to the next
-_MOVED, _KNOWN = 3.0, 3  # times the largest of the last moves, of which there are so many
+_MOVED, _KNOWN = 3.0, 3  # times the largest of the last moves; how many of them there must be
 _DESCENDED = 0.8  # of the first loss: below that it has been going down
 
 
@@ -173,7 +173,7 @@ class LossSpike:
                 break
             one, two, three = np.median(values[-3 * third :].reshape(3, third), axis=1)
             if len(self._past) < self.min_history and np.diff(values[-3 * third :]).min() <= 0:
-                continue  # of which nobody knows how much they vary
+                continue  # how much they vary is not known yet
             least = max(7 * deviation / math.sqrt(third), _LEAST_RISE, 0.0 if descended else math.log(2))
             if one > start + (0.0 if descended else math.log(2)) and min(two - one, three - two) > least:
                 return 3 * third
