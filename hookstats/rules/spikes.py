@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import numpy as np
 
 from hookstats.rules.finding import Finding
-from hookstats.rules.formatting import number
+from hookstats.rules.formatting import number, times
 from hookstats.rules.history import Course, extended
 from hookstats.rules.step import Step
 
@@ -79,84 +78,93 @@ class LossSpike:
         values = {number: each[self.scalar] for number, each in scalars.items() if self.scalar in each}
         values = {number: value for number, value in values.items() if math.isfinite(value)}
         move = self._move(step)
-        return list(self._judge(step, values, move)) if values else None
-
-    def _judge(self, step: Step, values: dict[int, float], move: float | None) -> Iterator[Finding]:
+        if not values:
+            return None
         has_moved = None if move is None else self._is_abrupt(move)
-        for at, value in values.items():
-            yield from self._judge_one(step, at, value, has_moved)
-            self._last.append(value)
-            self._lowest = min(self._lowest, self._past.level)
-            if len(self._firsts) < self.consecutive_steps:
-                self._firsts.append(value)
+        found = [finding for at, value in values.items() for finding in self._judge(step, at, value, has_moved)]
         if move is not None and self._jump is None:  # else it belongs to the jump, and not to what was before
             self._moves.append(move)
+        return found
 
-    def _judge_one(self, step: Step, at: int, value: float, has_moved: bool | None) -> Iterator[Finding]:
+    def _judge(self, step: Step, at: int, value: float, has_moved: bool | None) -> list[Finding]:
         """at: the step of this value, which may be an earlier one."""
-        past, limit = self._past, math.inf
-        if len(past) >= self.min_history:
-            limit = past.limit(self.sigmas, self.tail)
-        if self._jump is not None:
-            yield from self._returned(step, at, value)
-        undoes = value - past.level >= self.undone * (self._firsts[0] - self._lowest) if self._firsts else False
-        jump = self._jump
-        follows = jump is not None and not jump.has_moved and has_moved and value > jump.limit
-        if (undoes and value > limit and jump is None) or follows:
-            is_worse_than_first = value > max(self._firsts)
-            is_ill = has_moved or (has_moved is None and is_worse_than_first)
-            level = past.level if jump is None else jump.level
-            sentence = f"the {self.scalar} jumped to {number(value)}, from {number(level)} in the steps before. "
-            if jump is not None:
-                sentence = f"the {self.scalar} is {number(value)}, and was {number(level)} before step {jump.step}. "
-            if has_moved:
-                sentence += (
-                    "The outputs of the model changed with it: look at this batch, and at the learning rate and the "
-                    "weights; if it stays up, go back to a checkpoint before it."
-                )
-            elif is_ill:
-                sentence += (
-                    f"That is above the first ones, {number(max(self._firsts))}: look at this batch; if it stays up, "
-                    "go back to a checkpoint before it, and lower the learning rate or clip gradients."
-                )
-            else:
-                sentence += "Where the data, the task or the target changed in this step, nothing needs to be wrong."
-            yield step.finding("loss-spike", None, value, limit, "warning" if is_ill else "note", sentence, at)
-            self._jump = _Jump(at, level, limit, value, bool(has_moved))
-        rising = self._rising(value)
-        if rising:
-            sentence = (
-                f"the {self.scalar} is {number(value)}, and has gone on rising for {rising} steps: training diverges. "
-                "Go back to a checkpoint, and lower the learning rate, warm it up longer, or clip gradients."
-            )
-            yield step.finding("loss-spike", None, value, max(self._firsts), "critical", sentence, at)
-        past.push(value, limit)
+        limit = self._past.limit(self.sigmas, self.tail) if len(self._past) >= self.min_history else math.inf
+        found = [
+            self._jump_ended(step, at, value),
+            self._jumped(step, at, value, limit, has_moved),
+            self._rose(step, at, value),
+        ]
+        self._past.push(value, limit)
+        self._last.append(value)
+        self._lowest = min(self._lowest, self._past.level)
+        if len(self._firsts) < self.consecutive_steps:
+            self._firsts.append(value)
+        return [finding for finding in found if finding is not None]
 
-    def _returned(self, step: Step, at: int, value: float) -> Iterator[Finding]:
-        """From a jump, all at once."""
-        assert self._jump is not None
+    def _jumped(self, step: Step, at: int, value: float, limit: float, has_moved: bool | None) -> Finding | None:
+        jump, level = self._jump, self._past.level
+        sentence = f"the {self.scalar} jumped to {number(value)}, from {number(level)} in the steps before. "
+        if jump is None:
+            undoes = self._firsts and value - level >= self.undone * (self._firsts[0] - self._lowest)
+            if not (undoes and value > limit):
+                return None
+        else:  # a known one, with which the outputs change only now
+            if jump.has_moved or not (has_moved and value > jump.limit):
+                return None
+            level = jump.level
+            sentence = f"the {self.scalar} is {number(value)}, and was {number(level)} before step {jump.step}. "
+        is_ill = has_moved or (has_moved is None and value > max(self._firsts))
+        if has_moved:
+            sentence += (
+                "The outputs of the model changed with it: look at this batch, and at the learning rate and the "
+                "weights; if it stays up, go back to a checkpoint before it."
+            )
+        elif is_ill:
+            sentence += (
+                f"That is above the first ones, {number(max(self._firsts))}: look at this batch; if it stays up, "
+                "go back to a checkpoint before it, and lower the learning rate or clip gradients."
+            )
+        else:
+            sentence += "Where the data, the task or the target changed in this step, nothing needs to be wrong."
+        self._jump = _Jump(at, level, limit, value, bool(has_moved))
+        return step.finding("loss-spike", None, value, limit, "warning" if is_ill else "note", sentence, at)
+
+    def _jump_ended(self, step: Step, at: int, value: float) -> Finding | None:
+        """What a jump was: the loss has come back from it, all at once, or it has not."""
+        if self._jump is None:
+            return None
         began, level, limit, peak, has_moved = self._jump
-        in_logs = self._past.in_logs
+        first, in_logs = max(self._firsts), self._past.in_logs
         quarter = level * (peak / level) ** 0.25 if in_logs else level + (peak - level) / 4
-        if value <= min(quarter, max(self._firsts)):
-            if peak > max(self._firsts) and in_logs and self._last[-1] > peak / 2:
-                count = at - began
-                sentence = (
-                    f"the {self.scalar} jumped to {number(peak)}, from {number(level)}, and came back after {count} "
-                    f"step{'s' if count > 1 else ''}: look at the data of step {began}; if it happens again, clip "
-                    "gradients, or leave such batches out."
-                )
-                yield step.finding("loss-spike", None, peak, limit, "warning", sentence, began)
-            self._jump = None
-        elif at - began >= self.consecutive_steps:
-            self._jump = None
-            if has_moved and min([*self._last, value][-self.consecutive_steps :]) > max(self._firsts):
-                sentence = (
-                    f"the {self.scalar} is {number(value)}, and has been above the first ones for {at - began} steps, "
-                    f"since it jumped in step {began} and the outputs of the model changed: training diverges. Go back "
-                    "to a checkpoint, and lower the learning rate, warm it up longer, or clip gradients."
-                )
-                yield step.finding("loss-spike", None, value, max(self._firsts), "critical", sentence, at)
+        came_back, count = value <= min(quarter, first), at - began
+        if not came_back and count < self.consecutive_steps:
+            return None
+        self._jump = None
+        if came_back and peak > first and in_logs and self._last[-1] > peak / 2:
+            sentence = (
+                f"the {self.scalar} jumped to {number(peak)}, from {number(level)}, and came back after "
+                f"{times(count, 'step')}: look at the data of step {began}; if it happens again, clip gradients, or "
+                "leave such batches out."
+            )
+            return step.finding("loss-spike", None, peak, limit, "warning", sentence, began)
+        if not came_back and has_moved and min([*self._last, value][-self.consecutive_steps :]) > first:
+            sentence = (
+                f"the {self.scalar} is {number(value)}, and has been above the first ones for {count} steps, since it "
+                f"jumped in step {began} and the outputs of the model changed: training diverges. Go back to a "
+                "checkpoint, and lower the learning rate, warm it up longer, or clip gradients."
+            )
+            return step.finding("loss-spike", None, value, first, "critical", sentence, at)
+        return None
+
+    def _rose(self, step: Step, at: int, value: float) -> Finding | None:
+        rising = self._rising(value)
+        if not rising:
+            return None
+        sentence = (
+            f"the {self.scalar} is {number(value)}, and has gone on rising for {rising} steps: training diverges. "
+            "Go back to a checkpoint, and lower the learning rate, warm it up longer, or clip gradients."
+        )
+        return step.finding("loss-spike", None, value, max(self._firsts), "critical", sentence, at)
 
     def _rising(self, value: float) -> int:
         """Over how many steps; 0: it does not."""
