@@ -136,7 +136,7 @@ def check_replicas(
         if not (hasattr(each, "state") and hasattr(each, "param_groups")):
             raise TypeError(f"optimizer: expected an Optimizer or a sequence of them, got {type(each).__name__}")
     ranks = sorted(group_of(dist.group.WORLD if process_group is None else process_group).ranks)
-    exchange = exchange_among(ranks, _TIMEOUT)
+    exchange = exchange_among("replicas", ranks, _TIMEOUT)
     try:
         held, skipped = contents_of(model, optimizers, buffers, gradients)
         table = table_of(held)

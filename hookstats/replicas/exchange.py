@@ -24,12 +24,12 @@ class Exchange:
     RuntimeError where a rank did not come in time, or is gone. That closes the group; `exchange_among` makes the next.
     """
 
-    def __init__(self, ranks: Sequence[int], timeout: timedelta) -> None:
+    def __init__(self, name: str, ranks: Sequence[int], timeout: timedelta) -> None:
         """Waits for all of them."""
         self.ranks = list(ranks)
         self.place = self.ranks.index(gloo.c10d.get_rank())
         self._of = weakref.ref(gloo.c10d.group.WORLD)
-        self._store = gloo.c10d.PrefixStore(f"hookstats/replicas/{gloo.name_of(ranks)}", gloo.default_store())
+        self._store = gloo.c10d.PrefixStore(name, gloo.default_store())
         self._number = self._broken()
         self._timeout = timeout
         store = gloo.c10d.PrefixStore(str(self._number), self._store)
@@ -58,7 +58,7 @@ class Exchange:
         return [json.loads(bytes(each[:size])) for each, size in zip(texts, sizes[:, 0], strict=True)]
 
     def _broken(self) -> int:
-        """How many groups of these ranks broke, as their members have said."""
+        """How many groups of this name broke, as their members have said."""
         return int(self._store.compare_set("broken", "", "0"))
 
     @contextmanager
@@ -74,12 +74,12 @@ class Exchange:
             ) from error
 
 
-_exchanges: dict[tuple[int, ...], Exchange] = {}
+_exchanges: dict[str, Exchange] = {}
 
 
-def exchange_among(ranks: Sequence[int], timeout: timedelta) -> Exchange:
-    """That of these ranks, of which this process is one. It is kept: connecting takes much longer than a call."""
-    key = tuple(ranks)
-    if key not in _exchanges or _exchanges[key].is_over():
-        _exchanges[key] = Exchange(ranks, timeout)
-    return _exchanges[key]
+def exchange_among(purpose: str, ranks: Sequence[int], timeout: timedelta) -> Exchange:
+    """That of one purpose among these ranks, of which this process is one; kept from call to call."""
+    name = f"hookstats/{purpose}/{gloo.name_of(ranks)}"
+    if name not in _exchanges or _exchanges[name].is_over():
+        _exchanges[name] = Exchange(name, ranks, timeout)
+    return _exchanges[name]
