@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from types import TracebackType
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -148,9 +147,7 @@ class Captured(Mapping[str, list[Capture]]):
     def __enter__(self) -> Captured:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.remove()
 
 

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from numbers import Real
-from types import TracebackType
 from typing import Any, TypeAlias
 
 import torch
@@ -202,9 +201,7 @@ class Edit:
     def __enter__(self) -> Edit:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.remove()
 
     def __repr__(self) -> str:

@@ -78,11 +78,11 @@ def explain(model: nn.Module) -> Explanation:
     clean = {id(module): name for name, module in clean_names(model).items()}
     silent = never_called(model)
     followers = _in_place_neighbours(model)
-    rows = _global_rows()
+    rows = [_row("(every module)", kind, hook, []) for kind, hook in _hooks_of(torch.nn.modules.module, "_global_")]
     modules = dict(model.named_modules())
     for path, module in modules.items():
         name = clean.get(id(module), f"{path} ({type(module).__name__})".lstrip())
-        for kind, hook in _hooks_of(module):
+        for kind, hook in _hooks_of(module, "_"):
             traps = [f"never runs: {silent[name]}"] if name in silent else []
             if kind == "old backward":
                 traps.append(_old_backward(module))
@@ -98,31 +98,17 @@ def explain(model: nn.Module) -> Explanation:
     return Explanation(rows, len(modules))
 
 
-def _hooks_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    backward = "old backward" if module._is_full_backward_hook is False else "full backward"
+def _hooks_of(of: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    """Each hook's kind and the hook. of, prefix: a module and "_"; of those on all modules, torch's, "_global_"."""
+    backward = "old backward" if getattr(of, f"{prefix}is_full_backward_hook") is False else "full backward"
     for kind, hooks in (
-        ("forward-pre", module._forward_pre_hooks),
-        ("forward", module._forward_hooks),
-        ("full backward-pre", module._backward_pre_hooks),
-        (backward, module._backward_hooks),
+        ("forward-pre", "forward_pre_hooks"),
+        ("forward", "forward_hooks"),
+        ("full backward-pre", "backward_pre_hooks"),
+        (backward, "backward_hooks"),
     ):
-        for hook in hooks.values():
+        for hook in getattr(of, f"{prefix}{hooks}").values():
             yield kind, hook
-
-
-def _global_rows() -> list[HookRow]:
-    of = torch.nn.modules.module
-    backward = "old backward" if of._global_is_full_backward_hook is False else "full backward"
-    return [
-        _row("(every module)", kind, hook, [])
-        for kind, hooks in (
-            ("forward-pre", of._global_forward_pre_hooks),
-            ("forward", of._global_forward_hooks),
-            ("full backward-pre", of._global_backward_pre_hooks),
-            (backward, of._global_backward_hooks),
-        )
-        for hook in hooks.values()
-    ]
 
 
 def _row(name: str, kind: str, hook: Any, traps: list[str]) -> HookRow:

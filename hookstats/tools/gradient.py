@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from types import TracebackType
 
 import torch
 
@@ -84,9 +83,7 @@ class KeptGradient:
     def __enter__(self) -> KeptGradient:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.remove()
 
     def __repr__(self) -> str:

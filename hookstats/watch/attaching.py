@@ -1,9 +1,8 @@
-"""attach(): from a model to hooks on it and a Monitor; measure(), for one tensor."""
+"""attach(): from a model to hooks on it and a Monitor."""
 
 from __future__ import annotations
 
 import logging
-import operator
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -13,13 +12,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
-from hookstats import _native
 from hookstats.modules import order
-from hookstats.modules.channels import channel_dim_of
 from hookstats.modules.selection import Modules
-from hookstats.numbers.fields import Bins, ExponentBins, Site
+from hookstats.numbers.fields import Bins, ExponentBins
 from hookstats.numbers.ranks import ALONE, StepRanks
-from hookstats.numbers.site_stats import SiteStats
 from hookstats.watch.arguments import (
     DEFAULT_TENSORS,
     Channels,
@@ -32,17 +28,16 @@ from hookstats.watch.arguments import (
     checked_sinks,
     checked_tensors,
     refuse,
-    refuse_device,
 )
 from hookstats.watch.binding import SiteBinder
-from hookstats.watch.drain import Drain
+from hookstats.watch.delivery import Delivery
 from hookstats.watch.evaluation import TrainingOnly, check_training_only
 from hookstats.watch.hooks import InputHook
-from hookstats.watch.memory import Store, accumulate
-from hookstats.watch.monitor import Cadence, Monitor, Watching
+from hookstats.watch.judging import Recorder
+from hookstats.watch.memory import Store
+from hookstats.watch.monitor import Monitor
 from hookstats.watch.parameters import Parameters, watch_optimizers
 from hookstats.watch.planning import Plan
-from hookstats.watch.scalars import Kept, Scalars
 from hookstats.watch.scaling import Scaling, check_scaler
 
 if TYPE_CHECKING:
@@ -119,7 +114,10 @@ def attach(
     parameters = Parameters(store, plan.of_parameters, binder, plan.device, scaling)
     handles: list[Any] = []
     try:
-        _hang_hooks(plan, binder, handles)
+        hooks = [(module, binder.hook(spec, device, make)) for module, spec, make, device in plan.hooks()]
+        for module, hook in hooks:  # all are made before the first one hangs on a module
+            on_inputs = isinstance(hook, InputHook)
+            handles.append(order.register(module, hook, on_inputs=on_inputs, with_kwargs=on_inputs))
         for name, slot in plan.parameters.items():
             parameters.add(name, slot, name in plan.keeping)
         if example is not None:
@@ -132,11 +130,21 @@ def attach(
             handle.remove()
         binder.training.forget()
         raise
-    keeps = kept.which is True and too_much is None
-    watching = Watching(store, binder, parameters, scaling, handles, keeps, plan.trained, plan.device, ranks, joined)
-    monitor = Monitor(watching, Cadence(due, kept.every), callables)
+    delivery = Delivery(store, binder, callables, plan.trained, ranks, joined)
+    monitor = Monitor(
+        binder,
+        parameters,
+        delivery,
+        scaling,
+        handles,
+        plan.device,
+        due=due,
+        channels_every=kept.every,
+        tap_channels=kept.which is True and too_much is None,
+        is_judged=any(isinstance(sink, Recorder) for sink in callables),
+    )
     settings = _settings(model, monitor, plan, every, kept.every)
-    for begun, recorder in enumerate(monitor._delivery.recorders):
+    for begun, recorder in enumerate(delivery.recorders):
         try:
             is_of_all = joined is not None and not recorder.every_rank
             recorder.begin(settings | ({"rank": 0, "world_size": ranks.world_size} if is_of_all else {}))
@@ -148,14 +156,6 @@ def attach(
         _report_totals(too_much, options.memory_budget)
     order.make_room_for_graphs()
     return monitor
-
-
-def _hang_hooks(plan: Plan, binder: SiteBinder, handles: list[Any]) -> None:
-    """All hooks are made before the first one hangs on a module; handles: to take them off."""
-    hooks = [(module, binder.hook(spec, device, make)) for module, spec, make, device in plan.hooks()]
-    for module, hook in hooks:
-        on_inputs = isinstance(hook, InputHook)
-        handles.append(order.register(module, hook, on_inputs=on_inputs, with_kwargs=on_inputs))
 
 
 def _joined(model: nn.Module, process_group: Any, plan: Plan, memory_budget: int) -> tuple[StepRanks, Joined | None]:
@@ -217,49 +217,6 @@ def _report_totals(wanted: int, memory_budget: int) -> None:
         wanted / 2**20,
         memory_budget / 2**20,
     )
-
-
-def measure(
-    tensor: torch.Tensor,
-    channel_dim: int | None = None,
-    histogram: Bins | None = ExponentBins(),
-    *,
-    channels: bool = True,
-) -> SiteStats:
-    """The statistics of one tensor, now.
-
-    Args:
-        tensor: float32, float16, bfloat16, float64, float8_e4m3fn or float8_e5m2, any strides, on a CPU or (with a CUDA
-            build) a GPU.
-        channel_dim: the dimension whose entries are kept apart. None: 1 for 4-D and 5-D tensors, else the last. Not
-            read for a 0-dim tensor.
-        histogram: as in `attach`.
-        channels: whether they are kept apart at all.
-
-    Raises:
-        TypeError: for another dtype, or what is not a dense tensor. IndexError: for a channel_dim out of range.
-    """
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"measure: expected a torch.Tensor, got {type(tensor).__name__}")
-    refuse_device(tensor.device)
-    check_histogram(histogram)
-    if tensor.layout != torch.strided or tensor.is_nested or _native.has_no_data(tensor):
-        raise TypeError(f"measure: expected a dense strided tensor with data, got {tensor.layout} on {tensor.device}")
-    dim = channel_dim_of(tensor, channel_dim)
-    keep_channels = channels and tensor.dim() > 0
-    if not keep_channels:
-        width = 1
-    elif not -tensor.dim() <= operator.index(dim) < tensor.dim():
-        raise IndexError(f"measure: expected channel_dim from {-tensor.dim()} to {tensor.dim() - 1}, got {dim}")
-    else:
-        width = max(tensor.shape[dim], 1)
-    store = Store(histogram, 0, strict=True)
-    store.reserve(tensor.device, store.site_bytes(width) // 8)
-    site = Site("", "tensor")
-    state = store.add(site, tensor.device, width, dim, keep_channels).state
-    store.flags.value = True
-    accumulate(tensor.detach(), state)
-    return Drain(store).begin(Kept.of(0, Scalars({})), clear=False).finish().snapshot()[site]
 
 
 def _learn(model: nn.Module, binder: SiteBinder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

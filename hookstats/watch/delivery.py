@@ -176,9 +176,9 @@ class Delivery:
         self._present([(each, each.take_scalars, scalars) for each in self.recorders])
 
     def _deliver(self, drained: Drained, left_out: LeftOut, held: Holding) -> None:
-        self._binder.judge(left_out, drained.snapshot())
-        drained.skipped = self._binder.skipping.of_step(left_out)
         self.last = snapshot = drained.snapshot()
+        self._binder.judge(left_out, snapshot)
+        drained.skipped = snapshot.skipped = self._binder.skipping.of_step(left_out)
         self._deliveries += 1
         if self._deliveries <= _SILENT_STEPS:
             self._fired.update(snapshot.order)

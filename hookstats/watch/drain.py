@@ -8,19 +8,33 @@ the same path, where every copy is complete at once.
 from __future__ import annotations
 
 import time
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 
-from hookstats.numbers.blocks import Drained
-from hookstats.numbers.fields import Counts
+from hookstats import _native
+from hookstats.modules.sharding import LocalShard
+from hookstats.numbers.blocks import COUNTERS, Drained, Layout, Part, Row
+from hookstats.numbers.fields import Counts, Site
 from hookstats.numbers.ranks import ALONE, StepRanks
-from hookstats.watch.layouts import Layouts, Placed
-from hookstats.watch.memory import TOTALS, Store
+from hookstats.watch.memory import TOTALS, Entry, Place, Store
 from hookstats.watch.scalars import Kept, Slots, by_step
 
 Key: TypeAlias = tuple[torch.device, int]  # a block of state, by device and number
+Sign: TypeAlias = list[tuple[object, ...]]  # of how all sites lie: equal while nothing has moved
 _SCALARS = -2  # the "block" of the first scalars on a device; of more of them, those below
+
+assert COUNTERS == _native.COUNTERS
+
+
+class Placed(NamedTuple):
+    """What is needed to read blocks, or totals, that are copied now."""
+
+    layout: Layout
+    keys: list[Key]  # of the layout's blocks
+    hidden: list[bool]  # of each row: whether nothing is said of it where it was silent
+    readings: list[int]  # of each row: with which others it was measured
+    held: dict[Site, LocalShard]  # the same object while nothing of it has changed
 
 
 class PendingScalars:
@@ -110,7 +124,8 @@ class Drain:
         """ranks: whose numbers these are."""
         self._store = store
         self._ranks = ranks
-        self._layouts = Layouts(store)
+        self._layouts: dict[bool, tuple[Sign, Layout, list[Key]]] = {}  # of totals, and of channels
+        self._held: tuple[Sign, dict[Site, LocalShard]] = ([], {})
         self._sides: dict[torch.device, torch.cuda.Stream] = {}
 
     def _side(self, device: torch.device) -> torch.cuda.Stream | None:
@@ -129,7 +144,7 @@ class Drain:
             return self._begin(kept, clear, totals_only)
 
     def _begin(self, kept: Kept, clear: bool, totals_only: bool) -> Pending:
-        pending = Pending(self._layouts.now(totals_only), kept, self._ranks)
+        pending = Pending(self._placed(totals_only), kept, self._ranks)
         for device in {**self._store.blocks, **kept.slots}:
             side = self._side(device)
             if totals_only:
@@ -144,6 +159,19 @@ class Drain:
                 pending.sent(side)
         return pending
 
+    def _placed(self, totals_only: bool) -> Placed:
+        """Where all sites lie: made anew only where something has moved."""
+        entries = self._store.entries
+        sign: Sign = [(len(e.places), e.places[-1].number, e.keep_channels, e.channel_dim, e.sharding) for e in entries]
+        known = self._layouts.get(totals_only)
+        if known is None or known[0] != sign:
+            known = self._layouts[totals_only] = (sign, *_layout(entries, self._store, totals_only))
+        if self._held[0] != sign:
+            self._held = sign, {e.site: e.held for e in entries}
+        _, layout, keys = known
+        hidden, readings = [e.hidden_if_silent for e in entries], [e.reading for e in entries]
+        return Placed(layout, keys, hidden, readings, self._held[1])
+
     def begin_scalars(self, kept: Kept) -> PendingScalars:
         """Sends scalars alone."""
         pending = PendingScalars(kept)
@@ -153,3 +181,25 @@ class Drain:
             if side is not None:
                 pending.sent(side)
         return pending
+
+
+def _layout(entries: list[Entry], store: Store, totals_only: bool) -> tuple[Layout, list[Key]]:
+    places = [[place.totals() if totals_only else place for place in e.places] for e in entries]
+    keys = list(dict.fromkeys((place.device, place.block) for each in places for place in each))
+    number = {key: i for i, key in enumerate(keys)}
+    devices = list(dict.fromkeys(device for device, _ in keys))
+
+    def part(place: Place) -> Part:
+        return Part(number[place.device, place.block], place.offset, place.channels, place.bins)
+
+    rows = [
+        Row(
+            e.site,
+            tuple(map(part, each)),
+            e.keep_channels and not totals_only,
+            e.channel_dim if e.keep_channels else None,
+            e.is_parameter,
+        )
+        for e, each in zip(entries, places, strict=True)
+    ]
+    return Layout([devices.index(device) for device, _ in keys], rows, store.histogram), keys

@@ -15,7 +15,7 @@ from hookstats.modules.containers import walk
 from hookstats.modules.order import ModuleHook
 from hookstats.numbers.fields import Site
 from hookstats.watch.graphs import key_of, observe_gradient_in_graph, shared_in_graph
-from hookstats.watch.memory import Entry, SiteState
+from hookstats.watch.memory import Entry, Place, SiteState
 
 _observe = _native.observe  # a global of its own: one look-up less for the compiler to guard
 
@@ -23,7 +23,7 @@ Kinds: TypeAlias = tuple[str | None, str | None]  # of a hook's sites: the tenso
 
 
 class SiteSpec:
-    """What is known of a hook's tensor: for `SiteBinder` alone, never read on the fast way.
+    """What is known of a hook's tensor: for `SiteBinder` and `Fitting` alone, never read on the fast way.
 
     ``bound``: its width is settled. ``moved``: the width was another one than expected, once. ``met``: a tensor was
     seen, and what has run before it. ``guessed``: dimension and width are those of a module like it, until it is met.
@@ -48,6 +48,11 @@ class SiteSpec:
         self.moved = self.met = self.guessed = False
         self.entries: dict[str, Entry] = {}  # by tensor kind
         self._dims: dict[int, int] = {}  # of its channels, by the number of a tensor's dimensions, where found
+
+    @property
+    def place(self) -> Place:
+        """Where its states lie now."""
+        return next(iter(self.entries.values())).places[-1]
 
     def dim_for(self, ndim: int) -> int | None:
         """Where the channels of a tensor with so many dimensions were found."""
@@ -131,6 +136,11 @@ class Hook(ModuleHook, _native.Hook):
         problem = _observe(output, self)
         if problem is not None:
             self.binder.rebind(self, output, problem)
+
+    def bind_sites(self) -> None:
+        """From now on it measures into the states that its sites have now."""
+        sites = self.spec.entries
+        self.bind(*(sites[kind].state if kind and not sites[kind].given_up else None for kind in self.spec.kinds))
 
     def bind(self, output: SiteState | None, gradient: SiteState | None) -> None:
         """From now on it measures into these."""

@@ -7,74 +7,65 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import torch
 
 from hookstats.modules import order
 from hookstats.modules.channels import ChannelAxis
 from hookstats.numbers.fields import Site, Skipped
-from hookstats.numbers.ranks import StepRanks
 from hookstats.numbers.snapshot import Snapshot
-from hookstats.watch.arguments import Sink, refuse_device
+from hookstats.watch.arguments import refuse_device
 from hookstats.watch.binding import SiteBinder
 from hookstats.watch.delivery import Delivery
 from hookstats.watch.hooks import Hook, SiteSpec
-from hookstats.watch.judging import Judging, Recorder
-from hookstats.watch.memory import Store, is_capturing, local_part
+from hookstats.watch.judging import Judging
+from hookstats.watch.memory import is_capturing, local_part
 from hookstats.watch.overhead import Overhead, Stopwatch
 from hookstats.watch.parameters import Parameters
 from hookstats.watch.scalars import Scalars
 from hookstats.watch.scaling import Scaling
 from hookstats.watch.skipping import Captured
-
-if TYPE_CHECKING:
-    from hookstats.cluster.joining import Joined
+from hookstats.watch.wrappers import is_a_mere_shape
 
 _JOIN_SECONDS = 30.0  # that `Monitor.detach` waits for other ranks
-
-
-class Watching(NamedTuple):
-    """What `attach` has made of a model."""
-
-    store: Store
-    binder: SiteBinder
-    parameters: Parameters
-    scaling: Scaling | None
-    handles: list[Any]  # of the hooks on the model
-    tap_channels: bool  # whether tapped tensors keep channels
-    trained: frozenset[str]  # the watched modules that hold parameters which require grad
-    device: torch.device  # where most of the model is
-    ranks: StepRanks  # this process
-    joined: Joined | None  # the other ranks of a process group
-
-
-class Cadence(NamedTuple):
-    """Which steps are measured, and of which of these channels are sent, too."""
-
-    due: Callable[[int], bool]
-    channels_every: int
 
 
 class Monitor:
     """What `attach` returns: closes steps, hands out their numbers. As a context manager, it detaches at the end."""
 
-    def __init__(self, watching: Watching, cadence: Cadence, sinks: tuple[Sink, ...]) -> None:
-        self._binder = watching.binder
-        self._parameters = watching.parameters
-        self._store = watching.store
-        self._handles = watching.handles
-        self._scaling = watching.scaling
-        self._tap_channels = watching.tap_channels
-        self._cadence = cadence
-        self._delivery = Delivery(
-            watching.store, watching.binder, sinks, watching.trained, watching.ranks, watching.joined
-        )
-        self._is_judged = any(isinstance(sink, Recorder) for sink in sinks)  # if only on another rank
-        self._judging = Judging(
-            self._delivery.recorders, self._delivery.sinks, watching.binder.warn_once, watching.store.strict
-        )
-        self._stopwatch = Stopwatch(watching.store.flags, watching.device)
+    def __init__(
+        self,
+        binder: SiteBinder,
+        parameters: Parameters,
+        delivery: Delivery,
+        scaling: Scaling | None,
+        handles: list[Any],
+        device: torch.device,
+        *,
+        due: Callable[[int], bool],
+        channels_every: int,
+        tap_channels: bool,
+        is_judged: bool,
+    ) -> None:
+        """Made by `attach`.
+
+        handles: of the hooks on the model. device: where most of the model is. due: which steps are measured, and
+        channels_every: of which of these channels are sent, too. tap_channels: whether tapped tensors keep channels.
+        is_judged: whether there is a recording, if only on another rank.
+        """
+        self._binder = binder
+        self._parameters = parameters
+        self._delivery = delivery
+        self._store = binder.store
+        self._handles = handles
+        self._scaling = scaling
+        self._due = due
+        self._channels_every = channels_every
+        self._tap_channels = tap_channels
+        self._is_judged = is_judged
+        self._judging = Judging(delivery.recorders, delivery.sinks, binder.warn_once, binder.store.strict)
+        self._stopwatch = Stopwatch(binder.store.flags, device)
         self._closed = 0  # measured steps
         self._taps: dict[str, Hook] = {}
         self._step = 0
@@ -166,7 +157,7 @@ class Monitor:
         self._set_flags()
 
     def _is_of_totals(self) -> bool:
-        return self._closed % self._cadence.channels_every > 0 and not self._judging.is_escalated(self._step)
+        return self._closed % self._channels_every > 0 and not self._judging.is_escalated(self._step)
 
     def _scalars(self, given: dict[str, Any]) -> Scalars:
         if self._scaling is None or not self._measured:
@@ -184,11 +175,11 @@ class Monitor:
 
     def _is_due(self) -> bool:
         try:
-            return bool(self._cadence.due(self._step))
+            return bool(self._due(self._step))
         except Exception as error:
             if self._store.strict:
                 raise
-            self._binder.warn_once("every", f"every={self._cadence.due!r} failed, the step is not measured: {error!r}")
+            self._binder.warn_once("every", f"every={self._due!r} failed, the step is not measured: {error!r}")
             return False
 
     def snapshot(self) -> Snapshot:
@@ -260,7 +251,7 @@ class Monitor:
         if not isinstance(tensor, torch.Tensor) or not isinstance(name, str):
             raise TypeError(f"tap: expected a tensor and a name, got {type(tensor).__name__} and {name!r}")
         hook = self._taps.get(name)
-        if hook is None and self._binder.measures_now() and self._binder.has_data(tensor):
+        if hook is None and self._binder.measures_now() and not is_a_mere_shape(tensor):
             with self._store.lock:
                 hook = self._taps.get(name) or self._tapped(tensor, name, channel_dim)
         if hook is not None:
