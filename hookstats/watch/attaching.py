@@ -31,7 +31,7 @@ from hookstats.watch.arguments import (
 )
 from hookstats.watch.binding import SiteBinder
 from hookstats.watch.delivery import Delivery
-from hookstats.watch.evaluation import TrainingOnly, check_training_only
+from hookstats.watch.flags import TrainingOnly, check_training_only
 from hookstats.watch.hooks import InputHook
 from hookstats.watch.judging import Recorder
 from hookstats.watch.memory import Store

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -12,7 +12,8 @@ from hookstats import _native
 from hookstats.modules.channels import parameter_channels
 from hookstats.modules.selection import Slot
 from hookstats.watch.binding import SiteBinder
-from hookstats.watch.memory import Entry, SiteState, Store, accumulate, is_capturing, local_part
+from hookstats.watch.flags import is_capturing
+from hookstats.watch.memory import Entry, SiteState, Store, accumulate, local_part
 
 _MOST_PLACES = 8  # widths that a site has memory for; then it keeps totals
 _MOST_BATCHED = 8  # times that a site is in a batch, on average: optimizers that are made anew do not pile up
@@ -42,6 +43,9 @@ class Parameter:
     def get(self) -> torch.Tensor | None:
         slot = self.slot()
         return None if slot is None else slot.get()
+
+
+Owner: TypeAlias = tuple[Parameter, str]  # of a site: the parameter, and which of its tensors
 
 
 class ByIdentity:
@@ -94,7 +98,7 @@ class Batches:
         self._known: dict[tuple[int, ...], Any] = {}  # by the sites' Entry.index
         self._members = 0  # of all that are known
 
-    def accumulate(self, owners: list[tuple[Parameter, str]], tensors: list[torch.Tensor | None]) -> None:
+    def accumulate(self, owners: list[Owner], tensors: list[torch.Tensor | None]) -> None:
         """A tensor for each owner; None: nothing of it."""
         if all(tensor is None for tensor in tensors):
             return

@@ -19,12 +19,12 @@ from hookstats.modules.order import recomputing
 from hookstats.modules.sharding import Sharding, unreduced
 from hookstats.numbers.fields import Site, Skipped
 from hookstats.numbers.snapshot import Snapshot
-from hookstats.watch.evaluation import TrainingOnly
 from hookstats.watch.fitting import Fitting
+from hookstats.watch.flags import TrainingOnly, is_capturing
 from hookstats.watch.graphs import HOOKS, teach_the_compiler, traced
 from hookstats.watch.hooks import Hook, InputHook, SiteSpec
 from hookstats.watch.ignoring import Ignoring, rows_on
-from hookstats.watch.memory import Entry, Rows, SiteState, Store, accumulate, is_capturing
+from hookstats.watch.memory import Entry, Rows, SiteState, Store, accumulate
 from hookstats.watch.skipping import Captured, Skipping
 from hookstats.watch.wrappers import is_a_mere_shape, is_wrapper, note_sharding, note_sharding_of, part_here
 

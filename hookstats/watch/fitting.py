@@ -7,9 +7,10 @@ import torch
 from hookstats import _native
 from hookstats._warn import WarnOnce, warn
 from hookstats.modules.evidence import UNKNOWN, Ran, Seen, channel_dim_by_evidence, seen_of, widths_of
+from hookstats.watch.flags import is_capturing
 from hookstats.watch.hooks import Hook, SiteSpec
 from hookstats.watch.ignoring import Ignoring
-from hookstats.watch.memory import Store, is_capturing
+from hookstats.watch.memory import Store
 from hookstats.watch.skipping import Captured
 
 

@@ -15,8 +15,9 @@ from hookstats._warn import WarnOnce
 from hookstats.modules.containers import REST, walk
 from hookstats.modules.evidence import UNKNOWN, Seen
 from hookstats.modules.sharding import Sharding, is_dtensor, sharding_of
+from hookstats.watch.flags import MONITORS, InGraphs, flag_name
 from hookstats.watch.ignoring import rows_on
-from hookstats.watch.memory import MONITORS, InGraphs, Rows, SiteState, channel_dim_for, flag_name
+from hookstats.watch.memory import Rows, SiteState, channel_dim_for
 from hookstats.watch.wrappers import part_here
 
 _LINEAR = "linear"

@@ -9,15 +9,14 @@ from __future__ import annotations
 import itertools
 import math
 import threading
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from hookstats import _native
 from hookstats.modules.sharding import LocalShard, Sharding
 from hookstats.numbers.fields import FIELDS, Bins, LinearBins, Site, histogram_shape
+from hookstats.watch.flags import Flags
 
 TOTALS = -1  # the "block" of a device that `Store.take_totals` returns
 _LATER_BLOCK_BYTES = 1 << 16  # room for sites whose width is learned one by one; twice as much each time
@@ -70,11 +69,6 @@ def accumulate(x: torch.Tensor, state: SiteState, skip_recomputation: bool = Fal
         row_index,
         kept,
     )
-
-
-def is_capturing() -> bool:
-    """Whether what this thread launches becomes part of a CUDA graph: nothing may be waited for, or made for later."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 _Tensor = TypeVar("_Tensor", torch.Tensor, torch.Tensor | None)
@@ -143,78 +137,6 @@ class Entry:
     def place_at(self, device: torch.device, channels: int) -> Place | None:
         """Where it is, or was, on this device with this width."""
         return next((place for place in self.places if (place.device, place.channels) == (device, channels)), None)
-
-
-class InGraphs:
-    """What compiled graphs share of a monitor: `part`, of _native.now, and under `flag_name` each device's flag."""
-
-    part: _native.Part
-    strict = False  # whether what goes wrong while one is traced is raised
-
-
-class Monitors:
-    """The InGraphs of each monitor that is attached, as an attribute of its name.
-
-    Graphs take it from here, not from their hooks: what is found on the same way is looked at once before a graph runs,
-    not once for each hook.
-    """
-
-
-MONITORS = Monitors()
-
-
-def flag_name(device: torch.device) -> str:
-    return f"{device.type}_{device.index}"
-
-
-class Flags:
-    """Whether anything is to be measured now: one int32 on the host, one on each device."""
-
-    _numbers = itertools.count()
-
-    def __init__(self) -> None:
-        self._value = False
-        self.monitor = f"monitor_{next(self._numbers)}"  # the name among MONITORS
-        self.in_graphs = InGraphs()
-        with torch.inference_mode(False):
-            self.host = torch.zeros(1, dtype=torch.int32, device="cpu")
-        self.enabled = _native.Enabled(self.host)
-        self._devices: dict[torch.device, torch.Tensor] = {}
-        self._add(self.host.device, self.host)
-
-    def on(self, device: torch.device) -> torch.Tensor:
-        if device not in self._devices:
-            with torch.inference_mode(False):
-                flag = self.host.to(device)
-            self._add(device, self._devices.get(flag.device, flag))
-        return self._devices[device]
-
-    def _add(self, device: torch.device, flag: torch.Tensor) -> None:
-        """device: of the flag, perhaps by another name, such as cpu:0."""
-        self._devices[device] = flag
-        setattr(self.in_graphs, flag_name(flag.device), flag)
-
-    def span(self, device: torch.device, calls: int = 0) -> AbstractContextManager[None]:
-        """Around what hookstats does in Python in a step that is timed: `calls` of hooks, or something else."""
-        times = self.enabled.times
-        return nullcontext() if times is None else times.span(str(device), calls)
-
-    def is_open(self) -> bool:
-        """Whether what runs now is measured. What a CUDA graph captures is: in a replay the device's flag decides."""
-        return self._value or (not self.enabled.is_paused and is_capturing())
-
-    @property
-    def value(self) -> bool:
-        return self._value
-
-    @value.setter
-    def value(self, value: bool) -> None:
-        if value != self._value:
-            self._value = value
-            for flag in self._devices.values():
-                # Compiled graphs keep it for their backward, which is not to refuse it for having changed.
-                with _unsafe_preserve_version_counter(flag):
-                    flag.fill_(int(value))
 
 
 class Store:

@@ -18,9 +18,10 @@ from hookstats.numbers.snapshot import Snapshot
 from hookstats.watch.arguments import refuse_device
 from hookstats.watch.binding import SiteBinder
 from hookstats.watch.delivery import Delivery
+from hookstats.watch.flags import is_capturing
 from hookstats.watch.hooks import Hook, SiteSpec
 from hookstats.watch.judging import Judging
-from hookstats.watch.memory import is_capturing, local_part
+from hookstats.watch.memory import local_part
 from hookstats.watch.overhead import Overhead, Stopwatch
 from hookstats.watch.parameters import Parameters
 from hookstats.watch.scalars import Scalars

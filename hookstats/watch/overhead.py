@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from hookstats import _native
-from hookstats.watch.memory import Flags
+from hookstats.watch.flags import Flags
 
 _FIRST, _APART, _TIMED_STEPS = 8, 8, 16  # the first measured steps are timed, then each eighth, 16 in all
 _LAST_STEPS = 32  # skipped ones that are remembered

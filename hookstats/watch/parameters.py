@@ -21,9 +21,10 @@ from hookstats.modules.channels import parameter_channels
 from hookstats.modules.selection import Slot
 from hookstats.modules.sharding import is_dtensor, sharding_of, unreduced
 from hookstats.numbers.fields import Site
-from hookstats.watch.batches import Batches, ByIdentity, Parameter, placing
+from hookstats.watch.batches import Batches, ByIdentity, Owner, Parameter, placing
 from hookstats.watch.binding import SiteBinder
-from hookstats.watch.memory import Store, is_capturing, local_part
+from hookstats.watch.flags import is_capturing
+from hookstats.watch.memory import Store, local_part
 from hookstats.watch.scaling import Scaling
 
 _UNSCALED_BYTES = 64 << 20  # of gradients without their scale, at a time
@@ -34,7 +35,7 @@ class _Stepping(threading.local):
 
     def __init__(self) -> None:
         self.optimizers: list[int] = []  # ids, the innermost last
-        self.copies: list[tuple[Parameter, torch.Tensor]] = []  # of parameters' values, while the outer one steps
+        self.copies: dict[Parameter, torch.Tensor] = {}  # of parameters' values, while the outer one steps
 
     def begins(self, optimizer: Optimizer) -> bool:
         """Whether it is an outer one."""
@@ -155,53 +156,41 @@ class Parameters:
                 self._carefully(self._measure, stepping, grad_scale)
 
     def _measure(self, stepping: list[Parameter] | None, grad_scale: torch.Tensor | None) -> None:
-        self._readings += 1
-        capturing = is_capturing()
-        owners: list[tuple[Parameter, str]] = []
-        values: list[torch.Tensor | None] = []
-        scaled: list[tuple[Parameter, str, torch.Tensor]] = []
-        for each in self._parameters.all if stepping is None else stepping:
-            for kind, entry in each.entries.items():
-                if kind == "param_update" or entry.given_up:
-                    continue
-                value = None
-                try:
-                    tensor = each.get()
-                    if tensor is not None and self._is_wanted(each, kind, by_optimizer=stepping is not None):
-                        value = self._part_here(each, kind, tensor if kind == "param" else tensor.grad)
-                except Exception as error:
-                    self._leave_out(each, kind, error)
-                if value is not None:
-                    if kind not in each.measured:
-                        entry.reading = self._readings
-                    each.measured[kind] = stepping is not None
-                    if capturing:
-                        each.captured.add(kind)
-                    if kind == "param_grad" and grad_scale is not None:
-                        scaled.append((each, kind, value))
-                        continue
-                owners.append((each, kind))
-                values.append(value)
+        by_optimizer = stepping is not None
+        owners = [
+            (each, kind)
+            for each in (self._parameters.all if stepping is None else stepping)
+            for kind in each.entries
+            if kind != "param_update" and each.measures(kind)
+        ]
+
+        def value(each: Parameter, kind: str) -> torch.Tensor | None:
+            tensor = each.get()
+            if tensor is None or not self._is_wanted(each, kind, by_optimizer):
+                return None
+            return self._part_here(each, kind, tensor if kind == "param" else tensor.grad)
+
+        values = self._read(owners, value)
+        self._note(owners, values, by_optimizer)
+        scaled: dict[Owner, torch.Tensor] = {}
+        if grad_scale is not None:
+            for place, (owner, gradient) in enumerate(zip(owners, values, strict=True)):
+                if owner[1] == "param_grad" and gradient is not None:
+                    scaled[owner], values[place] = gradient, None
         self._batches.accumulate(owners, values)
         if grad_scale is not None:
             self._measure_unscaled(scaled, grad_scale)
 
-    def _measure_unscaled(self, scaled: list[tuple[Parameter, str, torch.Tensor]], scale: torch.Tensor) -> None:
+    def _measure_unscaled(self, scaled: dict[Owner, torch.Tensor], scale: torch.Tensor) -> None:
         """What a fused optimizer unscales itself: a few gradients at a time, so that there is no second set of all."""
-        while scaled:
+        waiting = list(scaled)
+        while waiting:
             size, count = 0, 0
-            while count < len(scaled) and (count == 0 or size + scaled[count][2].nbytes <= _UNSCALED_BYTES):
-                size += scaled[count][2].nbytes
+            while count < len(waiting) and (count == 0 or size + scaled[waiting[count]].nbytes <= _UNSCALED_BYTES):
+                size += scaled[waiting[count]].nbytes
                 count += 1
-            piece, scaled = scaled[:count], scaled[count:]
-            owners: list[tuple[Parameter, str]] = []
-            unscaled: list[torch.Tensor | None] = []
-            for each, kind, value in piece:
-                try:
-                    unscaled.append(value / scale.to(value.device))
-                    owners.append((each, kind))
-                except Exception as error:
-                    self._leave_out(each, kind, error)
+            owners, waiting = waiting[:count], waiting[count:]
+            unscaled = self._read(owners, lambda *owner: scaled[owner] / scale.to(scaled[owner].device))
             self._batches.accumulate(owners, unscaled)
 
     def measure_gradients(self) -> None:
@@ -211,25 +200,46 @@ class Parameters:
                 self._carefully(self._measure_gradients)
 
     def _measure_gradients(self) -> None:
-        self._readings += 1
         owners = [(each, "param_grad") for each in self._parameters.all if each.measures("param_grad")]
-        capturing = is_capturing()
-        gradients: list[torch.Tensor | None] = []
-        for each, kind in owners:
-            gradient = None
-            try:
-                tensor = None if kind in each.measured else each.get()
-                if tensor is not None:
-                    gradient = self._part_here(each, kind, tensor.grad)
-            except Exception as error:
-                self._leave_out(each, kind, error)
-            if gradient is not None:
-                each.measured[kind] = each.is_unclipped = True
-                if capturing:
-                    each.captured.add(kind)
-                each.entries[kind].reading = self._readings
-            gradients.append(gradient)
+
+        def gradient(each: Parameter, kind: str) -> torch.Tensor | None:
+            tensor = None if kind in each.measured else each.get()
+            return None if tensor is None else self._part_here(each, kind, tensor.grad)
+
+        gradients = self._read(owners, gradient)
+        self._note(owners, gradients, by_optimizer=True)
+        for (each, _), found in zip(owners, gradients, strict=True):
+            each.is_unclipped |= found is not None
         self._batches.accumulate(owners, gradients)
+
+    def _read(
+        self, owners: list[Owner], read: Callable[[Parameter, str], torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
+        """What is found of each; one that cannot be read is left out, the others are not."""
+        found: list[torch.Tensor | None] = []
+        for each, kind in owners:
+            tensor = None
+            try:
+                tensor = read(each, kind)
+            except Exception as error:
+                if self._store.strict:
+                    raise
+                self._binder.leave_out([each.entries[kind]], f"{type(error).__name__}: {error}")
+            found.append(tensor)
+        return found
+
+    def _note(self, owners: list[Owner], found: list[torch.Tensor | None], by_optimizer: bool) -> None:
+        """These have been measured together in the open step, as far as they were found."""
+        self._readings += 1
+        capturing = is_capturing()
+        for (each, kind), tensor in zip(owners, found, strict=True):
+            if tensor is None:
+                continue
+            if kind not in each.measured:
+                each.entries[kind].reading = self._readings
+            each.measured[kind] = by_optimizer
+            if capturing:
+                each.captured.add(kind)
 
     def _part_here(self, each: Parameter, kind: str, tensor: torch.Tensor | None) -> torch.Tensor | None:
         """What of a parameter or a gradient this process measures; its site remembers where that lies. None: nothing.
@@ -259,36 +269,28 @@ class Parameters:
         return True
 
     def _copy(self, stepping: list[Parameter]) -> None:
-        copies = self._stepping.copies = []
-        for each in stepping:
-            if not each.measures("param_update"):
-                continue
-            try:
-                local = local_part(each.get())
-                if local is not None and self._may_copy(each, local):
-                    copies.append((each, local.detach().clone()))
-            except Exception as error:
-                self._leave_out(each, "param_update", error)
+        owners = [(each, "param_update") for each in stepping if each.measures("param_update")]
+
+        def copy(each: Parameter, _: str) -> torch.Tensor | None:
+            local = local_part(each.get())
+            return local.detach().clone() if local is not None and self._may_copy(each, local) else None
+
+        copies = self._read(owners, copy)
+        self._stepping.copies = {
+            each: before for (each, _), before in zip(owners, copies, strict=True) if before is not None
+        }
 
     def _measure_updates(self) -> None:
-        copies, self._stepping.copies = self._stepping.copies, []
-        differences: list[torch.Tensor | None] = []
-        for each, before in copies:
-            difference = None
-            try:
-                now = self._part_here(each, "param_update", each.get())
-                if now is not None and now.shape == before.shape:
-                    difference = torch.sub(now.detach(), before, out=before)
-            except Exception as error:
-                self._leave_out(each, "param_update", error)
-            differences.append(difference)
-        self._batches.accumulate([(each, "param_update") for each, _ in copies], differences)
+        copies, self._stepping.copies = self._stepping.copies, {}
+        owners = [(each, "param_update") for each in copies]
 
-    def _leave_out(self, each: Parameter, kind: str, error: Exception) -> None:
-        """One of them could not be read; the others can."""
-        if self._store.strict:
-            raise error
-        self._binder.leave_out([each.entries[kind]], f"{type(error).__name__}: {error}")
+        def update(each: Parameter, kind: str) -> torch.Tensor | None:
+            now, before = self._part_here(each, kind, each.get()), copies[each]
+            return (
+                torch.sub(now.detach(), before, out=before) if now is not None and now.shape == before.shape else None
+            )
+
+        self._batches.accumulate(owners, self._read(owners, update))
 
     def _carefully(self, measure: Callable[..., Any], *args: Any) -> Any:
         """One thread after the other. What fails as a whole is left out of this step, not of the next."""
@@ -318,7 +320,7 @@ class Parameters:
         for each in self._parameters.all:
             each.measured.clear()
             each.is_unclipped = False
-        self._stepping.copies = []
+        self._stepping.copies = {}
         self._parameters.may_be_outdated = True
 
 

@@ -15,7 +15,7 @@ from hookstats import LinearBins
 from hookstats._native import COUNTERS
 from hookstats.numbers.fields import FIELDS
 from hookstats.watch import binding
-from hookstats.watch.memory import Flags
+from hookstats.watch.flags import Flags
 from tests.conftest import check
 from tests.plain import OF_OUTPUTS
 from tests.watch.parameters import check_site, grad_of

@@ -1,0 +1,143 @@
+"""Whether what runs now is measured: a monitor's flags on the host and on each device, and that evaluation is left out.
+
+A pause, a step that is not measured, evaluation: hooks ask the host's flag, kernels and compiled graphs the device's.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+from hookstats import _native
+from hookstats.modules.selection import unwrapped
+
+
+def is_capturing() -> bool:
+    """Whether what this thread launches becomes part of a CUDA graph: nothing may be waited for, or made for later."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+class InGraphs:
+    """What compiled graphs share of a monitor: `part`, of _native.now, and under `flag_name` each device's flag."""
+
+    part: _native.Part
+    strict = False  # whether what goes wrong while one is traced is raised
+
+
+class Monitors:
+    """The InGraphs of each monitor that is attached, as an attribute of its name.
+
+    Graphs take it from here, not from their hooks: what is found on the same way is looked at once before a graph runs,
+    not once for each hook.
+    """
+
+
+MONITORS = Monitors()
+
+
+def flag_name(device: torch.device) -> str:
+    return f"{device.type}_{device.index}"
+
+
+class Flags:
+    """Whether anything is to be measured now: one int32 on the host, one on each device."""
+
+    _numbers = itertools.count()
+
+    def __init__(self) -> None:
+        self._value = False
+        self.monitor = f"monitor_{next(self._numbers)}"  # the name among MONITORS
+        self.in_graphs = InGraphs()
+        with torch.inference_mode(False):
+            self.host = torch.zeros(1, dtype=torch.int32, device="cpu")
+        self.enabled = _native.Enabled(self.host)
+        self._devices: dict[torch.device, torch.Tensor] = {}
+        self._add(self.host.device, self.host)
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        if device not in self._devices:
+            with torch.inference_mode(False):
+                flag = self.host.to(device)
+            self._add(device, self._devices.get(flag.device, flag))
+        return self._devices[device]
+
+    def _add(self, device: torch.device, flag: torch.Tensor) -> None:
+        """device: of the flag, perhaps by another name, such as cpu:0."""
+        self._devices[device] = flag
+        setattr(self.in_graphs, flag_name(flag.device), flag)
+
+    def span(self, device: torch.device, calls: int = 0) -> AbstractContextManager[None]:
+        """Around what hookstats does in Python in a step that is timed: `calls` of hooks, or something else."""
+        times = self.enabled.times
+        return nullcontext() if times is None else times.span(str(device), calls)
+
+    def is_open(self) -> bool:
+        """Whether what runs now is measured. What a CUDA graph captures is: in a replay the device's flag decides."""
+        return self._value or (not self.enabled.is_paused and is_capturing())
+
+    @property
+    def value(self) -> bool:
+        return self._value
+
+    @value.setter
+    def value(self, value: bool) -> None:
+        if value != self._value:
+            self._value = value
+            for flag in self._devices.values():
+                # Compiled graphs keep it for their backward, which is not to refuse it for having changed.
+                with _unsafe_preserve_version_counter(flag):
+                    flag.fill_(int(value))
+
+
+class TrainingOnly:
+    """Whether a monitor leaves evaluation out.
+
+    The `training` of the model's root decides, of what is inside wrappers (trainers evaluate that, and leave a
+    wrapper's flag as it was); a frozen submodule in eval mode is measured.
+    """
+
+    def __init__(self, model: nn.Module, wanted: bool | None, flags: Flags, compiled_programs: int) -> None:
+        """wanted: None, as soon as the model has been seen in training mode, at attach or when a step begins.
+
+        compiled_programs: as in attach.
+        """
+        root = unwrapped(model)
+        self._root = weakref.ref(root)
+        self._wanted = wanted
+        self._enabled = flags.enabled
+        part = flags.in_graphs.part = _native.now.add(self._enabled, compiled_programs == 1)
+        setattr(MONITORS, flags.monitor, flags.in_graphs)
+        self._at_its_end = weakref.finalize(root, _forget, part, self._enabled, flags.monitor)
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        root = self._root()
+        if root is None or self._wanted is False or not self._at_its_end.alive:
+            return
+        if self._wanted or root.training:
+            self._wanted = True
+            self._enabled.decide_by(root)
+
+    def is_evaluating(self) -> bool:
+        """Whether a forward would be left out now."""
+        return self._enabled.leaves_out
+
+    def forget(self) -> None:
+        """The monitor is detached."""
+        self._at_its_end()
+
+
+def _forget(part: _native.Part, enabled: _native.Enabled, monitor: str) -> None:
+    part.remove()
+    delattr(MONITORS, monitor)
+    enabled.decide_by(None)
+
+
+def check_training_only(training_only: object) -> None:
+    if training_only is not None and not isinstance(training_only, bool):
+        raise TypeError(f"training_only: expected True, False or None, got {training_only!r}")
