@@ -111,8 +111,10 @@ __device__ inline bool fold_cluster(WideSums& sums, double* shared, const Arriva
   return true;
 }
 
-// What one block does. `place` says which: place.group() of the groups of channels, place.part() of the parts of their
-// elements. All threads of the block call it, once.
+// What one block does, in three phases: it loads its share of the tensor, folds its threads, and publishes their sums:
+// the last block of a channel group folds the parts of all into the state. `place` says which block: place.group() of
+// the groups of channels, place.part() of the parts of their elements. All threads of the block call it, once. They are
+// one function: each way to cut it that was tried cost registers, and some of them instructions of the hot loop.
 template <class scalar_t, int kPack, int kPlaces, template <class> class Walker, HistogramKind kind, int kFlight,
           class Place>
 __device__ __forceinline__ void run_block(const scalar_t* data, const Job& job, const Launch& launch, Place place) {
@@ -138,7 +140,7 @@ __device__ __forceinline__ void run_block(const scalar_t* data, const Job& job, 
     }
   }
 
-  // While values are read, a thread is a lane and a group.
+  // Load. Meanwhile a thread is a lane and a group.
   const int lane = geometry.lane(thread), group = geometry.group(thread);
   const int64_t lane_channel = first_channel + lane * kPlaces;
   const int64_t first = place.part() * share + group, stop = (place.part() + 1) * share;
@@ -191,6 +193,7 @@ __device__ __forceinline__ void run_block(const scalar_t* data, const Job& job, 
       static_assert(Sizes::kRing >= kThreads * (Whole::kBytes + int(sizeof(unsigned))));
       reader.read(histogram);
       __syncthreads();
+      // Fold, while the state is read.
       if (owns) before = WideSums::of(load_state<Moments>(job.state.moments + channel, job.state.row_stride));
       if (counts) {
         calls = job.state.counters[k_calls];
@@ -215,7 +218,8 @@ __device__ __forceinline__ void run_block(const scalar_t* data, const Job& job, 
       histogram.clear(geometry, thread);
       __syncthreads();
     }
-    if (owns) {  // while the block is folded
+    // Fold, while the state is read.
+    if (owns) {
       before = WideSums::of(load_state<Moments>(job.state.moments + channel, job.state.row_stride));
     }
     if (counts) {
@@ -231,6 +235,7 @@ __device__ __forceinline__ void run_block(const scalar_t* data, const Job& job, 
     }
   }
 
+  // Publish.
   const bool in_cluster = Place::kMayBeInCluster && job.in_cluster;
   if constexpr (Place::kMayBeInCluster) {
     if (in_cluster) {

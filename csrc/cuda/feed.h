@@ -107,6 +107,10 @@ struct Cover<scalar_t, kPack, true> {
 };
 
 // A thread's packs on their way, in a ring in shared memory: some are used while the next ones come.
+//
+// Invariant: whenever `take` is called, exactly kGroups groups of copies were ended and not used yet, the oldest of
+// them at `here`. `start` ends kGroups; then each `go_on`, after one was used, ends one more in its place, empty ones
+// too where nothing is left to ask for. Groups come in their order: when all but kGroups - 1 have come, the oldest has.
 template <class scalar_t, int kPack, class Walker, bool kExchanges, int kFlight>
 struct Ring {
   using Load = Pack<scalar_t, kPack>;

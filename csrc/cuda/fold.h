@@ -85,7 +85,10 @@ constexpr unsigned kOn = 1, kOff = 1 << 16 | 1;
 enum class Arrival : int { early, last, last_but_torn };
 
 // By one thread of a block, after a barrier: what the block has written before is seen by the block that comes last.
-// `last` for the last of `expected` arrivals, if all were on. It leaves the word as it was found.
+// `last` for the last of `expected` arrivals, if all were on.
+//
+// Invariant: every word is zero between two launches, and nobody clears it but this. So each of the `expected` blocks
+// that share a word arrives there exactly once, also one that is off, and the last of them sets it back to zero.
 __device__ inline Arrival arrive(unsigned* word, unsigned expected, bool on) {
   const unsigned as = on ? kOn : kOff;
   __threadfence();
