@@ -6,7 +6,7 @@ PY := .venv/bin/python
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
 ASKED := $(TORCH) HOOKSTATS_CUDA=$(HOOKSTATS_CUDA) TORCH_CUDA_ARCH_LIST=$(TORCH_CUDA_ARCH_LIST)
 
-.PHONY: demo test compat lint format bench gpu gpu-test gpu-bench clean FORCE
+.PHONY: demo test quick compat lint format bench gpu gpu-test gpu-bench clean FORCE
 
 demo: .venv/.demo       ## trains a small CNN on handwritten digits, every layer watched
 	$(PY) -m hookstats.demo
@@ -17,6 +17,9 @@ report-example: .venv/.demo  ## a small GPT with two illnesses that were put in,
 
 test: .venv/.dev        ## the whole test suite, one torch thread in each process
 	$(PY) -m pytest -n auto --maxprocesses 8 --dist worksteal -p no:benchmark
+
+quick: .venv/.dev       ## one pass over every room on the CPU: less than a minute. What it runs: tests/quick.txt
+	$(PY) -m pytest -q -n auto --maxprocesses 8 --dist worksteal -p no:benchmark @tests/quick.txt
 
 # In a copy of the sources with an environment, an extension and a harness of its own, which are kept for the next time.
 COPY = build/compat-$(TORCH)

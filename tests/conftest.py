@@ -19,6 +19,7 @@ import hookstats
 from hookstats import _native
 from hookstats.numbers import fields
 from tests import reference
+from tests.order import dealt
 
 ROOT = Path(__file__).parent.parent
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2]
@@ -61,6 +62,7 @@ def pytest_make_collect_report(
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items[:] = dealt(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
     if torch.cuda.is_available():
         return
     for item in items:
@@ -94,10 +96,8 @@ def one_thread(threads: None) -> None:
 
 def load_harness() -> Any:
     """torch.ops namespace in which CPU tensors go to the CUDA kernels, run on the CPU (tests/cuda_on_cpu)."""
-    sources = ["csrc/ops.cpp", "csrc/copies.cpp", "csrc/scratch.cpp", "csrc/batch.cpp", "csrc/totals.cpp"]
-    sources += ["csrc/checksums.cpp", "csrc/cpu/accumulate.cpp", "csrc/cpu/checksum.cpp"]
-    sources += ["csrc/softmax_rows.cpp", "csrc/cpu/softmax.cpp"]
-    sources += ["tests/cuda_on_cpu/harness.cpp"]
+    sources = ["tests/cuda_on_cpu/operators.cpp", "tests/cuda_on_cpu/harness.cpp"]
+    sources += ["csrc/cpu/accumulate.cpp", "csrc/cpu/checksum.cpp", "csrc/cpu/softmax.cpp"]
     # HOOKSTATS_ASAN=1, with the sanitizer's library preloaded, also finds accesses outside of any tensor (.ci/run).
     sanitized = ["-fsanitize=address", "-g"] if os.environ.get("HOOKSTATS_ASAN") == "1" else []
     build = ROOT / "build" / f"cuda_on_cpu-{torch.__version__}{'-asan' if sanitized else ''}"

@@ -14,6 +14,7 @@ import torch
 
 import hookstats
 from hookstats import _native
+from tests import order
 from tests.conftest import DTYPES, ROOT
 from tests.mutations import csrc, misplaced, rooms
 
@@ -208,3 +209,12 @@ def test_a_build_without_torch_is_refused_in_one_line() -> None:
 
 def test_every_mutant_is_found_where_it_is_put_in() -> None:
     assert not [line for each in csrc.MUTANTS + rooms.MUTANTS if (line := misplaced(each, ROOT))]
+
+
+def test_the_lists_of_tests_name_what_is_there_and_the_quick_one_every_room() -> None:
+    tests = ROOT / "tests"
+    quick = [Path(line.split("::")[0]) for line in (tests / "quick.txt").read_text().splitlines() if line[0] != "-"]
+    assert [path for path in quick if not (ROOT / path).is_file()] == []
+    assert [file for file in order.SECONDS if not (tests / file).is_file()] == []
+    rooms_of_tests = {path.parent for path in tests.glob("*/test_*.py")}
+    assert rooms_of_tests - {ROOT / path.parent for path in quick} == {tests / "cuda_on_cpu", tests / "gpu"}

@@ -25,15 +25,27 @@ def ranks_of(done: list[Merged[Any]]) -> list[tuple[int, ...]]:
     return [each.ranks for each in done]
 
 
+def trains_while_one_sleeps(merging: Merging[Any], sleeper: int, numbers: list[int]) -> list[Merged[Any]]:
+    """One rank until the others have these steps, each alone."""
+    store = default_store()
+    others = [rank for rank in merging.ranks if rank != sleeper]
+    if merging.rank == sleeper:
+        store.wait([f"alone/{rank}" for rank in others])
+    done = train(merging, numbers, wait=20)
+    if merging.rank != sleeper:
+        store.set(f"alone/{merging.rank}", "")
+    dist.barrier()
+    return done
+
+
 def sleeps(rank: int, world: int) -> Any:
-    """Rank 1 for three times as long as the others have patience; then all go on."""
+    """Rank 1, until the others have lost their patience; then all go on."""
     merging = Merging(range(world), Sums(), fan=2, patience=1.5)
     with hearing() as told:
         done = train(merging, [0, 10], wait=6)
         dist.barrier()
-        if rank == 1:
-            time.sleep(4)
-        for numbers in ([20, 30], [40], [50, 60]):  # 40: the first one with which the rank is back
+        done += trains_while_one_sleeps(merging, 1, [20, 30])
+        for numbers in ([40], [50, 60]):  # 40: the first one with which the rank is back
             done += train(merging, numbers, wait=6)
             dist.barrier()
         merging.close()
@@ -54,9 +66,8 @@ def first_rank_sleeps(rank: int, world: int) -> Any:
     with hearing() as told:
         done = train(merging, [0], wait=6)
         dist.barrier()
-        if rank == 0:
-            time.sleep(4)
-        for numbers in ([20, 30], [40], [50]):
+        done += trains_while_one_sleeps(merging, 0, [20, 30])
+        for numbers in ([40], [50]):
             done += train(merging, numbers, wait=6)
             dist.barrier()
         merging.close()
@@ -316,7 +327,7 @@ def falls_behind(rank: int, world: int) -> Any:
             for number in range(10, 410, 10):
                 done += train(merging, [number], pause=0.001)
                 held.append(len(merging._slots))
-            done += merging.wait(10)
+            done += merging.wait(2)
             assert max(held) < 40  # those of some 50 ms: the others are given up when the queue is full
         dist.barrier()
         done += merging.close()

@@ -32,9 +32,7 @@ from tests.plain import hearing
 # Some channels of a sum that is split by ranks or recomputed are near zero: against the largest of the site.
 EXACT = ("count", "zeros", "nans", "posinfs", "neginfs")
 CLOSE = ("mean", "std", "rms", "min", "max", "abs_max")
-# Whether fully_shard, whether checkpoint. Both or none of them, unless all 60 cases are wanted.
-ALL_SETTINGS = list(itertools.product((True, False), repeat=2))
-SETTINGS = ALL_SETTINGS if os.environ.get("HOOKSTATS_WHOLE_MATRIX") else [(True, True), (False, False)]
+WAYS = ("sequence", "plain", "dtensors", "prepared", "loss")
 STEPS, BATCH, SEQUENCE, WIDTH, WORDS = 2, 2, 4, 8, 12
 
 
@@ -57,7 +55,7 @@ class Block(nn.Module):
 class Model(nn.Module):
     def __init__(self, checkpointed: bool) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(checkpointed) for _ in range(3))
+        self.blocks = nn.ModuleList(Block(checkpointed) for _ in range(2))
         self.head = nn.Linear(WIDTH, WORDS)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -124,6 +122,15 @@ class Case(NamedTuple):
     def __str__(self) -> str:
         sharded, checkpointed = "fully_shard" if self.sharded else "-", "checkpoint" if self.checkpointed else "-"
         return f"{self.way:10}{self.compiled:8}{sharded:13}{checkpointed:12}"
+
+
+def settings(way: str) -> list[tuple[bool, bool, tuple[str, ...]]]:
+    """Whether fully_shard, whether checkpoint, and what is compiled besides eager mode: both or none of them, each
+    compiled in one way, in turn; with HOOKSTATS_WHOLE_MATRIX=1 all 60 cases."""
+    if os.environ.get("HOOKSTATS_WHOLE_MATRIX"):
+        return [(*both, ("blocks", "whole")) for both in itertools.product((True, False), repeat=2)]
+    one, other = ("blocks", "whole") if WAYS.index(way) % 2 == 0 else ("whole", "blocks")
+    return [(True, True, (one,)), (False, False, (other,))]
 
 
 class Trained(NamedTuple):
@@ -234,9 +241,9 @@ def all_cases(rank: int, world: int, way: str) -> list[tuple[str, str, list[str]
     """Each with what became of it, and what was wrong."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     became = []
-    for sharded, checkpointed in SETTINGS:
+    for sharded, checkpointed, programs in settings(way):
         twin, plain = None, None  # of eager mode: with us, and without
-        for compiled in ("eager", "blocks", "whole"):
+        for compiled in ("eager", *programs):
             case = Case(way, compiled, sharded, checkpointed)
             ours = attempt(case, mesh, watched=True)
             bare = plain
@@ -259,7 +266,7 @@ def all_cases(rank: int, world: int, way: str) -> list[tuple[str, str, list[str]
     return became
 
 
-@pytest.mark.parametrize("way", ["sequence", "plain", "dtensors", "prepared", "loss"])
+@pytest.mark.parametrize("way", WAYS)
 def test_a_model_cut_over_ranks_trains_as_without_us_and_compiled_its_numbers_are_those_of_eager_mode(way: str) -> None:
     of_ranks = ranks.run(all_cases, 4, way, timeout=900)
     print()

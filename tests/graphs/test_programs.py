@@ -23,6 +23,8 @@ from tests.models import Residual
 from tests.plain import OF_OUTPUTS
 
 ALL = ("input", "output", "grad_input", "grad_output")
+# What backward needs is chosen as inductor does, and its compiler is not run.
+SAVES_AS_INDUCTOR = "aot_eager_decomp_partition"
 BARE_OF_BLOCKS = 2  # programs of 20 equal blocks: the input of the first one requires no grad
 LIMIT = 8  # torch._dynamo.config.recompile_limit by default
 
@@ -382,7 +384,7 @@ BETWEEN = [
 def test_a_recomputation_runs_the_program_of_its_forward(options: dict[str, Any], between: Callable[..., None]) -> None:
     model = Residual()
     mon = hookstats.attach(model, every=2, tensors=OF_OUTPUTS, example=((batch(),), {}))
-    compiled_blocks(model, "inductor")
+    compiled_blocks(model, SAVES_AS_INDUCTOR)
 
     def forward() -> torch.Tensor:
         x = batch().requires_grad_()

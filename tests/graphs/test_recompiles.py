@@ -16,14 +16,17 @@ import hookstats
 from hookstats import edit
 from tests.models import Residual
 
-CYCLES = 10
+LIMIT = 4  # torch._dynamo.config.recompile_limit is 8 by default
+CYCLES = LIMIT + 2
 
 
 @pytest.fixture(autouse=True)
 def a_process_that_has_not_met_hookstats() -> Iterator[None]:
     """And in which a frame that would run eagerly for good raises instead."""
     torch._dynamo.reset()
-    with torch._dynamo.config.patch(skip_nnmodule_hook_guards=True, fail_on_recompile_limit_hit=True):
+    with torch._dynamo.config.patch(
+        skip_nnmodule_hook_guards=True, recompile_limit=LIMIT, fail_on_recompile_limit_hit=True
+    ):
         yield
 
 
@@ -155,7 +158,7 @@ def test_a_frame_that_has_used_up_its_graphs_has_room_for_those_with_hooks(cycle
     run_other(batch()).sum().backward()
     model = Residual(depth=1)
     run = torch.compile(model, backend="aot_eager", dynamic=False, fullgraph=True)
-    for size in range(3, 3 + torch._dynamo.config.recompile_limit):
+    for size in range(3, 3 + LIMIT):
         run(batch(size)).sum().backward()
     cycle(model, run)
     run_other(batch()).sum().backward()

@@ -277,6 +277,42 @@ def test_no_failing_write_sync_or_rename_tears_anything(tmp_path: Path, monkeypa
         assert len(named) == len(list(directory.glob("rank=0/*/*"))), at
 
 
+class Ordered:
+    """`os` for files.py, which takes note of what is renamed while its content, or the folder of what was renamed
+    before it, is not on the disk yet."""
+
+    def __init__(self) -> None:
+        self.written: set[int] = set()  # inodes
+        self.renamed: set[Path] = set()  # folders
+        self.too_early: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+    def write(self, descriptor: int, content: Any) -> int:
+        self.written.add(os.fstat(descriptor).st_ino)
+        return os.write(descriptor, content)
+
+    def fsync(self, descriptor: int) -> None:
+        self.written.discard(os.fstat(descriptor).st_ino)
+        self.renamed -= {path for path in self.renamed if path.stat().st_ino == os.fstat(descriptor).st_ino}
+
+    def replace(self, path: Path, final: Path) -> None:
+        if path.stat().st_ino in self.written or self.renamed - {path.parent}:
+            self.too_early.append(final.name)
+        os.replace(path, final)
+        self.renamed.add(path.parent)
+
+
+def test_nothing_counts_that_is_not_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ordered = Ordered()
+    monkeypatch.setattr(files, "os", ordered)
+    script(tmp_path)
+    assert ordered.too_early == []
+    assert not ordered.written
+    assert not ordered.renamed
+
+
 def test_after_a_failure_a_store_refuses_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = Store(tmp_path)
     store.begin(0, {})

@@ -232,6 +232,6 @@ def test_the_digits_cnn_is_healthy() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_small_llama_is_healthy(dtype: torch.dtype) -> None:
-    snapshots = llama(dtype, 300)
+    snapshots = llama(dtype, 200)
     assert snapshots[-1].scalars["loss"] < 0.6 * snapshots[0].scalars["loss"]
     assert alarms(snapshots) == []

@@ -214,6 +214,12 @@ def test_minus_infinity_from_the_first_step_on_is_a_mask_and_later_is_none() -> 
     assert "are an infinity" in finding.sentence
 
 
+def test_minus_infinity_beside_nan_is_no_mask() -> None:
+    both = torch.tensor([[0.0, -1.0], [0.0, 0.0]], requires_grad=True)
+    (finding,) = judge(steps(nn.Sequential(Logarithm()), [both]), [NonFinite()])
+    assert (finding.step, finding.site, finding.value) == (0, Site("0", "output"), 4)
+
+
 @pytest.mark.parametrize("overflows", [3, 16])
 def test_a_step_that_the_grad_scaler_skips_is_a_note_until_it_skips_too_many(overflows: int) -> None:
     model = nn.Sequential(nn.Linear(2, 2), Root())

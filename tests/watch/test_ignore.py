@@ -155,8 +155,7 @@ def test_a_recomputed_forward_is_masked_once(recompute: str) -> None:
     check_masked(plain, [padding()], mon.snapshot())
 
 
-@pytest.mark.parametrize("how", ["whole", "blocks"])
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize(("how", "backend"), [("whole", "aot_eager"), ("blocks", "aot_eager"), ("blocks", "inductor")])
 def test_compiled_models_take_every_new_mask_without_compiling_anew(
     how: str, backend: str, only_monitors: None
 ) -> None:

@@ -1,0 +1,60 @@
+"""The order of tests for several workers: each begins with long files, and ends with short tests, which are stolen."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import pytest
+
+# Files that take long, and about how many seconds of one core. The harness is built by the first that needs it.
+SECONDS = {
+    "cuda_on_cpu/test_cuda_on_cpu.py": 140,
+    "cluster/test_parallel_matrix.py": 70,
+    "graphs/test_programs.py": 60,
+    "comparing/test_comparing.py": 60,
+    "tools/test_capture.py": 60,
+    "records/test_store.py": 60,
+    "comparing/test_dtypes.py": 50,
+    "graphs/test_compile.py": 50,
+    "watch/test_ignore.py": 50,
+    "rules/test_illnesses.py": 45,
+    "rules/test_fleet.py": 45,
+    "graphs/test_compiled_first.py": 40,
+    "graphs/test_recompiles.py": 40,
+    "cluster/test_faults.py": 40,
+    "tools/test_edit.py": 40,
+    "watch/test_inputs.py": 40,
+    "modules/test_zoo.py": 40,
+    "integrations/test_lightning.py": 30,
+    "integrations/test_transformers_trainer.py": 30,
+    "records/test_recording.py": 30,
+    "watch/test_transformers.py": 30,
+    "test_structure.py": 30,
+    "cluster/test_distributed.py": 30,
+    "records/test_run.py": 25,
+    "cluster/test_packing.py": 20,
+    "cluster/test_group_faults.py": 20,
+    "cluster/test_tree.py": 15,
+    "cluster/test_process_group.py": 15,
+    "cluster/test_parallel.py": 15,
+    "records/test_recover.py": 15,
+    "sinks/test_services.py": 15,
+    "report/test_page.py": 15,
+    "cluster/test_lockstep.py": 15,
+}
+
+
+def dealt(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
+    """As pytest-xdist gives equal parts of a list to its workers: files stay whole, the longest ones come first."""
+    files: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.nodeid.split("::")[0].removeprefix("tests/"), []).append(item)
+    parts: list[list[pytest.Item]] = [[] for _ in range(workers)]
+    seconds = [0.0] * workers
+    for file in sorted(SECONDS.keys() & files.keys(), key=lambda file: (-SECONDS[file], file)):
+        least = seconds.index(min(seconds))
+        parts[least] += files.pop(file)
+        seconds[least] += SECONDS[file]
+    short = (item for file in files.values() for item in file)
+    size = -(-len(items) // workers)
+    return [item for part in parts for item in (*part, *islice(short, max(0, size - len(part))))] + list(short)
