@@ -44,8 +44,8 @@ def gpu_page(path: Path, record: dict[str, Any]) -> list[str]:
         f"{gpu['multiprocessors']} multiprocessors, {gpu['l2_mib']:.0f} MiB of L2, driver {gpu['driver']}, torch "
         f"{record['torch']}, CUDA {record['hookstats']['cuda']}, {record['date']}, commit {record['commit']}; "
         f"[{path.name}](results/{path.name}). The table shows the median device time of one call. A CUDA graph holds "
-        "many calls, which take turns on buffers of 512 MB or more together. *read* is our own kernel that only reads the "
-        "buffer ([floor.cu](floor.cu)); the brackets have the ratio to it.",
+        "many calls, which take turns on buffers of 512 MB or more together. *read* is our own kernel that only reads "
+        "the buffer ([floor.cu](floor.cu)); the brackets have the ratio to it.",
         "",
         row("", "read", *SHORT),
         row("---", "---", "---", "---", "---"),
@@ -129,8 +129,8 @@ def training_lines(figures: list[dict[str, Any]], gb_per_s: float | None = None)
     threads = f", {some['threads']} thread{'s' * (some['threads'] > 1)}" if "threads" in some else ""
     lines = [
         f"A training step (forward, backward, AdamW) of a Llama-shaped model with {number(some['parameters'] / 1e6)} M "
-        f"parameters and {some['tokens']} tokens{threads}. The outputs of all modules and their gradients are watched. The "
-        "table shows the median ms, and the difference from the bare step; all contenders run in turns.",
+        f"parameters and {some['tokens']} tokens{threads}. The outputs of all modules and their gradients are watched. "
+        "The table shows the median ms, and the difference from the bare step; all contenders run in turns.",
         "",
     ]
     columns = ["step, ms", "added, ms", "added, %", "hooked, MB", "state, MB"]
@@ -159,7 +159,7 @@ def many_lines(cases: dict[str, dict[str, dict[str, Any]]], unit: str) -> list[s
         return []
     names = list(next(iter(many.values())))
     lines = [
-        "The parameters of a model or their gradients, with channels = dimension 0, and for comparison their L2 norms alone:",
+        "A model's parameters or their gradients, channels = dimension 0, and for comparison their L2 norms alone:",
         "",
         row(unit, *names),
         row("---", *["---"] * len(names)),
@@ -184,9 +184,9 @@ def deviation_lines(figures: list[dict[str, Any]]) -> list[str]:
     if not programs:
         return []
     lines = [
-        "The next table compares a small Llama, compiled by inductor, with equivalent programs after five steps of AdamW. It "
-        "shows the RMS difference of the parameters, divided by the RMS by which training moved them. The differences are "
-        "rounding, which every change of a graph changes.",
+        "The next table compares a small Llama, compiled by inductor, with equivalent programs after five steps of "
+        "AdamW. It shows the RMS difference of the parameters, divided by the RMS by which training moved them. The "
+        "differences are rounding, which every change of a graph changes.",
         "",
         row("", *programs),
         row("---", *["---"] * len(programs)),
@@ -203,8 +203,8 @@ def megabytes(figure: dict[str, Any], key: str) -> str:
 def ratio_lines(processor: str, kernels: dict[str, dict[str, dict[str, Any]]]) -> list[str]:
     """Of each case, how many times as long as `x.sum()` it takes: fastest against fastest."""
     lines = [
-        f"The fastest call of each case on this processor ({processor}), as a multiple of the time that `x.sum()` takes to "
-        "read the same tensor. The goal for moments is 2:",
+        f"The fastest call of each case on this processor ({processor}), as a multiple of the time that `x.sum()` "
+        "takes to read the same tensor. The goal for moments is 2:",
         "",
         row("", *SHORT),
         row("---", *["---"] * len(SHORT)),
@@ -256,8 +256,8 @@ def main() -> None:
     lines = [
         "# Measured",
         "",
-        "`python -m benchmarks.report` writes this page from the JSON in results/. NOTES.md has notes on how the kernels "
-        "reached these times.",
+        "`python -m benchmarks.report` writes this page from the JSON in results/. NOTES.md has notes on how the "
+        "kernels reached these times.",
         "",
     ]
     gpu, cpu = newest("gpu"), newest("cpu")
