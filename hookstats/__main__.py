@@ -102,7 +102,7 @@ def _add_rank(command: argparse.ArgumentParser) -> None:
 
 
 def _plain(text: str) -> str:
-    from hookstats.terminal.words import plain
+    from hookstats.terminal.formatting import plain
 
     return plain(text)
 

@@ -11,8 +11,8 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from hookstats.comparing import rounding
+from hookstats.comparing.formatting import growth, table
 from hookstats.comparing.pairs import FAMILIES, Judged, Pair
-from hookstats.comparing.words import growth, table
 from hookstats.numbers.fields import Array, Site
 from hookstats.numbers.snapshot import Snapshot
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import socket
 import tempfile
-from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from hookstats._locks import Lock, is_locked
-from hookstats.records.errors import RunError
+from hookstats.records.decoding import AttemptNumber, decode, load, require
 from hookstats.records.files import NO_LINK
 
 RING = "ring."  # and the number of the attempt; with ".json", what a writer must know of it
@@ -29,43 +28,33 @@ def descriptions(folder: Path) -> dict[int, Path]:
     return dict(sorted((int(match[1]), path) for match, path in found if match))
 
 
-_DESCRIBED: dict[str, type] = {
-    "attempt": int,
-    "ring": str,
-    "host": str,
-    "boot": str,
-    "pid": int,
-    "settings": dict,
-    "rules": list,
-}
+@dataclass(frozen=True)
+class Description:
+    """What an attempt's process leaves for the one that writes, as JSON: ``ring.0001.json``."""
+
+    attempt: AttemptNumber
+    ring: Annotated[str, re.compile(r"[^\0]*")]  # its path
+    host: str
+    boot: str  # see `machine`
+    pid: Annotated[int, range(1, 2**31)]
+    started: int | None  # see `started_at`
+    settings: dict[str, Any]
+    rules: list[dict[str, Any]]  # see `rule_to_json`
 
 
-def described(path: Path) -> dict[str, Any]:
+def described(path: Path) -> Description:
     """What an attempt's process left to be known. RunError where it is anything else, FileNotFoundError without it."""
-    try:
-        told = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise RunError(f"{path}: expected the JSON of an attempt, got {str(error)[:200]}") from None
-    if not isinstance(told, dict):
-        raise RunError(f"{path}: expected the object of an attempt, got {told!r:.200}")
-    for name, kind in _DESCRIBED.items():
-        value = told.get(name)
-        if not isinstance(value, kind) or isinstance(value, bool):
-            raise RunError(f"{path}: {name}: expected {kind.__name__}, got {value!r:.200}")
-    started, rank = told.get("started", "nothing"), told["settings"].get("rank")
-    if not (started is None or type(started) is int) or type(rank) is not int:
-        raise RunError(f"{path}: expected when the process started, and its rank, got {started!r:.100}, {rank!r:.100}")
+    body = load(path)
+    if isinstance(body, dict):  # what else stands in it is not looked at
+        body = {name: value for name, value in body.items() if name in Description.__dataclass_fields__}
+    found = decode(Description, body, path)
+    require(type(found.settings.get("rank")) is int, path, "settings with a rank", found.settings)
     number = re.fullmatch(rf"{re.escape(RING)}(\d+)\.json", path.name)
-    if number and int(number[1]) != told["attempt"]:
-        raise RunError(f"{path}: expected attempt {int(number[1])}, got {told['attempt']!r:.100}")
-    if "\0" in told["ring"] or not 0 < told["pid"] < 2**31:
-        raise RunError(f"{path}: expected a path and a process, got {told['ring']!r:.100}, {told['pid']!r:.100}")
-    for rule in told["rules"]:
-        if not (
-            isinstance(rule, dict) and isinstance(rule.get("rule"), str) and isinstance(rule.get("arguments"), dict)
-        ):
-            raise RunError(f"{path}: expected a rule and its arguments, got {rule!r:.200}")
-    return told
+    require(not number or int(number[1]) == found.attempt, path, "the attempt of its name", found.attempt)
+    for rule in found.rules:
+        is_rule = isinstance(rule.get("rule"), str) and isinstance(rule.get("arguments"), dict)
+        require(is_rule, path, "a rule and its arguments", rule)
+    return found
 
 
 def local_folder(folder: Path, attempt: int) -> Path:
@@ -133,9 +122,8 @@ def _boot() -> str:
         return ""
 
 
-def is_of_this_machine(told: Mapping[str, Any]) -> bool:
-    """told: a description."""
-    return bool(told["host"] == socket.gethostname() or told["boot"] == _boot() != "")
+def is_of_this_machine(told: Description) -> bool:
+    return told.host == socket.gethostname() or told.boot == _boot() != ""
 
 
 def keep_locked(description: Path) -> Lock:
@@ -146,9 +134,9 @@ def keep_locked(description: Path) -> Lock:
     return Lock(os.open(description, os.O_RDWR | NO_LINK))
 
 
-def is_training(description: Path, told: Mapping[str, Any] | None) -> bool:
+def is_training(description: Path, told: Description | None) -> bool:
     """Whether the process that left a description lives. told: what stands in it; None: that cannot be read."""
-    if told and is_of_this_machine(told) and told["started"] == started_at(told["pid"]) is not None:
+    if told and is_of_this_machine(told) and told.started == started_at(told.pid) is not None:
         return True
     try:
         file = os.open(description, os.O_RDONLY | NO_LINK)

@@ -26,6 +26,7 @@ from hookstats.records.errors import RunError
 from hookstats.records.files import write_whole
 from hookstats.records.places import (
     RING,
+    Description,
     described,
     descriptions,
     is_training,
@@ -138,7 +139,7 @@ class Recording:
             with suppress(OSError, RunError):
                 other = described(path)
             if is_training(path, other):
-                who = f"process {other['pid']}" if other else "another process"
+                who = f"process {other.pid}" if other else "another process"
                 raise RuntimeError(
                     f"record: expected a directory that nobody records into, but {who} records into {self.path}: "
                     "detach its monitor, or choose another directory"
@@ -158,16 +159,16 @@ class Recording:
                 attempt += 1
         where = local_folder(self._folder, attempt)
         self._ring_path = where / f"{RING}{attempt:04d}"
-        own = {
-            "attempt": attempt,
-            "ring": str(self._ring_path),
+        own = Description(
+            attempt,
+            str(self._ring_path),
             **machine(),
-            "pid": self._pid,
-            "started": started_at(self._pid),
-            "settings": settings | {"hookstats": _version(), "host": machine()["host"], "time": time.time()},
-            "rules": self._rules,
-        }
-        write_whole(self._description, json.dumps(own).encode())
+            pid=self._pid,
+            started=started_at(self._pid),
+            settings=settings | {"hookstats": _version(), "host": machine()["host"], "time": time.time()},
+            rules=self._rules,
+        )
+        write_whole(self._description, json.dumps(vars(own)).encode())
         self._lock = keep_locked(self._description)
         return attempt
 

@@ -19,6 +19,7 @@ from hookstats.numbers.snapshot import Snapshot
 from hookstats.numbers.tables import html
 from hookstats.records import timeline
 from hookstats.records.arrays import from_list, to_arrow, to_numpy
+from hookstats.records.decoding import content
 from hookstats.records.errors import RunError
 from hookstats.records.manifest import Attempt
 from hookstats.records.ranks import mean, merged_snapshot
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 
 Sites: TypeAlias = str | Site | Iterable[str | tuple[str, str]] | None
 Steps: TypeAlias = slice | Iterable[int] | None
-_LARGEST = 256 << 20  # bytes of findings.jsonl: more are not read
 _FAR = 1 << 62  # further than any step
 
 
@@ -332,10 +332,7 @@ def _findings(path: Path) -> list[Finding]:
     """Those of whole lines; the last one may be half written."""
     if not path.exists():
         return []
-    size = path.stat().st_size
-    if size > _LARGEST:
-        raise RunError(f"{path}: expected at most {_LARGEST} bytes, got {size}")
-    lines = path.read_bytes().split(b"\n")[:-1]
+    lines = content(path).split(b"\n")[:-1]
     try:
         return [Finding.from_json(json.loads(line)) for line in lines]
     except (ValueError, TypeError, RecursionError) as error:

@@ -52,14 +52,14 @@ class Attempt:
         told = described(path)
         is_left = judges is None
         if judges is None:
-            judges = {"rules": [rule for rule in told["rules"] if is_ours(rule)], "sinks": []}
+            judges = {"rules": [rule for rule in told.rules if is_ours(rule)], "sinks": []}
         self._description = path
-        self.number = int(told["attempt"])
-        self.pid = int(told["pid"])
+        self.number = told.attempt
+        self.pid = told.pid
         self._told_of = told
         if not is_of_this_machine(told):
-            raise ValueError(f"{path}: expected a ring of this machine, got one of {told['host']}: recover it there")
-        self.ring_path = ring_of(folder, self.number, told["ring"])
+            raise ValueError(f"{path}: expected a ring of this machine, got one of {told.host}: recover it there")
+        self.ring_path = ring_of(folder, self.number, told.ring)
         if not self.ring_path.exists() and self.is_training():
             raise RuntimeError(
                 f"{folder}: expected that training has ended, but process {self.pid} will record into it"
@@ -70,12 +70,12 @@ class Attempt:
         self.is_finished = store.ended(self.number)
         if self.is_finished:
             return
-        store.begin(self.number, told["settings"])
+        store.begin(self.number, told.settings)
         self._layouts = Layouts(self._layouts_path)
         self._position = max(self.ring.tail, store.consumed(self.number))
         self.ring.tail = self._position
         self._sinks = [from_spec(spec) for spec in judges["sinks"]]
-        self._rank = int(told["settings"]["rank"])
+        self._rank = told.settings["rank"]
         try:
             rules = [rule_from_json(rule) for rule in judges["rules"]]
         except ValueError as error:
@@ -319,7 +319,7 @@ def recover(path: str | os.PathLike[str]) -> dict[str, list[int]]:
 def run(folder: Path, number: int, wake: int, judges: Mapping[str, Any]) -> None:
     """Until the training process has ended, and its ring is empty."""
     path = descriptions(folder)[number]
-    ring = Ring(Path(described(path)["ring"]))
+    ring = Ring(Path(described(path).ring))
     try:
         with locked(folder, _LOCK_SECONDS):
             store = Store(folder)

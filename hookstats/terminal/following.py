@@ -129,9 +129,9 @@ class Followed:
             if is_training(path, None) or self._is_written() or _is_new(path):
                 return State("recording", f"a process records it, but {path.name} cannot be read")
             raise
-        pid, is_here, runs = told["pid"], is_of_this_machine(told), is_training(path, told)
+        pid, is_here, runs = told.pid, is_of_this_machine(told), is_training(path, told)
         if not is_here:
-            host = told["host"]
+            host = told.host
             return State("recording", f"process {pid} on {host} records it, or did: that cannot be seen from here")
         if runs:
             return State("recording", f"process {pid} records it")

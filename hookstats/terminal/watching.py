@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from hookstats.numbers.snapshot import Snapshot
 from hookstats.rules import SEVERITIES, Finding
 from hookstats.terminal.following import WINDOW, Followed, State
-from hookstats.terminal.words import plain, sparkline
+from hookstats.terminal.formatting import plain, sparkline
 
 if TYPE_CHECKING:
     from rich.console import Group

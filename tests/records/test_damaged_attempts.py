@@ -135,7 +135,7 @@ def test_a_description_of_other_json_keeps_the_ring_and_ends_watch(run: Path, te
 
 def test_an_emptied_description_keeps_the_ring(run: Path) -> None:
     description(run).write_bytes(b"")
-    with pytest.raises(RunError, match="expected the JSON of an attempt"):
+    with pytest.raises(RunError, match=r"ring\.0001\.json: expected JSON"):
         recover(run)
     assert description(run).exists()
 

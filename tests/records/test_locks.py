@@ -18,12 +18,12 @@ import hookstats
 from hookstats.numbers.columns import Columns
 from hookstats.numbers.fields import ExponentBins
 from hookstats.numbers.snapshot import Snapshot
-from hookstats.records.places import descriptions, is_training
+from hookstats.records.places import Description, descriptions, is_training
 from hookstats.terminal.following import Followed
 from tests.records.recorded import ROOT
 
 # As another container sees it: a process's number and its machine's name say nothing there.
-ELSEWHERE = {"host": "another", "boot": "another", "pid": 1 << 22, "started": 0}
+ELSEWHERE = Description(1, "", "another", "another", 1 << 22, 0, {}, [])
 _ASK = """
 import sys
 from pathlib import Path

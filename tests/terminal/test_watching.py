@@ -20,8 +20,8 @@ from hookstats.records.manifest import read
 from hookstats.records.store import Store
 from hookstats.rules import Finding
 from hookstats.terminal.following import WINDOW, Followed, State
+from hookstats.terminal.formatting import BARS, plain, sparkline
 from hookstats.terminal.watching import lines, picture, watch
-from hookstats.terminal.words import BARS, plain, sparkline
 from tests.records.recorded import ROOT, drained
 
 CODE = """
