@@ -230,20 +230,7 @@ setup(
     ext_modules=[
         CppExtension(
             "hookstats._C",
-            sources=[
-                "csrc/ops.cpp",
-                "csrc/copies.cpp",
-                "csrc/scratch.cpp",
-                "csrc/batch.cpp",
-                "csrc/totals.cpp",
-                "csrc/checksums.cpp",
-                "csrc/softmax_rows.cpp",
-                "csrc/hook.cpp",
-                "csrc/module.cpp",
-                "csrc/cpu/accumulate.cpp",
-                "csrc/cpu/checksum.cpp",
-                "csrc/cpu/softmax.cpp",
-            ],
+            sources=[str(source) for source in sorted(Path("csrc").rglob("*.cpp"))],
             depends=[str(header) for header in sorted(Path("csrc").rglob("*.h"))],
             extra_compile_args={"cxx": CXX_FLAGS + KERNEL_FLAGS},
             # One libstdc++, the one that torch uses, also where g++ links its own in statically.

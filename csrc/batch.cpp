@@ -4,7 +4,6 @@
 #include <ATen/ATen.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/custom_class.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <map>
@@ -128,7 +127,7 @@ class Batch : public torch::CustomClassHolder {
       const auto device = member.site.tensors.moments.device();
       member.among_many = false;
       if (!member.kind || !runs_cuda_kernels(device)) continue;
-      const auto how = cuda::among_many(member.input, member.site.state.kind, device.is_cpu() ? 0 : device.index());
+      const auto how = cuda::among_many(member.input, member.site.state.kind, number_of(device));
       member.among_many = how != cuda::AmongMany::no;
       if (member.among_many) groups[{device.index(), member.input.dtype, how}].push_back(i);
     }
@@ -152,8 +151,7 @@ class Batch : public torch::CustomClassHolder {
     const auto device = members_[members[0]].site.tensors.moments.device();
     Group group{std::move(members), cuda::plan_many(inputs, states, how), {}, {}, {}, MadeOn(device)};
     const auto options = at::TensorOptions().device(device);
-    auto& table = group.many.table;
-    group.table = at::from_blob(table.data(), {int64_t(table.size())}, at::kByte).to(device, at::kByte, false, true);
+    group.table = on_device(group.many.table, device);
     group.partials = at::empty({group.many.partials}, options.dtype(at::kDouble));
     group.arrivals = at::zeros({group.many.arrivals}, options.dtype(at::kInt));
     group.stream.written();

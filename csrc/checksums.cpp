@@ -1,9 +1,7 @@
 // Checksums of the bits of many tensors: on a GPU one launch.
 
 #include <ATen/ATen.h>
-#include <ATen/Parallel.h>
 #include <c10/core/DeviceGuard.h>
-#include <torch/library.h>
 
 #include "ops.h"
 
@@ -45,26 +43,18 @@ at::Tensor checksums(at::TensorList tensors) {
     auto plan = cuda::plan_checksums(words);
     if (plan.blocks == 0) return out;
     const c10::DeviceGuard guard(device);
-    const auto table = at::from_blob(plan.table.data(), {int64_t(plan.table.size())}, at::kByte)
-                           .to(device, at::kByte, /*non_blocking=*/false, /*copy=*/true);
-    const int index = device.is_cpu() ? 0 : device.index();
-    check(cuda::checksums(plan, table.const_data_ptr(), sums, stream_of(device), index));
+    const at::Tensor table = on_device(plan.table, device);
+    check(cuda::checksums(plan, table.const_data_ptr(), sums, stream_of(device), number_of(device)));
     return out;
   }
 #endif
-  cpu::checksums(words, sums, [](int64_t tasks, const std::function<void(int64_t, int64_t)>& body) {
-    at::parallel_for(0, tasks, 1, body);
-  });
+  cpu::checksums(words, sums, parallel_for);
   return out;
 }
 
-TORCH_LIBRARY_FRAGMENT(HOOKSTATS_NAMESPACE, m) { m.def("checksums(Tensor[] tensors) -> Tensor"); }
-TORCH_LIBRARY_IMPL(HOOKSTATS_NAMESPACE, CPU, m) { m.impl("checksums", checksums); }
-#if defined(HOOKSTATS_CUDA)
-TORCH_LIBRARY_IMPL(HOOKSTATS_NAMESPACE, CUDA, m) { m.impl("checksums", checksums); }
-#endif
-TORCH_LIBRARY_IMPL(HOOKSTATS_NAMESPACE, Autograd, m) {
-  m.impl("checksums", torch::CppFunction::makeFallthrough());  // no gradient flows through a checksum
+TORCH_LIBRARY_FRAGMENT(HOOKSTATS_NAMESPACE, m) {
+  m.def("checksums(Tensor[] tensors) -> Tensor");
+  add_kernels(m, "checksums", checksums);
 }
 
 }  // namespace

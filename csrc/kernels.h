@@ -87,6 +87,19 @@ HOOKSTATS_HD inline float widen(Float8e4m3fn x) {
 template <class scalar_t>
 using acc_of = decltype(widen(scalar_t{}));
 
+// Calls f(a value of the type in the kernels).
+template <class F>
+auto with_dtype(Dtype dtype, const F& f) {
+  switch (dtype) {
+#define HOOKSTATS_CASE(name, type, aten) \
+  case Dtype::name:                      \
+    return f(type{});
+    HOOKSTATS_DTYPES(HOOKSTATS_CASE)
+#undef HOOKSTATS_CASE
+  }
+  __builtin_unreachable();
+}
+
 // Exponents per tensor, octaves per channel (bins.h), or linear bins, either way.
 enum class HistogramKind : int { none, per_tensor, per_channel, linear };
 

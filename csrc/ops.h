@@ -1,8 +1,9 @@
-// What ops.cpp, copies.cpp and scratch.cpp offer hook.cpp, module.cpp, batch.cpp and totals.cpp.
+// What the files of host code here offer each other.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Event.h>
+#include <torch/library.h>
 
 #include <cstdint>
 #include <memory>
@@ -134,6 +135,18 @@ void reserve_scratch(at::Device device);
 // As kernels name it; TypeError for one that they do not take.
 Dtype dtype_of(const at::Tensor& x);
 
+// low < high: the histogram is of linear bins. Both NaN: of any bins; it is only to be merged.
+State state_of(const at::Tensor& moments, const at::Tensor& counters, const std::optional<at::Tensor>& histogram,
+               double low, double high);
+
+// Of a state that is one tensor, int64: moments, counters, histogram (exponents or octaves) one behind another, as
+// hookstats/watch/memory.py lays them out.
+Site site_in(const at::Tensor& state, const at::Tensor& active, int64_t channels, bool per_channel,
+             int64_t channel_dim);
+
+// Refuses a device for which this build has no kernels.
+void check_device(at::Device device);
+
 // What a kernel is given for `x`, checked; the data pointer is still to come. Throws c10::Error.
 Input described(const at::Tensor& x, const Site& site, const Rows* rows = nullptr);
 
@@ -152,7 +165,27 @@ void* stream_of(at::Device device);
 cuda::Launch launch_on(at::Device device, const std::optional<at::Tensor>& active);
 
 void check(const char* cuda_error);
+
+// As the CUDA runtime numbers it.
+inline int number_of(at::Device device) { return device.is_cpu() ? 0 : device.index(); }
+
+// A copy of a plan's table there.
+at::Tensor on_device(std::vector<unsigned char>& table, at::Device device);
 #endif
+
+// The kernels' ParallelFor, on torch's threads.
+void parallel_for(int64_t tasks, const std::function<void(int64_t, int64_t)>& body);
+
+// What an operator does on the CPU and, in a build with CUDA kernels, on GPUs. No gradient flows through a statistic,
+// and none is stopped: autograd does not look.
+template <class Function>
+void add_kernels(torch::Library& m, const char* name, Function* function) {
+  m.impl(name, torch::dispatch(c10::DispatchKey::CPU, function));
+#if defined(HOOKSTATS_CUDA)
+  m.impl(name, torch::dispatch(c10::DispatchKey::CUDA, function));
+#endif
+  m.impl(name, torch::dispatch(c10::DispatchKey::Autograd, torch::CppFunction::makeFallthrough()));
+}
 
 // Wrappers without memory of their own: fake and meta tensors, and what functorch makes. Their own keys tell; a
 // dispatch mode that is merely active (selective checkpointing, FLOP counting) changes nothing about the data.

@@ -6,7 +6,6 @@
 #include <map>
 #include <mutex>
 #include <set>
-#include <tuple>
 #include <utility>
 
 #include "ops.h"
@@ -16,72 +15,66 @@ namespace hookstats {
 #if defined(HOOKSTATS_CUDA_KERNELS)
 namespace {
 
+struct Piece {
+  at::Tensor partials, arrivals, clock;
+};
+
+constexpr size_t kSpare = 6;     // pieces of 3.8 MB
+constexpr size_t kCaptures = 4;  // whose graphs may be replayed at once; nobody tells when a graph is no more
+
 // Scratch belongs to a (device, stream): two streams may measure at once. Graphs that torch captures all come from one
 // stream, and are replayed on any: each capture has scratch of its own. Spare pieces are made ahead, because a hook
 // must not allocate (it may run while a CUDA graph is captured).
-class Scratch {
- public:
-  struct Piece {
-    at::Tensor partials, arrivals, clock;
-  };
+struct DeviceScratch {
+  at::Device device;
+  at::Tensor clock;  // one, whatever the stream
+  std::vector<Piece> spare, of_captures;
+  size_t captures = 0;
+  std::map<std::pair<void*, unsigned long long>, Piece> used;  // by stream and capture
 
-  void reserve(at::Device device) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    auto& spare = spare_[key(device)];
-    while (spare.size() < kSpare) spare.push_back(make(device));
+  explicit DeviceScratch(at::Device on) : device(on) {}
+
+  void reserve() {
+    while (spare.size() < kSpare) spare.push_back(made());
   }
 
-  Piece of(at::Device device, void* stream) {
+  const Piece& of(void* stream) {
     const unsigned long long capture = cuda::capture_on(stream);
-    std::lock_guard<std::mutex> lock(mutex_);
-    const auto found = used_.find({key(device), stream, capture});
-    if (found != used_.end()) return found->second;
-    const Piece piece = capture ? for_capture(device) : next(device);
-    used_.emplace(std::make_tuple(key(device), stream, capture), piece);
-    return piece;
+    const auto found = used.find({stream, capture});
+    if (found != used.end()) return found->second;
+    return used.emplace(std::make_pair(stream, capture), capture ? for_capture() : next()).first->second;
   }
 
  private:
-  static constexpr size_t kSpare = 6;     // of 3.8 MB
-  static constexpr size_t kCaptures = 4;  // whose graphs may be replayed at once; nobody tells when a graph is no more
-  Piece next(at::Device device) {
-    auto& spare = spare_[key(device)];
-    if (spare.empty()) spare.push_back(make(device));
+  Piece next() {
+    if (spare.empty()) spare.push_back(made());
     const Piece piece = spare.back();
     spare.pop_back();
     return piece;
   }
-  Piece for_capture(at::Device device) {
-    auto& [pieces, captures] = captured_[key(device)];
-    if (pieces.size() < kCaptures && !spare_[key(device)].empty()) pieces.push_back(next(device));
-    TORCH_CHECK(!pieces.empty(), "hookstats: expected scratch on ", device,
+  Piece for_capture() {
+    if (of_captures.size() < kCaptures && !spare.empty()) of_captures.push_back(next());
+    TORCH_CHECK(!of_captures.empty(), "hookstats: expected scratch on ", device,
                 " from before the capture of a CUDA graph, where nothing can be allocated; attach made none there");
-    return pieces[captures++ % pieces.size()];
+    return of_captures[captures++ % of_captures.size()];
   }
-  static int key(at::Device device) { return device.is_cpu() ? -1 : device.index(); }
-  at::Tensor clock(at::Device device) {  // one, whatever the stream
-    auto& clock = clocks_[key(device)];
-    if (!clock.defined()) clock = at::zeros({1}, at::TensorOptions().device(device).dtype(at::kLong));
-    return clock;
-  }
-  Piece make(at::Device device) {
+  Piece made() {
     const auto options = at::TensorOptions().device(device);
+    if (!clock.defined()) clock = at::zeros({1}, options.dtype(at::kLong));
     Piece piece{at::empty({cuda::kScratchDoubles}, options.dtype(at::kDouble)),
-                at::zeros({cuda::kScratchCounters}, options.dtype(at::kInt)), clock(device)};
+                at::zeros({cuda::kScratchCounters}, options.dtype(at::kInt)), clock};
     wait_for(device);  // it may be used first on another stream than the one that clears it here
     return piece;
   }
-
-  std::mutex mutex_;
-  std::map<int, at::Tensor> clocks_;
-  std::map<int, std::vector<Piece>> spare_;
-  std::map<int, std::pair<std::vector<Piece>, size_t>> captured_;  // and how many captures there were
-  std::map<std::tuple<int, void*, unsigned long long>, Piece> used_;
 };
 
-Scratch& scratch() {
-  static auto* the = new Scratch;  // never destroyed: the device may be gone before static destructors run
-  return *the;
+// Calls f with the scratch of a device, which no other thread has meanwhile.
+template <class F>
+auto with_scratch(at::Device device, const F& f) {
+  static std::mutex mutex;
+  static auto* const all = new std::map<int, DeviceScratch>;  // never destroyed: the device may be gone before
+  const std::lock_guard<std::mutex> lock(mutex);
+  return f(all->try_emplace(number_of(device), device).first->second);
 }
 
 std::string in_words(int version) { return c10::str(version / 1000, ".", version % 1000 / 10); }
@@ -91,7 +84,7 @@ void check_versions(at::Device device) {
   constexpr int kOldestDriver = 12010;  // from this on kernels take 32 KB of parameters (many.cu)
   constexpr int kOldestGpu = 80;        // from this on shared memory is filled asynchronously (device.h)
   cuda::Versions found;
-  const char* problem = cuda::ask(found, device.is_cpu() ? 0 : device.index());
+  const char* problem = cuda::ask(found, number_of(device));
   const int driver = found.runtime / 1000 > kOldestDriver / 1000 ? found.runtime / 1000 * 1000 : kOldestDriver;
   TORCH_CHECK(found.driver >= driver, "hookstats: ", device, ": expected an NVIDIA driver for CUDA ", in_words(driver),
               " or newer, found one for CUDA ", in_words(found.driver), "; this hookstats was built with CUDA ",
@@ -116,9 +109,9 @@ void try_kernels(at::Device device) {
   accumulate(x, once);
   Input input = described(x, once);
   input.data = x.const_data_ptr();
-  const auto how = cuda::among_many(input, HistogramKind::none, device.is_cpu() ? 0 : device.index());
+  const auto how = cuda::among_many(input, HistogramKind::none, number_of(device));
   auto many = cuda::plan_many({input}, {once.state}, how);
-  const auto table = at::from_blob(many.table.data(), {int64_t(many.table.size())}, at::kByte).to(device);
+  const at::Tensor table = on_device(many.table, device);
   const c10::DeviceGuard guard(device);
   const auto to = launch_on(device, std::nullopt);
   check(cuda::accumulate(many, table.const_data_ptr(), &input.data, to));
@@ -145,9 +138,9 @@ void try_once(at::Device device) {
 
 cuda::Launch launch_on(at::Device device, const std::optional<at::Tensor>& active) {
   void* stream = stream_of(device);
-  const auto piece = scratch().of(device, stream);
+  const Piece piece = with_scratch(device, [&](DeviceScratch& scratch) { return scratch.of(stream); });
   return {stream,
-          device.is_cpu() ? 0 : device.index(),
+          number_of(device),
           piece.partials.mutable_data_ptr<double>(),
           reinterpret_cast<unsigned*>(piece.arrivals.mutable_data_ptr<int32_t>()),
           reinterpret_cast<unsigned long long*>(piece.clock.mutable_data_ptr<int64_t>()),
@@ -159,7 +152,7 @@ void reserve_scratch([[maybe_unused]] at::Device device) {
 #if defined(HOOKSTATS_CUDA_KERNELS)
   if (!runs_cuda_kernels(device)) return;
   check_versions(device);
-  scratch().reserve(device);
+  with_scratch(device, [](DeviceScratch& scratch) { scratch.reserve(); });
   try_once(device);
   wait_for(device);  // for what was cleared on this stream, and is used on others
 #endif

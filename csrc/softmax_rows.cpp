@@ -1,9 +1,7 @@
 // The softmax of rows of logits, in numbers: on a GPU one launch.
 
 #include <ATen/ATen.h>
-#include <ATen/Parallel.h>
 #include <c10/core/DeviceGuard.h>
-#include <torch/library.h>
 
 #include "ops.h"
 
@@ -23,8 +21,6 @@ at::Tensor empty_for(const at::Tensor& logits, int64_t top_k) {
   const auto dtype = logits.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
   return at::empty_symint(sizes, logits.options().dtype(dtype).layout(at::kStrided));
 }
-
-at::Tensor softmax_rows_meta(const at::Tensor& logits, int64_t top_k) { return empty_for(logits, top_k); }
 
 at::Tensor softmax_rows(const at::Tensor& given, int64_t top_k) {
   const at::Tensor out = empty_for(given, top_k);
@@ -47,25 +43,18 @@ at::Tensor softmax_rows(const at::Tensor& given, int64_t top_k) {
   const auto device = logits.device();
   if (runs_cuda_kernels(device)) {
     const c10::DeviceGuard guard(device);
-    const int index = device.is_cpu() ? 0 : device.index();
-    check(cuda::softmax_rows(rows, dtype, out.mutable_data_ptr(), stream_of(device), index));
+    check(cuda::softmax_rows(rows, dtype, out.mutable_data_ptr(), stream_of(device), number_of(device)));
     return out;
   }
 #endif
-  cpu::softmax_rows(
-      rows, dtype, out.mutable_data_ptr(),
-      [](int64_t tasks, const std::function<void(int64_t, int64_t)>& body) { at::parallel_for(0, tasks, 1, body); });
+  cpu::softmax_rows(rows, dtype, out.mutable_data_ptr(), parallel_for);
   return out;
 }
 
-TORCH_LIBRARY_FRAGMENT(HOOKSTATS_NAMESPACE, m) { m.def("softmax_rows(Tensor logits, int top_k=0) -> Tensor"); }
-TORCH_LIBRARY_IMPL(HOOKSTATS_NAMESPACE, CPU, m) { m.impl("softmax_rows", softmax_rows); }
-#if defined(HOOKSTATS_CUDA)
-TORCH_LIBRARY_IMPL(HOOKSTATS_NAMESPACE, CUDA, m) { m.impl("softmax_rows", softmax_rows); }
-#endif
-TORCH_LIBRARY_IMPL(HOOKSTATS_NAMESPACE, Meta, m) { m.impl("softmax_rows", softmax_rows_meta); }
-TORCH_LIBRARY_IMPL(HOOKSTATS_NAMESPACE, Autograd, m) {
-  m.impl("softmax_rows", torch::CppFunction::makeFallthrough());  // no gradient flows through it
+TORCH_LIBRARY_FRAGMENT(HOOKSTATS_NAMESPACE, m) {
+  m.def("softmax_rows(Tensor logits, int top_k=0) -> Tensor");
+  add_kernels(m, "softmax_rows", softmax_rows);
+  m.impl("softmax_rows", torch::dispatch(c10::DispatchKey::Meta, empty_for));
 }
 
 }  // namespace

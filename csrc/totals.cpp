@@ -1,10 +1,8 @@
 // The totals of many sites, all channels of each together: on a GPU one launch.
 
 #include <ATen/ATen.h>
-#include <ATen/Parallel.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/custom_class.h>
-#include <torch/library.h>
 
 #include <cstring>
 #include <type_traits>
@@ -63,9 +61,7 @@ class Totals : public torch::CustomClassHolder {
     }
 #endif
     const NoCpuKernel none;
-    cpu::totals(states_.data(), n, words, [](int64_t tasks, const std::function<void(int64_t, int64_t)>& body) {
-      at::parallel_for(0, tasks, 1, body);
-    });
+    cpu::totals(states_.data(), n, words, parallel_for);
     clear_on_cpu(blocks, none);
     return out;
   }

@@ -264,14 +264,11 @@ void accumulate(const Input& input, const State& state, ParallelFor parallel_for
   const Layout& layout = input.layout;
   if (layout.channels * layout.count < kSerialElements) parallel_for = serial;
   const bool rows = layout.channels_are_inner() && layout.channel_stride == 1;
-  switch (input.dtype) {
-#define HOOKSTATS_CASE(name, type, aten)                                                                            \
-  case Dtype::name:                                                                                                 \
-    rows ? accumulate_rows<type>(input, state, parallel_for) : accumulate_planes<type>(input, state, parallel_for); \
-    break;
-    HOOKSTATS_DTYPES(HOOKSTATS_CASE)
-#undef HOOKSTATS_CASE
-  }
+  with_dtype(input.dtype, [&](auto value) {
+    using scalar_t = decltype(value);
+    rows ? accumulate_rows<scalar_t>(input, state, parallel_for)
+         : accumulate_planes<scalar_t>(input, state, parallel_for);
+  });
   state.counters[k_calls] += 1;
   if (state.counters[k_first] == 0) state.counters[k_first] = ++execution_clock;
 }

@@ -164,13 +164,7 @@ void all_rows(const SoftmaxRows& rows, void* out, ParallelFor parallel_for) {
 }  // namespace
 
 void softmax_rows(const SoftmaxRows& rows, Dtype dtype, void* out, ParallelFor parallel_for) {
-  switch (dtype) {
-#define HOOKSTATS_CASE(name, type, aten) \
-  case Dtype::name:                      \
-    return all_rows<type>(rows, out, parallel_for);
-    HOOKSTATS_DTYPES(HOOKSTATS_CASE)
-#undef HOOKSTATS_CASE
-  }
+  with_dtype(dtype, [&](auto value) { all_rows<decltype(value)>(rows, out, parallel_for); });
 }
 
 }  // namespace hookstats::cpu

@@ -5,6 +5,8 @@
 #include "batch.cpp"
 #include "checksums.cpp"
 #include "copies.cpp"
+#include "inputs.cpp"
 #include "scratch.cpp"
 #include "softmax_rows.cpp"
+#include "streams.cpp"
 #include "totals.cpp"
