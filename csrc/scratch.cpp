@@ -68,13 +68,14 @@ struct DeviceScratch {
   }
 };
 
+std::mutex scratch_mutex;
+auto* const scratch_of_devices = new std::map<int, DeviceScratch>;  // never destroyed: the device may be gone before
+
 // Calls f with the scratch of a device, which no other thread has meanwhile.
 template <class F>
 auto with_scratch(at::Device device, const F& f) {
-  static std::mutex mutex;
-  static auto* const all = new std::map<int, DeviceScratch>;  // never destroyed: the device may be gone before
-  const std::lock_guard<std::mutex> lock(mutex);
-  return f(all->try_emplace(number_of(device), device).first->second);
+  const std::lock_guard<std::mutex> lock(scratch_mutex);
+  return f(scratch_of_devices->try_emplace(number_of(device), device).first->second);
 }
 
 std::string in_words(int version) { return c10::str(version / 1000, ".", version % 1000 / 10); }
