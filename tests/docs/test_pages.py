@@ -112,9 +112,10 @@ def run(page: Path) -> list[tuple[re.Match[str], str]]:
 def without_fractions(text: str) -> list[list[str]]:
     """The words of each line, whole numbers among them, such as counts and steps.
 
-    Fractions differ in their last digits from machine to machine, so that one may look whole; and rules in length.
+    Fractions differ in their last digits from machine to machine, so that one may look whole; and rules in length. What
+    transformers prints in quotes are times and rates, which are whole by chance.
     """
-    fraction = r"(?<![\w.])-?(\d+\.\d*(e[-+]?\d+)?|\d+e[-+]?\d+|nan|inf)(?![\w.])"
+    fraction = r"(?<![\w.])-?(\d+\.\d*(e[-+]?\d+)?|\d+e[-+]?\d+|nan|inf|(?<=')\d+(?='))(?![\w.])"
     return [re.sub(r"--+", "--", re.sub(fraction, "#", line)).split() for line in text.splitlines()]
 
 
