@@ -33,16 +33,16 @@ class ChannelValue(NamedTuple):
 class Snapshot(Mapping[Site, SiteStats]):
     """One measured step: ``snapshot["layers.0.mlp", "output"]`` is a SiteStats.
 
-    ``step``: its number. ``scalars``: what was given to `Monitor.step` with it, as floats; ``earlier_scalars``: what
-    was given with the steps since the measured one before that were not measured themselves, by number, ascending.
-    ``order``: the sites that fired, in order of execution (per device). ``skipped``: sites of which tensors were left
-    out in this step, or that are given up, each with the reason and how many tensors.
+    ``step``: its number. ``scalars``: the scalars given to `Monitor.step` with it, as floats. ``earlier_scalars``:
+    those given with the steps since the previous measured one, by number, ascending. ``order``: the sites that fired,
+    in order of execution (per device). ``skipped``: the sites whose tensors were left out in this step, and those that
+    were given up, each with the reason and the number of tensors.
 
-    With a grad_scaler, else None: ``grad_scale``, a float, by which gradients of outputs and inputs were divided;
-    ``overflowed``, whether the scaler has skipped an optimizer's step for an overflow.
+    With a grad_scaler, otherwise None: ``grad_scale``, a float, by which gradients of outputs and inputs were divided;
+    ``overflowed``, whether the scaler has skipped an optimizer's step because of an overflow.
 
-    ``ranks``: those whose numbers are in it, ascending, of ``world_size`` ranks of the process group; ``merged``:
-    whether they are of more than one. With a process_group, a step in which a rank was missing is each rank's own.
+    ``ranks``: the ranks whose numbers it holds, ascending, of ``world_size`` ranks of the process group; ``merged``:
+    whether they are several. With a process_group, a step in which a rank was missing is each rank's own.
     """
 
     def __init__(
@@ -103,22 +103,22 @@ class Snapshot(Mapping[Site, SiteStats]):
 
     @property
     def first_nonfinite(self) -> Site | None:
-        """The first site in ``order`` that holds NaN, Inf or -Inf; None where every value is finite.
+        """The first site in ``order`` that holds NaN, Inf or -Inf; None if every value is finite.
 
         Gradients of parameters count as well. In the step in which a run diverges, this is where it began; one step
-        later everything holds NaN.
+        later every site holds NaN.
         """
         bad = self.totals.nans + self.totals.posinfs + self.totals.neginfs > 0
         return self.order[int(bad.argmax())] if bad.any() else None
 
     @property
     def grad_norm(self) -> float | None:
-        """The L2 norm of the watched parameters' gradients together, as ``clip_grad_norm_`` returns it.
+        """The L2 norm of all watched parameters' gradients together, as ``clip_grad_norm_`` returns it.
 
-        Of the gradients that the optimizer was given, after clipping, where they were clipped; or as they were when
-        `Monitor.measure_gradients` was called. It is that of the ranks in `ranks`: without a process_group that of
-        this process. Where an optimizer stepped several times in the step, the root of the mean square over these.
-        Infinite or NaN where a gradient is, None where no ``param_grad`` was measured.
+        The gradients are those that the optimizer got, clipped if you clip them, or those that
+        `Monitor.measure_gradients` read. The norm is over the ranks in `ranks`: without a process_group over this
+        process. If an optimizer stepped several times in the step, it is the root of the mean square over these. It is
+        infinite or NaN if a gradient is, and None if no ``param_grad`` was measured.
         """
         chosen = [i for i, site in enumerate(self.order) if site.tensor == "param_grad"]
         if not chosen:
@@ -131,10 +131,10 @@ class Snapshot(Mapping[Site, SiteStats]):
         return float(np.sqrt((self.totals.l2_norm[chosen] ** 2 / calls).sum()))
 
     def compact(self) -> Snapshot:
-        """The totals alone, for keeping: less than a kilobyte for each site.
+        """Only the totals, for keeping: less than a kilobyte for each site.
 
-        A Snapshot holds the copy of the whole step's state; a SiteStats of it holds only its own numbers. In this one
-        ``channels`` and ``histogram`` are None; everything else is the same.
+        A Snapshot holds the copy of its step's whole state. In the compact one ``channels`` and ``histogram`` are None;
+        everything else is the same.
         """
         return self._with(self.columns.compact(), self.skipped)
 
@@ -236,11 +236,15 @@ class Snapshot(Mapping[Site, SiteStats]):
         return step, self.ranks, self.world_size, self.order, list(self.skipped.items()), sites
 
     def rank_spread(self, site: tuple[str, str]) -> dict[str, Spread]:
-        """Of a site: the smallest and the largest value of some statistics among the ranks, and whose these are.
+        """The smallest and the largest value of some statistics of a site among the ranks, and the ranks that have
+        them.
 
-        ``snapshot.rank_spread(("layers.0.mlp", "output"))["rms"]`` is a Spread(min, min_rank, max, max_rank), of the
-        totals; NaN and -1 where no rank has a value. KeyError for a site that is not watched. ValueError where it was
-        not asked for (``attach(process_group=Ranks(group, spread=True))``), or the step is this rank's own.
+        ``snapshot.rank_spread(("layers.0.mlp", "output"))["rms"]`` is a Spread(min, min_rank, max, max_rank) of the
+        totals; NaN and -1 if no rank has a value.
+
+        Raises:
+            KeyError: for a site that is not watched. ValueError: without ``attach(process_group=Ranks(group,
+            spread=True))``, or if the step is this rank's own.
         """
         if not self._spread:
             raise ValueError(

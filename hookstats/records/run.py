@@ -44,20 +44,23 @@ def load(
     statistics: Sequence[str] | None = None,
     ranks: int | Literal["merged"] = 0,
 ) -> Run:
-    """Reads a run that `record` keeps, or kept, in a directory; also while it is recorded: as it is now.
+    """Reads a run that `record` keeps in a directory, also while it is being recorded: as it is now.
 
-    ``sites``: a glob over names (``"layers.0.*"``), a Site, or a list of globs and of pairs of a glob and a tensor
-    (``[("head", "output")]``, which takes "output.0" as well). ``steps``: a slice of step numbers
-    (``slice(1000, 2000)``), or some numbers. ``statistics``: those that tables have, of `Stats`. Only the columns,
-    files and row groups that are asked for are read. ``ranks``: the number of a rank, or "merged": all of them as one,
-    in the steps that all have recorded.
+    Args:
+        sites: a glob over names (``"layers.0.*"``), a Site, or a list of globs and of pairs of a glob and a tensor
+            (``[("head", "output")]``, which takes "output.0" as well). None: all.
+        steps: a slice of step numbers (``slice(1000, 2000)``), or a list of them. None: all.
+        statistics: names of `Stats` that the tables have. None: all.
+        ranks: the number of a rank, or "merged": all ranks as one, in the steps that all of them recorded.
 
-    Where a run was resumed, its latest attempt holds: a step of an attempt before counts where it is smaller than all
-    that a later one recorded. Of a number that an attempt gave twice, the later step counts.
+    Only the selected columns, files and row groups are read. If a run was resumed, later attempts replace earlier ones:
+    a step of an earlier attempt counts only if its number is smaller than all that a later attempt recorded. If an
+    attempt used a number twice, the later step counts. Does not import torch.
 
-    RunError, a ValueError, where the directory holds no run, or a torn or altered one, and SchemaError where another
-    version recorded it; also later, when what is torn is read. ValueError for a glob, step or statistic that there is
-    not. Without pyarrow ImportError: ``pip install 'hookstats[record]'``. Does not import torch.
+    Raises:
+        RunError: a ValueError, if the directory holds no run, or a torn or altered one; also later, when a torn part is
+        read. SchemaError: if another version recorded it. ValueError: for a glob, step or statistic that the run does
+        not have. ImportError: without pyarrow (``pip install 'hookstats[record]'``).
     """
     folders = sorted(Path(path).glob("rank=*"), key=lambda folder: (len(folder.name), folder.name))
     names = [folder.name for folder in folders]

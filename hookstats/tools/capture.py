@@ -53,18 +53,18 @@ def capture(
 
     Args:
         model: any module, compiled ones included.
-        modules: globs over module names (``"layers.*.mlp"``; ``*`` crosses dots), or a callable
-            ``(name, module) -> bool``. The first floating tensor of a tuple, list, dict or dataclass is kept.
-        exclude: globs or a callable, too; what they choose is left out, with all that is inside it.
-        every: every n-th call of a module is kept, from call 0 on.
-        items: how many items of a batch (the first dimension).
-        channels: how many channels, along the dimension by which `attach` tells them apart.
-        keep: how many captures of each module; a new one takes the place of the oldest.
-        edited: whether to keep, too, what left the module after the edits of `hookstats.edit`.
+        modules: globs over module names (``"layers.*.mlp"``; ``*`` crosses dots), or a callable ``(name, module) ->
+            bool``. The first floating tensor of a tuple, list, dict or dataclass is kept.
+        exclude: globs or a callable; the chosen modules are left out, with everything inside them.
+        every: n, to keep every n-th call of a module, from call 0 on.
+        items: the number of items of a batch (the first dimension) that are kept.
+        channels: the number of channels that are kept, along the dimension that `attach` finds for them.
+        keep: the number of captures of each module; a new one replaces the oldest.
+        edited: whether to keep the output after the edits of `hookstats.edit`, too.
 
     Raises:
-        TypeError, ValueError: for arguments that are not as above; a glob that matches nothing, or only modules that
-            are never called.
+        TypeError, ValueError: for arguments that are not as above; for a glob that matches nothing, or only modules
+        that are never called.
     """
     for name, number in (("every", every), ("items", items), ("channels", channels), ("keep", keep)):
         if not isinstance(number, int) or isinstance(number, bool) or number < 1:

@@ -33,7 +33,7 @@ _JOIN_SECONDS = 30.0  # that `Monitor.detach` waits for other ranks
 
 
 class Monitor:
-    """What `attach` returns: closes steps, hands out their numbers. As a context manager, it detaches at the end."""
+    """Returned by `attach`: closes steps and returns their numbers. As a context manager, it detaches at the end."""
 
     def __init__(
         self,
@@ -78,12 +78,12 @@ class Monitor:
 
     @property
     def sites(self) -> list[Site]:
-        """The watched sites, those in containers as soon as they have been seen; not those given up."""
+        """The watched sites. Those in containers are in it once they were seen; those that were given up are not."""
         return self._delivery.sites()
 
     @property
     def skipped(self) -> dict[Site, Skipped]:
-        """The sites of which tensors could not be measured, with the reason, and how many so far."""
+        """The sites whose tensors could not be measured, with the reason and the number of tensors so far."""
         self._binder.collect_failures()
         return self._binder.skipping.so_far()
 
@@ -93,22 +93,27 @@ class Monitor:
         return self._store.bytes
 
     def overhead(self) -> Overhead:
-        """What hookstats takes of a step, in microseconds, on the host and on the device. Waits for no device.
+        """The time that hookstats takes in a step, in microseconds, on the host and on the device. Waits for no device.
 
-        The first time, it calls an empty module some 2000 times, to see what a hook costs.
+        The first call runs an empty module about 2000 times, to see what a hook costs.
         """
         return self._stopwatch.overhead(self._binder.idle_hook(), self._binder.hooks())
 
     def step(self, step: int | None = None, **scalars: Any) -> Snapshot | None:
-        """Closes a training step; to be called after ``optimizer.step()``. Waits for nothing.
+        """Closes a training step. Call it after ``optimizer.step()``. Waits for nothing.
 
-        ``step``: the number of the step that ends here, where the trainer has its own: an int, larger than the one
-        before. ``scalars``: numbers or one-element tensors (``loss=loss``), of this step, as they are now; those of a
-        step that is not measured travel with the next one that is (``earlier_scalars``); TypeError or ValueError for
-        others. RuntimeError while a CUDA graph is captured: it is called after each replay.
-        Returns a Snapshot that has arrived, of this or an earlier measured step, each once and in order; None while
-        there is none. What a sink raises is raised here when all sinks have the Snapshot (an Exception only if
-        ``strict``, else it is a warning); that step counts as returned.
+        Args:
+            step: the number of the step that ends here, if the trainer has its own: an int, larger than the one before.
+            **scalars: numbers or one-element tensors of this step (``loss=loss``), as they are now. Those of a step
+                that is not measured arrive with the next measured step (``earlier_scalars``).
+
+        Returns a Snapshot that has arrived, of this or of an earlier measured step, each once and in order; None if
+        there is none.
+
+        Raises:
+            TypeError, ValueError: for other scalars or numbers of steps. RuntimeError: while a CUDA graph is captured;
+            call it after each replay. An exception that a sink raises is raised here after all sinks got the Snapshot
+            (an Exception only if ``strict``, otherwise it becomes a warning); the step counts as returned.
         """
         if is_capturing():
             raise RuntimeError(
@@ -184,7 +189,7 @@ class Monitor:
             return False
 
     def snapshot(self) -> Snapshot:
-        """What is in the open step, channels too; if nothing is, the last measured step. Waits for the device."""
+        """The open step, with channels; if it is empty, the last measured step. Waits for the device."""
         self._binder.collect_failures()
         if not self._stepped:  # one forward and backward, without steps
             self._parameters.measure()
@@ -197,15 +202,15 @@ class Monitor:
 
     @property
     def findings(self) -> list[Any]:
-        """What the rules of `hookstats.record` have found so far, each a `hookstats.rules.Finding`."""
+        """The findings of `hookstats.record`'s rules so far, each a `hookstats.results.Finding`."""
         return list(self._judging.findings)
 
     def check(self, timeout: float = 30.0) -> list[Any]:
-        """The findings, when all closed steps have been judged: before a checkpoint, say. Waits for device and ranks.
+        """The findings, after all closed steps were judged. Waits for device and ranks. Call it before a checkpoint.
 
         Raises:
-            TimeoutError: where that takes longer, in seconds. RuntimeError: where a recording has stopped. ValueError:
-            where no sink judges. FindingError: with ``record(on_finding="raise")``.
+            TimeoutError: if that takes longer than so many seconds. RuntimeError: if a recording has stopped.
+            ValueError: if no sink judges. FindingError: with ``record(on_finding="raise")``.
         """
         if not self._is_judged:
             raise ValueError("check: expected a sink that judges, such as sinks=[hookstats.record('runs/a')]; got none")
@@ -219,30 +224,30 @@ class Monitor:
         return self.findings
 
     def measure_gradients(self) -> None:
-        """Reads the parameters' gradients now, instead of when the optimizer steps: before they are clipped.
+        """Reads the parameters' gradients now, before they are clipped, instead of when the optimizer steps.
 
             loss.backward()
-            scaler.unscale_(optimizer)  # with a GradScaler: before that, they are read with its scale
+            scaler.unscale_(optimizer)  # with a GradScaler: otherwise the gradients are read with its scale
             monitor.measure_gradients()
             clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             monitor.step()
 
-        Call it behind the last backward of several: each gradient is read once per measured step. It does nothing
-        without ``"param_grad"``, in a step that is not measured, or while paused.
+        Call it after the last of several backwards: each gradient is read once per measured step. It does nothing
+        without ``"param_grad"``, in a step that is not measured, and while the monitor is paused.
         """
         self._parameters.measure_gradients()
 
     def tap(self, tensor: torch.Tensor, name: str, channel_dim: int | None = None) -> torch.Tensor:
-        """Measures any tensor inside a forward, and its gradient, as if a module named `name` had put it out.
+        """Measures any tensor inside a forward, and its gradient, as if it were the output of a module `name`.
 
         Returns the tensor itself: ``scores = monitor.tap(q @ k.mT, "scores")``. Its sites are (name, "output") and
-        (name, "grad_output"), made when it is first seen in an eager forward that is measured; a compiled one that
-        comes first is not measured. Several tensors of one name merge. channel_dim: None, by what ran before and the
-        tensor's shape, as for a module whose type tells nothing.
+        (name, "grad_output"). They are made in the first measured eager forward that calls it; a compiled forward that
+        comes earlier is not measured. Tensors of the same name are merged. channel_dim: the dimension of the channels;
+        None: by evidence, as for a module whose type does not tell it.
 
         Raises:
-            TypeError: for what is no tensor, or a name that is no string. ValueError: where a module has that name.
+            TypeError: if `tensor` is no tensor, or `name` no string. ValueError: if a watched module has that name.
         """
         if torch.compiler.is_compiling():
             hook = self._taps.get(name)
@@ -284,18 +289,18 @@ class Monitor:
             self._binder.ignoring.refresh()
 
     def pause(self) -> None:
-        """From now on nothing is measured, until `resume`: for callbacks, which cannot use ``with``."""
+        """Measures nothing until `resume` is called: for callbacks, which cannot use ``with``."""
         self._is_paused = True
         self._set_flags()
 
     def resume(self) -> None:
-        """Ends what `pause` began, however often that was called."""
+        """Ends `pause`, however often that was called."""
         self._is_paused = False
         self._set_flags()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Nothing is measured inside: for forwards that belong to no step."""
+        """Measures nothing inside the block: for forwards that belong to no step."""
         self._pauses += 1
         try:
             self._set_flags()
@@ -306,30 +311,33 @@ class Monitor:
 
     @contextmanager
     def ignore(self, rows: torch.Tensor) -> Iterator[None]:
-        """Leaves rows out of all statistics of a forward inside, and of its backward, wherever that runs: padding.
+        """Leaves rows, such as padding, out of all statistics of a forward inside the block, and of its backward.
 
-        rows: bool, True where a row is to be left out, such as ``[batch, sequence]``; with a Hugging Face
-        attention_mask ``attention_mask == 0``. It concerns every tensor that begins with these dimensions, or has all
-        their rows in its first one (``[batch * sequence, ...]``), unless its channels are among them; others count as a
-        whole, as do parameters. It holds for the thread that enters; inside other ignored rows, these hold alone. With
-        reentrant checkpointing, backward belongs inside, too. Where tensors are sharded, they are rows of this
-        process's part. Waits for nothing; a CUDA graph that captures it reads the rows anew in every replay. TypeError
-        for anything but a bool tensor, ValueError for one of no dimension.
+        rows: a bool tensor, True where a row is left out, such as ``[batch, sequence]``; for a Hugging Face
+        attention_mask ``attention_mask == 0``. It applies to every tensor whose first dimensions are those of `rows`,
+        and to every tensor whose first dimension holds all rows (``[batch * sequence, ...]``), unless the channels lie
+        in one of these dimensions. All other tensors, and parameters, count whole. It applies to the thread that enters
+        it; inside another `ignore`, only the inner one applies. With reentrant checkpointing, call backward inside the
+        block, too. Rows of sharded tensors are those of this process's part. Waits for nothing. A CUDA graph that
+        captures the block reads the rows again in every replay.
+
+        Raises:
+            TypeError: if `rows` is no bool tensor. ValueError: if it has no dimension.
         """
         with self._binder.ignoring.within(rows):
             yield
 
     def reset(self) -> None:
-        """Forgets what the open step has so far: after warm-up, say."""
+        """Discards the measurements of the open step, after a warm-up, for example."""
         self._store.clear()
         self._parameters.reset()
         self._binder.skipping.take()
 
     def detach(self) -> list[Snapshot]:
-        """Takes every hook off the model. Returns the snapshots that `step` has not returned yet; waits for them.
+        """Removes every hook from the model. Returns the snapshots that `step` has not returned yet; waits for them.
 
-        What the open step has so far becomes one of them only where `step` was never called: else the step has not
-        ended.
+        The measurements of the open step become one of them only if `step` was never called; otherwise that step has
+        not ended.
         """
         self._take_hooks_off()
         return self._delivery.fetch_all()
