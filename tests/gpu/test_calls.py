@@ -189,7 +189,7 @@ def test_the_parts_make_the_tables_of_the_page(tmp_path: Path, monkeypatch: pyte
         monkeypatch.setenv("VARIANT", variant)
         gpu_figures.PARTS["small"](write)
     page = "\n".join(report.gpu_page(tmp_path / "gpu.json", MACHINE | gpu.summary(lines)))
-    for title in ("moments, norms, counts", "by other means", "The parameters of a model", "beside the ways of others"):
+    for title in ("moments, norms, counts", "by other means", "or their gradients", "beside the ways of others"):
         assert title in page
     for case in gpu_figures.AGAINST_FLOOR:
         assert f"| {case.name} | " in page

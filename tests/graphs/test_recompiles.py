@@ -16,7 +16,7 @@ import hookstats
 from hookstats import edit
 from tests.models import Residual
 
-LIMIT = 4  # torch._dynamo.config.recompile_limit is 8 by default
+LIMIT = torch._dynamo.config.recompile_limit  # 8 by default
 CYCLES = LIMIT + 2
 
 
@@ -24,9 +24,7 @@ CYCLES = LIMIT + 2
 def a_process_that_has_not_met_hookstats() -> Iterator[None]:
     """And in which a frame that would run eagerly for good raises instead."""
     torch._dynamo.reset()
-    with torch._dynamo.config.patch(
-        skip_nnmodule_hook_guards=True, recompile_limit=LIMIT, fail_on_recompile_limit_hit=True
-    ):
+    with torch._dynamo.config.patch(skip_nnmodule_hook_guards=True, fail_on_recompile_limit_hit=True):
         yield
 
 

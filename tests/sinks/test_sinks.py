@@ -407,8 +407,8 @@ def test_a_second_process_is_refused_until_the_first_one_ends_and_its_forks_hold
 sink(taken)
 child = os.fork()
 if child == 0:  # as a worker of a DataLoader
+    print(os.getpid(), flush=True)
     time.sleep(600)
-print(child, flush=True)
 sys.stdin.read()
 """
     command = alone(code, taken, sink)
