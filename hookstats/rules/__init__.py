@@ -5,7 +5,7 @@ findings = hookstats.rules.judge(snapshots)
 
 from hookstats.rules.activations import DeadChannels, SaturatedChannels
 from hookstats.rules.experts import ExpertLoad
-from hookstats.rules.finding import SEVERITIES, Finding
+from hookstats.rules.finding import SEVERITIES, Cause, Finding
 from hookstats.rules.gradients import ExplodingGradients, VanishingGradients
 from hookstats.rules.judging import Judge, Rule, defaults, is_ours, judge, rule_from_json, rule_to_json
 from hookstats.rules.nonfinite import NonFinite
@@ -14,10 +14,13 @@ from hookstats.rules.precision import Fit, LowPrecisionFit, fit
 from hookstats.rules.residual import ResidualDrift
 from hookstats.rules.spikes import GradientNormSpike, LossSpike
 from hookstats.rules.step import Step
+from hookstats.rules.story import Chapter, head, story
 from hookstats.rules.updates import UpdateRatio
 
 __all__ = [
     "SEVERITIES",
+    "Cause",
+    "Chapter",
     "DeadChannels",
     "ExpertLoad",
     "ExplodingGradients",
@@ -38,8 +41,10 @@ __all__ = [
     "VanishingGradients",
     "defaults",
     "fit",
+    "head",
     "is_ours",
     "judge",
     "rule_from_json",
     "rule_to_json",
+    "story",
 ]

@@ -47,7 +47,8 @@ class DeadChannels:
         if not outputs:
             return None
         shares, judged = self._shares(step, outputs)
-        is_dead = self._some_dead.push(shares > self.share, judged) | self._all_dead.push(shares == 1, judged)
+        some = self._some_dead.push(step.number, shares > self.share, judged)
+        is_dead = some | self._all_dead.push(step.number, shares == 1, judged)
         before = [False, *is_dead[outputs].tolist()]  # of outputs that follow each other, the first is named
         named = [site for site, follows in zip(outputs, before, strict=False) if is_dead[site] and not follows]
         return [self._finding(step, site, float(shares[site])) for site in named]
@@ -56,7 +57,7 @@ class DeadChannels:
         """``[n]``: the share of each output's channels that are dead; and which outputs are judged."""
         totals, n = step.totals, len(step.sites)
         actives_before, actives = extended(self._actives, n, np.nan), totals.count - totals.zeros
-        by_design = self._same.push((actives == actives_before) & (actives > 0))
+        by_design = self._same.push(step.number, (actives == actives_before) & (actives > 0))
         self._actives = np.where(totals.count > 0, actives, actives_before)
         # More than `share` dead channels of equal size leave at most this many values.
         most = (1 - self.share) + self.share * self.active
@@ -78,7 +79,8 @@ class DeadChannels:
             "learning rate, look at the bias before them, or use a LeakyReLU or GELU."
         )
         severity = "critical" if share == 1 else "warning"
-        return step.finding("dead-channels", site, share, self.share, severity, sentence)
+        since = int((self._all_dead if share == 1 else self._some_dead).since[site])
+        return step.finding("dead-channels", site, share, self.share, severity, sentence, since=since)
 
     def _share(self, step: Step, site: int, gradient: int) -> float:
         """Of the channels that are dead. gradient: the id of that of the output before; -1 without one."""
@@ -131,7 +133,7 @@ class SaturatedChannels:
         for site in np.flatnonzero(candidates).tolist():
             if site != answer and step.calls[gradients[site]]:
                 shares[site] = self._share(step, site)
-        ill = self._streak.push(shares > self.share, judged)
+        ill = self._streak.push(step.number, shares > self.share, judged)
         return [self._finding(step, site, float(shares[site])) for site in step.in_order(ill)]
 
     def _finding(self, step: Step, site: int, share: float) -> Finding:
@@ -140,7 +142,8 @@ class SaturatedChannels:
             f"{'tanh' if self._negative[site] else 'sigmoid'}, and let less than {percent(self.slope)} of the "
             "gradient through. Make what comes in smaller: lower weights or learning rate, or a norm before it."
         )
-        return step.finding("saturated-channels", site, share, self.share, "warning", sentence)
+        since = int(self._streak.since[site])
+        return step.finding("saturated-channels", site, share, self.share, "warning", sentence, since=since)
 
     def _share(self, step: Step, site: int) -> float:
         """Of the channels that are saturated."""

@@ -5,11 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from hookstats.numbers.fields import Site
 
 SEVERITIES = ("note", "warning", "critical")  # ascending
+MOST_SITES = 20  # that a finding lists; ``site_count`` is the number of all
+
+
+class Cause(NamedTuple):
+    """Names the finding from which another one follows."""
+
+    rule: str
+    step: int
+    site: Site | None
+
+    def __str__(self) -> str:
+        return f"{self.rule} in step {self.step}" + ("" if self.site is None else f" ({self.site})")
 
 
 @dataclass(frozen=True)
@@ -21,6 +33,10 @@ class Finding:
     was compared with. ``severity``: "note" (good to know, nothing is wrong), "warning" (training suffers) or "critical"
     (training is lost unless somebody acts). ``sentence``: what it means and what to do. ``rank``: of the process;
     ``attempt``: how often the run had been resumed.
+
+    ``since``: the step in which it began, which may be long before it was certain. ``sites``: all sites of it, ``site``
+    first, then in order of execution; at most 20, and ``site_count`` says how many there are.
+    ``because``: the earlier finding that this one follows from; None: it stands for itself, and is told to the user.
     """
 
     rule: str
@@ -32,18 +48,35 @@ class Finding:
     sentence: str
     rank: int = 0
     attempt: int = 0
+    since: int | None = None
+    sites: tuple[Site, ...] = ()
+    site_count: int = 0
+    because: Cause | None = None
 
     def __post_init__(self) -> None:
         if self.severity not in SEVERITIES:
             raise ValueError(f"severity: expected one of {', '.join(SEVERITIES)}; got {self.severity!r}")
+        if self.since is None:
+            object.__setattr__(self, "since", self.step)
+        if self.site is not None and not self.sites:
+            object.__setattr__(self, "sites", (self.site,))
+            object.__setattr__(self, "site_count", 1)
 
     def __str__(self) -> str:
-        return f"step {self.step}, {self.severity}, {self.rule}: {self.sentence}"
+        follows = "" if self.because is None else f" It follows from {self.because}."
+        return f"step {self.step}, {self.severity}, {self.rule}: {self.sentence}{follows}"
+
+    @property
+    def as_cause(self) -> Cause:
+        """The name by which others refer to it in their ``because``."""
+        return Cause(self.rule, self.step, self.site)
 
     def to_json(self) -> dict[str, Any]:
         """For json.dumps; NaN and infinities as strings, so that every reader of JSON takes them."""
         numbers = {name: _written(getattr(self, name)) for name in ("value", "threshold")}
-        return {**vars(self), "site": None if self.site is None else list(self.site), **numbers}
+        because = None if self.because is None else [*self.because[:2], _site_written(self.because.site)]
+        sites = [_site_written(site) for site in self.sites]
+        return {**vars(self), "site": _site_written(self.site), "sites": sites, "because": because, **numbers}
 
     @classmethod
     def from_json(cls, d: Mapping[str, Any]) -> Finding:
@@ -51,17 +84,41 @@ class Finding:
         if not isinstance(d, Mapping) or set(d) != set(cls.__dataclass_fields__):
             raise ValueError(f"expected a finding's {', '.join(cls.__dataclass_fields__)}; got {d!r:.200}")
         for name in ("rule", "severity", "sentence"):
-            if not isinstance(d[name], str):
-                raise ValueError(f"{name} of a finding: expected a string, got {d[name]!r:.200}")
-        for name in ("step", "rank", "attempt"):
-            if not isinstance(d[name], int) or isinstance(d[name], bool):
-                raise ValueError(f"{name} of a finding: expected an int, got {d[name]!r:.200}")
-        site = d["site"]
-        if site is not None:
-            if not (isinstance(site, list) and len(site) == 2 and all(isinstance(part, str) for part in site)):
-                raise ValueError(f"site of a finding: expected [name, tensor] or null, got {site!r:.200}")
-            site = Site(*site)
-        return cls(**{**d, "site": site, **{name: _read(name, d[name]) for name in ("value", "threshold")}})
+            _check(name, d[name], str)
+        for name in ("step", "rank", "attempt", "since", "site_count"):
+            _check(name, d[name], int)
+        because = d["because"]
+        _check("sites", d["sites"], list)
+        if because is not None:
+            _check("because", because, list)
+            if len(because) != 3:
+                raise ValueError(f"because of a finding: expected [rule, step, site] or null, got {because!r:.200}")
+            _check("because", because[0], str)
+            _check("because", because[1], int)
+            because = Cause(because[0], because[1], _site_read("because", because[2]))
+        sites = tuple(site for each in d["sites"] if (site := _site_read("sites", each)) is not None)
+        numbers = {name: _read(name, d[name]) for name in ("value", "threshold")}
+        return cls(**{**d, "site": _site_read("site", d["site"]), "sites": sites, "because": because, **numbers})
+
+
+_KINDS = {str: "a string", int: "an int", list: "a list"}
+
+
+def _check(name: str, value: Any, kind: type) -> None:
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise ValueError(f"{name} of a finding: expected {_KINDS[kind]}, got {value!r:.200}")
+
+
+def _site_written(site: Site | None) -> list[str] | None:
+    return None if site is None else list(site)
+
+
+def _site_read(name: str, value: Any) -> Site | None:
+    if value is None:
+        return None
+    if not (isinstance(value, list) and len(value) == 2 and all(isinstance(part, str) for part in value)):
+        raise ValueError(f"{name} of a finding: expected [name, tensor] or null, got {value!r:.200}")
+    return Site(*value)
 
 
 def _written(number: float) -> float | str:

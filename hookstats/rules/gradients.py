@@ -63,6 +63,7 @@ class _DepthStreak:
         self._depth = depth
         self._consecutive_steps = consecutive_steps
         self._length = 0
+        self.since = 0  # the step in which they did first
 
     def push(self, step: Step) -> _Depth | None:
         """What is beyond it in this step, the last of `consecutive_steps` in a row at least."""
@@ -70,6 +71,8 @@ class _DepthStreak:
         if depth is None:
             return None
         self._length = self._length + 1 if depth.exceeds(self._depth) else 0
+        if self._length == 1:
+            self.since = step.number
         return depth if self._length >= self._consecutive_steps else None
 
 
@@ -120,11 +123,14 @@ class ExplodingGradients:
                 f"the gradients grow {number(depth.ratio)} times {depth.path(step)}. Lower the initial weights, "
                 "normalise, or add residual connections."
             )
-            found.append(step.finding("exploding-gradients", depth.far, depth.ratio, self.depth, "warning", sentence))
+            far, since = depth.far, self._depth.since
+            found.append(
+                step.finding("exploding-gradients", far, depth.ratio, self.depth, "warning", sentence, since=since)
+            )
         rms, median = step.totals.rms, self._past.median(len(measured))
         ratio: Array = np.divide(rms, median, out=np.zeros_like(rms), where=measured & (median > 0))
         grown = (ratio > self.past) & (rms > self.beyond * _largest_of_kind(step, median))
-        ill = step.in_order(self._streak.push(grown, measured))
+        ill = step.in_order(self._streak.push(step.number, grown, measured))
         if ill:
             first = ill[0]
             severity = "critical" if ratio[first] > 100 * self.past else "warning"
@@ -133,7 +139,12 @@ class ExplodingGradients:
                 f"{self.consecutive_steps} measured steps, now {number(ratio[first])} times{_and_others(ill)}. Lower "
                 "the learning rate, or clip gradients."
             )
-            found.append(step.finding("exploding-gradients", first, ratio[first], self.past, severity, sentence))
+            found.append(
+                step.finding(
+                    "exploding-gradients", first, ratio[first], self.past, severity, sentence,
+                    since=int(self._streak.since[first]), sites=ill,
+                )
+            )  # fmt: skip
         self._past.push(rms, measured)
         return found
 
@@ -179,13 +190,16 @@ class VanishingGradients:
                 f"the gradients fall to {number(depth.ratio)} {depth.path(step)}: they vanish, and what lies there "
                 "does not learn. Use ReLU or GELU instead of sigmoid and tanh, normalise, or add residual connections."
             )
-            found.append(step.finding("vanishing-gradients", depth.far, depth.ratio, self.depth, "warning", sentence))
+            far, since = depth.far, self._depth.since
+            found.append(
+                step.finding("vanishing-gradients", far, depth.ratio, self.depth, "warning", sentence, since=since)
+            )
         rms, median = step.totals.rms, self._past.median(len(measured))
         known = measured & (median > 0) & (step.totals.count >= self.values * step.calls)
         if known.any():
             ratio: Array = np.divide(rms, median, out=np.full_like(rms, np.nan), where=known)
             usual = float(np.median(ratio[known]))
-            ill = step.in_order(self._streak.push(known & (ratio < self.past * usual), known))
+            ill = step.in_order(self._streak.push(step.number, known & (ratio < self.past * usual), known))
             if ill:
                 first, value = ill[0], ratio[ill[0]] / usual
                 sentence = (
@@ -193,7 +207,12 @@ class VanishingGradients:
                     f"have not{_and_others(ill)}: what it belongs to does not learn any more. Look for dead or "
                     "saturated units behind it, or a layer that was cut off."
                 )
-                found.append(step.finding("vanishing-gradients", first, value, self.past, "warning", sentence))
+                found.append(
+                    step.finding(
+                        "vanishing-gradients", first, value, self.past, "warning", sentence,
+                        since=int(self._streak.since[first]), sites=ill,
+                    )
+                )  # fmt: skip
         self._past.push(rms, measured)
         return found
 

@@ -57,20 +57,23 @@ class Window:
 
 
 class Streak:
-    """``lengths`` ``[sites]``: in how many verdicts in a row each site was ill, by id."""
+    """In how many verdicts in a row each site was ill: ``lengths`` ``[sites]``; ``since``: from which step on."""
 
     def __init__(self, consecutive_steps: int) -> None:
         self._consecutive_steps = consecutive_steps
         self.lengths = np.empty(0, np.int64)
+        self.since = np.empty(0, np.int64)
 
-    def push(self, ill: Mask, judged: Mask | None = None) -> Mask:
+    def push(self, number: int, ill: Mask, judged: Mask | None = None) -> Mask:
         """``[sites]``: ill in this verdict, the last of `consecutive_steps` in a row at least.
 
-        judged: others stay as they were; None: all are.
+        number: of the step. judged: others stay as they were; None: all are.
         """
         lengths = extended(self.lengths, len(ill), 0)
         after = np.where(ill, lengths + 1, 0)
         self.lengths = after if judged is None else np.where(judged, after, lengths)
+        begins = (self.lengths == 1) & (lengths == 0)
+        self.since = np.where(begins, number, extended(self.since, len(ill), number))
         return ill & (self.lengths >= self._consecutive_steps)
 
 

@@ -20,6 +20,7 @@ from hookstats.rules.precision import LowPrecisionFit
 from hookstats.rules.residual import ResidualDrift
 from hookstats.rules.spikes import GradientNormSpike, LossSpike
 from hookstats.rules.step import Sites, Step
+from hookstats.rules.story import Plot
 from hookstats.rules.updates import UpdateRatio
 
 Rule: TypeAlias = Callable[[Step], Iterable[Finding] | None]
@@ -102,15 +103,22 @@ class _Ruling:
         self.name = name
         self.verdicts = 0
         self.episodes: dict[tuple[str, Site | None], _Episode] = {}
+        self.seen: set[str] = set()  # names of the findings of the last step, new or not
         self.per_site = getattr(rule, "per_site", True)
 
     def findings(self, step: Step) -> list[Finding]:
         """Those that are new."""
+        self.seen = set()
         said = self.rule(step)
         if said is None:
             return []
         self.verdicts += 1
-        return [finding for finding in said if self._is_new(finding)]
+        new = []
+        for finding in said:
+            if self._is_new(finding):
+                new.append(finding)
+            self.seen.add(finding.rule)
+        return new
 
     def _is_new(self, finding: Finding) -> bool:
         if not isinstance(finding, Finding):
@@ -151,6 +159,7 @@ class Judge:
         self._sites = Sites()
         self._rank = rank
         self._attempt = attempt
+        self._plot = Plot()
         self._rulings = [_Ruling(_fresh(rule), _name(rule)) for rule in (defaults() if rules is None else rules)]
 
     def judge(self, measured: Snapshot | Drained) -> list[Finding]:
@@ -166,7 +175,7 @@ class Judge:
                     f"the rule {ruling.name} failed and does not judge any more: {error!r}. Mend it, or leave it out."
                 )
                 found.append(step.finding(ruling.name, None, 1.0, 0.0, "warning", sentence))
-        return found
+        return self._plot.tell(found, set().union(*(ruling.seen for ruling in self._rulings)))
 
     def rebuild(self, measured: Iterable[Snapshot | Drained]) -> None:
         """Fills the rules' windows with the steps before those that are to be judged, when a run is resumed.

@@ -37,7 +37,7 @@ class MassiveActivations:
         if not judged.any():
             return None
         ratios = self._ratios(step, judged & (step.totals.abs_max > self.value))
-        ill = self._streak.push(ratios > self.ratio, judged)
+        ill = self._streak.push(step.number, ratios > self.ratio, judged)
         return [self._finding(step, site, ratios[site]) for site in step.in_order(ill)]
 
     def _finding(self, step: Step, site: int, ratio: float) -> Finding:
@@ -46,7 +46,8 @@ class MassiveActivations:
             "median. Trained language models have such values, at tokens that attention rests on; if they grow, lower "
             "the learning rate. Quantised to 8 bits, all other values of it are lost."
         )
-        return step.finding("massive-activations", site, ratio, self.ratio, "note", sentence)
+        since = int(self._streak.since[site])
+        return step.finding("massive-activations", site, ratio, self.ratio, "note", sentence, since=since)
 
     def _ratios(self, step: Step, candidates: Mask) -> Array:
         """``[n]``: the largest |x| over the median."""
@@ -96,7 +97,7 @@ class OutlierChannels:
         for site in np.flatnonzero(likely).tolist():
             largest[site], beyond[site] = self._of_channels(step, site)
         is_ill = (largest > self.severe) | (beyond > self.many)
-        ill = self._streak.push(is_ill, judged)
+        ill = self._streak.push(step.number, is_ill, judged)
         return [self._finding(step, site, largest[site], int(beyond[site])) for site in step.in_order(ill)]
 
     def _finding(self, step: Step, site: int, largest: float, beyond: int) -> Finding:
@@ -110,7 +111,8 @@ class OutlierChannels:
             "them; in float8 or int8 this output needs a scale per channel."
         )
         threshold = self.severe if largest > self.severe else self.ratio
-        return step.finding("outlier-channels", site, largest, threshold, "warning", sentence)
+        since = int(self._streak.since[site])
+        return step.finding("outlier-channels", site, largest, threshold, "warning", sentence, since=since)
 
     def _of_channels(self, step: Step, site: int) -> tuple[float, int]:
         """The largest ratio, and how many are beyond."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ from hookstats.numbers.fields import Array, Counts, Site
 from hookstats.numbers.snapshot import Snapshot
 from hookstats.rules.finding import Finding
 from hookstats.rules.formatting import percent, tensor_of
-from hookstats.rules.history import Streak
+from hookstats.rules.history import Streak, extended
 from hookstats.rules.step import Mask, Sites, Step
 
 
@@ -120,8 +121,8 @@ class LowPrecisionFit:
     hybrid recipe of TransformerEngine), both in float16. A tensor does not fit where more than ``lost`` = 0.01 of its
     values that are not 0 would become 0 at the best power of two as its scale, the largest with which nothing
     overflows; and an output where it would overflow in float16 as it is, because autocast has no scale for outputs.
-    There is no agreed share: this one is ours (FP8-LM, arXiv 2310.18313, adapts its scale at 0.001 % overflow). `fit`
-    gives all numbers.
+    There is no agreed share: this one is ours (FP8-LM, arXiv 2310.18313, adapts its scale at 0.001 % overflow). One
+    finding speaks of all outputs, one of all gradients of outputs, and so on; `fit` gives the numbers of each.
 
     So that a healthy run is silent: in ``consecutive_steps`` = 5 verdicts in a row, from 1,000 values on that are not
     0. Only steps with histograms by exponent are judged, in each of them one of ``turns`` = 4 parts of the sites:
@@ -134,6 +135,8 @@ class LowPrecisionFit:
 
     def __post_init__(self) -> None:
         self._turn, self._streak = 0, Streak(self.consecutive_steps)
+        self._lost, self._reached = np.empty(0), np.empty(0)  # shares; the largest values of those that overflow
+        self._shares: dict[int, str] = {}  # of each format, of what would be lost
 
     def __call__(self, step: Step) -> list[Finding] | None:
         outputs, weights = step.is_kind("output") | step.is_kind("input"), step.is_kind("param")
@@ -152,24 +155,62 @@ class LowPrecisionFit:
         is_ill, judged = np.zeros(n, bool), np.zeros(n, bool)
         is_ill[ids] = enough & ((lost > self.lost) | (overflow > 0))
         judged[ids] = enough
-        found = []
-        for site in step.in_order(self._streak.push(is_ill, judged)):
-            place = int(np.searchsorted(ids, site))
-            tensor, value, threshold = tensor_of(step.sites[site]), lost[place], self.lost
-            if value > threshold:
-                shares = ", ".join(
-                    f"{percent(each.scaled_underflow[place])} in {name} (scale 2^{each.exponent[place]})"
-                    for name, each in fits.items()
-                )
-                sentence = (
-                    f"cast to a lower precision at its best scale, {tensor} would lose to 0 of its values: {shares}. "
-                    "Leave this layer out where you quantise, or give it a scale per channel or block."
-                )
-            else:
-                value, threshold = overflow[place], 0.0
-                sentence = (
-                    f"{tensor} reaches {step.totals.abs_max[site]:.3g}, beyond float16's 65504: in float16 it would be "
-                    "infinite. Keep this layer in bfloat16 or float32."
-                )
-            found.append(step.finding("low-precision-fit", site, value, threshold, "note", sentence))
-        return found
+        self._lost, self._reached = (extended(each, n, 0.0) for each in (self._lost, self._reached))
+        self._lost[ids] = np.where(lost > self.lost, lost, 0.0)
+        self._reached[ids] = np.where(overflow > 0, step.totals.abs_max[ids], 0.0)
+        for place in np.flatnonzero(is_ill[ids]).tolist():
+            self._shares[int(ids[place])] = ", ".join(
+                f"{percent(each.scaled_underflow[place])} in {name} (scale 2^{each.exponent[place]})"
+                for name, each in fits.items()
+            )
+        self._streak.push(step.number, is_ill, judged)
+        if self._turn:
+            return []
+        ill = (self._streak.lengths >= self.consecutive_steps) & (step.calls > 0)
+        return [*self._losing(step, ill & (self._lost > 0)), *self._overflowing(step, ill & (self._reached > 0))]
+
+    def _losing(self, step: Step, ill: Mask) -> Iterator[Finding]:
+        """One finding for each kind of tensor, at the site that loses most."""
+        for kind, tensors in _KINDS.items():
+            sites = step.in_order(ill & step.is_kind(kind))
+            if not sites:
+                continue
+            worst = max(sites, key=lambda site: self._lost[site])
+            sentence = (
+                f"cast to a lower precision at its best scale, {tensor_of(step.sites[worst])} would lose to 0 of its "
+                f"values: {self._shares[worst]}.{_of_others(len(sites) - 1, tensors)} Leave "
+                f"{'this layer' if len(sites) == 1 else 'these layers'} out where you quantise, or give "
+                f"{'it' if len(sites) == 1 else 'them'} a scale per channel or block."
+            )
+            yield self._finding(step, worst, sites, self._lost[worst], self.lost, sentence)
+
+    def _overflowing(self, step: Step, ill: Mask) -> Iterator[Finding]:
+        sites = step.in_order(ill)
+        if sites:
+            worst = max(sites, key=lambda site: self._reached[site])
+            sentence = (
+                f"{tensor_of(step.sites[worst])} reaches {self._reached[worst]:.3g}, beyond float16's 65504: in "
+                f"float16 it would be infinite.{_of_others(len(sites) - 1, 'outputs')} Keep "
+                f"{'this layer' if len(sites) == 1 else 'these layers'} in bfloat16 or float32."
+            )
+            yield self._finding(step, worst, sites, self._reached[worst], 65504.0, sentence)
+
+    def _finding(
+        self, step: Step, worst: int, sites: list[int], value: float, threshold: float, sentence: str
+    ) -> Finding:
+        listed = [worst, *(site for site in sites if site != worst)]
+        since = int(self._streak.since[listed].min())
+        return step.finding("low-precision-fit", worst, value, threshold, "note", sentence, since=since, sites=listed)
+
+
+_KINDS = {
+    "output": "outputs",
+    "input": "inputs",
+    "param": "parameters",
+    "grad_output": "gradients of outputs",
+    "grad_input": "gradients of inputs",
+}
+
+
+def _of_others(count: int, tensors: str) -> str:
+    return f" So would {count} other {tensors if count > 1 else tensors.replace('s', '', 1)}." if count else ""

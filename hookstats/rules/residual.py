@@ -55,7 +55,7 @@ class ResidualDrift:
             if in_order and (rms > 0).all():
                 ratios[stack[-1]] = rms[-1] / rms[0]
                 gains[path] = rms[1:] / rms[:-1]
-        ill = self._streak.push((ratios > self.ratio) | (ratios < 1 / self.ratio))
+        ill = self._streak.push(step.number, (ratios > self.ratio) | (ratios < 1 / self.ratio))
         for path, gain in gains.items():
             stack = self._stacks[path]
             last = int(stack[-1])
@@ -72,7 +72,13 @@ class ResidualDrift:
                 "a norm behind the block), or look for a missing norm."
             )
             yield step.finding(
-                "residual-drift", last, ratios[last], self.ratio if grows else 1 / self.ratio, "warning", sentence
+                "residual-drift",
+                last,
+                ratios[last],
+                self.ratio if grows else 1 / self.ratio,
+                "warning",
+                sentence,
+                since=int(self._streak.since[last]),
             )
 
     def _find_stacks(self, step: Step) -> dict[str, Counts]:

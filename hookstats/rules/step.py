@@ -13,7 +13,7 @@ from hookstats.numbers.blocks import Drained
 from hookstats.numbers.columns import Columns
 from hookstats.numbers.fields import FIELDS, Array, Counts, ExponentBins, Site, Stats, unscale
 from hookstats.numbers.snapshot import Snapshot
-from hookstats.rules.finding import Finding
+from hookstats.rules.finding import MOST_SITES, Finding
 
 Mask: TypeAlias = NDArray[np.bool_]
 _Over = TypeVar("_Over", bound=NDArray[Any])
@@ -183,11 +183,20 @@ class Step:
         severity: str,
         sentence: str,
         at: int | None = None,
+        since: int | None = None,
+        sites: Sequence[int] = (),
     ) -> Finding:
-        """site: an id, or None for the whole step. at: the number of an earlier step that it is of; None: this one."""
+        """site: an id, or None for the whole step. at: the number of an earlier step that it is of; None: this one.
+
+        since: the step in which it began; None: that one. sites: the ids of all sites that it is of, in order.
+        """
         where = None if site is None else self.sites[site]
         number = self.number if at is None else at
-        return Finding(rule, number, where, float(value), float(threshold), severity, sentence, self.rank, self.attempt)
+        names = tuple(self.sites[each] for each in sites[:MOST_SITES])
+        numbers = float(value), float(threshold)
+        return Finding(
+            rule, number, where, *numbers, severity, sentence, self.rank, self.attempt, since, names, len(sites)
+        )
 
     def _spread(self, values: _Over, missing: Any) -> _Over:
         """An array over the columns' sites, over ids."""

@@ -25,7 +25,8 @@ class UpdateRatio:
     ``whole`` = 1, all that the parameter was, where the loss goes up with it: the median of 3 losses in a row, of the
     next 10 steps, is beyond what it was by ``worse`` = 0.1 of that; that is ours. Where the loss does better, it is a
     note: small weights are to be rewritten at the beginning, and Muon does that. Without a loss, either is a warning.
-    It needs ``attach(tensors=(..., "param", "param_update"))``.
+    Judged are "update_sample" and "param_sample", which are measured by default, or all of the values, where
+    ``attach(tensors=(..., "param", "param_update"))`` asks for them.
 
     The rounding of low precision. Where an optimizer keeps float32 master weights of bfloat16 parameters, an update is
     seen as 0 or as a whole unit in the last place: its rms is then too large, 2.8 times at a learning rate of 1e-5 and
@@ -50,13 +51,14 @@ class UpdateRatio:
         self._streak = Streak(self.consecutive_steps)
         self._seen, self._unsized = np.empty(0, bool), np.empty(0, bool)  # parameters; those without a size
         self._losses: dict[int, float] = {}
-        self._since: dict[int, int] = {}  # the step in which a streak began, by id
         self._rewritten: dict[int, tuple[int, float]] = {}  # in which step, and how far, by id
 
     def __call__(self, step: Step) -> list[Finding] | None:
         scalars = {**step.earlier_scalars, step.number: step.scalars}
         self._losses |= {number: each["loss"] for number, each in scalars.items() if "loss" in each}
         weights = step.partner("param_update", "param")
+        if not (weights >= 0).any():
+            weights = step.partner("update_sample", "param_sample")
         measured = (weights >= 0) & (step.totals.count >= self.values)
         return list(self._changed(step, weights, measured)) if measured.any() or self._rewritten else None
 
@@ -72,24 +74,22 @@ class UpdateRatio:
         with np.errstate(invalid="ignore", divide="ignore"):
             ratios = np.where(measured & (sizes > 0), means / sizes, 0.0)
         too_large = (ratios > self.ratio) & ~self._unsized
-        lasting = self._streak.push(too_large, measured)
+        lasting = self._streak.push(step.number, too_large, measured)
         for site in step.in_order(too_large):
-            self._since.setdefault(site, step.number)
-            if self._streak.lengths[site] == 1:
-                self._since[site] = step.number
             value = float(ratios[site])
             if value > self.whole:
                 self._rewritten[site] = step.number, value
                 yield self._finding(step, site, value, self.whole, "note" if self._losses else "warning", step.number)
             elif lasting[site]:
-                severity = "note" if self._came_down(self._since[site], step.number) else "warning"
+                severity = "note" if self._came_down(int(self._streak.since[site]), step.number) else "warning"
                 yield self._finding(step, site, value, self.ratio, severity, step.number)
         for site, (at, value) in list(self._rewritten.items()):
             if self._went_up(at):
                 yield self._finding(step, site, value, self.whole, "warning", at)
             if self._went_up(at) or step.number >= at + _AFTER:
                 del self._rewritten[site]
-        first = min([step.number, *self._since.values()] + [at for at, _ in self._rewritten.values()])
+        going_on = self._streak.since[self._streak.lengths > 0].tolist()
+        first = min([step.number, *going_on] + [at for at, _ in self._rewritten.values()])
         self._losses = {at: loss for at, loss in self._losses.items() if at > first - 3}
 
     def _finding(self, step: Step, site: int, value: float, threshold: float, severity: str, at: int) -> Finding:
@@ -103,7 +103,8 @@ class UpdateRatio:
             if self._losses:
                 since += f", and the loss {'went up' if threshold == self.whole else 'does not come down'}"
         sentence = f"a step changes {step.sites[site].name} by {number(value)} of its size, {since}. {advice}"
-        return step.finding("update-ratio", site, value, threshold, severity, sentence, at)
+        began = at if threshold == self.whole else int(self._streak.since[site])
+        return step.finding("update-ratio", site, value, threshold, severity, sentence, at, began)
 
     def _before(self, at: int) -> float:
         """The loss up to a step, which comes before its update."""

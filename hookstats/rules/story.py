@@ -1,0 +1,215 @@
+"""One story of the findings of a run: one illness is told once, its cause first, with what follows from it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from hookstats.rules.finding import MOST_SITES, SEVERITIES, Cause, Finding
+from hookstats.rules.formatting import times
+
+# How near to the beginning of a causal chain a rule looks: what comes in, the optimizer and the parameters, forward,
+# backward, the loss. Rules that are not named here look at forward.
+_DEPTH = {
+    "input-shift": 0, "constant-input": 0, "unscaled-input": 0,
+    "nonfinite": 1,
+    "growing-gradients": 2, "unchanged-parameters": 2, "lost-updates": 2, "shrinking-weights": 2,
+    "probabilities-as-logits": 2,
+    "missing-gradients": 3,
+    "exploding-gradients": 5, "vanishing-gradients": 5, "gradient-norm-spike": 5, "update-ratio": 5,
+    "loss-spike": 6, "no-progress": 7,
+    "low-precision-fit": 8, "massive-activations": 8,
+}  # fmt: skip
+_FORWARD = 4
+_NEVER_CAUSES = {"no-progress", "low-precision-fit", "massive-activations", "unscaled-input"}
+_STANDING = 20  # measured steps, for which a problem that is not seen any more still explains what comes
+
+
+def depth(rule: str) -> int:
+    """How far from the beginning of a causal chain a rule looks."""
+    return _DEPTH.get(rule, _FORWARD)
+
+
+@dataclass
+class Chapter:
+    """A finding that stands for itself, and what follows from it, in order of steps."""
+
+    finding: Finding
+    effects: list[Finding] = field(default_factory=list)
+
+
+class Plot:
+    """Names the cause of each finding as it comes: of an earlier one that still stands, or of one in the same step.
+
+    A later finding follows from an earlier one unless it looks nearer to the beginning of the chain than this; then it
+    stands for itself, and `story` gives it what came since it began. A note explains notes alone.
+    """
+
+    def __init__(self) -> None:
+        self._told: list[_Standing] = []
+        self._steps = 0  # measured
+
+    def tell(self, found: Sequence[Finding], going_on: set[str]) -> list[Finding]:
+        """The findings of one measured step: those of one kind as one, cause before effect, each with its cause.
+
+        going_on: the rules that have seen their problem in this step.
+        """
+        self._steps += 1
+        for each in self._told:
+            if each.finding.rule in going_on:
+                each.last = self._steps
+        self._told = [each for each in self._told if self._steps - each.last <= _STANDING]
+        result = []
+        for finding in in_order(together(found)):
+            cause = self._cause(finding)
+            if cause is None:
+                self._told.append(_Standing(finding, self._steps))
+            else:
+                finding = replace(finding, because=cause)
+            result.append(finding)
+        return result
+
+    def _cause(self, finding: Finding) -> Cause | None:
+        standing = [each.finding for each in self._told if explains(each.finding, finding)]
+        return min(standing, key=lambda each: (depth(each.rule), each.step)).as_cause if standing else None
+
+
+@dataclass
+class _Standing:
+    """A finding that was told, and the measured step in which its problem was seen last."""
+
+    finding: Finding
+    last: int
+
+
+def explains(cause: Finding, effect: Finding) -> bool:
+    """Whether one that was told before may be the cause of another."""
+    if cause.rule == effect.rule:
+        return SEVERITIES.index(cause.severity) >= SEVERITIES.index(effect.severity)
+    if cause.rule in _NEVER_CAUSES or (cause.severity == "note" and effect.severity != "note"):
+        return False
+    return depth(cause.rule) <= depth(effect.rule)
+
+
+def together(found: Iterable[Finding]) -> list[Finding]:
+    """The findings of one step: those of one rule, kind of tensor and severity become the first of them.
+
+    It lists the sites of all; its sentence says how many there are.
+    """
+    groups: dict[tuple[str, str, str], list[Finding]] = defaultdict(list)
+    result: list[Finding] = []
+    for each in found:
+        if each.site is None or each.site_count > 1:
+            result.append(each)
+        else:
+            kind = each.site.tensor.partition(".")[0]
+            groups[each.rule, kind, each.severity].append(each)
+    for first, *others in groups.values():
+        if others:
+            sites = [first.site, *(each.site for each in others)]
+            names = ", ".join(dict.fromkeys(site.name or "the model" for site in sites[1:4] if site is not None))
+            more = "" if len(others) <= 3 else f" and {len(others) - 3} more"
+            sentence = f"{first.sentence} The same holds at {times(len(others), 'other site')}: {names}{more}."
+            kept = tuple(site for site in sites[:MOST_SITES] if site is not None)
+            since = min(each.since or 0 for each in (first, *others))
+            first = replace(first, sentence=sentence, sites=kept, site_count=len(sites), since=since)
+        result.append(first)
+    return result
+
+
+def in_order(found: Iterable[Finding]) -> list[Finding]:
+    """Findings of one step, causes before effects; the graver one first where both look at the same."""
+    return sorted(found, key=lambda each: (depth(each.rule), -SEVERITIES.index(each.severity)))
+
+
+def story(findings: Iterable[Finding]) -> list[Chapter]:
+    """All findings of a run as chapters: the gravest first, and of these the earliest.
+
+    What was told before its cause was certain belongs to that cause here, if it came since the cause began.
+    """
+    chapters: dict[tuple[int, int, Cause], Chapter] = {}
+    effects: list[Finding] = []
+    for each in findings:
+        if each.because is None:
+            chapters.setdefault((each.attempt, each.rank, each.as_cause), Chapter(each))
+        else:
+            effects.append(each)
+    for each in effects:
+        assert each.because is not None
+        chapter = chapters.get((each.attempt, each.rank, each.because))
+        if chapter is None:  # its cause is not among these findings
+            chapters.setdefault((each.attempt, each.rank, each.as_cause), Chapter(each))
+        else:
+            chapter.effects.append(each)
+    return _by_gravity(_adopted(list(chapters.values())))
+
+
+def _adopted(chapters: list[Chapter]) -> list[Chapter]:
+    """Those that began after a deeper cause had begun, which was told later, become its effects."""
+    left = []
+    for chapter in chapters:
+        causes = [other for other in chapters if other is not chapter and _came_first(other.finding, chapter.finding)]
+        if causes:
+            cause = min(causes, key=lambda other: (depth(other.finding.rule), other.finding.step))
+            cause.effects += [replace(chapter.finding, because=cause.finding.as_cause), *chapter.effects]
+        else:
+            left.append(chapter)
+    for chapter in left:
+        chapter.effects.sort(key=lambda each: each.step)
+    return left
+
+
+def _came_first(cause: Finding, effect: Finding) -> bool:
+    """Whether a finding that was told later names what the other one follows from."""
+    same_run = (cause.attempt, cause.rank) == (effect.attempt, effect.rank)
+    began, seen = cause.since, effect.since
+    assert began is not None
+    assert seen is not None
+    is_deeper = depth(cause.rule) < depth(effect.rule) and explains(cause, effect)
+    return same_run and is_deeper and began <= seen <= cause.step
+
+
+def _by_gravity(chapters: list[Chapter]) -> list[Chapter]:
+    return sorted(chapters, key=lambda each: (-_gravity(each), each.finding.step))
+
+
+def _gravity(chapter: Chapter) -> int:
+    return max(SEVERITIES.index(each.severity) for each in (chapter.finding, *chapter.effects))
+
+
+def head(findings: Iterable[Finding]) -> list[str]:
+    """What is to be known of a run, in at most five sentences; one where nothing was found."""
+    chapters = story(findings)
+    grave = [each for each in chapters if _gravity(each) > 0]
+    notes = len(chapters) - len(grave)
+    if not grave:
+        said = f"{times(notes, 'note')} {'is' if notes == 1 else 'are'} good to know" if notes else ""
+        return [f"No rule found anything wrong{'; ' + said if said else ''}."]
+    sentences = []
+    for chapter in grave[:3]:
+        finding = chapter.finding
+        since = f"Since step {finding.since}" if finding.since != finding.step else f"In step {finding.step}"
+        first = _first_sentence(finding.sentence)
+        sentences.append(f"{since}: {first}{_followed(chapter.effects)}.")
+    if len(grave) > 3:
+        sentences.append(f"{times(len(grave) - 3, 'other problem')} {'is' if len(grave) == 4 else 'are'} told below.")
+    if notes:
+        sentences.append(
+            f"{times(notes, 'note')} {'is' if notes == 1 else 'are'} good to know, and nothing is wrong there."
+        )
+    return sentences
+
+
+def _first_sentence(text: str) -> str:
+    """Without its point."""
+    return text.partition(". ")[0].rstrip(".")
+
+
+def _followed(effects: list[Finding]) -> str:
+    """The rules of what follows, each once, in order."""
+    if not effects:
+        return ""
+    by_rule = sorted(effects, key=lambda each: each.step)
+    names = list(dict.fromkeys(each.rule for each in by_rule))
+    return f"; what follows from it: {', '.join(names[:4])}{'' if len(names) <= 4 else ' and more'}"
