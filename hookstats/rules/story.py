@@ -196,7 +196,7 @@ def head(findings: Iterable[Finding]) -> list[str]:
         sentences.append(f"{times(len(grave) - 3, 'other problem')} {'is' if len(grave) == 4 else 'are'} told below.")
     if notes:
         sentences.append(
-            f"{times(notes, 'note')} {'is' if notes == 1 else 'are'} good to know, and nothing is wrong there."
+            f"{times(notes, 'note')} {'is' if notes == 1 else 'are'} good to know; nothing is wrong there."
         )
     return sentences
 
