@@ -121,7 +121,7 @@ class Batch : public torch::CustomClassHolder {
   }
 
   void plan() {
-    std::map<std::tuple<c10::DeviceIndex, Dtype, cuda::AmongMany>, std::vector<size_t>> groups;
+    std::map<std::tuple<c10::DeviceIndex, Dtype, cuda::AmongMany, HistogramKind>, std::vector<size_t>> groups;
     for (size_t i = 0; i < members_.size(); ++i) {
       Member& member = members_[i];
       const auto device = member.site.tensors.moments.device();
@@ -129,7 +129,8 @@ class Batch : public torch::CustomClassHolder {
       if (!member.kind || !runs_cuda_kernels(device)) continue;
       const auto how = cuda::among_many(member.input, member.site.state.kind, number_of(device));
       member.among_many = how != cuda::AmongMany::no;
-      if (member.among_many) groups[{device.index(), member.input.dtype, how}].push_back(i);
+      if (!member.among_many) continue;
+      groups[{device.index(), member.input.dtype, how, member.site.state.kind}].push_back(i);
     }
     groups_.clear();
     for (const auto& [key, all] : groups) {

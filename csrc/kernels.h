@@ -109,6 +109,16 @@ struct Input {
   Layout layout;
 };
 
+// A tensor whose sample (sample.h) is taken: `values` and `differences` are of acc_of its dtype. Null differences:
+// none.
+struct Sampled {
+  const void* data;
+  void* values;
+  void* differences;
+  int64_t count;  // of the tensor's elements, which lie side by side
+  Dtype dtype;
+};
+
 // A site's state. `moments` is [kFields, channels], its rows `row_stride` doubles apart.
 struct State {
   double* moments;
@@ -147,6 +157,8 @@ void checksums(const std::vector<Words>& tensors, uint64_t* out, ParallelFor par
 
 // `out` is [kSoftmaxFields, and 1 for a margin, rows] of acc_of the dtype: see softmax.h.
 void softmax_rows(const SoftmaxRows& rows, Dtype dtype, void* out, ParallelFor parallel_for);
+
+void sample(const std::vector<Sampled>& tensors);
 
 }  // namespace cpu
 
@@ -218,6 +230,11 @@ struct Checksums {
 };
 Checksums plan_checksums(const std::vector<Words>& tensors);
 const char* checksums(const Checksums& plan, const void* table, uint64_t* out, void* stream, int device);
+
+constexpr int kSamples = 96;  // tensors of one launch: the table of them travels with it
+
+// One launch for each kSamples tensors, none where all are empty. `active` as in Launch.
+const char* sample(const std::vector<Sampled>& tensors, const int32_t* active, void* stream, int device);
 
 // At least one row; `out` as on the CPU.
 const char* softmax_rows(const SoftmaxRows& rows, Dtype dtype, void* out, void* stream, int device);

@@ -101,6 +101,7 @@ class NoCpuKernel {
 bool is_captured(at::Device device);
 
 // Keeps memory that a captured kernel refers to: nobody tells when a CUDA graph is no more.
+void keep_for_graphs(const std::vector<at::Tensor>& memory);
 void keep_for_graphs(const SiteState& site, const std::vector<at::Tensor>& others);
 
 // Makes blocks of state on the CPU zero.

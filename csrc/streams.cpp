@@ -61,17 +61,19 @@ bool is_captured([[maybe_unused]] at::Device device) {
 #endif
 }
 
-void keep_for_graphs(const SiteState& site, const std::vector<at::Tensor>& others) {
+void keep_for_graphs(const std::vector<at::Tensor>& memory) {
   static std::mutex mutex;
   static auto* const kept =
       new std::map<const void*, at::Tensor>;  // never destroyed: graphs may be replayed until then
   const std::lock_guard<std::mutex> lock(mutex);
-  const auto keep = [](const at::Tensor& each) { kept->emplace(each.unsafeGetTensorImpl(), each); };
-  keep(site.moments);
-  keep(site.counters);
-  if (site.histogram) keep(*site.histogram);
-  if (site.active) keep(*site.active);
-  for (const at::Tensor& each : others) keep(each);
+  for (const at::Tensor& each : memory) kept->emplace(each.unsafeGetTensorImpl(), each);
+}
+
+void keep_for_graphs(const SiteState& site, const std::vector<at::Tensor>& others) {
+  keep_for_graphs({site.moments, site.counters});
+  if (site.histogram) keep_for_graphs({*site.histogram});
+  if (site.active) keep_for_graphs({*site.active});
+  keep_for_graphs(others);
 }
 
 void wait_for(at::Device device) {

@@ -77,6 +77,9 @@ Totals = torch.classes.hookstats.Totals
 checksums = torch.ops.hookstats.checksums.default
 # softmax_rows(logits, top_k=0) -> [5, ...] of logits [..., n], with a margin for top_k > 0 [6, ...]: csrc/softmax.h.
 softmax_rows = torch.ops.hookstats.softmax_rows.default
+# sample(tensors, values, active, differences): of each tensor the elements of csrc/sample.h as float32 (float64 of
+# float64) into its values; by how much these change into its differences, unless that is []. All lie on one device.
+sample = torch.ops.hookstats.sample.default
 observe = _C.observe
 take_failures = _C.take_failures
 has_no_data = _C.has_no_data

@@ -97,7 +97,8 @@ def one_thread(threads: None) -> None:
 def load_harness() -> Any:
     """torch.ops namespace in which CPU tensors go to the CUDA kernels, run on the CPU (tests/cuda_on_cpu)."""
     sources = ["tests/cuda_on_cpu/operators.cpp", "tests/cuda_on_cpu/harness.cpp"]
-    sources += ["csrc/cpu/accumulate.cpp", "csrc/cpu/checksum.cpp", "csrc/cpu/softmax.cpp"]
+    sources += ["csrc/cpu/accumulate.cpp", "csrc/cpu/checksum.cpp", "csrc/cpu/sample.cpp"]
+    sources += ["csrc/cpu/softmax.cpp"]
     # HOOKSTATS_ASAN=1, with the sanitizer's library preloaded, also finds accesses outside of any tensor (.ci/run).
     sanitized = ["-fsanitize=address", "-g"] if os.environ.get("HOOKSTATS_ASAN") == "1" else []
     build = ROOT / "build" / f"cuda_on_cpu-{torch.__version__}{'-asan' if sanitized else ''}"

@@ -147,7 +147,7 @@ def test_no_cuda_object_is_compiled_twice(
         """How many files nvcc is run on."""
         runs.write_text("")
         objects, kernels = setup["compile_cuda"]("nvcc", list(targets), into)
-        names = ("accumulate.o", "checksum.o", "many.o", "merge.o", "softmax.o")
+        names = ("accumulate.o", "checksum.o", "many.o", "merge.o", "sample.o", "softmax.o")
         assert objects == [str(into / name) for name in names]
         assert kernels == len(names) * [
             {"kernel": "a_kernel", "gpu": "sm_90", "stack": 16, "spilled": 4, "registers": 40}

@@ -129,6 +129,15 @@ def _excluded(named: Mapping[str, nn.Module], slots: Mapping[str, Slot], exclude
     }
 
 
+def watched_root(model: nn.Module, exclude: Modules) -> nn.Module | None:
+    """The module inside all wrappers, whose inputs are the model's; None: it is excluded, or takes no hook."""
+    named = clean_names(model)
+    root = named.get("")
+    if root is None or isinstance(root, (*_NEVER_CALLED, torch.jit.ScriptModule)):
+        return None
+    return None if "" in _excluded(named, _slots(named), exclude) else root
+
+
 class Slot(NamedTuple):
     """Where a module keeps a parameter. The parameter itself may be replaced."""
 

@@ -18,8 +18,8 @@ from hookstats.numbers.snapshot import Snapshot
 from hookstats.watch.judging import Recorder
 
 DEFAULT_TENSORS = ("output", "grad_output", "param_grad")
-OF_PARAMETERS = ("param", "param_grad", "param_update")
-TENSORS = ("output", "grad_output", "input", "grad_input", *OF_PARAMETERS)
+OF_PARAMETERS = ("param", "param_sample", "param_grad", "param_update", "update_sample")
+TENSORS = ("output", "grad_output", "input", "grad_input", "model_input", *OF_PARAMETERS)
 Sink: TypeAlias = Callable[[Snapshot], object] | Recorder
 
 
@@ -106,9 +106,9 @@ class Options:
         strict: what cannot be measured raises. Otherwise that tensor is left out, with one warning for each site and
             its reason in ``Snapshot.skipped``, and training goes on. A site is given up after three measured steps in a
             row in which none of its tensors could be measured.
-        memory_budget: bytes per device, of state and of the copies for ``"param_update"``. Where channels would need
-            more, all sites keep totals only; what is seen later (a container's tensors, a tap, a width) and does not
-            fit keeps totals, or is skipped. Not in it is the copy of the state that leaves the device when a measured
+        memory_budget: bytes per device, of state, samples and the copies for ``"param_update"``. Where channels would
+            need more, all sites keep totals only; what is seen later (a container's tensors, a tap, a width) and does
+            not fit keeps totals, or is skipped. Not in it is the copy of the state that leaves the device when a measured
             step is closed: for that long it takes as much again; on a CPU, for as long as the Snapshot is kept.
         compiled_programs: how many programs torch.compile makes for training. 2: one that measures, and the bare one,
             compiled when the first step comes that is not measured. 1, where compiling takes too long: the one that

@@ -11,6 +11,7 @@ import torch
 from hookstats import _native
 from hookstats.modules.channels import parameter_channels
 from hookstats.modules.selection import Slot
+from hookstats.modules.sharding import sharding_of, unreduced
 from hookstats.watch.binding import SiteBinder
 from hookstats.watch.flags import is_capturing
 from hookstats.watch.memory import Entry, SiteState, Store, accumulate, local_part
@@ -158,13 +159,32 @@ class Batches:
                 accumulate(tensor, entry.state)
                 return
             if moves:
-                problem = self._store.no_room(width, 1)
+                problem = self._store.no_room(width, 1, entry.has_bins)
         self._binder.leave_out([entry], problem)
 
     def _has_room(self, entry: Entry, device: torch.device, width: int) -> bool:
         if entry.place_at(device, width) is not None:
             return True
-        return (width == 1 or len(entry.places) < _MOST_PLACES) and self._store.make_room(device, width, 1)
+        return (width == 1 or len(entry.places) < _MOST_PLACES) and self._store.make_room(
+            device, width, 1, entry.has_bins
+        )
+
+
+def part_held(binder: SiteBinder, each: Parameter, kind: str, tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """What of a parameter or a gradient this process measures; its site remembers where that lies. None: nothing.
+
+    A gradient that is yet to be reduced is left out: norms under sequence parallelism have some until they step.
+    """
+    if tensor is None:
+        return None
+    entry, part = each.entries[kind], local_part(tensor)
+    problem = unreduced(tensor)
+    if problem is not None:
+        each.measured[kind] = True
+        binder.leave_out([entry], problem)
+        return None
+    entry.sharding = None if part is tensor else sharding_of(tensor, entry.channel_dim or 0)
+    return part
 
 
 def placing(

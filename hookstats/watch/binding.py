@@ -22,7 +22,7 @@ from hookstats.numbers.snapshot import Snapshot
 from hookstats.watch.fitting import Fitting
 from hookstats.watch.flags import TrainingOnly, is_capturing
 from hookstats.watch.graphs import HOOKS, teach_the_compiler, traced
-from hookstats.watch.hooks import Hook, InputHook, SiteSpec
+from hookstats.watch.hooks import Hook, InputHook, ModelInputHook, SiteSpec
 from hookstats.watch.ignoring import Ignoring, rows_on
 from hookstats.watch.memory import Entry, Rows, SiteState, Store, accumulate
 from hookstats.watch.skipping import Captured, Skipping
@@ -92,6 +92,7 @@ class SiteBinder:
                 spec.entries[kind] = entry
                 self._hooks[entry.index] = HOOKS[entry.index] = hook
                 entry.channel_dim = spec.shown_dim
+                entry.is_container = make is ModelInputHook  # until it is found to be one tensor
             self._alike.setdefault((make, spec.alike), WeakSet()).add(hook)
             hook.bind_sites()
             self.ignoring.refresh()  # the device may be a new one
@@ -242,6 +243,8 @@ class SiteBinder:
             part = self._part_of(hook, path, tensor.device)
             if part is None or unreduced(tensor) is not None:  # of the latter, the graph tells
                 return False
+            if isinstance(part, ModelInputHook) and not path:
+                part.is_met()
             seen, spec = traced(part_here(tensor)), part.spec
             if seen is None or 0 in seen.sizes:
                 self._fitting.fit_by_type(part, tensor.dim())

@@ -194,6 +194,25 @@ class InputHook(Hook):
         return (args, kwargs) if changed else None
 
 
+class ModelInputHook(InputHook):
+    """Measures what the model is given, as far as it is floating: indices are nothing to measure, and no complaint."""
+
+    __slots__ = ()
+
+    def _observe_inputs(self, module: Any, args: Any, kwargs: Any) -> Any:
+        if len(args) == 1 and isinstance(args[0], torch.Tensor) and not _holds_tensors(kwargs):
+            if not args[0].is_floating_point():
+                return None
+            if not torch.compiler.is_compiling():
+                self.is_met()
+        return super()._observe_inputs(module, args, kwargs)
+
+    def is_met(self) -> None:
+        """The one input is floating. Until then nobody knows of a site."""
+        for entry in self.spec.entries.values():
+            entry.is_container = False
+
+
 def _aliases(args: Any, kwargs: Any) -> tuple[Any, Any]:
     """The arguments, with an alias in the place of each tensor; in all places of one tensor the same one."""
     given = [*args, *kwargs.values()]

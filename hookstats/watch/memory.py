@@ -109,8 +109,9 @@ class Entry:
 
     _indices = itertools.count()  # over all monitors
 
-    def __init__(self, site: Site, keep_channels: bool) -> None:
+    def __init__(self, site: Site, keep_channels: bool, has_bins: bool = True) -> None:
         self.site = site
+        self.has_bins = has_bins  # if the monitor's sites have a histogram
         self.index = next(self._indices)
         self.keep_channels = keep_channels
         self.channel_dim: int | None = None  # where its channels are, for people
@@ -174,14 +175,14 @@ class Store:
     def bytes(self) -> int:
         return sum(map(self.bytes_on, self.blocks))
 
-    def site_bytes(self, channels: int) -> int:
-        return 8 * self._size(channels)
+    def site_bytes(self, channels: int, has_bins: bool = True) -> int:
+        return 8 * self._size(channels, has_bins)
 
-    def _bins(self, channels: int) -> int:
-        return math.prod(histogram_shape(self.histogram, channels))
+    def _bins(self, channels: int, has_bins: bool) -> int:
+        return math.prod(histogram_shape(self.histogram if has_bins else None, channels))
 
-    def _size(self, channels: int) -> int:
-        return len(FIELDS) * channels + _native.COUNTERS + self._bins(channels)
+    def _size(self, channels: int, has_bins: bool) -> int:
+        return len(FIELDS) * channels + _native.COUNTERS + self._bins(channels, has_bins)
 
     def _bytes_left(self, device: torch.device) -> int:
         return self.memory_budget - self.bytes_on(device) - self._claimed.get(device, 0)
@@ -193,9 +194,9 @@ class Store:
         self._claimed[device] = self._claimed.get(device, 0) + size
         return True
 
-    def make_room(self, device: torch.device, channels: int, sites: int) -> bool:
+    def make_room(self, device: torch.device, channels: int, sites: int, has_bins: bool = True) -> bool:
         """Takes memory for that many more sites of this width. False: they would not stay inside the budget."""
-        needed = sites * self._size(channels)
+        needed = sites * self._size(channels, has_bins)
         offset, end = self._free.get(device, (0, 0))
         if needed <= end - offset:
             return True
@@ -214,8 +215,17 @@ class Store:
         if device.type == "cuda":
             _native.reserve_scratch(device)
 
-    def add(self, site: Site, device: torch.device, channels: int, channel_dim: int, keep_channels: bool) -> Entry:
-        entry = Entry(site, keep_channels)
+    def add(
+        self,
+        site: Site,
+        device: torch.device,
+        channels: int,
+        channel_dim: int,
+        keep_channels: bool,
+        has_bins: bool = True,
+    ) -> Entry:
+        """has_bins: False for a site that keeps no histogram, whatever the others keep."""
+        entry = Entry(site, keep_channels, has_bins)
         with self.lock:
             self.place(entry, device, channels, channel_dim)
             self.entries.append(entry)
@@ -231,24 +241,25 @@ class Store:
             entry.places = [place for place in entry.places if place is not earlier] + [earlier]
             entry.state = self._states[device][earlier.number]._replace(channel_dim=channel_dim)
             return
-        if not self.make_room(device, channels, 1):
-            raise MemoryError(self.no_room(channels, 1))
+        if not self.make_room(device, channels, 1, entry.has_bins):
+            raise MemoryError(self.no_room(channels, 1, entry.has_bins))
         offset, end = self._free[device]
         block = len(self.blocks[device]) - 1
         states = self._states.setdefault(device, [])
-        entry.places.append(Place(device, block, offset, channels, self._bins(channels), len(states)))
-        self._free[device] = (offset + self._size(channels), end)
+        entry.places.append(Place(device, block, offset, channels, self._bins(channels, entry.has_bins), len(states)))
+        self._free[device] = (offset + self._size(channels, entry.has_bins), end)
         counters = offset + len(FIELDS) * channels
         bins = counters + _native.COUNTERS
-        linear = self.histogram if isinstance(self.histogram, LinearBins) else None
+        histogram = self.histogram if entry.has_bins else None
+        linear = self.histogram if isinstance(self.histogram, LinearBins) else None  # of a batch all sites have these
         with torch.inference_mode(False):
             memory = self.blocks[device][block]
             entry.state = SiteState(
                 moments=_native.part(memory, offset, (len(FIELDS), channels), torch.float64),
                 counters=_native.part(memory, counters, (_native.COUNTERS,), torch.int64),
                 histogram=None
-                if self.histogram is None
-                else _native.part(memory, bins, histogram_shape(self.histogram, channels), torch.int64),
+                if histogram is None
+                else _native.part(memory, bins, histogram_shape(histogram, channels), torch.int64),
                 active=self.flags.on(device),
                 enabled=self.flags.enabled,
                 channel_dim=channel_dim,
@@ -256,15 +267,15 @@ class Store:
                 strict=self.strict,
                 low=float(linear.lo) if linear else 0.0,
                 high=float(linear.hi) if linear else 0.0,
-                whole=_native.part(memory, offset, (self._size(channels),), torch.int64),
+                whole=_native.part(memory, offset, (self._size(channels, entry.has_bins),), torch.int64),
                 channels=channels,
-                per_channel=self.histogram is not None and self.histogram.per_channel,
+                per_channel=histogram is not None and histogram.per_channel,
             )
         states.append(entry.state)
 
-    def no_room(self, channels: int, sites: int) -> str:
+    def no_room(self, channels: int, sites: int, has_bins: bool = True) -> str:
         """Why `make_room` said no."""
-        size = sites * self.site_bytes(channels)
+        size = sites * self.site_bytes(channels, has_bins)
         return f"its state of {size} bytes would not fit into what is left of memory_budget={self.memory_budget} bytes"
 
     def take(self, device: torch.device, clear: bool) -> list[torch.Tensor]:

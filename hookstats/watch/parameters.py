@@ -19,14 +19,17 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 
 from hookstats.modules.channels import parameter_channels
 from hookstats.modules.selection import Slot
-from hookstats.modules.sharding import is_dtensor, sharding_of, unreduced
+from hookstats.modules.sharding import is_dtensor, sharding_of
 from hookstats.numbers.fields import Site
-from hookstats.watch.batches import Batches, ByIdentity, Owner, Parameter, placing
+from hookstats.watch.batches import Batches, ByIdentity, Owner, Parameter, part_held, placing
 from hookstats.watch.binding import SiteBinder
 from hookstats.watch.flags import is_capturing
 from hookstats.watch.memory import Store, local_part
+from hookstats.watch.samples import KINDS as SAMPLES
+from hookstats.watch.samples import Sample, Samples
 from hookstats.watch.scaling import Scaling
 
+_UPDATES = ("param_update", "update_sample")  # what is measured behind an optimizer's step
 _UNSCALED_BYTES = 64 << 20  # of gradients without their scale, at a time
 
 
@@ -36,6 +39,7 @@ class _Stepping(threading.local):
     def __init__(self) -> None:
         self.optimizers: list[int] = []  # ids, the innermost last
         self.copies: dict[Parameter, torch.Tensor] = {}  # of parameters' values, while the outer one steps
+        self.sampled: list[Parameter] = []  # before it steps
 
     def begins(self, optimizer: Optimizer) -> bool:
         """Whether it is an outer one."""
@@ -64,7 +68,9 @@ class Parameters:
         self._scaling = scaling
         self._parameters = ByIdentity()
         self._batches = Batches(store, binder)
+        self._samples = Samples(store, binder)
         self._stepping = _Stepping()
+        self._has_samples = not set(kinds).isdisjoint(SAMPLES)
         self._readings = 0
 
     def add(self, name: str, slot: Slot, keep_channels: bool) -> None:
@@ -74,9 +80,12 @@ class Parameters:
         device, width, dim = placing(slot, tensor, keep_channels, self._device)
         parameter = Parameter(len(self._parameters.all), slot)
         for kind in kinds_of(tensor, self._kinds):
-            # This process's part of a DTensor may be one channel of several.
-            keeps = keep_channels and (parameter_channels(slot, tensor).width or 1) > 1
-            entry = self._store.add(Site(name, kind), device, width, dim, keeps)
+            # This process's part of a DTensor may be one channel of several. Of a sample, none is a channel's.
+            is_sample = kind in SAMPLES
+            keeps = not is_sample and keep_channels and (parameter_channels(slot, tensor).width or 1) > 1
+            entry = self._store.add(
+                Site(name, kind), device, 1 if is_sample else width, dim, keeps, has_bins=not is_sample
+            )
             entry.is_parameter = True
             entry.channel_dim = dim
             entry.sharding = sharding_of(tensor, dim) if is_dtensor(tensor) else None
@@ -84,6 +93,8 @@ class Parameters:
         is_there = not isinstance(tensor, nn.parameter.UninitializedParameter) and not tensor.is_meta
         if "param_update" in parameter.entries and is_there:
             self._may_copy(parameter, local_part(tensor))
+        if is_there and not parameter.entries.keys().isdisjoint(SAMPLES):
+            self._samples.make_room(parameter, local_part(tensor))
         self._parameters.all.append(parameter)
 
     def _may_copy(self, each: Parameter, local: torch.Tensor) -> bool:
@@ -115,6 +126,9 @@ class Parameters:
         if "param_update" in self._kinds:
             with self._store.flags.span(self._device):
                 self._carefully(self._copy, stepping)
+        if self._has_samples:
+            with self._store.flags.span(self._device):
+                self._stepping.sampled = self._carefully(self._sample, stepping) or []
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if not callable(closure):
             self.measure(stepping, getattr(optimizer, "grad_scale", None))
@@ -142,7 +156,7 @@ class Parameters:
 
     def after_optimizer_step(self, optimizer: Optimizer) -> None:
         """Measures by how much the step has changed them."""
-        if self._stepping.ends(optimizer) and self._stepping.copies:
+        if self._stepping.ends(optimizer) and (self._stepping.copies or self._stepping.sampled):
             with self._store.flags.span(self._device):
                 self._carefully(self._measure_updates)
 
@@ -157,18 +171,22 @@ class Parameters:
 
     def _measure(self, stepping: list[Parameter] | None, grad_scale: torch.Tensor | None) -> None:
         by_optimizer = stepping is not None
+        samples = self._samples.taken if by_optimizer else self._sample_the_others()
         owners = [
             (each, kind)
             for each in (self._parameters.all if stepping is None else stepping)
             for kind in each.entries
-            if kind != "param_update" and each.measures(kind)
+            if kind not in _UPDATES and each.measures(kind)
         ]
 
         def value(each: Parameter, kind: str) -> torch.Tensor | None:
             tensor = each.get()
             if tensor is None or not self._is_wanted(each, kind, by_optimizer):
                 return None
-            return self._part_here(each, kind, tensor if kind == "param" else tensor.grad)
+            if kind == "param_sample":
+                sample = samples.get(each)
+                return None if sample is None else sample.values
+            return part_held(self._binder, each, kind, tensor if kind == "param" else tensor.grad)
 
         values = self._read(owners, value)
         self._note(owners, values, by_optimizer)
@@ -204,7 +222,7 @@ class Parameters:
 
         def gradient(each: Parameter, kind: str) -> torch.Tensor | None:
             tensor = None if kind in each.measured else each.get()
-            return None if tensor is None else self._part_here(each, kind, tensor.grad)
+            return None if tensor is None else part_held(self._binder, each, kind, tensor.grad)
 
         gradients = self._read(owners, gradient)
         self._note(owners, gradients, by_optimizer=True)
@@ -241,22 +259,6 @@ class Parameters:
             if capturing:
                 each.captured.add(kind)
 
-    def _part_here(self, each: Parameter, kind: str, tensor: torch.Tensor | None) -> torch.Tensor | None:
-        """What of a parameter or a gradient this process measures; its site remembers where that lies. None: nothing.
-
-        A gradient that is yet to be reduced is left out: norms under sequence parallelism have some until they step.
-        """
-        if tensor is None:
-            return None
-        entry, part = each.entries[kind], local_part(tensor)
-        problem = unreduced(tensor)
-        if problem is not None:
-            each.measured[kind] = True
-            self._binder.leave_out([entry], problem)
-            return None
-        entry.sharding = None if part is tensor else sharding_of(tensor, entry.channel_dim or 0)
-        return part
-
     @staticmethod
     def _is_wanted(each: Parameter, kind: str, by_optimizer: bool) -> bool:
         if kind == "param_grad" and each.is_unclipped:
@@ -280,12 +282,44 @@ class Parameters:
             each: before for (each, _), before in zip(owners, copies, strict=True) if before is not None
         }
 
+    def _sample(self, stepping: list[Parameter]) -> list[Parameter]:
+        """What is to be compared when they have stepped."""
+        chosen = [each for each in stepping if any(each.measures(kind) for kind in SAMPLES)]
+        return list(self._samples.take(chosen, changes=False))
+
+    def _sample_the_others(self) -> dict[Parameter, Sample]:
+        """Of those that no optimizer has stepped: by how much they have changed since they were sampled last."""
+        if not self._has_samples:
+            return {}
+        others = [
+            each
+            for each in self._parameters.all
+            if any(each.measures(kind) and self._is_wanted(each, kind, by_optimizer=False) for kind in SAMPLES)
+        ]
+        known = [each for each in others if self._samples.is_known(each)]
+        changed = self._samples.take(known, changes=True)
+        self._measure_changes(changed, by_optimizer=False)
+        new = self._samples.take([each for each in others if each not in known], changes=False)
+        for each in new:
+            each.measured.setdefault("update_sample", False)
+        return changed | new
+
+    def _measure_changes(self, samples: dict[Parameter, Sample], by_optimizer: bool) -> None:
+        owners = [(each, "update_sample") for each in samples if each.measures("update_sample")]
+        if owners:
+            changes: list[torch.Tensor | None] = [samples[each].differences for each, _ in owners]
+            self._note(owners, changes, by_optimizer)
+            self._batches.accumulate(owners, changes)
+
     def _measure_updates(self) -> None:
+        sampled, self._stepping.sampled = self._stepping.sampled, []
+        updated = [each for each in sampled if each.measures("update_sample")]
+        self._measure_changes(self._samples.take(updated, changes=True), by_optimizer=True)
         copies, self._stepping.copies = self._stepping.copies, {}
         owners = [(each, "param_update") for each in copies]
 
         def update(each: Parameter, kind: str) -> torch.Tensor | None:
-            now, before = self._part_here(each, kind, each.get()), copies[each]
+            now, before = part_held(self._binder, each, kind, each.get()), copies[each]
             return (
                 torch.sub(now.detach(), before, out=before) if now is not None and now.shape == before.shape else None
             )
@@ -321,6 +355,7 @@ class Parameters:
             each.measured.clear()
             each.is_unclipped = False
         self._stepping.copies = {}
+        self._stepping.sampled = []
         self._parameters.may_be_outdated = True
 
 

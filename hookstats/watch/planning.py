@@ -7,13 +7,14 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from hookstats.modules.channels import channels_of, input_channels, wanted_channel_dims
-from hookstats.modules.selection import Modules, select
+from hookstats.modules.channels import ChannelAxis, channels_of, input_channels, wanted_channel_dims
+from hookstats.modules.selection import Modules, select, watched_root
 from hookstats.watch.arguments import OF_PARAMETERS, Channels, channel_names, device_of
 from hookstats.watch.batches import placing
-from hookstats.watch.hooks import Hook, InputHook, Kinds, SiteSpec
+from hookstats.watch.hooks import Hook, InputHook, Kinds, ModelInputHook, SiteSpec
 from hookstats.watch.memory import Store
 from hookstats.watch.parameters import kinds_of
+from hookstats.watch.samples import KINDS as SAMPLES
 
 
 class Plan:
@@ -33,7 +34,10 @@ class Plan:
         self.modules, self.parameters = select(model, modules, exclude, bool(self.of_parameters))
         if not any(self._of_outputs + self._of_inputs):
             self.modules = {}
-        if not self.modules and not self.parameters:
+        self._root = watched_root(model, exclude) if "model_input" in kinds else None
+        if "" in self.modules and self._of_inputs[0]:
+            self._root = None  # it is measured as any other module's
+        if not self.modules and not self.parameters and self._root is None:
             raise ValueError(f"modules: expected to select something that has {' or '.join(kinds)}, selected nothing")
         self._dims = wanted_channel_dims(channels.dim, self.modules)
         self._channels = {name: channels_of(name, m, self._dims.get(name)) for name, m in self.modules.items()}
@@ -46,6 +50,10 @@ class Plan:
 
     def hooks(self) -> Iterator[tuple[nn.Module, SiteSpec, type[Hook], torch.device]]:
         """Each hook's module, sites, kind and device."""
+        if self._root is not None:
+            channels = input_channels(self._root, self._dims.get("")) or ChannelAxis(None, None)
+            spec = SiteSpec("", "", channels, "" in self.keeping, ("input", None), self._root)
+            yield self._root, spec, ModelInputHook, self.device
         for name, module in self.modules.items():
             inputs = input_channels(module, self._dims.get(name))
             keeps, device = name in self.keeping, self._devices[name]
@@ -80,7 +88,10 @@ class Plan:
             tensor = slot.get()
             assert tensor is not None
             device, width, _ = placing(slot, tensor, name in self.keeping, self.device)
-            total[device] = total.get(device, 0) + len(kinds_of(tensor, self.of_parameters)) * store.site_bytes(width)
+            for kind in kinds_of(tensor, self.of_parameters):
+                is_sample = kind in SAMPLES
+                size = store.site_bytes(1 if is_sample else width, has_bins=not is_sample)
+                total[device] = total.get(device, 0) + size
         return total
 
 

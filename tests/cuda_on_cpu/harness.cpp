@@ -10,6 +10,7 @@ static bool in_one_part = false;
 #include "cuda/checksum.cu"
 #include "cuda/many.cu"
 #include "cuda/merge.cu"
+#include "cuda/sample.cu"
 #include "cuda/softmax.cu"
 
 #include <ATen/core/Tensor.h>

@@ -6,6 +6,7 @@
 #include "checksums.cpp"
 #include "copies.cpp"
 #include "inputs.cpp"
+#include "samples.cpp"
 #include "scratch.cpp"
 #include "softmax_rows.cpp"
 #include "streams.cpp"

@@ -16,6 +16,7 @@ RECORD = Path(hookstats.__file__).with_name("_built.json")
 # (kBlocksAtOnce in csrc/cuda/block.h). The first pattern that a kernel's name shows decides.
 MOST_REGISTERS = {
     r"checksum_kernel": 64,
+    r"sample_kernel": 64,
     r"softmax_kernelIdLi17": 255,  # doubles, and the largest 17 of them in registers
     r"softmax_kernel(Id|.*Li17)": 128,
     r"softmax_kernel": 64,

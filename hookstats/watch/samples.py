@@ -1,0 +1,135 @@
+"""A sample of each parameter's values, and by how much it has changed since it was taken last: one launch for all.
+
+Read are the elements that csrc/sample.h says, of what this process has of a parameter, as they lie in memory.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from hookstats import _native
+from hookstats.watch.batches import Parameter, part_held
+from hookstats.watch.binding import SiteBinder
+from hookstats.watch.flags import is_capturing
+from hookstats.watch.memory import Store
+from hookstats.watch.skipping import Captured
+
+SIZE = 4096  # elements of a parameter, at most
+KINDS = ("param_sample", "update_sample")
+
+
+class Sample(NamedTuple):
+    """Of a parameter with so many elements."""
+
+    values: torch.Tensor
+    differences: torch.Tensor
+    numel: int
+
+    @property
+    def bytes(self) -> int:
+        return self.values.nbytes + self.differences.nbytes
+
+    def fits(self, tensor: torch.Tensor) -> bool:
+        """Whether it is of such a tensor."""
+        return (self.numel, self.values.dtype, self.values.device) == (tensor.numel(), _dtype(tensor), tensor.device)
+
+
+class Samples:
+    """Takes them. What each parameter is worth was taken, and when, is up to the caller."""
+
+    def __init__(self, store: Store, binder: SiteBinder) -> None:
+        self._store = store
+        self._binder = binder
+        self._samples: dict[Parameter, Sample] = {}
+        self.taken: dict[Parameter, Sample] = {}  # those whose values are known
+
+    def make_room(self, each: Parameter, tensor: torch.Tensor) -> bool:
+        """Memory for the sample of a tensor. False: none inside the budget, which is told; its sites are given up."""
+        known = self._samples.get(each)
+        if known is not None and known.fits(tensor):
+            return True
+        if is_capturing():
+            raise Captured
+        self.taken.pop(each, None)
+        if known is not None:
+            self._store.claim(known.values.device, -self._samples.pop(each).bytes)
+        size, dtype = min(tensor.numel(), SIZE), _dtype(tensor)
+        needed = 2 * size * dtype.itemsize
+        if not self._store.claim(tensor.device, needed):
+            problem = (
+                f"a sample of it would not fit into what is left of memory_budget={self._store.memory_budget} bytes, "
+                f"it takes {needed}: raise it, or choose fewer modules="
+            )
+            self._binder.give_up([each.entries[kind] for kind in KINDS if kind in each.entries], problem)
+            return False
+        with torch.inference_mode(False):
+            values, differences = (torch.zeros(size, dtype=dtype, device=tensor.device) for _ in range(2))
+        self._samples[each] = Sample(values, differences, tensor.numel())
+        return True
+
+    def is_known(self, each: Parameter) -> bool:
+        """Whether a sample of it was taken before, with which another one can be compared."""
+        return each in self.taken
+
+    def take(self, parameters: list[Parameter], changes: bool) -> dict[Parameter, Sample]:
+        """Those that could be taken. changes: differences from the sample before, of those alone that have one."""
+        found: dict[torch.device, list[tuple[Parameter, torch.Tensor]]] = {}
+        for each in parameters:
+            try:
+                tensor = self._local(each)
+                if tensor is not None and self.make_room(each, tensor) and (not changes or self.is_known(each)):
+                    found.setdefault(tensor.device, []).append((each, tensor))
+            except Exception as error:
+                self._leave_out(each, error)
+        taken: dict[Parameter, Sample] = {}
+        for members in found.values():
+            try:
+                done = self._run(members, changes)
+            except Exception:  # one of them cannot be read: which one?
+                done = [each for member in members for each in self._run_alone(member, changes)]
+            taken |= {each: self._samples[each] for each in done}
+        self.taken |= taken
+        return taken
+
+    def _local(self, each: Parameter) -> torch.Tensor | None:
+        tensor, found = each.get(), None
+        if tensor is None or isinstance(tensor, torch.nn.parameter.UninitializedParameter):
+            return None
+        for kind in KINDS:
+            if each.measures(kind):
+                found = part_held(self._binder, each, kind, tensor)
+        if found is None or found.numel() == 0:
+            return None
+        if _native.has_no_data(found):
+            raise TypeError("expected a plain tensor with data, got a wrapper or a mere shape")
+        return found
+
+    def _run(self, members: list[tuple[Parameter, torch.Tensor]], changes: bool) -> list[Parameter]:
+        samples = [self._samples[each] for each, _ in members]
+        _native.sample(
+            [tensor for _, tensor in members],
+            [sample.values for sample in samples],
+            self._store.flags.on(members[0][1].device),
+            [sample.differences for sample in samples] if changes else [],
+        )
+        return [each for each, _ in members]
+
+    def _run_alone(self, member: tuple[Parameter, torch.Tensor], changes: bool) -> list[Parameter]:
+        try:
+            return self._run([member], changes)
+        except Exception as error:
+            self._leave_out(member[0], error)
+            return []
+
+    def _leave_out(self, each: Parameter, error: Exception) -> None:
+        if self._store.strict:
+            raise error
+        entries = [each.entries[kind] for kind in KINDS if each.measures(kind)]
+        problem = str(error) if isinstance(error, Captured) else f"{type(error).__name__}: {error}"
+        self._binder.leave_out(entries, problem)
+
+
+def _dtype(tensor: torch.Tensor) -> torch.dtype:
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
