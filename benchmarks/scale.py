@@ -22,7 +22,7 @@ from hookstats.cluster.flat import MERGES
 from hookstats.cluster.tree import FAN, levels
 from hookstats.numbers.blocks import Drained
 from hookstats.numbers.fields import EXPONENT_BINS, FIELDS, Counts, ExponentBins
-from hookstats.watch.arguments import DEFAULT_TENSORS, Channels
+from hookstats.watch.arguments import Channels
 from hookstats.watch.memory import Store
 from hookstats.watch.planning import Plan
 
@@ -107,6 +107,10 @@ class Stage(nn.Module):
             self.head = nn.Linear(shape.width, shape.vocabulary // mesh.tensor, bias=False)
 
 
+# Without samples of parameters, whose sites take 128 bytes each and are merged as totals.
+KINDS = ("output", "grad_output", "param_grad")
+
+
 class State(NamedTuple):
     """What a rank keeps."""
 
@@ -119,7 +123,7 @@ class State(NamedTuple):
 def state_of(shape: Shape, mesh: Mesh) -> State:
     with torch.device("meta"):
         stage = Stage(shape, mesh)
-    plan = Plan(stage, None, None, DEFAULT_TENSORS, Channels())
+    plan = Plan(stage, None, None, KINDS, Channels())
     store = Store(ExponentBins(), 1 << 62, strict=True)
     widths: list[int] = []
     for module, spec, _, _ in plan.hooks():  # of a SiLU and a Block the width is learned in the first forward

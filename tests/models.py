@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+# What tests watch that are about neither samples of parameters nor what a model is given.
+THREE_KINDS = ("output", "grad_output", "param_grad")
+
 
 def small_cnn() -> nn.Sequential:
     return nn.Sequential(

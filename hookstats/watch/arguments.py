@@ -17,7 +17,7 @@ from hookstats.numbers.fields import ExponentBins, LinearBins
 from hookstats.numbers.snapshot import Snapshot
 from hookstats.watch.judging import Recorder
 
-DEFAULT_TENSORS = ("output", "grad_output", "param_grad")
+DEFAULT_TENSORS = ("output", "grad_output", "model_input", "param_sample", "param_grad", "update_sample")
 OF_PARAMETERS = ("param", "param_sample", "param_grad", "param_update", "update_sample")
 TENSORS = ("output", "grad_output", "input", "grad_input", "model_input", *OF_PARAMETERS)
 Sink: TypeAlias = Callable[[Snapshot], object] | Recorder

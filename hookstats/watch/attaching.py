@@ -71,9 +71,9 @@ def attach(
             modules (None: all), and those whose names the globs match (``"*.weight"``).
         exclude: globs over the names of modules and parameters, or a callable; what they choose is left out, with all
             that is inside it.
-        tensors: of ``"output"``, ``"grad_output"``, ``"param_grad"`` (these by default), ``"input"``,
-            ``"grad_input"``, ``"param"``, ``"param_update"``; ``"model_input"``, the floating inputs of the model;
-            ``"param_sample"`` and ``"update_sample"``, 4,096 elements of a parameter and what a step changes in them.
+        tensors: by default ``"output"``, ``"grad_output"``, ``"param_grad"``; ``"model_input"``, the floating inputs of
+            the model; ``"param_sample"`` and ``"update_sample"``, 4,096 elements of a parameter and what a step changes
+            in them. And ``"input"``, ``"grad_input"``, ``"param"``, ``"param_update"``.
         channels: whether statistics are kept per channel: True, False, globs over names, or `Channels`, which also says
             how often they are sent and along which dimension they lie.
         histogram: ``ExponentBins()``, ``LinearBins(lo, hi, n)``, either with ``per_channel=True``, or None.

@@ -132,8 +132,11 @@ class Entry:
 
     @property
     def hidden_if_silent(self) -> bool:
-        """Whether a step in which nothing of it was measured says nothing of it."""
-        return self.is_container or self.left_out or self.given_up
+        """Whether a step in which nothing of it was measured says nothing of it.
+
+        So of samples, which have no bins: they are taken when a step ends, and an open one has none.
+        """
+        return self.is_container or self.left_out or self.given_up or not self.has_bins
 
     def place_at(self, device: torch.device, channels: int) -> Place | None:
         """Where it is, or was, on this device with this width."""

@@ -71,6 +71,7 @@ class Parameters:
         self._samples = Samples(store, binder)
         self._stepping = _Stepping()
         self._has_samples = not set(kinds).isdisjoint(SAMPLES)
+        self._unstepped: dict[Parameter, Sample] = {}  # while a step is closed
         self._readings = 0
 
     def add(self, name: str, slot: Slot, keep_channels: bool) -> None:
@@ -171,7 +172,7 @@ class Parameters:
 
     def _measure(self, stepping: list[Parameter] | None, grad_scale: torch.Tensor | None) -> None:
         by_optimizer = stepping is not None
-        samples = self._samples.taken if by_optimizer else self._sample_the_others()
+        samples = self._samples.taken if by_optimizer else self._unstepped
         owners = [
             (each, kind)
             for each in (self._parameters.all if stepping is None else stepping)
@@ -287,10 +288,8 @@ class Parameters:
         chosen = [each for each in stepping if any(each.measures(kind) for kind in SAMPLES)]
         return list(self._samples.take(chosen, changes=False))
 
-    def _sample_the_others(self) -> dict[Parameter, Sample]:
+    def _sample_the_others(self) -> None:
         """Of those that no optimizer has stepped: by how much they have changed since they were sampled last."""
-        if not self._has_samples:
-            return {}
         others = [
             each
             for each in self._parameters.all
@@ -299,10 +298,7 @@ class Parameters:
         known = [each for each in others if self._samples.is_known(each)]
         changed = self._samples.take(known, changes=True)
         self._measure_changes(changed, by_optimizer=False)
-        new = self._samples.take([each for each in others if each not in known], changes=False)
-        for each in new:
-            each.measured.setdefault("update_sample", False)
-        return changed | new
+        self._unstepped = changed | self._samples.take([each for each in others if each not in known], changes=False)
 
     def _measure_changes(self, samples: dict[Parameter, Sample], by_optimizer: bool) -> None:
         owners = [(each, "update_sample") for each in samples if each.measures("update_sample")]
@@ -342,7 +338,11 @@ class Parameters:
 
     def close_step(self) -> None:
         """What was not measured before is; then the next step begins."""
+        if self._has_samples and self._store.flags.value:
+            with self._store.flags.span(self._device):
+                self._carefully(self._sample_the_others)
         self.measure()
+        self._unstepped = {}
         self.reset()
 
     def begin_step(self) -> None:

@@ -18,6 +18,7 @@ from torch.distributed.tensor import Shard
 
 import hookstats
 from hookstats import Snapshot
+from tests.models import THREE_KINDS
 from tests.plain import hearing
 from tests.ranks import run
 
@@ -48,7 +49,7 @@ def train(model: nn.Module, monitor: hookstats.Monitor, rank: int, steps: int) -
 def alone(rank: int, steps: int) -> list[Snapshot]:
     """What a rank's own monitor has, without the others."""
     model = nn.parallel.DistributedDataParallel(network())
-    monitor = hookstats.attach(model, every=1)
+    monitor = hookstats.attach(model, every=1, tensors=THREE_KINDS)
     return [*train(model, monitor, rank, steps), *monitor.detach()]
 
 
@@ -58,7 +59,8 @@ def in_a_group(rank: int, world: int, folder: str) -> Any:
     sunk: list[Snapshot] = []
     sinks = [sunk.append, hookstats.record(f"{folder}/all"), hookstats.record(f"{folder}/each", every_rank=True)]
     group = dist.group.WORLD
-    monitor = hookstats.attach(model, every=1, process_group=hookstats.Ranks(group, spread=True), sinks=sinks)
+    ranks = hookstats.Ranks(group, spread=True)
+    monitor = hookstats.attach(model, every=1, tensors=THREE_KINDS, process_group=ranks, sinks=sinks)
     given = train(model, monitor, rank, 3)
     local = monitor.snapshot()
     given += monitor.detach()

@@ -6,7 +6,7 @@ from unittest import mock
 
 import hookstats
 from benchmarks import scale
-from benchmarks.scale import Mesh, Shape, Stage, accuracy_of, merge_of, state_of
+from benchmarks.scale import KINDS, Mesh, Shape, Stage, accuracy_of, merge_of, state_of
 
 TINY = Shape(layers=2, width=16, hidden=24, heads=4, kv_heads=2, head=4, vocabulary=32)
 
@@ -14,11 +14,11 @@ TINY = Shape(layers=2, width=16, hidden=24, heads=4, kv_heads=2, head=4, vocabul
 def test_the_state_of_a_rank_is_what_attach_takes_for_it() -> None:
     mesh = Mesh(1, sharded=False)
     model = Stage(TINY, mesh)
-    monitor = hookstats.attach(model, channels=False)
+    monitor = hookstats.attach(model, channels=False, tensors=KINDS)
     assert state_of(TINY, mesh)[0] == len(monitor.sites)
     assert state_of(TINY, mesh).totals == monitor.state_bytes
     learned = 2 * len(model.layers) * 8 * 10 * (TINY.width - 1 + TINY.hidden - 1)  # of Block and SiLU, in a forward
-    assert state_of(TINY, mesh).bytes == hookstats.attach(Stage(TINY, mesh)).state_bytes + learned
+    assert state_of(TINY, mesh).bytes == hookstats.attach(Stage(TINY, mesh), tensors=KINDS).state_bytes + learned
 
 
 def test_what_is_merged_falls_to_totals_where_the_whole_would_not_fit() -> None:

@@ -162,7 +162,8 @@ def test_the_readmes_loop_keeps_every_measured_step(
     run(ROOT / "README.md")
     kept = hookstats.load("runs/a")
     assert kept.steps == [0, 10, 20]
-    assert all(len(snapshot.order) == 10 for snapshot in kept)
+    # An optimizer of another model, in the page's tests: what has changed is known from the second measured step on.
+    assert [len(snapshot.order) for snapshot in kept] == [15, 19, 19]
 
 
 def test_links_between_pages_lead_somewhere() -> None:

@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import hookstats
 from hookstats import edit
-from tests.models import Residual
+from tests.models import THREE_KINDS, Residual
 
 LIMIT = torch._dynamo.config.recompile_limit  # 8 by default
 CYCLES = LIMIT + 2
@@ -69,7 +69,7 @@ def batch(size: int = 3) -> torch.Tensor:
 
 
 def measure(model: nn.Module, run: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    with hookstats.attach(model, ["*up", "head"], every=1) as mon:
+    with hookstats.attach(model, ["*up", "head"], tensors=THREE_KINDS, every=1) as mon:
         for _ in range(2):
             x = batch()
             y = run(x)

@@ -68,7 +68,7 @@ def test_totals_of_a_step_in_which_nothing_fired_are_empty() -> None:
 
 def test_the_model_itself_has_a_name_in_flat_that_no_module_has() -> None:
     model = nn.Linear(2, 2)
-    mon = hookstats.attach(model, "")
+    mon = hookstats.attach(model, "", tensors=("output", "grad_output"))
     model(torch.ones(1, 2))
     assert list(mon.snapshot().flat("rms")) == ["output/rms/whole-model"]
 

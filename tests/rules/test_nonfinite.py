@@ -13,6 +13,7 @@ from torch import nn
 import hookstats
 from hookstats import Site, Snapshot
 from hookstats.rules import Finding, NonFinite, judge
+from tests.models import THREE_KINDS
 from tests.rules.fleet.training import thinned
 from tests.rules.test_guards import step_of
 
@@ -93,8 +94,8 @@ def test_an_input_in_the_middle_may_come_from_the_data_or_from_what_nobody_watch
 
 
 def test_where_the_input_is_not_watched_the_batch_comes_first_if_whole_rows_are_bad_and_else_the_weights() -> None:
-    (by_data,) = trained(bad_at(13, 3, 7))
-    (by_weight,) = trained(clean, poison)
+    (by_data,) = trained(bad_at(13, 3, 7), tensors=THREE_KINDS)
+    (by_weight,) = trained(clean, poison, tensors=THREE_KINDS)
     assert by_data.site == by_weight.site == Site("0", "output")
     assert "Look at this batch and what loads it, then at the weights and the arithmetic of 0." in by_data.sentence
     assert "All its channels hold as many" in by_data.sentence

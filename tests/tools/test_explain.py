@@ -12,7 +12,7 @@ from torch import nn
 
 import hookstats
 from hookstats import edit
-from tests.models import Residual, images, small_cnn
+from tests.models import THREE_KINDS, Residual, images, small_cnn
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*non-full backward hook.*:FutureWarning"),
@@ -68,7 +68,7 @@ def test_our_hooks_say_what_they_are() -> None:
     model = small_cnn()
     edit.scale_gradient(model, "0", 0.5)
     edit.mask_activations(model, "0", 0.1, after=True)
-    hookstats.attach(model, "0")
+    hookstats.attach(model, "0", tensors=THREE_KINDS)
     hookstats.capture(model, "0", edited=True)
     edit.clip_gradient(model, "0", None, 1, "grad_input")
     rows = hookstats.explain(model).rows
@@ -188,7 +188,7 @@ def test_the_text_shows_every_row_and_trap() -> None:
     assert str(hookstats.explain(model)) == "no hooks on 9 modules"
     model[1].register_full_backward_hook(looks)
     model.register_forward_hook(looks)
-    hookstats.attach(model, "1")
+    hookstats.attach(model, "1", tensors=THREE_KINDS)
     lines = str(hookstats.explain(model)).splitlines()
     assert lines[2].startswith("(model)  forward        tests.tools.test_explain.looks (")
     assert lines[3] == "1        forward        hookstats.attach"
@@ -201,7 +201,7 @@ def test_the_text_shows_every_row_and_trap() -> None:
 
 def test_a_copy_of_a_watched_model_says_what_its_hooks_are() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
-    hookstats.attach(model)
+    hookstats.attach(model, tensors=THREE_KINDS)
     (row,) = hookstats.explain(copy.deepcopy(model)).rows
     assert row.hook == "nothing: what a hook of hookstats is in a copy of its model"
     assert not row.traps

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import hookstats
 from hookstats import ExponentBins, Site
 from tests.conftest import DEVICES, check
-from tests.models import Containers, Residual, images, small_cnn
+from tests.models import THREE_KINDS, Containers, Residual, images, small_cnn
 from tests.plain import OF_OUTPUTS, Plain, check_against, together
 
 
@@ -79,7 +79,7 @@ def test_the_residual_stream_is_watched_and_every_width_is_kept_apart() -> None:
 )
 def test_every_floating_tensor_in_a_container_is_a_site(kind: str, paths: list[str]) -> None:
     model = Containers(kind)
-    mon = hookstats.attach(model, modules=lambda name, module: name == "", every=1)
+    mon = hookstats.attach(model, modules=lambda name, module: name == "", tensors=THREE_KINDS, every=1)
     x = torch.randn(9, 6)
     for _ in range(2):
         output = model(x)
@@ -150,7 +150,7 @@ def test_50_training_steps_are_bit_identical_with_and_without(recompute: str | N
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_recomputed_forward_is_counted_once(reentrant: bool) -> None:
     model = Residual()
-    mon = hookstats.attach(model, every=1)
+    mon = hookstats.attach(model, tensors=THREE_KINDS, every=1)
     x = torch.randn(2, 5, 16, requires_grad=True)
     for block in model.blocks:
         x = checkpoint(block, x, use_reentrant=reentrant)

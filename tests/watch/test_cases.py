@@ -104,7 +104,7 @@ def test_autocast_is_measured_in_the_dtype_that_arrives() -> None:
 def test_without_gradients_the_forward_alone_is_measured_and_training_may_follow(context: Any) -> None:
     model = mlp()
     with context():
-        mon = hookstats.attach(model)
+        mon = hookstats.attach(model, tensors=OF_OUTPUTS)
         model(batch())
     assert {site.tensor for site in mon.snapshot().order} == {"output"}
     run(model, batch())

@@ -16,7 +16,7 @@ import hookstats
 from hookstats import Channels, ExponentBins, Options, Ranks, Site
 from hookstats.watch import arguments
 from tests.conftest import check
-from tests.models import images, small_cnn
+from tests.models import THREE_KINDS, images, small_cnn
 from tests.plain import OF_OUTPUTS
 
 
@@ -317,7 +317,7 @@ def test_a_dispatch_mode_that_is_active_hides_nothing() -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
     model = nn.Linear(4, 4)
-    mon = hookstats.attach(model)
+    mon = hookstats.attach(model, tensors=THREE_KINDS)
     with FlopCounterMode(display=False):
         model(torch.randn(3, 4)).sum().backward()
     assert {stats.calls for stats in mon.snapshot().values()} == {1}

@@ -132,7 +132,8 @@ def test_measure_gradients_that_fails_does_not_stop_training(monkeypatch: pytest
 
 def test_gradients_of_parameters_are_watched_by_default() -> None:
     mon = hookstats.attach(nn.Sequential(nn.Linear(4, 3), nn.ReLU()))
-    assert {site.tensor for site in mon.sites} == {"output", "grad_output", "param_grad"}
+    expected = {"output", "grad_output", "param_sample", "param_grad", "update_sample"}
+    assert {site.tensor for site in mon.sites} == expected  # of the input nothing is known yet
     assert Site("0.bias", "param_grad") in mon.sites
 
 

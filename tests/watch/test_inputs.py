@@ -15,7 +15,7 @@ import hookstats
 from hookstats import Site
 from hookstats.watch import arguments
 from tests.conftest import check
-from tests.models import Containers, Residual, images, small_cnn
+from tests.models import THREE_KINDS, Containers, Residual, images, small_cnn
 from tests.plain import hearing
 
 INPUTS = ("input", "grad_input")
@@ -291,11 +291,11 @@ def test_what_needs_no_gradient_is_not_named() -> None:
 def test_an_example_shows_widths_and_containers_to_a_compiled_model(kind: str) -> None:
     torch.manual_seed(0)
     model, x = Containers(kind), torch.randn(3, 6)
-    plain = hookstats.attach(model, "*")
+    plain = hookstats.attach(model, "*", tensors=THREE_KINDS)
     model(x)
     expected = plain.snapshot()
     plain.detach()
-    mon = hookstats.attach(model, "*", example=((x,), {}))
+    mon = hookstats.attach(model, "*", tensors=THREE_KINDS, example=((x,), {}))
     torch.compile(model, backend="aot_eager", fullgraph=True)(x)
     taken = mon.snapshot()
     assert set(taken.order) == set(expected.order)
@@ -308,7 +308,7 @@ def test_the_line_of_attach_says_what_a_step_like_the_example_reads(caplog: pyte
     model = nn.Sequential(nn.Linear(64, 1024), nn.Tanh())
     with caplog.at_level("INFO", logger="hookstats"):
         hookstats.attach(model, example=((torch.zeros(256, 64),), {}))
-    assert "a step like the example reads 4.0 MB" in caplog.text  # two outputs of 1 MB, and their gradients
+    assert "a step like the example reads 4.1 MB" in caplog.text  # the input is 64 KB, each of four others 1 MB
 
 
 def test_an_example_changes_nothing_in_the_model_and_measures_nothing() -> None:

@@ -17,6 +17,7 @@ from hookstats.numbers.fields import FIELDS
 from hookstats.watch import binding
 from hookstats.watch.flags import Flags
 from tests.conftest import check
+from tests.models import THREE_KINDS
 from tests.plain import OF_OUTPUTS
 from tests.watch.parameters import check_site, grad_of
 
@@ -40,7 +41,7 @@ def test_totals_that_fit_in_no_way_are_refused_at_attach(per_channel: bool) -> N
 
 def test_the_most_bins_that_there_are_do_not_fit_into_the_budget() -> None:
     with pytest.raises(ValueError, match="memory_budget: expected at least 34359738816 bytes"):
-        hookstats.attach(nn.Linear(4, 8), histogram=LinearBins(0, 1, 2**30))
+        hookstats.attach(nn.Linear(4, 8), tensors=THREE_KINDS, histogram=LinearBins(0, 1, 2**30))
 
 
 class Everything(nn.Module):
@@ -173,7 +174,7 @@ def test_a_module_whose_width_alternates_takes_no_more_memory() -> None:
 
 
 def test_a_site_that_goes_back_gets_the_state_that_it_had_there() -> None:
-    store = hookstats.attach(nn.Linear(4, 3), every=1)._store
+    store = hookstats.attach(nn.Linear(4, 3), tensors=THREE_KINDS, every=1)._store
     entry = store.entries[0]
     cpu, states, before = torch.device("cpu"), [], store.bytes
     for step in range(300):

@@ -109,7 +109,7 @@ def test_true_and_false_say_it_outright() -> None:
     model.eval()
     model(batch())
     assert only.snapshot().step == 0
-    assert {site.tensor for site in always.snapshot().order} == {"output"}
+    assert {site.tensor for site in always.snapshot().order} == {"input", "output"}
     with pytest.raises(TypeError, match="training_only: expected True, False or None, got 1"):
         hookstats.attach(model, training_only=1)  # type: ignore[arg-type]
 
