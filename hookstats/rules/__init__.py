@@ -4,10 +4,19 @@ findings = hookstats.rules.judge(snapshots)
 """
 
 from hookstats.rules.activations import DeadChannels, SaturatedChannels
+from hookstats.rules.answers import NoProgress, ProbabilitiesAsLogits
 from hookstats.rules.experts import ExpertLoad
 from hookstats.rules.finding import SEVERITIES, Cause, Finding
 from hookstats.rules.gradients import ExplodingGradients, VanishingGradients
+from hookstats.rules.inputs import ConstantInput, InputShift, UnscaledInput
 from hookstats.rules.judging import Judge, Rule, defaults, is_ours, judge, rule_from_json, rule_to_json
+from hookstats.rules.learning import (
+    GrowingGradients,
+    LostUpdates,
+    MissingGradients,
+    ShrinkingWeights,
+    UnchangedParameters,
+)
 from hookstats.rules.nonfinite import NonFinite
 from hookstats.rules.outliers import MassiveActivations, OutlierChannels
 from hookstats.rules.precision import Fit, LowPrecisionFit, fit
@@ -21,22 +30,32 @@ __all__ = [
     "SEVERITIES",
     "Cause",
     "Chapter",
+    "ConstantInput",
     "DeadChannels",
     "ExpertLoad",
     "ExplodingGradients",
     "Finding",
     "Fit",
     "GradientNormSpike",
+    "GrowingGradients",
+    "InputShift",
     "Judge",
     "LossSpike",
+    "LostUpdates",
     "LowPrecisionFit",
     "MassiveActivations",
+    "MissingGradients",
+    "NoProgress",
     "NonFinite",
     "OutlierChannels",
+    "ProbabilitiesAsLogits",
     "ResidualDrift",
     "Rule",
     "SaturatedChannels",
+    "ShrinkingWeights",
     "Step",
+    "UnchangedParameters",
+    "UnscaledInput",
     "UpdateRatio",
     "VanishingGradients",
     "defaults",

@@ -104,6 +104,18 @@ class Course:
         distances = self._distances()
         return float(1.4826 * np.median(np.abs(distances - np.median(distances))))
 
+    @property
+    def past(self) -> list[tuple[float, float]]:
+        """The last values, each with the level before it."""
+        return list(self._past)
+
+    @property
+    def spread(self) -> float:
+        """As `deviation`, never in logarithms."""
+        values, levels = np.array(self._past).T
+        distances = values - levels
+        return float(1.4826 * np.median(np.abs(distances - np.median(distances))))
+
     def limit(self, sigmas: float, tail: float) -> float:
         """`sigmas` deviations above the level, and at least ``tail`` times as far as the last values ever went."""
         distances = self._distances()

@@ -11,9 +11,18 @@ from hookstats.numbers.blocks import Drained
 from hookstats.numbers.fields import Site
 from hookstats.numbers.snapshot import Snapshot
 from hookstats.rules.activations import DeadChannels, SaturatedChannels
+from hookstats.rules.answers import NoProgress, ProbabilitiesAsLogits
 from hookstats.rules.experts import ExpertLoad
 from hookstats.rules.finding import SEVERITIES, Finding
 from hookstats.rules.gradients import ExplodingGradients, VanishingGradients
+from hookstats.rules.inputs import ConstantInput, InputShift, UnscaledInput
+from hookstats.rules.learning import (
+    GrowingGradients,
+    LostUpdates,
+    MissingGradients,
+    ShrinkingWeights,
+    UnchangedParameters,
+)
 from hookstats.rules.nonfinite import NonFinite
 from hookstats.rules.outliers import MassiveActivations, OutlierChannels
 from hookstats.rules.precision import LowPrecisionFit
@@ -33,6 +42,15 @@ def defaults() -> list[Rule]:
     """The rules that judge where none are named, each as it is without arguments."""
     return [
         NonFinite(),
+        InputShift(),
+        ConstantInput(),
+        UnscaledInput(),
+        GrowingGradients(),
+        UnchangedParameters(),
+        LostUpdates(),
+        ShrinkingWeights(),
+        MissingGradients(),
+        ProbabilitiesAsLogits(),
         LossSpike(),
         GradientNormSpike(),
         ExplodingGradients(),
@@ -45,6 +63,7 @@ def defaults() -> list[Rule]:
         UpdateRatio(),
         ExpertLoad(),
         ResidualDrift(),
+        NoProgress(),
     ]
 
 

@@ -158,6 +158,17 @@ class Step:
         return self._ids[places], counts
 
     @cached_property
+    def updates(self) -> Mask:
+        """``[n]``: the updates of parameters: of all of their values, if any are measured, else of their samples."""
+        return self.is_kind("param_update") if self.is_kind("param_update").any() else self.is_kind("update_sample")
+
+    @cached_property
+    def weights_of_updates(self) -> Counts:
+        """``[n]``: of each of `updates`, the id of the parameter's own values; -1 without one."""
+        full = self.partner("param_update", "param")
+        return full if self.is_kind("param_update").any() else self.partner("update_sample", "param_sample")
+
+    @cached_property
     def scales(self) -> Array:
         """``[n]``: with which values were multiplied before they were measured (gradients, by a GradScaler)."""
         return self._spread(self._columns.scales, 1.0)

@@ -56,9 +56,7 @@ class UpdateRatio:
     def __call__(self, step: Step) -> list[Finding] | None:
         scalars = {**step.earlier_scalars, step.number: step.scalars}
         self._losses |= {number: each["loss"] for number, each in scalars.items() if "loss" in each}
-        weights = step.partner("param_update", "param")
-        if not (weights >= 0).any():
-            weights = step.partner("update_sample", "param_sample")
+        weights = step.weights_of_updates
         measured = (weights >= 0) & (step.totals.count >= self.values)
         return list(self._changed(step, weights, measured)) if measured.any() or self._rewritten else None
 

@@ -1,0 +1,220 @@
+"""Healthy trainings: those of the fleet, and those in which a rule of learning or of data might see an illness."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, mse_loss
+
+import hookstats
+from benchmarks.illnesses.training import KINDS, TENSORS, Measured, Setup, adam, run
+from hookstats import Snapshot
+from tests.rules import fleet
+from tests.rules.fleet.models import layers
+
+HEALTHY: dict[str, Callable[[], Measured]] = {}
+
+
+def _of_fleet(make: Callable[[], Any]) -> Callable[[], Measured]:
+    def measured() -> Measured:
+        training = make()
+        snapshots: list[Snapshot] = []
+        losses = []
+        with hookstats.attach(training.model, every=1, tensors=TENSORS, sinks=snapshots.append) as monitor:
+            for number in range(training.steps):
+                loss = training.step(number)
+                losses.append(float(loss))
+                monitor.step(loss=loss)
+        return Measured(snapshots, losses)
+
+    return measured
+
+
+for _name, _make in (fleet.USUAL | fleet.UNUSUAL | fleet.UNSEEN).items():
+    HEALTHY[_name] = _of_fleet(_make)
+
+
+def healthy(kind: str) -> Callable[[Callable[[Setup], None]], Callable[[Setup], None]]:
+    """Registers a change of a healthy training that leaves it healthy."""
+
+    def register(change: Callable[[Setup], None]) -> Callable[[Setup], None]:
+        def measured() -> Measured:
+            setup = KINDS[kind]()
+            change(setup)
+            return run(setup, TENSORS)
+
+        HEALTHY[f"{change.__name__}.{kind}"] = measured
+        return change
+
+    return register
+
+
+@healthy("mlp")
+@healthy("tanh")
+@healthy("cnn")
+@healthy("resnet")
+@healthy("gpt")
+@healthy("lstm")
+def as_it_is(setup: Setup) -> None:
+    """The training that others break."""
+
+
+@healthy("mlp")
+@healthy("gpt")
+def frozen_on_purpose(setup: Setup) -> None:
+    first = next(each for each in setup.model.modules() if isinstance(each, nn.Linear))
+    first.requires_grad_(False)
+    make = setup.make_optimizer
+
+    def of_others(model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = make(model)
+        for group in optimizer.param_groups:
+            group["params"] = [each for each in group["params"] if each.requires_grad]
+        return optimizer
+
+    setup.make_optimizer = of_others
+
+
+@healthy("gpt")
+def warmup_from_zero(setup: Setup) -> None:
+    setup.before = [lambda step: setup.set_lr(3e-3 * min(step / 30, 1.0))]
+
+
+@healthy("mlp")
+def restarts_to_zero(setup: Setup) -> None:
+    setup.before = [lambda step: setup.set_lr(0.03 * abs(1 - step % 40 / 20))]
+
+
+@healthy("gpt")
+def gradient_accumulation_in_calls_of_step(setup: Setup) -> None:
+    """Monitor.step after each of four microbatches."""
+    setup.zeroes = False
+    setup.before = [lambda step: setup.optimizer.zero_grad() if step % 4 == 0 else None]
+    setup.steps_optimizer = lambda step: step % 4 == 3
+
+
+@healthy("mlp")
+def bfloat16_with_float32_copies(setup: Setup) -> None:
+    masters = [each.detach().clone().requires_grad_() for each in setup.model.parameters()]
+    setup.model = setup.model.bfloat16()
+    setup.damage = lambda step, x, y: (x.bfloat16(), y)
+    inner = torch.optim.AdamW(masters, 3e-4)
+
+    class Masters(torch.optim.Optimizer):
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__(model.parameters(), {})
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            here = self.param_groups[0]["params"]
+            for master, each in zip(masters, here, strict=True):
+                master.grad = each.grad.float()
+            inner.step()
+            with torch.no_grad():
+                for master, each in zip(masters, here, strict=True):
+                    each.copy_(master)
+
+    setup.make_optimizer = Masters
+
+
+@healthy("cnn")
+def pixels_behind_a_batch_norm(setup: Setup) -> None:
+    setup.model = nn.Sequential(nn.BatchNorm2d(1), *setup.model.children())
+    setup.damage = lambda step, x, y: (255 * x, y)
+
+
+@healthy("mlp")
+def weight_decay_as_usual(setup: Setup) -> None:
+    setup.make_optimizer = lambda model: torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, weight_decay=5e-4)
+
+
+@healthy("gpt")
+def weight_decay_of_language_models(setup: Setup) -> None:
+    setup.make_optimizer = adam(3e-3, weight_decay=0.1)
+
+
+class _TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.one, self.two = layers(64, 64, 64), nn.Linear(64, 10), nn.Linear(64, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.one(self.body(x))
+        return y
+
+
+@healthy("mlp")
+def a_head_that_is_not_used(setup: Setup) -> None:
+    setup.model = _TwoHeads()
+
+
+@healthy("mlp")
+def a_copy_by_moving_average(setup: Setup) -> None:
+    class Teacher(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.student = layers(64, 64, 64, 10)
+            self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                target = self.teacher(x)
+                for mine, its in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+                    mine.lerp_(its, 0.05)
+            y: torch.Tensor = self.student(x)
+            return y + 0.01 * (y - target)
+
+    setup.model = Teacher()
+
+
+@healthy("mlp")
+def a_loss_of_all_data(setup: Setup) -> None:
+    """The same batch each time, without noise."""
+    batch = setup.data(0)
+    setup.data = lambda step: batch
+
+
+@healthy("tanh")
+def a_regression_by_lbfgs(setup: Setup) -> None:
+    setup.loss = lambda out, y: mse_loss(out.mean(1), y / 10)
+    setup.make_optimizer = lambda model: torch.optim.Rprop(model.parameters(), 1e-3)
+
+
+@healthy("resnet")
+def images_that_become_brighter(setup: Setup) -> None:
+    setup.damage = lambda step, x, y: (x * (1 + step / 100), y)
+
+
+@healthy("mlp")
+def two_optimizers_in_turn(setup: Setup) -> None:
+    class Turns:
+        def __init__(self, model: nn.Module) -> None:
+            parameters = list(model.parameters())
+            self.each = [torch.optim.SGD(parameters[:4], 0.05), torch.optim.SGD(parameters[4:], 0.05)]
+            self.number = 0
+
+        def zero_grad(self) -> None:
+            for each in self.each:
+                each.zero_grad()
+
+        def step(self) -> None:
+            self.each[self.number // 3 % 2].step()
+            self.number += 1
+
+    setup.make_optimizer = Turns  # type: ignore[assignment]
+
+
+@healthy("cnn")
+def random_erasing_and_noise(setup: Setup) -> None:
+    def augment(step: int, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x * (torch.rand(len(x), 1, 1, 1) > 0.1) + 0.1 * torch.randn_like(x), y
+
+    setup.damage = augment
+
+
+@healthy("mlp")
+def label_smoothing(setup: Setup) -> None:
+    setup.loss = lambda out, y: cross_entropy(out, y, label_smoothing=0.1)

@@ -1,0 +1,118 @@
+"""What comes out: probabilities where logits are expected, a loss that does not come down."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from hookstats.rules.finding import Finding
+from hookstats.rules.formatting import number, tensor_of
+from hookstats.rules.step import Step
+
+
+@dataclass
+class ProbabilitiesAsLogits:
+    """Probabilities are given to a cross-entropy that expects logits: softmax before cross-entropy (warning).
+
+    The last output of the model lies in [0, 1], and its rows of ``n`` classes add up to 1; the loss lies where the
+    cross-entropy of probabilities as logits must lie, between log(1 + (n - 1) / e) and log(e + n - 1); and the gradient
+    is that of a softmax: not 0 anywhere, 0 on average, and of the size 2 (1 - exp(-loss)) in all that the loss implies.
+    In ``consecutive_steps`` = 10 measured steps in a row. Ours; it follows from the definition.
+
+    What else looks like it: nothing that we know; a negative log likelihood of probabilities has a gradient at one
+    class of each row. What to do: leave out the softmax, cross_entropy has its own.
+    """
+
+    consecutive_steps: int = 10
+
+    def __post_init__(self) -> None:
+        self._for, self._since = 0, 0
+
+    def __call__(self, step: Step) -> list[Finding] | None:
+        outputs = step.in_order(step.is_kind("output") & (step.totals.count > 0))
+        loss = step.scalars.get("loss")
+        if not outputs or loss is None:
+            return None
+        site = outputs[-1]
+        self._for = self._for + 1 if self._is_ill(step, site, loss) else 0
+        if self._for == 1:
+            self._since = step.number
+        if self._for < self.consecutive_steps:
+            return []
+        least = math.log(1 + (self._classes(step, site) - 1) / math.e)
+        sentence = (
+            f"{tensor_of(step.sites[site])} holds probabilities, and the loss is the cross-entropy of these as if they "
+            f"were logits: it cannot come below {number(least)}, and its gradient is small. Leave out the softmax "
+            "before the loss: cross_entropy has its own."
+        )
+        return [step.finding("probabilities-as-logits", site, loss, least, "warning", sentence, since=self._since)]
+
+    @staticmethod
+    def _classes(step: Step, site: int) -> float:
+        mean = float(step.totals.mean[site])
+        return 1 / mean if mean > 1e-9 else 0.0
+
+    def _is_ill(self, step: Step, site: int, loss: float) -> bool:
+        totals = step.totals
+        classes = self._classes(step, site)
+        if not (totals.min[site] >= 0 and totals.max[site] <= 1 and step.nonfinite[site] == 0):
+            return False
+        if round(classes) < 2 or abs(classes - round(classes)) > 1e-3 * classes:
+            return False
+        least, most = math.log(1 + (classes - 1) / math.e), math.log(math.e + classes - 1)
+        gradient = int(step.partner("output", "grad_output")[site])
+        if not least * 0.999 <= loss <= most * 1.001 or gradient < 0 or not step.calls[gradient]:
+            return False
+        size, count = float(totals.l1_norm[gradient]), float(totals.count[gradient])
+        zeros, mean = float(totals.zeros[gradient]), float(totals.mean[gradient])
+        expected = 2 * (1 - math.exp(-loss)) * step.calls[gradient]
+        is_softmax = zeros < 0.1 * count and abs(mean) * count < 1e-3 * size
+        return is_softmax and 0.75 < size / expected < 1.25
+
+
+@dataclass
+class NoProgress:
+    """The loss is where it began (a note): what it was in the first 5 steps, after ``after`` = 100 of them.
+
+    Judged is the median of the last 20 losses: it has not come down by ``share`` = 0.02 of the first ones, nor by the
+    deviation of these. Every step counts, measured or not. Ours.
+
+    What else looks like it: losses that do not say what was learned, of a policy, or of both sides of a GAN; a very
+    long warmup. What to do: look at what else was found; train on one batch until it is known by heart; look at whether
+    labels belong to their data.
+    """
+
+    share: float = 0.02
+    after: int = 100
+    per_site: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        self._firsts: list[float] = []
+        self._last: deque[float] = deque(maxlen=20)
+        self._count = 0
+
+    def __call__(self, step: Step) -> list[Finding] | None:
+        losses = [scalars["loss"] for scalars in (*step.earlier_scalars.values(), step.scalars) if "loss" in scalars]
+        if not losses:
+            return None
+        for loss in filter(math.isfinite, losses):
+            self._count += 1
+            if len(self._firsts) < 5:
+                self._firsts.append(loss)
+            self._last.append(loss)
+        if self._count < self.after:
+            return []
+        first, last = float(np.median(self._firsts)), float(np.median(self._last))
+        noise = float(np.std(self._last)) / math.sqrt(len(self._last))
+        if last < first - max(self.share * abs(first), noise):
+            return []
+        sentence = (
+            f"the loss is {number(last)} after {self._count} steps, and began at {number(first)}: nothing has been "
+            "learned that it shows. If nothing else was found: train on a single batch until it is known by heart, and "
+            "look at whether the labels belong to their data."
+        )
+        return [step.finding("no-progress", None, last, first, "note", sentence)]

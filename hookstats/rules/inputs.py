@@ -1,0 +1,219 @@
+"""What the model is given: a batch far from those before it, inputs that are constant, or were never scaled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from hookstats.numbers.fields import Array
+from hookstats.rules.finding import Finding
+from hookstats.rules.formatting import number, tensor_of
+from hookstats.rules.history import Course
+from hookstats.rules.step import Mask, Step
+
+
+def _inputs(step: Step) -> Mask:
+    """``[n]``: the floating inputs of the model itself that came in this step; else that of the first module."""
+    inputs: Mask = step.is_kind("input") & (step.totals.count > 0)
+    of_model: Mask = inputs & np.array([site.name == "" for site in step.sites], bool)
+    if not of_model.any():
+        of_model[step.in_order(inputs)[:1]] = True
+    return of_model
+
+
+@dataclass
+class InputShift:
+    """A batch is far from the batches before it (warning): its size, or its largest value.
+
+    Judged is the rms, and the largest |x|, of each floating input of the model: ``factor`` = 10 times its level, or a
+    tenth of it, ``sigmas`` = 8 deviations and ``tail`` = 3 times as far as any of the last ``window`` = 128 measured
+    batches went, in logarithms. One value of a batch that is 1000 times too large shows in the largest |x|. A mean that
+    has moved by more than ``moved`` = 0.5 standard deviations of the data, as far beyond its own past, is a note. The
+    figures are ours.
+
+    What else looks like it: a curriculum, another data set, augmentation that begins. What to do: look at the samples
+    of this batch and at what loads and scales them; leave out the batch, or clip its values.
+
+    So that a healthy run is silent: an input is judged when there are ``min_history`` = 8 batches; heavy tails widen
+    their own limit; inputs that are constant, such as masks, are not judged, nor are integers.
+    """
+
+    factor: float = 10.0
+    sigmas: float = 8.0
+    tail: float = 3.0
+    moved: float = 0.5
+    window: int = 128
+    min_history: int = 8
+
+    def __post_init__(self) -> None:
+        self._sizes: dict[tuple[int, str], Course] = {}
+        self._means: dict[int, Course] = {}
+
+    def __call__(self, step: Step) -> list[Finding] | None:
+        inputs = step.in_order(_inputs(step))
+        return [found for site in inputs for found in self._judged(step, site)] if inputs else None
+
+    def _judged(self, step: Step, site: int) -> Iterator[Finding]:
+        totals, said = step.totals, False
+        if totals.min[site] == totals.max[site] != 0:
+            return
+        for name, size in (("rms", totals.rms[site]), ("largest |x|", totals.abs_max[site])):
+            course = self._sizes.setdefault((site, name), Course(self.window))
+            if size > 0 and np.isfinite(size):
+                shift = self._shift(course, float(size))
+                if shift and not said:
+                    said = True
+                    yield self._finding(step, site, name, float(size), course.level, shift)
+                course.push(float(size), self._limit(course))
+        mean, std = float(totals.mean[site]), float(totals.std[site])
+        course = self._means.setdefault(site, Course(self.window))
+        if np.isfinite(mean) and std > 0:
+            if not said and len(course) >= self.min_history:
+                away = abs(mean - course.level)
+                usual = max(abs(value - level) for value, level in course.past)
+                if away > self.moved * std and away > max(self.sigmas * course.spread, self.tail * usual):
+                    yield self._moved(step, site, mean, course.level, std)
+            course.push(mean)
+
+    def _limit(self, course: Course) -> float:
+        return course.limit(self.sigmas, self.tail) if len(course) >= self.min_history else np.inf
+
+    def _shift(self, course: Course, size: float) -> float:
+        """How many times its level a size is, where that is too far up or down; else 0."""
+        if len(course) < self.min_history:
+            return 0.0
+        level, limit = course.level, self._limit(course)
+        ratio = size / level
+        beyond = max(limit / level, self.factor)
+        return ratio if ratio > beyond or ratio < 1 / beyond else 0.0
+
+    def _finding(self, step: Step, site: int, name: str, size: float, level: float, shift: float) -> Finding:
+        sentence = (
+            f"the batch of step {step.number} is not like those before it: the {name} of {tensor_of(step.sites[site])} "
+            f"is {number(size)}, {number(shift) if shift > 1 else f'1/{number(1 / shift)}'} times its usual "
+            f"{number(level)}, before any layer has run. Look at the samples of this batch, and at what loads and "
+            "scales them."
+        )
+        return step.finding("input-shift", site, shift, self.factor, "warning", sentence)
+
+    def _moved(self, step: Step, site: int, mean: float, level: float, std: float) -> Finding:
+        sentence = (
+            f"the mean of {tensor_of(step.sites[site])} is {number(mean)} from step {step.number} on, and was "
+            f"{number(level)}: that is {number(abs(mean - level) / std)} standard deviations of the data. Look at what "
+            "scales the data, unless these have changed on purpose."
+        )
+        return step.finding("input-shift", site, abs(mean - level) / std, self.moved, "note", sentence)
+
+
+@dataclass
+class ConstantInput:
+    """All that the model sees of its input is one value, or one row (warning).
+
+    An input of the model that has varied holds one value throughout; or, from the start, the first output of the model
+    has no variance in any channel, which means that all rows that came in are the same: images that were not loaded,
+    tokens that are all padding. In ``consecutive_steps`` = 5 measured steps in a row. Ours.
+
+    What else looks like it: batches of one row, which are not judged. What to do: print a batch as the model gets it.
+
+    So that a healthy run is silent: inputs that are constant from the start, such as masks, count only where the first
+    output has no variance, either; channels of fewer than ``values`` = 8 values are not judged.
+    """
+
+    consecutive_steps: int = 5
+    values: int = 8
+
+    def __post_init__(self) -> None:
+        self._varied: set[int] = set()
+        self._lengths: dict[int, int] = {}
+        self._since: dict[int, int] = {}
+
+    def __call__(self, step: Step) -> list[Finding] | None:
+        inputs = step.in_order(_inputs(step))
+        outputs = step.in_order(step.is_kind("output") & (step.totals.count > 0))
+        candidates = {site: self._is_constant_now(step, site) for site in inputs}
+        if outputs and not (step.totals.min < step.totals.max)[inputs].any():
+            candidates[outputs[0]] = self._has_equal_rows(step, outputs[0])
+        found = []
+        for site, is_constant in candidates.items():  # the inputs first
+            self._lengths[site] = self._lengths.get(site, 0) + 1 if is_constant else 0
+            if self._lengths[site] == 1:
+                self._since[site] = step.number
+            if self._lengths[site] >= self.consecutive_steps:
+                found.append(self._finding(step, site))
+        return found[:1] if candidates else None
+
+    def _is_constant_now(self, step: Step, site: int) -> bool:
+        is_constant = bool(step.totals.min[site] == step.totals.max[site])
+        if not is_constant:
+            self._varied.add(site)
+        return is_constant and site in self._varied
+
+    def _has_equal_rows(self, step: Step, site: int) -> bool:
+        channels = step.channels(site)
+        if channels is None or channels.count.min() < self.values or step.nonfinite[site]:
+            return False
+        return bool((channels.max - channels.min <= 1e-5 * channels.abs_max).all())
+
+    def _finding(self, step: Step, site: int) -> Finding:
+        where = step.sites[site]
+        if step.is_kind("input")[site]:
+            what = f"{tensor_of(where)} holds one value throughout, {number(float(step.totals.max[site]))}"
+        else:
+            what = (
+                f"each channel of {tensor_of(where)}, the first one, has one value for all rows: so all rows that the "
+                "model is given are the same"
+            )
+        sentence = (
+            f"{what}, for {self._lengths[site]} measured steps. Nothing can be learned from it: print a batch as the "
+            "model gets it, and look at what loads and prepares it."
+        )
+        return step.finding("constant-input", site, 0.0, 0.0, "warning", sentence, since=self._since[site])
+
+
+@dataclass
+class UnscaledInput:
+    """An input of the model that was never scaled (a note): values far from the size that initial weights expect.
+
+    An rms beyond ``size`` = 20 (pixels from 0 to 255 have 100 and more), or a channel that is ``ratio`` = 1000 times
+    the median channel, in the first ``consecutive_steps`` = 5 measured steps. Initial weights (He et al. 2015, Glorot
+    and Bengio 2010) keep variances on the assumption that inputs have a variance near 1. The figures are ours.
+
+    What else looks like it: data that a norm of the model scales first. What to do: subtract the mean of each feature,
+    and divide by its standard deviation.
+    """
+
+    size: float = 20.0
+    ratio: float = 1000.0
+    consecutive_steps: int = 5
+
+    def __post_init__(self) -> None:
+        self._seen: dict[int, int] = {}
+
+    def __call__(self, step: Step) -> list[Finding] | None:
+        inputs = step.in_order(_inputs(step))
+        return [found for site in inputs if (found := self._judged(step, site))] if inputs else None
+
+    def _judged(self, step: Step, site: int) -> Finding | None:
+        seen = self._seen[site] = self._seen.get(site, 0) + 1
+        if seen > self.consecutive_steps:
+            return None
+        rms, largest = float(step.totals.rms[site]), self._largest_channel(step, site)
+        if not (rms > self.size or largest > self.ratio):
+            self._seen[site] = self.consecutive_steps  # once is enough to say that it is scaled
+        elif seen == self.consecutive_steps:
+            what = f"an rms of {number(rms)}" if rms > self.size else f"a channel {number(largest)} times the others"
+            sentence = (
+                f"{tensor_of(step.sites[site])} has {what}: it was not scaled. Initial weights expect values near 1; "
+                "subtract the mean of each feature and divide by its deviation, unless a norm of the model does that."
+            )
+            value, threshold = (rms, self.size) if rms > self.size else (largest, self.ratio)
+            return step.finding("unscaled-input", site, value, threshold, "note", sentence)
+        return None
+
+    @staticmethod
+    def _largest_channel(step: Step, site: int) -> float:
+        channels = step.channels(site)
+        sizes: Array = np.empty(0) if channels is None else channels.rms[channels.rms > 0]
+        return float(sizes.max() / np.median(sizes)) if len(sizes) > 1 else 0.0
