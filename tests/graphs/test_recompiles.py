@@ -142,7 +142,7 @@ def test_what_was_compiled_for_another_model_is_kept() -> None:
         cycle(model, run)
         run_other(batch()).sum().backward()
         assert counter.frame_count == 1, cycle
-    mon = hookstats.attach(other, every=1)
+    mon = hookstats.attach(other, tensors=THREE_KINDS, every=1)
     run_other(batch()).sum().backward()
     assert counter.frame_count == 2
     assert [mon.snapshot()[site].calls for site in mon.sites] == [1] * len(mon.sites)

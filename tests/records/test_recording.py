@@ -231,7 +231,7 @@ def test_a_planted_nan_is_found_where_it_began_within_two_steps_and_raised(tmp_p
     with pytest.raises(hookstats.FindingError, match="NaN") as caught:
         train_and_check(net, monitor)
     finding = caught.value.findings[0]
-    assert (finding.step, finding.site, finding.severity) == (3, ("0", "output"), "critical")
+    assert (finding.step, finding.site, finding.severity) == (3, ("", "input"), "critical")
     with suppress(hookstats.FindingError):
         monitor.detach()
     assert hookstats.load(tmp_path / "run").findings[0] == finding

@@ -13,7 +13,8 @@ from torch import nn
 import hookstats
 from hookstats import Site
 from hookstats._warn import WarnOnce
-from hookstats.watch import graphs
+from hookstats.watch import graphs, parameters
+from hookstats.watch.batches import part_held
 from hookstats.watch.skipping import GIVE_UP_AFTER, Skipping
 from tests.plain import OF_OUTPUTS, hearing
 
@@ -100,13 +101,12 @@ def test_one_parameter_that_cannot_be_read_is_left_out_and_the_others_are_measur
     mon = hookstats.attach(model, tensors=kinds, every=1)
     broken = model[0].weight
 
-    def part_here(self: Any, each: Any, kind: str, tensor: Any) -> Any:
+    def part(binder: Any, each: Any, kind: str, tensor: Any) -> Any:
         if each.get() is broken:
             raise RuntimeError("no such memory")
-        return plain(self, each, kind, tensor)
+        return part_held(binder, each, kind, tensor)
 
-    plain = type(mon._parameters)._part_here
-    monkeypatch.setattr(type(mon._parameters), "_part_here", part_here)
+    monkeypatch.setattr(parameters, "part_held", part)
     sites = {Site(f"{i}.{name}", kind) for i in (0, 1) for name in ("weight", "bias") for kind in kinds}
     lost = {Site("0.weight", kind) for kind in kinds}
     with hearing() as told:
