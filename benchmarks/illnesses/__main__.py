@@ -1,4 +1,4 @@
-"""``python -m benchmarks.illnesses [--half seen|unseen] [--save DIR] [--json FILE] [names]``: the table of diagnoses."""
+"""The table of diagnoses: ``python -m benchmarks.illnesses``, see --help."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.illnesses import healthy, ill  # noqa: F401, they register theirs
 from benchmarks.illnesses.healthy import HEALTHY
-from benchmarks.illnesses.training import ILL, TENSORS, Illness, Measured, run, seeded
+from benchmarks.illnesses.training import ILL, Illness, Measured, run, seeded
 from hookstats import Snapshot
 from hookstats.rules import Finding, judge
 from tests.rules.fleet import thinned
@@ -38,11 +38,10 @@ def measured(name: str, make: Callable[[], Measured], folder: Path | None) -> Me
 
 
 def is_right(finding: Finding, illness: Illness) -> bool:
-    places = None if illness.where is None else illness.where(illness.make())
     if finding.rule not in illness.rules or finding.step < illness.began:
         return False
-    return places is None or any(
-        site.name == place or site.name.startswith(f"{place}.") for place in places for site in finding.sites
+    return illness.where is None or any(
+        site.name == place or site.name.startswith(f"{place}.") for place in illness.where for site in finding.sites
     )
 
 
@@ -60,7 +59,7 @@ def diagnosis(snapshots: list[Snapshot], illness: Illness) -> dict[str, Any]:
         "rule": None if right is None else right.rule,
         "where": None if right is None or right.site is None else str(right.site),
         "late": None if right is None else right.step - illness.began,
-        "before": len(graver) if right is None else sum(each is not right for each in graver[: found.index(right)]),
+        "before": sum(each.severity != "note" for each in (found if right is None else found[: found.index(right)])),
         "told": len(graver),
         "notes": len(found) - len(graver),
         "all": [f"{each.rule}@{each.step}" for each in found],
@@ -71,7 +70,7 @@ def of_ill(half: str | None, folder: Path | None, names: set[str]) -> Iterator[d
     for each in ILL:
         if (names and each.name not in names) or (half and (half == "unseen") != each.is_unseen):
             continue
-        snapshots, losses = measured(f"{each.name}.{each.kind}", lambda each=each: run(each.make(), TENSORS), folder)
+        snapshots, losses = measured(f"{each.name}.{each.kind}", lambda each=each: run(each.make()), folder)
         row = {"name": each.name, "kind": each.kind, "unseen": each.is_unseen, "losses": [losses[0], losses[-1]]}
         yield row | {"every step": diagnosis(snapshots, each), "every tenth": diagnosis(thinned(snapshots, 10), each)}
 
@@ -90,7 +89,8 @@ def of_healthy(half: str | None, folder: Path | None, names: set[str]) -> Iterat
 
 
 def sums(rows: list[dict[str, Any]], healthy_rows: list[dict[str, Any]]) -> Iterator[str]:
-    yield "| half | every | ill | found | late, median | at most 2 before | healthy | with alarms |\n|---|---|---|---|---|---|---|---|"
+    yield "| half | measured | ill | found | late, median | at most 2 before | healthy | with alarms |"
+    yield 8 * "|---" + "|"
     for half in (False, True):
         for every in ("every step", "every tenth"):
             some = [row[every] for row in rows if row["unseen"] == half]
@@ -117,7 +117,8 @@ def main() -> None:
     warnings.simplefilter("ignore")
     began, names = time.perf_counter(), set(arguments.names)
     rows, healthy_rows = [], []
-    print("| illness | model | found | where | late | told before | told | every tenth |\n|---|---|---|---|---|---|---|---|")
+    print("| illness | model | found | where | late | told before | told | every tenth |")
+    print(8 * "|---" + "|")
     for row in of_ill(arguments.half, arguments.save, names):
         rows.append(row)
         each, tenth = row["every step"], row["every tenth"]

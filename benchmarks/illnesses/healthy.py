@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 
 import hookstats
-from benchmarks.illnesses.training import KINDS, TENSORS, Measured, Setup, adam, run
+from benchmarks.illnesses.training import KINDS, Measured, Setup, adam, run
 from hookstats import Snapshot
 from tests.rules import fleet
 from tests.rules.fleet.models import layers
@@ -24,7 +24,7 @@ def _of_fleet(make: Callable[[], Any]) -> Callable[[], Measured]:
         training = make()
         snapshots: list[Snapshot] = []
         losses = []
-        with hookstats.attach(training.model, every=1, tensors=TENSORS, sinks=snapshots.append) as monitor:
+        with hookstats.attach(training.model, every=1, sinks=snapshots.append) as monitor:
             for number in range(training.steps):
                 loss = training.step(number)
                 losses.append(float(loss))
@@ -45,7 +45,7 @@ def healthy(kind: str) -> Callable[[Callable[[Setup], None]], Callable[[Setup], 
         def measured() -> Measured:
             setup = KINDS[kind]()
             change(setup)
-            return run(setup, TENSORS)
+            return run(setup)
 
         HEALTHY[f"{change.__name__}.{kind}"] = measured
         return change
@@ -108,7 +108,7 @@ def bfloat16_with_float32_copies(setup: Setup) -> None:
         def __init__(self, model: nn.Module) -> None:
             super().__init__(model.parameters(), {})
 
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        def step(self, closure: Any = None) -> None:
             here = self.param_groups[0]["params"]
             for master, each in zip(masters, here, strict=True):
                 master.grad = each.grad.float()
@@ -204,7 +204,7 @@ def two_optimizers_in_turn(setup: Setup) -> None:
             self.each[self.number // 3 % 2].step()
             self.number += 1
 
-    setup.make_optimizer = Turns  # type: ignore[assignment]
+    setup.make_optimizer = Turns
 
 
 @healthy("cnn")

@@ -169,7 +169,7 @@ def a_new_head_that_the_optimizer_does_not_know(setup: Setup) -> None:
         optimizer = make(model)
         name, head = _linears(model)[-1]
         parent = model.get_submodule(name.rpartition(".")[0])
-        new = nn.Linear(head.in_features, head.out_features, head.bias is not None)  # type: ignore[arg-type]
+        new = nn.Linear(head.in_features, head.out_features, head.bias is not None)
         setattr(parent, name.rpartition(".")[2], new)
         return optimizer
 
@@ -259,7 +259,7 @@ def a_learning_rate_ten_thousand_times_too_small(setup: Setup) -> None:
 @ill("no-progress", on=("mlp", "cnn"))
 def gradients_that_are_clipped_to_nearly_nothing(setup: Setup) -> None:
     setup.make_optimizer = sgd(0.03)
-    setup.after_backward = lambda step: nn.utils.clip_grad_norm_(setup.model.parameters(), 1e-4)  # type: ignore[assignment]
+    setup.after_backward = lambda step: nn.utils.clip_grad_norm_(setup.model.parameters(), 1e-4)
 
 
 @ill("no-progress", on=("tanh", "gpt"))
@@ -280,7 +280,7 @@ def weight_decay_that_is_too_strong_in_adamw(setup: Setup) -> None:
 # Initialisation
 
 
-@ill("missing-gradients", on=("mlp", "cnn"))
+@ill("dead-channels", "missing-gradients", on=("mlp", "cnn"))
 def weights_that_are_all_zero(setup: Setup) -> None:
     for parameter in setup.model.parameters():
         nn.init.zeros_(parameter)
@@ -290,14 +290,14 @@ def weights_that_are_all_zero(setup: Setup) -> None:
 def initial_weights_thirty_times_too_large(setup: Setup) -> None:
     with torch.no_grad():
         for _, layer in _linears(setup.model):
-            layer.weight *= 30  # type: ignore[operator]
+            layer.weight *= 30
 
 
 @ill("saturated-channels", "vanishing-gradients", on=("tanh",))
 def tanh_that_is_saturated_from_the_start(setup: Setup) -> None:
     with torch.no_grad():
         for _, layer in _linears(setup.model)[:3]:
-            layer.weight *= 30  # type: ignore[operator]
+            layer.weight *= 30
 
 
 @ill("vanishing-gradients", on=("mlp",))
@@ -310,7 +310,7 @@ def a_deep_stack_of_sigmoids(setup: Setup) -> None:
 @ill("dead-channels", where={"mlp": "1", "cnn": "1"}, on=("mlp", "cnn"))
 def a_dead_first_layer(setup: Setup) -> None:
     with torch.no_grad():
-        _linears(setup.model)[0][1].bias.fill_(-20)  # type: ignore[operator, union-attr]
+        _linears(setup.model)[0][1].bias.fill_(-20)
 
 
 @ill("dead-channels", where={"mlp": "3"}, on=("mlp",), began=40)
@@ -318,12 +318,12 @@ def a_layer_that_dies_in_the_middle(setup: Setup) -> None:
     def kill(step: int) -> None:
         if step == 40:
             with torch.no_grad():
-                setup.model[2].bias.fill_(-50)  # type: ignore[index, union-attr]
+                setup.model[2].bias.fill_(-50)
 
     setup.before = [kill]
 
 
-@ill("missing-gradients", "vanishing-gradients", on=("resnet",))
+@ill("dead-channels", "missing-gradients", "vanishing-gradients", on=("resnet",))
 def batch_norms_whose_weights_are_zero_everywhere(setup: Setup) -> None:
     for module in setup.model.modules():
         if isinstance(module, nn.BatchNorm2d):
@@ -358,14 +358,14 @@ def a_detach_in_the_forward(setup: Setup) -> None:
 
 @ill("missing-gradients", on=("gpt",), where="blocks.0")
 def a_block_under_no_grad(setup: Setup) -> None:
-    block = setup.model.blocks[0]  # type: ignore[index, union-attr]
+    block = setup.model.blocks[0]
     inner = block.forward
-    block.forward = torch.no_grad()(inner)  # type: ignore[method-assign, assignment]
+    block.forward = torch.no_grad()(inner)
 
 
 @ill("probabilities-as-logits", on=("mlp", "cnn", "tanh"))
 def a_softmax_before_the_cross_entropy(setup: Setup) -> None:
-    setup.model.append(nn.Softmax(-1))  # type: ignore[operator]
+    setup.model.append(nn.Softmax(-1))
 
 
 @ill("probabilities-as-logits", on=("gpt",))
@@ -375,7 +375,7 @@ def a_softmax_module_before_the_cross_entropy(setup: Setup) -> None:
 
 @ill("no-progress", "vanishing-gradients", "constant-input", on=("mlp",))
 def a_bottleneck_of_dropout(setup: Setup) -> None:
-    setup.model.insert(4, nn.Dropout(0.999))  # type: ignore[operator]
+    setup.model.insert(4, nn.Dropout(0.999))
 
 
 @ill("residual-drift", "exploding-gradients", *DIVERGES, on=("gpt",))
@@ -403,8 +403,8 @@ def a_deep_stack_without_norms_and_with_large_weights(setup: Setup) -> None:
 @ill("missing-gradients", on=("mlp",))
 def an_argmax_on_the_way(setup: Setup) -> None:
     def forward(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        x = model[:4](x)  # type: ignore[index]
-        return model[4:](one_hot(x.argmax(-1), 64).float())  # type: ignore[index, no-any-return]
+        x = model[:4](x)
+        return model[4:](one_hot(x.argmax(-1), 64).float())
 
     setup.model = _Around(setup.model, forward)
 
@@ -423,9 +423,9 @@ def bfloat16_weights_whose_updates_are_lost(setup: Setup) -> None:
 @ill("nonfinite", on=("mlp",))
 def float16_that_overflows(setup: Setup) -> None:
     with torch.no_grad():
-        setup.model[0].weight *= 100  # type: ignore[index, operator, union-attr]
-        setup.model[2].weight *= 300  # type: ignore[index, operator, union-attr]
-        setup.model[4].weight *= 300  # type: ignore[index, operator, union-attr]
+        setup.model[0].weight *= 100
+        setup.model[2].weight *= 300
+        setup.model[4].weight *= 300
     setup.model = setup.model.half()
     setup.loss = lambda out, y: cross_entropy(out.float(), y)
     setup.damage = lambda step, x, y: (x.half(), y)
@@ -446,7 +446,7 @@ def a_bit_of_a_weight_that_flips(setup: Setup) -> None:
     def flip(step: int) -> None:
         if step == 70:
             with torch.no_grad():
-                weight = _linears(setup.model)[1][1].weight.view(-1)  # type: ignore[operator, union-attr]
+                weight = _linears(setup.model)[1][1].weight.view(-1)
                 weight[17] = 2.0**20
 
     setup.before = [flip]
@@ -457,7 +457,7 @@ def a_weight_that_becomes_nan(setup: Setup) -> None:
     def spoil(step: int) -> None:
         if step == 70:
             with torch.no_grad():
-                _linears(setup.model)[1][1].weight.view(-1)[17] = float("nan")  # type: ignore[operator, union-attr]
+                _linears(setup.model)[1][1].weight.view(-1)[17] = float("nan")
 
     setup.before = [spoil]
 

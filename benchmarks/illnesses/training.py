@@ -19,7 +19,6 @@ from tests.rules.fleet.models import GPT, Recurrent, cnn, layers, resnet
 from tests.rules.fleet.training import images, lines
 
 Batch = tuple[torch.Tensor, torch.Tensor]
-TENSORS = ("input", "output", "grad_output", "param_grad", "param_sample", "update_sample")  # as attach has them, but input
 
 
 @dataclass
@@ -49,7 +48,7 @@ class Setup:
             self.optimizer.zero_grad()
         x, y = self.damage(number, *self.data(number))
         loss = self.loss(self.model(x), y)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         self.after_backward(number)
         if self.steps_optimizer(number):
             self.optimizer.step()
@@ -91,9 +90,7 @@ def adam(lr: float, **how: Any) -> Callable[[nn.Module], torch.optim.Optimizer]:
 
 KINDS: dict[str, Callable[[], Setup]] = {
     "mlp": lambda: Setup("mlp", layers(64, 64, 64, 64, 10), sgd(0.03), _digits(), cross_entropy),
-    "tanh": lambda: Setup(
-        "tanh", layers(64, 64, 64, 64, 10, activation=nn.Tanh), adam(1e-3), _digits(), cross_entropy
-    ),
+    "tanh": lambda: Setup("tanh", layers(64, 64, 64, 64, 10, activation=nn.Tanh), adam(1e-3), _digits(), cross_entropy),
     "cnn": lambda: Setup("cnn", cnn(), adam(2e-3), _digits(1, 8, 8), cross_entropy),
     "resnet": lambda: Setup("resnet", resnet(), sgd(0.03), _digits(1, 8, 8), cross_entropy),
     "gpt": lambda: Setup("gpt", GPT(), adam(3e-3), _text, _of_tokens),
@@ -108,7 +105,7 @@ class Illness(NamedTuple):
     kind: str
     breaks: Callable[[Setup], None]
     rules: frozenset[str]
-    where: Callable[[Setup], tuple[str, ...]] | None  # names of modules or parameters, one of which is to be named
+    where: tuple[str, ...] | None  # names of modules or parameters, one of which is to be named
     began: int
 
     @property
@@ -136,8 +133,8 @@ def ill(
     def register(breaks: Callable[[Setup], None]) -> Callable[[Setup], None]:
         for kind in on:
             names = where.get(kind) if isinstance(where, dict) else where
-            place = None if names is None else (lambda setup, names=names: (names,) if isinstance(names, str) else names)
-            ILL.append(Illness(breaks.__name__, kind, breaks, frozenset(rules), place, began))
+            places = (names,) if isinstance(names, str) else names
+            ILL.append(Illness(breaks.__name__, kind, breaks, frozenset(rules), places, began))
         return breaks
 
     return register
@@ -154,13 +151,12 @@ def seeded() -> None:
     np.random.seed(0)  # noqa: NPY002, sklearn's
 
 
-def run(setup: Setup, tensors: tuple[str, ...] | None = None) -> Measured:
-    """A training, measured at every step."""
+def run(setup: Setup) -> Measured:
+    """A training, measured at every step as `attach` does it where nothing else is asked for."""
     snapshots: list[Snapshot] = []
     losses = []
     setup.prepare()
-    how = {} if tensors is None else {"tensors": tensors}
-    with hookstats.attach(setup.model, every=1, sinks=snapshots.append, **how) as monitor:
+    with hookstats.attach(setup.model, every=1, sinks=snapshots.append) as monitor:
         for number in range(setup.steps):
             loss = setup.step(number)
             losses.append(float(loss))

@@ -73,11 +73,14 @@ class DeadChannels:
         return shares, judged
 
     def _finding(self, step: Step, site: int, share: float) -> Finding:
-        sentence = (
-            f"{_channels(share)} of {tensor_of(step.sites[site])} are dead: 0 for more than "
-            f"{percent(1 - self.active)} of what they see. They get no gradient, and seldom come back: lower the "
-            "learning rate, look at the bias before them, or use a LeakyReLU or GELU."
-        )
+        if _has_zero_weights(step, site):
+            why = "all of its weights are 0. Nothing behind it can learn from it: look at how they are initialised."
+        else:
+            why = (
+                f"0 for more than {percent(1 - self.active)} of what they see. They get no gradient, and seldom come "
+                "back: lower the learning rate, look at the bias before them, or use a LeakyReLU or GELU."
+            )
+        sentence = f"{_channels(share)} of {tensor_of(step.sites[site])} are dead: {why}"
         severity = "critical" if share == 1 else "warning"
         since = int((self._all_dead if share == 1 else self._some_dead).since[site])
         return step.finding("dead-channels", site, share, self.share, severity, sentence, since=since)
@@ -93,6 +96,13 @@ class DeadChannels:
         if through is not None and np.array_equal(through.count, stats.count):
             dead &= through.zeros >= (1 - self.active) * through.count
         return float(dead[known].mean())
+
+
+def _has_zero_weights(step: Step, output: int) -> bool:
+    """Whether the weight of the module that an output belongs to has nothing but zeros, as far as it is measured."""
+    name = f"{step.sites[output].name}.weight".lstrip(".")
+    weights = [i for i, site in enumerate(step.sites) if site.name == name and site.tensor in ("param", "param_sample")]
+    return any(step.totals.count[i] > 0 and step.totals.abs_max[i] == 0 for i in weights)
 
 
 @dataclass

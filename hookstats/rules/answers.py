@@ -79,7 +79,7 @@ class NoProgress:
     """The loss is where it began (a note): what it was in the first 5 steps, after ``after`` = 100 of them.
 
     Judged is the median of the last 20 losses: it has not come down by ``share`` = 0.02 of the first ones, nor by the
-    deviation of these. Every step counts, measured or not. Ours.
+    deviation of these. Every step counts, measured or not; it is judged once. Ours.
 
     What else looks like it: losses that do not say what was learned, of a policy, or of both sides of a GAN; a very
     long warmup. What to do: look at what else was found; train on one batch until it is known by heart; look at whether
@@ -93,7 +93,7 @@ class NoProgress:
     def __post_init__(self) -> None:
         self._firsts: list[float] = []
         self._last: deque[float] = deque(maxlen=20)
-        self._count = 0
+        self._count, self._is_judged = 0, False
 
     def __call__(self, step: Step) -> list[Finding] | None:
         losses = [scalars["loss"] for scalars in (*step.earlier_scalars.values(), step.scalars) if "loss" in scalars]
@@ -104,8 +104,9 @@ class NoProgress:
             if len(self._firsts) < 5:
                 self._firsts.append(loss)
             self._last.append(loss)
-        if self._count < self.after:
+        if self._count < self.after or self._is_judged:
             return []
+        self._is_judged = True
         first, last = float(np.median(self._firsts)), float(np.median(self._last))
         noise = float(np.std(self._last)) / math.sqrt(len(self._last))
         if last < first - max(self.share * abs(first), noise):

@@ -15,12 +15,8 @@ from hookstats.rules.step import Mask, Step
 
 
 def _inputs(step: Step) -> Mask:
-    """``[n]``: the floating inputs of the model itself that came in this step; else that of the first module."""
-    inputs: Mask = step.is_kind("input") & (step.totals.count > 0)
-    of_model: Mask = inputs & np.array([site.name == "" for site in step.sites], bool)
-    if not of_model.any():
-        of_model[step.in_order(inputs)[:1]] = True
-    return of_model
+    """``[n]``: the floating inputs of the model itself that came in this step."""
+    return step.is_kind("input") & step.is_of_model & (step.totals.count > 0)
 
 
 @dataclass

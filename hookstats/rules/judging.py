@@ -185,6 +185,7 @@ class Judge:
         """What is new in a step; steps come in order. Never raises: a rule that does is a finding, and is left out."""
         step = Step(measured, self._sites, self._rank, self._attempt)
         found: list[Finding] = []
+        failed: list[Finding] = []
         for ruling in list(self._rulings):
             try:
                 found += ruling.findings(step)
@@ -193,8 +194,8 @@ class Judge:
                 sentence = (
                     f"the rule {ruling.name} failed and does not judge any more: {error!r}. Mend it, or leave it out."
                 )
-                found.append(step.finding(ruling.name, None, 1.0, 0.0, "warning", sentence))
-        return self._plot.tell(found, set().union(*(ruling.seen for ruling in self._rulings)))
+                failed.append(step.finding(ruling.name, None, 1.0, 0.0, "warning", sentence))
+        return failed + self._plot.tell(found, set().union(*(ruling.seen for ruling in self._rulings)))
 
     def rebuild(self, measured: Iterable[Snapshot | Drained]) -> None:
         """Fills the rules' windows with the steps before those that are to be judged, when a run is resumed.

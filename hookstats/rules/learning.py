@@ -9,13 +9,16 @@ from typing import ClassVar
 
 import numpy as np
 
-from hookstats.numbers.fields import Site
+from hookstats.numbers.fields import Counts, Site
 from hookstats.rules.finding import Finding
 from hookstats.rules.formatting import number, percent, times
 from hookstats.rules.history import Streak, extended
 from hookstats.rules.step import Mask, Step
 
 _SPARSE = 0.5  # share of a gradient that is 0, from which on it is one of rows that were not in the batch
+_LEAST = 3  # measured steps, by which anything is said to last
+_ACCUMULATED = 100  # steps, in which gradients may be accumulated
+_TINY = 1e-4  # of the usual size of a gradient
 _ROUNDED = {"bfloat16": 8, "float16": 11}  # bits of the mantissa, with the one that is not stored
 
 
@@ -47,13 +50,42 @@ class _Losses:
         return last < first - 0.02 * abs(first)
 
 
+class _Still:
+    """From which step on each parameter has stayed as it was, between measured steps as well."""
+
+    def __init__(self) -> None:
+        self.since, self._measured = np.empty(0, np.int64), np.empty(0, np.int64)
+        self._values = np.empty(0)
+
+    def push(self, step: Step, measured: Mask) -> Mask:
+        """``[n]``: of each update that was measured, whether its parameter has not changed."""
+        n = len(measured)
+        weights = step.weights_of_updates
+        values = np.where(measured & (weights >= 0), step.totals.l2_norm[weights], np.nan)
+        before = extended(self._values, n, np.nan)
+        self._values = np.where(np.isfinite(values), values, before)
+        still = measured & (step.totals.zeros == step.totals.count)
+        counts, since = extended(self._measured, n, 0), extended(self.since, n, 0)
+        is_other = (counts > 0) & np.isfinite(values) & np.isfinite(before) & (values != before)
+        begins = still & ((counts == 0) | is_other)
+        self.since = np.where(begins, step.number, since)
+        self._measured = np.where(begins, 1, np.where(still, counts + 1, np.where(measured, 0, counts)))
+        result: Mask = still & ~is_other
+        return result
+
+    def lasts(self, step: Step, steps: int) -> Mask:
+        """``[n]``: those that have stayed so for so many steps."""
+        return (self._measured >= _LEAST) & (step.number - self.since + 1 >= steps)
+
+
 @dataclass
 class UnchangedParameters:
     """Parameters that no step changes, although gradients arrive: warning; critical where none of the model changes.
 
-    In ``consecutive_steps`` = 20 measured steps in a row in which other parameters changed, or in ``all_steps`` = 30
-    where none does. Judged is the sample of each parameter, "update_sample": all of its elements stayed as they were.
-    The figures are ours.
+    For ``steps`` = 20 steps, in which other parameters changed, or ``all_steps`` = 30 in which none did, of which at
+    least three were measured. Judged is the sample of each parameter: "update_sample" has nothing but zeros, and
+    "param_sample" is what it was in the measured step before, so that nothing happened between them, either. The
+    figures are ours.
 
     What else looks like it: updates that are lost to rounding (LostUpdates), a learning rate of 0 on purpose, a
     schedule that has ended. What to do: see that the optimizer was made of ``model.parameters()`` of this very model,
@@ -61,35 +93,64 @@ class UnchangedParameters:
 
     So that a healthy run is silent: frozen parameters (``requires_grad=False``) have no gradient, and neither have
     those whose modules do not run; both are not judged, nor are gradients that are mostly 0 (an embedding, whose rows
-    are not in each batch). Warmup from 0, turns of several optimizers and gradient accumulation end before the streak.
+    are not in each batch) or below 1e-4 of the others' (these vanish). Warmup from 0 and turns of several optimizers
+    end before; while gradients grow from step to step, as they do when they are accumulated, it waits for 100 steps.
     """
 
-    consecutive_steps: int = 20
+    steps: int = 20
     all_steps: int = 30
-    per_site: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        self._streak, self._changed = Streak(self.consecutive_steps), np.empty(0, bool)
-        self._all_for, self._all_since = 0, 0
+        self._still, self._changed = _Still(), np.empty(0, bool)
+        self._all_since, self._norms = -1, list[float]()
 
     def __call__(self, step: Step) -> list[Finding] | None:
         measured = step.updates & (step.totals.count > 0)
         if not measured.any():
             return None
-        unchanged = measured & (step.totals.zeros == step.totals.count)
-        self._changed = extended(self._changed, len(measured), False) | (measured & ~unchanged)
-        held_back = unchanged & _gets_gradient(step) & ~_is_rounded_away(step, unchanged)
-        if not (measured & ~unchanged).any():
-            self._all_for += bool(held_back.any())
-            if self._all_for == 1:
-                self._all_since = step.number
-            ill = step.in_order(held_back)
-            if self._all_for < self.all_steps or not ill:
-                return []
+        still = self._still.push(step, measured)
+        self._changed = extended(self._changed, len(measured), False) | (measured & ~still)
+        if (measured & ~still).any():
+            self._all_since, self._norms = -1, []
+            held_back = still & _gets_gradient(step) & ~_is_rounded_away(step, still)
+            held_back &= ~self._is_tiny(step, measured & ~still)
+            return list(self._of_some(step, step.in_order(held_back & self._still.lasts(step, self.steps))))
+        if self._all_since < 0:
+            self._all_since = step.number
+        self._norms.append(step.grad_norm or 0.0)
+        waits = _ACCUMULATED if self._is_accumulated() else self.all_steps
+        if len(self._norms) < _LEAST or step.number - self._all_since + 1 < waits:
+            return []
+        gets_gradient = _gets_gradient(step)
+        ill = step.in_order(gets_gradient & ~_is_rounded_away(step, still))
+        if ill:
             return [self._of_all(step, ill)]
-        self._all_for = 0
-        ill = step.in_order(self._streak.push(step.number, held_back, measured))
-        return list(self._of_some(step, ill))
+        is_zeroed = not gets_gradient.any() and (step.calls[step.is_kind("grad_output")] > 0).any()
+        return [self._of_zeroed(step, step.in_order(measured))] if is_zeroed and not max(self._norms) else []
+
+    def _is_accumulated(self) -> bool:
+        """Whether gradients have grown since nothing changes."""
+        third = -(-len(self._norms) // 3)
+        first, last = float(np.median(self._norms[:third])), float(np.median(self._norms[-third:]))
+        return last > 1.5 * first
+
+    @staticmethod
+    def _is_tiny(step: Step, changed: Mask) -> Mask:
+        """``[n]``: of each update, whether its gradient is so small beside others' that a change may be lost."""
+        gradients = step.gradients_of_updates
+        sizes = np.where(gradients >= 0, step.totals.rms[gradients], np.nan)
+        usual = sizes[changed & (sizes > 0)]
+        with np.errstate(invalid="ignore"):
+            return np.asarray(sizes < _TINY * (np.median(usual) if usual.size else 0.0))
+
+    def _of_zeroed(self, step: Step, sites: list[int]) -> Finding:
+        sentence = (
+            "no parameter of the model changes: gradients go through the outputs, and no parameter has one when the "
+            "optimizer steps. Call zero_grad() before backward(), not between backward() and step()."
+        )
+        return step.finding(
+            "unchanged-parameters", None, 1.0, 1.0, "critical", sentence, since=self._all_since, sites=sites
+        )
 
     def _of_all(self, step: Step, ill: list[int]) -> Finding:
         if self._changed[ill].any():
@@ -103,7 +164,7 @@ class UnchangedParameters:
             )
         sentence = f"{what}, although gradients arrive. {advice}"
         return step.finding(
-            "unchanged-parameters", ill[0], 1.0, 1.0, "critical", sentence, since=self._all_since, sites=ill
+            "unchanged-parameters", None, 1.0, 1.0, "critical", sentence, since=self._all_since, sites=ill
         )
 
     def _of_some(self, step: Step, ill: list[int]) -> Iterator[Finding]:
@@ -118,7 +179,7 @@ class UnchangedParameters:
             )
             yield self._finding(step, never, sentence)
         if stopped:
-            since = int(self._streak.since[stopped[0]])
+            since = int(self._still.since[stopped[0]])
             sentence = (
                 f"{_names(step, stopped)} {'has' if len(stopped) == 1 else 'have'} not changed since step {since}, "
                 "although gradients arrive and other parameters learn. Look at the learning rate of the group, and at "
@@ -127,7 +188,7 @@ class UnchangedParameters:
             yield self._finding(step, stopped, sentence)
 
     def _finding(self, step: Step, ill: list[int], sentence: str) -> Finding:
-        since = int(self._streak.since[ill[0]])
+        since = int(self._still.since[ill[0]])
         return step.finding("unchanged-parameters", ill[0], 1.0, 1.0, "warning", sentence, since=since, sites=ill)
 
 
@@ -137,9 +198,9 @@ class LostUpdates:
 
     A parameter whose values are all of bfloat16 or float16 keeps a change only if it is half a unit in the last place:
     1/512 of a value in bfloat16. Ill is a model of which ``share`` = 0.8 of all sampled elements stay as they are in
-    each of ``consecutive_steps`` = 20 measured steps: a warning where the loss has not come down since the run began.
-    The dtype is told by the smallest and largest values of the parameters, which it holds exactly. The share is ours;
-    the cause is described in arXiv 2010.06192 (Zamirai et al. 2020).
+    each measured step, five at least, for ``steps`` = 20 steps: a warning where the loss has not come down since the
+    run began. The dtype is told by the smallest and largest values of the parameters, which it holds exactly. The share
+    is ours; the cause is described in arXiv 2010.06192 (Zamirai et al. 2020).
 
     What else looks like it: an optimizer that keeps float32 copies of the parameters, whose changes add up unseen until
     they show here; then the loss comes down, and it is a note. What to do: keep float32 parameters and use autocast, or
@@ -149,7 +210,7 @@ class LostUpdates:
     """
 
     share: float = 0.8
-    consecutive_steps: int = 20
+    steps: int = 20
     per_site: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -167,7 +228,7 @@ class LostUpdates:
         self._for = self._for + 1 if count and zeros > self.share * count else 0
         if self._for == 1:
             self._since = step.number
-        if self._for < self.consecutive_steps or not sites:
+        if self._for < 5 or step.number - self._since + 1 < self.steps or not sites:
             return []
         came_down = self._losses.came_down()
         most = sorted(sites, key=lambda site: -totals.zeros[site] / totals.count[site])
@@ -192,50 +253,53 @@ class LostUpdates:
 
 @dataclass
 class MissingGradients:
-    """Parameters that never get a gradient, although what they belong to runs and others get theirs (warning).
+    """Parameters that never get a gradient, although what they belong to runs and others get theirs: note, or warning.
 
-    None, or one that is 0 throughout, from the start and in ``consecutive_steps`` = 20 measured steps. Named is the
-    last module without one in order of execution: behind it the path from the loss is cut, by ``detach()``,
-    ``no_grad``, an integer, ``.item()``, or weights that are 0. The figure is ours.
+    A warning where the path from the loss is cut for certain: everything that runs before has no gradient either, or
+    what runs behind it in the same block has one. No gradient, or one that is 0 throughout, from the start and for
+    ``steps`` = 20 steps in which the module ran, at least five of them measured. Named is the last module without one
+    in order of execution: behind it the path from the loss is cut, by ``detach()``, ``no_grad``, an integer,
+    ``.item()``, or weights that are 0. The figures are ours.
 
-    What else looks like it: a head that this loss does not use. What to do: look at what is done with the output that
-    is named, up to the next module; freeze what is not to learn with ``requires_grad=False``.
+    What else looks like it: a head that this loss does not use, or not yet. What to do: look at what is done with the
+    output that is named, up to the next module; freeze what is not to learn with ``requires_grad=False``.
 
     So that a healthy run is silent: frozen parameters have no gradient to wait for; modules that do not run are not
-    judged, nor is anything that ever had a gradient; a gradient that is 0 behind weights that begin with 0 (LoRA, the
-    last norm of a residual block) lasts a step or two.
+    judged, nor is what ever had a gradient, or has changed without one; a gradient that is 0 behind weights that begin
+    with 0 (LoRA, the last norm of a residual block) lasts a step or two.
     """
 
-    consecutive_steps: int = 20
+    steps: int = 20
     per_site: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        self._steps, self._reached = 0, np.empty(0, bool)
+        self._outputs = np.empty(0, np.int64)  # of each gradient of a parameter, the output of its module
+        self._reached, self._waited = np.empty(0, bool), np.empty(0, np.int64)
+        self._first = np.empty(0, np.int64)
 
     def __call__(self, step: Step) -> list[Finding] | None:
         gradients, totals = step.is_kind("param_grad"), step.totals
         arrived = gradients & (totals.count + step.nonfinite > 0)
         if not arrived.any():
             return None
-        self._steps += 1
+        n = len(gradients)
+        if len(self._outputs) < n:
+            self._outputs = _outputs_of_gradients(step)
+        updates = step.updates_of_gradients
+        changes = (updates >= 0) & ((totals.abs_max > 0) & (totals.count > 0))[updates] & ~arrived
         has_size = arrived & ((totals.abs_max > 0) | (step.nonfinite > 0))
-        self._reached = extended(self._reached, len(gradients), False) | has_size
-        if self._steps < self.consecutive_steps or not self._reached[gradients].any():
+        self._reached = extended(self._reached, n, False) | has_size | (gradients & changes)
+        waits = gradients & ~self._reached & (self._outputs >= 0) & (totals.count > 0)[self._outputs]
+        waited = extended(self._waited, n, 0)
+        self._first = np.where(waits & (waited == 0), step.number, extended(self._first, n, 0))
+        self._waited = waited + waits
+        ill = waits & (self._waited >= 5) & (step.number - self._first + 1 >= self.steps)
+        if not ill.any() or not self._reached[gradients].any():
             return []
-        ran = {step.sites[site].name: place for place, site in enumerate(step.in_order(self._outputs(step)))}
-        missing = {}
-        for site in np.flatnonzero(gradients & ~self._reached).tolist():
-            module = step.sites[site].name.rpartition(".")[0]
-            if module in ran and self._steps >= self.consecutive_steps:
-                missing[site] = ran[module]
-        if not missing:
-            return []
-        sites = sorted(missing, key=lambda site: missing[site])
-        return [self._finding(step, sites, ran)]
-
-    @staticmethod
-    def _outputs(step: Step) -> Mask:
-        return step.is_kind("output") & (step.totals.count > 0)
+        places = {site: place for place, site in enumerate(step.order.tolist())}
+        sites = sorted(np.flatnonzero(ill).tolist(), key=lambda site: places[int(self._outputs[site])])
+        outputs = step.in_order(step.is_kind("output") & (totals.count > 0))
+        return [self._finding(step, sites, {step.sites[site].name: place for place, site in enumerate(outputs)})]
 
     def _finding(self, step: Step, sites: list[int], ran: dict[str, int]) -> Finding:
         last = step.sites[sites[-1]].name.rpartition(".")[0]
@@ -250,11 +314,32 @@ class MissingGradients:
         )
         sentence = (
             f"{_names(step, sites[::-1])} {'gets' if len(sites) == 1 else 'get'} {what}, in all "
-            f"{self._steps} measured steps, and {'does' if len(sites) == 1 else 'do'} not learn: the way back from the "
-            f"loss ends {cut}: {why}."
+            f"{int(self._waited[sites[-1]])} measured steps, and {'does' if len(sites) == 1 else 'do'} not learn: the "
+            f"way back from the loss ends {cut}: {why}."
         )
         listed = [sites[-1], *sites[:-1]]
-        return step.finding("missing-gradients", sites[-1], 0.0, 0.0, "warning", sentence, since=0, sites=listed)
+        since = int(self._first[sites[-1]])
+        severity = "warning" if self._is_cut(step, sites, ran) else "note"
+        return step.finding("missing-gradients", sites[-1], 0.0, 0.0, severity, sentence, since=since, sites=listed)
+
+    def _is_cut(self, step: Step, missing: list[int], ran: dict[str, int]) -> bool:
+        """Whether all that runs up to there lacks gradients, or what runs behind it in the same block has some.
+
+        Otherwise it may be a head of its own.
+        """
+        places = {
+            module: ran[module]
+            for site in np.flatnonzero(self._reached & step.is_kind("param_grad")).tolist()
+            if (module := step.sites[site].name.rpartition(".")[0]) in ran
+        }
+        modules = [step.sites[site].name.rpartition(".")[0] for site in missing]
+        if not places or max(ran[module] for module in modules) <= min(places.values()):
+            return True
+        for module in modules:
+            block = module.rpartition(".")[0]
+            if block and any(each.startswith(f"{block}.") and places[each] > ran[module] for each in places):
+                return True
+        return False
 
 
 @dataclass
@@ -333,23 +418,27 @@ class GrowingGradients:
         return pairs
 
 
+def _outputs_of_gradients(step: Step) -> Counts:
+    """``[n]``: of each gradient of a parameter, the id of the output of the module that has it; -1 without one."""
+    ids = {site.name: place for place, site in enumerate(step.sites) if site.tensor.partition(".")[0] == "output"}
+    result = np.full(len(step.sites), -1, np.int64)
+    for site in np.flatnonzero(step.is_kind("param_grad")).tolist():
+        result[site] = ids.get(step.sites[site].name.rpartition(".")[0], -1)
+    return result
+
+
 def _is_embedding(step: Step, module: str, ids: dict[Site, int]) -> bool:
     """Whether a module without a bias has a gradient that is 0 in most rows, as only embeddings have."""
-    weight = ids[Site(f"{module}.weight", "param_grad")]
-    return Site(f"{module}.bias", "param_grad") not in ids and bool(
-        step.totals.zeros[weight] > _SPARSE * step.totals.count[weight]
-    )
+    weight, bias = (ids.get(Site(f"{module}.{name}".lstrip("."), "param_grad"), -1) for name in ("weight", "bias"))
+    return bias < 0 <= weight and bool(step.totals.zeros[weight] > _SPARSE * step.totals.count[weight])
 
 
 def _changed(step: Step) -> Mask:
     """``[n]``: of each gradient of a parameter, whether this step changed it; all, where that is not measured."""
     if not step.updates.any():
         return step.is_kind("param_grad")
-    result = np.zeros(len(step.sites), bool)
-    for kind in ("update_sample", "param_update"):
-        updates = step.partner("param_grad", kind)
-        result |= (updates >= 0) & (step.totals.zeros < step.totals.count)[updates]
-    return result
+    updates = step.updates_of_gradients
+    return (updates >= 0) & (step.totals.zeros < step.totals.count)[updates]
 
 
 @dataclass
@@ -358,7 +447,7 @@ class ShrinkingWeights:
 
     Where only weight decay changes a parameter, all of its values go towards 0 together: what mean |w| loses is the
     mean |update|. Ill is a model of which more than half of the matrices lose more than ``part`` = 0.5 of their updates
-    so, each step at least ``rate`` = 5e-4 of their size, in ``consecutive_steps`` = 20 measured steps in a row. A decay
+    so, each step at least ``rate`` = 5e-4 of their size, in five measured steps in a row, for ``steps`` = 20. A decay
     of 0.1 at a learning rate of 1e-3 is 1e-4 a step. The figures are ours.
 
     What else looks like it: data that were learned by heart, behind which nothing but the decay is left. What to do:
@@ -369,12 +458,12 @@ class ShrinkingWeights:
 
     part: float = 0.5
     rate: float = 5e-4
-    consecutive_steps: int = 20
+    steps: int = 20
     values: int = 64
     per_site: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        self._streak, self._losses = Streak(self.consecutive_steps), _Losses()
+        self._streak, self._losses = Streak(5), _Losses()
         self._sizes, self._at = np.empty(0), -1
         self._firsts: dict[int, float] = {}
 
@@ -393,7 +482,7 @@ class ShrinkingWeights:
             lost = (before - sizes) / path
             ill = measured & (lost > self.part) & (path > self.rate * passed * sizes)
         going = self._streak.push(step.number, ill, measured & np.isfinite(lost))
-        sites = step.in_order(going)
+        sites = step.in_order(going & (step.number - self._streak.since + 1 >= self.steps))
         for site in sites:
             self._firsts.setdefault(site, float(sizes[site]))
         if 2 * len(sites) <= int(measured.sum()):
@@ -414,13 +503,9 @@ class ShrinkingWeights:
 
 def _gets_gradient(step: Step) -> Mask:
     """``[n]``: of each update, whether the gradient of its parameter arrived, and is not mostly 0."""
-    totals = step.totals
-    result = np.zeros(len(step.sites), bool)
-    for kind in ("update_sample", "param_update"):
-        gradients = step.partner(kind, "param_grad")
-        dense = (totals.abs_max > 0) & (totals.zeros < _SPARSE * totals.count)
-        result |= (gradients >= 0) & dense[gradients]
-    return result
+    totals, gradients = step.totals, step.gradients_of_updates
+    dense = (totals.abs_max > 0) & (totals.zeros < _SPARSE * totals.count)
+    return (gradients >= 0) & dense[gradients]
 
 
 def _dtype_of(step: Step, site: int) -> str:

@@ -50,6 +50,14 @@ class Sites:
             self._kinds[kind] = mask
         return mask
 
+    @property
+    def is_of_model(self) -> Mask:
+        """``[n]``: whether a site's name is empty."""
+        mask = self._kinds.get("")
+        if mask is None or len(mask) < len(self.all):
+            mask = self._kinds[""] = np.array([site.name == "" for site in self.all], bool)
+        return mask
+
     def partner(self, kind: str, other: str) -> Counts:
         """Of each site of a kind, the id of the site of the other kind with the same name; -1 without one."""
         partners = self._partners.get((kind, other))
@@ -87,6 +95,11 @@ class Step:
     def is_kind(self, kind: str) -> Mask:
         """``[n]``: whether a site's tensor is an "output", a "grad_output", a "param", ..., see attach."""
         return self._sites.is_kind(kind)
+
+    @property
+    def is_of_model(self) -> Mask:
+        """``[n]``: whether a site is of the model itself, and of none of its modules."""
+        return self._sites.is_of_model
 
     def partner(self, kind: str, other: str) -> Counts:
         """``[n]``: of each site of a kind, the id of that of another kind with the same name; -1 without one.
@@ -167,6 +180,18 @@ class Step:
         """``[n]``: of each of `updates`, the id of the parameter's own values; -1 without one."""
         full = self.partner("param_update", "param")
         return full if self.is_kind("param_update").any() else self.partner("update_sample", "param_sample")
+
+    @property
+    def gradients_of_updates(self) -> Counts:
+        """``[n]``: of each of `updates`, the id of the parameter's gradient; -1 without one."""
+        full = self.is_kind("param_update").any()
+        return self.partner("param_update" if full else "update_sample", "param_grad")
+
+    @property
+    def updates_of_gradients(self) -> Counts:
+        """``[n]``: of each gradient of a parameter, the id of the one of `updates`; -1 without one."""
+        full = self.is_kind("param_update").any()
+        return self.partner("param_grad", "param_update" if full else "update_sample")
 
     @cached_property
     def scales(self) -> Array:

@@ -16,12 +16,12 @@ _DEPTH = {
     "nonfinite": 1,
     "growing-gradients": 2, "unchanged-parameters": 2, "lost-updates": 2, "shrinking-weights": 2,
     "probabilities-as-logits": 2,
-    "missing-gradients": 3,
-    "exploding-gradients": 5, "vanishing-gradients": 5, "gradient-norm-spike": 5, "update-ratio": 5,
-    "loss-spike": 6, "no-progress": 7,
-    "low-precision-fit": 8, "massive-activations": 8,
+    "missing-gradients": 4, "exploding-gradients": 4, "vanishing-gradients": 4, "gradient-norm-spike": 4,
+    "update-ratio": 4,
+    "loss-spike": 5, "no-progress": 6,
+    "low-precision-fit": 7, "massive-activations": 7,
 }  # fmt: skip
-_FORWARD = 4
+_FORWARD = 3
 _NEVER_CAUSES = {"no-progress", "low-precision-fit", "massive-activations", "unscaled-input"}
 _STANDING = 20  # measured steps, for which a problem that is not seen any more still explains what comes
 
@@ -147,14 +147,18 @@ def story(findings: Iterable[Finding]) -> list[Chapter]:
 
 def _adopted(chapters: list[Chapter]) -> list[Chapter]:
     """Those that began after a deeper cause had begun, which was told later, become its effects."""
-    left = []
+    causes: dict[int, Chapter] = {}
     for chapter in chapters:
-        causes = [other for other in chapters if other is not chapter and _came_first(other.finding, chapter.finding)]
-        if causes:
-            cause = min(causes, key=lambda other: (depth(other.finding.rule), other.finding.step))
-            cause.effects += [replace(chapter.finding, because=cause.finding.as_cause), *chapter.effects]
-        else:
-            left.append(chapter)
+        found = [other for other in chapters if other is not chapter and _came_first(other.finding, chapter.finding)]
+        if found:
+            causes[id(chapter)] = min(found, key=lambda other: (depth(other.finding.rule), other.finding.step))
+    for chapter in chapters:
+        first = chapter
+        while id(first) in causes:  # which looks deeper each time
+            first = causes[id(first)]
+        if first is not chapter:
+            first.effects += [replace(chapter.finding, because=first.finding.as_cause), *chapter.effects]
+    left = [chapter for chapter in chapters if id(chapter) not in causes]
     for chapter in left:
         chapter.effects.sort(key=lambda each: each.step)
     return left
@@ -162,12 +166,14 @@ def _adopted(chapters: list[Chapter]) -> list[Chapter]:
 
 def _came_first(cause: Finding, effect: Finding) -> bool:
     """Whether a finding that was told later names what the other one follows from."""
-    same_run = (cause.attempt, cause.rank) == (effect.attempt, effect.rank)
+    if (cause.attempt, cause.rank) != (effect.attempt, effect.rank):
+        return False
     began, seen = cause.since, effect.since
     assert began is not None
     assert seen is not None
-    is_deeper = depth(cause.rule) < depth(effect.rule) and explains(cause, effect)
-    return same_run and is_deeper and began <= seen <= cause.step
+    is_same = (cause.rule, cause.site) == (effect.rule, effect.site) and began <= effect.step  # which became graver
+    is_deeper = depth(cause.rule) < depth(effect.rule) or (is_same and cause.severity != effect.severity)
+    return is_deeper and explains(cause, effect) and began <= seen <= cause.step
 
 
 def _by_gravity(chapters: list[Chapter]) -> list[Chapter]:
