@@ -198,7 +198,7 @@ class Run:
             for finding in found
             if not self._timeline.is_replaced(finding.step, finding.attempt)
             and (self._has_all_steps or self._judged_with(finding.step) in numbers)
-            and (self._chosen_sites is None or finding.site is None or finding.site in self._chosen_sites)
+            and (self._chosen_sites is None or finding.site is None or self._chosen_sites.intersection(finding.sites))
         ]
 
     def _judged_with(self, step: int) -> int:

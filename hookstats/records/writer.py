@@ -154,7 +154,8 @@ class Attempt:
             try:
                 sink(drained.snapshot())
                 for each in found:
-                    sink.finding(each)
+                    if each.is_news:
+                        sink.finding(each)
             except Exception as error:
                 self._sinks.remove(sink)
                 sentence = f"the sink {sink!r} failed and gets nothing more: {error!r}"

@@ -36,7 +36,9 @@ class Finding:
 
     ``since``: the step in which it began, which may be long before it was certain. ``sites``: all sites of it, ``site``
     first, then in order of execution; at most 20, and ``site_count`` says how many there are.
-    ``because``: the earlier finding that this one follows from; None: it stands for itself, and is told to the user.
+    ``because``: the earlier finding that this one follows from; None: it stands for itself. ``is_news``: whether it is
+    told while training goes on: what follows from something else is not, unless it is the first in that story to be
+    critical.
     """
 
     rule: str
@@ -52,6 +54,7 @@ class Finding:
     sites: tuple[Site, ...] = ()
     site_count: int = 0
     because: Cause | None = None
+    is_news: bool = True
 
     def __post_init__(self) -> None:
         if self.severity not in SEVERITIES:
@@ -87,6 +90,8 @@ class Finding:
             _check(name, d[name], str)
         for name in ("step", "rank", "attempt", "since", "site_count"):
             _check(name, d[name], int)
+        if not isinstance(d["is_news"], bool):
+            raise ValueError(f"is_news of a finding: expected true or false, got {d['is_news']!r:.200}")
         because = d["because"]
         _check("sites", d["sites"], list)
         if because is not None:

@@ -453,7 +453,8 @@ class ShrinkingWeights:
     What else looks like it: data that were learned by heart, behind which nothing but the decay is left. What to do:
     lower weight_decay, or leave out norms and biases; AdamW multiplies it by the learning rate, Adam does not.
 
-    So that a healthy run is silent: biases and what begins with one value are not judged; ordinary updates go anywhere.
+    So that a healthy run is silent: parameters with fewer than ``values`` = 64 sampled elements, and those that have
+    one value, are not judged; ordinary updates go anywhere.
     """
 
     part: float = 0.5

@@ -62,25 +62,29 @@ class Plot:
         self._told = [each for each in self._told if self._steps - each.last <= _STANDING]
         result = []
         for finding in in_order(together(found)):
-            cause = self._cause(finding)
+            cause, is_critical = self._cause(finding), finding.severity == "critical"
             if cause is None:
-                self._told.append(_Standing(finding, self._steps))
+                self._told.append(_Standing(finding, self._steps, is_critical))
             else:
-                finding = replace(finding, because=cause)
+                finding = replace(
+                    finding, because=cause.finding.as_cause, is_news=is_critical and not cause.has_critical
+                )
+                cause.has_critical |= is_critical
             result.append(finding)
         return result
 
-    def _cause(self, finding: Finding) -> Cause | None:
-        standing = [each.finding for each in self._told if explains(each.finding, finding)]
-        return min(standing, key=lambda each: (depth(each.rule), each.step)).as_cause if standing else None
+    def _cause(self, finding: Finding) -> _Standing | None:
+        standing = [each for each in self._told if explains(each.finding, finding)]
+        return min(standing, key=lambda each: (depth(each.finding.rule), each.finding.step)) if standing else None
 
 
 @dataclass
 class _Standing:
-    """A finding that was told, and the measured step in which its problem was seen last."""
+    """A finding that stands for itself."""
 
     finding: Finding
-    last: int
+    last: int  # the measured step in which its problem was seen
+    has_critical: bool  # whether it is critical, or anything that followed from it
 
 
 def explains(cause: Finding, effect: Finding) -> bool:

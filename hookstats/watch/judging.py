@@ -22,6 +22,10 @@ class Finding(Protocol):
     @property
     def sentence(self) -> str: ...
 
+    @property
+    def is_news(self) -> bool:
+        """Whether it is to be told: what follows from what was told is not."""
+
     def __str__(self) -> str:
         """With the step that it is about, which was some steps ago; its severity, and the rule."""
 
@@ -100,12 +104,16 @@ class Judging:
         return step <= self._until
 
     def act(self) -> None:
-        """Tells what is new. FindingError if that is asked for."""
+        """Tells what is news, and logs the rest at a level that is not heard by default. FindingError if asked for."""
         if not self._new:
             return
         new, self._new = self._new, []
         self.findings += [finding for finding, _ in new]
         for finding, on_finding in new:
+            if not finding.is_news:
+                if on_finding is not None and not callable(on_finding):
+                    _log.info("%s", finding)
+                continue
             for sink in self._told:
                 self._call(sink.finding, finding, f"the sink {sink!r}")
             if callable(on_finding):

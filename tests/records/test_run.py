@@ -278,7 +278,8 @@ def test_findings_are_those_of_attempts_sites_and_steps_that_count(kept: Path) -
         return Finding("spike", step, site, float("nan"), 1.0, "critical", f"at {step}", 0, attempt)
 
     first, second = Site("layers.1", "grad_output"), Site("layers.2", "output")
-    found = [finding(3, first, 0), finding(35, first, 0), finding(31, second, 1), finding(33, None, 1)]
+    at_both = replace(finding(31, second, 1), sites=(second, Site("layers.4", "output")), site_count=2)
+    found = [finding(3, first, 0), finding(35, first, 0), at_both, finding(33, None, 1)]
     lines = [json.dumps(each.to_json()) + "\n" for each in found]
     path = kept / "rank=0" / "findings.jsonl"
     path.write_text("".join(lines) + lines[0][:20])  # torn
@@ -289,6 +290,7 @@ def test_findings_are_those_of_attempts_sites_and_steps_that_count(kept: Path) -
 
         assert steps() == [3, 31, 33]  # 35 was of an attempt that was resumed at 30
         assert steps(sites="layers.1") == [3, 33]
+        assert steps(sites="layers.4") == [31, 33]
         assert steps(steps=slice(31, 32)) == [31]
         path.write_text('{"rule": 1}\n')
         with pytest.raises(RunError, match=r"expected a finding in each line; expected a finding's rule"):

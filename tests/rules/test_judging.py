@@ -20,6 +20,7 @@ from hookstats.numbers.blocks import Drained
 class Found:
     severity: str
     sentence: str = "too large"
+    is_news: bool = True
 
     def __str__(self) -> str:
         return f"{self.severity}: {self.sentence}"
@@ -240,6 +241,30 @@ def test_of_several_recordings_each_acts_on_its_own_findings(caplog: pytest.LogC
         with pytest.raises(FindingError, match="found in 4"):
             train(net, monitor, 1)
         assert [finding.sentence for finding in monitor.findings] == ["found in 0", "found in 1", "found in 4"]
+
+
+def test_what_follows_from_a_finding_is_kept_and_not_told(caplog: pytest.LogCaptureFixture) -> None:
+    class Sink:
+        def __init__(self) -> None:
+            self.told: list[str] = []
+
+        def __call__(self, snapshot: hookstats.Snapshot) -> None:
+            pass
+
+        def finding(self, finding: Found) -> None:
+            self.told.append(finding.sentence)
+
+    both = [Found("warning", "the cause"), Found("warning", "the effect", is_news=False)]
+    net, sink, seen = model(), Sink(), list[str]()
+    logging_one = Recorder(lambda step: both if step == 0 else [])
+    calling = Recorder(lambda step: both if step == 1 else [], on_finding=lambda each: seen.append(each.sentence))
+    with caplog.at_level(logging.INFO), hookstats.attach(net, every=1, sinks=[logging_one, calling, sink]) as monitor:
+        train(net, monitor, 4)
+        assert [each.sentence for each in monitor.findings] == 2 * ["the cause", "the effect"]
+    assert sink.told == 2 * ["the cause"]
+    assert seen == ["the cause"]
+    said = [(each.levelname, each.getMessage()) for each in caplog.records if "the " in each.getMessage()]
+    assert said == [("WARNING", "warning: the cause"), ("INFO", "warning: the effect")]
 
 
 @pytest.mark.parametrize(

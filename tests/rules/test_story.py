@@ -49,6 +49,21 @@ def test_severities_and_rules_are_told_apart() -> None:
     ]
 
 
+def test_of_what_follows_the_first_that_is_critical_is_news() -> None:
+    told = found(
+        {
+            3: [("input-shift", 0, "warning"), ("dead-channels", 1, "warning")],
+            4: [("loss-spike", None, "critical")],
+            5: [("exploding-gradients", 2, "critical")],
+        }
+    )
+    assert [(each.rule, each.is_news) for each in told] == [
+        ("input-shift", True), ("dead-channels", False), ("loss-spike", True), ("exploding-gradients", False)
+    ]  # fmt: skip
+    assert [each.because for each in told[1:]] == 3 * [Cause("input-shift", 3, OUTPUTS[0])]
+    assert [Finding.from_json(json.loads(json.dumps(each.to_json()))) for each in told] == told
+
+
 def test_a_cause_comes_before_its_effect_in_one_step_and_later_sites_of_it_follow() -> None:
     told = found(
         {
