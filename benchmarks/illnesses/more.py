@@ -136,7 +136,7 @@ def a_weight_that_is_replaced_after_the_optimizer_was_made(setup: Setup) -> None
 
 @ill("unchanged-parameters", "missing-gradients", "no-progress", on=("mlp", "resnet"))
 def gradients_that_are_clipped_to_a_norm_of_zero(setup: Setup) -> None:
-    setup.after_backward = lambda step: nn.utils.clip_grad_norm_(setup.model.parameters(), 0.0)  # type: ignore[assignment]
+    setup.after_backward = lambda step: nn.utils.clip_grad_norm_(setup.model.parameters(), 0.0)
 
 
 @ill(*DIVERGES, on=("mlp", "lstm"))
@@ -219,12 +219,12 @@ def a_head_a_thousand_times_too_large(setup: Setup) -> None:
 
 @ill("probabilities-as-logits", on=("mlp", "cnn"))
 def a_softmax_over_the_axis_of_the_batch(setup: Setup) -> None:
-    setup.model.append(nn.Softmax(0))  # type: ignore[operator]
+    setup.model.append(nn.Softmax(0))
 
 
 @ill("probabilities-as-logits", on=("mlp", "cnn"))
 def a_sigmoid_before_the_cross_entropy(setup: Setup) -> None:
-    setup.model.append(nn.Sigmoid())  # type: ignore[operator]
+    setup.model.append(nn.Sigmoid())
 
 
 @ill("missing-gradients", "unchanged-parameters", on=("gpt", "lstm"), where="tokens")
@@ -241,7 +241,7 @@ class _Round(nn.Module):
 
 @ill("missing-gradients", "vanishing-gradients", "unchanged-parameters", on=("mlp", "cnn"))
 def a_rounding_on_the_way(setup: Setup) -> None:
-    setup.model.insert(4, _Round())  # type: ignore[operator]
+    setup.model.insert(4, _Round())
 
 
 def _spoil_output(module: nn.Module, calls_before: int, change: Callable[[torch.Tensor], torch.Tensor]) -> None:

@@ -20,7 +20,7 @@ _BEFORE = set(HEALTHY)
 @healthy("gpt")
 @healthy("lstm")
 def gradients_that_are_clipped_to_one(setup: Setup) -> None:
-    setup.after_backward = lambda step: nn.utils.clip_grad_norm_(setup.model.parameters(), 1.0)  # type: ignore[assignment]
+    setup.after_backward = lambda step: nn.utils.clip_grad_norm_(setup.model.parameters(), 1.0)
 
 
 @healthy("mlp")

@@ -110,8 +110,8 @@ class Illness(NamedTuple):
 
     @property
     def is_unseen(self) -> bool:
-        """Whether it belongs to the half by which no threshold was set: that is decided by its name alone."""
-        return zlib.crc32(self.name.encode()) % 2 == 1
+        """Whether it belongs to the half by which no threshold was set: all of more.py do, others by their name."""
+        return self.breaks.__module__.endswith(".more") or zlib.crc32(self.name.encode()) % 2 == 1
 
     def make(self) -> Setup:
         setup = KINDS[self.kind]()
