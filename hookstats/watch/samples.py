@@ -95,6 +95,8 @@ class Samples:
 
     def _local(self, each: Parameter) -> torch.Tensor | None:
         tensor, found = each.get(), None
+        if type(tensor) is torch.nn.Parameter and tensor.numel() and each in self._samples:
+            return tensor  # as nearly all are
         if tensor is None or isinstance(tensor, torch.nn.parameter.UninitializedParameter):
             return None
         for kind in KINDS:
