@@ -15,7 +15,7 @@ from hookstats.numbers.blocks import COUNTERS, Drained, Layout, Part, Row
 from hookstats.numbers.fields import EXPONENT_BINS, FIELDS
 from hookstats.rules import Judge
 
-KINDS = ("output", "grad_output", "param_grad", "param", "param_update")
+KINDS = ("output", "grad_output", "param_grad", "param_sample", "update_sample")  # as attach measures them
 SITES = 1000
 VALUES = 256  # of a channel
 
@@ -38,17 +38,18 @@ def steps(channels: int) -> Any:
     rows, parts = [], []
     for i in range(SITES):
         kind = KINDS[i % len(KINDS)]
-        site = Site(f"layers.{i // 50}.linear.{i // len(KINDS)}", kind)
+        module = f"layers.{i // 50}.linear.{i // len(KINDS)}"
+        site = Site(module if kind.endswith("output") else f"{module}.weight", kind)
         part = Part(0, i * size, channels, EXPONENT_BINS)
         rows.append(Row(site, (part,), channels > 1, -1, kind.startswith("param")))
-        scale = 1e-3 if kind == "param_update" else 1.0
+        scale = 1e-3 if kind == "update_sample" else 1.0
         parts.append(state(channels, scale * generator.standard_normal((VALUES, channels))))
         parts[-1][len(FIELDS) * channels : len(FIELDS) * channels + COUNTERS] = (1, i)  # called once, in this order
     layout, block = Layout([0], rows, ExponentBins()), np.concatenate(parts)
     step = 0
     while True:
         hidden, readings = np.zeros(SITES, bool), np.zeros(SITES, np.int64)
-        loss = 2 + 0.1 * float(generator.standard_normal())
+        loss = 4 - 0.01 * step + 0.1 * float(generator.standard_normal())
         yield Drained(layout, [block], step, 0.0, {"loss": loss}, None, None, hidden, readings)
         step += 1
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from hookstats.numbers.fields import Counts, Site
+from hookstats.numbers.fields import Array, Counts, Site
 from hookstats.rules.finding import Finding
 from hookstats.rules.formatting import number, percent, times
 from hookstats.rules.history import Streak, extended
@@ -369,13 +369,13 @@ class GrowingGradients:
     def __post_init__(self) -> None:
         self._for, self._grown_for, self._since = 0, 0, 0
         self._at, self._sums = -2, np.empty(0)
+        self._sites, self._sums_of = -1, np.empty((3, 0), np.int64)
 
     def __call__(self, step: Step) -> list[Finding] | None:
-        pairs = self._pairs(step)
-        if len(pairs) < 1:
+        gradients, outputs = self._pairs(step)
+        if not gradients.size:
             return None
         sums = step.totals.mean * step.totals.count
-        gradients, outputs = np.array(pairs).T
         now, fresh = sums[gradients], sums[outputs]
         before = extended(self._sums, len(sums), np.nan)[gradients]
         follows, self._at = step.number == self._at + 1, step.number
@@ -403,19 +403,31 @@ class GrowingGradients:
         found = step.finding("growing-gradients", int(gradients[0]), grown, 1.0, "warning", sentence, since=self._since)
         return [found]
 
-    @staticmethod
-    def _pairs(step: Step) -> list[tuple[int, int]]:
-        """The ids of gradients, and of the gradients of outputs that add up to the same."""
-        totals, pairs = step.totals, []
-        ids = {site: place for place, site in enumerate(step.sites)}
-        changed = _changed(step)
-        for site in np.flatnonzero(step.is_kind("param_grad") & (totals.count > 0) & changed).tolist():
-            module, _, name = step.sites[site].name.rpartition(".")
-            output = ids.get(Site(module, "grad_output"), -1)
-            is_sum = name == "bias" or (name == "weight" and _is_embedding(step, module, ids))
-            if is_sum and output >= 0 and totals.count[output] > 0 and step.calls[output] == 1:
-                pairs.append((site, output))
+    def _pairs(self, step: Step) -> Counts:
+        """``[2, pairs]``: the ids of gradients, and of the gradients of outputs that add up to the same."""
+        totals = step.totals
+        if self._sites < len(step.sites):
+            self._sites, self._sums_of = len(step.sites), _sums_of_outputs(step)
+        gradients, outputs, is_embedding = self._sums_of
+        came = (totals.count[gradients] > 0) & (totals.count[outputs] > 0) & (step.calls[outputs] == 1)
+        is_sparse = totals.zeros[gradients] > _SPARSE * totals.count[gradients]
+        chosen = came & _changed(step)[gradients] & ((is_embedding == 0) | is_sparse)
+        pairs: Counts = self._sums_of[:2, chosen]
         return pairs
+
+
+def _sums_of_outputs(step: Step) -> Counts:
+    """``[3, pairs]``: the ids of gradients of biases, and of weights without one, which may be embeddings; those of the
+    gradients of the outputs of their modules; and which are of weights."""
+    ids, found = {site: place for place, site in enumerate(step.sites)}, []
+    for site in np.flatnonzero(step.is_kind("param_grad")).tolist():
+        module, _, name = step.sites[site].name.rpartition(".")
+        output = ids.get(Site(module, "grad_output"), -1)
+        is_weight = name == "weight" and Site(f"{module}.bias".lstrip("."), "param_grad") not in ids
+        if output >= 0 and (name == "bias" or is_weight):
+            found.append((site, output, int(is_weight)))
+    result: Counts = np.array(found, np.int64).reshape(-1, 3).T
+    return result
 
 
 def _outputs_of_gradients(step: Step) -> Counts:
@@ -425,12 +437,6 @@ def _outputs_of_gradients(step: Step) -> Counts:
     for site in np.flatnonzero(step.is_kind("param_grad")).tolist():
         result[site] = ids.get(step.sites[site].name.rpartition(".")[0], -1)
     return result
-
-
-def _is_embedding(step: Step, module: str, ids: dict[Site, int]) -> bool:
-    """Whether a module without a bias has a gradient that is 0 in most rows, as only embeddings have."""
-    weight, bias = (ids.get(Site(f"{module}.{name}".lstrip("."), "param_grad"), -1) for name in ("weight", "bias"))
-    return bias < 0 <= weight and bool(step.totals.zeros[weight] > _SPARSE * step.totals.count[weight])
 
 
 def _changed(step: Step) -> Mask:
@@ -509,16 +515,18 @@ def _gets_gradient(step: Step) -> Mask:
     return (gradients >= 0) & dense[gradients]
 
 
+def _holds(values: Array, bits: int) -> Mask:
+    """``[n]``: whether a mantissa of so many bits holds a value exactly."""
+    mantissa, _ = np.frexp(values)
+    scaled = mantissa * 2.0**bits
+    return np.asarray(np.isfinite(values) & (scaled == np.rint(scaled)))
+
+
 def _dtype_of(step: Step, site: int) -> str:
-    """The narrowest of those that hold the extremes of a parameter exactly: "bfloat16", "float16", else ""."""
+    """The narrowest of those that hold the extremes of a parameter exactly."""
     weights = int(step.weights_of_updates[site])
     extremes = np.array([step.totals.min[weights], step.totals.max[weights]])
-    for name, bits in _ROUNDED.items():
-        mantissa, _ = np.frexp(extremes)
-        scaled = mantissa * 2.0**bits
-        if np.isfinite(extremes).all() and (scaled == np.rint(scaled)).all():
-            return name
-    return ""
+    return next((name for name, bits in _ROUNDED.items() if _holds(extremes, bits).all()), "float16")
 
 
 def _is_rounded(step: Step) -> Mask:
@@ -528,14 +536,9 @@ def _is_rounded(step: Step) -> Mask:
     """
     weights, totals = step.weights_of_updates, step.totals
     known = (weights >= 0) & (totals.min != totals.max)[weights] & (totals.count > 0)
-    sites = np.flatnonzero(known).tolist()
-    low = [bool(_dtype_of(step, site)) for site in sites]
-    result = np.zeros(len(step.sites), bool)
-    if sites and sum(low) == len(sites):
-        result = (weights >= 0) & (totals.count > 0)
-    elif any(low):
-        result[[site for site, is_low in zip(sites, low, strict=True) if is_low]] = True
-    return result
+    bits = max(_ROUNDED.values())
+    low = known & (_holds(totals.min, bits) & _holds(totals.max, bits))[weights]
+    return (weights >= 0) & (totals.count > 0) if known.any() and (low == known).all() else low
 
 
 def _is_rounded_away(step: Step, unchanged: Mask) -> Mask:
