@@ -286,7 +286,7 @@ def weights_that_are_all_zero(setup: Setup) -> None:
         nn.init.zeros_(parameter)
 
 
-@ill("exploding-gradients", "residual-drift", *DIVERGES, on=("mlp", "gpt"))
+@ill("initial-loss", "exploding-gradients", "residual-drift", *DIVERGES, on=("mlp", "gpt"))
 def initial_weights_thirty_times_too_large(setup: Setup) -> None:
     with torch.no_grad():
         for _, layer in _linears(setup.model):

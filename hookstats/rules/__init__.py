@@ -4,7 +4,7 @@ findings = hookstats.rules.judge(snapshots)
 """
 
 from hookstats.rules.activations import DeadChannels, SaturatedChannels
-from hookstats.rules.answers import NoProgress, ProbabilitiesAsLogits
+from hookstats.rules.answers import InitialLoss, NoProgress, ProbabilitiesAsLogits
 from hookstats.rules.experts import ExpertLoad
 from hookstats.rules.finding import SEVERITIES, Cause, Finding
 from hookstats.rules.gradients import ExplodingGradients, VanishingGradients
@@ -38,6 +38,7 @@ __all__ = [
     "Fit",
     "GradientNormSpike",
     "GrowingGradients",
+    "InitialLoss",
     "InputShift",
     "Judge",
     "LossSpike",

@@ -75,6 +75,54 @@ class ProbabilitiesAsLogits:
 
 
 @dataclass
+class InitialLoss:
+    """The first loss is far above that of guessing: the model is sure of wrong answers from the start (a note).
+
+    Judged is the first measured step, where it is the first of the run: the loss is more than ``factor`` = 3 times
+    log(classes), the cross-entropy of guessing, with as many classes as the last output has channels. That it is a
+    cross-entropy shows in the gradient of this output: its mean is 0, and its L1 norm between 1 and 2, which is
+    2 (1 - p) of the right class. That the loss has to begin near log(classes) is Karpathy, "A Recipe for Training
+    Neural Networks" (2019); the factor is ours.
+
+    What else looks like it: a pretrained model on data that it was not made for. What to do: look at the size of the
+    initial weights, above all of the last layer and of embeddings that it shares its weight with; a deviation of 0.02
+    is usual there.
+
+    So that a healthy run is silent: other losses are not judged, nor those that add up over a batch.
+    """
+
+    factor: float = 3.0
+
+    def __post_init__(self) -> None:
+        self._is_judged = False
+
+    def __call__(self, step: Step) -> list[Finding] | None:
+        outputs = step.in_order(step.is_kind("output") & (step.totals.count > 0))
+        loss = step.scalars.get("loss")
+        if self._is_judged or step.number > 0 or not outputs or loss is None or not math.isfinite(loss):
+            return None
+        self._is_judged = True
+        site = outputs[-1]
+        channels, gradient = step.channels(site), int(step.partner("output", "grad_output")[site])
+        if channels is None or len(channels.count) < 2 or gradient < 0 or step.calls[gradient] != 1:
+            return []
+        guessing = math.log(len(channels.count))
+        size, total = (
+            float(step.totals.l1_norm[gradient]),
+            float(step.totals.mean[gradient] * step.totals.count[gradient]),
+        )
+        if not (1 <= size <= 2.01 and abs(total) < 1e-3 * size and loss > self.factor * guessing):
+            return []
+        sentence = (
+            f"the first loss is {number(loss)}, and guessing among {len(channels.count)} classes would cost "
+            f"{number(guessing)}: the model is sure of wrong answers before it has learned anything, because "
+            f"{tensor_of(step.sites[site])} has a deviation of {number(float(step.totals.std[site]))}. Make initial "
+            "weights smaller, above all those of the last layer."
+        )
+        return [step.finding("initial-loss", site, loss, guessing, "note", sentence)]
+
+
+@dataclass
 class NoProgress:
     """The loss is where it began (a note): what it was in the first 5 steps, after ``after`` = 100 of them.
 

@@ -11,7 +11,7 @@ from hookstats.numbers.blocks import Drained
 from hookstats.numbers.fields import Site
 from hookstats.numbers.snapshot import Snapshot
 from hookstats.rules.activations import DeadChannels, SaturatedChannels
-from hookstats.rules.answers import NoProgress, ProbabilitiesAsLogits
+from hookstats.rules.answers import InitialLoss, NoProgress, ProbabilitiesAsLogits
 from hookstats.rules.experts import ExpertLoad
 from hookstats.rules.finding import SEVERITIES, Finding
 from hookstats.rules.gradients import ExplodingGradients, VanishingGradients
@@ -51,6 +51,7 @@ def defaults() -> list[Rule]:
         ShrinkingWeights(),
         MissingGradients(),
         ProbabilitiesAsLogits(),
+        InitialLoss(),
         LossSpike(),
         GradientNormSpike(),
         ExplodingGradients(),

@@ -241,6 +241,17 @@ def test_a_softmax_before_the_cross_entropy_is_found(classes: int) -> None:
     assert (found.step, found.site) == (9, (str(len(model) - 1), "output"))
 
 
+@pytest.mark.parametrize("scale", [1.0, 300.0])
+def test_a_model_that_is_sure_from_the_start_is_a_note(scale: float) -> None:
+    model = mlp()
+    with torch.no_grad():
+        model[-1].weight *= scale
+    found = named(run(model, sgd(model.parameters(), 1e-3), 3), "initial-loss")
+    assert [(each.step, each.site, each.severity) for each in found] == (
+        [(0, (str(len(model) - 1), "output"), "note")] if scale > 1 else []
+    )
+
+
 def test_a_likelihood_of_probabilities_is_healthy() -> None:
     model = nn.Sequential(*mlp(), nn.Softmax(-1))
     data = OnDigits(model)
