@@ -89,20 +89,25 @@ def of_healthy(half: str | None, folder: Path | None, names: set[str]) -> Iterat
         yield {"name": name, "unseen": is_unseen, "losses": [losses[0], losses[-1]], **alarms}
 
 
+def half(row: dict[str, Any]) -> str:
+    """Those that are unseen were never used to set a threshold."""
+    return "unseen" if row["unseen"] else "seen"
+
+
 def sums(rows: list[dict[str, Any]], healthy_rows: list[dict[str, Any]]) -> Iterator[str]:
     yield "| half | measured | ill | found | late, median | at most 2 before | healthy | with alarms |"
     yield 8 * "|---" + "|"
-    for half in (False, True):
+    for is_unseen in (False, True):
         for every in ("every step", "every tenth"):
-            some = [row[every] for row in rows if row["unseen"] == half]
-            others = [row[every] for row in healthy_rows if row["unseen"] == half]
+            some = [row[every] for row in rows if row["unseen"] == is_unseen]
+            others = [row[every] for row in healthy_rows if row["unseen"] == is_unseen]
             if not some and not others:
                 continue
             found = [each for each in some if each["found"]]
             late = statistics.median([each["late"] for each in found]) if found else float("nan")
             few = sum(each["before"] <= 2 for each in found)
             yield (
-                f"| {'unseen' if half else 'seen'} | {every} | {len(some)} | {len(found)} | {late:g} | {few} | "
+                f"| {'unseen' if is_unseen else 'seen'} | {every} | {len(some)} | {len(found)} | {late:g} | {few} | "
                 f"{len(others)} | {sum(bool(each) for each in others)} |"
             )
 
@@ -118,23 +123,23 @@ def main() -> None:
     warnings.simplefilter("ignore")
     began, names = time.perf_counter(), set(arguments.names)
     rows, healthy_rows = [], []
-    print("| illness | model | found | where | late | told before | told | every tenth |")
-    print(8 * "|---" + "|")
+    print("| illness | model | half | found | where | late | told before | told | every tenth |")
+    print(9 * "|---" + "|")
     for row in of_ill(arguments.half, arguments.save, names):
         rows.append(row)
         each, tenth = row["every step"], row["every tenth"]
         found = each["rule"] or f"- ({', '.join(each['all'][:3])})"
         late = "" if each["late"] is None else each["late"]
         print(
-            f"| {row['name'].replace('_', ' ')} | {row['kind']} | {found} | {each['where'] or ''} | {late} | "
-            f"{each['before']} | {each['told']} | {tenth['rule'] or '-'} |",
+            f"| {row['name'].replace('_', ' ')} | {row['kind']} | {half(row)} | {found} | {each['where'] or ''} | "
+            f"{late} | {each['before']} | {each['told']} | {tenth['rule'] or '-'} |",
             flush=True,
         )
-    print("\n| healthy | alarms, every step measured | every tenth |\n|---|---|---|")
+    print("\n| healthy | half | alarms, every step measured | every tenth |\n|---|---|---|---|")
     for row in of_healthy(arguments.half, arguments.save, names):
         healthy_rows.append(row)
         alarms = (", ".join(row[every]) or "-" for every in ("every step", "every tenth"))
-        print(f"| {row['name'].replace('_', ' ')} | {' | '.join(alarms)} |", flush=True)
+        print(f"| {row['name'].replace('_', ' ')} | {half(row)} | {' | '.join(alarms)} |", flush=True)
     print()
     print(*sums(rows, healthy_rows), sep="\n")
     print(f"\n{time.perf_counter() - began:.0f} s")
