@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from hookstats.report import detail, planes
 from hookstats.report.page import page
 from hookstats.report.record import Other, Recorded
 from hookstats.report.reducing import edges
+from hookstats.rules import SEVERITIES, Finding, head, story
 
 _FINDINGS = 2000  # on a page: the gravest
 _TEXT = 20_000  # characters of settings
@@ -42,7 +43,7 @@ def contents(recorded: Recorded, second: Recorded | None = None) -> tuple[dict[s
     fired = ~np.isnan(count)
     values = count + sum(recorded.statistic(name) for name in ("nans", "posinfs", "neginfs"))
     place = {site: i for i, site in enumerate(recorded.sites)}
-    findings = sorted(recorded.findings, key=lambda each: (_RANK.get(each.severity, 3), each.step))
+    gravest = sorted(recorded.findings, key=lambda each: -SEVERITIES.index(each.severity))[:_FINDINGS]
     record = {
         "name": recorded.name,
         "written": round(time.time()),
@@ -57,17 +58,9 @@ def contents(recorded: Recorded, second: Recorded | None = None) -> tuple[dict[s
         "fired": fired.sum(axis=1).tolist(),
         "statistics": heatmaps,
         "scalars": planes.scalars(recorded),
-        "findings": [
-            {
-                "rule": finding.rule,
-                "step": finding.step,
-                "site": None if finding.site is None else place.get(finding.site),
-                "severity": finding.severity,
-                "sentence": finding.sentence,
-            }
-            for finding in findings[:_FINDINGS]
-        ],
-        "left_out": max(len(findings) - _FINDINGS, 0),
+        "head": head(recorded.findings),
+        "findings": _story(gravest, place),
+        "left_out": len(recorded.findings) - len(gravest),
         "skipped": [[*site, why.reason, why.times, since] for site, why, since in recorded.skipped],
         "details": details,
         "windows": detail.windows(recorded, columns),
@@ -78,16 +71,37 @@ def contents(recorded: Recorded, second: Recorded | None = None) -> tuple[dict[s
     return record, blobs
 
 
-_RANK = {"critical": 0, "warning": 1, "note": 2}
+def _story(findings: Sequence[Finding], place: Mapping[Site, int]) -> list[dict[str, Any]]:
+    """Chapter by chapter: what stands for itself, then what follows from it, with the number of the former."""
+    written: list[dict[str, Any]] = []
+    for chapter in story(findings):
+        cause = len(written)
+        for each in (chapter.finding, *chapter.effects):
+            written.append(
+                {
+                    "rule": each.rule,
+                    "step": each.step,
+                    "since": each.since,
+                    "site": None if each.site is None else place.get(each.site),
+                    "sites": [place[site] for site in each.sites if site in place],
+                    "site_count": each.site_count,
+                    "severity": each.severity,
+                    "sentence": each.sentence,
+                    "cause": None if len(written) == cause else cause,
+                }
+            )
+    return written
 
 
 def in_order(sites: list[Site]) -> list[int]:
     """Sites in the order in which their modules are executed: a gradient beside what it is the gradient of."""
-    forward = [site for site in sites if not site.tensor.startswith(("grad_", "param"))]
+    forward = [site for site in sites if not site.tensor.startswith(("grad_", "param", "update_"))]
     backward = [site for site in sites if site.tensor.startswith("grad_")][::-1]
     place: dict[str, int] = {}
-    for site in [*forward, *backward, *sites]:
+    for site in [*forward, *backward]:
         place.setdefault(site.name, len(place))
+    for site in sites:  # a parameter stands where its module does
+        place.setdefault(site.name, place.get(site.name.rpartition(".")[0], len(place)))
     return sorted(range(len(sites)), key=lambda i: (place[sites[i].name], i))
 
 

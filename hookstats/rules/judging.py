@@ -196,7 +196,7 @@ class Judge:
                     f"the rule {ruling.name} failed and does not judge any more: {error!r}. Mend it, or leave it out."
                 )
                 failed.append(step.finding(ruling.name, None, 1.0, 0.0, "warning", sentence))
-        return failed + self._plot.tell(found, set().union(*(ruling.seen for ruling in self._rulings)))
+        return failed + self._plot.tell(step.number, found, set().union(*(ruling.seen for ruling in self._rulings)))
 
     def rebuild(self, measured: Iterable[Snapshot | Drained]) -> None:
         """Fills the rules' windows with the steps before those that are to be judged, when a run is resumed.

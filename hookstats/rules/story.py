@@ -23,7 +23,8 @@ _DEPTH = {
 }  # fmt: skip
 _FORWARD = 3
 _NEVER_CAUSES = {"no-progress", "low-precision-fit", "massive-activations", "unscaled-input"}
-_STANDING = 20  # measured steps, for which a problem that is not seen any more still explains what comes
+_STANDING = 20  # measured steps, for which a problem that is not seen any more still explains what begins
+_KNOWN = 200  # measured steps, for which it is remembered: what began then may be certain much later
 
 
 def depth(rule: str) -> int:
@@ -38,6 +39,12 @@ class Chapter:
     finding: Finding
     effects: list[Finding] = field(default_factory=list)
 
+    def __str__(self) -> str:
+        """The finding, and how many follow from it."""
+        count = len(self.effects)
+        follow = f" {times(count, 'finding')} {'follows' if count == 1 else 'follow'} from it." if count else ""
+        return f"{self.finding}{follow}"
+
 
 class Plot:
     """Names the cause of each finding as it comes: of an earlier one that still stands, or of one in the same step.
@@ -50,21 +57,23 @@ class Plot:
         self._told: list[_Standing] = []
         self._steps = 0  # measured
 
-    def tell(self, found: Sequence[Finding], going_on: set[str]) -> list[Finding]:
+    def tell(self, number: int, found: Sequence[Finding], going_on: set[str]) -> list[Finding]:
         """The findings of one measured step: those of one kind as one, cause before effect, each with its cause.
 
-        going_on: the rules that have seen their problem in this step.
+        number: of the step. going_on: the rules that have seen their problem in it.
         """
         self._steps += 1
         for each in self._told:
             if each.finding.rule in going_on:
                 each.last = self._steps
-        self._told = [each for each in self._told if self._steps - each.last <= _STANDING]
+            if self._steps - each.last <= _STANDING:
+                each.until = number
+        self._told = [each for each in self._told if self._steps - each.last <= _KNOWN]
         result = []
         for finding in in_order(together(found)):
             cause, is_critical = self._cause(finding), finding.severity == "critical"
             if cause is None:
-                self._told.append(_Standing(finding, self._steps, is_critical))
+                self._told.append(_Standing(finding, self._steps, number, is_critical))
             else:
                 finding = replace(
                     finding, because=cause.finding.as_cause, is_news=is_critical and not cause.has_critical
@@ -74,7 +83,8 @@ class Plot:
         return result
 
     def _cause(self, finding: Finding) -> _Standing | None:
-        standing = [each for each in self._told if explains(each.finding, finding)]
+        began = finding.step if finding.since is None else finding.since
+        standing = [each for each in self._told if began <= each.until and explains(each.finding, finding)]
         return min(standing, key=lambda each: (depth(each.finding.rule), each.finding.step)) if standing else None
 
 
@@ -84,6 +94,7 @@ class _Standing:
 
     finding: Finding
     last: int  # the measured step in which its problem was seen
+    until: int  # the number of the step up to which what begins may follow from it
     has_critical: bool  # whether it is critical, or anything that followed from it
 
 

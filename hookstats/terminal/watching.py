@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib.util import find_spec
 from math import isfinite
 from typing import TYPE_CHECKING, Any, TextIO
 
 from hookstats.numbers.snapshot import Snapshot
-from hookstats.rules import SEVERITIES, Finding
+from hookstats.rules import Finding, head, story
 from hookstats.terminal.following import WINDOW, Followed, State
 from hookstats.terminal.formatting import plain, sparkline
 
@@ -32,7 +32,8 @@ def watch(followed: Followed, output: TextIO, wait: Callable[[float], None] = ti
         for line in lines(followed, snapshots, found):
             print(plain(line), file=output, flush=True)
         if state.kind in ("ended", "died"):
-            print(plain(state.sentence), file=output, flush=True)
+            for sentence in [*(head(followed.findings) if followed.steps else []), state.sentence]:
+                print(plain(sentence), file=output, flush=True)
             return int(state.kind == "died")
         if followed.manifest is None and state.sentence != told:
             told = state.sentence
@@ -52,7 +53,7 @@ def lines(followed: Followed, snapshots: list[Snapshot], found: list[Finding]) -
             + (f"rms {each.rms[-1]:.3g} (x {each.change:.3g})" if isfinite(each.rms[-1]) else "is not finite")
             for each in followed.worst(1)
         )
-    return result + [str(finding) for finding in found]
+    return result + [str(finding) for finding in found if finding.is_news]
 
 
 def _screen(followed: Followed, wait: Callable[[float], None]) -> int:
@@ -86,13 +87,14 @@ def picture(followed: Followed, state: State, height: int, width: int) -> Group:
     bars = max(8, min(WINDOW, width - names - 42))  # beside tensor and numbers
     for name, latest in list(followed.steps[-1][1].items())[:4] if followed.steps else []:
         parts.append(line(f"{name:<10.20} {latest:<12.6g} {sparkline(followed.values(name, bars))}"))
-    shown = gravest(followed.findings)[: max(3, height // 4)]
+    chapters = story(followed.findings)
+    shown = chapters[: max(3, height // 4)]
     if shown:
-        left = len(followed.findings) - len(shown)
+        left = len(chapters) - len(shown)
         more = f", {left} of them not shown" if left else ""
-        parts += [Text(), Text(f"findings: {len(followed.findings)}{more}", "bold")]
-    for finding in shown:
-        parts.append(line(str(finding), _COLOURS[finding.severity]))
+        parts += [Text(), Text(f"findings: {len(chapters)}{more}", "bold")]
+    for chapter in shown:
+        parts.append(line(str(chapter), _COLOURS[chapter.finding.severity]))
     rows = height - len(parts) - len(sentence) // width - 3
     worst = followed.worst(max(rows, 1))
     if worst:
@@ -109,11 +111,6 @@ def picture(followed: Followed, state: State, height: int, width: int) -> Group:
             table.add_row(*(Text(plain(cell)) for cell in cells), Text(sparkline(each.rms[-bars:])), style=style)
         parts += [Text(), table]
     return Group(*parts)
-
-
-def gravest(findings: Sequence[Finding]) -> list[Finding]:
-    """The gravest first, and of these the oldest: the cause comes before what follows from it."""
-    return sorted(findings, key=lambda finding: (-SEVERITIES.index(finding.severity), finding.step))
 
 
 def _about(followed: Followed) -> str:

@@ -102,13 +102,43 @@ def test_the_page_is_one_file_that_asks_for_nothing(browser: Browser, page: Path
 
 def test_it_says_what_it_is_and_what_was_found(browser: Browser) -> None:
     assert text(browser, "h1") == "a run"
-    assert "3 findings; the gravest, critical, since step 40" in text(browser, "#summary")
+    assert text(browser, "#summary").split("\n\n") == [
+        "In step 40: 5 values of layers.0.norm1 are NaN.",
+        "In step 30: It rose.",
+        "1 note is good to know; nothing is wrong there.",
+    ]
     assert "0 to 59" in text(browser, "#facts")
     first = text(browser, "#findings-list li")
     assert "5 values of layers.0.norm1 are NaN." in first
     assert "step 40, layers.0.norm1 gradient of the output" in first
     assert "a dtype that is not floating" in text(browser, "#left-out")
     assert "GPT" in text(browser, "#settings")
+
+
+def test_what_follows_from_a_finding_is_folded_beneath_it_and_all_of_its_sites_are_links(
+    chromium: Browser, tmp_path: Path
+) -> None:
+    sites = sites_of(3)
+    first = replace(finding(30, sites[0]), sites=tuple(sites[:4]), site_count=24, since=20)
+    effects = [replace(finding(step, sites[1]), because=first.as_cause, is_news=False) for step in (31, 32)]
+    made = Recorded.of(run(sites, STEPS), "a run", [effects[0], finding(50, None, "note"), first, effects[1]])
+    chromium.look(1280)
+    chromium.open(write(made, tmp_path / "story.html"))
+    told = chromium.run("[...document.querySelectorAll('#findings-list > li')].map((each) => each.className)")
+    assert told == ["warning", "note"]
+    assert "step 30, " in text(chromium, "#findings-list li")
+    assert "since step 20" in text(chromium, "#findings-list li")
+    folded = chromium.run("[...document.querySelectorAll('#findings summary')].map((each) => each.innerText)")
+    assert folded == ["at 24 sites", "2 findings that follow from it"]
+    assert chromium.run("[...document.querySelectorAll('#findings details')].some((each) => each.open)") is False
+    chromium.run("document.querySelectorAll('#findings summary').forEach((each) => each.click())")
+    assert "and 20 more" in text(chromium, "#findings .sites")
+    assert chromium.run("document.querySelectorAll('#findings .sites a').length") == 4
+    assert "step 32, " in text(chromium, "#findings .folded .findings")
+    chromium.run("document.querySelectorAll('#findings .sites a')[2].click()")
+    chromium.wait(f"document.querySelector('#site-title').innerText === {sites[2].name!r}")
+    assert "at 24 sites" in text(chromium, "#site .findings")
+    assert chromium.errors == []
 
 
 def test_the_time_of_the_settings_is_a_date(browser: Browser) -> None:

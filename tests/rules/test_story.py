@@ -172,3 +172,17 @@ def test_rebuilding_leaves_what_stands_as_a_cause() -> None:
     assert [each.because for snapshot in measured[10:] for each in judged.judge(snapshot)] == [
         Cause("dead-channels", 3, OUTPUTS[1])
     ]
+
+
+@pytest.mark.parametrize(("began", "follows"), [(20, True), (24, False)])
+def test_what_begins_within_20_steps_of_its_cause_follows_from_it_though_it_is_certain_later(
+    began: int, follows: bool
+) -> None:
+    def rule(step: Step) -> Iterator[Finding]:
+        if step.number == 3:
+            yield step.finding("input-shift", 0, 2.0, 1.0, "warning", "A batch.")
+        if step.number == 35:
+            yield step.finding("dead-channels", 1, 2.0, 1.0, "warning", "Dead.", since=began)
+
+    cause, effect = judge(deep(40), [rule])
+    assert effect.because == (cause.as_cause if follows else None)

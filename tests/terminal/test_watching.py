@@ -234,6 +234,7 @@ def test_a_run_that_has_not_begun_is_waited_for(tmp_path: Path) -> None:
         f"waiting for rank=0: {path} has only rank=1",
         "step 0",
         "step 1",
+        "No rule found anything wrong.",
         "the run has ended",
     ]
 

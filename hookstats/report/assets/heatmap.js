@@ -198,7 +198,8 @@ function drawScalar(context) {
 // A small mark above the cells at the step of each finding; the site's row has its own beside the cells.
 function drawFindings(context) {
   const { cells } = geometry, [first, end] = state.seen.columns;
-  for (const finding of [...record.findings].reverse()) {
+  const rank = ({ severity }) => ["note", "warning", "critical"].indexOf(severity);
+  for (const finding of [...record.findings].sort((a, b) => rank(a) - rank(b))) {
     const column = columnOf(finding.step);
     if (column < first || column >= end) continue;
     const x = xOf(column + 0.5), y = cells.y - 2;

@@ -31,12 +31,14 @@ function shortened(name, most = 56) {
 const KINDS = {
   output: "Outputs", grad_output: "Gradients of outputs", input: "Inputs", grad_input: "Gradients of inputs",
   param: "Parameters", param_grad: "Gradients of parameters", param_update: "Updates of parameters",
+  param_sample: "Parameters, a sample", update_sample: "Updates, a sample",
 };
 const kindOf = (site) => record.sites[site][1].split(".")[0];
 const wordsOf = (tensor) => {
   const [kind, ...rest] = tensor.split(".");
   const words = { output: "output", grad_output: "gradient of the output", input: "input", grad_input: "gradient of the input",
-    param: "parameter", param_grad: "gradient of the parameter", param_update: "update of the parameter" }[kind];
+    param: "parameter", param_grad: "gradient of the parameter", param_update: "update of the parameter",
+    param_sample: "sample of the parameter", update_sample: "sample of the parameter's update" }[kind];
   return shortened(words ? [words, ...rest].join(" ") : tensor);
 };
 

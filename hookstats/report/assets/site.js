@@ -24,7 +24,7 @@ async function showSite(site, step) {
 }
 
 function findingsOf(kin) {
-  const found = record.findings.filter((finding) => kin.includes(finding.site));
+  const found = record.findings.filter((finding) => finding.sites.some((site) => kin.includes(site)));
   return found.length ? [node("ul", { class: "findings" }, ...found.slice(0, 6).map(findingLine))] : [];
 }
 

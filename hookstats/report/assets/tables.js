@@ -31,10 +31,8 @@ function lasted(seconds) {
 function showHead() {
   document.title = `${shortened(record.name, 60)} · hookstats`;
   byId("name").replaceChildren(node("bdi", {}, shortened(record.name, 80)));
-  const [first, last, steps] = record.steps, { settings } = record, gravest = record.findings[0];
-  const since = gravest ? record.findings.filter((each) => each.severity === gravest.severity).reduce((a, b) => a.step < b.step ? a : b) : null;
-  byId("summary").textContent = !gravest ? "No rule found anything wrong in what was measured."
-    : `${many(record.findings.length + record.left_out, "finding")}; the gravest, ${gravest.severity === "note" ? "a note" : gravest.severity === "warning" ? "a warning" : "critical"}, since step ${count(since.step)}.`;
+  const [first, last, steps] = record.steps, { settings } = record;
+  byId("summary").replaceChildren(...record.head.map((sentence) => node("p", {}, shortened(sentence, 500))));
   const facts = [];
   if (settings.model) facts.push(["Model", shortened(typeof settings.model === "string" ? settings.model : String(settings.model.class ?? settings.model.name ?? ""), 60)]);
   if (facts.length && settings.parameters > 0) facts[0].push(`${said(settings.parameters)} parameters`);
@@ -55,20 +53,42 @@ const names = new Set(record.sites.map(([name]) => name));
 const begun = (sentence) => /^[a-z]+ /.test(sentence) && !names.has(sentence.split(" ", 1)[0]) ? sentence[0].toUpperCase() + sentence.slice(1) : sentence;
 
 function findingLine(finding) {
-  const place = finding.site === null ? null : record.sites[finding.site];
+  const place = finding.site === null ? null : record.sites[finding.site], began = finding.since < finding.step;
   const where = node("a", { href: linkTo(finding.site, finding.step) },
     `step ${count(finding.step)}`, ...(place ? [", ", node("bdi", {}, shortened(place[0], 44)), ` ${wordsOf(place[1])}`] : []));
-  return node("li", { class: finding.severity }, node("span", { class: "severity" }, finding.severity),
-    node("div", {}, node("p", {}, shortened(begun(finding.sentence), 700)), node("p", { class: "small" }, where, node("span", { class: "muted" }, ` · ${shortened(finding.rule, 60)}`))));
+  const parts = [node("p", {}, shortened(begun(finding.sentence), 700)),
+    node("p", { class: "small" }, where, node("span", { class: "muted" }, `${began ? ` · since step ${count(finding.since)}` : ""} · ${shortened(finding.rule, 60)}`))];
+  if (finding.site_count > 1) parts.push(sitesOf(finding));
+  return node("li", { class: finding.severity }, node("span", { class: "severity" }, finding.severity), node("div", {}, ...parts));
+}
+
+function sitesOf(finding) {
+  const { sites, site_count: all } = finding, left = all - sites.length;
+  const line = (site) => node("li", {}, siteLink(site, finding.step), node("span", { class: "muted" }, ` ${wordsOf(record.sites[site][1])}`));
+  return node("details", { class: "folded" }, node("summary", {}, `at ${count(all)} sites`),
+    node("ul", { class: "sites" }, ...sites.map(line), left > 0 ? node("li", { class: "muted" }, `and ${count(left)} more`) : null));
+}
+
+// What stands for itself; beneath it, folded, what follows from it.
+function chapterLine({ finding, effects }) {
+  const line = findingLine(finding);
+  if (effects.length) line.lastChild.append(node("details", { class: "folded" },
+    node("summary", {}, `${many(effects.length, "finding")} that ${effects.length === 1 ? "follows" : "follow"} from it`),
+    node("ul", { class: "findings" }, ...effects.map(findingLine))));
+  return line;
 }
 
 function showFindings() {
   const list = byId("findings-list"), more = byId("findings-more"), { findings } = record;
-  list.replaceChildren(...findings.slice(0, 6).map(findingLine));
+  const chapters = findings.map((finding) => ({ finding, effects: [] }));
+  findings.forEach((finding) => { if (finding.cause !== null) chapters[finding.cause].effects.push(finding); });
+  const told = chapters.filter(({ finding }) => finding.cause === null);
+  list.replaceChildren(...told.slice(0, 6).map(chapterLine));
   if (!findings.length) list.replaceWith(node("p", { class: "muted" }, "None."));
-  more.hidden = findings.length <= 6;
-  more.textContent = `Show all ${count(findings.length)}` + (record.left_out ? ` of ${count(findings.length + record.left_out)}` : "");
-  more.addEventListener("click", () => { list.append(...findings.slice(6).map(findingLine)); more.hidden = true; });
+  more.hidden = told.length <= 6;
+  more.textContent = `Show all ${count(told.length)}`;
+  more.addEventListener("click", () => { list.append(...told.slice(6).map(chapterLine)); more.hidden = true; });
+  if (record.left_out) more.after(node("p", { class: "small muted" }, `${many(record.left_out, "finding")} of the least grave ${record.left_out === 1 ? "is" : "are"} left out of this page.`));
 }
 
 function showPrecision() {
@@ -132,9 +152,11 @@ function showFlow() {
 
 async function showParameters() {
   const kinds = ["param", "param_grad", "param_update"], of = Object.fromEntries(kinds.map((kind) => [kind, new Map()]));
-  record.rows.forEach((site) => { const [name, tensor] = record.sites[site]; of[tensor]?.set(name, site); });
+  const sampled = { param: "param_sample", param_update: "update_sample" }; // where not all of their values were read
+  for (const kind of kinds) for (const tensor of [sampled[kind], kind])
+    for (const site of record.rows) if (record.sites[site][1] === tensor) of[kind].set(record.sites[site][0], site);
   const names = [...new Set(kinds.flatMap((kind) => [...of[kind].keys()]))];
-  if (!names.length) { fill("parameters", node("p", { class: "muted" }, "Not told: parameters were not recorded (tensors=(..., \"param\", \"param_grad\", \"param_update\")).")); return; }
+  if (!names.length) { fill("parameters", node("p", { class: "muted" }, "Not told: parameters were not recorded (tensors=(..., \"param_sample\", \"param_grad\", \"update_sample\")).")); return; }
   const column = record.line_begin.length - 1, rms = await across("rms", column);
   const lines = await Promise.all(names.map(async (name) => {
     const at = (kind) => of[kind].has(name) ? rms[of[kind].get(name)] : null;
