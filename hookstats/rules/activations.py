@@ -12,6 +12,7 @@ from hookstats.rules.formatting import percent, tensor_of
 from hookstats.rules.history import Streak, extended
 from hookstats.rules.step import Mask, Step
 
+_INITIAL = 20  # verdicts, by which what was so from the start is told
 _LEAST_VALUES = 100  # of a channel, over all verdicts in a row, or a share of 1 % cannot be told
 
 
@@ -73,7 +74,7 @@ class DeadChannels:
         return shares, judged
 
     def _finding(self, step: Step, site: int, share: float) -> Finding:
-        if _has_zero_weights(step, site):
+        if has_zero_weights(step, site):
             why = "all of its weights are 0. Nothing behind it can learn from it: look at how they are initialised."
         else:
             why = (
@@ -98,7 +99,7 @@ class DeadChannels:
         return float(dead[known].mean())
 
 
-def _has_zero_weights(step: Step, output: int) -> bool:
+def has_zero_weights(step: Step, output: int) -> bool:
     """Whether the weight of the module that an output belongs to has nothing but zeros, as far as it is measured."""
     name = f"{step.sites[output].name}.weight".lstrip(".")
     weights = [i for i, site in enumerate(step.sites) if site.name == name and site.tensor in ("param", "param_sample")]
@@ -111,9 +112,11 @@ class SaturatedChannels:
 
     The mean slope of a channel follows exactly from its moments: of a tanh it is 1 - E[x^2], of a sigmoid E[x] -
     E[x^2]. A channel is saturated where it is less than ``slope`` = 0.01 of the steepest one (1, and 1/4), and a layer
-    is ill where more than ``share`` = 0.5 of its channels are, in ``consecutive_steps`` = 100 verdicts in a row. The
-    figures are ours: SageMaker Debugger (saturated-activation) counts inputs beyond 9.5 on either side, where the slope
-    of a tanh is 2e-8, far beyond where learning has stopped.
+    is ill where more than ``share`` = 0.5 of its channels are, in ``consecutive_steps`` = 100 verdicts in a row. A tanh
+    is ill after 20, too, where more than half of its channels have had a slope below ``initial_slope`` = 0.1 in every
+    verdict since the run began: initial weights leave it above 0.5. The figures are ours: SageMaker Debugger
+    (saturated-activation) counts inputs beyond 9.5 on either side, where the slope of a tanh is 2e-8, far beyond where
+    learning has stopped.
 
     So that a healthy run is silent: judged are outputs with a gradient that have stayed within [-1, 1] or [0, 1] since
     the run began, and come near 1; not those with zeros (ReLU, masks), nor those whose channels have equal means or
@@ -124,9 +127,11 @@ class SaturatedChannels:
     slope: float = 0.01
     share: float = 0.5
     consecutive_steps: int = 100
+    initial_slope: float = 0.1
 
     def __post_init__(self) -> None:
-        self._streak = Streak(self.consecutive_steps)
+        self._streak, self._initial = Streak(self.consecutive_steps), Streak(_INITIAL)
+        self._verdicts = np.empty(0, np.int64)
         self._beyond, self._negative = np.empty(0, bool), np.empty(0, bool)  # where values have been
 
     def __call__(self, step: Step) -> list[Finding] | None:
@@ -139,28 +144,39 @@ class SaturatedChannels:
         gradients = step.partner("output", "grad_output")
         judged = step.is_kind("output") & (totals.count > 0) & (gradients >= 0)
         candidates = judged & ~self._beyond & (totals.abs_max > 0.9) & (totals.zeros == 0)
-        shares = np.zeros(n)
+        shares, initial = np.zeros(n), np.zeros(n)
         for site in np.flatnonzero(candidates).tolist():
             if site != answer and step.calls[gradients[site]]:
-                shares[site] = self._share(step, site)
+                shares[site] = self._share(step, site, self.slope)
+                if self._negative[site]:
+                    initial[site] = self._share(step, site, self.initial_slope)
+        self._verdicts = extended(self._verdicts, n, 0) + judged
         ill = self._streak.push(step.number, shares > self.share, judged)
-        return [self._finding(step, site, float(shares[site])) for site in step.in_order(ill)]
+        from_start = self._initial.push(step.number, initial > self.share, judged)
+        from_start &= (self._initial.lengths == self._verdicts) & ~ill
+        return [
+            self._finding(step, site, float((shares if ill[site] else initial)[site]), bool(from_start[site]))
+            for site in step.in_order(ill | from_start)
+        ]
 
-    def _finding(self, step: Step, site: int, share: float) -> Finding:
+    def _finding(self, step: Step, site: int, share: float, is_initial: bool) -> Finding:
+        slope = self.initial_slope if is_initial else self.slope
         sentence = (
-            f"{_channels(share)} of {tensor_of(step.sites[site])} are saturated: they sit at the ends of the "
-            f"{'tanh' if self._negative[site] else 'sigmoid'}, and let less than {percent(self.slope)} of the "
-            "gradient through. Make what comes in smaller: lower weights or learning rate, or a norm before it."
+            f"{_channels(share)} of {tensor_of(step.sites[site])} {'have been' if is_initial else 'are'} saturated"
+            f"{' from the start' if is_initial else ''}: they sit at the ends of the "
+            f"{'tanh' if self._negative[site] else 'sigmoid'}, and let less than {percent(slope)} of the "
+            "gradient through. Make what comes in smaller: "
+            f"{'lower initial weights' if is_initial else 'lower weights or learning rate'}, or a norm before it."
         )
-        since = int(self._streak.since[site])
+        since = int((self._initial if is_initial else self._streak).since[site])
         return step.finding("saturated-channels", site, share, self.share, "warning", sentence, since=since)
 
-    def _share(self, step: Step, site: int) -> float:
+    def _share(self, step: Step, site: int, slope: float) -> float:
         """Of the channels that are saturated."""
         stats = _stats(step, site)
         square = stats.rms**2
         if self._negative[site]:
-            saturated = 1 - square < self.slope
+            saturated = 1 - square < slope
         else:
             means = stats.mean
             if (
@@ -169,7 +185,7 @@ class SaturatedChannels:
                 and (np.ptp(means) < 1e-4 * means.mean() or abs(means.sum() - 1) < 1e-3)
             ):
                 return 0.0  # a softmax
-            saturated = means - square < self.slope / 4
+            saturated = means - square < slope / 4
         return float(saturated.mean())
 
 

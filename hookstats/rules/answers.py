@@ -16,15 +16,15 @@ from hookstats.rules.step import Step
 
 @dataclass
 class ProbabilitiesAsLogits:
-    """Probabilities are given to a cross-entropy that expects logits: softmax before cross-entropy (warning).
+    """Probabilities are given to a cross-entropy that expects logits: softmax or sigmoid before it (warning).
 
-    The last output of the model lies in [0, 1], and its rows of ``n`` classes add up to 1; the loss lies where the
-    cross-entropy of probabilities as logits must lie, between log(1 + (n - 1) / e) and log(e + n - 1); and the gradient
-    is that of a softmax: not 0 anywhere, 0 on average, and of the size 2 (1 - exp(-loss)) in all that the loss implies.
-    In ``consecutive_steps`` = 10 measured steps in a row. Ours; it follows from the definition.
+    The last output of the model lies in [0, 1]; the loss lies where the cross-entropy of such logits of ``n`` classes,
+    as many as there are channels, must lie, between log(1 + (n - 1) / e) and log(1 + (n - 1) e); and the gradient is
+    that of a softmax: not 0 anywhere, 0 on average, and of the size 2 (1 - exp(-loss)) in all that the loss implies. In
+    ``consecutive_steps`` = 10 measured steps in a row. Ours; it follows from the definition.
 
     What else looks like it: nothing that we know; a negative log likelihood of probabilities has a gradient at one
-    class of each row. What to do: leave out the softmax, cross_entropy has its own.
+    class of each row. What to do: leave out the softmax or sigmoid, cross_entropy has its own.
     """
 
     consecutive_steps: int = 10
@@ -45,25 +45,25 @@ class ProbabilitiesAsLogits:
             return []
         least = math.log(1 + (self._classes(step, site) - 1) / math.e)
         sentence = (
-            f"{tensor_of(step.sites[site])} holds probabilities, and the loss is the cross-entropy of these as if they "
-            f"were logits: it cannot come below {number(least)}, and its gradient is small. Leave out the softmax "
-            "before the loss: cross_entropy has its own."
+            f"{tensor_of(step.sites[site])} lies in [0, 1], as probabilities do, and the loss is the cross-entropy of "
+            f"these as if they were logits: it cannot come below {number(least)}, and its gradient is small. Leave out "
+            "the softmax or sigmoid before the loss: cross_entropy has its own."
         )
         return [step.finding("probabilities-as-logits", site, loss, least, "warning", sentence, since=self._since)]
 
     @staticmethod
-    def _classes(step: Step, site: int) -> float:
-        mean = float(step.totals.mean[site])
-        return 1 / mean if mean > 1e-9 else 0.0
+    def _classes(step: Step, site: int) -> int:
+        channels = step.channels(site)
+        return 0 if channels is None else len(channels.count)
 
     def _is_ill(self, step: Step, site: int, loss: float) -> bool:
         totals = step.totals
         classes = self._classes(step, site)
         if not (totals.min[site] >= 0 and totals.max[site] <= 1 and step.nonfinite[site] == 0):
             return False
-        if round(classes) < 2 or abs(classes - round(classes)) > 1e-3 * classes:
+        if classes < 2:
             return False
-        least, most = math.log(1 + (classes - 1) / math.e), math.log(math.e + classes - 1)
+        least, most = math.log(1 + (classes - 1) / math.e), math.log(1 + (classes - 1) * math.e)
         gradient = int(step.partner("output", "grad_output")[site])
         if not least * 0.999 <= loss <= most * 1.001 or gradient < 0 or not step.calls[gradient]:
             return False

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hookstats.numbers.fields import Array
+from hookstats.rules.activations import has_zero_weights
 from hookstats.rules.finding import Finding
 from hookstats.rules.formatting import number, tensor_of
 from hookstats.rules.history import Course
@@ -107,14 +108,15 @@ class InputShift:
 class ConstantInput:
     """All that the model sees of its input is one value, or one row (warning).
 
-    An input of the model that has varied holds one value throughout; or, from the start, the first output of the model
-    has no variance in any channel, which means that all rows that came in are the same: images that were not loaded,
-    tokens that are all padding. In ``consecutive_steps`` = 5 measured steps in a row. Ours.
+    An input of the model that has varied holds one value throughout; or the first output of the model has no variance
+    in any channel, which means that all rows that came in are the same: images that were not loaded, one sample in each
+    row, tokens that are all padding. In ``consecutive_steps`` = 5 measured steps in a row. Ours.
 
     What else looks like it: batches of one row, which are not judged. What to do: print a batch as the model gets it.
 
     So that a healthy run is silent: inputs that are constant from the start, such as masks, count only where the first
-    output has no variance, either; channels of fewer than ``values`` = 8 values are not judged.
+    output has no variance, either; channels of fewer than ``values`` = 8 values are not judged, nor is a first output
+    whose weights are all 0.
     """
 
     consecutive_steps: int = 5
@@ -129,8 +131,10 @@ class ConstantInput:
         inputs = step.in_order(_inputs(step))
         outputs = step.in_order(step.is_kind("output") & (step.totals.count > 0))
         candidates = {site: self._is_constant_now(step, site) for site in inputs}
-        if outputs and not (step.totals.min < step.totals.max)[inputs].any():
-            candidates[outputs[0]] = self._has_equal_rows(step, outputs[0])
+        if outputs:
+            varies = bool((step.totals.min < step.totals.max)[inputs].any())
+            says = not varies or (step.totals.abs_max[outputs[0]] > 0 and not has_zero_weights(step, outputs[0]))
+            candidates[outputs[0]] = bool(says) and self._has_equal_rows(step, outputs[0])
         found = []
         for site, is_constant in candidates.items():  # the inputs first
             self._lengths[site] = self._lengths.get(site, 0) + 1 if is_constant else 0

@@ -349,9 +349,9 @@ class GrowingGradients:
     The gradient of the bias of a linear layer, a convolution or a norm adds up to the same as the gradient of its
     output; so does that of an embedding. Ill is a model where what these add up to is the sum of this step and of what
     it was in the measured step before: to a residual of ``residual`` = 0.05, while this step alone leaves 0.3, in
-    ``consecutive_steps`` = 5 steps in a row that were measured one after another; or, where steps between were not
-    measured, where it has been ``growth`` = 3 times that of this step, in the same direction, for twice as many. It
-    follows from the definition; the figures are ours.
+    ``consecutive_steps`` = 5 steps in a row that were measured one after another; or a single one of them, to 0.01 in
+    eight such steps; or, where steps between were not measured, where it has been ``growth`` = 3 times that of this
+    step, in the same direction, for twice as many. It follows from the definition; the figures are ours.
 
     What else looks like it: gradient accumulation. What to do: call ``optimizer.zero_grad()`` once in each step, before
     backward, of the optimizer that has these parameters.
@@ -368,7 +368,7 @@ class GrowingGradients:
 
     def __post_init__(self) -> None:
         self._for, self._grown_for, self._since = 0, 0, 0
-        self._at, self._sums = -2, np.empty(0)
+        self._at, self._sums, self._alone = -2, np.empty(0), Streak(8)
         self._sites, self._sums_of = -1, np.empty((3, 0), np.int64)
 
     def __call__(self, step: Step) -> list[Finding] | None:
@@ -383,7 +383,8 @@ class GrowingGradients:
         known = np.isfinite(now) & np.isfinite(fresh) & np.isfinite(before)
         if not known.any() or not (now[known] ** 2).sum() > 0:
             return []
-        now, fresh, before = now[known], fresh[known], before[known]
+        now, fresh, before, gradients = now[known], fresh[known], before[known], gradients[known]
+        alone = self._added_alone(step, gradients, now, before, fresh, follows)
         size = float(now @ now)
         is_added = ((now - before - fresh) ** 2).sum() < self.residual * size
         is_not_fresh = ((now - fresh) ** 2).sum() > 0.3 * size
@@ -393,15 +394,29 @@ class GrowingGradients:
         self._grown_for = self._grown_for + 1 if is_grown else 0
         if max(self._for, self._grown_for) == 1:
             self._since = step.number
+        sites = step.in_order(alone)
         if self._for < self.consecutive_steps and self._grown_for < 2 * self.consecutive_steps:
-            return []
+            if not sites:
+                return []
+            chosen = np.isin(gradients, sites)
+            size, fresh, self._since = float(now[chosen] @ now[chosen]), fresh[chosen], int(self._alone.since[sites[0]])
         grown = float(np.sqrt(size / max(fresh @ fresh, 1e-300)))
         sentence = (
-            f"the gradients are added to those of the steps before, and are {number(grown)} times those of this step "
-            "alone: nobody zeroes them. Call optimizer.zero_grad() once in each step, before backward."
+            f"the gradients {f'of {_names(step, sites)} ' if sites else ''}are added to those of the steps before, and "
+            f"are {number(grown)} times those of this step alone: nobody zeroes them. Call optimizer.zero_grad() once "
+            "in each step, before backward, of the optimizer that has these parameters."
         )
-        found = step.finding("growing-gradients", int(gradients[0]), grown, 1.0, "warning", sentence, since=self._since)
-        return [found]
+        first, since = sites[0] if sites else int(gradients[0]), self._since
+        return [step.finding("growing-gradients", first, grown, 1.0, "warning", sentence, since=since, sites=sites)]
+
+    def _added_alone(
+        self, step: Step, gradients: Counts, now: Array, before: Array, fresh: Array, follows: bool
+    ) -> Mask:
+        """``[n]``: the gradients that are those of the step before and of this one, for some steps in a row."""
+        ill, judged = np.zeros(len(step.sites), bool), np.zeros(len(step.sites), bool)
+        is_added = (abs(now - before - fresh) < 0.01 * abs(now)) & (abs(now - fresh) > 0.3 * abs(now))
+        ill[gradients], judged[gradients] = is_added & follows, True
+        return self._alone.push(step.number, ill, judged)
 
     def _pairs(self, step: Step) -> Counts:
         """``[2, pairs]``: the ids of gradients, and of the gradients of outputs that add up to the same."""

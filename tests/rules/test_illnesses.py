@@ -109,12 +109,18 @@ def test_a_deep_stack_with_large_weights_lets_gradients_explode() -> None:
     assert found[0].value > 1e4
 
 
-def test_a_tanh_with_inputs_that_are_too_large_is_saturated() -> None:
+@pytest.mark.parametrize(("began", "told"), [(0, 19), (5, 104)])
+def test_a_tanh_with_inputs_that_are_too_large_is_saturated(began: int, told: int) -> None:
     model = mlp(nn.Tanh)
-    with torch.no_grad():
-        model[2].weight.mul_(1000)
-    found = named(train(model, OnDigits(model), sgd(model, 1e-3), 110), "saturated-channels")
-    assert [(each.step, each.site) for each in found] == [(99, ("3", "output"))]
+
+    def enlarge(step: int) -> None:
+        if step == began:
+            with torch.no_grad():
+                model[2].weight.mul_(1000)
+
+    found = named(train(model, OnDigits(model), sgd(model, 1e-3), 110, enlarge), "saturated-channels")
+    assert [(each.step, each.since, each.site) for each in found] == [(told, began, ("3", "output"))]
+    assert ("from the start" in found[0].sentence) == (began == 0)
     assert "ends of the tanh" in found[0].sentence
 
 

@@ -241,6 +241,43 @@ def test_a_softmax_before_the_cross_entropy_is_found(classes: int) -> None:
     assert (found.step, found.site) == (9, (str(len(model) - 1), "output"))
 
 
+def test_a_sigmoid_before_the_cross_entropy_is_found() -> None:
+    model = nn.Sequential(*mlp(), nn.Sigmoid())
+    found = only(run(model, torch.optim.Adam(model.parameters(), 1e-4), 40), "probabilities-as-logits")
+    assert (found.step, found.site) == (9, (str(len(model) - 1), "output"))
+
+
+def test_one_sample_in_every_row_is_found() -> None:
+    model = mlp()
+    data = OnDigits(model)
+
+    def loss_of(step: int) -> torch.Tensor:
+        chosen = torch.randint(len(data.labels), (64,))
+        return cross_entropy(model(data.images[chosen[:1]].expand(64, -1)), data.labels[chosen])
+
+    found = only(run(model, sgd(model.parameters(), 1e-3), 20, loss_of), "constant-input")
+    assert (found.step, found.site) == (4, ("0", "output"))
+
+
+def test_a_layer_whose_gradients_alone_are_not_zeroed_is_named() -> None:
+    model = mlp()
+    data, kept = OnDigits(model), list[torch.Tensor]()
+
+    def loss_of(step: int) -> torch.Tensor:
+        if kept:  # what the optimizer has zeroed comes back
+            model[2].weight.grad, model[2].bias.grad = kept
+        chosen = torch.randint(len(data.labels), (64,))
+        return cross_entropy(model(data.images[chosen]), data.labels[chosen])
+
+    def keep(step: int) -> None:
+        if step:
+            kept[:] = [model[2].weight.grad.clone(), model[2].bias.grad.clone()]
+
+    found = only(run(model, torch.optim.Adam(model.parameters(), 1e-4), 40, loss_of, keep), "growing-gradients")
+    assert [site.name for site in found.sites] == ["2.bias"]
+    assert "the gradients of 2.bias are added to those of the steps before" in found.sentence
+
+
 @pytest.mark.parametrize("scale", [1.0, 300.0])
 def test_a_model_that_is_sure_from_the_start_is_a_note(scale: float) -> None:
     model = mlp()
