@@ -126,8 +126,9 @@ class LossSpike:
             )
         else:
             sentence += "Where the data, the task or the target changed in this step, nothing needs to be wrong."
+        since, severity = at if jump is None else jump.step, "warning" if is_ill else "note"
         self._jump = _Jump(at, level, limit, value, bool(has_moved))
-        return step.finding("loss-spike", None, value, limit, "warning" if is_ill else "note", sentence, at)
+        return step.finding("loss-spike", None, value, limit, severity, sentence, at, since)
 
     def _jump_ended(self, step: Step, at: int, value: float) -> Finding | None:
         """What a jump was: the loss has come back from it, all at once, or it has not."""
@@ -153,7 +154,7 @@ class LossSpike:
                 f"jumped in step {began} and the outputs of the model changed: training diverges. Go back to a "
                 "checkpoint, and lower the learning rate, warm it up longer, or clip gradients."
             )
-            return step.finding("loss-spike", None, value, first, "critical", sentence, at)
+            return step.finding("loss-spike", None, value, first, "critical", sentence, at, began)
         return None
 
     def _rose(self, step: Step, at: int, value: float) -> Finding | None:
@@ -164,7 +165,7 @@ class LossSpike:
             f"the {self.scalar} is {number(value)}, and has gone on rising for {rising} steps: training diverges. "
             "Go back to a checkpoint, and lower the learning rate, warm it up longer, or clip gradients."
         )
-        return step.finding("loss-spike", None, value, max(self._firsts), "critical", sentence, at)
+        return step.finding("loss-spike", None, value, max(self._firsts), "critical", sentence, at, at - rising)
 
     def _rising(self, value: float) -> int:
         """Over how many steps; 0: it does not."""

@@ -50,7 +50,7 @@ class Plot:
     """Names the cause of each finding as it comes: of an earlier one that still stands, or of one in the same step.
 
     A later finding follows from an earlier one unless it looks nearer to the beginning of the chain than this; then it
-    stands for itself, and `story` gives it what came since it began. A note explains notes alone.
+    stands for itself, and `story` gives it what came since it began. A note explains notes of the same step alone.
     """
 
     def __init__(self) -> None:
@@ -102,8 +102,11 @@ def explains(cause: Finding, effect: Finding) -> bool:
     """Whether one that was told before may be the cause of another."""
     if cause.rule == effect.rule:
         return SEVERITIES.index(cause.severity) >= SEVERITIES.index(effect.severity)
-    if cause.rule in _NEVER_CAUSES or (cause.severity == "note" and effect.severity != "note"):
+    if cause.rule in _NEVER_CAUSES:
         return False
+    if cause.severity == "note":  # in which nothing needs to be wrong
+        at_once = effect.since == cause.step and effect.rule not in _NEVER_CAUSES
+        return effect.severity == "note" and at_once and depth(cause.rule) <= depth(effect.rule)
     return depth(cause.rule) <= depth(effect.rule)
 
 
@@ -175,7 +178,7 @@ def _adopted(chapters: list[Chapter]) -> list[Chapter]:
             first.effects += [replace(chapter.finding, because=first.finding.as_cause), *chapter.effects]
     left = [chapter for chapter in chapters if id(chapter) not in causes]
     for chapter in left:
-        chapter.effects.sort(key=lambda each: each.step)
+        chapter.effects.sort(key=lambda each: (each.step, depth(each.rule)))
     return left
 
 

@@ -64,7 +64,8 @@ function findingLine(finding) {
 
 function sitesOf(finding) {
   const { sites, site_count: all } = finding, left = all - sites.length;
-  const line = (site) => node("li", {}, siteLink(site, finding.step), node("span", { class: "muted" }, ` ${wordsOf(record.sites[site][1])}`));
+  const isMixed = new Set(sites.map((site) => record.sites[site][1])).size > 1;
+  const line = (site) => node("li", {}, siteLink(site, finding.step), isMixed ? node("span", { class: "muted" }, ` ${wordsOf(record.sites[site][1])}`) : null);
   return node("details", { class: "folded" }, node("summary", {}, `at ${count(all)} sites`),
     node("ul", { class: "sites" }, ...sites.map(line), left > 0 ? node("li", { class: "muted" }, `and ${count(left)} more`) : null));
 }
