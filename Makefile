@@ -15,6 +15,10 @@ demo: .venv/.demo       ## trains a small CNN on handwritten digits, every layer
 report-example: .venv/.demo  ## a small GPT with two illnesses that were put in, and the report of its run
 	$(PY) docs/report_example.py --output build/example
 
+.PHONY: rule-pictures
+rule-pictures: .venv/.dev  ## a picture of an ill run for each rule, and the sections of docs/rules.md (needs Chromium)
+	PYTHONPATH=. $(PY) docs/rules_pictures.py
+
 test: .venv/.dev        ## the whole test suite, one torch thread in each process
 	$(PY) -m pytest -n auto --maxprocesses 8 --dist worksteal -p no:benchmark
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import signal
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -93,6 +95,9 @@ def _parser() -> argparse.ArgumentParser:
     recover = add("recover", _recover, "write what is left of a run that was killed together with its writer")
     recover.add_argument("path", metavar="RUN")
 
+    rule = add("rule", _rule, "explain a rule: what it finds, what else looks like it, what to do")
+    rule.add_argument("name", nargs="?", metavar="NAME", help="as findings have it, dead-channels; without, all names")
+
     add("doctor", _doctor, "say what is installed, what is missing, and the command that mends it")
     return parser
 
@@ -164,6 +169,18 @@ def _recover(options: argparse.Namespace) -> int:
     for rank, attempts in recover(options.path).items():
         numbers = ", ".join(map(str, attempts))
         print(f"{rank}: {f'recovered what was left of attempt {numbers}' if attempts else 'nothing was left'}")
+    return 0
+
+
+def _rule(options: argparse.Namespace) -> int:
+    from hookstats.rules import book
+
+    width = min(shutil.get_terminal_size((100, 24)).columns, 100)
+    if options.name is not None:
+        print(*book.page(options.name).lines(width), sep="\n")
+        return 0
+    for each in book.pages():
+        print(*textwrap.wrap(f"{each.name:<24} {each.paragraphs[0]}", width, subsequent_indent=25 * " "), sep="\n")
     return 0
 
 

@@ -55,7 +55,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "integrations": {"__init__"},
     "terminal": {"numbers", "records", "rules"},
     "doctor": {"__init__", "_native"},
-    "__main__": {"__init__", "doctor", "report", "terminal"},
+    "__main__": {"__init__", "doctor", "report", "rules", "terminal"},
 }
 WITHOUT_TORCH = {
     "__main__",

@@ -187,7 +187,7 @@ def one_layer_whose_gradients_are_never_zeroed(setup: Setup) -> None:
 # Initialisation
 
 
-@ill(*DIVERGES, on=("mlp", "cnn"))
+@ill("initial-loss", *DIVERGES, on=("mlp", "cnn"))
 def one_layer_a_thousand_times_too_large(setup: Setup) -> None:
     with torch.no_grad():
         _second(setup).weight.mul_(1000)
@@ -207,7 +207,7 @@ def weights_a_hundred_times_too_small(setup: Setup) -> None:
             layer.weight.mul_(0.01)
 
 
-@ill(*DIVERGES, on=("lstm", "gpt"))
+@ill("initial-loss", *DIVERGES, on=("lstm", "gpt"))
 def a_head_a_thousand_times_too_large(setup: Setup) -> None:
     with torch.no_grad():
         model: Any = setup.model

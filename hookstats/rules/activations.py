@@ -26,6 +26,9 @@ class DeadChannels:
     come back. Outputs are judged that are never negative and hold zeros, which is what a ReLU leaves; of those without
     channels, the layer as a whole.
 
+    What else looks like it: a mask, and the sparse weights of a router; both are recognised. What to do: lower the
+    learning rate, look at the bias before the ReLU and at the initial weights, or use a LeakyReLU or GELU.
+
     So that a healthy run is silent: half of a ReLU's values may be 0, and single dead channels are common; a channel
     needs 100 values over the row of steps; an output with exactly as many zeros in each of these is sparse by design
     (the weights of a router), unless all are 0; one that no gradient comes back to, while others get theirs, is a
@@ -117,6 +120,9 @@ class SaturatedChannels:
     verdict since the run began: initial weights leave it above 0.5. The figures are ours: SageMaker Debugger
     (saturated-activation) counts inputs beyond 9.5 on either side, where the slope of a tanh is 2e-8, far beyond where
     learning has stopped.
+
+    What else looks like it: gates that are meant to stay open or closed. What to do: make what comes in smaller, by
+    smaller weights, a lower learning rate, scaled inputs, or a norm before it.
 
     So that a healthy run is silent: judged are outputs with a gradient that have stayed within [-1, 1] or [0, 1] since
     the run began, and come near 1; not those with zeros (ReLU, masks), nor those whose channels have equal means or

@@ -25,6 +25,8 @@ class ProbabilitiesAsLogits:
 
     What else looks like it: nothing that we know; a negative log likelihood of probabilities has a gradient at one
     class of each row. What to do: leave out the softmax or sigmoid, cross_entropy has its own.
+
+    So that a healthy run is silent: the module of that output has no parameters, as a layer whose logits are small has.
     """
 
     consecutive_steps: int = 10
@@ -61,7 +63,7 @@ class ProbabilitiesAsLogits:
         classes = self._classes(step, site)
         if not (totals.min[site] >= 0 and totals.max[site] <= 1 and step.nonfinite[site] == 0):
             return False
-        if classes < 2:
+        if classes < 2 or _has_parameters(step, site):
             return False
         least, most = math.log(1 + (classes - 1) / math.e), math.log(1 + (classes - 1) * math.e)
         gradient = int(step.partner("output", "grad_output")[site])
@@ -72,6 +74,12 @@ class ProbabilitiesAsLogits:
         expected = 2 * (1 - math.exp(-loss)) * step.calls[gradient]
         is_softmax = zeros < 0.1 * count and abs(mean) * count < 1e-3 * size
         return is_softmax and 0.75 < size / expected < 1.25
+
+
+def _has_parameters(step: Step, output: int) -> bool:
+    """Whether the module of an output has parameters of its own: then it is no softmax or sigmoid."""
+    names = {f"{step.sites[output].name}.{name}".lstrip(".") for name in ("weight", "bias")}
+    return any(site.name in names for site in step.sites)
 
 
 @dataclass

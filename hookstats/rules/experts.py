@@ -25,6 +25,10 @@ class ExpertLoad:
     of the loads, over the logarithm of the number of experts, below ``entropy`` = 0.5: 8 experts, of which fewer than 3
     work. torchtitan logs the same, and the largest load over the mean; where it becomes an illness is ours to say.
 
+    What else looks like it: experts that are meant for different inputs, of which only some are in the data. What to
+    do: add a loss that balances the load, or a bias per expert, or noise to the router's logits; see that its learning
+    rate and initial weights are small.
+
     So that a healthy run is silent: an uneven load, or a single idle expert, is none; two experts are not judged.
     Experts that one module computes together (stacked weights) have no outputs of their own, and are not seen.
     """

@@ -93,6 +93,10 @@ class ExplodingGradients:
     = 3 of them in a row. The first in order of execution is named. There are no agreed figures: these are ours, beyond
     what healthy models show (see docs/rules.md).
 
+    What else looks like it: a task or a loss term that is added, behind which gradients are larger for good. What to
+    do: clip gradients, lower the learning rate, warm it up longer; over depth, lower the initial weights, normalise, or
+    add residual connections.
+
     So that a healthy run is silent: a site has a past when it has ``min_history`` = 16 values; single bursts do not
     count; nor does a gradient that was negligible and finds its size (of queries and keys, when attention begins to
     form; behind a layer scale that grows): it must be ``beyond`` = 10 times the median of every other of its kind; and
@@ -159,6 +163,10 @@ class VanishingGradients:
     ``past`` = 1e-4 of the median of that ratio over all gradients. Either in ``consecutive_steps`` = 5 measured steps
     in a row. SageMaker's absolute figure (a mean of |x| below 1e-7) depends on the loss's scale; "falling by orders
     over depth" does not. How many orders is ours.
+
+    What else looks like it: a part of the model that is frozen little by little, or has learned all that its data tell.
+    What to do: replace sigmoid and tanh by ReLU or GELU, normalise, add residual connections, and look at dead or
+    saturated layers first, because they let nothing through.
 
     So that a healthy run is silent: what all gradients do together, when a model has learned its data by heart, is no
     illness; a gradient of fewer than ``values`` = 16 numbers may be 0 by chance, and is not compared with its past; a

@@ -28,6 +28,11 @@ class NonFinite:
 
     A loss that is not finite in a step that was not measured is critical where it goes on, and a warning where
     everything is finite again in the next measured step.
+
+    What else looks like it: masks that hold -Inf from the start, and a GradScaler at work; both are recognised. What to
+    do: where the data hold it, leave out the batch and see what made it; where a layer made it, look for a division, a
+    logarithm or a root of what can be 0, and for float16; where only the loss is not finite, look at the loss and the
+    labels. Go back to a checkpoint before the step.
     """
 
     overflows: int = 16

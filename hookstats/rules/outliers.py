@@ -20,6 +20,9 @@ class MassiveActivations:
     Sun et al. 2024, arXiv 2402.17762. Trained language models have them, so nothing needs to be wrong; int8 and float8
     lose all other values of such a tensor.
 
+    What else looks like it: nothing that we know. What to do: nothing, unless you quantise; then leave the layer out,
+    or give it a scale per channel. Attention sinks and missing norms make such values; registers and gates avoid them.
+
     So that a healthy run is silent: in ``consecutive_steps`` = 3 verdicts in a row; and the median is that of the
     values that are not 0, to the bin of a factor of 2 (its upper end), or all of a ReLU's would be massive. Without a
     histogram by exponent it is the mean of their absolute values, which is larger.
@@ -71,6 +74,10 @@ class OutlierChannels:
     The largest |x| of a channel, over the median of that of all channels of the output: below 10 is normal, beyond
     ``severe`` = 1000 is ill, and so is ``many`` = 10 channels beyond ``ratio`` = 100 (bo-ke/llm-internal-medicine,
     docs/massive_activation.md).
+
+    What else looks like it: inputs with a feature that was never scaled, before the first norm. What to do: look at the
+    weights that make the channel, and at whether weight decay reaches them; in float8 or int8, give the output a scale
+    per channel.
 
     So that a healthy run is silent: in ``consecutive_steps`` = 3 verdicts in a row; an outlier is at least ``value`` =
     6 (Dettmers et al. 2022, LLM.int8(), arXiv 2208.07339), because where all values are small nothing is lost; channels

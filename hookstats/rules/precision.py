@@ -124,6 +124,10 @@ class LowPrecisionFit:
     There is no agreed share: this one is ours (FP8-LM, arXiv 2310.18313, adapts its scale at 0.001 % overflow). One
     finding speaks of all outputs, one of all gradients of outputs, and so on; `fit` gives the numbers of each.
 
+    What else looks like it: sparse tensors whose few values span many orders of magnitude. What to do: leave the layer
+    out where you quantise, or scale it per channel or block; where float16 overflows, keep the layer in bfloat16 or
+    float32.
+
     So that a healthy run is silent: in ``consecutive_steps`` = 5 verdicts in a row, from 1,000 values on that are not
     0. Only steps with histograms by exponent are judged, in each of them one of ``turns`` = 4 parts of the sites:
     reading histograms is what costs most of all rules, and nobody chooses a precision within four steps.

@@ -49,6 +49,10 @@ class LossSpike:
     ``consecutive_steps`` steps; or it goes on rising over 9 steps, or 30, from third to third and beyond its noise:
     above the first losses, although it had come down before, or twofold each time. A level that is higher is none.
 
+    What else looks like it: data of another kind, a task that is added, a target that is exchanged. What to do: look at
+    the batch of the step; if it happens again, clip gradients, lower the learning rate, or leave such batches out;
+    where the loss stays up, go back to a checkpoint before it.
+
     So that a healthy run is silent: a jump is judged when there are ``min_history`` = 16 losses, and must undo a share
     ``undone`` = 0.05 of what the loss has come down since the first steps, because a model that has learned its data by
     heart has losses near 0 that vary by any factor. What OLMo-core does not say is a setting of ours.
@@ -210,6 +214,9 @@ class GradientNormSpike:
     More than ``sigmas`` = 6 deviations above the level of the last steps (OLMo-core, stability_monitor.py, has 6
     standard deviations from the mean), in logarithms, and ``tail`` = 2 times as far as any of the last ``window`` = 128
     norms: a note; a warning where that happened ``many`` = 3 times in the window.
+
+    What else looks like it: a batch with more tokens or another task. What to do: look at the batch of the step, clip
+    gradients, and lower the learning rate where it happens again.
 
     So that a healthy run is silent: a single batch of another kind is no illness, and without clipping they are common
     in small language models; steps in a row are one jump; judged when there are ``min_history`` = 32 norms; and

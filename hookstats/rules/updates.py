@@ -35,6 +35,10 @@ class UpdateRatio:
     update of a 30th of a unit is seen in one value of 30. It is assumed that the masters lie evenly between the steps
     of the parameter's dtype. A parameter without masters is judged by how it did change, less than it was meant to.
 
+    What else looks like it: small weights that are to be rewritten at the beginning, and optimizers like Muon, whose
+    steps are large by design. What to do: lower the learning rate, warm it up, or clip gradients; see that weight decay
+    is not meant for another optimizer.
+
     So that a healthy run is silent: parameters that began with one value throughout (LoRA with 0, a layer scale with
     1e-6) have no size but that of their updates, and neither have biases, which may pass through 0 (those of keys in
     attention change nothing, and only tremble): both are not judged; nor are parameters of fewer than ``values`` = 64

@@ -159,7 +159,7 @@ def test_a_usage_error_is_status_2_and_no_command_prints_the_help(capsys: pytest
     assert capsys.readouterr().out == f"{hookstats.__version__}\n"
 
 
-@pytest.mark.parametrize("name", ["", "show", "compare", "report", "watch", "recover", "doctor"])
+@pytest.mark.parametrize("name", ["", "show", "compare", "report", "watch", "recover", "rule", "doctor"])
 def test_every_command_has_help_and_imports_neither_torch_nor_numpy_for_it(name: str) -> None:
     code = f"""
 import sys
@@ -177,7 +177,14 @@ print([each for each in ("torch", "numpy", "pyarrow") if each in sys.modules])
 
 def test_no_command_but_doctor_imports_torch(runs: Path) -> None:
     a, b = str(runs / "a"), str(runs / "b")
-    for arguments in (["show", a], ["compare", a, b], ["watch", a], ["recover", a], ["report", a, "-o", f"{a}.html"]):
+    for arguments in (
+        ["show", a],
+        ["compare", a, b],
+        ["watch", a],
+        ["recover", a],
+        ["rule"],
+        ["report", a, "-o", f"{a}.html"],
+    ):
         code = f"""
 import sys
 from hookstats.__main__ import main

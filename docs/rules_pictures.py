@@ -1,0 +1,119 @@
+"""The pictures and the sections of docs/rules.md: an ill training for each rule, as the report shows it.
+
+    python docs/rules_pictures.py [NAME ...]    some rules alone; without a name all, in about five minutes
+
+The text is that of the rules' docstrings. Needs Chromium, and `pip install '.[dev]'`.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+
+import torch
+
+from benchmarks.illnesses import ill, more  # noqa: F401, they register theirs
+from benchmarks.illnesses.training import ILL, run, seeded
+from hookstats import Snapshot, report
+from hookstats.report.record import Recorded
+from hookstats.rules import book, judge
+from tests.report.browser import Browser
+from tests.rules import fleet
+
+PAGE = Path(__file__).with_name("rules.md")
+BEGIN = "## Each rule\n\n"  # the last section of the page
+WIDE = 720
+# Of each rule a training: of benchmarks/illnesses, with the kind of its model, or of tests/rules/fleet.
+SHOWN = {
+    "nonfinite": "a_weight_that_becomes_nan.gpt",
+    "input-shift": "a_batch_a_thousand_times_too_large.cnn",
+    "constant-input": "a_loader_that_gives_zeros_from_the_middle_on.cnn",
+    "unscaled-input": "an_identifier_among_the_features.tanh",
+    "growing-gradients": "gradients_that_are_never_zeroed_under_adam.gpt",
+    "unchanged-parameters": "a_layer_that_no_optimizer_has.gpt",
+    "lost-updates": "bfloat16_weights_whose_updates_are_lost.gpt",
+    "shrinking-weights": "weight_decay_that_is_too_strong_in_adamw.gpt",
+    "missing-gradients": "a_detach_in_the_forward.cnn",
+    "probabilities-as-logits": "a_softmax_before_the_cross_entropy.tanh",
+    "initial-loss": "initial_weights_thirty_times_too_large.gpt",
+    "loss-spike": "spike_of_the_learning_rate",
+    "gradient-norm-spike": "targets_that_are_ten_thousand_times_too_large_in_one_batch.mlp",
+    "exploding-gradients": "stack_with_large_weights",
+    "vanishing-gradients": "a_deep_stack_of_sigmoids.mlp",
+    "dead-channels": "relus_that_adam_has_killed",
+    "saturated-channels": "tanh_that_is_saturated_from_the_start.tanh",
+    "massive-activations": "massive_channel",
+    "outlier-channels": "massive_channel",
+    "low-precision-fit": "updates_that_are_too_large",
+    "update-ratio": "updates_that_are_too_large",
+    "expert-load": "collapsed_router",
+    "residual-drift": "a_residual_stream_that_grows_in_each_block.gpt",
+    "no-progress": "a_learning_rate_ten_thousand_times_too_small.gpt",
+}
+# What is so from the start shows in absolute values, others in how far a site is from its past; and of what.
+ABSOLUTE = {
+    "initial-loss": "rms",
+    "unscaled-input": "rms",
+    "exploding-gradients": "rms",
+    "vanishing-gradients": "rms",
+    "saturated-channels": "rms",
+    "massive-activations": "abs_max",
+    "outlier-channels": "abs_max",
+    "expert-load": "rms",
+    "missing-gradients": "rms",
+}
+
+
+def training(name: str) -> list[Snapshot]:
+    seeded()
+    if name in fleet.ILL:
+        return fleet.run(fleet.ILL[name][0])
+    return run(next(each for each in ILL if f"{each.name}.{each.kind}" == name).make()).snapshots
+
+
+def picture(rule: str, folder: Path) -> None:
+    """The heatmap at the site and the step of the rule's first finding."""
+    snapshots = training(SHOWN[rule])
+    findings = judge(snapshots)
+    found = next(each for each in findings if each.rule == rule)
+    recorded = Recorded.of(snapshots, rule, findings)
+    path = folder / f"{rule}.html"
+    report.write(recorded, path)
+    site = found.sites[0] if found.sites else None
+    place = "" if site not in recorded.sites else f"site={recorded.sites.index(site)}&"
+    with Browser(WIDE, 1000) as browser:
+        browser.open(f"{path.as_uri()}#{place}step={found.step}")
+        if rule in ABSOLUTE:
+            seen = "performance.getEntriesByName('switch').length"
+            before = browser.run(seen)
+            browser.run("document.querySelector('[data-value=absolute]').click()")
+            browser.wait(f"{seen} === {before + 1}")
+            browser.run(f"document.querySelectorAll('#tools select')[1].value = '{ABSOLUTE[rule]}'")
+            browser.run("document.querySelectorAll('#tools select')[1].dispatchEvent(new Event('change'))")
+            browser.wait(f"{seen} === {before + 2}")
+        top = browser.run("document.querySelector('#heat').getBoundingClientRect().top + scrollY")
+        end = browser.run("document.querySelector('.under').getBoundingClientRect().top + scrollY")
+        to = PAGE.with_name("rules") / f"{rule}.png"
+        to.parent.mkdir(exist_ok=True)
+        browser.picture(to, clip={"x": 16, "y": top - 8, "width": WIDE - 32, "height": end - top + 4})
+    print(f"{rule}: step {found.step}, {site}, {to.stat().st_size / 1024:.0f} KB", flush=True)
+
+
+def write_sections() -> None:
+    text = PAGE.read_text()
+    PAGE.write_text(text[: text.index(BEGIN)] + BEGIN + book.markdown())
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    with tempfile.TemporaryDirectory() as folder:
+        for rule in sys.argv[1:] or SHOWN:
+            picture(rule, Path(folder))
+    write_sections()
+
+
+if __name__ == "__main__":
+    main()

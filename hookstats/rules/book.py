@@ -1,0 +1,72 @@
+"""The book of rules: what each finds, what else looks like it, and what to do. It is written in their docstrings."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import textwrap
+from collections.abc import Iterator
+from difflib import get_close_matches
+from typing import NamedTuple
+
+from hookstats.rules.judging import defaults, rule_to_json
+
+_ONE_WORD = {"NonFinite": "nonfinite"}  # of the names of findings, all others are those of their classes
+
+
+class Page(NamedTuple):
+    """Of one rule. ``name``: of its findings. ``arguments``: with their defaults."""
+
+    name: str
+    of: str
+    arguments: str
+    paragraphs: list[str]
+
+    def lines(self, width: int) -> Iterator[str]:
+        """As text of at most so many columns."""
+        yield from textwrap.wrap(f"{self.name}: {self.paragraphs[0]}", width)
+        for paragraph in [*self.paragraphs[1:], f"hookstats.rules.{self.of}({self.arguments})"]:
+            yield ""
+            yield from textwrap.wrap(paragraph, width, break_on_hyphens=False)
+
+
+def pages() -> list[Page]:
+    """Those of all default rules, in their order."""
+    found = []
+    for rule in defaults():
+        of = type(rule).__name__
+        name = _ONE_WORD.get(of) or re.sub(r"(?<!^)(?=[A-Z])", "-", of).lower()
+        said = rule_to_json(rule)["arguments"]
+        text = (inspect.getdoc(type(rule)) or "").replace("``", "`")
+        paragraphs = [" ".join(each.split()) for each in text.split("\n\n")]
+        looks = next(i for i, each in enumerate(paragraphs) if each.startswith("What else looks like it: "))
+        paragraphs[looks : looks + 1] = re.split(r" (?=What to do: )", paragraphs[looks])
+        found.append(Page(name, of, ", ".join(f"{key}={value!r}" for key, value in said.items()), paragraphs))
+    return found
+
+
+def page(name: str) -> Page:
+    """By the name of its findings, or of its class. ValueError for any other, with those that are near."""
+    all_pages = pages()
+    for each in all_pages:
+        if name in (each.name, each.of):
+            return each
+    names = [each.name for each in all_pages]
+    near = get_close_matches(name.lower().replace("_", "-"), names, cutoff=0.4) or names
+    raise ValueError(f"expected the name of a rule, such as {', '.join(near[:3])}; got {name!r}")
+
+
+def markdown() -> str:
+    """A section for each rule, as docs/rules.md has them."""
+    sections = []
+    for each in pages():
+        first, *others = each.paragraphs
+        lines = [f"### {each.name}", f"![A run with {each.name}, as the report shows it](rules/{each.name}.png)", first]
+        lines += [
+            re.sub(r"^(What else looks like it|What to do|So that a healthy run is silent):", r"**\1:**", p)
+            for p in others
+        ]
+        sections.append(
+            "\n\n".join("\n".join(textwrap.wrap(p, 128, break_on_hyphens=False, break_long_words=False)) for p in lines)
+        )
+    return "\n\n".join(sections) + "\n"

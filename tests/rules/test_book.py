@@ -1,0 +1,49 @@
+"""The book of rules: its pages are the docstrings, docs/rules.md has them, and `hookstats rule` prints them."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+
+import pytest
+
+from hookstats.__main__ import main
+from hookstats.rules import book, defaults
+from tests.conftest import ROOT
+
+PARTS = ["What else looks like it:", "What to do:", "So that a healthy run is silent:"]
+
+
+@pytest.mark.parametrize("page", book.pages(), ids=lambda page: page.name)
+def test_a_page_has_its_parts_and_the_name_of_the_findings(page: book.Page) -> None:
+    assert page == book.page(page.name) == book.page(page.of)
+    rule = next(rule for rule in defaults() if type(rule).__name__ == page.of)
+    assert f'"{page.name}"' in inspect.getsource(sys.modules[type(rule).__module__])
+    starts = [next((i for i, each in enumerate(page.paragraphs) if each.startswith(part)), None) for part in PARTS[:2]]
+    assert None not in starts
+    assert starts == sorted(starts)  # type: ignore[type-var]
+    assert "``" not in "".join(page.paragraphs)
+
+
+def test_the_page_of_the_docs_has_all_of_them_each_with_its_picture() -> None:
+    text = (ROOT / "docs" / "rules.md").read_text()
+    assert text.endswith(book.markdown()), "run: make rule-pictures"
+    for page in book.pages():
+        assert (ROOT / "docs" / "rules" / f"{page.name}.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_the_command_prints_a_page_or_all_names(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rule", "dead-channels"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("dead-channels: A ReLU whose channels are 0 nearly always")
+    assert "\n\nWhat to do: lower the learning rate" in printed
+    assert "\n\nhookstats.rules.DeadChannels(active=0.01, share=0.5" in printed
+    assert all(len(line) <= 100 for line in printed.splitlines())
+    assert main(["rule"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith(" ")]
+    assert [line.split()[0] for line in lines] == [page.name for page in book.pages()]
+
+
+def test_a_name_that_no_rule_has_is_refused_with_those_that_are_near(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rule", "ded_chanels"]) == 2
+    assert "expected the name of a rule, such as dead-channels" in capsys.readouterr().err
