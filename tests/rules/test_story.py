@@ -186,3 +186,13 @@ def test_what_begins_within_20_steps_of_its_cause_follows_from_it_though_it_is_c
 
     cause, effect = judge(deep(40), [rule])
     assert effect.because == (cause.as_cause if follows else None)
+
+
+def test_what_follows_from_an_effect_is_told_with_the_first_cause() -> None:
+    first = Finding("input-shift", 30, OUTPUTS[0], 2.0, 1.0, "warning", "A batch.", since=20)
+    second = Finding("dead-channels", 40, OUTPUTS[1], 2.0, 1.0, "warning", "Dead.", since=25)
+    third = Finding("missing-gradients", 38, OUTPUTS[2], 2.0, 1.0, "warning", "Missing.", since=35)
+    (chapter,) = story([third, second, first])  # the first one ended before the third began
+    assert chapter.finding == first
+    assert [each.rule for each in chapter.effects] == ["missing-gradients", "dead-channels"]
+    assert all(each.because == first.as_cause for each in chapter.effects)
