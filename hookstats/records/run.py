@@ -26,7 +26,7 @@ from hookstats.records.ranks import mean, merged_snapshot
 from hookstats.records.reading import Chosen, Reader
 from hookstats.records.schema import SCHEMAS, names_of
 from hookstats.records.snapshots import Snapshots
-from hookstats.rules import Finding, story
+from hookstats.rules import Finding, head, story
 
 if TYPE_CHECKING:
     import pandas
@@ -216,7 +216,7 @@ class Run:
         return self._reader.manifest.attempts
 
     def _repr_html_(self) -> str:
-        """For notebooks: the attempts, and the findings that stand for themselves, 20 at most, with what follows."""
+        """For notebooks: the attempts, the run in a few sentences, and what stands for itself, 20 at most."""
         rows = [["attempt", "model", "begun (UTC)", "ended", "steps recorded", "dropped"]]
         for each in self._attempts:
             begun = ""
@@ -224,9 +224,10 @@ class Run:
                 begun = datetime.fromtimestamp(each.begun, timezone.utc).strftime("%Y-%m-%d %H:%M:%S")
             model, ended = str(each.settings.get("model", "")), each.ended or "not yet"
             rows.append([str(each.attempt), model, begun, ended, str(each.records), str(each.dropped)])
-        chapters = story(self.findings)
-        more = [f"{len(chapters) - 20} more findings"] if len(chapters) > 20 else []
-        return html(repr(self), rows, 4, [*map(str, chapters[:20]), *more])
+        findings = self.findings
+        chapters = story(findings)
+        more = [f"{len(chapters) - 20} more findings that stand for themselves"] if len(chapters) > 20 else []
+        return html(repr(self), rows, 4, [*head(findings), *map(str, chapters[:20]), *more])
 
     def __repr__(self) -> str:
         span = f", {self.steps[0]} to {self.steps[-1]}" if len(self) else ""

@@ -29,6 +29,7 @@ def chosen(recorded: Recorded, restless: Array) -> list[int]:
     """Places of sites, those that matter most first: with findings, the worst, then the others."""
     place = {site: i for i, site in enumerate(recorded.sites)}
     found = [place[finding.site] for finding in recorded.findings if finding.site in place]
+    found += [place[site] for finding in recorded.findings for site in finding.sites if site in place]
     worst = np.argsort(-restless, kind="stable").tolist()
     kin = {recorded.sites[i].name for i in [*found, *worst[:_WORST]]}
     near = [i for i, site in enumerate(recorded.sites) if site.name in kin]  # the gradient beside its activation

@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
+from html import escape
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,7 @@ def page(record: Mapping[str, Any], blobs: Mapping[str, bytes]) -> str:
             '<meta name="viewport" content="width=device-width, initial-scale=1">\n',
             '<meta name="color-scheme" content="light dark">\n<title>hookstats report</title>\n',
             f"<style>{style}</style>\n</head>\n",
-            asset("page.html"),
+            asset("page.html").replace("<!-- told -->", _told(record)),
             f'<script type="application/json" id="record">{text}</script>\n',
             *(_blob(name, blobs[name]) for name in [_FIRST] if name in blobs),
             f"<script>{script}</script>\n",
@@ -70,6 +71,26 @@ def page(record: Mapping[str, Any], blobs: Mapping[str, bytes]) -> str:
             "</body>\n</html>\n",
         ]
     )
+
+
+def _told(record: Mapping[str, Any]) -> str:
+    """The run's story for readers without JavaScript: plain text, in ASCII, with nothing that turns text around."""
+
+    def line(finding: Mapping[str, Any]) -> str:
+        since = "" if finding["since"] == finding["step"] else f", since step {finding['since']}"
+        return _plain(f"step {finding['step']}{since}, {finding['severity']}, {finding['rule']}: {finding['sentence']}")
+
+    parts = [f"<p>{_plain(sentence)}</p>\n" for sentence in record["head"]]
+    for chapter in record["chapters"]:
+        effects = "".join(f"<li>{line(each)}</li>\n" for each in chapter["effects"])
+        follows = f"<p>What follows from it:</p>\n<ul>\n{effects}</ul>\n" if effects else ""
+        parts.append(f"<hr>\n<p>{line(chapter['finding'])}</p>\n{follows}")
+    return "".join(parts)
+
+
+def _plain(text: str) -> str:
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return escape(shown).encode("ascii", "xmlcharrefreplace").decode()
 
 
 def _blob(name: str, blob: bytes) -> str:

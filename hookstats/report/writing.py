@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -13,9 +13,9 @@ from hookstats.report import detail, planes
 from hookstats.report.page import page
 from hookstats.report.record import Other, Recorded
 from hookstats.report.reducing import edges
-from hookstats.rules import SEVERITIES, Finding, head, story
+from hookstats.rules import Chapter, Finding, head, story
 
-_FINDINGS = 2000  # on a page: the gravest
+_FINDINGS = 2000  # on a page: the gravest, and what follows from them
 _TEXT = 20_000  # characters of settings
 
 
@@ -43,7 +43,7 @@ def contents(recorded: Recorded, second: Recorded | None = None) -> tuple[dict[s
     fired = ~np.isnan(count)
     values = count + sum(recorded.statistic(name) for name in ("nans", "posinfs", "neginfs"))
     place = {site: i for i, site in enumerate(recorded.sites)}
-    gravest = sorted(recorded.findings, key=lambda each: -SEVERITIES.index(each.severity))[:_FINDINGS]
+    chapters = _chapters(recorded)
     record = {
         "name": recorded.name,
         "written": round(time.time()),
@@ -59,8 +59,11 @@ def contents(recorded: Recorded, second: Recorded | None = None) -> tuple[dict[s
         "statistics": heatmaps,
         "scalars": planes.scalars(recorded),
         "head": head(recorded.findings),
-        "findings": _story(gravest, place),
-        "left_out": len(recorded.findings) - len(gravest),
+        "chapters": [
+            {"finding": _told(each.finding, place), "effects": [_told(effect, place) for effect in each.effects]}
+            for each in chapters
+        ],
+        "left_out": len(recorded.findings) - sum(1 + len(each.effects) for each in chapters),
         "skipped": [[*site, why.reason, why.times, since] for site, why, since in recorded.skipped],
         "details": details,
         "windows": detail.windows(recorded, columns),
@@ -71,26 +74,30 @@ def contents(recorded: Recorded, second: Recorded | None = None) -> tuple[dict[s
     return record, blobs
 
 
-def _story(findings: Sequence[Finding], place: Mapping[Site, int]) -> list[dict[str, Any]]:
-    """Chapter by chapter: what stands for itself, then what follows from it, with the number of the former."""
-    written: list[dict[str, Any]] = []
-    for chapter in story(findings):
-        cause = len(written)
-        for each in (chapter.finding, *chapter.effects):
-            written.append(
-                {
-                    "rule": each.rule,
-                    "step": each.step,
-                    "since": each.since,
-                    "site": None if each.site is None else place.get(each.site),
-                    "sites": [place[site] for site in each.sites if site in place],
-                    "site_count": each.site_count,
-                    "severity": each.severity,
-                    "sentence": each.sentence,
-                    "cause": None if len(written) == cause else cause,
-                }
-            )
-    return written
+def _chapters(recorded: Recorded) -> list[Chapter]:
+    """The story of the run, as much of it as a page holds: what stands for itself goes before what follows."""
+    chapters = story(recorded.findings)[:_FINDINGS]
+    room = _FINDINGS - len(chapters)
+    result = []
+    for each in chapters:
+        result.append(Chapter(each.finding, each.effects[:room]))
+        room -= len(result[-1].effects)
+    return result
+
+
+def _told(finding: Finding, place: Mapping[Site, int]) -> dict[str, Any]:
+    return {
+        "rule": finding.rule,
+        "step": finding.step,
+        "since": finding.since,
+        "site": None if finding.site is None else place.get(finding.site),
+        "sites": [place[site] for site in finding.sites if site in place],
+        "site_count": finding.site_count,
+        "severity": finding.severity,
+        "sentence": finding.sentence,
+        "rank": finding.rank,
+        "attempt": finding.attempt,
+    }
 
 
 def in_order(sites: list[Site]) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -40,10 +41,9 @@ class Chapter:
     effects: list[Finding] = field(default_factory=list)
 
     def __str__(self) -> str:
-        """The finding, and how many follow from it."""
-        count = len(self.effects)
-        follow = f" {times(count, 'finding')} {'follows' if count == 1 else 'follow'} from it." if count else ""
-        return f"{self.finding}{follow}"
+        of, count = self.finding, len(self.effects)
+        followed = f" (and {count} that follow{'s' if count == 1 else ''})" if count else ""
+        return f"step {of.step}, {of.severity}, {of.rule}{followed}: {of.sentence}"
 
 
 class Plot:
@@ -214,7 +214,7 @@ def head(findings: Iterable[Finding]) -> list[str]:
     for chapter in grave[:3]:
         finding = chapter.finding
         since = f"Since step {finding.since}" if finding.since != finding.step else f"In step {finding.step}"
-        first = _first_sentence(finding.sentence)
+        first = re.sub(rf" (since|of) step {finding.since}\b", "", _first_sentence(finding.sentence), count=1)
         sentences.append(f"{since}: {first}{_followed(chapter.effects)}.")
     if len(grave) > 3:
         sentences.append(f"{times(len(grave) - 3, 'other problem')} {'is' if len(grave) == 4 else 'are'} told below.")

@@ -98,6 +98,12 @@ class Followed:
                 continue
         return found
 
+    def counting(self) -> list[Finding]:
+        """Those findings that count: without what a resumed attempt has replaced."""
+        with suppress(FileNotFoundError, RunError):
+            return load(self.path, ranks=self._rank).findings
+        return self.findings
+
     def state(self) -> State:
         open_now = descriptions(self.folder)
         if open_now:

@@ -32,8 +32,8 @@ def watch(followed: Followed, output: TextIO, wait: Callable[[float], None] = ti
         for line in lines(followed, snapshots, found):
             print(plain(line), file=output, flush=True)
         if state.kind in ("ended", "died"):
-            for sentence in [*(head(followed.findings) if followed.steps else []), state.sentence]:
-                print(plain(sentence), file=output, flush=True)
+            for line in [*summary(followed), state.sentence]:
+                print(plain(line), file=output, flush=True)
             return int(state.kind == "died")
         if followed.manifest is None and state.sentence != told:
             told = state.sentence
@@ -42,7 +42,7 @@ def watch(followed: Followed, output: TextIO, wait: Callable[[float], None] = ti
 
 
 def lines(followed: Followed, snapshots: list[Snapshot], found: list[Finding]) -> list[str]:
-    """What is new, a line each: steps with their scalars, the last one with the site that is worst, and findings."""
+    """What is new, a line each: steps with their scalars, the last one with its worst site, and findings if news."""
     result = []
     for snapshot in snapshots:
         scalars = "".join(f"  {name} {value:.6g}" for name, value in snapshot.scalars.items())
@@ -54,6 +54,11 @@ def lines(followed: Followed, snapshots: list[Snapshot], found: list[Finding]) -
             for each in followed.worst(1)
         )
     return result + [str(finding) for finding in found if finding.is_news]
+
+
+def summary(followed: Followed) -> list[str]:
+    """A run that is over, in a few sentences; none where no step was recorded."""
+    return head(followed.counting()) if followed.steps else []
 
 
 def _screen(followed: Followed, wait: Callable[[float], None]) -> int:
@@ -68,6 +73,9 @@ def _screen(followed: Followed, wait: Callable[[float], None]) -> int:
             followed.look()
             live.update(picture(followed, state, console.height, console.width), refresh=True)
             if state.kind in ("ended", "died"):
+                live.stop()
+                for line in summary(followed):
+                    console.print(plain(line), markup=False, highlight=False)
                 return int(state.kind == "died")
             wait(_SECONDS)
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -178,13 +179,39 @@ def test_the_screen_has_the_gravest_findings_the_oldest_first_and_says_how_many_
     console.print(picture(followed, followed.state(), 20, 120))
     shown = [line.rstrip() for line in console.file.getvalue().splitlines()]
     at = shown.index("findings: 20, 15 of them not shown")
-    assert [line.split(", a:")[0] for line in shown[at + 1 : at + 6]] == [
+    assert [line.partition(", a:")[0] for line in shown[at + 1 : at + 6]] == [
         "step 1, critical",
         "step 3, critical",
         "step 2, warning",
         "step 0, note",
         "step 4, note",
     ]
+
+
+def test_what_follows_is_counted_and_the_end_of_a_run_tells_it_in_a_few_sentences(tmp_path: Path) -> None:
+    rich = pytest.importorskip("rich.console")
+    path = written(tmp_path / "run", range(8))
+    cause = Finding("input-shift", 3, Site("", "input"), 9.0, 3.0, "warning", "the batch is unlike the others. Look.")
+    effect = Finding("loss-spike", 4, None, 9.0, 3.0, "warning", "it rose.", because=cause.as_cause, is_news=False)
+    cause, effect = replace(cause, attempt=1), replace(effect, attempt=1)
+    (path / "rank=0" / "findings.jsonl").write_text(
+        "".join(json.dumps(each.to_json()) + "\n" for each in (cause, effect))
+    )
+    output, followed = io.StringIO(), Followed(path)
+    assert watch(followed, output) == 0
+    told = output.getvalue().splitlines()
+    assert str(cause) in told
+    assert str(effect) not in told
+    assert told[-2:] == [
+        "In step 3: the batch is unlike the others; what follows from it: loss-spike.",
+        "the run has ended",
+    ]
+    console = rich.Console(file=io.StringIO(), width=120, height=40, force_terminal=False)
+    console.print(picture(followed, followed.state(), 40, 120))
+    shown = [line.rstrip() for line in console.file.getvalue().splitlines()]
+    at = shown.index("findings: 1")
+    assert shown[at + 1] == "step 3, warning, input-shift (and 1 that follows): the batch is unlike the others. Look."
+    assert shown[at + 2] == ""
 
 
 def test_what_is_not_finite_is_told_as_such(tmp_path: Path) -> None:

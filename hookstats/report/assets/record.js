@@ -1,6 +1,8 @@
 // What the page is made from, and words for it. Names come from somebody else's model: they become text nodes only.
 
 const record = JSON.parse(document.getElementById("record").textContent);
+record.findings = record.chapters.flatMap(({ finding, effects }) => [finding, ...effects]);
+for (const { finding, effects } of record.chapters) for (const effect of effects) effect.cause = finding;
 const byId = (id) => document.getElementById(id);
 const SILENT = 0, ZERO = 1, FIRST = 2, LAST = 253, NEUTRAL = 128, NONFINITE = 255;
 
@@ -38,7 +40,7 @@ const wordsOf = (tensor) => {
   const [kind, ...rest] = tensor.split(".");
   const words = { output: "output", grad_output: "gradient of the output", input: "input", grad_input: "gradient of the input",
     param: "parameter", param_grad: "gradient of the parameter", param_update: "update of the parameter",
-    param_sample: "sample of the parameter", update_sample: "sample of the parameter's update" }[kind];
+    param_sample: "sample of the parameter", update_sample: "sample of the update" }[kind];
   return shortened(words ? [words, ...rest].join(" ") : tensor);
 };
 

@@ -24,8 +24,12 @@ async function showSite(site, step) {
 }
 
 function findingsOf(kin) {
-  const found = record.findings.filter((finding) => finding.sites.some((site) => kin.includes(site)));
-  return found.length ? [node("ul", { class: "findings" }, ...found.slice(0, 6).map(findingLine))] : [];
+  const found = record.findings.filter((finding) => kin.includes(finding.site) || finding.sites.some((site) => kin.includes(site)));
+  return found.length ? [node("ul", { class: "findings" }, ...found.slice(0, 6).map((finding) => findingLine(finding, ...followsFrom(finding))))] : [];
+}
+
+function followsFrom({ cause }) {
+  return cause ? [node("p", { class: "small muted" }, "It follows from ", node("a", { href: linkTo(cause.site, cause.step) }, `${shortened(cause.rule, 60)} in step ${count(cause.step)}`), ".")] : [];
 }
 
 async function linesOf(site) {

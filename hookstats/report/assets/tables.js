@@ -32,7 +32,7 @@ function showHead() {
   document.title = `${shortened(record.name, 60)} · hookstats`;
   byId("name").replaceChildren(node("bdi", {}, shortened(record.name, 80)));
   const [first, last, steps] = record.steps, { settings } = record;
-  byId("summary").replaceChildren(...record.head.map((sentence) => node("p", {}, shortened(sentence, 500))));
+  byId("summary").replaceChildren(...record.head.map((sentence) => node("p", {}, shortened(sentence, 700))));
   const facts = [];
   if (settings.model) facts.push(["Model", shortened(typeof settings.model === "string" ? settings.model : String(settings.model.class ?? settings.model.name ?? ""), 60)]);
   if (facts.length && settings.parameters > 0) facts[0].push(`${said(settings.parameters)} parameters`);
@@ -52,44 +52,60 @@ function showHead() {
 const names = new Set(record.sites.map(([name]) => name));
 const begun = (sentence) => /^[a-z]+ /.test(sentence) && !names.has(sentence.split(" ", 1)[0]) ? sentence[0].toUpperCase() + sentence.slice(1) : sentence;
 
-function findingLine(finding) {
-  const place = finding.site === null ? null : record.sites[finding.site], began = finding.since < finding.step;
+// A run's ranks and attempts are named where there are several.
+const differ = (of) => new Set(record.findings.map((finding) => finding[of])).size > 1;
+const several = { rank: differ("rank"), attempt: differ("attempt") };
+
+function findingLine(finding, ...below) {
+  const place = finding.site === null ? null : record.sites[finding.site];
   const where = node("a", { href: linkTo(finding.site, finding.step) },
     `step ${count(finding.step)}`, ...(place ? [", ", node("bdi", {}, shortened(place[0], 44)), ` ${wordsOf(place[1])}`] : []));
-  const parts = [node("p", {}, shortened(begun(finding.sentence), 700)),
-    node("p", { class: "small" }, where, node("span", { class: "muted" }, `${began ? ` · since step ${count(finding.since)}` : ""} · ${shortened(finding.rule, 60)}`))];
-  if (finding.site_count > 1) parts.push(sitesOf(finding));
-  return node("li", { class: finding.severity }, node("span", { class: "severity" }, finding.severity), node("div", {}, ...parts));
+  const more = [shortened(finding.rule, 60), ...Object.keys(several).filter((of) => several[of]).map((of) => `${of} ${count(finding[of])}`)];
+  const since = finding.since === finding.step ? [] : [", ", node("a", { href: linkTo(finding.site, finding.since) }, `since step ${count(finding.since)}`)];
+  return node("li", { class: finding.severity }, node("span", { class: "severity" }, finding.severity),
+    node("div", {}, node("p", {}, shortened(begun(finding.sentence), 700)),
+      node("p", { class: "small" }, where, ...since, node("span", { class: "muted" }, ` · ${more.join(" · ")}`)), ...sitesOf(finding), ...below));
 }
 
-function sitesOf(finding) {
-  const { sites, site_count: all } = finding, left = all - sites.length;
-  const isMixed = new Set(sites.map((site) => record.sites[site][1])).size > 1;
-  const line = (site) => node("li", {}, siteLink(site, finding.step), isMixed ? node("span", { class: "muted" }, ` ${wordsOf(record.sites[site][1])}`) : null);
-  return node("details", { class: "folded" }, node("summary", {}, `at ${count(all)} sites`),
-    node("ul", { class: "sites" }, ...sites.map(line), left > 0 ? node("li", { class: "muted" }, `and ${count(left)} more`) : null));
+function sitesOf({ sites, site_count, step }) {
+  if (site_count < 2) return [];
+  const left = site_count - sites.length, isMixed = new Set(sites.map((site) => record.sites[site][1])).size > 1;
+  return [node("details", { class: "fold" }, node("summary", {}, `At ${count(site_count)} sites`),
+    node("ul", { class: "sites" }, ...sites.map((site) => node("li", {}, siteLink(site, step), isMixed ? ` ${wordsOf(record.sites[site][1])}` : "")),
+      left ? node("li", { class: "muted" }, `and ${many(left, "other")}`) : null))];
 }
 
-// What stands for itself; beneath it, folded, what follows from it.
 function chapterLine({ finding, effects }) {
-  const line = findingLine(finding);
-  if (effects.length) line.lastChild.append(node("details", { class: "folded" },
-    node("summary", {}, `${many(effects.length, "finding")} that ${effects.length === 1 ? "follows" : "follow"} from it`),
-    node("ul", { class: "findings" }, ...effects.map(findingLine))));
-  return line;
+  if (!effects.length) return findingLine(finding);
+  const grave = effects.filter((each) => each.severity === "critical").length;
+  const list = node("ul", { class: "findings" });
+  const fold = node("details", { class: "fold" },
+    node("summary", {}, `and ${many(effects.length, "finding")} that ${effects.length === 1 ? "follows" : "follow"} from it` + (grave && finding.severity !== "critical" ? `, ${count(grave)} critical` : "")), list);
+  list.append(...effects.map((each) => findingLine(each)));
+  return findingLine(finding, fold);
 }
 
 function showFindings() {
-  const list = byId("findings-list"), more = byId("findings-more"), { findings } = record;
-  const chapters = findings.map((finding) => ({ finding, effects: [] }));
-  findings.forEach((finding) => { if (finding.cause !== null) chapters[finding.cause].effects.push(finding); });
-  const told = chapters.filter(({ finding }) => finding.cause === null);
-  list.replaceChildren(...told.slice(0, 6).map(chapterLine));
-  if (!findings.length) list.replaceWith(node("p", { class: "muted" }, "None."));
-  more.hidden = told.length <= 6;
-  more.textContent = `Show all ${count(told.length)}`;
-  more.addEventListener("click", () => { list.append(...told.slice(6).map(chapterLine)); more.hidden = true; });
-  if (record.left_out) more.after(node("p", { class: "small muted" }, `${many(record.left_out, "finding")} of the least grave ${record.left_out === 1 ? "is" : "are"} left out of this page.`));
+  const list = byId("findings-list"), more = byId("findings-more"), { chapters } = record;
+  const isNote = ({ finding, effects }) => [finding, ...effects].every((each) => each.severity === "note");
+  const grave = chapters.filter((each) => !isNote(each)), notes = chapters.filter(isNote);
+  const few = [grave.slice(0, 6), notes.slice(0, 3)];
+  const show = ([most, others]) => {
+    list.replaceChildren(...most.map(chapterLine));
+    byId("notes-list").replaceChildren(...others.map(chapterLine));
+  };
+  show(few);
+  list.hidden = !grave.length;
+  byId("notes").hidden = !notes.length;
+  if (!chapters.length) list.replaceWith(node("p", { class: "muted" }, "None."));
+  more.hidden = few[0].length + few[1].length === chapters.length;
+  more.textContent = `Show all ${count(chapters.length)}` + (record.left_out ? `; ${many(record.left_out, "finding")} more in the record` : "");
+  more.addEventListener("click", () => { show([grave, notes]); more.hidden = true; });
+  // On paper nothing can be opened.
+  window.addEventListener("beforeprint", () => {
+    if (!more.hidden) more.click();
+    for (const fold of document.querySelectorAll("#findings details")) fold.open = true;
+  });
 }
 
 function showPrecision() {
