@@ -44,6 +44,7 @@ class Samples:
         self._binder = binder
         self._samples: dict[Parameter, Sample] = {}
         self.taken: dict[Parameter, Sample] = {}  # those whose values are known
+        self._together: dict[bool, dict[Parameter, Sample]] = {}  # by changes: those that were last taken, by one call
 
     def make_room(self, each: Parameter, tensor: torch.Tensor) -> bool:
         """Memory for the sample of a tensor. False: none inside the budget, which is told; its sites are given up."""
@@ -75,6 +76,12 @@ class Samples:
 
     def take(self, parameters: list[Parameter], changes: bool) -> dict[Parameter, Sample]:
         """Those that could be taken. changes: differences from the sample before, of those alone that have one."""
+        if not parameters:
+            return {}
+        together = self._together.get(changes)
+        if together and list(together) == parameters and self._take_together(together, changes):
+            return together
+        self._together.pop(changes, None)
         found: dict[torch.device, list[tuple[Parameter, torch.Tensor]]] = {}
         for each in parameters:
             try:
@@ -91,12 +98,28 @@ class Samples:
                 done = [each for member in members for each in self._run_alone(member, changes)]
             taken |= {each: self._samples[each] for each in done}
         self.taken |= taken
+        if len(found) == 1 and len(taken) == len(parameters):
+            self._together[changes] = taken
         return taken
+
+    def _take_together(self, samples: dict[Parameter, Sample], changes: bool) -> bool:
+        """As nearly always: the same parameters as in the last step, which lie where they did. False: one does not."""
+        tensors: list[torch.Tensor] = []
+        for each, sample in samples.items():
+            tensor = each.get()
+            if tensor is None or type(tensor) is not torch.nn.Parameter or tensor.numel() != sample.numel:
+                return False
+            if self._samples.get(each) is not sample or (changes and each not in self.taken):
+                return False
+            tensors.append(tensor)
+        try:
+            self._sample(tensors, list(samples.values()), changes)
+        except Exception:  # it is looked at again, one by one
+            return False
+        return True
 
     def _local(self, each: Parameter) -> torch.Tensor | None:
         tensor, found = each.get(), None
-        if type(tensor) is torch.nn.Parameter and tensor.numel() and each in self._samples:
-            return tensor  # as nearly all are
         if tensor is None or isinstance(tensor, torch.nn.parameter.UninitializedParameter):
             return None
         for kind in KINDS:
@@ -109,14 +132,16 @@ class Samples:
         return found
 
     def _run(self, members: list[tuple[Parameter, torch.Tensor]], changes: bool) -> list[Parameter]:
-        samples = [self._samples[each] for each, _ in members]
+        self._sample([tensor for _, tensor in members], [self._samples[each] for each, _ in members], changes)
+        return [each for each, _ in members]
+
+    def _sample(self, tensors: list[torch.Tensor], samples: list[Sample], changes: bool) -> None:
         _native.sample(
-            [tensor for _, tensor in members],
+            tensors,
             [sample.values for sample in samples],
-            self._store.flags.on(members[0][1].device),
+            self._store.flags.on(tensors[0].device),
             [sample.differences for sample in samples] if changes else [],
         )
-        return [each for each, _ in members]
 
     def _run_alone(self, member: tuple[Parameter, torch.Tensor], changes: bool) -> list[Parameter]:
         try:

@@ -401,3 +401,15 @@ def test_a_recording_keeps_them_as_they_were(tmp_path: Path) -> None:
             for each in fields.STATISTICS:
                 np.testing.assert_equal(getattr(kept[site].total, each), getattr(stats.total, each))
             assert (kept[site].histogram is None) == (stats.histogram is None) == (site.tensor in SAMPLES)
+
+
+def test_a_parameter_of_another_size_is_not_compared_with_the_one_before() -> None:
+    """Their samples have the same size, and the parameters the same dtype."""
+    model = nn.Linear(100, 100, bias=False)
+    mon = hookstats.attach(model, tensors=SAMPLES, every=1)
+    for step in range(4):
+        if step == 2:
+            model.weight = nn.Parameter(torch.randn(100, 110))
+        before = values_of(model)
+        step_of(torch.optim.SGD(model.parameters(), lr=0.1), model(torch.ones(1, model.weight.shape[1])).sum())
+        check_samples(closed(mon), before, values_of(model))
