@@ -59,7 +59,7 @@ ABSOLUTE = {
     "exploding-gradients": "rms",
     "vanishing-gradients": "rms",
     "saturated-channels": "rms",
-    "massive-activations": "abs_max",
+    "massive-activations": "peak",
     "outlier-channels": "abs_max",
     "expert-load": "rms",
     "missing-gradients": "rms",
