@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from hookstats.tools.gradient import grad_of
     from hookstats.tools.softmax import softmax_rows
     from hookstats.watch.arguments import Channels, Options, Ranks
-    from hookstats.watch.attaching import attach
+    from hookstats.attaching import attach
     from hookstats.watch.judging import FindingError
     from hookstats.watch.measuring import measure
     from hookstats.watch.monitor import Monitor
@@ -87,7 +87,7 @@ _HOMES = {
     "hookstats.tools.gradient": ["grad_of"],
     "hookstats.tools.softmax": ["softmax_rows"],
     "hookstats.watch.arguments": ["Channels", "Options", "Ranks"],
-    "hookstats.watch.attaching": ["attach"],
+    "hookstats.attaching": ["attach"],
     "hookstats.watch.judging": ["FindingError"],
     "hookstats.watch.measuring": ["measure"],
     "hookstats.watch.monitor": ["Monitor"],

@@ -98,17 +98,19 @@ def reserve_scratch(device: torch.device) -> None:
 _library = torch.library.Library("hookstats", "FRAGMENT")
 
 
-def operator(schema: str, run: Callable[..., None], *tags: torch.Tag) -> Callable[..., None]:
-    """An operator for graphs: nothing while they are traced, `run` when they run.
+def operator(
+    schema: str, run: Callable[..., Any], *tags: torch.Tag, shapes: Callable[..., Any] = lambda *arguments: None
+) -> Callable[..., Any]:
+    """An operator for graphs: `shapes` while they are traced, `run` when they run.
 
     Plain, because torch.library.custom_op raises the version of what it changes, and from torch 2.15 on a graph refuses
     that in a gradient hook.
     """
     name = _library.define(schema, tags=tags)
     _library.impl(name, run, "CompositeExplicitAutograd")
-    _library.impl(name, lambda *arguments: None, "Meta")
+    _library.impl(name, shapes, "Meta")
     _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
-    made: Callable[..., None] = getattr(torch.ops.hookstats, name).default
+    made: Callable[..., Any] = getattr(torch.ops.hookstats, name).default
     return made
 
 

@@ -32,6 +32,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cluster": {"_warn", "modules", "numbers"},
     "replicas": {"_native", "_warn", "cluster", "modules"},
     "watch": {"_native", "_warn", "cluster", "modules", "numbers"},
+    "language": {"_native", "modules", "watch"},
+    "attaching": {"_native", "cluster", "language", "modules", "numbers", "watch"},
     "tools": {"_figure", "_native", "_warn", "modules", "numbers"},
     "rules": {"numbers"},
     "comparing": {"numbers", "records"},
@@ -50,7 +52,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "rules",
         "sinks",
     }
-    | {"tools", "watch"},
+    | {"attaching", "tools", "watch"},
     "demo": {"__init__"},
     "integrations": {"__init__"},
     "terminal": {"numbers", "records", "rules"},

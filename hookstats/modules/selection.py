@@ -104,6 +104,13 @@ def select(
     return chosen, slots
 
 
+def all_modules(model: nn.Module, exclude: Modules) -> dict[str, nn.Module]:
+    """All that `exclude` does not name, by clean name."""
+    named = clean_names(model)
+    left = _excluded(named, {}, exclude)
+    return {name: module for name, module in named.items() if name not in left}
+
+
 def _asked_for(
     modules: Modules, named: Mapping[str, nn.Module], names: Iterable[str], argument: str = "modules"
 ) -> tuple[list[str], dict[str, nn.Module]]:

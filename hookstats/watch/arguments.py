@@ -19,7 +19,8 @@ from hookstats.watch.judging import Recorder
 
 DEFAULT_TENSORS = ("output", "grad_output", "model_input", "param_sample", "param_grad", "update_sample")
 OF_PARAMETERS = ("param", "param_sample", "param_grad", "param_update", "update_sample")
-TENSORS = ("output", "grad_output", "input", "grad_input", "model_input", *OF_PARAMETERS)
+OF_LANGUAGE = ("attention", "router")
+TENSORS = ("output", "grad_output", "input", "grad_input", "model_input", *OF_PARAMETERS, *OF_LANGUAGE)
 Sink: TypeAlias = Callable[[Snapshot], object] | Recorder
 
 
@@ -114,6 +115,8 @@ class Options:
         compiled_programs: how many programs torch.compile makes for training. 2: one that measures, and the bare one,
             compiled when the first step comes that is not measured. 1, where compiling takes too long: the one that
             measures runs in all steps, those of the other monitors, too, and costs something between measured steps.
+        attention_rows: of each head, how many queries' logits ``"attention"`` computes, others at each measured step;
+            None: all.
 
     Raises:
         TypeError, ValueError: for arguments that are not as above.
@@ -122,6 +125,7 @@ class Options:
     strict: bool = False
     memory_budget: int = 256 << 20
     compiled_programs: int = 2
+    attention_rows: int | None = 64
 
     def __post_init__(self) -> None:
         if not isinstance(self.strict, bool):
@@ -130,6 +134,8 @@ class Options:
             raise ValueError(f"Options.memory_budget: expected a number of bytes, got {self.memory_budget!r}")
         if isinstance(self.compiled_programs, bool) or self.compiled_programs not in (1, 2):
             raise ValueError(f"Options.compiled_programs: expected 1 or 2, got {self.compiled_programs!r}")
+        if self.attention_rows is not None and (not _is_int(self.attention_rows) or self.attention_rows < 1):
+            raise ValueError(f"Options.attention_rows: expected an int from 1, or None, got {self.attention_rows!r}")
 
 
 def _is_int(value: object) -> bool:

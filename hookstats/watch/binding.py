@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
 from weakref import WeakSet, WeakValueDictionary
 
 import torch
@@ -22,13 +22,14 @@ from hookstats.numbers.snapshot import Snapshot
 from hookstats.watch.fitting import Fitting
 from hookstats.watch.flags import TrainingOnly, is_capturing
 from hookstats.watch.graphs import HOOKS, teach_the_compiler, traced
-from hookstats.watch.hooks import Hook, InputHook, ModelInputHook, SiteSpec
+from hookstats.watch.hooks import Hook, InputHook, LateHook, SiteSpec
 from hookstats.watch.ignoring import Ignoring, rows_on
 from hookstats.watch.memory import Entry, Rows, SiteState, Store, accumulate
 from hookstats.watch.skipping import Captured, Skipping
 from hookstats.watch.wrappers import is_a_mere_shape, is_wrapper, note_sharding, note_sharding_of, part_here
 
 _HOST = torch.device("cpu")
+_Hook = TypeVar("_Hook", bound=Hook)
 MOST_PARTS = 128  # of one module's container; 64 layers' keys and values are as many
 
 
@@ -42,6 +43,7 @@ class SiteBinder:
         self.skipping = Skipping(store.strict)
         self._seen: list[tuple[Hook, Any]] | None = None  # while a forward on fake tensors runs
         self._learns = False  # after it
+        self.at_step: list[Callable[[], None]] = []  # called when a measured step begins, but for the first
         self.example_bytes = 0  # that it would have read, gradients included
         self.store = store
         self.monitor = store.flags.monitor  # its name, for graphs
@@ -82,7 +84,7 @@ class SiteBinder:
             self.take_apart(hook, value)
         self._learns = False
 
-    def hook(self, spec: SiteSpec, device: torch.device, make: type[Hook] = Hook) -> Hook:
+    def hook(self, spec: SiteSpec, device: torch.device, make: type[_Hook] = Hook) -> _Hook:  # type: ignore[assignment]
         """A hook for a tensor, with its sites' states on this device."""
         hook = make(self, spec)
         width = spec.channels.width if spec.keep_channels and spec.channels.width else 1
@@ -92,7 +94,7 @@ class SiteBinder:
                 spec.entries[kind] = entry
                 self._hooks[entry.index] = HOOKS[entry.index] = hook
                 entry.channel_dim = spec.shown_dim
-                entry.is_container = make is ModelInputHook  # until it is found to be one tensor
+                entry.is_container = issubclass(make, LateHook)  # until something is met that belongs to the site itself
             self._alike.setdefault((make, spec.alike), WeakSet()).add(hook)
             hook.bind_sites()
             self.ignoring.refresh()  # the device may be a new one
@@ -133,12 +135,12 @@ class SiteBinder:
         part = hook.parts[path] = self.late_hook(spec, device)
         return part
 
-    def late_hook(self, spec: SiteSpec, device: torch.device) -> Hook:
+    def late_hook(self, spec: SiteSpec, device: torch.device, make: type[_Hook] = Hook) -> _Hook:  # type: ignore[assignment]
         """A hook for what is seen only now; where its state would not fit into memory_budget, one that does nothing."""
         if self.store.make_room(device, 1, len(spec.sites)):
-            return self.hook(spec, device)
+            return self.hook(spec, device, make)
         self.skipping.give_up(spec.sites.values(), self.store.no_room(1, len(spec.sites)))
-        return Hook(self, spec)
+        return make(self, spec)
 
     def _measure(self, hook: Hook, tensor: torch.Tensor) -> None:
         if hook.output is None and hook.gradient is None:
@@ -171,6 +173,18 @@ class SiteBinder:
             accumulate(part, output, skip_recomputation=True, rows=rows)
         if gradient is not None and tensor.requires_grad and not tensor.is_leaf:
             tensor.register_hook(functools.partial(self._measure_gradient, hook.spec, gradient, rows))
+
+    def feed(self, hook: LateHook, tensor: torch.Tensor, rows: Rows | None) -> None:
+        """Folds a plain tensor into the hook's site: what was computed from something that runs now.
+
+        rows: those that count; None: all.
+        """
+        with self.store.lock:  # no other thread moves the site in between
+            hook.is_met()
+            self._fitting.fit(hook, tensor)
+            state = hook.output
+        if state is not None:
+            accumulate(tensor, state, skip_recomputation=True, rows=rows)
 
     def _measure_gradient(self, spec: SiteSpec, state: SiteState, rows: Rows | None, gradient: torch.Tensor) -> None:
         """Inside backward: what goes wrong is told when the step is closed."""
@@ -243,7 +257,7 @@ class SiteBinder:
             part = self._part_of(hook, path, tensor.device)
             if part is None or unreduced(tensor) is not None:  # of the latter, the graph tells
                 return False
-            if isinstance(part, ModelInputHook) and not path:
+            if isinstance(part, LateHook) and not path:
                 part.is_met()
             seen, spec = traced(part_here(tensor)), part.spec
             if seen is None or 0 in seen.sizes:

@@ -117,6 +117,14 @@ def observe_in_graph(output: object, hook: Any) -> None:
             _observe_tensor_in_graph(tensor, part, shared, rows_on(tensor.device, hook.monitor))
 
 
+def feed_in_graph(tensor: torch.Tensor, hook: Any, rows: Rows | None) -> None:
+    """What `SiteBinder.feed` does, in operators. hook: a `hookstats.watch.hooks.LateHook`."""
+    shared, path = shared_in_graph(hook), ""  # noqa: F841  (path is read by _bind)
+    if shared is not None:
+        torch._dynamo.comptime.comptime(_bind)
+        _observe_tensor_in_graph(tensor, hook, shared, rows)
+
+
 def _bind(context: Any) -> None:
     """Runs while the first pass of `observe_in_graph` is traced: makes the states, whose widths are known now."""
     try:

@@ -164,6 +164,22 @@ class Hook(ModuleHook, _native.Hook):
 _native.call_in_c(Hook)
 
 
+class LateHook(Hook):
+    """A hook whose site nobody knows of until something was met."""
+
+    __slots__ = ()
+
+    def is_met(self) -> None:
+        for entry in self.spec.entries.values():
+            entry.is_container = False
+
+
+class FedHook(LateHook):
+    """Of numbers that were computed from what runs, such as those of attention logits. It hangs on no module."""
+
+    __slots__ = ()
+
+
 class InputHook(Hook):
     """Measures a module's inputs before it runs, as a forward pre-hook with kwargs.
 
@@ -194,7 +210,7 @@ class InputHook(Hook):
         return (args, kwargs) if changed else None
 
 
-class ModelInputHook(InputHook):
+class ModelInputHook(InputHook, LateHook):
     """Measures what the model is given, as far as it is floating: indices are nothing to measure, and no complaint."""
 
     __slots__ = ()
@@ -206,11 +222,6 @@ class ModelInputHook(InputHook):
             if not torch.compiler.is_compiling():
                 self.is_met()
         return super()._observe_inputs(module, args, kwargs)
-
-    def is_met(self) -> None:
-        """The one input is floating. Until then nobody knows of a site."""
-        for entry in self.spec.entries.values():
-            entry.is_container = False
 
 
 def _aliases(args: Any, kwargs: Any) -> tuple[Any, Any]:

@@ -160,6 +160,8 @@ class Monitor:
         if self._scaling is not None and measured:
             self._of_scaler(self._scaling.begin_step)
         self._stopwatch.begin(measured)
+        for begin in self._binder.at_step if measured else ():
+            begin()
         self._set_flags()
 
     def _is_of_totals(self) -> bool:

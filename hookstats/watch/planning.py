@@ -9,7 +9,7 @@ from torch import nn
 
 from hookstats.modules.channels import ChannelAxis, channels_of, input_channels, wanted_channel_dims
 from hookstats.modules.selection import Modules, select, watched_root
-from hookstats.watch.arguments import OF_PARAMETERS, Channels, channel_names, device_of
+from hookstats.watch.arguments import OF_LANGUAGE, OF_PARAMETERS, Channels, channel_names, device_of
 from hookstats.watch.batches import placing
 from hookstats.watch.hooks import Hook, InputHook, Kinds, ModelInputHook, SiteSpec
 from hookstats.watch.memory import Store
@@ -37,7 +37,8 @@ class Plan:
         self._root = watched_root(model, exclude) if "model_input" in kinds else None
         if "" in self.modules and self._of_inputs[0]:
             self._root = None  # it is measured as any other module's
-        if not self.modules and not self.parameters and self._root is None:
+        is_of_modules = not set(kinds) <= set(OF_LANGUAGE)
+        if is_of_modules and not self.modules and not self.parameters and self._root is None:
             raise ValueError(f"modules: expected to select something that has {' or '.join(kinds)}, selected nothing")
         self._dims = wanted_channel_dims(channels.dim, self.modules)
         self._channels = {name: channels_of(name, m, self._dims.get(name)) for name, m in self.modules.items()}
@@ -66,7 +67,7 @@ class Plan:
         """Takes the memory. The bytes on a device that channels would need, if they go beyond the budget: then all
         sites keep totals only. ValueError if these do, too.
         """
-        wanted = max(self._sizes(store).values())
+        wanted = max(self._sizes(store).values(), default=0)
         if wanted > store.memory_budget:
             self.keeping = set()
         for device, size in self._sizes(store).items():

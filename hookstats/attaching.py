@@ -12,8 +12,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
+from hookstats.language.attention import Attentions
+from hookstats.language.finding import attentions
 from hookstats.modules import order
-from hookstats.modules.selection import Modules
+from hookstats.modules.selection import Modules, all_modules
 from hookstats.numbers.fields import Bins, ExponentBins
 from hookstats.numbers.ranks import ALONE, StepRanks
 from hookstats.watch.arguments import (
@@ -27,6 +29,7 @@ from hookstats.watch.arguments import (
     checked_every,
     checked_sinks,
     checked_tensors,
+    device_of,
     refuse,
 )
 from hookstats.watch.binding import SiteBinder
@@ -125,6 +128,8 @@ def attach(
             _learn(model, binder, *example)
         if plan.parameters or scaling is not None:
             handles.append(watch_optimizers(parameters))
+        if "attention" in kinds:
+            handles += _watch_attention(all_modules(model, exclude), binder, options, kept, plan.device)
         ranks, joined = _joined(model, process_group, plan, options.memory_budget)
     except Exception:
         for handle in handles:
@@ -157,6 +162,20 @@ def attach(
         _report_totals(too_much, options.memory_budget)
     order.make_room_for_graphs()
     return monitor
+
+
+def _watch_attention(
+    modules: dict[str, nn.Module], binder: SiteBinder, options: Options, channels: Channels, device: torch.device
+) -> list[Any]:
+    found = attentions(modules)
+    if not found:
+        raise ValueError(
+            "tensors: expected modules that compute attention for 'attention', found none: neither a class named so, nor "
+            "a forward that calls scaled_dot_product_attention; Monitor.attention measures q and k by hand"
+        )
+    watching = Attentions(binder, options.attention_rows, channels.which is not False)
+    binder.at_step.append(watching.begin_step)
+    return watching.watch(found, {name: device_of(module) or device for name, module in found.items()})
 
 
 def _joined(model: nn.Module, process_group: Any, plan: Plan, memory_budget: int) -> tuple[StepRanks, Joined | None]:

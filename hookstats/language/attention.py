@@ -1,0 +1,166 @@
+"""Attention logits: what the softmax of each head of an attention module is like, at measured steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from hookstats.language import interception
+from hookstats.language.rows import AttentionRows, attention_rows
+from hookstats.modules import order
+from hookstats.modules.channels import ChannelAxis
+from hookstats.watch.binding import SiteBinder
+from hookstats.watch.graphs import feed_in_graph, shared_in_graph
+from hookstats.watch.hooks import FedHook, SiteSpec
+from hookstats.watch.ignoring import rows_on
+from hookstats.watch.memory import local_part
+
+KINDS = ("attention.max_logit", "attention.entropy", "attention.sink", "attention.bound")
+
+
+class Turns:
+    """Which rows are looked at: a number on each device, another one at each measured step."""
+
+    def __init__(self) -> None:
+        self._turns: dict[torch.device, torch.Tensor] = {}
+        self._turn = 0
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        """int64 [1]; the same tensor for as long as the monitor lives."""
+        if device not in self._turns:
+            with torch.inference_mode(False):
+                self._turns[device] = torch.full((1,), self._turn, device=device)
+            torch._dynamo.mark_static_address(self._turns[device])
+        return self._turns[device]
+
+    def next(self) -> None:
+        self._turn += 1
+        for turn in self._turns.values():
+            turn.fill_(self._turn * 7919)  # a prime: neighbouring steps look at rows that lie apart
+
+
+class Attention:
+    """Watches one module, from its forward to its sites."""
+
+    def __init__(
+        self, name: str, module: nn.Module | None, binder: SiteBinder, keeps: bool, device: torch.device, rows: int | None, turns: Turns
+    ) -> None:
+        """rows: of each head that are looked at, at most; None: all. keeps: whether heads are kept apart."""
+        self.name = name
+        self.module = id(module)
+        self.monitor = binder.monitor
+        self._binder = binder
+        self._rows = rows
+        self._turns = turns
+        self.turn = turns.on(device)
+        specs = [SiteSpec(name, "", ChannelAxis(-1, None), keeps, (kind, None), module) for kind in KINDS]
+        self.max_logit, self.entropy, self.sink, self.bound = (binder.late_hook(spec, device, FedHook) for spec in specs)
+
+    @property
+    def hooks(self) -> list[FedHook]:
+        return [self.max_logit, self.entropy, self.sink, self.bound]
+
+    def see(self, q: Any, k: Any, mask: Any, is_causal: bool, scale: float | None, softcap: float) -> None:
+        """As `interception.Watcher` has it."""
+        if torch.compiler.is_compiling():
+            if shared_in_graph(self.max_logit) is not None:
+                self._feed_in_graph(q, k, mask, is_causal, scale, softcap)
+            return
+        try:
+            with self._binder.span_of_a_hook():
+                self._feed(q, k, mask, is_causal, scale, softcap)
+        except Exception as error:
+            entries = [entry for hook in self.hooks for entry in hook.spec.entries.values()]
+            self._binder.leave_out(entries, f"{type(error).__name__}: {error}")
+
+    def _feed(self, q: Any, k: Any, mask: Any, is_causal: bool, scale: float | None, softcap: float) -> None:
+        if any(x.is_nested for x in (q, k)):
+            raise TypeError("expected dense q and k, got nested ones")
+        q, k = local_part(q), local_part(k)
+        mask = _as_tensor(mask, q.device)
+        turn = self._turns.on(q.device)
+        found = attention_rows(q, k, mask, turn, rows_on(q.device, self.monitor), self._rows, is_causal, scale, softcap)
+        counting = found.row_index, found.kept
+        self._binder.feed(self.max_logit, found.max, counting)
+        self._binder.feed(self.entropy, found.entropy, counting)
+        self._binder.feed(self.sink, found.sink, counting)
+        self._binder.feed(self.bound, found.bound, None)
+
+    def _feed_in_graph(self, q: Any, k: Any, mask: Any, is_causal: bool, scale: float | None, softcap: float) -> None:
+        found: AttentionRows = attention_rows(
+            q, k, mask, self.turn, rows_on(q.device, self.monitor), self._rows, is_causal, scale, softcap
+        )
+        counting = found.row_index, found.kept
+        feed_in_graph(found.max, self.max_logit, counting)
+        feed_in_graph(found.entropy, self.entropy, counting)
+        feed_in_graph(found.sink, self.sink, counting)
+        feed_in_graph(found.bound, self.bound, None)
+
+
+def _as_tensor(mask: Any, device: torch.device) -> torch.Tensor | None:
+    if mask is None or type(mask) is torch.Tensor:
+        return mask
+    materialize = getattr(mask, "_materialize", None)  # torch.nn.attention.bias.CausalBias
+    if materialize is not None:
+        made: torch.Tensor = materialize(device)
+        return made
+    return local_part(mask)
+
+
+class Enter(order.ModuleHook):
+    """A module's forward begins: from now on it is its attention that is computed."""
+
+    def __init__(self, attention: Attention) -> None:
+        self.attention = attention
+
+    def __call__(self, module: Any, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            if shared_in_graph(self.attention.max_logit) is not None:
+                interception.enter(self.attention)
+        elif self.attention._binder.measures_now() and not order.recomputing() and not torch._C._is_tracing():
+            interception.enter(self.attention)
+
+
+class Leave(order.ModuleHook):
+    """It has ended."""
+
+    def __init__(self, attention: Attention) -> None:
+        self.attention = attention
+
+    def __call__(self, module: Any, args: Any, output: Any) -> None:
+        interception.leave(self.attention)
+
+
+class Attentions:
+    """Those of a model; what `attach` adds where ``"attention"`` is asked for."""
+
+    def __init__(self, binder: SiteBinder, rows: int | None, keeps: bool) -> None:
+        self.binder = binder
+        self._rows = rows
+        self._keeps = keeps
+        self._turns = Turns()
+        self._by_hand: dict[str, Attention] = {}
+        self._is_watching = False
+
+    def watch(self, modules: dict[str, nn.Module], devices: dict[str, torch.device]) -> list[Any]:
+        """Hangs hooks on them; returns what takes them off again."""
+        handles: list[Any] = []
+        for name, module in modules.items():
+            attention = Attention(name, module, self.binder, self._keeps, devices[name], self._rows, self._turns)
+            handles.append(order.register(module, Enter(attention), on_inputs=True))
+            handles.append(order.register(module, Leave(attention)))
+        interception.begin(modules.values())
+        self._is_watching = True
+        return [*handles, self]
+
+    def remove(self) -> None:
+        """As a handle: functions that were replaced are put back."""
+        if self._is_watching:
+            self._is_watching = False
+            interception.end()
+
+    def begin_step(self) -> None:
+        self._turns.next()
+        interception.forget_those_left()

@@ -1,0 +1,170 @@
+"""Attention functions, replaced while somebody watches attention: they compute what they did, and show their q and k.
+
+Whose attention it is, a stack says: forward hooks of the attention modules push to it, and pop.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from functools import wraps
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+_log = logging.getLogger("hookstats")
+
+
+class Watcher(Protocol):
+    """What is pushed."""
+
+    module: int  # the id of its module
+
+    def see(self, q: Any, k: Any, mask: Any, is_causal: bool, scale: float | None, softcap: float) -> None:
+        """The attention that its module computes now. Never raises, but under strict."""
+
+
+class _Running(threading.local):
+    """The watchers of the attention modules whose forwards this thread is in, the innermost last."""
+
+    def __init__(self) -> None:
+        self.stack: list[Watcher] = []
+
+
+_running = _Running()
+_traced: list[Watcher] = []  # the same while a graph is traced, which one thread does at a time
+
+
+def enter(watcher: Watcher) -> None:
+    """Its module's forward begins. Can be traced."""
+    if torch.compiler.is_compiling():
+        _traced.append(watcher)
+    else:
+        _running.stack.append(watcher)
+
+
+def leave(watcher: Watcher) -> None:
+    """It has ended; those inside that were left by an exception have ended, too. Can be traced."""
+    stack = _traced if torch.compiler.is_compiling() else _running.stack
+    if watcher in stack:
+        while stack.pop() is not watcher:
+            pass
+
+
+def forget_those_left() -> None:
+    """What an exception has left behind in this thread."""
+    _running.stack.clear()
+
+
+def _show(q: Any, k: Any, mask: Any, is_causal: bool, scale: float | None, softcap: float = 0.0) -> None:
+    stack = _traced if torch.compiler.is_compiling() else _running.stack
+    if not stack:
+        return
+    innermost = stack[-1].module
+    for watcher in stack:  # those of several monitors
+        if watcher.module == innermost:
+            watcher.see(q, k, mask, is_causal, scale, softcap)
+
+
+def _scaled_dot_product_attention(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def shown(
+        query: Any,
+        key: Any,
+        value: Any,
+        attn_mask: Any = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Any:
+        _show(query, key, attn_mask, is_causal, scale)
+        return original(
+            query, key, value, attn_mask, dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+
+    return shown
+
+
+def _get_interface(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def get_interface(self: Any, attn_implementation: Any, default: Any) -> Any:
+        found = original(self, attn_implementation, default)
+        if attn_implementation == "sdpa":  # which calls torch's function
+            return found
+
+        def shown(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *args: Any, **kwargs: Any) -> Any:
+            is_causal = attention_mask is None and attn_implementation != "eager" and _is_causal(module, query, kwargs)
+            scale = args[0] if args and not isinstance(args[0], bool) else kwargs.get("scaling")
+            mask = attention_mask if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 4 else None
+            _show(query, key, mask, is_causal, scale, kwargs.get("softcap") or 0.0)
+            return found(module, query, key, value, attention_mask, *args, **kwargs)
+
+        return shown
+
+    return get_interface
+
+
+def _is_causal(module: Any, query: Any, kwargs: dict[str, Any]) -> bool:
+    given = kwargs.get("is_causal")
+    return bool(getattr(module, "is_causal", True) if given is None else given) and query.shape[-2] > 1
+
+
+class _Replaced:
+    """Names that hold another function for now."""
+
+    def __init__(self) -> None:
+        self._names: list[tuple[Any, str, Any, Any]] = []  # where, name, what it was, what it is
+
+    def replace(self, where: Any, name: str, new: Any) -> None:
+        self._names.append((where, name, getattr(where, name), new))
+        setattr(where, name, new)
+
+    def put_back(self) -> None:
+        for where, name, old, new in reversed(self._names):
+            if getattr(where, name, None) is new:  # else somebody has replaced it since, and calls ours
+                setattr(where, name, old)
+        self._names = []
+
+
+_changing = threading.RLock()
+_users = 0
+_replaced = _Replaced()
+_ORIGINAL = functional.scaled_dot_product_attention
+_SHOWN = _scaled_dot_product_attention(_ORIGINAL)
+
+
+def begin(modules: Iterable[nn.Module]) -> None:
+    """From now on attention is shown. Each call is to be followed by one of `end`.
+
+    modules: those that are watched; where one's class was written in a file that took a function by name (``from
+    torch.nn.functional import scaled_dot_product_attention``), it is replaced there, too.
+    """
+    global _users
+    with _changing:
+        _users += 1
+        if functional.scaled_dot_product_attention is _ORIGINAL:
+            _replaced.replace(functional, "scaled_dot_product_attention", _SHOWN)
+        elif functional.scaled_dot_product_attention is not _SHOWN:
+            _log.info("torch.nn.functional.scaled_dot_product_attention was replaced by another library: not watched")
+        interface = getattr(sys.modules.get("transformers.modeling_utils"), "AttentionInterface", None)
+        if hasattr(interface, "get_interface") and not hasattr(interface.get_interface, "__wrapped__"):
+            _replaced.replace(interface, "get_interface", _get_interface(interface.get_interface))
+        for file in {type(module).__module__ for module in modules}:
+            where = sys.modules.get(file)
+            for name in [name for name, value in vars(where).items() if value is _ORIGINAL] if where else []:
+                if where is not functional:
+                    _replaced.replace(where, name, _SHOWN)
+
+
+def end() -> None:
+    """The last one puts everything back."""
+    global _users
+    with _changing:
+        _users -= 1
+        if _users == 0:
+            _replaced.put_back()

@@ -1,0 +1,211 @@
+"""The attention of a sample of queries, computed again: the logits themselves exist nowhere in a flash kernel."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from hookstats import _native
+
+_PIECE_BYTES = 8 << 20  # of logits at a time
+_MASKED = 0.5  # an additive mask at most so many times its dtype's smallest number masks
+
+
+class AttentionRows(NamedTuple):
+    """Of the queries that were looked at: ``[batch, rows, heads]``, float32, or float64 of float64.
+
+    ``max``, ``entropy``, ``sink``: `SoftmaxRows`' max, entropy and p_first of each row of logits. ``bound``: no logit
+    is larger, ``[batch, heads]``. ``row_index``, ``kept``: the rows that attend to anything and count, as
+    `watch.memory.Rows` has them.
+    """
+
+    max: torch.Tensor
+    entropy: torch.Tensor
+    sink: torch.Tensor
+    bound: torch.Tensor
+    row_index: torch.Tensor
+    kept: torch.Tensor
+
+
+def rows_of(length: int, rows: int | None) -> int:
+    """How many of so many queries are looked at."""
+    return length if rows is None else min(length, rows)
+
+
+def chosen_rows(length: int, rows: int, turn: torch.Tensor) -> torch.Tensor:
+    """Which: spread over the sequence, others at each turn, and always the last. int64, on the device of `turn`.
+
+    Of j from 0 to rows - 2, the rows floor((j (length - 1) + turn mod (length - 1)) / (rows - 1)): over length - 1 turns
+    every query is met.
+    """
+    number = torch.arange(rows, device=turn.device)
+    if rows == length:
+        return number
+    if rows == 1:
+        return number + (length - 1)
+    before = (number * (length - 1) + turn % (length - 1)).div(rows - 1, rounding_mode="floor")
+    return before.clamp(max=length - 1)
+
+
+def _compute(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    mask: torch.Tensor | None,
+    turn: torch.Tensor,
+    row_index: torch.Tensor | None,
+    kept: torch.Tensor | None,
+    rows: int,
+    is_causal: bool,
+    scale: float,
+    softcap: float,
+) -> list[torch.Tensor]:
+    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+        q, k = q.detach(), k.detach()
+        batch, heads, queries, width = q.shape
+        of_keys, keys = k.shape[1:3]
+        dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+        at = chosen_rows(queries, rows, turn)
+        numbers = torch.empty((3, batch, rows, heads), dtype=dtype, device=q.device)
+        row_bytes = heads * keys * dtype.itemsize
+        together = max(1, _PIECE_BYTES // max(1, rows * row_bytes))  # items of the batch
+        some = max(1, min(rows, _PIECE_BYTES // max(1, row_bytes)))  # rows
+        for item in range(0, batch, together):
+            items = slice(item, item + together)
+            of_items = k[items].to(dtype).mT
+            for row in range(0, rows, some):
+                now = at[row : row + some]
+                asked = q[items].index_select(2, now).to(dtype) * scale
+                asked = asked.reshape(len(asked), of_keys, -1, width)  # of grouped queries, those of one key together
+                logits = torch.matmul(asked, of_items).reshape(len(asked), heads, len(now), keys)
+                if softcap:
+                    logits = logits.div_(softcap).tanh_().mul_(softcap)
+                if mask is not None:
+                    _mask(logits, mask[items] if mask.shape[0] > 1 else mask, now)
+                if is_causal:
+                    logits.masked_fill_(torch.arange(keys, device=q.device) > now[:, None], -torch.inf)
+                numbers[:, items, row : row + some] = _native.softmax_rows(logits)[:5:2].mT  # max, entropy, p_first
+        counted = numbers[0].ne(-torch.inf).all(-1) & _counted(batch, queries, at, row_index, kept)
+        bound = _bound(q, k, heads // of_keys, scale, softcap, mask)
+        first = counted.reshape(-1).to(torch.uint8).argsort(descending=True, stable=True).to(torch.int32)
+        how_many = counted.sum(dtype=torch.int32).reshape(1)
+        return [numbers, bound, first.reshape(counted.shape), how_many]
+
+
+def _mask(logits: torch.Tensor, mask: torch.Tensor, rows: torch.Tensor) -> None:
+    if mask.shape[2] > 1:
+        mask = mask.index_select(2, rows)
+    if mask.dtype == torch.bool:
+        logits.masked_fill_(~mask, -torch.inf)
+    else:
+        logits.add_(mask.masked_fill(mask <= torch.finfo(mask.dtype).min * _MASKED, -torch.inf))
+
+
+def _counted(
+    batch: int, queries: int, at: torch.Tensor, row_index: torch.Tensor | None, kept: torch.Tensor | None
+) -> torch.Tensor:
+    """Which of the chosen rows `Monitor.ignore` leaves, where its rows are those of the queries."""
+    if row_index is None or kept is None or tuple(row_index.shape) != (batch, queries):
+        return torch.ones((batch, len(at)), dtype=torch.bool, device=at.device)
+    place = row_index.reshape(-1).long()
+    left = torch.zeros(batch * queries, dtype=torch.bool, device=at.device)
+    left.scatter_(0, place, torch.arange(batch * queries, device=at.device) < kept)
+    return left.reshape(batch, queries).index_select(1, at)
+
+
+def _bound(
+    q: torch.Tensor, k: torch.Tensor, group: int, scale: float, softcap: float, mask: torch.Tensor | None
+) -> torch.Tensor:
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    of_q, of_k = (torch.linalg.vector_norm(x, dim=-1, dtype=dtype).amax(-1) for x in (q, k))
+    bound = of_q * of_k.repeat_interleave(group, 1) * abs(scale)
+    if softcap:
+        bound = bound.div(softcap).tanh().mul(softcap)
+    if mask is not None and mask.dtype != torch.bool:
+        bound = bound + mask.amax((2, 3)).to(dtype)
+    return bound
+
+
+def _shapes(
+    q: torch.Tensor, k: torch.Tensor, mask: object, turn: object, row_index: object, kept: object, rows: int, *_: object
+) -> list[torch.Tensor]:
+    batch, heads = q.shape[:2]
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return [
+        q.new_empty((3, batch, rows, heads), dtype=dtype),
+        q.new_empty((batch, heads), dtype=dtype),
+        q.new_empty((batch, rows), dtype=torch.int32),
+        q.new_empty((1,), dtype=torch.int32),
+    ]
+
+
+_operator = _native.operator(
+    "attention_rows(Tensor q, Tensor k, Tensor? mask, Tensor turn, Tensor? row_index, Tensor? kept, int rows, "
+    "bool is_causal, float scale, float softcap) -> Tensor[]",
+    _compute,
+    shapes=_shapes,
+)
+
+
+def attention_rows(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    mask: torch.Tensor | None,
+    turn: torch.Tensor,
+    ignoring: tuple[torch.Tensor, torch.Tensor] | None,
+    rows: int | None,
+    is_causal: bool,
+    scale: float | None,
+    softcap: float = 0.0,
+) -> AttentionRows:
+    """What the softmax of some queries' logits is like. Can be traced; nothing is kept, no gradient flows.
+
+    q: ``[batch, heads, queries, width]``. k: ``[batch, key heads, keys, width]``, each key head for the same number of
+    heads in a row. mask: None, bool (True: attend), or added to the logits; of four dimensions, 1 where it is the same
+    for all. turn: int64 ``[1]``, on their device, another one at each step. ignoring: `watch.memory.Rows` of what
+    `Monitor.ignore` leaves. rows: of each head; None: all. is_causal: query i sees keys 0 to i. scale: None, one over
+    the root of the width. softcap: logits become softcap tanh(logits / softcap), before the mask; 0: they do not.
+
+    Logits are computed in float32 (float64 of float64), whatever autocast says, in pieces of some megabytes.
+    """
+    q, k, mask = _checked(q, k, mask)
+    if scale is None:
+        scale = q.shape[-1] ** -0.5
+    row_index, kept = ignoring or (None, None)
+    numbers, *others = _operator(
+        q, k, mask, turn, row_index, kept, rows_of(q.shape[2], rows), is_causal, scale, softcap
+    )
+    return AttentionRows(numbers[0], numbers[1], numbers[2], *others)
+
+
+def _checked(
+    q: Any, k: Any, mask: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """All of four dimensions."""
+    if q.dim() == 3 and k.dim() == 3:  # of one head
+        q, k, mask = (x if x is None or x.dim() < 3 else x[:, None] for x in (q, k, mask))
+    if q.dim() < 4 or k.dim() != q.dim() or q.shape[-1] != k.shape[-1] or q.shape[: q.dim() - 3] != k.shape[: k.dim() - 3]:
+        raise ValueError(
+            "attention: expected q [..., heads, queries, width] and k [..., key heads, keys, width], got "
+            f"{tuple(q.shape)} and {tuple(k.shape)}"
+        )
+    if q.shape[-3] % max(1, k.shape[-3]) or k.shape[-3] == 0:
+        raise ValueError(f"attention: expected as many heads as key heads, or a multiple, got {q.shape[-3]} and {k.shape[-3]}")
+    if q.device != k.device or (mask is not None and mask.device != q.device):
+        devices = ", ".join(str(x.device) for x in (q, k, mask) if x is not None)
+        raise ValueError(f"attention: expected q, k and mask on one device, got {devices}")
+    if q.dtype not in _native.DTYPES or k.dtype not in _native.DTYPES:
+        raise TypeError(f"attention: expected q and k of one of {', '.join(map(str, _native.DTYPES))}; got {q.dtype} and {k.dtype}")
+    if mask is not None:
+        wanted = (*q.shape[:-1], k.shape[-2])
+        if mask.dim() > len(wanted) or any(
+            own not in (1, size) for own, size in zip(reversed(mask.shape), reversed(wanted), strict=False)
+        ):
+            raise ValueError(f"attention: expected a mask that broadcasts to {wanted}, got {tuple(mask.shape)}")
+        if mask.dtype != torch.bool and not mask.is_floating_point():
+            raise TypeError(f"attention: expected a mask of bool or floating numbers, got {mask.dtype}")
+        mask = mask.detach()[(None,) * (q.dim() - mask.dim())]
+        if q.dim() > 4:
+            mask = mask.expand(*q.shape[:-3], *mask.shape[-3:])
+        mask = mask.reshape(-1, *mask.shape[-3:])
+    return q.reshape(-1, *q.shape[-3:]), k.reshape(-1, *k.shape[-3:]), mask
