@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hookstats import _native
 from hookstats.language import interception
 from hookstats.language.rows import AttentionRows, attention_rows
 from hookstats.modules import order
@@ -49,7 +50,6 @@ class Attention:
     ) -> None:
         """rows: of each head that are looked at, at most; None: all. keeps: whether heads are kept apart."""
         self.name = name
-        self.module = id(module)
         self.monitor = binder.monitor
         self._binder = binder
         self._rows = rows
@@ -57,6 +57,9 @@ class Attention:
         self.turn = turns.on(device)
         specs = [SiteSpec(name, "", ChannelAxis(-1, None), keeps, (kind, None), module) for kind in KINDS]
         self.max_logit, self.entropy, self.sink, self.bound = (binder.late_hook(spec, device, FedHook) for spec in specs)
+
+    def measures_now(self) -> bool:
+        return self._binder.measures_now()
 
     @property
     def hooks(self) -> list[FedHook]:
@@ -67,6 +70,8 @@ class Attention:
         if torch.compiler.is_compiling():
             if shared_in_graph(self.max_logit) is not None:
                 self._feed_in_graph(q, k, mask, is_causal, scale, softcap)
+            return
+        if not self.measures_now() or torch._C._is_tracing():
             return
         try:
             with self._binder.span_of_a_hook():
@@ -109,28 +114,47 @@ def _as_tensor(mask: Any, device: torch.device) -> torch.Tensor | None:
     return local_part(mask)
 
 
-class Enter(order.ModuleHook):
-    """A module's forward begins: from now on it is its attention that is computed."""
+class _Entering(order.ModuleHook):
+    """On an attention module, for all monitors that watch it: its forward begins."""
 
-    def __init__(self, attention: Attention) -> None:
-        self.attention = attention
+    def __init__(self) -> None:
+        self.watchers: tuple[Attention, ...] = ()
+        self.handles: list[Any] = []
 
     def __call__(self, module: Any, args: Any) -> None:
         if torch.compiler.is_compiling():
-            if shared_in_graph(self.attention.max_logit) is not None:
-                interception.enter(self.attention)
-        elif self.attention._binder.measures_now() and not order.recomputing() and not torch._C._is_tracing():
-            interception.enter(self.attention)
+            if _native.now.measured:
+                interception.enter(self)
+        elif not order.recomputing() and any(each.measures_now() for each in self.watchers):
+            interception.enter(self)
 
 
-class Leave(order.ModuleHook):
-    """It has ended."""
+class _Leaving(order.ModuleHook):
+    """Its forward has ended."""
 
-    def __init__(self, attention: Attention) -> None:
-        self.attention = attention
+    def __init__(self, entering: _Entering) -> None:
+        self.entering = entering
 
     def __call__(self, module: Any, args: Any, output: Any) -> None:
-        interception.leave(self.attention)
+        interception.leave(self.entering)
+
+
+class _Watching:
+    """That a monitor watches a module; as a handle."""
+
+    def __init__(self, module: nn.Module, attention: Attention) -> None:
+        hooks = module._forward_pre_hooks.values()
+        self._attention = attention
+        self._entering = next((hook for hook in hooks if isinstance(hook, _Entering)), None) or _Entering()
+        if not self._entering.watchers:
+            entering = order.register(module, self._entering, on_inputs=True)
+            self._entering.handles = [entering, order.register(module, _Leaving(self._entering))]
+        self._entering.watchers = (*self._entering.watchers, attention)
+
+    def remove(self) -> None:
+        self._entering.watchers = tuple(each for each in self._entering.watchers if each is not self._attention)
+        for handle in () if self._entering.watchers else self._entering.handles:
+            handle.remove()
 
 
 class Attentions:
@@ -149,8 +173,7 @@ class Attentions:
         handles: list[Any] = []
         for name, module in modules.items():
             attention = Attention(name, module, self.binder, self._keeps, devices[name], self._rows, self._turns)
-            handles.append(order.register(module, Enter(attention), on_inputs=True))
-            handles.append(order.register(module, Leave(attention)))
+            handles.append(_Watching(module, attention))
         interception.begin(modules.values())
         self._is_watching = True
         return [*handles, self]

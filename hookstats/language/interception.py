@@ -20,54 +20,57 @@ _log = logging.getLogger("hookstats")
 
 
 class Watcher(Protocol):
-    """What is pushed."""
-
-    module: int  # the id of its module
+    """What a monitor has of an attention module."""
 
     def see(self, q: Any, k: Any, mask: Any, is_causal: bool, scale: float | None, softcap: float) -> None:
         """The attention that its module computes now. Never raises, but under strict."""
 
 
+class Entered(Protocol):
+    """An attention module whose forward runs."""
+
+    watchers: tuple[Watcher, ...]  # those of all monitors
+
+
 class _Running(threading.local):
-    """The watchers of the attention modules whose forwards this thread is in, the innermost last."""
+    """The attention modules whose forwards this thread is in, the innermost last."""
 
     def __init__(self) -> None:
-        self.stack: list[Watcher] = []
+        self.stack: list[Entered] = []
 
 
 _running = _Running()
-_traced: list[Watcher] = []  # the same while a graph is traced, which one thread does at a time
+_traced: list[Entered] = []  # the same while a graph is traced, which one thread does at a time
 
 
-def enter(watcher: Watcher) -> None:
-    """Its module's forward begins. Can be traced."""
+def enter(module: Entered) -> None:
+    """Its forward begins. Can be traced."""
     if torch.compiler.is_compiling():
-        _traced.append(watcher)
+        _traced.append(module)
     else:
-        _running.stack.append(watcher)
+        _running.stack.append(module)
 
 
-def leave(watcher: Watcher) -> None:
+def leave(module: Entered) -> None:
     """It has ended; those inside that were left by an exception have ended, too. Can be traced."""
-    stack = _traced if torch.compiler.is_compiling() else _running.stack
-    if watcher in stack:
-        while stack.pop() is not watcher:
+    if torch.compiler.is_compiling():
+        if _traced:
+            _traced.pop()
+    elif module in _running.stack:
+        while _running.stack.pop() is not module:
             pass
 
 
 def forget_those_left() -> None:
-    """What an exception has left behind in this thread."""
+    """What an exception, or a graph that broke inside of an attention, has left behind in this thread."""
     _running.stack.clear()
+    _traced.clear()
 
 
 def _show(q: Any, k: Any, mask: Any, is_causal: bool, scale: float | None, softcap: float = 0.0) -> None:
     stack = _traced if torch.compiler.is_compiling() else _running.stack
-    if not stack:
-        return
-    innermost = stack[-1].module
-    for watcher in stack:  # those of several monitors
-        if watcher.module == innermost:
-            watcher.see(q, k, mask, is_causal, scale, softcap)
+    for watcher in stack[-1].watchers if stack else ():
+        watcher.see(q, k, mask, is_causal, scale, softcap)
 
 
 def _scaled_dot_product_attention(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -83,7 +83,8 @@ def _compute(
                 if mask is not None:
                     _mask(logits, mask[items] if mask.shape[0] > 1 else mask, now)
                 if is_causal:
-                    logits.masked_fill_(torch.arange(keys, device=q.device) > now[:, None], -torch.inf)
+                    later = torch.arange(keys, device=q.device) > now[:, None]
+                    logits.add_(torch.zeros_like(later, dtype=dtype).masked_fill_(later, -torch.inf))
                 numbers[:, items, row : row + some] = _native.softmax_rows(logits)[:5:2].mT  # max, entropy, p_first
         counted = numbers[0].ne(-torch.inf).all(-1) & _counted(batch, queries, at, row_index, kept)
         bound = _bound(q, k, heads // of_keys, scale, softcap, mask)
