@@ -17,6 +17,7 @@ from hookstats._lazy import getter
 if TYPE_CHECKING:
     from hookstats import report, results, rules, sinks
     from hookstats._native import build_info
+    from hookstats.attaching import attach
     from hookstats.comparing.comparison import compare
     from hookstats.numbers.fields import ExponentBins, LinearBins, Site
     from hookstats.numbers.snapshot import Snapshot
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from hookstats.tools.gradient import grad_of
     from hookstats.tools.softmax import softmax_rows
     from hookstats.watch.arguments import Channels, Options, Ranks
-    from hookstats.attaching import attach
     from hookstats.watch.judging import FindingError
     from hookstats.watch.measuring import measure
     from hookstats.watch.monitor import Monitor

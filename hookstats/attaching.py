@@ -13,7 +13,8 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
 from hookstats.language.attention import Attentions
-from hookstats.language.finding import attentions
+from hookstats.language.finding import Router, attentions, routers
+from hookstats.language.routers import watch_routers
 from hookstats.modules import order
 from hookstats.modules.selection import Modules, all_modules
 from hookstats.numbers.fields import Bins, ExponentBins
@@ -116,6 +117,7 @@ def attach(
     binder = SiteBinder(store, TrainingOnly(model, training_only, store.flags, options.compiled_programs))
     scaling = None if grad_scaler is None else Scaling(grad_scaler, model)
     parameters = Parameters(store, plan.of_parameters, binder, plan.device, scaling)
+    watching = Attentions(binder, options.attention_rows, kept.which is not False)
     handles: list[Any] = []
     try:
         hooks = [(module, binder.hook(spec, device, make)) for module, spec, make, device in plan.hooks()]
@@ -129,7 +131,12 @@ def attach(
         if plan.parameters or scaling is not None:
             handles.append(watch_optimizers(parameters))
         if "attention" in kinds:
-            handles += _watch_attention(all_modules(model, exclude), binder, options, kept, plan.device)
+            attending = _attentions(model, exclude)
+            handles += watching.watch(attending, {name: device_of(m) or plan.device for name, m in attending.items()})
+        if "router" in kinds:
+            routing = _routers(model, exclude)
+            devices = {name: device_of(each.module) or plan.device for name, each in routing.items()}
+            handles += watch_routers(routing, binder, kept.which is not False, devices)
         ranks, joined = _joined(model, process_group, plan, options.memory_budget)
     except Exception:
         for handle in handles:
@@ -147,6 +154,7 @@ def attach(
         due=due,
         channels_every=kept.every,
         tap_channels=kept.which is True and too_much is None,
+        attention=watching.by_hand,
         is_judged=any(isinstance(sink, Recorder) for sink in callables),
     )
     settings = _settings(model, monitor, plan, every, kept.every)
@@ -164,18 +172,24 @@ def attach(
     return monitor
 
 
-def _watch_attention(
-    modules: dict[str, nn.Module], binder: SiteBinder, options: Options, channels: Channels, device: torch.device
-) -> list[Any]:
-    found = attentions(modules)
+def _attentions(model: nn.Module, exclude: Modules) -> dict[str, nn.Module]:
+    found = attentions(all_modules(model, exclude))
     if not found:
         raise ValueError(
-            "tensors: expected modules that compute attention for 'attention', found none: neither a class named so, nor "
-            "a forward that calls scaled_dot_product_attention; Monitor.attention measures q and k by hand"
+            "tensors: expected modules that compute attention for 'attention', found none: neither a class named so, "
+            "nor a forward that calls scaled_dot_product_attention; Monitor.attention measures q and k by hand"
         )
-    watching = Attentions(binder, options.attention_rows, channels.which is not False)
-    binder.at_step.append(watching.begin_step)
-    return watching.watch(found, {name: device_of(module) or device for name, module in found.items()})
+    return found
+
+
+def _routers(model: nn.Module, exclude: Modules) -> dict[str, Router]:
+    found = routers(all_modules(model, exclude))
+    if not found:
+        raise ValueError(
+            "tensors: expected routers for 'router', found none: no module that stands beside one named experts and "
+            "has a weight with a row for each of these"
+        )
+    return found
 
 
 def _joined(model: nn.Module, process_group: Any, plan: Plan, memory_budget: int) -> tuple[StepRanks, Joined | None]:

@@ -9,14 +9,18 @@ from torch import nn
 
 from hookstats import _native
 from hookstats.language import interception
-from hookstats.language.rows import AttentionRows, attention_rows
+from hookstats.language.rows import AttentionRows, attention_rows, checked
 from hookstats.modules import order
 from hookstats.modules.channels import ChannelAxis
+from hookstats.numbers.fields import Site
 from hookstats.watch.binding import SiteBinder
+from hookstats.watch.flags import is_capturing
 from hookstats.watch.graphs import feed_in_graph, shared_in_graph
 from hookstats.watch.hooks import FedHook, SiteSpec
 from hookstats.watch.ignoring import rows_on
 from hookstats.watch.memory import local_part
+from hookstats.watch.skipping import Captured
+from hookstats.watch.wrappers import is_a_mere_shape
 
 KINDS = ("attention.max_logit", "attention.entropy", "attention.sink", "attention.bound")
 
@@ -46,7 +50,14 @@ class Attention:
     """Watches one module, from its forward to its sites."""
 
     def __init__(
-        self, name: str, module: nn.Module | None, binder: SiteBinder, keeps: bool, device: torch.device, rows: int | None, turns: Turns
+        self,
+        name: str,
+        module: nn.Module | None,
+        binder: SiteBinder,
+        keeps: bool,
+        device: torch.device,
+        rows: int | None,
+        turns: Turns,
     ) -> None:
         """rows: of each head that are looked at, at most; None: all. keeps: whether heads are kept apart."""
         self.name = name
@@ -56,7 +67,9 @@ class Attention:
         self._turns = turns
         self.turn = turns.on(device)
         specs = [SiteSpec(name, "", ChannelAxis(-1, None), keeps, (kind, None), module) for kind in KINDS]
-        self.max_logit, self.entropy, self.sink, self.bound = (binder.late_hook(spec, device, FedHook) for spec in specs)
+        self.max_logit, self.entropy, self.sink, self.bound = (
+            binder.late_hook(spec, device, FedHook) for spec in specs
+        )
 
     def measures_now(self) -> bool:
         return self._binder.measures_now()
@@ -111,7 +124,8 @@ def _as_tensor(mask: Any, device: torch.device) -> torch.Tensor | None:
     if materialize is not None:
         made: torch.Tensor = materialize(device)
         return made
-    return local_part(mask)
+    found: torch.Tensor = local_part(mask)
+    return found
 
 
 class _Entering(order.ModuleHook):
@@ -158,32 +172,54 @@ class _Watching:
 
 
 class Attentions:
-    """Those of a model; what `attach` adds where ``"attention"`` is asked for."""
+    """Those of a model that a monitor watches, and those that it is given by hand."""
 
     def __init__(self, binder: SiteBinder, rows: int | None, keeps: bool) -> None:
-        self.binder = binder
+        """rows: of each head, how many queries are looked at; None: all. keeps: whether heads are kept apart."""
+        self._binder = binder
         self._rows = rows
         self._keeps = keeps
         self._turns = Turns()
         self._by_hand: dict[str, Attention] = {}
-        self._is_watching = False
+        binder.at_step.append(self._begin_step)
 
     def watch(self, modules: dict[str, nn.Module], devices: dict[str, torch.device]) -> list[Any]:
-        """Hangs hooks on them; returns what takes them off again."""
-        handles: list[Any] = []
-        for name, module in modules.items():
-            attention = Attention(name, module, self.binder, self._keeps, devices[name], self._rows, self._turns)
-            handles.append(_Watching(module, attention))
-        interception.begin(modules.values())
-        self._is_watching = True
-        return [*handles, self]
+        """Hangs hooks on them; returns what takes them off again, and puts the replaced functions back."""
+        handles: list[Any] = [
+            _Watching(module, self._attention(name, module, devices[name])) for name, module in modules.items()
+        ]
+        return [*handles, interception.Interception(modules.values())]
 
-    def remove(self) -> None:
-        """As a handle: functions that were replaced are put back."""
-        if self._is_watching:
-            self._is_watching = False
-            interception.end()
+    def by_hand(
+        self, q: Any, k: Any, name: str, mask: Any = None, is_causal: bool = False, scale: float | None = None
+    ) -> None:
+        """As `Monitor.attention`."""
+        found = self._by_hand.get(name)
+        if torch.compiler.is_compiling():
+            if found is not None:
+                found.see(q, k, mask, is_causal, scale, 0.0)
+            return
+        if not isinstance(q, torch.Tensor) or not isinstance(k, torch.Tensor) or not isinstance(name, str):
+            raise TypeError(
+                f"attention: expected two tensors and a name, got {type(q).__name__}, {type(k).__name__} and {name!r}"
+            )
+        if not self._binder.measures_now() or is_a_mere_shape(q) or order.recomputing():
+            return
+        if not q.is_nested and not k.is_nested:
+            checked(local_part(q), local_part(k), local_part(mask))
+        if found is None:
+            if is_capturing():
+                self._binder.skipping.leave_out([Site(name, kind) for kind in KINDS], str(Captured()))
+                return
+            with self._binder.store.lock:
+                if any(entry.site == Site(name, KINDS[0]) for entry in self._binder.store.entries):
+                    raise ValueError(f"attention: expected a name that no watched attention has, got {name!r}")
+                found = self._by_hand[name] = self._attention(name, None, local_part(q).device)
+        found.see(q, k, mask, is_causal, scale, 0.0)
 
-    def begin_step(self) -> None:
+    def _attention(self, name: str, module: nn.Module | None, device: torch.device) -> Attention:
+        return Attention(name, module, self._binder, self._keeps, device, self._rows, self._turns)
+
+    def _begin_step(self) -> None:
         self._turns.next()
         interception.forget_those_left()

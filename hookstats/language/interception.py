@@ -29,7 +29,9 @@ class Watcher(Protocol):
 class Entered(Protocol):
     """An attention module whose forward runs."""
 
-    watchers: tuple[Watcher, ...]  # those of all monitors
+    @property
+    def watchers(self) -> tuple[Watcher, ...]:
+        """Those of all monitors."""
 
 
 class _Running(threading.local):
@@ -86,6 +88,16 @@ def _scaled_dot_product_attention(original: Callable[..., Any]) -> Callable[...,
         enable_gqa: bool = False,
     ) -> Any:
         _show(query, key, attn_mask, is_causal, scale)
+        dispatch = getattr(attn_mask, "_dispatch", None)  # of a CausalBias: it would look for the function by its name
+        if dispatch is not None:
+            stack = _traced if torch.compiler.is_compiling() else _running.stack
+            shown_once = [stack.pop()] if stack else []  # what it calls is this one, in parts
+            try:
+                return dispatch(
+                    query, key, value, attn_mask, dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+                )
+            finally:
+                stack.extend(shown_once)
         return original(
             query, key, value, attn_mask, dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
         )
@@ -134,40 +146,45 @@ class _Replaced:
         self._names = []
 
 
-_changing = threading.RLock()
+_changing = threading.RLock()  # garbage that is collected meanwhile may end another one
 _users = 0
 _replaced = _Replaced()
 _ORIGINAL = functional.scaled_dot_product_attention
 _SHOWN = _scaled_dot_product_attention(_ORIGINAL)
 
 
-def begin(modules: Iterable[nn.Module]) -> None:
-    """From now on attention is shown. Each call is to be followed by one of `end`.
+class Interception:
+    """Shows attention until it is removed; the last one puts everything back, in whatever order they end."""
 
-    modules: those that are watched; where one's class was written in a file that took a function by name (``from
-    torch.nn.functional import scaled_dot_product_attention``), it is replaced there, too.
-    """
-    global _users
-    with _changing:
-        _users += 1
-        if functional.scaled_dot_product_attention is _ORIGINAL:
-            _replaced.replace(functional, "scaled_dot_product_attention", _SHOWN)
-        elif functional.scaled_dot_product_attention is not _SHOWN:
-            _log.info("torch.nn.functional.scaled_dot_product_attention was replaced by another library: not watched")
-        interface = getattr(sys.modules.get("transformers.modeling_utils"), "AttentionInterface", None)
-        if hasattr(interface, "get_interface") and not hasattr(interface.get_interface, "__wrapped__"):
-            _replaced.replace(interface, "get_interface", _get_interface(interface.get_interface))
-        for file in {type(module).__module__ for module in modules}:
-            where = sys.modules.get(file)
-            for name in [name for name, value in vars(where).items() if value is _ORIGINAL] if where else []:
-                if where is not functional:
-                    _replaced.replace(where, name, _SHOWN)
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        """modules: those that are watched. Where the file of one's class took a function by name (``from
+        torch.nn.functional import scaled_dot_product_attention``), it is replaced there, too.
+        """
+        global _users
+        self._is_on = True
+        with _changing:
+            _users += 1
+            _replace_functions({type(module).__module__ for module in modules})
+
+    def remove(self) -> None:
+        global _users
+        with _changing:
+            if self._is_on:
+                self._is_on = False
+                _users -= 1
+                if _users == 0:
+                    _replaced.put_back()
 
 
-def end() -> None:
-    """The last one puts everything back."""
-    global _users
-    with _changing:
-        _users -= 1
-        if _users == 0:
-            _replaced.put_back()
+def _replace_functions(files: set[str]) -> None:
+    if functional.scaled_dot_product_attention is _ORIGINAL:
+        _replaced.replace(functional, "scaled_dot_product_attention", _SHOWN)
+    elif functional.scaled_dot_product_attention is not _SHOWN:
+        _log.info("torch.nn.functional.scaled_dot_product_attention was replaced by somebody else: it is not watched")
+    interface: Any = getattr(sys.modules.get("transformers.modeling_utils"), "AttentionInterface", None)
+    if hasattr(interface, "get_interface") and not hasattr(interface.get_interface, "__wrapped__"):
+        _replaced.replace(interface, "get_interface", _get_interface(interface.get_interface))
+    for file in files:
+        where = sys.modules.get(file)
+        for name in [name for name, value in vars(where).items() if value is _ORIGINAL] if where else []:
+            _replaced.replace(where, name, _SHOWN)

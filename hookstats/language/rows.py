@@ -8,6 +8,7 @@ import torch
 
 from hookstats import _native
 
+MOST_TOP_K = 16  # of csrc/softmax.h
 _PIECE_BYTES = 8 << 20  # of logits at a time
 _MASKED = 0.5  # an additive mask at most so many times its dtype's smallest number masks
 
@@ -36,7 +37,7 @@ def rows_of(length: int, rows: int | None) -> int:
 def chosen_rows(length: int, rows: int, turn: torch.Tensor) -> torch.Tensor:
     """Which: spread over the sequence, others at each turn, and always the last. int64, on the device of `turn`.
 
-    Of j from 0 to rows - 2, the rows floor((j (length - 1) + turn mod (length - 1)) / (rows - 1)): over length - 1 turns
+    Of j from 0 to rows - 2, the rows floor((j (length - 1) + turn mod (length - 1)) / (rows - 1)): in length - 1 turns
     every query is met.
     """
     number = torch.arange(rows, device=turn.device)
@@ -106,12 +107,21 @@ def _counted(
     batch: int, queries: int, at: torch.Tensor, row_index: torch.Tensor | None, kept: torch.Tensor | None
 ) -> torch.Tensor:
     """Which of the chosen rows `Monitor.ignore` leaves, where its rows are those of the queries."""
-    if row_index is None or kept is None or tuple(row_index.shape) != (batch, queries):
+    left = counted_rows(batch * queries, row_index, kept)
+    if left is None:
         return torch.ones((batch, len(at)), dtype=torch.bool, device=at.device)
-    place = row_index.reshape(-1).long()
-    left = torch.zeros(batch * queries, dtype=torch.bool, device=at.device)
-    left.scatter_(0, place, torch.arange(batch * queries, device=at.device) < kept)
     return left.reshape(batch, queries).index_select(1, at)
+
+
+def counted_rows(count: int, row_index: torch.Tensor | None, kept: torch.Tensor | None) -> torch.Tensor | None:
+    """Of so many rows, which `Monitor.ignore` leaves: bool ``[count]``. None: all, or its rows are other ones.
+
+    row_index, kept: `watch.memory.Rows`.
+    """
+    if row_index is None or kept is None or row_index.numel() != count:
+        return None
+    left = torch.zeros(count, dtype=torch.bool, device=row_index.device)
+    return left.scatter_(0, row_index.reshape(-1).long(), torch.arange(count, device=row_index.device) < kept)
 
 
 def _bound(
@@ -119,7 +129,7 @@ def _bound(
 ) -> torch.Tensor:
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     of_q, of_k = (torch.linalg.vector_norm(x, dim=-1, dtype=dtype).amax(-1) for x in (q, k))
-    bound = of_q * of_k.repeat_interleave(group, 1) * abs(scale)
+    bound: torch.Tensor = of_q * of_k.repeat_interleave(group, 1) * abs(scale)
     if softcap:
         bound = bound.div(softcap).tanh().mul(softcap)
     if mask is not None and mask.dtype != torch.bool:
@@ -169,7 +179,7 @@ def attention_rows(
 
     Logits are computed in float32 (float64 of float64), whatever autocast says, in pieces of some megabytes.
     """
-    q, k, mask = _checked(q, k, mask)
+    q, k, mask = checked(q, k, mask)
     if scale is None:
         scale = q.shape[-1] ** -0.5
     row_index, kept = ignoring or (None, None)
@@ -179,24 +189,31 @@ def attention_rows(
     return AttentionRows(numbers[0], numbers[1], numbers[2], *others)
 
 
-def _checked(
-    q: Any, k: Any, mask: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """All of four dimensions."""
+def checked(q: Any, k: Any, mask: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """All of four dimensions. TypeError, ValueError for what cannot be the attention of q and k."""
     if q.dim() == 3 and k.dim() == 3:  # of one head
         q, k, mask = (x if x is None or x.dim() < 3 else x[:, None] for x in (q, k, mask))
-    if q.dim() < 4 or k.dim() != q.dim() or q.shape[-1] != k.shape[-1] or q.shape[: q.dim() - 3] != k.shape[: k.dim() - 3]:
+    if (
+        q.dim() < 4
+        or k.dim() != q.dim()
+        or q.shape[-1] != k.shape[-1]
+        or q.shape[: q.dim() - 3] != k.shape[: k.dim() - 3]
+    ):
         raise ValueError(
             "attention: expected q [..., heads, queries, width] and k [..., key heads, keys, width], got "
             f"{tuple(q.shape)} and {tuple(k.shape)}"
         )
     if q.shape[-3] % max(1, k.shape[-3]) or k.shape[-3] == 0:
-        raise ValueError(f"attention: expected as many heads as key heads, or a multiple, got {q.shape[-3]} and {k.shape[-3]}")
+        raise ValueError(
+            f"attention: expected as many heads as key heads, or a multiple, got {q.shape[-3]} and {k.shape[-3]}"
+        )
     if q.device != k.device or (mask is not None and mask.device != q.device):
         devices = ", ".join(str(x.device) for x in (q, k, mask) if x is not None)
         raise ValueError(f"attention: expected q, k and mask on one device, got {devices}")
     if q.dtype not in _native.DTYPES or k.dtype not in _native.DTYPES:
-        raise TypeError(f"attention: expected q and k of one of {', '.join(map(str, _native.DTYPES))}; got {q.dtype} and {k.dtype}")
+        raise TypeError(
+            f"attention: expected q and k of one of {', '.join(map(str, _native.DTYPES))}; got {q.dtype} and {k.dtype}"
+        )
     if mask is not None:
         wanted = (*q.shape[:-1], k.shape[-2])
         if mask.dim() > len(wanted) or any(

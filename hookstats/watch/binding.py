@@ -84,7 +84,7 @@ class SiteBinder:
             self.take_apart(hook, value)
         self._learns = False
 
-    def hook(self, spec: SiteSpec, device: torch.device, make: type[_Hook] = Hook) -> _Hook:  # type: ignore[assignment]
+    def hook(self, spec: SiteSpec, device: torch.device, make: type[_Hook]) -> _Hook:
         """A hook for a tensor, with its sites' states on this device."""
         hook = make(self, spec)
         width = spec.channels.width if spec.keep_channels and spec.channels.width else 1
@@ -94,7 +94,9 @@ class SiteBinder:
                 spec.entries[kind] = entry
                 self._hooks[entry.index] = HOOKS[entry.index] = hook
                 entry.channel_dim = spec.shown_dim
-                entry.is_container = issubclass(make, LateHook)  # until something is met that belongs to the site itself
+                entry.is_container = issubclass(
+                    make, LateHook
+                )  # until something is met that belongs to the site itself
             self._alike.setdefault((make, spec.alike), WeakSet()).add(hook)
             hook.bind_sites()
             self.ignoring.refresh()  # the device may be a new one
@@ -132,10 +134,10 @@ class SiteBinder:
         if path == REST:
             some, *_ = spec.sites.values()
             warn(f"{whole.name!r} has had {MOST_PARTS} tensors of other names: all later ones share the site {some}")
-        part = hook.parts[path] = self.late_hook(spec, device)
+        part = hook.parts[path] = self.late_hook(spec, device, Hook)
         return part
 
-    def late_hook(self, spec: SiteSpec, device: torch.device, make: type[_Hook] = Hook) -> _Hook:  # type: ignore[assignment]
+    def late_hook(self, spec: SiteSpec, device: torch.device, make: type[_Hook]) -> _Hook:
         """A hook for what is seen only now; where its state would not fit into memory_budget, one that does nothing."""
         if self.store.make_room(device, 1, len(spec.sites)):
             return self.hook(spec, device, make)

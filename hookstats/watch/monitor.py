@@ -47,13 +47,14 @@ class Monitor:
         due: Callable[[int], bool],
         channels_every: int,
         tap_channels: bool,
+        attention: Callable[..., None],
         is_judged: bool,
     ) -> None:
         """Made by `attach`.
 
         handles: of the hooks on the model. device: where most of the model is. due: which steps are measured, and
         channels_every: of which of these channels are sent, too. tap_channels: whether tapped tensors keep channels.
-        is_judged: whether there is a recording, if only on another rank.
+        attention: measures q and k. is_judged: whether there is a recording, if only on another rank.
         """
         self._binder = binder
         self._parameters = parameters
@@ -64,6 +65,7 @@ class Monitor:
         self._due = due
         self._channels_every = channels_every
         self._tap_channels = tap_channels
+        self._attention = attention
         self._is_judged = is_judged
         self._judging = Judging(delivery.recorders, delivery.sinks, binder.warn_once, binder.store.strict)
         self._stopwatch = Stopwatch(binder.store.flags, device)
@@ -275,12 +277,45 @@ class Monitor:
         spec = SiteSpec(name, "", ChannelAxis(channel_dim, None), self._tap_channels, ("output", "grad_output"))
         try:
             refuse_device(tensor.device)
-            self._taps[name] = self._binder.late_hook(spec, local_part(tensor).device)
+            self._taps[name] = self._binder.late_hook(spec, local_part(tensor).device, Hook)
         except Exception as error:  # no memory for its state, say
             if self._store.strict:
                 raise
             self._binder.warn_once(("tap", name), f"not measured: {name!r}: {error}")
         return self._taps.get(name)
+
+    def attention(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        name: str,
+        *,
+        mask: torch.Tensor | None = None,
+        is_causal: bool = False,
+        scale: float | None = None,
+    ) -> None:
+        """Measures the logits of an attention that no hook sees: of a kernel of one's own, of flash-attn.
+
+            monitor.attention(q, k, "layers.0.attention", is_causal=True)
+
+        Its sites are (name, "attention.max_logit"), ``.entropy``, ``.sink``, ``.bound``, as those of the functions that
+        ``tensors=("attention", ...)`` sees by itself. They are made in the first measured eager forward that calls it;
+        a compiled forward that comes earlier is not measured. It computes nothing in a step that is not measured, and
+        nothing of q and k is kept.
+
+        Args:
+            q: ``[batch, heads, queries, width]``, as the product takes it: behind norms and rotary embeddings.
+            k: ``[batch, key heads, keys, width]``; each key head belongs to the same number of heads in a row.
+            name: of the sites.
+            mask: bool, True where a query attends, or added to the logits; it broadcasts to the logits' shape.
+            is_causal: query i sees the keys from 0 to i.
+            scale: of the product; None: one over the root of the width.
+
+        Raises:
+            TypeError, ValueError: in a measured step, for what is no attention: other shapes, dtypes, devices, or the
+            name of an attention that is watched already.
+        """
+        self._attention(q, k, name, mask, is_causal, scale)
 
     def _set_flags(self) -> None:
         is_paused = not self._handles or self._pauses > 0 or self._is_paused

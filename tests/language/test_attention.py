@@ -1,0 +1,401 @@
+"""tensors=("attention",): the logits of unmodified models, in training that stays as it was."""
+
+from __future__ import annotations
+
+import copy
+import math
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
+
+import hookstats
+from hookstats import Channels, Options, Snapshot
+
+ALL_ROWS = Options(strict=True, attention_rows=None)
+ORIGINAL = [F.scaled_dot_product_attention]  # in a list: a name of this file would be replaced, too
+KINDS = ("attention.max_logit", "attention.entropy", "attention.sink", "attention.bound")
+
+
+class Attention(nn.Module):
+    """Grouped queries, where key heads are fewer."""
+
+    def __init__(self, heads: int = 4, key_heads: int = 4, dropout: float = 0.0, by_name: bool = False) -> None:
+        super().__init__()
+        self.heads, self.key_heads, self.dropout, self.by_name = heads, key_heads, dropout, by_name
+        self.qkv = nn.Linear(32, 8 * (heads + 2 * key_heads))
+        self.out = nn.Linear(8 * heads, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        sizes = [8 * self.heads, 8 * self.key_heads, 8 * self.key_heads]
+        q, k, v = (y.unflatten(-1, (-1, 8)).transpose(1, 2) for y in self.qkv(x).split(sizes, -1))
+        attend: Callable[..., torch.Tensor] = (
+            scaled_dot_product_attention if self.by_name else F.scaled_dot_product_attention
+        )
+        y = attend(q, k, v, dropout_p=self.dropout, is_causal=True, enable_gqa=self.heads != self.key_heads)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self, checkpointed: bool | None = None, **options: Any) -> None:
+        """checkpointed: use_reentrant; None: not."""
+        super().__init__()
+        self.attention = Attention(**options)
+        self.mlp = nn.Linear(32, 32)
+        self.checkpointed = checkpointed
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.checkpointed is None:
+            x = x + self.attention(x)
+        else:
+            x = x + checkpoint(self.attention, x, use_reentrant=self.checkpointed)
+        return x + self.mlp(x).relu()
+
+
+def model_of(blocks: int = 2, **options: Any) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(**options) for _ in range(blocks)))
+
+
+def batch(items: int = 2, length: int = 20) -> torch.Tensor:
+    return torch.randn(items, length, 32, generator=torch.Generator().manual_seed(1), requires_grad=True)
+
+
+def train(model: nn.Module, steps: int = 1, run: Callable[..., Any] | None = None, **options: Any) -> list[Snapshot]:
+    options = {"tensors": ("attention",), "every": 1, "options": ALL_ROWS} | options
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    found = []
+    with hookstats.attach(model, **options) as monitor:
+        for _ in range(steps):
+            (run or model)(batch()).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(monitor.step())
+        found += monitor.detach()
+    return [each for each in found if each is not None]
+
+
+def logits_of(attention: Attention, x: torch.Tensor) -> torch.Tensor:
+    """In float64."""
+    sizes = [8 * attention.heads, 8 * attention.key_heads, 8 * attention.key_heads]
+    wide = copy.deepcopy(attention.qkv).double()
+    q, k, _ = (y.unflatten(-1, (-1, 8)).transpose(1, 2) for y in wide(x.double()).split(sizes, -1))
+    logits = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT / math.sqrt(8)
+    return logits.masked_fill(torch.ones(logits.shape[-2:], dtype=torch.bool).triu(1), -torch.inf).detach()
+
+
+@pytest.mark.parametrize("options", [{}, {"key_heads": 2}, {"key_heads": 1}, {"by_name": True}])
+def test_statistics_of_each_head_are_those_of_a_float64_softmax(options: dict[str, Any]) -> None:
+    model = model_of(1, **options)
+    logits = logits_of(model[0].attention, batch())
+    (snapshot,) = train(model)
+    p = logits.softmax(-1)
+    wanted = {
+        "max_logit": logits.amax(-1),
+        "entropy": -(p * p.clamp_min(1e-300).log()).sum(-1),
+        "sink": p[..., 0],
+    }
+    for name, values in wanted.items():
+        stats = snapshot["0.attention", f"attention.{name}"]
+        assert stats.channels is not None and stats.total.count == values.numel()
+        by_head = values.transpose(0, 1).flatten(1).numpy()
+        assert abs(stats.channels.max - by_head.max(1)).max() < 1e-5
+        assert abs(stats.channels.mean - by_head.mean(1)).max() < 1e-5
+        assert abs(stats.channels.std - by_head.std(1, ddof=1)).max() < 1e-5
+    bound = snapshot["0.attention", "attention.bound"]
+    assert bound.channels is not None
+    assert (bound.channels.max >= logits.amax((0, 2, 3)).numpy() - 1e-6).all()
+
+
+def test_a_sample_of_rows_is_another_one_at_each_step_and_holds_the_last() -> None:
+    model = model_of(1)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    snapshots = train(nn.Sequential(model, Scale()), 4, options=Options(strict=True, attention_rows=6))
+    stats = [each["0.0.attention", "attention.max_logit"] for each in snapshots]
+    assert [each.total.count for each in stats] == [2 * 4 * 6] * 4
+    assert len({float(each.total.mean) for each in stats}) == 4
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+@pytest.mark.parametrize("options", [{}, {"dropout": 0.3}, {"key_heads": 2}, {"checkpointed": True}, {"checkpointed": False}])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_training_does_not_change_by_one_bit(options: dict[str, Any], autocast: bool) -> None:
+    found = []
+    for watched in (False, True):
+        model = model_of(**options)
+        torch.manual_seed(2)
+        monitor = hookstats.attach(model, tensors=("attention",), every=1, options=ALL_ROWS) if watched else None
+        losses = []
+        for _ in range(2):
+            with torch.autocast("cpu", enabled=autocast):
+                loss = model(batch()).square().mean()
+            loss.backward()
+            losses.append(loss.item())
+            if monitor:
+                monitor.step()
+        if monitor:
+            monitor.detach()
+        found.append((losses, [parameter.grad for parameter in model.parameters()]))
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1], strict=True))
+
+
+@pytest.mark.parametrize("checkpointed", [True, False])
+def test_a_recomputation_is_not_counted(checkpointed: bool) -> None:
+    (snapshot,) = train(model_of(1, checkpointed=checkpointed))
+    assert snapshot["0.attention", "attention.max_logit"].total.count == 2 * 4 * 20
+    assert snapshot["0.attention", "attention.bound"].total.count == 2 * 4
+
+
+def test_nothing_is_computed_in_a_step_that_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hookstats.language import attention as module
+
+    calls = []
+    compute = module.attention_rows
+    monkeypatch.setattr(module, "attention_rows", lambda *args: calls.append(1) or compute(*args))
+    snapshots = train(model_of(2), 5, every=2)
+    assert [each.step for each in snapshots] == [0, 2, 4] and len(calls) == 6
+
+
+def test_evaluation_and_pauses_are_left_out() -> None:
+    model = model_of(1)
+    with hookstats.attach(model, tensors=("attention",), options=ALL_ROWS) as monitor:
+        model(batch())
+        with monitor.paused():
+            model(batch())
+        model.eval()
+        model(batch())
+        snapshot = monitor.snapshot()
+    assert snapshot["0.attention", "attention.bound"].total.count == 2 * 4
+
+
+@pytest.mark.parametrize("compiled", ["whole", "blocks"])
+@pytest.mark.parametrize("rows", [None, 6])
+def test_graphs_measure_what_eager_mode_does(compiled: str, rows: int | None) -> None:
+    options = {"every": 2, "options": Options(strict=True, attention_rows=rows), "tensors": ("output", "attention")}
+    wanted = train(model_of(3, key_heads=2), 5, **options)
+    torch._dynamo.reset()
+    model = model_of(3, key_heads=2)
+    torch._dynamo.utils.counters.clear()
+    if compiled == "whole":
+        found = train(model, 5, run=torch.compile(model, fullgraph=True, backend="aot_eager"), **options)
+    else:
+        for block in model:
+            block.compile(fullgraph=True, backend="aot_eager")
+        found = train(model, 5, **options)
+    assert [each.step for each in found] == [each.step for each in wanted] == [0, 2, 4]
+    for mine, other in zip(found, wanted, strict=True):
+        assert [site.tensor for site in mine.order].count("attention.max_logit") == 3
+        for site in other.order:
+            assert mine[site].total.count == other[site].total.count, site
+            assert mine[site].channels is not None and other[site].channels is not None
+            assert abs(mine[site].channels.mean - other[site].channels.mean).max() < 1e-5, site
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert graphs <= (2 if compiled == "whole" else 3), graphs  # measured and bare; a block's first has its own
+
+
+def test_ignored_rows_count_nowhere() -> None:
+    model = model_of(1)
+    padding = torch.zeros(2, 20, dtype=torch.bool)
+    padding[0, 12:] = True
+    with hookstats.attach(model, tensors=("attention",), options=ALL_ROWS) as monitor:
+        with monitor.ignore(padding):
+            model(batch())
+        snapshot = monitor.snapshot()
+    stats = snapshot["0.attention", "attention.max_logit"]
+    values = logits_of(model[0].attention, batch()).amax(-1).transpose(1, 2)[~padding]
+    assert stats.total.count == values.numel() == 4 * 32
+    assert stats.total.mean == pytest.approx(values.mean().item(), abs=1e-6)
+
+
+def test_functions_are_put_back_in_whatever_order_monitors_end() -> None:
+    first, second = model_of(1), model_of(1)
+    monitors = [hookstats.attach(model, tensors=("attention",)) for model in (first, second)]
+    assert F.scaled_dot_product_attention is not ORIGINAL[0]
+    assert scaled_dot_product_attention is not ORIGINAL[0]
+    monitors[0].detach()
+    second(batch())
+    assert monitors[1].snapshot()["0.attention", "attention.bound"].total.count == 8
+    monitors[1].detach()
+    monitors[1].detach()
+    assert F.scaled_dot_product_attention is ORIGINAL[0] and scaled_dot_product_attention is ORIGINAL[0]
+
+
+def test_who_replaced_the_function_later_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of(1)
+    monitor = hookstats.attach(model, tensors=("attention",))
+    ours = F.scaled_dot_product_attention
+    theirs = lambda *args, **kwargs: ours(*args, **kwargs)  # noqa: E731
+    F.scaled_dot_product_attention = theirs
+    model(batch())
+    assert monitor.snapshot()["0.attention", "attention.bound"].total.count == 8
+    monitor.detach()
+    assert F.scaled_dot_product_attention is theirs
+    F.scaled_dot_product_attention = ORIGINAL[0]
+
+
+def test_two_monitors_on_one_model_see_the_same() -> None:
+    model = model_of(1)
+    with (
+        hookstats.attach(model, tensors=("attention",)) as one,
+        hookstats.attach(model, tensors=("attention",), channels=False) as other,
+    ):
+        model(batch())
+        a, b = (each.snapshot()["0.attention", "attention.max_logit"] for each in (one, other))
+    assert a.total.mean == pytest.approx(b.total.mean) and a.channels is not None and b.channels is None
+    assert not model[0].attention._forward_pre_hooks and not model[0].attention._forward_hooks
+
+
+def test_a_forward_that_fails_leaves_nothing_behind() -> None:
+    class Failing(Attention):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            super().forward(x)
+            raise KeyError("mine")
+
+    class Caught(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.failing = Failing()
+            self.attention = Attention()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with pytest.raises(KeyError):
+                self.failing(x)
+            return self.attention(x)
+
+    snapshots = train(Caught(), 2)
+    for snapshot in snapshots:
+        assert snapshot["failing", "attention.bound"].total.count == 8
+        assert snapshot["attention", "attention.bound"].total.count == 8
+
+
+def test_threads_have_attentions_of_their_own() -> None:
+    models = [model_of(1, heads=heads, key_heads=heads) for heads in (2, 4)]
+    monitors = [hookstats.attach(model, tensors=("attention",), options=ALL_ROWS) for model in models]
+    barrier = threading.Barrier(2)
+
+    def run(model: nn.Module) -> None:
+        for _ in range(20):
+            barrier.wait()
+            model(batch())
+
+    threads = [threading.Thread(target=run, args=(model,)) for model in models]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for monitor, heads in zip(monitors, (2, 4), strict=True):
+        assert monitor.snapshot()["0.attention", "attention.bound"].total.count == 20 * 2 * heads
+        assert monitor.detach()
+
+
+def test_multihead_attention_of_torch() -> None:
+    torch.manual_seed(0)
+    model = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+    with hookstats.attach(model, tensors=("attention",), options=ALL_ROWS) as monitor:
+        model(batch())
+        snapshot = monitor.snapshot()
+    x = batch().detach()
+    q, k, _ = (y.unflatten(-1, (4, 8)).transpose(1, 2) for y in F.linear(x, *own(model.self_attn)).chunk(3, -1))
+    stats = snapshot["self_attn", "attention.max_logit"]
+    assert stats.total.max == pytest.approx((q @ k.mT / math.sqrt(8)).max().item(), rel=1e-5)
+    assert stats.total.count == 2 * 4 * 20
+
+
+def own(module: nn.MultiheadAttention) -> tuple[torch.Tensor, torch.Tensor]:
+    assert module.in_proj_weight is not None and module.in_proj_bias is not None
+    return module.in_proj_weight.detach(), module.in_proj_bias.detach()
+
+
+def test_nested_tensors_are_skipped_with_the_reason() -> None:
+    nested = torch.nested.nested_tensor([torch.randn(4, 20, 8), torch.randn(4, 7, 8)])
+    with hookstats.attach(model_of(1)) as monitor, pytest.warns(UserWarning, match="expected dense q and k, got nested"):
+        monitor.attention(nested, nested, "mine")
+        assert "nested" in monitor.skipped[hookstats.Site("mine", "attention.bound")].reason
+
+
+def test_causal_masks_of_torch() -> None:
+    from torch.nn.attention.bias import causal_lower_right
+
+    class LowerRight(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q = x.unflatten(-1, (4, 8)).transpose(1, 2)
+            return F.scaled_dot_product_attention(q[:, :, -5:], q, q, attn_mask=causal_lower_right(5, 20))
+
+    x, model = batch().detach(), LowerRight()
+    with hookstats.attach(model, tensors=("attention",), options=ALL_ROWS) as monitor:
+        model(x)
+        stats = monitor.snapshot()["", "attention.entropy"]
+    assert stats.total.count == 2 * 4 * 5
+    q = x.unflatten(-1, (4, 8)).transpose(1, 2)
+    logits = q[:, :, -5:] @ q.mT / math.sqrt(8)
+    logits = logits.masked_fill(~torch.ones(5, 20, dtype=torch.bool).tril(15), -torch.inf)
+    p = logits.softmax(-1)
+    assert stats.total.mean == pytest.approx(-(p * p.clamp_min(1e-30).log()).sum(-1).mean().item(), rel=1e-5)
+
+
+def test_attention_by_hand_is_as_that_of_a_function() -> None:
+    model = model_of(1, key_heads=2)
+    (wanted,) = train(copy.deepcopy(model))
+    with hookstats.attach(model, channels=Channels(True), options=ALL_ROWS) as monitor:
+        attention, x = model[0].attention, batch()
+        q, k, _ = (y.unflatten(-1, (-1, 8)).transpose(1, 2) for y in attention.qkv(x).split([32, 16, 16], -1))
+        monitor.attention(q, k, "mine", is_causal=True)
+        found = monitor.snapshot()
+        for kind in KINDS:
+            mine, other = found["mine", kind], wanted["0.attention", kind]
+            assert mine.channels is not None and other.channels is not None
+            assert (mine.channels.mean == other.channels.mean).all()
+        with pytest.raises(TypeError, match="expected two tensors and a name, got list, Tensor and 'mine'"):
+            monitor.attention([1], k, "mine")  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="as many heads as key heads, or a multiple, got 4 and 3"):
+            monitor.attention(q, k[:, :1].repeat(1, 3, 1, 1), "mine")
+        with monitor.paused():
+            monitor.attention(q, k[:, :, :, :3], "mine")  # nothing is looked at
+    assert F.scaled_dot_product_attention is ORIGINAL[0]
+
+
+def test_attention_by_hand_in_a_graph() -> None:
+    class Own(Attention):
+        monitor: Any = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q, k, v = (y.unflatten(-1, (4, 8)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+            self.monitor.attention(q, k, "own")
+            return ((q @ k.mT).softmax(-1) @ v).sum()
+
+    model = Own()
+    with hookstats.attach(model, every=1) as monitor:
+        model.monitor = monitor
+        model(batch())
+        first = monitor.step()
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        compiled(batch())
+        second = monitor.step()
+        model.monitor = None
+    assert first is not None and second is not None
+    assert first["own", "attention.entropy"].total.mean == pytest.approx(second["own", "attention.entropy"].total.mean)
+
+
+def test_a_model_without_attention_is_refused() -> None:
+    with pytest.raises(ValueError, match="expected modules that compute attention for 'attention', found none"):
+        hookstats.attach(nn.Sequential(nn.Linear(2, 2)), tensors=("output", "attention"))
+    with pytest.raises(ValueError, match="found none"):
+        hookstats.attach(model_of(1), tensors=("output", "attention"), exclude="*attention")
+    with pytest.raises(ValueError, match="Options.attention_rows: expected an int from 1, or None, got 0"):
+        Options(attention_rows=0)
