@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from hookstats._lazy import getter
 
 if TYPE_CHECKING:
-    from hookstats import report, results, rules, sinks
+    from hookstats import presets, report, results, rules, sinks
     from hookstats._native import build_info
     from hookstats.attaching import attach
     from hookstats.comparing.comparison import compare
@@ -61,6 +61,7 @@ __all__ = [
     "grad_of",
     "load",
     "measure",
+    "presets",
     "record",
     "recover",
     "report",
@@ -71,7 +72,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "hookstats": ["report", "results", "rules", "sinks"],
+    "hookstats": ["presets", "report", "results", "rules", "sinks"],
     "hookstats._native": ["build_info"],
     "hookstats.comparing.comparison": ["compare"],
     "hookstats.numbers.fields": ["ExponentBins", "LinearBins", "Site"],
