@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,7 +10,8 @@ from torch import nn
 
 from hookstats import _native
 from hookstats.language import interception
-from hookstats.language.rows import AttentionRows, attention_rows, checked
+from hookstats.language.finding import heads_of
+from hookstats.language.rows import AttentionRows, attention_rows, checked, logits_rows
 from hookstats.modules import order
 from hookstats.modules.channels import ChannelAxis
 from hookstats.numbers.fields import Site
@@ -66,6 +68,7 @@ class Attention:
         self._rows = rows
         self._turns = turns
         self.turn = turns.on(device)
+        self.heads = None if module is None else heads_of(module)  # where logits have no dimension of heads
         specs = [SiteSpec(name, "", ChannelAxis(-1, None), keeps, (kind, None), module) for kind in KINDS]
         self.max_logit, self.entropy, self.sink, self.bound = (
             binder.late_hook(spec, device, FedHook) for spec in specs
@@ -82,39 +85,68 @@ class Attention:
         """As `interception.Watcher` has it."""
         if torch.compiler.is_compiling():
             if shared_in_graph(self.max_logit) is not None:
-                self._feed_in_graph(q, k, mask, is_causal, scale, softcap)
-            return
-        if not self.measures_now() or torch._C._is_tracing():
-            return
+                ignoring = rows_on(q.device, self.monitor)
+                found = attention_rows(q, k, mask, self.turn, ignoring, self._rows, is_causal, scale, softcap)
+                self._feed_in_graph(found)
+        elif self._sees():
+            self._carefully(self._see, q, k, mask, is_causal, scale, softcap)
+
+    def see_logits(self, logits: Any) -> None:
+        """As `interception.Watcher` has it."""
+        if torch.compiler.is_compiling():
+            if shared_in_graph(self.max_logit) is not None:
+                if logits.dim() == 3 and self.heads:
+                    logits = logits.unflatten(0, (-1, self.heads))
+                if logits.dim() == 4 and logits.dtype in _native.DTYPES:
+                    self._feed_in_graph(
+                        logits_rows(logits, self.turn, rows_on(logits.device, self.monitor), self._rows)
+                    )
+        elif self._sees():
+            self._carefully(self._see_logits, logits)
+
+    def _sees(self) -> bool:
+        return self.measures_now() and not order.recomputing() and not torch._C._is_tracing()
+
+    def _carefully(self, see: Callable[..., None], *what: Any) -> None:
         try:
             with self._binder.span_of_a_hook():
-                self._feed(q, k, mask, is_causal, scale, softcap)
+                see(*what)
         except Exception as error:
             entries = [entry for hook in self.hooks for entry in hook.spec.entries.values()]
             self._binder.leave_out(entries, f"{type(error).__name__}: {error}")
 
-    def _feed(self, q: Any, k: Any, mask: Any, is_causal: bool, scale: float | None, softcap: float) -> None:
+    def _see(self, q: Any, k: Any, mask: Any, is_causal: bool, scale: float | None, softcap: float) -> None:
         if any(x.is_nested for x in (q, k)):
             raise TypeError("expected dense q and k, got nested ones")
         q, k = local_part(q), local_part(k)
-        mask = _as_tensor(mask, q.device)
-        turn = self._turns.on(q.device)
-        found = attention_rows(q, k, mask, turn, rows_on(q.device, self.monitor), self._rows, is_causal, scale, softcap)
+        if is_a_mere_shape(q):
+            return
+        mask, turn, ignoring = _as_tensor(mask, q.device), self._turns.on(q.device), rows_on(q.device, self.monitor)
+        self._feed(attention_rows(q, k, mask, turn, ignoring, self._rows, is_causal, scale, softcap))
+
+    def _see_logits(self, logits: Any) -> None:
+        logits = local_part(logits)
+        if logits.dim() == 3 and self.heads and len(logits) % self.heads == 0:
+            logits = logits.unflatten(0, (-1, self.heads))
+        if logits.dim() == 4 and logits.dtype in _native.DTYPES and not is_a_mere_shape(logits):
+            turn, ignoring = self._turns.on(logits.device), rows_on(logits.device, self.monitor)
+            self._feed(logits_rows(logits, turn, ignoring, self._rows))
+
+    def _feed(self, found: AttentionRows) -> None:
         counting = found.row_index, found.kept
         self._binder.feed(self.max_logit, found.max, counting)
         self._binder.feed(self.entropy, found.entropy, counting)
         self._binder.feed(self.sink, found.sink, counting)
-        self._binder.feed(self.bound, found.bound, None)
+        if found.bound is not None:
+            self._binder.feed(self.bound, found.bound, None)
 
-    def _feed_in_graph(self, q: Any, k: Any, mask: Any, is_causal: bool, scale: float | None, softcap: float) -> None:
-        found: AttentionRows = attention_rows(
-            q, k, mask, self.turn, rows_on(q.device, self.monitor), self._rows, is_causal, scale, softcap
-        )
+    def _feed_in_graph(self, found: AttentionRows) -> None:
         counting = found.row_index, found.kept
         feed_in_graph(found.max, self.max_logit, counting)
         feed_in_graph(found.entropy, self.entropy, counting)
         feed_in_graph(found.sink, self.sink, counting)
-        feed_in_graph(found.bound, self.bound, None)
+        if found.bound is not None:
+            feed_in_graph(found.bound, self.bound, None)
 
 
 def _as_tensor(mask: Any, device: torch.device) -> torch.Tensor | None:

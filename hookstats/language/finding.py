@@ -38,6 +38,11 @@ def _names_in(code: types.CodeType) -> set[str]:
     return {*code.co_names, *code.co_varnames}.union(*map(_names_in, inner))
 
 
+def heads_of(attention: nn.Module) -> int | None:
+    """As it says itself."""
+    return _said((attention,), ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads"))
+
+
 class Router(NamedTuple):
     """What chooses the experts of a mixture."""
 

@@ -25,6 +25,9 @@ class Watcher(Protocol):
     def see(self, q: Any, k: Any, mask: Any, is_causal: bool, scale: float | None, softcap: float) -> None:
         """The attention that its module computes now. Never raises, but under strict."""
 
+    def see_logits(self, logits: Any) -> None:
+        """The same, of which a softmax over the last dimension is taken."""
+
 
 class Entered(Protocol):
     """An attention module whose forward runs."""
@@ -75,6 +78,29 @@ def _show(q: Any, k: Any, mask: Any, is_causal: bool, scale: float | None, softc
         watcher.see(q, k, mask, is_causal, scale, softcap)
 
 
+class _Unseen:
+    """Inside, the innermost module shows nothing more: what runs there is what was shown."""
+
+    def __enter__(self) -> None:
+        self._stack = _traced if torch.compiler.is_compiling() else _running.stack
+        self._hidden = [self._stack.pop()] if self._stack else []
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.extend(self._hidden)
+
+
+def _softmax(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def shown(input: Any, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
+        stack = _traced if torch.compiler.is_compiling() else _running.stack
+        if stack and isinstance(input, torch.Tensor) and isinstance(dim, int) and dim in (-1, input.dim() - 1):
+            for watcher in stack[-1].watchers:
+                watcher.see_logits(input)
+        return original(input, dim, *args, **kwargs)
+
+    return shown
+
+
 def _scaled_dot_product_attention(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def shown(
@@ -90,14 +116,10 @@ def _scaled_dot_product_attention(original: Callable[..., Any]) -> Callable[...,
         _show(query, key, attn_mask, is_causal, scale)
         dispatch = getattr(attn_mask, "_dispatch", None)  # of a CausalBias: it would look for the function by its name
         if dispatch is not None:
-            stack = _traced if torch.compiler.is_compiling() else _running.stack
-            shown_once = [stack.pop()] if stack else []  # what it calls is this one, in parts
-            try:
+            with _Unseen():
                 return dispatch(
                     query, key, value, attn_mask, dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
                 )
-            finally:
-                stack.extend(shown_once)
         return original(
             query, key, value, attn_mask, dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
         )
@@ -117,7 +139,8 @@ def _get_interface(original: Callable[..., Any]) -> Callable[..., Any]:
             scale = args[0] if args and not isinstance(args[0], bool) else kwargs.get("scaling")
             mask = attention_mask if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 4 else None
             _show(query, key, mask, is_causal, scale, kwargs.get("softcap") or 0.0)
-            return found(module, query, key, value, attention_mask, *args, **kwargs)
+            with _Unseen():
+                return found(module, query, key, value, attention_mask, *args, **kwargs)
 
         return shown
 
@@ -149,8 +172,14 @@ class _Replaced:
 _changing = threading.RLock()  # garbage that is collected meanwhile may end another one
 _users = 0
 _replaced = _Replaced()
-_ORIGINAL = functional.scaled_dot_product_attention
-_SHOWN = _scaled_dot_product_attention(_ORIGINAL)
+_FUNCTIONS: list[tuple[Any, str, Callable[..., Any], Callable[..., Any]]] = [  # where, name, original, what shows
+    (where, name, getattr(where, name), make(getattr(where, name)))
+    for where, name, make in (
+        (functional, "scaled_dot_product_attention", _scaled_dot_product_attention),
+        (functional, "softmax", _softmax),
+        (torch, "softmax", _softmax),
+    )
+]
 
 
 class Interception:
@@ -177,14 +206,14 @@ class Interception:
 
 
 def _replace_functions(files: set[str]) -> None:
-    if functional.scaled_dot_product_attention is _ORIGINAL:
-        _replaced.replace(functional, "scaled_dot_product_attention", _SHOWN)
-    elif functional.scaled_dot_product_attention is not _SHOWN:
-        _log.info("torch.nn.functional.scaled_dot_product_attention was replaced by somebody else: it is not watched")
+    for where, name, original, shown in _FUNCTIONS:
+        if getattr(where, name) is original:
+            _replaced.replace(where, name, shown)
+        elif getattr(where, name) is not shown:
+            _log.info("%s.%s was replaced by somebody else: it is not watched", where.__name__, name)
+        for file in (vars(sys.modules[file]) for file in files if file in sys.modules):
+            for own in [own for own, value in file.items() if value is original]:
+                _replaced.replace(sys.modules[file["__name__"]], own, shown)
     interface: Any = getattr(sys.modules.get("transformers.modeling_utils"), "AttentionInterface", None)
     if hasattr(interface, "get_interface") and not hasattr(interface.get_interface, "__wrapped__"):
         _replaced.replace(interface, "get_interface", _get_interface(interface.get_interface))
-    for file in files:
-        where = sys.modules.get(file)
-        for name in [name for name, value in vars(where).items() if value is _ORIGINAL] if where else []:
-            _replaced.replace(where, name, _SHOWN)

@@ -16,17 +16,17 @@ _MASKED = 0.5  # an additive mask at most so many times its dtype's smallest num
 class AttentionRows(NamedTuple):
     """Of the queries that were looked at: ``[batch, rows, heads]``, float32, or float64 of float64.
 
-    ``max``, ``entropy``, ``sink``: `SoftmaxRows`' max, entropy and p_first of each row of logits. ``bound``: no logit
-    is larger, ``[batch, heads]``. ``row_index``, ``kept``: the rows that attend to anything and count, as
-    `watch.memory.Rows` has them.
+    ``max``, ``entropy``, ``sink``: `SoftmaxRows`' max, entropy and p_first of each row of logits. ``row_index``,
+    ``kept``: the rows that attend to anything and count, as `watch.memory.Rows` has them. ``bound``: no logit is
+    larger, ``[batch, heads]``; None where there were logits.
     """
 
     max: torch.Tensor
     entropy: torch.Tensor
     sink: torch.Tensor
-    bound: torch.Tensor
     row_index: torch.Tensor
     kept: torch.Tensor
+    bound: torch.Tensor | None
 
 
 def rows_of(length: int, rows: int | None) -> int:
@@ -87,11 +87,28 @@ def _compute(
                     later = torch.arange(keys, device=q.device) > now[:, None]
                     logits.add_(torch.zeros_like(later, dtype=dtype).masked_fill_(later, -torch.inf))
                 numbers[:, items, row : row + some] = _native.softmax_rows(logits)[:5:2].mT  # max, entropy, p_first
-        counted = numbers[0].ne(-torch.inf).all(-1) & _counted(batch, queries, at, row_index, kept)
         bound = _bound(q, k, heads // of_keys, scale, softcap, mask)
-        first = counted.reshape(-1).to(torch.uint8).argsort(descending=True, stable=True).to(torch.int32)
-        how_many = counted.sum(dtype=torch.int32).reshape(1)
-        return [numbers, bound, first.reshape(counted.shape), how_many]
+        return [numbers, *_those_that_count(numbers[0], queries, at, row_index, kept), bound]
+
+
+def _compute_of_logits(
+    logits: torch.Tensor, turn: torch.Tensor, row_index: torch.Tensor | None, kept: torch.Tensor | None, rows: int
+) -> list[torch.Tensor]:
+    with torch.no_grad():
+        queries = logits.shape[2]
+        at = chosen_rows(queries, rows, turn)
+        some = logits.detach().index_select(2, at)
+        some.masked_fill_(some <= torch.finfo(some.dtype).min * _MASKED, -torch.inf)
+        numbers = _native.softmax_rows(some)[:5:2].mT.contiguous()  # max, entropy, p_first
+        return [numbers, *_those_that_count(numbers[0], queries, at, row_index, kept)]
+
+
+def _those_that_count(
+    largest: torch.Tensor, queries: int, at: torch.Tensor, row_index: torch.Tensor | None, kept: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    counted = largest.ne(-torch.inf).all(-1) & _counted(len(largest), queries, at, row_index, kept)
+    first = counted.reshape(-1).to(torch.uint8).argsort(descending=True, stable=True).to(torch.int32)
+    return first.reshape(counted.shape), counted.sum(dtype=torch.int32).reshape(1)
 
 
 def _mask(logits: torch.Tensor, mask: torch.Tensor, rows: torch.Tensor) -> None:
@@ -140,13 +157,19 @@ def _bound(
 def _shapes(
     q: torch.Tensor, k: torch.Tensor, mask: object, turn: object, row_index: object, kept: object, rows: int, *_: object
 ) -> list[torch.Tensor]:
-    batch, heads = q.shape[:2]
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    found = _shapes_of_logits(q, turn, row_index, kept, rows)
+    return [*found, q.new_empty(q.shape[:2], dtype=found[0].dtype)]
+
+
+def _shapes_of_logits(
+    logits: torch.Tensor, turn: object, row_index: object, kept: object, rows: int
+) -> list[torch.Tensor]:
+    batch, heads = logits.shape[:2]
+    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     return [
-        q.new_empty((3, batch, rows, heads), dtype=dtype),
-        q.new_empty((batch, heads), dtype=dtype),
-        q.new_empty((batch, rows), dtype=torch.int32),
-        q.new_empty((1,), dtype=torch.int32),
+        logits.new_empty((3, batch, rows, heads), dtype=dtype),
+        logits.new_empty((batch, rows), dtype=torch.int32),
+        logits.new_empty((1,), dtype=torch.int32),
     ]
 
 
@@ -156,6 +179,22 @@ _operator = _native.operator(
     _compute,
     shapes=_shapes,
 )
+
+
+_of_logits = _native.operator(
+    "logits_rows(Tensor logits, Tensor turn, Tensor? row_index, Tensor? kept, int rows) -> Tensor[]",
+    _compute_of_logits,
+    shapes=_shapes_of_logits,
+)
+
+
+def logits_rows(
+    logits: torch.Tensor, turn: torch.Tensor, ignoring: tuple[torch.Tensor, torch.Tensor] | None, rows: int | None
+) -> AttentionRows:
+    """The same, where there are logits: ``[batch, heads, queries, keys]``, of which the smallest numbers are masked."""
+    row_index, kept = ignoring or (None, None)
+    numbers, index, count = _of_logits(logits, turn, row_index, kept, rows_of(logits.shape[2], rows))
+    return AttentionRows(numbers[0], numbers[1], numbers[2], index, count, None)
 
 
 def attention_rows(

@@ -132,7 +132,9 @@ class Scale(nn.Module):
         return x * self.scale
 
 
-@pytest.mark.parametrize("options", [{}, {"dropout": 0.3}, {"key_heads": 2}, {"checkpointed": True}, {"checkpointed": False}])
+@pytest.mark.parametrize(
+    "options", [{}, {"dropout": 0.3}, {"key_heads": 2}, {"checkpointed": True}, {"checkpointed": False}]
+)
 @pytest.mark.parametrize("autocast", [False, True])
 def test_training_does_not_change_by_one_bit(options: dict[str, Any], autocast: bool) -> None:
     found = []
@@ -324,7 +326,10 @@ def own(module: nn.MultiheadAttention) -> tuple[torch.Tensor, torch.Tensor]:
 
 def test_nested_tensors_are_skipped_with_the_reason() -> None:
     nested = torch.nested.nested_tensor([torch.randn(4, 20, 8), torch.randn(4, 7, 8)])
-    with hookstats.attach(model_of(1)) as monitor, pytest.warns(UserWarning, match="expected dense q and k, got nested"):
+    with (
+        hookstats.attach(model_of(1)) as monitor,
+        pytest.warns(UserWarning, match="expected dense q and k, got nested"),
+    ):
         monitor.attention(nested, nested, "mine")
         assert "nested" in monitor.skipped[hookstats.Site("mine", "attention.bound")].reason
 

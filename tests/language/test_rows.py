@@ -140,8 +140,18 @@ def test_other_numbers_of_dimensions() -> None:
     [
         (torch.zeros(2, 8), torch.zeros(2, 8), None, r"expected q \[..., heads, queries, width\] .* got \(2, 8\)"),
         (torch.zeros(1, 2, 4, 8), torch.zeros(1, 2, 4, 6), None, r"\(1, 2, 4, 8\) and \(1, 2, 4, 6\)"),
-        (torch.zeros(1, 3, 4, 8), torch.zeros(1, 2, 4, 8), None, "as many heads as key heads, or a multiple, got 3 and 2"),
-        (torch.zeros(1, 2, 4, 8), torch.zeros(1, 2, 4, 8), torch.zeros(3, 4), r"broadcasts to \(1, 2, 4, 4\), got \(3, 4\)"),
+        (
+            torch.zeros(1, 3, 4, 8),
+            torch.zeros(1, 2, 4, 8),
+            None,
+            "as many heads as key heads, or a multiple, got 3 and 2",
+        ),
+        (
+            torch.zeros(1, 2, 4, 8),
+            torch.zeros(1, 2, 4, 8),
+            torch.zeros(3, 4),
+            r"broadcasts to \(1, 2, 4, 4\), got \(3, 4\)",
+        ),
         (torch.zeros(1, 2, 4, 8), torch.zeros(1, 2, 4, 8, device="meta"), None, "on one device, got cpu, meta"),
     ],
 )

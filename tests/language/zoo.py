@@ -1,6 +1,6 @@
 """Small causal language models of transformers with random weights, of many types; and what hookstats finds in them.
 
-    python -m tests.language.zoo    # the table of docs/language_models.md
+python -m tests.language.zoo    # the table of docs/language_models.md
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ TYPES = """
     minimax_m2 ministral3 mistral mixtral modernbert-decoder mpt nanochat olmo olmo2 olmo3 olmo_hybrid olmoe opt
     persimmon phi phi3 phimoe qwen2 qwen3 qwen3_moe qwen3_next rwkv seed_oss smollm3 solar_open stablelm starcoder2
     vaultgemma xglm
-""".split()
+""".split()  # noqa: SIM905
 _SIZES = (
     dict.fromkeys(("hidden_size", "n_embd", "d_model", "embed_dim", "word_embed_proj_dim"), 32)
     | dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 2)
@@ -30,10 +30,10 @@ _SIZES = (
     | {"num_key_value_heads": 2, "moe_intermediate_size": 16, "topk_group": 1, "first_k_dense_replace": 1}
     | {"qk_rope_head_dim": 4, "rotary_dim": 4, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 )
-_DROPOUTS = (
-    "attention_dropout hidden_dropout resid_pdrop attn_pdrop embd_pdrop dropout embedding_dropout activation_dropout "
-    "resid_dropout embed_dropout attention_probs_dropout_prob hidden_dropout_prob layerdrop"
-).split()
+_DROPOUTS = """
+    attention_dropout hidden_dropout resid_pdrop attn_pdrop embd_pdrop dropout embedding_dropout activation_dropout
+    resid_dropout embed_dropout attention_probs_dropout_prob hidden_dropout_prob layerdrop
+""".split()  # noqa: SIM905
 _OWN: dict[str, dict[str, Any]] = {  # None: the default
     "deepseek_v3": {"num_key_value_heads": 4, "head_dim": None},
     "falcon": {"head_dim": None},
