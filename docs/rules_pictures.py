@@ -19,13 +19,14 @@ from benchmarks.illnesses.training import ILL, run, seeded
 from hookstats import Snapshot, report
 from hookstats.report.record import Recorded
 from hookstats.rules import book, judge
+from tests.language import trainings
 from tests.report.browser import Browser
 from tests.rules import fleet
 
 PAGE = Path(__file__).with_name("rules.md")
 BEGIN = "## Each rule\n\n"  # the last section of the page
 WIDE = 720
-# Of each rule a training: of benchmarks/illnesses, with the kind of its model, or of tests/rules/fleet.
+# Of each rule a training: of benchmarks/illnesses, with the kind of its model, or of tests/rules/fleet, or tests/language.
 SHOWN = {
     "nonfinite": "a_weight_that_becomes_nan.gpt",
     "input-shift": "a_batch_a_thousand_times_too_large.cnn",
@@ -48,7 +49,11 @@ SHOWN = {
     "outlier-channels": "massive_channel",
     "low-precision-fit": "updates_that_are_too_large",
     "update-ratio": "updates_that_are_too_large",
-    "expert-load": "collapsed_router",
+    "attention-logits": "a_learning_rate_of_queries_and_keys_that_spikes",
+    "attention-entropy": "a_learning_rate_of_queries_and_keys_that_spikes",
+    "attention-sink": "attention_that_rests_on_the_first_token",
+    "expert-load": "a_balancing_loss_of_the_wrong_sign",
+    "dead-experts": "an_expert_that_is_never_chosen",
     "residual-drift": "a_residual_stream_that_grows_in_each_block.gpt",
     "no-progress": "a_learning_rate_ten_thousand_times_too_small.gpt",
 }
@@ -61,13 +66,19 @@ ABSOLUTE = {
     "saturated-channels": "rms",
     "massive-activations": "peak",
     "outlier-channels": "abs_max",
-    "expert-load": "rms",
+    "attention-logits": "abs_max",
+    "attention-entropy": "rms",
+    "attention-sink": "rms",
+    "expert-load": "abs_max",
+    "dead-experts": "abs_max",
     "missing-gradients": "rms",
 }
 
 
 def training(name: str) -> list[Snapshot]:
     seeded()
+    if name in trainings.ILL:
+        return trainings.ILL[name]()
     if name in fleet.ILL:
         return fleet.run(fleet.ILL[name][0])
     return run(next(each for each in ILL if f"{each.name}.{each.kind}" == name).make()).snapshots

@@ -5,7 +5,8 @@ findings = hookstats.rules.judge(snapshots)
 
 from hookstats.rules.activations import DeadChannels, SaturatedChannels
 from hookstats.rules.answers import InitialLoss, NoProgress, ProbabilitiesAsLogits
-from hookstats.rules.experts import ExpertLoad
+from hookstats.rules.attention import AttentionEntropy, AttentionLogits, AttentionSink
+from hookstats.rules.experts import DeadExperts, ExpertLoad
 from hookstats.rules.finding import SEVERITIES, Cause, Finding
 from hookstats.rules.gradients import ExplodingGradients, VanishingGradients
 from hookstats.rules.inputs import ConstantInput, InputShift, UnscaledInput
@@ -28,10 +29,14 @@ from hookstats.rules.updates import UpdateRatio
 
 __all__ = [
     "SEVERITIES",
+    "AttentionEntropy",
+    "AttentionLogits",
+    "AttentionSink",
     "Cause",
     "Chapter",
     "ConstantInput",
     "DeadChannels",
+    "DeadExperts",
     "ExpertLoad",
     "ExplodingGradients",
     "Finding",

@@ -16,12 +16,73 @@ from hookstats.rules.history import extended
 from hookstats.rules.step import Step
 
 
+class Routed:
+    """The loads of experts that routers show, over the last steps."""
+
+    def __init__(self, window: int) -> None:
+        self._window = window
+        self.loads: dict[int, deque[Array]] = {}  # by site, of each step
+
+    def push(self, step: Step) -> dict[int, Array]:
+        """Those of the sites of this step of which there are enough: by site, tokens per expert."""
+        found: dict[int, Array] = {}
+        for site in np.flatnonzero(step.is_kind("router.load") & (step.calls > 0) & step.has_channels).tolist():
+            channels = step.channels(site)
+            assert channels is not None
+            loads = self.loads.setdefault(site, deque(maxlen=self._window))
+            loads.append(np.asarray(channels.mean * channels.count))
+            if len(loads) == self._window:
+                found[site] = np.sum(np.array(loads), axis=0)
+        return found
+
+
+@dataclass
+class DeadExperts:
+    """An expert of a mixture has got no token for long (warning): in ``window`` = 50 measured steps.
+
+    Who gets no token learns nothing, and its router never finds out. Judged is what ``tensors=("router", ...)`` counts.
+    torchtitan and OLMo-core log how many experts have none; for how long is ours to say.
+
+    What else looks like it: experts that are meant for inputs that are not in the data. What to do: balance the load by
+    a loss or a bias per expert, add noise to the router's logits, or initialise the dead expert again, from a busy one.
+
+    So that a healthy run is silent: all experts together got at least ``tokens`` = 100 each in these steps; where the
+    load as a whole has collapsed, `ExpertLoad` says so alone.
+    """
+
+    window: int = 50
+    tokens: float = 100.0
+
+    def __post_init__(self) -> None:
+        self._routed = Routed(self.window)
+
+    def __call__(self, step: Step) -> list[Finding] | None:
+        routed = self._routed.push(step)
+        if not self._routed.loads:
+            return None
+        found = []
+        for site, load in routed.items():
+            dead = np.flatnonzero(load == 0).tolist()
+            if dead and load.mean() >= self.tokens and 2 * len(dead) < len(load):
+                found.append(self._finding(step, site, dead, len(load)))
+        return found
+
+    def _finding(self, step: Step, site: int, dead: list[int], experts: int) -> Finding:
+        some = ", ".join(map(str, dead[:8])) + (", ..." if len(dead) > 8 else "")
+        sentence = (
+            f"{len(dead)} of the {experts} experts of {step.sites[site].name} got no token in {self.window} measured "
+            f"steps: {some}. They learn nothing. Balance the load, or initialise them again."
+        )
+        return step.finding("dead-experts", site, len(dead), 0, "warning", sentence)
+
+
 @dataclass
 class ExpertLoad:
     """A router sends nearly all tokens to a few of its experts (warning).
 
-    Experts are modules whose path has ``name`` and a number: ``layers.3.mlp.experts.5``, or what is inside them. Their
-    load is the count of values in their output, summed over the last ``window`` = 10 measured steps. Ill is an entropy
+    The load of experts is what ``tensors=("router", ...)`` counts. Without it, experts are modules whose path has
+    ``name`` and a number, ``layers.3.mlp.experts.5``, or what is inside them, and their load is the count of values in
+    their output. It is summed over the last ``window`` = 10 measured steps. Ill is an entropy
     of the loads, over the logarithm of the number of experts, below ``entropy`` = 0.5: 8 experts, of which fewer than 3
     work. torchtitan logs the same, and the largest load over the mean; where it becomes an illness is ours to say.
 
@@ -30,7 +91,8 @@ class ExpertLoad:
     rate and initial weights are small.
 
     So that a healthy run is silent: an uneven load, or a single idle expert, is none; two experts are not judged.
-    Experts that one module computes together (stacked weights) have no outputs of their own, and are not seen.
+    Experts that one module computes together (stacked weights) have no outputs of their own, and are seen by their
+    router alone.
     """
 
     entropy: float = 0.5
@@ -41,33 +103,47 @@ class ExpertLoad:
         self._groups: dict[str, Counts] = {}
         self._known = 0  # sites
         self._loads: deque[Array] = deque(maxlen=self.window)
+        self._routed = Routed(self.window)
 
     def __call__(self, step: Step) -> list[Finding] | None:
         if self._known < len(step.sites):
             self._groups, self._known = self._grouped(step), len(step.sites)
-        if not self._groups:
+        routed = self._routed.push(step)
+        if not self._groups and not routed:
             return None
         self._loads.append(step.totals.count)
-        return list(self._collapsed(step)) if len(self._loads) == self.window else []
+        found = list(self._collapsed(step)) if len(self._loads) == self.window else []
+        for site, load in routed.items():
+            found += self._judged(step, site, load, step.sites[site].name, "expert {}", None)
+        return found
 
     def _collapsed(self, step: Step) -> Iterator[Finding]:
         loads = np.sum([extended(each, len(step.sites), 0) for each in self._loads], axis=0)
+        seen = {step.sites[site].name.rpartition(".")[0] for site in self._routed.loads}
         for path, experts in self._groups.items():
-            load = loads[experts]
-            if not load.any():
-                continue
-            shares = load / load.sum()
-            some = shares[shares > 0]
-            entropy = float(-(some * np.log(some)).sum() / np.log(len(load)))
-            if entropy < self.entropy:
-                busiest = int(experts[shares.argmax()])
-                sentence = (
-                    f"the router of {path} has collapsed: {step.sites[busiest].name} gets {number(100 * shares.max())} "
-                    f"% of the tokens, and {int((shares < 0.1 / len(load)).sum())} of {len(load)} experts get next to "
-                    "none. Raise the weight of the balancing loss, lower the router's learning rate, or add noise to "
-                    "it."
-                )
-                yield step.finding("expert-load", busiest, entropy, self.entropy, "warning", sentence)
+            if path.rpartition(".")[0] not in seen:
+                yield from self._judged(step, None, loads[experts], path, "{}", experts)
+
+    def _judged(
+        self, step: Step, site: int | None, load: Array, path: str, name: str, experts: Counts | None
+    ) -> Iterator[Finding]:
+        """site: of the router; None: that of the busiest of these experts."""
+        if not load.any() or len(load) < 3:
+            return
+        shares = load / load.sum()
+        some = shares[shares > 0]
+        entropy = float(-(some * np.log(some)).sum() / np.log(len(load)))
+        if entropy >= self.entropy:
+            return
+        busiest = int(shares.argmax())
+        where = site if experts is None else int(experts[busiest])
+        who = name.format(busiest if experts is None else step.sites[int(experts[busiest])].name)
+        sentence = (
+            f"the router of {path} has collapsed: {who} gets {number(100 * shares.max())} % of the tokens, and "
+            f"{int((shares < 0.1 / len(load)).sum())} of {len(load)} experts get next to none. Raise the weight of the "
+            "balancing loss, lower the router's learning rate, or add noise to it."
+        )
+        yield step.finding("expert-load", where, entropy, self.entropy, "warning", sentence)
 
     def _grouped(self, step: Step) -> dict[str, Counts]:
         """Of each router, the ids of its experts' outputs: their own, or else those of the first thing in them."""

@@ -12,7 +12,8 @@ from hookstats.numbers.fields import Site
 from hookstats.numbers.snapshot import Snapshot
 from hookstats.rules.activations import DeadChannels, SaturatedChannels
 from hookstats.rules.answers import InitialLoss, NoProgress, ProbabilitiesAsLogits
-from hookstats.rules.experts import ExpertLoad
+from hookstats.rules.attention import AttentionEntropy, AttentionLogits, AttentionSink
+from hookstats.rules.experts import DeadExperts, ExpertLoad
 from hookstats.rules.finding import SEVERITIES, Finding
 from hookstats.rules.gradients import ExplodingGradients, VanishingGradients
 from hookstats.rules.inputs import ConstantInput, InputShift, UnscaledInput
@@ -62,7 +63,11 @@ def defaults() -> list[Rule]:
         OutlierChannels(),
         LowPrecisionFit(),
         UpdateRatio(),
+        AttentionLogits(),
+        AttentionEntropy(),
+        AttentionSink(),
         ExpertLoad(),
+        DeadExperts(),
         ResidualDrift(),
         NoProgress(),
     ]

@@ -103,7 +103,8 @@ def test_statistics_of_each_head_are_those_of_a_float64_softmax(options: dict[st
     }
     for name, values in wanted.items():
         stats = snapshot["0.attention", f"attention.{name}"]
-        assert stats.channels is not None and stats.total.count == values.numel()
+        assert stats.channels is not None
+        assert stats.total.count == values.numel()
         by_head = values.transpose(0, 1).flatten(1).numpy()
         assert abs(stats.channels.max - by_head.max(1)).max() < 1e-5
         assert abs(stats.channels.mean - by_head.mean(1)).max() < 1e-5
@@ -171,7 +172,8 @@ def test_nothing_is_computed_in_a_step_that_is_not_measured(monkeypatch: pytest.
     compute = module.attention_rows
     monkeypatch.setattr(module, "attention_rows", lambda *args: calls.append(1) or compute(*args))
     snapshots = train(model_of(2), 5, every=2)
-    assert [each.step for each in snapshots] == [0, 2, 4] and len(calls) == 6
+    assert [each.step for each in snapshots] == [0, 2, 4]
+    assert len(calls) == 6
 
 
 def test_evaluation_and_pauses_are_left_out() -> None:
@@ -205,7 +207,8 @@ def test_graphs_measure_what_eager_mode_does(compiled: str, rows: int | None) ->
         assert [site.tensor for site in mine.order].count("attention.max_logit") == 3
         for site in other.order:
             assert mine[site].total.count == other[site].total.count, site
-            assert mine[site].channels is not None and other[site].channels is not None
+            assert mine[site].channels is not None
+            assert other[site].channels is not None
             assert abs(mine[site].channels.mean - other[site].channels.mean).max() < 1e-5, site
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     assert graphs <= (2 if compiled == "whole" else 3), graphs  # measured and bare; a block's first has its own
@@ -235,7 +238,8 @@ def test_functions_are_put_back_in_whatever_order_monitors_end() -> None:
     assert monitors[1].snapshot()["0.attention", "attention.bound"].total.count == 8
     monitors[1].detach()
     monitors[1].detach()
-    assert F.scaled_dot_product_attention is ORIGINAL[0] and scaled_dot_product_attention is ORIGINAL[0]
+    assert F.scaled_dot_product_attention is ORIGINAL[0]
+    assert scaled_dot_product_attention is ORIGINAL[0]
 
 
 def test_who_replaced_the_function_later_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,8 +263,11 @@ def test_two_monitors_on_one_model_see_the_same() -> None:
     ):
         model(batch())
         a, b = (each.snapshot()["0.attention", "attention.max_logit"] for each in (one, other))
-    assert a.total.mean == pytest.approx(b.total.mean) and a.channels is not None and b.channels is None
-    assert not model[0].attention._forward_pre_hooks and not model[0].attention._forward_hooks
+    assert a.total.mean == pytest.approx(b.total.mean)
+    assert a.channels is not None
+    assert b.channels is None
+    assert not model[0].attention._forward_pre_hooks
+    assert not model[0].attention._forward_hooks
 
 
 def test_a_forward_that_fails_leaves_nothing_behind() -> None:
@@ -320,18 +327,18 @@ def test_multihead_attention_of_torch() -> None:
 
 
 def own(module: nn.MultiheadAttention) -> tuple[torch.Tensor, torch.Tensor]:
-    assert module.in_proj_weight is not None and module.in_proj_bias is not None
+    assert module.in_proj_weight is not None
+    assert module.in_proj_bias is not None
     return module.in_proj_weight.detach(), module.in_proj_bias.detach()
 
 
 def test_nested_tensors_are_skipped_with_the_reason() -> None:
     nested = torch.nested.nested_tensor([torch.randn(4, 20, 8), torch.randn(4, 7, 8)])
-    with (
-        hookstats.attach(model_of(1)) as monitor,
-        pytest.warns(UserWarning, match="expected dense q and k, got nested"),
-    ):
+    monitor = hookstats.attach(model_of(1))
+    with pytest.warns(UserWarning, match="expected dense q and k, got nested"):
         monitor.attention(nested, nested, "mine")
-        assert "nested" in monitor.skipped[hookstats.Site("mine", "attention.bound")].reason
+    assert "nested" in monitor.skipped[hookstats.Site("mine", "attention.bound")].reason
+    monitor.detach()
 
 
 def test_causal_masks_of_torch() -> None:
@@ -364,7 +371,8 @@ def test_attention_by_hand_is_as_that_of_a_function() -> None:
         found = monitor.snapshot()
         for kind in KINDS:
             mine, other = found["mine", kind], wanted["0.attention", kind]
-            assert mine.channels is not None and other.channels is not None
+            assert mine.channels is not None
+            assert other.channels is not None
             assert (mine.channels.mean == other.channels.mean).all()
         with pytest.raises(TypeError, match="expected two tensors and a name, got list, Tensor and 'mine'"):
             monitor.attention([1], k, "mine")  # type: ignore[arg-type]
@@ -393,7 +401,8 @@ def test_attention_by_hand_in_a_graph() -> None:
         compiled(batch())
         second = monitor.step()
         model.monitor = None
-    assert first is not None and second is not None
+    assert first is not None
+    assert second is not None
     assert first["own", "attention.entropy"].total.mean == pytest.approx(second["own", "attention.entropy"].total.mean)
 
 
@@ -402,5 +411,5 @@ def test_a_model_without_attention_is_refused() -> None:
         hookstats.attach(nn.Sequential(nn.Linear(2, 2)), tensors=("output", "attention"))
     with pytest.raises(ValueError, match="found none"):
         hookstats.attach(model_of(1), tensors=("output", "attention"), exclude="*attention")
-    with pytest.raises(ValueError, match="Options.attention_rows: expected an int from 1, or None, got 0"):
+    with pytest.raises(ValueError, match=r"Options\.attention_rows: expected an int from 1, or None, got 0"):
         Options(attention_rows=0)

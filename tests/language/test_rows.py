@@ -108,7 +108,8 @@ def test_a_row_with_nan_is_nan_and_counts() -> None:
     q[0, 0, 2] = torch.nan
     found = attention_rows(q, k, None, TURN, None, None, True, None)
     assert found.max[0, :, 0].isnan().tolist() == [False, False, True, False]
-    assert int(found.kept) == 4 and bool(found.bound.isnan())
+    assert int(found.kept) == 4
+    assert bool(found.bound.isnan())
 
 
 def test_in_so_many_turns_every_row_is_met_and_the_last_one_always() -> None:
@@ -162,7 +163,7 @@ def test_what_is_no_attention_is_refused(q: Any, k: Any, mask: Any, said: str) -
 
 def test_integers_are_refused() -> None:
     x = torch.zeros(1, 2, 4, 8)
-    with pytest.raises(TypeError, match="q and k of one of torch.float32"):
+    with pytest.raises(TypeError, match=r"q and k of one of torch\.float32"):
         attention_rows(x.int(), x.int(), None, TURN, None, None, False, None)
-    with pytest.raises(TypeError, match="a mask of bool or floating numbers, got torch.int64"):
+    with pytest.raises(TypeError, match=r"a mask of bool or floating numbers, got torch\.int64"):
         attention_rows(x, x, torch.zeros(4, 4, dtype=torch.int64), TURN, None, None, False, None)

@@ -1,0 +1,111 @@
+"""Trainings of small language models and mixtures, healthy and ill."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+import hookstats
+from hookstats import Snapshot
+from tests.language import zoo
+from tests.language.test_attention import Block
+
+
+class Language(nn.Module):
+    """A small GPT that learns which token comes next."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens = nn.Embedding(32, 32)
+        self.blocks = nn.Sequential(Block(**options), Block(**options))
+        self.head = nn.Linear(32, 32)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks(self.tokens(ids)))
+
+
+def train(model: Language, steps: int, after: int | None = None, begin: int | None = None) -> list[Snapshot]:
+    """after: from this step on, queries and keys learn at a rate of 1. begin: the token that sequences begin with."""
+    generator = torch.Generator().manual_seed(0)
+    attending = [parameter for name, parameter in model.named_parameters() if "qkv" in name]
+    others = [parameter for name, parameter in model.named_parameters() if "qkv" not in name]
+    optimizer = torch.optim.AdamW([{"params": others}, {"params": attending}], 1e-3)
+    found = []
+    with hookstats.attach(model, **hookstats.presets.language_model(model), every=1) as monitor:
+        for step in range(steps):
+            if step == after:
+                optimizer.param_groups[1]["lr"] = 1.0
+            ids = (torch.arange(17) * torch.randint(1, 5, (8, 1), generator=generator)) % 32
+            if begin is not None:
+                ids[:, 0] = begin
+            loss = nn.functional.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(monitor.step(loss=loss))
+        found += monitor.detach()
+    return [each for each in found if each is not None]
+
+
+def with_a_sink(model: Language) -> Language:
+    """Every sequence begins with token 0, whose keys answer to all queries."""
+    with torch.no_grad():
+        model.tokens.weight[0] = 0
+        model.tokens.weight[0, 0] = 4
+        for block in model.blocks:
+            q, k = block.attention.qkv.bias[:32], block.attention.qkv.weight[32:64, 0]
+            q.fill_(0.5)
+            k.fill_(0.5)
+    return model
+
+
+class Gates:
+    """The logits that the routers of a mixture gave in the last forward."""
+
+    def __init__(self, model: Any) -> None:
+        self._logits: dict[int, torch.Tensor] = {}
+        for number, layer in enumerate(model.model.layers):
+            layer.mlp.router.register_forward_hook(self._keeping(number))
+
+    def _keeping(self, number: int) -> Callable[..., None]:
+        def keep(module: nn.Module, args: Any, output: Any) -> None:
+            self._logits[number] = output[0]
+
+        return keep
+
+    def imbalance(self) -> torch.Tensor:
+        """What a balancing loss makes small."""
+        shares = [logits.softmax(-1).mean(0) for logits in self._logits.values()]
+        return torch.stack([share.square().sum() for share in shares]).sum()
+
+
+def mixture(steps: int, balance: float, without: int | None = None) -> list[Snapshot]:
+    """balance: the weight of the balancing loss. without: an expert that the first layer's router never chooses."""
+    model = zoo.make("gpt_oss")
+    gates, first = Gates(model), model.model.layers[0].mlp.router
+    optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
+    found = []
+    with hookstats.attach(model, **hookstats.presets.language_model(model), every=1) as monitor:
+        for _ in range(steps):
+            if without is not None:
+                with torch.no_grad():
+                    first.bias[without] = -50
+            loss = model(**zoo.batch()).loss
+            (loss + balance * gates.imbalance()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(monitor.step(loss=loss))
+        found += monitor.detach()
+    return [each for each in found if each is not None]
+
+
+ILL: dict[str, Callable[[], list[Snapshot]]] = {
+    "a_learning_rate_of_queries_and_keys_that_spikes": lambda: train(Language(), 60, after=30),
+    "attention_that_rests_on_the_first_token": lambda: train(with_a_sink(Language()), 20, begin=0),
+    "a_balancing_loss_of_the_wrong_sign": lambda: mixture(40, -10),
+    "an_expert_that_is_never_chosen": lambda: mixture(60, 0.1, without=3),
+}
