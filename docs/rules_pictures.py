@@ -26,7 +26,7 @@ from tests.rules import fleet
 PAGE = Path(__file__).with_name("rules.md")
 BEGIN = "## Each rule\n\n"  # the last section of the page
 WIDE = 720
-# Of each rule a training: of benchmarks/illnesses, with the kind of its model, or of tests/rules/fleet, or tests/language.
+# Of each rule a training: of benchmarks/illnesses, with its kind of model, of tests/rules/fleet, or of tests/language.
 SHOWN = {
     "nonfinite": "a_weight_that_becomes_nan.gpt",
     "input-shift": "a_batch_a_thousand_times_too_large.cnn",

@@ -36,7 +36,7 @@ def _compute(
         if logits is not None:
             margin_of = top_k if top_k <= MOST_TOP_K and top_k < experts else 0
             numbers = _native.softmax_rows(logits.detach(), margin_of)
-            found = [numbers[2].clone(), *([numbers[5].clone()] if margin_of else [])]
+            found = [numbers[2, ..., None].clone(), *([numbers[5, ..., None].clone()] if margin_of else [])]
             if chosen is None:
                 chosen = logits.detach().topk(top_k, dim=-1).indices if top_k else None
         if chosen is not None:
@@ -59,7 +59,7 @@ def _shapes(
     if logits is not None:
         dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
         numbers = 2 if top_k and top_k <= MOST_TOP_K and top_k < experts else 1
-        found = [logits.new_empty(logits.shape[:-1], dtype=dtype) for _ in range(numbers)]
+        found = [logits.new_empty((*logits.shape[:-1], 1), dtype=dtype) for _ in range(numbers)]
     if chosen is not None or top_k:
         found.append(some.new_empty((1, experts), dtype=torch.float32))
     return found

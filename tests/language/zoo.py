@@ -84,7 +84,8 @@ def found_in(model_type: str) -> tuple[str, dict[str, Any]]:
     model = make(model_type)
     arguments = hookstats.presets.language_model(model)
     with hookstats.attach(model, **arguments) as monitor:
-        model(**batch()).loss.backward()
+        loss = model(**batch()).loss
+        loss.backward()
         snapshot = monitor.step()
         assert snapshot is not None
         skipped = monitor.skipped
@@ -98,7 +99,7 @@ def found_in(model_type: str) -> tuple[str, dict[str, Any]]:
         f"{attentions} of {'/'.join(map(str, heads))} heads" if attentions else "none",
         f"{routers} of {'/'.join(map(str, experts))} experts" if routers else "",
     ]
-    facts = {"attentions": attentions, "routers": routers, "skipped": skipped, "snapshot": snapshot, "model": model}
+    facts = {"attentions": attentions, "routers": routers, "skipped": skipped, "loss": loss.item(), "model": model}
     return f"| {' | '.join(row)} |", facts
 
 

@@ -1,0 +1,118 @@
+"""The preset on causal language models of transformers, of many types."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import hookstats
+from hookstats import Options, Snapshot
+
+pytest.importorskip("transformers")
+from tests.language import zoo
+
+TEN = ["llama", "gpt2", "qwen3", "mistral", "olmo2", "phi3", "gpt_neox", "starcoder2", "deepseek_v3", "mixtral"]
+WITHOUT_ATTENTION = {"mamba", "rwkv"}
+
+
+@pytest.mark.parametrize("model_type", zoo.TYPES)
+def test_the_preset_finds_attention_and_routers_and_changes_nothing(model_type: str) -> None:
+    bare = zoo.make(model_type)
+    loss = bare(**zoo.batch()).loss
+    loss.backward()
+    found = zoo.found_in(model_type)[1]
+    assert found["loss"] == loss.item()
+    for mine, other in zip(found["model"].parameters(), bare.parameters(), strict=True):
+        assert (mine.grad is None) == (other.grad is None)
+        assert mine.grad is None or torch.equal(mine.grad, other.grad)
+    assert (found["attentions"] > 0) == (model_type not in WITHOUT_ATTENTION)
+    assert not any(site.tensor.startswith(("attention.", "router.")) for site in found["skipped"])
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "olmoe", "minimax_m2"])
+def test_loads_are_those_of_the_model_s_own_indices(model_type: str) -> None:
+    model = zoo.make(model_type)
+    chosen: dict[str, torch.Tensor] = {}
+
+    def keeping(name: str) -> Callable[..., None]:
+        return lambda module, args, output: chosen.update({name: output[-1]})
+
+    for name, module in model.named_modules():
+        if "Router" in type(module).__name__:
+            module.register_forward_hook(keeping(name))
+    with hookstats.attach(model, tensors=("router",), options=Options(strict=True)) as monitor:
+        model(**zoo.batch())
+        snapshot = monitor.snapshot()
+    assert chosen
+    for name, indices in chosen.items():
+        stats = snapshot[name, "router.load"].channels
+        assert stats is not None
+        assert (stats.mean * stats.count).tolist() == torch.bincount(indices.flatten(), minlength=8).tolist()
+
+
+def measured(model: Any, run: Any) -> Snapshot:
+    with hookstats.attach(model, tensors=("attention",), options=Options(strict=True, attention_rows=None)) as monitor:
+        given, keeping = [], F.scaled_dot_product_attention
+
+        def kept(q: Any, k: Any, v: Any, attn_mask: Any = None, *args: Any, **kwargs: Any) -> Any:
+            given.append((q.detach().double(), k.detach().double(), attn_mask, kwargs))
+            return keeping(q, k, v, attn_mask, *args, **kwargs)
+
+        if run is model:
+            F.scaled_dot_product_attention = kept
+        try:
+            run(**zoo.batch())
+        finally:
+            F.scaled_dot_product_attention = keeping
+        snapshot = monitor.snapshot()
+    sites = [site for site in snapshot.order if site.tensor == "attention.max_logit"]
+    for site, (q, k, mask, kwargs) in zip(sites, given, strict=False):
+        logits = (
+            q
+            @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT
+            * (kwargs.get("scale") or 1 / math.sqrt(q.shape[-1]))
+        )
+        if kwargs.get("is_causal"):
+            logits = logits.masked_fill(torch.ones(logits.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
+        if mask is not None:
+            logits = logits.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else logits + mask
+        stats = snapshot[site].channels
+        assert stats is not None
+        assert abs(stats.max - logits.amax((0, 2, 3)).numpy()).max() < 1e-5
+    assert run is not model or len(given) == len(sites) == 2
+    return snapshot
+
+
+@pytest.mark.parametrize("model_type", TEN)
+def test_the_largest_logits_are_those_of_float64(model_type: str) -> None:
+    model = zoo.make(model_type)
+    measured(model, model)
+
+
+@pytest.mark.parametrize("model_type", TEN[:3])
+def test_graphs_see_the_same_logits(model_type: str) -> None:
+    compare_graph(model_type, "aot_eager")
+
+
+def compare_graph(model_type: str, backend: str) -> float:
+    """How far the largest logits in a graph are from those in eager mode, at most."""
+    torch._dynamo.reset()
+    model = zoo.make(model_type)
+    eager = measured(model, model)
+    graph = measured(model, torch.compile(model, backend=backend))
+    sites = [site for site in eager.order if site.tensor == "attention.max_logit"]
+    assert sites
+    largest = 0.0
+    for site in sites:
+        mine, other = graph[site].channels, eager[site].channels
+        assert mine is not None
+        assert other is not None
+        assert (mine.count == other.count).all()
+        largest = max(largest, float(abs(mine.max - other.max).max()))
+    assert largest < 1e-5
+    return largest
