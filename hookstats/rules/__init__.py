@@ -18,6 +18,7 @@ from hookstats.rules.learning import (
     ShrinkingWeights,
     UnchangedParameters,
 )
+from hookstats.rules.moments import SecondMoment
 from hookstats.rules.nonfinite import NonFinite
 from hookstats.rules.outliers import MassiveActivations, OutlierChannels
 from hookstats.rules.precision import Fit, LowPrecisionFit, fit
@@ -58,6 +59,7 @@ __all__ = [
     "ResidualDrift",
     "Rule",
     "SaturatedChannels",
+    "SecondMoment",
     "ShrinkingWeights",
     "Step",
     "UnchangedParameters",

@@ -24,6 +24,7 @@ from hookstats.rules.learning import (
     ShrinkingWeights,
     UnchangedParameters,
 )
+from hookstats.rules.moments import SecondMoment
 from hookstats.rules.nonfinite import NonFinite
 from hookstats.rules.outliers import MassiveActivations, OutlierChannels
 from hookstats.rules.precision import LowPrecisionFit
@@ -63,6 +64,7 @@ def defaults() -> list[Rule]:
         OutlierChannels(),
         LowPrecisionFit(),
         UpdateRatio(),
+        SecondMoment(),
         AttentionLogits(),
         AttentionEntropy(),
         AttentionSink(),

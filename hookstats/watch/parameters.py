@@ -28,6 +28,8 @@ from hookstats.watch.memory import Store, local_part
 from hookstats.watch.samples import KINDS as SAMPLES
 from hookstats.watch.samples import Sample, Samples
 from hookstats.watch.scaling import Scaling
+from hookstats.watch.states import KIND as STATES
+from hookstats.watch.states import States
 
 _UPDATES = ("param_update", "update_sample")  # what is measured behind an optimizer's step
 _UNSCALED_BYTES = 64 << 20  # of gradients without their scale, at a time
@@ -70,6 +72,7 @@ class Parameters:
         self._batches = Batches(store, binder)
         self._samples = Samples(store, binder)
         self._stepping = _Stepping()
+        self._states = States(store, binder, default) if STATES in kinds else None
         self._has_samples = not set(kinds).isdisjoint(SAMPLES)
         self._unstepped: dict[Parameter, Sample] = {}  # while a step is closed
         self._readings = 0
@@ -79,8 +82,10 @@ class Parameters:
         tensor = slot.get()
         assert tensor is not None
         device, width, dim = placing(slot, tensor, keep_channels, self._device)
-        parameter = Parameter(len(self._parameters.all), slot)
+        parameter = Parameter(len(self._parameters.all), name, slot, keep_channels)
         for kind in kinds_of(tensor, self._kinds):
+            if kind == STATES:
+                continue  # an optimizer has none before it has stepped
             # This process's part of a DTensor may be one channel of several. Of a sample, none is a channel's.
             is_sample = kind in SAMPLES
             keeps = not is_sample and keep_channels and (parameter_channels(slot, tensor).width or 1) > 1
@@ -156,10 +161,29 @@ class Parameters:
                 raise
 
     def after_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Measures by how much the step has changed them."""
+        """Measures by how much the step has changed them, and what the optimizer keeps of them."""
         if self._stepping.ends(optimizer) and (self._stepping.copies or self._stepping.sampled):
             with self._store.flags.span(self._device):
                 self._carefully(self._measure_updates)
+        if self._states is not None and self._store.flags.is_open():
+            with self._store.flags.span(self._device):
+                self._carefully(self._measure_states, self._states, optimizer)
+
+    def _measure_states(self, states: States, optimizer: Optimizer) -> None:
+        found = [pair for each in self._among(optimizer) for pair in self._state_of(states, each, optimizer)]
+        owners, values = [owner for owner, _ in found], [value for _, value in found]
+        self._note(owners, list(values), by_optimizer=True)
+        self._batches.accumulate(owners, list(values))
+
+    def _state_of(self, states: States, each: Parameter, optimizer: Optimizer) -> list[tuple[Owner, torch.Tensor]]:
+        try:
+            return states.of(each, optimizer)
+        except Exception as error:
+            if self._store.strict:
+                raise
+            entries = [entry for kind, entry in each.entries.items() if kind.startswith(f"{STATES}.")]
+            self._binder.leave_out(entries, f"{type(error).__name__}: {error}")
+            return []
 
     def _among(self, optimizer: Optimizer) -> list[Parameter]:
         return self._parameters.among(parameter for group in optimizer.param_groups for parameter in group["params"])
@@ -177,7 +201,7 @@ class Parameters:
             (each, kind)
             for each in (self._parameters.all if stepping is None else stepping)
             for kind in each.entries
-            if kind not in _UPDATES and each.measures(kind)
+            if kind not in _UPDATES and not kind.startswith(STATES) and each.measures(kind)
         ]
 
         def value(each: Parameter, kind: str) -> torch.Tensor | None:

@@ -6,7 +6,16 @@ import numpy as np
 import pytest
 import torch
 
-from hookstats.rules import AttentionEntropy, AttentionLogits, AttentionSink, DeadExperts, ExpertLoad, Finding, judge
+from hookstats.rules import (
+    AttentionEntropy,
+    AttentionLogits,
+    AttentionSink,
+    DeadExperts,
+    ExpertLoad,
+    Finding,
+    SecondMoment,
+    judge,
+)
 from tests.rules.test_guards import told
 
 pytest.importorskip("transformers")
@@ -32,6 +41,26 @@ def test_a_learning_rate_of_queries_and_keys_that_spikes_drives_logits_beyond_10
 def test_a_training_that_is_in_order_is_told_nothing_of_its_attention() -> None:
     findings = judge(train(Language(), 60))
     assert [each for each in findings if each.rule.startswith("attention")] == []
+
+
+def test_gradients_below_the_epsilon_of_adam() -> None:
+    found = named(judge(train(Language(), 40, scale=1e-8)), "second-moment")
+    assert len(found) == 1
+    assert found[0].step == 19
+    assert found[0].site_count > 5
+    assert named(judge(train(Language(), 40)), "second-moment") == []
+
+
+def moments(*values: float) -> dict[tuple[str, str], torch.Tensor]:
+    return {("a.weight", "optimizer.exp_avg_sq"): torch.tensor(values, dtype=torch.float32).repeat(100)}
+
+
+def test_second_moments_that_are_0_do_not_count() -> None:
+    assert told(SecondMoment(), [moments(0, 0, 0, 1e-10)] * 20) == []
+    assert told(SecondMoment(), [moments(1e-18, 1e-17, 1e-10)] * 19) == []
+    assert told(SecondMoment(), [moments(1e-18, 1e-17, 1e-12)] * 20) == [(19, "second-moment")]
+    assert told(SecondMoment(), [moments(1e-18, 1e-15, 1e-12)] * 20) == []
+    assert told(SecondMoment(), [moments(0, 1e-18, 1e-17)] * 20) == [(19, "second-moment")]
 
 
 def heads(*values: float) -> dict[tuple[str, str], torch.Tensor]:

@@ -28,8 +28,13 @@ class Language(nn.Module):
         return self.head(self.blocks(self.tokens(ids)))
 
 
-def train(model: Language, steps: int, after: int | None = None, begin: int | None = None) -> list[Snapshot]:
-    """after: from this step on, queries and keys learn at a rate of 1. begin: the token that sequences begin with."""
+def train(
+    model: Language, steps: int, after: int | None = None, begin: int | None = None, scale: float = 1.0
+) -> list[Snapshot]:
+    """after: from this step on, queries and keys learn at a rate of 1. begin: the token that sequences begin with.
+
+    scale: of the loss.
+    """
     generator = torch.Generator().manual_seed(0)
     attending = [parameter for name, parameter in model.named_parameters() if "qkv" in name]
     others = [parameter for name, parameter in model.named_parameters() if "qkv" not in name]
@@ -43,7 +48,7 @@ def train(model: Language, steps: int, after: int | None = None, begin: int | No
             if begin is not None:
                 ids[:, 0] = begin
             loss = nn.functional.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
-            loss.backward()
+            (loss * scale).backward()
             optimizer.step()
             optimizer.zero_grad()
             found.append(monitor.step(loss=loss))
@@ -105,6 +110,7 @@ def mixture(steps: int, balance: float, without: int | None = None) -> list[Snap
 
 ILL: dict[str, Callable[[], list[Snapshot]]] = {
     "a_learning_rate_of_queries_and_keys_that_spikes": lambda: train(Language(), 60, after=30),
+    "gradients_below_the_epsilon_of_adam": lambda: train(Language(), 40, scale=1e-8),
     "attention_that_rests_on_the_first_token": lambda: train(with_a_sink(Language()), 20, begin=0),
     "a_balancing_loss_of_the_wrong_sign": lambda: mixture(40, -10),
     "an_expert_that_is_never_chosen": lambda: mixture(60, 0.1, without=3),

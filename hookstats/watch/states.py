@@ -1,0 +1,85 @@
+"""What optimizers keep of each parameter, such as Adam's moments: looked for when one has stepped."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hookstats import _native
+from hookstats.modules.sharding import is_dtensor
+from hookstats.numbers.fields import Site
+from hookstats.watch.batches import Owner, Parameter, part_held, placing
+from hookstats.watch.binding import SiteBinder
+from hookstats.watch.flags import is_capturing
+from hookstats.watch.memory import Store
+from hookstats.watch.skipping import Captured
+from hookstats.watch.wrappers import is_wrapper
+
+KIND = "optimizer"
+
+
+class States:
+    """Their sites: "optimizer.exp_avg" of a parameter is what its optimizer has under that name."""
+
+    def __init__(self, store: Store, binder: SiteBinder, default: torch.device) -> None:
+        """default: the device of what lies on none."""
+        self._store = store
+        self._binder = binder
+        self._default = default
+        self._refused: set[Site] = set()
+
+    def of(self, each: Parameter, optimizer: Any) -> list[tuple[Owner, torch.Tensor]]:
+        """What an optimizer keeps of a parameter, as far as it can be measured; the sites are there."""
+        tensor = each.get()
+        if tensor is None:
+            return []
+        found = []
+        for name, value in optimizer.state.get(tensor, {}).items():
+            if not isinstance(name, str) or not isinstance(value, torch.Tensor) or value.numel() == 1 != tensor.numel():
+                continue  # a number of steps, a scale, a step of a line search
+            kind = f"{KIND}.{name}"
+            problem = _problem(value, tensor)
+            if problem is not None:
+                self._refuse(Site(each.name, kind), problem)
+            elif (kind in each.entries or self._add(each, kind, value)) and each.measures(kind):
+                part = part_held(self._binder, each, kind, value)
+                if part is not None:
+                    found.append(((each, kind), part))
+        return found
+
+    def _add(self, each: Parameter, kind: str, value: torch.Tensor) -> bool:
+        """Makes its site."""
+        slot, site = each.slot(), Site(each.name, kind)
+        if slot is None or site in self._refused:
+            return False
+        if is_capturing():
+            self._binder.skipping.leave_out([site], str(Captured()))
+            return False
+        device, width, dim = placing(slot, value, each.keeps_channels, self._default)
+        if not self._store.make_room(device, width, 1):
+            width = 1
+            if not self._store.make_room(device, width, 1):
+                self._refuse(site, self._store.no_room(width, 1))
+                return False
+        entry = self._store.add(site, device, width, dim, each.keeps_channels and width > 1)
+        entry.is_parameter = True
+        entry.channel_dim = dim
+        each.entries[kind] = entry
+        return True
+
+    def _refuse(self, site: Site, problem: str) -> None:
+        if site not in self._refused:
+            self._refused.add(site)
+            self._binder.skipping.give_up([site], problem)
+
+
+def _problem(value: torch.Tensor, parameter: torch.Tensor) -> str | None:
+    """Why it is not measured."""
+    if value.shape != parameter.shape:
+        return f"expected a tensor of the parameter's shape, {tuple(parameter.shape)}, got {tuple(value.shape)}"
+    if is_wrapper(value) and not is_dtensor(value):
+        return f"expected a plain tensor or a DTensor, got {type(value).__name__}"
+    if value.dtype not in _native.DTYPES:
+        return f"expected one of {', '.join(map(str, _native.DTYPES))}; got {value.dtype}"
+    return None

@@ -1,0 +1,229 @@
+"""tensors=("optimizer",): what optimizers keep of each parameter, after they have stepped."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import hookstats
+from hookstats import Options, Site, Snapshot
+from tests import ranks
+
+
+class Sign(torch.optim.Optimizer):
+    """Keeps a tensor of another dtype, a number, and a tensor of one element."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            state["sign"] = parameter.grad.sign().to(torch.int8)
+            state["steps"], state["scale"] = 1, torch.ones(1)
+            state["mean"] = parameter.grad.mean(-1)
+            parameter -= 0.01 * state["sign"]
+
+
+def matrices(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return [each for each in parameters if each.dim() == 2]
+
+
+MAKERS: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], set[str]]] = {
+    "for-loop": (lambda p: torch.optim.AdamW(p, foreach=False), {"exp_avg", "exp_avg_sq"}),
+    "foreach": (lambda p: torch.optim.AdamW(p, foreach=True), {"exp_avg", "exp_avg_sq"}),
+    "fused": (lambda p: torch.optim.AdamW(p, fused=True), {"exp_avg", "exp_avg_sq"}),
+    "amsgrad": (lambda p: torch.optim.Adam(p, amsgrad=True), {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}),
+    "momentum": (lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), {"momentum_buffer"}),
+    "without momentum": (lambda p: torch.optim.SGD(p, 0.1), set()),
+    "muon": (lambda p: torch.optim.Muon(matrices(p)), {"momentum_buffer"}),
+    "adafactor": (torch.optim.Adafactor, {"variance"}),
+    "another dtype": (Sign, set()),
+}
+
+
+def model_of() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int = 0) -> None:
+    x = torch.randn(5, 8, generator=torch.Generator().manual_seed(seed))
+    model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def several_steps(model: nn.Module, optimizer: torch.optim.Optimizer, monitor: hookstats.Monitor) -> None:
+    for _ in range(3):
+        step(model, optimizer)
+        monitor.step()
+
+
+def check(snapshot: Snapshot | None, model: nn.Module, optimizer: torch.optim.Optimizer, kept: set[str]) -> None:
+    """Every state of a parameter's shape is there, as float64 has it."""
+    assert snapshot is not None
+    found = {site for site in snapshot.order if site.tensor.startswith("optimizer.")}
+    wanted = {
+        Site(name, f"optimizer.{key}")
+        for name, parameter in model.named_parameters()
+        for key, value in optimizer.state.get(parameter, {}).items()
+        if key in kept and value.shape == parameter.shape
+    }
+    assert found == wanted
+    assert bool(kept) == bool(wanted)
+    for site in found:
+        value = optimizer.state[model.get_parameter(site.name)][site.tensor.split(".")[1]].double()
+        stats, tolerance = snapshot[site], 1e-6 * float(value.abs().max())
+        assert stats.total.count == value.numel()
+        assert abs(stats.total.mean - value.mean()) <= tolerance
+        assert abs(stats.total.std - value.std()) <= tolerance
+        assert stats.total.max == pytest.approx(value.max().item(), rel=1e-7)
+        assert (stats.channels is not None) == (value.dim() > 1)
+        if stats.channels is not None:
+            assert abs(stats.channels.mean - value.flatten(1).mean(1).numpy()).max() <= tolerance
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_states_are_measured_as_they_are_after_the_step(name: str) -> None:
+    make, kept = MAKERS[name]
+    model = model_of()
+    bare, optimizer = copy.deepcopy(model), make(model.parameters())
+    other = make(bare.parameters())
+    with hookstats.attach(model, tensors=("output", "optimizer"), every=2) as monitor:
+        for number in range(3):
+            step(model, optimizer, number)
+            step(bare, other, number)
+            snapshot = monitor.step()
+            if number != 1:
+                check(snapshot, model, optimizer, kept)
+    for mine, theirs in zip(model.parameters(), bare.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_what_cannot_be_measured_is_skipped_with_the_reason_once() -> None:
+    model = model_of()
+    monitor = hookstats.attach(model, tensors=("optimizer",), every=1)
+    optimizer = Sign(model.parameters())
+    with pytest.warns(UserWarning, match="not measured: ") as told:
+        several_steps(model, optimizer, monitor)
+    assert "expected one of torch.float32" in monitor.skipped["0.weight", "optimizer.sign"].reason
+    assert "got torch.int8" in monitor.skipped["0.weight", "optimizer.sign"].reason
+    shape = "expected a tensor of the parameter's shape, (16, 8), got (16,)"
+    assert monitor.skipped["0.weight", "optimizer.mean"].reason == shape
+    assert {site.tensor for site in monitor.skipped} == {"optimizer.sign", "optimizer.mean"}
+    assert len(told) == len(monitor.skipped) == 6  # of biases, the mean is one number
+    monitor.detach()
+
+
+def test_states_that_are_loaded_and_optimizers_that_are_made_anew_are_followed() -> None:
+    model = model_of()
+    with hookstats.attach(model, tensors=("optimizer",), every=1, options=Options(strict=True)) as monitor:
+        for _ in range(2):
+            optimizer = torch.optim.AdamW(model.parameters())
+            step(model, optimizer, 1)
+            check(monitor.step(), model, optimizer, {"exp_avg", "exp_avg_sq"})
+            saved = copy.deepcopy(optimizer.state_dict())
+            step(model, optimizer, 2)
+            check(monitor.step(), model, optimizer, {"exp_avg", "exp_avg_sq"})
+            optimizer.load_state_dict(saved)
+            step(model, optimizer, 3)
+            check(monitor.step(), model, optimizer, {"exp_avg", "exp_avg_sq"})
+
+
+def test_several_optimizers_and_a_closure() -> None:
+    model = model_of()
+    one, other = torch.optim.AdamW(model[0].parameters()), torch.optim.SGD(model[2].parameters(), 0.1, momentum=0.9)
+
+    def closure() -> torch.Tensor:
+        loss = model(torch.ones(2, 8)).square().mean()
+        loss.backward()
+        return loss
+
+    with hookstats.attach(model, tensors=("optimizer",), every=1) as monitor:
+        one.step(closure)
+        other.step(closure)
+        snapshot = monitor.step()
+    assert snapshot is not None
+    names = [(site.name, site.tensor) for site in snapshot.order]
+    assert sorted(names) == [
+        *((f"0.{part}", f"optimizer.{key}") for part in ("bias", "weight") for key in ("exp_avg", "exp_avg_sq")),
+        *((f"2.{part}", "optimizer.momentum_buffer") for part in ("bias", "weight")),
+    ]
+
+
+def test_where_no_memory_is_left_they_are_skipped_with_the_reason() -> None:
+    model = model_of()
+    with hookstats.attach(model, tensors=("optimizer",), options=Options(memory_budget=9000)) as monitor:
+        optimizer = torch.optim.AdamW(model.parameters())
+        with pytest.warns(UserWarning, match="memory_budget"):
+            step(model, optimizer)
+        assert monitor.step() is not None
+        assert monitor.skipped
+
+
+def test_a_step_that_is_not_measured_looks_at_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hookstats.watch.states import States
+
+    calls: list[int] = []
+    look = States.of
+    monkeypatch.setattr(States, "of", lambda *args: calls.append(1) or look(*args))
+    model = model_of()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with hookstats.attach(model, tensors=("optimizer",), every=4) as monitor:
+        for _ in range(4):
+            step(model, optimizer)
+            monitor.step()
+    assert len(calls) == 4  # parameters
+
+
+def test_a_recorded_run_has_them(tmp_path: Path) -> None:
+    model = model_of()
+    optimizer = torch.optim.AdamW(model.parameters())
+    run = hookstats.record(tmp_path / "run")
+    kept = []
+    with hookstats.attach(model, tensors=("output", "optimizer"), every=1, sinks=run) as monitor:
+        for number in range(3):
+            step(model, optimizer, number)
+            kept.append(monitor.step())
+    loaded = hookstats.load(tmp_path / "run")
+    for number, snapshot in enumerate(kept):
+        assert snapshot is not None
+        for site in snapshot.order:
+            assert loaded[number][site].total.mean == pytest.approx(snapshot[site].total.mean, rel=1e-6)
+
+
+def sharded(rank: int, world: int) -> None:
+    model = model_of()
+    for each in (model[0], model[2], model):
+        fully_shard(each, mesh=init_device_mesh("cpu", (world,)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    monitor = hookstats.attach(
+        model, tensors=("optimizer",), every=1, process_group=dist.group.WORLD, options=Options(strict=True)
+    )
+    step(model, optimizer, rank)
+    monitor.step()
+    (snapshot,) = monitor.detach()
+    for name, parameter in model.named_parameters():
+        for key in ("exp_avg", "exp_avg_sq"):
+            value = optimizer.state[parameter][key].full_tensor().double()
+            stats = snapshot[name, f"optimizer.{key}"]
+            assert stats.total.count == value.numel()
+            assert abs(stats.total.mean - value.mean()) <= 1e-6 * value.abs().max()
+            if value.dim() > 1:
+                assert stats.channels is not None
+                assert abs(stats.channels.mean - value.mean(1).numpy()).max() <= 1e-6 * value.abs().max()
+
+
+def test_states_of_sharded_parameters_lie_as_these_do() -> None:
+    ranks.run(sharded, 2, timeout=180)
