@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.attention import flex_attention as flex
 
 from hookstats import _native
 from hookstats.language import interception
@@ -84,7 +85,8 @@ class Attention:
     def see(self, q: Any, k: Any, mask: Any, is_causal: bool, scale: float | None, softcap: float) -> None:
         """As `interception.Watcher` has it."""
         if torch.compiler.is_compiling():
-            if shared_in_graph(self.max_logit) is not None:
+            is_plain = type(q) is torch.Tensor and (mask is None or type(mask) is torch.Tensor)
+            if is_plain and shared_in_graph(self.max_logit) is not None:
                 ignoring = rows_on(q.device, self.monitor)
                 found = attention_rows(q, k, mask, self.turn, ignoring, self._rows, is_causal, scale, softcap)
                 self._feed_in_graph(found)
@@ -105,7 +107,8 @@ class Attention:
             self._carefully(self._see_logits, logits)
 
     def _sees(self) -> bool:
-        return self.measures_now() and not order.recomputing() and not torch._C._is_tracing()
+        is_traced = torch._C._is_tracing() or torch._guards.TracingContext.try_get() is not None
+        return self.measures_now() and not order.recomputing() and not is_traced
 
     def _carefully(self, see: Callable[..., None], *what: Any) -> None:
         try:
@@ -152,6 +155,10 @@ class Attention:
 def _as_tensor(mask: Any, device: torch.device) -> torch.Tensor | None:
     if mask is None or type(mask) is torch.Tensor:
         return mask
+    if hasattr(mask, "mask_mod"):  # flex attention's
+        batch, heads, queries, keys = mask.shape
+        dense: torch.Tensor = flex.create_mask(mask.mask_mod, batch or 1, heads or 1, queries, keys, str(device))
+        return dense
     materialize = getattr(mask, "_materialize", None)  # torch.nn.attention.bias.CausalBias
     if materialize is not None:
         made: torch.Tensor = materialize(device)

@@ -5,6 +5,7 @@ Whose attention it is, a stack says: forward hooks of the attention modules push
 
 from __future__ import annotations
 
+import inspect
 import logging
 import sys
 import threading
@@ -15,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.attention import flex_attention as flex
 
 _log = logging.getLogger("hookstats")
 
@@ -92,10 +94,14 @@ class _Unseen:
 def _softmax(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def shown(input: Any, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
-        stack = _traced if torch.compiler.is_compiling() else _running.stack
+        is_compiling = torch.compiler.is_compiling()
+        stack = _traced if is_compiling else _running.stack
         if stack and isinstance(input, torch.Tensor) and isinstance(dim, int) and dim in (-1, input.dim() - 1):
             for watcher in stack[-1].watchers:
                 watcher.see_logits(input)
+            if is_compiling and not args and set(kwargs) <= {"_stacklevel", "dtype"}:
+                # The same: a graph would keep the function by its name, and find this one under it.
+                return input.softmax(dim, dtype=kwargs.get("dtype"))
         return original(input, dim, *args, **kwargs)
 
     return shown
@@ -135,9 +141,10 @@ def _get_interface(original: Callable[..., Any]) -> Callable[..., Any]:
             return found
 
         def shown(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *args: Any, **kwargs: Any) -> Any:
-            is_causal = attention_mask is None and attn_implementation != "eager" and _is_causal(module, query, kwargs)
             scale = args[0] if args and not isinstance(args[0], bool) else kwargs.get("scaling")
-            mask = attention_mask if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 4 else None
+            mask, is_causal = attention_mask, False
+            if attn_implementation != "eager" and not _is_whole(mask):
+                mask, is_causal = _mask_of_flash(module, query, key, mask, kwargs)
             _show(query, key, mask, is_causal, scale, kwargs.get("softcap") or 0.0)
             with _Unseen():
                 return found(module, query, key, value, attention_mask, *args, **kwargs)
@@ -147,9 +154,45 @@ def _get_interface(original: Callable[..., Any]) -> Callable[..., Any]:
     return get_interface
 
 
-def _is_causal(module: Any, query: Any, kwargs: dict[str, Any]) -> bool:
-    given = kwargs.get("is_causal")
-    return bool(getattr(module, "is_causal", True) if given is None else given) and query.shape[-2] > 1
+def _is_whole(mask: Any) -> bool:
+    """Whether it says all: of four dimensions, or one of blocks."""
+    return hasattr(mask, "mask_mod") or (isinstance(mask, torch.Tensor) and mask.dim() == 4)
+
+
+def _mask_of_flash(module: Any, query: Any, key: Any, padding: Any, kwargs: dict[str, Any]) -> tuple[Any, bool]:
+    """What flash kernels are told in other words: a mask, and whether it is causal besides.
+
+    padding: None, or ``[batch, keys]``, 0 where a key is none.
+    """
+    given, queries, keys = kwargs.get("is_causal"), query.shape[2], key.shape[2]
+    is_causal = bool(getattr(module, "is_causal", True) if given is None else given) and queries > 1
+    mask = padding[:, None, None, :].bool() if isinstance(padding, torch.Tensor) and padding.dim() == 2 else None
+    window = kwargs.get("sliding_window")
+    if window is not None:
+        place = torch.arange(queries, device=query.device)[:, None] + (keys - queries)
+        near = place - torch.arange(keys, device=query.device) < window
+        mask = near if mask is None else mask & near
+    return mask, is_causal
+
+
+def _flex_attention(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def shown(
+        query: Any,
+        key: Any,
+        value: Any,
+        score_mod: Any = None,
+        block_mask: Any = None,
+        scale: float | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if score_mod is None:  # which logits it would make, nobody says
+            _show(query, key, block_mask, False, scale)
+        with _Unseen():
+            return original(query, key, value, score_mod, block_mask, scale, *args, **kwargs)
+
+    return shown
 
 
 class _Replaced:
@@ -159,14 +202,26 @@ class _Replaced:
         self._names: list[tuple[Any, str, Any, Any]] = []  # where, name, what it was, what it is
 
     def replace(self, where: Any, name: str, new: Any) -> None:
-        self._names.append((where, name, getattr(where, name), new))
-        setattr(where, name, new)
+        """where: a module, a class, or the globals of a file."""
+        self._names.append((where, name, _get(where, name), new))
+        _set(where, name, new)
 
     def put_back(self) -> None:
         for where, name, old, new in reversed(self._names):
-            if getattr(where, name, None) is new:  # else somebody has replaced it since, and calls ours
-                setattr(where, name, old)
+            if _get(where, name) is new:  # else somebody has replaced it since, and calls ours
+                _set(where, name, old)
         self._names = []
+
+
+def _get(where: Any, name: str) -> Any:
+    return where.get(name) if isinstance(where, dict) else getattr(where, name, None)
+
+
+def _set(where: Any, name: str, value: Any) -> None:
+    if isinstance(where, dict):
+        where[name] = value
+    else:
+        setattr(where, name, value)
 
 
 _changing = threading.RLock()  # garbage that is collected meanwhile may end another one
@@ -178,6 +233,7 @@ _FUNCTIONS: list[tuple[Any, str, Callable[..., Any], Callable[..., Any]]] = [  #
         (functional, "scaled_dot_product_attention", _scaled_dot_product_attention),
         (functional, "softmax", _softmax),
         (torch, "softmax", _softmax),
+        (flex, "flex_attention", _flex_attention),
     )
 ]
 
@@ -193,7 +249,7 @@ class Interception:
         self._is_on = True
         with _changing:
             _users += 1
-            _replace_functions({type(module).__module__ for module in modules})
+            _replace_functions(_globals_of(modules))
 
     def remove(self) -> None:
         global _users
@@ -205,15 +261,26 @@ class Interception:
                     _replaced.put_back()
 
 
-def _replace_functions(files: set[str]) -> None:
+def _globals_of(modules: Iterable[nn.Module]) -> list[dict[str, Any]]:
+    """The globals that their forwards look names up in, each once."""
+    kinds = {kind for module in modules for kind in type(module).__mro__ if "forward" in vars(kind)}
+    found = {}
+    for kind in kinds:
+        names = getattr(inspect.unwrap(vars(kind)["forward"]), "__globals__", None)
+        if isinstance(names, dict):
+            found[id(names)] = names
+    return list(found.values())
+
+
+def _replace_functions(files: list[dict[str, Any]]) -> None:
     for where, name, original, shown in _FUNCTIONS:
         if getattr(where, name) is original:
             _replaced.replace(where, name, shown)
         elif getattr(where, name) is not shown:
             _log.info("%s.%s was replaced by somebody else: it is not watched", where.__name__, name)
-        for file in (vars(sys.modules[file]) for file in files if file in sys.modules):
-            for own in [own for own, value in file.items() if value is original]:
-                _replaced.replace(sys.modules[file["__name__"]], own, shown)
+        for names in files:
+            for own in [own for own, value in names.items() if value is original]:
+                _replaced.replace(names, own, shown)
     interface: Any = getattr(sys.modules.get("transformers.modeling_utils"), "AttentionInterface", None)
     if hasattr(interface, "get_interface") and not hasattr(interface.get_interface, "__wrapped__"):
         _replaced.replace(interface, "get_interface", _get_interface(interface.get_interface))

@@ -81,6 +81,30 @@ class SiteStats:
         """Per channel."""
         return Stats(self._moments) if self._per_channel else None
 
+    @property
+    def max_violation(self) -> float:
+        """Of the tokens that each expert got ("router.load"): MaxVio, the largest over the mean, minus 1.
+
+        0 where all get the same, experts - 1 where one gets everything. Wang et al. 2024, arXiv 2408.15664. NaN where
+        there are none; ValueError without channels.
+        """
+        tokens = self._sums("max_violation")
+        return float(tokens.max() / tokens.mean() - 1) if tokens.any() else float("nan")
+
+    @property
+    def dead_share(self) -> float:
+        """The share of the channels whose sum is 0: of "router.load", of the experts that got no token.
+
+        ValueError without channels.
+        """
+        return float(np.mean(self._sums("dead_share") == 0))
+
+    def _sums(self, what: str) -> Array:
+        if self.channels is None:
+            raise ValueError(f"{what}: expected statistics per channel, got totals alone")
+        sums: Array = np.asarray(self.channels.mean * self.channels.count)
+        return sums
+
     @cached_property
     def histogram(self) -> Histogram | None:
         """The histogram of the finite values."""

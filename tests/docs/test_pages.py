@@ -31,6 +31,7 @@ NAMES = (
     "start",
     "numbers",
     "training",
+    "language_models",
     "trainers",
     "distributed",
     "recording",

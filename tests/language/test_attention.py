@@ -413,3 +413,81 @@ def test_a_model_without_attention_is_refused() -> None:
         hookstats.attach(model_of(1), tensors=("output", "attention"), exclude="*attention")
     with pytest.raises(ValueError, match=r"Options\.attention_rows: expected an int from 1, or None, got 0"):
         Options(attention_rows=0)
+
+
+def test_flex_attention_with_a_block_mask() -> None:
+    from torch.nn.attention import flex_attention as flex
+
+    class Flex(Attention):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q, k, v = (y.unflatten(-1, (4, 8)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+            near = flex.create_block_mask(lambda b, h, i, j: (i >= j) & (i - j < 5), None, None, 20, 20, device="cpu")
+            return flex.flex_attention(q, k, v, block_mask=near).transpose(1, 2).flatten(2)
+
+    model, x = Flex(), batch().detach()
+    with torch.no_grad(), hookstats.attach(model, tensors=("attention",), options=ALL_ROWS) as monitor:
+        model(x)
+        stats = monitor.snapshot()["", "attention.max_logit"]
+    near = torch.ones(20, 20, dtype=torch.bool).tril() & ~torch.ones(20, 20, dtype=torch.bool).tril(-5)
+    logits = logits_of(model, x).masked_fill(~near, -torch.inf).amax(-1)
+    assert stats.total.count == 2 * 4 * 20
+    assert stats.total.mean == pytest.approx(logits.mean().item(), rel=1e-5)
+    assert stats.total.min == pytest.approx(logits.min().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("of_module", [False, True])
+def test_attention_that_is_written_out_is_seen_at_its_softmax(of_module: bool) -> None:
+    class Own(Attention):
+        def __init__(self) -> None:
+            super().__init__()
+            self.softmax = nn.Softmax(-1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q, k, v = (y.unflatten(-1, (4, 8)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+            later = torch.ones(20, 20, dtype=torch.bool).triu(1)
+            logits = (q @ k.mT / math.sqrt(8)).masked_fill(later, torch.finfo(torch.float32).min)
+            p = self.softmax(logits) if of_module else torch.softmax(logits, -1)
+            return self.out((p @ v).transpose(1, 2).flatten(2))
+
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model, x = Own(), batch().detach()
+        run = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
+        with hookstats.attach(model, tensors=("attention",), options=ALL_ROWS) as monitor:
+            run(x)
+            snapshot = monitor.snapshot()
+        logits = logits_of(model, x)
+        assert snapshot["", "attention.max_logit"].total.mean == pytest.approx(logits.amax(-1).mean().item(), rel=1e-5)
+        sink = logits.softmax(-1)[..., 0].mean().item()
+        assert snapshot["", "attention.sink"].total.mean == pytest.approx(sink, rel=1e-5)
+        assert snapshot["", "attention.sink"].total.count == 2 * 4 * 20
+        assert hookstats.Site("", "attention.bound") not in snapshot.order
+
+
+def test_attention_functions_of_transformers_are_seen_with_what_they_mask() -> None:
+    transformers = pytest.importorskip("transformers")
+    from transformers import AttentionInterface
+
+    from tests.language import zoo
+
+    def like_flash(module: Any, q: Any, k: Any, v: Any, mask: Any, *args: Any, **kwargs: Any) -> Any:
+        """Causal by itself, with a mask of keys."""
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+        whole = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()
+        return ORIGINAL[0](q, k, v, whole, scale=kwargs["scaling"]).transpose(1, 2), None
+
+    del transformers
+    AttentionInterface.register("like_flash", like_flash)
+    try:
+        found = []
+        for attention in ("sdpa", "like_flash"):
+            model = zoo.make("llama", attention)
+            with hookstats.attach(model, tensors=("attention",), options=ALL_ROWS) as monitor:
+                model(**zoo.batch())
+                found.append(monitor.snapshot())
+    finally:
+        AttentionInterface._global_mapping.pop("like_flash")
+    site = ("model.layers.1.self_attn", "attention.entropy")
+    assert found[0][site].total.count == found[1][site].total.count
+    assert found[0][site].total.mean == pytest.approx(found[1][site].total.mean, rel=1e-5)

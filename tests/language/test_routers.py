@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -115,6 +116,8 @@ def test_entropy_and_margin_are_those_of_a_float64_softmax() -> None:
         assert stats.count == TOKENS
         assert stats.mean == pytest.approx(values.mean().item(), rel=1e-5)
         assert stats.min == pytest.approx(values.min().item(), rel=1e-3, abs=1e-5)
+    with pytest.raises(ValueError, match="max_violation: expected statistics per channel, got totals alone"):
+        snapshot["0.gate", "router.entropy"].max_violation  # noqa: B018
 
 
 def test_forwards_of_a_step_add_up_and_recomputations_do_not() -> None:
@@ -197,3 +200,13 @@ def test_who_does_not_say_how_many_it_chooses_has_no_load() -> None:
     with hookstats.attach(model, tensors=("router",), options=STRICT) as monitor:
         gate(batch())
         assert [site.tensor for site in monitor.snapshot().order] == ["router.entropy"]
+
+
+def test_max_violation_and_the_share_of_dead_experts() -> None:
+    def stats(*tokens: float) -> Any:
+        return hookstats.measure(torch.tensor([tokens, tokens]), -1)
+
+    assert stats(5.0, 5.0, 5.0, 5.0).max_violation == 0
+    assert stats(0.0, 0.0, 0.0, 8.0).max_violation == 3
+    assert stats(0.0, 2.0, 0.0, 8.0).dead_share == 0.5
+    assert math.isnan(stats(0.0, 0.0).max_violation)

@@ -1,6 +1,10 @@
 // A site: its tensors side by side, each with its size, its range, its values and its channels over the steps.
 
 const TOPS = { rms: "rms", abs_max: "largest |x|", mean: "mean", std: "standard deviation", zeros: "share of zeros" };
+// What a channel of a tensor is.
+const UNITS = [["attention.", "head"], ["router.", "expert"], ["", "channel"]];
+const channelUnit = (tensor) => UNITS.find(([prefix]) => tensor.startsWith(prefix))[1];
+const capital = (word) => word[0].toUpperCase() + word.slice(1);
 let asked = 0;
 
 async function showSite(site, step) {
@@ -43,6 +47,7 @@ async function linesOf(site) {
 }
 
 function drawTensor(host, part, mark) {
+  const unit = channelUnit(record.sites[part.site][1]);
   const steps = record.line_begin, { details } = part, accent = ink("accent"), second = ink("second");
   if (!record.fired[part.site]) {
     host.append(node("p", { class: "muted" }, "Silent: it did not fire in any measured step."));
@@ -86,15 +91,15 @@ function drawTensor(host, part, mark) {
   if (part.channels) {
     const of = details.channels, per = of.channels / of.rows, labels = [0, 0.25, 0.5, 0.75, 1].map((x) => [x * of.rows, count(Math.round(x * of.channels))]);
     picture(host, {
-      label: "Channels over time: rms of each", codes: part.channels, of, rowLabels: labels.slice(0, -1),
-      note: per > 1 ? `Each row is the largest of ${say(per)} channels.` : "A row for each channel.",
-      sayRow: (row, value, step) => `step ${count(step)} · channel ${per > 1 ? "from " : ""}${Math.floor(row * per)}: rms ${value}`,
+      label: `${capital(unit)}s over time: rms of each`, codes: part.channels, of, rowLabels: labels.slice(0, -1),
+      note: per > 1 ? `Each row is the largest of ${say(per)} ${unit}s.` : `A row for each ${unit}.`,
+      sayRow: (row, value, step) => `step ${count(step)} · ${unit} ${per > 1 ? "from " : ""}${Math.floor(row * per)}: rms ${value}`,
     });
   }
-  if (details.top) host.append(topTable(details.top));
+  if (details.top) host.append(topTable(details.top, unit));
 }
 
-function topTable(top) {
+function topTable(top, unit) {
   const body = node("tbody"), select = node("select", { "aria-label": "Statistic", onchange: () => fill() },
     ...Object.entries(TOPS).map(([name, title]) => node("option", { value: name }, title)));
   const fill = () => {
@@ -105,6 +110,6 @@ function topTable(top) {
   };
   fill();
   return node("figure", { class: "chart top" },
-    node("figcaption", {}, `Top channels at step ${count(top.step)} by `, select),
-    node("table", {}, node("thead", {}, node("tr", {}, ...["channel", "value", "to the median"].map((text) => node("th", { scope: "col" }, text)))), body));
+    node("figcaption", {}, `Top ${unit}s at step ${count(top.step)} by `, select),
+    node("table", {}, node("thead", {}, node("tr", {}, ...[unit, "value", "to the median"].map((text) => node("th", { scope: "col" }, text)))), body));
 }
