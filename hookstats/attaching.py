@@ -77,8 +77,9 @@ def attach(
             that is inside it.
         tensors: by default ``"output"``, ``"grad_output"``, ``"param_grad"``; ``"model_input"``, the floating inputs of
             the model; ``"param_sample"`` and ``"update_sample"``, 4,096 elements of a parameter and what a step changes
-            in them. And ``"input"``, ``"grad_input"``, ``"param"``, ``"param_update"``, ``"optimizer"`` (what optimizers
-            keep of each parameter), ``"attention"`` (the logits of each head), ``"router"`` (of mixtures of experts).
+            in them. And ``"input"``, ``"grad_input"``, ``"param"``, ``"param_update"``; ``"optimizer"``, what an
+            optimizer keeps of each parameter; ``"attention"``, the logits of each head; ``"router"``, of mixtures of
+            experts.
         channels: whether statistics are kept per channel: True, False, globs over names, or `Channels`, which also says
             how often they are sent and along which dimension they lie.
         histogram: ``ExponentBins()``, ``LinearBins(lo, hi, n)``, either with ``per_channel=True``, or None.
