@@ -32,7 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cluster": {"_warn", "modules", "numbers"},
     "replicas": {"_native", "_warn", "cluster", "modules"},
     "watch": {"_native", "_warn", "cluster", "modules", "numbers"},
-    "language": {"_native", "modules", "numbers", "watch"},
+    "language": {"_native", "_warn", "modules", "numbers", "watch"},
     "attaching": {"_native", "cluster", "language", "modules", "numbers", "watch"},
     "presets": {"language", "modules", "watch"},
     "tools": {"_figure", "_native", "_warn", "modules", "numbers"},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,9 +14,10 @@ from torch.nn.attention import flex_attention as flex
 from hookstats import _native
 from hookstats.language import interception
 from hookstats.language.finding import heads_of
-from hookstats.language.rows import AttentionRows, attention_rows, checked, logits_rows
+from hookstats.language.rows import AttentionRows, attention_rows, checked, logits_rows, problem_of
 from hookstats.modules import order
 from hookstats.modules.channels import ChannelAxis
+from hookstats.modules.sharding import Sharding, is_dtensor, sharding_of
 from hookstats.numbers.fields import Site
 from hookstats.watch.binding import SiteBinder
 from hookstats.watch.flags import is_capturing
@@ -23,8 +26,9 @@ from hookstats.watch.hooks import FedHook, SiteSpec
 from hookstats.watch.ignoring import rows_on
 from hookstats.watch.memory import local_part
 from hookstats.watch.skipping import Captured
-from hookstats.watch.wrappers import is_a_mere_shape
+from hookstats.watch.wrappers import is_a_mere_shape, note_sharding_of
 
+_log = logging.getLogger("hookstats")
 KINDS = ("attention.max_logit", "attention.entropy", "attention.sink", "attention.bound")
 
 
@@ -70,6 +74,7 @@ class Attention:
         self._turns = turns
         self.turn = turns.on(device)
         self.heads = None if module is None else heads_of(module)  # where logits have no dimension of heads
+        self.of = None if module is None else weakref.ref(module)
         specs = [SiteSpec(name, "", ChannelAxis(-1, None), keeps, (kind, None), module) for kind in KINDS]
         self.max_logit, self.entropy, self.sink, self.bound = (
             binder.late_hook(spec, device, FedHook) for spec in specs
@@ -86,7 +91,8 @@ class Attention:
         """As `interception.Watcher` has it."""
         if torch.compiler.is_compiling():
             is_plain = type(q) is torch.Tensor and (mask is None or type(mask) is torch.Tensor)
-            if is_plain and shared_in_graph(self.max_logit) is not None:
+            if is_plain and shared_in_graph(self.max_logit) is not None and problem_of(q, k, mask) is None:
+                torch._dynamo.comptime.comptime(_note_heads)
                 ignoring = rows_on(q.device, self.monitor)
                 found = attention_rows(q, k, mask, self.turn, ignoring, self._rows, is_causal, scale, softcap)
                 self._feed_in_graph(found)
@@ -97,7 +103,7 @@ class Attention:
         """As `interception.Watcher` has it."""
         if torch.compiler.is_compiling():
             if shared_in_graph(self.max_logit) is not None:
-                if logits.dim() == 3 and self.heads:
+                if logits.dim() == 3 and self.heads and len(logits) % self.heads == 0:
                     logits = logits.unflatten(0, (-1, self.heads))
                 if logits.dim() == 4 and logits.dtype in _native.DTYPES:
                     self._feed_in_graph(
@@ -118,12 +124,31 @@ class Attention:
             entries = [entry for hook in self.hooks for entry in hook.spec.entries.values()]
             self._binder.leave_out(entries, f"{type(error).__name__}: {error}")
 
+    def note_heads(self, q: Any) -> None:
+        """The sites remember that each rank has some of the heads, where they do: q, or the weights it comes from, say."""
+        sharding = sharding_of(q, q.dim() - 3) if is_dtensor(q) else self._sharding(q.shape[-3])
+        for hook in self.hooks:
+            for entry in hook.spec.entries.values():
+                note_sharding_of(entry, sharding, self._binder.store.clears)
+
+    def _sharding(self, heads: int) -> Sharding | None:
+        """Of so many heads here. Tensor parallelism cuts the weights of queries by rows, and q is a plain tensor."""
+        module = None if self.of is None else self.of()
+        weights: Any = () if module is None else module.parameters()
+        for weight in weights:
+            if is_dtensor(weight) and weight.dim() == 2 and any(each.is_shard(0) for each in weight.placements):
+                found = sharding_of(weight, 0)
+                here = local_part(weight).shape[0]
+                return found._replace(channels=found.channels // here * heads) if here else None
+        return None
+
     def _see(self, q: Any, k: Any, mask: Any, is_causal: bool, scale: float | None, softcap: float) -> None:
         if any(x.is_nested for x in (q, k)):
             raise TypeError("expected dense q and k, got nested ones")
-        q, k = local_part(q), local_part(k)
+        whole, q, k = q, local_part(q), local_part(k)
         if is_a_mere_shape(q):
             return
+        self.note_heads(whole)
         mask, turn, ignoring = _as_tensor(mask, q.device), self._turns.on(q.device), rows_on(q.device, self.monitor)
         self._feed(attention_rows(q, k, mask, turn, ignoring, self._rows, is_causal, scale, softcap))
 
@@ -141,7 +166,7 @@ class Attention:
         self._binder.feed(self.entropy, found.entropy, counting)
         self._binder.feed(self.sink, found.sink, counting)
         if found.bound is not None:
-            self._binder.feed(self.bound, found.bound, None)
+            self._binder.feed(self.bound, found.bound, counting)
 
     def _feed_in_graph(self, found: AttentionRows) -> None:
         counting = found.row_index, found.kept
@@ -149,7 +174,16 @@ class Attention:
         feed_in_graph(found.entropy, self.entropy, counting)
         feed_in_graph(found.sink, self.sink, counting)
         if found.bound is not None:
-            feed_in_graph(found.bound, self.bound, None)
+            feed_in_graph(found.bound, self.bound, counting)
+
+
+def _note_heads(context: Any) -> None:
+    """Runs while `Attention.see` is traced."""
+    try:
+        attention = context.get_local("self")._i_will_not_complain_if_bc_breaks_VariableTracker().value
+        attention.note_heads(context.get_local("q").as_fake())
+    except Exception as error:
+        _log.info("how heads lie on ranks is not known of a graph: %r", error)
 
 
 def _as_tensor(mask: Any, device: torch.device) -> torch.Tensor | None:

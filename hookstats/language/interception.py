@@ -141,7 +141,7 @@ def _get_interface(original: Callable[..., Any]) -> Callable[..., Any]:
             return found
 
         def shown(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *args: Any, **kwargs: Any) -> Any:
-            scale = args[0] if args and not isinstance(args[0], bool) else kwargs.get("scaling")
+            scale = args[0] if args and attn_implementation == "eager" else kwargs.get("scaling")
             mask, is_causal = attention_mask, False
             if attn_implementation != "eager" and not _is_whole(mask):
                 mask, is_causal = _mask_of_flash(module, query, key, mask, kwargs)

@@ -9,7 +9,7 @@ import torch
 
 from hookstats import _native
 from hookstats.language.finding import Router
-from hookstats.language.rows import MOST_TOP_K, counted_rows
+from hookstats.language.rows import MOST_TOP_K, counted_rows, never_raising
 from hookstats.modules import order
 from hookstats.modules.channels import ChannelAxis
 from hookstats.modules.containers import walk
@@ -42,11 +42,12 @@ def _compute(
         if chosen is not None:
             chosen = chosen.reshape(-1, chosen.shape[-1]).long()
             left = counted_rows(len(chosen), row_index, kept)
-            each = torch.ones(chosen.shape, dtype=torch.float32, device=chosen.device)
+            is_one = (chosen >= 0) & (chosen < experts)  # others say that a token was dropped
             if left is not None:
-                each *= left[:, None]
+                is_one &= left[:, None]
             load = torch.zeros(experts, dtype=torch.float32, device=chosen.device)
-            found.append(load.scatter_add_(0, chosen.reshape(-1), each.reshape(-1))[None])
+            load.scatter_add_(0, chosen.clamp(0, experts - 1).reshape(-1), is_one.float().reshape(-1))
+            found.append(load[None])
         return found
 
 
@@ -67,7 +68,7 @@ def _shapes(
 
 _operator = _native.operator(
     "router_rows(Tensor? logits, Tensor? chosen, Tensor? row_index, Tensor? kept, int experts, int top_k) -> Tensor[]",
-    _compute,
+    never_raising(_compute, _shapes),
     shapes=_shapes,
 )
 
@@ -115,7 +116,8 @@ class WatchedRouter(order.ModuleHook):
         if some is None or is_a_mere_shape(some):
             return
         rows = rows_on(some.device, self.monitor)
-        found = _operator(logits, chosen, *(rows or (None, None)), self.experts, self.top_k)
+        row_index, kept = rows or (None, None)
+        found = _compute(logits, chosen, row_index, kept, self.experts, self.top_k)
         for hook, numbers in self._sites(logits, chosen, found):
             self.binder.feed(hook, numbers, None if hook is self.load else rows)
 
@@ -137,7 +139,8 @@ class WatchedRouter(order.ModuleHook):
             if tensor.dim() < 2:
                 continue
             if tensor.is_floating_point():
-                logits = tensor if tensor.shape[-1] == self.experts else logits
+                is_of_experts = tensor.shape[-1] == self.experts and tensor.dtype in _native.DTYPES
+                logits = tensor if is_of_experts else logits
             elif tensor.dtype in (torch.int64, torch.int32) and tensor.shape[-1] == self.top_k:
                 chosen = tensor
         return logits, chosen

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
 from hookstats import _native
+from hookstats._warn import WarnOnce
 
 MOST_TOP_K = 16  # of csrc/softmax.h
 _PIECE_BYTES = 8 << 20  # of logits at a time
@@ -17,8 +19,8 @@ class AttentionRows(NamedTuple):
     """Of the queries that were looked at: ``[batch, rows, heads]``, float32, or float64 of float64.
 
     ``max``, ``entropy``, ``sink``: `SoftmaxRows`' max, entropy and p_first of each row of logits. ``row_index``,
-    ``kept``: the rows that attend to anything and count, as `watch.memory.Rows` has them. ``bound``: no logit is
-    larger, ``[batch, heads]``; None where there were logits.
+    ``kept``: the rows that attend to anything and count, as `watch.memory.Rows` has them. ``bound``: no logit of the
+    item and the head is larger, the same in all rows; None where there were logits.
     """
 
     max: torch.Tensor
@@ -87,7 +89,7 @@ def _compute(
                     later = torch.arange(keys, device=q.device) > now[:, None]
                     logits.add_(torch.zeros_like(later, dtype=dtype).masked_fill_(later, -torch.inf))
                 numbers[:, items, row : row + some] = _native.softmax_rows(logits)[:5:2].mT  # max, entropy, p_first
-        bound = _bound(q, k, heads // of_keys, scale, softcap, mask)
+        bound = _bound(q, k, heads // of_keys, scale, softcap, mask)[:, None].expand(-1, rows, -1).contiguous()
         return [numbers, *_those_that_count(numbers[0], queries, at, row_index, kept), bound]
 
 
@@ -158,7 +160,7 @@ def _shapes(
     q: torch.Tensor, k: torch.Tensor, mask: object, turn: object, row_index: object, kept: object, rows: int, *_: object
 ) -> list[torch.Tensor]:
     found = _shapes_of_logits(q, turn, row_index, kept, rows)
-    return [*found, q.new_empty(q.shape[:2], dtype=found[0].dtype)]
+    return [*found, q.new_empty(found[0].shape[1:], dtype=found[0].dtype)]
 
 
 def _shapes_of_logits(
@@ -173,17 +175,35 @@ def _shapes_of_logits(
     ]
 
 
+_warn_once = WarnOnce()
+
+
+def never_raising(
+    compute: Callable[..., list[torch.Tensor]], shapes: Callable[..., list[torch.Tensor]]
+) -> Callable[..., list[torch.Tensor]]:
+    """For a graph, out of which an error would end training: it is told once, and the results are 0."""
+
+    def run(*arguments: Any) -> list[torch.Tensor]:
+        try:
+            return compute(*arguments)
+        except Exception as error:
+            _warn_once("graph", f"not measured in a graph, by {compute.__module__}: {type(error).__name__}: {error}")
+            return [torch.zeros_like(each) for each in shapes(*arguments)]
+
+    return run
+
+
 _operator = _native.operator(
     "attention_rows(Tensor q, Tensor k, Tensor? mask, Tensor turn, Tensor? row_index, Tensor? kept, int rows, "
     "bool is_causal, float scale, float softcap) -> Tensor[]",
-    _compute,
+    never_raising(_compute, _shapes),
     shapes=_shapes,
 )
 
 
 _of_logits = _native.operator(
     "logits_rows(Tensor logits, Tensor turn, Tensor? row_index, Tensor? kept, int rows) -> Tensor[]",
-    _compute_of_logits,
+    never_raising(_compute_of_logits, _shapes_of_logits),
     shapes=_shapes_of_logits,
 )
 
@@ -193,7 +213,8 @@ def logits_rows(
 ) -> AttentionRows:
     """The same, where there are logits: ``[batch, heads, queries, keys]``, of which the smallest numbers are masked."""
     row_index, kept = ignoring or (None, None)
-    numbers, index, count = _of_logits(logits, turn, row_index, kept, rows_of(logits.shape[2], rows))
+    compute = _of_logits if torch.compiler.is_compiling() else _compute_of_logits
+    numbers, index, count = compute(logits, turn, row_index, kept, rows_of(logits.shape[2], rows))
     return AttentionRows(numbers[0], numbers[1], numbers[2], index, count, None)
 
 
@@ -222,47 +243,51 @@ def attention_rows(
     if scale is None:
         scale = q.shape[-1] ** -0.5
     row_index, kept = ignoring or (None, None)
-    numbers, *others = _operator(
+    compute = _operator if torch.compiler.is_compiling() else _compute
+    numbers, index, count, bound = compute(
         q, k, mask, turn, row_index, kept, rows_of(q.shape[2], rows), is_causal, scale, softcap
     )
-    return AttentionRows(numbers[0], numbers[1], numbers[2], *others)
+    return AttentionRows(numbers[0], numbers[1], numbers[2], index, count, bound)
 
 
 def checked(q: Any, k: Any, mask: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """All of four dimensions. TypeError, ValueError for what cannot be the attention of q and k."""
-    if q.dim() == 3 and k.dim() == 3:  # of one head
+    problem = problem_of(q, k, mask)
+    if problem is not None:
+        raise problem
+    if q.dim() == 3:  # of one head
         q, k, mask = (x if x is None or x.dim() < 3 else x[:, None] for x in (q, k, mask))
-    if (
-        q.dim() < 4
-        or k.dim() != q.dim()
-        or q.shape[-1] != k.shape[-1]
-        or q.shape[: q.dim() - 3] != k.shape[: k.dim() - 3]
-    ):
-        raise ValueError(
-            "attention: expected q [..., heads, queries, width] and k [..., key heads, keys, width], got "
-            f"{tuple(q.shape)} and {tuple(k.shape)}"
-        )
-    if q.shape[-3] % max(1, k.shape[-3]) or k.shape[-3] == 0:
-        raise ValueError(
-            f"attention: expected as many heads as key heads, or a multiple, got {q.shape[-3]} and {k.shape[-3]}"
-        )
-    if q.device != k.device or (mask is not None and mask.device != q.device):
-        devices = ", ".join(str(x.device) for x in (q, k, mask) if x is not None)
-        raise ValueError(f"attention: expected q, k and mask on one device, got {devices}")
-    if q.dtype not in _native.DTYPES or k.dtype not in _native.DTYPES:
-        raise TypeError(
-            f"attention: expected q and k of one of {', '.join(map(str, _native.DTYPES))}; got {q.dtype} and {k.dtype}"
-        )
     if mask is not None:
-        wanted = (*q.shape[:-1], k.shape[-2])
-        if mask.dim() > len(wanted) or any(
-            own not in (1, size) for own, size in zip(reversed(mask.shape), reversed(wanted), strict=False)
-        ):
-            raise ValueError(f"attention: expected a mask that broadcasts to {wanted}, got {tuple(mask.shape)}")
-        if mask.dtype != torch.bool and not mask.is_floating_point():
-            raise TypeError(f"attention: expected a mask of bool or floating numbers, got {mask.dtype}")
         mask = mask.detach()[(None,) * (q.dim() - mask.dim())]
         if q.dim() > 4:
             mask = mask.expand(*q.shape[:-3], *mask.shape[-3:])
         mask = mask.reshape(-1, *mask.shape[-3:])
     return q.reshape(-1, *q.shape[-3:]), k.reshape(-1, *k.shape[-3:]), mask
+
+
+def problem_of(q: Any, k: Any, mask: Any) -> Exception | None:
+    """Why they are no attention. Can be traced."""
+    heads, key_heads = (1, 1) if q.dim() == k.dim() == 3 else (q.shape[-3:-2].numel(), k.shape[-3:-2].numel())
+    if q.dim() < 3 or k.dim() != q.dim() or q.shape[-1] != k.shape[-1] or q.shape[:-3] != k.shape[:-3]:
+        return ValueError(
+            "attention: expected q [..., heads, queries, width] and k [..., key heads, keys, width], got "
+            f"{tuple(q.shape)} and {tuple(k.shape)}"
+        )
+    if key_heads == 0 or heads % key_heads:
+        return ValueError(f"attention: expected as many heads as key heads, or a multiple, got {heads} and {key_heads}")
+    if q.device != k.device or (mask is not None and mask.device != q.device):
+        devices = ", ".join(str(x.device) for x in (q, k, mask) if x is not None)
+        return ValueError(f"attention: expected q, k and mask on one device, got {devices}")
+    if q.dtype not in _native.DTYPES or k.dtype not in _native.DTYPES:
+        return TypeError(
+            f"attention: expected q and k of one of {', '.join(map(str, _native.DTYPES))}; got {q.dtype} and {k.dtype}"
+        )
+    if mask is None:
+        return None
+    wanted = (*q.shape[:-1], k.shape[-2])
+    sizes = zip(reversed(mask.shape), reversed(wanted), strict=False)
+    if mask.dim() > len(wanted) or any(own not in (1, size) for own, size in sizes):
+        return ValueError(f"attention: expected a mask that broadcasts to {wanted}, got {tuple(mask.shape)}")
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        return TypeError(f"attention: expected a mask of bool or floating numbers, got {mask.dtype}")
+    return None

@@ -10,13 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 import hookstats
 from hookstats import Channels, Options, Snapshot
+from tests import ranks
 
 ALL_ROWS = Options(strict=True, attention_rows=None)
 ORIGINAL = [F.scaled_dot_product_attention]  # in a list: a name of this file would be replaced, too
@@ -162,7 +166,7 @@ def test_training_does_not_change_by_one_bit(options: dict[str, Any], autocast: 
 def test_a_recomputation_is_not_counted(checkpointed: bool) -> None:
     (snapshot,) = train(model_of(1, checkpointed=checkpointed))
     assert snapshot["0.attention", "attention.max_logit"].total.count == 2 * 4 * 20
-    assert snapshot["0.attention", "attention.bound"].total.count == 2 * 4
+    assert snapshot["0.attention", "attention.bound"].total.count == 2 * 4 * 20
 
 
 def test_nothing_is_computed_in_a_step_that_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +189,7 @@ def test_evaluation_and_pauses_are_left_out() -> None:
         model.eval()
         model(batch())
         snapshot = monitor.snapshot()
-    assert snapshot["0.attention", "attention.bound"].total.count == 2 * 4
+    assert snapshot["0.attention", "attention.bound"].total.count == 2 * 4 * 20
 
 
 @pytest.mark.parametrize("compiled", ["whole", "blocks"])
@@ -235,7 +239,7 @@ def test_functions_are_put_back_in_whatever_order_monitors_end() -> None:
     assert scaled_dot_product_attention is not ORIGINAL[0]
     monitors[0].detach()
     second(batch())
-    assert monitors[1].snapshot()["0.attention", "attention.bound"].total.count == 8
+    assert monitors[1].snapshot()["0.attention", "attention.bound"].total.count == 160
     monitors[1].detach()
     monitors[1].detach()
     assert F.scaled_dot_product_attention is ORIGINAL[0]
@@ -249,7 +253,7 @@ def test_who_replaced_the_function_later_keeps_it(monkeypatch: pytest.MonkeyPatc
     theirs = lambda *args, **kwargs: ours(*args, **kwargs)  # noqa: E731
     F.scaled_dot_product_attention = theirs
     model(batch())
-    assert monitor.snapshot()["0.attention", "attention.bound"].total.count == 8
+    assert monitor.snapshot()["0.attention", "attention.bound"].total.count == 160
     monitor.detach()
     assert F.scaled_dot_product_attention is theirs
     F.scaled_dot_product_attention = ORIGINAL[0]
@@ -289,8 +293,8 @@ def test_a_forward_that_fails_leaves_nothing_behind() -> None:
 
     snapshots = train(Caught(), 2)
     for snapshot in snapshots:
-        assert snapshot["failing", "attention.bound"].total.count == 8
-        assert snapshot["attention", "attention.bound"].total.count == 8
+        assert snapshot["failing", "attention.bound"].total.count == 160
+        assert snapshot["attention", "attention.bound"].total.count == 160
 
 
 def test_threads_have_attentions_of_their_own() -> None:
@@ -309,7 +313,7 @@ def test_threads_have_attentions_of_their_own() -> None:
     for thread in threads:
         thread.join()
     for monitor, heads in zip(monitors, (2, 4), strict=True):
-        assert monitor.snapshot()["0.attention", "attention.bound"].total.count == 20 * 2 * heads
+        assert monitor.snapshot()["0.attention", "attention.bound"].total.count == 20 * 2 * heads * 20
         assert monitor.detach()
 
 
@@ -491,3 +495,66 @@ def test_attention_functions_of_transformers_are_seen_with_what_they_mask() -> N
     site = ("model.layers.1.self_attn", "attention.entropy")
     assert found[0][site].total.count == found[1][site].total.count
     assert found[0][site].total.mean == pytest.approx(found[1][site].total.mean, rel=1e-5)
+
+
+def test_what_fails_in_a_graph_is_told_once_and_training_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hookstats import _native
+    from hookstats._warn import WarnOnce
+    from hookstats.language import rows
+
+    def fail(*args: Any) -> torch.Tensor:
+        raise RuntimeError("no memory, say")
+
+    torch._dynamo.reset()
+    model = model_of(2)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    monkeypatch.setattr(_native, "softmax_rows", fail)
+    monkeypatch.setattr(rows, "_warn_once", WarnOnce())
+    with hookstats.attach(model, tensors=("output", "attention"), every=1) as monitor:
+        with pytest.warns(
+            UserWarning, match="not measured in a graph, by hookstats.language.rows: RuntimeError: no mem"
+        ):
+            loss = compiled(batch()).square().mean()
+        loss.backward()
+        snapshot = monitor.step()
+    assert snapshot is not None
+    assert snapshot["0.attention", "attention.max_logit"].total.count == 0
+    assert snapshot["0.mlp", "output"].total.count == 2 * 20 * 32
+
+
+class Parallel(nn.Module):
+    """Queries, keys and values of their own, as tensor parallelism cuts them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(32, 32) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (each(x).unflatten(-1, (-1, 8)).transpose(1, 2) for each in (self.q, self.k, self.v))
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+def tensor_parallel(rank: int, world: int, compiled: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Parallel())
+    with hookstats.attach(model, tensors=("attention",), options=ALL_ROWS) as alone:
+        model(batch())
+        wanted = alone.snapshot()
+    cut = {f"0.{name}": ColwiseParallel() for name in "qkv"} | {"0.out": RowwiseParallel()}
+    parallelize_module(model, init_device_mesh("cpu", (world,)), cut)
+    monitor = hookstats.attach(model, tensors=("attention",), options=ALL_ROWS, every=1, process_group=dist.group.WORLD)
+    (torch.compile(model, backend="aot_eager") if compiled else model)(batch())
+    monitor.step()
+    (found,) = monitor.detach()
+    assert len(found.order) == 4
+    for site in found.order:
+        mine, other = found[site].channels, wanted[site].channels
+        assert mine is not None
+        assert other is not None
+        assert mine.count.tolist() == other.count.tolist() == [40] * 4
+        assert abs(mine.mean - other.mean).max() < 1e-5
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_heads_of_tensor_parallel_ranks_lie_side_by_side(compiled: bool) -> None:
+    ranks.run(tensor_parallel, 2, compiled, timeout=180)

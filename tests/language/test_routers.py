@@ -210,3 +210,22 @@ def test_max_violation_and_the_share_of_dead_experts() -> None:
     assert stats(0.0, 0.0, 0.0, 8.0).max_violation == 3
     assert stats(0.0, 2.0, 0.0, 8.0).dead_share == 0.5
     assert math.isnan(stats(0.0, 0.0).max_violation)
+
+
+def test_tokens_that_were_dropped_are_in_no_load() -> None:
+    class Dropping(Router):
+        def forward(
+            self, x: torch.Tensor, bias: torch.Tensor | None
+        ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            scores, chosen, counts = super().forward(x, bias)
+            self.said = chosen.clone()
+            self.said[::3, 0] = -1
+            return scores, self.said, counts
+
+    mixture = Fused()
+    mixture.router = Dropping(2)
+    with hookstats.attach(mixture, tensors=("router",), options=STRICT) as monitor:
+        mixture.router(batch(), None)
+        snapshot = monitor.snapshot()
+    said = mixture.router.said
+    assert load_of(snapshot, "router") == torch.bincount(said[said >= 0], minlength=EXPERTS).tolist()
