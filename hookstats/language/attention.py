@@ -125,7 +125,7 @@ class Attention:
             self._binder.leave_out(entries, f"{type(error).__name__}: {error}")
 
     def note_heads(self, q: Any) -> None:
-        """The sites remember that each rank has some of the heads, where they do: q, or the weights it comes from, say."""
+        """The sites remember that each rank has some of the heads, where it does: q says so, or its weights do."""
         sharding = sharding_of(q, q.dim() - 3) if is_dtensor(q) else self._sharding(q.shape[-3])
         for hook in self.hooks:
             for entry in hook.spec.entries.values():

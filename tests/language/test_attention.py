@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import threading
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hookstats
 from hookstats import Channels, Options, Snapshot
+from hookstats.language import interception
 from tests import ranks
 
 ALL_ROWS = Options(strict=True, attention_rows=None)
@@ -295,6 +297,31 @@ def test_a_forward_that_fails_leaves_nothing_behind() -> None:
     for snapshot in snapshots:
         assert snapshot["failing", "attention.bound"].total.count == 160
         assert snapshot["attention", "attention.bound"].total.count == 160
+
+
+def test_what_an_exception_left_behind_is_forgotten() -> None:
+    class Failing(Attention):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise KeyError("mine")
+
+    model = nn.Sequential(Failing())
+    with hookstats.attach(model, tensors=("attention",), every=1, options=ALL_ROWS) as monitor:
+        with pytest.raises(KeyError):
+            model(batch())
+        monitor.step()
+        q = torch.randn(1, 2, 4, 8)
+        F.scaled_dot_product_attention(q, q, q)  # is nobody's
+        assert monitor.snapshot().order == []
+    outer, inner = interception_of(), interception_of()
+    interception.enter(outer)
+    interception.enter(inner)  # which an exception leaves
+    interception.leave(outer)
+    interception.leave(inner)
+    assert interception._running.stack == []
+
+
+def interception_of() -> Any:
+    return types.SimpleNamespace(watchers=())
 
 
 def test_threads_have_attentions_of_their_own() -> None:

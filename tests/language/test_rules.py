@@ -56,7 +56,7 @@ def moments(*values: float) -> dict[tuple[str, str], torch.Tensor]:
 
 
 def test_second_moments_that_are_0_do_not_count() -> None:
-    assert told(SecondMoment(), [moments(0, 0, 0, 1e-10)] * 20) == []
+    assert told(SecondMoment(), [moments(0, 0, 0, 1e-13)] * 20) == []
     assert told(SecondMoment(), [moments(1e-18, 1e-17, 1e-10)] * 19) == []
     assert told(SecondMoment(), [moments(1e-18, 1e-17, 1e-12)] * 20) == [(19, "second-moment")]
     assert told(SecondMoment(), [moments(1e-18, 1e-15, 1e-12)] * 20) == []
