@@ -316,8 +316,8 @@ def test_what_an_exception_left_behind_is_forgotten() -> None:
     interception.enter(outer)
     interception.enter(inner)  # which an exception leaves
     interception.leave(outer)
-    interception.leave(inner)
     assert interception._running.stack == []
+    interception.leave(inner)
 
 
 def interception_of() -> Any:
