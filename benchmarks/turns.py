@@ -2,7 +2,8 @@
 
 In one process, as `make bench` has them, the programs of five watched models belong to the same code, and a compiled
 block may first go through the guards of others. Here one process at a time makes steps, in turns. `python -m
-benchmarks.turns others` compares with what people use instead, every step measured, in eager mode.
+benchmarks.turns others` compares with what people use instead, every step measured, in eager mode. `python -m benchmarks.turns
+language`: what attention logits and optimizer states add, in a GPT of 12 layers and 512 tokens.
 """
 
 from __future__ import annotations
@@ -12,14 +13,23 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 import hookstats
 from benchmarks.interleaved import figures, interleaved
+from benchmarks.llama import Shape
 from benchmarks.peers import Peer, nine_by_operators
 from benchmarks.steps import ATTACHED, DEFAULT, MODES, OF_OUTPUTS, SMALL, Trainer
 
+GPT = Shape(width=384, hidden=1024, heads=6, blocks=12, vocabulary=2048, batch=1, length=512)  # 22 M parameters
+LANGUAGE: dict[str, dict[str, Any] | None] = {
+    "bare": None,
+    "attention, 64 rows of each head": {"tensors": ("attention",)},
+    "attention, all rows": {"tensors": ("attention",), "options": hookstats.Options(attention_rows=None)},
+    "optimizer states": {"tensors": ("optimizer",)},
+}
 NAMES = ["bare", "totals", "+ histogram per tensor"]
 ROUNDS = 40
 
@@ -60,7 +70,11 @@ OTHERS: dict[str, Callable[[], Trainer]] = {
 def work(compiled: bool, name: str) -> None:
     """Times a step for each line that comes."""
     torch.set_num_threads(1)
-    trainer = OTHERS[name]() if name in OTHERS else Trainer(SMALL, "cpu", ATTACHED[name])
+    name, _, shape = name.partition(" of a GPT")
+    if shape or name not in OTHERS:
+        trainer = Trainer(GPT if shape else SMALL, "cpu", (LANGUAGE if shape else ATTACHED)[name])
+    else:
+        trainer = OTHERS[name]()
     if compiled:
         for block in trainer.model.blocks:
             block.compile()
@@ -103,11 +117,14 @@ def workers(modes: Iterable[str], names: Iterable[str]) -> Iterator[dict[str, Wo
             worker.process.kill()
 
 
-def main(modes: Iterable[str], names: Iterable[str]) -> None:
+def main(modes: Iterable[str], names: Iterable[str], rounds: int = ROUNDS) -> None:
     with workers(modes, names) as all_workers:
-        times = interleaved({name: worker.step for name, worker in all_workers.items()}, ROUNDS)
+        times = interleaved({name: worker.step for name, worker in all_workers.items()}, rounds)
     for mode in modes:
-        found = figures({name: own for name, own in times.items() if name.startswith(mode)}, f"{mode}, bare")
+        found = figures(
+            {name: own for name, own in times.items() if name.startswith(mode)},
+            next(name for name in times if name.startswith(f"{mode}, bare")),
+        )
         for figure in found:
             added = 100 * figure["added_ms"] / found[0]["median_ms"]
             print(f"{figure['name']:48} {figure['median_ms']:6.1f} ms  {added:+7.1f} %")
@@ -118,5 +135,7 @@ if __name__ == "__main__":
         work(sys.argv[1] == "1", sys.argv[2])
     elif sys.argv[1:] == ["others"]:
         main(MODES[:1], OTHERS)
+    elif sys.argv[1:] == ["language"]:
+        main(MODES, [f"{name} of a GPT" for name in LANGUAGE], rounds=16)
     else:
         main(MODES, NAMES)

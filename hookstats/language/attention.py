@@ -125,7 +125,7 @@ class Attention:
             self._binder.leave_out(entries, f"{type(error).__name__}: {error}")
 
     def note_heads(self, q: Any) -> None:
-        """The sites remember that each rank has some of the heads, where it does: q says so, or its weights do."""
+        """The sites remember that each rank has some of the heads, where it does: q or logits say so, or weights."""
         sharding = sharding_of(q, q.dim() - 3) if is_dtensor(q) else self._sharding(q.shape[-3])
         for hook in self.hooks:
             for entry in hook.spec.entries.values():
@@ -153,10 +153,11 @@ class Attention:
         self._feed(attention_rows(q, k, mask, turn, ignoring, self._rows, is_causal, scale, softcap))
 
     def _see_logits(self, logits: Any) -> None:
-        logits = local_part(logits)
+        whole, logits = logits, local_part(logits)
         if logits.dim() == 3 and self.heads and len(logits) % self.heads == 0:
-            logits = logits.unflatten(0, (-1, self.heads))
+            whole = logits = logits.unflatten(0, (-1, self.heads))
         if logits.dim() == 4 and logits.dtype in _native.DTYPES and not is_a_mere_shape(logits):
+            self.note_heads(whole)
             turn, ignoring = self._turns.on(logits.device), rows_on(logits.device, self.monitor)
             self._feed(logits_rows(logits, turn, ignoring, self._rows))
 
