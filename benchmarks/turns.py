@@ -2,8 +2,8 @@
 
 In one process, as `make bench` has them, the programs of five watched models belong to the same code, and a compiled
 block may first go through the guards of others. Here one process at a time makes steps, in turns. `python -m
-benchmarks.turns others` compares with what people use instead, every step measured, in eager mode. `python -m benchmarks.turns
-language`: what attention logits and optimizer states add, in a GPT of 12 layers and 512 tokens.
+benchmarks.turns others` compares with what people use instead, every step measured, in eager mode. `python -m
+benchmarks.turns language`: what attention logits and optimizer states add, in a GPT of 12 layers and 512 tokens.
 """
 
 from __future__ import annotations

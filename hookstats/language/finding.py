@@ -43,6 +43,32 @@ def heads_of(attention: nn.Module) -> int | None:
     return _said((attention,), ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads"))
 
 
+_OF_QUERIES = {"q_proj", "q", "query", "wq", "to_q", "q_lin", "query_proj"}
+_OF_KEYS = {"k_proj", "v_proj", "k", "v", "key", "value", "wk", "wv", "to_k", "to_v", "k_lin", "v_lin"}
+_KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads")
+
+
+def heads(modules: Mapping[str, nn.Module]) -> dict[str, int]:
+    """How many heads the outputs of projections of queries, keys and values hold, one behind the other; by name.
+
+    Those whose attention says how many it has, and whose width is a multiple of that.
+    """
+    found = {}
+    for name, module in modules.items():
+        path, _, own = name.rpartition(".")
+        parent, width = modules.get(path), getattr(module, "out_features", None)
+        if parent is None or not isinstance(width, int):
+            continue
+        count = None
+        if own in _OF_QUERIES:
+            count = heads_of(parent)
+        elif own in _OF_KEYS:
+            count = _said((parent,), _KEY_HEADS) or heads_of(parent)
+        if count and width % count == 0:
+            found[name] = count
+    return found
+
+
 class Router(NamedTuple):
     """What chooses the experts of a mixture."""
 
