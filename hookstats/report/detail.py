@@ -214,6 +214,9 @@ def precision(recorded: Recorded) -> dict[str, Any] | None:
 _FORMATS = {"e4m3": (448.0, -9), "e5m2": (57344.0, -16), "fp16": (65504.0, -24)}
 
 
+_STORED_NOWHERE = ("attention.", "router.")  # numbers about tensors, of which no format has to hold the values
+
+
 def _fit(snapshot: Snapshot, place: dict[Site, int]) -> list[list[Any]]:
     """Of each site: place, smallest and largest octave, and of each format the shares that become zero and too large.
 
@@ -230,7 +233,7 @@ def _fit(snapshot: Snapshot, place: dict[Site, int]) -> list[list[Any]]:
     rows = []
     for k, i in enumerate(at.tolist()):
         site, top = snapshot.columns.sites[i], float(totals.abs_max[i])
-        if site not in place or not whole[k] or not top > 0:
+        if site not in place or not whole[k] or not top > 0 or site.tensor.startswith(_STORED_NOWHERE):
             continue
         scaler = round(float(np.log2(snapshot.columns.scales[i])))
         shares, octaves = magnitudes[k] / whole[k], exponents - scaler
