@@ -29,7 +29,7 @@ def test_a_channel_is_called_what_it_is(unit: str, tmp_path: Path) -> None:
         fits = browser.run("document.querySelector('#precision')?.innerText ?? ''")
         captions = browser.run("[...document.querySelectorAll('#site figcaption')].map((each) => each.innerText)")
     assert "weight" in fits or "output" in fits.lower()
-    assert "attention." not in fits
-    assert "router." not in fits
+    assert " attention." not in fits
+    assert " router." not in fits
     assert any(f"{unit}s over time" in caption for caption in captions)
     assert any(f"Top {unit.lower()}s" in caption for caption in captions)
