@@ -156,7 +156,7 @@ def attach(
         due=due,
         channels_every=kept.every,
         tap_channels=kept.which is True and too_much is None,
-        attention=watching.by_hand,
+        attention=watching,
         is_judged=any(isinstance(sink, Recorder) for sink in callables),
     )
     settings = _settings(model, monitor, plan, every, kept.every)

@@ -255,7 +255,6 @@ class Attentions:
         self._keeps = keeps
         self._turns = Turns()
         self._by_hand: dict[str, Attention] = {}
-        binder.at_step.append(self._begin_step)
 
     def watch(self, modules: dict[str, nn.Module], devices: dict[str, torch.device]) -> list[Any]:
         """Hangs hooks on them; returns what takes them off again, and puts the replaced functions back."""
@@ -294,6 +293,6 @@ class Attentions:
     def _attention(self, name: str, module: nn.Module | None, device: torch.device) -> Attention:
         return Attention(name, module, self._binder, self._keeps, device, self._rows, self._turns)
 
-    def _begin_step(self) -> None:
+    def begin_step(self) -> None:
         self._turns.next()
         interception.forget_those_left()

@@ -260,6 +260,10 @@ class Interception:
                 if _users == 0:
                     _replaced.put_back()
 
+    def __del__(self) -> None:
+        """Of a monitor that nobody holds any more."""
+        self.remove()
+
 
 def _globals_of(modules: Iterable[nn.Module]) -> list[dict[str, Any]]:
     """The globals that their forwards look names up in, each once."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 from weakref import WeakSet, WeakValueDictionary
 
@@ -43,7 +43,6 @@ class SiteBinder:
         self.skipping = Skipping(store.strict)
         self._seen: list[tuple[Hook, Any]] | None = None  # while a forward on fake tensors runs
         self._learns = False  # after it
-        self.at_step: list[Callable[[], None]] = []  # called when a measured step begins, but for the first
         self.example_bytes = 0  # that it would have read, gradients included
         self.store = store
         self.monitor = store.flags.monitor  # its name, for graphs

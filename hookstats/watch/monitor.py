@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -32,6 +32,16 @@ from hookstats.watch.wrappers import is_a_mere_shape
 _JOIN_SECONDS = 30.0  # that `Monitor.detach` waits for other ranks
 
 
+class ByHand(Protocol):
+    """What measures attention."""
+
+    def by_hand(self, q: Any, k: Any, name: str, mask: Any, is_causal: bool, scale: float | None) -> None:
+        """As `Monitor.attention`."""
+
+    def begin_step(self) -> None:
+        """A measured step begins; it is not the first one."""
+
+
 class Monitor:
     """Returned by `attach`: closes steps and returns their numbers. As a context manager, it detaches at the end."""
 
@@ -47,7 +57,7 @@ class Monitor:
         due: Callable[[int], bool],
         channels_every: int,
         tap_channels: bool,
-        attention: Callable[..., None],
+        attention: ByHand,
         is_judged: bool,
     ) -> None:
         """Made by `attach`.
@@ -162,8 +172,8 @@ class Monitor:
         if self._scaling is not None and measured:
             self._of_scaler(self._scaling.begin_step)
         self._stopwatch.begin(measured)
-        for begin in self._binder.at_step if measured else ():
-            begin()
+        if measured:
+            self._attention.begin_step()
         self._set_flags()
 
     def _is_of_totals(self) -> bool:
@@ -315,7 +325,7 @@ class Monitor:
             TypeError, ValueError: in a measured step, for what is no attention: other shapes, dtypes, devices, or the
             name of an attention that is watched already.
         """
-        self._attention(q, k, name, mask, is_causal, scale)
+        self._attention.by_hand(q, k, name, mask, is_causal, scale)
 
     def _set_flags(self) -> None:
         is_paused = not self._handles or self._pauses > 0 or self._is_paused

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 import threading
 import types
@@ -246,6 +247,16 @@ def test_functions_are_put_back_in_whatever_order_monitors_end() -> None:
     monitors[1].detach()
     assert F.scaled_dot_product_attention is ORIGINAL[0]
     assert scaled_dot_product_attention is ORIGINAL[0]
+
+
+def test_functions_are_put_back_when_nobody_holds_model_and_monitor_any_more() -> None:
+    model = model_of(1)
+    monitor = hookstats.attach(model, tensors=("attention",))
+    model(batch())
+    assert F.scaled_dot_product_attention is not ORIGINAL[0]
+    del model, monitor
+    gc.collect()
+    assert F.scaled_dot_product_attention is ORIGINAL[0]
 
 
 def test_who_replaced_the_function_later_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
