@@ -70,7 +70,7 @@ OTHERS: dict[str, Callable[[], Trainer]] = {
 def work(compiled: bool, name: str) -> None:
     """Times a step for each line that comes."""
     torch.set_num_threads(1)
-    name, _, shape = name.partition(" of a GPT")
+    name, shape, _ = name.partition(" of a GPT")
     if shape or name not in OTHERS:
         trainer = Trainer(GPT if shape else SMALL, "cpu", (LANGUAGE if shape else ATTACHED)[name])
     else:
@@ -136,6 +136,6 @@ if __name__ == "__main__":
     elif sys.argv[1:] == ["others"]:
         main(MODES[:1], OTHERS)
     elif sys.argv[1:] == ["language"]:
-        main(MODES, [f"{name} of a GPT" for name in LANGUAGE], rounds=16)
+        main(MODES, [f"{name} of a GPT" for name in LANGUAGE], rounds=10)
     else:
         main(MODES, NAMES)
