@@ -93,12 +93,13 @@ def attach(
         grad_scaler: the torch.amp.GradScaler that the loss goes through: gradients are then reported without its scale.
         training_only: whether only forwards in training mode are measured, so that evaluation between steps is not.
             None: as soon as the model was in training mode, at attach or when a step ended.
-        options: `Options`: ``strict``, ``memory_budget``, ``compiled_programs``.
+        options: `Options`: ``strict``, ``memory_budget``, ``compiled_programs``, ``attention_rows``.
 
     Raises:
         TypeError, ValueError: for arguments that are not as above: an unknown tensor kind, a glob that matches nothing,
-            a dimension that the module cannot have, a process_group without this rank; for a DataParallel model;
-            where even totals would not fit into the memory_budget.
+            a dimension that the module cannot have, a process_group without this rank; for a DataParallel model; for
+            ``"attention"`` or ``"router"`` where the model has none; where even totals would not fit into the
+            memory_budget.
         RuntimeError: for a model on a GPU where hookstats was built without CUDA, or whose driver or GPU cannot run
             what was built; where the forward of `example` fails.
     """
