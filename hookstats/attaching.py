@@ -128,7 +128,7 @@ def attach(
             on_inputs = isinstance(hook, InputHook)
             handles.append(order.register(module, hook, on_inputs=on_inputs, with_kwargs=on_inputs))
         for name, slot in plan.parameters.items():
-            parameters.add(name, slot, name in plan.keeping)
+            parameters.add(name, slot, name in plan.keeping, plan.group_size_of(name))
         if example is not None:
             _learn(model, binder, *example)
         if plan.parameters or scaling is not None:

@@ -8,7 +8,6 @@ from typing import Any
 from torch import nn
 
 from hookstats.language.finding import attentions, routers
-from hookstats.language.finding import heads as heads_in
 from hookstats.modules.selection import all_modules
 from hookstats.watch.arguments import DEFAULT_TENSORS
 
@@ -44,21 +43,3 @@ def language_model(model: nn.Module) -> dict[str, Any]:
         f" ({experts})" if routing else "",
     )
     return {"tensors": tuple(tensors)}
-
-
-def heads(model: nn.Module) -> dict[str, int]:
-    """How many heads lie in the outputs of a model's projections of queries, keys and values: by the module's name.
-
-        for name, count in hookstats.presets.heads(model).items():
-            print(name, snapshot[name, "output"].grouped(count).rms)
-
-    By evidence: the projection's name (``q_proj``, ``k_proj``, ``query``, ...), and what its attention or the
-    configuration of that says. Projections of queries, keys and values together are not among them, because how their
-    heads lie is not said.
-
-    Raises:
-        TypeError: for what is no torch.nn.Module.
-    """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"heads: expected a torch.nn.Module, got {type(model).__name__}")
-    return heads_in(all_modules(model, None))

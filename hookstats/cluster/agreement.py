@@ -65,6 +65,7 @@ class Agreement:
             return first
         wide = [row for row in rows if not row.is_narrow] or rows
         dims = {row.channel_dim for row in wide} - {None}
+        group_sizes = {row.group_size for row in rows}
         has_histogram = self.bins is not None and all(row.counters for row in rows)
         merged = first._replace(
             channels=wide[0].channels,
@@ -72,6 +73,7 @@ class Agreement:
             keep_channels=all(row.keep_channels for row in wide),
             channel_dim=next(iter(dims)) if len(dims) == 1 else None,
             is_parameter=any(row.is_parameter for row in rows),
+            group_size=first.group_size if len(group_sizes) == 1 else None,
         )
         if len(dims) < 2 and len({row.channels for row in wide}) == 1:
             return merged
@@ -154,6 +156,7 @@ def _layout(rows: Sequence[TableRow], bins: Bins | None) -> Layout:
                 row.keep_channels,
                 row.channel_dim,
                 row.is_parameter,
+                row.group_size,
             )
             for row, size, end in zip(rows, sizes, ends, strict=True)
         ],

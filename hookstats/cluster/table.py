@@ -19,7 +19,7 @@ from hookstats.numbers.fields import Bins, Site, bins_from_json, bins_to_json, h
 # them), or those whose number here, the lowest rank of the mesh on which a tensor lies, is the lowest of all.
 Replicas: TypeAlias = str | int
 
-_VERSION = 1
+_VERSION = 2
 _DIMENSIONS = 64  # that a tensor may have
 
 
@@ -34,6 +34,7 @@ class TableRow(NamedTuple):
     is_parameter: bool
     replicas: Replicas
     apart_of: str = ""  # the tensor that this is one rank's of, where it is not known whether others hold the same
+    group_size: int | None = None
 
     @property
     def is_narrow(self) -> bool:
@@ -147,16 +148,18 @@ def _site(name: Any, tensor: Any) -> Site:
 
 
 def _row(told: Any, bins: Bins | None) -> TableRow:
-    name, tensor, channels, counters, keeps, dim, is_parameter, replicas, apart_of = told
+    name, tensor, channels, counters, keeps, dim, is_parameter, replicas, apart_of, group_size = told
     if counters not in (0, counters_of(bins, _at_least(1, channels))):
         raise ValueError(f"expected the counters of {bins} for {channels} channels, got {counters!r}")
     if dim is not None and not (type(dim) is int and -_DIMENSIONS <= dim < _DIMENSIONS):
         raise ValueError(f"expected a channel dimension, got {dim!r}")
     if replicas not in ("each", "first"):
         _at_least(0, replicas)
+    if group_size is not None:
+        _at_least(1, group_size)
     counters = _at_least(0, counters)
     kept = _of(bool, keeps), dim, _of(bool, is_parameter)
-    return TableRow(_site(name, tensor), channels, counters, *kept, replicas, _of(str, apart_of))
+    return TableRow(_site(name, tensor), channels, counters, *kept, replicas, _of(str, apart_of), group_size)
 
 
 def counters_of(bins: Bins | None, channels: int) -> int:
@@ -208,6 +211,7 @@ class Tables:
                 row.is_parameter,
                 place.replicas,
                 "" if place.shard.group is None else row.site.tensor,
+                row.group_size,
             )
             for row, place in zip(layout.rows, placed, strict=True)
         )

@@ -13,10 +13,10 @@ from torch.nn.attention import flex_attention as flex
 
 from hookstats import _native
 from hookstats.language import interception
-from hookstats.language.finding import heads_of
 from hookstats.language.rows import AttentionRows, attention_rows, checked, logits_rows, problem_of
 from hookstats.modules import order
 from hookstats.modules.channels import ChannelAxis
+from hookstats.modules.heads import heads_of
 from hookstats.modules.sharding import Sharding, is_dtensor, sharding_of
 from hookstats.numbers.fields import Site
 from hookstats.watch.binding import SiteBinder

@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 from torch import nn
 
+from hookstats.modules.heads import ATTENTION, number_said
+
 _CALLS = {
     "scaled_dot_product_attention",
     "multi_head_attention_forward",
@@ -17,7 +19,6 @@ _CALLS = {
     "ALL_ATTENTION_FUNCTIONS",
     "attention_interface",
 }
-_NAME = re.compile("attention|attn", re.IGNORECASE)
 
 
 def attentions(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
@@ -26,7 +27,7 @@ def attentions(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
 
 
 def _may_attend(kind: type) -> bool:
-    if _NAME.search(kind.__name__):
+    if ATTENTION.search(kind.__name__):
         return True
     forward = vars(kind).get("forward")
     code = None if forward is None else getattr(inspect.unwrap(forward), "__code__", None)
@@ -36,37 +37,6 @@ def _may_attend(kind: type) -> bool:
 def _names_in(code: types.CodeType) -> set[str]:
     inner = [each for each in code.co_consts if isinstance(each, types.CodeType)]
     return {*code.co_names, *code.co_varnames}.union(*map(_names_in, inner))
-
-
-def heads_of(attention: nn.Module) -> int | None:
-    """As it says itself."""
-    return _said((attention,), ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads"))
-
-
-_OF_QUERIES = {"q_proj", "q", "query", "wq", "to_q", "q_lin", "query_proj"}
-_OF_KEYS = {"k_proj", "v_proj", "k", "v", "key", "value", "wk", "wv", "to_k", "to_v", "k_lin", "v_lin"}
-_KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads")
-
-
-def heads(modules: Mapping[str, nn.Module]) -> dict[str, int]:
-    """How many heads the outputs of projections of queries, keys and values hold, one behind the other; by name.
-
-    Those whose attention says how many it has, and whose width is a multiple of that.
-    """
-    found = {}
-    for name, module in modules.items():
-        path, _, own = name.rpartition(".")
-        parent, width = modules.get(path), getattr(module, "out_features", None)
-        if parent is None or not isinstance(width, int):
-            continue
-        count = None
-        if own in _OF_QUERIES:
-            count = heads_of(parent)
-        elif own in _OF_KEYS:
-            count = _said((parent,), _KEY_HEADS) or heads_of(parent)
-        if count and width % count == 0:
-            found[name] = count
-    return found
 
 
 class Router(NamedTuple):
@@ -115,7 +85,7 @@ def _experts_of(parent: nn.Module, children: Mapping[str, nn.Module]) -> int:
             continue
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
             return len(child)
-        said = _said((child, parent), _NUMBERS)
+        said = number_said((child, parent), _NUMBERS)
         if said is not None:
             return said
         for parameter in child.parameters():
@@ -133,16 +103,5 @@ def _gate_in(router: nn.Module, experts: int) -> nn.Module | None:
 
 
 def _top_k(modules: Iterable[nn.Module], experts: int) -> int | None:
-    said = _said(modules, _TOP_K)
+    said = number_said(modules, _TOP_K)
     return said if said is not None and said <= experts else None
-
-
-def _said(modules: Iterable[nn.Module], names: Iterable[str]) -> int | None:
-    """The first attribute of these names that is a number: of the modules, or of their configurations."""
-    for each in modules:
-        for where in (each, getattr(each, "config", None)):
-            for name in names:
-                value = getattr(where, name, None)
-                if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-                    return value
-    return None

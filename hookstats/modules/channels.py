@@ -144,13 +144,13 @@ def channel_dim_of(tensor: torch.Tensor, dim: int | None) -> int:
     return 1 if tensor.dim() in (4, 5) else -1
 
 
-def wanted_channel_dims(dim: int | Mapping[str, int] | None, names: Iterable[str]) -> dict[str, int]:
-    """The caller's ``Channels.dim`` for each name that has one. ValueError for a glob that matches none."""
+def wanted_by_name(argument: str, given: int | Mapping[str, int] | None, names: Iterable[str]) -> dict[str, int]:
+    """What the caller has given for each name that it is given for. ValueError for a glob that matches none."""
     known = list(names)
-    if dim is None:
+    if given is None:
         return {}
-    if isinstance(dim, int):
-        return dict.fromkeys(known, dim)
-    for glob in dim:
-        as_globs("Channels.dim", glob, known)
-    return {name: wanted for name in known for glob, wanted in dim.items() if matches(name, [glob])}
+    if isinstance(given, int):
+        return dict.fromkeys(known, given)
+    for glob in given:
+        as_globs(argument, glob, known)
+    return {name: wanted for name in known for glob, wanted in given.items() if matches(name, [glob])}

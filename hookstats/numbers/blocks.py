@@ -52,6 +52,7 @@ class Row(NamedTuple):
     keep_channels: bool
     channel_dim: int | None
     is_parameter: bool  # measured together with others
+    group_size: int | None = None  # channels that belong together
 
 
 class Layout:
@@ -90,12 +91,15 @@ class Layout:
         """What `to_json` gave. ValueError, KeyError or TypeError for anything else."""
         bins = None if d["histogram"] is None else bins_from_json(d["histogram"])
         rows = []
-        for name, tensor, keeps, dim, is_parameter, parts in d["rows"]:
+        for name, tensor, keeps, dim, is_parameter, group_size, parts in d["rows"]:
             if not (isinstance(name, str) and isinstance(tensor, str) and parts):
                 raise ValueError(f"expected a site and where it lies, got {name!r}, {tensor!r}, {parts!r}")
             if dim is not None and not isinstance(dim, int):
                 raise ValueError(f"expected a channel dimension, got {dim!r}")
-            row = Row(Site(name, tensor), tuple(Part(*part) for part in parts), bool(keeps), dim, bool(is_parameter))
+            if group_size is not None and not (isinstance(group_size, int) and group_size > 0):
+                raise ValueError(f"expected a number of channels that belong together, got {group_size!r}")
+            lies = tuple(Part(*part) for part in parts)
+            row = Row(Site(name, tensor), lies, bool(keeps), dim, bool(is_parameter), group_size)
             for part in row.parts:
                 right = all(isinstance(each, int) and each >= 0 for each in part) and part.channels > 0
                 if not right or part.block >= len(d["devices"]):
@@ -281,6 +285,7 @@ class Drained:
             histogram_of,
             wholes,
             shapes,
+            [rows[i].group_size for i in numbers],
         )
 
 

@@ -20,7 +20,8 @@ class Columns:
 
     ``sites``: n of them. ``calls`` ``[n]``: tensors folded in, 0 where a site was silent. ``order`` ``[fired]``: the
     places in ``sites`` of those that fired, in order of execution. ``scales`` ``[n]``: by which values are divided when
-    they are finished. ``keeps`` ``[n]``: whether channels are kept apart, and ``dims``: along which dimension.
+    they are finished. ``keeps`` ``[n]``: whether channels are kept apart, ``dims``: along which dimension, and
+    ``group_sizes``: how many of them belong together.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class Columns:
         histogram: Callable[[int], Counts | None],
         wholes: Callable[[], Array] | None = None,
         shapes: Counts | None = None,
+        group_sizes: Sequence[int | None] | None = None,
     ) -> None:
         """state: of a site, as it was measured, ``[fields, channels]``; histogram: of a site, of these bins, or None.
 
@@ -48,6 +50,7 @@ class Columns:
         self.scales = scales
         self.keeps = np.asarray(keeps, bool)
         self.dims = list(dims)
+        self.group_sizes = [None] * len(self.sites) if group_sizes is None else list(group_sizes)
         self.bins = bins
         self.state = state
         self.histogram = histogram
@@ -70,6 +73,7 @@ class Columns:
             next((stats._bins for stats in listed if stats._histogram is not None), None),
             lambda i: listed[i]._measured,
             lambda i: listed[i]._histogram,
+            group_sizes=[stats.group_size for stats in listed],
         )
         columns._stats = dict(enumerate(listed))
         return columns
@@ -90,10 +94,8 @@ class Columns:
     def stats(self, i: int) -> SiteStats:
         """Of the i-th site, always the same object."""
         if i not in self._stats:
-            scale, keeps = float(self.scales[i]), bool(self.keeps[i])
-            self._stats[i] = SiteStats(
-                self.state(i), int(self.calls[i]), self.histogram(i), keeps, self.bins, scale, self.dims[i]
-            )
+            kept = bool(self.keeps[i]), self.bins, float(self.scales[i]), self.dims[i], self.group_sizes[i]
+            self._stats[i] = SiteStats(self.state(i), int(self.calls[i]), self.histogram(i), *kept)
         return self._stats[i]
 
     @cached_property
@@ -128,6 +130,23 @@ class Columns:
         chosen = np.flatnonzero(self.keeps)
         states = [np.empty((len(FIELDS), 0)), *(self.state(i) for i in chosen.tolist())]
         return Stats(unscale(np.concatenate(states, axis=1), np.repeat(self.scales[chosen], self.widths[chosen])))
+
+    @cached_property
+    def group_counts(self) -> Counts:
+        """``[n]``: how many groups of channels each site has; 0 where nothing says that channels belong together."""
+        sizes = np.array([size or 0 for size in self.group_sizes], np.int64)
+        divides = (sizes > 0) & (self.widths % np.maximum(sizes, 1) == 0)
+        return np.where(divides, self.widths // np.maximum(sizes, 1), 0)
+
+    @cached_property
+    def groups(self) -> Stats[Array]:
+        """All groups of channels, side by side ``[sum of group_counts]``, without the scaler's scale."""
+        chosen = np.flatnonzero(self.group_counts)
+        counts = self.group_counts[chosen]
+        sizes = np.repeat(self.widths[chosen] // counts, counts)
+        states = [np.empty((len(FIELDS), 0)), *(self.state(i) for i in chosen.tolist())]
+        merged = fold_channels(np.concatenate(states, axis=1), np.cumsum(sizes) - sizes)
+        return Stats(unscale(merged, np.repeat(self.scales[chosen], counts)))
 
     def exponents(self, chosen: Iterable[int] | None = None) -> tuple[Counts, Counts]:
         """Histograms by exponent of whole tensors: the places in ``sites`` that have one ``[k]``, counts ``[k, 512]``.
@@ -173,6 +192,7 @@ class Columns:
             self.bins,
             lambda i: self.state(chosen[i]),
             lambda i: self.histogram(chosen[i]),
+            group_sizes=[self.group_sizes[i] for i in chosen],
         )
 
 

@@ -36,7 +36,8 @@ class SiteStats:
     ``calls``: tensors folded in (0: the site did not fire). ``total``: over everything. ``channels``: per channel, or
     None where channels are not kept, or were not sent in this step (``Channels.every``). ``channel_dim``: the dimension
     of the tensors that the channels are (-1: the last); None where they are not kept, or nothing has told it yet.
-    ``histogram``: or None.
+    ``histogram``: or None. ``group_size``: how many channels in a row belong together, such as the ``head_dim`` of
+    attention; None where nothing says that they do (``Channels.group_size``).
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class SiteStats:
         bins: Bins | None = None,
         scale: float = 1.0,
         channel_dim: int | None = None,
+        group_size: int | None = None,
     ) -> None:
         """moments: ``[fields, channels]``; histogram: as in the state, of these bins (None: by exponent).
 
@@ -56,6 +58,7 @@ class SiteStats:
         """
         self.calls = calls
         self.channel_dim = channel_dim
+        self.group_size = group_size
         self._measured = _owned(moments)
         self._scale = scale
         self._histogram = None if histogram is None else _owned(histogram)
@@ -81,6 +84,15 @@ class SiteStats:
         """Per channel."""
         return Stats(self._moments) if self._per_channel else None
 
+    @cached_property
+    def groups(self) -> Stats[Array] | None:
+        """Of each group of ``group_size`` channels, such as the heads of attention, ``[groups]``; as `grouped`.
+
+        None where nothing says that channels belong together, and where channels are None.
+        """
+        size, width = self.group_size, self._measured.shape[1]
+        return self.grouped(width // size) if size and self._per_channel and width % size == 0 else None
+
     def grouped(self, groups: int) -> Stats[Array]:
         """Statistics of so many equal groups of channels in a row, ``[groups]``, such as the heads of a projection.
 
@@ -96,8 +108,7 @@ class SiteStats:
             raise TypeError(f"grouped: expected an int, got {groups!r}")
         if groups < 1 or width % groups:
             raise ValueError(f"grouped: expected a number that divides the {width} channels, got {groups}")
-        merged = [fold_channels(part) for part in np.split(self._measured, groups, axis=1)]
-        return Stats(unscale(np.stack(merged, axis=1), self._scale))
+        return Stats(unscale(fold_channels(self._measured, np.arange(0, width, width // groups)), self._scale))
 
     @property
     def max_violation(self) -> float:
@@ -202,7 +213,7 @@ class SiteStats:
     def _content(self) -> tuple[Any, ...]:
         histogram = None if self._histogram is None else (self._bins, self._histogram.shape, self._histogram.tobytes())
         state = (self._measured.shape, bits_of(self._measured), bits_of(self._scale))
-        return self.calls, self.channel_dim, self._per_channel, state, histogram
+        return self.calls, self.channel_dim, self.group_size, self._per_channel, state, histogram
 
     def _to_dict(self) -> dict[str, Any]:
         histogram = None
@@ -211,6 +222,7 @@ class SiteStats:
         return {
             "calls": self.calls,
             "channel_dim": self.channel_dim,
+            "group_size": self.group_size,
             "keeps_channels": self._per_channel,
             "scale": self._scale,
             "state": dict(zip(FIELDS, self._measured.tolist(), strict=True)),
@@ -234,7 +246,8 @@ class SiteStats:
             shape = histogram_shape(bins, measured.shape[1])
             if counts.shape != shape:
                 raise ValueError(f"from_dict: {where}: expected counts of shape {shape}, got {counts.shape}")
-        return cls(measured, d["calls"], counts, d["keeps_channels"], bins, d["scale"], d["channel_dim"])
+        kept = d["keeps_channels"], bins, d["scale"], d["channel_dim"], d["group_size"]
+        return cls(measured, d["calls"], counts, *kept)
 
     def __repr__(self) -> str:
         return f"SiteStats(calls={self.calls}, total={self.total})"

@@ -23,7 +23,7 @@ _VERSION = 2  # of what `Snapshot.to_dict` gives
 
 
 class ChannelValue(NamedTuple):
-    """A statistic of one channel, see `Snapshot.top_channels`."""
+    """A statistic of one channel, or group of channels, see `Snapshot.top_channels`."""
 
     site: Site
     channel: int
@@ -262,8 +262,9 @@ class Snapshot(Mapping[Site, SiteStats]):
     def table(self, sort: str | None = None) -> str:
         """A text table, a line for each site: in order of execution, or by a statistic of the totals, largest first.
 
-        ``sort``: a statistic's name (ValueError for another one). ``channels`` says how many are kept apart, ``dim``
-        along which dimension. Sites that did not fire come last, and those that are not measured, each with the reason.
+        ``sort``: a statistic's name (ValueError for another one). ``channels`` says how many are kept apart, 16x64 for
+        16 groups of 64, such as heads; ``dim``: along which dimension. Sites that did not fire come last, and those
+        that are not measured, each with the reason.
         """
         return "\n".join([*aligned(self._rows(sort), left=2), *self._left_out()])
 
@@ -287,6 +288,8 @@ class Snapshot(Mapping[Site, SiteStats]):
         for site, *numbers in zip(self.order, *columns, strict=True):
             i = self.columns.place[site]
             channels = str(self.columns.widths[i]) if self.columns.keeps[i] else "-"
+            if self.columns.group_counts[i]:
+                channels = f"{self.columns.group_counts[i]}x{self.columns.group_sizes[i]}"
             dim = "-" if self.columns.dims[i] is None else str(self.columns.dims[i])
             rows.append([site.name or "(model)", site.tensor, str(self.columns.calls[i]), channels, dim, *numbers])
         if sort is not None:
@@ -326,10 +329,19 @@ class Snapshot(Mapping[Site, SiteStats]):
         ``snapshot.top_channels("abs_max", 10)``: as (site, channel, value). Fewer where there are fewer; channels
         whose value is NaN are left out, and equal ones come in order of execution. ValueError for an unknown statistic.
         """
-        _check_statistics("top_channels", [statistic])
+        return self._largest("top_channels", self._channels(), statistic, k)
+
+    def top_groups(self, statistic: str, k: int) -> list[ChannelValue]:
+        """As `top_channels`, of groups of channels such as heads: ``channel`` is the number of the group."""
+        return self._largest("top_groups", self._groups(), statistic, k)
+
+    def _largest(
+        self, argument: str, of: tuple[list[Site], Counts, Stats[Array]], statistic: str, k: int
+    ) -> list[ChannelValue]:
+        _check_statistics(argument, [statistic])
         if k < 1:
-            raise ValueError(f"top_channels: expected k >= 1, got {k}")
-        sites, widths, stats = self._channels()
+            raise ValueError(f"{argument}: expected k >= 1, got {k}")
+        sites, widths, stats = of
         values = getattr(stats, statistic)
         known = values[~np.isnan(values)]
         least = np.partition(known, -k)[-k] if k < len(known) else -np.inf
@@ -343,31 +355,43 @@ class Snapshot(Mapping[Site, SiteStats]):
 
     def _channels(self) -> tuple[list[Site], Counts, Stats[Array]]:
         """The sites that fired and keep channels, how many each has, and the statistics of all, side by side."""
-        order, columns = self.columns.order, self.columns
-        fired = order[columns.keeps[order]]
-        sites, widths = [columns.sites[i] for i in fired.tolist()], columns.widths[fired]
-        ends = np.cumsum(columns.widths)
-        begins = (ends - columns.widths)[fired]
-        places = np.repeat(begins - np.cumsum(widths) + widths, widths) + np.arange(widths.sum())
-        return sites, widths, columns.channels.entries(places)
+        return self._fired(self.columns.widths, self.columns.channels)
 
-    def to_pandas(self, channels: bool = False) -> pandas.DataFrame:
+    def _groups(self) -> tuple[list[Site], Counts, Stats[Array]]:
+        """The same of groups of channels."""
+        return self._fired(self.columns.group_counts, self.columns.groups)
+
+    def _fired(self, widths: Counts, stats: Stats[Array]) -> tuple[list[Site], Counts, Stats[Array]]:
+        """Of what lies side by side for all sites, that of the sites that fired, in their order."""
+        order = self.columns.order
+        fired = order[widths[order] > 0]
+        begins, lengths = (np.cumsum(widths) - widths)[fired], widths[fired]
+        places = np.repeat(begins - np.cumsum(lengths) + lengths, lengths) + np.arange(lengths.sum())
+        return [self.columns.sites[i] for i in fired.tolist()], lengths, stats.entries(places)
+
+    def to_pandas(self, channels: bool = False, groups: bool = False) -> pandas.DataFrame:
         """A DataFrame of the totals: a row for each site in order of execution, indexed by (name, tensor).
 
         ``channels=True``: a row for each channel of each site that keeps them, indexed by (name, tensor, channel).
+        ``groups=True``: a row for each group of channels, such as a head, indexed by (name, tensor, group).
+        ValueError for both.
         """
+        if channels and groups:
+            raise ValueError("to_pandas: expected channels=True or groups=True, got both")
         try:
             import pandas
         except ImportError:
             raise ImportError("to_pandas needs pandas: pip install 'hookstats[pandas]'") from None
         sites, widths, stats = self.order, np.ones(len(self.order), np.int64), self.totals
-        if channels:
-            sites, widths, stats = self._channels()
+        if channels or groups:
+            sites, widths, stats = self._channels() if channels else self._groups()
         places = np.repeat(np.arange(len(sites)), widths)
         levels = {part: [getattr(site, part) for site in sites] for part in Site._fields}
         index = {part: np.array(level, object)[places] for part, level in levels.items()}
-        if channels:
-            index["channel"] = np.arange(len(places)) - np.repeat(np.cumsum(widths) - widths, widths)
+        if channels or groups:
+            index["channel" if channels else "group"] = np.arange(len(places)) - np.repeat(
+                np.cumsum(widths) - widths, widths
+            )
         calls = np.array([self.columns.calls[self.columns.place[site]] for site in sites], np.int64)[places]
         columns = {"calls": calls} | {name: getattr(stats, name) for name in STATISTICS}
         return pandas.DataFrame(columns, pandas.MultiIndex.from_arrays(list(index.values()), names=list(index)))

@@ -44,6 +44,7 @@ class Totals(NamedTuple):
     keeps: Any
     dims: Counts
     has_dim: Any
+    group_sizes: Counts  # 0 where nothing belongs together
     has_histogram: Any
     wholes: Array
 
@@ -67,6 +68,7 @@ def totals_of(drained: Drained, key: Key, ids: Counts) -> Totals:
         columns.keeps,
         np.array([0 if dim is None else dim for dim in columns.dims], np.int64),
         np.array([dim is not None for dim in columns.dims], bool),
+        np.array([size or 0 for size in columns.group_sizes], np.int64),
         columns.shapes[1] > 0,
         columns.wholes,
     )
@@ -83,6 +85,7 @@ def totals_table(steps: list[Totals], sites: list[Site]) -> pa.Table:
         return np.concatenate([getattr(each, name) for each in steps])[sorting]
 
     scales, order, has_dim = joined("scales"), joined("place_in_order"), joined("has_dim")
+    group_sizes = joined("group_sizes")
     wholes = np.concatenate([each.wholes for each in steps], axis=1)[:, sorting]
     stats = finished(wholes, scales)
     columns: dict[str, Any] = {name: values[sorting] for name, values in keys.items()}
@@ -95,6 +98,7 @@ def totals_table(steps: list[Totals], sites: list[Site]) -> pa.Table:
         "channels": joined("widths"),
         "keeps_channels": joined("keeps"),
         "channel_dim": to_arrow(joined("dims"), pa.int32(), ~has_dim),
+        "group_size": to_arrow(group_sizes, pa.int32(), group_sizes == 0),
         "has_histogram": joined("has_histogram"),
     }
     columns |= {name: getattr(stats, name) for name in STATISTICS}

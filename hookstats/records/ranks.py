@@ -82,6 +82,7 @@ def _columns(parts: list[Columns]) -> Columns:
             where[i] = here if is_cut[i] else here[:1]
             calls[i] = max(part.calls[at] for part, at in here)
     dims = [{part.dims[i] for part, i in here} - {None} for here in where]
+    groups = [{part.group_sizes[i] for part, i in here} for here in where]
     shapes = [[(int(part.shapes[0, i]), int(part.shapes[1, i])) for part, i in here] for here in where]
     scales = [{float(part.scales[i]) for part, i in here} for here in where]
     is_alike = [len({width for width, _ in each}) == 1 and not cut for each, cut in zip(shapes, is_cut, strict=True)]
@@ -119,4 +120,5 @@ def _columns(parts: list[Columns]) -> Columns:
         lambda i: read(i).moments,
         lambda i: read(i).histogram,
         wholes,
+        group_sizes=[each.pop() if len(each) == 1 else None for each in groups],
     )

@@ -23,7 +23,17 @@ from hookstats.records.schema import SCHEMAS
 
 _T = TypeVar("_T")
 _LARGEST = 1 << 31  # bytes of a column of a row group
-_NULLABLE = {"order", "channel_dim", "grad_scale", "overflowed", "histogram", "times", "state_mean", "state_min"}
+_NULLABLE = {
+    "order",
+    "channel_dim",
+    "group_size",
+    "grad_scale",
+    "overflowed",
+    "histogram",
+    "times",
+    "state_mean",
+    "state_min",
+}
 _NULLABLE |= {"state_max", "state_abs_sum"}
 
 

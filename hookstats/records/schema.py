@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from hookstats.numbers.fields import FIELDS, STATISTICS, Site
 from hookstats.records.arrays import from_list, to_arrow
 
-VERSION = 2
+VERSION = 3
 ROW_GROUP = 10_000  # rows of totals
 FLUSH = 8 << 20  # bytes that are held before they are written as row groups
 
@@ -52,7 +52,8 @@ _COLUMNS: dict[str, dict[str, pa.DataType]] = {
         "since": pa.int64(),
     },
     # One row for each site of a step. place: in the Snapshot; order: in the order of execution, null where silent.
-    # channels: how many the state had that was sent; more than one are in the table channels.
+    # channels: how many the state had that was sent; more than one are in the table channels. group_size: how many of
+    # them belong together, or null.
     "totals": {
         **_KEYS,
         **_SITE,
@@ -63,6 +64,7 @@ _COLUMNS: dict[str, dict[str, pa.DataType]] = {
         "channels": pa.int32(),
         "keeps_channels": pa.bool_(),
         "channel_dim": pa.int32(),
+        "group_size": pa.int32(),
         "has_histogram": pa.bool_(),
         **dict.fromkeys(STATISTICS, pa.float64()),
         **{name: pa.float64() for name in STATE.values() if name not in STATISTICS},

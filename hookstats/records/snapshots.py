@@ -19,7 +19,8 @@ from hookstats.records.reading import Chosen, Reader
 from hookstats.records.schema import SAME_AS, STATE
 from hookstats.records.timeline import Timeline
 
-_SITES = ["site", "place", "order", "calls", "scale", "channels", "keeps_channels", "channel_dim", "has_histogram"]
+_SITES = ["site", "place", "order", "calls", "scale", "channels", "keeps_channels", "channel_dim", "group_size"]
+_SITES += ["has_histogram"]
 _AT_ONCE = 200_000  # rows of totals that are held: about 60 MB
 
 
@@ -90,6 +91,9 @@ class Snapshots:
         right = right and (channels > 0).all() and (calls >= 0).all() and len(np.unique(order[fired])) == len(fired)
         if not right:
             raise RunError(f"step {step}: expected each site, its place and its place in order once, got others")
+        group_sizes = totals["group_size"].to_pylist()
+        if not all(size is None or size > 0 for size in group_sizes):
+            raise RunError(f"step {step}: expected numbers of channels that belong together, got {group_sizes}")
         sites = [self._names[self._id(step, site)] for site in ids.tolist()]
         wholes = wholes_of(totals)
         wide = self._wide(row, {site: (i, int(channels[i])) for i, site in enumerate(ids.tolist())}, totals)
@@ -104,6 +108,7 @@ class Snapshots:
             lambda i: wholes[:, i : i + 1].copy() if channels[i] == 1 else wide.states[i],
             lambda i: wide.histograms.get(i),
             lambda: wholes,
+            group_sizes=group_sizes,
         )
 
     def _wide(self, row: int, places: dict[int, tuple[int, int]], totals: pa.Table) -> _Wide:

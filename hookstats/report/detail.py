@@ -57,19 +57,19 @@ def details(recorded: Recorded, restless: Array) -> tuple[dict[str, Any], dict[s
             kept.append(i)
             room -= size
     sites = [recorded.sites[i] for i in kept]
-    channels: dict[Site, _Picture] = {site: _Picture([], []) for site in sites}
-    histograms: dict[Site, _Picture] = {site: _Picture([], []) for site in sites}
-    tops: dict[Site, tuple[int, Stats[Array]]] = {}
+    channels, groups, histograms = ({site: _Picture([], []) for site in sites} for _ in range(3))
+    tops: dict[str, dict[Site, tuple[int, Stats[Array]]]] = {"channels": {}, "groups": {}}
     edge_of: dict[Site, Array] = {}
     for snapshot in recorded.snapshots(steps, sites):
         for site in sites:
             if site not in snapshot or snapshot[site].calls == 0:
                 continue
             stats = snapshot[site]
-            if stats.channels is not None and stats.channels.count.size > 1:
-                channels[site].steps.append(snapshot.step)
-                channels[site].columns.append(_few(stats.channels.rms, _CHANNELS))
-                tops[site] = (snapshot.step, stats.channels)
+            for name, pictures, parts in (("channels", channels, stats.channels), ("groups", groups, stats.groups)):
+                if parts is not None and parts.count.size > 1:
+                    pictures[site].steps.append(snapshot.step)
+                    pictures[site].columns.append(_few(parts.rms, _CHANNELS))
+                    tops[name][site] = (snapshot.step, parts)
             if stats.histogram is not None:
                 share, edge_of[site] = _share(stats)
                 histograms[site].steps.append(snapshot.step)
@@ -77,9 +77,11 @@ def details(recorded: Recorded, restless: Array) -> tuple[dict[str, Any], dict[s
     said, blobs = {}, {}
     for i, site in zip(kept, sites, strict=True):
         mine: dict[str, Any] = {}
-        if _fits(channels[site]):
-            mine["channels"], blobs[f"channels.{i}"] = _channel_picture(channels[site], tops[site][1].count.size)
-            mine["top"] = {"step": tops[site][0], **_top(tops[site][1])}
+        for name, pictures in (("channels", channels), ("groups", groups)):
+            if _fits(pictures[site]):
+                step, parts = tops[name][site]
+                mine[name], blobs[f"{name}.{i}"] = _channel_picture(pictures[site], parts.count.size)
+                mine[name]["top"] = {"step": step, **_top(parts)}
         if _fits(histograms[site]):
             mine["histogram"], blobs[f"histogram.{i}"] = _histogram_picture(histograms[site], edge_of[site])
         if mine:
@@ -94,8 +96,9 @@ def _sizes(recorded: Recorded, step: int) -> dict[Site, int]:
         for site in snapshot.order:
             stats = snapshot[site]
             width = 0 if stats.channels is None else stats.channels.count.size
+            groups = 0 if stats.groups is None else stats.groups.count.size
             bins = 0 if stats.histogram is None else min(stats.histogram.counts.shape[-1], _BINS)
-            sizes[site] = (min(width, _CHANNELS) if width > 1 else 0) + bins
+            sizes[site] = sum(min(parts, _CHANNELS) for parts in (width, groups) if parts > 1) + bins
     return sizes
 
 

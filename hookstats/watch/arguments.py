@@ -37,19 +37,23 @@ class Channels:
             the spatial ones), else by evidence: the dimension that has the size of a vector among the module's
             parameters; for a leaf, that of the latest output of the same shape; a width found inside the module; a
             width of what ran before it. ``SiteStats.channel_dim`` says what was found.
+        group_size: ``{glob: channels}``, how many channels in a row belong together, of outputs and parameters;
+            `SiteStats.groups` are the statistics of each group. Where nothing is given, the heads of attention are
+            found by evidence: the names of its projections, and the number of heads in it or in its configuration.
 
     Where the width of a site alternates, it keeps totals. A parameter's channels are its outputs (dimension 0; of a
     transposed convolution, and of transformers' Conv1D, 1); one of fewer than two dimensions has a total only.
 
     Raises:
         TypeError, ValueError: for arguments that are not as above. `attach` raises ValueError for a glob that matches
-        nothing, and for a dimension that a module cannot have.
+        nothing, for a dimension that a module cannot have, and for a group_size that does not divide its channels.
     """
 
     which: bool | str | Iterable[str] = True
     _: KW_ONLY
     every: int = 1
     dim: int | Mapping[str, int] | None = None
+    group_size: Mapping[str, int] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.which, bool | str):
@@ -61,6 +65,11 @@ class Channels:
         dims = self.dim if isinstance(self.dim, Mapping) else {"*": self.dim}
         if self.dim is not None and not all(isinstance(glob, str) and _is_int(dim) for glob, dim in dims.items()):
             raise TypeError(f"Channels.dim: expected an int or {{glob: int}}, got {self.dim!r}")
+        sizes = {} if self.group_size is None else self.group_size
+        if not isinstance(sizes, Mapping) or not all(isinstance(glob, str) and _is_int(n) for glob, n in sizes.items()):
+            raise TypeError(f"Channels.group_size: expected {{glob: int}}, got {sizes!r}")
+        if min(sizes.values(), default=1) < 1:
+            raise ValueError(f"Channels.group_size: expected numbers from 1, got {sizes!r}")
 
 
 @dataclass(frozen=True)

@@ -23,10 +23,11 @@ _MOST_BATCHED = 8  # times that a site is in a batch, on average: optimizers tha
 class Parameter:
     """One watched parameter: where the model keeps it, its sites by tensor kind. It does not keep the model alive."""
 
-    def __init__(self, number: int, name: str, slot: Slot, keeps_channels: bool) -> None:
+    def __init__(self, number: int, name: str, slot: Slot, keeps_channels: bool, group_size: int | None) -> None:
         self.number = number
         self.name = name
         self.keeps_channels = keeps_channels
+        self.group_size = group_size
         self.module = weakref.ref(slot.module)
         self.key = slot.key
         self.entries: dict[str, Entry] = {}  # of what is still measured

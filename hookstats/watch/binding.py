@@ -92,7 +92,7 @@ class SiteBinder:
                 entry = self.store.add(site, device, width, spec.channel_dim, spec.keep_channels and spec.bound)
                 spec.entries[kind] = entry
                 self._hooks[entry.index] = HOOKS[entry.index] = hook
-                entry.channel_dim = spec.shown_dim
+                entry.channel_dim, entry.group_size = spec.shown_dim, spec.group_size
                 entry.is_container = issubclass(
                     make, LateHook
                 )  # until something is met that belongs to the site itself

@@ -199,6 +199,7 @@ def _layout(entries: list[Entry], store: Store, totals_only: bool) -> tuple[Layo
             e.keep_channels and not totals_only,
             e.channel_dim if e.keep_channels else None,
             e.is_parameter,
+            e.group_size,
         )
         for e, each in zip(entries, places, strict=True)
     ]

@@ -37,12 +37,15 @@ class SiteSpec:
         keep_channels: bool,
         kinds: Kinds,
         module: torch.nn.Module | None = None,
+        group_size: int | None = None,
     ) -> None:
+        """group_size: how many channels belong together, such as those of a head."""
         self.name = name
         self.path = path
         self.channels = channels
         self.keep_channels = keep_channels
         self.kinds = kinds
+        self.group_size = group_size
         self.module = None if module is None else weakref.ref(module)
         self.bound = not keep_channels or channels.width is not None
         self.moved = self.met = self.guessed = False

@@ -77,12 +77,12 @@ class Parameters:
         self._unstepped: dict[Parameter, Sample] = {}  # while a step is closed
         self._readings = 0
 
-    def add(self, name: str, slot: Slot, keep_channels: bool) -> None:
+    def add(self, name: str, slot: Slot, keep_channels: bool, group_size: int | None) -> None:
         """Watches a parameter."""
         tensor = slot.get()
         assert tensor is not None
         device, width, dim = placing(slot, tensor, keep_channels, self._device)
-        parameter = Parameter(len(self._parameters.all), name, slot, keep_channels)
+        parameter = Parameter(len(self._parameters.all), name, slot, keep_channels, group_size)
         for kind in kinds_of(tensor, self._kinds):
             if kind == STATES:
                 continue  # an optimizer has none before it has stepped
@@ -93,7 +93,7 @@ class Parameters:
                 Site(name, kind), device, 1 if is_sample else width, dim, keeps, has_bins=not is_sample
             )
             entry.is_parameter = True
-            entry.channel_dim = dim
+            entry.channel_dim, entry.group_size = dim, None if is_sample else group_size
             entry.sharding = sharding_of(tensor, dim) if is_dtensor(tensor) else None
             parameter.entries[kind] = entry
         is_there = not isinstance(tensor, nn.parameter.UninitializedParameter) and not tensor.is_meta

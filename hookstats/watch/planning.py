@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from hookstats.modules.channels import ChannelAxis, channels_of, input_channels, wanted_channel_dims
-from hookstats.modules.selection import Modules, select, watched_root
+from hookstats.modules.channels import ChannelAxis, channels_of, input_channels, wanted_by_name
+from hookstats.modules.heads import NO_GROUPS, GroupSizes, group_sizes
+from hookstats.modules.selection import Modules, clean_names, select, watched_root
 from hookstats.watch.arguments import OF_LANGUAGE, OF_PARAMETERS, Channels, channel_names, device_of
 from hookstats.watch.batches import placing
 from hookstats.watch.hooks import Hook, InputHook, Kinds, ModelInputHook, SiteSpec
@@ -41,14 +42,32 @@ class Plan:
         is_of_modules = not set(kinds) <= set(OF_LANGUAGE)
         if is_of_modules and not self.modules and not self.parameters and self._root is None:
             raise ValueError(f"modules: expected to select something that has {' or '.join(kinds)}, selected nothing")
-        self._dims = wanted_channel_dims(channels.dim, self.modules)
+        self._dims = wanted_by_name("Channels.dim", channels.dim, self.modules)
         self._channels = {name: channels_of(name, m, self._dims.get(name)) for name, m in self.modules.items()}
         self.device = device_of(model) or torch.device("cpu")  # of what lies on none
         self._devices = {name: device_of(module) or self.device for name, module in self.modules.items()}
         self.keeping = channel_names(channels.which, self.modules, self.parameters)  # modules and parameters
+        self._groups = group_sizes(clean_names(model)) | self._given_groups(channels)
         self.trained = frozenset(
             name for name, m in self.modules.items() if any(parameter.requires_grad for parameter in m.parameters())
         )
+
+    def _given_groups(self, channels: Channels) -> dict[str, GroupSizes]:
+        """The caller's, of outputs and parameters."""
+        given = wanted_by_name("Channels.group_size", channels.group_size, [*self.modules, *self.parameters])
+        for name, size in given.items():
+            width = self._channels[name].width if name in self._channels else None
+            if width is not None and width % size:
+                raise ValueError(
+                    f"Channels.group_size: expected a number that divides the {width} channels of {name!r}, got {size}"
+                )
+        return {name: GroupSizes(size, None) for name, size in given.items()}
+
+    def group_size_of(self, parameter: str) -> int | None:
+        """How many of its channels belong together: of a module's weight, as many as of what the module gives."""
+        module, _, key = parameter.rpartition(".")
+        found = self._groups.get(parameter) or (self._groups.get(module) if key == "weight" else None)
+        return (found or NO_GROUPS).outputs
 
     def hooks(self) -> Iterator[tuple[nn.Module, SiteSpec, type[Hook], torch.device]]:
         """Each hook's module, sites, kind and device."""
@@ -58,11 +77,13 @@ class Plan:
             yield self._root, spec, ModelInputHook, self.device
         for name, module in self.modules.items():
             inputs = input_channels(module, self._dims.get(name))
-            keeps, device = name in self.keeping, self._devices[name]
+            keeps, device, groups = name in self.keeping, self._devices[name], self._groups.get(name, NO_GROUPS)
             if any(self._of_outputs):
-                yield module, SiteSpec(name, "", self._channels[name], keeps, self._of_outputs, module), Hook, device
+                outputs, kinds = self._channels[name], self._of_outputs
+                yield module, SiteSpec(name, "", outputs, keeps, kinds, module, groups.outputs), Hook, device
             if any(self._of_inputs) and inputs is not None:
-                yield module, SiteSpec(name, "", inputs, keeps, self._of_inputs, module), InputHook, device
+                kinds = self._of_inputs
+                yield module, SiteSpec(name, "", inputs, keeps, kinds, module, groups.inputs), InputHook, device
 
     def reserve(self, store: Store) -> int | None:
         """Takes the memory. The bytes on a device that channels would need, if they go beyond the budget: then all

@@ -64,7 +64,7 @@ class States:
                 return False
         entry = self._store.add(site, device, width, dim, each.keeps_channels and width > 1)
         entry.is_parameter = True
-        entry.channel_dim = dim
+        entry.channel_dim, entry.group_size = dim, each.group_size
         each.entries[kind] = entry
         return True
 

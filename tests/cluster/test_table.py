@@ -60,6 +60,7 @@ def test_pieces_are_not_in_the_table_and_everything_else_is() -> None:
         table(row(keep_channels=False)),
         table(row(channel_dim=None)),
         table(row(is_parameter=True)),
+        table(row(group_size=2)),
         table(row(replicas="first")),
         table(row(replicas=0)),
         table(row(), bins=LinearBins(0, 1, 510)),
@@ -75,15 +76,15 @@ def test_pieces_are_not_in_the_table_and_everything_else_is() -> None:
 
 def hostile() -> list[tuple[str, Any]]:
     good = json.loads(table(row(), scalars=("loss",), unmeasured=(B,)).text)
-    name, tensor, channels, counters, keeps, dim, is_parameter, replicas, _ = good["rows"][0]
+    name, tensor, channels, counters, keeps, dim, is_parameter, replicas, *_ = good["rows"][0]
 
     def with_row(*told: Any) -> dict[str, Any]:
-        return {**good, "rows": [[*told, ""] if len(told) == 8 else list(told)]}
+        return {**good, "rows": [[*told, "", None] if len(told) == 8 else list(told)]}
 
     return [
         ("a list", []),
         ("nothing", None),
-        ("another version", {**good, "version": 2}),
+        ("another version", {**good, "version": 1}),
         ("a missing field", {key: value for key, value in good.items() if key != "spread"}),
         ("a site twice", {**good, "rows": [good["rows"][0]] * 2}),
         ("a site twice, once without a row", {**good, "unmeasured": [[name, tensor]]}),
@@ -106,7 +107,9 @@ def hostile() -> list[tuple[str, Any]]:
         ("a dimension far away", with_row(name, tensor, channels, counters, keeps, 1 << 40, is_parameter, replicas)),
         ("replicas of a word", with_row(name, tensor, channels, counters, keeps, dim, is_parameter, "all")),
         ("replicas of rank -1", with_row(name, tensor, channels, counters, keeps, dim, is_parameter, -1)),
-        ("apart of a number", with_row(*good["rows"][0][:-1], 1)),
+        ("apart of a number", with_row(*good["rows"][0][:-2], 1, None)),
+        ("groups of no channels", with_row(*good["rows"][0][:-1], 0)),
+        ("groups of a text", with_row(*good["rows"][0][:-1], "2")),
         ("replicas that are a list", with_row(name, tensor, channels, counters, keeps, dim, is_parameter, [])),
     ]
 
@@ -121,6 +124,11 @@ def test_what_is_no_table_is_refused(what: str, told: Any) -> None:
 def test_what_is_no_json_is_refused(text: bytes) -> None:
     with pytest.raises(ValueError, match="expected a table of sites"):
         Table.from_text(text)
+
+
+def test_groups_are_kept_where_all_ranks_have_the_same() -> None:
+    assert agreed(table(row(group_size=2)), table(row(group_size=2, channel_dim=0))).rows[0].group_size == 2
+    assert agreed(table(row(group_size=2)), table(row(group_size=4))).rows[0].group_size is None
 
 
 def test_a_table_that_claims_more_than_the_budget_takes_no_memory() -> None:

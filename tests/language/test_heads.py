@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import hookstats
+from hookstats import Channels, Site, Snapshot
+from tests import ranks
+
+OF_WEIGHT = ("param", "param_grad", "optimizer.exp_avg", "optimizer.exp_avg_sq")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -44,23 +58,198 @@ def test_what_is_no_number_of_groups_is_refused() -> None:
             monitor.snapshot()["0", "output"].grouped(2)
 
 
-def test_heads_of_grouped_queries() -> None:
+class Attention(nn.Module):
+    """Grouped queries: four heads of 8, over two of keys and values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads, self.num_key_value_heads = 4, 2
+        self.q_proj, self.k_proj, self.v_proj = nn.Linear(32, 32), nn.Linear(32, 16), nn.Linear(32, 16)
+        self.o_proj = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (each(x).unflatten(-1, (-1, 8)).transpose(1, 2) for each in (self.q_proj, self.k_proj, self.v_proj))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.o_proj(mixed.transpose(1, 2).flatten(2))
+
+
+ALL = ("output", "grad_output", "input", "grad_input", "param", "param_grad", "param_sample", "optimizer")
+GROUPS = {
+    **{("0.q_proj", kind): 4 for kind in ("output", "grad_output")},
+    **{(f"0.{name}_proj", kind): 2 for name in "kv" for kind in ("output", "grad_output")},
+    **{("0.o_proj", kind): 4 for kind in ("input", "grad_input")},
+    **{(f"0.{name}_proj.weight", kind): heads for name, heads in (("q", 4), ("k", 2), ("v", 2)) for kind in OF_WEIGHT},
+}
+
+
+def trained(model: nn.Module, run: nn.Module | None = None, **arguments: Any) -> Snapshot:
+    """A step of AdamW, measured."""
+    torch.manual_seed(0)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    with hookstats.attach(model, **{"tensors": ALL, "every": 1, **arguments}) as monitor:
+        (run or model)(torch.randn(2, 10, 32)).square().mean().backward()
+        optimizer.step()
+        found = [monitor.step(), *monitor.detach()]  # what ranks merge comes later
+    (snapshot,) = (each for each in found if each is not None)
+    return snapshot
+
+
+def groups_in(snapshot: Snapshot) -> dict[tuple[str, str], int]:
+    return {tuple(site): len(stats.groups.rms) for site, stats in snapshot.items() if stats.groups is not None}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_heads_are_found_in_what_projections_give_and_take_and_in_their_weights(compiled: bool) -> None:
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model = nn.Sequential(Attention(), nn.Linear(32, 32))
+    run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else None
+    snapshot = trained(model, run)
+    assert groups_in(snapshot) == GROUPS
+    found = snapshot["0.k_proj.weight", "param_grad"].groups
+    assert found is not None
+    gradient = model[0].k_proj.weight.grad.double().unflatten(0, (2, 8))
+    assert found.rms == pytest.approx(gradient.square().mean((1, 2)).sqrt())
+    assert found.count.tolist() == [8 * 32] * 2
+
+
+def test_heads_are_told_in_the_table_and_among_the_largest_and_in_pandas() -> None:
+    snapshot = trained(nn.Sequential(Attention()))
+    lines = {tuple(line.split()[:2]): line.split()[3] for line in snapshot.table().splitlines()[2:]}
+    assert lines["0.q_proj", "output"] == "4x8"
+    assert lines["0.k_proj.weight", "param_grad"] == "2x8"
+    assert lines["0.o_proj", "output"] == "32"
+    every = [
+        (site, number, value)
+        for site in snapshot.order
+        if (groups := snapshot[site].groups) is not None
+        for number, value in enumerate(groups.abs_max.tolist())
+    ]
+    assert snapshot.top_groups("abs_max", 5) == sorted(every, key=lambda each: -each[2])[:5]
+    frame = snapshot.to_pandas(groups=True)
+    assert frame.index.names == ["name", "tensor", "group"]
+    assert [(Site(name, kind), group) for name, kind, group in frame.index] == [each[:2] for each in every]
+    assert frame["abs_max"].tolist() == [each[2] for each in every]
+    with pytest.raises(ValueError, match="expected channels=True or groups=True, got both"):
+        snapshot.to_pandas(channels=True, groups=True)
+    with pytest.raises(ValueError, match="top_groups: expected k >= 1, got 0"):
+        snapshot.top_groups("rms", 0)
+    without = trained(nn.Sequential(nn.Linear(32, 32)))
+    assert without.top_groups("rms", 5) == []
+    assert len(without.to_pandas(groups=True)) == 0
+
+
+def test_a_scaled_gradient_has_its_heads_without_the_scale() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Attention())
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
+    with hookstats.attach(model, tensors="grad_output", every=1, grad_scaler=scaler) as monitor:
+        scaler.scale(model(torch.randn(2, 10, 32)).square().mean()).backward()
+        snapshot = monitor.step()
+    assert snapshot is not None
+    stats = snapshot["0.q_proj", "grad_output"]
+    assert stats.groups is not None
+    assert stats.groups.abs_max.max() == stats.total.abs_max
+    columns = snapshot.columns
+    place = columns.place[Site("0.q_proj", "grad_output")]
+    before = int(columns.group_counts[:place].sum())
+    assert columns.groups.abs_max[before : before + 4].tolist() == stats.groups.abs_max.tolist()
+
+
+def test_what_is_given_counts_more_than_what_is_found() -> None:
+    given = Channels(group_size={"*.q_proj": 16, "1": 4, "1.weight": 2, "0.k_proj.weight": 4})
+    snapshot = trained(nn.Sequential(Attention(), nn.Linear(32, 32)), channels=given)
+    wanted = {site: 2 if site[0].startswith("0.q_proj") else count for site, count in GROUPS.items()}
+    wanted |= {("0.k_proj.weight", kind): 4 for kind in OF_WEIGHT}
+    wanted |= {("1", kind): 8 for kind in ("output", "grad_output")} | {("1.weight", kind): 16 for kind in OF_WEIGHT}
+    assert groups_in(snapshot) == wanted
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"*.q_proj": 5}, ValueError, "expected a number that divides the 32 channels of '0.q_proj', got 5"),
+        ({"nobody": 5}, ValueError, "Channels.group_size: the glob 'nobody' matches nothing"),
+        ({"*": 0}, ValueError, "Channels.group_size: expected numbers from 1"),
+        ({"*": 2.0}, TypeError, "Channels.group_size: expected {glob: int}"),
+        (8, TypeError, "Channels.group_size: expected {glob: int}, got 8"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(given: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=re.escape(message)):
+        hookstats.attach(nn.Sequential(Attention()), channels=Channels(group_size=given))
+
+
+def test_without_channels_there_are_no_heads() -> None:
+    assert groups_in(trained(nn.Sequential(Attention()), channels=False)) == {}
+    snapshot = trained(nn.Sequential(Attention()))
+    assert groups_in(snapshot.compact()) == {}
+    odd = hookstats.results.SiteStats(np.zeros((10, 7)), 1, None, True, group_size=2)
+    assert odd.groups is None  # a width that was met, and is no multiple
+
+
+def test_heads_of_torchs_own_attention_lie_in_its_parameters() -> None:
+    model = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+    found = groups_in(trained(model, tensors=("output", "param_grad")))
+    assert found == {("self_attn.in_proj_weight", "param_grad"): 12}
+
+
+@pytest.mark.parametrize(
+    ("kind", "outputs", "inputs"),
+    [
+        ("llama", {"self_attn.q_proj": 4, "self_attn.k_proj": 4, "self_attn.v_proj": 4}, {"self_attn.o_proj": 4}),
+        ("gpt2", {"attn.c_attn": 12}, {"attn.c_proj": 4}),
+        ("gpt_neox", {"attention.query_key_value": 12}, {"attention.dense": 4}),
+        ("falcon", {"self_attention.query_key_value": 6}, {"self_attention.dense": 4}),  # one head of keys
+        ("deepseek_v3", {"self_attn.q_b_proj": 4, "self_attn.kv_b_proj": 4}, {"self_attn.o_proj": 4}),
+        ("mamba", {}, {}),
+    ],
+)
+def test_heads_of_models_of_transformers(kind: str, outputs: dict[str, int], inputs: dict[str, int]) -> None:
     pytest.importorskip("transformers")
     from tests.language import zoo
 
-    model = zoo.make("llama")
-    model.config.num_key_value_heads = 2
-    found = hookstats.presets.heads(model)
-    assert {name.removeprefix("model.layers."): count for name, count in found.items()} == {
-        f"{layer}.self_attn.{part}": 4 if part == "q_proj" else 2
-        for layer in (0, 1)
-        for part in ("q_proj", "k_proj", "v_proj")
-    }
-    with hookstats.attach(model) as monitor:
+    model = zoo.make(kind)
+    with hookstats.attach(model, tensors=("output", "input")) as monitor:
         model(**zoo.batch())
-        snapshot = monitor.snapshot()
-    for name, count in found.items():
-        assert snapshot[name, "output"].grouped(count).rms.shape == (count,)
-    assert hookstats.presets.heads(zoo.make("gpt2")) == {}  # queries, keys and values lie together
-    with pytest.raises(TypeError, match=r"heads: expected a torch\.nn\.Module, got int"):
-        hookstats.presets.heads(3)  # type: ignore[arg-type]
+        found = groups_in(monitor.snapshot())
+    assert {of(site): count for site, count in found.items() if ".1." in site[0] and site[1] == "output"} == outputs
+    assert {of(site): count for site, count in found.items() if ".1." in site[0] and site[1] == "input"} == inputs
+
+
+def of(site: tuple[str, str]) -> str:
+    """Its name behind the number of the layer."""
+    return site[0].partition(".1.")[2]
+
+
+def test_heads_are_kept_and_read_again(tmp_path: Path) -> None:
+    snapshot = trained(nn.Sequential(Attention()), sinks=hookstats.record(tmp_path))
+    run = hookstats.load(tmp_path)
+    assert run[0].equals(snapshot)
+    assert groups_in(run[0]) == GROUPS
+    merged = hookstats.load(tmp_path, ranks="merged")[0]
+    assert groups_in(merged) == GROUPS
+    for again in (Snapshot.from_dict(snapshot.to_dict()), pickle.loads(pickle.dumps(snapshot))):
+        assert again.equals(snapshot)
+        assert groups_in(again) == GROUPS
+    other = trained(nn.Sequential(Attention()), channels=Channels(group_size={"*.q_proj": 4}))
+    assert not Snapshot.from_dict({**snapshot.to_dict(), "sites": other.to_dict()["sites"]}).equals(snapshot)
+
+
+def tensor_parallel(rank: int, world: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Attention())
+    wanted = trained(model, tensors=("output", "param_grad", "input"))
+    torch.manual_seed(0)
+    model = nn.Sequential(Attention())
+    cut = {f"0.{name}_proj": ColwiseParallel() for name in "qkv"} | {"0.o_proj": RowwiseParallel()}
+    parallelize_module(model, init_device_mesh("cpu", (world,)), cut)
+    found = trained(model, tensors=("output", "param_grad", "input"), process_group=dist.group.WORLD)
+    assert found.world_size == world
+    assert groups_in(found) == groups_in(wanted) != {}
+    for site in groups_in(wanted):
+        assert found[site].groups.rms == pytest.approx(wanted[site].groups.rms, rel=1e-4)  # type: ignore[union-attr]
+
+
+def test_heads_of_tensor_parallel_ranks_lie_side_by_side() -> None:
+    ranks.run(tensor_parallel, 2, timeout=180)

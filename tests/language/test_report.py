@@ -33,3 +33,21 @@ def test_a_channel_is_called_what_it_is(unit: str, tmp_path: Path) -> None:
     assert " router." not in fits
     assert any(f"{unit}s over time" in caption for caption in captions)
     assert any(f"Top {unit.lower()}s" in caption for caption in captions)
+
+
+def test_heads_of_a_projection_stand_beside_its_channels(tmp_path: Path) -> None:
+    recorded = Recorded.of(train(Language(), 12), "a run", [])
+    site = Site("blocks.1.attention.qkv", "output")
+    report.write(recorded, tmp_path / "page.html")
+    with Browser(1200, 1000) as browser:
+        browser.open(f"{(tmp_path / 'page.html').as_uri()}#site={recorded.sites.index(site)}&step=5")
+        browser.wait("document.querySelectorAll('#site .top').length >= 2")
+        captions = browser.run("[...document.querySelectorAll('#site figcaption')].map((each) => each.innerText)")
+        page = browser.run("document.querySelector('#site').innerText")
+    heads, channels = (
+        next(i for i, text in enumerate(captions) if f"{unit}s over time" in text) for unit in ("Head", "Channel")
+    )
+    assert heads < channels
+    assert "A row for each head of 8 channels." in page
+    assert any("Top heads at step 11" in caption for caption in captions)
+    assert any("Top channels at step 11" in caption for caption in captions)

@@ -16,7 +16,7 @@ from torch import nn
 import hookstats
 from hookstats import ExponentBins, LinearBins, Site
 from hookstats.numbers.blocks import COUNTERS, Drained, Layout, Part, Row
-from hookstats.numbers.fields import FIELDS, Bins, Stats, fold_channels, histogram_shape
+from hookstats.numbers.fields import FIELDS, STATISTICS, Bins, Stats, fold_channels, histogram_shape
 from hookstats.watch.scalars import Kept, Scalars
 from tests.conftest import BINS
 
@@ -49,7 +49,8 @@ def drained(seed: int, bins: Bins | None) -> Drained:
             ends[block] = len(words[block])
         is_parameter = kind.startswith("param")
         dim = None if draw.random() < 0.3 else -1
-        rows.append(Row(Site(f"layer.{number}", kind), tuple(parts), draw.random() < 0.7, dim, is_parameter))
+        keeps, size = bool(draw.random() < 0.7), [None, 1, 2, 4][draw.integers(4)]
+        rows.append(Row(Site(f"layer.{number}", kind), tuple(parts), keeps, dim, is_parameter, size))
     hidden, readings = draw.random(60) < 0.5, draw.integers(1, 4, 60)
     return Drained(Layout(devices, rows, bins), words, 7, 1.5, {"loss": 2.0}, 4.0, False, hidden, readings)
 
@@ -115,6 +116,28 @@ def test_all_sites_at_once_are_what_each_is_by_itself(seed: int, bins: str) -> N
     widths = [state.shape[1] if keeps else 0 for _, state, _, keeps, _ in shown.values()]
     assert d.columns.widths.tolist() == widths
     assert len(d.columns.channels.mean) == sum(widths)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_groups_of_all_sites_at_once_are_what_each_has(seed: int) -> None:
+    d = drained(seed, ExponentBins())
+    sizes = {row.site: row.group_size for row in d.layout.rows}
+    begins = np.cumsum([0, *d.columns.group_counts]).tolist()
+    found = 0
+    for (site, stats), begin, end in zip(d.snapshot().items(), begins[:-1], begins[1:], strict=True):
+        size, channels = sizes[site], stats.channels
+        assert stats.group_size == size
+        if not size or channels is None or len(channels.count) % size:
+            assert (stats.groups, end) == (None, begin)
+            continue
+        assert stats.groups is not None
+        found += size > 1
+        parts = [part.sum() for part in np.split(channels.l1_norm, len(channels.count) // size)]
+        assert stats.groups.l1_norm.tolist() == pytest.approx(parts, rel=1e-15, nan_ok=True)
+        for name in STATISTICS:
+            mine = getattr(d.columns.groups, name)[begin:end]
+            np.testing.assert_array_equal(mine, getattr(stats.groups, name))
+    assert found > 0
 
 
 @pytest.fixture

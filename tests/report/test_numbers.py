@@ -125,11 +125,11 @@ def test_the_top_channels_are_those_of_the_last_step_with_channels(recorded: Rec
     site = Site("layers.1.mlp.up", "output")
     details = record["details"][str(recorded.sites.index(site))]
     snapshot = next(iter(recorded.snapshots([27], [site])))
-    assert details["top"]["step"] == 27
+    assert details["channels"]["top"]["step"] == 27
     channels = snapshot[site].channels
     assert channels is not None
     expected = int(channels.abs_max.argmax())
-    assert details["top"]["abs_max"][0] == [expected, pytest.approx(channels.abs_max[expected], rel=1e-4)]
+    assert details["channels"]["top"]["abs_max"][0] == [expected, pytest.approx(channels.abs_max[expected], rel=1e-4)]
     assert details["channels"]["steps"] == list(range(0, 30, 3))
 
 

@@ -41,9 +41,9 @@ async function linesOf(site) {
   const [rms, rmsLow, rmsHigh, top] = await Promise.all(["rms", "rms_low", "rms_high", "abs_max"].map((name) => line(name, site, true)));
   const others = record.other ? await Promise.all(["other_rms", "other_abs_max"].map((name) => line(name, site, true))) : null;
   const [mean, std, least, most] = await Promise.all(["mean", "std", "min", "max"].map((name) => line(name, site, false)));
-  const channels = details.channels ? await blob("channels." + site) : null;
+  const [channels, groups] = await Promise.all(["channels", "groups"].map((name) => details[name] ? blob(name + "." + site) : null));
   const histogram = details.histogram ? await blob("histogram." + site) : null;
-  return { site, details, others, rms, rmsLow, rmsHigh, top, mean, std, least, most, channels, histogram };
+  return { site, details, others, rms, rmsLow, rmsHigh, top, mean, std, least, most, channels, groups, histogram };
 }
 
 function drawTensor(host, part, mark) {
@@ -88,15 +88,18 @@ function drawTensor(host, part, mark) {
       sayRow: (row, value, step) => `step ${count(step)} · ${between(row)}: ${value === "none" ? "nothing" : percent(Number(value.replace("−", "-")))}`,
     });
   }
-  if (part.channels) {
-    const of = details.channels, per = of.channels / of.rows, labels = [0, 0.25, 0.5, 0.75, 1].map((x) => [x * of.rows, count(Math.round(x * of.channels))]);
-    picture(host, {
-      label: `${capital(unit)}s over time: rms of each`, codes: part.channels, of, rowLabels: labels.slice(0, -1),
-      note: per > 1 ? `Each row is the largest of ${say(per)} ${unit}s.` : `A row for each ${unit}.`,
-      sayRow: (row, value, step) => `step ${count(step)} · ${unit} ${per > 1 ? "from " : ""}${Math.floor(row * per)}: rms ${value}`,
-    });
-  }
-  if (details.top) host.append(topTable(details.top, unit));
+  if (part.groups) drawChannels(host, details.groups, part.groups, "head", `of ${count(details.channels.channels / details.groups.channels)} channels`);
+  if (part.channels) drawChannels(host, details.channels, part.channels, unit);
+}
+
+function drawChannels(host, of, codes, unit, each = "") {
+  const per = of.channels / of.rows, labels = [0, 0.25, 0.5, 0.75, 1].map((x) => [x * of.rows, count(Math.round(x * of.channels))]);
+  picture(host, {
+    label: `${capital(unit)}s over time: rms of each`, codes, of, rowLabels: labels.slice(0, -1),
+    note: per > 1 ? `Each row is the largest of ${say(per)} ${unit}s.` : `A row for each ${unit}${each && " " + each}.`,
+    sayRow: (row, value, step) => `step ${count(step)} · ${unit} ${per > 1 ? "from " : ""}${Math.floor(row * per)}: rms ${value}`,
+  });
+  host.append(topTable(of.top, unit));
 }
 
 function topTable(top, unit) {
