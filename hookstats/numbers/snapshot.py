@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import pandas
 
 
-_VERSION = 2  # of what `Snapshot.to_dict` gives
+_VERSION = 3  # of what `Snapshot.to_dict` gives
 
 
 class ChannelValue(NamedTuple):

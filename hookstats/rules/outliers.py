@@ -69,7 +69,7 @@ class MassiveActivations:
 
 @dataclass
 class OutlierChannels:
-    """A few channels of an output are far larger than the others (warning).
+    """A few channels of an output are far larger than the others, and stay the same ones (warning).
 
     The largest |x| of a channel, over the median of that of all channels of the output: below 10 is normal, beyond
     ``severe`` = 1000 is ill, and so is ``many`` = 10 channels beyond ``ratio`` = 100 (bo-ke/llm-internal-medicine,
@@ -79,9 +79,11 @@ class OutlierChannels:
     weights that make the channel, and at whether weight decay reaches them; in float8 or int8, give the output a scale
     per channel.
 
-    So that a healthy run is silent: in ``consecutive_steps`` = 3 verdicts in a row; an outlier is at least ``value`` =
-    6 (Dettmers et al. 2022, LLM.int8(), arXiv 2208.07339), because where all values are small nothing is lost; channels
-    that are 0 throughout do not count in the median; and an output has at least 16 others.
+    So that a healthy run is silent: in ``consecutive_steps`` = 3 verdicts in a row, with a channel beyond ``ratio``
+    that is so in all of them: early in a training outliers wander, later the same ones stay (arXiv 2602.02047). An
+    outlier is at least ``value`` = 6 (Dettmers et al. 2022, LLM.int8(), arXiv 2208.07339), because where all values are
+    small nothing is lost; channels that are 0 throughout do not count in the median; and an output has at least 16
+    others.
     """
 
     severe: float = 1000.0
@@ -92,41 +94,52 @@ class OutlierChannels:
 
     def __post_init__(self) -> None:
         self._streak = Streak(self.consecutive_steps)
+        self._staying: dict[int, frozenset[int]] = {}  # of a site, channels beyond the ratio since the streak began
 
     def __call__(self, step: Step) -> list[Finding] | None:
         judged = step.is_kind("output") & step.has_channels & (step.calls > 0)
         if not judged.any():
             return None
-        totals, largest = step.totals, np.zeros(len(step.sites))
-        beyond = np.zeros(len(step.sites), np.int64)
+        totals, is_ill = step.totals, np.zeros(len(step.sites), bool)
+        ratios: dict[int, Array] = {}
         # Where fewer than one channel in eight is 100 times as large as most, this follows; it spares the others.
         likely = judged & (totals.abs_max > self.value) & (totals.abs_max > 7 * totals.abs_mean)
         for site in np.flatnonzero(likely).tolist():
-            largest[site], beyond[site] = self._of_channels(step, site)
-        is_ill = (largest > self.severe) | (beyond > self.many)
+            ratios[site] = self._of_channels(step, site)
+            is_ill[site] = ratios[site].max() > self.severe or (ratios[site] > self.ratio).sum() > self.many
+            is_ill[site] &= self._stay(site, ratios[site])
+        for site in [site for site in self._staying if judged[site] and not is_ill[site]]:
+            del self._staying[site]
         ill = self._streak.push(step.number, is_ill, judged)
-        return [self._finding(step, site, largest[site], int(beyond[site])) for site in step.in_order(ill)]
+        return [self._finding(step, site, ratios[site]) for site in step.in_order(ill)]
 
-    def _finding(self, step: Step, site: int, largest: float, beyond: int) -> Finding:
+    def _stay(self, site: int, ratios: Array) -> bool:
+        """Whether channels that were beyond the ratio before still are."""
+        beyond = frozenset(np.flatnonzero(ratios > self.ratio).tolist())
+        self._staying[site] = beyond & self._staying.get(site, beyond)
+        return bool(self._staying[site])
+
+    def _finding(self, step: Step, site: int, ratios: Array) -> Finding:
         channels = step.channels(site)
         assert channels is not None
-        worst = int(np.nanargmax(channels.abs_max))
+        worst, beyond, since = int(ratios.argmax()), int((ratios > self.ratio).sum()), int(self._streak.since[site])
+        stay = len(self._staying[site])
         sentence = (
             f"channel {worst} of {tensor_of(step.sites[site])} reaches {number(channels.abs_max[worst])}, "
-            f"{number(largest)} times the median channel; {times(beyond, 'channel')} {'is' if beyond == 1 else 'are'} "
-            f"beyond {number(self.ratio)} times. Look at the weights that make it, and whether weight decay reaches "
-            "them; in float8 or int8 this output needs a scale per channel."
+            f"{number(ratios[worst])} times the median channel; {times(beyond, 'channel')} "
+            f"{'is' if beyond == 1 else 'are'} beyond {number(self.ratio)} times, "
+            f"{'the same' if stay == beyond else f'{stay:,} of them'} since step {since:,}. Look at the weights that make it, and whether weight decay reaches them; in float8 "
+            "or int8 this output needs a scale per channel."
         )
-        threshold = self.severe if largest > self.severe else self.ratio
-        since = int(self._streak.since[site])
-        return step.finding("outlier-channels", site, largest, threshold, "warning", sentence, since=since)
+        threshold = self.severe if ratios[worst] > self.severe else self.ratio
+        return step.finding("outlier-channels", site, float(ratios[worst]), threshold, "warning", sentence, since=since)
 
-    def _of_channels(self, step: Step, site: int) -> tuple[float, int]:
-        """The largest ratio, and how many are beyond."""
+    def _of_channels(self, step: Step, site: int) -> Array:
+        """``[channels]``: the largest |x| of each over the median of all; 0 where that says nothing."""
         channels = step.channels(site)
         assert channels is not None
-        sizes = channels.abs_max[channels.abs_max > 0]
-        if len(sizes) <= 16:
-            return 0.0, 0
-        ratios = np.where(sizes > self.value, sizes / np.median(sizes), 0.0)
-        return float(ratios.max()), int((ratios > self.ratio).sum())
+        sizes = channels.abs_max
+        some = sizes > 0
+        if some.sum() <= 16:
+            return np.zeros(len(sizes))
+        return np.where(sizes > self.value, sizes / np.median(sizes[some]), 0.0)

@@ -93,7 +93,7 @@ class Parameters:
                 Site(name, kind), device, 1 if is_sample else width, dim, keeps, has_bins=not is_sample
             )
             entry.is_parameter = True
-            entry.channel_dim, entry.group_size = dim, None if is_sample else group_size
+            entry.channel_dim, entry.group_size = dim, group_size
             entry.sharding = sharding_of(tensor, dim) if is_dtensor(tensor) else None
             parameter.entries[kind] = entry
         is_there = not isinstance(tensor, nn.parameter.UninitializedParameter) and not tensor.is_meta

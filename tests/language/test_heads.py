@@ -188,6 +188,35 @@ def test_without_channels_there_are_no_heads() -> None:
     assert odd.groups is None  # a width that was met, and is no multiple
 
 
+class Mixer(nn.Module):
+    """What has heads and is no attention; and a module with a parameter of another width beside its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = 4
+        self.out_proj = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out_proj(x)
+
+
+def test_what_says_nothing_of_heads_has_none() -> None:
+    torch.manual_seed(0)
+    assert groups_in(trained(nn.Sequential(Mixer()))) == {}
+    model = nn.Sequential(Attention())
+    model[0].q_proj.register_parameter("lora_A", nn.Parameter(torch.randn(8, 32)))
+    model[0].num_key_value_heads = 1
+    model[0].k_proj, model[0].v_proj = nn.Linear(32, 8), nn.Linear(32, 8)
+    found = trained(model)
+    assert groups_in(found) == {site: heads for site, heads in GROUPS.items() if heads == 4}
+    assert found["0.q_proj.lora_A", "param"].channels is not None
+    assert {site.name for site, stats in found.items() if stats.group_size} == {
+        "0.q_proj",
+        "0.q_proj.weight",
+        "0.o_proj",
+    }
+
+
 def test_heads_of_torchs_own_attention_lie_in_its_parameters() -> None:
     model = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
     found = groups_in(trained(model, tensors=("output", "param_grad")))
@@ -232,8 +261,14 @@ def test_heads_are_kept_and_read_again(tmp_path: Path) -> None:
     for again in (Snapshot.from_dict(snapshot.to_dict()), pickle.loads(pickle.dumps(snapshot))):
         assert again.equals(snapshot)
         assert groups_in(again) == GROUPS
-    other = trained(nn.Sequential(Attention()), channels=Channels(group_size={"*.q_proj": 4}))
-    assert not Snapshot.from_dict({**snapshot.to_dict(), "sites": other.to_dict()["sites"]}).equals(snapshot)
+        assert again.table() == snapshot.table()
+        assert again.top_groups("rms", 100) == snapshot.top_groups("rms", 100)
+    some = snapshot.columns.select([snapshot.columns.place[Site("0.o_proj", "input")]])
+    assert some.group_counts.tolist() == [4]
+    changed = snapshot.to_dict()
+    assert Snapshot.from_dict(changed).equals(snapshot)
+    next(site for site in changed["sites"] if site["group_size"])["group_size"] = 2
+    assert not Snapshot.from_dict(changed).equals(snapshot)
 
 
 def tensor_parallel(rank: int, world: int) -> None:

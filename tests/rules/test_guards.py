@@ -136,6 +136,21 @@ def test_an_outlier_channel_is_large_itself_and_dead_ones_do_not_make_one() -> N
     assert told(OutlierChannels(), [{("a", "output"): many}] * 3) == []
 
 
+def test_outlier_channels_that_wander_are_no_finding_until_they_stay() -> None:
+    def step(*channels: int) -> dict[tuple[str, str], torch.Tensor]:
+        tensor = torch.ones(200, 64)
+        tensor[:, list(channels)] *= 1e4
+        return {("a", "output"): tensor}
+
+    assert told(OutlierChannels(), [step(3), step(4), step(3), step(4), step(5)] * 3) == []
+    steps = [step(3), step(4), step(5), step(6), step(7, 8), step(9, 7), step(7)]
+    assert told(OutlierChannels(), steps) == [(6, "outlier-channels")]
+    (finding,) = judge(
+        [step_of(number, each) for number, each in enumerate([step(3, 4), step(3, 5)] * 2)], [OutlierChannels()]
+    )
+    assert "2 channels are beyond 100 times, 1 of them since step 0." in finding.sentence
+
+
 def updates(weight: torch.Tensor, ratio: float, name: str = "weight") -> dict[tuple[str, str], torch.Tensor]:
     return {(name, "param"): weight, (name, "param_update"): ratio * torch.ones_like(weight)}
 
