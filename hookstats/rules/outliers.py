@@ -128,8 +128,9 @@ class OutlierChannels:
             f"channel {worst} of {tensor_of(step.sites[site])} reaches {number(channels.abs_max[worst])}, "
             f"{number(ratios[worst])} times the median channel; {times(beyond, 'channel')} "
             f"{'is' if beyond == 1 else 'are'} beyond {number(self.ratio)} times, "
-            f"{'the same' if stay == beyond else f'{stay:,} of them'} since step {since:,}. Look at the weights that make "
-            "it, and whether weight decay reaches them; in float8 or int8 this output needs a scale per channel."
+            f"{'the same' if stay == beyond else f'{stay:,} of them'} since step {since:,}. Look at the weights that "
+            "make it, and whether weight decay reaches them; in float8 or int8 this output needs a scale per "
+            "channel."
         )
         threshold = self.severe if ratios[worst] > self.severe else self.ratio
         return step.finding("outlier-channels", site, float(ratios[worst]), threshold, "warning", sentence, since=since)
