@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 
 from hookstats.language.attention import Attentions
 from hookstats.language.finding import Router, attentions, routers
-from hookstats.language.routers import watch_routers
+from hookstats.language.routers import Routers
 from hookstats.modules import order
 from hookstats.modules.selection import Modules, all_modules
 from hookstats.numbers.fields import Bins, ExponentBins
@@ -77,9 +77,9 @@ def attach(
             that is inside it.
         tensors: by default ``"output"``, ``"grad_output"``, ``"param_grad"``; ``"model_input"``, the floating inputs of
             the model; ``"param_sample"`` and ``"update_sample"``, 4,096 elements of a parameter and what a step changes
-            in them. And ``"input"``, ``"grad_input"``, ``"param"``, ``"param_update"``; ``"optimizer"``, what an
-            optimizer keeps of each parameter; ``"attention"``, the logits of each head; ``"router"``, of mixtures of
-            experts.
+            in them. And ``"input"``, ``"grad_input"``, ``"param"``, ``"param_update"``, ``"buffer"``; ``"optimizer"``,
+            what an optimizer keeps of each parameter; ``"attention"``, the logits of each head; ``"router"``, of
+            mixtures of experts.
         channels: whether statistics are kept per channel: True, False, globs over names, or `Channels`, which also says
             how often they are sent and along which dimension they lie.
         histogram: ``ExponentBins()``, ``LinearBins(lo, hi, n)``, either with ``per_channel=True``, or None.
@@ -119,8 +119,9 @@ def attach(
     too_much = plan.reserve(store)
     binder = SiteBinder(store, TrainingOnly(model, training_only, store.flags, options.compiled_programs))
     scaling = None if grad_scaler is None else Scaling(grad_scaler, model)
-    parameters = Parameters(store, plan.of_parameters, binder, plan.device, scaling)
+    parameters = Parameters(model, store, plan.of_parameters, binder, plan.device, scaling)
     watching = Attentions(binder, options.attention_rows, kept.which is not False)
+    routing = Routers(binder, kept.which is not False)
     handles: list[Any] = []
     try:
         hooks = [(module, binder.hook(spec, device, make)) for module, spec, make, device in plan.hooks()]
@@ -137,9 +138,9 @@ def attach(
             attending = _attentions(model, exclude)
             handles += watching.watch(attending, {name: device_of(m) or plan.device for name, m in attending.items()})
         if "router" in kinds:
-            routing = _routers(model, exclude)
-            devices = {name: device_of(each.module) or plan.device for name, each in routing.items()}
-            handles += watch_routers(routing, binder, kept.which is not False, devices)
+            choosing = _routers(model, exclude)
+            devices = {name: device_of(each.module) or plan.device for name, each in choosing.items()}
+            handles += routing.watch(choosing, devices)
         ranks, joined = _joined(model, process_group, plan, options.memory_budget)
     except Exception:
         for handle in handles:
@@ -158,6 +159,7 @@ def attach(
         channels_every=kept.every,
         tap_channels=kept.which is True and too_much is None,
         attention=watching,
+        routing=routing,
         is_judged=any(isinstance(sink, Recorder) for sink in callables),
     )
     settings = _settings(model, monitor, plan, every, kept.every)

@@ -138,7 +138,7 @@ class Comparison:
         if self._dtype is not None:
             units = np.full(len(bits), rounding.UNIT_ROUNDOFF[self._dtype])
         else:
-            is_module = np.array([not kind.startswith("param") for kind in pair.kinds], bool)
+            is_module = np.array([not kind.startswith(("param", "buffer")) for kind in pair.kinds], bool)
             units = rounding.units_of(bits.max(1), is_module, is_trained=gap > 0)
         parted: list[tuple[int, str, Judged, Array]] = []
         for family, judged in pair.judged(units, is_alike=self._dtype is not None).items():

@@ -104,7 +104,7 @@ class Pair:
     def _draws(self) -> Array:
         """``[n]``: the fewest channels of an activation, or its gradient, up to each site; 1 where none is known."""
         widths = self._widths().max(0)
-        is_known = (widths > 1) & np.array([not kind.startswith("param") for kind in self.kinds], bool)
+        is_known = (widths > 1) & np.array([not kind.startswith(("param", "buffer")) for kind in self.kinds], bool)
         fewest = np.minimum.accumulate(np.where(is_known, widths, np.inf))
         return np.where(np.isinf(fewest), 1.0, fewest)
 
@@ -118,7 +118,7 @@ class Pair:
     def _rows(self) -> Array:
         """``[n]``: how many a parameter's gradient may be a sum over: the most that an activation had; else 0."""
         count = np.fmax(*(np.nan_to_num(stats.count) for stats in self._totals))
-        is_parameter = np.array([kind.startswith("param") for kind in self.kinds], bool)
+        is_parameter = np.array([kind.startswith(("param", "buffer")) for kind in self.kinds], bool)
         most = (count / np.maximum(self._widths().max(0), 1))[~is_parameter].max(initial=1)
         return np.where(np.array([kind == "param_grad" for kind in self.kinds], bool), most, 0.0)
 

@@ -49,7 +49,7 @@ class Router(NamedTuple):
 
 
 def routers(modules: Mapping[str, nn.Module]) -> dict[str, Router]:
-    """Those beside a module named "experts", with a weight that has a row for each of these; by name."""
+    """Those beside a module named "experts", or of such a class, with a weight that has a row for each; by name."""
     found: dict[str, Router] = {}
     for name, parent in modules.items():
         children = dict(parent.named_children())
@@ -81,7 +81,7 @@ _TOP_K = (
 def _experts_of(parent: nn.Module, children: Mapping[str, nn.Module]) -> int:
     """How many experts it has, beside shared ones; 0: none."""
     for name, child in children.items():
-        if not _EXPERT.search(name) or "shared" in name:
+        if not (_EXPERT.search(name) or "Experts" in type(child).__name__) or "shared" in name:
             continue
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
             return len(child)

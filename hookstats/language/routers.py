@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from hookstats import _native
 from hookstats.language.finding import Router
@@ -13,14 +14,18 @@ from hookstats.language.rows import MOST_TOP_K, counted_rows, never_raising
 from hookstats.modules import order
 from hookstats.modules.channels import ChannelAxis
 from hookstats.modules.containers import walk
+from hookstats.numbers.fields import Site
 from hookstats.watch.binding import SiteBinder
+from hookstats.watch.flags import is_capturing
 from hookstats.watch.graphs import feed_in_graph, shared_in_graph
 from hookstats.watch.hooks import FedHook, SiteSpec
 from hookstats.watch.ignoring import rows_on
 from hookstats.watch.memory import local_part
+from hookstats.watch.skipping import Captured
 from hookstats.watch.wrappers import is_a_mere_shape
 
 KINDS = ("router.entropy", "router.margin", "router.load")
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def _compute(
@@ -73,77 +78,65 @@ _operator = _native.operator(
 )
 
 
-class _Logits(order.ModuleHook):
-    """On a gate inside of a router, whose output is the router's logits."""
+class Sites:
+    """What is measured of a router: from its logits, and the experts that tokens go to."""
 
-    def __init__(self, watching: WatchedRouter) -> None:
-        self.watching = watching
-
-    def __call__(self, module: Any, args: Any, output: Any) -> None:
-        self.watching.logits = output if isinstance(output, torch.Tensor) else None
-
-
-class WatchedRouter(order.ModuleHook):
-    """Measures a router when its forward ends, from its logits and the experts that it chose."""
-
-    def __init__(self, name: str, router: Router, binder: SiteBinder, keeps: bool, device: torch.device) -> None:
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module | None,
+        experts: int,
+        top_k: int,
+        binder: SiteBinder,
+        keeps: bool,
+        device: torch.device,
+    ) -> None:
+        """top_k: experts that a token goes to; 0: nobody says. keeps: whether experts are kept apart."""
         self.binder = binder
         self.monitor = binder.monitor
-        self.experts = router.experts
-        self.top_k = router.top_k or 0
-        self.logits: torch.Tensor | None = None  # of the gate inside it, until the router's own forward ends
-        specs = [SiteSpec(name, "", ChannelAxis(-1, None), False, (kind, None), router.module) for kind in KINDS[:2]]
-        specs.append(SiteSpec(name, "", ChannelAxis(-1, router.experts), keeps, (KINDS[2], None), router.module))
+        self.experts = experts
+        self.top_k = top_k
+        specs = [SiteSpec(name, "", ChannelAxis(-1, None), False, (kind, None), module) for kind in KINDS[:2]]
+        specs.append(SiteSpec(name, "", ChannelAxis(-1, experts), keeps, (KINDS[2], None), module))
         self.entropy, self.margin, self.load = (binder.late_hook(spec, device, FedHook) for spec in specs)
 
-    def __call__(self, module: Any, args: Any, output: Any) -> None:
-        logits, self.logits = self.logits, None
+    def is_wanted(self) -> bool:
+        """Whether what runs now, or is traced, is measured."""
         if torch.compiler.is_compiling():
-            if shared_in_graph(self.load) is not None:
-                self._feed_in_graph(output, logits)
-        elif self.binder.measures_now() and not order.recomputing() and not torch._C._is_tracing():
-            try:
-                with self.binder.span_of_a_hook():
-                    self._feed(output, logits)
-            except Exception as error:
-                entries = [e for hook in (self.entropy, self.margin, self.load) for e in hook.spec.entries.values()]
-                self.binder.leave_out(entries, f"{type(error).__name__}: {error}")
+            return shared_in_graph(self.load) is not None
+        return self.binder.measures_now() and not order.recomputing() and not torch._C._is_tracing()
 
-    def _feed(self, output: Any, logits: torch.Tensor | None) -> None:
-        logits, chosen = self._read(output, logits)
-        logits, chosen = local_part(logits), local_part(chosen)
+    def see(self, logits: torch.Tensor | None, chosen: torch.Tensor | None) -> None:
+        """logits ``[..., experts]``, chosen ``[..., top_k]``: or None."""
         some = chosen if logits is None else logits
-        if some is None or is_a_mere_shape(some):
+        if some is None:
             return
-        rows = rows_on(some.device, self.monitor)
+        if torch.compiler.is_compiling():
+            if type(some) is torch.Tensor:
+                self._feed_in_graph(logits, chosen, some.device)
+            return
+        try:
+            with self.binder.span_of_a_hook():
+                self._feed(local_part(logits), local_part(chosen), some.device)
+        except Exception as error:
+            entries = [e for hook in (self.entropy, self.margin, self.load) for e in hook.spec.entries.values()]
+            self.binder.leave_out(entries, f"{type(error).__name__}: {error}")
+
+    def _feed(self, logits: torch.Tensor | None, chosen: torch.Tensor | None, device: torch.device) -> None:
+        if any(is_a_mere_shape(each) for each in (logits, chosen) if each is not None):
+            return
+        rows = rows_on(device, self.monitor)
         row_index, kept = rows or (None, None)
         found = _compute(logits, chosen, row_index, kept, self.experts, self.top_k)
         for hook, numbers in self._sites(logits, chosen, found):
             self.binder.feed(hook, numbers, None if hook is self.load else rows)
 
-    def _feed_in_graph(self, output: Any, logits: torch.Tensor | None) -> None:
-        logits, chosen = self._read(output, logits)
-        some = chosen if logits is None else logits
-        if some is None or type(some) is not torch.Tensor:
-            return
-        rows = rows_on(some.device, self.monitor)
+    def _feed_in_graph(self, logits: torch.Tensor | None, chosen: torch.Tensor | None, device: torch.device) -> None:
+        rows = rows_on(device, self.monitor)
         row_index, kept = rows or (None, None)
         found = _operator(logits, chosen, row_index, kept, self.experts, self.top_k)
         for hook, numbers in self._sites(logits, chosen, found):
             feed_in_graph(numbers, hook, None if hook is self.load else rows)
-
-    def _read(self, output: Any, logits: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The logits, the last floating tensor with a column for each expert; and the experts that were chosen."""
-        chosen = None
-        for _, tensor in walk(output):
-            if tensor.dim() < 2:
-                continue
-            if tensor.is_floating_point():
-                is_of_experts = tensor.shape[-1] == self.experts and tensor.dtype in _native.DTYPES
-                logits = tensor if is_of_experts else logits
-            elif tensor.dtype in (torch.int64, torch.int32) and tensor.shape[-1] == self.top_k:
-                chosen = tensor
-        return logits, chosen
 
     def _sites(
         self, logits: torch.Tensor | None, chosen: torch.Tensor | None, found: list[torch.Tensor]
@@ -157,14 +150,141 @@ class WatchedRouter(order.ModuleHook):
         return list(zip(hooks, found, strict=True))
 
 
-def watch_routers(
-    found: Mapping[str, Router], binder: SiteBinder, keeps: bool, devices: Mapping[str, torch.device]
-) -> list[Any]:
-    """Hangs hooks on them; returns what takes them off again. keeps: whether experts are kept apart."""
-    handles: list[Any] = []
-    for name, router in found.items():
-        watched = WatchedRouter(name, router, binder, keeps, devices[name])
-        handles.append(order.register(router.module, watched))
-        if router.gate is not router.module:
-            handles.append(order.register(router.gate, _Logits(watched)))
-    return handles
+class _Logits(order.ModuleHook):
+    """On a gate inside of a router, whose output is the router's logits."""
+
+    def __init__(self, watching: WatchedRouter) -> None:
+        self.watching = watching
+
+    def __call__(self, module: Any, args: Any, output: Any) -> None:
+        self.watching.logits = output if isinstance(output, torch.Tensor) else None
+
+
+class WatchedRouter(order.ModuleHook):
+    """Measures a router when its forward ends."""
+
+    def __init__(self, sites: Sites) -> None:
+        self.sites = sites
+        self.logits: torch.Tensor | None = None  # of the gate inside it, until the router's own forward ends
+
+    def __call__(self, module: Any, args: Any, output: Any) -> None:
+        logits, self.logits = self.logits, None
+        if self.sites.is_wanted():
+            self.sites.see(*self._read(output, logits))
+
+    def _read(self, output: Any, logits: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The logits, the last floating tensor with a column for each expert; and the experts that were chosen."""
+        chosen = None
+        for _, tensor in walk(output):
+            if tensor.dim() < 2:
+                continue
+            if tensor.is_floating_point():
+                is_of_experts = tensor.shape[-1] == self.sites.experts and tensor.dtype in _native.DTYPES
+                logits = tensor if is_of_experts else logits
+            elif tensor.dtype in (torch.int64, torch.int32) and tensor.shape[-1] == self.sites.top_k:
+                chosen = tensor
+        return logits, chosen
+
+
+class Routers:
+    """Those of a model that a monitor watches, and those that it is given by hand."""
+
+    def __init__(self, binder: SiteBinder, keeps: bool) -> None:
+        """keeps: whether experts are kept apart."""
+        self._binder = binder
+        self._keeps = keeps
+        self._by_hand: dict[str, Sites] = {}
+
+    def watch(self, found: Mapping[str, Router], devices: Mapping[str, torch.device]) -> list[Any]:
+        """Hangs hooks on them; returns what takes them off again."""
+        handles: list[Any] = []
+        for name, router in found.items():
+            sites = self._sites(name, router.module, router.experts, router.top_k or 0, devices[name])
+            watched = WatchedRouter(sites)
+            handles.append(order.register(router.module, watched))
+            if router.gate is not router.module:
+                handles.append(order.register(router.gate, _Logits(watched)))
+        return handles
+
+    def by_hand(
+        self, name: str, logits: Any, chosen: Any, experts: int | None = None, top_k: int | None = None
+    ) -> None:
+        """As `Monitor.router`."""
+        found = self._by_hand.get(name)
+        if torch.compiler.is_compiling():
+            if found is not None and found.is_wanted():
+                found.see(logits, chosen)
+            return
+        checked_types(name, logits, chosen, experts, top_k)
+        some = chosen if logits is None else logits
+        if not self._binder.measures_now() or is_a_mere_shape(some) or order.recomputing():
+            return
+        experts, top_k = checked(local_part(logits), local_part(chosen), experts, top_k)
+        if found is None:
+            if is_capturing():
+                self._binder.skipping.leave_out([Site(name, kind) for kind in KINDS], str(Captured()))
+                return
+            with self._binder.store.lock:
+                if any(entry.site == Site(name, KINDS[2]) for entry in self._binder.store.entries):
+                    raise ValueError(f"router: expected a name that no watched router has, got {name!r}")
+                found = self._by_hand[name] = self._sites(name, None, experts, top_k, local_part(some).device)
+        if (found.experts, found.top_k) != (experts, top_k):
+            raise ValueError(
+                f"router: expected {found.experts} experts and top {found.top_k} of {name!r} as before, got {experts} "
+                f"and {top_k}"
+            )
+        found.see(logits, chosen)
+
+    def _sites(self, name: str, module: nn.Module | None, experts: int, top_k: int, device: torch.device) -> Sites:
+        return Sites(name, module, experts, top_k, self._binder, self._keeps, device)
+
+
+def checked_types(name: Any, logits: Any, chosen: Any, experts: Any, top_k: Any) -> None:
+    """TypeError for what is no name, no tensors, no numbers."""
+    if not isinstance(name, str):
+        raise TypeError(f"router: expected a name, got {name!r}")
+    for which, each in (("logits", logits), ("chosen", chosen)):
+        if each is not None and not isinstance(each, torch.Tensor):
+            raise TypeError(f"router: {which}: expected a tensor, got {type(each).__name__}")
+    if logits is None and chosen is None:
+        raise TypeError("router: expected logits, chosen or both, got neither")
+    for which, number in (("experts", experts), ("top_k", top_k)):
+        if number is not None and (isinstance(number, bool) or not isinstance(number, int)):
+            raise TypeError(f"router: {which}: expected an int, got {number!r}")
+
+
+def checked(
+    logits: torch.Tensor | None, chosen: torch.Tensor | None, experts: int | None, top_k: int | None
+) -> tuple[int, int]:
+    """How many experts there are, and to how many a token goes (0: nobody says); raises as `Monitor.router`."""
+    if logits is not None:
+        if logits.dtype not in _native.DTYPES or logits.dim() < 1:
+            raise TypeError(
+                f"router: logits: expected floating [..., experts], got {logits.dtype} of shape {tuple(logits.shape)}"
+            )
+        experts = logits.shape[-1] if experts is None else experts
+        if experts != logits.shape[-1]:
+            raise ValueError(f"router: logits: expected {experts} experts, got {tuple(logits.shape)}")
+    if chosen is not None:
+        if chosen.dtype not in _INTEGERS or chosen.dim() < 1:
+            raise TypeError(
+                f"router: chosen: expected integers [..., top_k], got {chosen.dtype} of shape {tuple(chosen.shape)}"
+            )
+        top_k = chosen.shape[-1] if top_k is None else top_k
+        if top_k != chosen.shape[-1]:
+            raise ValueError(f"router: chosen: expected {top_k} experts of each token, got {tuple(chosen.shape)}")
+    if logits is not None and chosen is not None:
+        if logits.shape[:-1] != chosen.shape[:-1]:
+            raise ValueError(
+                f"router: expected logits and chosen of the same tokens, got {tuple(logits.shape)} and "
+                f"{tuple(chosen.shape)}"
+            )
+        if logits.device != chosen.device:
+            raise ValueError(
+                f"router: expected logits and chosen on one device, got {logits.device} and {chosen.device}"
+            )
+    if experts is None:
+        raise ValueError("router: expected experts=, because chosen does not tell how many there are")
+    if not 0 <= (top_k or 0) <= experts:
+        raise ValueError(f"router: top_k: expected at most the {experts} experts, got {top_k}")
+    return experts, top_k or 0

@@ -34,10 +34,13 @@ def parameter_channels(slot: Slot, parameter: torch.Tensor) -> ChannelAxis:
     """A weight's channels are its outputs: dimension 0, of a transposed convolution and of [in, out] weights 1.
 
     One of width 1 has no channels.
-    A vector (a bias, the weight of a norm) is one channel: its entries would each be a channel of one value.
+    A vector (a bias, the weight of a norm) is one channel: its entries would each be a channel of one value. Of a
+    buffer, that is what they are: the model has counted or averaged each of its channels by itself.
     """
-    if isinstance(parameter, nn.parameter.UninitializedParameter) or parameter.dim() < 2:
+    if nn.parameter.is_lazy(parameter) or parameter.dim() < (1 if slot.is_buffer else 2):
         return ChannelAxis(0, 1)
+    if slot.is_buffer:
+        return ChannelAxis(0, max(parameter.shape[0], 1))
     dim = 1 if isinstance(slot.module, nn.modules.conv._ConvTransposeNd) or _is_in_out(slot.module, parameter) else 0
     return ChannelAxis(dim, max(parameter.shape[dim], 1))
 

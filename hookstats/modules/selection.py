@@ -79,17 +79,18 @@ def as_globs(argument: str, globs: str | Iterable[str], names: Iterable[str]) ->
 
 
 def select(
-    model: nn.Module, modules: Modules, exclude: Modules, parameters: bool
+    model: nn.Module, modules: Modules, exclude: Modules, parameters: bool, buffers: bool = False
 ) -> tuple[dict[str, nn.Module], dict[str, Slot]]:
-    """The watched modules, and (if wanted) the watched parameters, by clean name.
+    """The watched modules, and (if wanted) the watched parameters and buffers, by clean name.
 
     None: the leaves that do something, and the children of every ModuleList; all parameters. Else what was asked for,
-    and the parameters that are directly in it; globs may name parameters, too. Modules that are never called
-    (ModuleList and the like) are left out whatever was asked for, and so is what `exclude` names, with all inside it.
+    and the parameters that are directly in it; globs may name parameters, too. Buffers are chosen as parameters are.
+    Modules that are never called (ModuleList and the like) are left out whatever was asked for, and so is what
+    `exclude` names, with all inside it.
     """
     named = clean_names(model)
-    slots = _slots(named) if parameters else {}
-    left = _excluded(named, slots, exclude)
+    slots = (_slots(named) if parameters else {}) | (_slots(named, of_buffers=True) if buffers else {})
+    left = _excluded(named, _all_slots(named), exclude)
     if modules is None:
         chosen = _default_modules(named)
     else:
@@ -107,7 +108,7 @@ def select(
 def all_modules(model: nn.Module, exclude: Modules) -> dict[str, nn.Module]:
     """All that `exclude` does not name, by clean name."""
     named = clean_names(model)
-    left = _excluded(named, {}, exclude)
+    left = _excluded(named, _all_slots(named), exclude)
     return {name: module for name, module in named.items() if name not in left}
 
 
@@ -142,29 +143,34 @@ def watched_root(model: nn.Module, exclude: Modules) -> nn.Module | None:
     root = named.get("")
     if root is None or isinstance(root, (*_NEVER_CALLED, torch.jit.ScriptModule)):
         return None
-    return None if "" in _excluded(named, _slots(named), exclude) else root
+    return None if "" in _excluded(named, _all_slots(named), exclude) else root
 
 
 class Slot(NamedTuple):
-    """Where a module keeps a parameter. The parameter itself may be replaced."""
+    """Where a module keeps a parameter, or a buffer. The tensor itself may be replaced."""
 
     module: nn.Module
     key: str
+    is_buffer: bool = False
 
     def get(self) -> torch.Tensor | None:
-        return self.module._parameters.get(self.key)
+        return (self.module._buffers if self.is_buffer else self.module._parameters).get(self.key)
 
 
-def _slots(named: Mapping[str, nn.Module]) -> dict[str, Slot]:
-    """The parameters of modules by clean name; a shared one by its first name."""
+def _slots(named: Mapping[str, nn.Module], of_buffers: bool = False) -> dict[str, Slot]:
+    """The parameters of modules by clean name, or their buffers; a shared one by its first name."""
     slots: dict[str, Slot] = {}
     seen: set[int] = set()
     for name, module in named.items():
-        for key, parameter in module._parameters.items():
-            if parameter is not None and id(parameter) not in seen:
-                seen.add(id(parameter))
-                slots[f"{name}.{key}" if name else key] = Slot(module, key)
+        for key, tensor in (module._buffers if of_buffers else module._parameters).items():
+            if tensor is not None and id(tensor) not in seen:
+                seen.add(id(tensor))
+                slots[f"{name}.{key}" if name else key] = Slot(module, key, of_buffers)
     return slots
+
+
+def _all_slots(named: Mapping[str, nn.Module]) -> dict[str, Slot]:
+    return _slots(named) | _slots(named, of_buffers=True)
 
 
 def modules_at(model: nn.Module, modules: Modules, exclude: Modules) -> dict[str, nn.Module]:

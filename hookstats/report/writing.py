@@ -102,12 +102,12 @@ def _told(finding: Finding, place: Mapping[Site, int]) -> dict[str, Any]:
 
 def in_order(sites: list[Site]) -> list[int]:
     """Sites in the order in which their modules are executed: a gradient beside what it is the gradient of."""
-    forward = [site for site in sites if not site.tensor.startswith(("grad_", "param", "update_"))]
+    forward = [site for site in sites if not site.tensor.startswith(("grad_", "param", "update_", "buffer"))]
     backward = [site for site in sites if site.tensor.startswith("grad_")][::-1]
     place: dict[str, int] = {}
     for site in [*forward, *backward]:
         place.setdefault(site.name, len(place))
-    for site in sites:  # a parameter stands where its module does
+    for site in sites:  # a parameter or a buffer stands where its module does
         place.setdefault(site.name, place.get(site.name.rpartition(".")[0], len(place)))
     return sorted(range(len(sites)), key=lambda i: (place[sites[i].name], i))
 

@@ -11,6 +11,7 @@ _KINDS = {
     "grad_input": "the gradient of the input{} of {}",
     "param": "the parameter{} {}",
     "param_grad": "the gradient{} of the parameter {}",
+    "buffer": "the buffer{} {}",
     "param_update": "the update{} of the parameter {}",
 }
 

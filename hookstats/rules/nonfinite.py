@@ -140,8 +140,8 @@ class NonFinite:
         self._seen, self._masks = (extended(each, len(step.sites), False) for each in (self._seen, self._masks))
         totals, begins = step.totals, (step.calls > 0) & ~self._seen
         if begins.any():
-            is_forward = step.is_kind("output") | step.is_kind("input")
-            self._masks |= begins & is_forward & (totals.neginfs > 0) & (totals.nans + totals.posinfs == 0)
+            may_mask = step.is_kind("output") | step.is_kind("input") | step.is_kind("buffer")
+            self._masks |= begins & may_mask & (totals.neginfs > 0) & (totals.nans + totals.posinfs == 0)
             self._seen |= begins
         return np.where(self._masks, totals.nans + totals.posinfs, step.nonfinite)
 
@@ -188,6 +188,8 @@ def _began(step: Step, place: int, clean: int | None) -> str:
             "It began in backward, all outputs are finite: look at what follows it in forward, up to the loss, for a "
             "square root or a division at 0."
         )
+    if kind == "buffer":
+        return "It began in the buffer, outputs and gradients are finite: look at how the model updates it."
     return "It began in the optimizer, outputs and gradients are finite: look at its state and its settings."
 
 

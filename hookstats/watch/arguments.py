@@ -18,7 +18,7 @@ from hookstats.numbers.snapshot import Snapshot
 from hookstats.watch.judging import Recorder
 
 DEFAULT_TENSORS = ("output", "grad_output", "model_input", "param_sample", "param_grad", "update_sample")
-OF_PARAMETERS = ("param", "param_sample", "param_grad", "param_update", "update_sample", "optimizer")
+OF_PARAMETERS = ("param", "param_sample", "param_grad", "param_update", "update_sample", "optimizer", "buffer")
 OF_LANGUAGE = ("attention", "router")
 TENSORS = ("output", "grad_output", "input", "grad_input", "model_input", *OF_PARAMETERS, *OF_LANGUAGE)
 Sink: TypeAlias = Callable[[Snapshot], object] | Recorder

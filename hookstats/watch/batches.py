@@ -30,6 +30,7 @@ class Parameter:
         self.group_size = group_size
         self.module = weakref.ref(slot.module)
         self.key = slot.key
+        self.is_buffer = slot.is_buffer
         self.entries: dict[str, Entry] = {}  # of what is still measured
         self.copy_bytes = 0  # of the budget
         self.measured: dict[str, bool] = {}  # by kind, in the open step: whether by an optimizer
@@ -42,7 +43,7 @@ class Parameter:
 
     def slot(self) -> Slot | None:
         module = self.module()
-        return None if module is None else Slot(module, self.key)
+        return None if module is None else Slot(module, self.key, self.is_buffer)
 
     def get(self) -> torch.Tensor | None:
         slot = self.slot()

@@ -32,14 +32,21 @@ from hookstats.watch.wrappers import is_a_mere_shape
 _JOIN_SECONDS = 30.0  # that `Monitor.detach` waits for other ranks
 
 
-class ByHand(Protocol):
-    """What measures attention."""
+class AttentionByHand(Protocol):
+    """What a monitor asks of what measures attention."""
 
     def by_hand(self, q: Any, k: Any, name: str, mask: Any, is_causal: bool, scale: float | None) -> None:
         """As `Monitor.attention`."""
 
     def begin_step(self) -> None:
         """A measured step begins; it is not the first one."""
+
+
+class RouterByHand(Protocol):
+    """What a monitor asks of what measures routers."""
+
+    def by_hand(self, name: str, logits: Any, chosen: Any, experts: int | None, top_k: int | None) -> None:
+        """As `Monitor.router`."""
 
 
 class Monitor:
@@ -57,14 +64,16 @@ class Monitor:
         due: Callable[[int], bool],
         channels_every: int,
         tap_channels: bool,
-        attention: ByHand,
+        attention: AttentionByHand,
+        routing: RouterByHand,
         is_judged: bool,
     ) -> None:
         """Made by `attach`.
 
         handles: of the hooks on the model. device: where most of the model is. due: which steps are measured, and
         channels_every: of which of these channels are sent, too. tap_channels: whether tapped tensors keep channels.
-        attention: measures q and k. is_judged: whether there is a recording, if only on another rank.
+        attention, routing: measure what they are given by hand. is_judged: whether there is a recording, if only on
+        another rank.
         """
         self._binder = binder
         self._parameters = parameters
@@ -76,6 +85,7 @@ class Monitor:
         self._channels_every = channels_every
         self._tap_channels = tap_channels
         self._attention = attention
+        self._routing = routing
         self._is_judged = is_judged
         self._judging = Judging(delivery.recorders, delivery.sinks, binder.warn_once, binder.store.strict)
         self._stopwatch = Stopwatch(binder.store.flags, device)
@@ -326,6 +336,39 @@ class Monitor:
             name of an attention that is watched already.
         """
         self._attention.by_hand(q, k, name, mask, is_causal, scale)
+
+    def router(
+        self,
+        name: str,
+        *,
+        logits: torch.Tensor | None = None,
+        chosen: torch.Tensor | None = None,
+        experts: int | None = None,
+        top_k: int | None = None,
+    ) -> None:
+        """Measures a router that ``tensors=("router", ...)`` does not find: of a kernel of one's own, say.
+
+            monitor.router("layers.0.moe", logits=logits, chosen=indices)
+
+        Its sites are (name, "router.entropy"), ``.margin`` and ``.load``, as far as what is given tells them: entropy
+        and margin need logits, the load needs the chosen experts, or top_k. They are made in the first measured eager
+        forward that calls it; a compiled forward that comes earlier is not measured. It computes nothing in a step that
+        is not measured.
+
+        Args:
+            name: of the sites.
+            logits: ``[..., experts]``, floating, before the softmax.
+            chosen: ``[..., top_k]``, integers: the experts that tokens really go to. A number that is no expert's, such
+                as -1, says that a token was dropped. None: the top_k largest logits.
+            experts: how many there are; None: as many as logits.
+            top_k: to how many of them a token goes; None: to as many as are chosen.
+
+        Raises:
+            TypeError, ValueError: in a measured step, for tensors of other dtypes, shapes or devices, for more chosen
+            experts than there are, for chosen without experts, for other numbers than before, or for the name of a
+            router that is watched already.
+        """
+        self._routing.by_hand(name, logits, chosen, experts, top_k)
 
     def _set_flags(self) -> None:
         is_paused = not self._handles or self._pauses > 0 or self._is_paused

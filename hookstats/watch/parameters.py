@@ -1,8 +1,9 @@
 """The parameters of a model and their gradients: read in one launch for each dtype when an optimizer steps.
 
-Then gradients are whole: accumulated over microbatches, reduced over ranks, clipped, and not yet zeroed. What an
-optimizer unscales itself (a fused one, with a GradScaler) is unscaled here, too; what a closure computes is read behind
-its first call; of an optimizer inside another one, the outer counts.
+Then gradients are whole: accumulated over microbatches, reduced over ranks, clipped, and not yet zeroed; and buffers
+are as forward has left them, before an optimizer's own hooks change them. What an optimizer unscales itself (a fused
+one, with a GradScaler) is unscaled here, too; what a closure computes is read behind its first call; of an optimizer
+inside another one, the outer counts.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from hookstats.watch.scaling import Scaling
 from hookstats.watch.states import KIND as STATES
 from hookstats.watch.states import States
 
+BUFFER = "buffer"
 _UPDATES = ("param_update", "update_sample")  # what is measured behind an optimizer's step
 _UNSCALED_BYTES = 64 << 20  # of gradients without their scale, at a time
 
@@ -60,15 +62,23 @@ class Parameters:
     """Measures parameters and gradients, those of an optimizer when it steps, all others when the step ends."""
 
     def __init__(
-        self, store: Store, kinds: tuple[str, ...], binder: SiteBinder, default: torch.device, scaling: Scaling | None
+        self,
+        model: nn.Module,
+        store: Store,
+        kinds: tuple[str, ...],
+        binder: SiteBinder,
+        default: torch.device,
+        scaling: Scaling | None,
     ) -> None:
         """default: the device of what lies on none."""
+        self._model = weakref.ref(model)
         self._store = store
         self._kinds = kinds
         self._binder = binder
         self._device = default
         self._scaling = scaling
         self._parameters = ByIdentity()
+        self._buffers: list[Parameter] = []
         self._batches = Batches(store, binder)
         self._samples = Samples(store, binder)
         self._stepping = _Stepping()
@@ -83,7 +93,7 @@ class Parameters:
         assert tensor is not None
         device, width, dim = placing(slot, tensor, keep_channels, self._device)
         parameter = Parameter(len(self._parameters.all), name, slot, keep_channels, group_size)
-        for kind in kinds_of(tensor, self._kinds):
+        for kind in kinds_of(slot, tensor, self._kinds):
             if kind == STATES:
                 continue  # an optimizer has none before it has stepped
             # This process's part of a DTensor may be one channel of several. Of a sample, none is a channel's.
@@ -92,7 +102,7 @@ class Parameters:
             entry = self._store.add(
                 Site(name, kind), device, 1 if is_sample else width, dim, keeps, has_bins=not is_sample
             )
-            entry.is_parameter = True
+            entry.is_parameter = not slot.is_buffer  # each rank has its own buffers
             entry.channel_dim, entry.group_size = dim, group_size
             entry.sharding = sharding_of(tensor, dim) if is_dtensor(tensor) else None
             parameter.entries[kind] = entry
@@ -102,6 +112,8 @@ class Parameters:
         if is_there and not parameter.entries.keys().isdisjoint(SAMPLES):
             self._samples.make_room(parameter, local_part(tensor))
         self._parameters.all.append(parameter)
+        if slot.is_buffer:
+            self._buffers.append(parameter)
 
     def _may_copy(self, each: Parameter, local: torch.Tensor) -> bool:
         """Whether a copy stays inside the budget, once and for all copies of this size; else the update is skipped."""
@@ -126,6 +138,9 @@ class Parameters:
             return None
         if self._scaling is not None and self._store.flags.value:
             self._watch_scale(self._scaling, optimizer)
+        if self._buffers:
+            with self._store.flags.span(self._device):
+                self._carefully(self._measure_buffers, optimizer)
         stepping = self._carefully(self._among, optimizer)
         if not stepping or not self._stepping.begins(optimizer):
             return None
@@ -211,7 +226,9 @@ class Parameters:
             if kind == "param_sample":
                 sample = samples.get(each)
                 return None if sample is None else sample.values
-            return part_held(self._binder, each, kind, tensor if kind == "param" else tensor.grad)
+            if kind == BUFFER:
+                tensor = tensor.detach() if tensor.is_floating_point() else _as_float(tensor)
+            return part_held(self._binder, each, kind, tensor.grad if kind == "param_grad" else tensor)
 
         values = self._read(owners, value)
         self._note(owners, values, by_optimizer)
@@ -223,6 +240,14 @@ class Parameters:
         self._batches.accumulate(owners, values)
         if grad_scale is not None:
             self._measure_unscaled(scaled, grad_scale)
+
+    def _measure_buffers(self, optimizer: Optimizer) -> None:
+        """Once in a step: when the first optimizer steps that has parameters of the model, watched or not."""
+        model, left = self._model(), [each for each in self._buffers if BUFFER not in each.measured]
+        if model is not None and left:
+            stepping = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            if any(id(parameter) in stepping for parameter in model.parameters()):
+                self._measure(left, None)
 
     def _measure_unscaled(self, scaled: dict[Owner, torch.Tensor], scale: torch.Tensor) -> None:
         """What a fused optimizer unscales itself: a few gradients at a time, so that there is no second set of all."""
@@ -383,9 +408,18 @@ class Parameters:
         self._parameters.may_be_outdated = True
 
 
-def kinds_of(parameter: torch.Tensor, kinds: tuple[str, ...]) -> list[str]:
-    """The sites that a parameter has: one that is frozen has no gradient, and nothing updates it."""
-    return [kind for kind in kinds if kind == "param" or parameter.requires_grad]
+def kinds_of(slot: Slot, tensor: torch.Tensor, kinds: tuple[str, ...]) -> list[str]:
+    """The sites that a parameter has, or a buffer: one that is frozen has no gradient, and nothing updates it."""
+    if slot.is_buffer:
+        return [kind for kind in kinds if kind == BUFFER]
+    return [kind for kind in kinds if kind != BUFFER and (kind == "param" or tensor.requires_grad)]
+
+
+def _as_float(counts: torch.Tensor) -> torch.Tensor:
+    """What a model has counted, exactly."""
+    if counts.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
+        raise TypeError(f"expected floating values, or integers of at most 64 bits with a sign; got {counts.dtype}")
+    return counts.detach().double()
 
 
 # Those that are watched, in the order in which they came, and some that nobody holds any more. Replaced, never changed:

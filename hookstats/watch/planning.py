@@ -14,7 +14,7 @@ from hookstats.watch.arguments import OF_LANGUAGE, OF_PARAMETERS, Channels, chan
 from hookstats.watch.batches import placing
 from hookstats.watch.hooks import Hook, InputHook, Kinds, ModelInputHook, SiteSpec
 from hookstats.watch.memory import Store
-from hookstats.watch.parameters import kinds_of
+from hookstats.watch.parameters import BUFFER, kinds_of
 from hookstats.watch.samples import KINDS as SAMPLES
 from hookstats.watch.states import KIND as STATES
 
@@ -33,7 +33,8 @@ class Plan:
         self.of_parameters = tuple(kind for kind in kinds if kind in OF_PARAMETERS)
         self._of_outputs = _pair(kinds, "output", "grad_output")
         self._of_inputs = _pair(kinds, "input", "grad_input")
-        self.modules, self.parameters = select(model, modules, exclude, bool(self.of_parameters))
+        of_parameters, has_buffers = bool(self.of_parameters), BUFFER in self.of_parameters
+        self.modules, self.parameters = select(model, modules, exclude, of_parameters, has_buffers)
         if not any(self._of_outputs + self._of_inputs):
             self.modules = {}
         self._root = watched_root(model, exclude) if "model_input" in kinds else None
@@ -111,7 +112,7 @@ class Plan:
             tensor = slot.get()
             assert tensor is not None
             device, width, _ = placing(slot, tensor, name in self.keeping, self.device)
-            for kind in kinds_of(tensor, self.of_parameters):
+            for kind in kinds_of(slot, tensor, self.of_parameters):
                 if kind == STATES:
                     continue  # room is made when an optimizer shows what it has
                 is_sample = kind in SAMPLES

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -229,3 +230,120 @@ def test_tokens_that_were_dropped_are_in_no_load() -> None:
         snapshot = monitor.snapshot()
     said = mixture.router.said
     assert load_of(snapshot, "router") == torch.bincount(said[said >= 0], minlength=EXPERTS).tolist()
+
+
+class ByHand(nn.Module):
+    """A mixture in which no hook finds a router: the gate is a plain parameter."""
+
+    def __init__(self, monitors: list[hookstats.Monitor], gives: str = "both") -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.randn(EXPERTS, 16, generator=torch.Generator().manual_seed(0)))
+        self.monitors, self.gives = monitors, gives
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits = x @ self.gate.T
+        chosen = (logits + torch.linspace(-1, 1, EXPERTS)).topk(2, -1).indices
+        self.logits, self.chosen = logits, chosen
+        for monitor in self.monitors:
+            if self.gives == "both":
+                monitor.router("moe", logits=logits, chosen=chosen)
+            elif self.gives == "logits":
+                monitor.router("moe", logits=logits, top_k=2)
+            else:
+                monitor.router("moe", chosen=chosen, experts=EXPERTS)
+        return x * logits.softmax(-1).gather(-1, chosen).sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("gives", ["both", "logits", "chosen"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_router_by_hand_is_measured_as_one_that_is_found(gives: str, compiled: bool) -> None:
+    torch._dynamo.reset()
+    monitors: list[hookstats.Monitor] = []
+    model = ByHand(monitors, gives)
+    run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+    with hookstats.attach(model, "*", tensors=("output",), options=STRICT, every=2) as monitor:
+        monitors.append(monitor)
+        model(batch())  # the sites are made in eager mode
+        monitor.step()
+        run(batch())
+        assert monitor.step() is None  # not measured
+        run(batch())
+        snapshot = monitor.step()
+        run(batch())
+        assert monitor.step() is None
+    assert snapshot is not None
+    of = model.logits.topk(2, -1).indices if gives == "logits" else model.chosen
+    assert load_of(snapshot, "moe") == torch.bincount(of.flatten(), minlength=EXPERTS).tolist()
+    sites = {site.tensor for site, stats in snapshot.items() if site.name == "moe" and stats.calls}
+    if gives == "chosen":
+        assert sites == {"router.load"}
+        return
+    assert sites == {"router.entropy", "router.margin", "router.load"}
+    p, largest = model.logits.detach().double().softmax(-1), model.logits.detach().double().topk(3).values
+    assert snapshot["moe", "router.entropy"].total.mean == pytest.approx(-(p * p.log()).sum(-1).mean().item(), rel=1e-5)
+    assert snapshot["moe", "router.margin"].total.mean == pytest.approx(
+        (largest[:, 1] - largest[:, 2]).mean().item(), rel=1e-5
+    )
+
+
+def test_a_router_by_hand_changes_no_bit_counts_recomputed_tokens_once_and_leaves_ignored_ones_out() -> None:
+    monitors: list[hookstats.Monitor] = []
+    model = ByHand(monitors)
+    bare = ByHand([])
+    x = batch().unflatten(0, (4, -1))
+    bare(x).square().sum().backward()
+    ignored = torch.zeros(4, TOKENS // 4, dtype=torch.bool)
+    ignored[1, 5:] = True
+    with hookstats.attach(model, "*", tensors=("output",), options=STRICT) as monitor:
+        monitors.append(monitor)
+        with monitor.ignore(ignored):
+            torch.utils.checkpoint.checkpoint(model, x.requires_grad_(), use_reentrant=False).square().sum().backward()
+        snapshot = monitor.step()
+    assert snapshot is not None
+    assert torch.equal(model.gate.grad, bare.gate.grad)  # type: ignore[arg-type]
+    left = model.chosen[~ignored]
+    assert load_of(snapshot, "moe") == torch.bincount(left.flatten(), minlength=EXPERTS).tolist()
+    assert snapshot["moe", "router.entropy"].total.count == len(left)
+
+
+L, C = torch.randn(5, 4), torch.zeros(5, 2, dtype=torch.long)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({}, TypeError, "router: expected logits, chosen or both, got neither"),
+        ({"logits": 3}, TypeError, "router: logits: expected a tensor, got int"),
+        ({"logits": L, "experts": 4.0}, TypeError, "router: experts: expected an int, got 4.0"),
+        ({"logits": C}, TypeError, "router: logits: expected floating [..., experts], got torch.int64 of shape (5, 2)"),
+        (
+            {"logits": L[0, 0]},
+            TypeError,
+            "router: logits: expected floating [..., experts], got torch.float32 of shape ()",
+        ),
+        ({"chosen": L, "experts": 4}, TypeError, "router: chosen: expected integers [..., top_k], got torch.float32"),
+        ({"chosen": C}, ValueError, "router: expected experts=, because chosen does not tell how many there are"),
+        ({"logits": L, "experts": 5}, ValueError, "router: logits: expected 5 experts, got (5, 4)"),
+        ({"logits": L, "top_k": 5}, ValueError, "router: top_k: expected at most the 4 experts, got 5"),
+        ({"logits": L, "top_k": -1}, ValueError, "router: top_k: expected at most the 4 experts, got -1"),
+        ({"chosen": C, "experts": 4, "top_k": 3}, ValueError, "router: chosen: expected 3 experts of each token"),
+        ({"logits": L[:4], "chosen": C}, ValueError, "of the same tokens, got (4, 4) and (5, 2)"),
+        ({"logits": L, "chosen": C.to("meta")}, ValueError, "on one device, got cpu and meta"),
+    ],
+)
+def test_what_is_no_router_is_refused(given: dict[str, Any], error: type[Exception], message: str) -> None:
+    with hookstats.attach(nn.Linear(2, 2), "*") as monitor:
+        with pytest.raises(error, match=re.escape(message)):
+            monitor.router("moe", **given)
+        with pytest.raises(TypeError, match="router: expected a name, got 3"):
+            monitor.router(3, logits=L)  # type: ignore[arg-type]
+
+
+def test_a_router_by_hand_has_a_name_of_its_own_and_stays_the_same() -> None:
+    model = model_of(Fused)
+    with hookstats.attach(model, tensors=("router",)) as monitor:
+        with pytest.raises(ValueError, match=r"router: expected a name that no watched router has, got '0\.router'"):
+            monitor.router("0.router", logits=L)
+        monitor.router("moe", logits=L, top_k=2)
+        with pytest.raises(ValueError, match="expected 4 experts and top 2 of 'moe' as before, got 4 and 1"):
+            monitor.router("moe", logits=L, top_k=1)

@@ -55,6 +55,25 @@ def test_loads_are_those_of_the_model_s_own_indices(model_type: str) -> None:
         assert (stats.mean * stats.count).tolist() == torch.bincount(indices.flatten(), minlength=8).tolist()
 
 
+def test_loads_are_the_sizes_of_jetmoe_s_experts() -> None:
+    model, sizes = zoo.make("jetmoe"), {}
+
+    def keep(name: str) -> Callable[..., None]:
+        return lambda module, args, output: sizes.update({name: list(output[3])})
+
+    for name, module in model.named_modules():
+        if type(module).__name__ == "JetMoeTopKGating":
+            module.register_forward_hook(keep(name))
+    with hookstats.attach(model, tensors=("router",), options=Options(strict=True)) as monitor:
+        model(**zoo.batch())
+        snapshot = monitor.snapshot()
+    assert len(sizes) == 4
+    for name, wanted in sizes.items():
+        stats = snapshot[name, "router.load"].channels
+        assert stats is not None
+        assert (stats.mean * stats.count).tolist() == wanted
+
+
 def measured(model: Any, run: Any) -> Snapshot:
     with hookstats.attach(model, tensors=("attention",), options=Options(strict=True, attention_rows=None)) as monitor:
         given, keeping = [], F.scaled_dot_product_attention

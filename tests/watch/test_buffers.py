@@ -1,0 +1,234 @@
+"""tensors=("buffer",): what a model counts and averages in itself, as forward has left it."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import hookstats
+from hookstats import Channels, Options, Site, Snapshot
+from tests import ranks
+
+STRICT = Options(strict=True)
+
+
+class Counting(nn.Module):
+    """As torchtitan's mixtures: forward counts the tokens of each expert, an optimizer's own hook takes them."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.gate = nn.Linear(4, 4)
+        self.register_buffer("tokens_per_expert", torch.zeros(4, dtype=dtype), persistent=False)
+        self.register_buffer("nothing", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits = self.gate(x)
+        with torch.no_grad():
+            counts = torch.bincount(logits.argmax(-1).flatten(), minlength=4)
+            self.tokens_per_expert += counts.to(self.tokens_per_expert.dtype)
+        return logits
+
+
+def optimizer_of(model: Counting, *parameters: nn.Parameter) -> torch.optim.Optimizer:
+    def take(*_: object) -> None:
+        model.tokens_per_expert.zero_()
+
+    optimizer = torch.optim.SGD(parameters or model.parameters(), 0.1)
+    optimizer.register_step_pre_hook(take)
+    return optimizer
+
+
+def values_of(snapshot: Snapshot | None, name: str = "tokens_per_expert") -> list[float]:
+    assert snapshot is not None
+    channels = snapshot[name, "buffer"].channels
+    assert channels is not None
+    assert channels.count.tolist() == [1] * len(channels.count)
+    values: list[float] = channels.mean.tolist()
+    return values
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.int32])
+@pytest.mark.parametrize("tensors", [("buffer",), ("output", "param_grad", "buffer")])
+def test_counts_are_read_before_the_optimizer_takes_them(dtype: torch.dtype, tensors: tuple[str, ...]) -> None:
+    torch.manual_seed(0)
+    model = Counting(dtype)
+    optimizer = optimizer_of(model)
+    with hookstats.attach(model, tensors=tensors, every=1, options=STRICT) as monitor:
+        for step in range(3):
+            for _ in range(2):  # microbatches
+                model(torch.randn(50, 4)).square().mean().backward()
+            wanted = model.tokens_per_expert.tolist()
+            optimizer.step()
+            assert model.tokens_per_expert.tolist() == [0] * 4
+            snapshot = monitor.step()
+            assert values_of(snapshot) == wanted, step
+            assert sum(wanted) == 100
+            stats = snapshot["tokens_per_expert", "buffer"]  # type: ignore[index]
+            assert stats.calls == 1
+            assert stats.max_violation == pytest.approx(max(wanted) / 25 - 1)
+            assert stats.dead_share == wanted.count(0) / 4
+
+
+def test_large_counts_are_exact() -> None:
+    model = nn.Module()
+    model.layer = nn.Linear(2, 2)
+    model.register_buffer("seen", torch.tensor([2**40 + 1, 3]))
+    with hookstats.attach(model, "*", tensors=("buffer",), options=STRICT) as monitor:
+        assert values_of(monitor.snapshot(), "seen") == [2**40 + 1, 3]
+
+
+def test_of_several_optimizers_the_first_counts_and_without_one_the_steps_end() -> None:
+    model = Counting()
+    first, second = optimizer_of(model, model.gate.weight), optimizer_of(model, model.gate.bias)
+    with hookstats.attach(model, tensors=("output", "buffer"), every=1, options=STRICT) as monitor:
+        model(torch.randn(50, 4)).square().mean().backward()
+        wanted = model.tokens_per_expert.tolist()
+        first.step()
+        second.step()
+        assert values_of(monitor.step()) == wanted
+        model(torch.randn(50, 4))
+        assert values_of(monitor.step()) == model.tokens_per_expert.tolist()
+
+
+def test_an_optimizer_of_parameters_that_are_not_watched_counts_too() -> None:
+    model = Counting()
+    optimizer = optimizer_of(model)
+    with hookstats.attach(model, "tokens_*", tensors=("buffer",), every=1, options=STRICT) as monitor:
+        model(torch.randn(50, 4)).square().mean().backward()
+        optimizer.step()
+        assert sum(values_of(monitor.step())) == 50
+    with pytest.raises(ValueError, match=r"the glob .tokens_\*. matches nothing"):
+        hookstats.attach(model, "tokens_*", tensors=("output",))
+
+
+def test_another_models_optimizer_reads_nothing() -> None:
+    model, other = Counting(), nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(other.parameters(), 0.1)
+    with hookstats.attach(model, tensors=("output", "buffer"), every=1, options=STRICT) as monitor:
+        other(torch.ones(2, 2)).sum().backward()
+        optimizer.step()
+        model(torch.randn(50, 4))
+        assert sum(values_of(monitor.step())) == 50
+
+
+def test_a_buffer_that_is_replaced_is_read_where_it_is_now() -> None:
+    model = Counting()
+    with hookstats.attach(model, tensors=("buffer",), every=1, options=STRICT) as monitor:
+        model.tokens_per_expert = torch.tensor([1.0, 2.0, 3.0, 4.0])
+        assert values_of(monitor.step()) == [1, 2, 3, 4]
+        model.tokens_per_expert = torch.tensor([1, 2, 3, 4, 5])
+        assert values_of(monitor.step()) == [1, 2, 3, 4, 5]
+        del model.tokens_per_expert
+        snapshot = monitor.step()
+        assert snapshot is not None
+        assert snapshot["tokens_per_expert", "buffer"].calls == 0
+
+
+def test_channels_are_dimension_zero_and_a_scalar_has_a_total() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5))
+    model.register_buffer("table", torch.randn(6, 7).T)
+    with hookstats.attach(model, tensors=("output", "buffer"), every=1, options=STRICT) as monitor:
+        model(torch.randn(4, 3, 8, 8))
+        snapshot = monitor.step()
+    assert snapshot is not None
+    assert values_of(snapshot, "1.running_mean") == pytest.approx(model[1].running_mean.tolist())
+    assert values_of(snapshot, "1.running_var") == pytest.approx(model[1].running_var.tolist())
+    assert snapshot["1.num_batches_tracked", "buffer"].total.mean == 1
+    assert snapshot["1.num_batches_tracked", "buffer"].channels is None
+    table = snapshot["table", "buffer"].channels
+    assert table is not None
+    assert table.mean == pytest.approx(model.table.double().mean(1))
+
+
+def test_what_is_chosen_and_left_out() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+
+    def buffers(**arguments: Any) -> set[str]:
+        with hookstats.attach(model, tensors=("output", "buffer"), **arguments) as monitor:
+            model(torch.randn(3, 4))
+            return {site.name for site in monitor.snapshot() if site.tensor == "buffer"}
+
+    of = ["running_mean", "running_var", "num_batches_tracked"]
+    assert buffers() == {f"{number}.{key}" for number in (0, 1) for key in of}
+    assert buffers(modules=["0", "2"]) == {f"0.{key}" for key in of}
+    assert buffers(modules=["*.running_mean", "2"]) == {"0.running_mean", "1.running_mean"}
+    assert buffers(exclude=["0", "*.running_var"]) == {"1.running_mean", "1.num_batches_tracked"}
+    with hookstats.attach(model, channels=Channels(["0.running_mean"]), tensors=("output", "buffer")) as monitor:
+        snapshot = monitor.snapshot()
+    assert [site.name for site, stats in snapshot.items() if stats.channels is not None] == ["0.running_mean"]
+    with pytest.raises(ValueError, match="expected to select something that has buffer"):
+        hookstats.attach(nn.ModuleList([nn.ReLU()]), tensors=("buffer",))
+
+
+def test_what_cannot_be_measured_is_left_out_with_the_reason() -> None:
+    model = Counting()
+    model.register_buffer("mask", torch.ones(4, dtype=torch.bool))
+    with hookstats.attach(model, tensors=("output", "buffer"), every=1) as monitor:
+        model(torch.randn(50, 4))
+        with pytest.warns(UserWarning, match="mask buffer"):
+            snapshot = monitor.step()
+        reason = monitor.skipped[Site("mask", "buffer")].reason
+    assert "expected floating values, or integers of at most 64 bits with a sign; got torch.bool" in reason
+    assert sum(values_of(snapshot)) == 50
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_training_does_not_change_by_one_bit(compiled: bool) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    bare = copy.deepcopy(model)
+    for each in (bare, model):
+        torch.manual_seed(1)
+        optimizer = torch.optim.AdamW(each.parameters(), 1e-2)
+        run = torch.compile(each, backend="aot_eager", fullgraph=True) if compiled else each
+        monitor = hookstats.attach(each, tensors=("output", "buffer"), every=1) if each is model else None
+        for _ in range(5):
+            optimizer.zero_grad()
+            run(torch.randn(6, 4)).square().mean().backward()
+            optimizer.step()
+            if monitor is not None:
+                snapshot = monitor.step()
+                assert values_of(snapshot, "1.running_mean") == pytest.approx(model[1].running_mean.tolist())
+    for mine, other in zip(model.state_dict().values(), bare.state_dict().values(), strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_a_mask_of_minus_infinity_is_no_finding_and_a_nan_is(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    model.register_buffer("mask", torch.full((4, 4), -torch.inf).triu(1))
+    model.register_buffer("average", torch.zeros(4))
+    with hookstats.attach(model, tensors=("output", "buffer"), every=1, sinks=hookstats.record(tmp_path)) as monitor:
+        for step in range(4):
+            model(torch.randn(3, 4))
+            if step == 2:
+                model.average[1] = torch.nan
+            monitor.step()
+    found = [each for each in hookstats.load(tmp_path).findings if each.rule == "nonfinite"]
+    assert [(each.step, each.site) for each in found] == [(2, ("average", "buffer"))]
+    assert "look at how the model updates it" in found[0].sentence
+
+
+def on_ranks(rank: int, world: int) -> None:
+    torch.manual_seed(rank)
+    model = Counting()
+    with hookstats.attach(model, tensors=("buffer",), process_group=dist.group.WORLD) as monitor:
+        model(torch.randn(50, 4))
+        mine = model.tokens_per_expert.clone()
+        found = [monitor.step(), *monitor.detach()]
+    (snapshot,) = (each for each in found if each is not None)
+    dist.all_reduce(mine)
+    channels = snapshot["tokens_per_expert", "buffer"].channels
+    assert channels is not None
+    assert (channels.mean * channels.count).tolist() == pytest.approx(mine.tolist())
+    assert channels.count.tolist() == [world] * 4
+
+
+def test_each_rank_has_counts_of_its_own() -> None:
+    ranks.run(on_ranks, 2)
