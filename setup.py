@@ -1,4 +1,5 @@
-"""Builds hookstats._C: torch's own extension build for the C++, our own nvcc step for csrc/cuda/*.cu.
+"""Builds hookstats/_kernels.so, which names nothing of torch, and the glue between it and the torch that is here:
+hookstats/_glue/torch2_13/_C.*.so, by torch's own extension build.
 
 Where nvcc is found (in CUDA_HOME, on PATH, or in /usr/local/cuda), the CUDA kernels are compiled for
 
@@ -8,7 +9,7 @@ Where nvcc is found (in CUDA_HOME, on PATH, or in /usr/local/cuda), the CUDA ker
     HOOKSTATS_CUDA=0                       none, whatever else is set
 
 This also works beside a CPU-only torch; the CUDA runtime is linked statically. Objects stay in build/ and are compiled
-again only after a change of their sources, flags, compilers, torch or Python.
+again only after a change of their sources, flags or compilers, those of the glue also for another torch or Python.
 """
 
 from __future__ import annotations
@@ -45,6 +46,9 @@ CXX_FLAGS = ["-O3", "-g0", "-fopenmp", "-Wall", "-Wextra", "-Wno-unused-paramete
 # The first two hold for IEEE arithmetic: they give up errno and floating-point traps, no value. The last undoes
 # Python's -fwrapv: nothing here relies on signed integers that wrap around, and loops are faster without it.
 KERNEL_FLAGS = ["-fno-math-errno", "-fno-trapping-math", "-fstrict-overflow"]
+KERNELS = "_kernels.so"
+# One libstdc++, the one that torch uses, also where g++ links its own in statically. OpenMP is what torch brings.
+LIBRARIES = ("-l:libstdc++.so.6",)
 
 
 def output_of(*command: str) -> str:
@@ -134,35 +138,65 @@ def gencode(architecture: str) -> list[str]:
     return flags
 
 
-def compile_cuda(nvcc: str, targets: list[str], into: Path) -> tuple[list[str], list[dict[str, Any]]]:
-    """Compiles csrc/cuda/*.cu, which include no torch header; the objects, and what each kernel takes.
+def build_kernels(library: Path, into: Path, nvcc: str | None, targets: list[str]) -> list[dict[str, Any]]:
+    """Makes one library of csrc/cpu and, for GPUs, csrc/cuda. Returns what each CUDA kernel takes."""
+    sources = sorted(Path("csrc/cpu").glob("*.cpp"))
+    libraries = [*LIBRARIES, "-lm", "-lgcc_s", "-lc"]
+    if nvcc and targets:
+        sources += sorted(Path("csrc/cuda").glob("*.cu"))
+        libraries = [f"-L{cudart_folder(nvcc)}", "-lcudart_static", "-ldl", "-lrt", "-lpthread", *libraries]
+    objects, kernels = compile_kernels(sources, into, nvcc, targets)
+    library.parent.mkdir(parents=True, exist_ok=True)
+    link = [*shlex.split(get_cxx_compiler()), "-shared", f"-Wl,-soname,{library.name}", "-Wl,-z,defs"]
+    run(*link, "-o", str(library), *objects, *libraries)
+    return kernels
 
-    ninja runs nvcc on the files side by side, nvcc the architectures of each, and only for what has changed.
+
+def compile_kernels(
+    sources: list[Path], into: Path, nvcc: str | None, targets: list[str]
+) -> tuple[list[str], list[dict[str, Any]]]:
+    """Compiles sources that include no torch header; the objects, and what each CUDA kernel takes.
+
+    ninja runs the compilers side by side, nvcc the architectures of each file, and only for what has changed; without
+    ninja one file is compiled after the other, for the CPU alone.
     """
-    if not is_ninja_available():
-        sys.exit("hookstats: the CUDA kernels are compiled by ninja, which was not found: pip install ninja")
-    command = [nvcc, "-std=c++17", "-O3", "--expt-relaxed-constexpr", "--threads", "0", "-Xcompiler", "-fPIC,-Wall"]
-    for architecture in targets:
-        command += gencode(architecture)
-    command += ["-Xptxas", "-v"]
-    run = shlex.join(command).replace("$", "$$")
+    cxx = [*shlex.split(get_cxx_compiler()), "-std=c++17", "-fPIC", "-DNDEBUG", *CXX_FLAGS, *KERNEL_FLAGS]
+    cuda = [nvcc or "nvcc", "-std=c++17", "-O3", "--expt-relaxed-constexpr", "--threads", "0"]
+    cuda += ["-Xcompiler", "-fPIC,-Wall", *(flag for each in targets for flag in gencode(each)), "-Xptxas", "-v"]
+    objects = {source: into / source.with_suffix(f"{source.suffix}.o").name for source in sources}
     into.mkdir(parents=True, exist_ok=True)
-    objects = {source: into / (source.stem + ".o") for source in sorted(Path("csrc/cuda").glob("*.cu"))}
-    lines = [
-        f"builddir = {into}",
-        "rule nvcc",
-        f"  command = {run} -MD -MF $out.d -c $in -o $out > $out.log 2>&1 || (cat $out.log; false)",
-        "  depfile = $out.d",
-        "  deps = gcc",
-        *(f"build {target}: nvcc {source}" for source, target in objects.items()),
+    if not is_ninja_available():
+        if targets:
+            sys.exit("hookstats: the CUDA kernels are compiled by ninja, which was not found: pip install ninja")
+        for source, target in objects.items():
+            run(*cxx, "-c", str(source), "-o", str(target))
+        return [str(target) for target in objects.values()], []
+    lines = [f"builddir = {into}", *rule("cxx", cxx), *rule("nvcc", cuda)]
+    lines += [
+        f"build {target}: {'nvcc' if source.suffix == '.cu' else 'cxx'} {source}" for source, target in objects.items()
     ]
     plan = into / "build.ninja"
     plan.write_text("\n".join(lines) + "\n")
-    print(run, *objects, flush=True)
-    if subprocess.run(["ninja", "-f", str(plan)]).returncode:
-        sys.exit("hookstats: nvcc failed; HOOKSTATS_CUDA=0 builds without the CUDA kernels")
+    print(*lines, sep="\n", flush=True)
+    run("ninja", "-f", str(plan))
     logs = [Path(f"{target}.log").read_text() for target in objects.values()]
     return [str(target) for target in objects.values()], [each for log in logs for each in resources(log)]
+
+
+def run(*command: str) -> None:
+    if subprocess.run(command).returncode:
+        sys.exit(f"hookstats: {command[0]} failed on the kernels; HOOKSTATS_CUDA=0 builds without those for GPUs")
+
+
+def rule(name: str, command: list[str]) -> list[str]:
+    """Of ninja: compiles a file, and keeps what the compiler says."""
+    run = shlex.join(command).replace("$", "$$")
+    return [
+        f"rule {name}",
+        f"  command = {run} -MD -MF $out.d -c $in -o $out > $out.log 2>&1 || (cat $out.log; false)",
+        "  depfile = $out.d",
+        "  deps = gcc",
+    ]
 
 
 def resources(said: str) -> list[dict[str, Any]]:
@@ -178,64 +212,74 @@ def resources(said: str) -> list[dict[str, Any]]:
     ]
 
 
-class BuildWithCuda(BuildExtension):
-    """Adds the CUDA objects to the one extension, and records beside it what was built."""
+class BuildInTwo(BuildExtension):
+    """The kernels, the glue that is linked with them, and beside them a record of what was built."""
 
     def build_extensions(self) -> None:
         (extension,) = self.extensions
-        self.force = True  # without ninja, a changed .cu, torch or HOOKSTATS_CUDA would not link again
+        self.force = True  # without ninja, a changed torch or HOOKSTATS_CUDA would not link again
         nvcc = find_nvcc()
         targets = architectures(nvcc) if nvcc else []
         if nvcc and not targets:
             print("hookstats: no GPU was found here: no CUDA kernels. HOOKSTATS_CUDA=1 builds them", flush=True)
-        built: dict[str, Any] = {"torch": str(torch.__version__), "cuda": None, "architectures": targets}
+        built: dict[str, Any] = {"cuda": check_toolkit(nvcc) if nvcc and targets else None, "architectures": targets}
         compilers = [output_of(*shlex.split(get_cxx_compiler()), "--version")]
         if nvcc and targets:
             compilers.append(output_of(nvcc, "--version"))
+            extension.define_macros.append(("HOOKSTATS_CUDA", "1"))
+            # nvcc takes longest for one file: the glue is compiled meanwhile, and leaves it half of the cores.
+            os.environ.setdefault("MAX_JOBS", str(max(1, (os.cpu_count() or 2) // 2)))
         # pip gives each editable install a new temporary folder, in which all would be compiled again.
-        made_by = "\n".join([platform.python_version(), str(torch.__version__), *compilers])
-        self.build_temp = str(Path("build", "objects-" + hashlib.sha256(made_by.encode()).hexdigest()[:12]))
+        self.build_temp = folder_of(platform.python_version(), str(torch.__version__), *compilers)
+        kernels = self.folder() / KERNELS
+        extension.extra_link_args += [str(kernels), "-Wl,-rpath,$ORIGIN/../.."]
         with ThreadPoolExecutor(1) as beside:
-            if nvcc and targets:
-                built["cuda"] = check_toolkit(nvcc)
-                extension.define_macros.append(("HOOKSTATS_CUDA", "1"))
-                extension.library_dirs.append(cudart_folder(nvcc))
-                extension.libraries += ["cudart_static", "dl", "rt", "pthread"]
-                # nvcc takes longest for one file: the C++ is compiled meanwhile, and leaves it half of the cores.
-                os.environ.setdefault("MAX_JOBS", str(max(1, (os.cpu_count() or 2) // 2)))
-                compiled = beside.submit(compile_cuda, nvcc, targets, Path(self.build_temp, "cuda"))
-                link = self.compiler.link_shared_object
+            compiled = beside.submit(build_kernels, kernels, Path(folder_of(*compilers), "kernels"), nvcc, targets)
+            link = self.compiler.link_shared_object
 
-                def link_with_kernels(objects: list[str], *args: Any, **options: Any) -> None:
-                    kernel_objects, built["kernels"] = compiled.result()
-                    link([*objects, *kernel_objects], *args, **options)
+            def link_with_kernels(*args: Any, **options: Any) -> None:
+                built["kernels"] = compiled.result()
+                link(*args, **options)
 
-                self.compiler.link_shared_object = link_with_kernels
+            self.compiler.link_shared_object = link_with_kernels
             super().build_extensions()
-        self.record = json.dumps(built, indent=2) + "\n"
-        self.write_record()
+        (self.folder() / "_built.json").write_text(json.dumps(built, indent=2) + "\n")
 
     def copy_extensions_to_source(self) -> None:  # --inplace and editable installs
+        """As it is called, the kernels and the record are still where everything was built."""
+        self.inplace, was = 0, self.inplace
+        built = self.folder()
+        self.inplace = was
+        (extension,) = self.extensions
+        Path(self.get_ext_fullpath(extension.name)).parent.mkdir(parents=True, exist_ok=True)
         super().copy_extensions_to_source()
-        self.write_record()
+        for name in (KERNELS, "_built.json"):
+            shutil.copy2(built / name, self.folder() / name)
 
-    def write_record(self) -> None:
-        Path(self.get_ext_fullpath("hookstats._C")).with_name("_built.json").write_text(self.record)
+    def folder(self) -> Path:
+        """Its folder, where things are built, or in the sources."""
+        (extension,) = self.extensions
+        return Path(self.get_ext_fullpath(extension.name)).parents[2]
+
+
+def folder_of(*made_by: str) -> str:
+    """For objects that these have made."""
+    return str(Path("build", "objects-" + hashlib.sha256("\n".join(made_by).encode()).hexdigest()[:12]))
 
 
 os.chdir(ROOT)  # the sources below are relative, as setuptools wants them
 # pip runs this without the environment's programs on PATH; without ninja one file is compiled after the other.
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+major, minor = torch.__version__.split(".")[:2]
 setup(
     ext_modules=[
         CppExtension(
-            "hookstats._C",
-            sources=[str(source) for source in sorted(Path("csrc").rglob("*.cpp"))],
-            depends=[str(header) for header in sorted(Path("csrc").rglob("*.h"))],
-            extra_compile_args={"cxx": CXX_FLAGS + KERNEL_FLAGS},
-            # One libstdc++, the one that torch uses, also where g++ links its own in statically.
-            extra_link_args=["-fopenmp", "-l:libstdc++.so.6"],
+            f"hookstats._glue.torch{major}_{minor}._C",
+            sources=[str(source) for source in sorted(Path("csrc").glob("*.cpp"))],
+            depends=[str(header) for header in sorted(Path("csrc").glob("*.h"))],
+            extra_compile_args={"cxx": CXX_FLAGS},
+            extra_link_args=list(LIBRARIES),
         )
     ],
-    cmdclass={"build_ext": BuildWithCuda},
+    cmdclass={"build_ext": BuildInTwo},
 )

@@ -3,6 +3,7 @@
 #include <ATen/ThreadLocalPythonObjects.h>
 #include <torch/csrc/PyInterpreter.h>
 #include <torch/extension.h>
+#include <torch/version.h>
 
 #include <memory>
 #include <string>
@@ -58,6 +59,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("EXPONENT_BINS") = kExponentBins;
   m.attr("OCTAVE_BINS") = kOctaveBins;
   m.attr("FIRST_OCTAVE") = kFirstOctave;
+  m.attr("TORCH") = TORCH_VERSION;
 #if defined(HOOKSTATS_CUDA)
   m.attr("HAS_CUDA") = true;
 #else

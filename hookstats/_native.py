@@ -1,41 +1,69 @@
-"""Loads the extension. The only file that names torch.ops and hookstats._C."""
+"""Loads the extension. The only file that names torch.ops and hookstats._C.
+
+The kernels are one library, which names nothing of torch: _kernels.so. Between them and torch there is glue, for one
+minor version of torch: _glue/torch2_13/_C.*.so. A wheel has the glue for several; the one that fits is loaded.
+"""
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
+from importlib.machinery import EXTENSION_SUFFIXES
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hookstats.numbers import fields
 
+_HERE = Path(__file__).parent
+KERNELS = _HERE / "_kernels.so"
+_REBUILD = "`pip install --no-build-isolation --force-reinstall --no-deps .`"
 
-def _built() -> dict[str, Any]:
-    record = Path(__file__).with_name("_built.json")
-    if not record.exists():
+
+def _load() -> Any:
+    """The glue for the torch that is here."""
+    glues = glues_in(_HERE)
+    if not glues:
         raise ImportError(
-            f"hookstats is not built: no extension in {record.parent}. In a checkout run "
+            f"hookstats is not built: no extension in {_HERE}. In a checkout run "
             "`python setup.py build_ext --inplace`, or leave its folder if hookstats is installed; else "
             "`pip install --no-build-isolation .`"
         )
-    built: dict[str, Any] = json.loads(record.read_text())
-    if _minor(built["torch"]) != _minor(torch.__version__):
+    path = glues.get(_minor(torch.__version__))
+    if path is None:
         raise ImportError(
-            f"hookstats was built for torch {built['torch']}, but torch {torch.__version__} is installed: rebuild it "
-            "with `pip install --no-build-isolation --force-reinstall --no-deps .`"
+            f"hookstats was built for torch {', '.join(glues)}, but torch {torch.__version__} is installed: rebuild it "
+            f"with {_REBUILD}, or install one of these"
         )
-    return built
+    spec = spec_from_file_location("hookstats._C", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    sys.modules["hookstats._C"] = module
+    return module
 
 
-def _minor(version: str) -> list[str]:
-    return version.split("+")[0].split(".")[:2]
+def glues_in(package: Path) -> dict[str, Path]:
+    """By the minor version of torch, ascending, those that this Python can load."""
+    found = {}
+    for suffix in EXTENSION_SUFFIXES:
+        for path in package.glob(f"_glue/torch*/_C{suffix}"):
+            found[path.parent.name.removeprefix("torch").replace("_", ".")] = path
+    return {minor: found[minor] for minor in sorted(found, key=lambda each: [int(n) for n in each.split(".")])}
 
 
-_BUILT = _built()
+def _minor(version: str) -> str:
+    return ".".join(version.split("+")[0].split(".")[:2])
 
-from hookstats import _C  # noqa: E402  (only after the check: against another torch it would not even load)
+
+if TYPE_CHECKING:
+    from hookstats import _C
+else:
+    _C = _load()
 
 _here = (fields.FIELDS, fields.EXPONENT_BINS, fields.OCTAVE_BINS, fields.FIRST_OCTAVE)
 if _here != (_C.FIELDS, _C.EXPONENT_BINS, _C.OCTAVE_BINS, _C.FIRST_OCTAVE):
@@ -125,11 +153,15 @@ def part(memory: torch.Tensor, offset: int, shape: tuple[int, ...], dtype: torch
 
 
 def build_info() -> dict[str, Any]:
-    """What was built: torch's version, the CUDA toolkit's (None: CPU-only) and GPU architectures, dtypes, fields."""
+    """What was built: the torch of the glue that was loaded, and all that there is glue for; the CUDA toolkit's version
+    (None: kernels for the CPU alone) and GPU architectures; dtypes, fields.
+    """
+    built = json.loads((_HERE / "_built.json").read_text())
     return {
-        "torch": _BUILT["torch"],
-        "cuda": _BUILT["cuda"],
-        "architectures": list(_BUILT["architectures"]),
+        "torch": _C.TORCH,
+        "glues": list(glues_in(_HERE)),
+        "cuda": built["cuda"],
+        "architectures": built["architectures"],
         "dtypes": list(_C.DTYPES),
         "fields": list(_C.FIELDS),
     }

@@ -91,7 +91,9 @@ def _build() -> Line:
     except Exception as error:
         return Line("mend", "extension", _first_line(error), _REBUILD)
     kernels = f"for GPUs {', '.join(built['architectures'])}" if built["architectures"] else "for the CPU alone"
-    return Line("ok", "extension", f"built for torch {built['torch']}, {kernels}")
+    others = [each for each in built["glues"] if not built["torch"].startswith(f"{each}.")]
+    beside = f" (there is glue for {', '.join(others)}, too)" if others else ""
+    return Line("ok", "extension", f"built for torch {built['torch']}{beside}, {kernels}")
 
 
 def _gpu(torch: Any, is_built: bool) -> list[Line]:

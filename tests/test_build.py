@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 import runpy
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from hookstats import _native
 from tests.conftest import ROOT
 
 NVCC = """#!/bin/sh
@@ -142,12 +146,13 @@ def test_no_cuda_object_is_compiled_twice(
     monkeypatch.setenv("RUNS", str(runs))
     monkeypatch.setenv("HEADER", str(header))
     monkeypatch.chdir(ROOT)
+    sources = sorted(Path("csrc/cuda").glob("*.cu"))
 
     def compiled(*targets: str) -> int:
         """How many files nvcc is run on."""
         runs.write_text("")
-        objects, kernels = setup["compile_cuda"]("nvcc", list(targets), into)
-        names = ("accumulate.o", "checksum.o", "many.o", "merge.o", "sample.o", "softmax.o")
+        objects, kernels = setup["compile_kernels"](sources, into, "nvcc", list(targets))
+        names = ("accumulate.cu.o", "checksum.cu.o", "many.cu.o", "merge.cu.o", "sample.cu.o", "softmax.cu.o")
         assert objects == [str(into / name) for name in names]
         assert kernels == len(names) * [
             {"kernel": "a_kernel", "gpu": "sm_90", "stack": 16, "spilled": 4, "registers": 40}
@@ -157,6 +162,21 @@ def test_no_cuda_object_is_compiled_twice(
     assert compiled("9.0") == 6
     assert compiled("9.0") == 0
     assert compiled("8.0", "9.0+PTX") == 6
-    assert "arch=compute_90,code=compute_90" in (into / "many.o").read_text()
+    assert "arch=compute_90,code=compute_90" in (into / "many.cu.o").read_text()
     header.touch()
     assert compiled("8.0", "9.0+PTX") == 6
+
+
+def test_the_kernels_need_nothing_of_torch_and_the_glue_no_library_of_cuda() -> None:
+    def needed(library: Path) -> set[str]:
+        said = subprocess.run(["readelf", "-d", str(library)], capture_output=True, text=True, check=True).stdout
+        return set(re.findall(r"\(NEEDED\).*\[(.*)\]", said))
+
+    system = {"libstdc++.so.6", "libm.so.6", "libgcc_s.so.1", "libc.so.6", "ld-linux-x86-64.so.2"}
+    system |= {"libdl.so.2", "librt.so.1", "libpthread.so.0"}
+    assert needed(_native.KERNELS) <= system
+    glues = _native.glues_in(_native.KERNELS.parent)
+    assert ".".join(torch.__version__.split(".")[:2]) in glues
+    for path in glues.values():
+        torchs = {"libc10.so", "libtorch.so", "libtorch_cpu.so", "libtorch_python.so"}
+        assert needed(path) <= system | torchs | {"_kernels.so"}, path

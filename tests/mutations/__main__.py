@@ -32,8 +32,14 @@ def main(words: list[str]) -> int:
         build = [sys.executable, "setup.py", "build_ext", "--inplace"]
         subprocess.run(build, cwd=COPY, check=True, env=os.environ | {"HOOKSTATS_CUDA": "0"})
     else:
-        for path in [*ROOT.glob("hookstats/_C*.so"), ROOT / "hookstats" / "_built.json"]:
-            shutil.copy2(path, COPY / "hookstats")
+        for path in [
+            *ROOT.glob("hookstats/_glue/*/*.so"),
+            *ROOT.glob("hookstats/_*.so"),
+            *ROOT.glob("hookstats/_*.json"),
+        ]:
+            target = COPY / path.relative_to(ROOT)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(path, target)
     survived = 0
     passing = {tests: run(tests, None) == "survived" for tests in dict.fromkeys(each.tests for each in chosen)}
     for each in chosen:

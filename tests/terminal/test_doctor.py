@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -49,7 +49,7 @@ PathFinder.find_spec = lambda name, *more: None if name.split(".")[0] in {module
 
 def copied(tmp_path: Path) -> Path:
     """A folder with the Python files of the package, without the extension."""
-    ignored = shutil.ignore_patterns("_C.*", "_built.json", "__pycache__")
+    ignored = shutil.ignore_patterns("_glue", "_kernels.so", "_built.json", "__pycache__")
     shutil.copytree(PACKAGE, tmp_path / "hookstats", ignore=ignored)
     return tmp_path
 
@@ -152,12 +152,13 @@ def test_commands_without_pyarrow_say_so_in_one_line(tmp_path: Path) -> None:
 
 def test_a_build_for_another_torch_is_mended_by_a_build(tmp_path: Path) -> None:
     folder = copied(tmp_path)
-    built = {"torch": "2.1.0+cu118", "cuda": None, "architectures": []}
-    (folder / "hookstats" / "_built.json").write_text(json.dumps(built))
+    glue = folder / "hookstats" / "_glue" / "torch2_1"
+    glue.mkdir(parents=True)
+    (glue / f"_C{EXTENSION_SUFFIXES[0]}").touch()
     status, told, printed = run(folder)
     assert status == 1
     assert told["extension"][0] == "mend"
-    assert "built for torch 2.1.0+cu118, but torch" in told["extension"][1]
+    assert "built for torch 2.1, but torch" in told["extension"][1]
     assert "$ pip install --no-build-isolation --force-reinstall --no-deps ." in printed
     assert set(doctor.EXTRAS) <= set(told)
 
