@@ -1,0 +1,130 @@
+"""One wheel with glue for several torches: `python -m tests.wheel build` makes it in dist/, `test` installs and tries it.
+
+    python -m tests.wheel build 2.11 2.12 2.13 2.14 2.15
+    python -m tests.wheel test 2.11 2.15
+
+Each torch has an environment of its own under build/wheel, kept for the next time; the kernels are compiled once. The
+wheel is for this Python. With HOOKSTATS_CUDA=1 it has kernels for GPUs. The tests run where no compiler is found, against
+what was installed: those of tests/quick.txt that need none.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tests.conftest import ROOT
+
+WORK, DIST = ROOT / "build" / "wheel", ROOT / "dist"
+TOOLS = ("setuptools>=77", "wheel", "ninja", "pybind11")
+TRIED_WITH = ("pytest", "pytest-xdist", "pyarrow", "pandas")
+NEED_A_COMPILER = ("tests/kernels", "tests/cuda_on_cpu", "tests/graphs", "tests/docs", "tests/test_")
+SMOKE = """
+import sys, torch, hookstats
+from torch import nn
+model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+optimizer = torch.optim.AdamW(model.parameters())
+with hookstats.attach(model, every=1, sinks=hookstats.record("run")) as monitor:
+    for _ in range(20):
+        loss = model(torch.randn(32, 8)).square().mean()
+        loss.backward(); optimizer.step(); optimizer.zero_grad()
+        monitor.step(loss=loss)
+assert len(hookstats.load("run")) == 20
+hookstats.report.write("run", "page.html")
+built = hookstats.build_info()
+assert torch.__version__.startswith(built["torch"]), built
+print(f"torch {torch.__version__}: glue for {built['torch']} of {', '.join(built['glues'])}")
+"""
+
+
+def main(words: list[str]) -> int:
+    if words[:1] not in (["build"], ["test"]) or not all(re.fullmatch(r"\d+\.\d+", word) for word in words[1:]):
+        print(__doc__)
+        return 2
+    for step in {"build": (build,), "test": (test,)}[words[0]]:
+        step(words[1:])
+    return 0
+
+
+def build(torches: list[str]) -> None:
+    for minor in torches:
+        python = environment(minor)
+        run(python, "setup.py", "build_ext", "--build-lib", str(WORK / "lib"), cwd=ROOT)
+    one = WORK / "one"
+    shutil.rmtree(one, ignore_errors=True)
+    run(python, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(one), ".", cwd=ROOT)
+    (made,) = one.glob("*.whl")
+    run(python, "-m", "wheel", "unpack", "-d", str(one), str(made), cwd=ROOT)
+    (package,) = one.glob("*/hookstats")
+    for minor in torches:
+        glue = f"_glue/torch{minor.replace('.', '_')}"
+        shutil.copytree(WORK / "lib" / "hookstats" / glue, package / glue, dirs_exist_ok=True)
+    libraries = sorted(package.rglob("*.so"))
+    run("strip", "--strip-unneeded", *map(str, libraries), cwd=ROOT)
+    DIST.mkdir(exist_ok=True)
+    for old in DIST.glob("*.whl"):
+        old.unlink()
+    run(python, "-m", "wheel", "pack", "-d", str(DIST), str(package.parent), cwd=ROOT)
+    (made,) = DIST.glob("*.whl")
+    run(python, "-m", "wheel", "tags", "--remove", "--platform-tag", platform_of(libraries), str(made), cwd=DIST)
+    (made,) = DIST.glob("*.whl")
+    for path in libraries:
+        print(f"{path.stat().st_size / 2**20:6.2f} MB  {path.relative_to(package)}")
+    print(f"{made.stat().st_size / 2**20:6.2f} MB  {made.relative_to(ROOT)}")
+
+
+def platform_of(libraries: list[Path]) -> str:
+    """The oldest glibc that has all that they ask of it (PEP 600)."""
+    said = subprocess.run(["readelf", "-W", "-V", *map(str, libraries)], capture_output=True, text=True, check=True)
+    newest = max((int(major), int(minor)) for major, minor in re.findall(r"\bGLIBC_(\d+)\.(\d+)", said.stdout))
+    return f"manylinux_{newest[0]}_{newest[1]}_{os.uname().machine}"
+
+
+def test(torches: list[str]) -> None:
+    (wheel,) = DIST.glob("*.whl")
+    for minor in torches:
+        python = environment(minor)
+        run(python, "-m", "pip", "install", "-q", *TRIED_WITH, cwd=ROOT)
+        run(python, "-m", "pip", "uninstall", "-q", "-y", "hookstats", cwd=ROOT)
+        with tempfile.TemporaryDirectory() as folder:
+            where = Path(folder)
+            alone = {"PATH": str(Path(python).parent)}
+            begin = time.monotonic()
+            run(python, "-m", "pip", "install", "-q", "--no-deps", str(wheel), cwd=where, **alone)
+            took = time.monotonic() - begin
+            run(python, "-c", SMOKE, cwd=where, **alone)
+            print(f"torch {minor}: installed in {took:.1f} s", flush=True)
+            shutil.copytree(ROOT / "tests", where / "tests")
+            shutil.copy2(ROOT / "pyproject.toml", where)
+            chosen = [each for each in (ROOT / "tests" / "quick.txt").read_text().split() if not_compiled(each)]
+            run(python, "-m", "pytest", "-q", "-n", "auto", "-p", "no:cacheprovider", *chosen, cwd=where, **alone)
+
+
+def not_compiled(test: str) -> bool:
+    return test.startswith("tests/") and not test.startswith(NEED_A_COMPILER)
+
+
+def environment(minor: str) -> str:
+    """The Python of an environment with this torch."""
+    folder = WORK / f"torch{minor}"
+    python = folder / "bin" / "python"
+    if not (folder / ".done").exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        run(sys.executable, "-m", "venv", str(folder), cwd=ROOT)
+        run(str(python), "-m", "pip", "install", "-q", f"torch=={minor}.*", "numpy", *TOOLS, cwd=ROOT)
+        (folder / ".done").touch()
+    return str(python)
+
+
+def run(*command: str, cwd: Path, **changed: str) -> None:
+    subprocess.run(command, cwd=cwd, check=True, env=os.environ | changed)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
