@@ -34,6 +34,14 @@ compat:                 ## the whole test suite with another torch: make compat 
 	rm -f $(COPY)/.venv/.dev
 	$(MAKE) -C $(COPY) test TORCH=$(TORCH)
 
+# Which torches: make wheel TORCHES="2.13 2.15". HOOKSTATS_CUDA=1 puts kernels for GPUs into it.
+TORCHES ?= 2.11 2.12 2.13 2.14 2.15
+.PHONY: wheel wheel-test
+wheel: .venv/.dev       ## dist/hookstats-*.whl, with glue for several torches; an environment for each under build/wheel
+	$(PY) -m tests.wheel build $(TORCHES)
+wheel-test: .venv/.dev  ## installs it beside each of them, where no compiler is found, and tries it
+	$(PY) -m tests.wheel test $(TORCHES)
+
 lint: .venv/.dev        ## ruff, mypy --strict, clang-format
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .

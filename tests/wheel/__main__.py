@@ -1,11 +1,11 @@
-"""One wheel with glue for several torches: `python -m tests.wheel build` makes it in dist/, `test` installs and tries it.
+"""One wheel with glue for several torches: `python -m tests.wheel build` makes it in dist/, `test` tries it.
 
     python -m tests.wheel build 2.11 2.12 2.13 2.14 2.15
     python -m tests.wheel test 2.11 2.15
 
 Each torch has an environment of its own under build/wheel, kept for the next time; the kernels are compiled once. The
-wheel is for this Python. With HOOKSTATS_CUDA=1 it has kernels for GPUs. The tests run where no compiler is found, against
-what was installed: those of tests/quick.txt that need none.
+wheel is for this Python. With HOOKSTATS_CUDA=1 it has kernels for GPUs. It is installed and tried where no compiler is
+found: what it records, its page, and the tests of tests/quick.txt that need no compiler.
 """
 
 from __future__ import annotations
