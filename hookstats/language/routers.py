@@ -96,6 +96,7 @@ class Sites:
         self.monitor = binder.monitor
         self.experts = experts
         self.top_k = top_k
+        keeps = keeps and binder.store.make_room(device, experts, len(KINDS))  # else the load is a total
         specs = [SiteSpec(name, "", ChannelAxis(-1, None), False, (kind, None), module) for kind in KINDS[:2]]
         specs.append(SiteSpec(name, "", ChannelAxis(-1, experts), keeps, (KINDS[2], None), module))
         self.entropy, self.margin, self.load = (binder.late_hook(spec, device, FedHook) for spec in specs)
@@ -212,7 +213,7 @@ class Routers:
         """As `Monitor.router`."""
         found = self._by_hand.get(name)
         if torch.compiler.is_compiling():
-            if found is not None and found.is_wanted():
+            if found is not None and found.is_wanted() and (logits is None or logits.shape[-1] == found.experts):
                 found.see(logits, chosen)
             return
         checked_types(name, logits, chosen, experts, top_k)

@@ -33,6 +33,7 @@ from hookstats.watch.states import KIND as STATES
 from hookstats.watch.states import States
 
 BUFFER = "buffer"
+_COUNTS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _UPDATES = ("param_update", "update_sample")  # what is measured behind an optimizer's step
 _UNSCALED_BYTES = 64 << 20  # of gradients without their scale, at a time
 
@@ -91,6 +92,9 @@ class Parameters:
         """Watches a parameter."""
         tensor = slot.get()
         assert tensor is not None
+        if slot.is_buffer and not tensor.is_floating_point() and tensor.dtype not in _COUNTS:
+            problem = f"expected a floating buffer, or one of {', '.join(map(str, _COUNTS))}; got {tensor.dtype}"
+            return self._binder.skipping.give_up([Site(name, BUFFER)], problem)
         device, width, dim = placing(slot, tensor, keep_channels, self._device)
         parameter = Parameter(len(self._parameters.all), name, slot, keep_channels, group_size)
         for kind in kinds_of(slot, tensor, self._kinds):
@@ -138,10 +142,7 @@ class Parameters:
             return None
         if self._scaling is not None and self._store.flags.value:
             self._watch_scale(self._scaling, optimizer)
-        if self._buffers:
-            with self._store.flags.span(self._device):
-                self._carefully(self._measure_buffers, optimizer)
-        stepping = self._carefully(self._among, optimizer)
+        stepping = self._carefully(self._read_with, optimizer)
         if not stepping or not self._stepping.begins(optimizer):
             return None
         if "param_update" in self._kinds:
@@ -203,6 +204,18 @@ class Parameters:
     def _among(self, optimizer: Optimizer) -> list[Parameter]:
         return self._parameters.among(parameter for group in optimizer.param_groups for parameter in group["params"])
 
+    def _read_with(self, optimizer: Optimizer) -> list[Parameter]:
+        """What is read when it steps: its parameters that are watched, and buffers that were not read in this step."""
+        stepping = self._among(optimizer)
+        waiting = [each for each in self._buffers if BUFFER not in each.measured]
+        return stepping + waiting if waiting and (stepping or self._is_of_model(optimizer)) else stepping
+
+    def _is_of_model(self, optimizer: Optimizer) -> bool:
+        """Whether it steps a parameter of the model, a watched one or not."""
+        model = self._model()
+        stepping = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        return model is not None and any(id(parameter) in stepping for parameter in model.parameters())
+
     def measure(self, stepping: list[Parameter] | None = None, grad_scale: torch.Tensor | None = None) -> None:
         """Measures the watched parameters among those that step; None: all that were not measured in this step."""
         if self._store.flags.value if stepping is None else self._store.flags.is_open():
@@ -221,13 +234,13 @@ class Parameters:
 
         def value(each: Parameter, kind: str) -> torch.Tensor | None:
             tensor = each.get()
-            if tensor is None or not self._is_wanted(each, kind, by_optimizer):
+            if tensor is None or nn.parameter.is_lazy(tensor) or not self._is_wanted(each, kind, by_optimizer):
                 return None
             if kind == "param_sample":
                 sample = samples.get(each)
                 return None if sample is None else sample.values
             if kind == BUFFER:
-                tensor = tensor.detach() if tensor.is_floating_point() else _as_float(tensor)
+                tensor = tensor.detach().double() if tensor.dtype in _COUNTS else tensor.detach()  # counts are exact
             return part_held(self._binder, each, kind, tensor.grad if kind == "param_grad" else tensor)
 
         values = self._read(owners, value)
@@ -240,14 +253,6 @@ class Parameters:
         self._batches.accumulate(owners, values)
         if grad_scale is not None:
             self._measure_unscaled(scaled, grad_scale)
-
-    def _measure_buffers(self, optimizer: Optimizer) -> None:
-        """Once in a step: when the first optimizer steps that has parameters of the model, watched or not."""
-        model, left = self._model(), [each for each in self._buffers if BUFFER not in each.measured]
-        if model is not None and left:
-            stepping = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-            if any(id(parameter) in stepping for parameter in model.parameters()):
-                self._measure(left, None)
 
     def _measure_unscaled(self, scaled: dict[Owner, torch.Tensor], scale: torch.Tensor) -> None:
         """What a fused optimizer unscales itself: a few gradients at a time, so that there is no second set of all."""
@@ -413,13 +418,6 @@ def kinds_of(slot: Slot, tensor: torch.Tensor, kinds: tuple[str, ...]) -> list[s
     if slot.is_buffer:
         return [kind for kind in kinds if kind == BUFFER]
     return [kind for kind in kinds if kind != BUFFER and (kind == "param" or tensor.requires_grad)]
-
-
-def _as_float(counts: torch.Tensor) -> torch.Tensor:
-    """What a model has counted, exactly."""
-    if counts.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
-        raise TypeError(f"expected floating values, or integers of at most 64 bits with a sign; got {counts.dtype}")
-    return counts.detach().double()
 
 
 # Those that are watched, in the order in which they came, and some that nobody holds any more. Replaced, never changed:

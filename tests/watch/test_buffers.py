@@ -107,6 +107,36 @@ def test_an_optimizer_of_parameters_that_are_not_watched_counts_too() -> None:
         hookstats.attach(model, "tokens_*", tensors=("output",))
 
 
+def test_with_a_closure_they_are_read_behind_its_first_call() -> None:
+    model = Counting()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(50, 4)).square().mean()
+        loss.backward()
+        return loss
+
+    with hookstats.attach(model, tensors=("output", "buffer"), every=1, options=STRICT) as monitor:
+        for step in range(2):
+            before = model.tokens_per_expert.sum().item()
+            optimizer.step(closure)
+            assert sum(values_of(monitor.step())) == before + 50, step
+
+
+def test_a_parameter_that_is_not_there_yet_takes_no_other_with_it() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.LazyLinear(3))
+    optimizer = torch.optim.SGD(model[0].parameters(), 0.1)
+    with hookstats.attach(model, "*", tensors=("param", "buffer"), every=1, options=STRICT) as monitor:
+        model[0](torch.randn(5, 4)).square().mean().backward()
+        optimizer.step()
+        snapshot = monitor.step()
+    assert snapshot is not None
+    assert {site.name for site, stats in snapshot.items() if stats.calls} == {
+        *(f"0.{key}" for key in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"))
+    }
+
+
 def test_another_models_optimizer_reads_nothing() -> None:
     model, other = Counting(), nn.Linear(2, 2)
     optimizer = torch.optim.SGD(other.parameters(), 0.1)
@@ -169,12 +199,13 @@ def test_what_is_chosen_and_left_out() -> None:
 def test_what_cannot_be_measured_is_left_out_with_the_reason() -> None:
     model = Counting()
     model.register_buffer("mask", torch.ones(4, dtype=torch.bool))
-    with hookstats.attach(model, tensors=("output", "buffer"), every=1) as monitor:
-        model(torch.randn(50, 4))
-        with pytest.warns(UserWarning, match="mask buffer"):
-            snapshot = monitor.step()
-        reason = monitor.skipped[Site("mask", "buffer")].reason
-    assert "expected floating values, or integers of at most 64 bits with a sign; got torch.bool" in reason
+    with pytest.warns(UserWarning, match="mask buffer"):
+        monitor = hookstats.attach(model, tensors=("output", "buffer"), every=1)
+    model(torch.randn(50, 4))
+    snapshot = monitor.step()
+    reason = monitor.skipped[Site("mask", "buffer")].reason
+    monitor.detach()
+    assert "torch.uint8; got torch.bool" in reason
     assert sum(values_of(snapshot)) == 50
 
 

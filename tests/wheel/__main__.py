@@ -62,6 +62,7 @@ def build(torches: list[str]) -> None:
     (made,) = one.glob("*.whl")
     run(python, "-m", "wheel", "unpack", "-d", str(one), str(made), cwd=ROOT)
     (package,) = one.glob("*/hookstats")
+    shutil.rmtree(package / "_glue")  # build/ may have kept that of other torches
     for minor in torches:
         glue = f"_glue/torch{minor.replace('.', '_')}"
         shutil.copytree(WORK / "lib" / "hookstats" / glue, package / glue, dirs_exist_ok=True)
