@@ -24,7 +24,8 @@ from tests.conftest import ROOT
 WORK, DIST = ROOT / "build" / "wheel", ROOT / "dist"
 TOOLS = ("setuptools>=77", "wheel", "ninja", "pybind11")
 TRIED_WITH = ("pytest", "pytest-xdist", "pyarrow", "pandas")
-NEED_A_COMPILER = ("tests/kernels", "tests/cuda_on_cpu", "tests/graphs", "tests/docs", "tests/test_")
+# Of tests/quick.txt, what needs a compiler, the sources, or a trainer.
+NEED_MORE = ("tests/kernels", "tests/cuda_on_cpu", "tests/graphs", "tests/docs", "tests/integrations", "tests/test_")
 SMOKE = """
 import sys, torch, hookstats
 from torch import nn
@@ -101,14 +102,12 @@ def test(torches: list[str]) -> None:
             took = time.monotonic() - begin
             run(python, "-c", SMOKE, cwd=where, **alone)
             print(f"torch {minor}: installed in {took:.1f} s", flush=True)
-            shutil.copytree(ROOT / "tests", where / "tests")
+            for each in ("tests", "docs"):
+                shutil.copytree(ROOT / each, where / each)
             shutil.copy2(ROOT / "pyproject.toml", where)
-            chosen = [each for each in (ROOT / "tests" / "quick.txt").read_text().split() if not_compiled(each)]
+            quick = (ROOT / "tests" / "quick.txt").read_text().splitlines()
+            chosen = [each for each in quick if not each.startswith(NEED_MORE)]
             run(python, "-m", "pytest", "-q", "-n", "auto", "-p", "no:cacheprovider", *chosen, cwd=where, **alone)
-
-
-def not_compiled(test: str) -> bool:
-    return test.startswith("tests/") and not test.startswith(NEED_A_COMPILER)
 
 
 def environment(minor: str) -> str:
