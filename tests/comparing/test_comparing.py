@@ -267,7 +267,7 @@ def made(step: int, *values: torch.Tensor) -> Snapshot:
     stats = [hookstats.measure(each, histogram=None) for each in values]
     return Snapshot.from_dict(
         {
-            "version": 2,
+            "version": 3,
             "step": step,
             "scalars": {},
             "earlier_scalars": [],
