@@ -45,11 +45,14 @@ print(f"torch {torch.__version__}: glue for {built['torch']} of {', '.join(built
 
 
 def main(words: list[str]) -> int:
-    if words[:1] not in (["build"], ["test"]) or not all(re.fullmatch(r"\d+\.\d+", word) for word in words[1:]):
+    if (
+        words[:1] not in (["build"], ["test"])
+        or len(words) < 2
+        or not all(re.fullmatch(r"\d+\.\d+", word) for word in words[1:])
+    ):
         print(__doc__)
         return 2
-    for step in {"build": (build,), "test": (test,)}[words[0]]:
-        step(words[1:])
+    {"build": build, "test": test}[words[0]](words[1:])
     return 0
 
 
