@@ -7,12 +7,20 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("transformers")
-from hookstats import Site, report
+from hookstats import Site, Snapshot, report
 from hookstats.report import Recorded
 from tests.language.trainings import Language, mixture, train
 from tests.report.browser import CHROMIUM, Browser
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+
+
+def show(browser: Browser, snapshots: list[Snapshot], site: Site, folder: Path) -> None:
+    """Opens the page of a run at a site, and waits for the last that is drawn of it."""
+    recorded = Recorded.of(snapshots, "a run", [])
+    report.write(recorded, folder / "page.html")
+    browser.open(f"{(folder / 'page.html').as_uri()}#site={recorded.sites.index(site)}&step=5")
+    browser.wait("document.querySelector('#site .tensor:last-child .top:last-child') !== null")
 
 
 @pytest.mark.parametrize("unit", ["Head", "Expert"])
@@ -21,11 +29,8 @@ def test_a_channel_is_called_what_it_is(unit: str, tmp_path: Path) -> None:
         snapshots, site = train(Language(), 12), Site("blocks.1.attention", "attention.entropy")
     else:
         snapshots, site = mixture(12, 0.1), Site("model.layers.1.mlp.router", "router.load")
-    recorded = Recorded.of(snapshots, "a run", [])
-    report.write(recorded, tmp_path / "page.html")
     with Browser(1200, 1000) as browser:
-        browser.open(f"{(tmp_path / 'page.html').as_uri()}#site={recorded.sites.index(site)}&step=5")
-        browser.wait("document.querySelector('#site .top') !== null")
+        show(browser, snapshots, site, tmp_path)
         fits = browser.run("document.querySelector('#precision')?.innerText ?? ''")
         captions = browser.run("[...document.querySelectorAll('#site figcaption')].map((each) => each.innerText)")
     assert "weight" in fits or "output" in fits.lower()
@@ -36,12 +41,8 @@ def test_a_channel_is_called_what_it_is(unit: str, tmp_path: Path) -> None:
 
 
 def test_heads_of_a_projection_stand_beside_its_channels(tmp_path: Path) -> None:
-    recorded = Recorded.of(train(Language(), 12), "a run", [])
-    site = Site("blocks.1.attention.qkv", "output")
-    report.write(recorded, tmp_path / "page.html")
     with Browser(1200, 1000) as browser:
-        browser.open(f"{(tmp_path / 'page.html').as_uri()}#site={recorded.sites.index(site)}&step=5")
-        browser.wait("document.querySelectorAll('#site .top').length >= 2")
+        show(browser, train(Language(), 12), Site("blocks.1.attention.qkv", "output"), tmp_path)
         captions = browser.run("[...document.querySelectorAll('#site figcaption')].map((each) => each.innerText)")
         page = browser.run("document.querySelector('#site').innerText")
     heads, channels = (
