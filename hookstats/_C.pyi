@@ -13,7 +13,7 @@ COUNTERS: int
 EXPONENT_BINS: int
 OCTAVE_BINS: int
 FIRST_OCTAVE: int
-TORCH: str
+TORCH: str | None
 DIMS_BY_NDIM: int
 HAS_CUDA: bool
 

@@ -1,12 +1,15 @@
 """Loads the extension. The only file that names torch.ops and hookstats._C.
 
 The kernels are one library, which names nothing of torch: _kernels.so. Between them and torch there is glue, for one
-minor version of torch: _glue/torch2_13/_C.*.so. A wheel has the glue for several; the one that fits is loaded.
+minor version of torch: _glue/torch2_13/_C.*.so. A wheel has the glue for several; the one that fits is loaded. Where
+none does, hookstats.portable takes its place.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import platform
 import sys
 from collections.abc import Callable
 from importlib.machinery import EXTENSION_SUFFIXES
@@ -16,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hookstats._warn import warn
 from hookstats.numbers import fields
 
 _HERE = Path(__file__).parent
@@ -23,21 +27,46 @@ KERNELS = _HERE / "_kernels.so"
 _REBUILD = "`pip install --no-build-isolation --force-reinstall --no-deps .`"
 
 
-def _load() -> Any:
-    """The glue for the torch that is here."""
-    glues = glues_in(_HERE)
-    if not glues:
+def _load() -> tuple[Any, str]:
+    """The glue for the torch that is here, or what takes its place, and why that is needed."""
+    wanted = os.environ.get("HOOKSTATS_GLUE", "")
+    if wanted not in ("", "none"):
+        raise ImportError(f"HOOKSTATS_GLUE: expected none, or that it is not set, got {wanted!r}")
+    if not KERNELS.exists():
         raise ImportError(
             f"hookstats is not built: no extension in {_HERE}. In a checkout run "
             "`python setup.py build_ext --inplace`, or leave its folder if hookstats is installed; else "
             "`pip install --no-build-isolation .`"
         )
-    path = glues.get(_minor(torch.__version__))
+    if wanted == "none":
+        return _portable(), "HOOKSTATS_GLUE=none"
+    glues = glues_in(_HERE)
+    path, here = (
+        glues.get(_minor(torch.__version__)),
+        f"torch {torch.__version__} and Python {platform.python_version()}",
+    )
     if path is None:
-        raise ImportError(
-            f"hookstats was built for torch {', '.join(glues)}, but torch {torch.__version__} is installed: rebuild it "
-            f"with {_REBUILD}, or install one of these"
-        )
+        why = f"none for {here}" + (f", but for torch {', '.join(glues)}" if glues else "")
+    else:
+        try:
+            return _glue(path), ""
+        except ImportError as error:  # a torch between two releases, or one that was built in another way
+            why = f"one for {here} that does not load ({(str(error).splitlines() or [''])[0]})"
+    loaded = _portable()
+    warn(
+        f"there is {why}. hookstats measures without: slower, and nothing inside compiled graphs. A build beside this "
+        f"torch has it: {_REBUILD} in a checkout"
+    )
+    return loaded, f"there is {why}"
+
+
+def _portable() -> Any:
+    from hookstats import portable
+
+    return portable.load(KERNELS)
+
+
+def _glue(path: Path) -> Any:
     spec = spec_from_file_location("hookstats._C", path)
     assert spec is not None
     assert spec.loader is not None
@@ -62,8 +91,10 @@ def _minor(version: str) -> str:
 
 if TYPE_CHECKING:
     from hookstats import _C
+
+    WITHOUT_GLUE = ""  # why hookstats.portable takes its place; else empty
 else:
-    _C = _load()
+    _C, WITHOUT_GLUE = _load()
 
 _here = (fields.FIELDS, fields.EXPONENT_BINS, fields.OCTAVE_BINS, fields.FIRST_OCTAVE)
 if _here != (_C.FIELDS, _C.EXPONENT_BINS, _C.OCTAVE_BINS, _C.FIRST_OCTAVE):
@@ -75,6 +106,7 @@ COUNTERS: int = _C.COUNTERS
 DIMS_BY_NDIM: int = _C.DIMS_BY_NDIM
 HAS_CUDA: bool = _C.HAS_CUDA
 
+_classes: Any = _C if WITHOUT_GLUE else torch.classes.hookstats
 accumulate = torch.ops.hookstats.accumulate.default
 # What graphs call instead: the whole state in one tensor, exponents or no histogram. (x, state, active, channels,
 # per_channel, channel_dim), with .rows also (rows, kept). fold_output does nothing inside of a backward.
@@ -84,7 +116,7 @@ fold_gradient = torch.ops.hookstats.fold_gradient
 add = torch.ops.hookstats.add.default
 # Batch(moments, counters, histograms, active, channel_dims, low, high), lists with an entry for each site; its
 # .accumulate(list of Tensor | None) returns a list of (number, why it could not be measured).
-Batch = torch.classes.hookstats.Batch
+Batch = _classes.Batch
 Counted = _C.Counted
 Enabled = _C.Enabled
 # What compiled graphs look at before they run: now.measured, whether any monitor measures; now.rows, which rows count,
@@ -100,7 +132,7 @@ bind = _C.bind
 call_in_c = _C.call_in_c
 # Totals(moments, counters), lists with an entry for each site, all on one device; its .take(blocks) returns their
 # totals, int64 [sites, fields + counters], one behind the other as in a state of one channel, and clears the blocks.
-Totals = torch.classes.hookstats.Totals
+Totals = _classes.Totals
 # checksums(tensors) -> int64 [tensors] on their device, all on one: of their bits, in the order of the elements.
 checksums = torch.ops.hookstats.checksums.default
 # softmax_rows(logits, top_k=0) -> [5, ...] of logits [..., n], with a margin for top_k > 0 [6, ...]: csrc/softmax.h.
@@ -153,13 +185,15 @@ def part(memory: torch.Tensor, offset: int, shape: tuple[int, ...], dtype: torch
 
 
 def build_info() -> dict[str, Any]:
-    """What was built: the torch of the glue that was loaded, and all that there is glue for; the CUDA toolkit's version
-    (None: kernels for the CPU alone) and GPU architectures; dtypes, fields.
+    """What was built: the torch of the glue that was loaded (None: none fits, and ``without_glue`` says why), and all
+    that there is glue for; the CUDA toolkit's version (None: kernels for the CPU alone) and GPU architectures; dtypes,
+    fields.
     """
     built = json.loads((_HERE / "_built.json").read_text())
     return {
         "torch": _C.TORCH,
         "glues": list(glues_in(_HERE)),
+        "without_glue": WITHOUT_GLUE or None,
         "cuda": built["cuda"],
         "architectures": built["architectures"],
         "dtypes": list(_C.DTYPES),

@@ -32,7 +32,9 @@ _REBUILD = "pip install --no-build-isolation --force-reinstall --no-deps ."
 
 
 class Line(NamedTuple):
-    """``state``: "ok", "-" (missing, and nothing needs it) or "mend" (measuring does not work, or not on the GPU)."""
+    """``state``: "ok", "-" (missing, and nothing needs it) or "mend" (measuring does not work, not on the GPU, or not
+    inside compiled graphs).
+    """
 
     state: str
     what: str
@@ -91,6 +93,10 @@ def _build() -> Line:
     except Exception as error:
         return Line("mend", "extension", _first_line(error), _REBUILD)
     kernels = f"for GPUs {', '.join(built['architectures'])}" if built["architectures"] else "for the CPU alone"
+    if built["without_glue"]:
+        asked = built["without_glue"].startswith("HOOKSTATS_GLUE")
+        slower = f"{built['without_glue']}: it measures without, slower, nothing inside compiled graphs; {kernels}"
+        return Line("ok" if asked else "mend", "extension", slower, "" if asked else _REBUILD)
     others = [each for each in built["glues"] if not built["torch"].startswith(f"{each}.")]
     beside = f" (there is glue for {', '.join(others)}, too)" if others else ""
     return Line("ok", "extension", f"built for torch {built['torch']}{beside}, {kernels}")

@@ -98,7 +98,7 @@ def load_harness() -> Any:
     """torch.ops namespace in which CPU tensors go to the CUDA kernels, run on the CPU (tests/cuda_on_cpu)."""
     sources = ["tests/cuda_on_cpu/operators.cpp", "tests/cuda_on_cpu/harness.cpp"]
     sources += ["csrc/cpu/accumulate.cpp", "csrc/cpu/checksum.cpp", "csrc/cpu/sample.cpp"]
-    sources += ["csrc/cpu/softmax.cpp"]
+    sources += ["csrc/cpu/softmax.cpp", "csrc/cpu/interface.cpp"]
     # HOOKSTATS_ASAN=1, with the sanitizer's library preloaded, also finds accesses outside of any tensor (.ci/run).
     sanitized = ["-fsanitize=address", "-g"] if os.environ.get("HOOKSTATS_ASAN") == "1" else []
     build = ROOT / "build" / f"cuda_on_cpu-{torch.__version__}{'-asan' if sanitized else ''}"
@@ -164,12 +164,13 @@ def listed(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 class Backend:
     """One implementation of the operators, and the device of its tensors."""
 
-    def __init__(self, name: str, ops: Any, device: str) -> None:
+    def __init__(self, name: str, ops: Any, device: str, classes: Any = None) -> None:
+        """classes: where Batch and Totals are, if not beside these operators."""
         self.name = name
         self.ops = ops
         self.device = device
-        library = "hookstats" if ops is torch.ops.hookstats else "hookstats_cuda_on_cpu"
-        self.classes = getattr(torch.classes, library)
+        is_ours = ops is torch.ops.hookstats
+        self.classes = classes or (_native if is_ours else torch.classes.hookstats_cuda_on_cpu)
 
     def accumulate(
         self,

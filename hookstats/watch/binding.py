@@ -323,7 +323,7 @@ class SiteBinder:
             self._failed[index] = first, before + times
 
 
-_ENTRANCES = (SiteBinder.rebind, InputHook.__call__)  # by which hooks enter Python
+_ENTRANCES = (SiteBinder.rebind, Hook.__call__, InputHook.__call__)  # by which hooks enter Python
 
 
 def _index_of(hook: Hook) -> int:

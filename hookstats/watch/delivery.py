@@ -210,7 +210,8 @@ class Delivery:
             self._binder.warn_once(what, text)
 
     def _report_silence(self) -> None:
-        silent = [site for site in self.sites() if site not in self._fired and not self._needs_no_gradient(site)]
+        told = self._fired | self._binder.skipping.so_far().keys()
+        silent = [site for site in self.sites() if site not in told and not self._needs_no_gradient(site)]
         if silent and self._binder.training.is_evaluating():
             self._binder.warn_once(
                 "evaluation",

@@ -18,6 +18,7 @@ from hookstats.modules.sharding import Sharding, is_dtensor, sharding_of
 from hookstats.watch.flags import MONITORS, InGraphs, flag_name
 from hookstats.watch.ignoring import rows_on
 from hookstats.watch.memory import Rows, SiteState, channel_dim_for
+from hookstats.watch.skipping import IN_A_GRAPH
 from hookstats.watch.wrappers import part_here
 
 _LINEAR = "linear"
@@ -106,6 +107,8 @@ def observe_in_graph(output: object, hook: Any) -> None:
     """
     shared = shared_in_graph(hook)
     if shared is None:
+        if _native.WITHOUT_GLUE:
+            torch._dynamo.comptime.comptime(_leave_out)
         return
     for path, tensor in walk(output):  # noqa: B007  (read by _bind)
         torch._dynamo.comptime.comptime(_bind)
@@ -123,6 +126,15 @@ def feed_in_graph(tensor: torch.Tensor, hook: Any, rows: Rows | None) -> None:
     if shared is not None:
         torch._dynamo.comptime.comptime(_bind)
         _observe_tensor_in_graph(tensor, hook, shared, rows)
+
+
+def _leave_out(context: Any) -> None:
+    """Runs while a graph is traced in which nothing can be measured."""
+    try:
+        hook = context.get_local("hook")._i_will_not_complain_if_bc_breaks_VariableTracker().value
+    except Exception as error:
+        return _compiler_has_changed(f"what is inside graphs is not measured: {error!r}")
+    hook.binder.leave_out(hook.spec.entries.values(), IN_A_GRAPH)
 
 
 def _bind(context: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 
+from hookstats import _native
 from hookstats._warn import warn
 from hookstats.numbers.fields import Site, Skipped
 from hookstats.numbers.snapshot import Snapshot
@@ -22,6 +23,10 @@ class Captured(Exception):
         )
 
 
+IN_A_GRAPH = f"inside a compiled graph only glue for this torch measures, and none is loaded: {_native.WITHOUT_GLUE}"
+_OF_MANY_SITES = {str(Captured()), IN_A_GRAPH}  # told of the first alone
+
+
 class Skipping:
     """One tensor that cannot be measured is left out; a site of which this is so again and again is given up."""
 
@@ -29,14 +34,14 @@ class Skipping:
         self._strict = strict
         self._lock = threading.Lock()
         self._told: set[Site] = set()
-        self._told_of_capture = False
+        self._told_of_many: set[str] = set()
         self._open: dict[Site, Skipped] = {}  # of the open step
         self._earlier: dict[Site, Skipped] = {}  # of the steps before
         self._in_vain: dict[Site, int] = {}  # measured steps in a row
         self._given_up: dict[Site, Skipped] = {}
 
     def leave_out(self, sites: Iterable[Site], problem: str, times: int = 1) -> None:
-        """Counts, and warns of each site once; of what is Captured, of the first alone. RuntimeError under strict."""
+        """Counts, and warns of each site once; of _OF_MANY_SITES, of the first alone. RuntimeError under strict."""
         sites, problem = list(sites), problem.removeprefix("hookstats: ")
         if self._strict:
             raise RuntimeError(f"hookstats: {_listed(sites)} cannot be measured: {problem}")
@@ -44,9 +49,8 @@ class Skipping:
             new = [site for site in sites if site not in self._told]
             self._told.update(sites)
             _add(self._open, {site: Skipped(problem, times) for site in sites})
-            is_captured = problem == str(Captured())
-            is_news = bool(new) and not (is_captured and self._told_of_capture)
-            self._told_of_capture |= is_captured
+            is_news = bool(new) and problem not in self._told_of_many
+            self._told_of_many |= {problem} & _OF_MANY_SITES
         if is_news:
             warn(f"not measured: {_listed(new)}: {problem}")
 

@@ -8,6 +8,7 @@ static bool in_one_part = false;
 
 #include "cuda/accumulate.cu"
 #include "cuda/checksum.cu"
+#include "cuda/interface.cu"
 #include "cuda/many.cu"
 #include "cuda/merge.cu"
 #include "cuda/sample.cu"

@@ -17,8 +17,16 @@ F32, I64 = torch.zeros(4), torch.zeros(7, dtype=torch.int64)
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda s: (torch.zeros(3, 4, dtype=torch.int64), *s.tensors, None, 1), TypeError, "float32 .*got Long"),
-        (lambda s: (torch.zeros(3, 4, dtype=torch.complex64), *s.tensors, None, 1), TypeError, "got ComplexFloat"),
+        (
+            lambda s: (torch.zeros(3, 4, dtype=torch.int64), *s.tensors, None, 1),
+            TypeError,
+            "float32 .*got (Long|int64)",
+        ),
+        (
+            lambda s: (torch.zeros(3, 4, dtype=torch.complex64), *s.tensors, None, 1),
+            TypeError,
+            "got (ComplexFloat|complex64)",
+        ),
         (lambda s: (torch.zeros(3, 5), *s.tensors, None, 1), ValueError, r"expected 4 channels in.* 1.*\[3, 5\]"),
         (lambda s: (torch.zeros(3, 4), *s.tensors, None, 2), IndexError, "channel_dim=2 is out of range"),
         (lambda s: (F32, s.moments.float(), *s.tensors[1:], None, 0), RuntimeError, "moments: expected float64"),
@@ -143,9 +151,12 @@ def test_the_operators_of_graphs_do_what_accumulate_does(operator: str, histogra
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda m, a: (F32, m[1:], a, 4, False, 0), r"state: expected .*int64 of 42 words and a histogram, got Long"),
-        (lambda m, a: (F32, m, a, 4, True, 0), "words and a histogram per channel, got Long"),
-        (lambda m, a: (F32, m.double(), a, 4, False, 0), "got Double"),
+        (
+            lambda m, a: (F32, m[1:], a, 4, False, 0),
+            r"state: expected .*int64 of 42 words and a histogram, got (Long|int64)",
+        ),
+        (lambda m, a: (F32, m, a, 4, True, 0), "words and a histogram per channel, got (Long|int64)"),
+        (lambda m, a: (F32, m.double(), a, 4, False, 0), "got (Double|float64)"),
         (lambda m, a: (F32, m, a, 0, False, 0), "state: expected"),
         (lambda m, a: (F32, m, a.long(), 4, False, 0), "active: expected one int32"),
     ],

@@ -1,0 +1,136 @@
+"""From a module's output to its kernels: csrc/hook.cpp, in Python."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hookstats.portable.devices import Devices
+from hookstats.portable.measuring import Enabled
+from hookstats.portable.sites import Rows, Site, backward_is_running, channel_dim_for, has_no_data, keys_of
+
+_PYTHON = torch._C.DispatchKey.Python
+_failures: dict[int, tuple[str, int]] = {}  # inside backward, by number: the first reason, and how often
+_failing = threading.Lock()
+
+
+def take_failures() -> dict[int, tuple[str, int]]:
+    """What went wrong inside backward since it was asked last."""
+    with _failing:
+        found = dict(_failures)
+        _failures.clear()
+    return found
+
+
+class Half:
+    """The site of an output, or of its gradient."""
+
+    def __init__(self, devices: Devices, state: Any) -> None:
+        """state: a `hookstats.watch.memory.SiteState`."""
+        self.site = Site(
+            devices,
+            state.moments,
+            state.counters,
+            state.histogram,
+            state.active,
+            state.channel_dim,
+            state.low,
+            state.high,
+        )
+        self.number: int = state.site
+        self.strict: bool = state.strict
+        self.enabled: Enabled = state.enabled
+
+
+class Hook:
+    """What `hookstats.watch.hooks.Hook` has of the extension: the sites that it measures into."""
+
+    __slots__ = ("halves",)
+    halves: tuple[Half | None, Half | None, Enabled] | None
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Hook:
+        made = super().__new__(cls)
+        made.halves = None
+        return made
+
+
+def bind(devices: Devices, hook: Hook, output: Any, gradient: Any, in_graph: Callable[..., Any]) -> None:
+    """From now on `observe` folds into these SiteStates; either may be None."""
+    if not isinstance(hook, Hook):
+        raise TypeError(f"hookstats: expected a hook, got {type(hook).__name__}")
+    halves = [None if state is None else Half(devices, state) for state in (output, gradient)]
+    first = halves[0] or halves[1]
+    hook.halves = None if first is None else (halves[0], halves[1], first.enabled)
+
+
+def observe(x: object, hook: Any) -> Any:
+    """Folds the tensor x into the site of the output, unless it is a recomputation, and its gradient, when it comes,
+    into the gradient's. Returns None, or why x was not measured; NotImplemented for a container or a wrapper.
+    """
+    halves = hook.halves
+    if halves is None:
+        return None
+    output, gradient, enabled = halves
+    if not (enabled.is_open.value or enabled.is_open_here()) or not enabled.counts_now():
+        return None
+    if not isinstance(x, torch.Tensor) or keys_of(x).has(_PYTHON):
+        return NotImplemented
+    if x.layout is not torch.strided or x.is_nested:
+        return "expected a dense strided tensor"
+    if has_no_data(x) or torch._C._is_tracing():
+        return None
+    site = (output or gradient).site
+    if channel_dim_for(site.channel_dim, x.dim()) is None:
+        return "the channel dimension of such a tensor is not known yet"
+    times = enabled.times
+    if times is None:
+        return _observe(x, output, gradient, enabled)
+    with times.span(str(x.device), 1):
+        return _observe(x, output, gradient, enabled)
+
+
+def _observe(x: torch.Tensor, output: Half | None, gradient: Half | None, enabled: Enabled) -> str | None:
+    counted = enabled.counted_here()
+    rows = None if counted is None else counted.on(x.device)
+    try:
+        concerned = None
+        if output is None:
+            assert gradient is not None
+            concerned = gradient.site.described(x, rows).by_rows  # raises what accumulate would
+        elif not backward_is_running():
+            concerned = output.site.accumulate_here(x, rows)
+        if rows is not None and counted is not None and concerned is not None:
+            counted.note(concerned)
+        # A leaf's gradient is its owner's, and a hook on it would outlive the step.
+        if gradient is not None and x.requires_grad and x.grad_fn is not None:
+            x.register_hook(functools.partial(_accumulate_gradient, gradient, rows))
+    except Exception as error:
+        return str(error)
+    return None
+
+
+def _accumulate_gradient(half: Half, rows: Rows | None, gradient: torch.Tensor | None) -> None:
+    """rows: those that counted in the forward."""
+    if gradient is None or not half.enabled.is_open_here() or has_no_data(gradient):
+        return
+    times = half.enabled.times
+    try:
+        if times is None:
+            half.site.accumulate_here(gradient, rows)
+        else:
+            with times.span(str(gradient.device)):
+                half.site.accumulate_here(gradient, rows)
+    except Exception as error:
+        if half.strict:
+            raise
+        with _failing:
+            first, before = _failures.get(half.number, (str(error), 0))
+            _failures[half.number] = first, before + 1
+
+
+def call_in_c(kind: type[Hook]) -> None:
+    """Calls go through __call__ here."""

@@ -1,0 +1,160 @@
+"""Where no glue fits this torch: the same numbers, one line about it, and no harm to what is trained."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+import torch
+
+from tests.conftest import ROOT
+
+PACKAGE = ROOT / "hookstats"
+GLUE = f"torch{'_'.join(torch.__version__.split('.')[:2])}"
+
+
+def python(*words: str, package: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+    before = {name: value for name, value in os.environ.items() if name != "HOOKSTATS_GLUE"}
+    path = os.pathsep.join([str(package), str(ROOT)])
+    return subprocess.run(
+        [sys.executable, *words],
+        capture_output=True,
+        text=True,
+        cwd=package,
+        env=before | {"PYTHONPATH": path} | environment,
+    )
+
+
+def said_by(code: str, **environment: str) -> str:
+    done = python("-c", code, **environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_training_is_measured_and_trained_to_the_same_bits() -> None:
+    with_glue, without = (
+        python("-m", "tests.portable.training"),
+        python("-m", "tests.portable.training", HOOKSTATS_GLUE="none"),
+    )
+    assert with_glue.returncode == without.returncode == 0, with_glue.stderr + without.stderr
+    assert len(with_glue.stdout.splitlines()) > 700
+    assert without.stdout.splitlines() == with_glue.stdout.splitlines()
+
+
+def other_package(folder: Path) -> Path:
+    """hookstats without glue, which may be put into it."""
+    package = folder / "hookstats"
+    package.mkdir()
+    for path in PACKAGE.iterdir():
+        if path.name != "_glue" and (path.is_dir() or path.suffix in (".py", ".so", ".json")):
+            (package / path.name).symlink_to(path)
+    (package / "_glue" / GLUE).mkdir(parents=True)
+    return package
+
+
+MEASURE = "import hookstats, torch; print(hookstats.measure(torch.tensor([3.0, 4.0])).total.l2_norm)"
+
+
+def test_a_torch_that_no_glue_is_for_is_measured_beside_and_told_in_one_line(tmp_path: Path) -> None:
+    package = other_package(tmp_path)
+    (package / "_glue" / GLUE).rename(package / "_glue" / "torch2_1")
+    (package / "_glue" / "torch2_1" / f"_C{EXTENSION_SUFFIXES[0]}").touch()
+    done = python("-c", MEASURE, package=tmp_path)
+    assert done.stdout == "5.0\n", done.stderr
+    (told,) = [line for line in done.stderr.splitlines() if "hookstats: " in line]
+    assert f"there is none for torch {torch.__version__} and Python 3." in told
+    assert "but for torch 2.1. hookstats measures without: slower, and nothing inside compiled graphs" in told
+    assert "--no-build-isolation --force-reinstall" in told
+    doctor = python("-m", "hookstats", "doctor", package=tmp_path)
+    assert doctor.returncode == 1
+    assert "slower" in doctor.stdout
+
+
+def test_glue_that_does_not_load_is_told_with_its_reason(tmp_path: Path) -> None:
+    package = other_package(tmp_path)
+    (package / "_glue" / GLUE / f"_C{EXTENSION_SUFFIXES[0]}").write_bytes(b"no library")
+    done = python("-c", MEASURE, package=tmp_path)
+    assert done.stdout == "5.0\n", done.stderr
+    assert "that does not load (" in done.stderr
+    assert "invalid ELF header" in done.stderr or "file too short" in done.stderr
+
+
+def test_warnings_as_errors_do_not_keep_it_from_being_imported(tmp_path: Path) -> None:
+    other_package(tmp_path)
+    done = python("-W", "error::UserWarning", "-c", MEASURE, package=tmp_path)
+    assert done.stdout == "5.0\n", done.stderr
+
+
+def test_another_word_than_none_is_refused() -> None:
+    done = python("-c", MEASURE, HOOKSTATS_GLUE="2.13")
+    assert "HOOKSTATS_GLUE: expected none, or that it is not set, got '2.13'" in done.stderr.splitlines()[-1]
+
+
+COMPILED = """
+import hookstats, torch, warnings
+from torch import nn
+def trained(attached, whole):
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+    monitor = hookstats.attach(model, every=1) if attached else None
+    if whole:
+        run = torch.compile(model, backend="aot_eager", fullgraph=True)
+    else:
+        model[0].compile(backend="aot_eager")
+        run = model
+    for _ in range(4):
+        run(torch.randn(32, 8)).square().mean().backward()
+        if monitor:
+            monitor.step()
+    bits = [parameter.grad.clone() for parameter in model.parameters()]
+    return bits, monitor
+for whole in (True, False):
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        bits, monitor = trained(True, whole)
+    print([str(each.message) for each in told if "hookstats" in str(each.message)])
+    print(sorted({str(site) for site in monitor.skipped}), {each.reason for each in monitor.skipped.values()})
+    print(sorted(str(site) for site, stats in monitor.snapshot().items() if stats.calls and "output" in str(site)))
+    assert all(map(torch.equal, bits, trained(False, whole)[0]))
+"""
+
+
+def test_what_is_inside_a_compiled_graph_is_left_out_with_one_clear_reason() -> None:
+    lines = said_by(COMPILED, HOOKSTATS_GLUE="none").splitlines()
+    reason = "inside a compiled graph only glue for this torch measures, and none is loaded: HOOKSTATS_GLUE=none"
+    assert lines[0].count("hookstats:") == 1
+    assert reason in lines[0]
+    assert lines[1].endswith(f"{{'{reason}'}}")
+    assert lines[1].count("output") == 6  # three modules, and their gradients
+    assert lines[2] == "[]"
+    assert lines[4] == "[] set()"  # hooks of a module that is compiled apart run outside of its graph
+    assert lines[5].count("output") == 6
+
+
+FAILING = """
+import hookstats, torch
+from torch import nn
+from hookstats.portable import hooks
+class Site(hooks.Site):
+    def accumulate(self, x, rows=None):
+        if torch._C._current_graph_task_id() != -1:
+            raise ValueError("not today")
+        return super().accumulate(x, rows)
+hooks.Site = Site
+model = nn.Sequential(nn.Linear(8, 4))
+monitor = hookstats.attach(model, every=1, options=hookstats.Options(strict={strict}))
+model(torch.randn(3, 8)).sum().backward()
+monitor.step()
+print({{str(site): (each.reason, each.times) for site, each in monitor.skipped.items()}})
+"""
+
+
+def test_what_fails_inside_backward_is_counted_and_told_and_raised_under_strict() -> None:
+    done = python("-W", "ignore", "-c", FAILING.format(strict=False), HOOKSTATS_GLUE="none")
+    assert done.stdout == "{'0 grad_output': ('not today', 1)}\n", done.stderr
+    done = python("-c", FAILING.format(strict=True), HOOKSTATS_GLUE="none")
+    assert "ValueError: not today" in done.stderr
