@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import warnings
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -84,7 +85,9 @@ def _about_torch(torch: Any) -> str:
 def _build() -> Line:
     """The extension: whether it loads, and measures."""
     try:
-        native = import_module("hookstats._native")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what is said here
+            native = import_module("hookstats._native")
         built = native.build_info()
         torch = import_module("torch")
         stats = import_module("hookstats").measure(torch.tensor([3.0, 4.0]))
