@@ -2,12 +2,14 @@
 
 In one process, as `make bench` has them, the programs of five watched models belong to the same code, and a compiled
 block may first go through the guards of others. Here one process at a time makes steps, in turns. `python -m
-benchmarks.turns others` compares with what people use instead, every step measured, in eager mode. `python -m
-benchmarks.turns language`: what attention logits and optimizer states add, in a GPT of 12 layers and 512 tokens.
+benchmarks.turns others` compares with what people use instead, every step measured, in eager mode; `language`: what
+attention logits and optimizer states add, in a GPT of 12 layers and 512 tokens; `glue`: what it costs to measure beside
+a torch that no glue fits, for 400 modules that do next to nothing (0.4 ms are a microsecond for each) and in a step.
 """
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -30,8 +32,21 @@ LANGUAGE: dict[str, dict[str, Any] | None] = {
     "attention, all rows": {"tensors": ("attention",), "options": hookstats.Options(attention_rows=None)},
     "optimizer states": {"tensors": ("optimizer",)},
 }
+WITHOUT = "without glue: "
+GLUE = ["bare", "totals", "channels", f"{WITHOUT}totals", f"{WITHOUT}channels"]
+HOOKS = ["bare", "empty forward hook", "hookstats, paused", "hookstats, measuring", "Python tensor hooks, empty"]
+HOOKS += [f"{WITHOUT}hookstats, paused", f"{WITHOUT}hookstats, measuring"]
 NAMES = ["bare", "totals", "+ histogram per tensor"]
 ROUNDS = 40
+
+
+class Hooks:
+    """400 modules that do next to nothing, forward and backward."""
+
+    def __init__(self, name: str) -> None:
+        from benchmarks.bench_hooks import timed
+
+        self.timed = timed(name)
 
 
 class Wandb(Trainer):
@@ -70,8 +85,12 @@ OTHERS: dict[str, Callable[[], Trainer]] = {
 def work(compiled: bool, name: str) -> None:
     """Times a step for each line that comes."""
     torch.set_num_threads(1)
-    name, shape, _ = name.partition(" of a GPT")
-    if shape or name not in OTHERS:
+    name, shape, _ = name.removeprefix(WITHOUT).partition(" of a GPT")
+    name, hooks, _ = name.partition(" of 400 modules")
+    trainer: Any
+    if hooks:
+        trainer = Hooks(name)
+    elif shape or name not in OTHERS:
         trainer = Trainer(GPT if shape else SMALL, "cpu", (LANGUAGE if shape else ATTACHED)[name])
     else:
         trainer = OTHERS[name]()
@@ -88,7 +107,9 @@ def work(compiled: bool, name: str) -> None:
 class Worker:
     def __init__(self, compiled: bool, name: str) -> None:
         command = [sys.executable, "-m", "benchmarks.turns", str(int(compiled)), name]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        environment = os.environ | ({"HOOKSTATS_GLUE": "none"} if name.startswith(WITHOUT) else {})
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(command, text=True, env=environment, stdin=pipe, stdout=pipe)
 
     def read(self) -> str:
         assert self.process.stdout is not None
@@ -127,7 +148,8 @@ def main(modes: Iterable[str], names: Iterable[str], rounds: int = ROUNDS) -> No
         )
         for figure in found:
             added = 100 * figure["added_ms"] / found[0]["median_ms"]
-            print(f"{figure['name']:48} {figure['median_ms']:6.1f} ms  {added:+7.1f} %")
+            milliseconds = f"{figure['median_ms']:7.2f} ms {figure['added_ms']:+8.2f} ms"
+            print(f"{figure['name']:62} {milliseconds} {added:+7.1f} %")
 
 
 if __name__ == "__main__":
@@ -137,5 +159,8 @@ if __name__ == "__main__":
         main(MODES[:1], OTHERS)
     elif sys.argv[1:] == ["language"]:
         main(MODES, [f"{name} of a GPT" for name in LANGUAGE], rounds=10)
+    elif sys.argv[1:] == ["glue"]:
+        main(MODES[:1], [f"{name} of 400 modules" for name in HOOKS], rounds=20)
+        main(MODES[:1], GLUE, rounds=20)
     else:
         main(MODES, NAMES)

@@ -63,11 +63,22 @@ def pytest_make_collect_report(
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items[:] = dealt(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+    if _native.WITHOUT_GLUE:
+        for item in filter(_needs_glue, items):
+            item.add_marker(pytest.mark.skip(reason="needs glue: without, nothing is measured inside graphs"))
     if torch.cuda.is_available():
         return
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU: make gpu"))
+
+
+def _needs_glue(item: pytest.Item) -> bool:
+    """Whether it measures inside graphs of torch.compile, by its name, or is marked so."""
+    parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+    compiles = parameters.get("compiled") is True or parameters.get("backend") in ("aot_eager", "inductor")
+    said = any(word in item.name for word in ("compile", "graph"))
+    return compiles or said or item.path.parent.name == "graphs" or item.get_closest_marker("glue") is not None
 
 
 @pytest.fixture(autouse=True)

@@ -115,6 +115,8 @@ def _observe(x: torch.Tensor, output: Half | None, gradient: Half | None, enable
 
 def _accumulate_gradient(half: Half, rows: Rows | None, gradient: torch.Tensor | None) -> None:
     """rows: those that counted in the forward."""
+    if torch.compiler.is_compiling():  # compiled autograd traces it, where nothing can be measured
+        return
     if gradient is None or not half.enabled.is_open_here() or has_no_data(gradient):
         return
     times = half.enabled.times

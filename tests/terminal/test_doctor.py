@@ -23,12 +23,13 @@ PACKAGE = ROOT / "hookstats"
 
 def run(folder: Path = ROOT, **environment: str) -> tuple[int, dict[str, tuple[str, str]], str]:
     """Status; of each thing its state and what was found; everything."""
+    before = {name: value for name, value in os.environ.items() if name != "HOOKSTATS_GLUE"}
     done = subprocess.run(
         [sys.executable, "-m", "hookstats", "doctor"],
         capture_output=True,
         text=True,
         cwd=folder,
-        env=os.environ | environment,
+        env=before | environment,
         timeout=300,
     )
     assert done.stderr == "", done.stderr

@@ -270,6 +270,7 @@ def wide() -> tuple[nn.Module, hookstats.Monitor]:
     return model, hookstats.attach(model, every=1, tensors="output")
 
 
+@pytest.mark.glue
 def test_the_memory_of_a_step_that_nobody_holds_any_more_is_used_again() -> None:
     model, monitor = wide()
     model(torch.randn(2, 4))
