@@ -81,7 +81,7 @@ def observe(x: object, hook: Any) -> Any:
         return NotImplemented
     if x.layout is not torch.strided or x.is_nested:
         return "expected a dense strided tensor"
-    if has_no_data(x) or torch._C._is_tracing():
+    if x.is_meta or not torch._C._has_storage(x) or torch._C._is_tracing():
         return None
     site = (output or gradient).site
     if channel_dim_for(site.channel_dim, x.dim()) is None:

@@ -53,6 +53,7 @@ class Described(NamedTuple):
     """A tensor's layout; ``elements``: of a channel."""
 
     input: Input
+    address: int  # of the input
     elements: int
     by_rows: bool
 
@@ -87,7 +88,8 @@ class Site:
         self.channels = int(self.state.channels)
         self.runs_cuda_kernels = self.devices.runs_cuda_kernels(self.device)
         self._known: dict[Any, Described] = {}
-        self._state = ctypes.pointer(self.state)
+        self._state = ctypes.addressof(self.state)
+        self._accumulate = self.library.cpu.accumulate
         self._is_active = None
         if self.active is not None and not self.runs_cuda_kernels:
             self._is_active = ctypes.c_int32.from_address(self.active.data_ptr())
@@ -147,9 +149,9 @@ class Site:
             with self.devices.guard(self.device):
                 launch = self.devices.launch(self.device, self.active)
                 assert self.library.cuda is not None
-                check(self.library.cuda.accumulate(data, byref(found.input), self._state, byref(launch)))
+                check(self.library.cuda.accumulate(data, found.address, self._state, byref(launch)))
         elif self._is_active is None or self._is_active.value:
-            self.library.cpu.accumulate(data, byref(found.input), self._state)
+            self._accumulate(data, found.address, self._state)
         return found.by_rows
 
     def accumulate_here(self, x: torch.Tensor, rows: Rows | None) -> bool:
@@ -186,7 +188,8 @@ class Site:
         if rows is not None:
             self._check_rows(rows)
         layout = self._layout_of(x, rows)
-        return Described(Input(None, dtype, layout), layout.count, layout.row_dims > 0)
+        given = Input(None, dtype, layout)
+        return Described(given, ctypes.addressof(given), layout.count, layout.row_dims > 0)
 
     def _layout_of(self, x: torch.Tensor, rows: Rows | None) -> Layout:
         ndim = x.dim()

@@ -11,7 +11,7 @@ import torch
 
 from hookstats import _native, portable
 from hookstats.portable import library
-from tests.conftest import DTYPES, HISTOGRAMS, ROOT, Backend, State, listed
+from tests.conftest import DTYPES, HISTOGRAMS, ROOT, Backend, State, check, listed
 from tests.kernels.test_checksums import SHAPES
 from tests.kernels.test_kernels import LAYOUTS, normal
 from tests.kernels.test_rows import MASKS
@@ -136,7 +136,11 @@ def test_tensors_that_come_together(both: tuple[Backend, Backend]) -> None:
         assert "expected 6 channels in dimension 1" in failures[0][1]
         assert "expected a tensor on cpu" in failures[1][1]
         found.append(states)
-    assert all(one.same_bits(other) for one, other in zip(*found, strict=True))
+    first = given[0]
+    assert first is not None
+    for states in found:  # in one launch and one by one, sums may differ by a rounding
+        check(states[0].stats(), first, 1)
+        assert [int(state.counters[0]) for state in states] == [1, 0, 0, 0, 0]
 
 
 def test_copies_of_blocks_and_zeros(both: tuple[Backend, Backend]) -> None:
