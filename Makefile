@@ -36,11 +36,24 @@ compat:                 ## the whole test suite with another torch: make compat 
 
 # Which torches: make wheel TORCHES="2.13 2.15". HOOKSTATS_CUDA=1 puts kernels for GPUs into it.
 TORCHES ?= 2.11 2.12 2.13 2.14 2.15
-.PHONY: wheel wheel-test
+.PHONY: wheel wheel-test sdist release-check
 wheel: .venv/.dev       ## dist/hookstats-*.whl, with glue for several torches; an environment for each under build/wheel
 	$(PY) -m tests.wheel build $(TORCHES)
 wheel-test: .venv/.dev  ## installs it beside each of them, where no compiler is found, and tries it
 	$(PY) -m tests.wheel test $(TORCHES)
+
+sdist: .venv/.release   ## dist/hookstats-*.tar.gz, made in an environment of its own, without torch
+	rm -f dist/*.tar.gz
+	$(PY) -m build --sdist --outdir dist
+
+# What must hold before a release, in the order of CONTRIBUTING.md.
+release-check: .venv/.dev .venv/.release
+	@test -z "$$(git status --porcelain)" || { echo "expected a clean tree, got:"; git status --short; exit 1; }
+	@version=$$(sed -n 's/^__version__ = "\(.*\)"/\1/p' hookstats/__init__.py); grep -qx "## $$version" CHANGELOG.md || \
+		{ echo "CHANGELOG.md: expected a heading '## $$version', got '$$(grep -m1 '^## ' CHANGELOG.md)'"; exit 1; }
+	$(MAKE) lint docs sdist wheel wheel-test
+	$(PY) -m pip wheel -q --no-deps --no-build-isolation --wheel-dir build/from-sdist dist/hookstats-*.tar.gz
+	$(PY) -m twine check --strict dist/*
 
 lint: .venv/.dev        ## ruff, mypy --strict, clang-format
 	$(PY) -m ruff check .

@@ -27,16 +27,22 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from setuptools import setup
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 
 try:
     import torch
     from torch.utils.cpp_extension import BuildExtension, CppExtension, get_cxx_compiler, is_ninja_available
 except ImportError:
-    sys.exit(
-        "hookstats: torch was not found while building. Install torch >= 2.11 first, then run "
-        "pip install --no-build-isolation . (hookstats is built against the torch that will load it)"
-    )
+    torch = None  # type: ignore[assignment]  # enough for an sdist
+
+    class BuildExtension(build_ext):  # type: ignore[misc, no-redef]
+        def run(self) -> None:
+            sys.exit(
+                "hookstats: torch was not found while building. Install torch >= 2.11 first, then run "
+                "pip install --no-build-isolation . (hookstats is built against the torch that will load it)"
+            )
+
 
 ROOT = Path(__file__).parent
 DEFAULT_ARCHITECTURES = ["8.0", "9.0", "10.0"]
@@ -270,16 +276,15 @@ def folder_of(*made_by: str) -> str:
 os.chdir(ROOT)  # the sources below are relative, as setuptools wants them
 # pip runs this without the environment's programs on PATH; without ninja one file is compiled after the other.
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-major, minor = torch.__version__.split(".")[:2]
-setup(
-    ext_modules=[
-        CppExtension(
-            f"hookstats._glue.torch{major}_{minor}._C",
-            sources=[str(source) for source in sorted(Path("csrc").glob("*.cpp"))],
-            depends=[str(header) for header in sorted(Path("csrc").glob("*.h"))],
-            extra_compile_args={"cxx": CXX_FLAGS},
-            extra_link_args=list(LIBRARIES),
-        )
-    ],
-    cmdclass={"build_ext": BuildInTwo},
-)
+if torch is None:
+    glue = Extension("hookstats._glue._C", [])
+else:
+    major, minor = torch.__version__.split(".")[:2]
+    glue = CppExtension(
+        f"hookstats._glue.torch{major}_{minor}._C",
+        sources=[str(source) for source in sorted(Path("csrc").glob("*.cpp"))],
+        depends=[str(header) for header in sorted(Path("csrc").glob("*.h"))],
+        extra_compile_args={"cxx": CXX_FLAGS},
+        extra_link_args=list(LIBRARIES),
+    )
+setup(ext_modules=[glue], cmdclass={"build_ext": BuildInTwo})

@@ -8,6 +8,7 @@ import pytest
 
 # Files that take long, and about how many seconds of one core. The harness is built by the first that needs it.
 SECONDS = {
+    "portable/test_without_glue.py": 60,
     "cuda_on_cpu/test_cuda_on_cpu.py": 140,
     "cluster/test_parallel_matrix.py": 70,
     "graphs/test_programs.py": 60,

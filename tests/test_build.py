@@ -6,6 +6,8 @@ import os
 import re
 import runpy
 import subprocess
+import sys
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -165,6 +167,33 @@ def test_no_cuda_object_is_compiled_twice(
     assert "arch=compute_90,code=compute_90" in (into / "many.cu.o").read_text()
     header.touch()
     assert compiled("8.0", "9.0+PTX") == 7
+
+
+def without_torch(*words: str) -> subprocess.CompletedProcess[str]:
+    """setup.py, where torch cannot be imported."""
+    code = f"import sys, runpy; sys.modules['torch'] = None; sys.argv[1:] = {list(words)!r}; runpy.run_path('setup.py')"
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+
+
+def test_a_build_without_torch_is_refused_in_one_line(tmp_path: Path) -> None:
+    done = without_torch("build_ext", "--build-lib", str(tmp_path))
+    assert done.returncode == 1
+    assert "torch was not found while building" in done.stderr
+    assert "pip install --no-build-isolation ." in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_an_sdist_is_made_without_torch_and_holds_sources_alone(tmp_path: Path) -> None:
+    done = without_torch("-q", "egg_info", "--egg-base", str(tmp_path), "sdist", "--dist-dir", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    (made,) = tmp_path.glob("hookstats-*.tar.gz")
+    with tarfile.open(made) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    needed = {path.relative_to(ROOT) for folder in ("csrc", "hookstats") for path in (ROOT / folder).rglob("*.*")}
+    built = {path for path in needed if path.suffix in (".so", ".pyc") or path.name == "_built.json"}
+    assert {str(path) for path in needed - built} <= names
+    assert {"setup.py", "pyproject.toml", "README.md", "LICENSE", "tests/conftest.py", "hookstats/py.typed"} <= names
+    assert not {str(path) for path in built} & names
 
 
 def test_the_kernels_need_nothing_of_torch_and_the_glue_no_library_of_cuda() -> None:

@@ -205,14 +205,6 @@ def test_sources_that_are_not_built_are_refused_in_one_line(tmp_path: Path) -> N
     assert "--no-build-isolation" in last
 
 
-def test_a_build_without_torch_is_refused_in_one_line() -> None:
-    done = python("import sys, runpy; sys.modules['torch'] = None; runpy.run_path('setup.py')")
-    assert done.returncode == 1
-    assert "torch was not found while building" in done.stderr
-    assert "pip install --no-build-isolation ." in done.stderr
-    assert "Traceback" not in done.stderr
-
-
 def test_every_mutant_is_found_where_it_is_put_in() -> None:
     assert not [line for each in csrc.MUTANTS + rooms.MUTANTS if (line := misplaced(each, ROOT))]
 

@@ -182,3 +182,16 @@ def test_constants_are_those_of_the_glue() -> None:
         assert said(name) == getattr(_native._C, name)
     assert tuple(said("FIELDS")) == tuple(_native._C.FIELDS)
     assert portable.sites.DIMS_BY_NDIM == _native.DIMS_BY_NDIM
+
+
+def test_a_site_that_meets_other_shapes_strides_and_dtypes(both: tuple[Backend, Backend]) -> None:
+    """Layouts are kept from tensor to tensor."""
+    square = normal(6, 6).float()
+    given = [square, square.t(), square.double(), square.t().bfloat16(), square]
+    given += [normal(rows, 6).float() for rows in range(1, 30)]
+    for backend in both:
+        (state,) = states = [State(6, "per_channel", "cpu")]
+        batch = backend.batch(states, [1])
+        for x in given:
+            assert batch.accumulate([x]) == []
+        check(state.stats(), torch.cat([x.double() for x in given]), 1)

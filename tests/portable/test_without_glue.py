@@ -135,6 +135,28 @@ def test_what_is_inside_a_compiled_graph_is_left_out_with_one_clear_reason() -> 
     assert lines[5].count("output") == 6
 
 
+BACKWARD = """
+import hookstats, torch
+from torch import nn
+import torch._dynamo.compiled_autograd
+def trained(attached):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+    monitor = hookstats.attach(model, every=1, tensors=("output", "grad_output")) if attached else None
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager", fullgraph=True)):
+        model(torch.randn(32, 8)).square().mean().backward()
+    return [parameter.grad for parameter in model.parameters()], monitor
+bits, monitor = trained(True)
+print(sorted(str(site) for site, stats in monitor.snapshot().items() if stats.calls))
+assert all(map(torch.equal, bits, trained(False)[0]))
+"""
+
+
+def test_compiled_autograd_goes_on_without_gradients_measured() -> None:
+    said = said_by(BACKWARD, HOOKSTATS_GLUE="none").splitlines()
+    assert said == ["['0 output', '1 output', '2 output']"]
+
+
 FAILING = """
 import hookstats, torch
 from torch import nn

@@ -185,6 +185,7 @@ def test_tensors_in_containers_are_sites_of_their_own(kind: str, first: str) -> 
 
 
 def test_a_model_output_of_transformers_is_walked() -> None:
+    pytest.importorskip("transformers")
     from transformers.modeling_outputs import BaseModelOutput
 
     model = nn.Sequential(
