@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -79,38 +80,34 @@ def observe(x: object, hook: Any) -> Any:
         return None
     if not isinstance(x, torch.Tensor) or keys_of(x).has(_PYTHON):
         return NotImplemented
-    if x.layout is not torch.strided or x.is_nested:
-        return "expected a dense strided tensor"
-    if x.is_meta or not torch._C._has_storage(x) or torch._C._is_tracing():
-        return None
-    site = (output or gradient).site
-    if channel_dim_for(site.channel_dim, x.dim()) is None:
-        return "the channel dimension of such a tensor is not known yet"
-    times = enabled.times
-    if times is None:
-        return _observe(x, output, gradient, enabled)
-    with times.span(str(x.device), 1):
-        return _observe(x, output, gradient, enabled)
+    with torch._C.DisableTorchFunction():  # subclasses and modes are not to see what is asked here
+        if x.layout is not torch.strided or x.is_nested:
+            return "expected a dense strided tensor"
+        if x.is_meta or not torch._C._has_storage(x) or torch._C._is_tracing():
+            return None
+        if channel_dim_for((output or gradient).site.channel_dim, x.dim()) is None:
+            return "the channel dimension of such a tensor is not known yet"
+        times = enabled.times
+        with nullcontext() if times is None else times.span(str(x.device), 1):
+            try:
+                return _observe(x, output, gradient, enabled)
+            except Exception as error:
+                return str(error)
 
 
-def _observe(x: torch.Tensor, output: Half | None, gradient: Half | None, enabled: Enabled) -> str | None:
-    counted = enabled.counted_here()
+def _observe(x: torch.Tensor, output: Half | None, gradient: Half | None, enabled: Enabled) -> None:
+    counted, concerned = enabled.counted_here(), None
     rows = None if counted is None else counted.on(x.device)
-    try:
-        concerned = None
-        if output is None:
-            assert gradient is not None
-            concerned = gradient.site.described(x, rows).by_rows  # raises what accumulate would
-        elif not backward_is_running():
-            concerned = output.site.accumulate_here(x, rows)
-        if rows is not None and counted is not None and concerned is not None:
-            counted.note(concerned)
-        # A leaf's gradient is its owner's, and a hook on it would outlive the step.
-        if gradient is not None and x.requires_grad and x.grad_fn is not None:
-            x.register_hook(functools.partial(_accumulate_gradient, gradient, rows))
-    except Exception as error:
-        return str(error)
-    return None
+    if output is None:
+        assert gradient is not None
+        concerned = gradient.site.described(x, rows).by_rows  # raises what accumulate would
+    elif not backward_is_running():
+        concerned = output.site.accumulate_here(x, rows)
+    if rows is not None and counted is not None and concerned is not None:
+        counted.note(concerned)
+    # A leaf's gradient is its owner's, and a hook on it would outlive the step.
+    if gradient is not None and x.requires_grad and x.grad_fn is not None:
+        x.register_hook(functools.partial(_accumulate_gradient, gradient, rows))
 
 
 def _accumulate_gradient(half: Half, rows: Rows | None, gradient: torch.Tensor | None) -> None:
@@ -121,11 +118,8 @@ def _accumulate_gradient(half: Half, rows: Rows | None, gradient: torch.Tensor |
         return
     times = half.enabled.times
     try:
-        if times is None:
+        with torch._C.DisableTorchFunction(), nullcontext() if times is None else times.span(str(gradient.device)):
             half.site.accumulate_here(gradient, rows)
-        else:
-            with times.span(str(gradient.device)):
-                half.site.accumulate_here(gradient, rows)
     except Exception as error:
         if half.strict:
             raise

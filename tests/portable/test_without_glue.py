@@ -157,6 +157,37 @@ def test_compiled_autograd_goes_on_without_gradients_measured() -> None:
     assert said == ["['0 output', '1 output', '2 output']"]
 
 
+OWN = """
+import hookstats, torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+class Own(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        assert function not in asked_by_hookstats, function
+        return super().__torch_function__(function, types, args, kwargs)
+class Mode(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        assert function not in asked_by_hookstats, function
+        return function(*args, **(kwargs or {}))
+T = torch.Tensor
+asked_by_hookstats = [T.shape.__get__, T.layout.__get__, T.stride, T.data_ptr, T.is_neg, T.register_hook, T.dim]
+model = nn.Sequential(nn.Linear(8, 4), nn.ReLU())
+monitor = hookstats.attach(model, every=1, tensors=("output", "grad_output"))
+model(torch.ones(3, 8)).sum().backward()  # now its sites know their widths
+monitor.step()
+with Mode():
+    loss = model(torch.ones(3, 8).as_subclass(Own)).sum()
+loss.backward()
+print(sorted(str(site) for site, stats in monitor.snapshot().items() if stats.calls), dict(monitor.skipped))
+"""
+
+
+def test_neither_subclasses_nor_modes_see_what_it_asks_of_a_tensor() -> None:
+    said = said_by(OWN, HOOKSTATS_GLUE="none")
+    assert said == "['0 grad_output', '0 output', '1 grad_output', '1 output'] {}\n"
+
+
 FAILING = """
 import hookstats, torch
 from torch import nn
