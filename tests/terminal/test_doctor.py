@@ -180,7 +180,7 @@ def test_every_extra_that_a_user_chooses_is_looked_at() -> None:
     text = (ROOT / "pyproject.toml").read_text()
     section = text.partition("[project.optional-dependencies]\n")[2].partition("\n[")[0]
     extras = dict(re.findall(r"^(\w+) = \[(.*)", section, re.MULTILINE))
-    for_work_on_it = {"demo", "test", "bench", "docs", "dev", "sass"}
+    for_work_on_it = {"demo", "test", "bench", "docs", "dev", "release", "sass"}
     assert set(extras) - for_work_on_it == set(doctor.EXTRAS)
     for extra, (module, _) in doctor.EXTRAS.items():
         assert f'"{module}' in extras[extra]
