@@ -23,14 +23,14 @@ using Failures = std::vector<std::tuple<int64_t, std::string>>;
 class Batch : public torch::CustomClassHolder {
  public:
   Batch(std::vector<at::Tensor> moments, std::vector<at::Tensor> counters, Tensors histograms,
-        std::vector<at::Tensor> active, std::vector<int64_t> channel_dims, double low, double high) {
+        std::vector<at::Tensor> active, std::vector<int64_t> channel_dims, double low, double high, int64_t block) {
     const size_t n = moments.size();
     TORCH_CHECK_VALUE(counters.size() == n && histograms.size() == n && active.size() == n && channel_dims.size() == n,
                       "hookstats: Batch: expected lists of one length, got ", n, ", ", counters.size(), ", ",
                       histograms.size(), ", ", active.size(), ", ", channel_dims.size());
     for (size_t i = 0; i < n; ++i) {
       members_.push_back(
-          {Site({moments[i], counters[i], histograms[i], active[i], channel_dims[i], low, high}), {}, {}});
+          {Site({moments[i], counters[i], histograms[i], active[i], channel_dims[i], low, high, block}), {}, {}});
     }
   }
 
@@ -126,7 +126,7 @@ class Batch : public torch::CustomClassHolder {
       Member& member = members_[i];
       const auto device = member.site.tensors.moments.device();
       member.among_many = false;
-      if (!member.kind || !runs_cuda_kernels(device)) continue;
+      if (!member.kind || !runs_cuda_kernels(device) || member.site.state.block) continue;
       const auto how = cuda::among_many(member.input, member.site.state.kind, number_of(device));
       member.among_many = how != cuda::AmongMany::no;
       if (!member.among_many) continue;
@@ -196,7 +196,7 @@ class Batch : public torch::CustomClassHolder {
 TORCH_LIBRARY_FRAGMENT(HOOKSTATS_NAMESPACE, m) {
   m.class_<Batch>("Batch")
       .def(torch::init<std::vector<at::Tensor>, std::vector<at::Tensor>, Tensors, std::vector<at::Tensor>,
-                       std::vector<int64_t>, double, double>())
+                       std::vector<int64_t>, double, double, int64_t>())
       .def("accumulate", &Batch::accumulate);
 }
 

@@ -21,6 +21,14 @@ constexpr int kFirstOctave = -46;
 
 constexpr int kNoBin = -1;  // NaN and Inf
 
+// Of blocks of neighbouring values, behind the bins per tensor: for formats that scale each block by its largest |x|.
+// First the distances: bin 0 holds zeros, bin 1 + d values that lie d octaves below the largest of their block (its
+// exponent minus theirs, where a power of two counts as the end of the octave below it: what rounding to nearest even
+// makes 0 is 2^k and less), the last bin what lies further. Then, for each exponent as a float32, the blocks with such
+// a largest |x|: 0 where that is zero or subnormal, 255 where a value is NaN or Inf, whose block has no distances.
+constexpr int kDistanceBins = 40;
+constexpr int kBlockBins = kDistanceBins + 256;
+
 HOOKSTATS_HD inline int exponent_bin(float x) {
   uint32_t bits;
   memcpy(&bits, &x, sizeof bits);
@@ -44,6 +52,40 @@ HOOKSTATS_HD inline int exponent_bin(double x) {
 HOOKSTATS_HD inline int octave_bin(int exponent_bin) {
   const int octave = (exponent_bin & 255) - 127 - kFirstOctave + 1;
   return octave < 0 ? 0 : octave >= kOctaveBins ? kOctaveBins - 1 : octave;
+}
+
+// Of |x|, as a float32: 255 for NaN and Inf.
+HOOKSTATS_HD inline int magnitude_exponent(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, sizeof bits);
+  return (bits >> 23) & 255;
+}
+HOOKSTATS_HD inline int magnitude_exponent(double x) {
+  const int bin = exponent_bin(x);
+  return bin == kNoBin ? 255 : bin & 255;
+}
+
+// Of the next smaller |x|: 255 for zero. Of NaN and Inf, any.
+HOOKSTATS_HD inline int exponent_below(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, sizeof bits);
+  return ((bits & 0x7fffffff) - 1) >> 23 & 255;
+}
+HOOKSTATS_HD inline int exponent_below(double x) {
+  uint64_t bits;
+  memcpy(&bits, &x, sizeof bits);
+  bits &= INT64_MAX;
+  if (bits == 0) return 255;
+  --bits;
+  memcpy(&x, &bits, sizeof bits);
+  return magnitude_exponent(x);
+}
+
+// largest: the magnitude_exponent of the block's largest |x|, not 255.
+HOOKSTATS_HD inline int distance_bin(int largest, int below) {
+  if (below == 255) return 0;
+  const int distance = largest - below;
+  return distance < kDistanceBins - 2 ? 1 + distance : kDistanceBins - 1;
 }
 
 // `bins` counters for bins - 2 equal bins from low to high, high included: the first counter is for what lies below,

@@ -101,7 +101,8 @@ std::optional<Observed::Half> half_of(PyObject* state, std::shared_ptr<const Ena
                     optional("active"),
                     entry("channel_dim").cast<int64_t>(),
                     entry("low").cast<double>(),
-                    entry("high").cast<double>()};
+                    entry("high").cast<double>(),
+                    entry("block").cast<int64_t>()};
   enabled = entry("enabled").cast<std::shared_ptr<Enabled>>();
   return Observed::Half{Site(std::move(tensors)), entry("site").cast<int64_t>(), entry("strict").cast<bool>()};
 }

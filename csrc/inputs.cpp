@@ -33,6 +33,13 @@ int64_t row_dims_of(const at::Tensor& x, int64_t channel, const at::Tensor& mask
   return 0 <= channel && channel < dims ? 0 : dims;
 }
 
+// The rows of a layout that count.
+void look_up(Layout& layout, const Rows& rows, at::Device device) {
+  layout.row_index = rows.row_index.const_data_ptr<int32_t>();
+  layout.kept = rows.kept.const_data_ptr<int32_t>();
+  if (!has_device_kernels(device)) layout.count = *std::exchange(layout.kept, nullptr) * layout.row_size();
+}
+
 Layout layout_of(const at::Tensor& x, const State& state, int64_t channel_dim, const Rows* rows) {
   Layout layout;
   const int64_t ndim = x.dim();
@@ -61,11 +68,29 @@ Layout layout_of(const at::Tensor& x, const State& state, int64_t channel_dim, c
   TORCH_CHECK_VALUE(layout.set_dims(dims.data(), int(dims.size()), int(row_dims)), "hookstats: expected at most ",
                     Layout::kMaxDims, " dimensions that do not merge beside the channels, got strides ", x.strides(),
                     " for shape ", x.sizes());
-  if (row_dims > 0) {
-    layout.row_index = rows->row_index.const_data_ptr<int32_t>();
-    layout.kept = rows->kept.const_data_ptr<int32_t>();
-    if (!has_device_kernels(x.device())) layout.count = *std::exchange(layout.kept, nullptr) * layout.row_size();
+  if (row_dims > 0) look_up(layout, *rows, x.device());
+  return layout;
+}
+
+// The last dimension as channels, the others in the tensor's order. by_rows: the mask's rows are about the tensor; where
+// they are all of its dimensions, it has one channel.
+Layout matrix_of(const at::Tensor& x, const Rows* by_rows) {
+  Layout layout;
+  const int64_t ndim = x.dim(), row_dims = by_rows ? row_dims_of(x, -1, by_rows->row_index) : 0;
+  const int64_t others = row_dims == ndim ? ndim : ndim - 1;
+  if (others < ndim) {
+    layout.channels = x.size(others);
+    layout.channel_stride = x.stride(others);
   }
+  c10::SmallVector<Layout::Dim, 8> dims;
+  for (int64_t d = 0; d < others; ++d) dims.push_back({x.size(d), x.stride(d)});
+  bool fits = layout.add_dims(dims.data(), int(row_dims));
+  if (row_dims > 0 && layout.ndim == 0) layout.size[layout.ndim++] = 1;
+  layout.row_dims = row_dims > 0 ? layout.ndim : 0;
+  fits = fits && layout.add_dims(dims.data() + row_dims, int(others - row_dims));
+  TORCH_CHECK_VALUE(fits, "hookstats: expected at most ", Layout::kMaxDims,
+                    " dimensions that do not merge, got strides ", x.strides(), " for shape ", x.sizes());
+  if (row_dims > 0) look_up(layout, *by_rows, x.device());
   return layout;
 }
 
@@ -101,7 +126,7 @@ Dtype dtype_of(const at::Tensor& x) {
 }
 
 State state_of(const at::Tensor& moments, const at::Tensor& counters, const std::optional<at::Tensor>& histogram,
-               double low, double high) {
+               double low, double high, int64_t block) {
   TORCH_CHECK(moments.scalar_type() == at::kDouble && moments.dim() == 2 && moments.size(0) == kFields &&
                   moments.size(1) >= 1 && (moments.size(1) == 1 || moments.stride(1) == 1),
               "hookstats: moments: expected float64 [", int(kFields), ", channels] with adjacent channels, got ",
@@ -125,11 +150,15 @@ State state_of(const at::Tensor& moments, const at::Tensor& counters, const std:
     state.kind = !exponents         ? HistogramKind::linear
                  : state.by_channel ? HistogramKind::per_channel
                                     : HistogramKind::per_tensor;
-    const int expected = state.by_channel ? kOctaveBins : kExponentBins;
+    state.block = int(block);
+    const bool is_block = block == 0 || ((std::abs(block) == 16 || std::abs(block) == 32) && exponents && h.dim() == 1);
+    TORCH_CHECK_VALUE(is_block, "hookstats: block: expected 16, 32, -16 or -32 beside exponents per tensor, or 0; got ",
+                      block);
+    const int expected = state.by_channel ? kOctaveBins : kExponentBins + (block ? kBlockBins : 0);
     const bool fits = state.by_channel ? h.size(0) == state.channels : h.dim() == 1;
     TORCH_CHECK(h.scalar_type() == at::kLong && fits && (exponents ? state.bins == expected : state.bins > 2) &&
                     h.is_contiguous() && h.device() == moments.device(),
-                "hookstats: histogram: expected int64 [", kExponentBins, "] or [", state.channels, ", ", kOctaveBins,
+                "hookstats: histogram: expected int64 [", block ? expected : kExponentBins, "] or [", state.channels, ", ", kOctaveBins,
                 "] on ", moments.device(), ", or with low < high [bins + 2] or [", state.channels, ", bins + 2]; got ",
                 h.scalar_type(), " ", h.sizes(), " on ", h.device(), " with low=", low, ", high=", high);
     state.histogram = h.mutable_data_ptr<int64_t>();
@@ -144,7 +173,8 @@ void check_device(at::Device device) {
 
 Site::Site(SiteState of)
     : tensors(std::move(of)),
-      state(state_of(tensors.moments, tensors.counters, tensors.histogram, tensors.low, tensors.high)) {
+      state(state_of(tensors.moments, tensors.counters, tensors.histogram, tensors.low, tensors.high,
+                     tensors.block)) {
   const auto device = tensors.moments.device();
   check_device(device);
   if (tensors.active) check_one_int32("active", *tensors.active, device);
@@ -187,7 +217,9 @@ Input described(const at::Tensor& x, const Site& site, const Rows* rows) {
               x.device());
   const Dtype dtype = dtype_of(x);
   if (rows) check_rows(*rows, device);
-  return {nullptr, dtype, layout_of(x, site.state, site.tensors.channel_dim, rows)};
+  Input input{nullptr, dtype, layout_of(x, site.state, site.tensors.channel_dim, rows)};
+  if (site.state.block) input.matrix = matrix_of(x, input.layout.row_dims > 0 ? rows : nullptr);
+  return input;
 }
 
 bool has_no_data(const at::Tensor& x) {

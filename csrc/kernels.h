@@ -107,6 +107,7 @@ struct Input {
   const void* data;
   Dtype dtype;
   Layout layout;
+  Layout matrix = {};  // where blocks are counted: the last dimension as channels, the others in the tensor's order
 };
 
 // A tensor whose sample (sample.h) is taken: `values` and `differences` are of acc_of its dtype. Null differences:
@@ -129,6 +130,8 @@ struct State {
   HistogramKind kind;
   bool by_channel;
   int bins;
+  int block;         // values of a block (bins.h), 16 or 32 along the last dimension, or -16 or -32 along the others,
+                     // which then are one; 0: none are counted
   double low, high;  // of linear bins
 
   HOOKSTATS_HD int64_t all_bins() const { return by_channel ? channels * bins : bins; }
@@ -147,6 +150,7 @@ namespace cpu {
 using ParallelFor = void (*)(int64_t tasks, const std::function<void(int64_t, int64_t)>& body);
 
 void accumulate(const Input& input, const State& state, ParallelFor parallel_for);
+void count_blocks(const Input& input, const State& state, ParallelFor parallel_for);  // where state.block is not 0
 void merge(const State& into, const State& from);
 
 // `out` is [states, kTotalsWords]: all channels of each state together.
@@ -212,6 +216,7 @@ const char* ask(Versions& versions, int device);  // null, or what the CUDA runt
 
 // Each starts exactly one kernel and returns null, or what the CUDA runtime said.
 const char* accumulate(const Input& input, const State& state, const Launch& launch);
+const char* count_blocks(const Input& input, const State& state, const Launch& launch);  // where state.block is not 0
 const char* accumulate(const Many& many, const void* table, const void* const* data, const Launch& launch);
 const char* merge(const State& into, const State& from, const Launch& launch);
 

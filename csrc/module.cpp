@@ -58,6 +58,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("COUNTERS") = int(kCounters);
   m.attr("EXPONENT_BINS") = kExponentBins;
   m.attr("OCTAVE_BINS") = kOctaveBins;
+  m.attr("BLOCK_BINS") = kBlockBins;
+  m.attr("DISTANCE_BINS") = kDistanceBins;
   m.attr("FIRST_OCTAVE") = kFirstOctave;
   m.attr("TORCH") = TORCH_VERSION;
 #if defined(HOOKSTATS_CUDA)

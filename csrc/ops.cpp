@@ -24,11 +24,13 @@ std::mutex& cpu_lock(const State& state) {
 
 void accumulate_op(const at::Tensor& x, at::Tensor moments, at::Tensor counters, std::optional<at::Tensor> histogram,
                    const std::optional<at::Tensor>& active, int64_t channel_dim, bool skip_recomputation, double low,
-                   double high, const std::optional<at::Tensor>& rows, const std::optional<at::Tensor>& kept) {
+                   double high, const std::optional<at::Tensor>& rows, const std::optional<at::Tensor>& kept,
+                   int64_t block) {
   if (skip_recomputation && backward_is_running()) return;
   TORCH_CHECK(rows.has_value() == kept.has_value(), "hookstats: expected both rows and kept or neither, got only ",
               rows ? "rows" : "kept");
-  const Site site({std::move(moments), std::move(counters), std::move(histogram), active, channel_dim, low, high});
+  const Site site({std::move(moments), std::move(counters), std::move(histogram), active, channel_dim, low, high,
+                   block});
   if (!rows) return void(accumulate(x, site));
   const Rows both{*rows, *kept};
   accumulate(x, site, &both);
@@ -115,13 +117,16 @@ bool accumulate(const at::Tensor& tensor, const Site& site, const Rows* rows) {
 #if defined(HOOKSTATS_CUDA_KERNELS)
   if (runs_cuda_kernels(x.device())) {
     const c10::DeviceGuard guard(x.device());
-    check(cuda::accumulate(input, state, launch_on(x.device(), active)));
+    const auto to = launch_on(x.device(), active);
+    check(cuda::accumulate(input, state, to));
+    if (state.block) check(cuda::count_blocks(input, state, to));
     return by_rows;
   }
 #endif
   if (active && *active->const_data_ptr<int32_t>() == 0) return by_rows;
   const std::lock_guard<std::mutex> lock(cpu_lock(state));
   cpu::accumulate(input, state, parallel_for);
+  if (state.block) cpu::count_blocks(input, state, parallel_for);
   return by_rows;
 }
 
@@ -129,7 +134,7 @@ TORCH_LIBRARY(HOOKSTATS_NAMESPACE, m) {
   m.def(
       "accumulate(Tensor x, Tensor(a!) moments, Tensor(b!) counters, Tensor(c!)? histogram, Tensor? active, "
       "int channel_dim, bool skip_recomputation=False, float low=0.0, float high=0.0, Tensor? rows=None, "
-      "Tensor? kept=None) -> ()");
+      "Tensor? kept=None, int block=0) -> ()");
   m.def(
       "merge(Tensor(a!) moments, Tensor(b!) counters, Tensor(c!)? histogram, Tensor from_moments, "
       "Tensor from_counters, Tensor? from_histogram) -> ()");

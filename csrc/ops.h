@@ -45,6 +45,7 @@ struct SiteState {
   std::optional<at::Tensor> active;     // [1] int32; zero: the kernel returns at once
   int64_t channel_dim = 0;              // not read where the state has one channel
   double low = 0, high = 0;             // of linear bins; equal: there are none
+  int64_t block = 0;                    // State.block: then the histogram per tensor is of [512 + kBlockBins]
 };
 
 // A site's state, checked, so that a hook need not.
@@ -83,7 +84,7 @@ struct Rows {
   std::shared_ptr<const MadeOn> made = nullptr;  // null: who launches has seen to it
 };
 
-// Folds `x`, or its rows that count, into the state. One kernel on the current stream; nothing is allocated or waited
+// Folds `x`, or its rows that count, into the state. One kernel on the current stream, two with blocks; nothing is allocated or waited
 // for. Throws c10::Error.
 // Returns whether there are rows and they are about this tensor.
 bool accumulate(const at::Tensor& x, const Site& site, const Rows* rows = nullptr);
@@ -138,7 +139,7 @@ Dtype dtype_of(const at::Tensor& x);
 
 // low < high: the histogram is of linear bins. Both NaN: of any bins; it is only to be merged.
 State state_of(const at::Tensor& moments, const at::Tensor& counters, const std::optional<at::Tensor>& histogram,
-               double low, double high);
+               double low, double high, int64_t block = 0);
 
 // Of a state that is one tensor, int64: moments, counters, histogram (exponents or octaves) one behind another, as
 // hookstats/watch/memory.py lays them out.

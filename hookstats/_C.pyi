@@ -12,6 +12,8 @@ DTYPES: tuple[str, ...]
 COUNTERS: int
 EXPONENT_BINS: int
 OCTAVE_BINS: int
+BLOCK_BINS: int
+DISTANCE_BINS: int
 FIRST_OCTAVE: int
 TORCH: str | None
 DIMS_BY_NDIM: int

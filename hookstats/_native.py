@@ -96,8 +96,8 @@ if TYPE_CHECKING:
 else:
     _C, WITHOUT_GLUE = _load()
 
-_here = (fields.FIELDS, fields.EXPONENT_BINS, fields.OCTAVE_BINS, fields.FIRST_OCTAVE)
-if _here != (_C.FIELDS, _C.EXPONENT_BINS, _C.OCTAVE_BINS, _C.FIRST_OCTAVE):
+_NUMBERS = ("FIELDS", "EXPONENT_BINS", "OCTAVE_BINS", "FIRST_OCTAVE", "BLOCK_BINS", "DISTANCE_BINS")
+if any(getattr(fields, name) != getattr(_C, name, None) for name in _NUMBERS):
     raise ImportError("hookstats: the built extension is older than the Python files beside it: rebuild it")
 
 DTYPES: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in _C.DTYPES)
@@ -114,7 +114,7 @@ fold_output = torch.ops.hookstats.fold_output
 fold_gradient = torch.ops.hookstats.fold_gradient
 # (counter, amount, skip_recomputation): adds to a counter, in graphs; gradient hooks may change nothing otherwise.
 add = torch.ops.hookstats.add.default
-# Batch(moments, counters, histograms, active, channel_dims, low, high), lists with an entry for each site; its
+# Batch(moments, counters, histograms, active, channel_dims, low, high, block), lists with an entry for each site; its
 # .accumulate(list of Tensor | None) returns a list of (number, why it could not be measured).
 Batch = _classes.Batch
 Counted = _C.Counted

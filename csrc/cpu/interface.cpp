@@ -54,6 +54,7 @@ std::string description() {
   std::string all = "{\"FIELDS\": " + quoted_list(fields, std::size(fields));
   all += ", \"DTYPES\": " + quoted_list(dtypes, std::size(dtypes));
   all += number("COUNTERS", kCounters) + number("EXPONENT_BINS", kExponentBins) + number("OCTAVE_BINS", kOctaveBins);
+  all += number("BLOCK_BINS", kBlockBins) + number("DISTANCE_BINS", kDistanceBins);
   all += number("FIRST_OCTAVE", kFirstOctave) + number("SOFTMAX_FIELDS", kSoftmaxFields);
   all += number("MOST_KEPT", kMostKept) + number("SAMPLE_SIZE", kSampleSize) + number("MOST_DIMS", Layout::kMaxDims);
   all += number("SCRATCH_DOUBLES", cuda::kScratchDoubles) + number("SCRATCH_COUNTERS", cuda::kScratchCounters);
@@ -86,6 +87,7 @@ void hookstats_accumulate(const void* data, const Input* like, const State* stat
   input.data = data;
   const std::lock_guard<std::mutex> lock(lock_of(*state));
   cpu::accumulate(input, *state, in_turn);
+  if (state->block) cpu::count_blocks(input, *state, in_turn);
 }
 
 void hookstats_merge(const State* into, const State* from) {

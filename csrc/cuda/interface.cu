@@ -27,7 +27,8 @@ const char* hookstats_cuda_accumulate(const void* data, const Input* like, const
                                       const cuda::Launch* launch) {
   Input input = *like;
   input.data = data;
-  return cuda::accumulate(input, *state, *launch);
+  const char* problem = cuda::accumulate(input, *state, *launch);
+  return problem || !state->block ? problem : cuda::count_blocks(input, *state, *launch);
 }
 
 const char* hookstats_cuda_merge(const State* into, const State* from, const cuda::Launch* launch) {

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hookstats.numbers.fields import FIELDS, Array, Bins, Counts, ExponentBins, Site, Stats, fold_channels, unscale
+from hookstats.numbers.fields import EXPONENT_BINS, FIELDS, Array, Bins, Counts, ExponentBins, Site, Stats, fold_channels, unscale
 from hookstats.numbers.site_stats import SiteStats
 
 _CHUNK = 1 << 16  # channels whose states are put together at once: 5 MB
@@ -155,11 +155,11 @@ class Columns:
         As in the state, ``sign << 8 | exponent``, of the values as they were measured: with the scaler's scale. Empty
         where histograms are of another kind, or were not sent.
         """
-        if self.bins != ExponentBins():
-            return np.empty(0, np.int64), np.empty((0, 512), np.int64)
+        if not isinstance(self.bins, ExponentBins) or self.bins.per_channel:
+            return np.empty(0, np.int64), np.empty((0, EXPONENT_BINS), np.int64)
         places = range(len(self)) if chosen is None else chosen
-        found = [(i, counts) for i in places if (counts := self.histogram(i)) is not None]
-        counts = np.stack([counts for _, counts in found]) if found else np.empty((0, 512), np.int64)
+        found = [(i, counts[:EXPONENT_BINS]) for i in places if (counts := self.histogram(i)) is not None]
+        counts = np.stack([counts for _, counts in found]) if found else np.empty((0, EXPONENT_BINS), np.int64)
         return np.array([i for i, _ in found], np.int64), counts
 
     def compact(self) -> Columns:

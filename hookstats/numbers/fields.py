@@ -289,17 +289,46 @@ STATISTICS = tuple(name for name, row in vars(Stats).items() if isinstance(row, 
 EXPONENT_BINS = 512
 OCTAVE_BINS = 64
 FIRST_OCTAVE = -46
+DISTANCE_BINS = 40
+BLOCK_BINS = DISTANCE_BINS + 256
 
 
-class ExponentBins(NamedTuple):
+@dataclass(frozen=True)
+class ExponentBins:
     """Histogram by the value's exponent: no range to choose, no value lost, exact to merge.
 
     Per tensor: one bin for each sign and float32 exponent, zeros and subnormals together in the middle (509 bins).
     ``per_channel=True``: 64 octaves of ``|x|`` for each channel, from below 2^-46 (zeros too) to 2^16 and above; this
     costs 512 bytes of state per channel.
+
+    ``block``: 32 (MX formats) or 16 (NVFP4) neighbouring values that share a scale; of each value is counted besides
+    how many octaves it lies below the largest of its block (`SiteStats.blocks`, `hookstats.rules.fit`), at 2.4 KB of
+    state. ``block_dim``: along what blocks lie. -1, the last dimension: what a linear layer's forward sums over, of
+    inputs and weights. 0, all others as one, such as the tokens: what the gradient of its weight sums over, of inputs
+    and of gradients of outputs. A block that the dimension is too short for is a block; where rows are ignored
+    (`Monitor.ignore`), blocks are made of those that count.
+
+    Raises:
+        ValueError: for another block or block_dim, and for blocks beside ``per_channel=True``.
     """
 
     per_channel: bool = False
+    block: int | None = None
+    block_dim: int = -1
+
+    def __post_init__(self) -> None:
+        if self.block not in (None, 16, 32) or isinstance(self.block, bool):
+            raise ValueError(f"ExponentBins: block: expected 16, 32 or None, got {self.block!r}")
+        if self.block_dim not in (-1, 0) or isinstance(self.block_dim, bool):
+            raise ValueError(f"ExponentBins: block_dim: expected -1 or 0, got {self.block_dim!r}")
+        if self.block and self.per_channel:
+            raise ValueError("ExponentBins: expected either block or per_channel=True, got both")
+
+    def __repr__(self) -> str:
+        told = ["per_channel=True"] if self.per_channel else []
+        if self.block:
+            told.append(f"block={self.block}" + (", block_dim=0" if self.block_dim == 0 else ""))
+        return f"ExponentBins({', '.join(told)})"
 
 
 @dataclass(frozen=True)
@@ -330,13 +359,25 @@ Bins: TypeAlias = ExponentBins | LinearBins
 
 def bins_to_json(bins: Bins) -> dict[str, Any]:
     linear = {"lo": float(bins.lo), "hi": float(bins.hi), "n": bins.n} if isinstance(bins, LinearBins) else None
-    return {"linear": linear, "per_channel": bins.per_channel}
+    blocks = {}
+    if isinstance(bins, ExponentBins) and bins.block:
+        blocks = {"block": bins.block, "block_dim": bins.block_dim}
+    return {"linear": linear, "per_channel": bins.per_channel, **blocks}
 
 
 def bins_from_json(d: Mapping[str, Any]) -> Bins:
     """What `bins_to_json` gave. KeyError, TypeError or ValueError for anything else."""
     linear, per_channel = d["linear"], bool(d["per_channel"])
-    return ExponentBins(per_channel) if linear is None else LinearBins(**linear, per_channel=per_channel)
+    if linear is not None:
+        return LinearBins(**linear, per_channel=per_channel)
+    return ExponentBins(per_channel, d.get("block"), d.get("block_dim", -1))
+
+
+def kernel_block(bins: Bins | None) -> int:
+    """The block as kernels are told it: negative along the rows, 0 for none."""
+    if not isinstance(bins, ExponentBins) or bins.block is None:
+        return 0
+    return bins.block if bins.block_dim == -1 else -bins.block
 
 
 def histogram_shape(bins: Bins | None, channels: int) -> tuple[int, ...]:
@@ -345,7 +386,9 @@ def histogram_shape(bins: Bins | None, channels: int) -> tuple[int, ...]:
         return (0,)
     if isinstance(bins, LinearBins):
         return (channels, bins.n + 2) if bins.per_channel else (bins.n + 2,)
-    return (channels, OCTAVE_BINS) if bins.per_channel else (EXPONENT_BINS,)
+    if bins.per_channel:
+        return (channels, OCTAVE_BINS)
+    return (EXPONENT_BINS + BLOCK_BINS,) if bins.block else (EXPONENT_BINS,)
 
 
 def exponent_histogram(state: Counts) -> tuple[Counts, Array]:

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hookstats.numbers.fields import (
+    EXPONENT_BINS,
     FIELDS,
     Array,
     Bins,
@@ -25,7 +26,7 @@ from hookstats.numbers.fields import (
     octave_edges,
     unscale,
 )
-from hookstats.numbers.histogram import Density, Histogram
+from hookstats.numbers.histogram import BlockExponents, Density, Histogram
 
 _Number = TypeVar("_Number", bound=np.generic)
 
@@ -145,9 +146,16 @@ class SiteStats:
             edges = np.linspace(float(self._bins.lo), float(self._bins.hi), self._bins.n + 1)
             return Histogram(counts, edges / self._scale, *outside)
         if self._histogram.ndim == 1:
-            counts, edges = exponent_histogram(self._histogram)
+            counts, edges = exponent_histogram(self._histogram[:EXPONENT_BINS])
             return Histogram(counts, edges / self._scale)
         return Histogram(self._histogram, octave_edges() / self._scale)
+
+    @cached_property
+    def blocks(self) -> BlockExponents | None:
+        """How far values lie below the largest of their block; None without ``ExponentBins(block=...)``."""
+        if self._histogram is None or not isinstance(self._bins, ExponentBins) or self._bins.block is None:
+            return None
+        return BlockExponents(self._bins.block, self._bins.block_dim, self._histogram[EXPONENT_BINS:], self._scale)
 
     def quantile(self, q: float) -> Any:
         """The q-quantile of the finite values, from the histogram, see `Density`.

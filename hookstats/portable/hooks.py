@@ -41,6 +41,7 @@ class Half:
             state.channel_dim,
             state.low,
             state.high,
+            state.block,
         )
         self.number: int = state.site
         self.strict: bool = state.strict

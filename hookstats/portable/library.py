@@ -28,7 +28,7 @@ class Layout(Structure):
 
 
 class Input(Structure):
-    _fields_ = (("data", c_void_p), ("dtype", c_int), ("layout", Layout))
+    _fields_ = (("data", c_void_p), ("dtype", c_int), ("layout", Layout), ("matrix", Layout))
 
 
 class State(Structure):
@@ -41,6 +41,7 @@ class State(Structure):
         ("kind", c_int),
         ("by_channel", c_bool),
         ("bins", c_int),
+        ("block", c_int),
         ("low", c_double),
         ("high", c_double),
     )

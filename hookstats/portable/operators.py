@@ -39,7 +39,7 @@ class Operators:
         self._add(
             "accumulate(Tensor x, Tensor(a!) moments, Tensor(b!) counters, Tensor(c!)? histogram, Tensor? active, "
             "int channel_dim, bool skip_recomputation=False, float low=0.0, float high=0.0, Tensor? rows=None, "
-            "Tensor? kept=None) -> ()",
+            "Tensor? kept=None, int block=0) -> ()",
             self._accumulate,
         )
         self._add(
@@ -90,6 +90,7 @@ class Operators:
         high: float = 0.0,
         rows: torch.Tensor | None = None,
         kept: torch.Tensor | None = None,
+        block: int = 0,
     ) -> None:
         if skip_recomputation and backward_is_running():
             return
@@ -97,7 +98,7 @@ class Operators:
             raise RuntimeError(
                 "hookstats: expected both rows and kept or neither, got only " + ("kept" if rows is None else "rows")
             )
-        site = self.site(moments, counters, histogram, active, channel_dim, low, high)
+        site = self.site(moments, counters, histogram, active, channel_dim, low, high, block)
         site.accumulate(x, None if rows is None or kept is None else Rows(rows, kept))
 
     def _fold_output(self, *arguments: Any) -> None:
@@ -332,12 +333,13 @@ class Batch:
         channel_dims: list[int],
         low: float,
         high: float,
+        block: int,
     ) -> None:
         lists = (moments, counters, histograms, active, channel_dims)
         if len({len(each) for each in lists}) != 1:
             got = ", ".join(str(len(each)) for each in lists)
             raise ValueError(f"hookstats: Batch: expected lists of one length, got {got}")
-        self._sites = [operators.site(*each, low, high) for each in zip(*lists, strict=True)]
+        self._sites = [operators.site(*each, low, high, block) for each in zip(*lists, strict=True)]
         self._met: list[Any] = [None] * len(self._sites)
 
     def accumulate(self, tensors: Sequence[torch.Tensor | None]) -> list[tuple[int, str]]:

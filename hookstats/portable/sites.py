@@ -71,6 +71,7 @@ class Site:
         channel_dim: int = 0,
         low: float = 0.0,
         high: float = 0.0,
+        block: int = 0,
     ) -> None:
         self.devices = devices
         self.library = devices.library
@@ -78,7 +79,7 @@ class Site:
         self.device = moments.device
         self.active = active
         self.channel_dim = channel_dim
-        self.state = state_of(self.library, moments, counters, histogram, low, high)
+        self.state = state_of(self.library, moments, counters, histogram, low, high, block)
         devices.check(self.device)
         if active is not None:
             _check_one_int32("active", active, self.device)
@@ -189,6 +190,8 @@ class Site:
             self._check_rows(rows)
         layout = self._layout_of(x, rows)
         given = Input(None, dtype, layout)
+        if self.state.block:
+            given.matrix = self._matrix_of(x, rows if layout.row_dims > 0 else None)
         return Described(given, ctypes.addressof(given), layout.count, layout.row_dims > 0)
 
     def _layout_of(self, x: torch.Tensor, rows: Rows | None) -> Layout:
@@ -215,11 +218,38 @@ class Site:
                 f"beside the channels, got strides {list(x.stride())} for shape {list(x.shape)}"
             )
         if row_dims > 0 and rows is not None:
-            layout.row_index, layout.kept = rows.row_index.data_ptr(), rows.kept.data_ptr()
-            if not self.runs_cuda_kernels:
-                layout.kept = None
-                layout.count = int(rows.kept) * math.prod(list(layout.size)[layout.row_dims : layout.ndim])
+            self._look_up(layout, rows)
         return layout
+
+    def _matrix_of(self, x: torch.Tensor, rows: Rows | None) -> Layout:
+        """The last dimension as channels: csrc/inputs.cpp."""
+        ndim = x.dim()
+        row_dims = 0 if rows is None else _row_dims_of(x, -1, rows.row_index)
+        others = ndim if row_dims == ndim else ndim - 1
+        layout = Layout(channels=1, count=1)
+        if others < ndim:
+            layout.channels, layout.channel_stride = x.shape[others], x.stride(others)
+        dims = list(zip(x.shape[:others], x.stride()[:others], strict=True))
+        fits = lay_out(self.library, layout, dims[:row_dims], in_order=True)
+        if row_dims > 0:
+            if layout.ndim == 0:
+                layout.size[0], layout.ndim = 1, 1
+            layout.row_dims = layout.ndim
+        if not fits or not lay_out(self.library, layout, dims[row_dims:], in_order=True):
+            raise ValueError(
+                f"hookstats: expected at most {self.library.constants['MOST_DIMS']} dimensions that do not merge, got "
+                f"strides {list(x.stride())} for shape {list(x.shape)}"
+            )
+        if rows is not None:
+            self._look_up(layout, rows)
+        return layout
+
+    def _look_up(self, layout: Layout, rows: Rows) -> None:
+        """The rows of a layout that count."""
+        layout.row_index, layout.kept = rows.row_index.data_ptr(), rows.kept.data_ptr()
+        if not self.runs_cuda_kernels:
+            layout.kept = None
+            layout.count = int(rows.kept) * math.prod(list(layout.size)[layout.row_dims : layout.ndim])
 
     def _check_rows(self, rows: Rows) -> None:
         row_index, kept = rows.row_index, rows.kept
@@ -267,6 +297,7 @@ def state_of(
     histogram: torch.Tensor | None,
     low: float,
     high: float,
+    block: int = 0,
 ) -> State:
     """low < high: the histogram is of linear bins. Both NaN: of any bins; it is only to be merged."""
     constants = library.constants
@@ -302,6 +333,13 @@ def state_of(
     state.low, state.high = low, high
     state.kind = _LINEAR if not exponents else _PER_CHANNEL if state.by_channel else _PER_TENSOR
     octaves, bins = constants["OCTAVE_BINS"], constants["EXPONENT_BINS"]
+    if block:
+        if abs(block) not in (16, 32) or not exponents or histogram.dim() != 1:
+            raise ValueError(
+                "hookstats: block: expected 16, 32, -16 or -32 beside exponents per tensor, or 0; got " + str(block)
+            )
+        state.block = block
+        bins += constants["BLOCK_BINS"]
     fits = histogram.shape[0] == channels if state.by_channel else histogram.dim() == 1
     wide = state.bins == (octaves if state.by_channel else bins) if exponents else state.bins > 2
     if (

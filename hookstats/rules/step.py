@@ -157,7 +157,8 @@ class Step:
     def has_histograms(self) -> bool:
         """Whether any site of this step has a histogram by exponent of its whole tensor."""
         columns = self._columns
-        return columns.bins == ExponentBins() and any(columns.histogram(i) is not None for i in columns.order.tolist())
+        by_exponent = isinstance(columns.bins, ExponentBins) and not columns.bins.per_channel
+        return by_exponent and any(columns.histogram(i) is not None for i in columns.order.tolist())
 
     def exponents(self, chosen: Mask) -> tuple[Counts, Counts]:
         """Histograms by exponent of whole tensors, of these sites ``[n]``: the ids that have one ``[k]``, counts

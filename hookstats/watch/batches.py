@@ -132,6 +132,7 @@ class Batches:
             [state.channel_dim for state in states],
             states[0].low,
             states[0].high,
+            states[0].block,
         )
         self._members += len(key)
         return batch

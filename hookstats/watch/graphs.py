@@ -21,12 +21,12 @@ from hookstats.watch.memory import Rows, SiteState, channel_dim_for
 from hookstats.watch.skipping import IN_A_GRAPH
 from hookstats.watch.wrappers import part_here
 
-_LINEAR = "linear"
+_WHOLE = "whole"
 _warn_once = WarnOnce()
 
 
 class Traced(NamedTuple):
-    """What a graph needs of a SiteState whose histogram is none, or of exponents."""
+    """What a graph needs of a SiteState whose histogram is none, or of exponents alone."""
 
     state: torch.Tensor  # SiteState.whole
     active: torch.Tensor
@@ -35,8 +35,8 @@ class Traced(NamedTuple):
     channel_dim: int
 
 
-class TracedLinear(NamedTuple):
-    """What a graph needs of a SiteState of linear bins."""
+class TracedWhole(NamedTuple):
+    """What a graph needs of a SiteState of linear bins, or of one that counts blocks."""
 
     state: torch.Tensor  # SiteState.moments
     active: torch.Tensor
@@ -46,9 +46,10 @@ class TracedLinear(NamedTuple):
     channel_dim: int
     low: float
     high: float
+    block: int
 
 
-Folding: TypeAlias = Traced | TracedLinear
+Folding: TypeAlias = Traced | TracedWhole
 
 
 def key_of(output: SiteState | None, gradient: SiteState | None) -> str:
@@ -63,8 +64,8 @@ def key_of(output: SiteState | None, gradient: SiteState | None) -> str:
 def _key_of_half(state: SiteState | None) -> str:
     if state is None:
         return ""
-    if state.low < state.high:
-        return f"{_LINEAR} {state.channels} {state.channel_dim} {state.low!r} {state.high!r}"
+    if state.low < state.high or state.block:
+        return f"{_WHOLE} {state.channels} {state.channel_dim} {state.low!r} {state.high!r} {state.block}"
     flag = flag_name(state.whole.device)
     return f"{flag} {state.channels} {state.per_channel:d} {state.channel_dim}"
 
@@ -74,9 +75,9 @@ def _traced(half: str, whole: torch.Tensor, shared: InGraphs) -> Traced:
     return Traced(whole, getattr(shared, flag), int(channels), bool(int(per_channel)), int(channel_dim))
 
 
-def _traced_linear(half: str, state: Any) -> TracedLinear:
-    _, channels, channel_dim, low, high = half.split(" ")
-    return TracedLinear(
+def _traced_whole(half: str, state: Any) -> TracedWhole:
+    _, channels, channel_dim, low, high, block = half.split(" ")
+    return TracedWhole(
         state.moments,
         state.active,
         int(channels),
@@ -85,6 +86,7 @@ def _traced_linear(half: str, state: Any) -> TracedLinear:
         int(channel_dim),
         float(low),
         float(high),
+        int(block),
     )
 
 
@@ -187,8 +189,8 @@ def _observe_tensor_in_graph(x: torch.Tensor, hook: Any, shared: InGraphs, rows:
     is_wrapper = _may_be_a_wrapper(x)
     if of_output:
         output: Folding
-        if of_output.startswith(_LINEAR):
-            output = _traced_linear(of_output, hook.output)
+        if of_output.startswith(_WHOLE):
+            output = _traced_whole(of_output, hook.output)
         else:
             output = _traced(of_output, hook.whole_output, shared)
         if is_wrapper:
@@ -197,8 +199,8 @@ def _observe_tensor_in_graph(x: torch.Tensor, hook: Any, shared: InGraphs, rows:
             _fold(_native.fold_output, x, output, rows)
     if of_gradient and x.requires_grad and not x.is_leaf:
         gradient: Folding
-        if of_gradient.startswith(_LINEAR):
-            gradient = _traced_linear(of_gradient, hook.gradient)
+        if of_gradient.startswith(_WHOLE):
+            gradient = _traced_whole(of_gradient, hook.gradient)
         else:
             gradient = _traced(of_gradient, hook.whole_gradient, shared)
         number = hook.number_gradient if is_wrapper else None
@@ -223,7 +225,7 @@ def observe_gradient_in_graph(
     if state is None:
         return gradient
     if state.low < state.high:
-        return _observe_gradient(number, _traced_linear(_key_of_half(state), state), gradient, rows)
+        return _observe_gradient(number, _traced_whole(_key_of_half(state), state), gradient, rows)
     traced = Traced(state.whole, state.active, state.channels, state.per_channel, state.channel_dim)
     return _observe_gradient(number, traced, gradient, rows)
 
@@ -255,7 +257,7 @@ def _fold_wrapper(x: Any, number: torch.Tensor, is_output: bool, length: int, *f
     length: of the `Folding` that comes first; then come the `Rows`, if there are any.
     """
     values, rows = folding_and_rows[:length], folding_and_rows[length:]
-    folding: Folding = Traced(*values) if length == len(Traced._fields) else TracedLinear(*values)
+    folding: Folding = Traced(*values) if length == len(Traced._fields) else TracedWhole(*values)
     try:
         part = part_here(x)
         if not _fits(part, folding):
@@ -310,8 +312,8 @@ _note = _native.operator("note_wrapper(Tensor(a!) number, str note, bool is_outp
 
 
 def _fold(operator: Any, x: torch.Tensor, state: Folding, rows: Rows | None) -> None:
-    """By an operator of few arguments, as Python calls it for each site; linear bins by the one that takes all."""
-    if isinstance(state, TracedLinear):
+    """By an operator of few arguments, as Python calls it for each site; linear bins and blocks by one of all."""
+    if isinstance(state, TracedWhole):
         row_index, kept = rows or (None, None)
         _native.accumulate(
             x,
@@ -325,6 +327,7 @@ def _fold(operator: Any, x: torch.Tensor, state: Folding, rows: Rows | None) -> 
             state.high,
             row_index,
             kept,
+            state.block,
         )
     elif rows is None:
         operator.default(x, state.state, state.active, state.channels, state.per_channel, state.channel_dim)

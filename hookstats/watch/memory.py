@@ -15,7 +15,7 @@ import torch
 
 from hookstats import _native
 from hookstats.modules.sharding import LocalShard, Sharding
-from hookstats.numbers.fields import FIELDS, Bins, LinearBins, Site, histogram_shape
+from hookstats.numbers.fields import FIELDS, Bins, LinearBins, Site, histogram_shape, kernel_block
 from hookstats.watch.flags import Flags
 
 TOTALS = -1  # the "block" of a device that `Store.take_totals` returns
@@ -38,6 +38,7 @@ class SiteState(NamedTuple):
     whole: torch.Tensor  # int64: moments, counters, histogram one behind another; for graphs
     channels: int
     per_channel: bool  # the histogram
+    block: int  # of values whose exponents are compared, as csrc/kernels.h has it; 0: none
 
 
 # What counts of the tensors that a mask is about: the numbers of its rows that do, at the beginning of a tensor of the
@@ -68,6 +69,7 @@ def accumulate(x: torch.Tensor, state: SiteState, skip_recomputation: bool = Fal
         state.high,
         row_index,
         kept,
+        state.block,
     )
 
 
@@ -274,6 +276,7 @@ class Store:
                 whole=_native.part(memory, offset, (self._size(channels, entry.has_bins),), torch.int64),
                 channels=channels,
                 per_channel=histogram is not None and histogram.per_channel,
+                block=kernel_block(histogram),
             )
         states.append(entry.state)
 

@@ -7,6 +7,7 @@ static bool in_one_part = false;
 #define cut(job, parts) cut(job, in_one_part ? 1 : (parts))
 
 #include "cuda/accumulate.cu"
+#include "cuda/blocks.cu"
 #include "cuda/checksum.cu"
 #include "cuda/interface.cu"
 #include "cuda/many.cu"
