@@ -30,6 +30,10 @@ BINS = {
     "per_channel": fields.ExponentBins(per_channel=True),
     "linear": fields.LinearBins(-1.5, 2.0, 37),
     "linear_per_channel": fields.LinearBins(-1.5, 2.0, 37, per_channel=True),
+    "blocks of 32": fields.ExponentBins(block=32),
+    "blocks of 16": fields.ExponentBins(block=16),
+    "blocks of 32 along rows": fields.ExponentBins(block=32, block_dim=0),
+    "blocks of 16 along rows": fields.ExponentBins(block=16, block_dim=0),
     "many_linear": fields.LinearBins(0.0, 1.0, 10_000),  # more than shared memory holds
     "many_linear_per_channel": fields.LinearBins(-4.0, 4.0, 2000, per_channel=True),
 }
@@ -109,7 +113,7 @@ def load_harness() -> Any:
     """torch.ops namespace in which CPU tensors go to the CUDA kernels, run on the CPU (tests/cuda_on_cpu)."""
     sources = ["tests/cuda_on_cpu/operators.cpp", "tests/cuda_on_cpu/harness.cpp"]
     sources += ["csrc/cpu/accumulate.cpp", "csrc/cpu/checksum.cpp", "csrc/cpu/sample.cpp"]
-    sources += ["csrc/cpu/softmax.cpp", "csrc/cpu/interface.cpp"]
+    sources += ["csrc/cpu/blocks.cpp", "csrc/cpu/softmax.cpp", "csrc/cpu/interface.cpp"]
     # HOOKSTATS_ASAN=1, with the sanitizer's library preloaded, also finds accesses outside of any tensor (.ci/run).
     sanitized = ["-fsanitize=address", "-g"] if os.environ.get("HOOKSTATS_ASAN") == "1" else []
     build = ROOT / "build" / f"cuda_on_cpu-{torch.__version__}{'-asan' if sanitized else ''}"
@@ -148,6 +152,10 @@ class State:
     @property
     def range(self) -> tuple[float, float]:
         return (self.bins.lo, self.bins.hi) if isinstance(self.bins, fields.LinearBins) else (0.0, 0.0)
+
+    @property
+    def block(self) -> int:
+        return fields.kernel_block(self.bins)
 
     @property
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -193,9 +201,9 @@ class Backend:
     ) -> State:
         channels = 1 if channel_dim is None or x.dim() == 0 else x.shape[channel_dim]
         state = into or State(channels, histogram, self.device)
-        rows = () if mask is None else tuple(each.to(self.device) for each in listed(mask))
+        rows = (None, None) if mask is None else tuple(each.to(self.device) for each in listed(mask))
         dim = _native.DIMS_BY_NDIM if channel_dim is None else channel_dim
-        self.ops.accumulate(self.to_device(x), *state.tensors, None, dim, False, *state.range, *rows)
+        self.ops.accumulate(self.to_device(x), *state.tensors, None, dim, False, *state.range, *rows, state.block)
         return state
 
     def batch(self, states: list[State], channel_dims: list[int], active: torch.Tensor | None = None) -> Any:

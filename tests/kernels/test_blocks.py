@@ -1,0 +1,217 @@
+"""Blocks of neighbouring values: how far each value lies below the largest of its block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from hookstats.numbers.histogram import BlockExponents
+from tests.conftest import BINS, DTYPES, Backend, State, check
+from tests.kernels.test_kernels import normal
+from tests.reference import Array
+
+BLOCKS = [name for name in BINS if name.startswith("blocks")]
+FLOATS = [dtype for dtype in DTYPES if dtype.itemsize > 1]
+
+
+def counted(matrix: Array, histogram: str) -> Array:
+    """The 296 counters of a matrix [rows, width] in float64, one value after the other, by their definition."""
+    bins = BINS[histogram]
+    counts = np.zeros(296, np.int64)
+    for line in matrix if bins.block_dim == -1 else matrix.T:
+        for first in range(0, len(line), bins.block):
+            block = np.abs(line[first : first + bins.block])
+            if not np.isfinite(block).all():
+                counts[295] += 1
+                continue
+            largest = max(np.floor(np.log2(block.max())) if block.max() else -127, -127)
+            counts[40 + int(largest) + 127] += 1
+            for value in block:
+                if value == 0:
+                    counts[0] += 1
+                else:
+                    mantissa, exponent = np.frexp(value)  # 0.5 <= mantissa < 1
+                    below = max(exponent - 1 - (mantissa == 0.5), -127)
+                    counts[1 + min(int(largest - below), 38)] += 1
+    return counts
+
+
+def check_blocks(backend: Backend, x: torch.Tensor, histogram: str, dim: int | None, mask: Array | None = None) -> None:
+    wide = x.detach().resolve_neg().cpu().double().numpy()
+    matrix = wide.reshape(-1, wide.shape[-1]) if x.dim() > 1 else wide.reshape(1, -1)
+    if mask is not None:
+        matrix = matrix[mask.reshape(-1)]
+    state = backend.accumulate(x, dim, histogram, mask=None if mask is None else torch.from_numpy(mask))
+    assert state.histogram is not None
+    np.testing.assert_array_equal(state.histogram.cpu().numpy()[512:], counted(matrix, histogram))
+
+
+def spread(*shape: int) -> torch.Tensor:
+    """Of many exponents, with zeros."""
+    x = normal(*shape) * torch.exp2(8 * normal(*shape, seed=3))
+    x[torch.rand(shape, generator=torch.Generator().manual_seed(4)) < 0.1] = 0
+    return x
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("histogram", BLOCKS)
+@pytest.mark.parametrize(
+    "shape", [(1,), (31,), (70,), (4, 64), (5, 96), (33, 48), (7, 130), (2, 3, 20), (70, 1), (300, 7)], ids=str
+)
+def test_every_value_of_every_shape(backend: Backend, dtype: torch.dtype, histogram: str, shape: tuple[int, ...]) -> None:
+    check_blocks(backend, spread(*shape).to(dtype), histogram, len(shape) - 1)
+    check_blocks(backend, spread(*shape).to(dtype), histogram, None)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("histogram", BLOCKS)
+def test_powers_of_two_count_as_the_end_of_the_octave_below(
+    backend: Backend, dtype: torch.dtype, histogram: str
+) -> None:
+    exponents = torch.arange(64).remainder(12).view(2, 32).repeat(20, 1)
+    x = torch.exp2(-exponents.double())
+    x[::2] *= 1 + torch.finfo(dtype).eps  # just above
+    x[1::4] *= -1
+    check_blocks(backend, x.to(dtype), histogram, 1)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("histogram", BLOCKS)
+def test_a_block_with_nan_or_infinity_is_counted_apart(backend: Backend, dtype: torch.dtype, histogram: str) -> None:
+    x = spread(70, 100).to(dtype)
+    x[3, 5], x[40, 70], x[41, 99], x[69, 0] = float("nan"), float("inf"), float("-inf"), -float("nan")
+    check_blocks(backend, x, histogram, 1)
+    check_blocks(backend, torch.full((40, 40), float("nan"), dtype=dtype), histogram, 1)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("histogram", BLOCKS)
+def test_zeros_and_subnormals(backend: Backend, dtype: torch.dtype, histogram: str) -> None:
+    x = torch.zeros(40, 70, dtype=dtype)
+    check_blocks(backend, x, histogram, 1)
+    x[::3, ::2] = torch.finfo(dtype).smallest_normal / 4
+    x[1::5] = -0.0
+    x[2, 3] = torch.finfo(dtype).smallest_normal * 2
+    check_blocks(backend, x, histogram, 1)
+
+
+LAYOUTS: dict[str, Callable[[], torch.Tensor]] = {
+    "transposed": lambda: spread(70, 40).t(),
+    "columns": lambda: spread(40, 100)[:, 3:90],
+    "every other column": lambda: spread(40, 200)[:, ::2],
+    "every other row": lambda: spread(90, 64)[::2],
+    "expanded": lambda: spread(1, 64).expand(40, 64),
+    "broadcast": lambda: spread(40, 1).expand(40, 64),
+    "permuted": lambda: spread(5, 36, 8).permute(2, 0, 1),
+    "channels last": lambda: spread(2, 8, 5, 36).to(memory_format=torch.channels_last),
+    "unaligned": lambda: spread(64 * 40 + 1)[1:].view(40, 64),
+    "negative": lambda: torch.view_as_complex(spread(40, 64, 2)).conj().imag,
+    "scalar": lambda: spread(1)[0],
+    "long rows": lambda: spread(2, 9000),
+    "many short rows": lambda: spread(3000, 16),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("histogram", BLOCKS)
+def test_every_layout(backend: Backend, layout: str, histogram: str) -> None:
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        x = LAYOUTS[layout]()
+        check_blocks(backend, x if layout == "negative" else _like(x, dtype), histogram, None)
+
+
+def _like(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Of another dtype, with the same strides."""
+    size = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+    memory = torch.zeros(size + x.storage_offset(), dtype=dtype)
+    y = memory.as_strided(x.shape, x.stride(), x.storage_offset())
+    memory[:] = x.as_strided(memory.shape, (1,), 0).to(dtype)
+    return y
+
+
+@pytest.mark.parametrize("histogram", BLOCKS)
+def test_rows_that_count(backend: Backend, histogram: str) -> None:
+    mask = np.random.default_rng(0).random((4, 30)) < 0.6
+    check_blocks(backend, spread(4, 30, 72).float(), histogram, 2, mask)
+    check_blocks(backend, spread(4, 30, 72).float(), histogram, None, mask)
+    check_blocks(backend, spread(120, 40).bfloat16(), histogram, 1, mask)
+    check_blocks(backend, spread(4, 30, 72).float(), histogram, 2, np.zeros((4, 30), bool))
+
+
+def test_rows_that_are_all_dimensions_are_blocks_of_one_value_or_of_the_values_that_count(backend: Backend) -> None:
+    mask = np.random.default_rng(0).random((4, 30)) < 0.6
+    x = spread(4, 30).float()
+    kept = x.double().numpy().reshape(-1, 1)[mask.reshape(-1)]
+    for histogram in BLOCKS:
+        state = backend.accumulate(x, None, histogram, mask=torch.from_numpy(mask))
+        assert state.histogram is not None
+        np.testing.assert_array_equal(state.histogram.cpu().numpy()[512:], counted(kept, histogram))
+
+
+@pytest.mark.parametrize("histogram", BLOCKS)
+def test_all_other_statistics_are_as_without_blocks(backend: Backend, histogram: str) -> None:
+    x = spread(300, 72).float()
+    with_blocks, without = (backend.accumulate(x, 1, name) for name in (histogram, "per_tensor"))
+    assert with_blocks.histogram is not None
+    assert without.histogram is not None
+    assert torch.equal(with_blocks.histogram[:512], without.histogram)
+    assert torch.equal(with_blocks.moments.view(torch.int64), without.moments.view(torch.int64))
+    check(backend.accumulate(normal(300, 72).float(), 1, histogram).stats(), normal(300, 72).float(), 1)
+
+
+def test_counts_add_up_over_tensors_and_merges(backend: Backend) -> None:
+    first, second = spread(50, 70).float(), spread(33, 70).float() * 3
+    state = backend.accumulate(first, 1, "blocks of 32")
+    backend.accumulate(second, 1, into=state)
+    other = backend.accumulate(first, 1, "blocks of 32")
+    backend.merge(other, backend.accumulate(second, 1, "blocks of 32"))
+    expected = sum(counted(x.double().numpy(), "blocks of 32") for x in (first, second))
+    for each in (state, other):
+        assert each.histogram is not None
+        np.testing.assert_array_equal(each.histogram.cpu().numpy()[512:], expected)
+
+
+@pytest.mark.parametrize("histogram", BLOCKS)
+def test_threads_do_not_show(threads: None, histogram: str) -> None:
+    x = spread(400, 300).bfloat16()
+    backend = Backend("cpu", torch.ops.hookstats, "cpu")
+    torch.set_num_threads(1)
+    alone = backend.accumulate(x, 1, histogram)
+    torch.set_num_threads(3)
+    assert backend.accumulate(x, 1, histogram).same_bits(alone)
+
+
+@pytest.mark.parametrize("block", [8, -64, 1])
+def test_another_block_is_refused(backend: Backend, block: int) -> None:
+    state = State(4, "blocks of 32", backend.device)
+    with pytest.raises(ValueError, match=f"block: expected 16, 32, -16 or -32.*got {block}"):
+        backend.ops.accumulate(
+            backend.to_device(normal(2, 4)), *state.tensors, None, 1, False, 0.0, 0.0, None, None, block
+        )
+
+
+def test_blocks_need_room_for_their_counters(backend: Backend) -> None:
+    state = State(4, "per_tensor", backend.device)
+    with pytest.raises(RuntimeError, match=r"histogram: expected int64 \[808\]"):
+        backend.ops.accumulate(
+            backend.to_device(normal(2, 4)), *state.tensors, None, 1, False, 0.0, 0.0, None, None, 32
+        )
+
+
+def test_what_the_counters_say() -> None:
+    counts = np.zeros(296, np.int64)
+    counts[[0, 1, 4, 39]] = 5, 7, 11, 13
+    counts[[40, 40 + 127, 294, 295]] = 1, 2, 3, 4
+    blocks = BlockExponents(32, -1, counts)
+    assert (blocks.zeros, blocks.nonfinite, blocks.size, blocks.dim) == (5, 4, 32, -1)
+    assert blocks.distances.shape == (39,)
+    assert blocks.distances[[0, 3, 38]].tolist() == [7, 11, 13]
+    assert blocks.largest.shape == (255,)
+    assert blocks.largest[[0, 127, 254]].tolist() == [1, 2, 3]
+    scaled = BlockExponents(32, -1, counts, scale=1024.0)
+    assert scaled.largest[[0, 117, 244]].tolist() == [1, 2, 3]
+    assert scaled.distances.tolist() == blocks.distances.tolist()
+    assert repr(blocks) == "BlockExponents(10 blocks of 32)"
