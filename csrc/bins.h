@@ -54,38 +54,26 @@ HOOKSTATS_HD inline int octave_bin(int exponent_bin) {
   return octave < 0 ? 0 : octave >= kOctaveBins ? kOctaveBins - 1 : octave;
 }
 
-// Of |x|, as a float32: 255 for NaN and Inf.
-HOOKSTATS_HD inline int magnitude_exponent(float x) {
+// |x| as the bits of a float32. Of a double as far as exponents tell: its own, clamped, and whether it is more than a
+// power of two.
+HOOKSTATS_HD inline uint32_t magnitude_of(float x) {
   uint32_t bits;
   memcpy(&bits, &x, sizeof bits);
-  return (bits >> 23) & 255;
+  return bits & 0x7fffffff;
 }
-HOOKSTATS_HD inline int magnitude_exponent(double x) {
-  const int bin = exponent_bin(x);
-  return bin == kNoBin ? 255 : bin & 255;
-}
-
-// Of the next smaller |x|: 255 for zero. Of NaN and Inf, any.
-HOOKSTATS_HD inline int exponent_below(float x) {
-  uint32_t bits;
-  memcpy(&bits, &x, sizeof bits);
-  return ((bits & 0x7fffffff) - 1) >> 23 & 255;
-}
-HOOKSTATS_HD inline int exponent_below(double x) {
+HOOKSTATS_HD inline uint32_t magnitude_of(double x) {
   uint64_t bits;
   memcpy(&bits, &x, sizeof bits);
-  bits &= INT64_MAX;
-  if (bits == 0) return 255;
-  --bits;
-  memcpy(&x, &bits, sizeof bits);
-  return magnitude_exponent(x);
+  const int bin = exponent_bin(x);
+  const uint32_t exponent = bin == kNoBin ? 255 : bin & 255;
+  return exponent << 23 | ((exponent == 0 ? bits << 1 : bits << 12) != 0);
 }
 
-// largest: the magnitude_exponent of the block's largest |x|, not 255.
-HOOKSTATS_HD inline int distance_bin(int largest, int below) {
-  if (below == 255) return 0;
-  const int distance = largest - below;
-  return distance < kDistanceBins - 2 ? 1 + distance : kDistanceBins - 1;
+// The bin of a distance from the exponent of the largest magnitude of a block, not 255.
+HOOKSTATS_HD inline unsigned distance_bin(uint32_t largest, uint32_t magnitude) {
+  const uint32_t distance = largest - ((magnitude - 1) >> 23);
+  const unsigned bin = 1 + (distance < kDistanceBins - 2 ? distance : kDistanceBins - 2);
+  return magnitude == 0 ? 0 : bin;
 }
 
 // `bins` counters for bins - 2 equal bins from low to high, high included: the first counter is for what lies below,

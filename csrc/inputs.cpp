@@ -72,8 +72,8 @@ Layout layout_of(const at::Tensor& x, const State& state, int64_t channel_dim, c
   return layout;
 }
 
-// The last dimension as channels, the others in the tensor's order. by_rows: the mask's rows are about the tensor; where
-// they are all of its dimensions, it has one channel.
+// The last dimension as channels, the others in the tensor's order. by_rows: the mask's rows are about the tensor;
+// where they are all of its dimensions, it has one channel.
 Layout matrix_of(const at::Tensor& x, const Rows* by_rows) {
   Layout layout;
   const int64_t ndim = x.dim(), row_dims = by_rows ? row_dims_of(x, -1, by_rows->row_index) : 0;
@@ -158,9 +158,10 @@ State state_of(const at::Tensor& moments, const at::Tensor& counters, const std:
     const bool fits = state.by_channel ? h.size(0) == state.channels : h.dim() == 1;
     TORCH_CHECK(h.scalar_type() == at::kLong && fits && (exponents ? state.bins == expected : state.bins > 2) &&
                     h.is_contiguous() && h.device() == moments.device(),
-                "hookstats: histogram: expected int64 [", block ? expected : kExponentBins, "] or [", state.channels, ", ", kOctaveBins,
-                "] on ", moments.device(), ", or with low < high [bins + 2] or [", state.channels, ", bins + 2]; got ",
-                h.scalar_type(), " ", h.sizes(), " on ", h.device(), " with low=", low, ", high=", high);
+                "hookstats: histogram: expected int64 [", block ? expected : kExponentBins, "] or [", state.channels,
+                ", ", kOctaveBins, "] on ", moments.device(), ", or with low < high [bins + 2] or [", state.channels,
+                ", bins + 2]; got ", h.scalar_type(), " ", h.sizes(), " on ", h.device(), " with low=", low,
+                ", high=", high);
     state.histogram = h.mutable_data_ptr<int64_t>();
   }
   return state;
@@ -173,8 +174,7 @@ void check_device(at::Device device) {
 
 Site::Site(SiteState of)
     : tensors(std::move(of)),
-      state(state_of(tensors.moments, tensors.counters, tensors.histogram, tensors.low, tensors.high,
-                     tensors.block)) {
+      state(state_of(tensors.moments, tensors.counters, tensors.histogram, tensors.low, tensors.high, tensors.block)) {
   const auto device = tensors.moments.device();
   check_device(device);
   if (tensors.active) check_one_int32("active", *tensors.active, device);

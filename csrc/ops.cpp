@@ -29,8 +29,8 @@ void accumulate_op(const at::Tensor& x, at::Tensor moments, at::Tensor counters,
   if (skip_recomputation && backward_is_running()) return;
   TORCH_CHECK(rows.has_value() == kept.has_value(), "hookstats: expected both rows and kept or neither, got only ",
               rows ? "rows" : "kept");
-  const Site site({std::move(moments), std::move(counters), std::move(histogram), active, channel_dim, low, high,
-                   block});
+  const Site site(
+      {std::move(moments), std::move(counters), std::move(histogram), active, channel_dim, low, high, block});
   if (!rows) return void(accumulate(x, site));
   const Rows both{*rows, *kept};
   accumulate(x, site, &both);

@@ -84,9 +84,8 @@ struct Rows {
   std::shared_ptr<const MadeOn> made = nullptr;  // null: who launches has seen to it
 };
 
-// Folds `x`, or its rows that count, into the state. One kernel on the current stream, two with blocks; nothing is allocated or waited
-// for. Throws c10::Error.
-// Returns whether there are rows and they are about this tensor.
+// Folds `x`, or its rows that count, into the state. One kernel on the current stream, two with blocks; nothing is
+// allocated or waited for. Throws c10::Error. Returns whether there are rows and they are about this tensor.
 bool accumulate(const at::Tensor& x, const Site& site, const Rows* rows = nullptr);
 
 // While it lives no CPU kernel writes into any state.

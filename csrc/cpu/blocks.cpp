@@ -186,22 +186,22 @@ HOOKSTATS_INLINE void rows_distances(const Tile<scalar_t>& tile, Counting& count
   }
 }
 
-#define HOOKSTATS_VERSION(target, bytes, type)                                                       \
-  target void count_rows(const Tile<type>& tile, int block, Counting& counting, int64_t* maxima) {   \
-    if (block == 16) return rows_distances<bytes, 16>(tile, counting, maxima);                       \
-    rows_distances<bytes, 32>(tile, counting, maxima);                                               \
-  }                                                                                                  \
-  target void count_lanes(const Tile<type>& tile, Counting& counting, int64_t* maxima) {             \
-    lane_distances<bytes>(tile, *counting.keys, counting.rows, maxima);                              \
-    counting.rows += tile.rows;                                                                      \
+#define HOOKSTATS_VERSION(target, bytes, type)                                                     \
+  target void count_rows(const Tile<type>& tile, int block, Counting& counting, int64_t* maxima) { \
+    if (block == 16) return rows_distances<bytes, 16>(tile, counting, maxima);                     \
+    rows_distances<bytes, 32>(tile, counting, maxima);                                             \
+  }                                                                                                \
+  target void count_lanes(const Tile<type>& tile, Counting& counting, int64_t* maxima) {           \
+    lane_distances<bytes>(tile, *counting.keys, counting.rows, maxima);                            \
+    counting.rows += tile.rows;                                                                    \
   }
 #define HOOKSTATS_VERSIONS_OF(name, type, aten) HOOKSTATS_VERSIONS(HOOKSTATS_VERSION, type)
 HOOKSTATS_DTYPES(HOOKSTATS_VERSIONS_OF)
 #undef HOOKSTATS_VERSIONS_OF
 #undef HOOKSTATS_VERSION
 
-#define HOOKSTATS_VERSION(target, bytes, type)    \
-  target int vector_bytes() { return bytes; }     \
+#define HOOKSTATS_VERSION(target, bytes, type) \
+  target int vector_bytes() { return bytes; }  \
   target void count_keys(Counting& counting) { cpu::count_keys<bytes>(counting); }
 HOOKSTATS_VERSIONS(HOOKSTATS_VERSION, )
 #undef HOOKSTATS_VERSION
@@ -264,9 +264,7 @@ class BlockCounts {
   }
 
  private:
-  void add_rows(const Tile<scalar_t>& tile) {
-    count_rows(tile, block_, histogram_.counting(tile.rows), maxima_);
-  }
+  void add_rows(const Tile<scalar_t>& tile) { count_rows(tile, block_, histogram_.counting(tile.rows), maxima_); }
 
   ThreadHistogram histogram_;
   int64_t* const shared_maxima_;

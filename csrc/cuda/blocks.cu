@@ -1,6 +1,6 @@
 // One launch counts how far each value lies below the largest of its block (bins.h). It reads the tensor again, right
-// behind the launch that folds it, so what fits into the L2 cache comes from there. A thread reads a whole block: no
-// other one is asked, and any layout will do.
+// behind the launch that folds it, so what fits into the L2 cache comes from there. A thread reads a whole block: it
+// asks no other thread, and any layout will do.
 
 #include <algorithm>
 
@@ -15,15 +15,31 @@ constexpr int64_t kMostGrid = 4 * 264;  // as accumulate.cu, whose waves have tw
 
 struct BlocksJob {
   Layout matrix;
-  bool along_rows;
-  bool whole;  // each block that is not short lies side by side, on 16 bytes
+  bool whole;  // along the last dimension: each block that is not short lies side by side, on 16 bytes
+  bool line;   // the other dimensions are one, of which no rows are listed
 };
 
-template <class scalar_t, int kBlock>
+// Reads the magnitudes of a block twice, the second time from the cache.
+template <int kAtOnce, class F>
+__device__ void count_block(unsigned* counts, int n, const F& magnitude) {
+  uint32_t largest = 0;
+#pragma unroll kAtOnce
+  for (int k = 0; k < n; ++k) {
+    const uint32_t each = magnitude(k);
+    largest = each > largest ? each : largest;
+  }
+  largest >>= 23;
+  atomicAdd(&counts[kDistanceBins + largest], 1u);
+  if (largest == 255) return;
+#pragma unroll kAtOnce
+  for (int k = 0; k < n; ++k) atomicAdd(&counts[distance_bin(largest, magnitude(k))], 1u);
+}
+
+template <class scalar_t, int kBlock, bool kAlongRows>
 __global__ void __launch_bounds__(kThreads)
     blocks_kernel(const scalar_t* data, const BlocksJob job, int64_t* bins, const int32_t* active) {
   HOOKSTATS_SHARED(unsigned, counts, kBlockBins);
-  HOOKSTATS_SHARED(bool, on, 1);
+  HOOKSTATS_SHARED(int, on, 1);
   static_assert(kBlockBins % 4 == 0);
   const int thread = threadIdx.x;
   clear_words(counts, kBlockBins, thread);
@@ -33,43 +49,39 @@ __global__ void __launch_bounds__(kThreads)
 
   const Layout& matrix = job.matrix;
   const int64_t rows = matrix.kept ? *matrix.kept * matrix.row_size() : matrix.count, width = matrix.channels;
-  const int64_t across = job.along_rows ? width : divide_up(width, kBlock);
-  const int64_t all = across * (job.along_rows ? divide_up(rows, kBlock) : rows);
+  const int64_t across = kAlongRows ? width : divide_up(width, kBlock);
+  const int64_t all = across * (kAlongRows ? divide_up(rows, kBlock) : rows);
   for (int64_t i = int64_t(blockIdx.x) * kThreads + thread; i < all; i += int64_t(gridDim.x) * kThreads) {
-    const int64_t row = i / across * (job.along_rows ? kBlock : 1);
-    const int64_t column = i % across * (job.along_rows ? 1 : kBlock);
-    const int64_t left = job.along_rows ? rows - row : width - column;
-    const int n = left < kBlock ? int(left) : kBlock;
+    const int64_t row = i / across * (kAlongRows ? kBlock : 1), column = i % across * (kAlongRows ? 1 : kBlock);
+    const int64_t left = kAlongRows ? rows - row : width - column;
     const scalar_t* from = data + column * matrix.channel_stride;
-    scalar_t x[kBlock];
-    if (job.along_rows) {
-      for (int k = 0; k < kBlock; ++k) x[k] = k < n ? from[matrix.offset(row + k)] : scalar_t{};
-    } else {
-      from += matrix.offset(row);
-      if (job.whole && n == kBlock) {
-        constexpr int kPack = 16 / int(sizeof(scalar_t));
-        using Load = Pack<scalar_t, kPack>;
+    if (!kAlongRows || job.line) from += matrix.offset(row);
+    if (!kAlongRows && job.whole && left >= kBlock) {
+      uint32_t largest = 0;
+      constexpr int kPack = 16 / int(sizeof(scalar_t));
+      using Load = Pack<scalar_t, kPack>;
+      Load packs[kBlock / kPack];
+      uint32_t magnitudes[kBlock];
 #pragma unroll
-        for (int k = 0; k < kBlock; k += kPack) {
-          const Load pack = *reinterpret_cast<const Load*>(from + k);
+      for (int p = 0; p < kBlock / kPack; ++p) packs[p] = reinterpret_cast<const Load*>(from)[p];
 #pragma unroll
-          for (int j = 0; j < kPack; ++j) x[k + j] = pack.value[j];
-        }
-      } else {
-        for (int k = 0; k < kBlock; ++k) x[k] = k < n ? from[k * matrix.channel_stride] : scalar_t{};
+      for (int k = 0; k < kBlock; ++k) {
+        magnitudes[k] = magnitude_of(widen(packs[k / kPack].value[k % kPack]));
+        largest = magnitudes[k] > largest ? magnitudes[k] : largest;
       }
-    }
-    int largest = 0;
+      largest >>= 23;
+      atomicAdd(&counts[kDistanceBins + largest], 1u);
+      if (largest == 255) continue;
 #pragma unroll
-    for (int k = 0; k < kBlock; ++k) {
-      const int exponent = magnitude_exponent(widen(x[k]));
-      largest = exponent > largest ? exponent : largest;
+      for (int k = 0; k < kBlock; ++k) atomicAdd(&counts[distance_bin(largest, magnitudes[k])], 1u);
+      continue;
     }
-    atomicAdd(&counts[kDistanceBins + largest], 1u);
-    if (largest == 255) continue;
-#pragma unroll
-    for (int k = 0; k < kBlock; ++k) {
-      if (k < n) atomicAdd(&counts[distance_bin(largest, exponent_below(widen(x[k])))], 1u);
+    const int n = left < kBlock ? int(left) : kBlock;
+    if (!kAlongRows || job.line) {
+      const int64_t step = kAlongRows ? matrix.inner_stride() : matrix.channel_stride;
+      count_block<4>(counts, n, [&](int k) { return magnitude_of(widen(from[k * step])); });
+    } else {
+      count_block<1>(counts, n, [&](int k) { return magnitude_of(widen(from[matrix.offset(row + k)])); });
     }
   }
   __syncthreads();
@@ -80,16 +92,20 @@ __global__ void __launch_bounds__(kThreads)
 
 template <class scalar_t>
 cudaError_t count_as(const Input& input, const State& state, const Launch& to) {
-  BlocksJob job{input.matrix, state.block < 0, false};
-  Layout& matrix = job.matrix;
-  const int block = job.along_rows ? -state.block : state.block;
+  BlocksJob job{input.matrix, false, false};
+  const Layout& matrix = job.matrix;
+  const bool along_rows = state.block < 0;
+  const int block = along_rows ? -state.block : state.block;
   const auto on_packs = [](int64_t elements) { return elements * int64_t(sizeof(scalar_t)) % 16 == 0; };
   job.whole = matrix.channel_stride == 1 && is_aligned(input.data, 16);
   for (int d = 0; d < matrix.ndim; ++d) job.whole &= on_packs(matrix.stride[d]);
-  const int64_t all = job.along_rows ? divide_up(matrix.count, block) * matrix.channels
-                                     : divide_up(matrix.channels, block) * matrix.count;
+  job.line = matrix.ndim <= 1 && matrix.row_dims == 0;
+  const int64_t all =
+      along_rows ? divide_up(matrix.count, block) * matrix.channels : divide_up(matrix.channels, block) * matrix.count;
   const int64_t grid = std::min(divide_up(all, kThreads), kMostGrid);
-  const auto kernel = block == 16 ? blocks_kernel<scalar_t, 16> : blocks_kernel<scalar_t, 32>;
+  const auto kernel = block == 16
+                          ? (along_rows ? blocks_kernel<scalar_t, 16, true> : blocks_kernel<scalar_t, 16, false>)
+                          : (along_rows ? blocks_kernel<scalar_t, 32, true> : blocks_kernel<scalar_t, 32, false>);
   return launch(kernel, dim3(unsigned(grid)), dim3(kThreads), 0, static_cast<cudaStream_t>(to.stream),
                 static_cast<const scalar_t*>(input.data), job, state.histogram + kExponentBins, to.active);
 }
