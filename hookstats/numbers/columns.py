@@ -9,7 +9,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hookstats.numbers.fields import EXPONENT_BINS, FIELDS, Array, Bins, Counts, ExponentBins, Site, Stats, fold_channels, unscale
+from hookstats.numbers.fields import (
+    BLOCK_BINS,
+    EXPONENT_BINS,
+    FIELDS,
+    Array,
+    Bins,
+    Counts,
+    ExponentBins,
+    Site,
+    Stats,
+    fold_channels,
+    kernel_block,
+    unscale,
+)
 from hookstats.numbers.site_stats import SiteStats
 
 _CHUNK = 1 << 16  # channels whose states are put together at once: 5 MB
@@ -160,6 +173,17 @@ class Columns:
         places = range(len(self)) if chosen is None else chosen
         found = [(i, counts[:EXPONENT_BINS]) for i in places if (counts := self.histogram(i)) is not None]
         counts = np.stack([counts for _, counts in found]) if found else np.empty((0, EXPONENT_BINS), np.int64)
+        return np.array([i for i, _ in found], np.int64), counts
+
+    def blocks(self, chosen: Iterable[int] | None = None) -> tuple[Counts, Counts]:
+        """Counts of blocks (`BlockExponents`), of the places in ``sites`` that have some ``[k]``: ``[k, 296]``.
+
+        chosen: of these places; None: of all. As in the state, of the values as they were measured. Empty without
+        ``ExponentBins(block=...)``, or where histograms were not sent.
+        """
+        places: Iterable[int] = () if kernel_block(self.bins) == 0 else range(len(self)) if chosen is None else chosen
+        found = [(i, counts[EXPONENT_BINS:]) for i in places if (counts := self.histogram(i)) is not None]
+        counts = np.stack([counts for _, counts in found]) if found else np.empty((0, BLOCK_BINS), np.int64)
         return np.array([i for i, _ in found], np.int64), counts
 
     def compact(self) -> Columns:

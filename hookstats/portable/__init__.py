@@ -27,7 +27,8 @@ def load(kernels: Path, namespace: str = "hookstats", imitates_cuda: bool = Fals
     devices = Devices(library)
     registered = operators.Operators(devices, namespace)
     constants = library.constants
-    names = ("FIELDS", "DTYPES", "COUNTERS", "EXPONENT_BINS", "OCTAVE_BINS", "FIRST_OCTAVE", "BLOCK_BINS", "DISTANCE_BINS")
+    names = ["FIELDS", "DTYPES", "COUNTERS", "EXPONENT_BINS", "OCTAVE_BINS", "FIRST_OCTAVE"]
+    names += ["BLOCK_BINS", "DISTANCE_BINS"]
     return SimpleNamespace(
         **{name: tuple(value) if isinstance(value := constants[name], list) else value for name in names},
         TORCH=None,

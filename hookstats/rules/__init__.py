@@ -6,6 +6,7 @@ findings = hookstats.rules.judge(snapshots)
 from hookstats.rules.activations import DeadChannels, SaturatedChannels
 from hookstats.rules.answers import InitialLoss, NoProgress, ProbabilitiesAsLogits
 from hookstats.rules.attention import AttentionEntropy, AttentionLogits, AttentionSink
+from hookstats.rules.blocks import BlockFit
 from hookstats.rules.experts import DeadExperts, ExpertLoad
 from hookstats.rules.finding import SEVERITIES, Cause, Finding
 from hookstats.rules.gradients import ExplodingGradients, VanishingGradients
@@ -33,6 +34,7 @@ __all__ = [
     "AttentionEntropy",
     "AttentionLogits",
     "AttentionSink",
+    "BlockFit",
     "Cause",
     "Chapter",
     "ConstantInput",

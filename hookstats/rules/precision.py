@@ -1,16 +1,17 @@
-"""Whether tensors would fit into float16 and float8: from the histogram by exponent, while they are still wider."""
+"""Whether tensors would fit into low precisions: from the histogram by exponent, while they are still wider."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple, overload
 
 import numpy as np
 
 from hookstats.numbers.blocks import Drained
-from hookstats.numbers.fields import Array, Counts, Site
+from hookstats.numbers.fields import Array, Counts, ExponentBins, Site
 from hookstats.numbers.snapshot import Snapshot
+from hookstats.rules.blocks import BLOCK_FORMATS, BlockFit, block_fits
 from hookstats.rules.finding import Finding
 from hookstats.rules.formatting import percent, tensor_of
 from hookstats.rules.history import Streak, extended
@@ -51,18 +52,42 @@ class _Fits(NamedTuple):
     scaled_underflow: Array
 
 
-def fit(measured: Snapshot | Drained, format: str) -> list[Fit]:
+@overload
+def fit(measured: Snapshot | Drained, format: Literal["float16", "float8_e4m3fn", "float8_e5m2"]) -> list[Fit]: ...
+@overload
+def fit(
+    measured: Snapshot | Drained, format: Literal["mxfp8_e4m3", "mxfp8_e5m2", "mxfp4", "nvfp4"]
+) -> list[BlockFit]: ...
+@overload
+def fit(measured: Snapshot | Drained, format: str) -> list[Fit] | list[BlockFit]: ...
+def fit(measured: Snapshot | Drained, format: str) -> list[Fit] | list[BlockFit]:
     """Of each site with a histogram ``ExponentBins()``, in order of making: would it survive this format?
 
     format: "float16", "float8_e4m3fn" or "float8_e5m2". Underflow is exact, rounding to nearest even included, but for
     values of exactly half the smallest one, which count as kept. Overflow is a bound, because the largest value of a
     format lies inside a bin; it is 0 where the tensor's largest value fits. Values are judged as they were in training:
-    gradients without the scale of a GradScaler, which must be a power of 2, as it is by default. ValueError for another
-    format.
+    gradients without the scale of a GradScaler, which must be a power of 2, as it is by default.
+
+    Or, of sites with ``ExponentBins(block=32)``, "mxfp8_e4m3", "mxfp8_e5m2" and "mxfp4" (OCP Microscaling Formats 1.0:
+    blocks of 32 with a power of two as their scale), and with ``block=16`` "nvfp4" (blocks of 16 with a scale in e4m3,
+    and one in float32 for the tensor; arXiv 2509.25149). What becomes 0 follows exactly for MX, ties included, so that
+    both bounds of `BlockFit.lost` are one number, but for values below 2^-126. The scale of
+    NVFP4 is rounded, so that its bounds are apart: what lies between 1/32 and 1/8 of the power of two below the largest
+    of its block may become 0. Values that are too large for their format become the largest it has, in each of them.
+
+    Raises:
+        ValueError: for another format, and for one of blocks where the histogram has none of its size.
     """
-    if format not in FORMATS:
-        raise ValueError(f"format: expected one of {', '.join(FORMATS)}; got {format!r}")
+    if format not in FORMATS and format not in BLOCK_FORMATS:
+        raise ValueError(f"format: expected one of {', '.join([*FORMATS, *BLOCK_FORMATS])}; got {format!r}")
     step = Step(measured, Sites())
+    if format in BLOCK_FORMATS:
+        size = BLOCK_FORMATS[format].block
+        if not isinstance(step.bins, ExponentBins) or step.bins.block != size:
+            raise ValueError(f"{format}: expected sites measured with ExponentBins(block={size}), got {step.bins}")
+        found = block_fits(step, step.calls > 0, format)
+        lists = (column.tolist() for column in found)
+        return [BlockFit(step.sites[i], format, (least, most), bad) for i, least, most, bad in zip(*lists, strict=True)]
     fits = _fits(_Magnitudes(step, step.calls > 0), FORMATS[format])
     rows = zip(*(column.tolist() for column in fits), strict=True)
     return [Fit(step.sites[i], format, under, (low, high), scale, best) for i, under, low, high, scale, best in rows]
@@ -124,6 +149,9 @@ class LowPrecisionFit:
     There is no agreed share: this one is ours (FP8-LM, arXiv 2310.18313, adapts its scale at 0.001 % overflow). One
     finding speaks of all outputs, one of all gradients of outputs, and so on; `fit` gives the numbers of each.
 
+    Where blocks are counted (``ExponentBins(block=32)`` or 16), the finding says what the formats with a scale for each
+    block would lose of it (`fit`).
+
     What else looks like it: sparse tensors whose few values span many orders of magnitude. What to do: leave the layer
     out where you quantise, or scale it per channel or block; where float16 overflows, keep the layer in bfloat16 or
     float32.
@@ -141,6 +169,7 @@ class LowPrecisionFit:
         self._turn, self._streak = 0, Streak(self.consecutive_steps)
         self._lost, self._reached = np.empty(0), np.empty(0)  # shares; the largest values of those that overflow
         self._shares: dict[int, str] = {}  # of each format, of what would be lost
+        self._with_blocks: dict[int, str] = {}  # the same of formats of blocks, where these are counted
 
     def __call__(self, step: Step) -> list[Finding] | None:
         outputs, weights = step.is_kind("output") | step.is_kind("input"), step.is_kind("param")
@@ -167,6 +196,7 @@ class LowPrecisionFit:
                 f"{percent(each.scaled_underflow[place])} in {name} (scale 2^{each.exponent[place]})"
                 for name, each in fits.items()
             )
+        self._with_blocks |= _with_blocks(step, is_ill & judged)
         self._streak.push(step.number, is_ill, judged)
         if self._turn:
             return []
@@ -182,7 +212,8 @@ class LowPrecisionFit:
             worst = max(sites, key=lambda site: self._lost[site])
             sentence = (
                 f"cast to a lower precision at its best scale, {tensor_of(step.sites[worst])} would lose to 0 of its "
-                f"values: {self._shares[worst]}.{_of_others(len(sites) - 1, tensors)} Leave "
+                f"values: {self._shares[worst]}.{self._with_blocks.get(worst, '')}"
+                f"{_of_others(len(sites) - 1, tensors)} Leave "
                 f"{'this layer' if len(sites) == 1 else 'these layers'} out where you quantise, or give "
                 f"{'it' if len(sites) == 1 else 'them'} a scale per channel or block."
             )
@@ -214,6 +245,24 @@ _KINDS = {
     "grad_output": "gradients of outputs",
     "grad_input": "gradients of inputs",
 }
+
+
+def _with_blocks(step: Step, chosen: Mask) -> dict[int, str]:
+    """By the ids of those that have blocks: what would be lost with a scale for each."""
+    if not isinstance(step.bins, ExponentBins) or not step.bins.block:
+        return {}
+    told: dict[int, list[str]] = {}
+    for name, format in BLOCK_FORMATS.items():
+        if format.block == step.bins.block:
+            found = block_fits(step, chosen, name)
+            for i, least, most in zip(found.ids.tolist(), found.least, found.most, strict=True):
+                share = percent(least) if least == most else f"{percent(least)} to {percent(most)}"
+                told.setdefault(i, []).append(f"{share} in {name}")
+    along = "last dimension" if step.bins.block_dim == -1 else "other dimensions"
+    size = step.bins.block
+    return {
+        i: f" With a scale for each block of {size} along the {along}: {', '.join(each)}." for i, each in told.items()
+    }
 
 
 def _of_others(count: int, tensors: str) -> str:

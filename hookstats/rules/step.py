@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from hookstats.numbers.blocks import Drained
 from hookstats.numbers.columns import Columns
-from hookstats.numbers.fields import FIELDS, Array, Counts, ExponentBins, Site, Stats, unscale
+from hookstats.numbers.fields import FIELDS, Array, Bins, Counts, ExponentBins, Site, Stats, unscale
 from hookstats.numbers.snapshot import Snapshot
 from hookstats.rules.finding import MOST_SITES, Finding
 
@@ -169,6 +169,19 @@ class Step:
         """
         places = self._place[np.flatnonzero(chosen & (self._place >= 0))]
         places, counts = self._columns.exponents(places.tolist())
+        return self._ids[places], counts
+
+    @property
+    def bins(self) -> Bins | None:
+        return self._columns.bins
+
+    def blocks(self, chosen: Mask) -> tuple[Counts, Counts]:
+        """Counts of blocks, of these sites ``[n]``: the ids that have some ``[k]``, counts ``[k, 296]``.
+
+        Of the values as they were measured, see `Columns.blocks`.
+        """
+        places = self._place[np.flatnonzero(chosen & (self._place >= 0))]
+        places, counts = self._columns.blocks(places.tolist())
         return self._ids[places], counts
 
     @cached_property

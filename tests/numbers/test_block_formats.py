@@ -1,0 +1,247 @@
+"""What formats with a scale for each block would lose, from distances, against quantising in float64 and by torchao."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+import hookstats
+from hookstats import ExponentBins, Site, rules
+from hookstats.rules import BlockFit
+from tests.numbers.test_low_precision import measured
+from tests.reference import Array
+
+
+class Element(NamedTuple):
+    """A float format: 2^smallest_normal is its smallest normal value, `bits` are those of its mantissa."""
+
+    largest: float
+    smallest_normal: int
+    bits: int
+
+
+E2M1 = Element(6.0, 0, 1)
+E4M3 = Element(448.0, -6, 3)
+ELEMENTS = {"mxfp8_e4m3": E4M3, "mxfp8_e5m2": Element(57344.0, -14, 2), "mxfp4": E2M1, "nvfp4": E2M1}
+MX = [name for name in ELEMENTS if name != "nvfp4"]
+
+
+def rounded(x: Array, element: Element) -> Array:
+    """To nearest, ties to even, what is too large to the largest."""
+    with np.errstate(divide="ignore"):
+        exponent = np.maximum(np.floor(np.log2(np.abs(x))), element.smallest_normal)
+    step = np.exp2(exponent - element.bits)
+    return np.clip(np.rint(x / step) * step, -element.largest, element.largest)
+
+
+def quantised(x: Array, format: str) -> Array:
+    """Of rows ``[n, width]`` in float64, whose blocks lie along the width. Infinite and NaN where a block has such."""
+    element, size = ELEMENTS[format], 16 if format == "nvfp4" else 32
+    tensor_scale = np.abs(x[np.isfinite(x)]).max(initial=0) / (448 * 6)
+    result = np.empty_like(x)
+    for first in range(0, x.shape[1], size):
+        block = x[:, first : first + size]
+        largest = np.abs(block).max(1, keepdims=True)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            if format == "nvfp4":
+                scale = rounded(largest / 6 / tensor_scale, E4M3) * tensor_scale
+            else:
+                shared = np.floor(np.log2(largest)) - math.floor(math.log2(element.largest))
+                scale = np.exp2(np.clip(shared, -127, 127))
+            quotient = np.where(scale > 0, block / scale, 0)
+            result[:, first : first + size] = np.where(np.isfinite(largest), rounded(quotient, element) * scale, np.nan)
+    return result
+
+
+def share_lost(x: torch.Tensor, format: str, dim: int = -1) -> float:
+    """Of the values that are not 0, in blocks that are finite."""
+    wide = x.double().numpy().reshape(-1, x.shape[-1])
+    wide = wide if dim == -1 else wide.T
+    result = quantised(wide, format)
+    some = (wide != 0) & ~np.isnan(result)
+    return float((result[some] == 0).mean())
+
+
+def fit_of(x: torch.Tensor, format: str, dim: int = -1) -> BlockFit:
+    bins = ExponentBins(block=16 if format == "nvfp4" else 32, block_dim=dim)
+    found = rules.fit(measured(x, histogram=bins), format)
+    (one,) = [each for each in found if each.site == Site("tensor0", "output")]
+    assert isinstance(one, BlockFit)
+    assert one.format == format
+    return one
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    wide = normal(60, 100) * torch.exp2(12 * normal(60, 100))
+    outliers = normal(64, 128)
+    outliers[:, 17] *= 300
+    sparse = normal(64, 96).relu()
+    sparse[:, 40:70] = 0
+    heavy = normal(33, 77) / normal(33, 77)
+    poisoned = normal(64, 96)
+    poisoned[3, 4], poisoned[20, 90] = float("nan"), float("inf")
+    powers = torch.exp2(-torch.arange(96.0).remainder(40)).repeat(8, 1)
+    return {
+        "normal": normal(64, 128),
+        "wide": wide,
+        "outliers": outliers,
+        "sparse": sparse,
+        "heavy": heavy,
+        "poisoned": poisoned,
+        "powers of two": powers,
+        "just above": powers * (1 + 2.0**-7),
+        "short": normal(40, 5),
+        "tokens": normal(2, 30, 48) * torch.exp2(6 * normal(2, 30, 1)),
+        "bfloat16": (normal(64, 128) * torch.exp2(4 * normal(64, 128))).bfloat16(),
+        "float16 with subnormals": (normal(64, 128) * 2.0**-20).half(),
+    }
+
+
+@pytest.mark.parametrize("kind", tensors())
+@pytest.mark.parametrize("format", MX)
+@pytest.mark.parametrize("dim", [-1, 0])
+def test_what_mx_formats_lose_is_exact(kind: str, format: str, dim: int) -> None:
+    x = tensors()[kind]
+    found = fit_of(x, format, dim)
+    expected = share_lost(x, format, dim)
+    assert found.lost == (pytest.approx(expected, rel=1e-12), pytest.approx(expected, rel=1e-12))
+    assert (found.nonfinite > 0) == (kind == "poisoned")
+
+
+@pytest.mark.parametrize("kind", tensors())
+@pytest.mark.parametrize("dim", [-1, 0])
+def test_what_nvfp4_loses_lies_between_its_bounds(kind: str, dim: int) -> None:
+    x = tensors()[kind]
+    least, most = fit_of(x, "nvfp4", dim).lost
+    assert least <= share_lost(x, "nvfp4", dim) <= most
+    if kind == "normal":
+        assert most - least < 0.2
+
+
+@pytest.mark.parametrize("format", ELEMENTS)
+@pytest.mark.parametrize("power", [-90, -110, -120, -127, -135, -140, -148])
+def test_where_exponents_end_bounds_hold(format: str, power: int) -> None:
+    """Where the scales of MX end, and values are subnormal."""
+    generator = torch.Generator().manual_seed(1)
+    x = (
+        torch.randn(64, 128, generator=generator)
+        * torch.exp2(6 * torch.randn(64, 128, generator=generator))
+        * 2.0**power
+    )
+    x[5] *= 2.0**40
+    assert (x != 0).any()
+    least, most = fit_of(x, format).lost
+    assert least <= share_lost(x, format) <= most
+
+
+def test_every_fuzzed_tensor_lies_between_its_bounds() -> None:
+    generator = torch.Generator().manual_seed(2)
+    for number in range(60):
+        shape = torch.randint(1, 70, (2,), generator=generator).tolist()
+        x = torch.randn(shape, generator=generator) * torch.exp2(
+            float(torch.randint(0, 20, (1,), generator=generator)) * torch.randn(shape, generator=generator)
+        )
+        x *= torch.rand(shape, generator=generator) > 0.2
+        if not x.count_nonzero():
+            continue
+        for format in ELEMENTS:
+            least, most = fit_of(x, format, -(number % 2)).lost
+            expected = share_lost(x, format, -(number % 2))
+            assert least - 1e-12 <= expected <= most + 1e-12, (number, format)
+            assert format == "nvfp4" or most - least < 1e-12 or x[x != 0].abs().min() < 2.0**-126
+
+
+@pytest.mark.parametrize("format", ELEMENTS)
+@pytest.mark.parametrize("kind", ["normal", "outliers", "sparse", "bfloat16", "powers of two"])
+def test_the_casts_of_torchao_lose_as_much(format: str, kind: str) -> None:
+    mx = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
+    nvfp4 = pytest.importorskip("torchao.prototype.mx_formats.nvfp4_tensor")
+    x = tensors()[kind]
+    if format == "nvfp4":
+        _, packed = nvfp4.nvfp4_quantize(x, 16, nvfp4.per_tensor_amax_to_scale(x.abs().max().float()))
+    else:
+        element = {"mxfp8_e4m3": torch.float8_e4m3fn, "mxfp8_e5m2": torch.float8_e5m2}.get(
+            format, torch.float4_e2m1fn_x2
+        )
+        _, packed = mx.to_mx(x, element, 32)
+    data = packed.view(torch.uint8)
+    codes = torch.cat([data & 7, data >> 4 & 7]) if format in ("mxfp4", "nvfp4") else data & 127
+    lost = (int((codes == 0).sum()) - int((x == 0).sum())) / int((x != 0).sum())
+    least, most = fit_of(x, format).lost
+    assert least - 1e-12 <= lost <= most + 1e-12
+    assert lost > 0 or kind != "outliers" or format.startswith("mxfp8")
+
+
+def small_blocks(relative: float, *values: float) -> torch.Tensor:
+    """The largest value of a tensor in one block; in the others 1 and these values, which `relative` makes small."""
+    x = torch.zeros(9, 16)
+    x[0, 0] = 1 / relative
+    x[1:] = torch.tensor([1.0, *values]).repeat(16)[:16]
+    return x
+
+
+def test_a_block_whose_nvfp4_scale_is_0_may_lose_all() -> None:
+    for largest in (1.0, 1.99):
+        x = largest * small_blocks(2.0**-20, 0.9)
+        assert share_lost(x, "nvfp4") > 0.99
+        assert fit_of(x, "nvfp4").lost == (0, 128 / 129)
+
+
+def test_a_block_whose_nvfp4_scale_is_rounded_far_down_may_keep_more() -> None:
+    x = small_blocks(1.49 * 2.0**-9 / 448, *[0.03] * 15)
+    assert share_lost(x, "nvfp4") == 0
+    assert fit_of(x, "nvfp4").lost == (0, 1)
+    just_normal = small_blocks(1.01 * 2.0**-8 / 448, *[0.03] * 15)
+    assert fit_of(just_normal, "nvfp4").lost == (120 / 129, 120 / 129)
+    assert share_lost(just_normal, "nvfp4") == 120 / 129
+
+
+def test_gradients_are_judged_without_the_scale_of_a_grad_scaler() -> None:
+    found, bins = [], ExponentBins(block=16)
+    for scale in (1.0, 2.0**16):
+        model, scaler = torch.nn.Sequential(torch.nn.ReLU6()), torch.amp.GradScaler("cpu", init_scale=scale)
+        kinds = {"every": 1, "tensors": "grad_output", "histogram": bins, "grad_scaler": scaler}
+        with hookstats.attach(model, **kinds) as monitor:  # type: ignore[arg-type]
+            x = torch.ones(9, 16, requires_grad=True)
+            (model(x) * small_blocks(2.0**-16, 0.9, 0.04)).sum().mul(scale).backward()
+            found.append([(each.site, each.lost) for each in rules.fit(monitor.snapshot(), "nvfp4")])
+    assert found[0] == found[1] != []
+
+
+def test_a_format_needs_blocks_of_its_size() -> None:
+    x = tensors()["normal"]
+    for bins, told in ((ExponentBins(), r"ExponentBins\(\)"), (ExponentBins(block=16), r"ExponentBins\(block=16\)")):
+        with pytest.raises(
+            ValueError, match=rf"mxfp4: expected sites measured with ExponentBins\(block=32\), got {told}"
+        ):
+            rules.fit(measured(x, histogram=bins), "mxfp4")
+    with pytest.raises(ValueError, match=r"format: expected one of float16, .*mxfp8_e4m3.*nvfp4; got 'fp4'"):
+        rules.fit(measured(x), "fp4")
+
+
+def test_tensors_of_zeros_alone_are_left_out() -> None:
+    found = rules.fit(measured(torch.zeros(4, 64), histogram=ExponentBins(block=32)), "mxfp4")
+    assert [each.site for each in found if each.site.name == "tensor0"] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"block": 8}, "block: expected 16, 32 or None, got 8"),
+        ({"block": True}, "block: expected 16, 32 or None, got True"),
+        ({"block": 32, "block_dim": 1}, "block_dim: expected -1 or 0, got 1"),
+        ({"block": 32, "per_channel": True}, "expected either block or per_channel=True, got both"),
+    ],
+)
+def test_wrong_blocks_are_refused(arguments: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ExponentBins(**arguments)  # type: ignore[arg-type]
