@@ -7,12 +7,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hookstats.numbers.fields import Array, Counts, Site, Stats
+from hookstats.numbers.fields import Array, Counts, ExponentBins, Site, Stats
 from hookstats.numbers.site_stats import SiteStats
 from hookstats.numbers.snapshot import Snapshot
 from hookstats.report.planes import short
 from hookstats.report.record import Recorded
 from hookstats.report.reducing import FIRST, LAST, coded, edges, largest
+from hookstats.rules import BLOCK_FORMATS, BlockFit, fit
 
 _WORST = 20  # sites beside those with findings
 _STEPS = 128  # columns of a picture of channels, or of a histogram
@@ -208,8 +209,24 @@ def precision(recorded: Recorded) -> dict[str, Any] | None:
         for snapshot in recorded.snapshots([step], recorded.sites):
             rows = _fit(snapshot, {site: i for i, site in enumerate(recorded.sites)})
             if rows:
-                return {"step": step, "rows": rows}
+                return {"step": step, "rows": rows, "blocks": _block_fit(snapshot, [row[0] for row in rows], recorded)}
     return None
+
+
+def _block_fit(snapshot: Snapshot, places: list[int], recorded: Recorded) -> dict[str, Any] | None:
+    """Of these sites, what formats with a scale for each block would lose: shares at least and at most, by format."""
+    bins = snapshot.columns.bins
+    if not isinstance(bins, ExponentBins) or bins.block is None:
+        return None
+    row = {recorded.sites[place]: k for k, place in enumerate(places)}
+    shares: dict[str, list[list[float] | None]] = {}
+    for name, format in BLOCK_FORMATS.items():
+        if format.block == bins.block:
+            shares[name] = [None] * len(places)
+            for each in fit(snapshot, name):
+                if each.site in row and isinstance(each, BlockFit):
+                    shares[name][row[each.site]] = [short(share, 3) for share in each.lost]
+    return {"size": bins.block, "dim": bins.block_dim, "formats": shares}
 
 
 # Largest finite value, and the smallest number's exponent: half of that and less becomes zero (OCP 8-bit floating point

@@ -6,7 +6,7 @@ findings = hookstats.rules.judge(snapshots)
 from hookstats.rules.activations import DeadChannels, SaturatedChannels
 from hookstats.rules.answers import InitialLoss, NoProgress, ProbabilitiesAsLogits
 from hookstats.rules.attention import AttentionEntropy, AttentionLogits, AttentionSink
-from hookstats.rules.blocks import BlockFit
+from hookstats.rules.blocks import BLOCK_FORMATS, BlockFit
 from hookstats.rules.experts import DeadExperts, ExpertLoad
 from hookstats.rules.finding import SEVERITIES, Cause, Finding
 from hookstats.rules.gradients import ExplodingGradients, VanishingGradients
@@ -30,6 +30,7 @@ from hookstats.rules.story import Chapter, head, story
 from hookstats.rules.updates import UpdateRatio
 
 __all__ = [
+    "BLOCK_FORMATS",
     "SEVERITIES",
     "AttentionEntropy",
     "AttentionLogits",

@@ -276,7 +276,7 @@ class Store:
                 whole=_native.part(memory, offset, (self._size(channels, entry.has_bins),), torch.int64),
                 channels=channels,
                 per_channel=histogram is not None and histogram.per_channel,
-                block=kernel_block(histogram),
+                block=kernel_block(self.histogram),
             )
         states.append(entry.state)
 

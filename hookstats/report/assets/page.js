@@ -110,7 +110,7 @@ async function begin() {
     const { top } = byId("layers").getBoundingClientRect();
     if (top > innerHeight * 0.6 || top < -innerHeight) byId("layers").scrollIntoView({ behavior: "smooth" });
   });
-  darkness.addEventListener("change", draw);
+  darkness.addEventListener("change", () => { draw(); showPrecision(); });
   let width = innerWidth, waiting = 0;
   window.addEventListener("resize", () => {
     if (innerWidth === width) return; // a phone's bars come and go

@@ -111,16 +111,35 @@ function showFindings() {
 function showPrecision() {
   const { precision } = record;
   if (!precision) { fill("precision", node("p", { class: "muted" }, "Not told: no histogram by exponent was recorded (histogram=ExponentBins()).")); return; }
-  const octave = (power) => ["2", node("sup", {}, String(power).replace("-", "−"))];
-  const rows = [...precision.rows].sort((a, b) => (b[6] - a[6]) || (b[3] + b[4] - a[3] - a[4])).map((row) => {
-    const lost = (k) => { const share = row[k] + row[k + 1]; return node("span", { class: share > 0.01 ? "strong" : share === 0 ? "muted" : null }, percent(share)); };
-    const fitted = (k) => node("span", { class: row[k + 3] > 0.01 ? "strong" : row[k + 3] === 0 ? "muted" : null }, percent(row[k + 3]));
-    return [node("span", {}, siteLink(row[0], precision.step), ` ${wordsOf(record.sites[row[0]][1])}`), node("span", {}, ...octave(row[1]), " to ", ...octave(row[2] + 1)),
-      lost(3), fitted(3), node("span", {}, ...octave(row[5])), lost(7), fitted(7), lost(11)];
+  const octave = (power) => ["2", node("sup", {}, String(power).replace("-", "−"))], { blocks } = precision;
+  const blockNames = blocks ? Object.keys(blocks.formats) : [];
+  const order = precision.rows.map((_, i) => i).sort((i, j) => {
+    const a = precision.rows[i], b = precision.rows[j];
+    return (b[6] - a[6]) || (b[3] + b[4] - a[3] - a[4]);
   });
+  const rows = order.map((i) => {
+    const row = precision.rows[i];
+    return [node("span", {}, siteLink(row[0], precision.step), ` ${wordsOf(record.sites[row[0]][1])}`), node("span", {}, ...octave(row[1]), " to ", ...octave(row[2] + 1)),
+      share(row[3] + row[4]), share(row[6]), node("span", {}, ...octave(row[5])), share(row[7] + row[8]), share(row[10]), share(row[11] + row[12]),
+      ...blockNames.map((name) => { const lost = blocks.formats[name][i]; return lost ? share(lost[1], lost[0]) : node("span", { class: "muted" }, "–"); })];
+  });
+  const along = blocks && (blocks.dim === -1 ? "the last dimension" : "the other dimensions");
   fill("precision",
-    node("p", { class: "about" }, `Share of the values at step ${count(precision.step)} that a format cannot hold: too small, and become zero, or too large. “Scaled”: after multiplying by the power of two that brings the largest value just below the format's. More than one per cent is set in bold.`),
-    ...table(["site", "values", "e4m3", "e4m3 scaled", "scale", "e5m2", "e5m2 scaled", "fp16"], rows));
+    node("p", { class: "about" }, `Share of the values at step ${count(precision.step)} that a format cannot hold: too small, and become zero, or too large. “Scaled”: after multiplying by the power of two that brings the largest value just below the format's.`,
+      blocks ? ` Of ${blockNames.join(", ")}: what becomes zero with a scale for each block of ${blocks.size} values along ${along}.` : "", " More than one per cent is set in bold."),
+    ...table(["site", "values", "e4m3", "e4m3 scaled", "scale", "e5m2", "e5m2 scaled", "fp16", ...blockNames], rows));
+}
+
+// On a ground that tells its size, from a ten thousandth to all; where bounds are apart, both.
+function share(most, least = most) {
+  const size = Math.min(Math.max(1 + Math.log10(most) / 4, 0), 1);
+  const text = least === most ? percent(most) : `${percent(least).replace(" %", "")} to ${percent(most)}`;
+  const made = node("span", { class: `share${most > 0.01 ? " strong" : most === 0 ? " muted" : ""}` }, text);
+  if (size > 0) {
+    made.style.background = `rgb(${diverging(size).map(Math.round).join(" ")})`;
+    if (size > 0.6) made.style.color = ink("page");
+  }
+  return made;
 }
 
 // Of all sites, a line's numbers at one column.
