@@ -83,6 +83,7 @@ def attach(
         channels: whether statistics are kept per channel: True, False, globs over names, or `Channels`, which also says
             how often they are sent and along which dimension they lie.
         histogram: ``ExponentBins()``, ``LinearBins(lo, hi, n)``, either with ``per_channel=True``, or None.
+            ``ExponentBins(block=32)`` or 16 also counts what formats with a scale for each block would lose.
         every: n, to measure every n-th step from step 0 on, or a callable ``step -> bool``. Step 0 is always measured.
         example: (args, kwargs) for the model. One forward on fake tensors then shows every width and what is in
             containers before the first step; no value is computed, no buffer changes.

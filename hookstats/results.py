@@ -10,7 +10,7 @@ from hookstats._lazy import getter
 if TYPE_CHECKING:
     from hookstats.comparing.comparison import Comparison, Divergence
     from hookstats.numbers.fields import Skipped, Stats
-    from hookstats.numbers.histogram import Histogram
+    from hookstats.numbers.histogram import BlockExponents, Histogram
     from hookstats.numbers.ranks import Spread
     from hookstats.numbers.site_stats import SiteStats
     from hookstats.numbers.snapshot import ChannelValue
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from hookstats.watch.overhead import Overhead
 
 __all__ = [
+    "BlockExponents",
     "Capture",
     "Captured",
     "ChannelValue",
@@ -47,7 +48,7 @@ __all__ = [
 _HOMES = {
     "hookstats.comparing.comparison": ["Comparison", "Divergence"],
     "hookstats.numbers.fields": ["Skipped", "Stats"],
-    "hookstats.numbers.histogram": ["Histogram"],
+    "hookstats.numbers.histogram": ["BlockExponents", "Histogram"],
     "hookstats.numbers.ranks": ["Spread"],
     "hookstats.numbers.site_stats": ["SiteStats"],
     "hookstats.numbers.snapshot": ["ChannelValue"],

@@ -210,7 +210,8 @@ class Backend:
         """The sites of these states, whose tensors come together."""
         active = torch.ones(1, dtype=torch.int32, device=self.device) if active is None else active
         columns = zip(*(state.tensors for state in states), strict=True)
-        return self.classes.Batch(*map(list, columns), [active] * len(states), channel_dims, *states[0].range)
+        of_bins = (*states[0].range, states[0].block)
+        return self.classes.Batch(*map(list, columns), [active] * len(states), channel_dims, *of_bins)
 
     def merge(self, into: State, other: State) -> None:
         self.ops.merge(*into.tensors, *other.tensors)

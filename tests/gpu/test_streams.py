@@ -25,7 +25,7 @@ pytestmark = pytest.mark.gpu
 def batch_of(states: list[State]) -> Any:
     columns = zip(*(state.tensors for state in states), strict=True)
     active = torch.ones(1, dtype=torch.int32, device="cuda")
-    return _native.Batch(*map(list, columns), [active] * len(states), [0] * len(states), 0.0, 0.0)
+    return _native.Batch(*map(list, columns), [active] * len(states), [0] * len(states), 0.0, 0.0, 0)
 
 
 def test_the_parts_of_a_tensor_are_folded_in_one_order_beside_other_work() -> None:

@@ -217,3 +217,15 @@ def test_what_the_counters_say() -> None:
     assert scaled.largest[[0, 117, 244]].tolist() == [1, 2, 3]
     assert scaled.distances.tolist() == blocks.distances.tolist()
     assert repr(blocks) == "BlockExponents(10 blocks of 32)"
+
+
+def test_tensors_that_come_together_are_counted_one_by_one(backend: Backend) -> None:
+    tensors = [spread(50, 70).float(), spread(4, 33).bfloat16(), spread(7).float()]
+    states = [State(1, "blocks of 32", backend.device) for _ in tensors]
+    dims = [x.dim() - 1 for x in tensors]
+    assert backend.batch(states, dims).accumulate([backend.to_device(x) for x in tensors]) == []
+    for x, state in zip(tensors, states, strict=True):
+        wide = x.double().numpy()
+        assert state.histogram is not None
+        found = state.histogram.cpu().numpy()[512:]
+        np.testing.assert_array_equal(found, counted(wide.reshape(-1, wide.shape[-1]), "blocks of 32"))
