@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 from hookstats._lazy import getter
 
 if TYPE_CHECKING:
+    from hookstats.calibration.inputs import InputStats
+    from hookstats.calibration.results import Calibration
     from hookstats.comparing.comparison import Comparison, Divergence
     from hookstats.numbers.fields import Skipped, Stats
     from hookstats.numbers.histogram import Histogram
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from hookstats.watch.overhead import Overhead
 
 __all__ = [
+    "Calibration",
     "Capture",
     "Captured",
     "ChannelValue",
@@ -34,6 +37,7 @@ __all__ = [
     "Finding",
     "Histogram",
     "HookRow",
+    "InputStats",
     "KeptGradient",
     "Overhead",
     "SchemaError",
@@ -45,6 +49,8 @@ __all__ = [
 ]
 
 _HOMES = {
+    "hookstats.calibration.inputs": ["InputStats"],
+    "hookstats.calibration.results": ["Calibration"],
     "hookstats.comparing.comparison": ["Comparison", "Divergence"],
     "hookstats.numbers.fields": ["Skipped", "Stats"],
     "hookstats.numbers.histogram": ["Histogram"],
