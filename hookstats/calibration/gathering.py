@@ -63,7 +63,7 @@ def calibrate(
         TypeError: for what is no model, no iterable, or no function.
         ValueError: without any batch; where nothing of what was chosen can be measured, or a glob matches nothing.
         ImportError: with a progress bar and without tqdm (``pip install 'hookstats[calibration]'``).
-        Exception: what the model or the batches raise.
+        RuntimeError: for inputs that cannot be measured, such as complex ones; and what the model or the batches raise.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"calibrate: expected a torch.nn.Module, got {type(model).__name__}")

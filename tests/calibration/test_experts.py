@@ -95,6 +95,7 @@ class Stacked(nn.Module):
                 "linear": lambda rows, own: functional.linear(rows, own.T),
                 "matmul": lambda rows, own: rows @ own,
                 "mm": lambda rows, own: rows.mm(own),
+                "halves": lambda rows, own: torch.cat([rows @ half for half in own.chunk(2, dim=1)], dim=1),
             }[self.way](rows, own)
         return y
 
@@ -145,7 +146,7 @@ def test_scales_and_masks_of_stacked_experts_are_those_of_their_own_weights(inpu
         assert torch.equal(mask.T if inputs_first else mask, wanted)
 
 
-@pytest.mark.parametrize("way", ["gathered", "every"])
+@pytest.mark.parametrize("way", ["gathered", "every", "halves"])
 def test_stacked_experts_whose_tokens_nobody_shows_are_named_as_not_covered(way: str) -> None:
     calibration = calibrate(Stacked(way, True), [tokens_for(0, 3, 1)])
     assert len(calibration) == 0
@@ -153,6 +154,14 @@ def test_stacked_experts_whose_tokens_nobody_shows_are_named_as_not_covered(way:
     assert calibration.uncovered() == {"experts.up": 0, "experts.down": 0}
     assert "not covered: experts.up: which tokens" in calibration.table()
     assert repr(calibration) == "Calibration(0 layers, 2 without a token)"
+
+
+def test_a_convolution_that_is_called_an_expert_is_a_layer() -> None:
+    model = nn.ModuleDict({"expert": nn.Conv1d(6, 4, 3)})
+    x = torch.randn(2, 6, 9)
+    calibration = hookstats.calibrate(model, [x], forward=lambda model, x: model["expert"](x), progress=False)
+    assert {name: stats.tokens for name, stats in calibration.items()} == {"expert": 18}
+    assert calibration.not_covered == ()
 
 
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])

@@ -66,6 +66,14 @@ def test_a_quantile_lies_in_the_octave_of_the_exact_one(q: float) -> None:
             assert stats.quantile(q) == pytest.approx(exact, rel=0.1)
 
 
+def test_zeros_lie_at_0_whatever_lies_around_it() -> None:
+    x = torch.zeros(10, 6)
+    x[:4] = 1e-40  # below all bins but that of zeros
+    stats = calibrate(mlp(), [x], "0")["0"]
+    assert stats.quantile(0.5) == 0
+    assert 0 < stats.quantile(0.7) <= stats.amax == torch.tensor(1e-40).item()
+
+
 def test_a_quantile_of_nothing_is_0_and_one_beyond_1_is_refused() -> None:
     stats = calibrate(mlp(), [torch.zeros(0, 6)])["0"]
     assert (stats.tokens, stats.quantile(0.5), stats.amax) == (0, 0.0, 0.0)
@@ -139,16 +147,16 @@ class Twice(nn.Module):
         self.used, self.unused = nn.Linear(6, 6), nn.Linear(6, 3)
 
     def forward(self, x: torch.Tensor, by_name: bool) -> torch.Tensor:
-        y: torch.Tensor = self.used(input=2 * x + 1) if by_name else self.used(2 * x + 1)
+        y: torch.Tensor = self.used(input=2 * x) if by_name else self.used(2 * x)
         z: torch.Tensor = self.used(x)
         return y + z
 
 
 @pytest.mark.parametrize("by_name", [False, True])
 def test_a_layer_that_is_called_twice_has_all_its_tokens(by_name: bool) -> None:
-    batches = batches_of(5, 6)
+    batches = [batch.relu() for batch in batches_of(5, 6)]
     calibration = calibrate(Twice(), [(batch, by_name) for batch in batches])
-    check(calibration["used"], rows_of([each for batch in batches for each in (2 * batch + 1, batch)]))
+    check(calibration["used"], rows_of([each for batch in batches for each in (2 * batch, batch)]))
 
 
 def test_a_layer_that_is_never_called_is_there_and_named() -> None:
@@ -213,12 +221,25 @@ def test_a_model_that_is_one_layer_has_no_name() -> None:
     assert "(model)" in calibration.table()
 
 
-def test_a_compiled_model_is_measured_as_it_was() -> None:
+def test_a_compiled_model_is_measured_as_it_was_without_compiling_anything() -> None:
+    def backend(graph: Any, example: Any) -> Any:
+        raise AssertionError("compiled")
+
     model = mlp()
-    calibration = calibrate(torch.compile(model, backend="eager"), batches_of(5, 6))
-    plain = calibrate(model, batches_of(5, 6))
+    compiled = torch.compile(model, backend=backend)
+    calibration, plain = calibrate(compiled, batches_of(5, 6)), calibrate(model, batches_of(5, 6))
     assert list(calibration) == list(plain) == ["0", "2"]
     assert [stats.bits() for stats in calibration.values()] == [stats.bits() for stats in plain.values()]
+    with pytest.raises(Exception, match="compiled"):
+        compiled(torch.randn(5, 6))
+
+
+def test_inputs_that_cannot_be_measured_are_an_error() -> None:
+    model = nn.Sequential(nn.Linear(6, 2, dtype=torch.complex64))
+    before = state_of(model)
+    with pytest.raises(RuntimeError, match=r"0 input cannot be measured: .* got torch.complex64"):
+        calibrate(model, [torch.randn(5, 6, dtype=torch.complex64)])
+    assert state_of(model) == before
 
 
 def partly_frozen() -> nn.Sequential:
@@ -238,6 +259,14 @@ def state_of(model: nn.Module) -> dict[str, Any]:
         },
         "tensors": {name: tensor.tolist() for name, tensor in model.state_dict().items()},
     }
+
+
+def test_a_module_that_two_share_is_in_its_own_mode_afterwards() -> None:
+    shared = nn.Linear(6, 6)
+    model = nn.Sequential(nn.Sequential(shared), nn.Sequential(shared).eval())
+    shared.train()
+    calibrate(model, batches_of(5, 6))
+    assert [module.training for module in (model, model[0], model[1], shared)] == [True, True, False, True]
 
 
 class Broken(RuntimeError):
@@ -348,7 +377,7 @@ def test_a_table_has_a_line_for_each_layer() -> None:
     head, rule, used, unused = calibration.table().splitlines()
     assert head.split() == ["layer", "tokens", "channels", "amax", "p99", "p99.9", "p99.99", "outlier", "nonfinite"]
     assert set(rule) == {"-"}
-    assert used.split()[:4] == ["used", "6", "6", "15"]
-    assert used.split()[-2:] == ["5.0", "2"]  # 2x + 1: 15 over 3, the other channels
+    assert used.split()[:4] == ["used", "6", "6", "16"]
+    assert used.split()[-2:] == ["8.0", "2"]  # 16 over 2, the other channels
     assert unused.split() == ["unused", "0", "6", "-", "-", "-", "-", "-", "0"]
     assert "<b>Calibration(2 layers, 1 without a token)</b>" in calibration._repr_html_()

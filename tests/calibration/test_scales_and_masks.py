@@ -170,10 +170,21 @@ def test_of_a_row_whose_share_is_no_whole_number_fewer_are_pruned() -> None:
 
 
 def test_equal_importances_are_pruned_from_the_first_on() -> None:
-    model = nn.Sequential(nn.Linear(4, 2))
+    model = nn.Sequential(nn.Linear(1000, 2))
     nn.init.constant_(model[0].weight, 0.5)
-    mask = hookstats.calibrate(model, [torch.ones(3, 4)], progress=False).wanda()["0"]
-    assert mask.tolist() == [[True, True, False, False]] * 2
+    mask = hookstats.calibrate(model, [torch.ones(3, 1000)], progress=False).wanda()["0"]
+    assert mask.tolist() == [[True] * 500 + [False] * 500] * 2
+
+
+def test_scales_come_in_the_order_of_the_model() -> None:
+    model = nn.ModuleDict({name: nn.Linear(4, 2) for name in "abc"})
+
+    def forward(model: Any, batch: torch.Tensor) -> None:
+        model["a"](batch), model["b"](2 * batch), model["c"](batch)
+
+    calibration = hookstats.calibrate(model, [torch.randn(3, 4)], forward=forward, progress=False)
+    assert calibration.groups == [("a", "c"), ("b",)]
+    assert list(calibration.smoothquant()) == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize("groups", [1, 2])
