@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from hookstats import presets, report, results, rules, sinks
     from hookstats._native import build_info
     from hookstats.attaching import attach
+    from hookstats.calibration.gathering import calibrate
     from hookstats.comparing.comparison import compare
     from hookstats.numbers.fields import ExponentBins, LinearBins, Site
     from hookstats.numbers.snapshot import Snapshot
@@ -53,6 +54,7 @@ __all__ = [
     "__version__",
     "attach",
     "build_info",
+    "calibrate",
     "capture",
     "check_replicas",
     "compare",
@@ -89,6 +91,7 @@ _HOMES = {
     "hookstats.tools.softmax": ["softmax_rows"],
     "hookstats.watch.arguments": ["Channels", "Options", "Ranks"],
     "hookstats.attaching": ["attach"],
+    "hookstats.calibration.gathering": ["calibrate"],
     "hookstats.watch.judging": ["FindingError"],
     "hookstats.watch.measuring": ["measure"],
     "hookstats.watch.monitor": ["Monitor"],

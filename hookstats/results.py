@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 from hookstats._lazy import getter
 
 if TYPE_CHECKING:
+    from hookstats.calibration.inputs import InputStats
+    from hookstats.calibration.results import Calibration
     from hookstats.comparing.comparison import Comparison, Divergence
     from hookstats.numbers.fields import Skipped, Stats
     from hookstats.numbers.histogram import BlockExponents, Histogram
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BlockExponents",
+    "Calibration",
     "Capture",
     "Captured",
     "ChannelValue",
@@ -35,6 +38,7 @@ __all__ = [
     "Finding",
     "Histogram",
     "HookRow",
+    "InputStats",
     "KeptGradient",
     "Overhead",
     "SchemaError",
@@ -46,6 +50,8 @@ __all__ = [
 ]
 
 _HOMES = {
+    "hookstats.calibration.inputs": ["InputStats"],
+    "hookstats.calibration.results": ["Calibration"],
     "hookstats.comparing.comparison": ["Comparison", "Divergence"],
     "hookstats.numbers.fields": ["Skipped", "Stats"],
     "hookstats.numbers.histogram": ["BlockExponents", "Histogram"],

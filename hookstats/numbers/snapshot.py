@@ -244,7 +244,7 @@ class Snapshot(Mapping[Site, SiteStats]):
 
         Raises:
             KeyError: for a site that is not watched. ValueError: without ``attach(process_group=Ranks(group,
-            spread=True))``, or if the step is this rank's own.
+                spread=True))``, or if the step is this rank's own.
         """
         if not self._spread:
             raise ValueError(

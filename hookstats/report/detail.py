@@ -219,7 +219,7 @@ def _block_fit(snapshot: Snapshot, places: list[int], recorded: Recorded) -> dic
     if not isinstance(bins, ExponentBins) or bins.block is None:
         return None
     row = {recorded.sites[place]: k for k, place in enumerate(places)}
-    shares: dict[str, list[list[float] | None]] = {}
+    shares: dict[str, list[list[float | None] | None]] = {}
     for name, format in BLOCK_FORMATS.items():
         if format.block == bins.block:
             shares[name] = [None] * len(places)

@@ -64,7 +64,7 @@ def capture(
 
     Raises:
         TypeError, ValueError: for arguments that are not as above; for a glob that matches nothing, or only modules
-        that are never called.
+            that are never called.
     """
     for name, number in (("every", every), ("items", items), ("channels", channels), ("keep", keep)):
         if not isinstance(number, int) or isinstance(number, bool) or number < 1:

@@ -46,7 +46,7 @@ def softmax_rows(logits: torch.Tensor, top_k: int | None = None) -> SoftmaxRows:
 
     Raises:
         TypeError: for what is no tensor, or one of another dtype. ValueError: for a tensor of no dimensions, or a top_k
-        out of range.
+            out of range.
     """
     if not isinstance(logits, torch.Tensor):
         raise TypeError(f"softmax_rows: expected a tensor of logits [..., n], got {type(logits).__name__}")

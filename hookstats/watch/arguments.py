@@ -46,7 +46,7 @@ class Channels:
 
     Raises:
         TypeError, ValueError: for arguments that are not as above. `attach` raises ValueError for a glob that matches
-        nothing, for a dimension that a module cannot have, and for a group_size that does not divide its channels.
+            nothing, for a dimension that a module cannot have, and for a group_size that does not divide its channels.
     """
 
     which: bool | str | Iterable[str] = True
@@ -90,7 +90,7 @@ class Ranks:
 
     Raises:
         TypeError, ValueError: for arguments that are not as above. `attach` raises them for a group without this rank,
-        and for placements that do not fit the group or match nothing.
+            and for placements that do not fit the group or match nothing.
     """
 
     group: Any

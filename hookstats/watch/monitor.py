@@ -134,8 +134,8 @@ class Monitor:
 
         Raises:
             TypeError, ValueError: for other scalars or numbers of steps. RuntimeError: while a CUDA graph is captured;
-            call it after each replay. An exception that a sink raises is raised here after all sinks got the Snapshot
-            (an Exception only if ``strict``, otherwise it becomes a warning); the step counts as returned.
+                call it after each replay. An exception that a sink raises is raised here after all sinks got the
+                Snapshot (an Exception only if ``strict``, otherwise it becomes a warning); the step counts as returned.
         """
         if is_capturing():
             raise RuntimeError(
@@ -333,7 +333,7 @@ class Monitor:
 
         Raises:
             TypeError, ValueError: in a measured step, for what is no attention: other shapes, dtypes, devices, or the
-            name of an attention that is watched already.
+                name of an attention that is watched already.
         """
         self._attention.by_hand(q, k, name, mask, is_causal, scale)
 
@@ -365,8 +365,8 @@ class Monitor:
 
         Raises:
             TypeError, ValueError: in a measured step, for tensors of other dtypes, shapes or devices, for more chosen
-            experts than there are, for chosen without experts, for other numbers than before, or for the name of a
-            router that is watched already.
+                experts than there are, for chosen without experts, for other numbers than before, or for the name of a
+                router that is watched already.
         """
         self._routing.by_hand(name, logits, chosen, experts, top_k)
 

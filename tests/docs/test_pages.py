@@ -32,6 +32,7 @@ NAMES = (
     "numbers",
     "training",
     "language_models",
+    "calibration",
     "trainers",
     "distributed",
     "recording",

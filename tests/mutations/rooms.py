@@ -159,4 +159,32 @@ MUTANTS = [
         "(heads[:, :1] == heads[0, :1]).all()",
         "tests/replicas/test_replicas.py -k 'sentence_says'",
     ),
+    Mutant(
+        "a layer with as many tokens as are wanted is uncovered",
+        "hookstats/calibration/results.py",
+        "if stats.tokens < tokens}",
+        "if stats.tokens <= tokens}",
+        "tests/calibration/test_gathering.py -k fewer_tokens",
+    ),
+    Mutant(
+        "half an element is pruned",
+        "hookstats/calibration/weights.py",
+        "int(importance.shape[1] * sparsity)",
+        "round(importance.shape[1] * sparsity)",
+        "tests/calibration/test_scales_and_masks.py -k whole_number",
+    ),
+    Mutant(
+        "inputs with other moments are the same",
+        "hookstats/calibration/inputs.py",
+        "for field in fields(self))",
+        "for field in fields(self)[4:])",
+        "tests/calibration/test_scales_and_masks.py -k one_bit",
+    ),
+    Mutant(
+        "each expert is shown the rows of those before it, too",
+        "hookstats/calibration/experts.py",
+        "begin = end",
+        "begin = 0",
+        "tests/calibration/test_experts.py -k 'row_by_row and grouped'",
+    ),
 ]
