@@ -36,7 +36,7 @@ __device__ void count_block(unsigned* counts, int n, const F& magnitude) {
 }
 
 template <class scalar_t, int kBlock, bool kAlongRows>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, sizeof(scalar_t) == 8 ? 2 : 4)
     blocks_kernel(const scalar_t* data, const BlocksJob job, int64_t* bins, const int32_t* active) {
   HOOKSTATS_SHARED(unsigned, counts, kBlockBins);
   HOOKSTATS_SHARED(int, on, 1);

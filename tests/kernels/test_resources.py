@@ -15,7 +15,8 @@ RECORD = Path(hookstats.__file__).with_name("_built.json")
 # Registers of a thread. 128: two blocks of 256 threads on a multiprocessor. Some kernels of doubles are let have one
 # (kBlocksAtOnce in csrc/cuda/block.h). The first pattern that a kernel's name shows decides.
 MOST_REGISTERS = {
-    r"checksum_kernel": 64,
+    r"blocks_kernelId": 128,
+    r"(blocks|checksum)_kernel": 64,
     r"sample_kernel": 64,
     r"softmax_kernelIdLi17": 255,  # doubles, and the largest 17 of them in registers
     r"softmax_kernel(Id|.*Li17)": 128,
