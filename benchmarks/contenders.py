@@ -148,7 +148,7 @@ class MeasuredTogether:
             [active] * len(shapes),
             [0] * len(shapes),
         )
-        self.batch = _native.Batch(*columns, 0.0, 0.0)
+        self.batch = _native.Batch(*columns, 0.0, 0.0, 0)
 
     def together(self, tensors: list[torch.Tensor]) -> None:
         failures = self.batch.accumulate(tensors)
