@@ -51,7 +51,7 @@ class Calibration(Mapping[str, InputStats]):
         return len(self._inputs)
 
     def uncovered(self, tokens: int = 128) -> dict[str, int]:
-        """The layers and experts that were given fewer tokens than so many, each with their number.
+        """The layers and experts that were given fewer than ``tokens`` tokens, each with how many it was given.
 
         Those that were never called have 0, and so have the parameters of ``not_covered``.
         """
@@ -160,8 +160,8 @@ class Calibration(Mapping[str, InputStats]):
         ``.zeros`` (int64 ``[1]``) and ``.magnitudes`` (int64 ``[255]``), as `InputStats` has them.
 
         Raises:
-            ImportError: without safetensors (``pip install 'hookstats[calibration]'``). OSError: where the file cannot
-            be written.
+            ImportError: without safetensors (``pip install 'hookstats[calibration]'``).
+            OSError: where the file cannot be written.
         """
         arrays: dict[str, Any] = {}
         for name, stats in self.items():
@@ -182,8 +182,10 @@ class Calibration(Mapping[str, InputStats]):
             model: the model, which `smoothquant` and `wanda` need for its weights; None: without.
 
         Raises:
-            ImportError: without safetensors. FileNotFoundError: without the file. ValueError: for a file that `save`
-            did not write, or for another model: one without a layer of the file, or with another width there.
+            ImportError: without safetensors.
+            FileNotFoundError: without the file.
+            ValueError: for a file that `save` did not write, or for another model: one without a layer of the file, or
+                with another width there.
         """
         safetensors = _safetensors()
         try:
