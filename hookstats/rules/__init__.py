@@ -5,6 +5,7 @@ findings = hookstats.rules.judge(snapshots)
 
 from hookstats.rules.activations import DeadChannels, SaturatedChannels
 from hookstats.rules.answers import InitialLoss, NoProgress, ProbabilitiesAsLogits
+from hookstats.rules.arriving import GrowingGradients, MissingGradients
 from hookstats.rules.attention import AttentionEntropy, AttentionLogits, AttentionSink
 from hookstats.rules.blocks import BLOCK_FORMATS, BlockFit
 from hookstats.rules.experts import DeadExperts, ExpertLoad
@@ -12,13 +13,7 @@ from hookstats.rules.finding import SEVERITIES, Cause, Finding
 from hookstats.rules.gradients import ExplodingGradients, VanishingGradients
 from hookstats.rules.inputs import ConstantInput, InputShift, UnscaledInput
 from hookstats.rules.judging import Judge, Rule, defaults, is_ours, judge, rule_from_json, rule_to_json
-from hookstats.rules.learning import (
-    GrowingGradients,
-    LostUpdates,
-    MissingGradients,
-    ShrinkingWeights,
-    UnchangedParameters,
-)
+from hookstats.rules.learning import LostUpdates, ShrinkingWeights, UnchangedParameters
 from hookstats.rules.moments import SecondMoment
 from hookstats.rules.nonfinite import NonFinite
 from hookstats.rules.outliers import MassiveActivations, OutlierChannels

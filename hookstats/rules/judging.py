@@ -12,18 +12,13 @@ from hookstats.numbers.fields import Site
 from hookstats.numbers.snapshot import Snapshot
 from hookstats.rules.activations import DeadChannels, SaturatedChannels
 from hookstats.rules.answers import InitialLoss, NoProgress, ProbabilitiesAsLogits
+from hookstats.rules.arriving import GrowingGradients, MissingGradients
 from hookstats.rules.attention import AttentionEntropy, AttentionLogits, AttentionSink
 from hookstats.rules.experts import DeadExperts, ExpertLoad
 from hookstats.rules.finding import SEVERITIES, Finding
 from hookstats.rules.gradients import ExplodingGradients, VanishingGradients
 from hookstats.rules.inputs import ConstantInput, InputShift, UnscaledInput
-from hookstats.rules.learning import (
-    GrowingGradients,
-    LostUpdates,
-    MissingGradients,
-    ShrinkingWeights,
-    UnchangedParameters,
-)
+from hookstats.rules.learning import LostUpdates, ShrinkingWeights, UnchangedParameters
 from hookstats.rules.moments import SecondMoment
 from hookstats.rules.nonfinite import NonFinite
 from hookstats.rules.outliers import MassiveActivations, OutlierChannels

@@ -14,6 +14,7 @@ from hookstats.numbers.columns import Columns
 from hookstats.numbers.fields import FIELDS, Array, Bins, Counts, ExponentBins, Site, Stats, unscale
 from hookstats.numbers.snapshot import Snapshot
 from hookstats.rules.finding import MOST_SITES, Finding
+from hookstats.rules.formatting import times
 
 Mask: TypeAlias = NDArray[np.bool_]
 _Over = TypeVar("_Over", bound=NDArray[Any])
@@ -121,6 +122,11 @@ class Step:
     def in_order(self, mask: Mask) -> list[int]:
         """The ids of these sites that fired, in order of execution."""
         return self.order[mask[self.order]].tolist()  # type: ignore[no-any-return]
+
+    def names_of(self, sites: Sequence[int]) -> str:
+        """Up to three names of sites, and how many others there are."""
+        shown = ", ".join(self.sites[site].name for site in sites[:3])
+        return shown if len(sites) <= 3 else f"{shown} and {times(len(sites) - 3, 'other')}"
 
     @cached_property
     def totals(self) -> Stats[Array]:
