@@ -92,6 +92,19 @@ def _parser() -> argparse.ArgumentParser:
     watch.add_argument("path", metavar="RUN")
     _add_rank(watch)
 
+    serve = add(
+        "serve",
+        _serve,
+        "show runs in a browser, also while they grow",
+        "DIR is a run, or a directory with runs below it. Reads only, and ends with Ctrl-C.",
+    )
+    serve.add_argument("path", metavar="DIR")
+    serve.add_argument("--port", type=int, default=8470, help="default: 8470, or another one where that is taken")
+    serve.add_argument(
+        "--host", default="127.0.0.1", metavar="ADDRESS", help="default: 127.0.0.1, which this machine alone can ask"
+    )
+    serve.add_argument("--no-token", action="store_true", help="whoever can ask sees all runs")
+
     recover = add("recover", _recover, "write what is left of a run that was killed together with its writer")
     recover.add_argument("path", metavar="RUN")
 
@@ -159,6 +172,17 @@ def _watch(options: argparse.Namespace) -> int:
     from hookstats.terminal.watching import watch
 
     return watch(Followed(options.path, options.rank), sys.stdout)
+
+
+def _serve(options: argparse.Namespace) -> int:
+    from hookstats.serve.routes import Routes
+    from hookstats.serve.server import open_server
+
+    server = open_server(options.host, options.port, Routes(Path(options.path)), not options.no_token)
+    print(_plain("\n".join(server.told())), flush=True)
+    with server:
+        server.serve_forever()
+    return 0
 
 
 def _recover(options: argparse.Namespace) -> int:

@@ -60,8 +60,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "demo": {"__init__"},
     "integrations": {"__init__"},
     "terminal": {"numbers", "records", "rules"},
+    "serve": {"numbers", "records", "report", "rules", "terminal"},
     "doctor": {"__init__", "_native"},
-    "__main__": {"__init__", "doctor", "report", "rules", "terminal"},
+    "__main__": {"__init__", "doctor", "report", "rules", "serve", "terminal"},
 }
 WITHOUT_TORCH = {
     "__main__",
@@ -70,6 +71,7 @@ WITHOUT_TORCH = {
     "records",
     "report",
     "rules",
+    "serve",
     "sinks",
     "terminal",
     "_lazy",

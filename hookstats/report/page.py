@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
+from functools import cache
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -29,6 +30,7 @@ _SCRIPTS = (
     "charts.js",
     "site.js",
     "tables.js",
+    "live.js",
     "page.js",
 )
 _FIRST = "rms.relative"  # what the first picture shows stands before the script, all else behind it
@@ -43,23 +45,19 @@ def asset(name: str) -> str:
     return text.decode()
 
 
-def page(record: Mapping[str, Any], blobs: Mapping[str, bytes]) -> str:
-    """record: JSON; blobs: bytes by name, which the script finds as ``blob-NAME``."""
-    style = "\n".join(asset(name) for name in _STYLES)
-    notice = "/* uPlot, MIT License\n" + asset("uplot/LICENSE").replace("*/", "* /") + "*/\n"
-    parts = "\n".join(asset(name) for name in _SCRIPTS[1:])
-    script = notice + asset(_SCRIPTS[0]) + f'\n(() => {{\n"use strict";\n{parts}\n}})();\n'
-    policy = (
-        f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; img-src data:; "
-        "base-uri 'none'; form-action 'none'"
-    )
+def page(record: Mapping[str, Any], blobs: Mapping[str, bytes], is_live: bool = False) -> str:
+    """record: JSON; blobs: bytes by name, which the script finds as ``blob-NAME``.
+
+    is_live: of a run that is served while it grows: the page asks where it came from for bytes, and for what is new.
+    """
+    style, script = _parts(is_live)
     # ASCII alone, and no "<": nothing of a name is HTML, or turns text around, before the script has it as a string.
     text = json.dumps(record, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     return "".join(
         [
             "<!doctype html>\n",
             '<html lang="en">\n<head>\n<meta charset="utf-8">\n',
-            f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n',
+            f'<meta http-equiv="Content-Security-Policy" content="{policy(is_live)}">\n',
             '<meta name="viewport" content="width=device-width, initial-scale=1">\n',
             '<meta name="color-scheme" content="light dark">\n<title>hookstats report</title>\n',
             f"<style>{style}</style>\n</head>\n",
@@ -73,14 +71,35 @@ def page(record: Mapping[str, Any], blobs: Mapping[str, bytes]) -> str:
     )
 
 
+def policy(is_live: bool = False) -> str:
+    """The Content-Security-Policy of a page: its own style and script alone; see `page`."""
+    style, script = _parts(is_live)
+    asks = "connect-src 'self'; " if is_live else ""
+    return (
+        f"default-src 'none'; script-src '{hashed(script)}'; style-src '{hashed(style)}'; img-src data:; {asks}"
+        "base-uri 'none'; form-action 'none'"
+    )
+
+
+@cache
+def _parts(is_live: bool) -> tuple[str, str]:
+    """Style and script."""
+    style = "\n".join(asset(name) for name in _STYLES)
+    notice = "/* uPlot, MIT License\n" + asset("uplot/LICENSE").replace("*/", "* /") + "*/\n"
+    parts = "\n".join(asset(name) for name in _SCRIPTS[1:] if is_live or name != "live.js")
+    return style, notice + asset(_SCRIPTS[0]) + f'\n(() => {{\n"use strict";\n{parts}\n}})();\n'
+
+
 def _told(record: Mapping[str, Any]) -> str:
     """The run's story for readers without JavaScript: plain text, in ASCII, with nothing that turns text around."""
 
     def line(finding: Mapping[str, Any]) -> str:
         since = "" if finding["since"] == finding["step"] else f", since step {finding['since']}"
-        return _plain(f"step {finding['step']}{since}, {finding['severity']}, {finding['rule']}: {finding['sentence']}")
+        return escaped(
+            f"step {finding['step']}{since}, {finding['severity']}, {finding['rule']}: {finding['sentence']}"
+        )
 
-    parts = [f"<p>{_plain(sentence)}</p>\n" for sentence in record["head"]]
+    parts = [f"<p>{escaped(sentence)}</p>\n" for sentence in record["head"]]
     for chapter in record["chapters"]:
         effects = "".join(f"<li>{line(each)}</li>\n" for each in chapter["effects"])
         follows = f"<p>What follows from it:</p>\n<ul>\n{effects}</ul>\n" if effects else ""
@@ -88,7 +107,8 @@ def _told(record: Mapping[str, Any]) -> str:
     return "".join(parts)
 
 
-def _plain(text: str) -> str:
+def escaped(text: str) -> str:
+    """As text of HTML, in ASCII; controls and marks that turn text around show as escapes."""
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     return escape(shown).encode("ascii", "xmlcharrefreplace").decode()
 
@@ -98,7 +118,8 @@ def _blob(name: str, blob: bytes) -> str:
     return f'<script type="application/octet-stream" id="blob-{name}">{packed}</script>\n'
 
 
-def _hash(text: str) -> str:
+def hashed(text: str) -> str:
+    """As a Content-Security-Policy names a script or a style."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 

@@ -15,7 +15,6 @@ from hookstats.report.reducing import (
     Rows,
     absolute_rows,
     average,
-    edges,
     largest,
     line,
     linear_rows,
@@ -52,10 +51,10 @@ def numbers_of(recorded: Recorded, key: str) -> Array:
     return recorded.statistic(key)
 
 
-def change(values: Array, kind: str) -> Array:
-    """How far each value is from its site's own past: in octaves, or as a difference."""
+def change(values: Array, kind: str, grows: bool = False) -> Array:
+    """How far each value is from its site's own past: in octaves, or as a difference; as for `past`."""
     told = logarithm(values) if kind == "scale" else values
-    result: Array = told - past(told)
+    result: Array = told - past(told, grows=grows)
     return result
 
 
@@ -67,7 +66,7 @@ DIFFERENCE = {"scale": 64.0, "share": 125.0, "signed": 62.0}  # the same for the
 
 def heatmaps(recorded: Recorded, other: Other | None = None) -> tuple[dict[str, Any], dict[str, bytes], Array]:
     """What is said of them, their bytes by name, and of each site how far its rms went from its past, in octaves."""
-    begin = edges(len(recorded.steps), COLUMNS)
+    begin = recorded.begin(COLUMNS)
     bad = bad_of(recorded)
     count = len(recorded.sites)
     said: dict[str, Any] = {}
@@ -77,7 +76,7 @@ def heatmaps(recorded: Recorded, other: Other | None = None) -> tuple[dict[str, 
         values = numbers_of(recorded, key)
         relative, absolute = [], []
         for at in (slice(i, i + _AT_ONCE) for i in range(0, count, _AT_ONCE)):
-            relative.append(relative_codes(change(values[at], kind), begin, bad[at], UNITS[kind]))
+            relative.append(relative_codes(change(values[at], kind, recorded.grows), begin, bad[at], UNITS[kind]))
             absolute.append(_absolute(values[at], kind, begin, bad[at]))
         codes = np.concatenate(relative)
         if key == "rms":
@@ -139,7 +138,7 @@ def line_columns(recorded: Recorded) -> int:
 
 def lines(recorded: Recorded, other: Other | None = None) -> dict[str, bytes]:
     """Twelve bits a value, the high bytes before the low ones, then float64 of each row: low, step."""
-    begin = edges(len(recorded.steps), line_columns(recorded))
+    begin = recorded.begin(line_columns(recorded))
     blobs = {}
     last: tuple[str, Array] = ("", np.empty(0))
     for name, (statistic, reduce, is_log) in _LINES.items():
@@ -164,7 +163,7 @@ def scalars(recorded: Recorded) -> dict[str, list[list[float | None]]]:
 
     A step that was not measured counts with the next one that was.
     """
-    begin = edges(len(recorded.steps), COLUMNS)
+    begin = recorded.begin(COLUMNS)
     found = {}
     for name, (steps, values) in recorded.scalars.items():
         row = np.minimum(np.searchsorted(recorded.steps, steps), len(recorded.steps) - 1)

@@ -10,6 +10,7 @@ import numpy as np
 
 from hookstats.numbers.fields import Array, Counts, Site, Skipped
 from hookstats.numbers.snapshot import Snapshot
+from hookstats.report.reducing import edges
 from hookstats.rules import Finding
 
 
@@ -21,7 +22,7 @@ class Recorded:
     by name, steps ``[m]``, measured or not, and values ``[m]``. ``statistic``: by the name of a row of `Stats`, its
     totals ``[n, t]``, NaN where a site was silent. ``snapshots``: those of some steps, with these sites at least,
     channels and histograms where they were kept; ``detailed``: the steps in which they were. ``skipped``: of a site,
-    the reason, how many tensors in all (None: given up), since which step.
+    the reason, how many tensors in all (None: given up), since which step. ``grows``: it is looked at again later.
     """
 
     name: str
@@ -35,6 +36,20 @@ class Recorded:
     findings: Sequence[Finding] = ()
     skipped: Sequence[tuple[Site, Skipped, int]] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
+    grows: bool = False
+
+    def begin(self, columns: int) -> Counts:
+        """Where each of at most so many columns of a picture begins, places in `steps`, ascending.
+
+        Of a run that grows, columns stay as they are until there are too many: then two of them become one.
+        """
+        count = len(self.steps)
+        if not self.grows:
+            return edges(count, columns)
+        wide = 1
+        while wide * columns < count:
+            wide *= 2
+        return np.arange(0, max(count, 1), wide, dtype=np.int64)
 
     @classmethod
     def of(cls, snapshots: Sequence[Snapshot], name: str = "snapshots", findings: Sequence[Finding] = ()) -> Recorded:

@@ -66,14 +66,15 @@ def logarithm(values: Array) -> Array:
     return result
 
 
-def past(values: Array, window: int = _PAST) -> Array:
+def past(values: Array, window: int = _PAST, grows: bool = False) -> Array:
     """``[n, t]``: the median of the values that a site had before; its first value where it had none.
 
     Over ``window`` steps or an eighth of the run, at least 8; it is taken anew after every eighth of the window.
-    Steps in which a site was silent count with what it had last.
+    Steps in which a site was silent count with what it had last. grows: what comes later changes nothing of this, and
+    the window is not an eighth of a run of which nobody knows the end.
     """
     count, steps = values.shape
-    window = min(window, max(8, steps // 8))
+    window = window if grows else min(window, max(8, steps // 8))
     stride = max(1, window // 8)
     known = ~np.isnan(values)
     latest = np.maximum.accumulate(np.where(known, np.arange(steps), -1), axis=1)

@@ -12,7 +12,6 @@ from hookstats.numbers.fields import Site
 from hookstats.report import detail, planes
 from hookstats.report.page import page
 from hookstats.report.record import Other, Recorded
-from hookstats.report.reducing import edges
 from hookstats.rules import Chapter, Finding, head, story
 
 _FINDINGS = 2000  # on a page: the gravest, and what follows from them
@@ -50,8 +49,8 @@ def contents(recorded: Recorded, second: Recorded | None = None) -> tuple[dict[s
         "sites": [list(site) for site in recorded.sites],
         "rows": in_order(recorded.sites),
         "steps": [int(steps[0]), int(steps[-1]), len(steps)],
-        "begin": steps[edges(len(steps), planes.COLUMNS)].tolist(),
-        "line_begin": steps[edges(len(steps), columns)].tolist(),
+        "begin": steps[recorded.begin(planes.COLUMNS)].tolist(),
+        "line_begin": steps[recorded.begin(columns)].tolist(),
         "times": None if recorded.times is None else [float(recorded.times[0]), float(recorded.times[-1])],
         "values": float(np.nansum(values)),
         "readings": int(fired.sum()),

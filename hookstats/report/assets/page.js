@@ -17,9 +17,10 @@ function choice(label, entries, value, choose) {
   return group;
 }
 
+const present = () => [...new Set(record.rows.map(kindOf))];
 function showTools() {
-  const present = [...new Set(record.rows.map(kindOf))];
-  const kinds = [...Object.keys(KINDS).filter((kind) => present.includes(kind)), ...present.filter((kind) => !(kind in KINDS))];
+  const there = present();
+  const kinds = [...Object.keys(KINDS).filter((kind) => there.includes(kind)), ...there.filter((kind) => !(kind in KINDS))];
   const scalars = Object.keys(record.scalars);
   const scale = choice("Scale", [["log", "Log"], ["linear", "Linear"]], state.log ? "log" : "linear", (name) => { state.log = name === "log"; recolour(); drawHeat(); });
   const views = [["relative", "To its past"], ["absolute", "Absolute"], ...(record.other ? [["difference", "The other run"]] : [])];
@@ -88,6 +89,8 @@ function draw() {
 }
 
 async function begin() {
+  const isLive = record.version !== undefined;
+  if (isLive) live();
   const scalars = Object.keys(record.scalars);
   state.scalar = scalars.includes("loss") ? "loss" : scalars[0] ?? "";
   const first = record.findings.find((each) => each.site !== null);
@@ -119,5 +122,6 @@ async function begin() {
     waiting = setTimeout(draw, 120);
   });
   document.documentElement.dataset.ready = "true";
+  if (isLive) look();
 }
 begin();

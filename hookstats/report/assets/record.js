@@ -1,8 +1,15 @@
 // What the page is made from, and words for it. Names come from somebody else's model: they become text nodes only.
 
 const record = JSON.parse(document.getElementById("record").textContent);
-record.findings = record.chapters.flatMap(({ finding, effects }) => [finding, ...effects]);
-for (const { finding, effects } of record.chapters) for (const effect of effects) effect.cause = finding;
+let SITES, COLUMNS;
+// What follows from the record, as it is now.
+function settle() {
+  record.findings = record.chapters.flatMap(({ finding, effects }) => [finding, ...effects]);
+  for (const { finding, effects } of record.chapters) for (const effect of effects) effect.cause = finding;
+  SITES = record.sites.length;
+  COLUMNS = record.begin.length;
+}
+settle();
 const byId = (id) => document.getElementById(id);
 const SILENT = 0, ZERO = 1, FIRST = 2, LAST = 253, NEUTRAL = 128, NONFINITE = 255;
 
@@ -69,9 +76,12 @@ const unpacked = new Map();
 const arrived = document.readyState === "loading"
   ? new Promise((resolve) => document.addEventListener("DOMContentLoaded", resolve, { once: true }))
   : Promise.resolve();
-function blob(name) {
-  if (!unpacked.has(name)) unpacked.set(name, unpack(name));
-  return unpacked.get(name);
+let source = unpack;
+async function blob(name) {
+  const { version } = record; // of a run that grows, see live.js
+  if (!unpacked.has(name)) unpacked.set(name, source(name));
+  const bytes = await unpacked.get(name);
+  return record.version === version ? bytes : blob(name);
 }
 async function unpack(name) {
   if (!byId("blob-" + name)) await arrived;
@@ -82,9 +92,6 @@ async function unpack(name) {
   const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
   return new Uint8Array(await new Response(stream).arrayBuffer());
 }
-
-const SITES = record.sites.length;
-const COLUMNS = record.begin.length;
 
 async function plane(statistic, view) {
   const bytes = await blob(`${statistic}.${view}`);

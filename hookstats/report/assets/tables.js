@@ -49,12 +49,16 @@ function showHead() {
 }
 
 // A sentence of a rule begins small, because elsewhere it follows its step; a name stays as it is.
-const names = new Set(record.sites.map(([name]) => name));
+let names, several;
 const begun = (sentence) => /^[a-z]+ /.test(sentence) && !names.has(sentence.split(" ", 1)[0]) ? sentence[0].toUpperCase() + sentence.slice(1) : sentence;
 
 // A run's ranks and attempts are named where there are several.
 const differ = (of) => new Set(record.findings.map((finding) => finding[of])).size > 1;
-const several = { rank: differ("rank"), attempt: differ("attempt") };
+function tellApart() {
+  names = new Set(record.sites.map(([name]) => name));
+  several = { rank: differ("rank"), attempt: differ("attempt") };
+}
+tellApart();
 
 function findingLine(finding, ...below) {
   const place = finding.site === null ? null : record.sites[finding.site];
@@ -97,15 +101,15 @@ function showFindings() {
   show(few);
   list.hidden = !grave.length;
   byId("notes").hidden = !notes.length;
-  if (!chapters.length) list.replaceWith(node("p", { class: "muted" }, "None."));
+  byId("findings-none").hidden = chapters.length > 0;
   more.hidden = few[0].length + few[1].length === chapters.length;
   more.textContent = `Show all ${count(chapters.length)}` + (record.left_out ? `; ${many(record.left_out, "finding")} more in the record` : "");
-  more.addEventListener("click", () => { show([grave, notes]); more.hidden = true; });
+  more.onclick = () => { show([grave, notes]); more.hidden = true; };
   // On paper nothing can be opened.
-  window.addEventListener("beforeprint", () => {
+  window.onbeforeprint = () => {
     if (!more.hidden) more.click();
     for (const fold of document.querySelectorAll("#findings details")) fold.open = true;
-  });
+  };
 }
 
 function showPrecision() {

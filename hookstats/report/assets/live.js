@@ -1,0 +1,96 @@
+// A page that is served while its run grows: bytes are asked for when they are drawn, and what is new each second.
+// Of what changed, only the difference from what is here is sent.
+
+const held = new Map(); // by name: the version of the bytes, and the bytes
+const nodeOfState = node("p", { class: "small muted", id: "live", "aria-live": "polite" });
+let trouble = 0;
+
+async function fetched(name) {
+  const { version } = record, sites = SITES, old = held.get(name), columns = (name.startsWith("line.") ? record.line_begin : record.begin).length;
+  const answer = await fetch(`blob?name=${encodeURIComponent(name)}&version=${version}` + (old ? `&since=${old.version}` : ""));
+  if (!answer.ok) { unpacked.delete(name); throw new Error(`${name}: ${answer.status}`); }
+  const told = new Uint8Array(await answer.arrayBuffer());
+  let bytes = told.slice(1);
+  if (told[0]) {
+    const earlier = widened(name, old, columns);
+    for (let i = 0; i < bytes.length; i++) bytes[i] ^= earlier[i];
+  }
+  held.set(name, { version, bytes, columns, sites });
+  return bytes;
+}
+
+// Earlier bytes with as many columns as there are now, as the server has them.
+function widened(name, { bytes, columns, sites }, now) {
+  const lines = (name.startsWith("line.") ? 2 : 1) * sites, wide = new Uint8Array(lines * now + bytes.length - lines * columns);
+  for (let i = 0; i < lines; i++) wide.set(bytes.subarray(i * columns, (i + 1) * columns), i * now);
+  wide.set(bytes.subarray(lines * columns), lines * now);
+  return wide;
+}
+
+const WORDS = { recording: "Alive", ended: "Closed", died: "Died", deleted: "Deleted", waiting: "Waiting" };
+function showState({ state: kind, sentence, changed }) {
+  const words = `${WORDS[kind] ?? "Cannot be read"}: ${shortened(sentence, 300)}.`.replace("..", ".");
+  const when = changed ? ` Last change ${new Date(changed * 1000).toLocaleTimeString("en-GB")}.` : "";
+  if (nodeOfState.textContent !== words + when) nodeOfState.textContent = words + when;
+  nodeOfState.dataset.state = kind;
+}
+
+// What is seen stays what is seen, by its steps; whoever saw the last column sees the new ones.
+async function grow(changes) {
+  const seen = state.seen, wasAll = seen.columns[0] === 0 && seen.columns[1] === COLUMNS, wasLast = seen.columns[1] === COLUMNS;
+  const steps = [record.begin[seen.columns[0]], lastStepOf(seen.columns[1] - 1)], before = COLUMNS;
+  const cursor = state.cursor && { site: state.rows[state.cursor.row], step: record.begin[state.cursor.column] };
+  const [{ chapters }, kinds, scalars] = [record, present().length, Object.keys(record.scalars).length];
+  Object.assign(record, changes);
+  settle();
+  tellApart();
+  unpacked.clear();
+  state.rows = rowsOfKind(state.kind);
+  state.seen = { rows: seen.rows.map((row) => Math.min(row, state.rows.length)), columns: [columnOf(steps[0]), columnOf(steps[1]) + 1] };
+  if (wasAll || seen.rows[1] === 0) state.seen = { rows: wasAll ? [0, state.rows.length] : state.seen.rows, columns: [0, COLUMNS] };
+  else if (wasLast) {
+    const wide = Math.min(seen.columns[1] - seen.columns[0], COLUMNS);
+    state.seen.columns = [COLUMNS - wide, COLUMNS];
+  }
+  state.cursor = cursor && { row: state.rows.indexOf(cursor.site), column: columnOf(cursor.step) };
+  if (state.cursor?.row < 0) state.cursor = null;
+  showHead();
+  if (record.chapters !== chapters) showFindings();
+  if (kinds !== present().length || scalars !== Object.keys(record.scalars).length) showTools();
+  describe();
+  await showPlane();
+  await showSite(state.site, chosen().step);
+  showPrecision();
+  if (flowStep === before - 1 || flowStep === null || flowStep >= record.line_begin.length) flowStep = null;
+  showFlow();
+  await showParameters();
+  showLeftOut();
+  showSettings();
+}
+
+async function look() {
+  let wait = 1000;
+  if (!document.hidden && !drag) try {
+    const answer = await fetch(`update?version=${record.version}`);
+    if (answer.status === 404 || answer.status === 403) throw new Error("gone");
+    const told = await answer.json();
+    trouble = 0;
+    showState(told);
+    if (told.record) {
+      const begun = performance.now();
+      try { await grow(told.record); } catch (error) { record.version = 0; throw error; } // all of it is asked for again
+      performance.measure("update", { start: begun });
+    }
+    if (["ended", "deleted"].includes(told.state) && !told.record) wait = 5000; // it may be resumed
+  } catch {
+    if (++trouble > 2) nodeOfState.textContent = "The server does not answer; it is asked again.";
+    wait = 3000;
+  }
+  setTimeout(look, wait);
+}
+
+function live() {
+  source = fetched;
+  document.querySelector(".mark").replaceChildren(node("a", { href: "/" }, "All runs"));
+  document.querySelector(".mark").after(nodeOfState);
+}

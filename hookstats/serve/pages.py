@@ -1,0 +1,116 @@
+"""The pages that are no run's: the index, and sentences. Names come from somebody else's folders: they become text."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from http import HTTPStatus
+from importlib.resources import files
+
+import numpy as np
+
+from hookstats.report.page import asset, escaped, hashed
+from hookstats.serve.runs import Summary
+from hookstats.serve.server import Answer
+
+_ASSETS = files("hookstats.serve") / "assets"
+_HTML = "text/html; charset=utf-8"
+_WIDE, _TALL = 120, 22  # of a sparkline
+
+
+def index(directory: str, runs: Iterable[tuple[str, Summary]]) -> Answer:
+    """Summaries by the ids of their runs, as a page."""
+    style = asset("page.css") + (_ASSETS / "index.css").read_text()
+    script = (_ASSETS / "index.js").read_text()
+    heads = "".join(
+        f'<th scope="col">{each}</th>'
+        for each in ("run", "state", "model", "last step", "loss", "findings", "ranks", "last change")
+    )
+    body = (
+        f'<main>\n<header><p class="mark">hookstats serve</p><h1>{escaped(directory)}</h1></header>\n'
+        '<div class="tools"><label for="filter"><span>Filter</span></label>'
+        '<input id="filter" type="search" autocomplete="off" spellcheck="false">'
+        '<span id="count" class="muted" aria-live="polite"></span></div>\n'
+        '<p id="trouble" class="critical" aria-live="polite"></p>\n'
+        f'<div class="runs"><table><thead><tr>{heads}</tr></thead>\n'
+        f'<tbody id="rows">{rows(runs)}</tbody></table></div>\n'
+        f"</main>\n<script>{script}</script>\n"
+    )
+    policy = f"script-src '{hashed(script)}'; style-src '{hashed(style)}'; connect-src 'self'"
+    return _page("runs", style, body, policy)
+
+
+def rows(runs: Iterable[tuple[str, Summary]]) -> str:
+    """The rows of the index, the run that changed last first."""
+    ordered = sorted(runs, key=lambda each: (-each[1].changed, each[1].name))
+    found = "".join(_row(id, run) for id, run in ordered)
+    return found or '<tr><td colspan="8" class="muted">There is no run yet.</td></tr>'
+
+
+def _row(id: str, run: Summary) -> str:
+    findings = ", ".join(
+        f'<span class="{name}">{count} {name}{"s" if name == "note" and count > 1 else ""}</span>'
+        for name, count in run.findings
+    )
+    kind, sentence = escaped(run.state.kind), escaped(run.state.sentence)
+    word = escaped(_WORDS.get(run.state.kind, run.state.kind))
+    cells = (
+        (
+            "state",
+            f'<span class="state {kind}" title="{sentence}"><i></i>{word}</span>',
+        ),
+        ("", escaped(run.model)),
+        ("number", "" if run.step is None else f"step {run.step}"),
+        ("", _sparkline(run.loss)),
+        ("findings-of", findings),
+        ("number", "" if not run.ranks else f"{run.ranks} rank{'s' * (run.ranks > 1)}"),
+        ("number muted", _when(run.changed)),
+    )
+    rest = "".join(f'<td class="{kind}">{cell}</td>' for kind, cell in cells)
+    return f'<tr><th scope="row"><a href="/run/{id}/"><bdi>{escaped(run.name)}</bdi></a></th>{rest}</tr>\n'
+
+
+_WORDS = {"recording": "alive", "ended": "closed"}
+
+
+def _when(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds)) if seconds else ""
+
+
+def _sparkline(values: tuple[float, ...]) -> str:
+    """Logarithmic where all are positive; with the last value in words."""
+    if not values:
+        return ""
+    found = np.array(values)
+    if found.min() > 0:
+        found = np.log(found)
+    span = float(found.max() - found.min()) or 1.0
+    x = np.linspace(0, _WIDE, len(found)) if len(found) > 1 else np.array([0.0])
+    y = _TALL - 2 - (found - found.min()) / span * (_TALL - 4)
+    path = "M" + "L".join(f"{a:.1f} {b:.1f}" for a, b in zip(x.tolist(), y.tolist(), strict=True))
+    path += "" if len(found) > 1 else f"L{_WIDE} {y[0]:.1f}"
+    shape = f'viewBox="0 0 {_WIDE} {_TALL}" width="{_WIDE}" height="{_TALL}"'
+    return f'<svg class="spark" {shape} aria-hidden="true"><path d="{path}"/></svg> {values[-1]:.4g}'
+
+
+def told(status: HTTPStatus, title: str, sentence: str, again: int | None = None) -> Answer:
+    """A page that says one thing. again: seconds after which it asks for itself once more."""
+    style = asset("page.css")
+    refresh = "" if again is None else f'<meta http-equiv="refresh" content="{again}">\n'
+    body = (
+        f'<main>\n<p class="mark"><a href="/">hookstats serve</a></p>\n<h1>{escaped(title)}</h1>\n'
+        f'<p class="lead">{escaped(sentence)}</p>\n<p><a href="/">All runs</a></p>\n</main>\n'
+    )
+    return _page(title, style, body, f"style-src '{hashed(style)}'", status, refresh)
+
+
+def _page(title: str, style: str, body: str, policy: str, status: HTTPStatus = HTTPStatus.OK, more: str = "") -> Answer:
+    head = (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<meta name="color-scheme" content="light dark">\n<link rel="icon" href="data:,">\n'
+        f"<title>{escaped(title)} · hookstats</title>\n<style>{style}</style>\n"
+    )
+    whole = f"{head}{more}</head>\n<body>\n{body}</body>\n</html>\n".encode()
+    rest = "default-src 'none'; img-src data:; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
+    return Answer(status, whole, _HTML, f"{rest}; {policy}")

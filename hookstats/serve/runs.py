@@ -1,0 +1,193 @@
+"""The runs below a directory, and what a line of an index says of each. No path is ever made of what somebody asks."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from hookstats.numbers.fields import Array
+from hookstats.records import manifest
+from hookstats.records.errors import RunError
+from hookstats.records.run import load
+from hookstats.report.reducing import edges
+from hookstats.terminal.following import Followed, State
+
+_DEEPEST = 5  # folders below the directory
+_MOST = 1000  # runs
+_FOLDERS = 20_000  # that are looked at
+_OFTEN = 1.0  # seconds: a run is looked at no more often, however many look
+_POINTS = 120  # of a sparkline
+_DELETED = State("deleted", "the run was deleted")
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A run as a line of the index.
+
+    changed: seconds since the epoch; loss: at most 120 values, averages of equal parts; findings: by severity.
+    """
+
+    name: str
+    state: State
+    model: str = ""
+    step: int | None = None
+    loss: tuple[float, ...] = ()
+    findings: tuple[tuple[str, int], ...] = ()
+    ranks: int = 0
+    changed: float = 0.0
+
+
+class Watched:
+    """A run that is looked at: what is read of it is read once, until it has changed."""
+
+    def __init__(self, path: Path, name: str) -> None:
+        self.path = path
+        self.name = name
+        self._lock = threading.Lock()
+        self._looked = -_OFTEN
+        self._summary: Summary | None = None
+        self._read: tuple[object, Summary] | None = None
+
+    def mark(self) -> tuple[int, ...]:
+        """Another one as soon as more was written: of the manifest, and of the findings, their size and time."""
+        found: list[int] = []
+        for name in ("manifest.json", "findings.jsonl"):
+            try:
+                told = (self.path / "rank=0" / name).stat()
+            except OSError:
+                found += [0, 0, 0]
+            else:
+                found += [told.st_mtime_ns, told.st_size, told.st_ino]
+        return tuple(found)
+
+    def summary(self) -> Summary:
+        """At most a second old. Whatever is wrong with the run stands in it."""
+        with self._lock:
+            if self._summary is None or time.monotonic() - self._looked >= _OFTEN:
+                self._summary = self._look()
+                self._looked = time.monotonic()
+            return self._summary
+
+    def _look(self) -> Summary:
+        mark = self.mark()
+        if not self.path.exists():
+            return Summary(self.name, _DELETED)
+        try:
+            if self._read is None or self._read[0] != mark:
+                self._read = (mark, self._summarised(mark))
+            followed = Followed(self.path)
+            followed.manifest = manifest.read(followed.folder) if mark[0] else None
+            state = followed.state()
+        except (ValueError, OSError) as error:  # deleted or torn, also while it is read
+            self._read = None
+            return Summary(self.name, unreadable(self.path, error), changed=mark[0] / 1e9)
+        known = self._read[1]
+        return Summary(
+            self.name, state, known.model, known.step, known.loss, known.findings, known.ranks, known.changed
+        )
+
+    def _summarised(self, mark: tuple[int, ...]) -> Summary:
+        ranks = sum(1 for each in self.path.glob("rank=*") if each.is_dir())
+        changed = max(mark[0], mark[3]) / 1e9
+        waiting = State("waiting", "nothing is recorded yet")
+        if not mark[0]:
+            return Summary(self.name, waiting, ranks=ranks, changed=changed)
+        run = load(self.path)
+        settings = run._attempts[-1].settings if run._attempts else {}
+        table = run.scalars
+        names, values = table["name"].to_pylist(), table["value"].to_pylist()
+        loss = np.array([value for name, value in zip(names, values, strict=True) if name == "loss"])
+        counts = Counter(finding.severity for finding in run.findings)
+        step = max([*run.steps[-1:], *table["step"].to_pylist()[-1:]], default=None)
+        return Summary(
+            self.name,
+            waiting,
+            model_of(settings),
+            step,
+            tuple(_few(loss).tolist()),
+            tuple((name, counts[name]) for name in ("critical", "warning", "note") if counts[name]),
+            ranks,
+            changed,
+        )
+
+
+def model_of(settings: object) -> str:
+    """The name of the model in an attempt's settings; "" where there is none."""
+    model = settings.get("model", "") if isinstance(settings, dict) else ""
+    return str(model.get("class", "") if isinstance(model, dict) else model)
+
+
+def unreadable(path: Path, error: Exception) -> State:
+    if not path.exists():
+        return _DELETED
+    kind = "torn" if isinstance(error, RunError) else "unreadable"
+    return State(kind, f"the run cannot be read: {str(error)[:500]}")
+
+
+def _few(values: Array) -> Array:
+    """Averages over at most so many equal parts, of what is finite."""
+    values = values[np.isfinite(values)]
+    if not len(values):
+        return values
+    begin = edges(len(values), _POINTS)
+    result: Array = np.add.reduceat(values, begin) / np.diff(begin, append=len(values))
+    return result
+
+
+class Runs:
+    """The runs at and below a directory, by an id that is made here and tells nothing."""
+
+    def __init__(self, directory: Path) -> None:
+        """ValueError where it is no directory."""
+        if not directory.is_dir():
+            raise ValueError(
+                f"{directory}: expected a directory of runs, got {'a file' if directory.exists() else 'none'}"
+            )
+        self.directory = directory.resolve()
+        self._known: dict[str, Watched] = {}
+        self._lock = threading.Lock()
+        self._found = -_OFTEN
+
+    def find(self) -> dict[str, Watched]:
+        """By id; those that are gone since stay, until the server ends, so that their pages can say so."""
+        with self._lock:
+            if time.monotonic() - self._found >= _OFTEN:
+                for path in _runs_below(self.directory):
+                    name = str(path.relative_to(self.directory))
+                    name = self.directory.name if name == "." else name
+                    id = hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
+                    if id not in self._known:
+                        self._known[id] = Watched(path, name)
+                self._found = time.monotonic()
+            return dict(self._known)
+
+    def get(self, id: str) -> Watched | None:
+        """One that was found before."""
+        with self._lock:
+            return self._known.get(id)
+
+
+def _runs_below(directory: Path) -> list[Path]:
+    """Folders with a rank's folder in them. Links are not followed."""
+    found: list[Path] = []
+    waiting, looked = [(directory, 0)], 0
+    while waiting and looked < _FOLDERS and len(found) < _MOST:
+        path, depth = waiting.pop(0)
+        looked += 1
+        try:
+            with os.scandir(path) as entries:
+                folders = sorted(each.name for each in entries if each.is_dir(follow_symlinks=False))
+        except OSError:
+            continue
+        if any(name.startswith("rank=") for name in folders):
+            found.append(path)
+        elif depth < _DEEPEST:
+            waiting += [(path / name, depth + 1) for name in folders if not name.startswith(".")]
+    return found

@@ -1,0 +1,281 @@
+"""HTTP: who may ask, for what, how long and how much. Reads only, and opens no path that comes from a request."""
+
+from __future__ import annotations
+
+import errno
+import hmac
+import io
+import ipaddress
+import re
+import secrets
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, NamedTuple
+from urllib.parse import parse_qs, urlsplit
+
+HEAD_BYTES = 16 << 10  # of a request: its line and its headers; a body is not read
+HEAD_SECONDS = 10.0  # until all of them have come
+ANSWER_SECONDS = 120.0  # until the answer has been read
+CONNECTIONS = 48  # at once, each with a thread
+_LOOPBACK = {"localhost", "127.0.0.1", "[::1]"}
+_HEADERS = {
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+_BARE = "default-src 'none'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
+
+
+class Answer(NamedTuple):
+    """What is sent. policy: the Content-Security-Policy; packed: whether the body is in gzip."""
+
+    status: HTTPStatus
+    body: bytes
+    type: str = "text/plain; charset=utf-8"
+    policy: str = _BARE
+    packed: bool = False
+
+
+class Query(NamedTuple):
+    """path: as it was asked, still quoted; given: the last value of each name behind the question mark."""
+
+    path: str
+    given: dict[str, str]
+
+
+class Server(ThreadingHTTPServer):
+    """``answers`` is called with a query, in one of at most 48 threads."""
+
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = 64
+
+    def __init__(self, host: str, port: int, answers: Callable[[Query], Answer], has_token: bool = True) -> None:
+        """port 0: any. OSError where it cannot be had."""
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self.answers = answers
+        self.token = secrets.token_urlsafe(24) if has_token else None
+        self._free = threading.BoundedSemaphore(CONNECTIONS)
+        self._until: dict[socket.socket, float] = {}
+        self._lock = threading.Lock()
+        self._host = host
+        super().__init__((host, port), _Handler)
+        self.port = int(self.server_address[1])
+
+    @property
+    def is_local(self) -> bool:
+        return self._host == "localhost" or _is_loopback(self._host)
+
+    @property
+    def address(self) -> str:
+        """To be opened in a browser, with the token."""
+        shown = self._host if not _is_any(self._host) else socket.gethostname()
+        shown = f"[{shown}]" if ":" in shown else shown
+        return f"http://{shown}:{self.port}/" + (f"?token={self.token}" if self.token else "")
+
+    def told(self) -> list[str]:
+        """Lines for whoever has started it: the address, and who else can ask."""
+        lines = [f"runs are shown at {self.address}"]
+        if not self.is_local:
+            lines.append(f"warning: {self._host} can be asked from other machines, and what is sent is not encrypted")
+        if self.token is None:
+            lines.append("warning: there is no token: whoever can ask sees all runs, other users of this machine, too")
+        return lines
+
+    def is_asked_as(self, host: str) -> bool:
+        """Whether a Host header names this server: another page's name that leads here by DNS is none of its names."""
+        name, _, port = host.rpartition(":") if re.search(r":\d*$", host) else (host, "", "80")
+        name = name.lower()
+        if port != str(self.port):
+            return False
+        if name in _LOOPBACK or name.strip("[]") == self._host.lower():
+            return True
+        return not self.is_local and (_is_address(name.strip("[]")) or name == socket.gethostname().lower())
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """In a thread, if one is free; else the connection is closed."""
+        if not self._free.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        self.keep(request, HEAD_SECONDS)
+        try:
+            super().process_request(request, client_address)
+        except BaseException:
+            self._let_go(request)
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._let_go(request)
+
+    def keep(self, request: socket.socket, seconds: float) -> None:
+        """A connection is closed when its time is over, whatever comes or goes meanwhile, a byte at a time."""
+        with self._lock:
+            self._until[request] = time.monotonic() + seconds
+
+    def _let_go(self, request: socket.socket) -> None:
+        with self._lock:
+            self._until.pop(request, None)
+        self._free.release()
+
+    def service_actions(self) -> None:
+        """Twice a second."""
+        now = time.monotonic()
+        with self._lock:
+            late = [request for request, until in self._until.items() if until < now]
+            for request in late:
+                try:
+                    request.shutdown(socket.SHUT_RDWR)
+                except OSError:
+                    continue
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):  # a reader that went away
+            print(f"hookstats serve: {type(error).__name__}: {error}", file=sys.stderr)
+
+
+def open_server(host: str, port: int, answers: Callable[[Query], Answer], has_token: bool = True) -> Server:
+    """At that port, or at another one where it is taken. ValueError for a port that is none."""
+    if not 0 <= port < 1 << 16:
+        raise ValueError(f"--port: expected a number from 0 to 65535, got {port}")
+    try:
+        return Server(host, port, answers, has_token)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        return Server(host, 0, answers, has_token)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """One request for each connection."""
+
+    server: Server
+    timeout = HEAD_SECONDS
+    server_version = "hookstats"
+    sys_version = ""
+    default_request_version = "HTTP/1.0"  # not 0.9, which has no headers
+
+    def setup(self) -> None:
+        self._is_too_long = False
+        super().setup()
+        self.rfile = io.BufferedReader(io.BytesIO(self._head()))
+
+    def _head(self) -> bytes:
+        """Up to the empty line; what came until then where it is too long, or stops."""
+        head = b""
+        try:
+            while b"\r\n\r\n" not in head and b"\n\n" not in head and len(head) <= HEAD_BYTES:
+                more = self.request.recv(4096)
+                if not more:
+                    return b""
+                head += more
+        except OSError:
+            return b""
+        self._is_too_long = len(head) > HEAD_BYTES
+        return head
+
+    def do_GET(self) -> None:
+        self.server.keep(self.request, ANSWER_SECONDS)
+        self.request.settimeout(ANSWER_SECONDS)
+        answer, more = self._answer()
+        self.send_response(answer.status)
+        for name, value in {**_HEADERS, "Content-Security-Policy": answer.policy, **more}.items():
+            self.send_header(name, value)
+        if answer.packed:
+            self.send_header("Content-Encoding", "gzip")
+        self.send_header("Content-Type", answer.type)
+        self.send_header("Content-Length", str(len(answer.body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(answer.body)
+
+    do_HEAD = do_GET
+
+    def _answer(self) -> tuple[Answer, dict[str, str]]:
+        if self._is_too_long:
+            return said(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "The request is too long."), {}
+        hosts = self.headers.get_all("Host", [])
+        if len(hosts) != 1 or not self.server.is_asked_as(hosts[0].strip()):
+            names = "The Host header names another server. Ask by the address that hookstats serve has printed."
+            return said(HTTPStatus.MISDIRECTED_REQUEST, names), {}
+        try:
+            asked = urlsplit(self.path)
+            given = {name: values[-1] for name, values in parse_qs(asked.query, max_num_fields=16).items()}
+        except ValueError:
+            return said(HTTPStatus.BAD_REQUEST, "The address cannot be read."), {}
+        token = self.server.token
+        if token is not None:
+            if _equal(given.get("token"), token):
+                cookie = f"{self._cookie}={token}; Path=/; HttpOnly; SameSite=Lax"
+                moved = said(HTTPStatus.SEE_OTHER, "")
+                return moved, {"Location": "/", "Set-Cookie": cookie}
+            if not any(_equal(each, token) for each in self._cookies()):
+                words = "This page needs the token: open the whole address that hookstats serve has printed."
+                return said(HTTPStatus.FORBIDDEN, words), {}
+        try:
+            return self.server.answers(Query(asked.path, given)), {}
+        except Exception as error:
+            print(f"hookstats serve: {type(error).__name__}: {error}", file=sys.stderr)
+            return said(HTTPStatus.INTERNAL_SERVER_ERROR, "This page could not be made."), {}
+
+    @property
+    def _cookie(self) -> str:
+        return f"hookstats-{self.server.port}"  # cookies are shared by all ports of a host
+
+    def _cookies(self) -> list[str]:
+        pairs = (each.strip().partition("=") for line in self.headers.get_all("Cookie", []) for each in line.split(";"))
+        return [value for name, _, value in pairs if name == self._cookie]
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """What http.server refuses by itself, in our words and with our headers."""
+        status = HTTPStatus.METHOD_NOT_ALLOWED if code == HTTPStatus.NOT_IMPLEMENTED else HTTPStatus(code)
+        body = f"{status.phrase}.\n".encode()
+        self.send_response(status)
+        for name, value in {**_HEADERS, "Content-Security-Policy": _BARE}.items():
+            self.send_header(name, value)
+        if status == HTTPStatus.METHOD_NOT_ALLOWED:
+            self.send_header("Allow", "GET, HEAD")
+        self.send_header("Content-Type", "text/plain; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Connection", "close")
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing: what is asked comes from anybody, and a token may stand in it."""
+
+
+def said(status: HTTPStatus, words: str) -> Answer:
+    """A sentence as plain text."""
+    return Answer(status, f"{words}\n".encode())
+
+
+def _equal(given: str | None, token: str) -> bool:
+    return given is not None and hmac.compare_digest(given.encode(errors="replace"), token.encode())
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_loopback(name: str) -> bool:
+    return _is_address(name) and ipaddress.ip_address(name).is_loopback
+
+
+def _is_any(name: str) -> bool:
+    return not name or (_is_address(name) and ipaddress.ip_address(name).is_unspecified)

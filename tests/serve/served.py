@@ -1,0 +1,133 @@
+"""A server of runs in a process of its own, and runs that grow."""
+
+from __future__ import annotations
+
+import gzip
+import http.client
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hookstats.numbers.fields import Site
+from hookstats.records.places import RING, machine, started_at
+from hookstats.records.store import Store
+from hookstats.rules import Finding
+from tests.conftest import ROOT
+
+
+class Reply(NamedTuple):
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def text(self) -> str:
+        return self.body.decode()
+
+
+class Served:
+    """``hookstats serve``, as a user starts it."""
+
+    def __init__(self, directory: Path, *arguments: str) -> None:
+        command = [sys.executable, "-m", "hookstats", "serve", str(directory), "--port", "0", *arguments]
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=ROOT)
+        assert self.process.stdout is not None
+        self.said = self.process.stdout.readline()
+        self.address = self.said.split()[-1]
+        self.port = int(self.address.split("/")[2].rpartition(":")[2])
+        self.token = self.address.partition("token=")[2]
+
+    @property
+    def cookie(self) -> str:
+        return f"hookstats-{self.port}={self.token}"
+
+    def ask(self, path: str, method: str = "GET", headers: dict[str, str] | None = None) -> Reply:
+        """With the token, unless headers say otherwise; unpacked."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        try:
+            connection.request(method, path, headers={"Cookie": self.cookie} | (headers or {}))
+            answer = connection.getresponse()
+            body = answer.read()
+        finally:
+            connection.close()
+        found = {name.lower(): value for name, value in answer.getheaders()}
+        return Reply(answer.status, found, gzip.decompress(body) if "content-encoding" in found and body else body)
+
+    def runs(self) -> dict[str, str]:
+        """Addresses of runs by name, from the index."""
+        rows = self.ask("/").text.split("<tr>")[2:]
+        return {row.partition("<bdi>")[2].partition("</bdi>")[0]: row.split('href="')[1].split('"')[0] for row in rows}
+
+    def json(self, path: str) -> Any:
+        return json.loads(self.ask(path).body)
+
+
+@contextmanager
+def serving(directory: Path, *arguments: str) -> Iterator[Served]:
+    served = Served(directory, *arguments)
+    try:
+        yield served
+        assert served.process.poll() is None
+    finally:
+        served.process.terminate()
+        served.process.wait()
+        for stream in (served.process.stdout, served.process.stderr):
+            assert stream is not None
+            stream.close()
+
+
+class Growing:
+    """A run that is written step by step, each commit at once, as the process that writes does it."""
+
+    def __init__(self, directory: Path, sites: Sequence[Site] | None = None, attempt: int = 1) -> None:
+        from tests.report.runs import sites_of
+
+        self.sites = list(sites or sites_of(2))
+        self.folder = directory / "rank=0"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.attempt = attempt
+        self._store = Store(self.folder)
+        self._store.begin(attempt, {"rank": 0, "model": "GPT", "every": 1})
+        self._step = 0
+        self._describe(os.getpid())
+
+    def _describe(self, pid: int) -> None:
+        """As a training process leaves it, by which others know whether it is alive."""
+        told = {"attempt": self.attempt, "ring": str(self.folder / f"{RING}{self.attempt:04d}"), **machine()}
+        told |= {"pid": pid, "started": started_at(pid), "settings": {"rank": 0}, "rules": []}
+        self._description = self.folder / f"{RING}{self.attempt:04d}.json"
+        self._description.write_text(json.dumps(told))
+
+    def add(self, steps: range) -> None:
+        import numpy as np
+
+        from benchmarks.report_size import layout_of, step_of
+
+        layout = layout_of(self.sites, 1, 0)
+        for step in steps:
+            scale = np.exp(np.random.default_rng(step).normal(size=len(self.sites)))
+            self._store.add(step_of(layout, np.random.default_rng(step), step, scale))
+        self._step += len(steps)
+        self._store.commit(self._step)
+
+    def find(self, finding: Finding) -> None:
+        with (self.folder / "findings.jsonl").open("a") as file:
+            file.write(json.dumps(finding.to_json()) + "\n")
+
+    def end(self, how: str = "closed") -> None:
+        self._store.finish(self.attempt, how)
+        self._store.close()
+        self._description.unlink()
+
+    def die(self) -> None:
+        """Of its process nothing is left but what it had committed."""
+        ended = subprocess.Popen(["true"])
+        ended.wait()
+        self._describe(ended.pid)
+        self._store.close()
