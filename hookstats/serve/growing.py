@@ -133,7 +133,6 @@ class Growing:
             with self._lock:
                 self.error = error
         else:
-            record.pop("written")
             with self._lock:
                 self.error = None
                 self._number += 1

@@ -23,7 +23,7 @@ def index(directory: str, runs: Iterable[tuple[str, Summary]]) -> Answer:
     style = asset("page.css") + (_ASSETS / "index.css").read_text()
     script = (_ASSETS / "index.js").read_text()
     heads = "".join(
-        f'<th scope="col">{each}</th>'
+        f'<th scope="col" class="{"number" * (each in ("last step", "ranks", "last change"))}">{each}</th>'
         for each in ("run", "state", "model", "last step", "loss", "findings", "ranks", "last change")
     )
     body = (

@@ -33,7 +33,7 @@ class Browser:
         arguments += ["--hide-scrollbars", "--disable-dev-shm-usage", "--no-first-run", "--mute-audio"]
         arguments += ["--disable-background-networking", f"--user-data-dir={self._home.name}", "about:blank"]
         # Chromium reads from 3 and writes to 4, whatever the numbers of our pipe are.
-        script = f'exec 8<&{to_read} 9>&{to_write}; exec "$@" 3<&8 4>&9 8<&- 9>&-'
+        script = f'exec 200<&{to_read} 201>&{to_write}; exec "$@" 3<&200 4>&201 200<&- 201>&-'
         self._process = subprocess.Popen(
             ["bash", "-c", script, "bash", *arguments],
             pass_fds=(to_read, to_write),

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -118,7 +119,7 @@ class Growing:
 
     def find(self, finding: Finding) -> None:
         with (self.folder / "findings.jsonl").open("a") as file:
-            file.write(json.dumps(finding.to_json()) + "\n")
+            file.write(json.dumps(replace(finding, attempt=self.attempt).to_json()) + "\n")
 
     def end(self, how: str = "closed") -> None:
         self._store.finish(self.attempt, how)

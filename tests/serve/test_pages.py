@@ -1,0 +1,224 @@
+"""The index and the pages of runs in headless Chromium, while runs grow, die, are resumed and deleted."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hookstats.numbers.fields import Site
+from hookstats.rules import Finding
+from tests.report.browser import CHROMIUM, Browser
+from tests.serve.served import Growing, Served, serving
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed (apt-get install chromium)")
+
+HOSTILE = "<img src=x onerror=document.title='run'>"
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Browser]:
+    with Browser() as browser:
+        yield browser
+
+
+@pytest.fixture
+def browser(chromium: Browser) -> Iterator[Browser]:
+    """Nothing may be wrong with a page, and none asks another server."""
+    chromium.look(1280)
+    chromium.errors.clear()
+    chromium.requests.clear()
+    yield chromium
+    assert chromium.errors == []
+    assert all(url.startswith(("http://127.0.0.1:", "data:", "about:")) for url in chromium.requests), chromium.requests
+    chromium.call("Page.navigate", url="about:blank")  # asks no more
+
+
+def text(browser: Browser, selector: str) -> str:
+    return str(browser.run(f"document.querySelector({selector!r}).innerText"))
+
+
+def open_run(browser: Browser, served: Served, name: str) -> None:
+    browser.open(served.address)
+    browser.open(f"http://127.0.0.1:{served.port}{served.runs()[name]}")
+
+
+def says(browser: Browser, selector: str, words: str) -> None:
+    browser.wait(f"document.querySelector({selector!r})?.textContent.includes({words!r})", 20)
+
+
+def asked(browser: Browser, word: str) -> list[str]:
+    return [url for url in browser.requests if word in url]
+
+
+def pixels(browser: Browser) -> str:
+    return str(browser.run("document.querySelector('#heat-cells').toDataURL()"))
+
+
+def test_an_open_page_grows_with_its_run_and_keeps_what_is_chosen(browser: Browser, tmp_path: Path) -> None:
+    run = Growing(tmp_path / "run")
+    run.add(range(40))
+    with serving(tmp_path) as served:
+        open_run(browser, served, "run")
+        says(browser, "#live", "Alive: process")
+        browser.run("location.hash = '#site=3&step=20'")
+        name = run.sites[3].name
+        says(browser, "#site-title", name)
+        browser.run("document.querySelector('#settings').scrollIntoView()")
+        at = browser.run("scrollY")
+        before = pixels(browser)
+        browser.requests.clear()
+        run.add(range(40, 70))
+        run.find(Finding("spike", 50, run.sites[3], 6.0, 3.0, "warning", "It rose by a lot."))
+        says(browser, "#facts", "0 to 69")
+        says(browser, "#findings-list", "It rose by a lot.")
+        browser.wait(f"document.querySelector('#heat-cells').toDataURL() !== {before!r}")
+        assert text(browser, "#site-title") == name
+        assert browser.run("location.hash") == "#site=3&step=20"
+        assert abs(browser.run("scrollY") - at) < 200
+        assert len(asked(browser, "/run/")) == len(asked(browser, "update")) + len(asked(browser, "blob"))
+        assert all("&since=" in url for url in asked(browser, "blob"))  # no history is sent twice
+
+
+def test_a_page_that_has_grown_shows_what_one_shows_that_is_opened_then(browser: Browser, tmp_path: Path) -> None:
+    """Across the steps at which two columns become one, in every plane and every line."""
+    numbers = """(async () => {
+        const found = [], wait = () => new Promise((resolve) => setTimeout(resolve, 150));
+        const statistics = ["rms", "abs_max", "peak", "centre", "zeros"], views = ["relative", "absolute"];
+        for (const statistic of statistics) for (const view of views) {
+            const select = document.querySelectorAll("#tools select")[1];
+            select.value = statistic;
+            select.dispatchEvent(new Event("change"));
+            document.querySelector(`[data-value=${view}]`).click();
+            await wait();
+            found.push(document.querySelector("#heat-cells").toDataURL());
+        }
+        const lines = [...document.querySelectorAll("#site canvas, #flow canvas")];
+        return [...found, ...lines.map((each) => each.toDataURL())];
+    })()"""
+    run = Growing(
+        tmp_path / "run",
+        [Site(name, "output") for name in "abc"] + [Site("c", "grad_output"), Site("b", "grad_output")],
+    )
+    run.add(range(990))
+    with serving(tmp_path) as served:
+        open_run(browser, served, "run")
+        for end in (999, 1010, 1024):
+            browser.run(numbers)  # all of it is asked for, so that differences are
+            run.add(range(end - (9 if end == 999 else 11 if end == 1010 else 14), end))
+            says(browser, "#facts", f"0 to {end - 1:,}".replace(",", "\u2009"))
+            browser.wait("document.querySelector('#flow output').innerText.length > 0")
+        grown = browser.run(numbers)
+        open_run(browser, served, "run")
+        assert grown == browser.run(numbers)
+
+
+def test_a_run_that_dies_and_is_resumed_is_followed(browser: Browser, tmp_path: Path) -> None:
+    run = Growing(tmp_path / "run")
+    run.add(range(30))
+    with serving(tmp_path) as served:
+        open_run(browser, served, "run")
+        says(browser, "#live", "Alive")
+        run.die()
+        says(browser, "#live", "Died: the training process")
+        (run.folder / "ring.0001.json").unlink()
+        again = Growing(tmp_path / "run", run.sites, attempt=2)
+        again.add(range(20, 25))
+        says(browser, "#facts", "0 to 24")
+        says(browser, "#live", "Alive")
+        again.end()
+        says(browser, "#live", "Closed: the run has ended")
+
+
+def test_a_run_that_is_deleted_while_its_page_is_open_is_said_to_be(browser: Browser, tmp_path: Path) -> None:
+    run = Growing(tmp_path / "run")
+    run.add(range(30))
+    with serving(tmp_path) as served:
+        open_run(browser, served, "run")
+        shutil.rmtree(tmp_path / "run")
+        says(browser, "#live", "Deleted: the run was deleted.")
+        assert "0 to 29" in text(browser, "#facts")  # what was seen stays
+
+
+def test_a_page_waits_for_the_first_step(browser: Browser, tmp_path: Path) -> None:
+    run = Growing(tmp_path / "run")
+    with serving(tmp_path) as served:
+        browser.open(served.address)
+        browser.call("Page.navigate", url=f"http://127.0.0.1:{served.port}{served.runs()['run']}")
+        says(browser, "main", "Nothing is recorded yet.")
+        run.add(range(3))
+        browser.wait("document.documentElement.dataset.ready === 'true' && !!document.querySelector('#facts')", 20)
+        says(browser, "#facts", "0 to 2")
+
+
+def test_fifty_runs_are_an_index_that_is_sorted_filtered_and_grows(browser: Browser, tmp_path: Path) -> None:
+    sites = [Site("a", "output")]
+    runs = []
+    for number in range(50):
+        runs.append(Growing(tmp_path / f"group{number % 5}" / f"run{number:02d}", sites))
+        runs[-1].add(range(number + 1))
+    with serving(tmp_path) as served:
+        browser.open(served.address)
+        names = "[...document.querySelectorAll('#rows tr:not([hidden]) a')].map((each) => each.innerText)"
+        assert len(browser.run(names)) == 50
+        assert browser.run(names)[0] == "group4/run49"
+        assert text(browser, "#rows tr").split("\t")[:4] == ["group4/run49", "alive", "GPT", "step 49"]
+        runs[7].add(range(8, 20))
+        runs[7].find(Finding("nonfinite", 9, sites[0], 1.0, 0.0, "critical", "NaN."))
+        browser.wait(f"{names}[0] === 'group2/run07'", 20)
+        says(browser, "#rows tr", "1 critical")
+        runs[7].end()
+        says(browser, "#rows tr", "closed")
+        browser.key("Tab")
+        assert browser.run("document.activeElement.id") == "filter"
+        for letter in "up3 4":
+            browser.key(letter)
+        found = browser.run(names)
+        assert {"group3/run43", "group3/run48"} <= set(found) < {f"group3/run{number:02d}" for number in range(50)}
+        assert text(browser, "#count").endswith(" of 50")
+        browser.key("Tab")
+        browser.key("Enter")
+        browser.wait("location.pathname.startsWith('/run/') && document.documentElement?.dataset.ready === 'true'", 20)
+
+
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width", [1280, 390])
+def test_nothing_of_the_index_is_cut_off_and_names_are_text(
+    browser: Browser, tmp_path: Path, width: int, dark: bool
+) -> None:
+    for name in (HOSTILE, "x" * 200, "a/b/c"):
+        run = Growing(tmp_path / name, [Site(HOSTILE, HOSTILE)])
+        run.add(range(3))
+        run.find(Finding("spike", 1, run.sites[0], 6.0, 3.0, "note", HOSTILE))
+    with serving(tmp_path) as served:
+        browser.look(width, dark=dark)
+        browser.open(served.address)
+        assert browser.run("document.documentElement.scrollWidth") == width
+        wide = (
+            "[...document.querySelectorAll('main *')].filter((each) => each.getBoundingClientRect().right > innerWidth)"
+        )
+        assert browser.run(f"{wide}.length") == 0
+        assert HOSTILE in text(browser, "#rows")
+        assert browser.run("document.querySelectorAll('img').length") == 0
+        browser.run("[...document.querySelectorAll('#rows a')].find((each) => each.innerText.startsWith('<')).click()")
+        browser.wait("document.documentElement?.dataset.ready === 'true' && !!document.querySelector('#heat')", 20)
+        assert browser.run("document.documentElement.scrollWidth") == width
+        assert browser.run("document.querySelectorAll('img').length") == 0
+        assert browser.run("document.title") != "run"
+        assert text(browser, "h1") == HOSTILE
+
+
+def test_a_server_that_ends_is_told_and_the_page_stays(chromium: Browser, tmp_path: Path) -> None:
+    run = Growing(tmp_path / "run")
+    run.add(range(30))
+    chromium.look(1280)
+    with serving(tmp_path) as served:
+        open_run(chromium, served, "run")
+        served.process.terminate()
+        served.process.wait()
+        says(chromium, "#live", "The server does not answer")
+        assert "0 to 29" in text(chromium, "#facts")
+        served.process = type(served.process)(["sleep", "60"], stdout=-1, stderr=-1, text=True)
+    chromium.call("Page.navigate", url="about:blank")
