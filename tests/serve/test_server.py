@@ -175,7 +175,8 @@ def test_a_request_that_is_too_long_is_refused(served: Served) -> None:
     ):
         found = raw(served.port, sent)
         assert not found or re.match(rb"HTTP/1\.\d (414|431|400) ", found), found[:80]
-    assert served.ask("/").status == 200
+    assert served.ask("/", headers={"X": "y" * (http_server.HEAD_BYTES // 2)}).status == 200
+    assert served.ask("/", headers={"X": "y" * http_server.HEAD_BYTES}).status == 431
 
 
 def test_slow_readers_and_many_of_them_hold_nothing_up(served: Served) -> None:
