@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 # Extras of the package, the module that each needs, and what for.
 EXTRAS = {
-    "record": ("pyarrow", "record, load, show, compare, watch, report, recover"),
+    "record": ("pyarrow", "record, load, show, compare, watch, report, serve, recover"),
     "terminal": ("rich", "the screen of watch; without, it prints lines"),
     "report": ("matplotlib", "hookstats.report.plot; the page needs record alone"),
     "pandas": ("pandas", "Snapshot.to_pandas"),

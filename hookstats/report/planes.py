@@ -64,34 +64,39 @@ UNITS = {"scale": 16.0, "share": 125.0, "signed": 62.0}  # levels of a code for 
 DIFFERENCE = {"scale": 64.0, "share": 125.0, "signed": 62.0}  # the same for the difference of two runs
 
 
-def heatmaps(recorded: Recorded, other: Other | None = None) -> tuple[dict[str, Any], dict[str, bytes], Array]:
-    """What is said of them, their bytes by name, and of each site how far its rms went from its past, in octaves."""
-    begin = recorded.begin(COLUMNS)
-    bad = bad_of(recorded)
-    count = len(recorded.sites)
-    said: dict[str, Any] = {}
-    blobs: dict[str, bytes] = {}
-    restless = np.zeros(count)
-    for key, (title, kind) in STATISTICS.items():
-        values = numbers_of(recorded, key)
-        relative, absolute = [], []
-        for at in (slice(i, i + _AT_ONCE) for i in range(0, count, _AT_ONCE)):
-            relative.append(relative_codes(change(values[at], kind, recorded.grows), begin, bad[at], UNITS[kind]))
-            absolute.append(_absolute(values[at], kind, begin, bad[at]))
-        codes = np.concatenate(relative)
-        if key == "rms":
-            far = np.where((codes == NONFINITE) | (codes == 0), 128, codes).astype(np.int64)
-            restless = np.abs(far - 128).max(axis=1) / UNITS[kind]
-        blobs[f"{key}.relative"] = codes.tobytes()
-        blobs[f"{key}.absolute"] = b"".join(
-            np.concatenate([getattr(rows, part) for rows in absolute]).astype(dtype).tobytes()
-            for part, dtype in (("codes", "u1"), ("low", "<f8"), ("step", "<f8"))
-        )
-        said[key] = {"title": title, "kind": kind, "unit": UNITS[kind]}
-        if other is not None:
-            blobs[f"{key}.difference"] = _difference(values, other, key, kind, begin, bad)
-            said[key]["difference"] = DIFFERENCE[kind]
-    return said, blobs, restless
+def told(other: Other | None = None) -> dict[str, dict[str, Any]]:
+    """What is said of the heatmaps, by the names of their statistics."""
+    return {
+        key: {"title": title, "kind": kind, "unit": UNITS[kind]}
+        | ({} if other is None else {"difference": DIFFERENCE[kind]})
+        for key, (title, kind) in STATISTICS.items()
+    }
+
+
+def heatmap(recorded: Recorded, key: str, bad: Array, other: Other | None = None) -> dict[str, bytes]:
+    """The bytes of one of `STATISTICS` in all views, by name. bad: see `bad_of`."""
+    begin, kind, count = recorded.begin(COLUMNS), STATISTICS[key][1], len(recorded.sites)
+    values = numbers_of(recorded, key)
+    relative, absolute = [], []
+    for at in (slice(i, i + _AT_ONCE) for i in range(0, count, _AT_ONCE)):
+        relative.append(relative_codes(change(values[at], kind, recorded.grows), begin, bad[at], UNITS[kind]))
+        absolute.append(_absolute(values[at], kind, begin, bad[at]))
+    blobs = {f"{key}.relative": np.concatenate(relative).tobytes()}
+    blobs[f"{key}.absolute"] = b"".join(
+        np.concatenate([getattr(rows, part) for rows in absolute]).astype(dtype).tobytes()
+        for part, dtype in (("codes", "u1"), ("low", "<f8"), ("step", "<f8"))
+    )
+    if other is not None:
+        blobs[f"{key}.difference"] = _difference(values, other, key, kind, begin, bad)
+    return blobs
+
+
+def restless(recorded: Recorded, relative: bytes) -> Array:
+    """Of each site, how far its rms went from its past, in octaves. relative: the bytes of that heatmap."""
+    codes = np.frombuffer(relative, np.uint8).reshape(len(recorded.sites), -1)
+    far = np.where((codes == NONFINITE) | (codes == 0), 128, codes).astype(np.int64)
+    result: Array = np.abs(far - 128).max(axis=1) / UNITS[STATISTICS["rms"][1]]
+    return result
 
 
 def _difference(values: Array, other: Other, key: str, kind: str, begin: Counts, bad: Array) -> bytes:

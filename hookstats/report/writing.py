@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from hookstats.numbers.fields import Site
+from hookstats.numbers.fields import Array, Site
 from hookstats.report import detail, planes
 from hookstats.report.page import page
 from hookstats.report.record import Other, Recorded
@@ -32,18 +32,35 @@ def html(recorded: Recorded, second: Recorded | None = None) -> str:
 def contents(recorded: Recorded, second: Recorded | None = None) -> tuple[dict[str, Any], dict[str, bytes]]:
     """What a page is made from: JSON, and bytes by name."""
     other = None if second is None else Other(second, recorded)
-    heatmaps, blobs, restless = planes.heatmaps(recorded, other)
+    bad = planes.bad_of(recorded)
+    blobs: dict[str, bytes] = {}
+    for key in planes.STATISTICS:
+        blobs |= planes.heatmap(recorded, key, bad, other)
     blobs |= planes.lines(recorded, other)
+    details, pictures = detailed(recorded, blobs["rms.relative"])
+    return overview(recorded, bad, other) | details, blobs | pictures
+
+
+def detailed(recorded: Recorded, relative: bytes) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """What is told of some sites only, and its bytes. relative: those of the heatmap of rms."""
+    details, pictures = detail.details(recorded, planes.restless(recorded, relative))
+    said = {
+        "details": details,
+        "windows": detail.windows(recorded, planes.line_columns(recorded)),
+        "precision": detail.precision(recorded),
+    }
+    return said, pictures
+
+
+def overview(recorded: Recorded, bad: Array, other: Other | None = None) -> dict[str, Any]:
+    """The JSON of a page without what `detailed` says. bad: how many values were not finite, ``[n, t]``."""
     columns = planes.line_columns(recorded)
-    details, pictures = detail.details(recorded, restless)
-    blobs |= pictures
     steps = recorded.steps
     count = recorded.statistic("count")
     fired = ~np.isnan(count)
-    values = count + sum(recorded.statistic(name) for name in ("nans", "posinfs", "neginfs"))
     place = {site: i for i, site in enumerate(recorded.sites)}
     chapters = _chapters(recorded)
-    record = {
+    return {
         "name": recorded.name,
         "written": round(time.time()),
         "sites": [list(site) for site in recorded.sites],
@@ -52,10 +69,10 @@ def contents(recorded: Recorded, second: Recorded | None = None) -> tuple[dict[s
         "begin": steps[recorded.begin(planes.COLUMNS)].tolist(),
         "line_begin": steps[recorded.begin(columns)].tolist(),
         "times": None if recorded.times is None else [float(recorded.times[0]), float(recorded.times[-1])],
-        "values": float(np.nansum(values)),
+        "values": float(np.nansum(count + bad)),
         "readings": int(fired.sum()),
         "fired": fired.sum(axis=1).tolist(),
-        "statistics": heatmaps,
+        "statistics": planes.told(other),
         "scalars": planes.scalars(recorded),
         "head": head(recorded.findings),
         "chapters": [
@@ -64,13 +81,9 @@ def contents(recorded: Recorded, second: Recorded | None = None) -> tuple[dict[s
         ],
         "left_out": len(recorded.findings) - sum(1 + len(each.effects) for each in chapters),
         "skipped": [[*site, why.reason, why.times, since] for site, why, since in recorded.skipped],
-        "details": details,
-        "windows": detail.windows(recorded, columns),
-        "precision": detail.precision(recorded),
         "settings": _short(recorded.settings),
         "other": None if other is None else {"name": other.run.name, "steps": int(other.there[1].size)},
     }
-    return record, blobs
 
 
 def _chapters(recorded: Recorded) -> list[Chapter]:

@@ -14,17 +14,22 @@ from typing import Any
 
 import numpy as np
 
+from hookstats.report import planes
 from hookstats.report.loading import recorded
 from hookstats.report.page import page
-from hookstats.report.writing import contents
+from hookstats.report.record import Recorded
+from hookstats.report.writing import detailed, overview
 from hookstats.serve.runs import Watched
 
-_KEPT = 3  # versions of a run: a page that shows an older one is sent all of the newest
+_KEPT = 4  # versions of a run: a page that shows an older one is sent all of the newest
 _RUNS = 4  # of which versions are kept; one that was not asked for longest goes
 _REST = 4.0  # times as long as reading took, nothing is read again: a fifth of a processor at most
 _LEAST = 1.0  # seconds between two looks at a run
+_PATIENCE = 60.0  # seconds that somebody waits for a blob that is being made
 _SCALES = 16  # bytes of a row: two float64 behind the codes
 _LEVEL = 4  # of gzip
+_NO_DETAILS: dict[str, Any] = {"details": {}, "windows": [], "precision": None}
+_DETAILS = tuple(_NO_DETAILS)
 _reading = threading.Lock()  # one run at a time
 # Planes of a blob, whether scales follow, and by which list of the record its columns are counted.
 _LAID_OUT = {"relative": (1, False, "begin"), "absolute": (1, True, "begin"), "line": (2, True, "line_begin")}
@@ -32,11 +37,13 @@ _LAID_OUT = {"relative": (1, False, "begin"), "absolute": (1, True, "begin"), "l
 
 @dataclass
 class Version:
-    """A run as it was: JSON, and bytes by name, as of `contents`."""
+    """A run as it was: JSON, and bytes by name, as a page is made from."""
 
     number: int
     record: dict[str, Any]
     blobs: dict[str, bytes]
+    pictures: set[str] = field(default_factory=set)  # those of the blobs that are of some sites only
+    is_whole: threading.Event = field(default_factory=threading.Event)  # all blobs are there
     _packed: dict[tuple[str, int], bytes] = field(default_factory=dict)
 
     @cached_property
@@ -53,6 +60,8 @@ class Version:
 
         That is the exclusive or of both, the earlier one with as many columns as this one. KeyError for another name.
         """
+        if name not in self.blobs:
+            self.is_whole.wait(_PATIENCE)
         key = (name, 0 if old is None else old.number)
         if key not in self._packed:
             blob = self.blobs[name]
@@ -128,23 +137,54 @@ class Growing:
             run = replace(recorded(self.watched.path), grows=True, name=self.watched.name)
             if not len(run.steps) or not run.sites:
                 raise ValueError("nothing was measured yet")
-            record, blobs = contents(run)
+            self._publish(run)
+            self.error = None
         except Exception as error:  # deleted or torn, also while it is read: a page says so
-            with self._lock:
-                self.error = error
-        else:
-            with self._lock:
-                self.error = None
-                self._number += 1
-                record["version"] = self._number
-                self.versions[self._number] = Version(self._number, record, blobs)
-                while len(self.versions) > _KEPT:
-                    self.versions.popitem(last=False)
+            self.error = error
         finally:
             with self._lock:
                 self._mark = mark
                 now = time.monotonic()
                 self._rested = now + max(_LEAST, _REST * (now - began))
+
+    def _publish(self, run: Recorded) -> None:
+        """First what the first picture shows, then the rest of it, then what is told of some sites only.
+
+        Until the last is there, a page has it as it was in the version before.
+        """
+        before = self.newest
+        is_same = before is not None and before.record["sites"] == [list(site) for site in run.sites]
+        details = {name: before.record[name] for name in _DETAILS} if before and is_same else dict(_NO_DETAILS)
+        pictures = {name: before.blobs[name] for name in before.pictures} if before and is_same else {}
+        bad = planes.bad_of(run)
+        first = Version(self._numbered(), overview(run, bad) | details, pictures | planes.heatmap(run, "rms", bad))
+        first.pictures = set(pictures)
+        try:
+            self._add(first)
+            for key in planes.STATISTICS:
+                if key != "rms":
+                    first.blobs |= planes.heatmap(run, key, bad)
+            first.blobs |= planes.lines(run)
+        finally:
+            first.is_whole.set()
+        told, made = detailed(run, first.blobs["rms.relative"])
+        if told != details or any(first.blobs.get(name) != blob for name, blob in made.items()):
+            rest = {name: blob for name, blob in first.blobs.items() if name not in first.pictures}
+            whole = Version(self._numbered(), first.record | told, rest | made)
+            whole.pictures = set(made)
+            whole.is_whole.set()
+            self._add(whole)
+
+    def _numbered(self) -> int:
+        self._number += 1
+        return self._number
+
+    def _add(self, version: Version) -> None:
+        version.record["version"] = version.number
+        with self._lock:
+            self.versions[version.number] = version
+            while len(self.versions) > _KEPT:
+                self.versions.popitem(last=False)
 
 
 class Kept:

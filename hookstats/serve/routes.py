@@ -72,10 +72,10 @@ def _blob(growing: Growing, query: Query) -> Answer:
     version = _version(growing, query, "version")
     if version is None:
         return said(HTTPStatus.GONE, "The run has grown since; ask for what is new.")
-    name = query.given.get("name", "")
-    if name not in version.blobs:
+    try:
+        packed = version.packed(query.given.get("name", ""), _version(growing, query, "since"))
+    except KeyError:
         return said(HTTPStatus.NOT_FOUND, "There are no such numbers.")
-    packed = version.packed(name, _version(growing, query, "since"))
     return Answer(HTTPStatus.OK, packed, _BYTES, packed=True)
 
 

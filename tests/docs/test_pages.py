@@ -39,6 +39,7 @@ NAMES = (
     "records",
     "rules",
     "report",
+    "live",
     "sinks",
     "commands",
 )

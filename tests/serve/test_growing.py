@@ -106,7 +106,7 @@ def test_few_versions_of_few_runs_are_kept(tmp_path: Path, followed: tuple[Growi
         run.add(range(step, step + 1))
         seen._rested = 0.0
         next_of(seen)
-    assert len(seen.versions) == 3
+    assert len(seen.versions) == growing._KEPT
     kept = growing.Kept()
     all_of_them = [kept.get(str(number), seen.watched) for number in range(9)]
     assert kept.get("8", seen.watched) is all_of_them[8]

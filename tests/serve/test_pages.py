@@ -149,7 +149,7 @@ def test_a_page_waits_for_the_first_step(browser: Browser, tmp_path: Path) -> No
         browser.call("Page.navigate", url=f"http://127.0.0.1:{served.port}{served.runs()['run']}")
         says(browser, "main", "Nothing is recorded yet.")
         run.add(range(3))
-        browser.wait("document.documentElement.dataset.ready === 'true' && !!document.querySelector('#facts')", 20)
+        browser.wait("document.documentElement?.dataset.ready === 'true' && !!document.querySelector('#facts')", 20)
         says(browser, "#facts", "0 to 2")
 
 

@@ -1,0 +1,174 @@
+"""How fast a served run is in headless Chromium, and what looking at it costs the one who trains.
+
+python -m benchmarks.serve [--sites 1000] [--steps 10000] [--keep DIRECTORY] [--rounds 10]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import http.client
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.interleaved import interleaved
+from benchmarks.report_size import layout_of, record, step_of
+from hookstats.numbers.fields import Site
+from hookstats.records import manifest
+from hookstats.records.store import Store
+from tests.report.browser import Browser
+from tests.serve.served import Served, serving
+
+NEW = 20  # steps that a writer adds at once
+TRAINER = """
+import sys, time
+import torch
+import hookstats
+from benchmarks.steps import SMALL, Trainer
+torch.set_num_threads(1)
+attached = {"every": 1, "sinks": [hookstats.record(sys.argv[1])]}
+trainer = Trainer(SMALL, "cpu", attached)
+print("ready", flush=True)
+for line in sys.stdin:
+    until, times = time.monotonic() + 4, []
+    while time.monotonic() < until:
+        times.append(trainer.timed())
+    print(sorted(times)[len(times) // 2], flush=True)
+"""
+
+
+def add(run: Path, steps: int) -> None:
+    """Steps more, as the process that writes commits them."""
+    folder = run / "rank=0"
+    sites = [Site(*site) for site in manifest.read(folder).sites]
+    last = manifest.read(folder).parts["steps"][-1].steps[1]
+    store, rng, layout = Store(folder), np.random.default_rng(1), layout_of(sites, 1, 0)
+    store.begin(1, {})
+    for i in range(steps):
+        store.add(step_of(layout, rng, last + 10 * (i + 1), np.exp(rng.normal(size=len(sites)))))
+    store.commit(last)
+    store.close()
+
+
+def transferred(served: Served, path: str) -> tuple[float, int, bytes]:
+    """Milliseconds, bytes on the wire, and what they hold."""
+    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=120)
+    began = time.perf_counter()
+    connection.request("GET", path, headers={"Cookie": served.cookie})
+    body = connection.getresponse().read()
+    took = 1e3 * (time.perf_counter() - began)
+    connection.close()
+    return took, len(body), gzip.decompress(body)
+
+
+def browse(folder: Path) -> None:
+    with serving(folder) as served, Browser() as browser:
+        [address] = served.runs().values()
+        browser.call("Page.navigate", url=served.address)
+        browser.wait("document.documentElement?.dataset.ready === 'true'")
+        picture = "performance.getEntriesByName('first picture').length"
+        for turn in ("nothing read before", "again"):
+            began = time.perf_counter()
+            browser.call("Page.navigate", url=f"http://127.0.0.1:{served.port}{address}")
+            browser.wait(f"location.pathname === {address!r} && {picture} === 1", 300)
+            print(f"first picture, {turn}: {time.perf_counter() - began:.2f} s")
+            browser.wait("document.documentElement.dataset.ready === 'true'", 300)
+            print(f"all of the page, {turn}: {time.perf_counter() - began:.2f} s")
+        measures = "performance.getEntriesByName('update')"
+        told = json.loads(transferred(served, f"{address}update?version=0")[2])
+        while transferred(served, f"{address}update?version={told['record']['version']}")[1] > 2000:
+            time.sleep(1)
+            told = json.loads(transferred(served, f"{address}update?version=0")[2])
+        old = told["record"]["version"]
+        before = browser.run(f"{measures}.length")
+        time.sleep(150)  # the reader rests
+        add(folder / "run", NEW)
+        began = time.perf_counter()
+        browser.wait(f"{measures}.length > {before}", 300)
+        print(f"{NEW} new steps are seen after {time.perf_counter() - began:.1f} s")
+        print(f"drawn in {browser.run(f'{measures}.at(-1).duration'):.0f} ms")
+        took, size, body = transferred(served, f"{address}update?version={old}")
+        new = json.loads(body)["record"]["version"]
+        print(f"what is new of the record: {took:.1f} ms, {size / 1e3:.1f} KB")
+        names = ["rms.relative", "rms.absolute", *(f"line.{name}" for name in ("rms", "abs_max", "mean"))]
+        for name in names:
+            took, size, _ = transferred(served, f"{address}blob?name={name}&version={new}&since={old}")
+            whole = transferred(served, f"{address}blob?name={name}&version={new}")[1]
+            print(f"what is new of {name}: {took:.1f} ms, {size / 1e3:.1f} KB, of {whole / 1e3:.0f}")
+        status = Path(f"/proc/{served.process.pid}/status").read_text()
+        peak = next(line for line in status.splitlines() if line.startswith("VmHWM"))
+        print(f"memory of the server, at most: {int(peak.split()[1]) / 1024:.0f} MB")
+        assert not browser.errors, browser.errors
+
+
+def train(folder: Path, rounds: int) -> None:
+    """The median step of a trainer, looked at by somebody each second, and not, in turns."""
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-c", TRAINER, str(folder / "run")]
+    trainer = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
+    assert trainer.stdin is not None
+    assert trainer.stdout is not None
+    stdin, stdout = trainer.stdin, trainer.stdout
+
+    def measured() -> float:
+        print(file=stdin, flush=True)
+        return float(stdout.readline())
+
+    try:
+        assert stdout.readline() == "ready\n"
+        measured()
+        with serving(folder) as served:
+
+            def looked_at() -> float:
+                is_over = threading.Event()
+
+                def look() -> None:
+                    [address] = served.runs().values()
+                    while not is_over.wait(1.0):
+                        for path in (address, f"{address}update?version=0", "/rows"):
+                            served.ask(path)
+
+                looker = threading.Thread(target=look)
+                looker.start()
+                try:
+                    return measured()
+                finally:
+                    is_over.set()
+                    looker.join()
+
+            times = interleaved({"alone": measured, "looked at": looked_at}, rounds)
+    finally:
+        trainer.kill()
+        trainer.wait()
+    for name, own in times.items():
+        print(f"a step, {name}: {1e3 * float(np.median(own)):.2f} ms")
+    ratios = np.array(times["looked at"]) / np.array(times["alone"])
+    print(f"ratio of a pair: median {np.median(ratios):.3f}, from {ratios.min():.3f} to {ratios.max():.3f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.serve", description=__doc__.splitlines()[0])
+    parser.add_argument("--sites", type=int, default=1000)
+    parser.add_argument("--steps", type=int, default=10_000)
+    parser.add_argument("--keep", type=Path, help="folder for the run; a run that is there is used again, and grows")
+    parser.add_argument("--rounds", type=int, default=10)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = arguments.keep or Path(temporary) / "large"
+        if not (folder / "run").exists():
+            record(folder / "run", arguments.sites, arguments.steps)
+        browse(folder)
+        trained = Path(temporary) / "trained"
+        trained.mkdir()
+        train(trained, arguments.rounds)
+
+
+if __name__ == "__main__":
+    main()
