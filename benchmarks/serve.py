@@ -26,6 +26,7 @@ from hookstats.records.store import Store
 from tests.report.browser import Browser
 from tests.serve.served import Served, serving
 
+REST = 150  # seconds in which the server reads nothing, behind one long reading
 NEW = 20  # steps that a writer adds at once
 TRAINER = """
 import sys, time
@@ -33,7 +34,7 @@ import torch
 import hookstats
 from benchmarks.steps import SMALL, Trainer
 torch.set_num_threads(1)
-attached = {"every": 1, "sinks": [hookstats.record(sys.argv[1])]}
+attached = {"sinks": [hookstats.record(sys.argv[1])]}
 trainer = Trainer(SMALL, "cpu", attached)
 print("ready", flush=True)
 for line in sys.stdin:
@@ -41,6 +42,7 @@ for line in sys.stdin:
     while time.monotonic() < until:
         times.append(trainer.timed())
     print(sorted(times)[len(times) // 2], flush=True)
+trainer.monitor.detach()
 """
 
 
@@ -83,25 +85,28 @@ def browse(folder: Path) -> None:
             print(f"all of the page, {turn}: {time.perf_counter() - began:.2f} s")
         measures = "performance.getEntriesByName('update')"
         told = json.loads(transferred(served, f"{address}update?version=0")[2])
-        while transferred(served, f"{address}update?version={told['record']['version']}")[1] > 2000:
+        while told["record"]["details"] == {}:  # which is read last
             time.sleep(1)
             told = json.loads(transferred(served, f"{address}update?version=0")[2])
-        old = told["record"]["version"]
-        before = browser.run(f"{measures}.length")
-        time.sleep(150)  # the reader rests
+        old, facts = told["record"]["version"], browser.run("document.querySelector('#facts').innerText")
+        time.sleep(REST)
+        browser.run("performance.clearMeasures('update')")
         add(folder / "run", NEW)
         began = time.perf_counter()
-        browser.wait(f"{measures}.length > {before}", 300)
+        browser.wait(f"document.querySelector('#facts').innerText !== {facts!r} && {measures}.length === 1", 300)
         print(f"{NEW} new steps are seen after {time.perf_counter() - began:.1f} s")
-        print(f"drawn in {browser.run(f'{measures}.at(-1).duration'):.0f} ms")
+        print(f"drawn in {browser.run(f'{measures}[0].duration'):.0f} ms")
         took, size, body = transferred(served, f"{address}update?version={old}")
         new = json.loads(body)["record"]["version"]
         print(f"what is new of the record: {took:.1f} ms, {size / 1e3:.1f} KB")
-        names = ["rms.relative", "rms.absolute", *(f"line.{name}" for name in ("rms", "abs_max", "mean"))]
-        for name in names:
+        lines = ("rms", "rms_low", "rms_high", "abs_max", "mean", "std", "min", "max")
+        total = 0
+        for name in ["rms.relative", *(f"line.{name}" for name in lines)]:
             took, size, _ = transferred(served, f"{address}blob?name={name}&version={new}&since={old}")
             whole = transferred(served, f"{address}blob?name={name}&version={new}")[1]
             print(f"what is new of {name}: {took:.1f} ms, {size / 1e3:.1f} KB, of {whole / 1e3:.0f}")
+            total += size
+        print(f"all that an open page asks for: {total / 1e3:.0f} KB")
         status = Path(f"/proc/{served.process.pid}/status").read_text()
         peak = next(line for line in status.splitlines() if line.startswith("VmHWM"))
         print(f"memory of the server, at most: {int(peak.split()[1]) / 1024:.0f} MB")
@@ -145,8 +150,8 @@ def train(folder: Path, rounds: int) -> None:
 
             times = interleaved({"alone": measured, "looked at": looked_at}, rounds)
     finally:
-        trainer.kill()
-        trainer.wait()
+        stdin.close()
+        trainer.wait(120)
     for name, own in times.items():
         print(f"a step, {name}: {1e3 * float(np.median(own)):.2f} ms")
     ratios = np.array(times["looked at"]) / np.array(times["alone"])

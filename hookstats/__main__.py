@@ -180,6 +180,7 @@ def _serve(options: argparse.Namespace) -> int:
 
     server = open_server(options.host, options.port, Routes(Path(options.path)), not options.no_token)
     print(_plain("\n".join(server.told())), flush=True)
+    os.nice(10)  # those who train go first; at 19 a machine that is busy would hardly draw a page
     with server:
         server.serve_forever()
     return 0

@@ -103,6 +103,7 @@ class Growing:
         self._lock = threading.Lock()
         self._making: threading.Thread | None = None
         self._rested = 0.0
+        self._is_told = threading.Event()  # there is a version, or an error
         self._number = time.time_ns() // 1_000_000  # of one server, never that of an earlier one
 
     @property
@@ -115,15 +116,17 @@ class Growing:
             return self.versions.get(number)
 
     def look(self, patience: float = 0.0) -> Version | None:
-        """The newest version, and if the run has changed, a newer one is being made; waits so many seconds for it."""
+        """The newest version, and if the run has changed, a newer one is being made.
+
+        patience: seconds that are waited where there is none yet, nor an error.
+        """
         with self._lock:
             is_idle = self._making is None or not self._making.is_alive()
             if is_idle and time.monotonic() >= self._rested and self.watched.mark() != self._mark:
                 self._making = threading.Thread(target=self._make, daemon=True)
                 self._making.start()
-            making = self._making
-        if patience and making is not None:
-            making.join(patience)
+        if patience and self.newest is None:
+            self._is_told.wait(patience)
         return self.newest
 
     def _make(self) -> None:
@@ -137,11 +140,12 @@ class Growing:
             run = replace(recorded(self.watched.path), grows=True, name=self.watched.name)
             if not len(run.steps) or not run.sites:
                 raise ValueError("nothing was measured yet")
-            self._publish(run)
             self.error = None
+            self._publish(run)
         except Exception as error:  # deleted or torn, also while it is read: a page says so
             self.error = error
         finally:
+            self._is_told.set()
             with self._lock:
                 self._mark = mark
                 now = time.monotonic()
@@ -185,6 +189,7 @@ class Growing:
             self.versions[version.number] = version
             while len(self.versions) > _KEPT:
                 self.versions.popitem(last=False)
+        self._is_told.set()
 
 
 class Kept:

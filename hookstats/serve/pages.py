@@ -49,7 +49,7 @@ def rows(runs: Iterable[tuple[str, Summary]]) -> str:
 
 def _row(id: str, run: Summary) -> str:
     findings = ", ".join(
-        f'<span class="{name}">{count} {name}{"s" if name == "note" and count > 1 else ""}</span>'
+        f'<span class="{name}">{count} {name}{"s" if name != "critical" and count > 1 else ""}</span>'
         for name, count in run.findings
     )
     kind, sentence = escaped(run.state.kind), escaped(run.state.sentence)
