@@ -39,7 +39,6 @@ NAMES = (
     "records",
     "rules",
     "report",
-    "live",
     "sinks",
     "commands",
 )
