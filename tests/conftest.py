@@ -125,7 +125,7 @@ def load_harness() -> Any:
         cpp_extension.load(
             name="hookstats_cuda_on_cpu",
             sources=[str(ROOT / source) for source in sources],
-            extra_cflags=["-O1", "-fopenmp", "-DHOOKSTATS_CUDA_ON_CPU", *sanitized],
+            extra_cflags=["-Og", "-fopenmp", "-DHOOKSTATS_CUDA_ON_CPU", *sanitized],
             extra_ldflags=["-fopenmp", *sanitized],
             extra_include_paths=[str(ROOT / "tests" / "cuda_on_cpu"), str(ROOT / "csrc")],
             build_directory=str(build),

@@ -33,6 +33,13 @@ from tests.plain import hearing
 EXACT = ("count", "zeros", "nans", "posinfs", "neginfs")
 CLOSE = ("mean", "std", "rms", "min", "max", "abs_max")
 WAYS = ("sequence", "plain", "dtensors", "prepared", "loss")
+SHORT: dict[str, list[tuple[bool, bool, tuple[str, ...]]]] = {
+    "sequence": [(True, True, ("blocks",))],
+    "plain": [(True, True, ("whole",)), (False, False, ("blocks",))],
+    "dtensors": [(False, False, ("whole",))],
+    "prepared": [(True, True, ("blocks",))],
+    "loss": [(True, True, ("whole",))],
+}
 STEPS, BATCH, SEQUENCE, WIDTH, WORDS = 2, 2, 4, 8, 12
 
 
@@ -125,12 +132,11 @@ class Case(NamedTuple):
 
 
 def settings(way: str) -> list[tuple[bool, bool, tuple[str, ...]]]:
-    """Whether fully_shard, whether checkpoint, and what is compiled besides eager mode: both or none of them, each
-    compiled in one way, in turn; with HOOKSTATS_WHOLE_MATRIX=1 all 60 cases."""
+    """Whether fully_shard, whether checkpoint, and what is compiled besides eager mode: both or none of them, in turn,
+    compiled in one way, in turn, too; with HOOKSTATS_WHOLE_MATRIX=1 all 60 cases."""
     if os.environ.get("HOOKSTATS_WHOLE_MATRIX"):
         return [(*both, ("blocks", "whole")) for both in itertools.product((True, False), repeat=2)]
-    one, other = ("blocks", "whole") if WAYS.index(way) % 2 == 0 else ("whole", "blocks")
-    return [(True, True, (one,)), (False, False, (other,))]
+    return SHORT[way]
 
 
 class Trained(NamedTuple):
@@ -274,4 +280,4 @@ def test_a_model_cut_over_ranks_trains_as_without_us_and_compiled_its_numbers_ar
         print(case, what)
     for rank, became in enumerate(of_ranks):
         assert [(case, wrong) for case, _, wrong in became if wrong] == [], f"rank {rank}"
-    assert sum(what.startswith("trained") for _, what, _ in of_ranks[0]) >= 4
+    assert sum(what.startswith("trained") for _, what, _ in of_ranks[0]) >= 2

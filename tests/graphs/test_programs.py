@@ -398,14 +398,20 @@ def test_a_recomputation_runs_the_program_of_its_forward(options: dict[str, Any]
     assert model.blocks[0].up.weight.grad is not None
 
 
-@pytest.mark.parametrize("between", BETWEEN)
+# Two forwards before a backward: with the backend that only chooses as inductor, autograd finds a site's state changed.
+@pytest.mark.parametrize(
+    ("between", "backend"),
+    [(each, "inductor" if each in (between_rows, between_forwards) else SAVES_AS_INDUCTOR) for each in BETWEEN],
+)
 @pytest.mark.parametrize("selective", [False, True])
-def test_a_checkpoint_inside_of_a_graph_is_no_obstacle(selective: bool, between: Callable[..., None]) -> None:
+def test_a_checkpoint_inside_of_a_graph_is_no_obstacle(
+    selective: bool, between: Callable[..., None], backend: str
+) -> None:
     model = Residual()
     mon = hookstats.attach(model, every=2, tensors=OF_OUTPUTS)
     options: dict[str, Any] = {"context_fn": SELECTIVE} if selective else {}
 
-    @torch.compile(fullgraph=True)
+    @torch.compile(fullgraph=True, backend=backend)
     def run(x: torch.Tensor) -> torch.Tensor:
         for block in model.blocks:
             x = checkpoint(block, x, use_reentrant=False, **options)
