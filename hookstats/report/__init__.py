@@ -1,4 +1,4 @@
-"""A recorded run as one HTML page that opens offline: `write`; or as a picture of its heatmap: `plot`. No torch."""
+"""A recorded run as an HTML page that opens offline: `write`, in a notebook `show`; or a picture: `plot`. No torch."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from hookstats.numbers.snapshot import Snapshot
 from hookstats.report import loading, plotting
+from hookstats.report.notebook import Shown
 from hookstats.report.page import put
 from hookstats.report.record import Recorded
 from hookstats.report.writing import html
@@ -15,7 +16,7 @@ from hookstats.report.writing import html
 if TYPE_CHECKING:
     from hookstats.records.run import Run
 
-__all__ = ["Recorded", "plot", "write"]
+__all__ = ["Recorded", "plot", "show", "write"]
 
 
 def write(
@@ -34,6 +35,24 @@ def write(
     path = Path(output)
     put(html(of(run), None if other is None else of(other)), path)
     return path
+
+
+def show(
+    run: Run | str | Path | Sequence[Snapshot] | Recorded,
+    other: Run | str | Path | Sequence[Snapshot] | Recorded | None = None,
+    *,
+    height: int = 800,
+) -> Shown:
+    """The page that `write` makes, in a cell of a notebook (Jupyter, VS Code, Colab), where this is the last line.
+
+    run, other: as for `write`; of a run that is being recorded, give the directory, and run the cell again for what
+    is new. height: of the frame, in pixels; it is as wide as the cell. The page is part of the notebook's file.
+    ValueError for a height of less than 200; else as `write`.
+    """
+    if height < 200:
+        raise ValueError(f"show: expected a height of at least 200 pixels, got {height}")
+    recorded = of(run)
+    return Shown(html(recorded, None if other is None else of(other)), recorded.name, height)
 
 
 def plot(

@@ -19,18 +19,23 @@ _PATIENCE = 60.0  # seconds for an answer, on a machine that is busy
 
 
 class Browser:
-    """One page. ``errors``: what it wrote on the console as one; ``requests``: addresses that it asked for."""
+    """One page. ``errors``: what it wrote on the console as one; ``requests``: addresses that it asked for.
+
+    ``context``: where scripts of the newest document run, which is that of the last frame.
+    """
 
     def __init__(self, width: int = 1280, height: int = 900, dark: bool = False) -> None:
         assert CHROMIUM is not None
         self.errors: list[str] = []
         self.requests: list[str] = []
+        self.context: int | None = None
         self._number, self._buffer, self._loaded = 0, b"", False
         self._home = tempfile.TemporaryDirectory(prefix="chromium-", ignore_cleanup_errors=True)
         to_read, self._to = os.pipe()
         self._from, to_write = os.pipe()
         arguments = [CHROMIUM, "--headless=new", "--no-sandbox", "--remote-debugging-pipe", "--disable-gpu"]
         arguments += ["--hide-scrollbars", "--disable-dev-shm-usage", "--no-first-run", "--mute-audio"]
+        arguments += ["--disable-features=IsolateSandboxedIframes"]  # frames are heard as the page is
         arguments += ["--disable-background-networking", f"--user-data-dir={self._home.name}", "about:blank"]
         # Chromium reads from 3 and writes to 4, whatever the numbers of our pipe are.
         script = f'exec 200<&{to_read} 201>&{to_write}; exec "$@" 3<&200 4>&201 200<&- 201>&-'
@@ -100,6 +105,8 @@ class Browser:
             self.errors.append(of["entry"]["text"])
         elif method == "Network.requestWillBeSent":
             self.requests.append(of["request"]["url"])
+        elif method == "Runtime.executionContextCreated":
+            self.context = of["context"]["id"]
         elif method == "Page.loadEventFired":
             self._loaded = True
 
@@ -110,17 +117,18 @@ class Browser:
         self.call("Page.navigate", url=url)
         self.wait("document.documentElement?.dataset.ready === 'true'")
 
-    def run(self, script: str) -> Any:
-        """The value of an expression, awaited."""
-        found = self.call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
+    def run(self, script: str, context: int | None = None) -> Any:
+        """The value of an expression, awaited; in the page, or in another context."""
+        where = {} if context is None else {"contextId": context}
+        found = self.call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True, **where)
         if "exceptionDetails" in found:
             raise RuntimeError(str(found["exceptionDetails"]))
         return found["result"].get("value")
 
-    def wait(self, script: str, seconds: float = _PATIENCE) -> None:
+    def wait(self, script: str, seconds: float = _PATIENCE, context: int | None = None) -> None:
         """Until an expression is true."""
         deadline = time.monotonic() + seconds
-        while not self.run(script):
+        while not self.run(script, context):
             if time.monotonic() > deadline:
                 raise TimeoutError(f"expected {script} within {seconds:.0f} s; errors: {self.errors}")
             time.sleep(0.02)

@@ -11,6 +11,7 @@ from torch import nn
 
 import hookstats
 from hookstats import Snapshot
+from tests.report.browser import CHROMIUM, Browser
 
 
 class Page(HTMLParser):
@@ -152,3 +153,63 @@ def test_tables_are_tables_as_the_last_line_of_a_cell(tmp_path: Path) -> None:
     known = {"run": hookstats.load(a_run(tmp_path / "run")), "snapshot": measured(model), "model": model}
     for cell in ("run", "snapshot", "__import__('hookstats').explain(model)"):
         assert str(shown(cell, known)["text/html"]).startswith("<div><b>")
+
+
+def test_a_notebook_shows_the_page_of_a_run(tmp_path: Path) -> None:
+    """Executed as Jupyter does, and opened: the frame holds the page, and its script has drawn the heatmap."""
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    path = a_run(tmp_path / "'a' <run>")
+    notebook = nbformat.v4.new_notebook(
+        cells=[nbformat.v4.new_code_cell(f"import hookstats\nhookstats.report.show({str(path)!r}, height=640)")]
+    )
+    nbclient.NotebookClient(
+        notebook, kernel_name="python3", resources={"metadata": {"path": str(Path.cwd())}}
+    ).execute()
+    (output,) = notebook.cells[0].outputs
+    assert "notebooks show it" in output["data"]["text/plain"]
+    shown = output["data"]["text/html"]
+    frame = Frame(shown)
+    assert set(frame.given) == {"title", "sandbox", "height", "style", "srcdoc"}
+    assert frame.given["sandbox"] == "allow-scripts"  # not the notebook's origin
+    assert frame.given["title"] == "hookstats report: 'a' <run>"
+    assert frame.given["srcdoc"].startswith("<!doctype html>")
+    if CHROMIUM is None:
+        pytest.skip("no Chromium is installed (apt-get install chromium)")
+    exported = tmp_path / "notebook.html"
+    exported.write_text(f"<!doctype html><html><body>{shown}</body></html>")
+    with Browser() as browser:
+        browser.call("Page.navigate", url=exported.as_uri())
+        browser.wait("document.querySelector('iframe') !== null && document.readyState === 'complete'")
+        inside = browser.context
+        assert browser.run("location.href", inside) == "about:srcdoc"
+        browser.wait("document.documentElement.dataset.ready === 'true'", context=inside)
+        assert browser.run("document.querySelector('iframe').clientHeight") == 640
+        colours = """(() => {
+          const canvas = document.getElementById("heat-cells"), { width, height } = canvas;
+          return new Set(new Uint32Array(canvas.getContext("2d").getImageData(0, 0, width, height).data.buffer)).size;
+        })()"""
+        assert browser.run(colours, inside) > 10
+        browser.run("location.hash = '#site=1&step=2'", inside)
+        browser.wait("location.hash === '#site=1&step=2'", context=inside)
+        assert not browser.errors
+        assert all(url.startswith(("file:", "data:", "about:")) for url in browser.requests)
+
+
+def test_a_page_in_a_notebook_is_tall_enough() -> None:
+    with pytest.raises(ValueError, match="at least 200 pixels, got 20"):
+        hookstats.report.show([], height=20)
+
+
+class Frame(HTMLParser):
+    """What an iframe is given."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.given: dict[str, str | None] = {}
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert tag == "iframe"
+        assert not self.given
+        self.given = dict(attrs)
