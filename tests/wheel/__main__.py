@@ -24,8 +24,11 @@ from tests.conftest import ROOT
 WORK, DIST = ROOT / "build" / "wheel", ROOT / "dist"
 TOOLS = ("setuptools>=77", "wheel", "ninja", "pybind11")
 TRIED_WITH = ("pytest", "pytest-xdist", "pyarrow", "pandas")
-# Of tests/quick.txt, what needs a compiler, the sources, or a trainer.
-NEED_MORE = ("tests/kernels", "tests/cuda_on_cpu", "tests/graphs", "tests/docs", "tests/integrations", "tests/test_")
+# Of tests/quick.txt, what needs a compiler, the sources, or other people's trainers and models.
+NEED_MORE = (
+    *("tests/kernels", "tests/cuda_on_cpu", "tests/graphs", "tests/docs", "tests/integrations", "tests/test_"),
+    "tests/calibration",
+)
 SMOKE = """
 import sys, torch, hookstats
 from torch import nn
@@ -112,7 +115,7 @@ def test(torches: list[str]) -> None:
             run(python, "-c", SMOKE, "without", cwd=where, HOOKSTATS_GLUE="none", **alone)
             run(python, "-m", "hookstats", "doctor", cwd=where, **alone)
             print(f"torch {minor}: installed in {took:.1f} s", flush=True)
-            for each in ("tests", "docs"):
+            for each in ("tests", "docs", "benchmarks"):
                 shutil.copytree(ROOT / each, where / each)
             shutil.copy2(ROOT / "pyproject.toml", where)
             quick = (ROOT / "tests" / "quick.txt").read_text().splitlines()
