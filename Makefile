@@ -25,6 +25,18 @@ test: .venv/.dev        ## the whole test suite, one torch thread in each proces
 quick: .venv/.dev       ## one pass over every room on the CPU: less than a minute. What it runs: tests/quick.txt
 	$(PY) -m pytest -q -n auto --maxprocesses 8 --dist worksteal -p no:benchmark @tests/quick.txt
 
+# In an environment of its own, beside a torchvision that is built for the same torch. It takes 10 GB.
+CLIENTS := build/clients/bin/python
+.PHONY: clients
+clients: build/clients/.made  ## trainers that others wrote, with hookstats and without: the table of docs/clients.md
+	$(CLIENTS) -m tests.clients
+build/clients/.made: $(SOURCES) tests/clients/requirements.txt
+	test -x $(CLIENTS) || $(PYTHON) -m venv build/clients
+	$(CLIENTS) -m pip install -q "torch==2.14.1" "torchvision==0.29.2" "setuptools>=70" wheel ninja pybind11
+	$(CLIENTS) -m pip install -q -r tests/clients/requirements.txt
+	HOOKSTATS_CUDA=0 $(CLIENTS) -m pip install -q --no-build-isolation -e ".[report]"
+	touch $@
+
 # In a copy of the sources with an environment, an extension and a harness of its own, which are kept for the next time.
 COPY = build/compat-$(TORCH)
 compat:                 ## the whole test suite with another torch: make compat TORCH=2.15.0

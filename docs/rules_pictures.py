@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.illnesses import ill, more  # noqa: F401, they register theirs
 from benchmarks.illnesses.training import ILL, run, seeded
-from hookstats import Snapshot, report
+from hookstats import Site, Snapshot, report
 from hookstats.report.record import Recorded
 from hookstats.rules import book, judge
 from tests.language import trainings
@@ -86,32 +86,36 @@ def training(name: str) -> list[Snapshot]:
     return run(next(each for each in ILL if f"{each.name}.{each.kind}" == name).make()).snapshots
 
 
-def picture(rule: str, folder: Path) -> None:
+def picture(rule: str) -> None:
     """The heatmap at the site and the step of the rule's first finding."""
     snapshots = training(SHOWN[rule])
     findings = judge(snapshots)
     found = next(each for each in findings if each.rule == rule)
-    recorded = Recorded.of(snapshots, rule, findings)
-    path = folder / f"{rule}.html"
-    report.write(recorded, path)
+    to = PAGE.with_name("rules") / f"{rule}.png"
     site = found.sites[0] if found.sites else None
+    shot(Recorded.of(snapshots, rule, findings), site, found.step, ABSOLUTE.get(rule), to)
+    print(f"{rule}: step {found.step}, {found.site}, {to.stat().st_size / 1024:.0f} KB", flush=True)
+
+
+def shot(recorded: Recorded, site: Site | None, step: int, absolute: str | None, to: Path) -> None:
+    """The report's heatmap at a site and a step: of a statistic, or (None) against each site's past."""
     place = "" if site not in recorded.sites else f"site={recorded.sites.index(site)}&"
-    with Browser(WIDE, 1000) as browser:
-        browser.open(f"{path.as_uri()}#{place}step={found.step}")
-        if rule in ABSOLUTE:
+    with tempfile.TemporaryDirectory() as folder, Browser(WIDE, 1000) as browser:
+        path = Path(folder) / "report.html"
+        report.write(recorded, path)
+        browser.open(f"{path.as_uri()}#{place}step={step}")
+        if absolute is not None:
             seen = "performance.getEntriesByName('switch').length"
             before = browser.run(seen)
             browser.run("document.querySelector('[data-value=absolute]').click()")
             browser.wait(f"{seen} === {before + 1}")
-            browser.run(f"document.querySelectorAll('#tools select')[1].value = '{ABSOLUTE[rule]}'")
+            browser.run(f"document.querySelectorAll('#tools select')[1].value = '{absolute}'")
             browser.run("document.querySelectorAll('#tools select')[1].dispatchEvent(new Event('change'))")
             browser.wait(f"{seen} === {before + 2}")
         top = browser.run("document.querySelector('#heat').getBoundingClientRect().top + scrollY")
         end = browser.run("document.querySelector('.under').getBoundingClientRect().top + scrollY")
-        to = PAGE.with_name("rules") / f"{rule}.png"
         to.parent.mkdir(exist_ok=True)
         browser.picture(to, clip={"x": 16, "y": top - 8, "width": WIDE - 32, "height": end - top + 4})
-    print(f"{rule}: step {found.step}, {site}, {to.stat().st_size / 1024:.0f} KB", flush=True)
 
 
 def write_sections() -> None:
@@ -122,9 +126,8 @@ def write_sections() -> None:
 def main() -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    with tempfile.TemporaryDirectory() as folder:
-        for rule in sys.argv[1:] or SHOWN:
-            picture(rule, Path(folder))
+    for rule in sys.argv[1:] or SHOWN:
+        picture(rule)
     write_sections()
 
 

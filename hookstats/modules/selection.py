@@ -97,8 +97,7 @@ def select(
         globs, chosen = _asked_for(modules, named, [*named, *slots])
         inside = {id(module) for module in chosen.values()}
         slots = {name: slot for name, slot in slots.items() if id(slot.module) in inside or matches(name, globs)}
-        chosen = {name: module for name, module in chosen.items() if not isinstance(module, _NEVER_CALLED)}
-    chosen = {name: module for name, module in chosen.items() if name not in left}
+    chosen = {n: module for n, module in chosen.items() if n not in left and not isinstance(module, _NEVER_CALLED)}
     slots = {name: slot for name, slot in slots.items() if name not in left}
     if not chosen and not slots:
         raise ValueError(f"modules: expected to select at least one of {len(named)} modules, selected none")

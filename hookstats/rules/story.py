@@ -83,8 +83,14 @@ class Plot:
         return result
 
     def _cause(self, finding: Finding) -> _Standing | None:
-        began = finding.step if finding.since is None else finding.since
-        standing = [each for each in self._told if began <= each.until and explains(each.finding, finding)]
+        began = _began(finding)
+        standing = [
+            each
+            for each in self._told
+            if began <= each.until
+            and explains(each.finding, finding)
+            and (each.finding.rule == finding.rule or _began(each.finding) <= began)
+        ]
         return min(standing, key=lambda each: (depth(each.finding.rule), each.finding.step)) if standing else None
 
 
@@ -96,6 +102,10 @@ class _Standing:
     last: int  # the measured step in which its problem was seen
     until: int  # the number of the step up to which what begins may follow from it
     has_critical: bool  # whether it is critical, or anything that followed from it
+
+
+def _began(finding: Finding) -> int:
+    return finding.step if finding.since is None else finding.since
 
 
 def explains(cause: Finding, effect: Finding) -> bool:

@@ -40,15 +40,16 @@ class UpdateRatio:
     is not meant for another optimizer.
 
     So that a healthy run is silent: parameters that began with one value throughout (LoRA with 0, a layer scale with
-    1e-6) have no size but that of their updates, and neither have biases, which may pass through 0 (those of keys in
-    attention change nothing, and only tremble): both are not judged; nor are parameters of fewer than ``values`` = 64
-    numbers.
+    1e-6) or with a mean absolute value below ``begun`` = 1e-5 (timm's class tokens, with a deviation of 1e-6) have no
+    size but that of their updates, and neither have biases, which may pass through 0 (those of keys in attention change
+    nothing, and only tremble): these are not judged; nor are parameters of fewer than ``values`` = 64 numbers.
     """
 
     ratio: float = 0.1
     consecutive_steps: int = 10
     whole: float = 1.0
     worse: float = 0.1
+    begun: float = 1e-5
     values: int = 64
 
     def __post_init__(self) -> None:
@@ -71,7 +72,7 @@ class UpdateRatio:
         self._seen = extended(self._seen, len(step.sites), False)
         self._unsized = np.append(self._unsized, np.array([name.endswith("bias") for name, _ in new], bool))
         begins = measured & ~self._seen
-        self._unsized |= begins & (step.totals.min == step.totals.max)[weights]
+        self._unsized |= begins & ((step.totals.min == step.totals.max)[weights] | (sizes < self.begun))
         self._seen |= begins
         with np.errstate(invalid="ignore", divide="ignore"):
             ratios = np.where(measured & (sizes > 0), means / sizes, 0.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from hookstats import _native
-from hookstats._warn import WarnOnce, warn
+from hookstats._warn import WarnOnce
 from hookstats.modules.evidence import UNKNOWN, Ran, Seen, channel_dim_by_evidence, seen_of, widths_of
 from hookstats.watch.flags import is_capturing
 from hookstats.watch.hooks import Hook, SiteSpec
@@ -45,7 +45,11 @@ class Fitting:
         if width is not None and spec.bound and not spec.guessed and width != place.channels:
             if spec.moved:
                 some, *_ = spec.sites.values()
-                warn(f"{some} had {place.channels} channels and now has {width}: they are folded into one")
+                self._warn_once(
+                    "width",
+                    f"{some} had {place.channels} channels and now has {width}: they are folded into one, here and at "
+                    "other sites whose width changes",
+                )
                 spec.keep_channels, width = False, None
             spec.moved = True
         spec.met, spec.guessed = True, False

@@ -1,6 +1,6 @@
 """The code of the README and of the pages beside the guide: it runs, page by page, and prints what stands below it.
 
-`python -m tests.docs.test_pages` writes what it prints into the pages.
+`python -m tests.docs.test_pages [PAGE ...]` writes what it prints into the pages.
 """
 
 from __future__ import annotations
@@ -41,6 +41,12 @@ NAMES = (
     "report",
     "sinks",
     "commands",
+    "clients",
+    "recipes/spike",
+    "recipes/nan",
+    "recipes/mup",
+    "recipes/massive",
+    "recipes/from_hooks",
 )
 PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in NAMES)]
 # Code, and behind it what it prints, where the page shows that.
@@ -95,10 +101,10 @@ def names() -> dict[str, Any]:
     }
 
 
-def run(page: Path) -> list[tuple[re.Match[str], str]]:
-    """Each block of a page, and what it printed."""
+def run(page: Path, known: dict[str, Any] | None = None) -> list[tuple[re.Match[str], str]]:
+    """Each block of a page, and what it printed. known: names that it takes for granted, and gives in return."""
     text = page.read_text()
-    known = names()
+    known = names() if known is None else known
     done = []
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -189,8 +195,9 @@ def test_links_between_pages_lead_somewhere() -> None:
 if __name__ == "__main__":
     sys.modules["wandb"] = Logger()
     os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
+    asked = [Path(name).resolve() for name in sys.argv[1:]]
     os.chdir(tempfile.mkdtemp())
-    for path in PAGES:
+    for path in asked or PAGES:
         text = path.read_text()
         for block, printed in reversed(run(path)):
             if block["output"] is not None:

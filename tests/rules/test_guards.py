@@ -163,6 +163,12 @@ def test_biases_and_few_numbers_have_no_size_that_an_update_could_exceed() -> No
     assert told(UpdateRatio(), [updates(weight[0], 0.2)] * 20) == []
 
 
+def test_what_began_with_almost_nothing_has_no_size_either() -> None:
+    tokens = torch.randn(4, 192, generator=torch.Generator().manual_seed(0))
+    assert told(UpdateRatio(), [updates(1e-6 * tokens, 1e-5)] * 20) == []
+    assert told(UpdateRatio(), [updates(1e-4 * tokens, 1e-5)] * 20) == [(9, "update-ratio")]
+
+
 @pytest.mark.parametrize("lr", [1e-5, 3e-6])
 def test_updates_of_bfloat16_parameters_with_float32_masters_are_not_overstated(lr: float) -> None:
     generator = torch.Generator().manual_seed(0)

@@ -363,6 +363,12 @@ def test_modules_that_are_leaves_to_their_users() -> None:
         hookstats.attach(nn.ModuleDict({"only": nn.ModuleList([nn.ReLU()])}), "only")
 
 
+def test_empty_and_nested_containers_are_not_waited_for() -> None:
+    nested = nn.ModuleList([nn.ModuleList([nn.ReLU()])])
+    mon = hookstats.attach(nn.ModuleList([nn.ModuleDict(), nn.ParameterDict(), nested]), tensors="output")
+    assert {site.name for site in mon.sites} == {"2.0.0"}
+
+
 def test_wrappers_leave_no_trace_in_names() -> None:
     inner = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     compiled = torch.compile(inner, backend="eager")

@@ -1,0 +1,78 @@
+"""The pictures of docs/recipes: each page is run, and what it recorded is shown by the report.
+
+python docs/recipes_pictures.py    needs Chromium, and `pip install '.[dev]'`
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+
+import hookstats
+from docs.rules_pictures import shot
+from hookstats.report.record import Recorded
+from tests.docs import test_pages
+
+FOLDER = Path(__file__).resolve().with_name("recipes")
+
+
+def of_run(folder: str, name: str, step: int, site: tuple[str, str]) -> None:
+    """The report at a site and a step."""
+    run = hookstats.load(folder)
+    snapshots = list(run)
+    recorded = Recorded.of(snapshots, name, run.findings)
+    shot(recorded, hookstats.Site(*site), step, None, FOLDER / f"{name}.png")
+
+
+def coordinates(found: dict[str, np.ndarray], widths: list[int], layers: list[str]) -> None:
+    figure, grid = plt.subplots(2, len(layers), figsize=(9, 5), sharex=True, sharey=True, layout="constrained")
+    colours = plt.get_cmap("viridis")(np.linspace(0, 0.9, 6))
+    for row, (kind, sizes) in zip(grid, found.items(), strict=True):
+        for layer, (axes, name) in enumerate(zip(row, layers, strict=True)):
+            for step in range(6):
+                shown = np.where(sizes[:, step, layer] > 0, sizes[:, step, layer], np.nan)
+                axes.loglog(widths, shown, ".-", color=colours[step], label=f"step {step}")
+            axes.set_title(f"{kind}, layer {name}", fontsize=10)
+            axes.set_xticks(widths, [str(width) for width in widths])
+            axes.minorticks_off()
+            axes.grid(alpha=0.3)
+        row[0].set_ylabel("mean |output|")
+    for axes in grid[1]:
+        axes.set_xlabel("width")
+    figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside right center", frameon=False)
+    figure.savefig(FOLDER / "mup.png", dpi=90)
+
+
+def massive(snapshot: hookstats.Snapshot) -> None:
+    peaks = np.array([stats.channels.abs_max for stats in snapshot.values()])
+    figure, axes = plt.subplots(figsize=(9, 2.8), layout="constrained")
+    image = axes.pcolormesh(np.log10(peaks), cmap="viridis", edgecolors="white", linewidth=0.2)
+    axes.set(xlabel="channel", yticks=np.arange(len(peaks)) + 0.5, yticklabels=[name for name, _ in snapshot])
+    axes.set_xticks(np.arange(0, 64, 8) + 0.5, range(0, 64, 8))
+    axes.invert_yaxis()
+    bar = figure.colorbar(image, ax=axes, label="largest |value|", ticks=[0, 1, 2, 3])
+    bar.set_ticklabels(["1", "10", "100", "1,000"])
+    figure.savefig(FOLDER / "massive.png", dpi=90)
+
+
+def main() -> None:
+    os.chdir(tempfile.mkdtemp())
+    test_pages.run(FOLDER / "spike.md")
+    of_run("runs/data", "spike_data", 137, ("4", "output"))
+    of_run("runs/model", "spike_model", 137, ("4", "output"))
+    test_pages.run(FOLDER / "nan.md")
+    of_run("runs/nan", "nan", 113, ("0.attention.softmax", "output"))
+    known = dict[str, Any]()
+    test_pages.run(FOLDER / "mup.md", known)
+    coordinates(known["found"], known["WIDTHS"], known["LAYERS"])
+    test_pages.run(FOLDER / "massive.md", known)
+    massive(known["snapshot"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""One trainer, with hookstats or without, in this process: python -m tests.clients.run FILE FOLDER [--bare]
+
+Lines of the file that end in ``# +`` are those that hookstats adds. With --bare they are cut out, so nothing of it is
+imported. The result goes to FOLDER/result.json.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+ADDED = "# +"
+
+
+def cut(source: str) -> tuple[str, int]:
+    """The source without the lines that hookstats adds, each blank so that the others keep their numbers; how many."""
+    lines = source.split("\n")
+    return "\n".join("" if line.endswith(ADDED) else line for line in lines), sum(
+        line.endswith(ADDED) for line in lines
+    )
+
+
+def digest(model: torch.nn.Module) -> str:
+    """Of the bits of all parameters and buffers."""
+    made = hashlib.sha256()
+    for name, value in sorted(model.state_dict().items()):
+        made.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+        made.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return made.hexdigest()
+
+
+def reported(folder: Path) -> dict[str, Any]:
+    """What was recorded, and a page of it."""
+    import hookstats
+    from hookstats import report
+
+    run = hookstats.load(folder / "runs")
+    report.write(folder / "runs", folder / "report.html")
+    return {
+        "steps": len(run),
+        "sites": len({site for snapshot in run for site in snapshot}),
+        "findings": [f"{f.severity} {f.rule} in step {f.step}: {f.sentence}" for f in run.findings],
+        "report": (folder / "report.html").stat().st_size,
+    }
+
+
+def main(file: Path, folder: Path, bare: bool) -> None:
+    source, added = cut(file.read_text())
+    names: dict[str, Any] = {"__name__": "client", "__file__": str(file)}
+    exec(compile(source if bare else file.read_text(), file, "exec"), names)
+    os.chdir(folder)
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002, of which others draw
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        start = time.perf_counter()
+        model = names["train"]()
+        seconds = time.perf_counter() - start
+    told = [str(warning.message) for warning in caught if str(warning.message).startswith("hookstats")]
+    result = {"seconds": seconds, "digest": digest(model), "added": added, "warnings": told}
+    result |= {} if bare else reported(Path("."))
+    Path("result.json").write_text(json.dumps(result))
+    assert bare == ("hookstats" not in sys.modules), "the bare run imports nothing of hookstats"
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]).resolve(), Path(sys.argv[2]).resolve(), "--bare" in sys.argv)
