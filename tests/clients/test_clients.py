@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 from tests.clients import __main__ as clients
 from tests.clients.run import ADDED, cut
 
@@ -26,3 +28,10 @@ def test_each_trainer_is_listed_and_without_the_added_lines_knows_nothing_of_hoo
         assert added == source.count(f"  {ADDED}\n") > 0
         assert "import hookstats" not in bare
         assert "monitor" not in bare
+
+
+def test_the_page_has_the_table_of_the_last_run_of_all() -> None:
+    kept = json.loads((clients.ROOT / "benchmarks" / "results" / "clients.json").read_text())
+    assert kept["trainers"].keys() == clients.TRAINERS.keys()
+    assert all(each["is_identical"] for each in kept["trainers"].values())
+    assert clients.table(kept["trainers"]) in (clients.ROOT / "docs" / "clients.md").read_text()

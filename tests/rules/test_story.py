@@ -196,3 +196,19 @@ def test_what_follows_from_an_effect_is_told_with_the_first_cause() -> None:
     assert chapter.finding == first
     assert [each.rule for each in chapter.effects] == ["missing-gradients", "dead-channels"]
     assert all(each.because == first.as_cause for each in chapter.effects)
+
+
+def test_what_began_before_a_problem_does_not_follow_from_it() -> None:
+    def rule(step: Step) -> Iterator[Finding]:
+        if step.number == 9:
+            yield step.finding("exploding-gradients", 1, 2.0, 1.0, "warning", "Gradients.", since=7)
+        if step.number == 10:
+            yield step.finding("update-ratio", 2, 2.0, 1.0, "warning", "An update.", 6, 6)
+            yield step.finding("loss-spike", None, 2.0, 1.0, "warning", "The loss.", since=7)
+
+    told = judge(deep(12), [rule])
+    assert [(each.rule, each.because) for each in told] == [
+        ("exploding-gradients", None),
+        ("update-ratio", None),
+        ("loss-spike", Cause("update-ratio", 6, OUTPUTS[2])),
+    ]
