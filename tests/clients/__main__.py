@@ -73,6 +73,10 @@ def compared(name: str, rounds: int) -> dict[str, Any]:
     }
 
 
+def _times(count: int, what: str) -> str:
+    return f"{count} {what.removesuffix('s') if count == 1 else what}"
+
+
 def table(results: dict[str, dict[str, Any]]) -> str:
     """In Markdown."""
     lines = [
@@ -80,7 +84,7 @@ def table(results: dict[str, dict[str, Any]]) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for name, each in results.items():
-        told = f"{len(each['findings'])} findings, {len(each['warnings'])} warnings"
+        told = ", ".join(_times(len(each[what]), what) for what in ("findings", "warnings"))
         lines.append(
             f"| {name} | {each['version']} | {each['added']} | {each['seconds_bare']:.2f}, {each['seconds']:.2f} | "
             f"{each['steps']}, {each['sites']} | {'identical' if each['is_identical'] else '**differ**'} | {told} |"
