@@ -16,6 +16,7 @@ from hookstats.numbers.blocks import COUNTERS, Layout, Part
 from hookstats.numbers.fields import FIELDS, Bins, Counts, Site
 
 _NAMED = 5  # sites that a note names
+_MOST_IDS = 8 << 20  # bytes of the ids of samples of all ranks
 
 
 class _Owner(NamedTuple):
@@ -33,9 +34,11 @@ class Agreement:
     ``notes``: messages for the user about it.
     """
 
-    def __init__(self, tables: Sequence[tuple[int, Table]]) -> None:
-        """tables: each with the lowest rank that has it, in the order of these."""
+    def __init__(self, tables: Sequence[tuple[int, Table]], ranks: Sequence[int] = ()) -> None:
+        """tables: each with the lowest rank that has it, in the order of these. ranks: all, ascending."""
         self.first_rank = tables[0][0]
+        self.ranks = tuple(ranks)
+        self.samples = max(table.samples for _, table in tables)
         self.notes: list[str] = []
         bins, *others = {table.bins for _, table in tables}
         self.bins: Bins | None = None if others else bins
@@ -86,6 +89,9 @@ class Agreement:
         if size > self.budget and wide:
             self.rows = tuple(_total(row, self.bins) for row in self.rows)
             self.notes.append(f"channels of all ranks would take {size} bytes, {self.budget} at most: merged as totals")
+        if 8 * self.samples * len(self.ranks) > _MOST_IDS:
+            self.notes.append(f"{self.samples * len(self.ranks)} sample_ids of a step are too many: not merged")
+            self.samples = 0
         size, has_histograms = self.bytes, any(row.counters for row in self.rows)
         if size > self.budget and has_histograms:
             self.rows = tuple(row._replace(counters=0) for row in self.rows)
@@ -101,7 +107,8 @@ class Agreement:
         """What a rank without anything contributes."""
         scalars = len(flat.OF_STEP) + len(self.scalars)
         channels, counters = int(self.channel_begin[-1]), int(self.bin_begin[-1])
-        return flat.neutral(channels, counters, len(self.sites), scalars, self.spread)
+        samples = self.samples, len(self.ranks) if self.samples else 0
+        return flat.neutral(channels, counters, len(self.sites), scalars, self.spread, samples)
 
     @cached_property
     def channel_begin(self) -> Counts:

@@ -39,10 +39,13 @@ class Flat(NamedTuple):
     lowest: Counts  # [2, sites]: when a site first ran (rank << 32 | place); the first rank that left out tensors of it
     scalars: Array  # [4, scalars]: sum, count, min, max over the ranks that have them
     spread: Array  # [16, sites], or [16, 0]: of each of SPREAD min, its rank, max, its rank
+    samples: Counts  # [1 + most ids of a rank, ranks]: how many ids a rank gave with the step, and these; sums
 
 
-def neutral(channels: int, counters: int, sites: int, scalars: int, spread: bool) -> Flat:
-    """What a rank without anything contributes."""
+def neutral(
+    channels: int, counters: int, sites: int, scalars: int, spread: bool, samples: tuple[int, int] = (0, 0)
+) -> Flat:
+    """What a rank without anything contributes. samples: most ids of a rank, and ranks."""
     flat = Flat(
         np.zeros((len(FIELDS), channels)),
         np.zeros((1, counters), np.int64),
@@ -50,6 +53,7 @@ def neutral(channels: int, counters: int, sites: int, scalars: int, spread: bool
         np.full((2, sites), NONE),
         np.zeros((4, scalars)),
         np.full((4 * len(SPREAD), sites if spread else 0), np.nan),
+        np.zeros((1 + samples[0], samples[1]), np.int64),
     )
     flat.scalars[MIN], flat.scalars[MAX] = np.inf, -np.inf
     return flat
@@ -118,4 +122,4 @@ def _spread(parts: Sequence[Section]) -> Section:
 
 
 # One for each section of Flat.
-MERGES: tuple[Merge, ...] = (_columns, _sum, _sum, _lowest, _scalars, _spread)
+MERGES: tuple[Merge, ...] = (_columns, _sum, _sum, _lowest, _scalars, _spread, _sum)

@@ -34,7 +34,7 @@ class Joined:
         group = group_of(process_group)
         wanted = checked_placements(placements, group, names)
         rank = dist.get_rank()
-        self._steps = StepPacking(rank, Tables(budget, spread))
+        self._steps = StepPacking(rank, Tables(budget, spread), sorted(group.ranks))
         self._placements = Placements(model, group, wanted, self._steps.notes.append)
         self._placing: tuple[dict[Site, LocalShard], Placing] | None = None
         self._merging = Merging(group.ranks, self._steps)

@@ -38,9 +38,11 @@ class StepPacking:
 
     merges: Sequence[Merge] = MERGES
 
-    def __init__(self, rank: int, tables: Tables) -> None:
+    def __init__(self, rank: int, tables: Tables, ranks: Sequence[int] = ()) -> None:
+        """ranks: all, ascending; none: ids of samples are not merged."""
         self.notes: deque[str] = deque()
         self._rank = rank
+        self._ranks = ranks
         self._tables = tables
         self._apart: dict[Site, None] = {}  # of which ranks have held other values, since this rank attached
         self._packers: dict[tuple[tuple[int, bytes], ...], Packer] = {}
@@ -85,7 +87,7 @@ class StepPacking:
     def _packer(self, tables: Sequence[tuple[int, bytes]]) -> Packer:
         key = tuple(tables)
         if key not in self._packers:
-            agreement = Agreement([(rank, Table.from_text(text)) for rank, text in tables])
+            agreement = Agreement([(rank, Table.from_text(text)) for rank, text in tables], self._ranks)
             self.notes.extend(agreement.notes)
             for old in list(self._packers)[: 1 - _PACKERS]:
                 del self._packers[old]
@@ -206,6 +208,10 @@ class _Share:
                 flat.scalars[:, i] = value, 1, value, value
         if agreement.spread:
             self._put_spread(flat, drained)
+        ids = drained.sample_ids.get(drained.step)
+        if flat.samples.size and ids is not None:
+            column = flat.samples[:, agreement.ranks.index(self._rank)]
+            column[0], column[1 : 1 + len(ids)] = len(ids), ids
         return flat
 
     def _put_others(self, flat: Flat, drained: Drained) -> None:
@@ -285,6 +291,10 @@ class _Whole:
             np.arange(n),
         )
         drained.earlier_scalars = own.earlier_scalars
+        drained.sample_ids = dict(own.sample_ids)
+        if flat.samples.any():
+            each = [column[1 : 1 + column[0]] for column in flat.samples.T]
+            drained.sample_ids[own.step] = np.concatenate(each)
         drained.skipped = self._skipped(flat, own)
         if agreement.spread:
             drained.spread = _spreads(flat.spread[:, self._kept[drained.by_row.shown]])

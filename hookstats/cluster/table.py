@@ -19,7 +19,7 @@ from hookstats.numbers.fields import Bins, Site, bins_from_json, bins_to_json, h
 # them), or those whose number here, the lowest rank of the mesh on which a tensor lies, is the lowest of all.
 Replicas: TypeAlias = str | int
 
-_VERSION = 2
+_VERSION = 3
 _DIMENSIONS = 64  # that a tensor may have
 
 
@@ -80,10 +80,12 @@ class Table:
         unmeasured: tuple[Site, ...] = (),
         budget: int = 1 << 28,
         spread: bool = False,
+        samples: int = 0,
     ) -> None:
         """scalars: names. unmeasured: sites without a row, of which tensors were left out.
 
         budget: bytes that the whole may take on each rank. spread: whether the ranks' extremes are wanted.
+        samples: how many ids of samples came with a step so far, at most.
         """
         self.rows = rows
         self.bins = bins
@@ -91,6 +93,7 @@ class Table:
         self.unmeasured = unmeasured
         self.budget = budget
         self.spread = spread
+        self.samples = samples
 
     @cached_property
     def text(self) -> bytes:
@@ -102,6 +105,7 @@ class Table:
             "unmeasured": self.unmeasured,
             "budget": self.budget,
             "spread": self.spread,
+            "samples": self.samples,
             "rows": [[*row.site, *row[1:]] for row in self.rows],
         }
         return json.dumps(told, separators=(",", ":")).encode()
@@ -126,7 +130,8 @@ class Table:
             for names in (sites, scalars):
                 if len(set(names)) < len(names):
                     raise ValueError("expected each site and scalar once")
-            return cls(rows, bins, scalars, unmeasured, _at_least(0, d["budget"]), _of(bool, d["spread"]))
+            budget, samples = _at_least(0, d["budget"]), _at_least(0, d["samples"])
+            return cls(rows, bins, scalars, unmeasured, budget, _of(bool, d["spread"]), samples)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
             raise ValueError(f"expected a table of sites, got {error!r}") from None
 
@@ -171,7 +176,8 @@ def counters_of(bins: Bins | None, channels: int) -> int:
 class Tables:
     """The tables of a rank's steps: made anew only where something has changed.
 
-    A scalar, or a site without state of which something was left out, stays in them when it was there once.
+    A scalar, or a site without state of which something was left out, stays in them when it was there once, and the
+    most ids of samples.
     """
 
     def __init__(self, budget: int, spread: bool) -> None:
@@ -180,7 +186,8 @@ class Tables:
         self._spread = spread
         self._scalars: dict[str, None] = {}
         self._left_out: dict[Site, None] = {}
-        self._known: dict[Layout, tuple[Placing, int, Table, list[ShardRange]]] = {}
+        self._samples = 0
+        self._known: dict[Layout, tuple[Placing, tuple[int, int], Table, list[ShardRange]]] = {}
 
     def table_of(self, drained: Drained, placing: Placing = whole) -> tuple[Table, list[ShardRange]]:
         """The table of a step, and this rank's shards, one for each row.
@@ -191,7 +198,8 @@ class Tables:
         """
         self._scalars |= dict.fromkeys(drained.scalars)
         self._left_out |= dict.fromkeys(drained.skipped)
-        seen = len(self._scalars) + len(self._left_out)
+        self._samples = max(self._samples, len(drained.sample_ids.get(drained.step, ())))
+        seen = len(self._scalars) + len(self._left_out), self._samples
         known = self._known.get(drained.layout)
         if known is None or known[:2] != (placing, seen):
             known = self._known[drained.layout] = (placing, seen, *self._make(drained.layout, placing))
@@ -217,7 +225,8 @@ class Tables:
         )
         sites = {row.site for row in rows}
         unmeasured = tuple(site for site in self._left_out if site not in sites)
-        table = Table(rows, layout.bins, tuple(self._scalars), unmeasured, self._budget, self._spread)
+        names = tuple(self._scalars)
+        table = Table(rows, layout.bins, names, unmeasured, self._budget, self._spread, self._samples)
         return table, [place.shard for place in placed]
 
 

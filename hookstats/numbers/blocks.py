@@ -167,6 +167,24 @@ class ByRow(NamedTuple):
     moved: dict[int, Read]  # of these, what was measured in several places
 
 
+class Given(NamedTuple):
+    """What was given to `Monitor.step` with some steps, by their number."""
+
+    scalars: dict[int, dict[str, float]]
+    sample_ids: dict[int, Counts]
+
+    def add(self, other: Given, most: int) -> None:
+        """Takes what another has, of so many steps at most: the oldest go."""
+        _add(self.scalars, {step: each for step, each in other.scalars.items() if each}, most)
+        _add(self.sample_ids, other.sample_ids, most)
+
+
+def _add(kept: dict[int, Any], new: Mapping[int, Any], most: int) -> None:
+    kept.update(new)
+    while len(kept) > most:
+        del kept[next(iter(kept))]
+
+
 class Drained:
     """A measured step as it left the device. ``columns`` and `snapshot` read the blocks where they are."""
 
@@ -200,6 +218,7 @@ class Drained:
         self.ranks = ranks
         # Of the steps closed since the measured one before that were not measured, by their number, ascending.
         self.earlier_scalars: dict[int, dict[str, float]] = {}
+        self.sample_ids: dict[int, Counts] = {}  # of these steps and of this one, as far as some were given
         self.skipped: dict[Site, Skipped] = {}
         self.spread: dict[str, Spread] = {}  # over `columns.sites`; of a step that was merged over ranks, if asked for
 
@@ -214,6 +233,7 @@ class Drained:
             self.ranks,
             self.spread,
             self.earlier_scalars,
+            self.sample_ids,
         )
 
     @cached_property

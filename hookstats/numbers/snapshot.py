@@ -34,8 +34,9 @@ class Snapshot(Mapping[Site, SiteStats]):
     """One measured step: ``snapshot["layers.0.mlp", "output"]`` is a SiteStats.
 
     ``step``: its number. ``scalars``: the scalars given to `Monitor.step` with it, as floats. ``earlier_scalars``:
-    those given with the steps since the previous measured one, by number, ascending. ``order``: the sites that fired,
-    in order of execution (per device). ``skipped``: the sites whose tensors were left out in this step, and those that
+    those given with the steps since the previous measured one, by number, ascending. ``sample_ids``: of these steps and
+    of this one, by number, the ids given with it, int64 ``[samples]``. ``order``: the sites that fired, in order of
+    execution (per device). ``skipped``: the sites whose tensors were left out in this step, and those that
     were given up, each with the reason and the number of tensors.
 
     With a grad_scaler, otherwise None: ``grad_scale``, a float, by which gradients of outputs and inputs were divided;
@@ -56,11 +57,13 @@ class Snapshot(Mapping[Site, SiteStats]):
         ranks: StepRanks = ALONE,
         spread: Mapping[str, Spread] | None = None,
         earlier_scalars: Mapping[int, dict[str, float]] | None = None,
+        sample_ids: Mapping[int, Counts] | None = None,
     ) -> None:
         """spread: of statistics, over the ranks, arrays over the columns' sites."""
         self.step = step
         self.scalars = scalars
         self.earlier_scalars = dict(earlier_scalars or {})
+        self.sample_ids = dict(sample_ids or {})
         self.grad_scale = grad_scale
         self.overflowed = overflowed
         self.skipped = dict(skipped or {})
@@ -181,6 +184,7 @@ class Snapshot(Mapping[Site, SiteStats]):
             skipped,
             ranks,
             earlier_scalars=self.earlier_scalars,
+            sample_ids=self.sample_ids,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -197,6 +201,7 @@ class Snapshot(Mapping[Site, SiteStats]):
             "step": self.step,
             "scalars": dict(self.scalars),
             "earlier_scalars": [[step, dict(scalars)] for step, scalars in self.earlier_scalars.items()],
+            "sample_ids": [[step, ids.tolist()] for step, ids in self.sample_ids.items()],
             "grad_scale": self.grad_scale,
             "overflowed": self.overflowed,
             "ranks": StepRanks(self.ranks, self.world_size).to_text(),
@@ -215,8 +220,10 @@ class Snapshot(Mapping[Site, SiteStats]):
         skipped = {Site(each["name"], each["tensor"]): Skipped(each["reason"], each["times"]) for each in d["skipped"]}
         ranks = StepRanks.from_text(d["ranks"])
         earlier = {step: dict(scalars) for step, scalars in d["earlier_scalars"]}
+        ids = {step: np.array(each, np.int64) for step, each in d.get("sample_ids", [])}
         scale, overflowed = d["grad_scale"], d["overflowed"]
-        return cls(d["step"], columns, dict(d["scalars"]), scale, overflowed, skipped, ranks, earlier_scalars=earlier)
+        given = dict[str, Any](earlier_scalars=earlier, sample_ids=ids)
+        return cls(d["step"], columns, dict(d["scalars"]), scale, overflowed, skipped, ranks, **given)
 
     def equals(self, other: Snapshot) -> bool:
         """Whether everything is the same: order, scalars, what was skipped, and every state and histogram to the bit.
@@ -231,7 +238,8 @@ class Snapshot(Mapping[Site, SiteStats]):
         scale = None if self.grad_scale is None else bits_of(self.grad_scale)
         of_steps = {**self.earlier_scalars, self.step: self.scalars}
         scalars = [(step, list(each), bits_of(list(each.values()))) for step, each in of_steps.items()]
-        step = (self.step, scalars, scale, self.overflowed)
+        samples = [(step, ids.tolist()) for step, ids in self.sample_ids.items()]
+        step = (self.step, scalars, samples, scale, self.overflowed)
         sites = [(site, stats._content()) for site, stats in self.items()]
         return step, self.ranks, self.world_size, self.order, list(self.skipped.items()), sites
 

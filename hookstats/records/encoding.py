@@ -147,7 +147,7 @@ def step_row(drained: Drained, key: Key, sites: int) -> dict[str, Any]:
         "sites": sites,
         "scalars": len(drained.scalars) + sum(map(len, drained.earlier_scalars.values())),
         "events": len(drained.skipped),
-        "since": min(drained.earlier_scalars, default=drained.step),
+        "since": min([drained.step, *drained.earlier_scalars, *drained.sample_ids]),
     }
 
 
@@ -155,6 +155,14 @@ def scalar_rows(scalars: Mapping[str, float], key: Key, measured: bool) -> list[
     """Of a step; key: with its number."""
     return [
         {**key._asdict(), "name": plain(name), "value": value, "measured": measured} for name, value in scalars.items()
+    ]
+
+
+def sample_rows(sample_ids: Mapping[int, Counts], key: Key) -> list[dict[str, Any]]:
+    """key: of the step with which they came."""
+    return [
+        {**key._replace(step=number)._asdict(), "ids": ids, "measured": key.record >= 0 and number == key.step}
+        for number, ids in sample_ids.items()
     ]
 
 
@@ -166,8 +174,12 @@ def event_rows(drained: Drained, key: Key, id_of: dict[Site, int]) -> list[dict[
 
 
 def small_table(table: str, rows: list[dict[str, Any]], sites: list[Site]) -> pa.Table:
-    """Of steps, scalars or events."""
-    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    """Of steps, scalars, samples or events."""
+    columns: dict[str, Any] = {name: [row[name] for row in rows] for name in rows[0]}
+    if table == "samples":
+        ids = columns["ids"]
+        flat = to_arrow(np.concatenate(ids), pa.int64())
+        columns["ids"] = pa.ListArray.from_arrays(_offsets([len(each) for each in ids]), flat)
     return _table(table, columns, sites)
 
 

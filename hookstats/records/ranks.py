@@ -10,7 +10,7 @@ import numpy as np
 
 from hookstats.numbers.blocks import Read, merged
 from hookstats.numbers.columns import Columns
-from hookstats.numbers.fields import Array, Site, Skipped, fold_channels, unscale
+from hookstats.numbers.fields import Array, Counts, Site, Skipped, fold_channels, unscale
 from hookstats.numbers.ranks import StepRanks
 from hookstats.numbers.snapshot import Snapshot
 
@@ -45,6 +45,7 @@ def merged_snapshot(snapshots: Sequence[Snapshot]) -> Snapshot:
         skipped,
         StepRanks(present, len(present)),
         earlier_scalars=earlier,
+        sample_ids=_sample_ids(snapshots),
     )
 
 
@@ -52,6 +53,13 @@ def _scalars(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Of each scalar, the mean over the ranks that have it."""
     names = dict.fromkeys(name for scalars in ranks for name in scalars)
     return {name: mean([scalars[name] for scalars in ranks if name in scalars]) for name in names}
+
+
+def _sample_ids(snapshots: Sequence[Snapshot]) -> dict[int, Counts]:
+    """By step, one rank's after the other's."""
+    steps = sorted({step for snapshot in snapshots for step in snapshot.sample_ids})
+    none = np.empty(0, np.int64)
+    return {step: np.concatenate([each.sample_ids.get(step, none) for each in snapshots]) for step in steps}
 
 
 def mean(values: list[float]) -> float:

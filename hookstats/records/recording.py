@@ -20,7 +20,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from hookstats._warn import WarnOnce
-from hookstats.numbers.blocks import Drained, Layout
+from hookstats.numbers.blocks import Drained, Given, Layout
 from hookstats.records import wire
 from hookstats.records.errors import RunError
 from hookstats.records.files import write_whole
@@ -40,7 +40,7 @@ from hookstats.records.ring import CLOSED, DIED, Ring
 from hookstats.rules import Finding, Rule, defaults, rule_to_json
 
 _LEAST_RING = 64 << 20
-_MOST_SCALARS = 10_000  # steps of which scalars wait for room
+_MOST_GIVEN = 10_000  # steps of which scalars wait for room
 _BEHIND_SECONDS = 9.0  # that the end waits for a writer that is far behind
 _FEW = 64  # steps that the writer may be behind without any being left out
 _LARGEST_STRIDE = 1024
@@ -117,7 +117,7 @@ class Recording:
         self._restarted = False
         self._ring = None
         self._left = []
-        self._scalars: dict[int, Mapping[str, float]] = {}  # of steps that are not recorded, to be written
+        self._given = Given({}, {})  # of steps that are not recorded, to be written
         self._every = settings.get("every")
         self._taken = 0  # steps that came
         self._begun_at: tuple[int, int] | None = None  # steps that had come and been read when the first was dropped
@@ -176,9 +176,9 @@ class Recording:
         """Keeps a step. Never raises: what fails is told once, and recording ends."""
         self._try(lambda: self._take(drained))
 
-    def take_scalars(self, scalars: Mapping[int, Mapping[str, float]]) -> None:
-        """Keeps those of steps that were not measured and come without one that was. Never raises, as `take`."""
-        self._try(lambda: self._take_scalars(scalars))
+    def take_given(self, given: Given) -> None:
+        """Keeps that of steps that were not measured and come without one that was. Never raises, as `take`."""
+        self._try(lambda: self._take_given(given))
 
     def _try(self, take: Callable[[], None]) -> None:
         if os.getpid() != self._pid:
@@ -194,20 +194,15 @@ class Recording:
         except Exception as error:
             self._stop(f"{error!r}")
 
-    def _take_scalars(self, scalars: Mapping[int, Mapping[str, float]]) -> None:
-        """They wait for room in the ring where there is none."""
-        self._wait_with(scalars)
-        self._send_scalars(self._opened(wire.of_scalars(self._scalars, 0.0)))
+    def _take_given(self, given: Given) -> None:
+        """It waits for room in the ring where there is none."""
+        self._given.add(given, _MOST_GIVEN)
+        self._send_given(self._opened(wire.of_given(self._given, 0.0)))
         os.eventfd_write(self._wake, 1)
 
-    def _wait_with(self, scalars: Mapping[int, Mapping[str, float]]) -> None:
-        self._scalars.update((number, each) for number, each in scalars.items() if each)
-        while len(self._scalars) > _MOST_SCALARS:
-            del self._scalars[next(iter(self._scalars))]
-
-    def _send_scalars(self, ring: Ring) -> None:
-        if ring.write(wire.SCALARS, wire.of_scalars(self._scalars, time.time())):
-            self._scalars = {}
+    def _send_given(self, ring: Ring) -> None:
+        if ring.write(wire.GIVEN, wire.of_given(self._given, time.time())):
+            self._given = Given({}, {})
 
     def _opened(self, pieces: Sequence[NDArray[Any]]) -> Ring:
         """The ring, with room for several of what is written first, and a writer that reads it."""
@@ -229,8 +224,8 @@ class Recording:
         os.eventfd_write(self._wake, 1)
 
     def _written(self, ring: Ring, layout: Layout, pieces: Sequence[NDArray[Any]]) -> bool:
-        if self._scalars:  # of steps that were dropped before this one
-            self._send_scalars(ring)
+        if any(self._given):  # of steps that were dropped before this one
+            self._send_given(ring)
         return self._known(ring, layout) and ring.write(wire.STEP, pieces)
 
     def _stride(self, ring: Ring) -> int:
@@ -261,9 +256,10 @@ class Recording:
         return True
 
     def _drop(self, ring: Ring, drained: Drained, why: str | None = None) -> None:
-        """Its scalars are kept. why: None where the writer falls behind."""
+        """What was given with it is kept. why: None where the writer falls behind."""
         ring.dropped += 1
-        self._wait_with({**drained.earlier_scalars, drained.step: drained.scalars})
+        scalars = {**drained.earlier_scalars, drained.step: drained.scalars}
+        self._given.add(Given(scalars, drained.sample_ids), _MOST_GIVEN)
         if why is not None:
             self._tell("drop", f"a step is not recorded, the ring of {ring.capacity} bytes cannot take it: {why}")
             return
@@ -380,8 +376,8 @@ class Recording:
             return
         self._died = died
         if not self._stopped:
-            if self._scalars and self._ring is not None:
-                self._send_scalars(self._ring)
+            if any(self._given) and self._ring is not None:
+                self._send_given(self._ring)
             if self._begun_at is not None and self._ring is not None:
                 self._tell_behind(self._taken / max(self._taken - self._ring.dropped, 1))
             if overhead is not None and self._ring is not None:

@@ -25,7 +25,7 @@ from hookstats.records.manifest import Attempt
 from hookstats.records.ranks import mean, merged_snapshot
 from hookstats.records.reading import Chosen, Reader
 from hookstats.records.schema import SCHEMAS, names_of
-from hookstats.records.snapshots import Snapshots
+from hookstats.records.snapshots import Snapshots, lists
 from hookstats.rules import Finding, head, story
 
 if TYPE_CHECKING:
@@ -155,6 +155,19 @@ class Run:
         if not self._has_all_steps and self._slice is None:
             found = found.filter(to_arrow(np.isin(to_numpy(found["step"]), self.steps), pa.bool_()))
         return found.drop_columns(["record"])
+
+    def sample_ids(self, step: int) -> Counts:
+        """The ids that were given to `Monitor.step` with a step, measured or not: int64 ``[samples]``.
+
+        All ranks' if they were merged, one rank's after the other's; those of a step that was not measured are this
+        rank's. KeyError where none were given.
+        """
+        found = self._reader.table("samples", ["step", "attempt", "record", "ids"], Chosen((step, step), None))
+        counting = self._timeline.scalars_that_count(found, self._reader.manifest)
+        if not len(counting):
+            raise KeyError(f"expected a step with which sample_ids were given, got {step!r}")
+        ids: Counts = lists(found["ids"])[counting[-1]]
+        return ids
 
     @property
     def _span(self) -> tuple[int, int] | None:
@@ -315,6 +328,10 @@ class MergedRun(Run):
         schema = pa.schema([field for field in SCHEMAS["scalars"] if field.name != "record"])
         columns = [from_list([row[field.name] for row in rows], field.type) for field in schema]
         return pa.Table.from_arrays(columns, schema=schema)
+
+    def sample_ids(self, step: int) -> Counts:
+        """Those of all ranks, one rank's after the other's."""
+        return np.concatenate([rank.sample_ids(step) for rank in self._ranks])
 
     @property
     def _attempts(self) -> list[Attempt]:

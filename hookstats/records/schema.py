@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from hookstats.numbers.fields import FIELDS, STATISTICS, Site
 from hookstats.records.arrays import from_list, to_arrow
 
-VERSION = 3
+VERSION = 4
+READABLE = (3, VERSION)  # the first without the table samples
 ROW_GROUP = 10_000  # rows of totals
 FLUSH = 8 << 20  # bytes that are held before they are written as row groups
 
@@ -38,7 +39,7 @@ _DOUBLES = pa.list_(pa.float64())
 
 _COLUMNS: dict[str, dict[str, pa.DataType]] = {
     # One row for each measured step. sites, scalars, events: how many rows it has in totals, scalars, events.
-    # since: the smallest step of which it has scalars, or its own.
+    # since: the smallest step of which it has scalars or ids of samples, or its own.
     # histogram: the bins, as JSON; null where there are none. ranks: whose numbers these are, "0-7 of 8".
     "steps": {
         **_KEYS,
@@ -74,6 +75,8 @@ _COLUMNS: dict[str, dict[str, pa.DataType]] = {
     # Of every step. Those of a step that was not recorded (measured is false) have the record with which they came, or
     # -1 where they came with none, and the time at which they came.
     "scalars": {**_KEYS, "name": pa.string(), "value": pa.float64(), "measured": pa.bool_()},
+    # Of every step with which ids of samples were given; as scalars for the rest.
+    "samples": {**_KEYS, "ids": pa.list_(pa.int64()), "measured": pa.bool_()},
     # Sites that were skipped; times is null where the site was given up.
     "events": {**_KEYS, **_SITE, "reason": pa.string(), "times": pa.int64()},
 }

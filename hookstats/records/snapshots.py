@@ -47,16 +47,18 @@ class Snapshots:
         values = list(dict.fromkeys([*STATE.values(), *SAME_AS.values()]))
         totals = self.table("totals", [*_SITES, *values], rows)
         scalars = self.table("scalars", ["step", "name", "value"], rows)
+        samples = self.table("samples", ["step", "ids"], rows)
         events = self.table("events", ["site", "reason", "times"], rows)
         for i, row in enumerate(rows):
-            yield self._snapshot(row, totals[i], scalars[i], events[i])
+            yield self._snapshot(row, totals[i], scalars[i], samples[i], events[i])
 
     def table(self, table: str, columns: Sequence[str], rows: Sequence[int]) -> list[pa.Table]:
         """The rows of each of these steps, of totals by place, of the others as they were recorded."""
         first, last = (int(self._timeline.step[row]) for row in (rows[0], rows[-1]))
-        if table == "scalars":
+        is_given = table in ("scalars", "samples")
+        if is_given:
             first = min(self._timeline.columns["since"][row] for row in rows)
-        chosen = Chosen((first, last), None if table == "scalars" else self._sites)
+        chosen = Chosen((first, last), None if is_given else self._sites)
         found = self._reader.table(table, ["attempt", "record", *columns], chosen)
         of = self._timeline.rows_of(found, self._reader.manifest)
         order = np.lexsort((to_numpy(found["place"]), of)) if "place" in columns else np.argsort(of, kind="stable")
@@ -64,7 +66,7 @@ class Snapshots:
         begins, ends = (np.searchsorted(of[order], list(rows), side=side) for side in ("left", "right"))
         return [found.slice(begin, end - begin) for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
 
-    def _snapshot(self, row: int, totals: pa.Table, scalars: pa.Table, events: pa.Table) -> Snapshot:
+    def _snapshot(self, row: int, totals: pa.Table, scalars: pa.Table, samples: pa.Table, events: pa.Table) -> Snapshot:
         timeline = self._timeline
         step = int(timeline.step[row])
         of_step = {name: values[row] for name, values in timeline.columns.items()}
@@ -81,7 +83,10 @@ class Snapshots:
         columns = self._columns(row, step, totals)
         ranks = timeline.ranks_of[of_step["ranks"]]
         scale, overflowed, own = of_step["grad_scale"], of_step["overflowed"], named.pop(step, {})
-        return Snapshot(step, columns, own, scale, overflowed, skipped, ranks, earlier_scalars=named)
+        ids = dict(zip(samples["step"].to_pylist(), lists(samples["ids"]), strict=True))
+        if len(ids) != samples.num_rows:
+            raise RunError(f"step {step}: expected ids of samples once for each step, got {samples['step']}")
+        return Snapshot(step, columns, own, scale, overflowed, skipped, ranks, earlier_scalars=named, sample_ids=ids)
 
     def _columns(self, row: int, step: int, totals: pa.Table) -> Columns:
         ids, place, calls, channels = (to_numpy(totals[name]) for name in ("site", "place", "calls", "channels"))
@@ -144,10 +149,10 @@ class _Wide:
     def states(self) -> dict[int, Array]:
         found = {}
         [rows] = self._snapshots.table("channels", ["site", *STATE.values()], [self._row])
-        lists = [_lists(rows[name]) for name in STATE.values()]
+        fields_of = [lists(rows[name]) for name in STATE.values()]
         for number, site in enumerate(rows["site"].to_pylist()):
             place, channels = self._places.get(site, (-1, 0))
-            fields = [each[number] for each in lists]
+            fields = [each[number] for each in fields_of]
             if place in found or channels < 2 or {len(values) for values in fields} != {channels}:
                 raise RunError(
                     f"step {self._step}: site {site}: expected the state of {channels} channels, got another"
@@ -162,7 +167,7 @@ class _Wide:
             return {}
         found: dict[int, Counts] = {}
         [rows] = self._snapshots.table("histograms", ["site", "counts"], [self._row])
-        for site, counts in zip(rows["site"].to_pylist(), _lists(rows["counts"]), strict=True):
+        for site, counts in zip(rows["site"].to_pylist(), lists(rows["counts"]), strict=True):
             place, channels = self._places.get(site, (-1, 0))
             shape = histogram_shape(self._timeline.bins[self._row], channels)
             if place in found or counts.size != int(np.prod(shape)) or counts.min(initial=0) < 0:
@@ -176,7 +181,8 @@ class _Wide:
             raise RunError(f"step {self._step}: expected {what} of {len(expected)} sites, got them of {len(got)}")
 
 
-def _lists(column: pa.ChunkedArray) -> list[Any]:
+def lists(column: pa.ChunkedArray) -> list[Any]:
+    """The entries of a column of lists, an array each."""
     return [
         values[begin:end]
         for chunk in column.chunks

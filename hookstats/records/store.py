@@ -16,7 +16,7 @@ from typing import Any, ParamSpec, TypeVar
 import numpy as np
 import pyarrow as pa
 
-from hookstats.numbers.blocks import Drained
+from hookstats.numbers.blocks import Drained, Given
 from hookstats.numbers.fields import Counts
 from hookstats.records import encoding, files, manifest, merging
 from hookstats.records.errors import RunError
@@ -27,7 +27,7 @@ from hookstats.records.schema import FLUSH, ROW_GROUP, SCHEMAS
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _OURS = re.compile(r"[0-9]{8,18}\.parquet(\.tmp)?")
-_SMALL = ("steps", "scalars", "events")
+_SMALL = ("steps", "scalars", "samples", "events")
 
 
 def _all_or_broken(method: Callable[_P, _T]) -> Callable[_P, _T]:
@@ -151,23 +151,28 @@ class Store:
         for number, scalars in drained.earlier_scalars.items():
             self._rows["scalars"] += encoding.scalar_rows(scalars, key._replace(step=number), measured=False)
         self._rows["scalars"] += encoding.scalar_rows(drained.scalars, key, measured=True)
+        self._rows["samples"] += encoding.sample_rows(drained.sample_ids, key)
         self._rows["events"] += encoding.event_rows(drained, key, self._id_of)
         self._added += 1
         if self._held >= FLUSH:
             self._flush_totals()
-        if len(self._rows["scalars"]) + len(self._rows["events"]) > ROW_GROUP:
-            self._flush_rows()
+        self._flush_many_rows()
 
     @_all_or_broken
-    def add_scalars(self, scalars: Mapping[int, Mapping[str, float]], time: float) -> None:
-        """Of steps that are not recorded, by their number; they count with the next `commit`.
+    def add_given(self, given: Given, time: float) -> None:
+        """Of steps that are not recorded; it counts with the next `commit`.
 
-        time: when they came, in seconds since the epoch.
+        time: when it came, in seconds since the epoch.
         """
-        for number, each in scalars.items():
-            key = encoding.Key(number, round(time * 1e6), self._begun().attempt, -1)
-            self._rows["scalars"] += encoding.scalar_rows(each, key, measured=False)
-        if len(self._rows["scalars"]) > ROW_GROUP:
+        key = encoding.Key(0, round(time * 1e6), self._begun().attempt, -1)
+        for number, each in given.scalars.items():
+            self._rows["scalars"] += encoding.scalar_rows(each, key._replace(step=number), measured=False)
+        self._rows["samples"] += encoding.sample_rows(given.sample_ids, key)
+        self._flush_many_rows()
+
+    def _flush_many_rows(self) -> None:
+        ids = sum(len(row["ids"]) for row in self._rows["samples"])
+        if len(self._rows["scalars"]) + len(self._rows["events"]) > ROW_GROUP or ids * 8 > FLUSH:
             self._flush_rows()
 
     def _flush_totals(self) -> None:

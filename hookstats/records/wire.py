@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hookstats.numbers.blocks import Drained, Layout
-from hookstats.numbers.fields import Site, Skipped
+from hookstats.numbers.blocks import Drained, Given, Layout
+from hookstats.numbers.fields import Counts, Site, Skipped
 from hookstats.numbers.ranks import StepRanks
 from hookstats.records.ring import RingError
 
-LAYOUT, STEP, OVERHEAD, SCALARS = 1, 2, 3, 4  # kinds of records
+LAYOUT, STEP, OVERHEAD, GIVEN = 1, 2, 3, 4  # kinds of records
 
 
 def of_layout(number: int, layout: Layout) -> list[NDArray[Any]]:
@@ -30,6 +30,7 @@ def of_step(drained: Drained, layout: int) -> list[NDArray[Any]]:
         "time": drained.time,
         "scalars": drained.scalars,
         "earlier_scalars": list(drained.earlier_scalars.items()),
+        "sample_ids": _listed(drained.sample_ids),
         "grad_scale": drained.grad_scale,
         "overflowed": drained.overflowed,
         "ranks": drained.ranks.to_text(),
@@ -44,22 +45,31 @@ def of_overhead(overhead: Mapping[str, float]) -> list[NDArray[Any]]:
     return [_text({name: value for name, value in overhead.items() if math.isfinite(value)})]
 
 
-def of_scalars(scalars: Mapping[int, Mapping[str, float]], time: float) -> list[NDArray[Any]]:
-    """Of steps that are not recorded, by their number. time: now, in seconds since the epoch."""
-    return [_text({"time": time, "scalars": list(scalars.items())})]
+def of_given(given: Given, time: float) -> list[NDArray[Any]]:
+    """Of steps that are not recorded. time: now, in seconds since the epoch."""
+    told = {"time": time, "scalars": list(given.scalars.items()), "sample_ids": _listed(given.sample_ids)}
+    return [_text(told)]
 
 
-def scalars_from(text: bytes) -> tuple[dict[int, dict[str, float]], float]:
-    """What `of_scalars` made. RingError for anything else."""
+def given_from(text: bytes) -> tuple[Given, float]:
+    """What `of_given` made. RingError for anything else."""
     try:
         told = json.loads(text)
-        return _by_step(told["scalars"]), float(told["time"])
+        return Given(_by_step(told["scalars"]), _ids_by_step(told["sample_ids"])), float(told["time"])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
-        raise RingError(f"expected scalars of steps, got {error!r}") from None
+        raise RingError(f"expected what was given with steps, got {error!r}") from None
 
 
 def _by_step(told: Any) -> dict[int, dict[str, float]]:
     return {int(step): _numbers(scalars) for step, scalars in told}
+
+
+def _listed(sample_ids: Mapping[int, Counts]) -> list[Any]:
+    return [[step, ids.tolist()] for step, ids in sample_ids.items()]
+
+
+def _ids_by_step(told: Any) -> dict[int, Counts]:
+    return {int(step): np.array(ids, np.int64) for step, ids in told}
 
 
 def _numbers(told: Any) -> dict[str, float]:
@@ -111,6 +121,7 @@ def step_from(payload: NDArray[np.uint8], layouts: Mapping[int, Layout]) -> Drai
             StepRanks.from_text(told["ranks"]),
         )
         drained.earlier_scalars = _by_step(told["earlier_scalars"])
+        drained.sample_ids = _ids_by_step(told["sample_ids"])
         drained.skipped = {
             Site(name, tensor): Skipped(reason, times) for name, tensor, reason, times in told["skipped"]
         }

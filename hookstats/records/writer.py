@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hookstats.numbers.blocks import Drained, Layout
+from hookstats.numbers.blocks import Drained, Given, Layout
 from hookstats.records import wire
 from hookstats.records.errors import RunError
 from hookstats.records.files import NO_LINK, write_whole
@@ -35,7 +35,7 @@ PART_BYTES = 64 << 20
 PART_SECONDS = 10.0
 _LOCK_SECONDS = 120.0
 KNOWN_LAYOUTS = 8
-_MOST_WAITING = 10_000  # steps whose scalars wait for a measured one, with which the rules see them
+_MOST_WAITING = 10_000  # steps, what was given with which waits for a measured one, with which the rules see them
 _FIRST, _LAST = 10, 200  # recorded steps from which the rules' windows are made again
 
 
@@ -85,7 +85,7 @@ class Attempt:
         self._findings = Findings(folder / "findings.jsonl")
         self._judged = self.ring.judged  # what was found in these is told already
         self.ring.findings = self._findings.size
-        self._waiting: dict[int, dict[str, float]] = {}  # scalars that the rules have not seen
+        self._waiting = Given({}, {})  # what the rules have not seen
         self._told: dict[str, Any] = {}  # at the end, for the settings
         self._since: float | None = None  # when the first step came that is not committed
 
@@ -109,8 +109,8 @@ class Attempt:
                 self._layouts.add(record.payload.tobytes())
             elif record.kind == wire.OVERHEAD:
                 self._told["overhead"] = wire.overhead_from(record.payload.tobytes())
-            elif record.kind == wire.SCALARS:
-                self._take_scalars(*wire.scalars_from(record.payload.tobytes()))
+            elif record.kind == wire.GIVEN:
+                self._take_given(*wire.given_from(record.payload.tobytes()))
             else:
                 self._take(record.number, wire.step_from(record.payload, self._layouts.known))
             self._position = record.end
@@ -132,20 +132,21 @@ class Attempt:
         self._store.add(drained)
 
     def _judged_now(self, drained: Drained) -> list[Finding]:
-        """With the scalars that came without a step since the one before."""
-        own = drained.earlier_scalars
-        drained.earlier_scalars, self._waiting = {**self._waiting, **own}, {}
+        """With what was given, and came without a step, since the one before."""
+        own = Given(drained.earlier_scalars, drained.sample_ids)
+        drained.earlier_scalars = {**self._waiting.scalars, **own.scalars}
+        drained.sample_ids = {**self._waiting.sample_ids, **own.sample_ids}
+        self._waiting = Given({}, {})
         try:
             return self._judge.judge(drained)
         finally:
-            drained.earlier_scalars = own
+            drained.earlier_scalars, drained.sample_ids = own
 
-    def _take_scalars(self, scalars: dict[int, dict[str, float]], when: float) -> None:
+    def _take_given(self, given: Given, when: float) -> None:
         if self._since is None:
             self._since = time.monotonic()
-        self._store.add_scalars(scalars, when)
-        self._waiting |= scalars
-        self._waiting = dict(list(self._waiting.items())[-_MOST_WAITING:])
+        self._store.add_given(given, when)
+        self._waiting.add(given, _MOST_WAITING)
 
     def _feed(self, drained: Drained, found: list[Finding]) -> list[Finding]:
         """Gives it to the sinks, and what was found in it."""

@@ -36,6 +36,9 @@ class Finding:
 
     ``since``: the step in which it began, which may be long before it was certain. ``sites``: all sites of it, ``site``
     first, then in order of execution; at most 20, and ``site_count`` says how many there are.
+    ``sample_ids``: of what a single batch can set off, where ids of samples were given to `Monitor.step`: those of the
+    samples that stand out, the farthest first, if a site keeps samples apart (``monitor.tap(x, name, channel_dim=0)``);
+    else those of all samples of the step.
     ``because``: the earlier finding that this one follows from; None: it stands for itself. ``is_news``: whether it is
     told while training goes on: what follows from something else is not, unless it is the first in that story to be
     critical.
@@ -55,6 +58,7 @@ class Finding:
     site_count: int = 0
     because: Cause | None = None
     is_news: bool = True
+    sample_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.severity not in SEVERITIES:
@@ -79,11 +83,14 @@ class Finding:
         numbers = {name: _written(getattr(self, name)) for name in ("value", "threshold")}
         because = None if self.because is None else [*self.because[:2], _site_written(self.because.site)]
         sites = [_site_written(site) for site in self.sites]
-        return {**vars(self), "site": _site_written(self.site), "sites": sites, "because": because, **numbers}
+        lists = {"sites": sites, "sample_ids": list(self.sample_ids)}
+        return {**vars(self), "site": _site_written(self.site), **lists, "because": because, **numbers}
 
     @classmethod
     def from_json(cls, d: Mapping[str, Any]) -> Finding:
         """What `to_json` gave; ValueError for anything else."""
+        if isinstance(d, Mapping) and "sample_ids" not in d:  # as they were before samples had ids
+            d = {**d, "sample_ids": []}
         if not isinstance(d, Mapping) or set(d) != set(cls.__dataclass_fields__):
             raise ValueError(f"expected a finding's {', '.join(cls.__dataclass_fields__)}; got {d!r:.200}")
         for name in ("rule", "severity", "sentence"):
@@ -93,7 +100,10 @@ class Finding:
         if not isinstance(d["is_news"], bool):
             raise ValueError(f"is_news of a finding: expected true or false, got {d['is_news']!r:.200}")
         because = d["because"]
-        _check("sites", d["sites"], list)
+        for name in ("sites", "sample_ids"):
+            _check(name, d[name], list)
+        for each in d["sample_ids"]:
+            _check("sample_ids", each, int)
         if because is not None:
             _check("because", because, list)
             if len(because) != 3:
@@ -103,7 +113,8 @@ class Finding:
             because = Cause(because[0], because[1], _site_read("because", because[2]))
         sites = tuple(site for each in d["sites"] if (site := _site_read("sites", each)) is not None)
         numbers = {name: _read(name, d[name]) for name in ("value", "threshold")}
-        return cls(**{**d, "site": _site_read("site", d["site"]), "sites": sites, "because": because, **numbers})
+        told = {**d, "sites": sites, "sample_ids": tuple(d["sample_ids"]), "because": because, **numbers}
+        return cls(**{**told, "site": _site_read("site", d["site"])})
 
 
 _KINDS = {str: "a string", int: "an int", list: "a list"}

@@ -24,6 +24,7 @@ from hookstats.rules.nonfinite import NonFinite
 from hookstats.rules.outliers import MassiveActivations, OutlierChannels
 from hookstats.rules.precision import LowPrecisionFit
 from hookstats.rules.residual import ResidualDrift
+from hookstats.rules.samples import named
 from hookstats.rules.spikes import GradientNormSpike, LossSpike
 from hookstats.rules.step import Sites, Step
 from hookstats.rules.story import Plot
@@ -198,7 +199,8 @@ class Judge:
                     f"the rule {ruling.name} failed and does not judge any more: {error!r}. Mend it, or leave it out."
                 )
                 failed.append(step.finding(ruling.name, None, 1.0, 0.0, "warning", sentence))
-        return failed + self._plot.tell(step.number, found, set().union(*(ruling.seen for ruling in self._rulings)))
+        told = self._plot.tell(step.number, found, set().union(*(ruling.seen for ruling in self._rulings)))
+        return failed + [named(finding, step) for finding in told]
 
     def rebuild(self, measured: Iterable[Snapshot | Drained]) -> None:
         """Fills the rules' windows with the steps before those that are to be judged, when a run is resumed.

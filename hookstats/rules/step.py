@@ -74,16 +74,17 @@ class Sites:
 class Step:
     """A measured step as a rule sees it.
 
-    ``number``, ``scalars`` and ``earlier_scalars`` as in the Snapshot, and ``rank``. ``sites``: all that the run has
-    shown so far; a site's place in this list is its id, which never changes, so that what a rule keeps by id stays
-    aligned when other sites appear. All arrays are over ids ``[n]``; a site that was silent in this step, or is not in
-    it, has ``calls`` 0, counts of 0, and NaN else.
+    ``number``, ``scalars``, ``earlier_scalars`` and ``sample_ids`` as in the Snapshot, and ``rank``. ``sites``: all
+    that the run has shown so far; a site's place in this list is its id, which never changes, so that what a rule keeps
+    by id stays aligned when other sites appear. All arrays are over ids ``[n]``; a site that was silent in this step,
+    or is not in it, has ``calls`` 0, counts of 0, and NaN else.
     """
 
     def __init__(self, measured: Snapshot | Drained, sites: Sites, rank: int = 0, attempt: int = 0) -> None:
         self.number = measured.step
         self.scalars = measured.scalars
         self.earlier_scalars = measured.earlier_scalars
+        self.sample_ids = measured.sample_ids
         self.overflowed = measured.overflowed
         self.rank = rank
         self.attempt = attempt
@@ -153,6 +154,11 @@ class Step:
         if place < 0 or not self._columns.keeps[place]:
             return None
         return self._columns.stats(place).channels
+
+    def with_channels_along(self, dim: int) -> list[int]:
+        """The ids of the sites that fired and keep channels along this dimension, in order of execution."""
+        columns = self._columns
+        return [int(self._ids[i]) for i in columns.order.tolist() if columns.keeps[i] and columns.dims[i] == dim]
 
     @cached_property
     def has_channels(self) -> Mask:

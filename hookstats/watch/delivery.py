@@ -170,10 +170,10 @@ class Delivery:
 
     def _scalars_arrived(self, pending: PendingScalars) -> None:
         try:
-            scalars = pending.scalars()
+            given = pending.given()
         except Exception as error:
             return self._failed("finish", f"scalars could not be read: {error!r}", error)
-        self._present([(each, each.take_scalars, scalars) for each in self.recorders])
+        self._present([(each, each.take_given, given) for each in self.recorders])
 
     def _deliver(self, drained: Drained, left_out: LeftOut, held: Holding) -> None:
         self.last = snapshot = drained.snapshot()

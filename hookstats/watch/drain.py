@@ -14,11 +14,11 @@ import torch
 
 from hookstats import _native
 from hookstats.modules.sharding import LocalShard
-from hookstats.numbers.blocks import COUNTERS, Drained, Layout, Part, Row
+from hookstats.numbers.blocks import COUNTERS, Drained, Given, Layout, Part, Row
 from hookstats.numbers.fields import Counts, Site
 from hookstats.numbers.ranks import ALONE, StepRanks
 from hookstats.watch.memory import TOTALS, Entry, Place, Store
-from hookstats.watch.scalars import Kept, Slots, by_step
+from hookstats.watch.scalars import Kept, Slots, by_step, sample_ids_by_step
 
 Key: TypeAlias = tuple[torch.device, int]  # a block of state, by device and number
 Sign: TypeAlias = list[tuple[object, ...]]  # of how all sites lie: equal while nothing has moved
@@ -85,10 +85,10 @@ class PendingScalars:
             slots.put_back(arrays[key].view("float64").tolist())
         return arrays
 
-    def scalars(self) -> dict[int, dict[str, float]]:
-        """By the number of the step. Waits if it must."""
+    def given(self) -> Given:
+        """What has come. Waits if it must."""
         self.arrays()
-        return by_step(self._rows)
+        return Given(by_step(self._rows), sample_ids_by_step(self._rows))
 
 
 class Pending(PendingScalars):
@@ -105,7 +105,7 @@ class Pending(PendingScalars):
     def finish(self) -> Drained:
         """What has come; waits if it must."""
         arrays = self.arrays()
-        *earlier, (step, names, numbers) = self._rows
+        *earlier, (step, names, numbers, _) = self._rows
         of_scaler = numbers[len(names) :]
         scale, overflowed = (of_scaler[0], bool(of_scaler[1])) if of_scaler else (None, None)
         layout, keys, hidden, readings, _ = self._places
@@ -114,6 +114,7 @@ class Pending(PendingScalars):
         drained = Drained(layout, blocks, step, self._time, named, scale, overflowed, hidden, readings, self._ranks)
         # Numbers that are not smaller were trained anew since.
         drained.earlier_scalars = {number: each for number, each in by_step(earlier).items() if number < step}
+        drained.sample_ids = {number: ids for number, ids in sample_ids_by_step(self._rows).items() if number <= step}
         return drained
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from hookstats._warn import WarnOnce
-from hookstats.numbers.blocks import Drained
+from hookstats.numbers.blocks import Drained, Given
 
 _log = logging.getLogger("hookstats")
 _LEVELS = {"note": logging.INFO, "warning": logging.WARNING, "critical": logging.ERROR}
@@ -56,7 +56,7 @@ class Recorder(Protocol):
 
     def take(self, drained: Drained) -> None: ...
 
-    def take_scalars(self, scalars: dict[int, dict[str, float]]) -> None:
+    def take_given(self, given: Given) -> None:
         """Of steps that were not measured, by their number: those behind the last measured one, or very many."""
 
     def findings(self) -> Sequence[Finding]:

@@ -121,11 +121,14 @@ class Monitor:
         """
         return self._stopwatch.overhead(self._binder.idle_hook(), self._binder.hooks())
 
-    def step(self, step: int | None = None, **scalars: Any) -> Snapshot | None:
+    def step(self, step: int | None = None, *, sample_ids: Any = None, **scalars: Any) -> Snapshot | None:
         """Closes a training step. Call it after ``optimizer.step()``. Waits for nothing.
 
         Args:
             step: the number of the step that ends here, if the trainer has its own: an int, larger than the one before.
+            sample_ids: integers ``[samples]``, as a list, an array or a tensor on the CPU: the samples of the data set
+                that the step was of, those of all microbatches one after another. They are kept with the step
+                (`Run.sample_ids`), and findings name them.
             **scalars: numbers or one-element tensors of this step (``loss=loss``), as they are now. Those of a step
                 that is not measured arrive with the next measured step (``earlier_scalars``).
 
@@ -149,7 +152,7 @@ class Monitor:
                 f"step: expected a larger number than that of the step before, {self._step - 1}, got {number}: "
                 "snapshots have the numbers that were given, and cannot be told apart or sorted by these",
             )
-        checked = self._scalars(scalars)
+        checked = self._scalars(scalars, sample_ids)
         with self._stopwatch.closing(self._measured):
             self._end_step(number, checked)
         snapshot = self._delivery.fetch()
@@ -163,7 +166,7 @@ class Monitor:
             self._parameters.close_step()
             self._delivery.send(number, checked, totals_only=self._is_of_totals())
             self._closed += 1
-        elif checked.names and self._handles:
+        elif (checked.names or checked.sample_ids is not None) and self._handles:
             self._delivery.keep(number, checked)
         self._step = number + 1
         self._stepped = True
@@ -189,10 +192,11 @@ class Monitor:
     def _is_of_totals(self) -> bool:
         return self._closed % self._channels_every > 0 and not self._judging.is_escalated(self._step)
 
-    def _scalars(self, given: dict[str, Any]) -> Scalars:
-        if self._scaling is None or not self._measured:
-            return Scalars(given)
-        return Scalars(given, self._of_scaler(self._scaling.marks))
+    def _scalars(self, given: dict[str, Any], sample_ids: Any = None) -> Scalars:
+        of_scaler = None
+        if self._scaling is not None and self._measured:
+            of_scaler = self._of_scaler(self._scaling.marks)
+        return Scalars(given, of_scaler, sample_ids)
 
     def _of_scaler(self, ask: Callable[[], Any]) -> Any:
         """What a GradScaler says; None if it fails."""

@@ -49,10 +49,10 @@ def drained(sites: Mapping[Site, Here], bins: Bins | None = None, **step: Any) -
         words += [stats._measured.view(np.int64).ravel(), np.array([1, number + 1]), counts]
     told = {"step": 3, "time": 1.5, "scalars": {}, "grad_scale": None, "overflowed": None} | step
     n = len(rows)
-    skipped = told.pop("skipped", {})
+    skipped, sample_ids = told.pop("skipped", {}), told.pop("sample_ids", {})
     block = np.concatenate(words)
     made = Drained(Layout([0], rows, bins), [block], **told, hidden=np.zeros(n, bool), readings=np.zeros(n, np.int64))
-    made.skipped = skipped
+    made.skipped, made.sample_ids = skipped, sample_ids
     return made
 
 
@@ -83,7 +83,7 @@ class Job:
         distinct: dict[int, tuple[int, Table]] = {}
         for rank, (table, _) in enumerate(self._made):
             distinct.setdefault(table.checksum, (rank, Table.from_text(table.text)))
-        self.agreement = Agreement(list(distinct.values()))
+        self.agreement = Agreement(list(distinct.values()), range(len(self.steps)))
         self.packers = [Packer(self.agreement, rank) for rank in range(len(steps))]
 
     def flats(self) -> list[Flat]:

@@ -434,3 +434,23 @@ def test_any_ranks_merge_as_their_recordings_do(seed: int, histogram: str) -> No
                     np.testing.assert_allclose(getattr(one, name), getattr(other, name), tolerance, err_msg=str(site))
     assert unlike
     assert folded
+
+
+@pytest.mark.parametrize("by", [merge, tree(2), tree(3)])
+def test_ids_of_samples_are_those_of_all_ranks_one_after_the_other(by: Any) -> None:
+    """Ranks may give other numbers of them, or none; those of earlier steps stay this rank's own."""
+    sites = {A: Here(torch.ones(2, 3))}
+    given = [{3: [7, -1], 2: [5]}, {}, {3: [0, 2**62, 9]}, {3: []}]
+    steps = [drained(sites, sample_ids={n: np.array(ids, np.int64) for n, ids in each.items()}) for each in given]
+    job = Job(steps)
+    for rank in range(4):
+        ids = {n: each.tolist() for n, each in job.merged(by, rank).sample_ids.items()}
+        assert ids == {**given[rank], 3: [7, -1, 0, 2**62, 9]}
+
+
+def test_ids_of_samples_that_would_take_too_much_are_this_ranks_own_and_a_note_says_so() -> None:
+    sites = {A: Here(torch.ones(2, 3))}
+    job = Job([drained(sites, sample_ids={3: np.arange(1 << 20)}), drained(sites)])
+    assert job.agreement.notes == ["2097152 sample_ids of a step are too many: not merged"]
+    assert job.merged().sample_ids[3].shape == (1 << 20,)
+    assert job.merged(rank=1).sample_ids == {}

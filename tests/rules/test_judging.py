@@ -13,7 +13,7 @@ from torch import nn
 
 import hookstats
 from hookstats import FindingError, Snapshot
-from hookstats.numbers.blocks import Drained
+from hookstats.numbers.blocks import Drained, Given
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Recorder:
         self.escalate = escalate
         self.settings: dict[str, Any] = {}
         self.taken: list[Drained] = []
-        self.scalars: list[dict[int, dict[str, float]]] = []
+        self.given: list[Given] = []
         self.waited: list[float] = []
         self.closed = 0
         self._told = 0
@@ -50,8 +50,8 @@ class Recorder:
     def take(self, drained: Drained) -> None:
         self.taken.append(drained)
 
-    def take_scalars(self, scalars: dict[int, dict[str, float]]) -> None:
-        self.scalars.append(scalars)
+    def take_given(self, given: Given) -> None:
+        self.given.append(given)
 
     def findings(self) -> list[Found]:
         new = [found for drained in self.taken[self._told :] for found in self.finds(drained.step)]

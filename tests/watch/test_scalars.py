@@ -224,7 +224,7 @@ def test_ranks_that_are_merged_afterwards_have_the_mean_of_every_step(tmp_path: 
         store.begin(0, {"rank": rank})
         for drained in recorder.taken:
             store.add(drained)
-        store.add_scalars(recorder.scalars[0], 0.0)
+        store.add_given(recorder.given[0], 0.0)
         store.finish(0)
         store.close()
     run = hookstats.load(tmp_path, ranks="merged")
@@ -238,12 +238,12 @@ def test_recorders_get_what_is_left_at_detach_and_nothing_where_nothing_is() -> 
     monitor = hookstats.attach(net, every=5, sinks=[recorder])
     train(monitor, net, range(8))
     monitor.detach()
-    assert recorder.scalars == [{6: {"loss": loss_of(6)}, 7: {"loss": loss_of(7)}}]
+    assert recorder.given == [({6: {"loss": loss_of(6)}, 7: {"loss": loss_of(7)}}, {})]
     net, recorder = model(), Recorder()
     monitor = hookstats.attach(net, every=5, sinks=[recorder])
     train(monitor, net, range(6))
     monitor.detach()
-    assert recorder.scalars == []
+    assert recorder.given == []
 
 
 def test_the_page_and_the_screen_show_what_lies_between_measured_steps(tmp_path: Path) -> None:

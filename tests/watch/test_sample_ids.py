@@ -1,0 +1,261 @@
+"""Ids of samples: what is given to `Monitor.step` is kept with the step, measured or not, and named by findings."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import hookstats
+from hookstats import Snapshot
+from hookstats.records.manifest import _checksum
+from hookstats.rules import Finding
+from hookstats.rules.samples import named
+from hookstats.rules.step import Sites, Step
+from tests.rules.test_judging import Recorder, model
+from tests.watch.test_scalars import train
+
+
+def ids_of(step: int) -> list[int]:
+    return [1000 * step + i for i in range(3)]
+
+
+def given(step: int) -> dict[str, Any]:
+    return {"loss": 1.0, "sample_ids": ids_of(step)}
+
+
+def lists(ids: dict[int, Any]) -> dict[int, list[int]]:
+    return {step: each.tolist() for step, each in ids.items()}
+
+
+def test_a_snapshot_has_those_of_its_step_and_of_the_steps_before_that_were_not_measured() -> None:
+    net = model()
+    monitor = hookstats.attach(net, every=3)
+    found = train(monitor, net, range(7), given) + monitor.detach()
+    assert [snapshot.step for snapshot in found] == [0, 3, 6]
+    assert [list(snapshot.sample_ids) for snapshot in found] == [[0], [1, 2, 3], [4, 5, 6]]
+    assert lists(found[1].sample_ids) == {step: ids_of(step) for step in (1, 2, 3)}
+    assert found[1].sample_ids[3].dtype == np.int64
+    again = Snapshot.from_dict(json.loads(json.dumps(found[1].to_dict())))
+    assert again.equals(found[1])
+    again.sample_ids[2] = again.sample_ids[2] + 1
+    assert not again.equals(found[1])
+    assert lists(found[1].select("0").sample_ids) == lists(found[1].sample_ids)
+
+
+@pytest.mark.parametrize("form", [list, np.array, torch.tensor, lambda ids: torch.tensor(ids, dtype=torch.int32)])
+def test_lists_arrays_and_tensors_are_taken_and_copied(form: Any) -> None:
+    net = model()
+    monitor = hookstats.attach(net, every=1)
+    buffer = form([3, 1, 2**31 - 1])
+    net(torch.ones(3, 4))
+    snapshot = monitor.step(sample_ids=buffer)
+    buffer[0] = 77
+    assert snapshot is not None
+    assert lists(snapshot.sample_ids) == {0: [3, 1, 2**31 - 1]}
+
+
+def test_steps_without_any_have_none_and_empty_ones_are_kept() -> None:
+    net = model()
+    monitor = hookstats.attach(net, every=1)
+    kept = []
+    for ids in (None, [], [4]):
+        net(torch.ones(3, 4))
+        kept.append(monitor.step(sample_ids=ids))
+    assert [lists(snapshot.sample_ids) for snapshot in kept if snapshot] == [{}, {1: []}, {2: [4]}]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (["a", "b"], r"expected integers \[samples\].*; got <U1 of shape \(2,\)"),
+        ([1.0, 2.0], "got float64 of shape"),
+        (torch.ones(2, 2, dtype=torch.int64), r"got int64 of shape \(2, 2\)"),
+        (7, r"got int64 of shape \(\)"),
+        ([[1], [2, 3]], r"got \[\[1\], \[2, 3\]\]"),
+        (torch.ones(2, dtype=torch.int64, device="meta"), "on the CPU; got a tensor on meta"),
+        (np.array([2**63], np.uint64), "below 2 \\*\\* 63, got 9223372036854775808"),
+    ],
+)
+def test_anything_else_is_refused_with_what_was_expected(wrong: Any, said: str) -> None:
+    monitor = hookstats.attach(model())
+    with pytest.raises((TypeError, ValueError), match=f"step: sample_ids: .*{said}"):
+        monitor.step(sample_ids=wrong)
+
+
+def test_a_recorded_run_has_those_of_every_step(tmp_path: Path) -> None:
+    net = model()
+    monitor = hookstats.attach(net, every=4, sinks=hookstats.record(tmp_path / "run", rules=[]))
+    found = train(monitor, net, range(11), given) + monitor.detach()  # 9 and 10 come without a measured step
+    run = hookstats.load(tmp_path / "run")
+    assert [run.sample_ids(step).tolist() for step in range(11)] == [ids_of(step) for step in range(11)]
+    assert all(got.equals(want) for got, want in zip(run, found, strict=True))
+    with pytest.raises(KeyError, match="expected a step with which sample_ids were given, got 11"):
+        run.sample_ids(11)
+    narrow = hookstats.load(tmp_path / "run", sites="0", steps=[4])
+    assert narrow.sample_ids(2).tolist() == ids_of(2)
+    assert lists(narrow[4].sample_ids) == {step: ids_of(step) for step in (1, 2, 3, 4)}
+
+
+def test_a_resumed_run_has_those_of_the_later_attempt(tmp_path: Path) -> None:
+    for first, shift in ((0, 0), (3, 500)):
+        net = model()
+        monitor = hookstats.attach(net, every=4, sinks=hookstats.record(tmp_path / "run", rules=[]))
+        train(monitor, net, range(first, 7), lambda step, shift=shift: {"sample_ids": [step + shift]})
+        monitor.detach()
+    run = hookstats.load(tmp_path / "run")
+    assert [run.sample_ids(step).tolist() for step in range(7)] == [[0], [1], [2], [503], [504], [505], [506]]
+
+
+def test_ranks_that_are_merged_afterwards_have_one_rank_after_the_other(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        net = model()
+        sink = hookstats.record(tmp_path / f"run{rank}", rules=[])
+        monitor = hookstats.attach(net, every=2, sinks=sink)
+        train(monitor, net, range(4), lambda step, rank=rank: {"sample_ids": [10 * step + rank]})
+        monitor.detach()
+        (tmp_path / f"run{rank}" / "rank=0").rename(tmp_path / f"rank={rank}")
+    run = hookstats.load(tmp_path, ranks="merged")
+    assert [run.sample_ids(step).tolist() for step in range(4)] == [[0, 1], [10, 11], [20, 21], [30, 31]]
+    assert lists(run[2].sample_ids) == {1: [10, 11], 2: [20, 21]}
+
+
+def test_a_run_of_the_version_before_is_read_and_can_be_resumed(tmp_path: Path) -> None:
+    def trained() -> None:
+        net = model()
+        monitor = hookstats.attach(net, every=1, sinks=hookstats.record(tmp_path / "run", rules=[]))
+        train(monitor, net, range(2))
+        monitor.detach()
+
+    trained()
+    path = tmp_path / "run" / "rank=0" / "manifest.json"
+    body = json.loads(path.read_text())
+    assert body.pop("crc32") == _checksum(body)
+    assert body["schema"] == 4
+    assert body["parts"].pop("samples") == []
+    body["schema"] = 3
+    path.write_text(json.dumps(body | {"crc32": _checksum(body)}))
+    (path.parent / "samples").rmdir()
+    run = hookstats.load(tmp_path / "run")
+    assert run.steps == [0, 1]
+    assert run[1].sample_ids == {}
+    with pytest.raises(KeyError, match="sample_ids"):
+        run.sample_ids(1)
+    trained()
+    assert json.loads(path.read_text())["schema"] == 4
+    assert hookstats.load(tmp_path / "run").steps == [0, 1]
+
+
+def test_steps_that_no_measured_one_follows_come_at_detach() -> None:
+    net, recorder = model(), Recorder()
+    monitor = hookstats.attach(net, every=5, sinks=[recorder])
+    train(monitor, net, range(7), lambda step: {"sample_ids": [step]})
+    monitor.detach()
+    assert [(each.scalars, lists(each.sample_ids)) for each in recorder.given] == [({6: {}}, {6: [6]})]
+    assert [lists(each.sample_ids) for each in recorder.taken] == [{0: [0]}, {step: [step] for step in range(1, 6)}]
+
+
+# What findings say of them.
+
+
+class Rows(nn.Module):
+    """A linear layer, whose input is measured sample by sample, or row by row."""
+
+    def __init__(self, by_row: bool = False) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+        self.by_row = by_row
+        self.monitor: hookstats.Monitor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.monitor is not None:
+            self.monitor.tap(x.flatten(0, 1) if self.by_row else x, "rows", channel_dim=0)
+        return self.layer(x)
+
+
+def judged(batches: list[torch.Tensor], ids: list[int], rule: str = "loss-spike", by_row: bool = False) -> Finding:
+    """What is said of the samples of a step of these microbatches."""
+    net = Rows(by_row)
+    net.monitor = hookstats.attach(net, every=1, tensors="output")
+    for batch in batches:
+        net(batch)
+    snapshot = net.monitor.step(sample_ids=ids)
+    assert snapshot is not None
+    step = Step(snapshot, Sites())
+    return named(step.finding(rule, None, 2.0, 1.0, "warning", "Something."), step)
+
+
+def batch(samples: int, *large: int, value: float = 50.0) -> torch.Tensor:
+    made = torch.randn(samples, 3, 4, generator=torch.Generator().manual_seed(samples))
+    for sample in large:
+        made[sample, 1] = value
+    return made
+
+
+def test_the_samples_that_stand_out_are_named_where_a_site_keeps_them_apart() -> None:
+    finding = judged([batch(8, 5)], [10, 11, 12, 13, 14, 915, 16, 17])
+    assert finding.sample_ids == (915,)
+    rms = batch(8, 5).double().square().mean((1, 2)).sqrt()
+    ratio = float(rms[5] / np.median(rms))
+    said = (
+        f"Of its 8 samples sample 915 stands out: the rms at the output of rows is {ratio:.3g} times that of the median"
+    )
+    assert said in finding.sentence
+    both = judged([batch(8, 5, 2)], list(range(8)))
+    assert set(both.sample_ids) == {2, 5}
+    assert "samples " in both.sentence
+    assert "stand out" in both.sentence
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_samples_that_are_not_finite_come_first(value: float) -> None:
+    x = batch(8, 5)
+    x[2, 0, 0] = value
+    finding = judged([x], list(range(100, 108)), "nonfinite")
+    assert finding.sample_ids == (102, 105)
+    assert finding.sentence.endswith("samples 102, 105 stand out: the rms at the output of rows is not finite.")
+
+
+def test_rows_of_samples_are_put_together() -> None:
+    assert judged([batch(8, 5)], list(range(8)), by_row=True).sample_ids == (5,)
+
+
+def test_of_several_microbatches_it_may_have_been_any_with_that_place() -> None:
+    ids = [*range(8), *range(50, 58)]
+    assert judged([batch(8), batch(8, 3)], ids).sample_ids == (3, 53)
+
+
+def test_where_none_stands_out_or_no_site_tells_all_samples_are_named() -> None:
+    for x, ids in ((batch(8), list(range(8))), (batch(8, 5), list(range(7)))):  # of another number
+        finding = judged([x], ids)
+        assert finding.sample_ids == tuple(ids)
+        assert finding.sentence == f"Something. It was of samples 0, 1, 2 and {len(ids) - 3} more."
+    assert judged([batch(1)], [9]).sentence == "Something. It was of sample 9."
+
+
+def test_what_no_single_batch_sets_off_names_no_samples() -> None:
+    assert judged([batch(8, 5)], list(range(8)), "dead-channels").sample_ids == ()
+
+
+def test_a_recorded_finding_names_the_samples_of_its_own_step(tmp_path: Path) -> None:
+    """Also where it is a step that was not measured."""
+    net = nn.Sequential(nn.Linear(4, 4))
+    monitor = hookstats.attach(net, every=10, sinks=hookstats.record(tmp_path / "run"))
+    for step in range(61):
+        net(torch.randn(4, 4)).square().mean().backward()
+        monitor.step(loss=float("nan") if step == 45 else 2.0, sample_ids=[step, 100 + step])
+    monitor.detach()
+    (finding,) = [each for each in hookstats.load(tmp_path / "run").findings if each.rule == "nonfinite"]
+    assert (finding.step, finding.sample_ids) == (45, (45, 145))
+    assert finding.sentence.endswith("It was of samples 45, 145.")
+    told = json.loads(json.dumps(finding.to_json()))
+    assert Finding.from_json(told).sample_ids == (45, 145)
+    del told["sample_ids"]  # as an earlier version wrote it
+    assert Finding.from_json(told).sample_ids == ()
+    with pytest.raises(ValueError, match="sample_ids of a finding: expected an int, got 'a'"):
+        Finding.from_json(told | {"sample_ids": ["a"]})
