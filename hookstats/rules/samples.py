@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hookstats.numbers.fields import Array, Counts, Site
+from hookstats.numbers.fields import Array, Counts, Site, Stats
 from hookstats.rules.finding import Finding
 from hookstats.rules.formatting import number, tensor_of, times
 from hookstats.rules.step import Step
@@ -26,38 +26,39 @@ class _Outliers(NamedTuple):
 
 
 def named(finding: Finding, step: Step) -> Finding:
-    """The finding with the samples of its step: see ``sample_ids`` of `Finding`. step: with which it was judged."""
+    """The finding with the samples of its step: see ``sample_ids`` of `Finding`. step: with which it was judged.
+
+    What began in an earlier step is not of one batch.
+    """
     ids = step.sample_ids.get(finding.step)
-    if finding.rule not in _OF_BATCHES or ids is None or not len(ids):
+    if finding.rule not in _OF_BATCHES or finding.since != finding.step or ids is None or not len(ids):
         return finding
     found = _outliers(step, ids) if finding.step == step.number else None
     if found is None:
-        told = f" It was of {_listed(ids)}."
+        told = f" Step {finding.step} had {'sample' if len(ids) == 1 else 'samples'} {_listed(ids)}."
         return replace(finding, sample_ids=tuple(ids.tolist()), sentence=finding.sentence + told)
-    many = len(found.ids) > 1
-    how = "is not finite" if np.isnan(found.ratio) else f"is {number(found.ratio)} times that of the median sample"
+    one = len(found.ids) == 1
+    whose, ratio = "its" if one else "their", f"{'' if one else 'up to '}{number(found.ratio)}"
+    how = "not finite" if np.isnan(found.ratio) else f"{ratio} times that of the median sample"
     told = (
-        f" Of its {times(len(ids), 'sample')} {_listed(found.ids, of_all=False)} stand{'' if many else 's'} out: the "
-        f"rms at {tensor_of(found.site)} {how}."
+        f" Of the {times(len(ids), 'sample')} of step {finding.step}, {len(found.ids)} stand{'s' if one else ''} out "
+        f"({_listed(found.ids)}): {whose} rms at {tensor_of(found.site)} is {how}."
     )
     return replace(finding, sample_ids=tuple(found.ids.tolist()), sentence=finding.sentence + told)
 
 
-def _listed(ids: Counts, of_all: bool = True) -> str:
-    """A few of them, and how many there are."""
-    shown = ", ".join(map(str, ids[:_NAMED].tolist()))
+def _listed(ids: Counts) -> str:
+    """A few of them, and how many more there are."""
     more = f" and {len(ids) - _NAMED} more" if len(ids) > _NAMED else ""
-    return f"{'sample' if len(ids) == 1 else 'samples'} {shown}{more}"
+    return ", ".join(map(str, ids[:_NAMED].tolist())) + more
 
 
 def _outliers(step: Step, ids: Counts) -> _Outliers | None:
     """At the first site, in order of execution, that keeps samples apart and has some that stand out."""
-    for site in step.with_channels_along(0):
+    for site, channels in step.of_samples.items():
         if not (step.is_kind("output")[site] or step.is_kind("input")[site]):
             continue
-        rms = _by_sample(step, site, len(ids))
-        if rms is None:
-            continue
+        rms = _by_sample(channels, len(ids))
         median = float(np.median(rms[np.isfinite(rms)])) if np.isfinite(rms).any() else 0.0
         is_out = ~np.isfinite(rms) | ((rms > _RATIO * median) & (median > 0))
         if is_out.any() and not is_out.all():
@@ -68,21 +69,10 @@ def _outliers(step: Step, ids: Counts) -> _Outliers | None:
     return None
 
 
-def _by_sample(step: Step, site: int, count: int) -> Array | None:
-    """The rms of each sample, NaN where a value of it is not finite; None where the channels are no samples.
-
-    Channels are samples where there are as many as ids; the rows of samples (tokens) where there are so many times as
-    many. Where there are so many times fewer, channel i holds the i-th samples of several microbatches or ranks.
-    """
-    channels = step.channels(site)
-    assert channels is not None
-    width = len(channels.count)
-    rows = width // count if width > count and width % count == 0 else 1
-    if width // rows > count or count % (width // rows):
-        return None
+def _by_sample(channels: Stats[Array], count: int) -> Array:
+    """The rms of each sample, or of each group of them, see `Step.of_samples`; NaN where a value is not finite."""
+    rows = max(len(channels.count) // count, 1)
     bad = (channels.nans + channels.posinfs + channels.neginfs).reshape(-1, rows).sum(1)
     squares = np.where(channels.count > 0, channels.l2_norm**2, 0.0).reshape(-1, rows).sum(1)
     values = channels.count.reshape(-1, rows).sum(1)
-    return np.where(
-        (bad == 0) & (values > 0), np.sqrt(squares / np.maximum(values, 1)), np.where(values > 0, np.nan, 0)
-    )
+    return np.where(bad == 0, np.sqrt(squares / np.maximum(values, 1)), np.nan)

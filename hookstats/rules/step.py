@@ -17,6 +17,7 @@ from hookstats.rules.finding import MOST_SITES, Finding
 from hookstats.rules.formatting import times
 
 Mask: TypeAlias = NDArray[np.bool_]
+_OF_MODULES = ("output", "grad_output", "input", "grad_input")
 _Over = TypeVar("_Over", bound=NDArray[Any])
 
 
@@ -149,21 +150,44 @@ class Step:
         return self._spread(np.arange(len(self._ids)), -1)
 
     def channels(self, site: int) -> Stats[Array] | None:
-        """Those of a site by its id, ``[channels]``, without the scaler's scale; None where none were kept, or sent."""
+        """Those of a site by its id, ``[channels]``, without the scaler's scale; None where none were kept, or sent, or
+        where they are samples.
+        """
         place = int(self._place[site])
-        if place < 0 or not self._columns.keeps[place]:
+        if place < 0 or not self._columns.keeps[place] or site in self.of_samples:
             return None
         return self._columns.stats(place).channels
 
-    def with_channels_along(self, dim: int) -> list[int]:
-        """The ids of the sites that fired and keep channels along this dimension, in order of execution."""
-        columns = self._columns
-        return [int(self._ids[i]) for i in columns.order.tolist() if columns.keeps[i] and columns.dims[i] == dim]
+    @cached_property
+    def of_samples(self) -> dict[int, Stats[Array]]:
+        """The sites that keep samples apart, by id, in order of execution: statistics ``[samples]``.
+
+        Their channels lie along the first dimension of outputs or inputs. There are as many as ids were given with the
+        step; or so many times as many, for the rows of a sample (tokens) lie one after another; or so many times fewer:
+        channel i then holds the i-th samples of several microbatches, or ranks.
+        """
+        count, columns = len(self.sample_ids.get(self.number, ())), self._columns
+        found = {}
+        for i in columns.order.tolist() if count else ():
+            site = int(self._ids[i])
+            if columns.keeps[i] and columns.dims[i] == 0 and self.sites[site].tensor.partition(".")[0] in _OF_MODULES:
+                channels = columns.stats(i).channels
+                if (
+                    channels is not None
+                    and len(channels.count)
+                    and (len(channels.count) % count == 0 or count % len(channels.count) == 0)
+                ):
+                    found[site] = channels
+        return found
 
     @cached_property
     def has_channels(self) -> Mask:
-        """``[n]``: whether channels were kept, and sent in this step."""
-        return self._spread(self._columns.keeps, False)
+        """``[n]``: whether channels were kept, and sent in this step, and are no samples."""
+        mask = self._spread(self._columns.keeps, False)
+        if self.of_samples:
+            mask = mask.copy()
+            mask[list(self.of_samples)] = False
+        return mask
 
     @cached_property
     def has_histograms(self) -> bool:

@@ -36,7 +36,8 @@ class Channels:
             of a torch.nn module (Linear, Embedding, LayerNorm: last; convolutions, BatchNorm, pooling: the one before
             the spatial ones), else by evidence: the dimension that has the size of a vector among the module's
             parameters; for a leaf, that of the latest output of the same shape; a width found inside the module; a
-            width of what ran before it. ``SiteStats.channel_dim`` says what was found.
+            width of what ran before it. ``SiteStats.channel_dim`` says what was found. ``{"": 0}`` keeps the samples
+            of the model's own input apart.
         group_size: ``{glob: channels}``, how many channels in a row belong together, of outputs and parameters;
             `SiteStats.groups` are the statistics of each group. Where nothing is given, the heads of attention are
             found by evidence: the names of its projections, and the number of heads in it or in its configuration.

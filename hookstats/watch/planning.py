@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import nn
@@ -43,11 +43,14 @@ class Plan:
         is_of_modules = not set(kinds) <= set(OF_LANGUAGE)
         if is_of_modules and not self.modules and not self.parameters and self._root is None:
             raise ValueError(f"modules: expected to select something that has {' or '.join(kinds)}, selected nothing")
-        self._dims = wanted_by_name("Channels.dim", channels.dim, self.modules)
+        is_root_given = self._root is not None and isinstance(channels.dim, Mapping) and "" in channels.dim
+        names = [*self.modules, *([""] if is_root_given else [])]
+        self._dims = wanted_by_name("Channels.dim", channels.dim, names)
         self._channels = {name: channels_of(name, m, self._dims.get(name)) for name, m in self.modules.items()}
         self.device = device_of(model) or torch.device("cpu")  # of what lies on none
         self._devices = {name: device_of(module) or self.device for name, module in self.modules.items()}
         self.keeping = channel_names(channels.which, self.modules, self.parameters)  # modules and parameters
+        self.keeping |= {""} if is_root_given else set()
         self._groups = group_sizes(clean_names(model)) | self._given_groups(channels)
         self.trained = frozenset(
             name for name, m in self.modules.items() if any(parameter.requires_grad for parameter in m.parameters())

@@ -202,14 +202,12 @@ def test_the_samples_that_stand_out_are_named_where_a_site_keeps_them_apart() ->
     assert finding.sample_ids == (915,)
     rms = batch(8, 5).double().square().mean((1, 2)).sqrt()
     ratio = float(rms[5] / np.median(rms))
-    said = (
-        f"Of its 8 samples sample 915 stands out: the rms at the output of rows is {ratio:.3g} times that of the median"
-    )
-    assert said in finding.sentence
+    where = f"its rms at the output of rows is {ratio:.3g} times that of the median sample."
+    assert finding.sentence == f"Something. Of the 8 samples of step 0, 1 stands out (915): {where}"
     both = judged([batch(8, 5, 2)], list(range(8)))
     assert set(both.sample_ids) == {2, 5}
-    assert "samples " in both.sentence
-    assert "stand out" in both.sentence
+    assert "2 stand out (" in both.sentence
+    assert "their rms at the output of rows is up to " in both.sentence
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -218,7 +216,7 @@ def test_samples_that_are_not_finite_come_first(value: float) -> None:
     x[2, 0, 0] = value
     finding = judged([x], list(range(100, 108)), "nonfinite")
     assert finding.sample_ids == (102, 105)
-    assert finding.sentence.endswith("samples 102, 105 stand out: the rms at the output of rows is not finite.")
+    assert finding.sentence.endswith("2 stand out (102, 105): their rms at the output of rows is not finite.")
 
 
 def test_rows_of_samples_are_put_together() -> None:
@@ -234,12 +232,21 @@ def test_where_none_stands_out_or_no_site_tells_all_samples_are_named() -> None:
     for x, ids in ((batch(8), list(range(8))), (batch(8, 5), list(range(7)))):  # of another number
         finding = judged([x], ids)
         assert finding.sample_ids == tuple(ids)
-        assert finding.sentence == f"Something. It was of samples 0, 1, 2 and {len(ids) - 3} more."
-    assert judged([batch(1)], [9]).sentence == "Something. It was of sample 9."
+        assert finding.sentence == f"Something. Step 0 had samples 0, 1, 2 and {len(ids) - 3} more."
+    assert judged([batch(1)], [9]).sentence == "Something. Step 0 had sample 9."
 
 
 def test_what_no_single_batch_sets_off_names_no_samples() -> None:
     assert judged([batch(8, 5)], list(range(8)), "dead-channels").sample_ids == ()
+    net = Rows()
+    net.monitor = hookstats.attach(net, every=1, tensors="output")
+    for _ in range(2):
+        net(batch(8, 5))
+        snapshot = net.monitor.step(sample_ids=range(8))
+    assert snapshot is not None
+    step = Step(snapshot, Sites())
+    long = step.finding("loss-spike", None, 2.0, 1.0, "critical", "It diverges.", since=0)
+    assert named(long, step) == long
 
 
 def test_a_recorded_finding_names_the_samples_of_its_own_step(tmp_path: Path) -> None:
@@ -252,10 +259,44 @@ def test_a_recorded_finding_names_the_samples_of_its_own_step(tmp_path: Path) ->
     monitor.detach()
     (finding,) = [each for each in hookstats.load(tmp_path / "run").findings if each.rule == "nonfinite"]
     assert (finding.step, finding.sample_ids) == (45, (45, 145))
-    assert finding.sentence.endswith("It was of samples 45, 145.")
+    assert finding.sentence.endswith("Step 45 had samples 45, 145.")
     told = json.loads(json.dumps(finding.to_json()))
     assert Finding.from_json(told).sample_ids == (45, 145)
     del told["sample_ids"]  # as an earlier version wrote it
     assert Finding.from_json(told).sample_ids == ()
     with pytest.raises(ValueError, match="sample_ids of a finding: expected an int, got 'a'"):
         Finding.from_json(told | {"sample_ids": ["a"]})
+
+
+def test_samples_of_the_models_input_are_kept_apart_where_that_is_asked_for(tmp_path: Path) -> None:
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh())
+    channels = hookstats.Channels(dim={"": 0})
+    monitor = hookstats.attach(net, every=1, channels=channels, sinks=hookstats.record(tmp_path / "run"))
+    for step in range(20):
+        x = torch.randn(6, 4)
+        if step == 15:
+            x[4] *= 1000
+        net(x).sum().backward()
+        monitor.step(sample_ids=range(6 * step, 6 * step + 6))
+    monitor.detach()
+    run = hookstats.load(tmp_path / "run")
+    rms = x.double().square().mean(1).sqrt()
+    torch.testing.assert_close(torch.from_numpy(run[19]["", "input"].channels.rms), rms)
+    (finding,) = [each for each in run.findings if each.because is None]
+    assert (finding.rule, finding.step, finding.sample_ids) == ("input-shift", 15, (94,))
+    with pytest.raises(ValueError, match="the glob '' matches nothing"):
+        hookstats.attach(net, tensors="output", channels=channels)
+
+
+def test_rules_about_channels_do_not_take_samples_for_some() -> None:
+    net = Rows()
+    net.monitor = hookstats.attach(net, every=1, tensors="output")
+    for ids, is_channel in ((range(8), False), (None, True)):
+        net(batch(8, 5))
+        snapshot = net.monitor.step(sample_ids=ids)
+        assert snapshot is not None
+        step = Step(snapshot, Sites())
+        site = step.sites.index(hookstats.Site("rows", "output"))
+        assert bool(step.has_channels[site]) == is_channel
+        assert (step.channels(site) is not None) == is_channel
+        assert list(step.of_samples) == ([] if is_channel else [site])
