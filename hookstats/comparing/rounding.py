@@ -151,7 +151,7 @@ def bits_of_sites(columns: Columns) -> Counts:
 
 
 def dtype_of(bits: int) -> str | None:
-    """The dtype of values that need so many significant bits."""
+    """The narrowest dtype whose significand has this many bits."""
     return next((name for name, most in _BITS.items() if 0 < bits <= most), None)
 
 

@@ -32,7 +32,7 @@ class AttentionRows(NamedTuple):
 
 
 def rows_of(length: int, rows: int | None) -> int:
-    """How many of so many queries are looked at."""
+    """How many of `length` queries are looked at."""
     return length if rows is None else min(length, rows)
 
 

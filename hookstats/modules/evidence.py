@@ -78,7 +78,7 @@ class Ran:
         return self._dims.get(sizes)
 
     def dim_of_ndim(self, ndim: int) -> int | None:
-        """Where the latest output with so many dimensions had its channels."""
+        """Where the channels of the latest output with `ndim` dimensions were."""
         return self._dims_by_ndim.get(ndim)
 
     def widths(self) -> Iterable[int]:

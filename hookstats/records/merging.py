@@ -87,7 +87,7 @@ class _Waiting:
 
 
 def _portions(tables: Iterator[pa.Table], rows: int | None) -> Iterator[pa.Table]:
-    """Tables that are large enough to be a row group: of so many rows, or bytes."""
+    """Tables that are large enough to be a row group, by rows or by bytes."""
     held: list[pa.Table] = []
     for table in tables:
         held.append(table)

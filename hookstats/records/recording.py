@@ -229,7 +229,7 @@ class Recording:
         return self._known(ring, layout) and ring.write(wire.STEP, pieces)
 
     def _stride(self, ring: Ring) -> int:
-        """Of the steps that come, each how manieth is kept: all while the writer keeps up, and the fewer the less room.
+        """Every n-th step that comes is kept: n is 1 while the writer keeps up, and larger the less room there is.
 
         Twice as many are left out each time that the room for what is not read yet has halved, so that the ring is not
         full of what came first when the rest comes. What is read, but not in a part yet, takes a third of the ring.

@@ -23,7 +23,7 @@ class Page(NamedTuple):
     paragraphs: list[str]
 
     def lines(self, width: int) -> Iterator[str]:
-        """As text of at most so many columns."""
+        """As text, wrapped at `width` columns."""
         yield from textwrap.wrap(f"{self.name}: {self.paragraphs[0]}", width)
         for paragraph in [*self.paragraphs[1:], f"hookstats.rules.{self.of}({self.arguments})"]:
             yield ""

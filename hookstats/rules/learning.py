@@ -314,7 +314,7 @@ def _gets_gradient(step: Step) -> Mask:
 
 
 def _holds(values: Array, bits: int) -> Mask:
-    """``[n]``: whether a mantissa of so many bits holds a value exactly."""
+    """``[n]``: whether a significand of `bits` bits holds a value exactly."""
     mantissa, _ = np.frexp(values)
     scaled = mantissa * 2.0**bits
     return np.asarray(np.isfinite(values) & (scaled == np.rint(scaled)))

@@ -81,7 +81,7 @@ def _screen(followed: Followed, wait: Callable[[float], None]) -> int:
 
 
 def picture(followed: Followed, state: State, height: int, width: int) -> Group:
-    """A screen of at most so many lines: the state, scalars, findings, and below them the worst sites."""
+    """A screen of at most `height` lines: the state, scalars, findings, and below them the worst sites."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text

@@ -77,7 +77,7 @@ class KeptGradient:
         )
 
     def remove(self) -> None:
-        """Keeps no more gradients."""
+        """Stops keeping gradients."""
         self._handle.remove()
 
     def __enter__(self) -> KeptGradient:

@@ -58,11 +58,11 @@ class SiteSpec:
         return next(iter(self.entries.values())).places[-1]
 
     def dim_for(self, ndim: int) -> int | None:
-        """Where the channels of a tensor with so many dimensions were found."""
+        """Where the channels of a tensor with `ndim` dimensions were found."""
         return self._dims.get(ndim)
 
     def settle(self, ndim: int, dim: int) -> None:
-        """The channels of a tensor with so many dimensions lie there."""
+        """The channels of a tensor with `ndim` dimensions lie along `dim`."""
         self._dims[ndim] = dim
 
     @property

@@ -237,7 +237,7 @@ class Monitor:
         """The findings, after all closed steps were judged. Waits for device and ranks. Call it before a checkpoint.
 
         Raises:
-            TimeoutError: if that takes longer than so many seconds. RuntimeError: if a recording has stopped.
+            TimeoutError: if that takes longer than ``timeout`` seconds. RuntimeError: if a recording has stopped.
             ValueError: if no sink judges. FindingError: with ``record(on_finding="raise")``.
         """
         if not self._is_judged:
@@ -437,7 +437,7 @@ class Monitor:
         return self._delivery.fetch_all()
 
     def _abandon(self, begun: int) -> None:
-        """Takes the hooks off, where `attach` fails; so many of the recorders have begun, the others are not ours."""
+        """Takes the hooks off where `attach` fails. begun: how many recorders have begun; the others are not ours."""
         del self._delivery.recorders[begun:]
         self._stepped = True  # no step has begun, of which something could be kept
         self._take_hooks_off()
@@ -460,7 +460,7 @@ class Monitor:
             self._delivery.receive(wait=True)
             if is_whole:
                 self._delivery.send_last(self._step, self._scalars({}))
-            if not died:  # others may wait for this rank in vain, and their steps in this one's thread
+            if not died:  # this rank's last step may never come, and then waiting for others would only time out
                 self._delivery.wait_for_ranks(_JOIN_SECONDS)
             self._delivery.close()
             self._store.clear()

@@ -21,7 +21,7 @@ KINDS = ("param_sample", "update_sample")
 
 
 class Sample(NamedTuple):
-    """Of a parameter with so many elements."""
+    """Some elements of a parameter, which has `numel` of them."""
 
     values: torch.Tensor
     differences: torch.Tensor

@@ -67,14 +67,14 @@ def _integers(given: Any) -> Counts:
             raise TypeError(f"{wanted}; got a tensor on {given.device}{why}")
         values = given.numpy(force=True)
     try:
-        ids = np.array(values)
+        ids = np.asarray(values)
     except (TypeError, ValueError):  # rows of other lengths, say
         raise TypeError(f"{wanted}; got {given!r:.200}") from None
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise TypeError(f"{wanted}; got {ids.dtype} of shape {ids.shape}: {given!r:.200}")
     if ids.dtype == np.uint64 and ids.size and ids.max() > np.iinfo(np.int64).max:
         raise ValueError(f"{wanted} below 2 ** 63, got {ids.max()}")
-    return ids.astype(np.int64)
+    return ids.astype(np.int64)  # which copies in any case
 
 
 class Row(NamedTuple):
@@ -91,7 +91,7 @@ class Row(NamedTuple):
 
 
 class Slots:
-    """Device memory of so many numbers, float64, and where on the host each of them belongs."""
+    """Device memory of 256 float64 numbers, and where on the host each of them belongs."""
 
     def __init__(self, device: torch.device) -> None:
         with torch.inference_mode(False):
