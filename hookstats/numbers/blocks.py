@@ -175,7 +175,7 @@ class Given(NamedTuple):
 
     def add(self, other: Given, most: int) -> None:
         """Takes what another has, of so many steps at most: the oldest go."""
-        _add(self.scalars, {step: each for step, each in other.scalars.items() if each}, most)
+        _add(self.scalars, {step: named for step, named in other.scalars.items() if named}, most)
         _add(self.sample_ids, other.sample_ids, most)
 
 

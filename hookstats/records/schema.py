@@ -1,7 +1,7 @@
 """The tables of a run: their columns, and how these lie in Parquet.
 
-All tables have the step, its time, the attempt and the record: the index of the measured step within its
-attempt, because a trainer may give a number twice. Tables of sites have the site's id of sites.json, its name and its tensor.
+All tables have the step, its time, the attempt and the record: the index of the measured step within its attempt,
+because a trainer may give a number twice. Tables of sites have the site's id of sites.json, its name and its tensor.
 
 A column whose name begins with ``state_`` is as it was measured: of a gradient behind a GradScaler, still with its
 ``scale``. Counts are not scaled, and stand once.

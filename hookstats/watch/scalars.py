@@ -145,9 +145,9 @@ class Kept:
 
 
 def by_step(rows: list[Row]) -> dict[int, dict[str, float]]:
-    """The scalars, ascending; of a number that came twice, the later one."""
+    """The scalars, ascending, of steps that were given some; of a number that came twice, the later one."""
     found = {row.step: row.named for row in rows}
-    return dict(sorted(found.items()))
+    return {step: named for step, named in sorted(found.items()) if named}
 
 
 def sample_ids_by_step(rows: list[Row]) -> dict[int, Counts]:

@@ -156,7 +156,7 @@ def test_steps_that_no_measured_one_follows_come_at_detach() -> None:
     monitor = hookstats.attach(net, every=5, sinks=[recorder])
     train(monitor, net, range(7), lambda step: {"sample_ids": [step]})
     monitor.detach()
-    assert [(each.scalars, lists(each.sample_ids)) for each in recorder.given] == [({6: {}}, {6: [6]})]
+    assert [(each.scalars, lists(each.sample_ids)) for each in recorder.given] == [({}, {6: [6]})]
     assert [lists(each.sample_ids) for each in recorder.taken] == [{0: [0]}, {step: [step] for step in range(1, 6)}]
 
 
@@ -300,3 +300,28 @@ def test_rules_about_channels_do_not_take_samples_for_some() -> None:
         assert bool(step.has_channels[site]) == is_channel
         assert (step.channels(site) is not None) == is_channel
         assert list(step.of_samples) == ([] if is_channel else [site])
+
+
+def test_ids_alone_come_back_with_the_snapshot_with_which_they_came(tmp_path: Path) -> None:
+    net = model()
+    monitor = hookstats.attach(net, every=4, sinks=hookstats.record(tmp_path / "run", rules=[]))
+    found = train(monitor, net, range(9), lambda step: {"sample_ids": [step]}) + monitor.detach()
+    assert all(got.equals(want) for got, want in zip(hookstats.load(tmp_path / "run"), found, strict=True))
+
+
+def test_rules_see_those_that_came_before_without_a_measured_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finding = "step.finding(f'seen in {step.number}', None, 1, 0, 'note', str(sorted(step.sample_ids)[:2]))"
+    source = f"def rule(step):\n    yield {finding}\n"
+    (tmp_path / "seen_ids.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    net = model()
+    recording = hookstats.record(tmp_path / "run", rules=["seen_ids:rule"])
+    monitor = hookstats.attach(net, every=lambda step: step == 5000, sinks=[recording])
+    for step in range(5001):
+        if step in (0, 5000):
+            net(torch.ones(3, 4)).sum().backward()
+        monitor.step(sample_ids=[step])
+    monitor.detach()
+    assert [finding.sentence for finding in hookstats.load(tmp_path / "run").findings] == ["[0]", "[1, 2]"]
