@@ -8,8 +8,6 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -37,14 +35,12 @@ from hookstats.records.places import (
     started_at,
 )
 from hookstats.records.ring import CLOSED, DIED, Ring
+from hookstats.records.writing import Thinning, WriterProcess
 from hookstats.rules import Finding, Rule, defaults, rule_to_json
 
 _LEAST_RING = 64 << 20
 _MOST_GIVEN = 10_000  # steps of which scalars wait for room
 _BEHIND_SECONDS = 9.0  # that the end waits for a writer that is far behind
-_FEW = 64  # steps that the writer may be behind without any being left out
-_LARGEST_STRIDE = 1024
-_ROUND = (2, 5, 10, 20, 50, 100, 200, 500, 1000)
 _LAYOUTS = 8  # that are known at once: of totals and of channels, and what they were before something moved
 
 
@@ -114,20 +110,17 @@ class Recording:
         self._pid = os.getpid()
         self._stopped = self._is_closed = self._died = False
         self._tell = WarnOnce()
-        self._restarted = False
         self._ring = None
         self._left = []
         self._given = Given({}, {})  # of steps that are not recorded, to be written
-        self._every = settings.get("every")
-        self._taken = 0  # steps that came
-        self._begun_at: tuple[int, int] | None = None  # steps that had come and been read when the first was dropped
         self._layouts: dict[Layout, int] = {}
         self._layouts_sent = 0
-        self._writer: subprocess.Popen[bytes] | None = None
         self._findings_read = 0
-        self._judged_at_start = 0
         self._attempt = self._describe(dict(settings))
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        judges = {"rules": self._rules, "sinks": self._sinks}
+        self._writer = WriterProcess(self._folder, self._attempt, self._wake, judges, self._tell)
+        self._thinning = Thinning(settings.get("every"), self._tell_behind)
         atexit.register(self._ended)
         self._begun = True
 
@@ -209,17 +202,17 @@ class Recording:
         if self._ring is None:
             length = sum(piece.nbytes for piece in pieces)
             self._ring = Ring.create(self._ring_path, self._ring_bytes or max(_LEAST_RING, 4 * length))
-        self._look_after_writer(self._ring)
+        self._writer.look_after(self._ring)
         return self._ring
 
     def _take(self, drained: Drained) -> None:
         pieces = wire.of_step(drained, self._layouts.get(drained.layout, self._layouts_sent))
         length = sum(piece.nbytes for piece in pieces)
         ring = self._opened(pieces)
-        number, self._taken = self._taken, self._taken + 1
+        is_kept = self._thinning.keeps(ring)
         if not ring.fits(length):
             self._drop(ring, drained, f"a step of {length} bytes is more than half of it: pass ring_bytes={4 * length}")
-        elif number % self._stride(ring) or not self._written(ring, drained.layout, pieces):
+        elif not (is_kept and self._written(ring, drained.layout, pieces)):
             self._drop(ring, drained)
         os.eventfd_write(self._wake, 1)
 
@@ -227,21 +220,6 @@ class Recording:
         if any(self._given):  # of steps that were dropped before this one
             self._send_given(ring)
         return self._known(ring, layout) and ring.write(wire.STEP, pieces)
-
-    def _stride(self, ring: Ring) -> int:
-        """Every n-th step that comes is kept: n is 1 while the writer keeps up, and larger the less room there is.
-
-        Twice as many are left out each time that the room for what is not read yet has halved, so that the ring is not
-        full of what came first when the rest comes. What is read, but not in a part yet, takes a third of the ring.
-        """
-        waiting = ring.written - ring.judged
-        if waiting < _FEW:
-            return 1
-        room = 1 - 1.5 * waiting * (ring.head / ring.written) / ring.capacity
-        stride = 1
-        while room < 0.5 and stride < _LARGEST_STRIDE:
-            room, stride = 2 * room, 2 * stride
-        return stride
 
     def _known(self, ring: Ring, layout: Layout) -> bool:
         """Sends a layout that is new. False: there is no room for it."""
@@ -263,61 +241,14 @@ class Recording:
         if why is not None:
             self._tell("drop", f"a step is not recorded, the ring of {ring.capacity} bytes cannot take it: {why}")
             return
-        if self._begun_at is None and ring.judged:
-            self._begun_at = self._taken, ring.judged
-        since, begun = self._begun_at or (0, 0)
-        if ring.judged - begun >= _FEW:
-            self._tell_behind((self._taken - since) / (ring.judged - begun))
-        elif ring.dropped >= 2 * _FEW:  # the writer has hardly read anything yet
-            self._tell_behind(self._taken / (self._taken - ring.dropped))
+        self._thinning.dropped(ring)
 
-    def _tell_behind(self, share: float) -> None:
-        """share: how many steps come while one is written."""
-        number = next((n for n in _ROUND if n >= share), _ROUND[-1])
-        number *= self._every if isinstance(self._every, int) else 1
+    def _tell_behind(self, advice: str) -> None:
         self._tell(
             "behind",
             f"the writer of {self.path} falls behind: steps come faster than they are written, and some are left out, "
-            f"evenly; attach(every={number}) is advised, or more ring_bytes for a burst",
+            f"evenly; {advice}",
         )
-
-    def _look_after_writer(self, ring: Ring) -> None:
-        """Starts the writer, and once more when it has died after it had done something."""
-        if ring.failed:
-            raise OSError(ring.failure)
-        if self._writer is None:
-            return self._start_writer(ring)
-        status = self._writer.poll()
-        if status is None or (status == 0 and ring.closed):  # all is done, and was seen between two looks
-            return
-        if ring.failed:
-            raise OSError(ring.failure)
-        if ring.judged == self._judged_at_start and self._restarted:
-            raise RuntimeError(f"the writer ended twice with {status}, see {self._folder / 'writer.log'}")
-        self._restarted = True
-        self._tell("writer", f"the writer of {self.path} ended with {status}; a new one goes on where it stopped")
-        self._start_writer(ring)
-
-    def _start_writer(self, ring: Ring) -> None:
-        self._judged_at_start = ring.judged
-        environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-            "OMP_NUM_THREADS": "1",
-            "ARROW_DEFAULT_MEMORY_POOL": "system",  # and large pieces go back to the system when they are freed
-            "MALLOC_MMAP_THRESHOLD_": "262144",
-        }
-        judges = json.dumps({"rules": self._rules, "sinks": self._sinks})
-        arguments = [str(self._attempt), str(self._wake), judges]
-        with open(self._folder / "writer.log", "ab") as log:
-            self._writer = subprocess.Popen(
-                [sys.executable, "-m", "hookstats.records.writer", self._folder, *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=log,
-                env=environment,
-                pass_fds=[self._wake],
-                start_new_session=True,
-            )
 
     def findings(self) -> list[Finding]:
         """What the rules have found since the last call; one look at a word of memory where that is nothing."""
@@ -354,7 +285,7 @@ class Recording:
         while ring is not None and ring.judged < ring.written:
             if not self._is_over():
                 try:
-                    self._look_after_writer(ring)
+                    self._writer.look_after(ring)
                 except Exception as error:
                     self._stop(f"{error!r}")
             if self._is_over():
@@ -378,8 +309,8 @@ class Recording:
         if not self._stopped:
             if any(self._given) and self._ring is not None:
                 self._send_given(self._ring)
-            if self._begun_at is not None and self._ring is not None:
-                self._tell_behind(self._taken / max(self._taken - self._ring.dropped, 1))
+            if self._ring is not None:
+                self._thinning.at_end(self._ring)
             if overhead is not None and self._ring is not None:
                 self._ring.write(wire.OVERHEAD, wire.of_overhead(overhead))
             self._finish(timeout)
@@ -389,7 +320,7 @@ class Recording:
             atexit.unregister(self._ended)
             os.close(self._wake)
             self._lock.close()
-            self._wait_for_writer(0)
+            self._writer.wait(0)
 
     def _finish(self, timeout: float) -> None:
         ring = self._ring
@@ -401,27 +332,22 @@ class Recording:
         end = time.monotonic() + timeout
         while self._description.exists() and ring is not None:
             try:
-                self._look_after_writer(ring)
+                self._writer.look_after(ring)
             except Exception as error:
                 self._stop(f"{error!r}")
                 break
             if time.monotonic() > end:
                 self._tell("close", f"after {timeout:.0f} s the writer of {self.path} has not ended; it goes on")
                 break
-            self._wait_for_writer(0.02)
+            self._writer.wait(0.02)
         else:
-            self._wait_for_writer(5)
-            if ring is not None and self._writer is not None and self._writer.returncode:
+            self._writer.wait(5)
+            if ring is not None and self._writer.returncode:
                 self._stop(ring.failure or f"its writer ended with {self._writer.returncode}")
         if ring is not None:
             self._left = self._read_findings(ring)
         if not self._stopped:
             self._ring = None  # its file is gone, and now its room on the disk, too
-
-    def _wait_for_writer(self, seconds: float) -> None:
-        if self._writer is not None:
-            with suppress(subprocess.TimeoutExpired):
-                self._writer.wait(seconds)
 
     def _ended(self) -> None:
         """No further step will come: the writer ends when the ring is empty."""

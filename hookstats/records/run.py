@@ -166,7 +166,7 @@ class Run:
         counting = self._timeline.scalars_that_count(found, self._reader.manifest)
         if not len(counting):
             raise KeyError(f"expected a step with which sample_ids were given, got {step!r}")
-        ids: Counts = lists(found["ids"])[counting[-1]]
+        ids: Counts = lists(found["ids"])[int(counting[0])]
         return ids
 
     @property

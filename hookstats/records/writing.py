@@ -1,0 +1,144 @@
+"""The process that writes, as the training process sees it: started, looked after, and how many steps it is behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from hookstats.records.ring import Ring
+
+_FEW = 64  # steps that the writer may be behind without any being left out
+_LARGEST_STRIDE = 1024
+_ROUND = (2, 5, 10, 20, 50, 100, 200, 500, 1000)
+
+
+class WriterProcess:
+    """A process of `hookstats.records.writer`, which outlives the one that trains until the ring is empty.
+
+    tell: is given what the user should know. It is started again once, if it has died after it had done something.
+    """
+
+    def __init__(
+        self, folder: Path, attempt: int, wake: int, judges: Mapping[str, Any], tell: Callable[[str, str], object]
+    ) -> None:
+        """folder: of the rank. wake: an eventfd that it polls. judges: rules and sinks, for JSON."""
+        self._folder = folder
+        self._wake = wake
+        self._arguments = [str(attempt), str(wake), json.dumps(judges)]
+        self._tell = tell
+        self._process: subprocess.Popen[bytes] | None = None
+        self._was_restarted = False
+        self._judged_at_start = 0
+
+    @property
+    def pid(self) -> int | None:
+        """None: it was not started."""
+        return None if self._process is None else self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """None: it runs, as far as `wait` and `look_after` have seen, or was not started."""
+        return None if self._process is None else self._process.returncode
+
+    def look_after(self, ring: Ring) -> None:
+        """Starts it where it does not run. OSError for what it said before it ended; RuntimeError if it ends twice."""
+        if ring.failed:
+            raise OSError(ring.failure)
+        if self._process is None:
+            return self._start(ring)
+        status = self._process.poll()
+        if status is None or (status == 0 and ring.closed):  # all is done, and was seen between two looks
+            return
+        if ring.failed:
+            raise OSError(ring.failure)
+        if ring.judged == self._judged_at_start and self._was_restarted:
+            raise RuntimeError(f"the writer ended twice with {status}, see {self._folder / 'writer.log'}")
+        self._was_restarted = True
+        self._tell("writer", f"the writer of {self._folder} ended with {status}; a new one goes on where it stopped")
+        self._start(ring)
+
+    def _start(self, ring: Ring) -> None:
+        self._judged_at_start = ring.judged
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "OMP_NUM_THREADS": "1",
+            "ARROW_DEFAULT_MEMORY_POOL": "system",  # and large pieces go back to the system when they are freed
+            "MALLOC_MMAP_THRESHOLD_": "262144",
+        }
+        with open(self._folder / "writer.log", "ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "hookstats.records.writer", self._folder, *self._arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=log,
+                env=environment,
+                pass_fds=[self._wake],
+                start_new_session=True,
+            )
+
+    def wait(self, seconds: float) -> None:
+        """Until it has ended, or so long."""
+        if self._process is not None:
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(seconds)
+
+
+class Thinning:
+    """Which steps are kept where they come faster than they are written: evenly spread ones, and what the user is told.
+
+    ``came``: steps so far.
+    """
+
+    def __init__(self, every: Any, tell: Callable[[str], object]) -> None:
+        """every: as `attach` has it. tell: is given the ``every`` that would suffice."""
+        self.came = 0
+        self._every = every if isinstance(every, int) else 1
+        self._tell = tell
+        self._since: tuple[int, int] | None = None  # steps that had come and been read when the first was dropped
+
+    def keeps(self, ring: Ring) -> bool:
+        """Whether the step that comes now is kept."""
+        number, self.came = self.came, self.came + 1
+        return number % _stride(ring) == 0
+
+    def dropped(self, ring: Ring) -> None:
+        """A step was, for want of room."""
+        if self._since is None and ring.judged:
+            self._since = self.came, ring.judged
+        came, judged = self._since or (0, 0)
+        if ring.judged - judged >= _FEW:
+            self._advise((self.came - came) / (ring.judged - judged))
+        elif ring.dropped >= 2 * _FEW:  # the writer has hardly read anything yet
+            self._advise(self.came / (self.came - ring.dropped))
+
+    def at_end(self, ring: Ring) -> None:
+        """Says at the latest now how far the writer was behind."""
+        if self._since is not None:
+            self._advise(self.came / max(self.came - ring.dropped, 1))
+
+    def _advise(self, share: float) -> None:
+        """share: how many steps come while one is written."""
+        number = next((n for n in _ROUND if n >= share), _ROUND[-1])
+        self._tell(f"attach(every={number * self._every}) is advised, or more ring_bytes for a burst")
+
+
+def _stride(ring: Ring) -> int:
+    """Every n-th step that comes is kept: n is 1 while the writer keeps up, and larger the less room there is.
+
+    Twice as many are left out each time that the room for what is not read yet has halved, so that the ring is not full
+    of what came first when the rest comes. What is read, but not in a part yet, takes a third of the ring.
+    """
+    waiting = ring.written - ring.judged
+    if waiting < _FEW:
+        return 1
+    room = 1 - 1.5 * waiting * (ring.head / ring.written) / ring.capacity
+    stride = 1
+    while room < 0.5 and stride < _LARGEST_STRIDE:
+        room, stride = 2 * room, 2 * stride
+    return stride
