@@ -12,10 +12,13 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.axes import Axes
 
 import hookstats
 from docs.rules_pictures import shot
+from hookstats import rules
 from hookstats.report.record import Recorded
+from hookstats.rules.precision import FORMATS
 from tests.docs import test_pages
 
 FOLDER = Path(__file__).resolve().with_name("recipes")
@@ -60,6 +63,39 @@ def massive(snapshot: hookstats.Snapshot) -> None:
     figure.savefig(FOLDER / "massive.png", dpi=90)
 
 
+def formats(snapshot: hookstats.Snapshot) -> None:
+    site = hookstats.Site("first", "grad_output")
+    histogram, blocks = snapshot[site].histogram, snapshot[site].blocks
+    assert histogram is not None
+    assert blocks is not None
+    figure, (above, below) = plt.subplots(2, figsize=(9, 5.6), layout="constrained")
+    zero = len(histogram.counts) // 2
+    octaves = histogram.counts[zero + 1 :] + histogram.counts[:zero][::-1]
+    exponents = np.log2(histogram.edges[zero + 1 : -1])
+    above.bar(exponents, 100 * octaves / octaves.sum(), 0.9, align="edge", color="0.75")
+    for row, name in enumerate(("float8_e4m3fn", "float8_e5m2")):
+        (fit,) = (each for each in rules.fit(snapshot, name) if each.site == site)
+        low, high = FORMATS[name].tiniest - 1 - fit.exponent, np.log2(FORMATS[name].largest) - fit.exponent
+        _kept(above, row, low, high, f"{name}, one scale: {100 * fit.scaled_underflow:.0f} % become 0")
+    above.set(xlim=(-36, 6), ylim=(0, 10), ylabel="% of the values", xlabel="|gradient|")
+    above.set_xticks(range(-30, 1, 10), [f"$2^{{{each}}}$" for each in range(-30, 1, 10)])
+    distances = blocks.distances[:32]
+    below.bar(-np.arange(len(distances)), 100 * distances / distances.sum(), -0.9, align="edge", color="0.75")
+    for row, name in enumerate(("mxfp4", "mxfp8_e4m3")):
+        (fit,) = (each for each in rules.fit(snapshot, name) if each.site == site)
+        _kept(below, row, -rules.BLOCK_FORMATS[name].lost, 0, f"{name}: {100 * fit.lost[0]:.0f} % become 0")
+    below.set(xlim=(-30, 0.5), ylim=(0, 28), ylabel="% of the values", xlabel="octaves below the block's largest value")
+    below.set_xticks(range(-30, 1, 5), range(30, -1, -5))
+    figure.savefig(FOLDER / "formats.png", dpi=90)
+
+
+def _kept(axes: Axes, row: int, low: float, high: float, text: str) -> None:
+    """What a format keeps of a histogram, as a line above it."""
+    height, place = (0.72, 0.88)[row], axes.get_xaxis_transform()  # heights: shares of the axes
+    axes.plot([low, high], [height] * 2, color=f"C{row}", lw=4, solid_capstyle="butt", transform=place)
+    axes.text(high, height + 0.03, text, color=f"C{row}", ha="right", transform=place)
+
+
 def main() -> None:
     os.chdir(tempfile.mkdtemp())
     test_pages.run(FOLDER / "spike.md")
@@ -72,6 +108,8 @@ def main() -> None:
     coordinates(known["found"], known["WIDTHS"], known["LAYERS"])
     test_pages.run(FOLDER / "massive.md", known)
     massive(known["snapshot"])
+    test_pages.run(FOLDER / "formats.md", known)
+    formats(known["last"])
 
 
 if __name__ == "__main__":

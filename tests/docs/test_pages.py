@@ -46,6 +46,7 @@ NAMES = (
     "recipes/nan",
     "recipes/mup",
     "recipes/massive",
+    "recipes/formats",
     "recipes/from_hooks",
 )
 PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in NAMES)]
