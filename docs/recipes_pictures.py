@@ -96,6 +96,19 @@ def _kept(axes: Axes, row: int, low: float, high: float, text: str) -> None:
     axes.text(high, height + 0.03, text, color=f"C{row}", ha="right", transform=place)
 
 
+def experts(before: list[hookstats.Snapshot], mended: list[hookstats.Snapshot]) -> None:
+    figure, grid = plt.subplots(1, 2, figsize=(9, 2.8), sharey=True, layout="constrained")
+    for axes, snapshots, title in zip(grid, (before, mended), ("as it was grown", "mended"), strict=True):
+        channels = [snapshot["gate", "router.load"].channels for snapshot in snapshots]
+        tokens = np.array([each.mean * each.count for each in channels if each is not None])
+        image = axes.pcolormesh(100 * (tokens / tokens.sum(1, keepdims=True)).T, cmap="viridis", vmin=0, vmax=30)
+        axes.set(title=title, xlabel="step", yticks=np.arange(8) + 0.5, yticklabels=range(8))
+    grid[0].set_ylabel("expert")
+    grid[0].invert_yaxis()
+    figure.colorbar(image, ax=grid, label="% of the tokens")
+    figure.savefig(FOLDER / "experts.png", dpi=90)
+
+
 def main() -> None:
     os.chdir(tempfile.mkdtemp())
     test_pages.run(FOLDER / "spike.md")
@@ -110,6 +123,8 @@ def main() -> None:
     massive(known["snapshot"])
     test_pages.run(FOLDER / "formats.md", known)
     formats(known["last"])
+    test_pages.run(FOLDER / "experts.md", known)
+    experts(known["snapshots"], known["after"])
 
 
 if __name__ == "__main__":

@@ -47,6 +47,7 @@ NAMES = (
     "recipes/mup",
     "recipes/massive",
     "recipes/formats",
+    "recipes/experts",
     "recipes/from_hooks",
 )
 PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in NAMES)]
