@@ -109,6 +109,21 @@ def experts(before: list[hookstats.Snapshot], mended: list[hookstats.Snapshot]) 
     figure.savefig(FOLDER / "experts.png", dpi=90)
 
 
+def frameworks(comparisons: dict[str, hookstats.results.Comparison]) -> None:
+    figure, axes = plt.subplots(figsize=(9, 3.8), layout="constrained")
+    for name, comparison in comparisons.items():
+        distances = dict(zip(comparison.sites, comparison.distances[0], strict=True))
+        outputs = {site.name: distance for site, distance in distances.items() if site.tensor == "output"}
+        places = range(len(outputs))
+        axes.semilogy(places, np.maximum(list(outputs.values()), 1e-9), ".-", label=name)
+    axes.set_xticks(places, [each.replace("model.", "").replace("layers.", "") for each in outputs], rotation=90)
+    axes.tick_params("x", labelsize=7)
+    axes.set_ylabel("distance of the outputs")
+    axes.grid(alpha=0.3)
+    figure.legend(loc="outside upper center", ncols=3, frameon=False)
+    figure.savefig(FOLDER / "frameworks.png", dpi=90)
+
+
 def main() -> None:
     os.chdir(tempfile.mkdtemp())
     test_pages.run(FOLDER / "spike.md")
@@ -125,6 +140,8 @@ def main() -> None:
     formats(known["last"])
     test_pages.run(FOLDER / "experts.md", known)
     experts(known["snapshots"], known["after"])
+    test_pages.run(FOLDER / "frameworks.md", known)
+    frameworks({"as written": known["found"], "its eps mended": known["second"], "both mended": known["last"]})
 
 
 if __name__ == "__main__":

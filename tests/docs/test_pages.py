@@ -48,6 +48,7 @@ NAMES = (
     "recipes/massive",
     "recipes/formats",
     "recipes/experts",
+    "recipes/frameworks",
     "recipes/from_hooks",
 )
 PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in NAMES)]
