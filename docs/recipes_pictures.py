@@ -5,7 +5,9 @@ python docs/recipes_pictures.py    needs Chromium, and `pip install '.[dev]'`
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -124,6 +126,28 @@ def frameworks(comparisons: dict[str, hookstats.results.Comparison]) -> None:
     figure.savefig(FOLDER / "frameworks.png", dpi=90)
 
 
+def rank(known: dict[str, Any]) -> None:
+    """The page's script again, which now writes what its picture shows."""
+    sites = {"rms": ("", "input"), "abs_max": ("2.weight", "param")}
+    told = f"[[each.rank_spread(site)[kind] for each in snapshots] for kind, site in {sites}.items()]"
+    dump = f"if rank == 0:\n    import json; json.dump({told}, open('spread.json', 'w'))\n"
+    Path("train.py").write_text(known["SCRIPT"].replace("dist.destroy", dump + "dist.destroy"))
+    subprocess.run([*known["torchrun"], "train.py"], check=True, stdout=subprocess.DEVNULL)
+    figure, grid = plt.subplots(2, figsize=(9, 4.4), sharex=True, layout="constrained")
+    titles = ("rms of the input", "largest |2.weight|")
+    spreads = [np.array(each) for each in json.loads(Path("spread.json").read_text())]
+    for axes, title, (low, low_rank, high, high_rank) in zip(grid, titles, np.moveaxis(spreads, 2, 1), strict=True):
+        axes.plot(low, label="smallest of the ranks")
+        axes.plot(high, label="largest of the ranks")
+        far, of, step = (low, low_rank, 20) if axes is grid[0] else (high, high_rank, 37)
+        axes.annotate(f"rank {of[step]:.0f}", (step, far[step]), xytext=(0, 6), textcoords="offset points")
+        axes.set_ylabel(title)
+        axes.set_ylim(0, 1.2 * max(high))
+    grid[0].legend()
+    grid[1].set_xlabel("step")
+    figure.savefig(FOLDER / "rank.png", dpi=90)
+
+
 def main() -> None:
     os.chdir(tempfile.mkdtemp())
     test_pages.run(FOLDER / "spike.md")
@@ -142,6 +166,8 @@ def main() -> None:
     experts(known["snapshots"], known["after"])
     test_pages.run(FOLDER / "frameworks.md", known)
     frameworks({"as written": known["found"], "its eps mended": known["second"], "both mended": known["last"]})
+    test_pages.run(FOLDER / "rank.md", known)
+    rank(known)
 
 
 if __name__ == "__main__":

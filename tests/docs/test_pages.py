@@ -49,6 +49,7 @@ NAMES = (
     "recipes/formats",
     "recipes/experts",
     "recipes/frameworks",
+    "recipes/rank",
     "recipes/from_hooks",
 )
 PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in NAMES)]
