@@ -223,8 +223,8 @@ class Delivery:
             self._binder.warn_once(
                 "silence",
                 f"in {_SILENT_STEPS} measured steps nothing came from {some}: a module that is never called as one, an "
-                "output whose gradient nobody asks for, a parameter that gets none, a view that was then changed in "
-                "place, or a tensor inside torch.func",
+                "expert without tokens, an output whose gradient nobody asks for, a parameter that gets none, a view "
+                "that was then changed in place, or a tensor inside torch.func",
             )
 
     def _needs_no_gradient(self, site: Site) -> bool:

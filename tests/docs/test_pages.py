@@ -46,6 +46,10 @@ NAMES = (
     "recipes/nan",
     "recipes/mup",
     "recipes/massive",
+    "recipes/formats",
+    "recipes/experts",
+    "recipes/frameworks",
+    "recipes/rank",
     "recipes/from_hooks",
 )
 PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in NAMES)]

@@ -491,3 +491,14 @@ def test_attentions_output_projection_is_never_called_and_is_named_as_silent() -
     with pytest.warns(UserWarning, match="in 3 measured steps nothing came from out_proj output"):
         mon.step()
     assert "did not fire: out_proj output, out_proj grad_output" in mon.snapshot().table()
+
+
+def test_an_expert_that_gets_no_tokens_is_told_as_silent_with_that_reason() -> None:
+    expert = nn.Linear(4, 4)
+    mon = hookstats.attach(expert, "*", tensors="output", every=1)
+    for _ in range(2):
+        expert(torch.empty(0, 4))
+        mon.step()
+    expert(torch.empty(0, 4))
+    with pytest.warns(UserWarning, match=r"nothing came from \(model\) output: .* an expert without tokens"):
+        mon.step()
