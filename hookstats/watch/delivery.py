@@ -223,7 +223,7 @@ class Delivery:
             self._binder.warn_once(
                 "silence",
                 f"in {_SILENT_STEPS} measured steps nothing came from {some}: a module that is never called as one, an "
-                "expert without tokens, an output whose gradient nobody asks for, a parameter that gets none, a view "
+                "expert without tokens, an output whose gradient is never used, a parameter that gets none, a view "
                 "that was then changed in place, or a tensor inside torch.func",
             )
 
