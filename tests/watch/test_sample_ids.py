@@ -13,6 +13,7 @@ from torch import nn
 
 import hookstats
 from hookstats import Snapshot
+from hookstats.numbers.blocks import Given
 from hookstats.records.manifest import _checksum
 from hookstats.rules import Finding
 from hookstats.rules.samples import named
@@ -158,6 +159,13 @@ def test_steps_that_no_measured_one_follows_come_at_detach() -> None:
     monitor.detach()
     assert [(each.scalars, lists(each.sample_ids)) for each in recorder.given] == [({}, {6: [6]})]
     assert [lists(each.sample_ids) for each in recorder.taken] == [{0: [0]}, {step: [step] for step in range(1, 6)}]
+
+
+def test_of_what_waits_the_oldest_go() -> None:
+    kept = Given({}, {})
+    for step in range(5):
+        kept.add(Given({step: {"loss": 1.0}, step + 100: {}}, {step: np.array([step])}), most=3)
+    assert list(kept.scalars) == list(kept.sample_ids) == [2, 3, 4]
 
 
 # What findings say of them.
