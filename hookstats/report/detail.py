@@ -116,7 +116,7 @@ def _few(row: Array, most: int) -> Array:
 def _channel_picture(picture: _Picture, channels: int) -> tuple[dict[str, Any], bytes]:
     with np.errstate(divide="ignore", invalid="ignore"):
         logs = np.maximum(np.log2(np.stack(picture.columns, axis=1)), -1075.0)
-    whole = coded(logs.reshape(1, -1), LAST, 1 / 24, np.arange(logs.size), np.zeros((1, logs.size)))
+    whole = coded(logs.reshape(1, -1), LAST, 1 / 24, np.zeros((1, logs.size), bool))
     known = np.sort(logs[np.isfinite(logs) & (logs > -1075)])
     bounds = [short(float(known[int(q * (len(known) - 1))])) for q in (0.01, 1)] if len(known) else [0.0, 1.0]
     said = {

@@ -46,7 +46,7 @@ def detailed(recorded: Recorded, relative: bytes) -> tuple[dict[str, Any], dict[
     details, pictures = detail.details(recorded, planes.restless(recorded, relative))
     said = {
         "details": details,
-        "windows": detail.windows(recorded, planes.line_columns(recorded)),
+        "windows": detail.windows(recorded, planes.line_columns(len(recorded.sites))),
         "precision": detail.precision(recorded),
     }
     return said, pictures
@@ -54,7 +54,7 @@ def detailed(recorded: Recorded, relative: bytes) -> tuple[dict[str, Any], dict[
 
 def overview(recorded: Recorded, bad: Array, other: Other | None = None) -> dict[str, Any]:
     """The JSON of a page without what `detailed` says. bad: how many values were not finite, ``[n, t]``."""
-    columns = planes.line_columns(recorded)
+    columns = planes.line_columns(len(recorded.sites))
     steps = recorded.steps
     count = recorded.statistic("count")
     fired = ~np.isnan(count)
