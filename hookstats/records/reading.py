@@ -79,12 +79,28 @@ class Reader:
         for part in self.manifest.parts[table]:
             if chosen.steps and (part.steps[1] < chosen.steps[0] or part.steps[0] > chosen.steps[1]):
                 continue
-            rows = self._part(table, part, columns, chosen)
+            rows = self.part(table, part, columns, chosen)
             if rows is not None:
                 read.append(rows)
         return pa.concat_tables([pa.Table.from_batches([], schema), *read])
 
-    def _part(self, table: str, part: Part, columns: Sequence[str], chosen: Chosen) -> pa.Table | None:
+    def refresh(self) -> None:
+        """The manifest as it is now. What is known of the parts that it still names is not read again."""
+        self.manifest = manifest.read(self.directory)
+        named = {(table, part.file) for table, parts in self.manifest.parts.items() for part in parts}
+        for known in (self._footers, self._row_groups):
+            for key in known.keys() - named:
+                del known[key]
+
+    def bounds(self, table: str, part: Part) -> dict[str, Counts]:
+        """Of each row group: rows, bytes, and the ends of the columns for which they are kept. FileNotFoundError."""
+        path = self.directory / table / part.file
+        with _checked(path):
+            self._footer(table, part, path)
+        return self._row_groups[table, part.file]
+
+    def part(self, table: str, part: Part, columns: Sequence[str], chosen: Chosen) -> pa.Table | None:
+        """Of one of the parts; None where nothing is chosen. FileNotFoundError where it was merged away."""
         path = self.directory / table / part.file
         with _checked(path):
             footer = self._footer(table, part, path)
@@ -146,7 +162,7 @@ def _portions(groups: Counts, sizes: Counts) -> list[Counts]:
 def _bounds(footer: pq.FileMetaData) -> dict[str, Counts]:
     """Of each row group: its rows, and the smallest and largest step and site."""
     names = [footer.schema.column(i).path for i in range(footer.num_columns)]
-    keys = [name for name in ("step", "site") if name in names]
+    keys = [name for name in ("step", "site", "attempt", "record") if name in names]
     found: dict[str, list[int]] = {"rows": [], "bytes": []}
     found.update({f"{name}_{end}": [] for name in keys for end in ("min", "max")})
     for number in range(footer.num_row_groups):
