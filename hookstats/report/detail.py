@@ -189,11 +189,10 @@ def windows(recorded: Recorded, columns: int) -> list[dict[str, Any]]:
             wanted[place[finding.site], int(np.searchsorted(recorded.steps, finding.step))] = None
     if len(recorded.steps) <= columns or not wanted:
         return []
-    planes: Sequence[Array] = [recorded.statistic(name) for name in ("rms", "abs_max")]
     found = []
     for i, t in list(wanted)[:_STEPS]:
-        at = slice(max(t - _AROUND, 0), t + _AROUND + 1)
-        rms, top = ([short(x) for x in plane[i, at].tolist()] for plane in planes)
+        at = slice(max(t - _AROUND, 0), min(t + _AROUND + 1, len(recorded.steps)))
+        rms, top = ([short(x) for x in row.tolist()] for row in recorded.near(i, at, ("rms", "abs_max")))
         found.append({"site": i, "steps": recorded.steps[at].tolist(), "rms": rms, "abs_max": top})
     return found
 

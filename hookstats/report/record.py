@@ -23,6 +23,7 @@ class Recorded:
     totals ``[n, t]``, NaN where a site was silent. ``snapshots``: those of some steps, with these sites at least,
     channels and histograms where they were kept; ``detailed``: the steps in which they were. ``skipped``: of a site,
     the reason, how many tensors in all (None: given up), since which step. ``grows``: it is looked at again later.
+    ``row``: what `near` gives, where that can be read without the whole planes.
     """
 
     name: str
@@ -37,6 +38,13 @@ class Recorded:
     skipped: Sequence[tuple[Site, Skipped, int]] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
     grows: bool = False
+    row: Callable[[int, slice, Sequence[str]], list[Array]] | None = None
+
+    def near(self, site: int, at: slice, names: Sequence[str]) -> list[Array]:
+        """Of the site with this place, statistics in these steps, by their places."""
+        if self.row is not None:
+            return self.row(site, at, names)
+        return [self.statistic(name)[site, at] for name in names]
 
     def begin(self, columns: int) -> Counts:
         """Where each of at most so many columns of a picture begins, places in `steps`, ascending.

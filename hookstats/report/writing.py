@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from hookstats.numbers.fields import Array, Site
+from hookstats.numbers.fields import Counts, Site
 from hookstats.report import detail, planes
 from hookstats.report.page import page
 from hookstats.report.record import Other, Recorded
@@ -38,26 +38,29 @@ def contents(recorded: Recorded, second: Recorded | None = None) -> tuple[dict[s
         blobs |= planes.heatmap(recorded, key, bad, other)
     blobs |= planes.lines(recorded, other)
     details, pictures = detailed(recorded, blobs["rms.relative"])
-    return overview(recorded, bad, other) | details, blobs | pictures
+    count = recorded.statistic("count")
+    measured = Measured(float(np.nansum(count + bad)), (~np.isnan(count)).sum(axis=1))
+    return overview(recorded, measured, other) | details, blobs | pictures
 
 
 def detailed(recorded: Recorded, relative: bytes) -> tuple[dict[str, Any], dict[str, bytes]]:
     """What is told of some sites only, and its bytes. relative: those of the heatmap of rms."""
     details, pictures = detail.details(recorded, planes.restless(recorded, relative))
-    said = {
-        "details": details,
-        "windows": detail.windows(recorded, planes.line_columns(len(recorded.sites))),
-        "precision": detail.precision(recorded),
-    }
-    return said, pictures
+    windows = detail.windows(recorded, planes.line_columns(len(recorded.sites)))
+    return {"details": details, "windows": windows, "precision": detail.precision(recorded)}, pictures
 
 
-def overview(recorded: Recorded, bad: Array, other: Other | None = None) -> dict[str, Any]:
-    """The JSON of a page without what `detailed` says. bad: how many values were not finite, ``[n, t]``."""
+class Measured(NamedTuple):
+    """values: how many were read in all; fired ``[n]``: in how many steps each site was not silent."""
+
+    values: float
+    fired: Counts
+
+
+def overview(recorded: Recorded, measured: Measured, other: Other | None = None) -> dict[str, Any]:
+    """The JSON of a page without what `detailed` says."""
     columns = planes.line_columns(len(recorded.sites))
     steps = recorded.steps
-    count = recorded.statistic("count")
-    fired = ~np.isnan(count)
     place = {site: i for i, site in enumerate(recorded.sites)}
     chapters = _chapters(recorded)
     return {
@@ -69,9 +72,9 @@ def overview(recorded: Recorded, bad: Array, other: Other | None = None) -> dict
         "begin": steps[recorded.begin(planes.COLUMNS)].tolist(),
         "line_begin": steps[recorded.begin(columns)].tolist(),
         "times": None if recorded.times is None else [float(recorded.times[0]), float(recorded.times[-1])],
-        "values": float(np.nansum(count + bad)),
-        "readings": int(fired.sum()),
-        "fired": fired.sum(axis=1).tolist(),
+        "values": measured.values,
+        "readings": int(measured.fired.sum()),
+        "fired": measured.fired.tolist(),
         "statistics": planes.told(other),
         "scalars": planes.scalars(recorded),
         "head": head(recorded.findings),

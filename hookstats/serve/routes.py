@@ -46,8 +46,7 @@ class Routes:
 
     def _page(self, growing: Growing) -> Answer:
         version = growing.look(_PATIENCE)
-        summary = growing.watched.summary()
-        name, state = summary.name, summary.state
+        name, (state, _) = growing.watched.name, growing.watched.told()
         if state.kind == "deleted":
             return pages.told(HTTPStatus.GONE, name, "This run was deleted.")
         if version is not None:
@@ -60,8 +59,8 @@ class Routes:
 
     def _update(self, growing: Growing, query: Query) -> Answer:
         newest = growing.look()
-        summary = growing.watched.summary()
-        told = {"state": summary.state.kind, "sentence": summary.state.sentence, "changed": summary.changed}
+        state, changed = growing.watched.told()
+        told = {"state": state.kind, "sentence": state.sentence, "changed": changed}
         old = _version(growing, query, "version")
         if newest is not None and query.given.get("version") != str(newest.number):
             told |= {"since": 0 if old is None else old.number, "record": newest.changes(old)}
