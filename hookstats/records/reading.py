@@ -86,7 +86,7 @@ class Reader:
 
     def refresh(self) -> None:
         """The manifest as it is now. What is known of the parts that it still names is not read again."""
-        self.manifest = manifest.read(self.directory)
+        self.manifest = manifest.read(self.directory, self.manifest)
         named = {(table, part.file) for table, parts in self.manifest.parts.items() for part in parts}
         for known in (self._footers, self._row_groups):
             for key in known.keys() - named:

@@ -11,6 +11,7 @@ from hookstats.numbers.fields import Array, Counts
 from hookstats.report.record import Other, Recorded
 from hookstats.report.reducing import (
     NONFINITE,
+    Ends,
     Lines,
     Marks,
     Rows,
@@ -97,9 +98,12 @@ def coded(key: str, far: Array, top: Array, is_bad: Marks, grows: bool) -> dict[
     """Both views of one of `STATISTICS`. far: how far each column is from the past; top: see `topmost`."""
     kind = STATISTICS[key][1]
     relative = relative_codes(far, is_bad, UNITS[kind]).tobytes()
-    rows = _absolute(top, kind, is_bad, grows)
-    absolute = b"".join(part.astype(dtype).tobytes() for part, dtype in zip(rows, ("u1", "<f8", "<f8"), strict=True))
-    return {f"{key}.relative": relative, f"{key}.absolute": absolute}
+    return {f"{key}.relative": relative, f"{key}.absolute": scaled(absolute(top, kind, is_bad, grows))}
+
+
+def scaled(rows: Rows) -> bytes:
+    """Codes, and the scales of their rows."""
+    return b"".join(part.astype(dtype).tobytes() for part, dtype in zip(rows, ("u1", "<f8", "<f8"), strict=True))
 
 
 def restless(recorded: Recorded, relative: bytes) -> Array:
@@ -118,11 +122,12 @@ def _difference(values: Array, other: Other, key: str, kind: str, begin: Counts,
     return relative_codes(farthest(apart, begin), marks(broken, begin), DIFFERENCE[kind]).tobytes()
 
 
-def _absolute(top: Array, kind: str, is_bad: Marks, grows: bool) -> Rows:
+def absolute(top: Array, kind: str, is_bad: Marks, grows: bool, ends: Ends | None = None) -> Rows:
+    """See `topmost`. ends: of other columns of the rows, whose scale it is, too."""
     if kind == "scale":
-        return absolute_rows(top, is_bad, grows)
+        return absolute_rows(top, is_bad, grows, ends)
     if kind == "share":
-        return linear_rows(top, is_bad, grows)
+        return linear_rows(top, is_bad, grows, ends)
     codes = relative_codes(top, is_bad, 125)
     return Rows(codes, np.full(len(top), -126 / 125), np.full(len(top), 1 / 125))
 

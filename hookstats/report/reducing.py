@@ -11,6 +11,7 @@ from hookstats.numbers.fields import Array, Counts
 
 Codes = NDArray[np.uint8]
 Marks = NDArray[np.bool_]
+Ends = tuple[Array, Array]
 
 SILENT, ZERO, FIRST, LAST, NONFINITE = 0, 1, 2, 253, 255
 NEUTRAL = 128  # of what is told with a sign
@@ -118,22 +119,25 @@ def relative_codes(far: Array, is_bad: Marks, per_unit: float = PER_OCTAVE) -> C
         return _marked(np.clip(NEUTRAL + np.round(far * per_unit), FIRST, LAST + 1), is_bad)
 
 
-def absolute_rows(logs: Array, is_bad: Marks, grows: bool = False) -> Rows:
-    """Of logarithms that were reduced to columns, on a scale for each row. grows: see `_scales`."""
-    return coded(logs, LAST, _ABSOLUTE, is_bad, grows)
+def absolute_rows(logs: Array, is_bad: Marks, grows: bool = False, ends: Ends | None = None) -> Rows:
+    """Of logarithms that were reduced to columns, on a scale for each row. grows, ends: see `_scales`."""
+    return coded(logs, LAST, _ABSOLUTE, is_bad, grows, ends)
 
 
-def linear_rows(top: Array, is_bad: Marks, grows: bool = False) -> Rows:
+def linear_rows(top: Array, is_bad: Marks, grows: bool = False, ends: Ends | None = None) -> Rows:
     """The same of shares, from 0 to the largest of the row; of a run that grows to a power of two behind it."""
-    step = np.maximum(np.nan_to_num(np.fmax.reduce(top, axis=1)), 1e-9) / (LAST - FIRST)
+    high = np.fmax.reduce(top, axis=1)
+    step = np.maximum(np.nan_to_num(high if ends is None else np.fmax(high, ends[1])), 1e-9) / (LAST - FIRST)
     if grows:
         step = np.exp2(np.ceil(np.log2(step)))
     with np.errstate(invalid="ignore"):
         return Rows(_marked(FIRST + np.round(top / step[:, None]), is_bad), np.zeros(len(top)), step)
 
 
-def coded(logs: Array, last: int, finest: float, is_bad: Marks, grows: bool = False) -> Rows:
-    low, step = _scales(np.where(logs > _LOWEST, logs, np.nan), last, finest, grows)
+def coded(
+    logs: Array, last: int, finest: float, is_bad: Marks, grows: bool = False, ends: Ends | None = None
+) -> Rows:
+    low, step = _scales(np.where(logs > _LOWEST, logs, np.nan), last, finest, grows, ends)
     with np.errstate(invalid="ignore"):
         codes = np.where(logs > _LOWEST, FIRST + np.round((logs - low[:, None]) / step[:, None]), ZERO)
     return Rows(_marked(np.where(np.isnan(logs), np.nan, codes), is_bad), low, step)
@@ -151,13 +155,22 @@ def _marked(codes: Array, is_bad: Marks) -> Codes:
     return found
 
 
-def _scales(values: Array, last: int, finest: float, grows: bool) -> tuple[Array, Array]:
-    """Of each row, the smallest value, and a step so that the largest has a code.
+def ends_of(values: Array, is_log: bool) -> Ends:
+    """Of each row the smallest value that is finite, and the largest. is_log: zero's logarithm counts as infinite."""
+    known = np.where(np.isfinite(values) & (values > (_LOWEST if is_log else -np.inf)), values, np.nan)
+    low, high = (of.reduce(known, axis=1, initial=np.nan) for of in (np.fmin, np.fmax))
+    return low, high
+
+
+def _scales(values: Array, last: int, finest: float, grows: bool, ends: Ends | None) -> tuple[Array, Array]:
+    """Of each row, the smallest value, and a step so that the largest has a code. ends: those of other columns.
 
     grows: the step is a power of two, and the lowest value that has a code a multiple of a quarter of what has codes.
     So they stay as they are for long, however a row's range grows, and so do the codes that were sent.
     """
     low, high = (of.reduce(values, axis=1, initial=np.nan) for of in (np.fmin, np.fmax))
+    if ends is not None:
+        low, high = np.fmin(low, ends[0]), np.fmax(high, ends[1])
     low, high = np.nan_to_num(low), np.nan_to_num(high)
     step = (high - low) / (last - FIRST)
     if not grows:
@@ -183,12 +196,12 @@ class Lines(NamedTuple):
     step: Array
 
 
-def line(values: Array, is_log: bool, grows: bool = False) -> Lines:
-    """Of values that are reduced to columns already. grows: see `_scales`."""
+def line(values: Array, is_log: bool, grows: bool = False, ends: Ends | None = None) -> Lines:
+    """Of values that are reduced to columns already. grows, ends: see `_scales`."""
     logs = logarithm(values) if is_log else values
     with np.errstate(invalid="ignore"):
         usable = np.isfinite(logs) & (logs > (_LOWEST if is_log else -np.inf))
-    low, step = _scales(np.where(usable, logs, np.nan), 4095, 1e-300, grows)
+    low, step = _scales(np.where(usable, logs, np.nan), 4095, 1e-300, grows, ends)
     with np.errstate(invalid="ignore", over="ignore"):
         codes = FIRST + np.round((logs - low[:, None]) / step[:, None])
         codes = np.where(usable, codes, np.where(np.isnan(logs), SILENT, ZERO))

@@ -11,7 +11,20 @@ import numpy as np
 
 from hookstats.numbers.fields import Array, Counts
 from hookstats.report import planes
-from hookstats.report.reducing import Marks, Past, average, farthest, largest, line, logarithm
+from hookstats.report.reducing import (
+    Ends,
+    Lines,
+    Marks,
+    Past,
+    Rows,
+    average,
+    ends_of,
+    farthest,
+    largest,
+    line,
+    logarithm,
+    relative_codes,
+)
 
 _FEWEST = 64  # columns for which there is room at first
 
@@ -79,10 +92,52 @@ class Average:
         self._known.add((~np.isnan(values)).astype(np.float64))
 
     @property
+    def wide(self) -> int:
+        return self._sums.wide
+
+    @property
     def values(self) -> Array:
         sums, known = self._sums.values, self._known.values
         result: Array = np.divide(sums, known, out=np.full(sums.shape, np.nan), where=known > 0)
         return result
+
+
+class Coded:
+    """Codes of columns: of those that are new, and of rows whose scale they have changed."""
+
+    def __init__(
+        self,
+        reduced: Reduced | Average,
+        code: Callable[[Array, Marks, Ends | None], Rows | Lines],
+        ends: Callable[[Array], Ends],
+    ) -> None:
+        """code: of some rows and columns, those that are not finite, and the ends of their rows in other columns.
+
+        ends: of rows, those of what is coded.
+        """
+        self._reduced, self._code, self._ends_of = reduced, code, ends
+        self._wide = 0
+
+    def take(self, is_bad: Marks) -> Rows | Lines:
+        """Of all columns. is_bad: in which of them something was not finite."""
+        values = self._reduced.values
+        count = values.shape[1]
+        if self._wide != self._reduced.wide:
+            self._wide, self._full = self._reduced.wide, 0  # columns that stay as they are
+            self._ends = (np.full(len(values), np.nan), np.full(len(values), np.nan))
+            self._told: Rows | Lines | None = None
+        full, told = self._full, self._told
+        new = self._code(values[:, full:], is_bad[:, full:], self._ends)
+        if told is not None:
+            other = np.flatnonzero((new.low != told.low) | (new.step != told.step))
+            codes = np.concatenate([told.codes[:, :full], new.codes], axis=1)
+            if len(other):
+                codes[other, :full] = self._code(values[other], is_bad[other], None).codes[:, :full]
+            new = new._replace(codes=codes)
+        low, high = self._ends_of(values[:, full : count - 1])
+        self._ends = (np.fmin(self._ends[0], low), np.fmax(self._ends[1], high))
+        self._full, self._told = count - 1, new
+        return new
 
 
 class Heat:
@@ -94,6 +149,17 @@ class Heat:
         self._past = Past(rows)
         self._far = Reduced(rows, planes.COLUMNS, farthest)
         self._top = Reduced(rows, planes.COLUMNS, planes.topmost(kind))
+        one = np.ones(rows)
+        self._relative = Coded(
+            self._far,
+            lambda far, is_bad, _: Rows(relative_codes(far, is_bad, planes.UNITS[kind]), one, one),
+            lambda _: (one, one),
+        )
+        self._absolute = Coded(
+            self._top,
+            lambda top, is_bad, ends: planes.absolute(top, kind, is_bad, True, ends),
+            lambda top: ends_of(top, self._is_log),
+        )
 
     def reserve(self, steps: int) -> None:
         self._far.reserve(steps)
@@ -105,7 +171,31 @@ class Heat:
         self._top.add(told)
 
     def blobs(self, is_bad: Marks) -> dict[str, bytes]:
-        return planes.coded(self._key, self._far.values, self._top.values, is_bad, grows=True)
+        relative, absolute = self._relative.take(is_bad), self._absolute.take(is_bad)
+        assert isinstance(absolute, Rows)
+        return {f"{self._key}.relative": relative.codes.tobytes(), f"{self._key}.absolute": planes.scaled(absolute)}
+
+
+class Line:
+    """One of `planes.LINES`."""
+
+    def __init__(self, name: str, rows: int) -> None:
+        self.statistic, reduce, is_log = planes.LINES[name]
+        most = planes.line_columns(rows)
+        self.reduced = Average(rows, most) if reduce is average else Reduced(rows, most, reduce)
+        self._coded = Coded(
+            self.reduced,
+            lambda values, _, ends: line(values, is_log, True, ends),
+            lambda values: ends_of(logarithm(values) if is_log else values, is_log),
+        )
+
+    def reserve(self, steps: int) -> None:
+        self.reduced.reserve(steps)
+
+    def blob(self) -> bytes:
+        codes = self._coded.take(np.empty(self.reduced.values.shape, bool))
+        assert isinstance(codes, Lines)
+        return planes.packed(codes)
 
 
 class Columns:
@@ -123,11 +213,7 @@ class Columns:
         self.measured = 0.0
         self._bad = Reduced(rows, planes.COLUMNS, largest)
         self._heats = {key: Heat(key, rows) for key in planes.STATISTICS}
-        most = planes.line_columns(rows)
-        self._lines: dict[str, Reduced | Average] = {
-            name: Average(rows, most) if reduce is average else Reduced(rows, most, reduce)
-            for name, (_, reduce, _) in planes.LINES.items()
-        }
+        self._lines = {name: Line(name, rows) for name in planes.LINES}
         for each in (self._bad, *self._heats.values(), *self._lines.values()):
             each.reserve(steps)
 
@@ -144,15 +230,12 @@ class Columns:
         for key, heat in self._heats.items():
             if key != "rms":
                 heat.add(planes.numbers_of(given.__getitem__, key))
-        for name, reduced in self._lines.items():
-            reduced.add(given[planes.LINES[name][0]])
+        for each in self._lines.values():
+            each.reduced.add(given[each.statistic])
 
     def heatmaps(self, keys: Iterable[str]) -> dict[str, bytes]:
         is_bad = self._bad.values > 0
         return {name: blob for key in keys for name, blob in self._heats[key].blobs(is_bad).items()}
 
     def lines(self) -> dict[str, bytes]:
-        return {
-            f"line.{name}": planes.packed(line(reduced.values, planes.LINES[name][2], grows=True))
-            for name, reduced in self._lines.items()
-        }
+        return {f"line.{name}": each.blob() for name, each in self._lines.items()}

@@ -106,7 +106,8 @@ class Watched:
         try:
             if self._followed is None or self._followed[0] != mark:
                 followed = Followed(self.path)
-                followed.manifest = manifest.read(followed.folder) if mark[0] else None
+                known = self._followed[1].manifest if self._followed else None
+                followed.manifest = manifest.read(followed.folder, known) if mark[0] else None
                 self._followed = (mark, followed)
             return self._followed[1].state(), changed
         except (ValueError, OSError) as error:
