@@ -38,6 +38,7 @@ class Routes:
         if match is None or watched is None:
             return pages.told(HTTPStatus.NOT_FOUND, "Not found", "There is no such page here.")
         growing = self._kept.get(match[1], watched)
+        watched.watch()
         if match[2] == "update":
             return self._update(growing, query)
         if match[2] == "blob":

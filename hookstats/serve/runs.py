@@ -15,6 +15,7 @@ import numpy as np
 from hookstats.numbers.fields import Array
 from hookstats.records import manifest
 from hookstats.records.errors import RunError
+from hookstats.records.places import rank_folder, watch
 from hookstats.records.run import load
 from hookstats.report.reducing import edges
 from hookstats.terminal.following import Followed, State
@@ -54,6 +55,7 @@ class Watched:
         self.name = name
         self._lock = threading.Lock()
         self._looked = -_OFTEN
+        self._watched = -_OFTEN
         self._rested = 0.0  # when a line of the index may be made again
         self._state: tuple[State, float] | None = None
         self._followed: tuple[object, Followed] | None = None
@@ -70,6 +72,14 @@ class Watched:
             else:
                 found += [told.st_mtime_ns, told.st_size, told.st_ino]
         return tuple(found)
+
+    def watch(self) -> None:
+        """Says to whoever records it that somebody looks, so that it is written sooner."""
+        with self._lock:
+            now = time.monotonic()
+            if self._look()[0].kind == "recording" and now - self._watched >= _OFTEN:
+                self._watched = now
+                watch(rank_folder(self.path, 0))
 
     def told(self) -> tuple[State, float]:
         """How the run is, and when it changed last, in seconds since the epoch; at most a second old."""
