@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 
 from hookstats.numbers.fields import Array, Counts
-from hookstats.report.record import Other, Recorded
+from hookstats.report.record import Recorded
 from hookstats.report.reducing import (
     NONFINITE,
     Ends,
@@ -66,16 +66,15 @@ UNITS = {"scale": 16.0, "share": 125.0, "signed": 62.0}  # levels of a code for 
 DIFFERENCE = {"scale": 64.0, "share": 125.0, "signed": 62.0}  # the same for the difference of two runs
 
 
-def told(other: Other | None = None) -> dict[str, dict[str, Any]]:
+def told(is_pair: bool = False) -> dict[str, dict[str, Any]]:
     """What is said of the heatmaps, by the names of their statistics."""
     return {
-        key: {"title": title, "kind": kind, "unit": UNITS[kind]}
-        | ({} if other is None else {"difference": DIFFERENCE[kind]})
+        key: {"title": title, "kind": kind, "unit": UNITS[kind]} | ({"difference": DIFFERENCE[kind]} if is_pair else {})
         for key, (title, kind) in STATISTICS.items()
     }
 
 
-def heatmap(recorded: Recorded, key: str, bad: Array, other: Other | None = None) -> dict[str, bytes]:
+def heatmap(recorded: Recorded, key: str, bad: Array) -> dict[str, bytes]:
     """The bytes of one of `STATISTICS` in all views, by name. bad: see `bad_of`."""
     begin, kind, count = recorded.begin(COLUMNS), STATISTICS[key][1], len(recorded.sites)
     values = numbers_of(recorded.statistic, key)
@@ -83,10 +82,7 @@ def heatmap(recorded: Recorded, key: str, bad: Array, other: Other | None = None
     for at in (slice(i, i + _AT_ONCE) for i in range(0, count, _AT_ONCE)):
         far.append(farthest(change(values[at], kind, recorded.grows), begin))
         top.append(topmost(kind)(logarithm(values[at]) if kind == "scale" else values[at], begin))
-    blobs = coded(key, np.concatenate(far), np.concatenate(top), marks(bad, begin), recorded.grows)
-    if other is not None:
-        blobs[f"{key}.difference"] = _difference(values, other, key, kind, begin, bad)
-    return blobs
+    return coded(key, np.concatenate(far), np.concatenate(top), marks(bad, begin), recorded.grows)
 
 
 def topmost(kind: str) -> Callable[[Array, Counts], Array]:
@@ -112,14 +108,6 @@ def restless(recorded: Recorded, relative: bytes) -> Array:
     far = np.where((codes == NONFINITE) | (codes == 0), 128, codes).astype(np.int64)
     result: Array = np.abs(far - 128).max(axis=1) / UNITS[STATISTICS["rms"][1]]
     return result
-
-
-def _difference(values: Array, other: Other, key: str, kind: str, begin: Counts, bad: Array) -> bytes:
-    """How far the second run is from the first, where neither is silent."""
-    second = other.aligned(numbers_of(other.run.statistic, key))
-    apart = logarithm(second) - logarithm(values) if kind == "scale" else second - values
-    broken = np.where(np.isnan(apart), 0.0, bad + np.nan_to_num(other.aligned(bad_of(other.run))))
-    return relative_codes(farthest(apart, begin), marks(broken, begin), DIFFERENCE[kind]).tobytes()
 
 
 def absolute(top: Array, kind: str, is_bad: Marks, grows: bool, ends: Ends | None = None) -> Rows:
@@ -158,20 +146,16 @@ def line_columns(sites: int) -> int:
     return min(max(250, _CELLS // max(sites, 1)), COLUMNS)
 
 
-def lines(recorded: Recorded, other: Other | None = None) -> dict[str, bytes]:
+def lines(recorded: Recorded, names: Iterable[str] = tuple(LINES)) -> dict[str, bytes]:
     """Twelve bits a value, the high bytes before the low ones, then float64 of each row: low, step."""
     begin = recorded.begin(line_columns(len(recorded.sites)))
     blobs = {}
     last: tuple[str, Array] = ("", np.empty(0))
-    for name, (statistic, reduce, is_log) in LINES.items():
+    for name in names:
+        statistic, reduce, is_log = LINES[name]
         if statistic != last[0]:
             last = (statistic, recorded.statistic(statistic))
         blobs[f"line.{name}"] = packed(line(reduce(last[1], begin), is_log, recorded.grows))
-    if other is not None:
-        for name in ("rms", "abs_max"):
-            _, reduce, is_log = LINES[name]
-            values = other.aligned(other.run.statistic(name))
-            blobs[f"line.other_{name}"] = packed(line(reduce(values, begin), is_log, recorded.grows))
     return blobs
 
 

@@ -112,31 +112,6 @@ def _is_detailed(snapshot: Snapshot) -> bool:
     return any(columns.widths[i] > 1 or columns.histogram(i) is not None for i in columns.order.tolist())
 
 
-@dataclass
-class Other:
-    """A second run, seen at the sites and steps of the first: NaN where it has none."""
-
-    run: Recorded
-    of: Recorded
-
-    def __post_init__(self) -> None:
-        place = {site: i for i, site in enumerate(self.run.sites)}
-        rows = np.array([place.get(site, -1) for site in self.of.sites], np.int64)
-        at = np.minimum(np.searchsorted(self.run.steps, self.of.steps), len(self.run.steps) - 1)
-        self.here = np.ix_(rows >= 0, self.run.steps[at] == self.of.steps)
-        self.there = np.ix_(rows[rows >= 0], at[self.run.steps[at] == self.of.steps])
-        if 0 in (self.there[0].size, self.there[1].size):
-            raise ValueError(
-                f"expected runs with sites and steps in common; {self.of.name} and {self.run.name} have none"
-            )
-
-    def aligned(self, values: Array) -> Array:
-        """``[n, t]`` of the second run as ``[n, t]`` of the first."""
-        result = np.full((len(self.of.sites), len(self.of.steps)), np.nan)
-        result[self.here] = values[self.there]
-        return result
-
-
 def ordered(orders: Iterable[Iterable[Site]]) -> list[Site]:
     """All sites of several orders of execution: those of the first, then what the others have more."""
     return list(dict.fromkeys(site for order in orders for site in order))

@@ -7,11 +7,12 @@ import json
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -21,8 +22,8 @@ from hookstats.report.loading import recorded
 from hookstats.report.page import page
 from hookstats.report.writing import Measured, detailed, overview
 from hookstats.serve.columns import Columns
-from hookstats.serve.runs import Watched
 from hookstats.serve.source import Source
+from hookstats.terminal.following import State
 
 _KEPT = 4  # versions of a run: a page that shows an older one is sent all of the newest
 _RUNS = 4  # of which versions are kept; one that was not asked for longest goes
@@ -100,10 +101,21 @@ def _new(name: str, old: Version, new: Version) -> bytes | None:
     return head + b[:, :, first:].tobytes() + b[:, rows, :first].tobytes() + scales
 
 
+class Looked(Protocol):
+    """A run that is looked at, or several: see `hookstats.serve.runs.Watched`."""
+
+    name: str
+    path: Path
+
+    def mark(self) -> tuple[int, ...]: ...
+    def told(self) -> tuple[State, float]: ...
+    def watch(self) -> None: ...
+
+
 class Growing:
     """A run of which versions are made while somebody looks."""
 
-    def __init__(self, watched: Watched) -> None:
+    def __init__(self, watched: Looked) -> None:
         self.watched = watched
         self.versions: OrderedDict[int, Version] = OrderedDict()
         self.error: Exception | None = None
@@ -262,9 +274,10 @@ class Kept:
         self._lock = threading.Lock()
         self._runs: OrderedDict[str, Growing] = OrderedDict()
 
-    def get(self, id: str, watched: Watched) -> Growing:
+    def get(self, id: str, make: Callable[[], Growing]) -> Growing:
         with self._lock:
-            growing = self._runs.setdefault(id, Growing(watched))
+            growing = self._runs.get(id) or make()
+            self._runs[id] = growing
             self._runs.move_to_end(id)
             while len(self._runs) > _RUNS:
                 self._runs.popitem(last=False)

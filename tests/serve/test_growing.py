@@ -117,9 +117,9 @@ def test_few_versions_of_few_runs_are_kept(tmp_path: Path, followed: tuple[Growi
         grown(seen, run)
     assert len(seen.versions) == growing._KEPT
     kept = growing.Kept()
-    all_of_them = [kept.get(str(number), seen.watched) for number in range(9)]
-    assert kept.get("8", seen.watched) is all_of_them[8]
-    assert kept.get("0", seen.watched) is not all_of_them[0]
+    all_of_them = [kept.get(str(number), lambda: growing.Growing(seen.watched)) for number in range(9)]
+    assert kept.get("8", lambda: seen) is all_of_them[8]
+    assert kept.get("0", lambda: seen) is seen
 
 
 def test_runs_are_found_below_a_directory_without_following_links(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ function showState({ state: kind, sentence, changed }) {
 // What is seen stays what is seen, by its steps; whoever saw the last column sees the new ones.
 async function grow(changes) {
   const seen = state.seen, wasAll = seen.columns[0] === 0 && seen.columns[1] === COLUMNS, wasLast = seen.columns[1] === COLUMNS;
-  const steps = [record.begin[seen.columns[0]], lastStepOf(seen.columns[1] - 1)], before = COLUMNS;
+  const steps = [record.begin[seen.columns[0]], lastStepOf(seen.columns[1] - 1)], before = ownLast();
   const cursor = state.cursor && { site: state.rows[state.cursor.row], step: record.begin[state.cursor.column] };
   const [{ chapters }, kinds, scalars] = [record, present().length, Object.keys(record.scalars).length];
   Object.assign(record, changes);
@@ -64,7 +64,7 @@ async function grow(changes) {
   await showPlane();
   await showSite(state.site, chosen().step);
   showPrecision();
-  if (flowStep === before - 1 || flowStep === null || flowStep >= record.line_begin.length) flowStep = null;
+  if (flowStep === before || flowStep === null || flowStep > ownLast()) flowStep = null;
   showFlow();
   await showParameters();
   showLeftOut();
