@@ -9,6 +9,7 @@ import argparse
 import gzip
 import http.client
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -26,8 +27,8 @@ from hookstats.records.store import Store
 from tests.report.browser import Browser
 from tests.serve.served import Served, serving
 
-REST = 150  # seconds in which the server reads nothing, behind one long reading
 NEW = 20  # steps that a writer adds at once
+UPDATES = 8
 TRAINER = """
 import sys, time
 import torch
@@ -70,6 +71,12 @@ def transferred(served: Served, path: str) -> tuple[float, int, bytes]:
     return took, len(body), gzip.decompress(body)
 
 
+def processor(served: Served) -> float:
+    """Seconds that the server has used."""
+    told = Path(f"/proc/{served.process.pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(told[11]) + int(told[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def browse(folder: Path) -> None:
     with serving(folder) as served, Browser() as browser:
         [address] = served.runs().values()
@@ -88,25 +95,37 @@ def browse(folder: Path) -> None:
         while told["record"]["details"] == {}:  # which is read last
             time.sleep(1)
             told = json.loads(transferred(served, f"{address}update?version=0")[2])
-        old, facts = told["record"]["version"], browser.run("document.querySelector('#facts').innerText")
-        time.sleep(REST)
-        browser.run("performance.clearMeasures('update')")
-        add(folder / "run", NEW)
-        began = time.perf_counter()
-        browser.wait(f"document.querySelector('#facts').innerText !== {facts!r} && {measures}.length === 1", 300)
-        print(f"{NEW} new steps are seen after {time.perf_counter() - began:.1f} s")
-        print(f"drawn in {browser.run(f'{measures}[0].duration'):.0f} ms")
-        took, size, body = transferred(served, f"{address}update?version={old}")
-        new = json.loads(body)["record"]["version"]
-        print(f"what is new of the record: {took:.1f} ms, {size / 1e3:.1f} KB")
+        version = told["record"]["version"]
         lines = ("rms", "rms_low", "rms_high", "abs_max", "mean", "std", "min", "max")
-        total = 0
-        for name in ["rms.relative", *(f"line.{name}" for name in lines)]:
-            took, size, _ = transferred(served, f"{address}blob?name={name}&version={new}&since={old}")
-            whole = transferred(served, f"{address}blob?name={name}&version={new}")[1]
-            print(f"what is new of {name}: {took:.1f} ms, {size / 1e3:.1f} KB, of {whole / 1e3:.0f}")
-            total += size
-        print(f"all that an open page asks for: {total / 1e3:.0f} KB")
+        names = ["rms.relative", *(f"line.{name}" for name in lines)]
+        browser.run("performance.clearMeasures('update')")
+        seen, drawn, busy, times, sizes = [], [], [], [], []
+        for _ in range(UPDATES):
+            facts = browser.run("document.querySelector('#facts').innerText")
+            add(folder / "run", NEW)
+            began, used = time.perf_counter(), processor(served)
+            browser.wait(f"document.querySelector('#facts').innerText !== {facts!r} && {measures}.length === 1", 300)
+            seen.append(time.perf_counter() - began)
+            drawn.append(browser.run(f"{measures}[0].duration"))
+            time.sleep(2)
+            busy.append(1e3 * (processor(served) - used))
+            browser.run("performance.clearMeasures('update')")
+            asked = [transferred(served, f"{address}update?version={version}")]
+            now = json.loads(asked[0][2])["record"]["version"]
+            asked += [transferred(served, f"{address}blob?name={name}&version={now}&since={version}") for name in names]
+            times.append(sum(took for took, _, _ in asked))
+            sizes.append(sum(size for _, size, _ in asked) / 1e3)
+            version = now
+        whole = sum(transferred(served, f"{address}blob?name={name}&version={now}")[1] for name in names) / 1e3
+        print(f"{NEW} new steps, {UPDATES} times: median, and the most")
+        for name, own, unit in (
+            ("until an open page shows them", seen, "s"),
+            ("drawn in", drawn, "ms"),
+            ("the server's processor, until 2 s later", busy, "ms"),
+            (f"bytes on the wire, of {whole:.0f} KB", sizes, "KB"),
+            ("of which that takes", times, "ms"),
+        ):
+            print(f"  {name}: {np.median(own):.1f} {unit}, {max(own):.1f}")
         status = Path(f"/proc/{served.process.pid}/status").read_text()
         peak = next(line for line in status.splitlines() if line.startswith("VmHWM"))
         print(f"memory of the server, at most: {int(peak.split()[1]) / 1024:.0f} MB")

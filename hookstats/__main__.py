@@ -80,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
 
     report = add("report", _report, "write a run as one HTML page that opens offline")
     report.add_argument("path", metavar="RUN")
-    report.add_argument("others", nargs="*", help=argparse.SUPPRESS)  # refused in one line, with what takes two runs
+    report.add_argument("other", nargs="?", metavar="OTHER", help="a second run, on the same page")
     report.add_argument("-o", "--output", default="report.html", metavar="FILE", help="default: report.html")
 
     watch = add(
@@ -96,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
         "serve",
         _serve,
         "show runs in a browser, also while they grow",
-        "DIR is a run, or a directory with runs below it. Reads only, and ends with Ctrl-C.",
+        "DIR is a run, or a directory with runs below it. Reads records, and ends with Ctrl-C.",
     )
     serve.add_argument("path", metavar="DIR")
     serve.add_argument("--port", type=int, default=8470, help="default: 8470, or another one where that is taken")
@@ -160,10 +160,7 @@ def _compare(options: argparse.Namespace) -> int:
 def _report(options: argparse.Namespace) -> int:
     from hookstats.report import write
 
-    if options.others:
-        pair = f"hookstats compare {options.path} {options.others[0]}"
-        raise ValueError(f"expected one run, got {1 + len(options.others)}; two runs are compared by: {pair}")
-    print(write(options.path, options.output))
+    print(write(options.path, options.output, options.other))
     return 0
 
 

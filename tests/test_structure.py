@@ -40,7 +40,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "rules": {"numbers"},
     "comparing": {"numbers", "records"},
     "records": {"_locks", "_warn", "numbers", "rules", "sinks"},
-    "report": {"_figure", "numbers", "records", "rules"},
+    "report": {"_figure", "comparing", "numbers", "records", "rules"},
     "results": {"_lazy", "calibration", "comparing", "numbers", "records", "replicas", "rules", "tools", "watch"},
     "__init__": {
         "_lazy",

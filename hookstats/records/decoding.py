@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import is_dataclass
+from functools import cache
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
@@ -71,7 +72,7 @@ def _decoded(kind: Any, value: Any, path: Path, at: str) -> Any:
         _expect(is_within, path, at, _bounded(bound), value)
         return plain
     if isinstance(kind, type) and is_dataclass(kind):
-        hints = get_type_hints(kind, include_extras=True)
+        hints = _hints(kind)
         is_object = isinstance(value, dict) and set(value) == set(hints)
         _expect(is_object, path, at, f"an object with {', '.join(sorted(hints))}", value)
         return kind(**{name: _decoded(hint, value[name], path, _inside(at, name)) for name, hint in hints.items()})
@@ -89,6 +90,11 @@ def _decoded(kind: Any, value: Any, path: Path, at: str) -> Any:
     accepted = (int, float) if kind is float else kind
     _expect(isinstance(value, accepted) and not isinstance(value, bool), path, at, kind.__name__, value)
     return value
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind, include_extras=True)
 
 
 def _bounded(bound: range | re.Pattern[str]) -> str:

@@ -6,6 +6,7 @@ import os
 import re
 import socket
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,6 +16,8 @@ from hookstats.records.decoding import AttemptNumber, decode, load, require
 from hookstats.records.files import NO_LINK
 
 RING = "ring."  # and the number of the attempt; with ".json", what a writer must know of it
+_WATCHED = "watched"  # touched in a rank's folder by whoever looks at the run while it grows
+_WATCHED_SECONDS = 15.0  # since then somebody still looks
 _FAR = ("nfs", "lustre", "cifs", "smb", "beegfs", "gpfs", "ceph", "glusterfs", "9p", "afs", "fuse")
 
 
@@ -26,6 +29,29 @@ def descriptions(folder: Path) -> dict[int, Path]:
     """Of the attempts that are not finished, by number, ascending: what a writer must know of them."""
     found = [(re.fullmatch(rf"{re.escape(RING)}(\d+)\.json", path.name), path) for path in folder.glob(f"{RING}*.json")]
     return dict(sorted((int(match[1]), path) for match, path in found if match))
+
+
+def watch(folder: Path) -> None:
+    """Says that somebody looks: what is measured is then written each 2 seconds. Where nothing can be said, nothing is."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | NO_LINK
+    try:
+        descriptor = os.open(folder / _WATCHED, flags, 0o666)
+    except OSError:
+        return
+    try:
+        os.utime(descriptor)
+    except OSError:
+        pass
+    finally:
+        os.close(descriptor)
+
+
+def is_watched(folder: Path) -> bool:
+    """Whether somebody has looked in the last seconds."""
+    try:
+        return abs(time.time() - os.lstat(folder / _WATCHED).st_mtime) < _WATCHED_SECONDS
+    except OSError:
+        return False
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from hookstats.records.schema import SCHEMAS
 
 _T = TypeVar("_T")
 _LARGEST = 1 << 31  # bytes of a column of a row group
+_AT_ONCE = 64 << 20  # bytes of row groups, of all their columns
 _NULLABLE = {
     "order",
     "channel_dim",
@@ -78,12 +79,28 @@ class Reader:
         for part in self.manifest.parts[table]:
             if chosen.steps and (part.steps[1] < chosen.steps[0] or part.steps[0] > chosen.steps[1]):
                 continue
-            rows = self._part(table, part, columns, chosen)
+            rows = self.part(table, part, columns, chosen)
             if rows is not None:
                 read.append(rows)
         return pa.concat_tables([pa.Table.from_batches([], schema), *read])
 
-    def _part(self, table: str, part: Part, columns: Sequence[str], chosen: Chosen) -> pa.Table | None:
+    def refresh(self) -> None:
+        """The manifest as it is now. What is known of the parts that it still names is not read again."""
+        self.manifest = manifest.read(self.directory, self.manifest)
+        named = {(table, part.file) for table, parts in self.manifest.parts.items() for part in parts}
+        for known in (self._footers, self._row_groups):
+            for key in known.keys() - named:
+                del known[key]
+
+    def bounds(self, table: str, part: Part) -> dict[str, Counts]:
+        """Of each row group: rows, bytes, and the ends of the columns for which they are kept. FileNotFoundError."""
+        path = self.directory / table / part.file
+        with _checked(path):
+            self._footer(table, part, path)
+        return self._row_groups[table, part.file]
+
+    def part(self, table: str, part: Part, columns: Sequence[str], chosen: Chosen) -> pa.Table | None:
+        """Of one of the parts; None where nothing is chosen. FileNotFoundError where it was merged away."""
         path = self.directory / table / part.file
         with _checked(path):
             footer = self._footer(table, part, path)
@@ -93,11 +110,12 @@ class Reader:
             keys = [*(["step"] if chosen.steps else []), *(["site"] if chosen.sites is not None else [])]
             needed = list(dict.fromkeys([*columns, *keys]))
             there = columns_for(needed, footer.schema.to_arrow_schema().names)
+            told = self._row_groups[table, part.file]
             read = []
             with pq.ParquetFile(path, metadata=footer, page_checksum_verification=True, pre_buffer=False) as file:
-                for group in groups.tolist():
-                    rows = file.read_row_group(group, columns=there, use_threads=False).select(there)
-                    _check(table, rows, int(self._row_groups[table, part.file]["rows"][group]))
+                for few in _portions(groups, told["bytes"]):
+                    rows = file.read_row_groups(few.tolist(), columns=there, use_threads=False).select(there)
+                    _check(table, rows, int(told["rows"][few].sum()))
                     read.append(completed(_filtered(rows, chosen), columns))
             return pa.concat_tables(read)
 
@@ -135,17 +153,24 @@ class Reader:
         return np.flatnonzero(wanted)
 
 
+def _portions(groups: Counts, sizes: Counts) -> list[Counts]:
+    """Row groups that are read at once: many small ones, or a large one. sizes: bytes of each row group."""
+    ends = np.cumsum(sizes[groups])
+    return np.split(groups, np.flatnonzero(np.diff(ends // _AT_ONCE)) + 1)
+
+
 def _bounds(footer: pq.FileMetaData) -> dict[str, Counts]:
     """Of each row group: its rows, and the smallest and largest step and site."""
     names = [footer.schema.column(i).path for i in range(footer.num_columns)]
-    keys = [name for name in ("step", "site") if name in names]
-    found: dict[str, list[int]] = {"rows": []}
+    keys = [name for name in ("step", "site", "attempt", "record") if name in names]
+    found: dict[str, list[int]] = {"rows": [], "bytes": []}
     found.update({f"{name}_{end}": [] for name in keys for end in ("min", "max")})
     for number in range(footer.num_row_groups):
         group = footer.row_group(number)
         if not 0 <= group.total_byte_size <= _LARGEST:
             raise ValueError(f"expected a row group of at most {_LARGEST} bytes, got {group.total_byte_size}")
         found["rows"].append(group.num_rows)
+        found["bytes"].append(group.total_byte_size)
         for name in keys:
             statistics = group.column(names.index(name)).statistics
             if statistics is None or not statistics.has_min_max:

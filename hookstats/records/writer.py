@@ -24,7 +24,15 @@ from hookstats.numbers.blocks import Drained, Given, Layout
 from hookstats.records import wire
 from hookstats.records.errors import RunError
 from hookstats.records.files import NO_LINK, write_whole
-from hookstats.records.places import RING, described, descriptions, is_of_this_machine, is_training, ring_of
+from hookstats.records.places import (
+    RING,
+    described,
+    descriptions,
+    is_of_this_machine,
+    is_training,
+    is_watched,
+    ring_of,
+)
 from hookstats.records.ring import CLOSED, Ring, RingError
 from hookstats.records.run import Run
 from hookstats.records.store import Store
@@ -33,6 +41,7 @@ from hookstats.sinks import from_spec
 
 PART_BYTES = 64 << 20
 PART_SECONDS = 10.0
+WATCHED_SECONDS = 2.0  # the same while somebody looks
 _LOCK_SECONDS = 120.0
 KNOWN_LAYOUTS = 8
 _MOST_WAITING = 10_000  # steps, what was given with which waits for a measured one, with which the rules see them
@@ -54,6 +63,7 @@ class Attempt:
         if judges is None:
             judges = {"rules": [rule for rule in told.rules if is_ours(rule)], "sinks": []}
         self._description = path
+        self._folder = folder
         self.number = told.attempt
         self.pid = told.pid
         self._told_of = told
@@ -96,7 +106,8 @@ class Attempt:
     def serve(self) -> bool:
         """What cannot wait. False: there was nothing to read."""
         came = self.read()
-        if self._since is not None and time.monotonic() - self._since > PART_SECONDS:
+        waited = 0.0 if self._since is None else time.monotonic() - self._since
+        if waited > PART_SECONDS or (waited > WATCHED_SECONDS and is_watched(self._folder)):
             self.commit()
         return came
 

@@ -116,7 +116,7 @@ def _few(row: Array, most: int) -> Array:
 def _channel_picture(picture: _Picture, channels: int) -> tuple[dict[str, Any], bytes]:
     with np.errstate(divide="ignore", invalid="ignore"):
         logs = np.maximum(np.log2(np.stack(picture.columns, axis=1)), -1075.0)
-    whole = coded(logs.reshape(1, -1), LAST, 1 / 24, np.arange(logs.size), np.zeros((1, logs.size)))
+    whole = coded(logs.reshape(1, -1), LAST, 1 / 24, np.zeros((1, logs.size), bool))
     known = np.sort(logs[np.isfinite(logs) & (logs > -1075)])
     bounds = [short(float(known[int(q * (len(known) - 1))])) for q in (0.01, 1)] if len(known) else [0.0, 1.0]
     said = {
@@ -189,11 +189,10 @@ def windows(recorded: Recorded, columns: int) -> list[dict[str, Any]]:
             wanted[place[finding.site], int(np.searchsorted(recorded.steps, finding.step))] = None
     if len(recorded.steps) <= columns or not wanted:
         return []
-    planes: Sequence[Array] = [recorded.statistic(name) for name in ("rms", "abs_max")]
     found = []
     for i, t in list(wanted)[:_STEPS]:
-        at = slice(max(t - _AROUND, 0), t + _AROUND + 1)
-        rms, top = ([short(x) for x in plane[i, at].tolist()] for plane in planes)
+        at = slice(max(t - _AROUND, 0), min(t + _AROUND + 1, len(recorded.steps)))
+        rms, top = ([short(x) for x in row.tolist()] for row in recorded.near(i, at, ("rms", "abs_max")))
         found.append({"site": i, "steps": recorded.steps[at].tolist(), "rms": rms, "abs_max": top})
     return found
 

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 
 from hookstats.numbers.fields import Array, Counts
-from hookstats.report.record import Other, Recorded
+from hookstats.report.record import Recorded
 from hookstats.report.reducing import (
     NONFINITE,
+    Ends,
     Lines,
+    Marks,
     Rows,
     absolute_rows,
     average,
+    farthest,
     largest,
     line,
     linear_rows,
     logarithm,
+    marks,
     past,
     relative_codes,
     smallest,
@@ -39,16 +43,14 @@ STATISTICS: dict[str, tuple[str, str]] = {
 }
 
 
-def numbers_of(recorded: Recorded, key: str) -> Array:
-    """``[n, t]`` of one of `STATISTICS`; NaN where a site was silent."""
+def numbers_of(statistic: Callable[[str], Array], key: str) -> Array:
+    """``[n, t]`` of one of `STATISTICS`; NaN where a site was silent. statistic: gives planes by their names."""
     with np.errstate(divide="ignore", invalid="ignore"):
         if key == "zeros":
-            return recorded.statistic("zeros") / recorded.statistic("count")
+            return statistic("zeros") / statistic("count")
         if key in ("peak", "centre"):
-            result = recorded.statistic("abs_max" if key == "peak" else "mean")
-            result /= recorded.statistic("rms")  # of a tensor of zeros: silent
-            return result
-    return recorded.statistic(key)
+            return statistic("abs_max" if key == "peak" else "mean") / statistic("rms")  # of a tensor of zeros: silent
+    return statistic(key)
 
 
 def change(values: Array, kind: str, grows: bool = False) -> Array:
@@ -64,31 +66,40 @@ UNITS = {"scale": 16.0, "share": 125.0, "signed": 62.0}  # levels of a code for 
 DIFFERENCE = {"scale": 64.0, "share": 125.0, "signed": 62.0}  # the same for the difference of two runs
 
 
-def told(other: Other | None = None) -> dict[str, dict[str, Any]]:
+def told(is_pair: bool = False) -> dict[str, dict[str, Any]]:
     """What is said of the heatmaps, by the names of their statistics."""
     return {
-        key: {"title": title, "kind": kind, "unit": UNITS[kind]}
-        | ({} if other is None else {"difference": DIFFERENCE[kind]})
+        key: {"title": title, "kind": kind, "unit": UNITS[kind]} | ({"difference": DIFFERENCE[kind]} if is_pair else {})
         for key, (title, kind) in STATISTICS.items()
     }
 
 
-def heatmap(recorded: Recorded, key: str, bad: Array, other: Other | None = None) -> dict[str, bytes]:
+def heatmap(recorded: Recorded, key: str, bad: Array) -> dict[str, bytes]:
     """The bytes of one of `STATISTICS` in all views, by name. bad: see `bad_of`."""
     begin, kind, count = recorded.begin(COLUMNS), STATISTICS[key][1], len(recorded.sites)
-    values = numbers_of(recorded, key)
-    relative, absolute = [], []
+    values = numbers_of(recorded.statistic, key)
+    far, top = [], []
     for at in (slice(i, i + _AT_ONCE) for i in range(0, count, _AT_ONCE)):
-        relative.append(relative_codes(change(values[at], kind, recorded.grows), begin, bad[at], UNITS[kind]))
-        absolute.append(_absolute(values[at], kind, begin, bad[at]))
-    blobs = {f"{key}.relative": np.concatenate(relative).tobytes()}
-    blobs[f"{key}.absolute"] = b"".join(
-        np.concatenate([getattr(rows, part) for rows in absolute]).astype(dtype).tobytes()
-        for part, dtype in (("codes", "u1"), ("low", "<f8"), ("step", "<f8"))
-    )
-    if other is not None:
-        blobs[f"{key}.difference"] = _difference(values, other, key, kind, begin, bad)
-    return blobs
+        far.append(farthest(change(values[at], kind, recorded.grows), begin))
+        top.append(topmost(kind)(logarithm(values[at]) if kind == "scale" else values[at], begin))
+    return coded(key, np.concatenate(far), np.concatenate(top), marks(bad, begin), recorded.grows)
+
+
+def topmost(kind: str) -> Callable[[Array, Counts], Array]:
+    """How the absolute view of a heatmap is reduced to columns; of "scale" its logarithms are."""
+    return farthest if kind == "signed" else largest
+
+
+def coded(key: str, far: Array, top: Array, is_bad: Marks, grows: bool) -> dict[str, bytes]:
+    """Both views of one of `STATISTICS`. far: how far each column is from the past; top: see `topmost`."""
+    kind = STATISTICS[key][1]
+    relative = relative_codes(far, is_bad, UNITS[kind]).tobytes()
+    return {f"{key}.relative": relative, f"{key}.absolute": scaled(absolute(top, kind, is_bad, grows))}
+
+
+def scaled(rows: Rows) -> bytes:
+    """Codes, and the scales of their rows."""
+    return b"".join(part.astype(dtype).tobytes() for part, dtype in zip(rows, ("u1", "<f8", "<f8"), strict=True))
 
 
 def restless(recorded: Recorded, relative: bytes) -> Array:
@@ -99,21 +110,14 @@ def restless(recorded: Recorded, relative: bytes) -> Array:
     return result
 
 
-def _difference(values: Array, other: Other, key: str, kind: str, begin: Counts, bad: Array) -> bytes:
-    """How far the second run is from the first, where neither is silent."""
-    second = other.aligned(numbers_of(other.run, key))
-    apart = logarithm(second) - logarithm(values) if kind == "scale" else second - values
-    broken = np.where(np.isnan(apart), 0.0, bad + np.nan_to_num(other.aligned(bad_of(other.run))))
-    return relative_codes(apart, begin, broken, DIFFERENCE[kind]).tobytes()
-
-
-def _absolute(values: Array, kind: str, begin: Counts, bad: Array) -> Rows:
+def absolute(top: Array, kind: str, is_bad: Marks, grows: bool, ends: Ends | None = None) -> Rows:
+    """See `topmost`. ends: of other columns of the rows, whose scale it is, too."""
     if kind == "scale":
-        return absolute_rows(values, begin, bad)
+        return absolute_rows(top, is_bad, grows, ends)
     if kind == "share":
-        return linear_rows(values, begin, bad)
-    codes = relative_codes(values, begin, bad, 125)
-    return Rows(codes, np.full(len(values), -126 / 125), np.full(len(values), 1 / 125))
+        return linear_rows(top, is_bad, grows, ends)
+    codes = relative_codes(top, is_bad, 125)
+    return Rows(codes, np.full(len(top), -126 / 125), np.full(len(top), 1 / 125))
 
 
 def bad_of(recorded: Recorded) -> Array:
@@ -125,7 +129,7 @@ def bad_of(recorded: Recorded) -> Array:
 
 
 # Name of a line, its statistic, how a column is made of steps, whether it is told by factors.
-_LINES: dict[str, tuple[str, Callable[[Array, Counts], Array], bool]] = {
+LINES: dict[str, tuple[str, Callable[[Array, Counts], Array], bool]] = {
     "rms": ("rms", average, True),
     "rms_low": ("rms", smallest, True),
     "rms_high": ("rms", largest, True),
@@ -137,24 +141,21 @@ _LINES: dict[str, tuple[str, Callable[[Array, Counts], Array], bool]] = {
 }
 
 
-def line_columns(recorded: Recorded) -> int:
-    return min(max(250, _CELLS // max(len(recorded.sites), 1)), COLUMNS)
+def line_columns(sites: int) -> int:
+    """At most."""
+    return min(max(250, _CELLS // max(sites, 1)), COLUMNS)
 
 
-def lines(recorded: Recorded, other: Other | None = None) -> dict[str, bytes]:
+def lines(recorded: Recorded, names: Iterable[str] = tuple(LINES)) -> dict[str, bytes]:
     """Twelve bits a value, the high bytes before the low ones, then float64 of each row: low, step."""
-    begin = recorded.begin(line_columns(recorded))
+    begin = recorded.begin(line_columns(len(recorded.sites)))
     blobs = {}
     last: tuple[str, Array] = ("", np.empty(0))
-    for name, (statistic, reduce, is_log) in _LINES.items():
+    for name in names:
+        statistic, reduce, is_log = LINES[name]
         if statistic != last[0]:
             last = (statistic, recorded.statistic(statistic))
-        blobs[f"line.{name}"] = packed(line(reduce(last[1], begin), is_log))
-    if other is not None:
-        for name in ("rms", "abs_max"):
-            _, reduce, is_log = _LINES[name]
-            values = other.aligned(other.run.statistic(name))
-            blobs[f"line.other_{name}"] = packed(line(reduce(values, begin), is_log))
+        blobs[f"line.{name}"] = packed(line(reduce(last[1], begin), is_log, recorded.grows))
     return blobs
 
 

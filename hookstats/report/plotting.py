@@ -9,7 +9,7 @@ import numpy as np
 from hookstats.numbers.fields import Array, Site
 from hookstats.report.planes import COLUMNS, STATISTICS, bad_of, change, numbers_of
 from hookstats.report.record import Recorded
-from hookstats.report.reducing import edges, farthest, largest
+from hookstats.report.reducing import edges, farthest, largest, marks
 from hookstats.report.writing import in_order
 
 _REACH = {"scale": 3.0, "share": 0.3, "signed": 0.3}  # how far the outermost colour is from a site's past
@@ -33,7 +33,7 @@ def plot(recorded: Recorded, statistic: str, tensor: str, relative: bool, log: b
         raise ValueError(f"plot: expected a tensor of {known}; got {tensor!r}")
     title, kind = STATISTICS[statistic]
     begin = edges(len(recorded.steps), COLUMNS)
-    values, bad = numbers_of(recorded, statistic)[rows], bad_of(recorded)[rows]
+    values, bad = numbers_of(recorded.statistic, statistic)[rows], bad_of(recorded)[rows]
     cells, norm, colours, label = _cells(values, kind, title, begin, relative, log, Normalize, LogNorm)
     if axes is None:
         height = min(max(0.17 * len(rows), 1.6), 9.0) + 0.9
@@ -42,7 +42,7 @@ def plot(recorded: Recorded, statistic: str, tensor: str, relative: bool, log: b
     extent = (recorded.steps[0], recorded.steps[-1] + 1, len(rows) - 0.5, -0.5)
     style = {"aspect": "auto", "interpolation": "nearest", "extent": extent}
     image = axes.imshow(np.ma.masked_invalid(cells), norm=norm, cmap=colours, **style)
-    broken = np.add.reduceat(bad > 0, begin, axis=1, dtype=np.int64) > 0
+    broken = marks(bad, begin)
     axes.imshow(np.ma.masked_equal(broken, 0), cmap=ListedColormap([_NONFINITE]), **style)
     stride = -(-len(rows) // _LABELS)
     names = [_short(recorded.sites[i]) for i in rows]

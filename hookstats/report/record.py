@@ -23,6 +23,7 @@ class Recorded:
     totals ``[n, t]``, NaN where a site was silent. ``snapshots``: those of some steps, with these sites at least,
     channels and histograms where they were kept; ``detailed``: the steps in which they were. ``skipped``: of a site,
     the reason, how many tensors in all (None: given up), since which step. ``grows``: it is looked at again later.
+    ``row``: what `near` gives, where that can be read without the whole planes.
     """
 
     name: str
@@ -37,6 +38,13 @@ class Recorded:
     skipped: Sequence[tuple[Site, Skipped, int]] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
     grows: bool = False
+    row: Callable[[int, slice, Sequence[str]], list[Array]] | None = None
+
+    def near(self, site: int, at: slice, names: Sequence[str]) -> list[Array]:
+        """Of the site with this place, statistics in these steps, by their places."""
+        if self.row is not None:
+            return self.row(site, at, names)
+        return [self.statistic(name)[site, at] for name in names]
 
     def begin(self, columns: int) -> Counts:
         """Where each of at most so many columns of a picture begins, places in `steps`, ascending.
@@ -102,31 +110,6 @@ def by_name(rows: Iterable[tuple[int, str, float]]) -> dict[str, tuple[Counts, A
 def _is_detailed(snapshot: Snapshot) -> bool:
     columns = snapshot.columns
     return any(columns.widths[i] > 1 or columns.histogram(i) is not None for i in columns.order.tolist())
-
-
-@dataclass
-class Other:
-    """A second run, seen at the sites and steps of the first: NaN where it has none."""
-
-    run: Recorded
-    of: Recorded
-
-    def __post_init__(self) -> None:
-        place = {site: i for i, site in enumerate(self.run.sites)}
-        rows = np.array([place.get(site, -1) for site in self.of.sites], np.int64)
-        at = np.minimum(np.searchsorted(self.run.steps, self.of.steps), len(self.run.steps) - 1)
-        self.here = np.ix_(rows >= 0, self.run.steps[at] == self.of.steps)
-        self.there = np.ix_(rows[rows >= 0], at[self.run.steps[at] == self.of.steps])
-        if 0 in (self.there[0].size, self.there[1].size):
-            raise ValueError(
-                f"expected runs with sites and steps in common; {self.of.name} and {self.run.name} have none"
-            )
-
-    def aligned(self, values: Array) -> Array:
-        """``[n, t]`` of the second run as ``[n, t]`` of the first."""
-        result = np.full((len(self.of.sites), len(self.of.steps)), np.nan)
-        result[self.here] = values[self.there]
-        return result
 
 
 def ordered(orders: Iterable[Iterable[Site]]) -> list[Site]:

@@ -10,13 +10,15 @@ from numpy.typing import NDArray
 from hookstats.numbers.fields import Array, Counts
 
 Codes = NDArray[np.uint8]
+Marks = NDArray[np.bool_]
+Ends = tuple[Array, Array]
 
 SILENT, ZERO, FIRST, LAST, NONFINITE = 0, 1, 2, 253, 255
 NEUTRAL = 128  # of what is told with a sign
 PER_OCTAVE = 16  # levels of a relative plane: 4.4 % each, 7.8 octaves to either side
 _ABSOLUTE = 1 / 12  # octaves: the finest step of an absolute plane, 5.9 %; twelve bits are for lines
 _LOWEST = -1075.0  # log2 of zero, as a number: below the smallest float64
-_PAST = 128  # measured steps of a site's own past, or an eighth of the run
+_PAST = 128  # measured steps of a site's own past
 
 
 class Rows(NamedTuple):
@@ -66,69 +68,124 @@ def logarithm(values: Array) -> Array:
     return result
 
 
-def past(values: Array, window: int = _PAST, grows: bool = False) -> Array:
-    """``[n, t]``: the median of the values that a site had before; its first value where it had none.
+class Past:
+    """Of each site the median of the values that it had before, step by step; its first value where it had none.
 
-    Over ``window`` steps or an eighth of the run, at least 8; it is taken anew after every eighth of the window.
-    Steps in which a site was silent count with what it had last. grows: what comes later changes nothing of this, and
-    the window is not an eighth of a run of which nobody knows the end.
+    Over ``window`` steps; it is taken anew after every eighth of them. Steps in which a site was silent count with what
+    it had last.
     """
-    count, steps = values.shape
-    window = window if grows else min(window, max(8, steps // 8))
-    stride = max(1, window // 8)
-    known = ~np.isnan(values)
-    latest = np.maximum.accumulate(np.where(known, np.arange(steps), -1), axis=1)
-    first = known.argmax(axis=1)
-    filled = np.take_along_axis(values, np.where(latest < 0, first[:, None], latest), axis=1)
-    filled[~known.any(axis=1)] = 0.0  # nothing is known of it, at any step
-    at = np.arange(0, steps, stride)
-    result = np.empty((count, len(at)))
-    result[:, 0] = filled[:, 0]
-    for i in range(1, len(at)):
-        begin = max(0, int(at[i]) - window)
-        result[:, i] = np.median(filled[:, begin : at[i]], axis=1)
-    return np.repeat(result, np.diff(at, append=steps), axis=1)
+
+    def __init__(self, rows: int, window: int = _PAST) -> None:
+        self._window = window
+        self._stride = max(1, window // 8)
+        self._steps = 0  # that were given
+        self._held = np.empty((rows, 0))  # the last of them, as they count; NaN where nothing is known yet
+
+    def of(self, values: Array) -> Array:
+        """``[n, t]`` of the next steps."""
+        held = self._held.shape[1]
+        whole = np.concatenate([self._held, values], axis=1)
+        known = ~np.isnan(whole)
+        if not known.all():
+            latest = np.maximum.accumulate(np.where(known, np.arange(whole.shape[1]), -1), axis=1)
+            first = known.argmax(axis=1)
+            whole = np.take_along_axis(whole, np.where(latest < 0, first[:, None], latest), axis=1)
+        begin, end = self._steps - held, self._steps + values.shape[1]  # those of `whole`
+        result = np.empty_like(values)
+        for at in range(self._steps // self._stride * self._stride, end, self._stride):
+            usual = _median(whole[:, max(at - self._window - begin, 0) : at - begin]) if at else whole[:, 0]
+            result[:, max(at - self._steps, 0) : at + self._stride - self._steps] = usual[:, None]
+        kept = max(end // self._stride * self._stride - self._window, begin)
+        self._held = whole[:, kept - begin :].copy()
+        self._steps = end
+        return result
 
 
-def relative_codes(change: Array, begin: Counts, bad: Array, per_unit: float = PER_OCTAVE) -> Codes:
-    """Of changes ``[n, t]``, signed: the farthest of each column. bad: how many values were not finite."""
+def _median(values: Array) -> Array:
+    """Of rows that are known, or unknown, as a whole. np.median takes twice as long."""
+    ordered, count = np.sort(values, axis=1), values.shape[1]
+    result: Array = (ordered[:, (count - 1) // 2] + ordered[:, count // 2]) / 2
+    return result
+
+
+def past(values: Array, grows: bool = False) -> Array:
+    """`Past` of all steps at once, over 128 steps or an eighth of the run, at least 8; of a run that grows over 128."""
+    return Past(len(values), _PAST if grows else min(_PAST, max(8, values.shape[1] // 8))).of(values)
+
+
+def relative_codes(far: Array, is_bad: Marks, per_unit: float = PER_OCTAVE) -> Codes:
+    """Of changes, signed, that were reduced to columns. is_bad: where something was not finite."""
     with np.errstate(invalid="ignore"):
-        codes = np.clip(NEUTRAL + np.round(farthest(change, begin) * per_unit), FIRST, LAST + 1)
-    return _marked(codes, begin, bad)
+        return _marked(np.clip(NEUTRAL + np.round(far * per_unit), FIRST, LAST + 1), is_bad)
 
 
-def absolute_rows(values: Array, begin: Counts, bad: Array) -> Rows:
-    """The largest of each column, by its logarithm, on a scale for each row."""
-    return coded(largest(logarithm(values), begin), LAST, _ABSOLUTE, begin, bad)
+def absolute_rows(logs: Array, is_bad: Marks, grows: bool = False, ends: Ends | None = None) -> Rows:
+    """Of logarithms that were reduced to columns, on a scale for each row. grows, ends: see `_scales`."""
+    return coded(logs, LAST, _ABSOLUTE, is_bad, grows, ends)
 
 
-def linear_rows(values: Array, begin: Counts, bad: Array) -> Rows:
-    """The same of shares, from 0 to the largest of the row."""
-    top = largest(values, begin)
-    step = np.maximum(np.nan_to_num(np.fmax.reduce(top, axis=1)), 1e-9) / (LAST - FIRST)
+def linear_rows(top: Array, is_bad: Marks, grows: bool = False, ends: Ends | None = None) -> Rows:
+    """The same of shares, from 0 to the largest of the row; of a run that grows to a power of two behind it."""
+    high = np.fmax.reduce(top, axis=1)
+    step = np.maximum(np.nan_to_num(high if ends is None else np.fmax(high, ends[1])), 1e-9) / (LAST - FIRST)
+    if grows:
+        step = np.exp2(np.ceil(np.log2(step)))
     with np.errstate(invalid="ignore"):
-        codes = FIRST + np.round(top / step[:, None])
-    return Rows(_marked(codes, begin, bad), np.zeros(len(values)), step)
+        return Rows(_marked(FIRST + np.round(top / step[:, None]), is_bad), np.zeros(len(top)), step)
 
 
-def coded(logs: Array, last: int, finest: float, begin: Counts, bad: Array) -> Rows:
-    low, step = _scales(np.where(logs > _LOWEST, logs, np.nan), last, finest)
+def coded(
+    logs: Array, last: int, finest: float, is_bad: Marks, grows: bool = False, ends: Ends | None = None
+) -> Rows:
+    low, step = _scales(np.where(logs > _LOWEST, logs, np.nan), last, finest, grows, ends)
     with np.errstate(invalid="ignore"):
         codes = np.where(logs > _LOWEST, FIRST + np.round((logs - low[:, None]) / step[:, None]), ZERO)
-    return Rows(_marked(np.where(np.isnan(logs), np.nan, codes), begin, bad), low, step)
+    return Rows(_marked(np.where(np.isnan(logs), np.nan, codes), is_bad), low, step)
 
 
-def _marked(codes: Array, begin: Counts, bad: Array) -> Codes:
+def marks(bad: Array, begin: Counts) -> Marks:
+    """``[n, columns]``: where something was not finite. bad: how many values were not, ``[n, t]``."""
+    result: Marks = np.add.reduceat(bad > 0, begin, axis=1, dtype=np.int64) > 0
+    return result
+
+
+def _marked(codes: Array, is_bad: Marks) -> Codes:
     found = np.where(np.isnan(codes), SILENT, codes).astype(np.uint8)
-    found[np.add.reduceat(bad > 0, begin, axis=1, dtype=np.int64) > 0] = NONFINITE
+    found[is_bad] = NONFINITE
     return found
 
 
-def _scales(values: Array, last: int, finest: float) -> tuple[Array, Array]:
-    """Of each row, the smallest value, and a step so that the largest has a code."""
+def ends_of(values: Array, is_log: bool) -> Ends:
+    """Of each row the smallest value that is finite, and the largest. is_log: zero's logarithm counts as infinite."""
+    known = np.where(np.isfinite(values) & (values > (_LOWEST if is_log else -np.inf)), values, np.nan)
+    low, high = (of.reduce(known, axis=1, initial=np.nan) for of in (np.fmin, np.fmax))
+    return low, high
+
+
+def _scales(values: Array, last: int, finest: float, grows: bool, ends: Ends | None) -> tuple[Array, Array]:
+    """Of each row, the smallest value, and a step so that the largest has a code. ends: those of other columns.
+
+    grows: the step is a power of two, and the lowest value that has a code a multiple of a quarter of what has codes.
+    So they stay as they are for long, however a row's range grows, and so do the codes that were sent.
+    """
     low, high = (of.reduce(values, axis=1, initial=np.nan) for of in (np.fmin, np.fmax))
+    if ends is not None:
+        low, high = np.fmin(low, ends[0]), np.fmax(high, ends[1])
     low, high = np.nan_to_num(low), np.nan_to_num(high)
-    return low, np.maximum((high - low) / (last - FIRST), finest)
+    step = (high - low) / (last - FIRST)
+    if not grows:
+        return low, np.maximum(step, finest)
+    least = np.maximum(finest / 2, np.maximum(np.abs(low), np.abs(high)) * 2.0**-44)
+    step = np.exp2(np.ceil(np.log2(np.maximum(step, least))))
+    levels = last - FIRST + 1
+    fits = high - _floor(low, step * (levels // 4)) <= step * (levels - 1)
+    step = np.where(fits, step, 2 * step)  # of which a range is half of what has codes at most
+    return _floor(low, step * (levels // 4)), step
+
+
+def _floor(values: Array, unit: Array) -> Array:
+    result: Array = np.floor(values / unit) * unit
+    return result
 
 
 class Lines(NamedTuple):
@@ -139,12 +196,12 @@ class Lines(NamedTuple):
     step: Array
 
 
-def line(values: Array, is_log: bool) -> Lines:
-    """Of values that are reduced to columns already."""
+def line(values: Array, is_log: bool, grows: bool = False, ends: Ends | None = None) -> Lines:
+    """Of values that are reduced to columns already. grows, ends: see `_scales`."""
     logs = logarithm(values) if is_log else values
     with np.errstate(invalid="ignore"):
         usable = np.isfinite(logs) & (logs > (_LOWEST if is_log else -np.inf))
-    low, step = _scales(np.where(usable, logs, np.nan), 4095, 1e-300)
+    low, step = _scales(np.where(usable, logs, np.nan), 4095, 1e-300, grows, ends)
     with np.errstate(invalid="ignore", over="ignore"):
         codes = FIRST + np.round((logs - low[:, None]) / step[:, None])
         codes = np.where(usable, codes, np.where(np.isnan(logs), SILENT, ZERO))

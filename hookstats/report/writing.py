@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from hookstats.numbers.fields import Array, Site
+from hookstats.numbers.fields import Counts, Site
 from hookstats.report import detail, planes
 from hookstats.report.page import page
-from hookstats.report.record import Other, Recorded
+from hookstats.report.pair import Pair
+from hookstats.report.record import Recorded
 from hookstats.rules import Chapter, Finding, head, story
 
 _FINDINGS = 2000  # on a page: the gravest, and what follows from them
@@ -31,35 +32,56 @@ def html(recorded: Recorded, second: Recorded | None = None) -> str:
 
 def contents(recorded: Recorded, second: Recorded | None = None) -> tuple[dict[str, Any], dict[str, bytes]]:
     """What a page is made from: JSON, and bytes by name."""
-    other = None if second is None else Other(second, recorded)
-    bad = planes.bad_of(recorded)
+    pair = None if second is None else Pair(recorded, second)
+    run = recorded if pair is None else pair.first
+    bad = planes.bad_of(run)
     blobs: dict[str, bytes] = {}
     for key in planes.STATISTICS:
-        blobs |= planes.heatmap(recorded, key, bad, other)
-    blobs |= planes.lines(recorded, other)
-    details, pictures = detailed(recorded, blobs["rms.relative"])
-    return overview(recorded, bad, other) | details, blobs | pictures
+        blobs |= planes.heatmap(run, key, bad)
+    blobs |= planes.lines(run)
+    count = run.statistic("count")
+    measured = Measured(float(np.nansum(count + bad)), (~np.isnan(count)).sum(axis=1))
+    relative = np.frombuffer(blobs["rms.relative"], np.uint8).reshape(len(run.sites), -1)[: len(recorded.sites)]
+    details, pictures = detailed(recorded, relative.tobytes())
+    record = overview(run, measured) | details
+    if pair is not None:
+        blobs |= pair.blobs((bad, planes.bad_of(pair.second)))
+        record |= _of_both(pair)
+    return record, blobs | pictures
+
+
+def _of_both(pair: Pair) -> dict[str, Any]:
+    """What of a page's JSON is other where a second run is on it, too."""
+    place = {site: i for i, site in enumerate(pair.sites)}
+    ordered = pair.rows()
+    first = pair.a.steps
+    return {
+        "rows": [place[ordered[i]] for i in in_order(ordered)],
+        "measured": [int(first[0]), int(first[-1]), len(first)],
+        "statistics": planes.told(is_pair=True),
+        "other": pair.told() | {"head": head(pair.b.findings), "chapters": chapters_of(pair.b, place)[0]},
+    }
 
 
 def detailed(recorded: Recorded, relative: bytes) -> tuple[dict[str, Any], dict[str, bytes]]:
     """What is told of some sites only, and its bytes. relative: those of the heatmap of rms."""
     details, pictures = detail.details(recorded, planes.restless(recorded, relative))
-    said = {
-        "details": details,
-        "windows": detail.windows(recorded, planes.line_columns(recorded)),
-        "precision": detail.precision(recorded),
-    }
-    return said, pictures
+    windows = detail.windows(recorded, planes.line_columns(len(recorded.sites)))
+    return {"details": details, "windows": windows, "precision": detail.precision(recorded)}, pictures
 
 
-def overview(recorded: Recorded, bad: Array, other: Other | None = None) -> dict[str, Any]:
-    """The JSON of a page without what `detailed` says. bad: how many values were not finite, ``[n, t]``."""
-    columns = planes.line_columns(recorded)
+class Measured(NamedTuple):
+    """values: how many were read in all; fired ``[n]``: in how many steps each site was not silent."""
+
+    values: float
+    fired: Counts
+
+
+def overview(recorded: Recorded, measured: Measured) -> dict[str, Any]:
+    """The JSON of a page without what `detailed` says."""
+    columns = planes.line_columns(len(recorded.sites))
     steps = recorded.steps
-    count = recorded.statistic("count")
-    fired = ~np.isnan(count)
-    place = {site: i for i, site in enumerate(recorded.sites)}
-    chapters = _chapters(recorded)
+    chapters, left_out = chapters_of(recorded, {site: i for i, site in enumerate(recorded.sites)})
     return {
         "name": recorded.name,
         "written": round(time.time()),
@@ -69,21 +91,28 @@ def overview(recorded: Recorded, bad: Array, other: Other | None = None) -> dict
         "begin": steps[recorded.begin(planes.COLUMNS)].tolist(),
         "line_begin": steps[recorded.begin(columns)].tolist(),
         "times": None if recorded.times is None else [float(recorded.times[0]), float(recorded.times[-1])],
-        "values": float(np.nansum(count + bad)),
-        "readings": int(fired.sum()),
-        "fired": fired.sum(axis=1).tolist(),
-        "statistics": planes.told(other),
+        "values": measured.values,
+        "readings": int(measured.fired.sum()),
+        "fired": measured.fired.tolist(),
+        "statistics": planes.told(),
         "scalars": planes.scalars(recorded),
         "head": head(recorded.findings),
-        "chapters": [
-            {"finding": _told(each.finding, place), "effects": [_told(effect, place) for effect in each.effects]}
-            for each in chapters
-        ],
-        "left_out": len(recorded.findings) - sum(1 + len(each.effects) for each in chapters),
+        "chapters": chapters,
+        "left_out": left_out,
         "skipped": [[*site, why.reason, why.times, since] for site, why, since in recorded.skipped],
         "settings": _short(recorded.settings),
-        "other": None if other is None else {"name": other.run.name, "steps": int(other.there[1].size)},
+        "other": None,
     }
+
+
+def chapters_of(recorded: Recorded, place: Mapping[Site, int]) -> tuple[list[dict[str, Any]], int]:
+    """The story as JSON, and how many findings have no room in it. place: of sites."""
+    chapters = _chapters(recorded)
+    told = [
+        {"finding": _told(each.finding, place), "effects": [_told(effect, place) for effect in each.effects]}
+        for each in chapters
+    ]
+    return told, len(recorded.findings) - sum(1 + len(each.effects) for each in chapters)
 
 
 def _chapters(recorded: Recorded) -> list[Chapter]:

@@ -1,1 +1,1 @@
-"""Runs in a browser while they grow: ``hookstats serve``. Reads records, writes nothing, and imports no torch."""
+"""Runs in a browser while they grow: ``hookstats serve``. Reads records, and imports no torch."""

@@ -7,29 +7,33 @@ import json
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 
+from hookstats.numbers.fields import Array
 from hookstats.report import planes
 from hookstats.report.loading import recorded
 from hookstats.report.page import page
-from hookstats.report.record import Recorded
-from hookstats.report.writing import detailed, overview
-from hookstats.serve.runs import Watched
+from hookstats.report.writing import Measured, detailed, overview
+from hookstats.serve.columns import Columns
+from hookstats.serve.source import Source
+from hookstats.terminal.following import State
 
 _KEPT = 4  # versions of a run: a page that shows an older one is sent all of the newest
 _RUNS = 4  # of which versions are kept; one that was not asked for longest goes
-_REST = 4.0  # times as long as reading took, nothing is read again: a fifth of a processor at most
+_REST = 4.0  # times as long as reading all of a run took, that is not done again
+_REST_DETAILS = 20.0  # times as long as details took, these are not told again
 _LEAST = 1.0  # seconds between two looks at a run
 _PATIENCE = 60.0  # seconds that somebody waits for a blob that is being made
 _SCALES = 16  # bytes of a row: two float64 behind the codes
 _LEVEL = 4  # of gzip
 _NO_DETAILS: dict[str, Any] = {"details": {}, "windows": [], "precision": None}
-_DETAILS = tuple(_NO_DETAILS)
 _reading = threading.Lock()  # one run at a time
 # Planes of a blob, whether scales follow, and by which list of the record its columns are counted.
 _LAID_OUT = {"relative": (1, False, "begin"), "absolute": (1, True, "begin"), "line": (2, True, "line_begin")}
@@ -56,53 +60,75 @@ class Version:
         return {name: value for name, value in self.record.items() if name not in known or known[name] != value}
 
     def packed(self, name: str, old: Version | None) -> bytes:
-        """A blob in gzip, behind a byte: 0, or 1 where it is told as what differs from that of an earlier version.
+        """A blob in gzip, behind a byte: 0, or 1 where it is told as what is new behind an earlier version: `_new`.
 
-        That is the exclusive or of both, the earlier one with as many columns as this one. KeyError for another name.
+        KeyError for another name.
         """
         if name not in self.blobs:
             self.is_whole.wait(_PATIENCE)
         key = (name, 0 if old is None else old.number)
         if key not in self._packed:
             blob = self.blobs[name]
-            earlier = None if old is None else _widened(name, old, self)
-            told = b"\0" + blob if earlier is None else b"\1" + _apart(earlier, blob)
-            self._packed[key] = gzip.compress(told, _LEVEL, mtime=0)
+            new = None if old is None else _new(name, old, self)
+            self._packed[key] = gzip.compress(b"\0" + blob if new is None else b"\1" + new, _LEVEL, mtime=0)
         return self._packed[key]
 
 
-def _apart(a: bytes, b: bytes) -> bytes:
-    return bytes(np.frombuffer(a, np.uint8) ^ np.frombuffer(b, np.uint8))
+def _new(name: str, old: Version, new: Version) -> bytes | None:
+    """What makes a blob of an earlier one; None where its columns, or its rows, were others, or most of it differs.
 
-
-def _widened(name: str, old: Version, new: Version) -> bytes | None:
-    """A blob of an earlier version, with new columns of zeros; None where its columns, or its rows, were others."""
+    Two numbers of four bytes, the column from which all is sent, and how many rows are sent from their beginning, as
+    their range has changed; these rows, four bytes each; all rows from that column on; these rows up to it; the scales.
+    """
     laid_out = _LAID_OUT.get("line" if name.startswith("line.") else name.rpartition(".")[2])
     if laid_out is None or name not in old.blobs or old.record["sites"] != new.record["sites"]:
         return None
-    planes, has_scales, columns = laid_out
+    count, has_scales, columns = laid_out
     before, after = old.record[columns], new.record[columns]
     if before != after[: len(before)]:
         return None
-    rows = len(new.record["sites"])
-    blob = np.frombuffer(old.blobs[name], np.uint8)
-    cells = blob[: planes * rows * len(before)].reshape(planes, rows, len(before))
-    wide = np.zeros((planes, rows, len(after)), np.uint8)
-    wide[:, :, : len(before)] = cells
-    return wide.tobytes() + (blob[-_SCALES * rows :].tobytes() if has_scales else b"")
+    sites = len(new.record["sites"])
+    a, b = (
+        np.frombuffer(version.blobs[name], np.uint8)[: count * sites * len(each)].reshape(count, sites, len(each))
+        for version, each in ((old, before), (new, after))
+    )
+    first = len(before) - 1  # more steps may have come into the last of them
+    rows = np.flatnonzero((a[:, :, :first] != b[:, :, :first]).any(axis=(0, 2)))
+    if 2 * len(rows) > sites:
+        return None
+    head = np.array([first, len(rows), *rows], "<u4").tobytes()
+    scales = new.blobs[name][-_SCALES * sites :] if has_scales else b""
+    return head + b[:, :, first:].tobytes() + b[:, rows, :first].tobytes() + scales
+
+
+class Looked(Protocol):
+    """A run that is looked at, or several: see `hookstats.serve.runs.Watched`."""
+
+    name: str
+    path: Path
+
+    def mark(self) -> tuple[int, ...]: ...
+    def told(self) -> tuple[State, float]: ...
+    def watch(self) -> None: ...
 
 
 class Growing:
     """A run of which versions are made while somebody looks."""
 
-    def __init__(self, watched: Watched) -> None:
+    def __init__(self, watched: Looked) -> None:
         self.watched = watched
         self.versions: OrderedDict[int, Version] = OrderedDict()
         self.error: Exception | None = None
-        self._mark: tuple[int, ...] | None = None
+        self._source: Source | None = None
+        self._columns: Columns | None = None  # to which it was reduced
+        self._details: dict[str, Any] = dict(_NO_DETAILS)
+        self._pictures: dict[str, bytes] = {}
+        self._detailed: object = None  # of what there were details
+        self._mark: tuple[int, ...] | None = None  # of what all is told
+        self._read: tuple[int, ...] | None = None  # of what was read
         self._lock = threading.Lock()
         self._making: threading.Thread | None = None
-        self._rested = 0.0
+        self._rested = self._rested_anew = self._rested_details = 0.0  # when that may be done again
         self._is_told = threading.Event()  # there is a version, or an error
         self._number = time.time_ns() // 1_000_000  # of one server, never that of an earlier one
 
@@ -131,65 +157,114 @@ class Growing:
 
     def _make(self) -> None:
         with _reading:
-            self._make_alone()
-
-    def _make_alone(self) -> None:
-        began = time.monotonic()
-        mark = self.watched.mark()
-        try:
-            run = replace(recorded(self.watched.path), grows=True, name=self.watched.name)
-            if not len(run.steps) or not run.sites:
-                raise ValueError("nothing was measured yet")
-            self.error = None
-            self._publish(run)
-        except Exception as error:  # deleted or torn, also while it is read: a page says so
-            self.error = error
-        finally:
-            self._is_told.set()
-            with self._lock:
+            began, mark = time.monotonic(), self.watched.mark()
+            try:
+                is_done = self._look(mark)
+                self.error = None
+            except Exception as error:  # deleted or torn, also while it is read: a page says so
+                self.error, self._source, is_done = error, None, True
+            finally:
+                self._is_told.set()
+        with self._lock:
+            now = time.monotonic()
+            if is_done:
                 self._mark = mark
-                now = time.monotonic()
-                self._rested = now + max(_LEAST, _REST * (now - began))
+            self._rested = now + max(_LEAST, 0.0 if self._source else _REST * (now - began))
 
-    def _publish(self, run: Recorded) -> None:
-        """First what the first picture shows, then the rest of it, then what is told of some sites only.
+    def _look(self, mark: tuple[int, ...]) -> bool:
+        """False: something is still to be told, of which it is too early."""
+        if self._source is None or self._columns is None or mark != self._read:
+            new = self._source.more() if self._source and self._columns else None
+            if new is None:
+                if time.monotonic() < self._rested_anew:
+                    return False
+                self._begin()
+            elif self._columns:
+                self._columns.begin(new)
+                self._columns.complete(new)
+                self._publish(Version(self._numbered(), self._record(), self._blobs(), set(self._pictures)))
+            self._read = mark
+        return self._tell_details()
 
-        Until the last is there, a page has it as it was in the version before.
-        """
-        before = self.newest
-        is_same = before is not None and before.record["sites"] == [list(site) for site in run.sites]
-        details = {name: before.record[name] for name in _DETAILS} if before and is_same else dict(_NO_DETAILS)
-        pictures = {name: before.blobs[name] for name in before.pictures} if before and is_same else {}
-        bad = planes.bad_of(run)
-        first = Version(self._numbered(), overview(run, bad) | details, pictures | planes.heatmap(run, "rms", bad))
-        first.pictures = set(pictures)
+    def _begin(self) -> None:
+        """All of the run: first what the first picture shows, then the rest."""
+        began = time.monotonic()
+        known = [] if self._source is None else self._source.recorded.sites
+        source = Source(self.watched.path, self.watched.name)
+        columns = Columns(len(source.recorded.sites), len(source.recorded.steps))
+        if known != source.recorded.sites:
+            self._details, self._pictures, self._detailed = dict(_NO_DETAILS), {}, None
+        for planes in _ahead(source, Columns.FIRST):
+            columns.begin(planes)
+        self._source, self._columns = source, columns
+        first = Version(self._numbered(), self._record(), self._pictures | columns.heatmaps(["rms"]))
+        first.pictures = set(self._pictures)
         try:
-            self._add(first)
-            for key in planes.STATISTICS:
-                if key != "rms":
-                    first.blobs |= planes.heatmap(run, key, bad)
-            first.blobs |= planes.lines(run)
+            self._publish(first, is_whole=False)
+            for planes in _ahead(source, Columns.ALL):
+                columns.complete(planes)
+            first.blobs |= self._blobs()
+        except BaseException:
+            self._source = None
+            raise
         finally:
             first.is_whole.set()
-        told, made = detailed(run, first.blobs["rms.relative"])
-        if told != details or any(first.blobs.get(name) != blob for name, blob in made.items()):
-            rest = {name: blob for name, blob in first.blobs.items() if name not in first.pictures}
-            whole = Version(self._numbered(), first.record | told, rest | made)
-            whole.pictures = set(made)
-            whole.is_whole.set()
-            self._add(whole)
+        self._publish(Version(self._numbered(), self._record(), dict(first.blobs), set(self._pictures)))
+        self._rested_anew = time.monotonic() + _REST * (time.monotonic() - began)
+
+    def _record(self) -> dict[str, Any]:
+        assert self._source is not None
+        assert self._columns is not None
+        return overview(self._source.recorded, Measured(self._columns.measured, self._columns.fired)) | self._details
+
+    def _blobs(self) -> dict[str, bytes]:
+        assert self._columns is not None
+        return self._pictures | self._columns.heatmaps(planes.STATISTICS) | self._columns.lines()
+
+    def _tell_details(self) -> bool:
+        """What is told of some sites only: as soon as it is asked for, and as often as it takes little of the time."""
+        assert self._source is not None
+        run, newest = self._source.recorded, self.newest
+        now = (len(run.detailed), len(run.findings))
+        if newest is None or now == self._detailed:
+            return True
+        if time.monotonic() < self._rested_details:
+            return False
+        began = time.monotonic()
+        fresh = replace(recorded(self.watched.path), sites=run.sites, findings=run.findings)
+        self._details, self._pictures = detailed(fresh, newest.blobs["rms.relative"])
+        self._detailed = now
+        rest = {name: blob for name, blob in newest.blobs.items() if name not in newest.pictures}
+        self._publish(Version(self._numbered(), newest.record | self._details, rest | self._pictures, set(self._pictures)))
+        self._rested_details = time.monotonic() + _REST_DETAILS * (time.monotonic() - began)
+        return True
 
     def _numbered(self) -> int:
         self._number += 1
         return self._number
 
-    def _add(self, version: Version) -> None:
+    def _publish(self, version: Version, is_whole: bool = True) -> None:
         version.record["version"] = version.number
+        if is_whole:
+            version.is_whole.set()
         with self._lock:
             self.versions[version.number] = version
             while len(self.versions) > _KEPT:
                 self.versions.popitem(last=False)
         self._is_told.set()
+
+
+def _ahead(source: Source, names: Sequence[str]) -> Iterator[dict[str, Array]]:
+    """Planes of all steps, a stretch after another: the next one is read while one is reduced."""
+    with ThreadPoolExecutor(1) as reader:
+        waiting: Future[dict[str, Array]] | None = None
+        for begin, end in source.stretches():
+            coming = reader.submit(source.read, names, begin, end)
+            if waiting:
+                yield waiting.result()
+            waiting = coming
+        if waiting:
+            yield waiting.result()
 
 
 class Kept:
@@ -199,9 +274,10 @@ class Kept:
         self._lock = threading.Lock()
         self._runs: OrderedDict[str, Growing] = OrderedDict()
 
-    def get(self, id: str, watched: Watched) -> Growing:
+    def get(self, id: str, make: Callable[[], Growing]) -> Growing:
         with self._lock:
-            growing = self._runs.setdefault(id, Growing(watched))
+            growing = self._runs.get(id) or make()
+            self._runs[id] = growing
             self._runs.move_to_end(id)
             while len(self._runs) > _RUNS:
                 self._runs.popitem(last=False)

@@ -24,13 +24,13 @@ def index(directory: str, runs: Iterable[tuple[str, Summary]]) -> Answer:
     script = (_ASSETS / "index.js").read_text()
     heads = "".join(
         f'<th scope="col" class="{"number" * (each in ("last step", "ranks", "last change"))}">{each}</th>'
-        for each in ("run", "state", "model", "last step", "loss", "findings", "ranks", "last change")
+        for each in ("run", "state", "model", "last step", "loss", "findings", "ranks", "last change", "beside")
     )
     body = (
         f'<main>\n<header><p class="mark">hookstats serve</p><h1>{escaped(directory)}</h1></header>\n'
         '<div class="tools"><label for="filter"><span>Filter</span></label>'
         '<input id="filter" type="search" autocomplete="off" spellcheck="false">'
-        '<span id="count" class="muted" aria-live="polite"></span></div>\n'
+        '<span id="count" class="muted" aria-live="polite"></span><a id="both" hidden>Show both on one page</a></div>\n'
         '<p id="trouble" class="critical" aria-live="polite"></p>\n'
         f'<div class="runs"><table><thead><tr>{heads}</tr></thead>\n'
         f'<tbody id="rows">{rows(runs)}</tbody></table></div>\n'
@@ -44,7 +44,7 @@ def rows(runs: Iterable[tuple[str, Summary]]) -> str:
     """The rows of the index, the run that changed last first."""
     ordered = sorted(runs, key=lambda each: (-each[1].changed, each[1].name))
     found = "".join(_row(id, run) for id, run in ordered)
-    return found or '<tr><td colspan="8" class="muted">There is no run yet.</td></tr>'
+    return found or '<tr><td colspan="9" class="muted">There is no run yet.</td></tr>'
 
 
 def _row(id: str, run: Summary) -> str:
@@ -65,6 +65,7 @@ def _row(id: str, run: Summary) -> str:
         ("findings-of", findings),
         ("number", "" if not run.ranks else f"{run.ranks} rank{'s' * (run.ranks > 1)}"),
         ("number muted", _when(run.changed)),
+        ("tick", f'<input type="checkbox" value="{id}" aria-label="beside another run: {escaped(run.name)}">'),
     )
     rest = "".join(f'<td class="{kind}">{cell}</td>' for kind, cell in cells)
     return f'<tr><th scope="row"><a href="/run/{id}/"><bdi>{escaped(run.name)}</bdi></a></th>{rest}</tr>\n'

@@ -10,10 +10,11 @@ from hookstats.records.errors import RunError
 from hookstats.report.page import policy
 from hookstats.serve import pages
 from hookstats.serve.growing import Growing, Kept, Version, as_json
+from hookstats.serve.pairs import Both, GrowingPair
 from hookstats.serve.runs import Runs, unreadable
 from hookstats.serve.server import Answer, Query, said
 
-_RUN = re.compile(r"/run/([0-9a-f]{16})/(update|blob|)")
+_RUN = re.compile(r"/run/([0-9a-f]{16})/(?:([0-9a-f]{16})/)?(update|blob|)")  # of a run, or of two
 _PATIENCE = 2.0  # seconds that the first page of a run is waited for, before another one says that it is being read
 _POLICY = policy(is_live=True) + "; frame-ancestors 'none'"
 _JSON = "application/json"
@@ -34,20 +35,29 @@ class Routes:
                 return pages.index(self._runs.directory.name, found)
             return Answer(HTTPStatus.OK, pages.rows(found).encode(), "text/html; charset=utf-8")
         match = _RUN.fullmatch(query.path)
-        watched = self._runs.get(match[1]) if match else None
-        if match is None or watched is None:
+        growing = self._growing(match[1], match[2]) if match else None
+        if match is None or growing is None:
             return pages.told(HTTPStatus.NOT_FOUND, "Not found", "There is no such page here.")
-        growing = self._kept.get(match[1], watched)
-        if match[2] == "update":
+        growing.watched.watch()
+        if match[3] == "update":
             return self._update(growing, query)
-        if match[2] == "blob":
+        if match[3] == "blob":
             return _blob(growing, query)
         return self._page(growing)
 
+    def _growing(self, id: str, other: str | None) -> Growing | None:
+        """None where there are no such runs."""
+        watched = self._runs.get(id)
+        second = self._runs.get(other) if other else None
+        if watched is None or (other and (second is None or other == id)):
+            return None
+        if second is None:
+            return self._kept.get(id, lambda: Growing(watched))
+        return self._kept.get(f"{id}/{other}", lambda: GrowingPair(Both(watched, second)))
+
     def _page(self, growing: Growing) -> Answer:
         version = growing.look(_PATIENCE)
-        summary = growing.watched.summary()
-        name, state = summary.name, summary.state
+        name, (state, _) = growing.watched.name, growing.watched.told()
         if state.kind == "deleted":
             return pages.told(HTTPStatus.GONE, name, "This run was deleted.")
         if version is not None:
@@ -55,13 +65,15 @@ class Routes:
         if isinstance(growing.error, RunError):
             torn = unreadable(growing.watched.path, growing.error)
             return pages.told(HTTPStatus.OK, name, torn.sentence, 5)
+        if isinstance(growing, GrowingPair) and growing.error:
+            return pages.told(HTTPStatus.OK, name, f"The two cannot be shown together: {str(growing.error)[:500]}.", 5)
         sentence = "Nothing is recorded yet." if growing.error else "The record is being read."
         return pages.told(HTTPStatus.OK, name, f"{sentence} This page looks again by itself.", 1)
 
     def _update(self, growing: Growing, query: Query) -> Answer:
         newest = growing.look()
-        summary = growing.watched.summary()
-        told = {"state": summary.state.kind, "sentence": summary.state.sentence, "changed": summary.changed}
+        state, changed = growing.watched.told()
+        told = {"state": state.kind, "sentence": state.sentence, "changed": changed}
         old = _version(growing, query, "version")
         if newest is not None and query.given.get("version") != str(newest.number):
             told |= {"since": 0 if old is None else old.number, "record": newest.changes(old)}

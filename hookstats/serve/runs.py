@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +15,7 @@ import numpy as np
 from hookstats.numbers.fields import Array
 from hookstats.records import manifest
 from hookstats.records.errors import RunError
+from hookstats.records.places import rank_folder, watch
 from hookstats.records.run import load
 from hookstats.report.reducing import edges
 from hookstats.terminal.following import Followed, State
@@ -24,7 +25,9 @@ _MOST = 1000  # runs
 _FOLDERS = 20_000  # that are looked at
 _OFTEN = 1.0  # seconds: a run is looked at no more often, however many look
 _POINTS = 120  # of a sparkline
+_REST = 20.0  # times as long as a line of the index took, it is not made again
 _DELETED = State("deleted", "the run was deleted")
+_BROKEN = ("deleted", "torn", "unreadable")
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,10 @@ class Watched:
         self.name = name
         self._lock = threading.Lock()
         self._looked = -_OFTEN
-        self._summary: Summary | None = None
+        self._watched = -_OFTEN
+        self._rested = 0.0  # when a line of the index may be made again
+        self._state: tuple[State, float] | None = None
+        self._followed: tuple[object, Followed] | None = None
         self._read: tuple[object, Summary] | None = None
 
     def mark(self) -> tuple[int, ...]:
@@ -67,38 +73,62 @@ class Watched:
                 found += [told.st_mtime_ns, told.st_size, told.st_ino]
         return tuple(found)
 
-    def summary(self) -> Summary:
-        """At most a second old. Whatever is wrong with the run stands in it."""
+    def watch(self) -> None:
+        """Says to whoever records it that somebody looks, so that it is written sooner."""
         with self._lock:
-            if self._summary is None or time.monotonic() - self._looked >= _OFTEN:
-                self._summary = self._look()
-                self._looked = time.monotonic()
-            return self._summary
+            now = time.monotonic()
+            if self._look()[0].kind == "recording" and now - self._watched >= _OFTEN:
+                self._watched = now
+                watch(rank_folder(self.path, 0))
 
-    def _look(self) -> Summary:
+    def told(self) -> tuple[State, float]:
+        """How the run is, and when it changed last, in seconds since the epoch; at most a second old."""
+        with self._lock:
+            return self._look()
+
+    def summary(self) -> Summary:
+        """At most a second old, what takes long to read sometimes older. Whatever is wrong with the run stands in it."""
+        with self._lock:
+            state, changed = self._look()
+            if state.kind in _BROKEN:
+                return Summary(self.name, state, changed=changed)
+            mark, began = self.mark(), time.monotonic()
+            if self._read is None or (self._read[0] != mark and began >= self._rested):
+                try:
+                    self._read = (mark, self._summarised(mark))
+                except (ValueError, OSError) as error:  # deleted or torn meanwhile
+                    return Summary(self.name, unreadable(self.path, error), changed=changed)
+                now = time.monotonic()
+                self._rested = now + _REST * (now - began)
+            return replace(self._read[1], state=state, changed=changed)
+
+    def _look(self) -> tuple[State, float]:
+        if self._state is None or time.monotonic() - self._looked >= _OFTEN:
+            self._state = self._looked_at()
+            self._looked = time.monotonic()
+        return self._state
+
+    def _looked_at(self) -> tuple[State, float]:
         mark = self.mark()
+        changed = max(mark[0], mark[3]) / 1e9
         if not self.path.exists():
-            return Summary(self.name, _DELETED)
+            return _DELETED, 0.0
         try:
-            if self._read is None or self._read[0] != mark:
-                self._read = (mark, self._summarised(mark))
-            followed = Followed(self.path)
-            followed.manifest = manifest.read(followed.folder) if mark[0] else None
-            state = followed.state()
-        except (ValueError, OSError) as error:  # deleted or torn, also while it is read
-            self._read = None
-            return Summary(self.name, unreadable(self.path, error), changed=mark[0] / 1e9)
-        known = self._read[1]
-        return Summary(
-            self.name, state, known.model, known.step, known.loss, known.findings, known.ranks, known.changed
-        )
+            if self._followed is None or self._followed[0] != mark:
+                followed = Followed(self.path)
+                known = self._followed[1].manifest if self._followed else None
+                followed.manifest = manifest.read(followed.folder, known) if mark[0] else None
+                self._followed = (mark, followed)
+            return self._followed[1].state(), changed
+        except (ValueError, OSError) as error:
+            self._read = self._followed = None
+            return unreadable(self.path, error), mark[0] / 1e9
 
     def _summarised(self, mark: tuple[int, ...]) -> Summary:
         ranks = sum(1 for each in self.path.glob("rank=*") if each.is_dir())
-        changed = max(mark[0], mark[3]) / 1e9
         waiting = State("waiting", "nothing is recorded yet")
         if not mark[0]:
-            return Summary(self.name, waiting, ranks=ranks, changed=changed)
+            return Summary(self.name, waiting, ranks=ranks)
         run = load(self.path)
         settings = run._attempts[-1].settings if run._attempts else {}
         table = run.scalars
@@ -114,7 +144,6 @@ class Watched:
             tuple(_few(loss).tolist()),
             tuple((name, counts[name]) for name in ("critical", "warning", "note") if counts[name]),
             ranks,
-            changed,
         )
 
 

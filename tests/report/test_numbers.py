@@ -151,21 +151,58 @@ def test_a_second_run_is_told_by_its_distance_where_both_have_been(recorded: Rec
     sites = [*SITES[1:], Site("new", "output")]
     second = Recorded.of(run(sites, 20, every=2, seed=1))
     record, blobs = contents(recorded, second)
-    assert record["other"] == {"name": "snapshots", "steps": 15}
-    codes = np.frombuffer(blobs["rms.difference"], np.uint8).reshape(len(SITES), 30)
-    assert (codes[recorded.sites.index(SITES[0])] == SILENT).all()
-    assert (codes[:, 1::2] == SILENT).all()
+    steps = [*range(30), *range(30, 40, 2)]
+    assert record["begin"] == steps
+    assert record["sites"] == [list(site) for site in [*SITES, Site("new", "output")]]
+    assert record["other"]["steps"] == 15
+    assert record["other"]["alone"] == [[0], [len(SITES)]]
+    codes, mine, its = (
+        np.frombuffer(blobs[name], np.uint8)[: 33 * 35].reshape(33, 35)
+        for name in ("rms.difference", "rms.absolute", "other.rms.absolute")
+    )
+    assert (codes[[0, 32]] == SILENT).all()
+    assert (codes[:, [1, 3, 30, 34]] == SILENT).all()
+    assert (mine[32] == SILENT).all()
+    assert (mine[:, 30:] == SILENT).all()
+    assert (its[0] == SILENT).all()
+    assert (its[1:, ::2][:, :15] != SILENT).all()
+    assert (its[:, 1:30:2] == SILENT).all()
     for site in SITES[1:4]:
         here, there = recorded.sites.index(site), second.sites.index(site)
         apart = np.log2(second.statistic("rms")[there, :15] / recorded.statistic("rms")[here, ::2])
-        told = (codes[here, ::2].astype(float) - NEUTRAL) / 64
-        known = (codes[here, ::2] != NONFINITE) & (np.abs(apart) < 1.9)
+        told = (codes[here, :30:2].astype(float) - NEUTRAL) / 64
+        known = (codes[here, :30:2] != NONFINITE) & (np.abs(apart) < 1.9)
         assert known.sum() > 5
         np.testing.assert_allclose(told[known], apart[known], atol=1 / 128 + 1e-9)
+    assert record["other"]["parting"]["step"] == 0
     equal = np.frombuffer(contents(recorded, recorded)[1]["rms.difference"], np.uint8)
     assert set(np.unique(equal).tolist()) == {NEUTRAL, NONFINITE}
+    assert contents(recorded, recorded)[0]["other"]["parting"] is None
     with pytest.raises(ValueError, match="sites and steps in common"):
         contents(recorded, Recorded.of(run([Site("else", "output")], 5)))
+
+
+def test_the_first_parting_is_where_compare_finds_it_and_rounding_is_none(recorded: Recorded) -> None:
+    """The second run is equal, but for one site from step 13 on, and for a rounding in step 9."""
+    other = run(SITES, 30, detail_every=3)
+    site = SITES[5]
+    for snapshot in other[13:]:
+        snapshot.columns.state(snapshot.columns.place[site])[1] *= 1.5  # the mean
+    other[9].columns.state(0)[2] *= 1 + 1e-12
+    second = Recorded.of(other)
+    parting = contents(recorded, second)[0]["other"]["parting"]
+    expected = hookstats.compare(run(SITES, 30, detail_every=3), other).first
+    assert expected is not None
+    assert (parting["step"], parting["site"]) == (expected.step, recorded.sites.index(expected.site))
+    assert str(expected) == f"step {expected.step}, {expected.site}: {parting['sentence']}"
+
+
+def test_what_only_the_second_run_has_stands_behind_what_it_has_before_it(recorded: Recorded) -> None:
+    sites = [*SITES]
+    sites.insert(3, Site("layers.0.more", "output"))
+    record, _ = contents(recorded, Recorded.of(run(sites, 30)))
+    names = [record["sites"][row][0] for row in record["rows"] if record["sites"][row][1] == "output"]
+    assert names == [site.name for site in sites if site.tensor == "output"]
 
 
 def test_a_library_that_is_not_the_pinned_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,6 +96,7 @@ class Growing:
         self._store = Store(self.folder)
         self._store.begin(attempt, {"rank": 0, "model": "GPT", "every": 1})
         self._step = 0
+        self.last = -1
         self._describe(os.getpid())
 
     def _describe(self, pid: int) -> None:
@@ -115,6 +116,7 @@ class Growing:
             scale = np.exp(np.random.default_rng(step).normal(size=len(self.sites)))
             self._store.add(step_of(layout, np.random.default_rng(step), step, scale))
         self._step += len(steps)
+        self.last = steps[-1]
         self._store.commit(self._step)
 
     def find(self, finding: Finding) -> None:

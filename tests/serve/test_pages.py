@@ -222,3 +222,55 @@ def test_a_server_that_ends_is_told_and_the_page_stays(chromium: Browser, tmp_pa
         assert "0 to 29" in text(chromium, "#facts")
         served.process = type(served.process)(["sleep", "60"], stdout=-1, stderr=-1, text=True)
     chromium.call("Page.navigate", url="about:blank")
+
+
+def test_two_runs_that_are_ticked_have_a_page_that_grows(browser: Browser, tmp_path: Path) -> None:
+    """Each with a site of its own; by keyboard, while rows are made anew."""
+    sites = [Site(name, "output") for name in "abcd"]
+    first, second = Growing(tmp_path / "one", [*sites, Site("e", "output")]), Growing(tmp_path / "two", sites[1:])
+    third = Growing(tmp_path / "three")
+    for run in (first, second, third):
+        run.add(range(40))
+    with serving(tmp_path) as served:
+        browser.open(served.address)
+        boxes = "[...document.querySelectorAll('#rows input')]"
+        assert browser.run("getComputedStyle(document.querySelector('#both')).display") == "none"
+        for name in ("two", "one"):
+            label = f"beside another run: {name}"
+            browser.run(f"{boxes}.find((each) => each.ariaLabel === {label!r}).focus()")
+            browser.key(" ")
+        third.add(range(40, 50))
+        says(browser, "#rows", "step 49")
+        assert browser.run(f"{boxes}.filter((each) => each.checked).length") == 2
+        browser.run("document.querySelector('#both').click()")
+        browser.wait("document.documentElement?.dataset.ready === 'true' && !!document.querySelector('#heat')", 20)
+        assert text(browser, "h1") == "two"
+        assert "one" in text(browser, "#facts")
+        assert "40 steps in common" in text(browser, "#facts")
+        assert text(browser, "#live").startswith("Alive: two: process")
+        runs = browser.run("[...document.querySelectorAll('[data-value]')].map((each) => each.dataset.value)")
+        assert runs[:3] == ["first", "second", "difference"]
+        mine = pixels(browser)
+        for value in ("second", "difference"):
+            browser.run(f"document.querySelector('[data-value={value}]').click()")
+            browser.wait(f"document.querySelector('#heat-cells').toDataURL() !== {mine!r}")
+            mine = pixels(browser)
+        second.add(range(40, 60))
+        says(browser, "#facts", "0 to 59")
+        browser.wait(f"document.querySelector('#heat-cells').toDataURL() !== {mine!r}", 20)
+        assert "40 steps in common" in text(browser, "#facts")
+        first.add(range(40, 60))
+        says(browser, "#facts", "60 steps in common")
+        shutil.rmtree(tmp_path / "one")
+        says(browser, "#live", "Deleted: ")
+
+
+def test_runs_that_have_nothing_in_common_say_so(browser: Browser, tmp_path: Path) -> None:
+    for name in "ab":
+        Growing(tmp_path / name, [Site(f"only.{name}", "output")]).add(range(5))
+    with serving(tmp_path) as served:
+        ids = [address.split("/")[2] for _, address in sorted(served.runs().items())]
+        both = served.ask(f"/run/{ids[0]}/{ids[1]}/")
+        assert "cannot be shown together: expected runs with sites and steps in common; a and b have none" in both.text
+        for path in (f"{ids[0]}/{ids[0]}/", f"{ids[0]}/{'0' * 16}/", f"{'0' * 16}/{ids[0]}/", f"{ids[0]}/{ids[1]}"):
+            assert served.ask(f"/run/{path}").status == 404

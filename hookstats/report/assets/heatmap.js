@@ -2,8 +2,8 @@
 
 const REACH = { scale: 3, share: 0.3, signed: 0.3 };
 const state = {
-  kind: "", statistic: "rms", view: "relative", log: true, scalar: "", rows: [], seen: null, cursor: null, site: 0,
-  range: [0, 1], reach: 3,
+  kind: "", statistic: "rms", view: "relative", of: "relative", log: true, scalar: "", rows: [], seen: null, cursor: null, site: 0,
+  range: [0, 1], reach: 3, run: "first", // of two: "first", "second" or "difference"
 };
 let shown = null, ranks = null, colours = null, geometry = null;
 
@@ -22,9 +22,9 @@ const leafOf = (site) => {
 };
 
 async function showPlane() {
-  const { statistic, view } = state, begun = performance.now();
-  const next = await plane(statistic, view);
-  if (statistic !== state.statistic || view !== state.view) return; // something else was asked for meanwhile
+  const { statistic, view, run } = state, begun = performance.now();
+  const next = await plane(statistic, view, run);
+  if (statistic !== state.statistic || view !== state.view || run !== state.run) return; // something else was asked for meanwhile
   shown = next;
   recolour();
   drawHeat();
@@ -151,11 +151,13 @@ function drawSteps(context) {
   context.fillText("step", 0, y + 7);
 }
 
+// Of two runs those that are seen: that of the other one is dashed, in the other colour.
 function drawScalar(context) {
-  const [low, middle, high] = record.scalars[state.scalar], { cells, above, left } = geometry;
-  const [first, end] = state.seen.columns;
+  const { cells, above, left } = geometry, [first, end] = state.seen.columns;
+  const shown = [[record.scalars, ink("accent"), []], [record.other?.scalars, ink("second"), [4, 3]]]
+    .filter(([scalars]) => scalars?.[state.scalar]).map(([scalars, ...style]) => [scalars[state.scalar], ...style]);
   const inside = (numbers) => numbers.slice(first, end).filter((x) => x !== null);
-  const least = Math.min(...inside(low)), most = Math.max(...inside(high));
+  const least = Math.min(...shown.flatMap(([[low]]) => inside(low))), most = Math.max(...shown.flatMap(([[, , high]]) => inside(high)));
   if (!Number.isFinite(least)) return;
   const isLog = least > 0 && most / least > 30, told = isLog ? Math.log : (x) => x;
   const from = told(least), span = told(most) - from || 1;
@@ -170,7 +172,12 @@ function drawScalar(context) {
   context.font = `500 11px ${FONT}`;
   context.fillStyle = ink("text");
   context.fillText(fitted(context, shortened(state.scalar, 24), left * 0.47), 0, above / 2);
-  context.strokeStyle = context.fillStyle = ink("accent");
+  for (const line of shown.reverse()) drawLine(context, line, yAt);
+}
+
+function drawLine(context, [[low, middle, high], colour, dash], yAt) {
+  const { cells } = geometry, [first, end] = state.seen.columns;
+  context.strokeStyle = context.fillStyle = colour;
   context.beginPath();
   for (let column = first; column < end; column++) if (low[column] !== null && high[column] > low[column]) {
     const x = xOf(column + 0.5);
@@ -183,9 +190,12 @@ function drawScalar(context) {
   context.globalAlpha = 1;
   context.lineWidth = 1.4;
   context.lineJoin = "round";
+  context.setLineDash(dash);
   context.beginPath();
   let isDown = false;
+  const ours = record.other ? middle.map((x, i) => x === null && middle[i - 1] !== null && middle[i + 1] !== null ? undefined : x) : middle;
   for (let column = first; column < end; column++) {
+    if (ours[column] === undefined) continue; // a step that only the other run has
     if (middle[column] === null) { isDown = false; continue; }
     const x = xOf(column + 0.5), y = yAt(middle[column]), isAlone = !isDown && (middle[column + 1] ?? null) === null;
     if (isAlone) context.moveTo(x - 3, y); // a line of one point would not be seen
@@ -193,13 +203,17 @@ function drawScalar(context) {
     isDown = true;
   }
   context.stroke();
+  context.setLineDash([]);
 }
+
+const findingsOfRun = () => [...(state.run === "second" ? [] : record.findings), ...(state.run === "first" ? [] : record.other.findings)];
 
 // A small mark above the cells at the step of each finding; the site's row has its own beside the cells.
 function drawFindings(context) {
   const { cells } = geometry, [first, end] = state.seen.columns;
   const rank = ({ severity }) => ["note", "warning", "critical"].indexOf(severity);
-  for (const finding of [...record.findings].sort((a, b) => rank(a) - rank(b))) {
+  if (record.other?.parting) drawParting(context, record.other.parting.step);
+  for (const finding of findingsOfRun().sort((a, b) => rank(a) - rank(b))) {
     const column = columnOf(finding.step);
     if (column < first || column >= end) continue;
     const x = xOf(column + 0.5), y = cells.y - 2;
@@ -210,6 +224,27 @@ function drawFindings(context) {
     context.lineTo(x + 4, y - 7);
     context.fill();
   }
+}
+
+// Where two runs part: a line through all rows.
+function drawParting(context, step) {
+  const { cells, above } = geometry, column = columnOf(step), [first, end] = state.seen.columns;
+  if (column < first || column >= end) return;
+  const x = Math.round(xOf(column)), words = "they part";
+  context.strokeStyle = context.fillStyle = ink("text");
+  context.lineWidth = 1;
+  context.setLineDash([2, 3]);
+  context.beginPath();
+  context.moveTo(x + 0.5, above ? 0 : cells.y);
+  context.lineTo(x + 0.5, cells.y + cells.height);
+  context.stroke();
+  context.setLineDash([]);
+  if (!above) return;
+  context.font = `11px ${FONT}`;
+  context.textBaseline = "top";
+  const isRight = x + 8 + context.measureText(words).width > cells.x + cells.width;
+  context.textAlign = isRight ? "right" : "left";
+  context.fillText(words, isRight ? x - 4 : x + 5, 0);
 }
 
 function drawCursor() {
@@ -254,7 +289,7 @@ function readout() {
   const past = state.view === "difference" ? "the first run's" : "its past";
   const [name, tensor] = record.sites[site];
   let value;
-  if (code === SILENT) value = "silent";
+  if (code === SILENT) value = missing(site, column);
   else if (code === NONFINITE) value = "holds NaN or infinity";
   else if (state.view !== "absolute") {
     const change = (code - NEUTRAL) / unit, outer = code === FIRST ? "≤ " : code >= LAST + 1 ? "≥ " : "";
@@ -266,15 +301,26 @@ function readout() {
     const told = shown.low[site] + (code - FIRST) * shown.step[site];
     value = `${title} ≈ ${say(kind === "scale" ? 2 ** told : told, 2)}`;
   }
-  const scalar = state.scalar ? record.scalars[state.scalar][1][column] : null;
+  const [scalar, second] = [record.scalars, record.other?.scalars].map((scalars) => scalars?.[state.scalar]?.[1][column] ?? null);
+  const name2 = record.other && second !== null ? `${shortened(state.scalar, 20)} of ${shortened(record.other.name, 24)}` : "";
   return [
     node("b", {}, node("bdi", {}, shortened(name))), ` ${wordsOf(tensor)} · ${stepsOf(column)} · `, node("b", {}, value),
-    scalar === null ? "" : ` · ${shortened(state.scalar, 20)} ${say(scalar, 4)}`,
+    scalar === null ? "" : ` · ${shortened(state.scalar, 20)} ${say(scalar, 4)}`, name2 ? ` · ${name2} ${say(second, 4)}` : "",
   ];
 }
-const hintOfView = () => state.view === "relative" ? "Colour: how far a site is from the median of its own past."
+
+// Why a cell is empty. Of two runs one may have no such site.
+function missing(site) {
+  if (!record.other) return "silent";
+  const names = [record.name, record.other.name].map((name) => shortened(name, 30));
+  const owner = record.other.alone.findIndex((sites) => sites.includes(site));
+  if (owner >= 0) return `only ${names[owner]} has it`;
+  return state.run === "difference" ? "silent in one of them" : "silent, or not measured in this run";
+}
+const ofRun = () => record.other ? ` Of ${shortened(state.run === "second" ? record.other.name : record.name, 40)}.` : "";
+const hintOfView = () => state.view === "relative" ? "Colour: how far a site is from the median of its own past." + ofRun()
   : state.view === "difference" ? `Colour: how far ${shortened(record.other.name, 40)} is from ${shortened(record.name, 40)}, in the ${count(record.other.steps)} steps that both have.`
-  : "Colour: the value itself, on one scale for all rows.";
+  : "Colour: the value itself, on one scale for all rows." + ofRun();
 
 function drawLegend() {
   const { kind, title } = record.statistics[state.statistic], canvas = node("canvas", { "aria-hidden": true });
@@ -296,7 +342,8 @@ function drawLegend() {
   const chip = (name, text) => node("span", { class: "chip" }, node("i", { class: name }), text);
   byId("legend").replaceChildren(
     node("div", { class: "ramp" }, canvas, node("div", { class: "numbers" }, node("span", {}, low), node("span", {}, middle), node("span", {}, high))),
-    node("div", { class: "chips" }, chip("nan", "NaN or infinity"), chip("quiet", "silent")));
+    node("div", { class: "chips" }, chip("nan", "NaN or infinity"), chip("quiet", record.other ? "silent, or in one run only" : "silent"),
+      ...(record.other && state.scalar ? [chip("one", shortened(record.name, 24)), chip("two", shortened(record.other.name, 24))] : [])));
   canvas.title = title;
 }
 

@@ -9,22 +9,25 @@ async function fetched(name) {
   const { version } = record, sites = SITES, old = held.get(name), columns = (name.startsWith("line.") ? record.line_begin : record.begin).length;
   const answer = await fetch(`blob?name=${encodeURIComponent(name)}&version=${version}` + (old ? `&since=${old.version}` : ""));
   if (!answer.ok) { unpacked.delete(name); throw new Error(`${name}: ${answer.status}`); }
-  const told = new Uint8Array(await answer.arrayBuffer());
-  let bytes = told.slice(1);
-  if (told[0]) {
-    const earlier = widened(name, old, columns);
-    for (let i = 0; i < bytes.length; i++) bytes[i] ^= earlier[i];
-  }
+  const told = new Uint8Array(await answer.arrayBuffer()), bytes = told[0] ? together(name, old, told.slice(1), columns) : told.slice(1);
   held.set(name, { version, bytes, columns, sites });
   return bytes;
 }
 
-// Earlier bytes with as many columns as there are now, as the server has them.
-function widened(name, { bytes, columns, sites }, now) {
-  const lines = (name.startsWith("line.") ? 2 : 1) * sites, wide = new Uint8Array(lines * now + bytes.length - lines * columns);
-  for (let i = 0; i < lines; i++) wide.set(bytes.subarray(i * columns, (i + 1) * columns), i * now);
-  wide.set(bytes.subarray(lines * columns), lines * now);
-  return wide;
+// Earlier bytes with what is new behind them, as growing.py has them: columns from one on, and rows whose range has changed.
+function together(name, old, told, columns) {
+  const { sites } = old, lines = (name.startsWith("line.") ? 2 : 1) * sites, cells = lines * columns;
+  const [first, many] = new Uint32Array(told.buffer, 0, 2), rows = new Uint32Array(told.buffer, 8, many);
+  let at = 8 + 4 * many;
+  const next = (length) => told.subarray(at, at += length), wide = columns - first;
+  const bytes = new Uint8Array(cells + old.bytes.length - lines * old.columns);
+  for (let line = 0; line < lines; line++) {
+    bytes.set(old.bytes.subarray(line * old.columns, line * old.columns + first), line * columns);
+    bytes.set(next(wide), line * columns + first);
+  }
+  for (let line = 0; line < lines; line += sites) for (const row of rows) bytes.set(next(first), (line + row) * columns);
+  bytes.set(next(bytes.length - cells), cells);
+  return bytes;
 }
 
 const WORDS = { recording: "Alive", ended: "Closed", died: "Died", deleted: "Deleted", waiting: "Waiting" };
@@ -38,7 +41,7 @@ function showState({ state: kind, sentence, changed }) {
 // What is seen stays what is seen, by its steps; whoever saw the last column sees the new ones.
 async function grow(changes) {
   const seen = state.seen, wasAll = seen.columns[0] === 0 && seen.columns[1] === COLUMNS, wasLast = seen.columns[1] === COLUMNS;
-  const steps = [record.begin[seen.columns[0]], lastStepOf(seen.columns[1] - 1)], before = COLUMNS;
+  const steps = [record.begin[seen.columns[0]], lastStepOf(seen.columns[1] - 1)], before = ownLast();
   const cursor = state.cursor && { site: state.rows[state.cursor.row], step: record.begin[state.cursor.column] };
   const [{ chapters }, kinds, scalars] = [record, present().length, Object.keys(record.scalars).length];
   Object.assign(record, changes);
@@ -61,7 +64,7 @@ async function grow(changes) {
   await showPlane();
   await showSite(state.site, chosen().step);
   showPrecision();
-  if (flowStep === before - 1 || flowStep === null || flowStep >= record.line_begin.length) flowStep = null;
+  if (flowStep === before || flowStep === null || flowStep > ownLast()) flowStep = null;
   showFlow();
   await showParameters();
   showLeftOut();

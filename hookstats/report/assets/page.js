@@ -23,12 +23,22 @@ function showTools() {
   const kinds = [...Object.keys(KINDS).filter((kind) => there.includes(kind)), ...there.filter((kind) => !(kind in KINDS))];
   const scalars = Object.keys(record.scalars);
   const scale = choice("Scale", [["log", "Log"], ["linear", "Linear"]], state.log ? "log" : "linear", (name) => { state.log = name === "log"; recolour(); drawHeat(); });
-  const views = [["relative", "To its past"], ["absolute", "Absolute"], ...(record.other ? [["difference", "The other run"]] : [])];
-  const update = () => { scale.hidden = state.view !== "absolute" || record.statistics[state.statistic].kind !== "scale"; };
+  const views = choice("View", [["relative", "To its past"], ["absolute", "Absolute"]], state.of, (view) => { state.of = state.view = view; update(); showPlane(); });
+  const update = () => {
+    views.hidden = state.view === "difference";
+    scale.hidden = state.view !== "absolute" || record.statistics[state.statistic].kind !== "scale";
+  };
+  const runs = record.other ? [choice("Run", [["first", shortened(record.name, 18)], ["second", shortened(record.other.name, 18)], ["difference", "Distance"]], state.run, (run) => {
+    state.run = run;
+    state.view = run === "difference" ? run : state.of;
+    update();
+    showPlane();
+  })] : [];
   byId("tools").replaceChildren(
     options("Tensor", kinds.map((kind) => [kind, KINDS[kind] ?? shortened(kind)]), state.kind, (kind) => { setKind(kind); recolour(); drawHeat(); describe(); }),
     options("Statistic", Object.entries(record.statistics).map(([name, { title }]) => [name, title]), state.statistic, (name) => { state.statistic = name; update(); showPlane(); }),
-    choice("View", views, state.view, (view) => { state.view = view; update(); showPlane(); }),
+    ...runs,
+    views,
     scale,
     ...(scalars.length > 1 ? [options("Above", scalars.map((name) => [name, shortened(name, 24)]), state.scalar, (name) => { state.scalar = name; drawHeat(); })] : []));
   update();

@@ -6,6 +6,7 @@ let SITES, COLUMNS;
 function settle() {
   record.findings = record.chapters.flatMap(({ finding, effects }) => [finding, ...effects]);
   for (const { finding, effects } of record.chapters) for (const effect of effects) effect.cause = finding;
+  if (record.other) record.other.findings = record.other.chapters.flatMap(({ finding, effects }) => [finding, ...effects]);
   SITES = record.sites.length;
   COLUMNS = record.begin.length;
 }
@@ -93,8 +94,8 @@ async function unpack(name) {
   return new Uint8Array(await new Response(stream).arrayBuffer());
 }
 
-async function plane(statistic, view) {
-  const bytes = await blob(`${statistic}.${view}`);
+async function plane(statistic, view, run) {
+  const bytes = await blob(`${run === "second" && view !== "difference" ? "other." : ""}${statistic}.${view}`);
   const cells = SITES * COLUMNS;
   if (view !== "absolute") return { codes: bytes };
   const scales = new Float64Array(bytes.slice(cells).buffer);
@@ -115,6 +116,9 @@ async function line(name, site, isLog) {
   return values;
 }
 
+// First and last step of the first run, and how many it has; its last column of lines.
+const own = () => record.measured ?? record.steps;
+const ownLast = () => columnOf(own()[1], record.line_begin);
 const lastStepOf = (column) => column + 1 < COLUMNS ? record.begin[column + 1] - 1 : record.steps[1];
 function columnOf(step, begin = record.begin) {
   let low = 0, high = begin.length - 1;

@@ -49,9 +49,11 @@ async function linesOf(site) {
 function drawTensor(host, part, mark) {
   const unit = channelUnit(record.sites[part.site][1]);
   const steps = record.line_begin, { details } = part, accent = ink("accent"), second = ink("second");
+  const isOfSecond = record.other?.fired[part.site] > 0;
   if (!record.fired[part.site]) {
-    host.append(node("p", { class: "muted" }, "Silent: it did not fire in any measured step."));
-    return;
+    const name = isOfSecond ? shortened(record.other.name, 40) : "";
+    host.append(node("p", { class: "muted" }, isOfSecond ? `Only ${name} has it, or it did not fire in the first run.` : "Silent: it did not fire in any measured step."));
+    if (!isOfSecond) return;
   }
   const plus = (sign) => part.mean.map((mean, i) => mean === null || part.std[i] === null ? null : mean + sign * part.std[i]);
   chart(host, {
@@ -63,6 +65,7 @@ function drawTensor(host, part, mark) {
     ],
     bands: [[2, 1, accent, 0.22]],
   });
+  if (!record.fired[part.site]) return;
   chart(host, {
     label: "Range", steps, mark,
     series: [

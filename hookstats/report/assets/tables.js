@@ -31,13 +31,13 @@ function lasted(seconds) {
 function showHead() {
   document.title = `${shortened(record.name, 60)} · hookstats`;
   byId("name").replaceChildren(node("bdi", {}, shortened(record.name, 80)));
-  const [first, last, steps] = record.steps, { settings } = record;
-  byId("summary").replaceChildren(...record.head.map((sentence) => node("p", {}, shortened(sentence, 700))));
+  const [first, last, steps] = own(), { settings } = record;
+  byId("summary").replaceChildren(...record.head.map((sentence) => node("p", {}, shortened(sentence, 700))), ...partingLine());
   const facts = [];
   if (settings.model) facts.push(["Model", shortened(typeof settings.model === "string" ? settings.model : String(settings.model.class ?? settings.model.name ?? ""), 60)]);
   if (facts.length && settings.parameters > 0) facts[0].push(`${said(settings.parameters)} parameters`);
   facts.push(["Steps", `${count(first)} to ${count(last)}`, `${count(steps)} measured`]);
-  facts.push(["Sites", count(SITES), `${many(names.size, "module or parameter", "modules and parameters")}`]);
+  facts.push(["Sites", count(SITES - (record.other?.alone[1].length ?? 0)), `${many(names.size, "module or parameter", "modules and parameters")}`]);
   if (record.times) facts.push(["Recorded", at(record.times[0]), record.times[1] > record.times[0] ? `for ${lasted(record.times[1] - record.times[0])}` : ""]);
   facts.push(["Measured", said(record.values) + " values", `${count(record.readings)} readings`]);
   if (settings.state_bytes > 0) facts.push(["Cost", `${say(settings.state_bytes / 2 ** 20, 2)} MB of state`, settings.dropped > 0 ? `${many(settings.dropped, "step")} dropped` : "no step dropped"]);
@@ -46,6 +46,17 @@ function showHead() {
   if (share >= 0 && share <= 100) facts.push(["Taken", `${say(share, 2)} % of a measured step`, took.skipped_step > 0 ? `${say(100 * took.skipped_host / took.skipped_step, 2)} % of any other` : ""]);
   if (record.other) facts.push(["Compared with", shortened(record.other.name, 40), `${many(record.other.steps, "step")} in common`]);
   byId("facts").replaceChildren(...facts.map(([name, value, more]) => node("div", {}, node("dt", {}, name), node("dd", {}, value), more ? node("dd", { class: "muted" }, more) : null)));
+}
+
+// Where two runs part, as a sentence with a link.
+function partingLine() {
+  if (!record.other) return [];
+  const { parting, name, steps, is_equal: isEqual } = record.other, common = `In the ${many(steps, "step")} that both have`;
+  if (!parting) return [node("p", {}, isEqual ? `${common}, all sizes of ${shortened(record.name, 40)} and ${shortened(name, 40)} are the same.`
+    : `${common}, ${shortened(record.name, 40)} and ${shortened(name, 40)} differ by no more than rounding, as far as was looked.`)];
+  const [site, tensor] = record.sites[parting.site];
+  return [node("p", { id: "parting" }, `a, ${shortened(record.name, 40)}, and b, ${shortened(name, 40)}, part at `,
+    node("a", { href: linkTo(parting.site, parting.step) }, `step ${count(parting.step)}, `, node("bdi", {}, shortened(site, 44)), ` ${wordsOf(tensor)}`), `: ${shortened(parting.sentence, 500)}.`)];
 }
 
 // A sentence of a rule begins small, because elsewhere it follows its step; a name stays as it is.
@@ -105,6 +116,10 @@ function showFindings() {
   more.hidden = few[0].length + few[1].length === chapters.length;
   more.textContent = `Show all ${count(chapters.length)}` + (record.left_out ? `; ${many(record.left_out, "finding")} more in the record` : "");
   more.onclick = () => { show([grave, notes]); more.hidden = true; };
+  const others = record.other?.chapters ?? [], box = byId("other-findings");
+  box.hidden = !others.length;
+  box.firstElementChild.replaceChildren("Findings of ", node("bdi", {}, shortened(record.other?.name ?? "", 60)));
+  box.lastElementChild.replaceChildren(...others.slice(0, 6).map(chapterLine));
   // On paper nothing can be opened.
   window.onbeforeprint = () => {
     if (!more.hidden) more.click();
@@ -162,8 +177,8 @@ function showFlow() {
   if (layers.length < 2) { fill("flow", node("p", { class: "muted" }, "Not told: fewer than two gradients of outputs were recorded (tensors=(\"output\", \"grad_output\")).")); return; }
   const outputs = layers.map((site) => record.sites.findIndex(([name, tensor]) => name === record.sites[site][0] && tensor === record.sites[site][1].replace("grad_", "")));
   const begin = record.line_begin, host = node("div"), words = node("output", { for: "flow-step" });
-  const slider = node("input", { type: "range", id: "flow-step", min: "0", max: String(begin.length - 1), oninput: () => draw() });
-  slider.value = String(flowStep === null ? begin.length - 1 : flowStep);
+  const slider = node("input", { type: "range", id: "flow-step", min: "0", max: String(ownLast()), oninput: () => draw() });
+  slider.value = String(flowStep === null ? ownLast() : flowStep);
   let turn = 0;
   const draw = async () => {
     const mine = ++turn, column = Number(slider.value);
@@ -197,7 +212,7 @@ async function showParameters() {
     for (const site of record.rows) if (record.sites[site][1] === tensor) of[kind].set(record.sites[site][0], site);
   const names = [...new Set(kinds.flatMap((kind) => [...of[kind].keys()]))];
   if (!names.length) { fill("parameters", node("p", { class: "muted" }, "Not told: parameters were not recorded (tensors=(..., \"param_sample\", \"param_grad\", \"update_sample\")).")); return; }
-  const column = record.line_begin.length - 1, rms = await across("rms", column);
+  const column = ownLast(), rms = await across("rms", column);
   const lines = await Promise.all(names.map(async (name) => {
     const at = (kind) => of[kind].has(name) ? rms[of[kind].get(name)] : null;
     const size = at("param"), update = at("param_update");
@@ -231,7 +246,8 @@ function sparkline(values) {
 }
 
 function showLeftOut() {
-  const silent = record.rows.filter((site) => !record.fired[site]), [, , steps] = record.steps;
+  const alone = new Set(record.other?.alone[1]), [, , steps] = own(); // those that only the other run has
+  const silent = record.rows.filter((site) => !record.fired[site] && !alone.has(site));
   const seldom = record.rows.filter((site) => record.fired[site] && record.fired[site] < 0.9 * steps);
   const list = (title, sites, words) => sites.length ? [node("h3", {}, title), ...table(["site", "tensor", "measured steps"], sites.map((site) => [siteLink(site), wordsOf(record.sites[site][1]), words(site)]), { numeric: 2 })] : [];
   const parts = [

@@ -14,6 +14,21 @@ function choose() {
 }
 filter.addEventListener("input", choose);
 
+// Two runs that are ticked have a page together; the one that was ticked first is the first.
+let ticked = [];
+function tick(event) {
+  const { value, checked } = event.target;
+  ticked = [...ticked.filter((id) => id !== value), ...(checked ? [value] : [])].slice(-2);
+  showTicks();
+}
+function showTicks() {
+  for (const box of rows.querySelectorAll("input")) box.checked = ticked.includes(box.value);
+  const link = byId("both");
+  link.hidden = ticked.length < 2;
+  if (!link.hidden) link.href = `/run/${ticked.join("/")}/`;
+}
+rows.addEventListener("change", tick);
+
 let last = rows.innerHTML;
 async function look() {
   let words = "";
@@ -22,9 +37,11 @@ async function look() {
     if (!answer.ok) throw new Error(await answer.text());
     const next = await answer.text();
     if (next !== last) {
-      const at = document.activeElement?.closest("#rows a")?.getAttribute("href");
+      const named = (element) => element?.getAttribute("href") ?? element?.value;
+      const at = named(document.activeElement?.closest("#rows a, #rows input"));
       rows.innerHTML = last = next;
-      for (const link of rows.querySelectorAll("a")) if (link.getAttribute("href") === at) link.focus({ preventScroll: true });
+      for (const each of rows.querySelectorAll("a, input")) if (named(each) === at) each.focus({ preventScroll: true });
+      showTicks();
       choose();
     }
   } catch (error) { words = "The server does not answer; it is asked again."; }

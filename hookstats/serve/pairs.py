@@ -1,0 +1,55 @@
+"""Two runs on one page that grows. All of both is read again when one of them has grown: they need not grow alike."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hookstats.report.loading import recorded
+from hookstats.report.record import Recorded
+from hookstats.report.writing import contents
+from hookstats.serve.growing import Growing, Version
+from hookstats.serve.runs import Watched
+from hookstats.terminal.following import State
+
+_ORDER = ("deleted", "torn", "unreadable", "recording", "died", "waiting", "ended")  # what is told of both
+
+
+class Both:
+    """Two runs that are looked at, as one."""
+
+    def __init__(self, first: Watched, second: Watched) -> None:
+        self.runs = (first, second)
+        self.name = f"{first.name} and {second.name}"
+        self.path = first.path
+
+    def mark(self) -> tuple[int, ...]:
+        return self.runs[0].mark() + self.runs[1].mark()
+
+    def watch(self) -> None:
+        for run in self.runs:
+            run.watch()
+
+    def told(self) -> tuple[State, float]:
+        states, changed = zip(*(run.told() for run in self.runs), strict=True)
+        kind = min((state.kind for state in states), key=_ORDER.index)
+        sentence = "; ".join(f"{run.name}: {state.sentence}" for run, state in zip(self.runs, states, strict=True))
+        return State(kind, sentence), max(changed)
+
+
+class GrowingPair(Growing):
+    """Versions of the page of two runs."""
+
+    def __init__(self, both: Both) -> None:
+        super().__init__(both)
+        self._runs = both.runs
+
+    def _look(self, mark: tuple[int, ...]) -> bool:
+        a, b = (self._recorded(run) for run in self._runs)
+        self._publish(Version(self._numbered(), *contents(a, b)))
+        return True
+
+    def _recorded(self, run: Watched) -> Recorded:
+        found = replace(recorded(run.path), grows=True, name=run.name)
+        if not len(found.steps) or not found.sites:
+            raise ValueError(f"{run.name}: nothing was measured yet")
+        return found
