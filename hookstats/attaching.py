@@ -71,8 +71,9 @@ def attach(
     Args:
         model: any module, compiled ones included; attach before or after ``torch.compile``.
         modules: globs over module names (``"layers.*.mlp"``), or a callable ``(name, module) -> bool``. None: the leaf
-            modules that do something, and the direct children of every ModuleList. Parameters are those of the chosen
-            modules (None: all), and those whose names the globs match (``"*.weight"``).
+            modules that do something, and the direct children of every ModuleList, and of a ModuleDict whose keys are
+            numbers. Parameters are those of the chosen modules (None: all), and those whose names the globs match
+            (``"*.weight"``).
         exclude: globs over the names of modules and parameters, or a callable; what they choose is left out, with all
             that is inside it.
         tensors: by default ``"output"``, ``"grad_output"``, ``"param_grad"``; ``"model_input"``, the floating inputs of

@@ -1,6 +1,8 @@
 """Attention functions, replaced while somebody watches attention: they compute what they did, and show their q and k.
 
-Whose attention it is, a stack says: forward hooks of the attention modules push to it, and pop.
+Whose attention it is, a stack says: forward hooks of the attention modules push to it, and pop. While a graph is traced,
+functions that the tracer runs, and does not look into, do the same: inside of a checkpoint no graph may change a list, and
+names for the modules would give each block a graph of its own.
 """
 
 from __future__ import annotations
@@ -47,13 +49,38 @@ class _Running(threading.local):
 
 
 _running = _Running()
-_traced: list[Entered] = []  # the same while a graph is traced, which one thread does at a time
+# What the tracer knows of the same while a graph is traced, which one thread does at a time; None: one that is hidden.
+_traced: list[Any] = []
+
+
+def _trace_enters(context: Any) -> None:
+    """Runs while `enter` is traced."""
+    entered = context.get_local("module")._i_will_not_complain_if_bc_breaks_VariableTracker().realize()
+    here = next((place for place, each in enumerate(_traced) if each is not None and each.value is entered.value), None)
+    if here is not None:  # the trace has begun anew
+        del _traced[here:]
+    _traced.append(entered)
+
+
+def _trace_leaves(context: Any) -> None:
+    if _traced:
+        _traced.pop()
+
+
+def _trace_hides(context: Any) -> None:
+    _traced.append(None)
+
+
+def _trace_finds(context: Any) -> None:
+    """Runs while `_innermost` is traced, and gives it its local variable."""
+    if _traced and _traced[-1] is not None:
+        context._i_will_not_complain_if_bc_breaks_InstructionTranslator().symbolic_locals["module"] = _traced[-1]
 
 
 def enter(module: Entered) -> None:
     """Its forward begins. Can be traced."""
     if torch.compiler.is_compiling():
-        _traced.append(module)
+        torch._dynamo.comptime.comptime(_trace_enters)
     else:
         _running.stack.append(module)
 
@@ -61,8 +88,7 @@ def enter(module: Entered) -> None:
 def leave(module: Entered) -> None:
     """It has ended; those inside that were left by an exception have ended, too. Can be traced."""
     if torch.compiler.is_compiling():
-        if _traced:
-            _traced.pop()
+        torch._dynamo.comptime.comptime(_trace_leaves)
     elif module in _running.stack:
         while _running.stack.pop() is not module:
             pass
@@ -74,9 +100,19 @@ def forget_those_left() -> None:
     _traced.clear()
 
 
+def _innermost() -> Entered | None:
+    """The attention module whose forward runs. Can be traced."""
+    module: Entered | None = None
+    if torch.compiler.is_compiling():
+        torch._dynamo.comptime.comptime(_trace_finds)
+    elif _running.stack:
+        module = _running.stack[-1]
+    return module
+
+
 def _show(q: Any, k: Any, mask: Any, is_causal: bool, scale: float | None, softcap: float = 0.0) -> None:
-    stack = _traced if torch.compiler.is_compiling() else _running.stack
-    for watcher in stack[-1].watchers if stack else ():
+    module = _innermost()
+    for watcher in () if module is None else module.watchers:
         watcher.see(q, k, mask, is_causal, scale, softcap)
 
 
@@ -84,22 +120,27 @@ class _Unseen:
     """Inside, the innermost module shows nothing more: what runs there is what was shown."""
 
     def __enter__(self) -> None:
-        self._stack = _traced if torch.compiler.is_compiling() else _running.stack
-        self._hidden = [self._stack.pop()] if self._stack else []
+        self._hidden: list[Entered] = []
+        if torch.compiler.is_compiling():
+            torch._dynamo.comptime.comptime(_trace_hides)
+        elif _running.stack:
+            self._hidden.append(_running.stack.pop())
 
     def __exit__(self, *error: object) -> None:
-        self._stack.extend(self._hidden)
+        if torch.compiler.is_compiling():
+            torch._dynamo.comptime.comptime(_trace_leaves)
+        elif self._hidden:
+            _running.stack.extend(self._hidden)
 
 
 def _softmax(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def shown(input: Any, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
-        is_compiling = torch.compiler.is_compiling()
-        stack = _traced if is_compiling else _running.stack
-        if stack and isinstance(input, torch.Tensor) and isinstance(dim, int) and dim in (-1, input.dim() - 1):
-            for watcher in stack[-1].watchers:
+        module = _innermost()
+        if module and isinstance(input, torch.Tensor) and isinstance(dim, int) and dim in (-1, input.dim() - 1):
+            for watcher in module.watchers:
                 watcher.see_logits(input)
-            if is_compiling and not args and set(kwargs) <= {"_stacklevel", "dtype"}:
+            if torch.compiler.is_compiling() and not args and set(kwargs) <= {"_stacklevel", "dtype"}:
                 # The same: a graph would keep the function by its name, and find this one under it.
                 return input.softmax(dim, dtype=kwargs.get("dtype"))
         return original(input, dim, *args, **kwargs)
