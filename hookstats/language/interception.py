@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch._dynamo.variables import ConstantVariable
 from torch.nn import functional
 from torch.nn.attention import flex_attention as flex
 
@@ -49,8 +50,9 @@ class _Running(threading.local):
 
 
 _running = _Running()
-# What the tracer knows of the same while a graph is traced, which one thread does at a time; None: one that is hidden.
+# The same while a graph is traced, which one thread does at a time: what the tracer knows of it; None: one that is hidden.
 _traced: list[Any] = []
+_around: list[Entered] = []  # those whose hooks are traced as frames of their own, as where a compiled model is one
 
 
 def _trace_enters(context: Any) -> None:
@@ -72,15 +74,29 @@ def _trace_hides(context: Any) -> None:
 
 
 def _trace_finds(context: Any) -> None:
-    """Runs while `_innermost` is traced, and gives it its local variable."""
-    if _traced and _traced[-1] is not None:
-        context._i_will_not_complain_if_bc_breaks_InstructionTranslator().symbolic_locals["module"] = _traced[-1]
+    """Runs while `_innermost` is traced, and gives it its local variables."""
+    if _traced:
+        variables = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().symbolic_locals
+        variables["is_known"] = ConstantVariable.create(True)
+        variables["module"] = ConstantVariable.create(None) if _traced[-1] is None else _traced[-1]
+
+
+def _trace_looks_around(context: Any) -> None:
+    """Runs while `enter` or `leave` is traced, and tells it whether the hook that calls it is what is traced."""
+    tracer = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
+    is_hook = getattr(tracer.parent, "f_code", None) is tracer.output.root_tx.f_code
+    tracer.symbolic_locals["is_hook"] = ConstantVariable.create(is_hook)
 
 
 def enter(module: Entered) -> None:
     """Its forward begins. Can be traced."""
     if torch.compiler.is_compiling():
-        torch._dynamo.comptime.comptime(_trace_enters)
+        is_hook = False
+        torch._dynamo.comptime.comptime(_trace_looks_around)
+        if is_hook:
+            _around.append(module)
+        else:
+            torch._dynamo.comptime.comptime(_trace_enters)
     else:
         _running.stack.append(module)
 
@@ -88,7 +104,12 @@ def enter(module: Entered) -> None:
 def leave(module: Entered) -> None:
     """It has ended; those inside that were left by an exception have ended, too. Can be traced."""
     if torch.compiler.is_compiling():
-        torch._dynamo.comptime.comptime(_trace_leaves)
+        is_hook = False
+        torch._dynamo.comptime.comptime(_trace_looks_around)
+        if not is_hook:
+            torch._dynamo.comptime.comptime(_trace_leaves)
+        elif _around:
+            _around.pop()
     elif module in _running.stack:
         while _running.stack.pop() is not module:
             pass
@@ -98,13 +119,17 @@ def forget_those_left() -> None:
     """What an exception, or a graph that broke inside of an attention, has left behind in this thread."""
     _running.stack.clear()
     _traced.clear()
+    _around.clear()
 
 
 def _innermost() -> Entered | None:
     """The attention module whose forward runs. Can be traced."""
     module: Entered | None = None
+    is_known = False
     if torch.compiler.is_compiling():
         torch._dynamo.comptime.comptime(_trace_finds)
+        if not is_known and _around:
+            module = _around[-1]
     elif _running.stack:
         module = _running.stack[-1]
     return module

@@ -46,8 +46,17 @@ class Parameter:
         return None if module is None else Slot(module, self.key, self.is_buffer)
 
     def get(self) -> torch.Tensor | None:
+        """What an optimizer steps of it: the tensor itself, or its `main_param`, if it has such an attribute.
+
+        Megatron-LM keeps there the copy in fp32 that its optimizer steps, and whose `grad` it sets; a flat part of the
+        copy, where ranks share the optimizer's work, and None where this rank has none of it.
+        """
         slot = self.slot()
-        return None if slot is None else slot.get()
+        tensor = None if slot is None else slot.get()
+        if tensor is None or self.is_buffer:
+            return tensor
+        stepped: torch.Tensor | None = getattr(tensor, "main_param", tensor)
+        return stepped
 
 
 Owner: TypeAlias = tuple[Parameter, str]  # of a site: the parameter, and which of its tensors
@@ -154,6 +163,8 @@ class Batches:
         if tensor.layout == torch.strided and tensor.dtype in _native.DTYPES:
             device, width, dim = placing(slot, tensor, entry.keep_channels, tensor.device)
             with self._store.lock:
+                if parameter_channels(slot, tensor).width is None:  # a flat part of a whole
+                    entry.keep_channels = False
                 if not self._has_room(entry, device, width):
                     width, entry.keep_channels = 1, False
                 moves = (device, width) != (entry.places[-1].device, entry.places[-1].channels)

@@ -214,7 +214,9 @@ class Parameters:
         """Whether it steps a parameter of the model, a watched one or not."""
         model = self._model()
         stepping = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        return model is not None and any(id(parameter) in stepping for parameter in model.parameters())
+        return model is not None and any(
+            id(getattr(parameter, "main_param", parameter)) in stepping for parameter in model.parameters()
+        )
 
     def measure(self, stepping: list[Parameter] | None = None, grad_scale: torch.Tensor | None = None) -> None:
         """Measures the watched parameters among those that step; None: all that were not measured in this step."""
