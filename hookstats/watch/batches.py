@@ -48,8 +48,8 @@ class Parameter:
     def get(self) -> torch.Tensor | None:
         """What an optimizer steps of it: the tensor itself, or its `main_param`, if it has such an attribute.
 
-        Megatron-LM keeps there the copy in fp32 that its optimizer steps, and whose `grad` it sets; a flat part of the
-        copy, where ranks share the optimizer's work, and None where this rank has none of it.
+        Megatron-LM keeps there the copy in fp32 that its optimizer steps, and whose `grad` it sets. Where ranks share the
+        optimizer's work (`main_param_sharded`), it is a flat part of the copy, and None where this rank has none of it.
         """
         slot = self.slot()
         tensor = None if slot is None else slot.get()
@@ -163,8 +163,6 @@ class Batches:
         if tensor.layout == torch.strided and tensor.dtype in _native.DTYPES:
             device, width, dim = placing(slot, tensor, entry.keep_channels, tensor.device)
             with self._store.lock:
-                if parameter_channels(slot, tensor).width is None:  # a flat part of a whole
-                    entry.keep_channels = False
                 if not self._has_room(entry, device, width):
                     width, entry.keep_channels = 1, False
                 moves = (device, width) != (entry.places[-1].device, entry.places[-1].channels)

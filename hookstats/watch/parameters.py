@@ -95,6 +95,8 @@ class Parameters:
         if slot.is_buffer and not tensor.is_floating_point() and tensor.dtype not in _COUNTS:
             problem = f"expected a floating buffer, or one of {', '.join(map(str, _COUNTS))}; got {tensor.dtype}"
             return self._binder.skipping.give_up([Site(name, BUFFER)], problem)
+        if getattr(tensor, "main_param_sharded", False):  # see Parameter.get: parts of no shape
+            keep_channels = False
         device, width, dim = placing(slot, tensor, keep_channels, self._device)
         parameter = Parameter(len(self._parameters.all), name, slot, keep_channels, group_size)
         for kind in kinds_of(slot, tensor, self._kinds):

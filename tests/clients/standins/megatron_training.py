@@ -74,7 +74,8 @@ class Optimizer:
                 copy = each.detach().clone().to(copies)
                 each.main_param = copy.view(-1)[part].clone() if scattered else copy
                 self.pairs.append((each, each.main_param, part))
-        self.optimizer = torch.optim.Adam([stepped for _, stepped, _ in self.pairs], lr=1e-2)
+        # The gradient of keys' bias is zero but for rounding, of which eps lets nothing come.
+        self.optimizer = torch.optim.Adam([stepped for _, stepped, _ in self.pairs], lr=1e-2, eps=1e-4)
 
     @torch.no_grad()
     def step(self) -> None:
