@@ -71,8 +71,9 @@ def attach(
     Args:
         model: any module, compiled ones included; attach before or after ``torch.compile``.
         modules: globs over module names (``"layers.*.mlp"``), or a callable ``(name, module) -> bool``. None: the leaf
-            modules that do something, and the direct children of every ModuleList. Parameters are those of the chosen
-            modules (None: all), and those whose names the globs match (``"*.weight"``).
+            modules that do something, and the direct children of every ModuleList, and of a ModuleDict whose keys are
+            numbers. Parameters are those of the chosen modules (None: all), and those whose names the globs match
+            (``"*.weight"``).
         exclude: globs over the names of modules and parameters, or a callable; what they choose is left out, with all
             that is inside it.
         tensors: by default ``"output"``, ``"grad_output"``, ``"param_grad"``; ``"model_input"``, the floating inputs of
@@ -135,14 +136,17 @@ def attach(
             _learn(model, binder, *example)
         if plan.parameters or scaling is not None:
             handles.append(watch_optimizers(parameters))
+        names = [*plan.modules, *plan.parameters]
         if "attention" in kinds:
             attending = _attentions(model, exclude)
+            names += attending
             handles += watching.watch(attending, {name: device_of(m) or plan.device for name, m in attending.items()})
         if "router" in kinds:
             choosing = _routers(model, exclude)
+            names += choosing
             devices = {name: device_of(each.module) or plan.device for name, each in choosing.items()}
             handles += routing.watch(choosing, devices)
-        ranks, joined = _joined(model, process_group, plan, options.memory_budget)
+        ranks, joined = _joined(model, process_group, names, options.memory_budget)
     except Exception:
         for handle in handles:
             handle.remove()
@@ -198,14 +202,15 @@ def _routers(model: nn.Module, exclude: Modules) -> dict[str, Router]:
     return found
 
 
-def _joined(model: nn.Module, process_group: Any, plan: Plan, memory_budget: int) -> tuple[StepRanks, Joined | None]:
-    """This rank, and the others of the group."""
+def _joined(
+    model: nn.Module, process_group: Any, names: list[str], memory_budget: int
+) -> tuple[StepRanks, Joined | None]:
+    """This rank, and the others of the group. names: of what is watched, of modules and parameters."""
     if process_group is None:
         return StepRanks((torch.distributed.get_rank(),)) if _is_distributed() else ALONE, None
     from hookstats.cluster import joining  # torch.distributed takes its time where nobody uses it
 
     ranks = process_group if isinstance(process_group, Ranks) else Ranks(process_group)
-    names = [*plan.modules, *plan.parameters]
     joined = joining.Joined(model, ranks.group, ranks.placements, names, ranks.spread, memory_budget)
     return joined.ranks, joined
 

@@ -187,7 +187,10 @@ class _Placing:
         for axis, placement in reversed(list(zip(self._placements.group.axes, wanted, strict=True))):
             if placement.is_replicate():
                 counts &= axis.coordinate == 0
-            elif channels is not None:
+                continue
+            if row.is_parameter:  # parts of one tensor, whichever dimension is cut
+                leads &= axis.coordinate == 0
+            if channels is not None:
                 is_of_channels = self._is_of_channels(row, getattr(placement, "dim", 0))
                 if is_of_channels is None:
                     apart.append(axis)

@@ -65,8 +65,11 @@ class Attention:
         device: torch.device,
         rows: int | None,
         turns: Turns,
+        weighing: nn.Module | None = None,
     ) -> None:
-        """rows: of each head that are looked at, at most; None: all. keeps: whether heads are kept apart."""
+        """rows: of each head that are looked at, at most; None: all. keeps: whether heads are kept apart. weighing: the
+        module that has the weights of its queries.
+        """
         self.name = name
         self.monitor = binder.monitor
         self._binder = binder
@@ -74,7 +77,7 @@ class Attention:
         self._turns = turns
         self.turn = turns.on(device)
         self.heads = None if module is None else heads_of(module)  # where logits have no dimension of heads
-        self.of = None if module is None else weakref.ref(module)
+        self._weights = None if weighing is None else weakref.ref(weighing)
         specs = [SiteSpec(name, "", ChannelAxis(-1, None), keeps, (kind, None), module) for kind in KINDS]
         self.max_logit, self.entropy, self.sink, self.bound = (
             binder.late_hook(spec, device, FedHook) for spec in specs
@@ -133,7 +136,7 @@ class Attention:
 
     def _sharding(self, heads: int) -> Sharding | None:
         """Of so many heads here. Tensor parallelism cuts the weights of queries by rows, and q is a plain tensor."""
-        module = None if self.of is None else self.of()
+        module = None if self._weights is None else self._weights()
         weights: Any = () if module is None else module.parameters()
         for weight in weights:
             if is_dtensor(weight) and weight.dim() == 2 and any(each.is_shard(0) for each in weight.placements):
@@ -245,6 +248,14 @@ class _Watching:
             handle.remove()
 
 
+def _weighing(name: str, modules: dict[str, nn.Module]) -> nn.Module:
+    """The innermost of these modules around it, or itself, that has weights."""
+    around = [
+        each for each in modules if f"{name}.".startswith(f"{each}.") and any(True for _ in modules[each].parameters())
+    ]
+    return modules[max(around, key=len, default=name)]
+
+
 class Attentions:
     """Those of a model that a monitor watches, and those that it is given by hand."""
 
@@ -259,7 +270,8 @@ class Attentions:
     def watch(self, modules: dict[str, nn.Module], devices: dict[str, torch.device]) -> list[Any]:
         """Hangs hooks on them; returns what takes them off again, and puts the replaced functions back."""
         handles: list[Any] = [
-            _Watching(module, self._attention(name, module, devices[name])) for name, module in modules.items()
+            _Watching(module, self._attention(name, module, devices[name], _weighing(name, modules)))
+            for name, module in modules.items()
         ]
         return [*handles, interception.Interception(modules.values())]
 
@@ -290,8 +302,10 @@ class Attentions:
                 found = self._by_hand[name] = self._attention(name, None, local_part(q).device)
         found.see(q, k, mask, is_causal, scale, 0.0)
 
-    def _attention(self, name: str, module: nn.Module | None, device: torch.device) -> Attention:
-        return Attention(name, module, self._binder, self._keeps, device, self._rows, self._turns)
+    def _attention(
+        self, name: str, module: nn.Module | None, device: torch.device, weighing: nn.Module | None = None
+    ) -> Attention:
+        return Attention(name, module, self._binder, self._keeps, device, self._rows, self._turns, weighing)
 
     def begin_step(self) -> None:
         self._turns.next()

@@ -1,6 +1,8 @@
 """Attention functions, replaced while somebody watches attention: they compute what they did, and show their q and k.
 
-Whose attention it is, a stack says: forward hooks of the attention modules push to it, and pop.
+Whose attention it is, a stack says: forward hooks of the attention modules push to it, and pop. While a graph is traced,
+functions that the tracer runs, and does not look into, do the same: inside of a checkpoint no graph may change a list, and
+names for the modules would give each block a graph of its own.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch._dynamo.variables import ConstantVariable
 from torch.nn import functional
 from torch.nn.attention import flex_attention as flex
 
@@ -47,13 +50,53 @@ class _Running(threading.local):
 
 
 _running = _Running()
-_traced: list[Entered] = []  # the same while a graph is traced, which one thread does at a time
+# The same while a graph is traced, which one thread does at a time: what the tracer knows of it; None: one that is hidden.
+_traced: list[Any] = []
+_around: list[Entered] = []  # those whose hooks are traced as frames of their own, as where a compiled model is one
+
+
+def _trace_enters(context: Any) -> None:
+    """Runs while `enter` is traced."""
+    entered = context.get_local("module")._i_will_not_complain_if_bc_breaks_VariableTracker().realize()
+    here = next((place for place, each in enumerate(_traced) if each is not None and each.value is entered.value), None)
+    if here is not None:  # the trace has begun anew
+        del _traced[here:]
+    _traced.append(entered)
+
+
+def _trace_leaves(context: Any) -> None:
+    if _traced:
+        _traced.pop()
+
+
+def _trace_hides(context: Any) -> None:
+    _traced.append(None)
+
+
+def _trace_finds(context: Any) -> None:
+    """Runs while `_innermost` is traced, and gives it its local variables."""
+    if _traced:
+        variables = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().symbolic_locals
+        variables["is_known"] = ConstantVariable.create(True)
+        variables["module"] = ConstantVariable.create(None) if _traced[-1] is None else _traced[-1]
+
+
+def _trace_looks_around(context: Any) -> None:
+    """Runs while `enter` or `leave` is traced, and tells it whether the hook that calls it is what is traced."""
+    tracer = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
+    is_hook = getattr(tracer.parent, "f_code", None) is tracer.output.root_tx.f_code
+    tracer.symbolic_locals["is_hook"] = ConstantVariable.create(is_hook)
 
 
 def enter(module: Entered) -> None:
     """Its forward begins. Can be traced."""
     if torch.compiler.is_compiling():
-        _traced.append(module)
+        is_hook = False
+        torch._dynamo.comptime.comptime(_trace_looks_around)
+        if is_hook:
+            _around.append(module)
+        else:
+            torch._dynamo.comptime.comptime(_trace_enters)
     else:
         _running.stack.append(module)
 
@@ -61,8 +104,12 @@ def enter(module: Entered) -> None:
 def leave(module: Entered) -> None:
     """It has ended; those inside that were left by an exception have ended, too. Can be traced."""
     if torch.compiler.is_compiling():
-        if _traced:
-            _traced.pop()
+        is_hook = False
+        torch._dynamo.comptime.comptime(_trace_looks_around)
+        if not is_hook:
+            torch._dynamo.comptime.comptime(_trace_leaves)
+        elif _around:
+            _around.pop()
     elif module in _running.stack:
         while _running.stack.pop() is not module:
             pass
@@ -72,11 +119,25 @@ def forget_those_left() -> None:
     """What an exception, or a graph that broke inside of an attention, has left behind in this thread."""
     _running.stack.clear()
     _traced.clear()
+    _around.clear()
+
+
+def _innermost() -> Entered | None:
+    """The attention module whose forward runs. Can be traced."""
+    module: Entered | None = None
+    is_known = False
+    if torch.compiler.is_compiling():
+        torch._dynamo.comptime.comptime(_trace_finds)
+        if not is_known and _around:
+            module = _around[-1]
+    elif _running.stack:
+        module = _running.stack[-1]
+    return module
 
 
 def _show(q: Any, k: Any, mask: Any, is_causal: bool, scale: float | None, softcap: float = 0.0) -> None:
-    stack = _traced if torch.compiler.is_compiling() else _running.stack
-    for watcher in stack[-1].watchers if stack else ():
+    module = _innermost()
+    for watcher in () if module is None else module.watchers:
         watcher.see(q, k, mask, is_causal, scale, softcap)
 
 
@@ -84,22 +145,27 @@ class _Unseen:
     """Inside, the innermost module shows nothing more: what runs there is what was shown."""
 
     def __enter__(self) -> None:
-        self._stack = _traced if torch.compiler.is_compiling() else _running.stack
-        self._hidden = [self._stack.pop()] if self._stack else []
+        self._hidden: list[Entered] = []
+        if torch.compiler.is_compiling():
+            torch._dynamo.comptime.comptime(_trace_hides)
+        elif _running.stack:
+            self._hidden.append(_running.stack.pop())
 
     def __exit__(self, *error: object) -> None:
-        self._stack.extend(self._hidden)
+        if torch.compiler.is_compiling():
+            torch._dynamo.comptime.comptime(_trace_leaves)
+        elif self._hidden:
+            _running.stack.extend(self._hidden)
 
 
 def _softmax(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def shown(input: Any, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
-        is_compiling = torch.compiler.is_compiling()
-        stack = _traced if is_compiling else _running.stack
-        if stack and isinstance(input, torch.Tensor) and isinstance(dim, int) and dim in (-1, input.dim() - 1):
-            for watcher in stack[-1].watchers:
+        module = _innermost()
+        if module and isinstance(input, torch.Tensor) and isinstance(dim, int) and dim in (-1, input.dim() - 1):
+            for watcher in module.watchers:
                 watcher.see_logits(input)
-            if is_compiling and not args and set(kwargs) <= {"_stacklevel", "dtype"}:
+            if torch.compiler.is_compiling() and not args and set(kwargs) <= {"_stacklevel", "dtype"}:
                 # The same: a graph would keep the function by its name, and find this one under it.
                 return input.softmax(dim, dtype=kwargs.get("dtype"))
         return original(input, dim, *args, **kwargs)

@@ -83,9 +83,9 @@ def select(
 ) -> tuple[dict[str, nn.Module], dict[str, Slot]]:
     """The watched modules, and (if wanted) the watched parameters and buffers, by clean name.
 
-    None: the leaves that do something, and the children of every ModuleList; all parameters. Else what was asked for,
-    and the parameters that are directly in it; globs may name parameters, too. Buffers are chosen as parameters are.
-    Modules that are never called (ModuleList and the like) are left out whatever was asked for, and so is what
+    None: the leaves that do something, and the children of every ModuleList, and of a ModuleDict whose keys are
+    numbers; all parameters. Else what was asked for, and the parameters that are directly in it; globs may name
+    parameters, too. Buffers are chosen as parameters are. Modules that are never called (ModuleList and the like) are left out whatever was asked for, and so is what
     `exclude` names, with all inside it.
     """
     named = clean_names(model)
@@ -209,7 +209,7 @@ def never_called(model: nn.Module) -> dict[str, str]:
 
 
 def _default_modules(named: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    in_list = {id(child) for module in named.values() if isinstance(module, nn.ModuleList) for child in module}
+    in_list = {id(unwrapped(child)) for module in named.values() for child in _in_a_row(module)}
     inside = {id(m) for module in named.values() if _is_opaque(module) for m in module.modules() if m is not module}
     return {
         name: module
@@ -218,6 +218,13 @@ def _default_modules(named: dict[str, nn.Module]) -> dict[str, nn.Module]:
         and id(module) not in inside
         and (id(module) in in_list or _is_leaf(module))
     }
+
+
+def _in_a_row(module: nn.Module) -> Iterable[nn.Module]:
+    """The children of a ModuleList, or of a ModuleDict that numbers them."""
+    if isinstance(module, nn.ModuleList):
+        return module
+    return module.values() if isinstance(module, nn.ModuleDict) and all(key.isdigit() for key in module) else ()
 
 
 def _is_leaf(module: nn.Module) -> bool:

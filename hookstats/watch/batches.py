@@ -46,8 +46,17 @@ class Parameter:
         return None if module is None else Slot(module, self.key, self.is_buffer)
 
     def get(self) -> torch.Tensor | None:
+        """What an optimizer steps of it: the tensor itself, or its `main_param`, if it has such an attribute.
+
+        Megatron-LM keeps there the copy in fp32 that its optimizer steps, and whose `grad` it sets. Where ranks share the
+        optimizer's work (`main_param_sharded`), it is a flat part of the copy, and None where this rank has none of it.
+        """
         slot = self.slot()
-        return None if slot is None else slot.get()
+        tensor = None if slot is None else slot.get()
+        if tensor is None or self.is_buffer:
+            return tensor
+        stepped: torch.Tensor | None = getattr(tensor, "main_param", tensor)
+        return stepped
 
 
 Owner: TypeAlias = tuple[Parameter, str]  # of a site: the parameter, and which of its tensors

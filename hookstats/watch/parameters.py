@@ -95,6 +95,8 @@ class Parameters:
         if slot.is_buffer and not tensor.is_floating_point() and tensor.dtype not in _COUNTS:
             problem = f"expected a floating buffer, or one of {', '.join(map(str, _COUNTS))}; got {tensor.dtype}"
             return self._binder.skipping.give_up([Site(name, BUFFER)], problem)
+        if getattr(tensor, "main_param_sharded", False):  # see Parameter.get: parts of no shape
+            keep_channels = False
         device, width, dim = placing(slot, tensor, keep_channels, self._device)
         parameter = Parameter(len(self._parameters.all), name, slot, keep_channels, group_size)
         for kind in kinds_of(slot, tensor, self._kinds):
@@ -214,7 +216,9 @@ class Parameters:
         """Whether it steps a parameter of the model, a watched one or not."""
         model = self._model()
         stepping = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        return model is not None and any(id(parameter) in stepping for parameter in model.parameters())
+        return model is not None and any(
+            id(getattr(parameter, "main_param", parameter)) in stepping for parameter in model.parameters()
+        )
 
     def measure(self, stepping: list[Parameter] | None = None, grad_scale: torch.Tensor | None = None) -> None:
         """Measures the watched parameters among those that step; None: all that were not measured in this step."""

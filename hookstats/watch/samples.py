@@ -18,6 +18,7 @@ from hookstats.watch.skipping import Captured
 
 SIZE = 4096  # elements of a parameter, at most
 KINDS = ("param_sample", "update_sample")
+_PLAIN = (torch.nn.Parameter, torch.Tensor)
 
 
 class Sample(NamedTuple):
@@ -107,7 +108,7 @@ class Samples:
         tensors: list[torch.Tensor] = []
         for each, sample in samples.items():
             tensor = each.get()
-            if tensor is None or type(tensor) is not torch.nn.Parameter or tensor.numel() != sample.numel:
+            if tensor is None or type(tensor) not in _PLAIN or tensor.numel() != sample.numel:
                 return False
             if self._samples.get(each) is not sample or (changes and each not in self.taken):
                 return False

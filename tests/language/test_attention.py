@@ -221,6 +221,19 @@ def test_graphs_measure_what_eager_mode_does(compiled: str, rows: int | None) ->
     assert graphs <= (2 if compiled == "whole" else 3), graphs  # measured and bare; a block's first has its own
 
 
+def test_a_graph_with_a_checkpoint_inside_measures_what_eager_mode_does() -> None:
+    options = {"every": 2, "options": ALL_ROWS, "tensors": ("output", "attention")}
+    wanted = train(model_of(2, checkpointed=False), 3, **options)
+    torch._dynamo.reset()
+    model = model_of(2, checkpointed=False)
+    found = train(model, 3, run=torch.compile(model, fullgraph=True, backend="aot_eager"), **options)
+    for mine, other in zip(found, wanted, strict=True):
+        assert set(mine) == set(other)
+        for site in other:
+            assert mine[site].total.count == other[site].total.count, site
+            assert mine[site].total.mean == pytest.approx(other[site].total.mean, abs=1e-5), site
+
+
 def test_ignored_rows_count_nowhere() -> None:
     model = model_of(1)
     padding = torch.zeros(2, 20, dtype=torch.bool)

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
 import hookstats
@@ -375,6 +376,19 @@ def test_wrappers_leave_no_trace_in_names() -> None:
     assert {site.name for site in hookstats.attach(compiled, tensors=OF_OUTPUTS).sites} == {"0", "1"}  # type: ignore[arg-type]
     module_named = nn.ModuleDict({"module": nn.Linear(2, 2)})
     assert {site.name for site in hookstats.attach(module_named, tensors=OF_OUTPUTS).sites} == {"module"}
+
+
+def test_the_children_of_lists_are_watched_wrapped_or_numbered_by_a_dict_or_not() -> None:
+    def block() -> nn.Module:
+        return nn.Sequential(nn.Linear(2, 2))
+
+    compiled = torch.compile(block(), backend="eager")
+    listed = nn.ModuleList([block(), checkpoint_wrapper(block()), compiled])  # type: ignore[list-item]
+    numbered, named = nn.ModuleDict({"0": block(), "1": checkpoint_wrapper(block())}), nn.ModuleDict({"a": block()})
+    model = nn.ModuleDict({"listed": listed, "numbered": numbered, "named": named})
+    watched = {site.name for site in hookstats.attach(model, tensors="output").sites}
+    blocks = {"listed.0", "listed.1", "listed.2", "numbered.0", "numbered.1"}
+    assert watched == blocks | {f"{each}.0" for each in blocks} | {"named.a.0"}
 
 
 def test_what_is_excluded_is_left_out_with_all_inside_it() -> None:

@@ -1,0 +1,173 @@
+"""docs/frameworks/megatron.md on a stand-in: plain tensors that hold parts, and an optimizer that steps copies."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+import hookstats
+from tests import ranks
+from tests.clients.standins import megatron
+from tests.clients.standins.megatron import Region
+from tests.clients.standins.megatron_training import Training
+from tests.plain import hearing
+
+ALONE = Region(None, 0, 1)
+EXACT = ("count", "nans", "posinfs", "neginfs")
+CLOSE = ("mean", "std", "rms", "min", "max", "abs_max")
+STEPS, MICROBATCHES, SEQUENCES = 2, 2, 4
+
+
+def placements(model: torch.nn.Module, shards_optimizer: bool) -> dict[str, tuple[Placement, Placement]]:
+    """As the page has it: along data parallel ranks, and along those of tensor parallelism."""
+    spread, same = Shard(0), Replicate()
+    found = {
+        "embedding.*": (spread, same),
+        "decoder.*": (spread, spread),  # with --sequence-parallel; else same
+        "*.linear_qkv": (spread, Shard(-1)),
+        "*.core_attention": (spread, Shard(-1)),
+        "*.linear_fc1": (spread, Shard(-1)),
+        "output_layer": (spread, Shard(-1)),
+    }
+    for name, parameter in model.named_parameters():
+        cut = Shard(parameter.partition_dim) if getattr(parameter, "tensor_model_parallel", False) else same
+        found[name] = (spread if shards_optimizer else same, cut)
+    return found
+
+
+class Trained(NamedTuple):
+    loss: float
+    weights: list[torch.Tensor]
+    snapshot: Any  # of the last step
+    findings: list[str]
+    told: list[str]
+
+
+def batches(step: int, dp: Region) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    numbers = torch.Generator().manual_seed(step)
+    whole = torch.randint(megatron.WORDS, (MICROBATCHES, SEQUENCES, megatron.SEQUENCE + 1), generator=numbers)
+    parts = [each.chunk(dp.size)[dp.rank] for each in whole]
+    return [(part[:, :-1], part[:, 1:]) for part in parts]
+
+
+def trained(tp: Region, dp: Region, watched: bool, group: Any = None, **how: Any) -> Trained:
+    training = Training(tp, dp, **how)
+    monitor, seen = None, []
+    with hearing() as told:
+        if watched:
+            model = training.unwrapped
+            if group is not None:
+                group = hookstats.Ranks(group, placements=placements(model, training.scattered))
+            preset = hookstats.presets.language_model(model)
+            monitor = hookstats.attach(
+                model,
+                **preset,
+                exclude=lambda name, _: name.endswith("scale_mask_softmax"),
+                every=1,
+                process_group=group,
+                sinks=seen.append,
+            )
+        for step in range(STEPS):
+            loss = training.train_step(batches(step, dp))
+            if monitor:
+                monitor.step(step, loss=loss)
+        if monitor:
+            monitor.detach()
+    weights = [each.detach().clone() for each in training.unwrapped.parameters()]
+    findings = [str(each) for each in hookstats.rules.judge(seen)]
+    return Trained(float(loss), weights, seen[-1] if seen else None, findings, told)
+
+
+def on_ranks(rank: int, world: int, how: dict[str, Any]) -> Any:
+    whole = torch.arange(world).view(-1, 2)  # tensor parallelism takes neighbours
+    tp_groups, dp_groups = ([dist.new_group(line) for line in lines.tolist()] for lines in (whole, whole.T))
+    dp_rank, tp_rank = divmod(rank, 2)
+    tp, dp = Region(tp_groups[dp_rank], tp_rank, 2), Region(dp_groups[tp_rank], dp_rank, world // 2)
+    mesh = DeviceMesh.from_group([dp.group, tp.group], "cpu", mesh=whole, mesh_dim_names=("dp", "tp"))
+    bare, watched = trained(tp, dp, watched=False, **how), trained(tp, dp, watched=True, group=mesh, **how)
+    assert all(torch.equal(*pair) for pair in zip(bare.weights, watched.weights, strict=True))
+    return watched
+
+
+@cache
+def whole() -> Trained:
+    return trained(ALONE, ALONE, watched=True)
+
+
+@pytest.mark.parametrize("scattered", [False, True], ids=["copies", "distributed optimizer"])
+def test_what_ranks_measure_together_is_what_one_process_measures(scattered: bool) -> None:
+    """Copies in float64 of parameters in float32, as Megatron has copies in float32 of those in bfloat16."""
+    first, *others = ranks.run(on_ranks, 4, {"copies": torch.float64, "scattered": scattered})
+    assert [each.snapshot for each in others] == [None] * 3
+    assert first.told == []
+    assert first.findings == whole().findings
+    snapshot, wanted = first.snapshot, whole().snapshot
+    assert snapshot.ranks == (0, 1, 2, 3)
+    assert {str(site) for site in set(snapshot) ^ set(wanted)} == set()
+    assert snapshot.skipped == {}
+    for site in wanted:
+        if site.tensor.endswith(".1"):  # a bias that is yet to be added: each rank gives it
+            assert snapshot[site].calls == 4 * wanted[site].calls
+            continue
+        check_site(site, snapshot[site], wanted[site], flat=scattered and site.name.endswith(("weight", "bias")))
+    assert snapshot.grad_norm == pytest.approx(wanted.grad_norm, rel=1e-5)
+
+
+def check_site(site: Any, found: Any, wanted: Any, flat: bool) -> None:
+    sampled = site.tensor.endswith("_sample")  # other elements of each rank's part
+    pairs = [(found.total, wanted.total)]
+    if flat:  # a distributed optimizer's part of a weight is any part of it
+        assert found.channels is None, site
+    else:
+        assert (found.channels is None) == (wanted.channels is None), site
+        if wanted.channels is not None:
+            pairs.append((found.channels, wanted.channels))
+    times = 2 if site.tensor.startswith("grad_output") else 1  # gradients of a rank's own loss, the mean over its tokens
+    scale = wanted.total.abs_max * times
+    for a, b in pairs:
+        for name in () if sampled else EXACT:
+            assert np.array_equal(getattr(a, name), getattr(b, name)), (site, name)
+        for name in CLOSE:
+            ours, theirs = getattr(a, name), getattr(b, name) * times
+            np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4 * scale, err_msg=f"{site} {name}")
+
+
+def test_of_bfloat16_parameters_the_copies_in_float32_are_measured() -> None:
+    how: dict[str, Any] = {"dtype": torch.bfloat16, "copies": torch.float32}
+    training = Training(ALONE, ALONE, **how)
+    model = training.unwrapped
+    kinds = ("param", "param_grad", "param_update", "optimizer")
+    with hookstats.attach(model, tensors=kinds, every=1) as monitor:
+        for step in range(STEPS):
+            before = {name: each.main_param.clone() for name, each in model.named_parameters()}
+            training.train_step(batches(step, ALONE))
+            snapshot = monitor.step()
+    for name, parameter in model.named_parameters():
+        copy = parameter.main_param
+        seen = {
+            "param": before[name],
+            "param_grad": parameter.main_grad,
+            "param_update": copy - before[name],
+            "optimizer.exp_avg": training.optimizer.optimizer.state[copy]["exp_avg"],
+        }
+        assert parameter.grad is None
+        for kind, tensor in seen.items():
+            total = snapshot[name, kind].total
+            assert total.count == tensor.numel()
+            assert total.rms == pytest.approx(tensor.double().square().mean().sqrt().item(), rel=1e-5), (name, kind)
+            assert total.abs_max == tensor.abs().max().item(), (name, kind)
+
+
+def test_where_parameters_are_stepped_themselves_nothing_differs() -> None:
+    """Megatron's FP32Optimizer gives them their `main_grad`."""
+    assert whole().told == []
+    snapshot = whole().snapshot
+    assert snapshot.skipped == {}
+    assert {"param_grad", "optimizer.exp_avg"} <= {tensor for name, tensor in snapshot if name.endswith("qkv.weight")}
