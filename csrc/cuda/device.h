@@ -137,6 +137,34 @@ inline cudaError_t launched(cudaError_t error, const Launch& to) {
   return cudaEventRecord(static_cast<cudaEvent_t>(to.launched), static_cast<cudaStream_t>(to.stream));
 }
 
+// Whether the address of a counter in shared memory is a number that is kept: newer GPUs else work out anew for each access
+// where shared memory begins. Its sum with shifted bits is one instruction there, and was more on older ones.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+constexpr bool kKeepsAddresses = true;
+#else
+constexpr bool kKeepsAddresses = false;
+#endif
+
+// As such a number; 0 where none is kept.
+HOOKSTATS_HD inline unsigned address_of([[maybe_unused]] const void* shared) {
+  unsigned address = 0;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+  asm volatile("mov.u32 %0, %1;" : "=r"(address) : "r"(unsigned(__cvta_generic_to_shared(shared))));
+#endif
+  return address;
+}
+
+// Adds to the counter that lies (masked >> shift) bytes behind an address.
+template <unsigned shift>
+HOOKSTATS_HD inline void count_at([[maybe_unused]] unsigned address, [[maybe_unused]] uint32_t masked,
+                                  [[maybe_unused]] unsigned value) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+  unsigned at;
+  asm("mad.hi.u32 %0, %1, %2, %3;" : "=r"(at) : "r"(masked), "n"(1u << (32 - shift)), "r"(address));
+  asm volatile("red.shared.add.u32 [%0], %1;" ::"r"(at), "r"(value) : "memory");
+#endif
+}
+
 // A word of the bytes that the digits of the selector name, the last digit first: 0 to 3 are of `a`, 4 to 7 of `b`.
 HOOKSTATS_HD inline uint32_t choose_bytes(uint32_t a, uint32_t b, uint32_t selector) {
 #if defined(__CUDA_ARCH__)

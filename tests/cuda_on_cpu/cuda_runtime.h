@@ -108,7 +108,7 @@ inline cudaError_t with(cudaError_t error) {
 }
 
 inline unsigned shuffle_seed = 0;  // 0: in order
-inline int64_t launches = 0, cluster_launches = 0, copies = 0;
+inline int64_t launches = 0, blocks = 0, cluster_launches = 0, copies = 0;  // so far
 inline int dynamic_shared_bytes = 0;
 inline std::function<void(uint64_t)> before_block;  // given the number of blocks that have run
 
@@ -336,6 +336,7 @@ inline void run(dim3 grid, dim3 block, const std::function<void()>& kernel, unsi
     throw std::runtime_error("cuda_on_cpu: invalid launch configuration");
   }
   ++launches;
+  blocks += int64_t(grid.x) * grid.y * grid.z;
   gridDim = grid;
   blockDim = block;
   std::mt19937 random(shuffle_seed);
@@ -349,14 +350,14 @@ inline void run(dim3 grid, dim3 block, const std::function<void()>& kernel, unsi
     owned.push_back(std::make_unique<Block>(block, kernel));
     cluster.push_back(owned.back().get());
   }
-  uint64_t blocks = 0;
+  uint64_t begun = 0;
   for (const uint64_t i : order) {
     for (unsigned rank = 0; rank < in_cluster; ++rank) {
       const unsigned y = unsigned(i / grid.x % clusters_y) * in_cluster + rank;
       cluster[rank]->begin(dim3(i % grid.x, y, i / grid.x / clusters_y), cluster);
     }
     for (Block* each : cluster) {
-      if (before_block) before_block(blocks++);
+      if (before_block) before_block(begun++);
       each->go_on(random);
     }
     run_cluster(cluster, random);

@@ -136,6 +136,7 @@ std::vector<std::string> order() { return std::exchange(cuda_on_cpu::order, {});
 void end_graph(int64_t capture) { cuda_on_cpu::end_graph(capture); }
 void use_foreign_streams(bool use) { hookstats::imitates_foreign_streams = use; }
 void use_memory(bool has_some) { cuda_on_cpu::has_memory = has_some; }
+int64_t blocks() { return cuda_on_cpu::blocks; }
 int64_t queries() { return cuda_on_cpu::queries; }
 int64_t mended() { return hookstats::cuda::mended(); }
 void forget_kernels() { cuda_on_cpu::loaded.clear(); }
@@ -190,6 +191,7 @@ TORCH_LIBRARY_FRAGMENT(hookstats_cuda_on_cpu, m) {
   m.def("end_graph(int capture) -> ()", &end_graph);
   m.def("use_foreign_streams(bool use) -> ()", &use_foreign_streams);
   m.def("use_memory(bool has_some) -> ()", &use_memory);
+  m.def("blocks() -> int", &blocks);
   m.def("queries() -> int", &queries);
   m.def("mended() -> int", &mended);
   m.def("forget_kernels() -> ()", &forget_kernels);

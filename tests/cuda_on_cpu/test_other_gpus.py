@@ -140,21 +140,6 @@ def test_a_batch_that_is_first_met_in_a_capture_is_planned_after_it(imitated: Ba
     assert [int(state.counters[0]) for state in states] == [1, 1]
 
 
-def test_graphs_that_are_captured_on_one_stream_have_scratch_of_their_own(imitated: Backend) -> None:
-    imitated.ops.reserve_scratch()
-
-    def scratch(capture: int) -> int:
-        imitated.ops.use_stream(1, capture)
-        address: int = imitated.ops.scratch()
-        return address
-
-    without = scratch(0)
-    captured = [scratch(number) for number in (101, 102, 103, 104)]
-    assert len({without, *captured}) == 5
-    assert [scratch(number) for number in (101, 102, 103, 104, 0)] == [*captured, without]
-    assert {scratch(number) for number in range(105, 125)} == set(captured)  # in turns: nobody tells when a graph ends
-
-
 def test_what_a_captured_launch_refers_to_is_kept(imitated: Backend) -> None:
     x = normal(8, 64).float()
     batch, (state,) = batch_of(imitated, [x], [0], "per_tensor")
