@@ -97,11 +97,11 @@ class Batch : public torch::CustomClassHolder {
                 "hookstats: expected a measured step with a tensor like this one before a CUDA graph captures one: "
                 "nothing is planned meanwhile");
     const void* data = data_of(x);
-    member.kind.reset();
-    stale_ = true;
-    member.input = described(x, member.site);
+    Input input = described(x, member.site);
     TORCH_CHECK_TYPE(data, "hookstats: expected a plain tensor with data, got a wrapper or a mere shape");
-    member.input.data = data;
+    input.data = data;
+    member.input = input;  // only now: what cannot be read changes no plan
+    stale_ = true;
     member.kind.emplace(x.scalar_type(), x.sizes().vec(), x.strides().vec(),
                         reinterpret_cast<uintptr_t>(data) % kAlignment);
   }
@@ -110,7 +110,7 @@ class Batch : public torch::CustomClassHolder {
   struct Group {
     std::vector<size_t> members;
     cuda::Many many;
-    at::Tensor table, partials, arrivals;  // on the device
+    at::Tensor table;  // on the device
     MadeOn stream;
   };
 
@@ -150,11 +150,8 @@ class Batch : public torch::CustomClassHolder {
       states.push_back(members_[i].site.state);
     }
     const auto device = members_[members[0]].site.tensors.moments.device();
-    Group group{std::move(members), cuda::plan_many(inputs, states, how), {}, {}, {}, MadeOn(device)};
-    const auto options = at::TensorOptions().device(device);
+    Group group{std::move(members), cuda::plan_many(inputs, states, how), {}, MadeOn(device)};
     group.table = on_device(group.many.table, device);
-    group.partials = at::empty({group.many.partials}, options.dtype(at::kDouble));
-    group.arrivals = at::zeros({group.many.arrivals}, options.dtype(at::kInt));
     group.stream.written();
     return group;
   }
@@ -170,15 +167,11 @@ class Batch : public torch::CustomClassHolder {
     const auto device = site.moments.device();
     try {
       const c10::DeviceGuard guard(device);
-      cuda::Launch to = launch_on(device, site.active);
-      to.partials = group.partials.mutable_data_ptr<double>();
-      to.arrivals = reinterpret_cast<unsigned*>(group.arrivals.mutable_data_ptr<int32_t>());
-      const std::vector<at::Tensor> memory{group.table, group.partials, group.arrivals};
-      if (cuda::is_capturing(to.stream)) {
-        for (const size_t i : group.members) keep_for_graphs(members_[i].site.tensors, memory);
-      } else {
-        group.stream.used_here(memory);
+      const auto to = launch_on(device, site.active, group.many.partials, group.many.arrivals);
+      if (to.capture) {
+        for (const size_t i : group.members) keep_for_graphs(members_[i].site.tensors, {group.table});
       }
+      group.stream.used_here({group.table});
       check(cuda::accumulate(group.many, group.table.const_data_ptr(), addresses.data(), to));
     } catch (const std::exception& error) {
       for (const size_t i : group.members) failures.emplace_back(i, reason(error));

@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <c10/core/CPUAllocator.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include <algorithm>
 #include <cstring>
@@ -75,14 +76,16 @@ at::Tensor Copies::tensor_for(const at::Tensor& block, size_t number) {
 
 std::vector<at::Tensor> Copies::take(const std::vector<at::Tensor>& blocks, bool clear) {
   std::vector<at::Tensor> copies;
+  std::optional<Closing> closing;
+  if (!blocks.empty()) closing.emplace(blocks[0].device());
   for (const at::Tensor& block : blocks) {
     TORCH_CHECK_TYPE(block.scalar_type() == at::kLong && block.is_contiguous(), "take: expected contiguous int64, got ",
                      block.scalar_type(), " with strides ", block.strides());
     copies.push_back(block.is_cpu() ? tensor_for(block, copies.size()) : at::empty_like(block));
-    if (block.is_cpu()) continue;
-    copies.back().copy_(block, /*non_blocking=*/true);
-    if (clear) block.zero_();
+    if (!block.is_cpu()) copies.back().copy_(block, /*non_blocking=*/true);
   }
+  if (clear) clear_on_gpu(blocks);
+  if (closing) closing->end();
   // No operator in here: one that a Python mode sees would wait for the GIL, and who has that may wait for the lock.
   const NoCpuKernel none;
   for (size_t i = 0; i < blocks.size(); ++i) {
@@ -107,11 +110,26 @@ void clear_on_cpu(const std::vector<at::Tensor>& blocks, const NoCpuKernel&) {
   }
 }
 
-void clear(const std::vector<at::Tensor>& blocks) {
+void clear_on_gpu(const std::vector<at::Tensor>& blocks) {
   for (const at::Tensor& block : blocks) {
     if (!block.is_cpu()) block.zero_();
   }
+}
+
+void clear(const std::vector<at::Tensor>& blocks) {
+  std::optional<Closing> closing;
+  if (!blocks.empty()) closing.emplace(blocks[0].device());
+  clear_on_gpu(blocks);
+  if (closing) closing->end();
   clear_on_cpu(blocks, NoCpuKernel());
+}
+
+void give_away(const std::vector<at::Tensor>& blocks) {
+  if (blocks.empty() || blocks[0].is_cpu()) return;
+  const auto device = blocks[0].device();
+  const Closing closing(device);
+  const auto here = c10::impl::getDeviceGuardImpl(device.type())->getStream(device);
+  for (const at::Tensor& block : blocks) block.record_stream(here);
 }
 
 }  // namespace hookstats

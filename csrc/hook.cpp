@@ -127,23 +127,11 @@ void bind(py::object hook, py::object output, py::object gradient, py::object in
 // until Python asks.
 using Failures = std::map<int64_t, std::pair<std::string, int64_t>>;
 std::mutex failures_mutex;
-Failures failures;
+auto* const failures = new Failures;  // never destroyed: a backward may still run when the process ends
 
 Failures take_failures() {
   std::lock_guard<std::mutex> lock(failures_mutex);
-  return std::exchange(failures, {});
-}
-
-// Folds a tensor, or its rows that count, into a site; in a CUDA graph that is captured, too, and on any stream.
-// Returns whether there are rows and they are about this tensor.
-bool accumulate_here(const at::Tensor& x, const Site& site, const std::optional<Rows>& rows) {
-  const std::vector<at::Tensor> of_rows = rows ? std::vector{rows->row_index, rows->kept} : std::vector<at::Tensor>();
-  if (is_captured(site.tensors.moments.device())) {
-    keep_for_graphs(site.tensors, of_rows);
-  } else if (rows && rows->made) {
-    rows->made->used_here(of_rows);
-  }
-  return accumulate(x, site, rows ? &*rows : nullptr);
+  return std::exchange(*failures, {});
 }
 
 void accumulate_gradient(const at::Tensor& gradient, const Observed& observed, const std::optional<Rows>& rows) {
@@ -152,11 +140,11 @@ void accumulate_gradient(const at::Tensor& gradient, const Observed& observed, c
   if (!observed.enabled->is_open_beside(site.tensors.moments)) return;
   const Times::Span span(observed.enabled->times.load(), gradient.device());
   try {
-    accumulate_here(gradient, site, rows);
+    accumulate(gradient, site, rows ? &*rows : nullptr);
   } catch (const std::exception& error) {
     if (observed.gradient->strict) throw;
     std::lock_guard<std::mutex> lock(failures_mutex);
-    ++failures.try_emplace(observed.gradient->number, reason(error), 0).first->second.second;
+    ++failures->try_emplace(observed.gradient->number, reason(error), 0).first->second.second;
   }
 }
 
@@ -194,25 +182,25 @@ constexpr const char* kObserveDoc =
     "The sites are those that the hook was given.";
 
 PyObject* observe_by(const HookObject* hook, PyObject* value) {
-  if (!hook->observed || !hook->observed->measures_now()) Py_RETURN_NONE;
-  Shared kept = hook->observed;  // another thread may give the hook other states while the GIL is released
-  const Observed& observed = *kept;
-  const Site& site = observed.site();
-  if (!THPVariable_Check(value)) Py_RETURN_NOTIMPLEMENTED;
-  const at::Tensor& x = THPVariable_Unpack(value);
-  if (x.key_set().has(c10::DispatchKey::Python)) Py_RETURN_NOTIMPLEMENTED;
-  if (x.layout() != at::kStrided || x.is_nested()) {
-    return PyUnicode_FromString("expected a dense strided tensor");
-  }
-  if (has_no_data(x) || at::tracer::impl::is_dispatch_enabled()) Py_RETURN_NONE;
-  if (!channel_dim_for(site.tensors.channel_dim, x.dim())) {
-    return PyUnicode_FromString("the channel dimension of such a tensor is not known yet");
-  }
-  const Times::Span span(observed.enabled->times.load(), x.device(), 1);
-  const auto counted = observed.enabled->counted_here();
-  const std::optional<Rows> rows = counted ? counted->on(x.device()) : std::nullopt;
-  const Rows* counting = rows ? &*rows : nullptr;
   try {
+    if (!hook->observed || !hook->observed->measures_now()) Py_RETURN_NONE;
+    Shared kept = hook->observed;  // another thread may give the hook other states while the GIL is released
+    const Observed& observed = *kept;
+    const Site& site = observed.site();
+    if (!THPVariable_Check(value)) Py_RETURN_NOTIMPLEMENTED;
+    const at::Tensor& x = THPVariable_Unpack(value);
+    if (x.key_set().has(c10::DispatchKey::Python)) Py_RETURN_NOTIMPLEMENTED;
+    if (x.layout() != at::kStrided || x.is_nested()) {
+      return PyUnicode_FromString("expected a dense strided tensor");
+    }
+    if (has_no_data(x) || at::tracer::impl::is_dispatch_enabled()) Py_RETURN_NONE;
+    if (!channel_dim_for(site.tensors.channel_dim, x.dim())) {
+      return PyUnicode_FromString("the channel dimension of such a tensor is not known yet");
+    }
+    const Times::Span span(observed.enabled->times.load(), x.device(), 1);
+    const auto counted = observed.enabled->counted_here();
+    const std::optional<Rows> rows = counted ? counted->on(x.device()) : std::nullopt;
+    const Rows* counting = rows ? &*rows : nullptr;
     if (!observed.output) {
       const bool concerned = described(x, site, counting).layout.row_dims > 0;  // throws what accumulate would
       if (counting) ++(concerned ? counted->concerned : counted->others);
@@ -221,7 +209,7 @@ PyObject* observe_by(const HookObject* hook, PyObject* value) {
       constexpr int64_t kLong = 1 << 15;
       std::optional<py::gil_scoped_release> release;
       if (x.is_cpu() && x.numel() >= kLong) release.emplace();
-      const bool concerned = accumulate_here(x, site, rows);
+      const bool concerned = accumulate(x, site, counting);
       if (counting) ++(concerned ? counted->concerned : counted->others);
     }
     // A leaf's gradient is its owner's, and a hook on it would outlive the step.

@@ -113,15 +113,15 @@ void check_rows(const Rows& rows, at::Device device) {
 
 }  // namespace
 
-Dtype dtype_of(const at::Tensor& x) {
-  switch (x.scalar_type()) {
+Dtype dtype_of(at::ScalarType dtype) {
+  switch (dtype) {
 #define HOOKSTATS_CASE(name, type, aten) \
   case at::ScalarType::aten:             \
     return Dtype::name;
     HOOKSTATS_DTYPES(HOOKSTATS_CASE)
 #undef HOOKSTATS_CASE
     default:
-      TORCH_CHECK_TYPE(false, "hookstats: expected a tensor of one of", kDtypeNames, ", got ", x.scalar_type());
+      TORCH_CHECK_TYPE(false, "hookstats: expected a tensor of one of", kDtypeNames, ", got ", dtype);
   }
 }
 
@@ -215,7 +215,7 @@ Input described(const at::Tensor& x, const Site& site, const Rows* rows) {
   const auto device = site.tensors.moments.device();
   TORCH_CHECK(x.device() == device, "hookstats: expected a tensor on ", device, ", where its state is, got one on ",
               x.device());
-  const Dtype dtype = dtype_of(x);
+  const Dtype dtype = dtype_of(x.scalar_type());
   if (rows) check_rows(*rows, device);
   Input input{nullptr, dtype, layout_of(x, site.state, site.tensors.channel_dim, rows)};
   if (site.state.block) input.matrix = matrix_of(x, input.layout.row_dims > 0 ? rows : nullptr);

@@ -168,19 +168,49 @@ void sample(const std::vector<Sampled>& tensors);
 
 namespace cuda {
 
-// Of the (device, stream) that the kernel runs on. Between launches every counter is zero.
+// Memory that the parts of a tensor meet in: see scratch.cu.
 constexpr int64_t kBlocks = 1056;  // at most, where a channel is in several
 constexpr int64_t kScratchDoubles = kBlocks * 64 * kMoments;
 constexpr int64_t kScratchCounters = 2 * kBlocks;
 
+// Where a kernel runs, and in which memory.
 struct Launch {
   void* stream;
   int device;
-  double* partials;           // [kScratchDoubles]
-  unsigned* arrivals;         // [kScratchCounters]
-  unsigned long long* clock;  // of the device: counts the sites that have met a tensor
-  const int32_t* active;      // on the device; null or non-zero: measure, zero: return at once
+  double* partials;            // [kScratchDoubles], or as many as were asked for
+  unsigned* arrivals;          // [kScratchCounters], likewise; between launches each is zero
+  unsigned long long* clock;   // of the device: counts the sites that have met a tensor
+  const int32_t* active;       // on the device; null or non-zero: measure, zero: return at once
+  unsigned long long capture;  // as capture_on
+  void* launched;              // a CUDA event that is recorded behind the launch; null: none is needed
 };
+
+// A stream as scratch.cu is told of it. `stays`: nobody destroys it.
+struct Stream {
+  void* handle;
+  int device;
+  bool stays;
+};
+
+// Fills in a launch on a stream, whose scratch no launch on another stream and none of another CUDA graph has. Waits for
+// nothing. These functions change the thread's current device, and return null, or what went wrong.
+const char* launch_on(Launch& launch, const Stream& stream, const int32_t* active, int64_t doubles = kScratchDoubles,
+                      int64_t counters = kScratchCounters);
+
+// Makes scratch ahead: a hook then need not.
+const char* reserve(int device);
+
+// Around what reads and clears the memory of monitors on a stream: it comes behind the launches on all streams so far,
+// and later launches on them come behind it. Before those, scratch is looked at, and mended.
+const char* begin_closing(const Stream& stream);
+const char* end_closing(const Stream& stream);
+
+// How many counters were found not to be zero so far, on all devices: each may have spoiled the statistics of a launch.
+int64_t mended();
+
+// Loads what is launched for a dtype and a kind of histogram, and what all need, where a driver would not load it while
+// a CUDA graph is captured.
+const char* load(Dtype dtype, HistogramKind kind, int device);
 
 constexpr int kMany = 3900;  // tensors of one launch at most: their addresses travel with it
 
@@ -191,7 +221,7 @@ struct Many {
   bool packed;
   int64_t tensors, blocks = 0;
   std::vector<unsigned char> table = {};  // the caller puts a copy into the device's memory
-  int64_t partials = 0, arrivals = 0;     // scratch of its own, as in Launch
+  int64_t partials = 0, arrivals = 0;     // of the scratch of its launch
 };
 
 // The plan of one launch that takes the totals of many states, of which large ones are cut.
@@ -206,7 +236,6 @@ enum class AmongMany : int { no, in_packs, by_value };
 
 // The number of the capture into a CUDA graph that a stream is in, from 1; 0: none.
 unsigned long long capture_on(void* stream);
-bool is_capturing(void* stream);
 
 struct Versions {
   int runtime = 0, driver = 0;  // of CUDA: 12010 is 12.1; a driver that is too old for this runtime may say 0
@@ -238,8 +267,8 @@ const char* checksums(const Checksums& plan, const void* table, uint64_t* out, v
 
 constexpr int kSamples = 96;  // tensors of one launch: the table of them travels with it
 
-// One launch for each kSamples tensors, none where all are empty. `active` as in Launch.
-const char* sample(const std::vector<Sampled>& tensors, const int32_t* active, void* stream, int device);
+// One launch for each kSamples tensors, none where all are empty.
+const char* sample(const std::vector<Sampled>& tensors, const Launch& launch);
 
 // At least one row; `out` as on the CPU.
 const char* softmax_rows(const SoftmaxRows& rows, Dtype dtype, void* out, void* stream, int device);

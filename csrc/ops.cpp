@@ -68,7 +68,12 @@ void merge_op(at::Tensor moments, at::Tensor counters, std::optional<at::Tensor>
 #if defined(HOOKSTATS_CUDA_KERNELS)
   if (runs_cuda_kernels(moments.device())) {
     const c10::DeviceGuard guard(moments.device());
-    return check(cuda::merge(into, from, launch_on(moments.device(), std::nullopt)));
+    const auto to = launch_on(moments.device(), std::nullopt);
+    if (to.capture) {
+      keep_for_graphs({moments, counters, from_moments, from_counters});
+      if (histogram) keep_for_graphs({*histogram, *from_histogram});
+    }
+    return check(cuda::merge(into, from, to));
   }
 #endif
   const std::lock_guard<std::mutex> lock(cpu_lock(into));
@@ -118,6 +123,9 @@ bool accumulate(const at::Tensor& tensor, const Site& site, const Rows* rows) {
   if (runs_cuda_kernels(x.device())) {
     const c10::DeviceGuard guard(x.device());
     const auto to = launch_on(x.device(), active);
+    const auto of_rows = rows ? std::vector{rows->row_index, rows->kept} : std::vector<at::Tensor>();
+    if (to.capture) keep_for_graphs(site.tensors, of_rows);
+    if (rows && rows->made) rows->made->used_here(of_rows);
     check(cuda::accumulate(input, state, to));
     if (state.block) check(cuda::count_blocks(input, state, to));
     return by_rows;

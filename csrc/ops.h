@@ -73,7 +73,19 @@ class MadeOn {
  private:
   at::Device device_;
   std::optional<c10::Stream> stream_;  // none on a CPU
+  unsigned long long capture_ = 0;     // in which it was written
   std::shared_ptr<c10::Event> event_;
+};
+
+// Around what reads, clears or gives away memory of monitors on the current stream, so that it comes behind launches on
+// other streams, and later ones behind it.
+class Closing {
+ public:
+  explicit Closing(at::Device device);
+  void end() const;
+
+ private:
+  at::Device device_;
 };
 
 // Of the tensors that a mask applies to, those that begin with its shape or have its elements in dimension 0, the rows
@@ -84,8 +96,9 @@ struct Rows {
   std::shared_ptr<const MadeOn> made = nullptr;  // null: who launches has seen to it
 };
 
-// Folds `x`, or its rows that count, into the state. One kernel on the current stream, two with blocks; nothing is
-// allocated or waited for. Throws c10::Error. Returns whether there are rows and they are about this tensor.
+// Folds `x`, or its rows that count, into the state; in a CUDA graph that is captured, too, and on any stream. One kernel
+// on the current stream, two with blocks; nothing is waited for, nor allocated after the first launch on the stream.
+// Throws c10::Error. Returns whether there are rows and they are about this tensor.
 bool accumulate(const at::Tensor& x, const Site& site, const Rows* rows = nullptr);
 
 // While it lives no CPU kernel writes into any state.
@@ -97,18 +110,23 @@ class NoCpuKernel {
   ~NoCpuKernel();
 };
 
-// Whether a kernel that is launched now on this device becomes part of a CUDA graph.
+// The capture into a CUDA graph that a kernel which is launched now on this device becomes part of; 0: none.
+unsigned long long capture_on(at::Device device);
 bool is_captured(at::Device device);
 
 // Keeps memory that a captured kernel refers to: nobody tells when a CUDA graph is no more.
 void keep_for_graphs(const std::vector<at::Tensor>& memory);
 void keep_for_graphs(const SiteState& site, const std::vector<at::Tensor>& others);
 
-// Makes blocks of state on the CPU zero.
+// Makes blocks of state on the CPU zero; those elsewhere, on the current stream.
 void clear_on_cpu(const std::vector<at::Tensor>& blocks, const NoCpuKernel&);
+void clear_on_gpu(const std::vector<at::Tensor>& blocks);
 
-// Makes blocks of state zero between two kernels.
+// Makes blocks of state, all on one device, zero between two kernels.
 void clear(const std::vector<at::Tensor>& blocks);
+
+// Before blocks of state, all on one device, are freed: others get the memory behind the launches on all streams.
+void give_away(const std::vector<at::Tensor>& blocks);
 
 // Copies of the blocks of a store. On the CPU, of each block the memory of one copy that nobody holds any more is kept
 // and used again.
@@ -116,7 +134,7 @@ class __attribute__((visibility("hidden"))) Copies {  // as the class that pybin
  public:
   Copies();
 
-  // Copies of these blocks, int64, as they are between two kernels; then (clear) the blocks are zero. On a GPU in the
+  // Copies of these blocks, int64, all on one device, as they are between two kernels; then (clear) the blocks are zero. On a GPU in the
   // order of the current stream.
   std::vector<at::Tensor> take(const std::vector<at::Tensor>& blocks, bool clear);
 
@@ -133,8 +151,12 @@ class __attribute__((visibility("hidden"))) Copies {  // as the class that pybin
 // cleared on the current one can be used on them. The first time, throws where the kernels cannot run there.
 void reserve_scratch(at::Device device);
 
+// Loads what tensors of these dtypes (of Dtype) and bins (of HistogramKind) need, where that could not be done while a
+// CUDA graph is captured.
+void load_kernels(at::Device device, const std::vector<int64_t>& dtypes, int64_t kind);
+
 // As kernels name it; TypeError for one that they do not take.
-Dtype dtype_of(const at::Tensor& x);
+Dtype dtype_of(at::ScalarType dtype);
 
 // low < high: the histogram is of linear bins. Both NaN: of any bins; it is only to be merged.
 State state_of(const at::Tensor& moments, const at::Tensor& counters, const std::optional<at::Tensor>& histogram,
@@ -152,7 +174,10 @@ void check_device(at::Device device);
 Input described(const at::Tensor& x, const Site& site, const Rows* rows = nullptr);
 
 #if defined(HOOKSTATS_CUDA_ON_CPU)
-extern void* imitated_stream;  // tests/cuda_on_cpu/harness.cpp
+// tests/cuda_on_cpu/harness.cpp
+extern void* imitated_stream;
+extern int imitated_device;
+extern bool imitates_foreign_streams;
 #endif
 
 #if defined(HOOKSTATS_CUDA_KERNELS)
@@ -162,13 +187,20 @@ bool runs_cuda_kernels(at::Device device);
 // The current stream of a device; null on a CPU, but for the tests' build, which imitates streams there.
 void* stream_of(at::Device device);
 
-// The same with its scratch.
-cuda::Launch launch_on(at::Device device, const std::optional<at::Tensor>& active);
+// The same with its scratch, of the usual size or of another one.
+cuda::Launch launch_on(at::Device device, const std::optional<at::Tensor>& active,
+                       int64_t doubles = cuda::kScratchDoubles, int64_t counters = cuda::kScratchCounters);
 
 void check(const char* cuda_error);
 
 // As the CUDA runtime numbers it.
-inline int number_of(at::Device device) { return device.is_cpu() ? 0 : device.index(); }
+inline int number_of(at::Device device) {
+#if defined(HOOKSTATS_CUDA_ON_CPU)
+  return imitated_device;
+#else
+  return device.is_cpu() ? 0 : device.index();
+#endif
+}
 
 // A copy of a plan's table there.
 at::Tensor on_device(std::vector<unsigned char>& table, at::Device device);

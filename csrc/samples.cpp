@@ -26,7 +26,7 @@ Sampled sampled(const at::Tensor& x, const at::Tensor& values, const at::Tensor*
                     "hookstats: sample: expected a tensor whose elements lie side by side, got strides ", x.strides(),
                     " for shape ", x.sizes());
   return {x.const_data_ptr(), buffer_of("values", values, x),
-          differences ? buffer_of("differences", *differences, x) : nullptr, x.numel(), dtype_of(x)};
+          differences ? buffer_of("differences", *differences, x) : nullptr, x.numel(), dtype_of(x.scalar_type())};
 }
 
 // Of each tensor into its `values`; with differences, by how much these have changed into its `differences`. All lie on
@@ -49,12 +49,13 @@ void sample(at::TensorList tensors, at::TensorList values, const std::optional<a
 #if defined(HOOKSTATS_CUDA_KERNELS)
   if (runs_cuda_kernels(device)) {
     const c10::DeviceGuard guard(device);
-    if (is_captured(device)) {
+    const auto to = launch_on(device, active);
+    if (to.capture) {
       keep_for_graphs(values.vec());
       keep_for_graphs(differences.vec());
       if (active) keep_for_graphs({*active});
     }
-    check(cuda::sample(all, flag, stream_of(device), number_of(device)));
+    check(cuda::sample(all, to));
     return;
   }
 #endif

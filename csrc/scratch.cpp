@@ -1,12 +1,11 @@
-// The memory that the CUDA kernels of a stream work in.
+// Before the first launch on a device: whether the kernels can run there, and what is made and loaded ahead.
 
 #include <ATen/ATen.h>
 #include <c10/core/DeviceGuard.h>
 
-#include <map>
 #include <mutex>
 #include <set>
-#include <utility>
+#include <string>
 
 #include "ops.h"
 
@@ -14,69 +13,6 @@ namespace hookstats {
 
 #if defined(HOOKSTATS_CUDA_KERNELS)
 namespace {
-
-struct Piece {
-  at::Tensor partials, arrivals, clock;
-};
-
-constexpr size_t kSpare = 6;     // pieces of 3.8 MB
-constexpr size_t kCaptures = 4;  // whose graphs may be replayed at once; nobody tells when a graph is no more
-
-// Scratch belongs to a (device, stream): two streams may measure at once. Graphs that torch captures all come from one
-// stream, and are replayed on any: each capture has scratch of its own. Spare pieces are made ahead, because a hook
-// must not allocate (it may run while a CUDA graph is captured).
-struct DeviceScratch {
-  at::Device device;
-  at::Tensor clock;  // one, whatever the stream
-  std::vector<Piece> spare, of_captures;
-  size_t captures = 0;
-  std::map<std::pair<void*, unsigned long long>, Piece> used;  // by stream and capture
-
-  explicit DeviceScratch(at::Device on) : device(on) {}
-
-  void reserve() {
-    while (spare.size() < kSpare) spare.push_back(made());
-  }
-
-  const Piece& of(void* stream) {
-    const unsigned long long capture = cuda::capture_on(stream);
-    const auto found = used.find({stream, capture});
-    if (found != used.end()) return found->second;
-    return used.emplace(std::make_pair(stream, capture), capture ? for_capture() : next()).first->second;
-  }
-
- private:
-  Piece next() {
-    if (spare.empty()) spare.push_back(made());
-    const Piece piece = spare.back();
-    spare.pop_back();
-    return piece;
-  }
-  Piece for_capture() {
-    if (of_captures.size() < kCaptures && !spare.empty()) of_captures.push_back(next());
-    TORCH_CHECK(!of_captures.empty(), "hookstats: expected scratch on ", device,
-                " from before the capture of a CUDA graph, where nothing can be allocated; attach made none there");
-    return of_captures[captures++ % of_captures.size()];
-  }
-  Piece made() {
-    const auto options = at::TensorOptions().device(device);
-    if (!clock.defined()) clock = at::zeros({1}, options.dtype(at::kLong));
-    Piece piece{at::empty({cuda::kScratchDoubles}, options.dtype(at::kDouble)),
-                at::zeros({cuda::kScratchCounters}, options.dtype(at::kInt)), clock};
-    wait_for(device);  // it may be used first on another stream than the one that clears it here
-    return piece;
-  }
-};
-
-std::mutex scratch_mutex;
-auto* const scratch_of_devices = new std::map<int, DeviceScratch>;  // never destroyed: the device may be gone before
-
-// Calls f with the scratch of a device, which no other thread has meanwhile.
-template <class F>
-auto with_scratch(at::Device device, const F& f) {
-  const std::lock_guard<std::mutex> lock(scratch_mutex);
-  return f(scratch_of_devices->try_emplace(number_of(device), device).first->second);
-}
 
 std::string in_words(int version) { return c10::str(version / 1000, ".", version % 1000 / 10); }
 
@@ -114,7 +50,7 @@ void try_kernels(at::Device device) {
   auto many = cuda::plan_many({input}, {once.state}, how);
   const at::Tensor table = on_device(many.table, device);
   const c10::DeviceGuard guard(device);
-  const auto to = launch_on(device, std::nullopt);
+  const auto to = launch_on(device, std::nullopt, many.partials, many.arrivals);
   check(cuda::accumulate(many, table.const_data_ptr(), &input.data, to));
   check(cuda::merge(both.state, once.state, to));
   const double count = both.tensors.moments[k_count].item<double>();
@@ -124,38 +60,43 @@ void try_kernels(at::Device device) {
 void try_once(at::Device device) {
   static std::mutex mutex;
   static std::set<int> tried;
-  const std::lock_guard<std::mutex> lock(mutex);
-  if (tried.count(device.index())) return;
-  try {
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (tried.count(device.index())) return;
+  }
+  try {  // without the lock: operators may wait for the GIL, and who has that for the lock
     try_kernels(device);
   } catch (const std::exception& error) {
     TORCH_CHECK(false, "hookstats: a first launch on ", device, " failed: ", reason(error),
                 "; hookstats.build_info() says for which GPUs it was built");
   }
+  const std::lock_guard<std::mutex> lock(mutex);
   tried.insert(device.index());
 }
 
 }  // namespace
 
-cuda::Launch launch_on(at::Device device, const std::optional<at::Tensor>& active) {
-  void* stream = stream_of(device);
-  const Piece piece = with_scratch(device, [&](DeviceScratch& scratch) { return scratch.of(stream); });
-  return {stream,
-          number_of(device),
-          piece.partials.mutable_data_ptr<double>(),
-          reinterpret_cast<unsigned*>(piece.arrivals.mutable_data_ptr<int32_t>()),
-          reinterpret_cast<unsigned long long*>(piece.clock.mutable_data_ptr<int64_t>()),
-          active ? active->const_data_ptr<int32_t>() : nullptr};
-}
 #endif  // HOOKSTATS_CUDA_KERNELS
 
 void reserve_scratch([[maybe_unused]] at::Device device) {
 #if defined(HOOKSTATS_CUDA_KERNELS)
   if (!runs_cuda_kernels(device)) return;
   check_versions(device);
-  with_scratch(device, [](DeviceScratch& scratch) { scratch.reserve(); });
+  {
+    const c10::DeviceGuard guard(device);
+    check(cuda::reserve(number_of(device)));
+  }
   try_once(device);
   wait_for(device);  // for what was cleared on this stream, and is used on others
+#endif
+}
+
+void load_kernels([[maybe_unused]] at::Device device, [[maybe_unused]] const std::vector<int64_t>& dtypes,
+                  [[maybe_unused]] int64_t kind) {
+#if defined(HOOKSTATS_CUDA_KERNELS)
+  if (!runs_cuda_kernels(device)) return;
+  const c10::DeviceGuard guard(device);
+  for (const int64_t dtype : dtypes) check(cuda::load(Dtype(dtype), HistogramKind(kind), number_of(device)));
 #endif
 }
 

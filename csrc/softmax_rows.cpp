@@ -25,7 +25,7 @@ at::Tensor empty_for(const at::Tensor& logits, int64_t top_k) {
 at::Tensor softmax_rows(const at::Tensor& given, int64_t top_k) {
   const at::Tensor out = empty_for(given, top_k);
   at::Tensor logits = given.resolve_neg();
-  const Dtype dtype = dtype_of(logits);
+  const Dtype dtype = dtype_of(logits.scalar_type());
   SoftmaxRows rows{};
   const auto describe = [&] {
     c10::SmallVector<Layout::Dim, 8> dims;

@@ -80,9 +80,7 @@ class __attribute__((visibility("hidden"))) Times {  // as pybind11's own classe
   static std::optional<c10::Event> marked(at::Device device) {
     if (device.is_cpu()) return std::nullopt;
     try {
-#if defined(HOOKSTATS_CUDA_KERNELS)
-      if (cuda::is_capturing(stream_of(device))) return std::nullopt;
-#endif
+      if (is_captured(device)) return std::nullopt;
       c10::Event event(device.type(), c10::EventFlag::BACKEND_DEFAULT);
       event.record(c10::impl::getDeviceGuardImpl(device.type())->getStream(device));
       return event;

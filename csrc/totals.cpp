@@ -50,13 +50,15 @@ class Totals : public torch::CustomClassHolder {
 #if defined(HOOKSTATS_CUDA_KERNELS)
     if (runs_cuda_kernels(device)) {
       const c10::DeviceGuard guard(device);
+      const Closing closing(device);
       stream_->used_here({table_});
       // Of this call, whose stream may be another one than that of the last.
       at::Tensor scratch;
       if (plan_.scratch) scratch = at::zeros({plan_.scratch}, out.options());
       auto* parts = plan_.scratch ? scratch.mutable_data_ptr<int64_t>() : nullptr;
       check(cuda::totals(plan_, table_.const_data_ptr(), parts, words, launch_on(device, std::nullopt)));
-      clear(blocks);
+      clear_on_gpu(blocks);
+      closing.end();
       return out;
     }
 #endif

@@ -11,7 +11,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib.machinery import EXTENSION_SUFFIXES
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -148,11 +148,27 @@ has_no_data = _C.has_no_data
 # it.
 Copies = _C.Copies
 clear = _C.clear  # clear(blocks): makes them zero between two kernels
+# give_away(blocks), before blocks of state are freed: others get the memory behind the launches on all streams.
+give_away = _C.give_away
+mended = _C.mended  # mended() -> how many counters of scratch were found not to be zero so far: csrc/cuda/scratch.cu
 
 
 def reserve_scratch(device: torch.device) -> None:
     """Allocates now what the first launches on new streams of a GPU need, so that no hook has to."""
-    _C.reserve_scratch(str(device))
+    try:
+        _C.reserve_scratch(str(device))
+    except RuntimeError as error:
+        if "out of memory" not in str(error):
+            raise
+        torch.cuda.empty_cache()  # what torch keeps for later
+        _C.reserve_scratch(str(device))
+
+
+def load_kernels(device: torch.device, dtypes: Iterable[torch.dtype], histogram: fields.Bins | None) -> None:
+    """Loads what tensors of these dtypes need, where a driver would not do it while a CUDA graph is captured."""
+    linear = isinstance(histogram, fields.LinearBins)
+    kind = 0 if histogram is None else 3 if linear else 2 if histogram.per_channel else 1  # HistogramKind of csrc
+    _C.load_kernels(str(device), [DTYPES.index(dtype) for dtype in dtypes if dtype in DTYPES], kind)
 
 
 _library = torch.library.Library("hookstats", "FRAGMENT")

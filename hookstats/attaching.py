@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
+from hookstats import _native
 from hookstats.language.attention import Attentions
 from hookstats.language.finding import Router, attentions, routers
 from hookstats.language.routers import Routers
@@ -119,6 +120,9 @@ def attach(
     plan = Plan(model, modules, exclude, kinds, kept)
     store = Store(histogram, options.memory_budget, options.strict)
     too_much = plan.reserve(store)
+    for device in store.blocks:
+        if device.type == "cuda":
+            _native.load_kernels(device, _dtypes_of(model), histogram)
     binder = SiteBinder(store, TrainingOnly(model, training_only, store.flags, options.compiled_programs))
     scaling = None if grad_scaler is None else Scaling(grad_scaler, model)
     parameters = Parameters(model, store, plan.of_parameters, binder, plan.device, scaling)
@@ -253,6 +257,12 @@ def _report(monitor: Monitor, plan: Plan, example_bytes: int | None, is_joined: 
             torch.distributed.get_rank(),
             torch.distributed.get_world_size(),
         )
+
+
+def _dtypes_of(model: nn.Module) -> set[torch.dtype]:
+    """Of its tensors, and those that autocast makes of them."""
+    own = {each.dtype for each in (*model.parameters(), *model.buffers())}
+    return own | {torch.float32, torch.bfloat16, torch.float16}
 
 
 def _report_totals(wanted: int, memory_budget: int) -> None:

@@ -57,10 +57,10 @@ std::string description() {
   all += number("BLOCK_BINS", kBlockBins) + number("DISTANCE_BINS", kDistanceBins);
   all += number("FIRST_OCTAVE", kFirstOctave) + number("SOFTMAX_FIELDS", kSoftmaxFields);
   all += number("MOST_KEPT", kMostKept) + number("SAMPLE_SIZE", kSampleSize) + number("MOST_DIMS", Layout::kMaxDims);
-  all += number("SCRATCH_DOUBLES", cuda::kScratchDoubles) + number("SCRATCH_COUNTERS", cuda::kScratchCounters);
   all += ", \"sizes\": {\"Layout\": " + std::to_string(sizeof(Layout)) + number("Input", sizeof(Input));
   all += number("State", sizeof(State)) + number("Sampled", sizeof(Sampled)) + number("Words", sizeof(Words));
   all += number("SoftmaxRows", sizeof(SoftmaxRows)) + number("Launch", sizeof(cuda::Launch));
+  all += number("Stream", sizeof(cuda::Stream));
   return all + number("Versions", sizeof(cuda::Versions)) + "}}";
 }
 

@@ -7,9 +7,10 @@
 namespace hookstats::cuda {
 namespace {
 
-// What to cut the work into. Two blocks run on a multiprocessor: on 132 of them, the number that this was measured on,
-// one wave is 264 blocks. A block costs as much as reading 100 KB or so.
-constexpr int64_t kWave = 264, kMostWaves = kBlocks / kWave;
+// What to cut the work into. A wave is the blocks that run at a time: 264 on the GPU that this was measured on, which has
+// 132 multiprocessors. A block costs as much as reading 100 KB or so.
+constexpr int kMostAtOnce = 2;  // blocks of a multiprocessor, where more would fit: none was measured
+constexpr int64_t kMostWaves = 4;
 constexpr int64_t kBlockBytes = 128 << 10, kFinerBlockBytes = 32 << 10;
 
 struct GridPlace {
@@ -42,57 +43,73 @@ constexpr bool kHasSmallKernel =
     (sizeof(scalar_t) == 2 || sizeof(scalar_t) == 4) && kPlaces == kPackOf<scalar_t> &&
     std::is_same_v<Walker<scalar_t>, LineWalker<scalar_t>> && kind != HistogramKind::linear;
 
-template <class scalar_t, int kPack, int kPlaces, template <class> class Walker>
-cudaError_t launch_accumulate(const void* data, const Job& job, const Launch& to, int shared_memory) {
-  return with_kind(job.state.kind, [&](auto kind) {
+// Calls f(kernel, what is known of it, its shared memory, constant of the kind, constant of the bytes in flight).
+template <class scalar_t, int kPack, int kPlaces, template <class> class Walker, class F>
+cudaError_t with_kernel(HistogramKind kind, int most_shared, const F& f) {
+  return with_kind(kind, [&](auto kind) {
     constexpr HistogramKind k = decltype(kind)::value;
-    return with_flight<scalar_t, kPack, kPlaces, Walker, k>(shared_memory, [&](auto flight) {
+    return with_flight<scalar_t, kPack, kPlaces, Walker, k>(most_shared, [&](auto flight) {
       constexpr int kFlight = decltype(flight)::value;
-      const auto kernel = accumulate_kernel<scalar_t, kPack, kPlaces, Walker, k, kFlight>;
-      const dim3 grid(job.groups, job.parts), block(kThreads);
       constexpr int kBytes = Shared<scalar_t, kPack, kPlaces, Walker, k, kFlight>::kBytes;
-      const auto stream = static_cast<cudaStream_t>(to.stream);
-      const auto* values = static_cast<const scalar_t*>(data);
-      if constexpr (kHasSmallKernel<scalar_t, kPlaces, Walker, k> && kFlight == kInFlight) {
-        const bool in_cluster = (small_variant() & k_clusters) && job.parts > 1 && job.parts <= kMostInCluster;
-        const bool early = small_variant() & k_early;
-        const auto small = small_kernel<scalar_t, k>;
-        if ((in_cluster || early) && may_launch_as(small, to.device)) {
-          Job other = job;
-          other.in_cluster = in_cluster;
-          return launch_as(in_cluster, early, small, grid, block, kBytes, stream, values, other, to);
-        }
-      }
-      return launch(kernel, grid, block, kBytes, stream, values, job, to);
+      static Prepared prepared;
+      return f(accumulate_kernel<scalar_t, kPack, kPlaces, Walker, k, kFlight>, prepared, kBytes, kind, flight);
     });
   });
 }
 
 // As few waves of blocks as fill a GPU to nine tenths; but every part has something to read.
-int64_t parts_of(const Job& job, int64_t bytes) {
+int64_t parts_of(const Job& job, int64_t bytes, int64_t wave) {
   const int64_t groups = job.groups, useful = divide_up(divide_up(bytes, kBlockBytes), groups);
   int64_t parts = 1;
   double filled = 0;
-  for (int64_t waves = 1; waves <= kMostWaves && filled < 0.9; ++waves) {
-    const int64_t most = waves * kWave / groups, candidate = most < useful ? most : useful;
-    const double fills = double(groups * candidate) / double(waves * kWave);
+  for (int64_t waves = 1; waves <= kMostWaves && waves * wave <= kBlocks && filled < 0.9; ++waves) {
+    const int64_t most = waves * wave / groups, candidate = most < useful ? most : useful;
+    const double fills = double(groups * candidate) / double(waves * wave);
     if (candidate >= 1 && fills > filled) {
       parts = candidate;
       filled = fills;
     }
   }
   if ((small_variant() & k_finer) && parts <= int64_t(kMostInCluster)) {
-    const int64_t finer = divide_up(divide_up(bytes, kFinerBlockBytes), groups), fit = kWave / groups;
+    const int64_t finer = divide_up(divide_up(bytes, kFinerBlockBytes), groups), fit = wave / groups;
     parts = std::max(parts, std::min({finer, fit, int64_t(kMostInCluster)}));
   }
   return parts;
+}
+
+// `job` is yet to be cut; it reads so many bytes.
+template <class scalar_t, int kPack, int kPlaces, template <class> class Walker>
+cudaError_t launch_accumulate(const void* data, Job job, int64_t bytes, const Launch& to) {
+  const Facts facts = facts_of(to.device);
+  const auto run = [&](auto kernel, Prepared& prepared, int shared_bytes, auto kind, auto flight) {
+    int at_once = 0;
+    const auto error = prepare(kernel, prepared, kThreads, shared_bytes, to.device, at_once);
+    if (error != cudaSuccess) return error;
+    const int64_t wave = int64_t(facts.multiprocessors) * std::min(at_once, kMostAtOnce);
+    cut(job, parts_of(job, bytes, wave));
+    const dim3 grid(job.groups, job.parts), block(kThreads);
+    const auto stream = static_cast<cudaStream_t>(to.stream);
+    const auto* values = static_cast<const scalar_t*>(data);
+    constexpr HistogramKind k = decltype(kind)::value;
+    if constexpr (kHasSmallKernel<scalar_t, kPlaces, Walker, k> && decltype(flight)::value == kInFlight) {
+      const bool in_cluster = (small_variant() & k_clusters) && job.parts > 1 && job.parts <= kMostInCluster;
+      const bool early = small_variant() & k_early;
+      const auto small = small_kernel<scalar_t, k>;
+      if ((in_cluster || early) && may_launch_as(small, to.device)) {
+        job.in_cluster = in_cluster;
+        return launch_as(in_cluster, early, small, grid, block, shared_bytes, stream, values, job, to);
+      }
+    }
+    return launch(kernel, grid, block, shared_bytes, stream, values, job, to);
+  };
+  return with_kernel<scalar_t, kPack, kPlaces, Walker>(job.state.kind, facts.shared_memory, run);
 }
 
 template <class scalar_t>
 cudaError_t accumulate_as(const Input& input, const State& state, const Launch& to) {
   constexpr int kPack = kPackOf<scalar_t>;
   Layout layout = input.layout;
-  const int most = shared_memory(to.device);
+  const int most = facts_of(to.device).shared_memory;
   auto [rows, packed, aligned, near, rest] = access<scalar_t>(layout, is_aligned(input.data, kPack * sizeof(scalar_t)));
   if (packed && !(rows ? packs_fit<scalar_t, kPack>(state.kind, most) : packs_fit<scalar_t, 1>(state.kind, most))) {
     packed = false;
@@ -108,59 +125,69 @@ cudaError_t accumulate_as(const Input& input, const State& state, const Launch& 
   job.rest = rest;
   // Then a thread's packs lie four rows apart, or a multiple, and all begin at the same byte of a word.
   if (packed && rows && !aligned) job.geometry.groups = job.geometry.groups / 4 * 4;
-  cut(job, parts_of(job, layout.count * layout.channels * (packed && !rows ? kPack : 1) * int64_t(sizeof(scalar_t))));
+  const int64_t bytes = layout.count * layout.channels * (packed && !rows ? kPack : 1) * int64_t(sizeof(scalar_t));
 
+  const void* data = input.data;
   const bool listed = layout.row_dims > 0;
-  if (packed && rows && listed) {
-    return launch_accumulate<scalar_t, kPack, kPack, ListedWalker>(input.data, job, to, most);
-  }
+  if (packed && rows && listed) return launch_accumulate<scalar_t, kPack, kPack, ListedWalker>(data, job, bytes, to);
   if (packed && rows && !aligned) {
-    return launch_accumulate<scalar_t, kPack, kPack, UnalignedLineWalker>(input.data, job, to, most);
+    return launch_accumulate<scalar_t, kPack, kPack, UnalignedLineWalker>(data, job, bytes, to);
   }
-  if (packed && !aligned) {
-    return launch_accumulate<scalar_t, kPack, 1, UnalignedNearWalker>(input.data, job, to, most);
+  if (packed && !aligned) return launch_accumulate<scalar_t, kPack, 1, UnalignedNearWalker>(data, job, bytes, to);
+  if (packed && listed) return launch_accumulate<scalar_t, kPack, 1, ListedWalker>(data, job, bytes, to);
+  if (packed && rows) return launch_accumulate<scalar_t, kPack, kPack, LineWalker>(data, job, bytes, to);
+  if (packed && layout.ndim <= 1) return launch_accumulate<scalar_t, kPack, 1, LineWalker>(data, job, bytes, to);
+  if (packed) return launch_accumulate<scalar_t, kPack, 1, NearWalker>(data, job, bytes, to);
+  if (near && !listed) return launch_accumulate<scalar_t, 1, 1, NearWalker>(data, job, bytes, to);
+  return launch_accumulate<scalar_t, 1, 1, FarWalker>(data, job, bytes, to);
+}
+
+// All that accumulate_as may launch.
+template <class scalar_t>
+cudaError_t load_as(HistogramKind kind, int device) {
+  constexpr int kPack = kPackOf<scalar_t>;
+  const int most = facts_of(device).shared_memory;
+  const auto run = [&](auto kernel, Prepared& prepared, int shared_bytes, auto, auto) {
+    int at_once = 0;
+    return prepare(kernel, prepared, kThreads, shared_bytes, device, at_once);
+  };
+  if (packs_fit<scalar_t, kPack>(kind, most)) {
+    for (const auto error :
+         {with_kernel<scalar_t, kPack, kPack, LineWalker>(kind, most, run),
+          with_kernel<scalar_t, kPack, kPack, UnalignedLineWalker>(kind, most, run),
+          with_kernel<scalar_t, kPack, kPack, ListedWalker>(kind, most, run)}) {
+      if (error != cudaSuccess) return error;
+    }
   }
-  if (packed && listed) return launch_accumulate<scalar_t, kPack, 1, ListedWalker>(input.data, job, to, most);
-  if (packed && rows) return launch_accumulate<scalar_t, kPack, kPack, LineWalker>(input.data, job, to, most);
-  if (packed && layout.ndim <= 1) return launch_accumulate<scalar_t, kPack, 1, LineWalker>(input.data, job, to, most);
-  if (packed) return launch_accumulate<scalar_t, kPack, 1, NearWalker>(input.data, job, to, most);
-  if (near && !listed) return launch_accumulate<scalar_t, 1, 1, NearWalker>(input.data, job, to, most);
-  return launch_accumulate<scalar_t, 1, 1, FarWalker>(input.data, job, to, most);
+  if (packs_fit<scalar_t, 1>(kind, most)) {
+    for (const auto error :
+         {with_kernel<scalar_t, kPack, 1, LineWalker>(kind, most, run),
+          with_kernel<scalar_t, kPack, 1, NearWalker>(kind, most, run),
+          with_kernel<scalar_t, kPack, 1, UnalignedNearWalker>(kind, most, run),
+          with_kernel<scalar_t, kPack, 1, ListedWalker>(kind, most, run)}) {
+      if (error != cudaSuccess) return error;
+    }
+  }
+  const auto error = with_kernel<scalar_t, 1, 1, NearWalker>(kind, most, run);
+  return error != cudaSuccess ? error : with_kernel<scalar_t, 1, 1, FarWalker>(kind, most, run);
 }
 
 }  // namespace
-
-unsigned long long capture_on(void* stream) {
-  if (!stream) return 0;  // the default stream cannot be captured
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  unsigned long long number = 0;
-  if (message(cudaStreamGetCaptureInfo(static_cast<cudaStream_t>(stream), &status, &number))) return 0;
-  return status == cudaStreamCaptureStatusNone ? 0 : number + 1;
-}
-
-bool is_capturing(void* stream) { return capture_on(stream) != 0; }
-
-const char* ask(Versions& versions, int device) {
-  int major = 0, minor = 0;
-  for (const cudaError_t error : {cudaRuntimeGetVersion(&versions.runtime), cudaDriverGetVersion(&versions.driver),
-                                  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device),
-                                  cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device)}) {
-    if (const char* problem = message(error)) return problem;
-  }
-  versions.capability = 10 * major + minor;
-  return nullptr;
-}
 
 const char* accumulate(const Input& input, const State& state, const Launch& to) {
   if (const auto error = cudaSetDevice(to.device)) return message(error);
   switch (input.dtype) {
 #define HOOKSTATS_CASE(name, type, aten) \
   case Dtype::name:                      \
-    return message(accumulate_as<type>(input, state, to));
+    return message(launched(accumulate_as<type>(input, state, to), to));
     HOOKSTATS_DTYPES(HOOKSTATS_CASE)
 #undef HOOKSTATS_CASE
   }
   return "unknown dtype";
+}
+
+const char* load_accumulate(Dtype dtype, HistogramKind kind, int device) {
+  return with_dtype(dtype, [&](auto value) { return message(load_as<decltype(value)>(kind, device)); });
 }
 
 }  // namespace hookstats::cuda

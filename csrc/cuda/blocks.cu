@@ -11,7 +11,7 @@
 namespace hookstats::cuda {
 namespace {
 
-constexpr int64_t kMostGrid = 4 * 264;  // as accumulate.cu, whose waves have two blocks on a multiprocessor
+constexpr int64_t kMostBlocks = 8;  // of a multiprocessor, which has four or two at a time
 
 struct BlocksJob {
   Layout matrix;
@@ -102,7 +102,7 @@ cudaError_t count_as(const Input& input, const State& state, const Launch& to) {
   job.line = matrix.ndim <= 1 && matrix.row_dims == 0;
   const int64_t all =
       along_rows ? divide_up(matrix.count, block) * matrix.channels : divide_up(matrix.channels, block) * matrix.count;
-  const int64_t grid = std::min(divide_up(all, kThreads), kMostGrid);
+  const int64_t grid = std::min(divide_up(all, kThreads), kMostBlocks * facts_of(to.device).multiprocessors);
   const auto kernel = block == 16
                           ? (along_rows ? blocks_kernel<scalar_t, 16, true> : blocks_kernel<scalar_t, 16, false>)
                           : (along_rows ? blocks_kernel<scalar_t, 32, true> : blocks_kernel<scalar_t, 32, false>);
@@ -115,7 +115,18 @@ cudaError_t count_as(const Input& input, const State& state, const Launch& to) {
 const char* count_blocks(const Input& input, const State& state, const Launch& to) {
   if (input.matrix.channels * input.matrix.count == 0) return nullptr;
   if (const auto error = cudaSetDevice(to.device)) return message(error);
-  return with_dtype(input.dtype, [&](auto value) { return message(count_as<decltype(value)>(input, state, to)); });
+  return with_dtype(input.dtype, [&](auto value) { return message(launched(count_as<decltype(value)>(input, state, to), to)); });
+}
+
+const char* load_blocks(Dtype dtype) {
+  return with_dtype(dtype, [&](auto value) {
+    using scalar_t = decltype(value);
+    for (const auto error : {load_kernel(blocks_kernel<scalar_t, 16, true>), load_kernel(blocks_kernel<scalar_t, 16, false>),
+                             load_kernel(blocks_kernel<scalar_t, 32, true>), load_kernel(blocks_kernel<scalar_t, 32, false>)}) {
+      if (error != cudaSuccess) return message(error);
+    }
+    return message(cudaSuccess);
+  });
 }
 
 }  // namespace hookstats::cuda

@@ -79,4 +79,6 @@ const char* checksums(const Checksums& plan, const void* table, uint64_t* out, v
                         static_cast<cudaStream_t>(stream), tasks, task_of, reinterpret_cast<unsigned long long*>(out)));
 }
 
+const char* load_checksum() { return message(load_kernel(checksum_kernel)); }
+
 }  // namespace hookstats::cuda

@@ -87,9 +87,8 @@ inline int& small_variant() {
 // which has no code for it.
 template <class Kernel>
 bool may_launch_as(Kernel* kernel, int device) {
-  int major = 0;
   cudaFuncAttributes of{};
-  if (message(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device)) || major < 9) return false;
+  if (facts_of(device).capability < 90) return false;
   return !message(cudaFuncGetAttributes(&of, kernel)) && of.ptxVersion >= 90;
 }
 

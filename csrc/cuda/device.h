@@ -4,6 +4,7 @@
 
 #include <cuda_runtime.h>
 
+#include <atomic>
 #include <cstdlib>
 
 #include "../kernels.h"
@@ -58,28 +59,110 @@ inline const char* message(cudaError_t error) {
   return cudaGetErrorString(error);
 }
 
-// Starts a kernel; what it returns goes to `message`.
-template <class... Params, class... Args>
-cudaError_t launch(void (*kernel)(Params...), dim3 grid, dim3 block, int shared_bytes, cudaStream_t stream,
-                   const Args&... args) {
+constexpr int kMostDevices = 64;  // of which what CUDA says is remembered
+
+// What a device is.
+struct Facts {
+  int shared_memory;    // bytes that a block may have: 227 KB on the GPUs of data centers, 99 KB on others
+  int multiprocessors;
+  int capability;       // 86 is 8.6
+};
+
+// Asked for once. HOOKSTATS_SHARED_MEMORY imitates a GPU that has less, for tests.
+inline Facts facts_of(int device) {
+  static std::atomic<const Facts*> known[kMostDevices];
+  const bool is_kept = 0 <= device && device < kMostDevices;
+  if (const Facts* facts = is_kept ? known[device].load(std::memory_order_acquire) : nullptr) return *facts;
+  const auto ask = [device](cudaDeviceAttr attribute, int otherwise) {
+    int value = 0;
+    return message(cudaDeviceGetAttribute(&value, attribute, device)) ? otherwise : value;
+  };
+  Facts facts{ask(cudaDevAttrMaxSharedMemoryPerBlockOptin, 48 << 10), ask(cudaDevAttrMultiProcessorCount, 1),
+              10 * ask(cudaDevAttrComputeCapabilityMajor, 0) + ask(cudaDevAttrComputeCapabilityMinor, 0)};
+  const char* imitated = std::getenv("HOOKSTATS_SHARED_MEMORY");
+  if (imitated && std::atoi(imitated) < facts.shared_memory) facts.shared_memory = std::atoi(imitated);
+  if (is_kept) known[device].store(new Facts(facts), std::memory_order_release);
+  return facts;
+}
+
+// What was asked of CUDA about a kernel: one of these, static, for each.
+struct Prepared {
+  std::atomic<int> blocks[kMostDevices];  // by device, that a multiprocessor has at a time; 0: not asked yet
+};
+
+// Lets a kernel have its shared memory; `blocks`: of so many threads, how many a multiprocessor has at a time then.
+template <class Kernel>
+cudaError_t prepare(Kernel* kernel, Prepared& prepared, int threads, int shared_bytes, int device, int& blocks) {
+  const bool is_kept = 0 <= device && device < kMostDevices;
+  blocks = is_kept ? prepared.blocks[device].load(std::memory_order_relaxed) : 0;
+  if (blocks > 0) return cudaSuccess;
   if (shared_bytes > 32 << 10) {  // beyond 48 KB, fixed arrays included, a kernel must ask
     const auto error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
     if (error != cudaSuccess) return error;
   }
+  const auto error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, threads, size_t(shared_bytes));
+  if (error != cudaSuccess) return error;
+  if (blocks == 0) return cudaErrorInvalidValue;  // never fits
+  if (is_kept) prepared.blocks[device].store(blocks, std::memory_order_relaxed);
+  return cudaSuccess;
+}
+
+// Loads a kernel's code, as a first launch would.
+template <class Kernel>
+cudaError_t load_kernel(Kernel* kernel) {
+  cudaFuncAttributes of{};
+  return cudaFuncGetAttributes(&of, kernel);
+}
+
+// Each file's part of `load`.
+const char* load_accumulate(Dtype dtype, HistogramKind kind, int device);
+const char* load_many(Dtype dtype, HistogramKind kind, int device);
+const char* load_blocks(Dtype dtype);
+const char* load_softmax(Dtype dtype);
+const char* load_merge();
+const char* load_checksum();
+const char* load_sample();
+
+// Starts a kernel of which nothing is to be asked; what it returns goes to `message`.
+template <class... Params, class... Args>
+cudaError_t launch(void (*kernel)(Params...), dim3 grid, dim3 block, int shared_bytes, cudaStream_t stream,
+                   const Args&... args) {
   start(kernel, grid, block, shared_bytes, stream, args...);
   return cudaGetLastError();
 }
 
-// Bytes of shared memory that a block may have on a device: 227 KB on the GPUs of data centers, 99 KB on others.
-// HOOKSTATS_SHARED_MEMORY imitates a GPU that has less, for tests.
-inline int shared_memory(int device) {
-  static const int imitated = [] {
-    const char* bytes = std::getenv("HOOKSTATS_SHARED_MEMORY");
-    return bytes ? std::atoi(bytes) : INT32_MAX;
-  }();
-  int bytes = 0;
-  if (message(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device))) bytes = 48 << 10;
-  return bytes < imitated ? bytes : imitated;
+// Behind a launch: those who wait for it can.
+inline cudaError_t launched(cudaError_t error, const Launch& to) {
+  if (error != cudaSuccess || !to.launched) return error;
+  return cudaEventRecord(static_cast<cudaEvent_t>(to.launched), static_cast<cudaStream_t>(to.stream));
+}
+
+// Whether the address of a counter in shared memory is a number that is kept: newer GPUs else work out anew for each access
+// where shared memory begins. Its sum with shifted bits is one instruction there, and was more on older ones.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+constexpr bool kKeepsAddresses = true;
+#else
+constexpr bool kKeepsAddresses = false;
+#endif
+
+// As such a number; 0 where none is kept.
+HOOKSTATS_HD inline unsigned address_of([[maybe_unused]] const void* shared) {
+  unsigned address = 0;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+  asm volatile("mov.u32 %0, %1;" : "=r"(address) : "r"(unsigned(__cvta_generic_to_shared(shared))));
+#endif
+  return address;
+}
+
+// Adds to the counter that lies (masked >> shift) bytes behind an address.
+template <unsigned shift>
+HOOKSTATS_HD inline void count_at([[maybe_unused]] unsigned address, [[maybe_unused]] uint32_t masked,
+                                  [[maybe_unused]] unsigned value) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+  unsigned at;
+  asm("mad.hi.u32 %0, %1, %2, %3;" : "=r"(at) : "r"(masked), "n"(1u << (32 - shift)), "r"(address));
+  asm volatile("red.shared.add.u32 [%0], %1;" ::"r"(at), "r"(value) : "memory");
+#endif
 }
 
 // A word of the bytes that the digits of the selector name, the last digit first: 0 to 3 are of `a`, 4 to 7 of `b`.

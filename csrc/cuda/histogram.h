@@ -7,15 +7,15 @@
 
 namespace hookstats::cuda {
 
-// Sign and exponent of the value as a float32.
-HOOKSTATS_HD inline unsigned exponent_of(float x) {
+// A float32 whose sign and exponent are those of the value.
+HOOKSTATS_HD inline uint32_t bits_of(float x) {
   uint32_t bits;
   memcpy(&bits, &x, sizeof bits);
-  return bits >> 23;
+  return bits;
 }
-HOOKSTATS_HD inline unsigned exponent_of(double x) {
+HOOKSTATS_HD inline uint32_t bits_of(double x) {
   const int bin = exponent_bin(x);
-  return bin == kNoBin ? 255 : bin;
+  return unsigned(bin == kNoBin ? 255 : bin) << 23;
 }
 
 __device__ inline void add_to_bin(int64_t* bin, unsigned count) {
@@ -45,16 +45,21 @@ template <int kPlaces, bool kPlanes>
 struct BlockHistogram<HistogramKind::per_tensor, kPlaces, kPlanes> {
   static constexpr int kWords = kExponentBins, kMostRows = INT32_MAX;
   unsigned* counts;
+  const unsigned begin;  // their address
 
   __device__ BlockHistogram(unsigned* shared, const State&, const Geometry& geometry, int64_t, int thread)
-      : counts(shared) {
+      : counts(shared), begin(address_of(shared)) {
     clear(geometry, thread);
   }
   __device__ void clear(const Geometry&, int thread) const { clear_words(counts, kWords, thread); }
 
   template <class acc_t>
   __device__ void add(acc_t x, int) const {
-    atomicAdd(&counts[exponent_of(x)], 1u);
+    if constexpr (kKeepsAddresses) {
+      count_at<23 - 2>(begin, bits_of(x) & 0xff800000, 1u);
+    } else {
+      atomicAdd(&counts[bits_of(x) >> 23], 1u);
+    }
   }
 
   __device__ void add_to_state(const State& state, const Geometry&, int64_t, int64_t, int thread) const {
@@ -74,8 +79,9 @@ template <int kPlaces, bool kPlanes>
 struct BlockHistogram<HistogramKind::per_channel, kPlaces, kPlanes> {
   static constexpr int kExponents = 256, kRowWords = kBlockChannels / 2, kWords = kExponents * kRowWords;
   static constexpr int kMostRows = 65535;  // of a block, before its counters must be added up
+  static constexpr bool kByAddress = kKeepsAddresses && (kPlaces > 1 || kPlanes);
   unsigned* counts;
-  unsigned at[2], mask;  // of the lower and the upper places, of the exponent: in bytes
+  unsigned at[2], mask;  // of the lower and the upper places, as addresses or behind `counts`; of the exponent: in bytes
   int shift;             // of the exponent, to where it counts in bytes
   unsigned unit;
   bool pairs;
@@ -89,8 +95,9 @@ struct BlockHistogram<HistogramKind::per_channel, kPlaces, kPlanes> {
     mask = (kExponents - 1) << (23 - shift);
     const int word = pairs ? lane % kRowWords : lane * kExponents;
     const bool exchanged = exchanges<kPlaces>(geometry, thread);
+    const unsigned begin = kByAddress ? address_of(shared) : 0;
     for (int i = 0; i < 2; ++i)
-      at[i] = (word + (kPlaces == 4 && (i == 1) != exchanged ? kRowWords / 2 : 0)) * sizeof(unsigned);
+      at[i] = begin + (word + (kPlaces == 4 && (i == 1) != exchanged ? kRowWords / 2 : 0)) * sizeof(unsigned);
     unit = pairs && lane >= kRowWords ? 1 << 16 : 1;
   }
 
@@ -99,13 +106,16 @@ struct BlockHistogram<HistogramKind::per_channel, kPlaces, kPlanes> {
   }
   __device__ void clear(const Geometry& geometry, int thread) const { clear_words(counts, words(geometry), thread); }
 
-  // A shift, one logical operation, the atomic one.
-  __device__ void add(float x, int place) const {
-    uint32_t bits;
-    memcpy(&bits, &x, sizeof bits);
-    add_at(bits >> shift & mask, place);
+  // A shift, one logical operation, the atomic one; or a logical operation, a shift with a sum, the atomic one.
+  template <class acc_t>
+  __device__ void add(acc_t x, int place) const {
+    if constexpr (kByAddress) {
+      constexpr unsigned kShift = kPlaces > 1 ? 23 - 7 : 23 - 2;
+      count_at<kShift>(at[kPlaces == 4 ? place / 2 : 0], bits_of(x) & 0x7f800000, place % 2 ? 1u << 16 : 1u);
+    } else {
+      add_at(bits_of(x) >> shift & mask, place);
+    }
   }
-  __device__ void add(double x, int place) const { add_at(exponent_of(x) << 23 >> shift & mask, place); }
 
   __device__ void add_at(unsigned exponent_bytes, int place) const {
     const unsigned bytes = exponent_bytes | at[kPlaces == 4 ? place / 2 : 0];

@@ -21,6 +21,22 @@ extern "C" {
 
 unsigned long long hookstats_cuda_capture_on(void* stream) { return cuda::capture_on(stream); }
 
+const char* hookstats_cuda_launch_on(cuda::Launch* launch, const cuda::Stream* stream, const int32_t* active) {
+  return cuda::launch_on(*launch, *stream, active);
+}
+
+const char* hookstats_cuda_reserve(int device) { return cuda::reserve(device); }
+
+const char* hookstats_cuda_begin_closing(const cuda::Stream* stream) { return cuda::begin_closing(*stream); }
+
+const char* hookstats_cuda_end_closing(const cuda::Stream* stream) { return cuda::end_closing(*stream); }
+
+int64_t hookstats_cuda_mended() { return cuda::mended(); }
+
+const char* hookstats_cuda_load(int dtype, int kind, int device) {
+  return cuda::load(Dtype(dtype), HistogramKind(kind), device);
+}
+
 const char* hookstats_cuda_ask(cuda::Versions* versions, int device) { return cuda::ask(*versions, device); }
 
 const char* hookstats_cuda_accumulate(const void* data, const Input* like, const State* state,
@@ -70,7 +86,7 @@ const char* hookstats_cuda_softmax_rows(const SoftmaxRows* rows, int dtype, void
 }
 
 const char* hookstats_cuda_sample(const Sampled* tensors, int64_t n, const cuda::Launch* launch) {
-  return cuda::sample({tensors, tensors + n}, launch->active, launch->stream, launch->device);
+  return cuda::sample({tensors, tensors + n}, *launch);
 }
 
 }  // extern "C"

@@ -103,8 +103,9 @@ const char* merge(const State& into, const State& from, const Launch& to) {
   const int64_t blocks = fold ? 1 : (items + kThreads - 1) / kThreads;
   const dim3 grid(unsigned(blocks < kBlocks ? blocks : kBlocks));
   if (const auto error = cudaSetDevice(to.device)) return message(error);
-  return message(launch(merge_kernel, grid, dim3(kThreads), fold ? kThreads * sizeof(Sample) : 0,
-                        static_cast<cudaStream_t>(to.stream), into, from));
+  return message(launched(launch(merge_kernel, grid, dim3(kThreads), fold ? kThreads * sizeof(Sample) : 0,
+                                 static_cast<cudaStream_t>(to.stream), into, from),
+                          to));
 }
 
 TotalsPlan plan_totals(const std::vector<State>& states) {
@@ -133,8 +134,14 @@ const char* totals(const TotalsPlan& plan, const void* table, int64_t* scratch, 
   if (const auto error = cudaSetDevice(to.device)) return message(error);
   const auto* states = static_cast<const State*>(table);
   const auto* shares = reinterpret_cast<const TotalsShare*>(states + plan.states);
-  return message(launch(totals_kernel, dim3(unsigned(plan.blocks)), dim3(kThreads), kThreads * sizeof(Sample),
-                        static_cast<cudaStream_t>(to.stream), states, shares, scratch, out));
+  return message(launched(launch(totals_kernel, dim3(unsigned(plan.blocks)), dim3(kThreads), kThreads * sizeof(Sample),
+                                 static_cast<cudaStream_t>(to.stream), states, shares, scratch, out),
+                          to));
+}
+
+const char* load_merge() {
+  const auto error = load_kernel(merge_kernel);
+  return message(error != cudaSuccess ? error : load_kernel(totals_kernel));
 }
 
 }  // namespace hookstats::cuda

@@ -40,17 +40,19 @@ __global__ void __launch_bounds__(kSampleThreads, 4)
 
 }  // namespace
 
-const char* sample(const std::vector<Sampled>& tensors, const int32_t* active, void* stream, int device) {
-  if (const auto error = cudaSetDevice(device)) return message(error);
+const char* sample(const std::vector<Sampled>& tensors, const Launch& to) {
+  if (const auto error = cudaSetDevice(to.device)) return message(error);
   for (size_t first = 0; first < tensors.size(); first += kSamples) {
     const size_t count = tensors.size() - first < size_t(kSamples) ? tensors.size() - first : size_t(kSamples);
     SampleTable table{};
     for (size_t i = 0; i < count; ++i) table.of[i] = tensors[first + i];
     const auto error = launch(sample_kernel, dim3(unsigned(count), kSampleParts), dim3(kSampleThreads), 0,
-                              static_cast<cudaStream_t>(stream), table, active);
+                              static_cast<cudaStream_t>(to.stream), table, to.active);
     if (error != cudaSuccess) return message(error);
   }
-  return nullptr;
+  return message(launched(cudaSuccess, to));
 }
+
+const char* load_sample() { return message(load_kernel(sample_kernel)); }
 
 }  // namespace hookstats::cuda

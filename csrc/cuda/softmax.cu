@@ -161,4 +161,15 @@ const char* softmax_rows(const SoftmaxRows& rows, Dtype dtype, void* out, void* 
   return "a dtype without a kernel";
 }
 
+const char* load_softmax(Dtype dtype) {
+  return with_dtype(dtype, [&](auto value) {
+    using scalar_t = decltype(value);
+    for (const auto error : {load_kernel(softmax_kernel<scalar_t, 0>), load_kernel(softmax_kernel<scalar_t, 3>),
+                             load_kernel(softmax_kernel<scalar_t, kMostKept>)}) {
+      if (error != cudaSuccess) return message(error);
+    }
+    return message(cudaSuccess);
+  });
+}
+
 }  // namespace hookstats::cuda

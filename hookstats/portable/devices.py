@@ -1,20 +1,17 @@
-"""Streams, scratch, and what CUDA graphs keep: csrc/streams.cpp and csrc/scratch.cpp, in Python."""
+"""Streams, and what CUDA graphs keep: csrc/streams.cpp and csrc/scratch.cpp, in Python."""
 
 from __future__ import annotations
 
 import ctypes
-import threading
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
-from hookstats.portable.library import Launch, Library, Versions
+from hookstats.portable.library import Launch, Library, Stream, Versions
 
 _OLDEST_DRIVER = 12010  # from this on kernels take 32 KB of parameters
 _OLDEST_GPU = 80  # from this on shared memory is filled asynchronously
-_SPARE = 6  # pieces of scratch of 3.8 MB
-_CAPTURES = 4  # whose graphs may be replayed at once
 
 # Never freed: nobody tells when a CUDA graph is no more, and it may be replayed until then. By id.
 _kept: dict[int, torch.Tensor] = {}
@@ -34,80 +31,33 @@ def is_capturing() -> bool:
 class MadeOn:
     """The stream on which memory was written that may be used on other ones, too."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, devices: Devices, device: torch.device) -> None:
+        self._devices, self._device = devices, device
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self._capture = 0  # in which it was written
         self._event: torch.cuda.Event | None = None
 
     def written(self) -> None:
         """All has been. Waits for nothing."""
-        if self._stream is None or is_capturing():  # in its graph alone, where it comes first
-            self._stream = None
+        if self._stream is None:
             return
+        self._capture = self._devices.capture_on(self._device)
         self._event = torch.cuda.Event()
         self._event.record(self._stream)
 
     def used_here(self, memory: Iterable[torch.Tensor]) -> None:
-        """Before a launch on the current stream that uses it."""
-        if self._stream is None or self._event is None or is_capturing():
+        """Before a launch on the current stream that uses it.
+
+        What was made in a capture can be waited for there alone. Before a capture, torch has waited for all.
+        """
+        if self._stream is None or self._event is None:
             return
         here = torch.cuda.current_stream(self._device)
-        if here == self._stream:
+        if here == self._stream or self._devices.capture_on(self._device) != self._capture:
             return
         self._event.wait(here)
-        for each in memory:
+        for each in () if self._capture else memory:
             each.record_stream(here)
-
-
-class Scratch:
-    """The memory that the CUDA kernels of a device work in, by stream and capture."""
-
-    def __init__(self, library: Library, device: torch.device) -> None:
-        self._library, self._device = library, device
-        self._clock = torch.zeros(1, dtype=torch.int64, device=device)
-        self._spare: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._of_captures: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._captures = 0
-        self._used: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
-        self._lock = threading.Lock()
-
-    def reserve(self) -> None:
-        with self._lock:
-            while len(self._spare) < _SPARE:
-                self._spare.append(self._made())
-
-    def launch(self, stream: int, capture: int, active: torch.Tensor | None) -> Launch:
-        with self._lock:
-            piece = self._used.get((stream, capture))
-            if piece is None:
-                piece = self._used[(stream, capture)] = self._for_capture() if capture else self._next()
-        partials, arrivals = piece
-        number = self._device.index or 0
-        flag = None if active is None else active.data_ptr()
-        return Launch(stream, number, partials.data_ptr(), arrivals.data_ptr(), self._clock.data_ptr(), flag)
-
-    def _next(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._spare.pop() if self._spare else self._made()
-
-    def _for_capture(self) -> tuple[torch.Tensor, torch.Tensor]:
-        if len(self._of_captures) < _CAPTURES and self._spare:
-            self._of_captures.append(self._spare.pop())
-        if not self._of_captures:
-            raise RuntimeError(
-                f"hookstats: expected scratch on {self._device} from before the capture of a CUDA graph, where nothing "
-                "can be allocated; attach made none there"
-            )
-        self._captures += 1
-        return self._of_captures[(self._captures - 1) % len(self._of_captures)]
-
-    def _made(self) -> tuple[torch.Tensor, torch.Tensor]:
-        constants = self._library.constants
-        with torch.inference_mode(False):
-            partials = torch.empty(constants["SCRATCH_DOUBLES"], dtype=torch.float64, device=self._device)
-            arrivals = torch.zeros(constants["SCRATCH_COUNTERS"], dtype=torch.int32, device=self._device)
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()  # it may be used first on another stream
-        return partials, arrivals
 
 
 class Devices:
@@ -115,8 +65,6 @@ class Devices:
 
     def __init__(self, library: Library) -> None:
         self.library = library
-        self._scratch: dict[torch.device, Scratch] = {}
-        self._lock = threading.Lock()
 
     def runs_cuda_kernels(self, device: torch.device) -> bool:
         return self.library.runs_cuda_kernels(device.type)
@@ -129,31 +77,73 @@ class Devices:
     def guard(self, device: torch.device) -> AbstractContextManager[object]:
         return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
-    def is_captured(self, device: torch.device) -> bool:
-        """Whether a kernel that is launched now on this device becomes part of a CUDA graph."""
+    def capture_on(self, device: torch.device) -> int:
+        """The capture into a CUDA graph that a kernel which is launched now becomes part of; 0: none."""
         if not self.runs_cuda_kernels(device) or device.type != "cuda":
-            return False
+            return 0
         assert self.library.cuda is not None
-        return bool(self.library.cuda.capture_on(torch.cuda.current_stream(device).cuda_stream))
+        number: int = self.library.cuda.capture_on(torch.cuda.current_stream(device).cuda_stream)
+        return number
+
+    def _stream(self, device: torch.device) -> Stream:
+        """The current one. A stream of torch's own is never destroyed; the number of another one is even."""
+        if device.type != "cuda":
+            return Stream(None, 0, True)
+        stream = torch.cuda.current_stream(device)
+        number = stream.stream_id
+        return Stream(stream.cuda_stream, device.index or 0, number == 0 or number % 2 != 0)
 
     def launch(self, device: torch.device, active: torch.Tensor | None = None) -> Launch:
         """On the current stream of the device."""
         assert self.library.cuda is not None
-        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-        return self._scratch_of(device).launch(stream, self.library.cuda.capture_on(stream), active)
+        launch, flag = Launch(), None if active is None else active.data_ptr()
+        check(self.library.cuda.launch_on(ctypes.byref(launch), ctypes.byref(self._stream(device)), flag))
+        return launch
 
-    def _scratch_of(self, device: torch.device) -> Scratch:
-        with self._lock:
-            if device not in self._scratch:
-                self._scratch[device] = Scratch(self.library, device)
-            return self._scratch[device]
+    @contextmanager
+    def closing(self, device: torch.device) -> Iterator[None]:
+        """Around what reads or clears memory of monitors on the current stream: see csrc/kernels.h."""
+        if not self.runs_cuda_kernels(device):
+            yield
+            return
+        assert self.library.cuda is not None
+        with self.guard(device):
+            stream = self._stream(device)
+            check(self.library.cuda.begin_closing(ctypes.byref(stream)))
+            yield
+            check(self.library.cuda.end_closing(ctypes.byref(stream)))
+
+    def give_away(self, blocks: Iterable[torch.Tensor]) -> None:
+        """Before blocks of state, all on one device, are freed: others get the memory behind all launches."""
+        for each in blocks:
+            if each.device.type != "cuda":
+                return
+            assert self.library.cuda is not None
+            with self.guard(each.device):
+                check(self.library.cuda.begin_closing(ctypes.byref(self._stream(each.device))))
+                each.record_stream(torch.cuda.current_stream(each.device))
+
+    def mended(self) -> int:
+        """How many counters of scratch were found not to be zero."""
+        return 0 if self.library.cuda is None else int(self.library.cuda.mended())
+
+    def load(self, device: torch.device, dtypes: Iterable[int], kind: int) -> None:
+        """What tensors of these dtypes and bins need."""
+        if not self.runs_cuda_kernels(device):
+            return
+        assert self.library.cuda is not None
+        with self.guard(device):
+            for dtype in dtypes:
+                check(self.library.cuda.load(dtype, kind, device.index or 0))
 
     def reserve_scratch(self, device: torch.device) -> None:
         """Makes sure that later launches find their scratch, and that the kernels can run there at all."""
         if not self.runs_cuda_kernels(device):
             return
         self._check_versions(device)
-        self._scratch_of(device).reserve()
+        assert self.library.cuda is not None
+        with self.guard(device):
+            check(self.library.cuda.reserve(device.index or 0))
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
 

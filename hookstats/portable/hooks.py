@@ -103,7 +103,7 @@ def _observe(x: torch.Tensor, output: Half | None, gradient: Half | None, enable
         assert gradient is not None
         concerned = gradient.site.described(x, rows).by_rows  # raises what accumulate would
     elif not backward_is_running():
-        concerned = output.site.accumulate_here(x, rows)
+        concerned = output.site.accumulate(x, rows)
     if rows is not None and counted is not None and concerned is not None:
         counted.note(concerned)
     # A leaf's gradient is its owner's, and a hook on it would outlive the step.
@@ -120,7 +120,7 @@ def _accumulate_gradient(half: Half, rows: Rows | None, gradient: torch.Tensor |
     times = half.enabled.times
     try:
         with torch._C.DisableTorchFunction(), nullcontext() if times is None else times.span(str(gradient.device)):
-            half.site.accumulate_here(gradient, rows)
+            half.site.accumulate(gradient, rows)
     except Exception as error:
         if half.strict:
             raise

@@ -77,14 +77,22 @@ class Launch(Structure):
         ("arrivals", c_void_p),
         ("clock", c_void_p),
         ("active", c_void_p),
+        ("capture", c_uint64),
+        ("launched", c_void_p),
     )
+
+
+class Stream(Structure):
+    """csrc/kernels.h, as `Launch`."""
+
+    _fields_ = (("handle", c_void_p), ("device", c_int), ("stays", c_bool))
 
 
 class Versions(Structure):
     _fields_ = (("runtime", c_int), ("driver", c_int), ("capability", c_int))
 
 
-STRUCTURES = (Layout, Input, State, Sampled, Words, SoftmaxRows, Launch, Versions)
+STRUCTURES = (Layout, Input, State, Sampled, Words, SoftmaxRows, Launch, Stream, Versions)
 _TEXT = ctypes.c_char_p
 # What each function takes; of what returns text, the name says so.
 _CPU: dict[str, tuple[Any, tuple[Any, ...]]] = {
@@ -101,6 +109,12 @@ _CPU: dict[str, tuple[Any, tuple[Any, ...]]] = {
 }
 _CUDA: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "capture_on": (c_uint64, (c_void_p,)),
+    "launch_on": (_TEXT, (POINTER(Launch), POINTER(Stream), c_void_p)),
+    "reserve": (_TEXT, (c_int,)),
+    "begin_closing": (_TEXT, (POINTER(Stream),)),
+    "end_closing": (_TEXT, (POINTER(Stream),)),
+    "mended": (c_int64, ()),
+    "load": (_TEXT, (c_int, c_int, c_int)),
     "ask": (_TEXT, (POINTER(Versions), c_int)),
     "accumulate": (_TEXT, (c_void_p, c_void_p, c_void_p, POINTER(Launch))),
     "merge": (_TEXT, (POINTER(State), POINTER(State), POINTER(Launch))),

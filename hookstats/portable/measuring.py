@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import torch
 
-from hookstats.portable.devices import MadeOn, is_capturing
+from hookstats.portable.devices import Devices, MadeOn, is_capturing
 from hookstats.portable.sites import Rows, backward_is_running
 
 _Found = TypeVar("_Found")
@@ -91,8 +91,8 @@ class Span:
 class Counted:
     """What counts of the tensors that a thread measures, where it has rows ignored: for each device."""
 
-    def __init__(self, thread: int) -> None:
-        self.thread = thread
+    def __init__(self, devices: Devices, thread: int) -> None:
+        self._devices, self.thread = devices, thread
         self.rows: list[Rows] = []
         self.concerned = self.others = 0  # tensors that met these rows: whether they are about them
 
@@ -103,7 +103,7 @@ class Counted:
     def set_rows(self, rows: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         self.rows = []
         for row_index, kept in rows:
-            made = MadeOn(row_index.device)
+            made = MadeOn(self._devices, row_index.device)
             made.written()
             self.rows.append(Rows(row_index, kept, made))
 

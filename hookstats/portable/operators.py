@@ -146,6 +146,8 @@ class Operators:
             )
         self._devices.check(device)
         if self._devices.runs_cuda_kernels(device):
+            if self._devices.capture_on(device):
+                keep_for_graphs([moments, counters, histogram, from_moments, from_counters, from_histogram])
             self._run(device, "merge", byref(into), byref(other))
         else:
             self._library.cpu.merge(byref(into), byref(other))
@@ -267,7 +269,7 @@ class Operators:
             if each.numel() > 0:
                 found.append(self._sampled(each, values[i], differences[i] if differences else None))
         if self._devices.runs_cuda_kernels(device):
-            if self._devices.is_captured(device):
+            if self._devices.capture_on(device):
                 keep_for_graphs([*values, *differences, active])
             self._run(device, "sample", array(Sampled, found), len(found), active=active)
         elif active is None or int(active) != 0:
@@ -354,7 +356,7 @@ class Batch:
                 if x.layout == torch.strided and has_no_data(x):
                     site.described(x)  # its dtype or its shape may be what is wrong
                     raise TypeError("hookstats: expected a plain tensor with data, got a wrapper or a mere shape")
-                site.accumulate_here(x, None)
+                site.accumulate(x)
             except Exception as error:
                 failures.append((i, str(error)))
         return failures
@@ -382,7 +384,7 @@ class Totals:
         self._shape = len(sites), len(constants["FIELDS"]) + constants["COUNTERS"]
         self._device = device
         if devices.runs_cuda_kernels(device):
-            self._made = MadeOn(device)
+            self._made = MadeOn(devices, device)
             self._table, (self._blocks, self._scratch) = operators._planned(
                 "plan_totals", self._states, len(sites), device, 2
             )
@@ -394,16 +396,11 @@ class Totals:
         if self._devices.runs_cuda_kernels(self._device):
             self._made.used_here([self._table])
             scratch = torch.zeros(self._scratch, dtype=torch.int64, device=self._device)
-            self._operators._run(
-                self._device,
-                "totals",
-                self._shape[0],
-                self._blocks,
-                self._table.data_ptr(),
-                scratch.data_ptr(),
-                out.data_ptr(),
-            )
-            clear(self._devices, blocks)
+            numbers = self._shape[0], self._blocks
+            memory = self._table.data_ptr(), scratch.data_ptr(), out.data_ptr()
+            with self._devices.closing(self._device):
+                self._operators._run(self._device, "totals", *numbers, *memory)
+                _clear_on_gpu(blocks)
         else:
             take(self._devices, self._states, out, blocks, None, True)
         return out
@@ -426,11 +423,18 @@ def take(
     devices.library.cpu.take(states, count, out, len(here), array(c_void_p, here), there, sizes, clear)
 
 
-def clear(devices: Devices, blocks: Sequence[torch.Tensor]) -> None:
-    """Makes blocks of state zero between two kernels."""
+def _clear_on_gpu(blocks: Sequence[torch.Tensor]) -> None:
     for block in blocks:
         if block.device.type != "cpu":
             block.zero_()
+
+
+def clear(devices: Devices, blocks: Sequence[torch.Tensor]) -> None:
+    """Makes blocks of state, all on one device, zero between two kernels."""
+    if not blocks:
+        return
+    with devices.closing(blocks[0].device):
+        _clear_on_gpu(blocks)
     take(devices, None, None, [block for block in blocks if block.device.type == "cpu"], None, True)
 
 
@@ -447,13 +451,16 @@ class Copies:
                 raise TypeError(
                     f"take: expected contiguous int64, got {block.dtype} with strides {list(block.stride())}"
                 )
+        if not blocks:
+            return []
         copies = [torch.empty_like(block) for block in blocks]
         here = [pair for pair in zip(blocks, copies, strict=True) if pair[0].device.type == "cpu"]
-        for block, copy in zip(blocks, copies, strict=True):
-            if block.device.type != "cpu":
-                copy.copy_(block, non_blocking=True)
-                if clear:
-                    block.zero_()
+        with self._devices.closing(blocks[0].device):
+            for block, copy in zip(blocks, copies, strict=True):
+                if block.device.type != "cpu":
+                    copy.copy_(block, non_blocking=True)
+            if clear:
+                _clear_on_gpu(blocks)
         take(self._devices, None, None, [block for block, _ in here], [copy for _, copy in here], clear)
         return copies
 

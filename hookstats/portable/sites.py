@@ -137,7 +137,10 @@ class Site:
         return site
 
     def accumulate(self, x: torch.Tensor, rows: Rows | None = None) -> bool:
-        """Folds `x`, or its rows that count, into the state. Whether there are rows and they are about this tensor."""
+        """Folds `x`, or its rows that count, into the state; in a CUDA graph that is captured, too, and on any stream.
+
+        Whether there are rows and they are about this tensor.
+        """
         if x.is_neg():
             x = x.resolve_neg()
         found = self.described(x, rows)
@@ -149,21 +152,16 @@ class Site:
         if self.runs_cuda_kernels:
             with self.devices.guard(self.device):
                 launch = self.devices.launch(self.device, self.active)
+                of_rows = [] if rows is None else [rows.row_index, rows.kept]
+                if launch.capture:
+                    keep_for_graphs([*self.memory, *of_rows])
+                if rows is not None and rows.made is not None:
+                    rows.made.used_here(of_rows)
                 assert self.library.cuda is not None
                 check(self.library.cuda.accumulate(data, found.address, self._state, byref(launch)))
         elif self._is_active is None or self._is_active.value:
             self._accumulate(data, found.address, self._state)
         return found.by_rows
-
-    def accumulate_here(self, x: torch.Tensor, rows: Rows | None) -> bool:
-        """The same in a CUDA graph that is captured, too, and on any stream."""
-        if self.runs_cuda_kernels:
-            of_rows = [] if rows is None else [rows.row_index, rows.kept]
-            if self.devices.is_captured(self.device):
-                keep_for_graphs([*self.memory, *of_rows])
-            elif rows is not None and rows.made is not None:
-                rows.made.used_here(of_rows)
-        return self.accumulate(x, rows)
 
     def described(self, x: torch.Tensor, rows: Rows | None = None) -> Described:
         """What a kernel is given for `x`, checked, but for its data."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 import itertools
 import math
 import threading
+import weakref
+from contextlib import suppress
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
@@ -146,6 +148,13 @@ class Entry:
         return next((place for place in self.places if (place.device, place.channels) == (device, channels)), None)
 
 
+def _give_away(blocks: dict[torch.device, list[torch.Tensor]]) -> None:
+    """Of a store that is no more: launches on other streams may still write into them."""
+    for each in blocks.values():
+        with suppress(RuntimeError):  # of a device that has failed, which garbage cannot tell anybody
+            _native.give_away(each)
+
+
 class Store:
     """The state of all sites of a monitor.
 
@@ -169,6 +178,7 @@ class Store:
         self._states: dict[torch.device, list[SiteState]] = {}  # of all places, by Place.number
         self._tables: dict[torch.device, tuple[int, Any]] = {}  # of so many of them: _native.Totals
         self._copies = _native.Copies()
+        weakref.finalize(self, _give_away, self.blocks).atexit = False
 
     def devices(self) -> set[torch.device]:
         """Where sites are now; where they were, no more."""

@@ -20,11 +20,14 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <map>
 #include <memory>
 #include <numeric>
 #include <random>
+#include <set>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -40,14 +43,24 @@ struct dim3 {
   dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
 };
 using cudaStream_t = void*;
-enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorStreamCaptureImplicit = 906 };
+enum cudaError_t {
+  cudaSuccess = 0,
+  cudaErrorInvalidValue = 1,
+  cudaErrorMemoryAllocation = 2,
+  cudaErrorStreamCaptureImplicit = 906
+};
 inline const char* cudaGetErrorString(cudaError_t error) {
-  return error == cudaSuccess ? "no error" : error == cudaErrorInvalidValue ? "invalid argument" : "capture implicit";
+  return error == cudaSuccess                 ? "no error"
+         : error == cudaErrorInvalidValue     ? "invalid argument"
+         : error == cudaErrorMemoryAllocation ? "out of memory"
+                                              : "capture implicit";
 }
 enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone, cudaStreamCaptureStatusActive };
+enum cudaStreamCaptureMode { cudaStreamCaptureModeGlobal, cudaStreamCaptureModeRelaxed };
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
 enum cudaDeviceAttr {
   cudaDevAttrMaxSharedMemoryPerBlockOptin,
+  cudaDevAttrMultiProcessorCount,
   cudaDevAttrComputeCapabilityMajor,
   cudaDevAttrComputeCapabilityMinor
 };
@@ -61,11 +74,33 @@ struct Gpu {
   int shared_memory = 227 << 10;
   int capability = 90, driver = 13000, runtime = 13000;
   int built_for = 90;  // the code that it runs
+  int multiprocessors = 132;
+
+  auto all() const { return std::tie(shared_memory, capability, driver, runtime, built_for, multiprocessors); }
 };
 inline Gpu gpu;
 inline unsigned long long capture = 0;  // of the stream, whichever; 0: none
 inline bool captures_are_told = true;   // else asking is an error
+inline bool has_memory = true;          // else there is none left
+inline int64_t queries = 0;             // of kernels and devices
 inline cudaError_t last_error = cudaSuccess;
+inline std::set<const void*> loaded;  // kernels; drivers before 12.3 load none in a capture
+
+// What streams were told: "record STREAM" of an event, "wait STREAM behind STREAM", "launch STREAM".
+inline std::vector<std::string> order;
+inline std::string name_of(void* stream) { return std::to_string(reinterpret_cast<intptr_t>(stream)); }
+
+// Of captures, what is told when their graphs are no more.
+struct UserObject {
+  void (*destroy)(void*);
+  void* held;
+};
+inline std::multimap<unsigned long long, UserObject> of_graphs;
+inline void end_graph(unsigned long long number) {
+  const auto [first, last] = of_graphs.equal_range(number);
+  for (auto each = first; each != last; ++each) each->second.destroy(each->second.held);
+  of_graphs.erase(first, last);
+}
 
 inline cudaError_t with(cudaError_t error) {
   if (error != cudaSuccess) last_error = error;
@@ -73,7 +108,7 @@ inline cudaError_t with(cudaError_t error) {
 }
 
 inline unsigned shuffle_seed = 0;  // 0: in order
-inline int64_t launches = 0, cluster_launches = 0, copies = 0;
+inline int64_t launches = 0, blocks = 0, cluster_launches = 0, copies = 0;  // so far
 inline int dynamic_shared_bytes = 0;
 inline std::function<void(uint64_t)> before_block;  // given the number of blocks that have run
 
@@ -301,6 +336,7 @@ inline void run(dim3 grid, dim3 block, const std::function<void()>& kernel, unsi
     throw std::runtime_error("cuda_on_cpu: invalid launch configuration");
   }
   ++launches;
+  blocks += int64_t(grid.x) * grid.y * grid.z;
   gridDim = grid;
   blockDim = block;
   std::mt19937 random(shuffle_seed);
@@ -314,14 +350,14 @@ inline void run(dim3 grid, dim3 block, const std::function<void()>& kernel, unsi
     owned.push_back(std::make_unique<Block>(block, kernel));
     cluster.push_back(owned.back().get());
   }
-  uint64_t blocks = 0;
+  uint64_t begun = 0;
   for (const uint64_t i : order) {
     for (unsigned rank = 0; rank < in_cluster; ++rank) {
       const unsigned y = unsigned(i / grid.x % clusters_y) * in_cluster + rank;
       cluster[rank]->begin(dim3(i % grid.x, y, i / grid.x / clusters_y), cluster);
     }
     for (Block* each : cluster) {
-      if (before_block) before_block(blocks++);
+      if (before_block) before_block(begun++);
       each->go_on(random);
     }
     run_cluster(cluster, random);
@@ -342,27 +378,101 @@ inline cudaError_t cudaDriverGetVersion(int* version) {
 }
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   const auto& gpu = cuda_on_cpu::gpu;
+  ++cuda_on_cpu::queries;
   *value = attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin ? gpu.shared_memory
+           : attribute == cudaDevAttrMultiProcessorCount        ? gpu.multiprocessors
            : attribute == cudaDevAttrComputeCapabilityMajor     ? gpu.capability / 10
                                                                 : gpu.capability % 10;
   return cudaSuccess;
 }
 template <class Kernel>
 cudaError_t cudaFuncSetAttribute(Kernel*, cudaFuncAttribute, int bytes) {
+  ++cuda_on_cpu::queries;
   return cuda_on_cpu::with(bytes > cuda_on_cpu::gpu.shared_memory ? cudaErrorInvalidValue : cudaSuccess);
+}
+// Registers allow two; the shared memory of a multiprocessor is not imitated.
+template <class Kernel>
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Kernel* kernel, int, size_t bytes) {
+  ++cuda_on_cpu::queries;
+  cuda_on_cpu::loaded.insert(reinterpret_cast<const void*>(kernel));
+  *blocks = bytes > size_t(cuda_on_cpu::gpu.shared_memory) ? 0 : 2;
+  return cudaSuccess;
 }
 struct cudaFuncAttributes {
   int ptxVersion;
 };
 template <class Kernel>
-cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* of, Kernel*) {
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* of, Kernel* kernel) {
+  cuda_on_cpu::loaded.insert(reinterpret_cast<const void*>(kernel));
   of->ptxVersion = cuda_on_cpu::gpu.built_for;
   return cudaSuccess;
 }
-inline cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* status, unsigned long long* number) {
+
+using cudaGraph_t = void*;  // the number of its capture
+using cudaUserObject_t = cuda_on_cpu::UserObject*;
+enum { cudaUserObjectNoDestructorSync = 1, cudaGraphUserObjectMove = 1 };
+inline cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* status, unsigned long long* number,
+                                            cudaGraph_t* graph) {
   if (!cuda_on_cpu::captures_are_told) return cuda_on_cpu::with(cudaErrorStreamCaptureImplicit);
   *status = cuda_on_cpu::capture ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
   *number = cuda_on_cpu::capture;
+  if (graph) *graph = reinterpret_cast<void*>(cuda_on_cpu::capture);
+  return cudaSuccess;
+}
+inline cudaError_t cudaUserObjectCreate(cudaUserObject_t* object, void* held, void (*destroy)(void*), unsigned,
+                                        unsigned) {
+  *object = new cuda_on_cpu::UserObject{destroy, held};
+  return cudaSuccess;
+}
+inline cudaError_t cudaUserObjectRelease(cudaUserObject_t object, unsigned) {
+  object->destroy(object->held);
+  delete object;
+  return cudaSuccess;
+}
+inline cudaError_t cudaGraphRetainUserObject(cudaGraph_t graph, cudaUserObject_t object, unsigned, unsigned) {
+  cuda_on_cpu::of_graphs.emplace(reinterpret_cast<unsigned long long>(graph), *object);
+  delete object;
+  return cudaSuccess;
+}
+inline cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return cudaSuccess; }
+
+// Memory of a device is garbage at first, and is never freed here.
+inline cudaError_t cudaMalloc(void** memory, size_t bytes) {
+  if (!cuda_on_cpu::has_memory) return cuda_on_cpu::with(cudaErrorMemoryAllocation);
+  *memory = malloc(bytes);
+  memset(*memory, 0xA5, bytes);
+  return cudaSuccess;
+}
+enum { cudaHostAllocDefault, cudaStreamNonBlocking, cudaEventDisableTiming };
+inline cudaError_t cudaHostAlloc(void** memory, size_t bytes, unsigned) {
+  *memory = malloc(bytes);
+  return cudaSuccess;
+}
+inline cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaStream_t) {
+  memset(memory, value, bytes);
+  return cudaSuccess;
+}
+inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t*, unsigned) { return cudaSuccess; }
+inline cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
+inline cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
+
+// An event is the stream on which it was recorded last.
+using cudaEvent_t = void**;
+inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
+  *event = new void*(nullptr);
+  return cudaSuccess;
+}
+inline cudaError_t cudaEventDestroy(cudaEvent_t event) {
+  delete event;
+  return cudaSuccess;
+}
+inline cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  *event = stream;
+  cuda_on_cpu::order.push_back("record " + cuda_on_cpu::name_of(stream));
+  return cudaSuccess;
+}
+inline cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+  cuda_on_cpu::order.push_back("wait " + cuda_on_cpu::name_of(stream) + " behind " + cuda_on_cpu::name_of(*event));
   return cudaSuccess;
 }
 
@@ -385,7 +495,15 @@ T atomicAdd(T* at, T value) {
 namespace hookstats::cuda {
 
 template <class... Params, class... Args>
-void start(void (*kernel)(Params...), dim3 grid, dim3 block, int shared_bytes, cudaStream_t, const Args&... args) {
+void start(void (*kernel)(Params...), dim3 grid, dim3 block, int shared_bytes, cudaStream_t stream,
+           const Args&... args) {
+  const bool is_new = cuda_on_cpu::loaded.insert(reinterpret_cast<const void*>(kernel)).second;
+  if (is_new && cuda_on_cpu::capture && cuda_on_cpu::gpu.driver < 12030) {
+    cuda_on_cpu::loaded.erase(reinterpret_cast<const void*>(kernel));
+    cuda_on_cpu::with(cudaErrorStreamCaptureImplicit);
+    return;
+  }
+  cuda_on_cpu::order.push_back("launch " + cuda_on_cpu::name_of(stream));
   cuda_on_cpu::dynamic_shared_bytes = shared_bytes;
   cuda_on_cpu::run(grid, block, [&] { kernel(args...); });
 }

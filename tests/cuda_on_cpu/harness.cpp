@@ -13,6 +13,7 @@ static bool in_one_part = false;
 #include "cuda/many.cu"
 #include "cuda/merge.cu"
 #include "cuda/sample.cu"
+#include "cuda/scratch.cu"
 #include "cuda/softmax.cu"
 
 #include <ATen/core/Tensor.h>
@@ -21,6 +22,8 @@ static bool in_one_part = false;
 #include "ops.h"
 
 void* hookstats::imitated_stream = nullptr;
+int hookstats::imitated_device = 0;
+bool hookstats::imitates_foreign_streams = false;
 
 namespace {
 
@@ -103,19 +106,61 @@ void use_stream(int64_t stream, int64_t capture) {
   cuda_on_cpu::capture = capture;
 }
 
-// From now on it is the GPU of this capability, with so much shared memory for a block; 0: as at first.
-void use_gpu(int64_t capability, int64_t shared_memory, int64_t driver, int64_t runtime, int64_t built_for) {
+// From now on it is the GPU of this capability, with so much shared memory for a block; 0: as at first. Each is a device
+// of its own, of which what was asked is remembered.
+void use_gpu(int64_t capability, int64_t shared_memory, int64_t driver, int64_t runtime, int64_t built_for,
+             int64_t multiprocessors) {
+  static std::vector<cuda_on_cpu::Gpu> gpus(1);
   const cuda_on_cpu::Gpu first;
   const auto or_first = [](int64_t given, int otherwise) { return given ? int(given) : otherwise; };
   cuda_on_cpu::gpu = {or_first(shared_memory, first.shared_memory), or_first(capability, first.capability),
-                      or_first(driver, first.driver), or_first(runtime, first.runtime),
-                      or_first(built_for, first.built_for)};
+                      or_first(driver, first.driver),               or_first(runtime, first.runtime),
+                      or_first(built_for, first.built_for),         or_first(multiprocessors, first.multiprocessors)};
+  size_t number = 0;
+  while (number < gpus.size() && gpus[number].all() != cuda_on_cpu::gpu.all()) ++number;
+  if (number == gpus.size()) gpus.push_back(cuda_on_cpu::gpu);
+  hookstats::imitated_device = int(number);
 }
 
 void tell_captures(bool told) { cuda_on_cpu::captures_are_told = told; }
 int64_t last_error() { return cuda_on_cpu::last_error; }
 void reserve_scratch() { hookstats::reserve_scratch(at::kCPU); }
-int64_t scratch() { return reinterpret_cast<int64_t>(hookstats::launch_on(at::kCPU, std::nullopt).partials); }
+hookstats::cuda::Launch launch_here() { return hookstats::launch_on(at::kCPU, std::nullopt); }
+int64_t scratch() { return reinterpret_cast<int64_t>(launch_here().partials); }
+
+// An arrival that belongs to no launch, at the piece of scratch of this stream.
+void stray_arrival(int64_t word) { launch_here().arrivals[word] += 1; }
+
+// What streams were told since this was asked.
+std::vector<std::string> order() { return std::exchange(cuda_on_cpu::order, {}); }
+void end_graph(int64_t capture) { cuda_on_cpu::end_graph(capture); }
+void use_foreign_streams(bool use) { hookstats::imitates_foreign_streams = use; }
+void use_memory(bool has_some) { cuda_on_cpu::has_memory = has_some; }
+int64_t blocks() { return cuda_on_cpu::blocks; }
+int64_t queries() { return cuda_on_cpu::queries; }
+int64_t mended() { return hookstats::cuda::mended(); }
+void forget_kernels() { cuda_on_cpu::loaded.clear(); }
+void load_kernels(at::IntArrayRef dtypes, int64_t kind) { hookstats::load_kernels(at::kCPU, dtypes.vec(), kind); }
+void close_step(at::TensorList blocks) {
+  const hookstats::Closing closing(at::kCPU);
+  for (const at::Tensor& block : blocks) block.zero_();
+  closing.end();
+}
+
+// Of packs first, first + step, ... of `inner` in each run, how far from the first element each lies.
+std::vector<int64_t> near_addresses(int64_t inner, int64_t outer_stride, int64_t first, int64_t step, int64_t count) {
+  hookstats::Layout layout;
+  layout.ndim = 2;
+  layout.size[0] = 4;
+  layout.stride[0] = outer_stride;
+  layout.size[1] = inner;
+  layout.stride[1] = 1;
+  if (!hookstats::cuda::is_near(layout)) return {};
+  hookstats::cuda::NearWalker<char> walker(nullptr, layout, first, step);
+  std::vector<int64_t> found;
+  for (int64_t i = 0; i < count; ++i) found.push_back(reinterpret_cast<int64_t>(walker.next()));
+  return found;
+}
 void use_one_part(bool use) { in_one_part = use; }
 int64_t copies() { return cuda_on_cpu::copies; }
 void shuffle(int64_t seed) { cuda_on_cpu::shuffle_seed = unsigned(seed); }
@@ -135,9 +180,22 @@ TORCH_LIBRARY_FRAGMENT(hookstats_cuda_on_cpu, m) {
   m.def("switch_off_after(Tensor flag, int blocks) -> ()", &switch_off_after);
   m.def("run_faulty(str name) -> int", &run_faulty);
   m.def("use_stream(int stream, int capture=0) -> ()", &use_stream);
-  m.def("use_gpu(int capability=0, int shared_memory=0, int driver=0, int runtime=0, int built_for=0) -> ()", &use_gpu);
+  m.def("use_gpu(int capability=0, int shared_memory=0, int driver=0, int runtime=0, int built_for=0, "
+        "int multiprocessors=0) -> ()", &use_gpu);
   m.def("tell_captures(bool told) -> ()", &tell_captures);
   m.def("last_error() -> int", &last_error);
   m.def("reserve_scratch() -> ()", &reserve_scratch);
   m.def("scratch() -> int", &scratch);
+  m.def("stray_arrival(int word) -> ()", &stray_arrival);
+  m.def("order() -> str[]", &order);
+  m.def("end_graph(int capture) -> ()", &end_graph);
+  m.def("use_foreign_streams(bool use) -> ()", &use_foreign_streams);
+  m.def("use_memory(bool has_some) -> ()", &use_memory);
+  m.def("blocks() -> int", &blocks);
+  m.def("queries() -> int", &queries);
+  m.def("mended() -> int", &mended);
+  m.def("forget_kernels() -> ()", &forget_kernels);
+  m.def("load_kernels(int[] dtypes, int kind) -> ()", &load_kernels);
+  m.def("close_step(Tensor(a!)[] blocks) -> ()", &close_step);
+  m.def("near_addresses(int inner, int outer_stride, int first, int step, int count) -> int[]", &near_addresses);
 }

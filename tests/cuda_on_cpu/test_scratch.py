@@ -1,0 +1,328 @@
+"""Scratch, streams, captures, and what CUDA is asked, as the harness imitates them: csrc/cuda/scratch.cu."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.conftest import DTYPES, Backend, State, check
+from tests.kernels.test_kernels import LAYOUTS, normal
+from tests.kernels.test_many import batch_of
+
+KB = 1 << 10
+
+
+@pytest.fixture
+def imitated(harness: Any) -> Iterator[Backend]:
+    harness.reserve_scratch()
+    yield Backend("cuda_on_cpu", harness, "cpu")
+    harness.use_gpu()
+    harness.use_stream(0)
+    harness.use_memory(True)
+    harness.use_foreign_streams(False)
+    harness.close_step([])
+
+
+def in_parts() -> torch.Tensor:
+    """Of several parts for each channel, which meet in scratch."""
+    return normal(5000, 40).float()
+
+
+def mean_is_right(backend: Backend, x: torch.Tensor) -> bool:
+    """Of other values each time: what a launch before has left in scratch is not what belongs there."""
+    x = x + 10 * torch.randn(1)
+    try:
+        check(backend.accumulate(x, 1).stats(), x, 1)
+    except AssertionError:
+        return False
+    return True
+
+
+def test_a_stray_arrival_is_noticed_and_mended_when_a_step_is_closed(imitated: Backend) -> None:
+    ops, x = imitated.ops, in_parts()
+    ops.use_stream(11)
+    assert mean_is_right(imitated, x)
+    ops.stray_arrival(0)
+    assert not mean_is_right(imitated, x)
+    before = ops.mended()
+    ops.use_stream(12)
+    ops.close_step([])
+    ops.use_stream(11)
+    assert mean_is_right(imitated, x)
+    assert ops.mended() == before + 1
+    assert mean_is_right(imitated, x)
+    assert ops.mended() == before + 1
+
+
+def test_a_stray_arrival_in_one_stream_or_capture_disturbs_no_other_one(imitated: Backend) -> None:
+    ops, x = imitated.ops, in_parts()
+    others = [(stream, capture) for stream in (21, 22, 23, 24, 25, 26, 27) for capture in (0, 2100, 2101)]
+    ops.use_stream(20, 2100)
+    ops.stray_arrival(0)
+    for stream, capture in others:
+        ops.use_stream(stream, capture)
+        assert mean_is_right(imitated, x)
+    ops.use_stream(20, 2100)
+    assert not mean_is_right(imitated, x)
+
+
+def test_streams_of_one_capture_and_captures_on_one_stream_share_no_scratch(imitated: Backend) -> None:
+    def scratch(stream: int, capture: int) -> int:
+        imitated.ops.use_stream(stream, capture)
+        address: int = imitated.ops.scratch()
+        return address
+
+    eager = [scratch(stream, 0) for stream in range(31, 40)]
+    forked = [scratch(stream, 3100) for stream in range(31, 40)]
+    captured = [scratch(31, capture) for capture in range(3101, 3110)]
+    assert len({*eager, *forked, *captured}) == 27
+    assert [scratch(stream, 3100) for stream in range(31, 40)] == forked
+    assert [scratch(stream, 0) for stream in range(31, 40)] == eager
+
+
+def test_the_scratch_of_a_graph_that_is_no_more_is_the_next_ones(imitated: Backend) -> None:
+    ops = imitated.ops
+
+    def scratch(capture: int) -> int:
+        ops.use_stream(41, capture)
+        address: int = ops.scratch()
+        return address
+
+    first, second = scratch(4101), scratch(4102)
+    ops.end_graph(4101)
+    later = {scratch(capture) for capture in range(4103, 4113)}
+    assert len(later) == 10
+    assert first in later
+    assert second not in later
+
+
+def test_a_replay_begins_by_looking_at_its_scratch(imitated: Backend) -> None:
+    ops, x = imitated.ops, in_parts()
+    ops.use_stream(51, 5100)
+    before = ops.launches()
+    imitated.accumulate(x, 1)
+    imitated.accumulate(x, 1)
+    assert ops.launches() == before + 1 + 2
+
+
+def test_a_batch_on_two_streams_has_scratch_on_each(imitated: Backend) -> None:
+    ops, x = imitated.ops, normal(1 << 20).float() + 2  # of 8 parts
+    batch, (state,) = batch_of(imitated, [x], [None], "none")
+
+    def is_right(stream: int, capture: int = 0) -> bool:
+        ops.use_stream(stream, capture)
+        state.moments.zero_()
+        x.add_(float(torch.randn(())))
+        assert batch.accumulate([x]) == []
+        try:
+            check(state.stats(), x, None)
+        except AssertionError:
+            return False
+        return True
+
+    assert is_right(61)
+    assert is_right(62)
+    ops.use_stream(61)
+    ops.stray_arrival(0)
+    assert is_right(62)
+    assert is_right(61, 6100)
+    assert not is_right(61)
+
+
+def test_a_batch_that_needs_more_scratch_than_a_tensor_gets_it(imitated: Backend) -> None:
+    parts = [normal(150 * KB).float() for _ in range(1300)]  # of 2 parts, each with 2 words
+    batch, states = batch_of(imitated, parts, [None] * len(parts), "none")
+    imitated.ops.use_stream(63)
+    for _ in range(2):
+        assert batch.accumulate(parts) == []
+    for i in (0, 700, 1299):
+        check(states[i].stats(), torch.cat([parts[i]] * 2), None)
+
+
+def test_no_memory_for_scratch_is_told_and_nothing_else_is_lost(imitated: Backend) -> None:
+    ops, x = imitated.ops, in_parts()
+    ops.use_memory(False)
+    stream = 70
+    with pytest.raises(RuntimeError, match=r"expected \d+ bytes of device memory for scratch: out of memory"):
+        for stream in range(70, 100):
+            ops.use_stream(stream)
+            imitated.accumulate(x, 1)
+    assert ops.last_error() == 0
+    ops.use_stream(70)
+    assert mean_is_right(imitated, x)
+    ops.use_memory(True)
+    ops.use_stream(stream)
+    assert mean_is_right(imitated, x)
+
+
+def test_scratch_is_made_without_an_operator_that_a_python_mode_sees(imitated: Backend) -> None:
+    seen: list[str] = []
+
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    for stream in range(101, 120):
+        imitated.ops.use_stream(stream)
+        with Watching():
+            imitated.ops.scratch()
+    assert {name.split(".")[-2] for name in seen} <= {"scratch"}
+
+
+def test_a_closing_comes_behind_all_streams_in_use_and_later_launches_behind_it(imitated: Backend) -> None:
+    ops, x = imitated.ops, normal(8, 8).float()
+
+    def launched(stream: int) -> None:
+        ops.use_stream(stream)
+        imitated.accumulate(x, 1)
+
+    for stream in (201, 202, 203):
+        launched(stream)
+    ops.use_stream(202)
+    ops.close_step([])  # in which all were in use
+    launched(201)
+    ops.order()
+    ops.use_stream(204)
+    ops.close_step([])
+    assert ops.order() == ["record 201", "wait 204 behind 201", "record 204"]
+    for stream in (204, 201, 201, 205):
+        launched(stream)
+    looked = "launch {0}", "launch {0}"  # at the scratch, and the kernel
+    assert ops.order() == [
+        *(each.format(204) for each in looked),
+        *("wait 201 behind 204", *(each.format(201) for each in looked), "launch 201"),
+        *("wait 205 behind 204", *(each.format(205) for each in looked)),
+    ]
+
+
+def test_a_stream_that_may_be_gone_when_a_step_is_closed_is_not_asked_then(imitated: Backend) -> None:
+    ops, x = imitated.ops, normal(8, 8).float()
+    ops.use_foreign_streams(True)
+    ops.use_stream(211)
+    imitated.accumulate(x, 1)
+    ops.order()
+    imitated.accumulate(x, 1)
+    assert ops.order() == ["launch 211", "record 211"]
+    ops.use_stream(212)
+    ops.close_step([])
+    assert ops.order() == ["wait 212 behind 211", "record 212"]
+
+
+def test_a_launch_in_a_capture_waits_for_no_closing(imitated: Backend) -> None:
+    ops, x = imitated.ops, normal(8, 8).float()
+    ops.use_stream(221)
+    ops.close_step([])
+    ops.order()
+    ops.use_stream(222, 22200)
+    imitated.accumulate(x, 1)
+    assert ops.order() == ["launch 222", "launch 222"]
+
+
+@pytest.mark.parametrize("how", ["accumulate", "merge", "rows"])
+def test_operators_that_are_captured_by_hand_keep_their_memory(imitated: Backend, how: str) -> None:
+    x, ops = normal(8, 8).float(), imitated.ops
+    state, other = State(8, "per_tensor", "cpu"), State(8, "per_tensor", "cpu")
+    mask = torch.tensor([True, False] * 4)
+    owners = state.moments._use_count(), other.moments._use_count()
+    ops.use_stream(231, 23100)
+    if how == "merge":
+        imitated.merge(state, other)
+    else:
+        imitated.accumulate(x, 1, into=state, mask=mask if how == "rows" else None)
+    assert state.moments._use_count() == owners[0] + 1
+    assert other.moments._use_count() == owners[1] + (how == "merge")
+
+
+def test_what_cuda_says_of_kernels_and_devices_is_asked_once(imitated: Backend) -> None:
+    x = in_parts()
+    batch, _ = batch_of(imitated, [x, x], [1, 1], "per_tensor")
+    imitated.ops.use_gpu(multiprocessors=77)
+    for _ in range(2):
+        before = imitated.ops.queries()
+        imitated.accumulate(x, 1, "per_channel")
+        imitated.accumulate(x, 1, "blocks of 32")
+        assert batch.accumulate([x, x]) == []
+        asked = imitated.ops.queries() - before
+    assert asked == 0
+
+
+@pytest.mark.parametrize(("multiprocessors", "gpu"), [(108, "A100"), (148, "B200")])
+def test_the_blocks_of_a_large_tensor_are_one_wave_of_the_gpu(
+    imitated: Backend, multiprocessors: int, gpu: str
+) -> None:
+    ops = imitated.ops
+    ops.use_gpu(multiprocessors=multiprocessors)
+    x = torch.ones(5 << 18, 16, dtype=torch.bfloat16)  # 40 MB, of one group of channels
+    wave = 2 * multiprocessors
+    imitated.accumulate(x[:8], 1)
+    before = ops.blocks()
+    ops.use_stream(0)
+    state = imitated.accumulate(x, 1)
+    assert 0.9 * wave < ops.blocks() - before <= wave
+    assert state.stats().total.count == x.numel()
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 58, 700])
+def test_a_gpu_of_any_size_gives_right_numbers(imitated: Backend, multiprocessors: int) -> None:
+    imitated.ops.use_gpu(multiprocessors=multiprocessors)
+    for shape in ((5000, 40), (30, 14336)):
+        x = normal(*shape).float()
+        check(imitated.accumulate(x, 1, "per_channel").stats(), x, 1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_all_that_a_dtype_needs_is_loaded_before_a_capture_where_the_driver_loads_nothing_in_one(
+    imitated: Backend, dtype: torch.dtype
+) -> None:
+    ops = imitated.ops
+    ops.use_gpu(driver=12020, runtime=12010)
+    kinds = {"none": 0, "per_tensor": 1, "per_channel": 2, "linear": 3}
+    for histogram, kind in kinds.items():
+        ops.use_stream(0)
+        ops.forget_kernels()
+        ops.load_kernels([DTYPES.index(dtype)], kind)
+        ops.use_stream(241, 24100 + kind)
+        for make, channel_dim in LAYOUTS.values():
+            imitated.accumulate(make(dtype), channel_dim, histogram)
+        x = normal(8, 4).to(dtype)
+        ops.sample([x], [x.new_empty(32, dtype=torch.float64 if dtype is torch.float64 else torch.float32)], None, [])
+        ops.softmax_rows(x, 2)
+        ops.checksums([x])
+        imitated.merge(State(8, histogram, "cpu"), State(8, histogram, "cpu"))
+    ops.forget_kernels()
+    with pytest.raises(RuntimeError, match="capture implicit"):
+        imitated.accumulate(normal(8, 4).to(dtype), 1)
+
+
+def test_a_walk_through_runs_of_nearly_2_to_the_31_packs(imitated: Backend) -> None:
+    inner, stride = (1 << 31) - 1 - 256, 1 << 32
+    places = range(inner - 1000, inner + 1000, 256)
+    found = imitated.ops.near_addresses(inner, stride, places[0], 256, len(places))
+    assert found == [i // inner * stride + i % inner for i in places]
+    assert imitated.ops.near_addresses(inner + 1, stride, 0, 256, 1) == []  # goes the way for any layout
+
+
+def test_a_tensor_that_cannot_be_read_makes_no_call_plan_anew(imitated: Backend) -> None:
+    x = normal(8, 64).float()
+    batch, states = batch_of(imitated, [x, x], [0, 0], "none")
+    assert batch.accumulate([x, x]) == []
+    copied: list[str] = []
+
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            copied.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    unreadable = torch.ones(8, 64, dtype=torch.complex64)
+    for _ in range(2):
+        with Watching():
+            failures = batch.accumulate([x, unreadable])
+        assert [number for number, _ in failures] == [1]
+    assert not any("_to_copy" in name for name in copied), copied  # of a plan's table
+    assert batch.accumulate([x, x]) == []
+    assert [int(state.counters[0]) for state in states] == [4, 2]
