@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -77,3 +78,11 @@ def test_each_of_many_states_is_divided_by_its_own_number() -> None:
         np.testing.assert_allclose(
             list(got.values()), [reference.statistics(wanted)[name].item() for name in got], rtol=1e-12
         )
+
+
+def test_the_page_of_numbers_explains_every_statistic() -> None:
+    page = (ROOT / "docs" / "numbers.md").read_text()
+    rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    explained = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    assert set(fields.STATISTICS) <= explained
+    assert set(fields.STATISTICS) <= set(re.findall(r"``(\w+)``", fields.Stats.__doc__ or ""))

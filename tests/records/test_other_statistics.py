@@ -14,13 +14,13 @@ import pytest
 
 import hookstats
 from hookstats.numbers.fields import STATISTICS
-from hookstats.records.schema import writer_options
+from hookstats.records.schema import SAME_AS, STATE, writer_options
 from hookstats.records.store import Store
 from tests.records import recorded
 from tests.records.test_torn_runs import with_checksum
 
 STEPS = 12
-DERIVED = ["var", "std", "rms", "abs_mean", "l2_norm", "abs_max"]
+DERIVED = [name for name in STATISTICS if name not in (*STATE.values(), *SAME_AS.values())]
 
 
 @pytest.fixture
