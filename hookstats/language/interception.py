@@ -1,8 +1,8 @@
 """Attention functions, replaced while somebody watches attention: they compute what they did, and show their q and k.
 
 Whose attention it is, a stack says: forward hooks of the attention modules push to it, and pop. While a graph is traced,
-functions that the tracer runs, and does not look into, do the same: inside of a checkpoint no graph may change a list, and
-names for the modules would give each block a graph of its own.
+functions do the same that the tracer runs without looking into them: inside of a checkpoint no graph may change a list,
+and names for the modules would give each block a graph of its own.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _Running(threading.local):
 
 
 _running = _Running()
-# The same while a graph is traced, which one thread does at a time: what the tracer knows of it; None: one that is hidden.
+# The same while a graph is traced, which one thread does at a time: what the tracer has of them; None: one is hidden.
 _traced: list[Any] = []
 _around: list[Entered] = []  # those whose hooks are traced as frames of their own, as where a compiled model is one
 

@@ -47,6 +47,10 @@ NAMES = (
     "recipes/mup",
     "recipes/massive",
     "recipes/from_hooks",
+    "frameworks/torchtitan",
+    "frameworks/megatron",
+    "frameworks/nanogpt",
+    "frameworks/transformers",
 )
 PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in NAMES)]
 # Code, and behind it what it prints, where the page shows that.
