@@ -1,8 +1,8 @@
 """Attention functions, replaced while somebody watches attention: they compute what they did, and show their q and k.
 
-Whose attention it is, a stack says: forward hooks of the attention modules push to it, and pop. While a graph is traced,
-functions do the same that the tracer runs without looking into them: inside of a checkpoint no graph may change a list,
-and names for the modules would give each block a graph of its own.
+Whose attention it is, a stack says: forward hooks of the attention modules push to it, and pop. While a graph is
+traced, functions do the same that the tracer runs without looking into them: inside of a checkpoint no graph may change
+a list, and names for the modules would give each block a graph of its own.
 """
 
 from __future__ import annotations
