@@ -17,7 +17,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch._dynamo.variables import ConstantVariable
 from torch.nn import functional
 from torch.nn.attention import flex_attention as flex
 
@@ -75,6 +74,8 @@ def _trace_hides(context: Any) -> None:
 
 def _trace_finds(context: Any) -> None:
     """Runs while `_innermost` is traced, and gives it its local variables."""
+    from torch._dynamo.variables import ConstantVariable  # which nobody needs who compiles nothing
+
     if _traced:
         variables = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().symbolic_locals
         variables["is_known"] = ConstantVariable.create(True)
@@ -83,6 +84,8 @@ def _trace_finds(context: Any) -> None:
 
 def _trace_looks_around(context: Any) -> None:
     """Runs while `enter` or `leave` is traced, and tells it whether the hook that calls it is what is traced."""
+    from torch._dynamo.variables import ConstantVariable
+
     tracer = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
     is_hook = getattr(tracer.parent, "f_code", None) is tracer.output.root_tx.f_code
     tracer.symbolic_locals["is_hook"] = ConstantVariable.create(is_hook)
