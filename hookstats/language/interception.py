@@ -1,8 +1,8 @@
 """Attention functions, replaced while somebody watches attention: they compute what they did, and show their q and k.
 
-Whose attention it is, a stack says: forward hooks of the attention modules push to it, and pop. While a graph is traced,
-functions that the tracer runs, and does not look into, do the same: inside of a checkpoint no graph may change a list, and
-names for the modules would give each block a graph of its own.
+Whose attention it is, a stack says: forward hooks of the attention modules push to it, and pop. While a graph is
+traced, functions do the same that the tracer runs without looking into them: inside of a checkpoint no graph may change
+a list, and names for the modules would give each block a graph of its own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch._dynamo.variables import ConstantVariable
 from torch.nn import functional
 from torch.nn.attention import flex_attention as flex
 
@@ -50,7 +49,7 @@ class _Running(threading.local):
 
 
 _running = _Running()
-# The same while a graph is traced, which one thread does at a time: what the tracer knows of it; None: one that is hidden.
+# The same while a graph is traced, which one thread does at a time: what the tracer has of them; None: one is hidden.
 _traced: list[Any] = []
 _around: list[Entered] = []  # those whose hooks are traced as frames of their own, as where a compiled model is one
 
@@ -75,6 +74,8 @@ def _trace_hides(context: Any) -> None:
 
 def _trace_finds(context: Any) -> None:
     """Runs while `_innermost` is traced, and gives it its local variables."""
+    from torch._dynamo.variables import ConstantVariable  # which nobody needs who compiles nothing
+
     if _traced:
         variables = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().symbolic_locals
         variables["is_known"] = ConstantVariable.create(True)
@@ -83,6 +84,8 @@ def _trace_finds(context: Any) -> None:
 
 def _trace_looks_around(context: Any) -> None:
     """Runs while `enter` or `leave` is traced, and tells it whether the hook that calls it is what is traced."""
+    from torch._dynamo.variables import ConstantVariable
+
     tracer = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
     is_hook = getattr(tracer.parent, "f_code", None) is tracer.output.root_tx.f_code
     tracer.symbolic_locals["is_hook"] = ConstantVariable.create(is_hook)

@@ -85,8 +85,8 @@ def select(
 
     None: the leaves that do something, and the children of every ModuleList, and of a ModuleDict whose keys are
     numbers; all parameters. Else what was asked for, and the parameters that are directly in it; globs may name
-    parameters, too. Buffers are chosen as parameters are. Modules that are never called (ModuleList and the like) are left out whatever was asked for, and so is what
-    `exclude` names, with all inside it.
+    parameters, too. Buffers are chosen as parameters are. Modules that are never called (ModuleList and the like) are
+    left out whatever was asked for, and so is what `exclude` names, with all inside it.
     """
     named = clean_names(model)
     slots = (_slots(named) if parameters else {}) | (_slots(named, of_buffers=True) if buffers else {})

@@ -48,8 +48,8 @@ class Parameter:
     def get(self) -> torch.Tensor | None:
         """What an optimizer steps of it: the tensor itself, or its `main_param`, if it has such an attribute.
 
-        Megatron-LM keeps there the copy in fp32 that its optimizer steps, and whose `grad` it sets. Where ranks share the
-        optimizer's work (`main_param_sharded`), it is a flat part of the copy, and None where this rank has none of it.
+        Megatron-LM keeps there the copy in fp32 that its optimizer steps, and whose `grad` it sets. Where ranks share
+        the optimizer's work (`main_param_sharded`), it is a flat part of the copy, or None: this rank has none of it.
         """
         slot = self.slot()
         tensor = None if slot is None else slot.get()

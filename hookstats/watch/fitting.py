@@ -8,7 +8,7 @@ from hookstats import _native
 from hookstats._warn import WarnOnce
 from hookstats.modules.evidence import UNKNOWN, Ran, Seen, channel_dim_by_evidence, seen_of, widths_of
 from hookstats.watch.flags import is_capturing
-from hookstats.watch.hooks import FedHook, Hook, SiteSpec
+from hookstats.watch.hooks import Hook, SiteSpec
 from hookstats.watch.ignoring import Ignoring
 from hookstats.watch.memory import Store
 from hookstats.watch.skipping import Captured
@@ -53,8 +53,7 @@ class Fitting:
                 spec.keep_channels, width = False, None
             spec.moved = True
         spec.met, spec.guessed = True, False
-        if not isinstance(hook, FedHook):  # rows of attention logits say nothing of where outputs have their channels
-            self._ran.note(seen.sizes, dim)
+        self._ran.note(seen.sizes, dim)
         return self._settle(hook, len(seen.sizes), dim, width, device)
 
     def _settle(self, hook: Hook, ndim: int, dim: int, width: int | None, device: torch.device) -> bool:

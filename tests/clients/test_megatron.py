@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -10,13 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Replicate, Shard
 
 import hookstats
 from tests import ranks
 from tests.clients.standins import megatron
 from tests.clients.standins.megatron import Region
 from tests.clients.standins.megatron_training import Training
+from tests.conftest import ROOT
+from tests.docs import test_pages
 from tests.plain import hearing
 
 ALONE = Region(None, 0, 1)
@@ -25,21 +27,12 @@ CLOSE = ("mean", "std", "rms", "min", "max", "abs_max")
 STEPS, MICROBATCHES, SEQUENCES = 2, 2, 4
 
 
-def placements(model: torch.nn.Module, shards_optimizer: bool) -> dict[str, tuple[Placement, Placement]]:
-    """As the page has it: along data parallel ranks, and along those of tensor parallelism."""
-    spread, same = Shard(0), Replicate()
-    found = {
-        "embedding.*": (spread, same),
-        "decoder.*": (spread, spread),  # with --sequence-parallel; else same
-        "*.linear_qkv": (spread, Shard(-1)),
-        "*.core_attention": (spread, Shard(-1)),
-        "*.linear_fc1": (spread, Shard(-1)),
-        "output_layer": (spread, Shard(-1)),
-    }
-    for name, parameter in model.named_parameters():
-        cut = Shard(parameter.partition_dim) if getattr(parameter, "tensor_model_parallel", False) else same
-        found[name] = (spread if shards_optimizer else same, cut)
-    return found
+def placements(model: torch.nn.Module, shards_optimizer: bool) -> Any:
+    """What the page says."""
+    known = test_pages.names()
+    test_pages.run(ROOT / "docs" / "frameworks" / "megatron.md", known)
+    args = types.SimpleNamespace(sequence_parallel=True, use_distributed_optimizer=shards_optimizer)
+    return known["placements"](model, args)
 
 
 class Trained(NamedTuple):
@@ -69,6 +62,7 @@ def trained(tp: Region, dp: Region, watched: bool, group: Any = None, **how: Any
             monitor = hookstats.attach(
                 model,
                 **preset,
+                channels=hookstats.Channels(dim=-1),
                 exclude=lambda name, _: name.endswith("scale_mask_softmax"),
                 every=1,
                 process_group=group,
@@ -129,7 +123,9 @@ def check_site(site: Any, found: Any, wanted: Any, flat: bool) -> None:
         assert (found.channels is None) == (wanted.channels is None), site
         if wanted.channels is not None:
             pairs.append((found.channels, wanted.channels))
-    times = 2 if site.tensor.startswith("grad_output") else 1  # gradients of a rank's own loss, the mean over its tokens
+    times = (
+        2 if site.tensor.startswith("grad_output") else 1
+    )  # gradients of a rank's own loss, the mean over its tokens
     scale = wanted.total.abs_max * times
     for a, b in pairs:
         for name in () if sampled else EXACT:

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard
 
 import hookstats
 from tests import ranks
 from tests.clients.standins import torchtitan
+from tests.conftest import ROOT
+from tests.docs import test_pages
 from tests.plain import hearing
 
 EXACT = ("count", "nans", "posinfs", "neginfs")
@@ -24,21 +25,16 @@ VALID = SEQUENCES * torchtitan.SEQUENCE * MICROBATCHES
 
 
 class Trained(NamedTuple):
-    loss: float
     weights: list[torch.Tensor]  # this rank's parts
     snapshot: Any  # of the last step
     told: list[str]
 
 
-def placements(names: tuple[str, ...]) -> dict[str, Any]:
-    """As the page has them: plain tensors that tensor parallelism leaves."""
-    others = (Shard(0),) * (len(names) - 1)
-    return {
-        "layers.*": (*others, Shard(-2)),
-        "tok_embeddings": (*others, Shard(-2)),
-        "*.w[qkv13]": (*others, Shard(-1)),
-        "*.inner_attention": (*others, Shard(1)),
-    }
+def placements(*args: Any) -> Any:
+    """What the page says."""
+    known = test_pages.names()
+    test_pages.run(ROOT / "docs" / "frameworks" / "torchtitan.md", known)
+    return known["placements"](*args)
 
 
 def batches(step: int, dp_rank: int, dp_size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -56,7 +52,7 @@ def trained(mesh: Any, watched: bool, backend: str = "") -> Trained:
     monitor, seen = None, []
     with hearing() as told:
         if watched:
-            group = hookstats.Ranks(mesh, placements=placements(names) if "tp" in names else None) if mesh else None
+            group = hookstats.Ranks(mesh, placements=placements(model, mesh)) if "tp" in names else mesh
             preset = hookstats.presets.language_model(model)
             monitor = hookstats.attach(model, **preset, every=1, process_group=group, sinks=seen.append)
         for step in range(1, STEPS + 1):
@@ -65,11 +61,12 @@ def trained(mesh: Any, watched: bool, backend: str = "") -> Trained:
                 parts = [tuple(torch.cat(each) for each in zip(*parts, strict=True))]
             loss = trainer.train_step(parts, VALID)
             if monitor:
-                monitor.step(step, loss=loss)
+                of_all = {"loss": loss * dp_size} if trainer.pp_has_last_stage else {}
+                monitor.step(step, **of_all)
         if monitor:
             monitor.detach()
     weights = [getattr(p, "_local_tensor", p).detach().clone() for p in model.parameters()]
-    return Trained(float(loss), weights, seen[-1] if seen else None, told)
+    return Trained(weights, seen[-1] if seen else None, told)
 
 
 def on_ranks(rank: int, world: int, shape: dict[str, int]) -> Any:
@@ -105,6 +102,7 @@ def test_blocks_that_are_checkpointed_and_compiled_apart_measure_what_eager_ones
 def check(found: hookstats.Snapshot, wanted: hookstats.Snapshot, more: set[Any] = frozenset()) -> None:
     assert {str(site) for site in (set(found) ^ set(wanted)) - more} == set()
     assert found.skipped == {}
+    assert found.scalars["loss"] == pytest.approx(wanted.scalars["loss"], rel=1e-5)
     assert {"layers.0", "layers.1"} <= {site.name for site in found}
     for site in wanted:
         check_site(site, found[site], wanted[site])

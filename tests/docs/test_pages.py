@@ -51,6 +51,10 @@ NAMES = (
     "recipes/frameworks",
     "recipes/rank",
     "recipes/from_hooks",
+    "frameworks/torchtitan",
+    "frameworks/megatron",
+    "frameworks/nanogpt",
+    "frameworks/transformers",
 )
 PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in NAMES)]
 # Code, and behind it what it prints, where the page shows that.

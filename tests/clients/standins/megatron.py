@@ -1,7 +1,7 @@
 """Megatron-LM's GPT, small: its modules' names, plain tensors that hold parts, and gradients that lie in `main_grad`.
 
-As in NVIDIA/Megatron-LM, megatron/core: tensor_parallel/layers.py (000c4ac24f61), models/gpt/gpt_model.py (007562f9413e),
-transformer/attention.py (00c2c0adeec1), transformer/mlp.py (00caa53af309); with sequence parallelism.
+As in NVIDIA/Megatron-LM, megatron/core: tensor_parallel/layers.py (000c4ac24f61), models/gpt/gpt_model.py
+(007562f9413e), transformer/attention.py (00c2c0adeec1), transformer/mlp.py (00caa53af309); with sequence parallelism.
 """
 
 from __future__ import annotations

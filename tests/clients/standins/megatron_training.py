@@ -1,7 +1,7 @@
 """How Megatron-LM trains a model: gradients in one buffer, and an optimizer that steps copies of the parameters.
 
-As in NVIDIA/Megatron-LM, megatron/core: distributed/distributed_data_parallel.py and optimizer/optimizer.py (001199898c4b),
-optimizer/distrib_optimizer.py; megatron/training/training.py (001b00c2734d).
+As in NVIDIA/Megatron-LM, megatron/core: distributed/distributed_data_parallel.py and optimizer/optimizer.py
+(001199898c4b), optimizer/distrib_optimizer.py; megatron/training/training.py (001b00c2734d).
 """
 
 from __future__ import annotations

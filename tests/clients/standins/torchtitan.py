@@ -18,7 +18,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -196,10 +196,11 @@ class Trainer:
         torch.manual_seed(0)
         self.mesh, model = mesh, Llama3Model()
         self.names = () if mesh is None else mesh.mesh_dim_names or ()
-        self.pp_schedule = None
+        self.pp_schedule, self.pp_has_last_stage = None, True
         if mesh is not None and "pp" in self.names:
             model, stage = pipeline_module_split(model, mesh["pp"])
             stage.submod = parallelize_llama(model, mesh, backend)
+            self.pp_has_last_stage = stage.is_last
             self.pp_schedule = Schedule1F1B(stage, 2, loss_fn=self.loss_fn, scale_grads=False)
         elif mesh is not None:
             parallelize_llama(model, mesh, backend)
@@ -211,7 +212,7 @@ class Trainer:
 
     def forward_backward_step(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         if self.pp_schedule is not None:
-            is_first, is_last = self.pp_schedule._stage.is_first, self.pp_schedule._stage.is_last
+            is_first, is_last = self.pp_schedule._stage.is_first, self.pp_has_last_stage
             losses: list[torch.Tensor] = []
             arguments = (tokens,) if is_first else ()
             self.pp_schedule.step(*arguments, target=labels if is_last else None, losses=losses, return_outputs=False)
@@ -227,8 +228,7 @@ class Trainer:
         self.global_valid_tokens = valid
         losses = [self.forward_backward_step(*batch).detach() for batch in microbatches]
         self.optimizers.step()
-        loss = torch.stack(losses).sum()
-        return loss.full_tensor() if isinstance(loss, DTensor) else loss
+        return torch.stack(losses).sum()
 
     @contextlib.contextmanager
     def train_context(self) -> Iterator[None]:
