@@ -192,8 +192,8 @@ struct Stream {
   bool stays;
 };
 
-// Fills in a launch on a stream, whose scratch no launch on another stream and none of another CUDA graph has. Waits for
-// nothing. These functions change the thread's current device, and return null, or what went wrong.
+// Fills in a launch on a stream, whose scratch no launch on another stream and none of another CUDA graph has. Waits
+// for nothing. These functions change the thread's current device, and return null, or what went wrong.
 const char* launch_on(Launch& launch, const Stream& stream, const int32_t* active, int64_t doubles = kScratchDoubles,
                       int64_t counters = kScratchCounters);
 

@@ -96,9 +96,9 @@ struct Rows {
   std::shared_ptr<const MadeOn> made = nullptr;  // null: who launches has seen to it
 };
 
-// Folds `x`, or its rows that count, into the state; in a CUDA graph that is captured, too, and on any stream. One kernel
-// on the current stream, two with blocks; nothing is waited for, nor allocated after the first launch on the stream.
-// Throws c10::Error. Returns whether there are rows and they are about this tensor.
+// Folds `x`, or its rows that count, into the state; in a CUDA graph that is captured, too, and on any stream. One
+// kernel on the current stream, two with blocks; nothing is waited for, nor allocated after the first launch on the
+// stream. Throws c10::Error. Returns whether there are rows and they are about this tensor.
 bool accumulate(const at::Tensor& x, const Site& site, const Rows* rows = nullptr);
 
 // While it lives no CPU kernel writes into any state.
@@ -134,8 +134,8 @@ class __attribute__((visibility("hidden"))) Copies {  // as the class that pybin
  public:
   Copies();
 
-  // Copies of these blocks, int64, all on one device, as they are between two kernels; then (clear) the blocks are zero. On a GPU in the
-  // order of the current stream.
+  // Copies of these blocks, int64, all on one device, as they are between two kernels; then (clear) the blocks are
+  // zero. On a GPU in the order of the current stream.
   std::vector<at::Tensor> take(const std::vector<at::Tensor>& blocks, bool clear);
 
   // Frees the memory that no copy uses, now or when nobody holds it any more.

@@ -7,8 +7,8 @@
 namespace hookstats::cuda {
 namespace {
 
-// What to cut the work into. A wave is the blocks that run at a time: 264 on the GPU that this was measured on, which has
-// 132 multiprocessors. A block costs as much as reading 100 KB or so.
+// What to cut the work into. A wave is the blocks that run at a time: 264 on the GPU that this was measured on, which
+// has 132 multiprocessors. A block costs as much as reading 100 KB or so.
 constexpr int kMostAtOnce = 2;  // blocks of a multiprocessor, where more would fit: none was measured
 constexpr int64_t kMostWaves = 4;
 constexpr int64_t kBlockBytes = 128 << 10, kFinerBlockBytes = 32 << 10;
@@ -152,19 +152,17 @@ cudaError_t load_as(HistogramKind kind, int device) {
     return prepare(kernel, prepared, kThreads, shared_bytes, device, at_once);
   };
   if (packs_fit<scalar_t, kPack>(kind, most)) {
-    for (const auto error :
-         {with_kernel<scalar_t, kPack, kPack, LineWalker>(kind, most, run),
-          with_kernel<scalar_t, kPack, kPack, UnalignedLineWalker>(kind, most, run),
-          with_kernel<scalar_t, kPack, kPack, ListedWalker>(kind, most, run)}) {
+    for (const auto error : {with_kernel<scalar_t, kPack, kPack, LineWalker>(kind, most, run),
+                             with_kernel<scalar_t, kPack, kPack, UnalignedLineWalker>(kind, most, run),
+                             with_kernel<scalar_t, kPack, kPack, ListedWalker>(kind, most, run)}) {
       if (error != cudaSuccess) return error;
     }
   }
   if (packs_fit<scalar_t, 1>(kind, most)) {
-    for (const auto error :
-         {with_kernel<scalar_t, kPack, 1, LineWalker>(kind, most, run),
-          with_kernel<scalar_t, kPack, 1, NearWalker>(kind, most, run),
-          with_kernel<scalar_t, kPack, 1, UnalignedNearWalker>(kind, most, run),
-          with_kernel<scalar_t, kPack, 1, ListedWalker>(kind, most, run)}) {
+    for (const auto error : {with_kernel<scalar_t, kPack, 1, LineWalker>(kind, most, run),
+                             with_kernel<scalar_t, kPack, 1, NearWalker>(kind, most, run),
+                             with_kernel<scalar_t, kPack, 1, UnalignedNearWalker>(kind, most, run),
+                             with_kernel<scalar_t, kPack, 1, ListedWalker>(kind, most, run)}) {
       if (error != cudaSuccess) return error;
     }
   }

@@ -115,14 +115,16 @@ cudaError_t count_as(const Input& input, const State& state, const Launch& to) {
 const char* count_blocks(const Input& input, const State& state, const Launch& to) {
   if (input.matrix.channels * input.matrix.count == 0) return nullptr;
   if (const auto error = cudaSetDevice(to.device)) return message(error);
-  return with_dtype(input.dtype, [&](auto value) { return message(launched(count_as<decltype(value)>(input, state, to), to)); });
+  return with_dtype(input.dtype,
+                    [&](auto value) { return message(launched(count_as<decltype(value)>(input, state, to), to)); });
 }
 
 const char* load_blocks(Dtype dtype) {
   return with_dtype(dtype, [&](auto value) {
     using scalar_t = decltype(value);
-    for (const auto error : {load_kernel(blocks_kernel<scalar_t, 16, true>), load_kernel(blocks_kernel<scalar_t, 16, false>),
-                             load_kernel(blocks_kernel<scalar_t, 32, true>), load_kernel(blocks_kernel<scalar_t, 32, false>)}) {
+    for (const auto error :
+         {load_kernel(blocks_kernel<scalar_t, 16, true>), load_kernel(blocks_kernel<scalar_t, 16, false>),
+          load_kernel(blocks_kernel<scalar_t, 32, true>), load_kernel(blocks_kernel<scalar_t, 32, false>)}) {
       if (error != cudaSuccess) return message(error);
     }
     return message(cudaSuccess);

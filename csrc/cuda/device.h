@@ -63,9 +63,9 @@ constexpr int kMostDevices = 64;  // of which what CUDA says is remembered
 
 // What a device is.
 struct Facts {
-  int shared_memory;    // bytes that a block may have: 227 KB on the GPUs of data centers, 99 KB on others
+  int shared_memory;  // bytes that a block may have: 227 KB on the GPUs of data centers, 99 KB on others
   int multiprocessors;
-  int capability;       // 86 is 8.6
+  int capability;  // 86 is 8.6
 };
 
 // Asked for once. HOOKSTATS_SHARED_MEMORY imitates a GPU that has less, for tests.
@@ -137,8 +137,8 @@ inline cudaError_t launched(cudaError_t error, const Launch& to) {
   return cudaEventRecord(static_cast<cudaEvent_t>(to.launched), static_cast<cudaStream_t>(to.stream));
 }
 
-// Whether the address of a counter in shared memory is a number that is kept: newer GPUs else work out anew for each access
-// where shared memory begins. Its sum with shifted bits is one instruction there, and was more on older ones.
+// Whether the address of a counter in shared memory is a number that is kept: newer GPUs else work out anew for each
+// access where shared memory begins. Its sum with shifted bits is one instruction there, and was more on older ones.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
 constexpr bool kKeepsAddresses = true;
 #else

@@ -81,8 +81,9 @@ struct BlockHistogram<HistogramKind::per_channel, kPlaces, kPlanes> {
   static constexpr int kMostRows = 65535;  // of a block, before its counters must be added up
   static constexpr bool kByAddress = kKeepsAddresses && (kPlaces > 1 || kPlanes);
   unsigned* counts;
-  unsigned at[2], mask;  // of the lower and the upper places, as addresses or behind `counts`; of the exponent: in bytes
-  int shift;             // of the exponent, to where it counts in bytes
+  unsigned at[2],
+      mask;   // of the lower and the upper places, as addresses or behind `counts`; of the exponent: in bytes
+  int shift;  // of the exponent, to where it counts in bytes
   unsigned unit;
   bool pairs;
 

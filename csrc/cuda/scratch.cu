@@ -245,8 +245,14 @@ const char* launch_on(Launch& launch, const Stream& stream, const int32_t* activ
         }
         known.was_used = true;
         if (made.partials) device.spare.push_back(made);  // another thread was faster
-        launch = {stream.handle, stream.device, known.piece.partials, known.piece.counters, device.clock,
-                  active,        capture,       known.stays || capture ? nullptr : known.event};
+        launch = {stream.handle,
+                  stream.device,
+                  known.piece.partials,
+                  known.piece.counters,
+                  device.clock,
+                  active,
+                  capture,
+                  known.stays || capture ? nullptr : known.event};
         return nullptr;
       }
       if (device.clock && (made.partials || take_piece(device, use, doubles, counters))) {

@@ -112,16 +112,19 @@ class Batches:
         self._known: dict[tuple[int, ...], Any] = {}  # by the sites' Entry.index
         self._members = 0  # of all that are known
 
-    def accumulate(self, owners: list[Owner], tensors: list[torch.Tensor | None]) -> None:
-        """A tensor for each owner; None: nothing of it."""
+    def accumulate(self, owners: list[Owner], tensors: list[torch.Tensor | None]) -> set[int]:
+        """A tensor for each owner; None: nothing of it. The numbers of those for which the states were not as they had
+        to be.
+        """
         if all(tensor is None for tensor in tensors):
-            return
+            return set()
         entries = [owner.entries[kind] for owner, kind in owners]
         key = tuple(entry.index for entry in entries)
         batch = self._known.get(key)
         if batch is None:
             batch = self._new(key, [entry.state for entry in entries])
-        for number, problem in batch.accumulate(tensors):
+        failures = batch.accumulate(tensors)
+        for number, problem in failures:
             owner, kind = owners[number]
             try:
                 self._rebind(owner, kind, tensors[number], problem)
@@ -129,6 +132,7 @@ class Batches:
                 if self._store.strict:
                     raise
                 self._binder.leave_out([owner.entries[kind]], f"{type(error).__name__}: {error}")
+        return {number for number, _ in failures}
 
     def _new(self, key: tuple[int, ...], states: list[SiteState]) -> Any:
         if self._members > _MOST_BATCHED * len(self._store.entries):

@@ -219,10 +219,10 @@ class Delivery:
         self._mended += more
         self._binder.warn_once(
             "scratch",
-            f"{more} counters of the kernels' memory were not zero between two launches, around step {step}: statistics "
-            "of the last measured steps may be wrong. Those of the next ones are right, because the counters were set "
-            "back. This happens where one CUDA graph is replayed on two streams at once, or where a kernel writes beyond "
-            "its own memory",
+            f"{more} counters of the kernels' memory were not zero between two launches, around step {step}: "
+            "statistics of the last measured steps may be wrong. Those of the next ones are right, because the "
+            "counters were set back. This happens where one CUDA graph is replayed on two streams at once, or where a "
+            "kernel writes beyond its own memory",
         )
 
     def _report_silence(self) -> None:

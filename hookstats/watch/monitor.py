@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any, Protocol
@@ -17,6 +17,7 @@ from hookstats.numbers.fields import Site, Skipped
 from hookstats.numbers.snapshot import Snapshot
 from hookstats.watch.arguments import refuse_device
 from hookstats.watch.binding import SiteBinder
+from hookstats.watch.clipping import clip_grad_norm_
 from hookstats.watch.delivery import Delivery
 from hookstats.watch.flags import is_capturing
 from hookstats.watch.hooks import Hook, SiteSpec
@@ -265,6 +266,25 @@ class Monitor:
         without ``"param_grad"``, in a step that is not measured, and while the monitor is paused.
         """
         self._parameters.measure_gradients()
+
+    def clip_grad_norm_(self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
+        """Clips gradients as `torch.nn.utils.clip_grad_norm_`, in a measured step without reading them a second time.
+
+            loss.backward()
+            scaler.unscale_(optimizer)  # with a GradScaler
+            norm = monitor.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            monitor.step()
+
+        In a measured step it is `measure_gradients` first, so that the step's statistics are of the gradients before
+        they are clipped. The norm follows from these statistics, equal to that of torch to rounding; the gradients are
+        then read and written once, to scale them. Waits for nothing. Of DTensors it communicates what torch does. In
+        all other steps, and where the statistics do not tell, such as of parameters that are not watched or in a second
+        call in one step, it is torch's function.
+
+        Returns the norm of all gradients together, as torch does.
+        """
+        return clip_grad_norm_(self._parameters, parameters, max_norm)
 
     def tap(self, tensor: torch.Tensor, name: str, channel_dim: int | None = None) -> torch.Tensor:
         """Measures any tensor inside a forward, and its gradient, as if it were the output of a module `name`.

@@ -25,7 +25,7 @@ from hookstats.numbers.fields import Site
 from hookstats.watch.batches import Batches, ByIdentity, Owner, Parameter, part_held, placing
 from hookstats.watch.binding import SiteBinder
 from hookstats.watch.flags import is_capturing
-from hookstats.watch.memory import Store, local_part
+from hookstats.watch.memory import Entry, Store, local_part
 from hookstats.watch.samples import KINDS as SAMPLES
 from hookstats.watch.samples import Sample, Samples
 from hookstats.watch.scaling import Scaling
@@ -276,7 +276,33 @@ class Parameters:
             with self._store.flags.span(self._device):
                 self._carefully(self._measure_gradients)
 
-    def _measure_gradients(self) -> None:
+    def measure_before_clipping(self, tensors: list[torch.Tensor]) -> list[tuple[Entry, torch.Tensor]] | None:
+        """The same; and of each of these parameters that has a gradient the site that holds it, and nothing else.
+
+        None where there is none for some of them, or nothing is measured now.
+        """
+        if not self._store.flags.is_open() or is_capturing():
+            return None
+        with self._store.flags.span(self._device):
+            found: list[tuple[Entry, torch.Tensor]] | None = self._carefully(self._measure_before_clipping, tensors)
+        return found
+
+    def _measure_before_clipping(self, tensors: list[torch.Tensor]) -> list[tuple[Entry, torch.Tensor]] | None:
+        found = self._measure_gradients()
+        pairs: dict[int, tuple[Entry, torch.Tensor]] = {}
+        count = 0
+        for tensor in tensors:
+            gradient = tensor.grad
+            if gradient is None:
+                continue
+            count += 1
+            for each in self._parameters.among([tensor]):
+                if each in found and found[each] is local_part(gradient):
+                    pairs[id(gradient)] = each.entries["param_grad"], gradient
+        return list(pairs.values()) if len(pairs) == count else None  # a parameter may be given twice
+
+    def _measure_gradients(self) -> dict[Parameter, torch.Tensor]:
+        """What was measured now, and holds what nothing else does."""
         owners = [(each, "param_grad") for each in self._parameters.all if each.measures("param_grad")]
 
         def gradient(each: Parameter, kind: str) -> torch.Tensor | None:
@@ -287,7 +313,12 @@ class Parameters:
         self._note(owners, gradients, by_optimizer=True)
         for (each, _), found in zip(owners, gradients, strict=True):
             each.is_unclipped |= found is not None
-        self._batches.accumulate(owners, gradients)
+        failed = self._batches.accumulate(owners, gradients)
+        return {
+            each: found
+            for number, ((each, kind), found) in enumerate(zip(owners, gradients, strict=True))
+            if found is not None and number not in failed and kind not in each.captured
+        }
 
     def _read(
         self, owners: list[Owner], read: Callable[[Parameter, str], torch.Tensor | None]

@@ -107,7 +107,7 @@ inline cudaError_t with(cudaError_t error) {
   return error;
 }
 
-inline unsigned shuffle_seed = 0;  // 0: in order
+inline unsigned shuffle_seed = 0;                                           // 0: in order
 inline int64_t launches = 0, blocks = 0, cluster_launches = 0, copies = 0;  // so far
 inline int dynamic_shared_bytes = 0;
 inline std::function<void(uint64_t)> before_block;  // given the number of blocks that have run

@@ -106,16 +106,19 @@ void use_stream(int64_t stream, int64_t capture) {
   cuda_on_cpu::capture = capture;
 }
 
-// From now on it is the GPU of this capability, with so much shared memory for a block; 0: as at first. Each is a device
-// of its own, of which what was asked is remembered.
+// From now on it is the GPU of this capability, with so much shared memory for a block; 0: as at first. Each is a
+// device of its own, of which what was asked is remembered.
 void use_gpu(int64_t capability, int64_t shared_memory, int64_t driver, int64_t runtime, int64_t built_for,
              int64_t multiprocessors) {
   static std::vector<cuda_on_cpu::Gpu> gpus(1);
   const cuda_on_cpu::Gpu first;
   const auto or_first = [](int64_t given, int otherwise) { return given ? int(given) : otherwise; };
-  cuda_on_cpu::gpu = {or_first(shared_memory, first.shared_memory), or_first(capability, first.capability),
-                      or_first(driver, first.driver),               or_first(runtime, first.runtime),
-                      or_first(built_for, first.built_for),         or_first(multiprocessors, first.multiprocessors)};
+  cuda_on_cpu::gpu = {or_first(shared_memory, first.shared_memory),
+                      or_first(capability, first.capability),
+                      or_first(driver, first.driver),
+                      or_first(runtime, first.runtime),
+                      or_first(built_for, first.built_for),
+                      or_first(multiprocessors, first.multiprocessors)};
   size_t number = 0;
   while (number < gpus.size() && gpus[number].all() != cuda_on_cpu::gpu.all()) ++number;
   if (number == gpus.size()) gpus.push_back(cuda_on_cpu::gpu);
@@ -180,8 +183,10 @@ TORCH_LIBRARY_FRAGMENT(hookstats_cuda_on_cpu, m) {
   m.def("switch_off_after(Tensor flag, int blocks) -> ()", &switch_off_after);
   m.def("run_faulty(str name) -> int", &run_faulty);
   m.def("use_stream(int stream, int capture=0) -> ()", &use_stream);
-  m.def("use_gpu(int capability=0, int shared_memory=0, int driver=0, int runtime=0, int built_for=0, "
-        "int multiprocessors=0) -> ()", &use_gpu);
+  m.def(
+      "use_gpu(int capability=0, int shared_memory=0, int driver=0, int runtime=0, int built_for=0, "
+      "int multiprocessors=0) -> ()",
+      &use_gpu);
   m.def("tell_captures(bool told) -> ()", &tell_captures);
   m.def("last_error() -> int", &last_error);
   m.def("reserve_scratch() -> ()", &reserve_scratch);

@@ -1,0 +1,187 @@
+"""Monitor.clip_grad_norm_: torch's norm and torch's gradients, from what was measured of them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import hookstats
+from tests import ranks
+
+Change = Callable[[nn.Module], object]
+
+
+def model_with_gradients(dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4)).to(dtype)
+    model(torch.randn(32, 8, dtype=dtype)).square().sum().backward()
+    return model
+
+
+def both(
+    model: nn.Module, max_norm: float, change: Change = lambda model: None, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
+    """The norm by hookstats and by torch, whose gradients are compared; and the operators that the first one called."""
+    twin = copy.deepcopy(model)
+    for own, other in zip(twin.parameters(), model.parameters(), strict=True):
+        own.grad = None if other.grad is None else other.grad.clone()
+    change(model)
+    change(twin)
+    monitor = hookstats.attach(model, tensors="param_grad", **{"every": 1, **options})
+    called: list[str] = []
+
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            called.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    with Watching():
+        found = monitor.clip_grad_norm_(model.parameters(), max_norm)
+    wanted = nn.utils.clip_grad_norm_(twin.parameters(), max_norm)
+    for own, other in zip(model.parameters(), twin.parameters(), strict=True):
+        near = {
+            "rtol": 8 * torch.finfo(own.dtype).eps,
+            "atol": 0.0,
+        }  # the norm is rounded to the dtype, and all that follows
+        torch.testing.assert_close(own.grad, other.grad, equal_nan=True, **near)
+    return found, wanted, called
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("max_norm", [0.1, 1e9])
+def test_norm_and_gradients_are_torchs(dtype: torch.dtype, max_norm: float) -> None:
+    found, wanted, called = both(model_with_gradients(dtype), max_norm)
+    torch.testing.assert_close(found, wanted)
+    assert found.dim() == 0
+    assert not any("foreach_norm" in name for name in called)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 0.0])
+def test_what_is_not_finite_or_nothing_at_all_is_in_the_norm(value: float) -> None:
+    def change(model: nn.Module) -> None:
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            if value == 0:
+                parameter.grad.zero_()
+            else:
+                parameter.grad.view(-1)[3] = value
+
+    found, wanted, called = both(model_with_gradients(), 1.0, change)
+    torch.testing.assert_close(found, wanted, equal_nan=True)
+    assert not any("foreach_norm" in name for name in called)
+
+
+def test_means_far_from_zero_are_in_the_norm() -> None:
+    def change(model: nn.Module) -> None:
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad += 100
+
+    found, wanted, _ = both(model_with_gradients(), 1.0, change)
+    torch.testing.assert_close(found, wanted)
+
+
+def test_a_parameter_without_a_gradient_is_in_no_norm() -> None:
+    def change(model: nn.Module) -> None:
+        model[0].bias.grad = None  # type: ignore[index]
+
+    found, wanted, called = both(model_with_gradients(), 1.0, change)
+    torch.testing.assert_close(found, wanted)
+    assert not any("foreach_norm" in name for name in called)
+
+
+def test_no_gradients_at_all() -> None:
+    found, wanted, _ = both(model_with_gradients(), 1.0, nn.Module.zero_grad)
+    assert found == wanted == 0
+
+
+def test_parameters_that_are_not_watched_are_clipped_by_torch() -> None:
+    found, wanted, called = both(model_with_gradients(), 0.1, modules="0")
+    torch.testing.assert_close(found, wanted)
+    assert any("foreach_norm" in name for name in called)
+
+
+def test_a_parameter_that_is_given_twice_is_clipped_as_torch_does() -> None:
+    model, twin = model_with_gradients(), model_with_gradients()
+    monitor = hookstats.attach(model, tensors="param_grad", every=1)
+    found = monitor.clip_grad_norm_([*model.parameters(), model[0].weight], 1.0)  # type: ignore[index]
+    wanted = nn.utils.clip_grad_norm_([*twin.parameters(), twin[0].weight], 1.0)  # type: ignore[index]
+    torch.testing.assert_close(found, wanted)
+
+
+def test_the_step_has_the_gradients_from_before_clipping_once() -> None:
+    model = model_with_gradients()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = hookstats.attach(model, tensors="param_grad", every=2)
+    norms = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(32, 8)).square().sum().backward()
+        norms.append(float(monitor.clip_grad_norm_(model.parameters(), 0.1)))
+        assert float(nn.utils.get_total_norm([p.grad for p in model.parameters()])) == pytest.approx(0.1, rel=1e-4)  # type: ignore[misc]
+        optimizer.step()
+        snapshot = monitor.step()
+        if snapshot is not None:
+            assert snapshot.grad_norm == pytest.approx(norms[-1], rel=1e-5)
+            assert {stats.calls for stats in snapshot.values()} == {1}
+    assert len(norms) == 3
+
+
+def test_a_second_call_in_one_step_is_of_the_gradients_as_they_are() -> None:
+    model = model_with_gradients()
+    monitor = hookstats.attach(model, tensors="param_grad", every=1)
+    first = float(monitor.clip_grad_norm_(model.parameters(), 0.5))
+    assert first > 1
+    assert float(monitor.clip_grad_norm_(model.parameters(), 0.5)) == pytest.approx(0.5, rel=1e-4)
+    assert monitor.snapshot().grad_norm == pytest.approx(first, rel=1e-5)
+
+
+def test_a_single_tensor_and_an_iterator_will_do() -> None:
+    model, twin = model_with_gradients(), model_with_gradients()
+    monitor = hookstats.attach(model, tensors="param_grad", every=1)
+    found = monitor.clip_grad_norm_(model[0].weight, 0.1)  # type: ignore[index]
+    torch.testing.assert_close(found, nn.utils.clip_grad_norm_(twin[0].weight, 0.1))  # type: ignore[index]
+
+
+def clips_on_one_rank_by_hookstats(rank: int, world: int) -> tuple[float, list[float]]:
+    """The norm, and the gradients of this rank."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (world,))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
+    for number, module in enumerate(model):
+        for name, parameter in list(module.named_parameters()):
+            gradient = torch.randn_like(parameter) + number
+            placements = [Shard(0)] if name == "weight" else [Replicate()]
+            distributed = nn.Parameter(distribute_tensor(parameter.detach(), mesh, placements))
+            distributed.grad = distribute_tensor(gradient, mesh, placements)
+            setattr(module, name, distributed)
+    if rank == 0:  # the others clip by torch: both communicate the same
+        monitor = hookstats.attach(model, tensors="param_grad", every=1)
+        total: Any = monitor.clip_grad_norm_(model.parameters(), 0.5)
+        assert monitor.snapshot().order
+    else:
+        total = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    gradients: list[Any] = [parameter.grad for parameter in model.parameters()]
+    return float(total.full_tensor()), torch.cat([each.full_tensor().flatten() for each in gradients]).tolist()
+
+
+def test_dtensors_have_torchs_norm_and_communicate_what_torch_does() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
+    for number, module in enumerate(model):
+        for _, parameter in list(module.named_parameters()):
+            parameter.grad = torch.randn_like(parameter) + number
+    wanted = float(nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+    gradients = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])  # type: ignore[union-attr]
+    for norm, found in ranks.run(clips_on_one_rank_by_hookstats, 2):
+        assert norm == pytest.approx(wanted, rel=1e-5)
+        torch.testing.assert_close(torch.tensor(found), gradients)
