@@ -3,7 +3,8 @@
 const REACH = { scale: 3, share: 0.3, signed: 0.3 };
 const state = {
   kind: "", statistic: "rms", view: "relative", of: "relative", log: true, scalar: "", rows: [], seen: null, cursor: null, site: 0,
-  range: [0, 1], reach: 3, run: "first", // of two: "first", "second" or "difference"
+  range: [0, 1], reach: 3, isChosen: false, // by whoever looks
+  run: "first", // of two: "first", "second" or "difference"
 };
 let shown = null, ranks = null, colours = null, geometry = null;
 
