@@ -27,6 +27,7 @@ _SCRIPTS = (
     "colours.js",
     "cells.js",
     "heatmap.js",
+    "readout.js",
     "charts.js",
     "site.js",
     "tables.js",

@@ -244,7 +244,7 @@ def test_two_runs_that_are_ticked_have_a_page_that_grows(browser: Browser, tmp_p
         assert browser.run(f"{boxes}.filter((each) => each.checked).length") == 2
         browser.run("document.querySelector('#both').click()")
         browser.wait("document.documentElement?.dataset.ready === 'true' && !!document.querySelector('#heat')", 20)
-        assert text(browser, "h1") == "two"
+        assert text(browser, "h1") == "two and one"
         assert "one" in text(browser, "#facts")
         assert "40 steps in common" in text(browser, "#facts")
         assert text(browser, "#live").startswith("Alive: two: process")
@@ -274,3 +274,19 @@ def test_runs_that_have_nothing_in_common_say_so(browser: Browser, tmp_path: Pat
         assert "cannot be shown together: expected runs with sites and steps in common; a and b have none" in both.text
         for path in (f"{ids[0]}/{ids[0]}/", f"{ids[0]}/{'0' * 16}/", f"{'0' * 16}/{ids[0]}/", f"{ids[0]}/{ids[1]}"):
             assert served.ask(f"/run/{path}").status == 404
+
+
+def test_a_run_of_one_step_shows_its_sizes_and_then_what_changes(browser: Browser, tmp_path: Path) -> None:
+    run = Growing(tmp_path / "run")
+    run.add(range(1))
+    with serving(tmp_path) as served:
+        open_run(browser, served, "run")
+        pressed = "document.querySelector('[data-value={}]').ariaPressed"
+        assert browser.run(pressed.format("absolute")) == "true"
+        run.add(range(1, 4))
+        says(browser, "#facts", "0 to 3")
+        browser.wait(pressed.format("relative") + " === 'true'")
+        browser.run("document.querySelector('[data-value=absolute]').click()")
+        run.add(range(4, 6))
+        says(browser, "#facts", "0 to 5")
+        assert browser.run(pressed.format("absolute")) == "true"  # who has chosen sees what he chose

@@ -3,7 +3,8 @@
 const REACH = { scale: 3, share: 0.3, signed: 0.3 };
 const state = {
   kind: "", statistic: "rms", view: "relative", of: "relative", log: true, scalar: "", rows: [], seen: null, cursor: null, site: 0,
-  range: [0, 1], reach: 3, run: "first", // of two: "first", "second" or "difference"
+  range: [0, 1], reach: 3, isChosen: false, // by whoever looks
+  run: "first", // of two: "first", "second" or "difference"
 };
 let shown = null, ranks = null, colours = null, geometry = null;
 
@@ -278,49 +279,8 @@ function drawCursor() {
     context.strokeStyle = ink("text");
     context.strokeRect(x - 0.5, y - 0.5, Math.max(wide, 3) + 1, Math.max(tall, 3) + 1);
   }
-  byId("readout").replaceChildren(...readout());
+  showReadout();
 }
-
-// What a cell is, in words.
-function readout() {
-  if (!state.cursor || !shown) return [node("span", { class: "muted" }, hintOfView())];
-  const { row, column } = state.cursor, site = state.rows[row], code = shown.codes[site * COLUMNS + column];
-  const { kind, title } = record.statistics[state.statistic], unit = unitOf(state);
-  const past = state.view === "difference" ? "the first run's" : "its past";
-  const [name, tensor] = record.sites[site];
-  let value;
-  if (code === SILENT) value = missing(site, column);
-  else if (code === NONFINITE) value = "holds NaN or infinity";
-  else if (state.view !== "absolute") {
-    const change = (code - NEUTRAL) / unit, outer = code === FIRST ? "≤ " : code >= LAST + 1 ? "≥ " : "";
-    if (kind !== "scale") value = `${title} ${change > 0 ? "+" : "−"}${say(Math.abs(change), 2)} against ${past}`;
-    else if (Math.abs(change) < (state.view === "difference" ? 0.5 / unit : 0.1)) value = `${title} as ${state.view === "difference" ? "in the first run" : "usual"}`;
-    else value = `${title} ${outer}${say(2 ** change, state.view === "difference" ? 3 : 2)} times ${past}`;
-  } else if (code === ZERO && kind !== "signed") value = `${title} 0`;
-  else {
-    const told = shown.low[site] + (code - FIRST) * shown.step[site];
-    value = `${title} ≈ ${say(kind === "scale" ? 2 ** told : told, 2)}`;
-  }
-  const [scalar, second] = [record.scalars, record.other?.scalars].map((scalars) => scalars?.[state.scalar]?.[1][column] ?? null);
-  const name2 = record.other && second !== null ? `${shortened(state.scalar, 20)} of ${shortened(record.other.name, 24)}` : "";
-  return [
-    node("b", {}, node("bdi", {}, shortened(name))), ` ${wordsOf(tensor)} · ${stepsOf(column)} · `, node("b", {}, value),
-    scalar === null ? "" : ` · ${shortened(state.scalar, 20)} ${say(scalar, 4)}`, name2 ? ` · ${name2} ${say(second, 4)}` : "",
-  ];
-}
-
-// Why a cell is empty. Of two runs one may have no such site.
-function missing(site) {
-  if (!record.other) return "silent";
-  const names = [record.name, record.other.name].map((name) => shortened(name, 30));
-  const owner = record.other.alone.findIndex((sites) => sites.includes(site));
-  if (owner >= 0) return `only ${names[owner]} has it`;
-  return state.run === "difference" ? "silent in one of them" : "silent, or not measured in this run";
-}
-const ofRun = () => record.other ? ` Of ${shortened(state.run === "second" ? record.other.name : record.name, 40)}.` : "";
-const hintOfView = () => state.view === "relative" ? "Colour: how far a site is from the median of its own past." + ofRun()
-  : state.view === "difference" ? `Colour: how far ${shortened(record.other.name, 40)} is from ${shortened(record.name, 40)}, in the ${count(record.other.steps)} steps that both have.`
-  : "Colour: the value itself, on one scale for all rows." + ofRun();
 
 function drawLegend() {
   const { kind, title } = record.statistics[state.statistic], canvas = node("canvas", { "aria-hidden": true });

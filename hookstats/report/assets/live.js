@@ -59,7 +59,9 @@ async function grow(changes) {
   if (state.cursor?.row < 0) state.cursor = null;
   showHead();
   if (record.chapters !== chapters) showFindings();
-  if (kinds !== present().length || scalars !== Object.keys(record.scalars).length) showTools();
+  const view = state.view;
+  seeView();
+  if (view !== state.view || kinds !== present().length || scalars !== Object.keys(record.scalars).length) showTools();
   describe();
   await showPlane();
   await showSite(state.site, chosen().step);

@@ -23,7 +23,7 @@ function showTools() {
   const kinds = [...Object.keys(KINDS).filter((kind) => there.includes(kind)), ...there.filter((kind) => !(kind in KINDS))];
   const scalars = Object.keys(record.scalars);
   const scale = choice("Scale", [["log", "Log"], ["linear", "Linear"]], state.log ? "log" : "linear", (name) => { state.log = name === "log"; recolour(); drawHeat(); });
-  const views = choice("View", [["relative", "To its past"], ["absolute", "Absolute"]], state.of, (view) => { state.of = state.view = view; update(); showPlane(); });
+  const views = choice("View", [["relative", "To its past"], ["absolute", "Absolute"]], state.of, (view) => { state.isChosen = true; state.of = state.view = view; update(); showPlane(); });
   const update = () => {
     views.hidden = state.view === "difference";
     scale.hidden = state.view !== "absolute" || record.statistics[state.statistic].kind !== "scale";
@@ -44,6 +44,11 @@ function showTools() {
   update();
   const button = (text, label, act) => node("button", { type: "button", "aria-label": label, title: label, onclick: act }, text);
   byId("zoom").replaceChildren(button("+", "Enlarge", () => zoom(0.6)), button("−", "Shrink", () => zoom(1 / 0.6)), button("All", "Show all", () => { seeAll(); drawHeat(); }));
+}
+
+// A single step has no past yet, and would be an empty picture.
+function seeView() {
+  if (!state.isChosen && state.run !== "difference") state.of = state.view = record.steps[2] > 1 ? "relative" : "absolute";
 }
 
 function setKind(kind) {
@@ -102,6 +107,7 @@ async function begin() {
   const isLive = record.version !== undefined;
   if (isLive) live();
   const scalars = Object.keys(record.scalars);
+  seeView();
   state.scalar = scalars.includes("loss") ? "loss" : scalars[0] ?? "";
   const first = record.findings.find((each) => each.site !== null);
   setKind(first ? kindOf(first.site) : record.rows.some((site) => kindOf(site) === "output") ? "output" : kindOf(record.rows[0]));

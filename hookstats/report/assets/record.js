@@ -104,16 +104,22 @@ async function plane(statistic, view, run) {
 
 // Of one site: numbers, null where it was silent.
 async function line(name, site, isLog) {
-  const bytes = await blob("line." + name);
-  const columns = record.line_begin.length, cells = SITES * columns;
-  const scales = new Float64Array(bytes.slice(2 * cells).buffer);
-  const low = scales[site], step = scales[SITES + site], values = [];
-  for (let i = site * columns; i < (site + 1) * columns; i++) {
-    const code = (bytes[i] << 8) | bytes[cells + i];
-    const told = low + (code - FIRST) * step;
-    values.push(code === SILENT ? null : code === ZERO ? (isLog ? 0 : null) : isLog ? 2 ** told : told);
-  }
+  const bytes = await blob("line." + name), columns = record.line_begin.length;
+  const [low, step] = scalesOf(bytes, site, 2 * SITES * columns), values = [];
+  for (let i = site * columns; i < (site + 1) * columns; i++) values.push(numberOf(bytes, i, SITES * columns, low, step, isLog));
   return values;
+}
+async function valueAt(name, site, column, isLog) {
+  const bytes = await blob(name), columns = record.line_begin.length;
+  return numberOf(bytes, site * columns + column, SITES * columns, ...scalesOf(bytes, site, 2 * SITES * columns), isLog);
+}
+function scalesOf(bytes, site, begin) {
+  const view = new DataView(bytes.buffer, bytes.byteOffset);
+  return [site, SITES + site].map((i) => view.getFloat64(begin + 8 * i, true));
+}
+function numberOf(bytes, i, cells, low, step, isLog) {
+  const code = (bytes[i] << 8) | bytes[cells + i], told = low + (code - FIRST) * step;
+  return code === SILENT ? null : code === ZERO ? (isLog ? 0 : null) : isLog ? 2 ** told : told;
 }
 
 // First and last step of the first run, and how many it has; its last column of lines.

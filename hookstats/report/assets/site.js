@@ -8,18 +8,20 @@ const capital = (word) => word[0].toUpperCase() + word.slice(1);
 let asked = 0;
 
 async function showSite(site, step) {
-  const turn = ++asked, [name] = record.sites[site];
+  const turn = ++asked, [name, tensor] = record.sites[site];
   const kin = record.rows.filter((each) => record.sites[each][0] === name);
   const chosen = kin.indexOf(site);
   const first = kin.slice(chosen - chosen % 2, chosen - chosen % 2 + 2);
   const title = byId("site-title"), body = byId("site-body");
   const parts = await Promise.all((kin.length > 4 ? first : kin).map((each) => linesOf(each)));
+  const marked = step ?? own()[1], found = await numbersAt(site, marked);
   if (turn !== asked) return;
   title.replaceChildren(node("bdi", { title: name.length <= 2000 ? plain(name) : null }, shortened(name, 90)));
   const about = node("p", { class: "about" }, `${state.rows.indexOf(site) >= 0 ? `Row ${state.rows.indexOf(site) + 1} of ${state.rows.length} in order of execution. ` : ""}`,
     step === null ? "" : `The line marks step ${count(step)}.`);
   const columns = node("div", { class: "columns" });
-  body.replaceChildren(about, ...findingsOf(kin), columns);
+  const line = found ? [node("div", { class: "at-step" }, node("span", { class: "numbers-at" }, node("span", {}, `${capital(wordsOf(tensor))} at step ${count(marked)}:`), ...numbersOf(found)), copyButton(python(site, marked)))] : [];
+  body.replaceChildren(about, ...line, ...findingsOf(kin), columns);
   if (name.length > 90) about.after(node("details", { class: "hint" }, node("summary", {}, `The whole name, ${count(name.length)} characters`), node("p", { class: "whole" }, node("bdi", {}, plain(name)))));
   if (kin.length > 4) columns.before(node("p", { class: "chips" }, ...kin.map((each) => node("a", { href: linkTo(each, step), "aria-current": each === site ? "true" : null }, wordsOf(record.sites[each][1])))));
   const hosts = parts.map((part) => node("div", { class: "tensor" }, node("h3", {}, wordsOf(record.sites[part.site][1]))));

@@ -29,14 +29,15 @@ function lasted(seconds) {
 }
 
 function showHead() {
-  document.title = `${shortened(record.name, 60)} · hookstats`;
-  byId("name").replaceChildren(node("bdi", {}, shortened(record.name, 80)));
+  const called = [record.name, ...(record.other ? [record.other.name] : [])];
+  document.title = `${called.map((name) => shortened(name, 40)).join(" and ")} · hookstats`;
+  byId("name").replaceChildren(...called.flatMap((name, i) => [i ? node("span", { class: "muted" }, " and ") : "", node("bdi", {}, shortened(name, 80))]));
   const [first, last, steps] = own(), { settings } = record;
   byId("summary").replaceChildren(...record.head.map((sentence) => node("p", {}, shortened(sentence, 700))), ...partingLine());
   const facts = [];
   if (settings.model) facts.push(["Model", shortened(typeof settings.model === "string" ? settings.model : String(settings.model.class ?? settings.model.name ?? ""), 60)]);
   if (facts.length && settings.parameters > 0) facts[0].push(`${said(settings.parameters)} parameters`);
-  facts.push(["Steps", `${count(first)} to ${count(last)}`, `${count(steps)} measured`]);
+  facts.push(["Steps", first === last ? count(first) : `${count(first)} to ${count(last)}`, `${count(steps)} measured`]);
   facts.push(["Sites", count(SITES - (record.other?.alone[1].length ?? 0)), `${many(names.size, "module or parameter", "modules and parameters")}`]);
   if (record.times) facts.push(["Recorded", at(record.times[0]), record.times[1] > record.times[0] ? `for ${lasted(record.times[1] - record.times[0])}` : ""]);
   facts.push(["Measured", said(record.values) + " values", `${count(record.readings)} readings`]);
