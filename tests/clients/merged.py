@@ -33,8 +33,10 @@ def check_sites(
     times: float = 1,
     flat: bool = False,
 ) -> None:
-    """All sites, none missing, to rounding. more: sites that only the ranks have. but: sites that count once for each rank. times: by how much their gradients of
-    outputs are larger. flat: parameters have totals alone.
+    """All sites, none missing, to rounding.
+
+    more: sites that only the ranks have. but: sites that count once for each rank. times: by how much the ranks'
+    gradients of outputs are larger. flat: their parameters have totals alone.
     """
     assert {str(site) for site in (set(found) ^ set(wanted)) - set(more)} == set()
     assert found.skipped == {}
