@@ -6,20 +6,16 @@ import math
 from functools import cache
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import hookstats
 from tests import ranks
+from tests.clients.merged import check_sites, names_of_page
 from tests.clients.standins import torchtitan
-from tests.conftest import ROOT
-from tests.docs import test_pages
 from tests.plain import hearing
 
-EXACT = ("count", "nans", "posinfs", "neginfs")
-CLOSE = ("mean", "std", "rms", "min", "max", "abs_max")
 STEPS, MICROBATCHES, SEQUENCES = 2, 2, 4
 VALID = SEQUENCES * torchtitan.SEQUENCE * MICROBATCHES
 
@@ -28,13 +24,6 @@ class Trained(NamedTuple):
     weights: list[torch.Tensor]  # this rank's parts
     snapshot: Any  # of the last step
     told: list[str]
-
-
-def placements(*args: Any) -> Any:
-    """What the page says."""
-    known = test_pages.names()
-    test_pages.run(ROOT / "docs" / "frameworks" / "torchtitan.md", known)
-    return known["placements"](*args)
 
 
 def batches(step: int, dp_rank: int, dp_size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -52,7 +41,11 @@ def trained(mesh: Any, watched: bool, backend: str = "") -> Trained:
     monitor, seen = None, []
     with hearing() as told:
         if watched:
-            group = hookstats.Ranks(mesh, placements=placements(model, mesh)) if "tp" in names else mesh
+            group = (
+                hookstats.Ranks(mesh, placements=names_of_page("torchtitan")["placements"](model, mesh))
+                if "tp" in names
+                else mesh
+            )
             preset = hookstats.presets.language_model(model)
             monitor = hookstats.attach(model, **preset, every=1, process_group=group, sinks=seen.append)
         for step in range(1, STEPS + 1):
@@ -89,36 +82,20 @@ def test_what_ranks_measure_together_is_what_one_process_measures(shape: dict[st
     assert first.told == []
     assert first.snapshot.ranks == tuple(range(world))
     of_stages = {("", "input")} if "pp" in shape else set()  # what a stage gets from the one before it
-    check(first.snapshot, whole().snapshot, of_stages)
+    check_sites(first.snapshot, whole().snapshot, more=of_stages)
+    check_names_and_loss(first.snapshot)
 
 
 def test_blocks_that_are_checkpointed_and_compiled_apart_measure_what_eager_ones_do() -> None:
     bare, compiled = trained(None, watched=False, backend="aot_eager"), trained(None, watched=True, backend="aot_eager")
     assert all(torch.equal(*pair) for pair in zip(bare.weights, compiled.weights, strict=True))
     assert compiled.told == []
-    check(compiled.snapshot, whole().snapshot)
+    check_sites(compiled.snapshot, whole().snapshot)
+    check_names_and_loss(compiled.snapshot)
 
 
-def check(found: hookstats.Snapshot, wanted: hookstats.Snapshot, more: set[Any] = frozenset()) -> None:
-    assert {str(site) for site in (set(found) ^ set(wanted)) - more} == set()
-    assert found.skipped == {}
-    assert found.scalars["loss"] == pytest.approx(wanted.scalars["loss"], rel=1e-5)
-    assert {"layers.0", "layers.1"} <= {site.name for site in found}
-    for site in wanted:
-        check_site(site, found[site], wanted[site])
-
-
-def check_site(site: Any, found: Any, wanted: Any) -> None:
-    sampled = site.tensor.endswith("_sample")  # other elements of each rank's part
-    pairs = [(found.total, wanted.total)]
-    assert (found.channels is None) == (wanted.channels is None), site
-    if wanted.channels is not None:
-        pairs.append((found.channels, wanted.channels))
-    scale = wanted.total.abs_max
-    for a, b in pairs:
-        for name in () if sampled else EXACT:
-            assert np.array_equal(getattr(a, name), getattr(b, name)), (site, name)
-        for name in CLOSE:
-            np.testing.assert_allclose(
-                getattr(a, name), getattr(b, name), rtol=1e-4, atol=1e-4 * scale, err_msg=f"{site} {name}"
-            )
+def check_names_and_loss(found: hookstats.Snapshot) -> None:
+    assert {"tok_embeddings", "layers.0", "layers.1", "layers.0.attention.wq", "norm", "output"} <= {
+        s.name for s in found
+    }
+    assert found.scalars["loss"] == pytest.approx(whole().snapshot.scalars["loss"], rel=1e-5)

@@ -1,0 +1,63 @@
+"""What ranks measured together, beside what one process measured of the same batches."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+
+import hookstats
+from tests.conftest import ROOT
+from tests.docs import test_pages
+
+EXACT = ("count", "nans", "posinfs", "neginfs")
+CLOSE = ("mean", "std", "rms", "min", "max", "abs_max")
+
+
+def names_of_page(page: str, until: str = "") -> dict[str, Any]:
+    """What the code of docs/frameworks/PAGE.md defines; until: in front of the line that begins so."""
+    known = test_pages.names()
+    for block in test_pages.BLOCK.finditer((ROOT / "docs" / "frameworks" / f"{page}.md").read_text()):
+        code = block["code"].partition(f"\n{until}")[0] if until else block["code"]
+        exec(compile(code, page, "exec"), known)
+    return known
+
+
+def check_sites(
+    found: hookstats.Snapshot,
+    wanted: hookstats.Snapshot,
+    *,
+    more: Collection[Any] = (),
+    but: Collection[Any] = (),
+    times: float = 1,
+    flat: bool = False,
+) -> None:
+    """All sites, none missing, to rounding.
+
+    more: sites that only the ranks have. but: sites that count once for each rank. times: by how much the ranks'
+    gradients of outputs are larger. flat: their parameters have totals alone.
+    """
+    assert {str(site) for site in (set(found) ^ set(wanted)) - set(more)} == set()
+    assert found.skipped == {}
+    for site in set(wanted) - set(but):
+        is_flat = flat and site.name.endswith((".weight", ".bias"))
+        _check(site, found[site], wanted[site], times if site.tensor.startswith("grad_output") else 1, is_flat)
+
+
+def _check(site: Any, found: Any, wanted: Any, times: float, is_flat: bool) -> None:
+    pairs = [(found.total, wanted.total)]
+    assert (found.channels is None) == (wanted.channels is None or is_flat), site
+    if found.channels is not None:
+        pairs.append((found.channels, wanted.channels))
+    for ours, theirs in pairs:
+        for name in () if site.tensor.endswith("_sample") else EXACT:  # of other elements of each rank's part
+            assert np.array_equal(getattr(ours, name), getattr(theirs, name)), (site, name)
+        for name in CLOSE:
+            np.testing.assert_allclose(
+                getattr(ours, name),
+                getattr(theirs, name) * times,
+                rtol=1e-4,
+                atol=1e-4 * wanted.total.abs_max * times,
+                err_msg=f"{site} {name}",
+            )
