@@ -68,7 +68,7 @@ void merge_op(at::Tensor moments, at::Tensor counters, std::optional<at::Tensor>
 #if defined(HOOKSTATS_CUDA_KERNELS)
   if (runs_cuda_kernels(moments.device())) {
     const c10::DeviceGuard guard(moments.device());
-    const auto to = launch_on(moments.device(), std::nullopt);
+    const auto to = launch_on(moments.device(), std::nullopt, 0, 0);
     if (to.capture) {
       keep_for_graphs({moments, counters, from_moments, from_counters});
       if (histogram) keep_for_graphs({*histogram, *from_histogram});

@@ -187,7 +187,7 @@ bool runs_cuda_kernels(at::Device device);
 // The current stream of a device; null on a CPU, but for the tests' build, which imitates streams there.
 void* stream_of(at::Device device);
 
-// The same with its scratch, of the usual size or of another one.
+// The same with its scratch, of the usual size, of another one, or without.
 cuda::Launch launch_on(at::Device device, const std::optional<at::Tensor>& active,
                        int64_t doubles = cuda::kScratchDoubles, int64_t counters = cuda::kScratchCounters);
 

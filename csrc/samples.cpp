@@ -49,7 +49,7 @@ void sample(at::TensorList tensors, at::TensorList values, const std::optional<a
 #if defined(HOOKSTATS_CUDA_KERNELS)
   if (runs_cuda_kernels(device)) {
     const c10::DeviceGuard guard(device);
-    const auto to = launch_on(device, active);
+    const auto to = launch_on(device, active, 0, 0);
     if (to.capture) {
       keep_for_graphs(values.vec());
       keep_for_graphs(differences.vec());

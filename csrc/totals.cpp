@@ -56,9 +56,10 @@ class Totals : public torch::CustomClassHolder {
       at::Tensor scratch;
       if (plan_.scratch) scratch = at::zeros({plan_.scratch}, out.options());
       auto* parts = plan_.scratch ? scratch.mutable_data_ptr<int64_t>() : nullptr;
-      check(cuda::totals(plan_, table_.const_data_ptr(), parts, words, launch_on(device, std::nullopt)));
+      check(cuda::totals(plan_, table_.const_data_ptr(), parts, words, launch_on(device, std::nullopt, 0, 0)));
       clear_on_gpu(blocks);
       closing.end();
+      clear_on_cpu(blocks, NoCpuKernel());  // of tests that imitate a GPU
       return out;
     }
 #endif

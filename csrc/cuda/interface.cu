@@ -21,8 +21,9 @@ extern "C" {
 
 unsigned long long hookstats_cuda_capture_on(void* stream) { return cuda::capture_on(stream); }
 
-const char* hookstats_cuda_launch_on(cuda::Launch* launch, const cuda::Stream* stream, const int32_t* active) {
-  return cuda::launch_on(*launch, *stream, active);
+const char* hookstats_cuda_launch_on(cuda::Launch* launch, const cuda::Stream* stream, const int32_t* active,
+                                     bool has_parts) {
+  return has_parts ? cuda::launch_on(*launch, *stream, active) : cuda::launch_on(*launch, *stream, active, 0, 0);
 }
 
 const char* hookstats_cuda_reserve(int device) { return cuda::reserve(device); }

@@ -1,4 +1,4 @@
-// How the work on a tensor is cut into blocks: by its shape alone, never by the number of multiprocessors.
+// How the work on a tensor is cut into blocks: by its shape, and by how many of them the GPU runs at a time.
 //
 // The work is a grid: groups of channels x parts of their elements.
 #pragma once

@@ -55,6 +55,7 @@ struct Use {
   bool stays = true;                // as in Stream
   bool was_used = false;            // since the last closing
   unsigned long long closings = 0;  // that it comes behind
+  bool is_looked_at = false;        // its scratch, since then
   cudaEvent_t event = nullptr;
   std::shared_ptr<std::atomic<bool>> is_gone;  // of a capture: whether its graph is; null: nobody tells
 };
@@ -194,20 +195,20 @@ bool take_piece(Device& device, Use& use, int64_t doubles, int64_t count) {
   return false;
 }
 
-cudaError_t mend(const Piece& piece, unsigned* told, void* stream) {
-  return launch(mend_kernel, dim3(1), dim3(kThreads), 0, static_cast<cudaStream_t>(stream), piece.counters, piece.count,
-                told);
-}
-
-// Before the first launch of a stream behind a closing, or of a capture.
-const char* begin_use(Device& device, Use& use, void* stream, bool is_captured) {
-  if (!is_captured && device.closings > 0 && device.closer != stream) {
-    if (const auto error = cudaStreamWaitEvent(static_cast<cudaStream_t>(stream), device.closed, 0)) {
-      return message(error);
+// Before a launch: behind the last closing, and on scratch that has been looked at.
+const char* begin(Device& device, Use& use, void* stream, bool is_captured, bool is_scratch_used) {
+  if (!is_captured && use.closings != device.closings) {
+    if (device.closer != stream) {
+      const auto error = cudaStreamWaitEvent(static_cast<cudaStream_t>(stream), device.closed, 0);
+      if (error != cudaSuccess) return message(error);
     }
+    use.closings = device.closings;
+    use.is_looked_at = false;
   }
-  use.closings = device.closings;
-  return message(mend(use.piece, device.told, stream));
+  if (use.is_looked_at || !is_scratch_used) return nullptr;
+  use.is_looked_at = true;
+  return message(launch(mend_kernel, dim3(1), dim3(kThreads), 0, static_cast<cudaStream_t>(stream), use.piece.counters,
+                        use.piece.count, device.told));
 }
 
 }  // namespace
@@ -236,43 +237,42 @@ const char* launch_on(Launch& launch, const Stream& stream, const int32_t* activ
       const std::lock_guard<std::mutex> lock(device.mutex);
       const auto found = device.uses.find({stream.handle, capture});
       const bool is_known = found != device.uses.end();
-      Use use;
       if (is_known && found->second.piece.fits(doubles, counters)) {
-        Use& known = found->second;
-        if (!capture && known.closings != device.closings) {
+        Use& use = found->second;
+        if ((!capture && use.closings != device.closings) || (!use.is_looked_at && counters > 0)) {
           if (const auto error = cudaSetDevice(stream.device)) return message(error);
-          if (const char* problem = begin_use(device, known, stream.handle, false)) return problem;
+          if (const char* problem = begin(device, use, stream.handle, capture != 0, counters > 0)) return problem;
         }
-        known.was_used = true;
+        use.was_used = true;
         if (made.partials) device.spare.push_back(made);  // another thread was faster
         launch = {stream.handle,
                   stream.device,
-                  known.piece.partials,
-                  known.piece.counters,
+                  use.piece.partials,
+                  use.piece.counters,
                   device.clock,
                   active,
                   capture,
-                  known.stays || capture ? nullptr : known.event};
+                  use.stays || capture ? nullptr : use.event};
         return nullptr;
       }
+      Use use;
       if (device.clock && (made.partials || take_piece(device, use, doubles, counters))) {
-        if (const auto error = cudaSetDevice(stream.device)) return message(error);
         if (made.partials) use.piece = std::exchange(made, {});
         if (is_known) {  // its piece was too small: launches may still use it
           found->second.piece = use.piece;
-          if (const char* problem = begin_use(device, found->second, stream.handle, capture != 0)) return problem;
+          found->second.is_looked_at = false;
           continue;
         }
         use.stays = stream.stays;
         if (capture) {
           use.is_gone = end_of_capture(stream.handle);
-        } else if (const auto error = cudaEventCreateWithFlags(&use.event, cudaEventDisableTiming)) {
-          device.spare.push_back(use.piece);
-          return message(error);
-        }
-        if (const char* problem = begin_use(device, use, stream.handle, capture != 0)) {
-          device.spare.push_back(use.piece);
-          return problem;
+        } else {
+          cudaError_t error = cudaSetDevice(stream.device);
+          if (error == cudaSuccess) error = cudaEventCreateWithFlags(&use.event, cudaEventDisableTiming);
+          if (error != cudaSuccess) {
+            device.spare.push_back(use.piece);
+            return message(error);
+          }
         }
         device.uses[{stream.handle, capture}] = std::move(use);
         continue;

@@ -93,11 +93,11 @@ class Devices:
         number = stream.stream_id
         return Stream(stream.cuda_stream, device.index or 0, number == 0 or number % 2 != 0)
 
-    def launch(self, device: torch.device, active: torch.Tensor | None = None) -> Launch:
-        """On the current stream of the device."""
+    def launch(self, device: torch.device, active: torch.Tensor | None = None, has_parts: bool = False) -> Launch:
+        """On the current stream of the device. has_parts: they meet in scratch."""
         assert self.library.cuda is not None
         launch, flag = Launch(), None if active is None else active.data_ptr()
-        check(self.library.cuda.launch_on(ctypes.byref(launch), ctypes.byref(self._stream(device)), flag))
+        check(self.library.cuda.launch_on(ctypes.byref(launch), ctypes.byref(self._stream(device)), flag, has_parts))
         return launch
 
     @contextmanager

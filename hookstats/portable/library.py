@@ -109,7 +109,7 @@ _CPU: dict[str, tuple[Any, tuple[Any, ...]]] = {
 }
 _CUDA: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "capture_on": (c_uint64, (c_void_p,)),
-    "launch_on": (_TEXT, (POINTER(Launch), POINTER(Stream), c_void_p)),
+    "launch_on": (_TEXT, (POINTER(Launch), POINTER(Stream), c_void_p, c_bool)),
     "reserve": (_TEXT, (c_int,)),
     "begin_closing": (_TEXT, (POINTER(Stream),)),
     "end_closing": (_TEXT, (POINTER(Stream),)),

@@ -401,6 +401,7 @@ class Totals:
             with self._devices.closing(self._device):
                 self._operators._run(self._device, "totals", *numbers, *memory)
                 _clear_on_gpu(blocks)
+            _clear_on_cpu(self._devices, blocks)  # of tests that imitate a GPU
         else:
             take(self._devices, self._states, out, blocks, None, True)
         return out
@@ -429,13 +430,17 @@ def _clear_on_gpu(blocks: Sequence[torch.Tensor]) -> None:
             block.zero_()
 
 
+def _clear_on_cpu(devices: Devices, blocks: Sequence[torch.Tensor]) -> None:
+    take(devices, None, None, [block for block in blocks if block.device.type == "cpu"], None, True)
+
+
 def clear(devices: Devices, blocks: Sequence[torch.Tensor]) -> None:
     """Makes blocks of state, all on one device, zero between two kernels."""
     if not blocks:
         return
     with devices.closing(blocks[0].device):
         _clear_on_gpu(blocks)
-    take(devices, None, None, [block for block in blocks if block.device.type == "cpu"], None, True)
+    _clear_on_cpu(devices, blocks)
 
 
 class Copies:

@@ -151,7 +151,7 @@ class Site:
             raise RuntimeError("hookstats: expected a tensor with data, got one without storage")
         if self.runs_cuda_kernels:
             with self.devices.guard(self.device):
-                launch = self.devices.launch(self.device, self.active)
+                launch = self.devices.launch(self.device, self.active, has_parts=True)
                 of_rows = [] if rows is None else [rows.row_index, rows.kept]
                 if launch.capture:
                     keep_for_graphs([*self.memory, *of_rows])

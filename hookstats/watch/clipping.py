@@ -35,7 +35,7 @@ def _are_alike(gradients: list[torch.Tensor]) -> bool:
 
 
 def _total_norm(measured: list[tuple[Entry, torch.Tensor]]) -> torch.Tensor:
-    """With the dtype that torch's has. Of DTensors it is one, by the operators by which torch takes the norm of norms."""
+    """With the dtype that torch's has. Of DTensors it is one, by the operators by which torch takes that of norms."""
     gradients = [gradient for _, gradient in measured]
     norms = _norms([entry for entry, _ in measured], gradients[0].device)
     if not is_dtensor(gradients[0]):
