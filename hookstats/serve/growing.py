@@ -235,7 +235,9 @@ class Growing:
         self._details, self._pictures = detailed(fresh, newest.blobs["rms.relative"])
         self._detailed = now
         rest = {name: blob for name, blob in newest.blobs.items() if name not in newest.pictures}
-        self._publish(Version(self._numbered(), newest.record | self._details, rest | self._pictures, set(self._pictures)))
+        self._publish(
+            Version(self._numbered(), newest.record | self._details, rest | self._pictures, set(self._pictures))
+        )
         self._rested_details = time.monotonic() + _REST_DETAILS * (time.monotonic() - began)
         return True
 
