@@ -25,7 +25,7 @@ from hookstats.serve.columns import Columns
 
 _TRIES = 3  # where parts are merged meanwhile
 _FAR = 1 << 62  # further than any step
-_CELLS = 1 << 20  # of a plane that are read at once
+_CELLS = 1 << 19  # of a plane that are read at once
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""From a picture to its data: the numbers of a cell, the line of Python that leads to them; and two runs on one page."""
+"""From a picture to its data: the numbers of a cell, and Python that leads to them; and two runs on one page."""
 
 from __future__ import annotations
 
