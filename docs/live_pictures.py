@@ -22,8 +22,10 @@ from tests.report.browser import Browser  # noqa: E402
 from tests.serve.served import serving  # noqa: E402
 
 
-def train(run: Path, is_ill: bool, steps: int = 300) -> None:
-    report_example.STEPS = steps
+def train(run: Path, is_ill: bool, steps: int = 160) -> None:
+    """The example with smaller batches."""
+    report_example.STEPS, report_example.BATCH, report_example.LENGTH = steps, 4, 32
+    report_example.SPIKE, report_example.OUTLIER_FROM, report_example.GROWTH = range(100, 103), 20, 1.05
     if not is_ill:
         report_example.SPIKE, report_example.GROWTH = range(0), 1.0
     report_example.train(run)
@@ -70,7 +72,7 @@ def main() -> None:
             address = f"http://127.0.0.1:{served.port}"
             found = served.runs()
             browser.open(address + found["sweep/grows"])
-            browser.wait("document.querySelector('#facts').innerText.match(/0 to (\\d+)/)?.[1] > 120", 600)
+            browser.wait("document.querySelector('#facts').innerText.match(/0 to (\\d+)/)?.[1] > 110", 600)
             browser.wait("document.querySelector('#settings').innerText.includes('model')")
             browser.picture(DOCS / "live_run.png", clip={"x": 0, "y": 0, "width": 1280, "height": 1150})
             browser.open(address + "/")
