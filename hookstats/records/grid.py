@@ -92,7 +92,7 @@ class Grid:
             (int(bounds[f"{name}_min"].min()), int(bounds[f"{name}_max"].max())) for name in _KEYS
         )
         base, records = self._timeline.base.get(attempt, (0, 0))
-        is_whole = part.rows == (high - low + 1) * (last - first + 1) and 0 <= low and high < len(self._row)
+        is_whole = part.rows == (high - low + 1) * (last - first + 1) and low >= 0 and high < len(self._row)
         if attempt != latest or not is_whole or not 0 <= first <= last < records:
             return None
         places = self._timeline.row[base + first : base + last + 1]

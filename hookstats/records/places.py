@@ -32,7 +32,7 @@ def descriptions(folder: Path) -> dict[int, Path]:
 
 
 def watch(folder: Path) -> None:
-    """Says that somebody looks: what is measured is then written each 2 seconds. Where nothing can be said, nothing is."""
+    """Says that somebody looks: what is measured is then written each 2 seconds. Where that fails, nothing happens."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | NO_LINK
     try:
         descriptor = os.open(folder / _WATCHED, flags, 0o666)

@@ -154,7 +154,7 @@ EVENTS = ("site", "reason", "times")
 
 
 def skipped_of(table: Any, rows: Counts, sites: Sequence[Site], steps: Counts) -> list[tuple[Site, Skipped, int]]:
-    """What was skipped, from the table of `EVENTS`. rows: the places in steps of its rows; -1 where one does not count."""
+    """What was skipped, from the table of `EVENTS`. rows: of each its place in steps; -1 where it does not count."""
     times: Counter[tuple[int, str]] = Counter()
     since: dict[tuple[int, str], int] = {}
     given_up: set[tuple[int, str]] = set()

@@ -40,7 +40,8 @@ class Pair:
 
     def _over_both(self, run: Recorded) -> Recorded:
         place = {site: i for i, site in enumerate(self.sites)}
-        where = np.ix_([place[site] for site in run.sites], np.searchsorted(self.steps, run.steps))
+        rows = np.array([place[site] for site in run.sites], np.int64)
+        where = np.ix_(rows, np.searchsorted(self.steps, run.steps))
 
         def statistic(name: str) -> Array:
             plane = np.full((len(self.sites), len(self.steps)), np.nan)
@@ -89,7 +90,7 @@ class Pair:
     def _first_difference(self) -> int | None:
         """The place in ``common`` of the first step in which a size is another one; None where all are the same."""
         at = np.searchsorted(self.steps, self.common)
-        rows = [i for i, site in enumerate(self.sites) if site in self.shared]
+        rows = np.array([i for i, site in enumerate(self.sites) if site in self.shared], np.int64)
         parted: Counts = np.array([], np.int64)
         for name in ("rms", "mean", "abs_max"):
             one, other = (run.statistic(name)[np.ix_(rows, at)] for run in (self.first, self.second))

@@ -99,7 +99,7 @@ def coded(key: str, far: Array, top: Array, is_bad: Marks, grows: bool) -> dict[
 
 def scaled(rows: Rows) -> bytes:
     """Codes, and the scales of their rows."""
-    return b"".join(part.astype(dtype).tobytes() for part, dtype in zip(rows, ("u1", "<f8", "<f8"), strict=True))
+    return rows.codes.tobytes() + rows.low.astype("<f8").tobytes() + rows.step.astype("<f8").tobytes()
 
 
 def restless(recorded: Recorded, relative: bytes) -> Array:

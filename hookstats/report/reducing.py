@@ -134,9 +134,7 @@ def linear_rows(top: Array, is_bad: Marks, grows: bool = False, ends: Ends | Non
         return Rows(_marked(FIRST + np.round(top / step[:, None]), is_bad), np.zeros(len(top)), step)
 
 
-def coded(
-    logs: Array, last: int, finest: float, is_bad: Marks, grows: bool = False, ends: Ends | None = None
-) -> Rows:
+def coded(logs: Array, last: int, finest: float, is_bad: Marks, grows: bool = False, ends: Ends | None = None) -> Rows:
     low, step = _scales(np.where(logs > _LOWEST, logs, np.nan), last, finest, grows, ends)
     with np.errstate(invalid="ignore"):
         codes = np.where(logs > _LOWEST, FIRST + np.round((logs - low[:, None]) / step[:, None]), ZERO)

@@ -1,6 +1,6 @@
 """The columns of the page of a run that grows: new steps are added to them, and what was reduced before stays.
 
-They are what `planes.heatmap` and `planes.lines` make of the whole run. When there are too many columns, two become one.
+They are what `planes.heatmap` and `planes.lines` make of the whole run. Of too many columns, two become one.
 """
 
 from __future__ import annotations
@@ -214,7 +214,10 @@ class Columns:
         self._bad = Reduced(rows, planes.COLUMNS, largest)
         self._heats = {key: Heat(key, rows) for key in planes.STATISTICS}
         self._lines = {name: Line(name, rows) for name in planes.LINES}
-        for each in (self._bad, *self._heats.values(), *self._lines.values()):
+        self._bad.reserve(steps)
+        for heat in self._heats.values():
+            heat.reserve(steps)
+        for each in self._lines.values():
             each.reserve(steps)
 
     def begin(self, given: Mapping[str, Array]) -> None:

@@ -194,15 +194,15 @@ class Growing:
         columns = Columns(len(source.recorded.sites), len(source.recorded.steps))
         if known != source.recorded.sites:
             self._details, self._pictures, self._detailed = dict(_NO_DETAILS), {}, None
-        for planes in _ahead(source, Columns.FIRST):
-            columns.begin(planes)
+        for given in _ahead(source, Columns.FIRST):
+            columns.begin(given)
         self._source, self._columns = source, columns
         first = Version(self._numbered(), self._record(), self._pictures | columns.heatmaps(["rms"]))
         first.pictures = set(self._pictures)
         try:
             self._publish(first, is_whole=False)
-            for planes in _ahead(source, Columns.ALL):
-                columns.complete(planes)
+            for given in _ahead(source, Columns.ALL):
+                columns.complete(given)
             first.blobs |= self._blobs()
         except BaseException:
             self._source = None
@@ -235,7 +235,9 @@ class Growing:
         self._details, self._pictures = detailed(fresh, newest.blobs["rms.relative"])
         self._detailed = now
         rest = {name: blob for name, blob in newest.blobs.items() if name not in newest.pictures}
-        self._publish(Version(self._numbered(), newest.record | self._details, rest | self._pictures, set(self._pictures)))
+        self._publish(
+            Version(self._numbered(), newest.record | self._details, rest | self._pictures, set(self._pictures))
+        )
         self._rested_details = time.monotonic() + _REST_DETAILS * (time.monotonic() - began)
         return True
 

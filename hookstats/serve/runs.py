@@ -87,7 +87,7 @@ class Watched:
             return self._look()
 
     def summary(self) -> Summary:
-        """At most a second old, what takes long to read sometimes older. Whatever is wrong with the run stands in it."""
+        """At most a second old; older where it takes long to read. Whatever is wrong with the run stands in it."""
         with self._lock:
             state, changed = self._look()
             if state.kind in _BROKEN:

@@ -19,13 +19,13 @@ from hookstats.records.manifest import Manifest
 from hookstats.records.reading import Chosen
 from hookstats.records.run import load
 from hookstats.report.loading import EVENTS, Loaded, settings_of, skipped_of
-from hookstats.report.record import Recorded, by_name
+from hookstats.report.record import by_name
 from hookstats.rules import Finding
 from hookstats.serve.columns import Columns
 
 _TRIES = 3  # where parts are merged meanwhile
 _FAR = 1 << 62  # further than any step
-_CELLS = 1 << 20  # of a plane that are read at once
+_CELLS = 1 << 19  # of a plane that are read at once
 
 
 @dataclass
@@ -153,7 +153,6 @@ class Source:
             scalars[name] = (np.append(known[0], more[0]), np.append(known[1], more[1]))
             self._last_scalar = max(self._last_scalar, int(more[0][-1]))
         steps = np.append(old.steps, new.steps)
-        self._last_scalar = max(self._last_scalar, int(steps[-1]))
         self._records += len(new.steps)
         self._seen = _seen(manifest)
         self.recorded = replace(

@@ -89,6 +89,8 @@ def test_parts_that_are_merged_away_meanwhile_are_read_where_they_went(tmp_path:
     times = timeline.read(reader)
     grid = Grid(reader, times, np.arange(len(SITES)))
     write(store, range(32, 40))  # of which this reader knows nothing
-    assert store.merge()
+    while store.merge():
+        pass
+    assert not any((store.directory / "totals" / part.file).exists() for part in reader.manifest.parts["totals"])
     np.testing.assert_array_equal(grid.read(["rms"], 8, 24)["rms"], expected(tmp_path, "rms")[:, 8:24])
     store.close()

@@ -1,4 +1,4 @@
-"""From a picture to its data: the numbers of a cell, the line of Python that leads to them; and two runs on one page."""
+"""From a picture to its data: the numbers of a cell, and Python that leads to them; and two runs on one page."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from tests.report.runs import run, sites_of
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed (apt-get install chromium)")
 
 NAMES = ["a\"b'c\\d", "ключ.😀", "\u202eturned\n", "\ud800lone"]
-HEARD = "Object.defineProperty(navigator, 'clipboard', { value: { writeText: async (text) => { window.copied = text; } } })"
+HEARD = (
+    "Object.defineProperty(navigator, 'clipboard', { value: { writeText: async (text) => { window.copied = text; } } })"
+)
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +86,11 @@ def test_the_row_of_the_cell_at_the_mouse_is_told_in_numbers_and_c_copies_python
         stats = eval(copied, {"run": loaded})
         site = next(each for each in loaded.totals["name"].unique().to_pylist() if f'"{each}"' in copied)
         assert text(browser, "#readout").startswith(f"{site} output · step {3 * column} ·")
-        for title, value in (("rms", stats.total.rms), ("largest |x|", stats.total.abs_max), ("mean", stats.total.mean)):
+        for title, value in (
+            ("rms", stats.total.rms),
+            ("largest |x|", stats.total.abs_max),
+            ("mean", stats.total.mean),
+        ):
             shown = float(told.partition(f"{title} ")[2].split()[0].replace("e−", "e-"))
             assert shown == pytest.approx(value, rel=2e-3, abs=2e-3 * stats.total.rms)
     browser.mouse("Moved", 5, 5)

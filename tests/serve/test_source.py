@@ -108,9 +108,7 @@ def test_what_came_since_is_what_the_whole_run_has_more(written: Written, tmp_pa
     more()  # nothing is new
 
 
-def test_only_parts_with_new_steps_are_read(
-    written: Written, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_parts_with_new_steps_are_read(written: Written, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written.add(range(0, 20))
     source = Source(tmp_path / "run", "run")
     asked: list[tuple[int, int]] = []
