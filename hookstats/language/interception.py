@@ -56,11 +56,15 @@ _around: list[Entered] = []  # those whose hooks are traced as frames of their o
 
 def _trace_enters(context: Any) -> None:
     """Runs while `enter` is traced."""
-    entered = context.get_local("module")._i_will_not_complain_if_bc_breaks_VariableTracker().realize()
-    here = next((place for place, each in enumerate(_traced) if each is not None and each.value is entered.value), None)
-    if here is not None:  # the trace has begun anew
-        del _traced[here:]
-    _traced.append(entered)
+    try:
+        entered = context.get_local("module")._i_will_not_complain_if_bc_breaks_VariableTracker().realize()
+        places = [place for place, each in enumerate(_traced) if each is not None and each.value is entered.value]
+        if places:  # the trace has begun anew
+            del _traced[places[0] :]
+        _traced.append(entered)
+    except Exception as error:
+        _log.info("the attention of a graph is not seen: %r", error)
+        _traced.append(None)
 
 
 def _trace_leaves(context: Any) -> None:
@@ -74,21 +78,31 @@ def _trace_hides(context: Any) -> None:
 
 def _trace_finds(context: Any) -> None:
     """Runs while `_innermost` is traced, and gives it its local variables."""
-    from torch._dynamo.variables import ConstantVariable  # which nobody needs who compiles nothing
-
     if _traced:
-        variables = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().symbolic_locals
-        variables["is_known"] = ConstantVariable.create(True)
-        variables["module"] = ConstantVariable.create(None) if _traced[-1] is None else _traced[-1]
+        _set_locals(context, is_known=True)
+        if _traced[-1] is not None:
+            _set_locals(context, module=_traced[-1])
 
 
 def _trace_looks_around(context: Any) -> None:
     """Runs while `enter` or `leave` is traced, and tells it whether the hook that calls it is what is traced."""
-    from torch._dynamo.variables import ConstantVariable
+    try:
+        tracer = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
+        _set_locals(context, is_hook=tracer.parent.f_code is tracer.output.root_tx.f_code)
+    except Exception as error:
+        _log.info("the attention of a graph is not seen: %r", error)
 
-    tracer = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
-    is_hook = getattr(tracer.parent, "f_code", None) is tracer.output.root_tx.f_code
-    tracer.symbolic_locals["is_hook"] = ConstantVariable.create(is_hook)
+
+def _set_locals(context: Any, **values: Any) -> None:
+    """Of the function that is traced: to a bool, or to what the tracer has of something."""
+    from torch._dynamo.variables import ConstantVariable  # which nobody needs who compiles nothing
+
+    try:
+        known = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().symbolic_locals
+        for name, value in values.items():
+            known[name] = ConstantVariable.create(value) if isinstance(value, bool) else value
+    except Exception as error:
+        _log.info("the attention of a graph is not seen: %r", error)
 
 
 def enter(module: Entered) -> None:

@@ -68,6 +68,8 @@ def trained(tp: Region, dp: Region, watched: bool, group: Any = None, **how: Any
                 monitor.step(step, loss=loss)
         if monitor:
             monitor.detach()
+            if group is not None:
+                assert hookstats.check_replicas(training.unwrapped, dp.group) == []
     weights = [each.detach().clone() for each in training.unwrapped.parameters()]
     findings = [str(each) for each in hookstats.rules.judge(seen)]
     return Trained(float(loss), weights, seen[-1] if seen else None, findings, told)
