@@ -167,7 +167,11 @@ def train(folder: Path, rounds: int) -> None:
                     is_over.set()
                     looker.join()
 
-            times = interleaved({"alone": measured, "looked at": looked_at}, rounds)
+            def alone() -> float:
+                (folder / "run" / "rank=0" / "watched").unlink(missing_ok=True)  # of the round before
+                return measured()
+
+            times = interleaved({"alone": alone, "looked at": looked_at}, rounds)
     finally:
         stdin.close()
         trainer.wait(120)
