@@ -10,6 +10,7 @@ import pytest
 SECONDS = {
     "portable/test_without_glue.py": 60,
     "cuda_on_cpu/test_cuda_on_cpu.py": 140,
+    "cuda_on_cpu/test_scratch.py": 60,
     "cluster/test_parallel_matrix.py": 70,
     "graphs/test_programs.py": 60,
     "comparing/test_comparing.py": 60,

@@ -149,7 +149,7 @@ def test_no_cuda_object_is_compiled_twice(
     monkeypatch.setenv("HEADER", str(header))
     monkeypatch.chdir(ROOT)
     sources = sorted(Path("csrc/cuda").glob("*.cu"))
-    names = ("accumulate", "blocks", "checksum", "interface", "many", "merge", "sample", "softmax")
+    names = ("accumulate", "blocks", "checksum", "interface", "many", "merge", "sample", "scratch", "softmax")
 
     def compiled(*targets: str) -> int:
         """How many files nvcc is run on."""

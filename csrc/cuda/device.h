@@ -137,6 +137,39 @@ inline cudaError_t launched(cudaError_t error, const Launch& to) {
   return cudaEventRecord(static_cast<cudaEvent_t>(to.launched), static_cast<cudaStream_t>(to.stream));
 }
 
+// Two float32, which newer GPUs add and multiply with one instruction, each rounded as alone.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+constexpr bool kHasFloatPairs = true;
+struct FloatPair {
+  uint64_t both;
+
+  __device__ FloatPair(float low, float high) { asm("mov.b64 %0, {%1, %2};" : "=l"(both) : "f"(low), "f"(high)); }
+  __device__ FloatPair operator+(FloatPair other) const {
+    FloatPair sum = *this;
+    asm("add.rn.f32x2 %0, %1, %2;" : "=l"(sum.both) : "l"(both), "l"(other.both));
+    return sum;
+  }
+  __device__ FloatPair operator*(FloatPair other) const {
+    FloatPair product = *this;
+    asm("mul.rn.f32x2 %0, %1, %2;" : "=l"(product.both) : "l"(both), "l"(other.both));
+    return product;
+  }
+  __device__ void add_squares(FloatPair of) { asm("fma.rn.f32x2 %0, %1, %1, %0;" : "+l"(both) : "l"(of.both)); }
+  __device__ void split(float& low, float& high) const {
+    asm("mov.b64 {%0, %1}, %2;" : "=f"(low), "=f"(high) : "l"(both));
+  }
+};
+#else
+constexpr bool kHasFloatPairs = false;
+struct FloatPair {  // is never made
+  HOOKSTATS_HD FloatPair(float, float) {}
+  HOOKSTATS_HD FloatPair operator+(FloatPair) const { return *this; }
+  HOOKSTATS_HD FloatPair operator*(FloatPair) const { return *this; }
+  HOOKSTATS_HD void add_squares(FloatPair) {}
+  HOOKSTATS_HD void split(float&, float&) const {}
+};
+#endif
+
 // Whether the address of a counter in shared memory is a number that is kept: newer GPUs else work out anew for each
 // access where shared memory begins. Its sum with shifted bits is one instruction there, and was more on older ones.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000

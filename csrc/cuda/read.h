@@ -186,21 +186,45 @@ struct Reader {
       shifted = true;
     }
     acc_t s[kPack], q[kPack], a[kPack];  // of each place
-    for (int i = 0; i < kPack; ++i) {
-      s[i] = x[0][i] - shift[i % kChannels];
-      q[i] = s[i] * s[i];
-      a[i] = std::fabs(x[0][i]);
-      for (int d = 1; d < packs; ++d) {
-        const acc_t deviation = x[d][i] - shift[i % kChannels];
-        s[i] += deviation;
-        q[i] += deviation * deviation;
-        a[i] += std::fabs(x[d][i]);
+    if constexpr (kHasFloatPairs && sizeof(acc_t) == sizeof(float) && kPack % 2 == 0) {
+      for (int i = 0; i < kPack; i += 2) add_pairs<packs>(x, i, s, q);
+    } else {
+      for (int i = 0; i < kPack; ++i) {
+        s[i] = x[0][i] - shift[i % kChannels];
+        q[i] = s[i] * s[i];
+        for (int d = 1; d < packs; ++d) {
+          const acc_t deviation = x[d][i] - shift[i % kChannels];
+          s[i] += deviation;
+          q[i] += deviation * deviation;
+        }
       }
+    }
+    for (int i = 0; i < kPack; ++i) {
+      a[i] = std::fabs(x[0][i]);
+      for (int d = 1; d < packs; ++d) a[i] += std::fabs(x[d][i]);
     }
     add_places(s, q, a);
     for (int d = 0; d < packs; ++d) {
       for (int i = 0; i < kPack; ++i) histogram.add(x[d][i], i % kChannels);
     }
+  }
+  // The same sums of deviations and of their squares, of two neighbouring places at once.
+  template <int packs>
+  __device__ void add_pairs(const acc_t (&x)[packs][kPack], int i, acc_t (&s)[kPack], acc_t (&q)[kPack]) const {
+    const FloatPair minus(-float(shift[i % kChannels]), -float(shift[(i + 1) % kChannels]));
+    FloatPair sums = FloatPair(float(x[0][i]), float(x[0][i + 1])) + minus, squares = sums * sums;
+    for (int d = 1; d < packs; ++d) {
+      const FloatPair deviations = FloatPair(float(x[d][i]), float(x[d][i + 1])) + minus;
+      sums = sums + deviations;
+      squares.add_squares(deviations);
+    }
+    float low = 0, high = 0;
+    sums.split(low, high);
+    s[i] = low;
+    s[i + 1] = high;
+    squares.split(low, high);
+    q[i] = low;
+    q[i + 1] = high;
   }
   __device__ void add_places(acc_t (&s)[kPack], acc_t (&q)[kPack], acc_t (&a)[kPack]) {
     for (int half = kPack / 2; half >= kChannels; half /= 2) {

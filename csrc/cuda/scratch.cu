@@ -128,7 +128,7 @@ const char* make_common(Device& device) {
   if (const char* problem = make(&clock, sizeof(unsigned long long))) return problem;
   {
     const WhileCapturing mode;
-    if (const auto error = cudaHostAlloc(&told, sizeof(unsigned), cudaHostAllocDefault)) return message(error);
+    if (const auto error = cudaHostAlloc(&told, sizeof(unsigned), cudaHostAllocMapped)) return message(error);
     if (const auto error = cudaEventCreateWithFlags(&closed, cudaEventDisableTiming)) return message(error);
   }
   *static_cast<unsigned*>(told) = 0;

@@ -268,21 +268,13 @@ class Monitor:
         self._parameters.measure_gradients()
 
     def clip_grad_norm_(self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
-        """Clips gradients as `torch.nn.utils.clip_grad_norm_`, in a measured step without reading them a second time.
+        """`torch.nn.utils.clip_grad_norm_`, which in a measured step does not read the gradients a second time.
 
-            loss.backward()
-            scaler.unscale_(optimizer)  # with a GradScaler
-            norm = monitor.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            monitor.step()
+            norm = monitor.clip_grad_norm_(model.parameters(), 1.0)  # before optimizer.step(), behind scaler.unscale_
 
-        In a measured step it is `measure_gradients` first, so that the step's statistics are of the gradients before
-        they are clipped. The norm follows from these statistics, equal to that of torch to rounding; the gradients are
-        then read and written once, to scale them. Waits for nothing. Of DTensors it communicates what torch does. In
-        all other steps, and where the statistics do not tell, such as of parameters that are not watched or in a second
-        call in one step, it is torch's function.
-
-        Returns the norm of all gradients together, as torch does.
+        In a measured step it calls `measure_gradients`, and the norm follows from what that has found, equal to torch's
+        to rounding. Waits for nothing. Of DTensors it communicates what torch does. In other steps, and where the norm
+        does not follow (some parameters are not watched; a second call in one step), it is torch's function.
         """
         return clip_grad_norm_(self._parameters, parameters, max_norm)
 

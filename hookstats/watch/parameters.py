@@ -277,10 +277,7 @@ class Parameters:
                 self._carefully(self._measure_gradients)
 
     def measure_before_clipping(self, tensors: list[torch.Tensor]) -> list[tuple[Entry, torch.Tensor]] | None:
-        """The same; and of each of these parameters that has a gradient the site that holds it, and nothing else.
-
-        None where there is none for some of them, or nothing is measured now.
-        """
+        """The same; and the sites that hold these parameters' gradients, and nothing else. None: some have none now."""
         if not self._store.flags.is_open() or is_capturing():
             return None
         with self._store.flags.span(self._device):
@@ -288,18 +285,12 @@ class Parameters:
         return found
 
     def _measure_before_clipping(self, tensors: list[torch.Tensor]) -> list[tuple[Entry, torch.Tensor]] | None:
-        found = self._measure_gradients()
-        pairs: dict[int, tuple[Entry, torch.Tensor]] = {}
-        count = 0
-        for tensor in tensors:
-            gradient = tensor.grad
-            if gradient is None:
-                continue
-            count += 1
-            for each in self._parameters.among([tensor]):
-                if each in found and found[each] is local_part(gradient):
-                    pairs[id(gradient)] = each.entries["param_grad"], gradient
-        return list(pairs.values()) if len(pairs) == count else None  # a parameter may be given twice
+        sites = {id(found): each.entries["param_grad"] for each, found in self._measure_gradients().items()}
+        gradients = {id(tensor.grad): tensor.grad for tensor in tensors if tensor.grad is not None}
+        pairs = [(sites.get(id(local_part(each))), each) for each in gradients.values()]
+        is_twice = len(gradients) < sum(tensor.grad is not None for tensor in tensors)
+        known = [(site, each) for site, each in pairs if site is not None]
+        return None if is_twice or len(known) < len(pairs) else known
 
     def _measure_gradients(self) -> dict[Parameter, torch.Tensor]:
         """What was measured now, and holds what nothing else does."""

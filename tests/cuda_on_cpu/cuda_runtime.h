@@ -443,7 +443,7 @@ inline cudaError_t cudaMalloc(void** memory, size_t bytes) {
   memset(*memory, 0xA5, bytes);
   return cudaSuccess;
 }
-enum { cudaHostAllocDefault, cudaStreamNonBlocking, cudaEventDisableTiming };
+enum { cudaHostAllocMapped, cudaStreamNonBlocking, cudaEventDisableTiming };
 inline cudaError_t cudaHostAlloc(void** memory, size_t bytes, unsigned) {
   *memory = malloc(bytes);
   return cudaSuccess;

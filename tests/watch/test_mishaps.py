@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import hookstats
-from hookstats import Site
+from hookstats import Site, _native
 from hookstats._warn import WarnOnce
 from hookstats.watch import graphs, parameters
 from hookstats.watch.batches import part_held
@@ -197,3 +197,38 @@ def test_one_axis_has_one_number_in_a_table_however_it_was_known(dim: int) -> No
     snapshot = mon.snapshot()
     assert [snapshot[str(i), "output"].channel_dim for i in range(6)] == [1, 1, 1, 1, 1, -1]
     assert [snapshot[str(i), "grad_output"].channel_dim for i in range(6)] == [1, 1, 1, 1, 1, -1]
+
+
+def test_counters_of_scratch_that_were_not_zero_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(3, 2)
+    mon = hookstats.attach(model, tensors="output", every=1)
+    monkeypatch.setattr(_native, "mended", lambda: 3)
+    with hearing() as heard:
+        for _ in range(2):
+            model(torch.ones(1, 3))
+            mon.step()
+    (said,) = [each for each in heard if "counters" in each]
+    assert "3 counters of the kernels' memory were not zero between two launches, around step 0" in said
+
+
+def test_memory_for_scratch_that_torch_keeps_for_later_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    def reserve(device: str) -> None:
+        done.append(device)
+        if len(done) == 1:
+            raise RuntimeError("hookstats: CUDA: expected 4 bytes of device memory for scratch: out of memory")
+
+    monkeypatch.setattr(_native._C, "reserve_scratch", reserve)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("empty"))
+    _native.reserve_scratch(torch.device("cuda", 0))
+    assert done == ["cuda:0", "empty", "cuda:0"]
+
+
+def test_kernels_are_loaded_for_dtypes_and_bins_as_csrc_numbers_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, list[int], int]] = []
+    monkeypatch.setattr(_native._C, "load_kernels", lambda *arguments: asked.append(arguments))
+    bins = [None, hookstats.ExponentBins(), hookstats.ExponentBins(per_channel=True), hookstats.LinearBins(0, 1, 4)]
+    for each in bins:
+        _native.load_kernels(torch.device("cuda", 1), [torch.bfloat16, torch.int64, torch.float32], each)
+    assert asked == [("cuda:1", [2, 0], kind) for kind in range(4)]
