@@ -36,6 +36,7 @@ _SCALES = 16  # bytes of a row: two float64 behind the codes
 _LEVEL = 4  # of gzip
 NO_DETAILS: dict[str, Any] = {"details": {}, "windows": [], "precision": None}
 _reading = threading.Lock()  # one run at a time
+_detailing = threading.Lock()  # the same of details, which take longer: others are read meanwhile
 # Planes of a blob, whether scales follow, and by which list of the record its columns are counted.
 _LAID_OUT = {"relative": (1, False, "begin"), "absolute": (1, True, "begin"), "line": (2, True, "line_begin")}
 
@@ -158,23 +159,31 @@ class Growing:
         return self.newest
 
     def _make(self) -> None:
-        with _reading:
-            began, mark = time.monotonic(), self.watched.mark()
-            self._slow = 0.0
-            try:
+        began = time.monotonic()
+        self._slow = 0.0
+        try:
+            with _reading:
+                mark = self.watched.mark()
                 is_done = self._look(mark)
-            except Exception as error:  # deleted or torn, also while it is read: a page says so
-                self.error, self._source, is_done = error, None, True
-                self._slow = time.monotonic() - began
-            finally:
-                self._is_told.set()
+            if is_done:
+                is_done = _detailing.acquire(blocking=False)  # else at a later look
+                if is_done:
+                    try:
+                        is_done = self._tell()
+                    finally:
+                        _detailing.release()
+        except Exception as error:  # deleted or torn, also while it is read: a page says so
+            self.error, self._source, is_done = error, None, True
+            self._slow = time.monotonic() - began
+        finally:
+            self._is_told.set()
         with self._lock:
             if is_done:
                 self._mark = mark
             self._rested = time.monotonic() + max(_LEAST, _REST * self._slow)
 
     def _look(self, mark: tuple[int, ...]) -> bool:
-        """False: something is still to be told, of which it is too early."""
+        """Reads what is new, and publishes it. False: it is too early for that."""
         if self._source is None or self._columns is None or mark != self._read:
             new = self._source.more() if self._source and self._columns else None
             if new is None:
@@ -186,6 +195,10 @@ class Growing:
                 self._columns.complete(new)
                 self._publish(Version(self._numbered(), self._record(), self._blobs(), set(self._pictures)))
             self._read = mark
+        return True
+
+    def _tell(self) -> bool:
+        """Publishes what is told of some sites only. False: it is too early for that."""
         assert self._source is not None
         run = self._source.recorded
         return self._tell_details(run, lambda: replace(recorded(self.watched.path), sites=run.sites))

@@ -57,6 +57,10 @@ class GrowingPair(Growing):
             )
             self._first, self._read = a, mark
             self._slow = time.monotonic() - began
+        return True
+
+    def _tell(self) -> bool:
+        assert self._first is not None
         first = self._first
         return self._tell_details(first, lambda: first)
 

@@ -116,6 +116,20 @@ def test_a_run_is_read_only_when_it_has_changed_and_not_more_than_once_a_second(
     assert time.monotonic() - began > 0.9
 
 
+def test_details_of_one_run_keep_no_other_waiting(followed: tuple[Growing, growing.Growing]) -> None:
+    run, seen = followed
+    run.add(range(30))
+    with growing._detailing:  # as another run holds it
+        assert len(grown(seen, run).record["begin"]) == 30
+        seen._rested = 0.0
+        run.add(range(30, 35))
+        assert len(grown(seen, run).record["begin"]) == 35
+        assert seen._detailed is None
+    seen._rested = 0.0
+    grown(seen, run)
+    assert seen._detailed is not None
+
+
 def test_a_run_that_is_torn_says_so_until_it_is_read_again(followed: tuple[Growing, growing.Growing]) -> None:
     """Also while it is too early to read all of it once more."""
     run, seen = followed
