@@ -74,7 +74,7 @@ def main() -> None:
             browser.open(address + found["sweep/grows"])
             browser.wait("document.querySelector('#facts').innerText.match(/0 to (\\d+)/)?.[1] > 110", 600)
             browser.wait("document.querySelector('#settings').innerText.includes('model')")
-            browser.picture(DOCS / "live_run.png", clip={"x": 0, "y": 0, "width": 1280, "height": 1150})
+            section(browser, "#layers", DOCS / "live_run.png")
             browser.open(address + "/")
             for name in ("ill", "healthy"):
                 row = f"[...document.querySelectorAll('#rows tr')].find((row) => row.innerText.startsWith('{name}'))"

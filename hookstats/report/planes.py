@@ -11,6 +11,7 @@ from hookstats.numbers.fields import Array, Counts
 from hookstats.report.record import Recorded
 from hookstats.report.reducing import (
     NONFINITE,
+    Codes,
     Ends,
     Lines,
     Marks,
@@ -102,9 +103,8 @@ def scaled(rows: Rows) -> bytes:
     return rows.codes.tobytes() + rows.low.astype("<f8").tobytes() + rows.step.astype("<f8").tobytes()
 
 
-def restless(recorded: Recorded, relative: bytes) -> Array:
-    """Of each site, how far its rms went from its past, in octaves. relative: the bytes of that heatmap."""
-    codes = np.frombuffer(relative, np.uint8).reshape(len(recorded.sites), -1)
+def restless(codes: Codes) -> Array:
+    """Of each site, how far its rms went from its past, in octaves. codes: that heatmap."""
     far = np.where((codes == NONFINITE) | (codes == 0), 128, codes).astype(np.int64)
     result: Array = np.abs(far - 128).max(axis=1) / UNITS[STATISTICS["rms"][1]]
     return result

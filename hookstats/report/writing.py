@@ -32,6 +32,13 @@ def html(recorded: Recorded, second: Recorded | None = None) -> str:
 
 def contents(recorded: Recorded, second: Recorded | None = None) -> tuple[dict[str, Any], dict[str, bytes]]:
     """What a page is made from: JSON, and bytes by name."""
+    record, blobs = of_all_sites(recorded, second)
+    details, pictures = detailed(recorded, record, blobs)
+    return record | details, blobs | pictures
+
+
+def of_all_sites(recorded: Recorded, second: Recorded | None = None) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """The same without what `detailed` says."""
     pair = None if second is None else Pair(recorded, second)
     run = recorded if pair is None else pair.first
     bad = planes.bad_of(run)
@@ -41,13 +48,11 @@ def contents(recorded: Recorded, second: Recorded | None = None) -> tuple[dict[s
     blobs |= planes.lines(run)
     count = run.statistic("count")
     measured = Measured(float(np.nansum(count + bad)), (~np.isnan(count)).sum(axis=1))
-    relative = np.frombuffer(blobs["rms.relative"], np.uint8).reshape(len(run.sites), -1)[: len(recorded.sites)]
-    details, pictures = detailed(recorded, relative.tobytes())
-    record = overview(run, measured) | details
+    record = overview(run, measured)
     if pair is not None:
         blobs |= pair.blobs((bad, planes.bad_of(pair.second)))
         record |= _of_both(pair)
-    return record, blobs | pictures
+    return record, blobs
 
 
 def _of_both(pair: Pair) -> dict[str, Any]:
@@ -63,9 +68,12 @@ def _of_both(pair: Pair) -> dict[str, Any]:
     }
 
 
-def detailed(recorded: Recorded, relative: bytes) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """What is told of some sites only, and its bytes. relative: those of the heatmap of rms."""
-    details, pictures = detail.details(recorded, planes.restless(recorded, relative))
+def detailed(
+    recorded: Recorded, record: Mapping[str, Any], blobs: Mapping[str, bytes]
+) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """What is told of some sites only, and its bytes. record, blobs: of its page, where its sites are the first."""
+    codes = np.frombuffer(blobs["rms.relative"], np.uint8).reshape(len(record["sites"]), -1)[: len(recorded.sites)]
+    details, pictures = detail.details(recorded, planes.restless(codes))
     windows = detail.windows(recorded, planes.line_columns(len(recorded.sites)))
     return {"details": details, "windows": windows, "precision": detail.precision(recorded)}, pictures
 

@@ -20,6 +20,7 @@ from hookstats.numbers.fields import Array
 from hookstats.report import planes
 from hookstats.report.loading import recorded
 from hookstats.report.page import page
+from hookstats.report.record import Recorded
 from hookstats.report.writing import Measured, detailed, overview
 from hookstats.serve.columns import Columns
 from hookstats.serve.source import Source
@@ -33,8 +34,9 @@ _LEAST = 1.0  # seconds between two looks at a run
 _PATIENCE = 60.0  # seconds that somebody waits for a blob that is being made
 _SCALES = 16  # bytes of a row: two float64 behind the codes
 _LEVEL = 4  # of gzip
-_NO_DETAILS: dict[str, Any] = {"details": {}, "windows": [], "precision": None}
+NO_DETAILS: dict[str, Any] = {"details": {}, "windows": [], "precision": None}
 _reading = threading.Lock()  # one run at a time
+_detailing = threading.Lock()  # the same of details, which take longer: others are read meanwhile
 # Planes of a blob, whether scales follow, and by which list of the record its columns are counted.
 _LAID_OUT = {"relative": (1, False, "begin"), "absolute": (1, True, "begin"), "line": (2, True, "line_begin")}
 
@@ -121,7 +123,7 @@ class Growing:
         self.error: Exception | None = None
         self._source: Source | None = None
         self._columns: Columns | None = None  # to which it was reduced
-        self._details: dict[str, Any] = dict(_NO_DETAILS)
+        self._details: dict[str, Any] = dict(NO_DETAILS)
         self._pictures: dict[str, bytes] = {}
         self._detailed: object = None  # of what there were details
         self._mark: tuple[int, ...] | None = None  # of what all is told
@@ -129,6 +131,7 @@ class Growing:
         self._lock = threading.Lock()
         self._making: threading.Thread | None = None
         self._rested = self._rested_anew = self._rested_details = 0.0  # when that may be done again
+        self._slow = 0.0  # seconds that the last look has taken for what is not to be done often
         self._is_told = threading.Event()  # there is a version, or an error
         self._number = time.time_ns() // 1_000_000  # of one server, never that of an earlier one
 
@@ -156,23 +159,31 @@ class Growing:
         return self.newest
 
     def _make(self) -> None:
-        with _reading:
-            began, mark = time.monotonic(), self.watched.mark()
-            try:
+        began = time.monotonic()
+        self._slow = 0.0
+        try:
+            with _reading:
+                mark = self.watched.mark()
                 is_done = self._look(mark)
-                self.error = None
-            except Exception as error:  # deleted or torn, also while it is read: a page says so
-                self.error, self._source, is_done = error, None, True
-            finally:
-                self._is_told.set()
+            if is_done:
+                is_done = _detailing.acquire(blocking=False)  # else at a later look
+                if is_done:
+                    try:
+                        is_done = self._tell()
+                    finally:
+                        _detailing.release()
+        except Exception as error:  # deleted or torn, also while it is read: a page says so
+            self.error, self._source, is_done = error, None, True
+            self._slow = time.monotonic() - began
+        finally:
+            self._is_told.set()
         with self._lock:
-            now = time.monotonic()
             if is_done:
                 self._mark = mark
-            self._rested = now + max(_LEAST, 0.0 if self._source else _REST * (now - began))
+            self._rested = time.monotonic() + max(_LEAST, _REST * self._slow)
 
     def _look(self, mark: tuple[int, ...]) -> bool:
-        """False: something is still to be told, of which it is too early."""
+        """Reads what is new, and publishes it. False: it is too early for that."""
         if self._source is None or self._columns is None or mark != self._read:
             new = self._source.more() if self._source and self._columns else None
             if new is None:
@@ -184,7 +195,13 @@ class Growing:
                 self._columns.complete(new)
                 self._publish(Version(self._numbered(), self._record(), self._blobs(), set(self._pictures)))
             self._read = mark
-        return self._tell_details()
+        return True
+
+    def _tell(self) -> bool:
+        """Publishes what is told of some sites only. False: it is too early for that."""
+        assert self._source is not None
+        run = self._source.recorded
+        return self._tell_details(run, lambda: replace(recorded(self.watched.path), sites=run.sites))
 
     def _begin(self) -> None:
         """All of the run: first what the first picture shows, then the rest."""
@@ -193,7 +210,7 @@ class Growing:
         source = Source(self.watched.path, self.watched.name)
         columns = Columns(len(source.recorded.sites), len(source.recorded.steps))
         if known != source.recorded.sites:
-            self._details, self._pictures, self._detailed = dict(_NO_DETAILS), {}, None
+            self._details, self._pictures, self._detailed = dict(NO_DETAILS), {}, None
         for given in _ahead(source, Columns.FIRST):
             columns.begin(given)
         self._source, self._columns = source, columns
@@ -221,18 +238,15 @@ class Growing:
         assert self._columns is not None
         return self._pictures | self._columns.heatmaps(planes.STATISTICS) | self._columns.lines()
 
-    def _tell_details(self) -> bool:
-        """What is told of some sites only: as soon as it is asked for, and as often as it takes little of the time."""
-        assert self._source is not None
-        run, newest = self._source.recorded, self.newest
-        now = (len(run.detailed), len(run.findings))
+    def _tell_details(self, run: Recorded, fresh: Callable[[], Recorded]) -> bool:
+        """What is told of some sites only, as often as it takes little time. fresh: the run with its Snapshots."""
+        newest, now = self.newest, (run.sites, len(run.detailed), len(run.findings))
         if newest is None or now == self._detailed:
             return True
         if time.monotonic() < self._rested_details:
             return False
         began = time.monotonic()
-        fresh = replace(recorded(self.watched.path), sites=run.sites, findings=run.findings)
-        self._details, self._pictures = detailed(fresh, newest.blobs["rms.relative"])
+        self._details, self._pictures = detailed(replace(fresh(), findings=run.findings), newest.record, newest.blobs)
         self._detailed = now
         rest = {name: blob for name, blob in newest.blobs.items() if name not in newest.pictures}
         self._publish(
@@ -253,6 +267,7 @@ class Growing:
             self.versions[version.number] = version
             while len(self.versions) > _KEPT:
                 self.versions.popitem(last=False)
+        self.error = None
         self._is_told.set()
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 from hookstats.report.loading import recorded
 from hookstats.report.record import Recorded
-from hookstats.report.writing import contents
-from hookstats.serve.growing import Growing, Version
+from hookstats.report.writing import of_all_sites
+from hookstats.serve.growing import NO_DETAILS, Growing, Version
 from hookstats.serve.runs import Watched
 from hookstats.terminal.following import State
 
@@ -42,11 +43,26 @@ class GrowingPair(Growing):
     def __init__(self, both: Both) -> None:
         super().__init__(both)
         self._runs = both.runs
+        self._first: Recorded | None = None
 
     def _look(self, mark: tuple[int, ...]) -> bool:
-        a, b = (self._recorded(run) for run in self._runs)
-        self._publish(Version(self._numbered(), *contents(a, b)))
+        if self._first is None or mark != self._read:
+            began = time.monotonic()
+            a, b = (self._recorded(run) for run in self._runs)
+            if self._first is None or self._first.sites != a.sites:
+                self._details, self._pictures = dict(NO_DETAILS), {}
+            record, blobs = of_all_sites(a, b)
+            self._publish(
+                Version(self._numbered(), record | self._details, blobs | self._pictures, set(self._pictures))
+            )
+            self._first, self._read = a, mark
+            self._slow = time.monotonic() - began
         return True
+
+    def _tell(self) -> bool:
+        assert self._first is not None
+        first = self._first
+        return self._tell_details(first, lambda: first)
 
     def _recorded(self, run: Watched) -> Recorded:
         found = replace(recorded(run.path), grows=True, name=run.name)

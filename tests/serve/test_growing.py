@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from hookstats.numbers.fields import Site
+from hookstats.records.errors import RunError
 from hookstats.serve import growing
 from hookstats.serve.runs import Runs, Watched
 from tests.serve.served import Growing
@@ -113,6 +114,41 @@ def test_a_run_is_read_only_when_it_has_changed_and_not_more_than_once_a_second(
     began = time.monotonic()
     assert grown(seen, run) is not second
     assert time.monotonic() - began > 0.9
+
+
+def test_details_of_one_run_keep_no_other_waiting(followed: tuple[Growing, growing.Growing]) -> None:
+    run, seen = followed
+    run.add(range(30))
+    with growing._detailing:  # as another run holds it
+        assert len(grown(seen, run).record["begin"]) == 30
+        seen._rested = 0.0
+        run.add(range(30, 35))
+        assert len(grown(seen, run).record["begin"]) == 35
+        assert seen._detailed is None
+    seen._rested = 0.0
+    grown(seen, run)
+    assert seen._detailed is not None
+
+
+def test_a_run_that_is_torn_says_so_until_it_is_read_again(followed: tuple[Growing, growing.Growing]) -> None:
+    """Also while it is too early to read all of it once more."""
+    run, seen = followed
+    run.add(range(30))
+    grown(seen, run)
+    manifest = run.folder / "manifest.json"
+    whole = manifest.read_bytes()
+    for text in (b"{}", whole[:-9]):
+        manifest.write_bytes(text)
+        seen._rested, seen._rested_anew = 0.0, time.monotonic() + (60 if text != b"{}" else 0)
+        seen.look()
+        assert seen._making is not None
+        seen._making.join()
+        assert isinstance(seen.error, RunError)
+    manifest.write_bytes(whole)
+    seen._rested = seen._rested_anew = 0.0
+    run.add(range(30, 32))
+    assert len(grown(seen, run).record["begin"]) == 32
+    assert seen.error is None
 
 
 def test_few_versions_of_few_runs_are_kept(tmp_path: Path, followed: tuple[Growing, growing.Growing]) -> None:

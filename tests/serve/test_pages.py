@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -46,7 +47,7 @@ def open_run(browser: Browser, served: Served, name: str) -> None:
 
 
 def says(browser: Browser, selector: str, words: str) -> None:
-    browser.wait(f"document.querySelector({selector!r})?.textContent.includes({words!r})", 20)
+    browser.wait(f"document.querySelector({selector!r})?.textContent.includes({words!r})", 60)
 
 
 def asked(browser: Browser, word: str) -> list[str]:
@@ -85,14 +86,15 @@ def test_an_open_page_grows_with_its_run_and_keeps_what_is_chosen(browser: Brows
 def test_a_page_that_has_grown_shows_what_one_shows_that_is_opened_then(browser: Browser, tmp_path: Path) -> None:
     """Across the steps at which two columns become one, in every plane and every line."""
     numbers = """(async () => {
-        const found = [], wait = () => new Promise((resolve) => setTimeout(resolve, 150));
+        const found = [], count = () => performance.getEntriesByName("switch").length;
+        const wait = () => new Promise((resolve) => setTimeout(resolve, 20));
         const statistics = ["rms", "abs_max", "peak", "centre", "zeros"], views = ["relative", "absolute"];
         for (const statistic of statistics) for (const view of views) {
-            const select = document.querySelectorAll("#tools select")[1];
+            const select = document.querySelectorAll("#tools select")[1], before = count();
             select.value = statistic;
             select.dispatchEvent(new Event("change"));
             document.querySelector(`[data-value=${view}]`).click();
-            await wait();
+            while (count() === before) await wait();
             found.push(document.querySelector("#heat-cells").toDataURL());
         }
         const lines = [...document.querySelectorAll("#site canvas, #flow canvas")];
@@ -110,6 +112,7 @@ def test_a_page_that_has_grown_shows_what_one_shows_that_is_opened_then(browser:
             run.add(range(end - (9 if end == 999 else 11 if end == 1010 else 14), end))
             says(browser, "#facts", f"0 to {end - 1:,}".replace(",", "\u2009"))
             browser.wait("document.querySelector('#flow output').innerText.length > 0")
+        time.sleep(3)  # the last update is drawn
         grown = browser.run(numbers)
         open_run(browser, served, "run")
         assert grown == browser.run(numbers)
@@ -243,7 +246,7 @@ def test_two_runs_that_are_ticked_have_a_page_that_grows(browser: Browser, tmp_p
         says(browser, "#rows", "step 49")
         assert browser.run(f"{boxes}.filter((each) => each.checked).length") == 2
         browser.run("document.querySelector('#both').click()")
-        browser.wait("document.documentElement?.dataset.ready === 'true' && !!document.querySelector('#heat')", 20)
+        browser.wait("document.documentElement?.dataset.ready === 'true' && !!document.querySelector('#heat')", 60)
         assert text(browser, "h1") == "two and one"
         assert "one" in text(browser, "#facts")
         assert "40 steps in common" in text(browser, "#facts")
@@ -257,7 +260,7 @@ def test_two_runs_that_are_ticked_have_a_page_that_grows(browser: Browser, tmp_p
             mine = pixels(browser)
         second.add(range(40, 60))
         says(browser, "#facts", "0 to 59")
-        browser.wait(f"document.querySelector('#heat-cells').toDataURL() !== {mine!r}", 20)
+        browser.wait(f"document.querySelector('#heat-cells').toDataURL() !== {mine!r}", 60)
         assert "40 steps in common" in text(browser, "#facts")
         first.add(range(40, 60))
         says(browser, "#facts", "60 steps in common")
@@ -270,8 +273,11 @@ def test_runs_that_have_nothing_in_common_say_so(browser: Browser, tmp_path: Pat
         Growing(tmp_path / name, [Site(f"only.{name}", "output")]).add(range(5))
     with serving(tmp_path) as served:
         ids = [address.split("/")[2] for _, address in sorted(served.runs().items())]
-        both = served.ask(f"/run/{ids[0]}/{ids[1]}/")
-        assert "cannot be shown together: expected runs with sites and steps in common; a and b have none" in both.text
+        words = "cannot be shown together: expected runs with sites and steps in common; a and b have none"
+        end = time.monotonic() + 60
+        while words not in (told := served.ask(f"/run/{ids[0]}/{ids[1]}/").text):
+            assert "is being read" in told
+            assert time.monotonic() < end
         for path in (f"{ids[0]}/{ids[0]}/", f"{ids[0]}/{'0' * 16}/", f"{'0' * 16}/{ids[0]}/", f"{ids[0]}/{ids[1]}"):
             assert served.ask(f"/run/{path}").status == 404
 
