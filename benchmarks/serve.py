@@ -25,7 +25,7 @@ from hookstats.numbers.fields import Site
 from hookstats.records import manifest
 from hookstats.records.store import Store
 from tests.report.browser import Browser
-from tests.serve.served import Served, serving
+from tests.serve.served import Served, describe, serving
 
 NEW = 20  # steps that a writer adds at once
 UPDATES = 8
@@ -78,6 +78,7 @@ def processor(served: Served) -> float:
 
 
 def browse(folder: Path) -> None:
+    description = describe(folder / "run" / "rank=0", 1, os.getpid())  # it is alive, and asked for each second
     with serving(folder) as served, Browser() as browser:
         [address] = served.runs().values()
         browser.call("Page.navigate", url=served.address)
@@ -130,6 +131,7 @@ def browse(folder: Path) -> None:
         peak = next(line for line in status.splitlines() if line.startswith("VmHWM"))
         print(f"memory of the server, at most: {int(peak.split()[1]) / 1024:.0f} MB")
         assert not browser.errors, browser.errors
+    description.unlink()
 
 
 def train(folder: Path, rounds: int) -> None:

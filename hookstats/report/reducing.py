@@ -102,7 +102,7 @@ class Past:
 
 
 def _median(values: Array) -> Array:
-    """Of rows that are known, or unknown, as a whole. np.median takes twice as long."""
+    """Of rows that are known, or unknown, as a whole. np.median takes half as long again."""
     ordered, count = np.sort(values, axis=1), values.shape[1]
     result: Array = (ordered[:, (count - 1) // 2] + ordered[:, count // 2]) / 2
     return result

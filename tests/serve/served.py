@@ -83,6 +83,15 @@ def serving(directory: Path, *arguments: str) -> Iterator[Served]:
             stream.close()
 
 
+def describe(folder: Path, attempt: int, pid: int) -> Path:
+    """As a training process leaves it, by which others know whether it is alive."""
+    told = {"attempt": attempt, "ring": str(folder / f"{RING}{attempt:04d}"), **machine()}
+    told |= {"pid": pid, "started": started_at(pid), "settings": {"rank": 0}, "rules": []}
+    path = folder / f"{RING}{attempt:04d}.json"
+    path.write_text(json.dumps(told))
+    return path
+
+
 class Growing:
     """A run that is written step by step, each commit at once, as the process that writes does it."""
 
@@ -100,11 +109,7 @@ class Growing:
         self._describe(os.getpid())
 
     def _describe(self, pid: int) -> None:
-        """As a training process leaves it, by which others know whether it is alive."""
-        told = {"attempt": self.attempt, "ring": str(self.folder / f"{RING}{self.attempt:04d}"), **machine()}
-        told |= {"pid": pid, "started": started_at(pid), "settings": {"rank": 0}, "rules": []}
-        self._description = self.folder / f"{RING}{self.attempt:04d}.json"
-        self._description.write_text(json.dumps(told))
+        self._description = describe(self.folder, self.attempt, pid)
 
     def add(self, steps: range) -> None:
         import numpy as np

@@ -97,6 +97,8 @@ def test_report_writes_a_page_and_prints_its_path(
     assert main(["report", str(runs / "a"), "-o", str(tmp_path / "a.html")]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'a.html'}\n"
     assert "blocks.1.down" in (tmp_path / "a.html").read_text()
+    assert main(["report", str(runs / "a"), str(runs / "b"), "-o", str(tmp_path / "both.html")]) == 0
+    assert 'id="blob-rms.difference"' in (tmp_path / "both.html").read_text()
 
 
 def test_watch_prints_a_line_a_step_into_a_pipe_and_ends_with_the_run(runs: Path) -> None:
