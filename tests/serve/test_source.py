@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks.report_size import layout_of, step_of
+from hookstats.numbers.blocks import Given
 from hookstats.numbers.fields import Site, Skipped
 from hookstats.records.reading import Reader
 from hookstats.records.store import Store
@@ -100,7 +101,7 @@ def test_what_came_since_is_what_the_whole_run_has_more(written: Written, tmp_pa
         while written.store.merge():
             pass
         more()
-    written.store.add_scalars({70: {"loss": 1.0, "accuracy": 0.5}, 71: {"loss": 2.0}}, 1.8e9)
+    written.store.add_given(Given({70: {"loss": 1.0, "accuracy": 0.5}, 71: {"loss": 2.0}}, {}), 1.8e9)
     written.store.commit(60)
     more()
     written.add(range(80, 82))

@@ -178,4 +178,6 @@ def test_monitors_that_come_and_go_leave_no_finalizers_on_the_model() -> None:
     with pytest.raises(RuntimeError, match="forward on fake tensors failed"):
         hookstats.attach(model, tensors="output", example=((torch.randn(3),), {}))
     assert _native.now.monitors == monitors
+    del mon  # whose memory has one of its own
+    gc.collect()
     assert len(weakref.finalize._registry) == before  # type: ignore[attr-defined]
