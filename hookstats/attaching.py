@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -41,7 +41,8 @@ from hookstats.watch.hooks import InputHook
 from hookstats.watch.judging import Recorder
 from hookstats.watch.memory import Store
 from hookstats.watch.monitor import Monitor
-from hookstats.watch.parameters import Parameters, watch_optimizers
+from hookstats.watch.optimizers import watch_optimizers
+from hookstats.watch.parameters import Parameters
 from hookstats.watch.planning import Plan
 from hookstats.watch.scaling import Scaling, check_scaler
 
@@ -125,31 +126,16 @@ def attach(
             _native.load_kernels(device, _dtypes_of(model), histogram)
     binder = SiteBinder(store, TrainingOnly(model, training_only, store.flags, options.compiled_programs))
     scaling = None if grad_scaler is None else Scaling(grad_scaler, model)
-    parameters = Parameters(model, store, plan.of_parameters, binder, plan.device, scaling)
-    watching = Attentions(binder, options.attention_rows, kept.which is not False)
-    routing = Routers(binder, kept.which is not False)
+    parts = _Parts(
+        binder,
+        Parameters(model, store, plan.of_parameters, binder, plan.device, scaling),
+        Attentions(binder, options.attention_rows, kept.which is not False),
+        Routers(binder, kept.which is not False),
+        scaling,
+    )
     handles: list[Any] = []
     try:
-        hooks = [(module, binder.hook(spec, device, make)) for module, spec, make, device in plan.hooks()]
-        for module, hook in hooks:  # all are made before the first one hangs on a module
-            on_inputs = isinstance(hook, InputHook)
-            handles.append(order.register(module, hook, on_inputs=on_inputs, with_kwargs=on_inputs))
-        for name, slot in plan.parameters.items():
-            parameters.add(name, slot, name in plan.keeping, plan.group_size_of(name))
-        if example is not None:
-            _learn(model, binder, *example)
-        if plan.parameters or scaling is not None:
-            handles.append(watch_optimizers(parameters))
-        names = [*plan.modules, *plan.parameters]
-        if "attention" in kinds:
-            attending = _attentions(model, exclude)
-            names += attending
-            handles += watching.watch(attending, {name: device_of(m) or plan.device for name, m in attending.items()})
-        if "router" in kinds:
-            choosing = _routers(model, exclude)
-            names += choosing
-            devices = {name: device_of(each.module) or plan.device for name, each in choosing.items()}
-            handles += routing.watch(choosing, devices)
+        names = _hang(parts, handles, model, plan, exclude, example)
         ranks, joined = _joined(model, process_group, names, options.memory_budget)
     except Exception:
         for handle in handles:
@@ -159,7 +145,7 @@ def attach(
     delivery = Delivery(store, binder, callables, plan.trained, ranks, joined)
     monitor = Monitor(
         binder,
-        parameters,
+        parts.parameters,
         delivery,
         scaling,
         handles,
@@ -167,15 +153,15 @@ def attach(
         due=due,
         channels_every=kept.every,
         tap_channels=kept.which is True and too_much is None,
-        attention=watching,
-        routing=routing,
+        attention=parts.attentions,
+        routing=parts.routers,
         is_judged=any(isinstance(sink, Recorder) for sink in callables),
     )
     settings = _settings(model, monitor, plan, every, kept.every)
+    of_all = settings if joined is None else settings | {"rank": 0, "world_size": ranks.world_size}
     for begun, recorder in enumerate(delivery.recorders):
         try:
-            is_of_all = joined is not None and not recorder.every_rank
-            recorder.begin(settings | ({"rank": 0, "world_size": ranks.world_size} if is_of_all else {}))
+            recorder.begin(settings if recorder.every_rank else of_all)
         except Exception:
             monitor._abandon(begun)
             raise
@@ -184,6 +170,53 @@ def attach(
         _report_totals(too_much, options.memory_budget)
     order.make_room_for_graphs()
     return monitor
+
+
+class _Parts(NamedTuple):
+    """What measures."""
+
+    binder: SiteBinder
+    parameters: Parameters
+    attentions: Attentions
+    routers: Routers
+    scaling: Scaling | None
+
+
+def _hang(
+    parts: _Parts,
+    handles: list[Any],
+    model: nn.Module,
+    plan: Plan,
+    exclude: Modules,
+    example: tuple[tuple[Any, ...], dict[str, Any]] | None,
+) -> list[str]:
+    """Hangs all hooks. Returns the names of modules and parameters on which they are.
+
+    handles: gets those of the hooks, also where it raises.
+    """
+    hooks = [(module, parts.binder.hook(spec, device, make)) for module, spec, make, device in plan.hooks()]
+    for module, hook in hooks:  # all are made before the first one hangs on a module
+        on_inputs = isinstance(hook, InputHook)
+        handles.append(order.register(module, hook, on_inputs=on_inputs, with_kwargs=on_inputs))
+    for name, slot in plan.parameters.items():
+        parts.parameters.add(name, slot, name in plan.keeping, plan.group_size_of(name))
+    if example is not None:
+        _learn(model, parts.binder, *example)
+    if plan.parameters or parts.scaling is not None:
+        handles.append(watch_optimizers(parts.parameters))
+    names = [*plan.modules, *plan.parameters]
+    if "attention" in plan.kinds:
+        attending = _attentions(model, exclude)
+        names += attending
+        handles += parts.attentions.watch(
+            attending, {name: device_of(m) or plan.device for name, m in attending.items()}
+        )
+    if "router" in plan.kinds:
+        choosing = _routers(model, exclude)
+        names += choosing
+        devices = {name: device_of(each.module) or plan.device for name, each in choosing.items()}
+        handles += parts.routers.watch(choosing, devices)
+    return names
 
 
 def _attentions(model: nn.Module, exclude: Modules) -> dict[str, nn.Module]:

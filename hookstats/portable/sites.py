@@ -298,8 +298,15 @@ def state_of(
     block: int = 0,
 ) -> State:
     """low < high: the histogram is of linear bins. Both NaN: of any bins; it is only to be merged."""
-    constants = library.constants
-    fields = len(constants["FIELDS"])
+    _check_moments(moments, len(library.constants["FIELDS"]))
+    _check_counters(counters, library.constants["COUNTERS"], moments.device)
+    state = State(moments.data_ptr(), moments.stride(0), moments.shape[1], counters.data_ptr())
+    if histogram is not None:
+        _add_histogram(library, state, histogram, moments.device, low, high, block)
+    return state
+
+
+def _check_moments(moments: torch.Tensor, fields: int) -> None:
     if (
         moments.dtype != torch.float64
         or moments.dim() != 2
@@ -311,33 +318,44 @@ def state_of(
             f"hookstats: moments: expected float64 [{fields}, channels] with adjacent channels, got "
             f"{_name(moments.dtype)} {list(moments.shape)} with strides {list(moments.stride())}"
         )
-    device, channels = moments.device, moments.shape[1]
+
+
+def _check_counters(counters: torch.Tensor, expected: int, device: torch.device) -> None:
     if (
         counters.dtype != torch.int64
-        or tuple(counters.shape) != (constants["COUNTERS"],)
+        or tuple(counters.shape) != (expected,)
         or not counters.is_contiguous()
         or counters.device != device
     ):
         raise RuntimeError(
-            f"hookstats: counters: expected int64 [{constants['COUNTERS']}] on {device}, got {_name(counters.dtype)} "
+            f"hookstats: counters: expected int64 [{expected}] on {device}, got {_name(counters.dtype)} "
             f"{list(counters.shape)} on {counters.device}"
         )
-    state = State(moments.data_ptr(), moments.stride(0), channels, counters.data_ptr())
-    if histogram is None:
-        return state
+
+
+def _add_histogram(
+    library: Library,
+    state: State,
+    histogram: torch.Tensor,
+    device: torch.device,
+    low: float,
+    high: float,
+    block: int,
+) -> None:
+    channels = state.channels
     exponents = low == high
     state.by_channel = histogram.dim() == 2
     state.bins = histogram.shape[-1] if histogram.dim() else 0
     state.low, state.high = low, high
     state.kind = _LINEAR if not exponents else _PER_CHANNEL if state.by_channel else _PER_TENSOR
-    octaves, bins = constants["OCTAVE_BINS"], constants["EXPONENT_BINS"]
+    octaves, bins = library.constants["OCTAVE_BINS"], library.constants["EXPONENT_BINS"]
     if block:
         if abs(block) not in (16, 32) or not exponents or histogram.dim() != 1:
             raise ValueError(
                 "hookstats: block: expected 16, 32, -16 or -32 beside exponents per tensor, or 0; got " + str(block)
             )
         state.block = block
-        bins += constants["BLOCK_BINS"]
+        bins += library.constants["BLOCK_BINS"]
     fits = histogram.shape[0] == channels if state.by_channel else histogram.dim() == 1
     wide = state.bins == (octaves if state.by_channel else bins) if exponents else state.bins > 2
     if (
@@ -353,7 +371,6 @@ def state_of(
             f"{histogram.device} with low={low:g}, high={high:g}"
         )
     state.histogram = histogram.data_ptr()
-    return state
 
 
 def _check_one_int32(name: str, x: torch.Tensor, device: torch.device) -> None:

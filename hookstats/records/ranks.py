@@ -69,58 +69,78 @@ def mean(values: list[float]) -> float:
     return math.fsum(values) / len(values)
 
 
+class _Together:
+    """Each site of several ranks, in the order of the first rank, then of the next."""
+
+    sites: list[Site]
+    where: list[list[tuple[Columns, int]]]
+    """Of each site: the ranks whose numbers make it, and its place among theirs."""
+    calls: Counts
+    order: Counts
+    """Places of the sites that were measured."""
+    is_cut: list[bool]
+    """Whether ranks have parts of one parameter."""
+
+    def __init__(self, parts: list[Columns]) -> None:
+        self.sites = list(dict.fromkeys(site for part in parts for site in part.sites))
+        place = {site: i for i, site in enumerate(self.sites)}
+        where: list[list[tuple[Columns, int]]] = [[] for _ in self.sites]
+        self.calls = np.zeros(len(self.sites), np.int64)
+        fired: dict[int, None] = {}
+        for part in parts:
+            at = [place[site] for site in part.sites]
+            self.calls[at] += part.calls
+            fired |= dict.fromkeys(at[i] for i in part.order.tolist())
+            for i, new in enumerate(at):
+                where[new].append((part, i))
+        self.order = np.array(list(fired), np.int64)
+        # Silent ones may be narrow.
+        self.where = [[(part, i) for part, i in here if part.calls[i]] or here for here in where]
+        self.is_cut = [False] * len(self.sites)
+        for i, here in enumerate(self.where):
+            if len(here) > 1 and self.sites[i].tensor.startswith("param"):
+                self._tell_parts_from_replicas(i, here)
+
+    def _tell_parts_from_replicas(self, i: int, here: list[tuple[Columns, int]]) -> None:
+        first, *others = (part.wholes[:, at] for part, at in here)
+        self.is_cut[i] = not all(np.array_equal(first, other, equal_nan=True) for other in others)
+        self.where[i] = here if self.is_cut[i] else here[:1]
+        self.calls[i] = max(part.calls[at] for part, at in here)
+
+
 def _columns(parts: list[Columns]) -> Columns:
-    sites = list(dict.fromkeys(site for part in parts for site in part.sites))
-    place = {site: i for i, site in enumerate(sites)}
-    where: list[list[tuple[Columns, int]]] = [[] for _ in sites]  # of each site, in the ranks that have it
-    calls = np.zeros(len(sites), np.int64)
-    fired: dict[int, None] = {}
-    for part in parts:
-        at = [place[site] for site in part.sites]
-        calls[at] += part.calls
-        fired |= dict.fromkeys(at[i] for i in part.order.tolist())
-        for i, new in enumerate(at):
-            where[new].append((part, i))
-    where = [[(part, i) for part, i in here if part.calls[i]] or here for here in where]  # silent ones may be narrow
-    is_cut = [False] * len(sites)
-    for i, here in enumerate(where):
-        if len(here) > 1 and sites[i].tensor.startswith("param"):
-            first, *others = (part.wholes[:, at] for part, at in here)
-            is_cut[i] = not all(np.array_equal(first, other, equal_nan=True) for other in others)
-            where[i] = here if is_cut[i] else here[:1]
-            calls[i] = max(part.calls[at] for part, at in here)
+    together = _Together(parts)
+    where = together.where
     dims = [{part.dims[i] for part, i in here} - {None} for here in where]
     groups = [{part.group_sizes[i] for part, i in here} for here in where]
     shapes = [[(int(part.shapes[0, i]), int(part.shapes[1, i])) for part, i in here] for here in where]
     scales = [{float(part.scales[i]) for part, i in here} for here in where]
-    is_alike = [len({width for width, _ in each}) == 1 and not cut for each, cut in zip(shapes, is_cut, strict=True)]
+    is_alike = [
+        len({width for width, _ in each}) == 1 and not cut for each, cut in zip(shapes, together.is_cut, strict=True)
+    ]
     bins = parts[0].bins if all(part.bins == parts[0].bins for part in parts) else None
 
-    def state_of(part: Columns, i: int, is_one_scale: bool) -> Array:
-        return part.state(i) if is_one_scale else unscale(part.state(i), float(part.scales[i]))
+    def in_one_scale(site: int, part: Columns, i: int, state: Array) -> Array:
+        return state if len(scales[site]) == 1 else unscale(state, float(part.scales[i]))
 
     @lru_cache(maxsize=1)  # its state, then its histogram
     def read(site: int) -> Read:
-        is_one = len(scales[site]) == 1
-        has_histograms = bins is not None and is_one and all(counters for _, counters in shapes[site])
+        has_histograms = bins is not None and len(scales[site]) == 1 and all(counters for _, counters in shapes[site])
         each = [
-            Read(state_of(part, i, is_one), part.histogram(i) if has_histograms else None) for part, i in where[site]
+            Read(in_one_scale(site, part, i, part.state(i)), part.histogram(i) if has_histograms else None)
+            for part, i in where[site]
         ]
         return merged(each) if len(each) > 1 else each[0]
 
     def wholes() -> Array:
-        states = [
-            part.wholes[:, i] if len(scales[site]) == 1 else unscale(part.wholes[:, i], float(part.scales[i]))
-            for site, here in enumerate(where)
-            for part, i in here
-        ]
+        states = [in_one_scale(site, part, i, part.wholes[:, i]) for site, here in enumerate(where) for part, i in here]
         starts = np.cumsum([0, *(len(here) for here in where)])[:-1]
         return fold_channels(np.stack(states, axis=1), starts) if states else np.empty((10, 0))
 
     return Columns(
-        sites,
-        calls,
-        np.array(list(fired), np.int64),
+        together.sites,
+        together.calls,
+        together.order,
         np.array([each.copy().pop() if len(each) == 1 else 1.0 for each in scales], np.float64),
         [is_alike[n] and all(bool(part.keeps[i]) for part, i in here) for n, here in enumerate(where)],
         [each.pop() if len(each) == 1 and alike else None for each, alike in zip(dims, is_alike, strict=True)],

@@ -12,23 +12,18 @@ from typing import Any, Protocol
 import torch
 
 from hookstats.modules import order
-from hookstats.modules.channels import ChannelAxis
 from hookstats.numbers.fields import Site, Skipped
 from hookstats.numbers.snapshot import Snapshot
-from hookstats.watch.arguments import refuse_device
 from hookstats.watch.binding import SiteBinder
 from hookstats.watch.clipping import clip_grad_norm_
 from hookstats.watch.delivery import Delivery
 from hookstats.watch.flags import is_capturing
-from hookstats.watch.hooks import Hook, SiteSpec
 from hookstats.watch.judging import Judging
-from hookstats.watch.memory import local_part
 from hookstats.watch.overhead import Overhead, Stopwatch
 from hookstats.watch.parameters import Parameters
 from hookstats.watch.scalars import Scalars
 from hookstats.watch.scaling import Scaling
-from hookstats.watch.skipping import Captured
-from hookstats.watch.wrappers import is_a_mere_shape
+from hookstats.watch.taps import Taps
 
 _JOIN_SECONDS = 30.0  # that `Monitor.detach` waits for other ranks
 
@@ -84,14 +79,13 @@ class Monitor:
         self._scaling = scaling
         self._due = due
         self._channels_every = channels_every
-        self._tap_channels = tap_channels
         self._attention = attention
         self._routing = routing
         self._is_judged = is_judged
         self._judging = Judging(delivery.recorders, delivery.sinks, binder.warn_once, binder.store.strict)
         self._stopwatch = Stopwatch(binder.store.flags, device)
         self._closed = 0  # measured steps
-        self._taps: dict[str, Hook] = {}
+        self._taps = Taps(binder, tap_channels)
         self._step = 0
         self._stepped = False  # step() was called
         self._measured = True  # the open step
@@ -289,36 +283,7 @@ class Monitor:
         Raises:
             TypeError: if `tensor` is no tensor, or `name` no string. ValueError: if a watched module has that name.
         """
-        if torch.compiler.is_compiling():
-            hook = self._taps.get(name)
-            if hook is not None:
-                hook(None, (), tensor)
-            return tensor
-        if not isinstance(tensor, torch.Tensor) or not isinstance(name, str):
-            raise TypeError(f"tap: expected a tensor and a name, got {type(tensor).__name__} and {name!r}")
-        hook = self._taps.get(name)
-        if hook is None and self._binder.measures_now() and not is_a_mere_shape(tensor):
-            with self._store.lock:
-                hook = self._taps.get(name) or self._tapped(tensor, name, channel_dim)
-        if hook is not None:
-            hook(None, (), tensor)
-        return tensor
-
-    def _tapped(self, tensor: torch.Tensor, name: str, channel_dim: int | None) -> Hook | None:
-        if is_capturing():
-            self._binder.skipping.leave_out([Site(name, "output"), Site(name, "grad_output")], str(Captured()))
-            return None
-        if any(entry.site.name == name for entry in self._store.entries):
-            raise ValueError(f"tap: expected a name that no watched module has, got {name!r}")
-        spec = SiteSpec(name, "", ChannelAxis(channel_dim, None), self._tap_channels, ("output", "grad_output"))
-        try:
-            refuse_device(tensor.device)
-            self._taps[name] = self._binder.late_hook(spec, local_part(tensor).device, Hook)
-        except Exception as error:  # no memory for its state, say
-            if self._store.strict:
-                raise
-            self._binder.warn_once(("tap", name), f"not measured: {name!r}: {error}")
-        return self._taps.get(name)
+        return self._taps.tap(tensor, name, channel_dim)
 
     def attention(
         self,

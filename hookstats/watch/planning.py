@@ -30,6 +30,7 @@ class Plan:
         kinds: tuple[str, ...],
         channels: Channels,
     ) -> None:
+        self.kinds = kinds
         self.of_parameters = tuple(kind for kind in kinds if kind in OF_PARAMETERS)
         self._of_outputs = _pair(kinds, "output", "grad_output")
         self._of_inputs = _pair(kinds, "input", "grad_input")
