@@ -17,7 +17,8 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 import hookstats
 from hookstats import Site, Snapshot
 from hookstats.numbers import fields
-from hookstats.watch import arguments, parameters
+from hookstats.watch import arguments, optimizers
+from hookstats.watch.parameters import Parameters
 from tests.models import images, small_cnn
 from tests.watch.parameters import BOTH, check_site, grad_of, loss_of, residual
 
@@ -239,9 +240,9 @@ def test_a_forgotten_monitor_keeps_nothing_alive_and_measures_nothing() -> None:
     other.detach()
 
 
-def watched() -> list[parameters.Parameters]:
+def watched() -> list[Parameters]:
     """By all monitors."""
-    return [each for held in parameters._watched if (each := held()) is not None]
+    return [each for held in optimizers._watched if (each := held()) is not None]
 
 
 def test_forgotten_monitors_watch_no_optimizer_any_more() -> None:
