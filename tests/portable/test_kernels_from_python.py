@@ -11,7 +11,7 @@ import torch
 
 from hookstats import _native, portable
 from hookstats.portable import library
-from tests.conftest import DTYPES, HISTOGRAMS, ROOT, Backend, State, check, listed
+from tests.conftest import DTYPES, HISTOGRAMS, Backend, State, check, listed
 from tests.kernels.test_checksums import SHAPES
 from tests.kernels.test_kernels import LAYOUTS, normal
 from tests.kernels.test_rows import MASKS
@@ -33,8 +33,8 @@ def both(request: pytest.FixtureRequest) -> tuple[Backend, Backend]:
     if request.param == "cpu":
         return loaded("cpu", _native.KERNELS), Backend("cpu", torch.ops.hookstats, "cpu")
     harness = request.getfixturevalue("harness")
-    (built,) = ROOT.glob(f"build/cuda_on_cpu-{torch.__version__}*/hookstats_cuda_on_cpu.so")
-    return loaded("cuda_on_cpu", built), Backend("cuda_on_cpu", harness, "cpu")
+    (built,) = (path for path in torch.ops.loaded_libraries if path.endswith("hookstats_cuda_on_cpu.so"))
+    return loaded("cuda_on_cpu", Path(built)), Backend("cuda_on_cpu", harness, "cpu")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
