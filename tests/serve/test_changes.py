@@ -16,7 +16,7 @@ ROWS, BEFORE, NOW = 40, 200, 210
 
 
 def values(rows: int = ROWS) -> np.ndarray:
-    """``[rows, NOW]``: most of them leave their range at the end, by far or by little; one pauses, one is 0, one stays."""
+    """``[rows, NOW]``: most leave their range at the end, by far or by little; one pauses, one is 0, one is 1."""
     rng = np.random.default_rng(0)
     made = np.exp(np.cumsum(0.1 * rng.normal(size=(rows, NOW)), axis=1))
     made[:, BEFORE:] *= 10.0 ** rng.uniform(0, 6, size=(rows, 1))
