@@ -53,6 +53,7 @@ class Manifest:
     parts: dict[str, list[Part]] = field(default_factory=lambda: {table: [] for table in SCHEMAS})
     next_file: int = 1
     sites: list[Site] = field(default_factory=list)  # by id; they stand in sites.json
+    read_sites: tuple[int, int] | None = None  # how many sites were read, and their checksum
 
     def find(self, attempt: int) -> Attempt | None:
         return next((each for each in self.attempts if each.attempt == attempt), None)
@@ -125,10 +126,16 @@ def _read(path: Path, known: Manifest) -> Manifest:
         require(len(set(named)) == len(named), path, "each file once", named)
         for part in parts:
             require(part.steps[0] <= part.steps[1], path, "the first and the last step of a part", part.steps)
-    is_known = len(known.sites) == stored.sites and _checksum(_listed(known.sites)) == stored.sites_crc32
-    sites = known.sites if is_known else _sites(path.with_name("sites.json"), stored) if stored.sites else []
+    told = (stored.sites, stored.sites_crc32)
+    sites = (
+        known.sites
+        if known.read_sites == told
+        else _sites(path.with_name("sites.json"), stored)
+        if stored.sites
+        else []
+    )
     ordered = {table: stored.parts[table] for table in SCHEMAS}
-    return Manifest(stored.attempts, ordered, stored.next_file, sites)
+    return Manifest(stored.attempts, ordered, stored.next_file, sites, told)
 
 
 def _with_parts_of(known: Manifest, body: dict[str, Any]) -> dict[str, Any]:

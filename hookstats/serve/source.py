@@ -131,7 +131,8 @@ class Source:
             return None
         if len(site) and not 0 <= site.min() <= site.max() < len(self._row):
             return None
-        fired = to_numpy(table["calls"]) > 0
+        calls = to_numpy(table["calls"])
+        fired = slice(None) if calls.all() else np.flatnonzero(calls)
         where = (self._row[site] * count + record)[fired]
         planes = {}
         for name in Columns.ALL:
