@@ -49,8 +49,9 @@ def changes(name: str, old: Told, new: Told) -> bytes | None:
     if has_scales:
         scales = [np.frombuffer(told.blob[-_SCALES * sites :], "<f8").reshape(2, sites) for told in (old, new)]
         moved = np.flatnonzero((scales[0] != scales[1]).any(axis=0))
-        of = [_codes(each[:, moved, :first]) for each in (a, b)]
-        can, bits = _rescaled(*of, scales[0][:, moved], scales[1][:, moved], LAST if count == 1 else _LAST_OF_LINES)
+        codes, others = (_codes(each[:, moved, :first]) for each in (a, b))
+        last = LAST if count == 1 else _LAST_OF_LINES
+        can, bits = _rescaled(codes, others, scales[0][:, moved], scales[1][:, moved], last)
         differs[moved] = ~can
     rows = np.flatnonzero(differs)
     if 2 * len(rows) > sites:
@@ -63,8 +64,10 @@ def changes(name: str, old: Told, new: Told) -> bytes | None:
 
 def _codes(planes: NDArray[np.uint8]) -> Counts:
     """``[n, columns]`` of one plane, or of two: the high bytes and the low ones."""
-    codes = planes[0].astype(np.int64)
-    return codes if len(planes) == 1 else codes << 8 | planes[1]
+    codes: Counts = planes[0].astype(np.int64)
+    if len(planes) == 2:
+        codes = codes << 8 | planes[1]
+    return codes
 
 
 def _rescaled(

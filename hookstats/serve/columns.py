@@ -6,6 +6,7 @@ They are what `planes.heatmap` and `planes.lines` make of the whole run. Of too 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -139,7 +140,7 @@ class Coded:
             self._told: Rows | Lines | None = None
         full, told = self._full, self._told
         new = self._code(self._reduced.of(rows, slice(full, count)), is_bad[:, full:], self._ends)
-        room = new.codes if told is None else told.codes
+        room: Any = new.codes if told is None else told.codes
         if told is None or count > room.shape[1]:
             room = np.empty((len(is_bad), 2 * count), new.codes.dtype)
             if told is not None:
