@@ -1,6 +1,6 @@
 """How fast a served run is in headless Chromium, and what looking at it costs the one who trains.
 
-python -m benchmarks.serve [--sites 1000] [--steps 10000] [--keep DIRECTORY] [--rounds 16]
+python -m benchmarks.serve [--sites 1000] [--steps 10000] [--keep DIRECTORY] [--rounds 14]
 """
 
 from __future__ import annotations
@@ -136,6 +136,15 @@ def browse(folder: Path) -> None:
     description.unlink()
 
 
+def settle(pids: Sequence[int]) -> None:
+    """Until processes have done what they had to, at most 5 s: a burst does not pay for the one before it."""
+    for _ in range(10):
+        before = [processor(pid) for pid in pids]
+        time.sleep(0.5)
+        if [processor(pid) for pid in pids] == before:
+            return
+
+
 class Burst(NamedTuple):
     """Three seconds of training. Seconds of a step, the median and the average; of a processor, while it lasted."""
 
@@ -143,6 +152,7 @@ class Burst(NamedTuple):
     average: float
     server: float
     writer: float
+    asking: float
 
 
 def train(folder: Path, rounds: int) -> None:
@@ -162,15 +172,16 @@ def train(folder: Path, rounds: int) -> None:
         with serving(folder) as served:
 
             def burst(name: str) -> float:
-                used = processor(served.process.pid), processor(writer)
+                used = processor(served.process.pid), processor(writer), time.process_time()
                 print(file=stdin, flush=True)
                 median, average = map(float, stdout.readline().split())
                 server, own = processor(served.process.pid) - used[0], processor(writer) - used[1]
-                bursts[name].append(Burst(median, average, server, own))
+                bursts[name].append(Burst(median, average, server, own, time.process_time() - used[2]))
                 return median
 
             def looked_at() -> float:
                 is_over = threading.Event()
+                settle([served.process.pid, writer])
 
                 def look() -> None:
                     [address] = served.runs().values()
@@ -188,6 +199,7 @@ def train(folder: Path, rounds: int) -> None:
 
             def alone() -> float:
                 (folder / "run" / "rank=0" / "watched").unlink(missing_ok=True)  # of the round before
+                settle([served.process.pid, writer])
                 return burst("alone")
 
             interleaved({"alone": alone, "looked at": looked_at}, rounds)
@@ -200,9 +212,12 @@ def train(folder: Path, rounds: int) -> None:
 def tell(bursts: Mapping[str, Sequence[Burst]]) -> None:
     found = {name: np.array(own) for name, own in bursts.items()}
     for name, own in found.items():
-        median, average, server, writer = np.median(own, axis=0).tolist()
-        shares = f"the server {server / 0.03:.0f} %, the writer of the run {writer / 0.03:.0f} % of a processor"
-        print(f"a step, {name}: median {1e3 * median:.2f} ms, average {1e3 * average:.2f} ms; {shares}")
+        median, average, *used = np.median(own, axis=0).tolist()
+        server, writer, asking = (f"{seconds / 0.03:.0f} %" for seconds in used)
+        print(
+            f"a step, {name}: median {1e3 * median:.2f} ms, average {1e3 * average:.2f} ms; of a processor, the server "
+            f"takes {server}, who asks it {asking}, the writer of the run {writer}"
+        )
     for number, what in enumerate(("median step", "average step")):
         ratios = found["looked at"][:, number] / found["alone"][:, number]
         low, middle, high = np.percentile(ratios, [25, 50, 75]).tolist()
@@ -221,7 +236,7 @@ def main() -> None:
     parser.add_argument("--sites", type=int, default=1000)
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--keep", type=Path, help="folder for the run; a run that is there is used again, and grows")
-    parser.add_argument("--rounds", type=int, default=16, help="pairs of a trainer looked at and alone, 6 s each")
+    parser.add_argument("--rounds", type=int, default=14, help="pairs of a trainer looked at and alone, 8 s each")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.keep or Path(temporary) / "large"
