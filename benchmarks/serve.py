@@ -1,6 +1,6 @@
 """How fast a served run is in headless Chromium, and what looking at it costs the one who trains.
 
-python -m benchmarks.serve [--sites 1000] [--steps 10000] [--keep DIRECTORY] [--rounds 10]
+python -m benchmarks.serve [--sites 1000] [--steps 10000] [--keep DIRECTORY] [--rounds 14]
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -39,10 +41,10 @@ attached = {"sinks": [hookstats.record(sys.argv[1])]}
 trainer = Trainer(SMALL, "cpu", attached)
 print("ready", flush=True)
 for line in sys.stdin:
-    until, times = time.monotonic() + 4, []
-    while time.monotonic() < until:
+    began, times = time.monotonic(), []
+    while time.monotonic() < began + 3:
         times.append(trainer.timed())
-    print(sorted(times)[len(times) // 2], flush=True)
+    print(sorted(times)[len(times) // 2], (time.monotonic() - began) / len(times), flush=True)
 trainer.monitor.detach()
 """
 
@@ -71,9 +73,9 @@ def transferred(served: Served, path: str) -> tuple[float, int, bytes]:
     return took, len(body), gzip.decompress(body)
 
 
-def processor(served: Served) -> float:
-    """Seconds that the server has used."""
-    told = Path(f"/proc/{served.process.pid}/stat").read_text().rpartition(")")[2].split()
+def processor(pid: int) -> float:
+    """Seconds that a process has used."""
+    told = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(told[11]) + int(told[12])) / os.sysconf("SC_CLK_TCK")
 
 
@@ -104,12 +106,12 @@ def browse(folder: Path) -> None:
         for _ in range(UPDATES):
             facts = browser.run("document.querySelector('#facts').innerText")
             add(folder / "run", NEW)
-            began, used = time.perf_counter(), processor(served)
+            began, used = time.perf_counter(), processor(served.process.pid)
             browser.wait(f"document.querySelector('#facts').innerText !== {facts!r} && {measures}.length === 1", 300)
             seen.append(time.perf_counter() - began)
             drawn.append(browser.run(f"{measures}[0].duration"))
             time.sleep(2)
-            busy.append(1e3 * (processor(served) - used))
+            busy.append(1e3 * (processor(served.process.pid) - used))
             browser.run("performance.clearMeasures('update')")
             asked = [transferred(served, f"{address}update?version={version}")]
             now = json.loads(asked[0][2])["record"]["version"]
@@ -134,26 +136,52 @@ def browse(folder: Path) -> None:
     description.unlink()
 
 
+def settle(pids: Sequence[int]) -> None:
+    """Until processes have done what they had to, at most 5 s: a burst does not pay for the one before it."""
+    for _ in range(10):
+        before = [processor(pid) for pid in pids]
+        time.sleep(0.5)
+        if [processor(pid) for pid in pids] == before:
+            return
+
+
+class Burst(NamedTuple):
+    """Three seconds of training. Seconds of a step, the median and the average; of a processor, while it lasted."""
+
+    median: float
+    average: float
+    server: float
+    writer: float
+    asking: float
+
+
 def train(folder: Path, rounds: int) -> None:
-    """The median step of a trainer, looked at by somebody each second, and not, in turns."""
+    """A trainer on one thread, looked at by somebody each second, and not, in turns."""
     pipe = subprocess.PIPE
     command = [sys.executable, "-c", TRAINER, str(folder / "run")]
     trainer = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
     assert trainer.stdin is not None
     assert trainer.stdout is not None
     stdin, stdout = trainer.stdin, trainer.stdout
-
-    def measured() -> float:
-        print(file=stdin, flush=True)
-        return float(stdout.readline())
-
+    bursts: dict[str, list[Burst]] = {"alone": [], "looked at": []}
     try:
         assert stdout.readline() == "ready\n"
-        measured()
+        print(file=stdin, flush=True)  # its writer begins
+        stdout.readline()
+        [writer] = map(int, Path(f"/proc/{trainer.pid}/task/{trainer.pid}/children").read_text().split())
         with serving(folder) as served:
+
+            def burst(name: str) -> float:
+                used = processor(served.process.pid), processor(writer), time.process_time()
+                print(file=stdin, flush=True)
+                median, average = map(float, stdout.readline().split())
+                server, own = processor(served.process.pid) - used[0], processor(writer) - used[1]
+                bursts[name].append(Burst(median, average, server, own, time.process_time() - used[2]))
+                return median
 
             def looked_at() -> float:
                 is_over = threading.Event()
+                settle([served.process.pid, writer])
 
                 def look() -> None:
                     [address] = served.runs().values()
@@ -164,23 +192,43 @@ def train(folder: Path, rounds: int) -> None:
                 looker = threading.Thread(target=look)
                 looker.start()
                 try:
-                    return measured()
+                    return burst("looked at")
                 finally:
                     is_over.set()
                     looker.join()
 
             def alone() -> float:
                 (folder / "run" / "rank=0" / "watched").unlink(missing_ok=True)  # of the round before
-                return measured()
+                settle([served.process.pid, writer])
+                return burst("alone")
 
-            times = interleaved({"alone": alone, "looked at": looked_at}, rounds)
+            interleaved({"alone": alone, "looked at": looked_at}, rounds)
     finally:
         stdin.close()
         trainer.wait(120)
-    for name, own in times.items():
-        print(f"a step, {name}: {1e3 * float(np.median(own)):.2f} ms")
-    ratios = np.array(times["looked at"]) / np.array(times["alone"])
-    print(f"ratio of a pair: median {np.median(ratios):.3f}, from {ratios.min():.3f} to {ratios.max():.3f}")
+    tell(bursts)
+
+
+def tell(bursts: Mapping[str, Sequence[Burst]]) -> None:
+    found = {name: np.array(own) for name, own in bursts.items()}
+    for name, own in found.items():
+        median, average, *used = np.median(own, axis=0).tolist()
+        server, writer, asking = (f"{seconds / 0.03:.0f} %" for seconds in used)
+        print(
+            f"a step, {name}: median {1e3 * median:.2f} ms, average {1e3 * average:.2f} ms; of a processor, the server "
+            f"takes {server}, who asks it {asking}, the writer of the run {writer}"
+        )
+    for number, what in enumerate(("median step", "average step")):
+        ratios = found["looked at"][:, number] / found["alone"][:, number]
+        low, middle, high = np.percentile(ratios, [25, 50, 75]).tolist()
+        print(
+            f"{what}, looked at / alone: {middle:.3f} in the median of {len(ratios)} pairs, half of which lie from "
+            f"{low:.3f} to {high:.3f}, all from {ratios.min():.3f} to {ratios.max():.3f}"
+        )
+    print(
+        f"On {os.cpu_count()} processors run the trainer with one thread, the writer of its run, the server, and this\n"
+        "process, which asks. The writer works in both turns; while somebody looks, it commits each 2 s, not each 10 s."
+    )
 
 
 def main() -> None:
@@ -188,7 +236,7 @@ def main() -> None:
     parser.add_argument("--sites", type=int, default=1000)
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--keep", type=Path, help="folder for the run; a run that is there is used again, and grows")
-    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=14, help="pairs of a trainer looked at and alone, 8 s each")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.keep or Path(temporary) / "large"

@@ -72,6 +72,8 @@ def _decoded(kind: Any, value: Any, path: Path, at: str) -> Any:
         _expect(is_within, path, at, _bounded(bound), value)
         return plain
     if isinstance(kind, type) and is_dataclass(kind):
+        if isinstance(value, kind):  # decoded before
+            return value
         hints = _hints(kind)
         is_object = isinstance(value, dict) and set(value) == set(hints)
         _expect(is_object, path, at, f"an object with {', '.join(sorted(hints))}", value)

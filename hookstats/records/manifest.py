@@ -53,6 +53,7 @@ class Manifest:
     parts: dict[str, list[Part]] = field(default_factory=lambda: {table: [] for table in SCHEMAS})
     next_file: int = 1
     sites: list[Site] = field(default_factory=list)  # by id; they stand in sites.json
+    read_sites: tuple[int, int] | None = None  # how many sites were read, and their checksum
 
     def find(self, attempt: int) -> Attempt | None:
         return next((each for each in self.attempts if each.attempt == attempt), None)
@@ -93,16 +94,16 @@ class _Stored:
 def read(directory: Path, known: Manifest | None = None) -> Manifest:
     """FileNotFoundError where there is none; RunError where it, or sites.json, is not what was written.
 
-    known: an earlier one, whose sites are not read again if they are the same.
+    known: an earlier one, whose sites and parts are not read again if they are the same.
     """
     path = directory / "manifest.json"
     try:
-        return _read(path, [] if known is None else known.sites)
+        return _read(path, known or Manifest())
     except RecursionError:
         raise RunError(f"{path}: expected a manifest, got JSON that is nested too deeply") from None
 
 
-def _read(path: Path, known: list[Site]) -> Manifest:
+def _read(path: Path, known: Manifest) -> Manifest:
     body = load(path)
     require(isinstance(body, dict), path, "an object", body)
     if body.get("schema") not in READABLE:
@@ -113,7 +114,7 @@ def _read(path: Path, known: list[Site]) -> Manifest:
         )
     expected = body.pop("crc32", None)
     require(expected == _checksum(body), path, f"the checksum {_checksum(body)}", expected)
-    stored = decode(_Stored, body, path)
+    stored = decode(_Stored, _with_parts_of(known, body), path)
     require(stored.fields == list(FIELDS), path, f"fields {', '.join(FIELDS)}", stored.fields)
     if stored.schema < VERSION:
         stored.parts.setdefault("samples", [])
@@ -125,10 +126,35 @@ def _read(path: Path, known: list[Site]) -> Manifest:
         require(len(set(named)) == len(named), path, "each file once", named)
         for part in parts:
             require(part.steps[0] <= part.steps[1], path, "the first and the last step of a part", part.steps)
-    is_known = len(known) == stored.sites and _checksum(_listed(known)) == stored.sites_crc32
-    sites = known if is_known else _sites(path.with_name("sites.json"), stored) if stored.sites else []
+    told = (stored.sites, stored.sites_crc32)
+    sites = (
+        known.sites
+        if known.read_sites == told
+        else _sites(path.with_name("sites.json"), stored)
+        if stored.sites
+        else []
+    )
     ordered = {table: stored.parts[table] for table in SCHEMAS}
-    return Manifest(stored.attempts, ordered, stored.next_file, sites)
+    return Manifest(stored.attempts, ordered, stored.next_file, sites, told)
+
+
+def _with_parts_of(known: Manifest, body: dict[str, Any]) -> dict[str, Any]:
+    """The same, with parts that are known already as they are: those of a long run are many, and few are new."""
+    parts = body.get("parts")
+    if not isinstance(parts, dict) or not any(known.parts.values()):
+        return body
+    found = dict(parts)
+    for table, raw in parts.items():
+        before = {part.file: (part, vars(part) | {"steps": list(part.steps)}) for part in known.parts.get(table, [])}
+        if isinstance(raw, list) and before:
+            found[table] = [_known(before, each) for each in raw]
+    return body | {"parts": found}
+
+
+def _known(before: dict[str, tuple[Part, dict[str, Any]]], raw: Any) -> Any:
+    file = raw.get("file") if isinstance(raw, dict) else None
+    part, told = before.get(file, (None, None)) if isinstance(file, str) else (None, None)
+    return part if part is not None and told == raw else raw
 
 
 def _sites(path: Path, stored: _Stored) -> list[Site]:

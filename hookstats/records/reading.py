@@ -107,10 +107,12 @@ class Reader:
             groups = self._overlapping((table, part.file), footer, chosen)
             if not len(groups):
                 return None
+            told = self._row_groups[table, part.file]
+            if chosen.steps and _is_inside(told, groups, chosen.steps):
+                chosen = chosen._replace(steps=None)
             keys = [*(["step"] if chosen.steps else []), *(["site"] if chosen.sites is not None else [])]
             needed = list(dict.fromkeys([*columns, *keys]))
             there = columns_for(needed, footer.schema.to_arrow_schema().names)
-            told = self._row_groups[table, part.file]
             read = []
             with pq.ParquetFile(path, metadata=footer, page_checksum_verification=True, pre_buffer=False) as file:
                 for few in _portions(groups, told["bytes"]):
@@ -151,6 +153,11 @@ class Reader:
             last = np.searchsorted(chosen.sites, bounds["site_max"], side="right")
             wanted &= last > first
         return np.flatnonzero(wanted)
+
+
+def _is_inside(bounds: dict[str, Counts], groups: Counts, steps: tuple[int, int]) -> bool:
+    """Whether all rows of these row groups are of steps from the first to the last."""
+    return bool((bounds["step_min"][groups] >= steps[0]).all() and (bounds["step_max"][groups] <= steps[1]).all())
 
 
 def _portions(groups: Counts, sizes: Counts) -> list[Counts]:

@@ -33,6 +33,7 @@ from hookstats.records.places import (
     machine,
     rank_folder,
     started_at,
+    watch,
 )
 from hookstats.records.ring import CLOSED, DIED, Ring
 from hookstats.records.writing import Thinning, WriterProcess
@@ -293,6 +294,27 @@ class Recording:
             if time.monotonic() > end:
                 raise TimeoutError(f"expected a verdict on every closed step within {timeout} s, got none of the last")
             time.sleep(0.002)
+
+    def written(self, timeout: float) -> Path:
+        """The run's directory, when all that was taken is in its tables. TimeoutError.
+
+        Where recording has stopped, what came before is there.
+        """
+        end = time.monotonic() + timeout
+        ring = self._ring
+        head = 0 if ring is None else ring.head
+        while ring is not None and ring.tail < head and not self._is_over():
+            watch(self._folder)  # else it is written later
+            try:
+                self._writer.look_after(ring)
+            except Exception as error:
+                self._stop(f"{error!r}")
+            if time.monotonic() > end:
+                raise TimeoutError(
+                    f"expected all steps in {self.path} within {timeout:.1f} s; some are not written yet"
+                )
+            time.sleep(0.02)
+        return self.path
 
     def close(self, overhead: Mapping[str, float] | None = None, died: bool = False, timeout: float = 60) -> None:
         """Ends the recording: when it returns, everything is in the directory. A warning where that takes longer.

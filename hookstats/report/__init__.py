@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 from hookstats.numbers.snapshot import Snapshot
 from hookstats.report import loading, plotting
@@ -19,18 +19,30 @@ if TYPE_CHECKING:
 __all__ = ["Recorded", "plot", "show", "write"]
 
 
+@runtime_checkable
+class Records(Protocol):
+    """What is asked of a monitor, `hookstats.results.Monitor`: this room knows nothing of who measures."""
+
+    def recorded(self) -> Path:
+        """The directory of its run, when all closed steps stand there. ValueError where it records nothing."""
+
+
+Shows: TypeAlias = "Run | Records | str | Path | Sequence[Snapshot] | Recorded"
+
+
 def write(
-    run: Run | str | Path | Sequence[Snapshot] | Recorded,
+    run: Shows,
     output: str | Path,
-    other: Run | str | Path | Sequence[Snapshot] | Recorded | None = None,
+    other: Shows | None = None,
 ) -> Path:
     """Writes the page of a run, and returns where it is.
 
-    run: what `hookstats.load` gives, the directory of a recorded run, or Snapshots of ascending steps, that were
-    collected. other: a second run, whose distance from this one, site by site and step by step, is a view of the
-    heatmap, and whose lines stand beside those of this one. The page is one file without anything from outside; an
-    older one is replaced as a whole. ValueError where nothing was measured, or the two have no sites and steps in
-    common; RunError for a directory that is no recorded run; OSError where it cannot be written.
+    run: the directory of a recorded run, what `hookstats.load` gives, a monitor that records (its steps so far; waits
+    up to 3 seconds until they are written), or Snapshots of ascending steps, that were collected. other: a second run,
+    whose distance from this one, site by site and step by step, is a view of the heatmap, and whose lines stand beside
+    those of this one. The page is one file without anything from outside; an older one is replaced as a whole.
+    ValueError where nothing was measured, the two have no sites and steps in common, or a monitor does not record;
+    RunError for a directory that is no recorded run; OSError where it cannot be written.
     """
     path = Path(output)
     put(html(of(run), None if other is None else of(other)), path)
@@ -38,15 +50,16 @@ def write(
 
 
 def show(
-    run: Run | str | Path | Sequence[Snapshot] | Recorded,
-    other: Run | str | Path | Sequence[Snapshot] | Recorded | None = None,
+    run: Shows,
+    other: Shows | None = None,
     *,
     height: int = 800,
 ) -> Shown:
     """The page that `write` makes, in a cell of a notebook (Jupyter, VS Code, Colab), where this is the last line.
 
-    run, other: as for `write`; of a run that is being recorded, give the directory, and run the cell again for what
-    is new. height: of the frame, in pixels; it is as wide as the cell. The page is part of the notebook's file.
+    run, other: as for `write`; of a run that is being recorded, give the directory or the monitor, and run the cell
+    again for what is new. height: of the frame, in pixels; it is as wide as the cell. The page is part of the
+    notebook's file.
     ValueError for a height of less than 200; else as `write`.
     """
     if height < 200:
@@ -56,7 +69,7 @@ def show(
 
 
 def plot(
-    run: Run | str | Path | Sequence[Snapshot] | Recorded,
+    run: Shows,
     statistic: str = "rms",
     tensor: str = "output",
     *,
@@ -75,10 +88,10 @@ def plot(
     return plotting.plot(of(run), statistic, tensor, relative, log, axes)
 
 
-def of(run: Run | str | Path | Sequence[Snapshot] | Recorded) -> Recorded:
+def of(run: Shows) -> Recorded:
     """A run as arrays over sites and steps."""
     if isinstance(run, Recorded):
         return run
     if isinstance(run, Sequence) and not isinstance(run, str):
         return Recorded.of(run)
-    return loading.recorded(run)
+    return loading.recorded(run.recorded() if isinstance(run, Records) else run)

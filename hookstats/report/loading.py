@@ -29,6 +29,8 @@ def recorded(run: Run | str | Path) -> Recorded:
     from hookstats.records.run import Run, load
 
     loaded = load(run) if isinstance(run, (str, Path)) else run
+    if not isinstance(loaded, Run):
+        raise TypeError(f"expected a run, its directory, a monitor that records, or Snapshots; got {loaded!r:.200}")
     if type(loaded) is Run and loaded._chosen_sites is None and loaded._has_all_steps:
         return Loaded(loaded).recorded()
     return Recorded.of(list(loaded), _name(loaded), loaded.findings)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -100,7 +102,7 @@ def coded(key: str, far: Array, top: Array, is_bad: Marks, grows: bool) -> dict[
 
 def scaled(rows: Rows) -> bytes:
     """Codes, and the scales of their rows."""
-    return rows.codes.tobytes() + rows.low.astype("<f8").tobytes() + rows.step.astype("<f8").tobytes()
+    return b"".join([rows.codes.tobytes(), rows.low.astype("<f8").tobytes(), rows.step.astype("<f8").tobytes()])
 
 
 def restless(codes: Codes) -> Array:
@@ -187,4 +189,9 @@ def scalars(recorded: Recorded) -> dict[str, list[list[float | None]]]:
 
 def short(number: float, digits: int = 5) -> float | None:
     """For JSON."""
-    return float(f"{number:.{digits}g}") if np.isfinite(number) else None
+    return _rounded(number, digits) if math.isfinite(number) else None
+
+
+@lru_cache(1 << 14)  # a page that grows tells most numbers again
+def _rounded(number: float, digits: int) -> float:
+    return float(f"{number:.{digits}g}")

@@ -80,6 +80,7 @@ class Past:
         self._stride = max(1, window // 8)
         self._steps = 0  # that were given
         self._held = np.empty((rows, 0))  # the last of them, as they count; NaN where nothing is known yet
+        self._usual = np.full(rows, np.nan)  # the median in those that came last
 
     def of(self, values: Array) -> Array:
         """``[n, t]`` of the next steps."""
@@ -93,8 +94,13 @@ class Past:
         begin, end = self._steps - held, self._steps + values.shape[1]  # those of `whole`
         result = np.empty_like(values)
         for at in range(self._steps // self._stride * self._stride, end, self._stride):
-            usual = _median(whole[:, max(at - self._window - begin, 0) : at - begin]) if at else whole[:, 0]
-            result[:, max(at - self._steps, 0) : at + self._stride - self._steps] = usual[:, None]
+            others = (
+                np.isnan(self._usual) if at < self._steps else np.ones(len(whole), bool)
+            )  # of which it is not known
+            if others.any():
+                before = whole[others, max(at - self._window - begin, 0) : at - begin] if at else whole[others, :1]
+                self._usual[others] = _median(before)
+            result[:, max(at - self._steps, 0) : at + self._stride - self._steps] = self._usual[:, None]
         kept = max(end // self._stride * self._stride - self._window, begin)
         self._held = whole[:, kept - begin :].copy()
         self._steps = end

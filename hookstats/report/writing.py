@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -94,7 +95,7 @@ def overview(recorded: Recorded, measured: Measured) -> dict[str, Any]:
         "name": recorded.name,
         "written": round(time.time()),
         "sites": [list(site) for site in recorded.sites],
-        "rows": in_order(recorded.sites),
+        "rows": list(_in_order(tuple(recorded.sites))),
         "steps": [int(steps[0]), int(steps[-1]), len(steps)],
         "begin": steps[recorded.begin(planes.COLUMNS)].tolist(),
         "line_begin": steps[recorded.begin(columns)].tolist(),
@@ -147,6 +148,11 @@ def _told(finding: Finding, place: Mapping[Site, int]) -> dict[str, Any]:
         "rank": finding.rank,
         "attempt": finding.attempt,
     }
+
+
+@lru_cache(4)  # those of a page that grows stay as they are
+def _in_order(sites: tuple[Site, ...]) -> tuple[int, ...]:
+    return tuple(in_order(list(sites)))
 
 
 def in_order(sites: list[Site]) -> list[int]:

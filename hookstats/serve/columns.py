@@ -6,6 +6,7 @@ They are what `planes.heatmap` and `planes.lines` make of the whole run. Of too 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -41,8 +42,17 @@ class Reduced:
         self.steps = 0
 
     @property
+    def columns(self) -> int:
+        return -(-self.steps // self.wide)
+
+    @property
     def values(self) -> Array:
-        return self._room[:, : -(-self.steps // self.wide)]
+        return self._room[:, : self.columns]
+
+    def of(self, rows: slice | Counts, columns: slice) -> Array:
+        """Some of the values."""
+        result: Array = self.values[rows, columns]
+        return result
 
     def reserve(self, steps: int) -> None:
         """Columns become as wide as so many steps in all need."""
@@ -96,8 +106,11 @@ class Average:
         return self._sums.wide
 
     @property
-    def values(self) -> Array:
-        sums, known = self._sums.values, self._known.values
+    def columns(self) -> int:
+        return self._sums.columns
+
+    def of(self, rows: slice | Counts, columns: slice) -> Array:
+        sums, known = self._sums.of(rows, columns), self._known.of(rows, columns)
         result: Array = np.divide(sums, known, out=np.full(sums.shape, np.nan), where=known > 0)
         return result
 
@@ -119,25 +132,29 @@ class Coded:
         self._wide = 0
 
     def take(self, is_bad: Marks) -> Rows | Lines:
-        """Of all columns. is_bad: in which of them something was not finite."""
-        values = self._reduced.values
-        count = values.shape[1]
+        """Of all columns; its codes stay as they are until the next one. is_bad: where something was not finite."""
+        count, rows = self._reduced.columns, slice(None)
         if self._wide != self._reduced.wide:
             self._wide, self._full = self._reduced.wide, 0  # columns that stay as they are
-            self._ends = (np.full(len(values), np.nan), np.full(len(values), np.nan))
+            self._ends = (np.full(len(is_bad), np.nan), np.full(len(is_bad), np.nan))
             self._told: Rows | Lines | None = None
         full, told = self._full, self._told
-        new = self._code(values[:, full:], is_bad[:, full:], self._ends)
+        new = self._code(self._reduced.of(rows, slice(full, count)), is_bad[:, full:], self._ends)
+        room: Any = new.codes if told is None else told.codes
+        if told is None or count > room.shape[1]:
+            room = np.empty((len(is_bad), 2 * count), new.codes.dtype)
+            if told is not None:
+                room[:, :full] = told.codes[:, :full]
+        room[:, full:count] = new.codes
         if told is not None:
             other = np.flatnonzero((new.low != told.low) | (new.step != told.step))
-            codes = np.concatenate([told.codes[:, :full], new.codes], axis=1)
             if len(other):
-                codes[other, :full] = self._code(values[other], is_bad[other], None).codes[:, :full]
-            new = new._replace(codes=codes)
-        low, high = self._ends_of(values[:, full : count - 1])
+                again = self._code(self._reduced.of(other, slice(count)), is_bad[other], None)
+                room[other, :full] = again.codes[:, :full]
+        low, high = self._ends_of(self._reduced.of(rows, slice(full, count - 1)))
         self._ends = (np.fmin(self._ends[0], low), np.fmax(self._ends[1], high))
-        self._full, self._told = count - 1, new
-        return new
+        self._full, self._told = count - 1, new._replace(codes=room)
+        return new._replace(codes=room[:, :count])
 
 
 class Heat:
@@ -181,7 +198,7 @@ class Line:
 
     def __init__(self, name: str, rows: int) -> None:
         self.statistic, reduce, is_log = planes.LINES[name]
-        most = planes.line_columns(rows)
+        self._rows, most = rows, planes.line_columns(rows)
         self.reduced = Average(rows, most) if reduce is average else Reduced(rows, most, reduce)
         self._coded = Coded(
             self.reduced,
@@ -193,7 +210,7 @@ class Line:
         self.reduced.reserve(steps)
 
     def blob(self) -> bytes:
-        codes = self._coded.take(np.empty(self.reduced.values.shape, bool))
+        codes = self._coded.take(np.empty((self._rows, self.reduced.columns), bool))
         assert isinstance(codes, Lines)
         return planes.packed(codes)
 

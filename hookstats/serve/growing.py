@@ -14,14 +14,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
-
 from hookstats.numbers.fields import Array
 from hookstats.report import planes
 from hookstats.report.loading import recorded
 from hookstats.report.page import page
 from hookstats.report.record import Recorded
 from hookstats.report.writing import Measured, detailed, overview
+from hookstats.serve.changes import Told, changes
 from hookstats.serve.columns import Columns
 from hookstats.serve.source import Source
 from hookstats.terminal.following import State
@@ -32,13 +31,10 @@ _REST = 4.0  # times as long as reading all of a run took, that is not done agai
 _REST_DETAILS = 20.0  # times as long as details took, these are not told again
 _LEAST = 1.0  # seconds between two looks at a run
 _PATIENCE = 60.0  # seconds that somebody waits for a blob that is being made
-_SCALES = 16  # bytes of a row: two float64 behind the codes
 _LEVEL = 4  # of gzip
 NO_DETAILS: dict[str, Any] = {"details": {}, "windows": [], "precision": None}
 _reading = threading.Lock()  # one run at a time
 _detailing = threading.Lock()  # the same of details, which take longer: others are read meanwhile
-# Planes of a blob, whether scales follow, and by which list of the record its columns are counted.
-_LAID_OUT = {"relative": (1, False, "begin"), "absolute": (1, True, "begin"), "line": (2, True, "line_begin")}
 
 
 @dataclass
@@ -62,7 +58,7 @@ class Version:
         return {name: value for name, value in self.record.items() if name not in known or known[name] != value}
 
     def packed(self, name: str, old: Version | None) -> bytes:
-        """A blob in gzip, behind a byte: 0, or 1 where it is told as what is new behind an earlier version: `_new`.
+        """A blob in gzip, behind a byte: 0, or 1 where what makes it of an earlier version's is told: see `changes`.
 
         KeyError for another name.
         """
@@ -70,37 +66,11 @@ class Version:
             self.is_whole.wait(_PATIENCE)
         key = (name, 0 if old is None else old.number)
         if key not in self._packed:
-            blob = self.blobs[name]
-            new = None if old is None else _new(name, old, self)
+            blob, new = self.blobs[name], None
+            if old is not None and name in old.blobs:
+                new = changes(name, Told(old.record, old.blobs[name]), Told(self.record, blob))
             self._packed[key] = gzip.compress(b"\0" + blob if new is None else b"\1" + new, _LEVEL, mtime=0)
         return self._packed[key]
-
-
-def _new(name: str, old: Version, new: Version) -> bytes | None:
-    """What makes a blob of an earlier one; None where its columns, or its rows, were others, or most of it differs.
-
-    Two numbers of four bytes, the column from which all is sent, and how many rows are sent from their beginning, as
-    their range has changed; these rows, four bytes each; all rows from that column on; these rows up to it; the scales.
-    """
-    laid_out = _LAID_OUT.get("line" if name.startswith("line.") else name.rpartition(".")[2])
-    if laid_out is None or name not in old.blobs or old.record["sites"] != new.record["sites"]:
-        return None
-    count, has_scales, columns = laid_out
-    before, after = old.record[columns], new.record[columns]
-    if before != after[: len(before)]:
-        return None
-    sites = len(new.record["sites"])
-    a, b = (
-        np.frombuffer(version.blobs[name], np.uint8)[: count * sites * len(each)].reshape(count, sites, len(each))
-        for version, each in ((old, before), (new, after))
-    )
-    first = len(before) - 1  # more steps may have come into the last of them
-    rows = np.flatnonzero((a[:, :, :first] != b[:, :, :first]).any(axis=(0, 2)))
-    if 2 * len(rows) > sites:
-        return None
-    head = np.array([first, len(rows), *rows], "<u4").tobytes()
-    scales = new.blobs[name][-_SCALES * sites :] if has_scales else b""
-    return head + b[:, :, first:].tobytes() + b[:, rows, :first].tobytes() + scales
 
 
 class Looked(Protocol):

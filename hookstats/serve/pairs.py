@@ -1,4 +1,9 @@
-"""Two runs on one page that grows. All of both is read again when one of them has grown: they need not grow alike."""
+"""Two runs on one page that grows. All of both is read again when one of them has grown.
+
+`Columns` are added to at their end alone. A step that only one run has is a column already, empty for the other run.
+When that run comes to the step, what was reduced before changes in its middle. Of two runs that are recorded at the
+same time, nearly every step is such a step.
+"""
 
 from __future__ import annotations
 

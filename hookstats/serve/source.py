@@ -120,7 +120,8 @@ class Source:
     def _behind(self, table: str, columns: Sequence[str], after: int) -> pa.Table:
         """What the last attempt has of later steps: an earlier one may have gone further."""
         found = self._reader.table(table, ["attempt", *columns], Chosen((after + 1, _FAR)))
-        return found.filter(to_arrow(to_numpy(found["attempt"]) == self._last, pa.bool_()))
+        is_last = to_numpy(found["attempt"]) == self._last
+        return found if is_last.all() else found.filter(to_arrow(is_last, pa.bool_()))
 
     def _planes(self, after: int, count: int, expected: int) -> dict[str, Array] | None:
         """None where a row belongs to another step. expected: how many rows there are."""
@@ -130,11 +131,14 @@ class Source:
             return None
         if len(site) and not 0 <= site.min() <= site.max() < len(self._row):
             return None
-        fired = np.flatnonzero(to_numpy(table["calls"]))
-        where = (self._row[site[fired]], record[fired])
-        planes = {name: np.full((len(self._row), count), np.nan) for name in Columns.ALL}
-        for name, plane in planes.items():
-            plane[where] = to_numpy(table[name])[fired]
+        calls = to_numpy(table["calls"])
+        fired = slice(None) if calls.all() else np.flatnonzero(calls)
+        where = (self._row[site] * count + record)[fired]
+        planes = {}
+        for name in Columns.ALL:
+            flat = np.full(len(self._row) * count, np.nan)
+            flat[where] = to_numpy(table[name])[fired]
+            planes[name] = flat.reshape(-1, count)
         return planes
 
     def _scalars(self, manifest: Manifest) -> dict[str, tuple[Counts, Array]] | None:

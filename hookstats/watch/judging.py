@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from hookstats._warn import WarnOnce
@@ -67,6 +68,14 @@ class Recorder(Protocol):
 
     def close(self, overhead: Mapping[str, float], died: bool) -> None:
         """At detach. overhead: what `Monitor.overhead` says; died: an error ended training."""
+
+
+@runtime_checkable
+class Keeper(Protocol):
+    """A recorder that keeps steps in a directory."""
+
+    def written(self, timeout: float) -> Path:
+        """The directory, when all that was taken can be read there. TimeoutError."""
 
 
 class FindingError(RuntimeError):
@@ -135,6 +144,16 @@ class Judging:
     def wait(self, timeout: float) -> None:
         for recorder in self._recorders:
             recorder.wait(timeout)
+
+    def written(self, timeout: float) -> Path:
+        """Of the first recorder that keeps steps in a directory; ValueError where there is none. See `Keeper`."""
+        for recorder in self._recorders:
+            if isinstance(recorder, Keeper):
+                return recorder.written(timeout)
+        raise ValueError(
+            "expected a monitor of a process that records, attach(model, sinks=[hookstats.record('runs/a')]); "
+            "got one whose sinks keep nothing in a directory"
+        )
 
     def close(self, step: int, overhead: Callable[[], Mapping[str, float]], died: bool) -> None:
         """Ends all recordings, and takes what they found at the end."""

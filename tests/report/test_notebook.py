@@ -155,45 +155,63 @@ def test_tables_are_tables_as_the_last_line_of_a_cell(tmp_path: Path) -> None:
         assert str(shown(cell, known)["text/html"]).startswith("<div><b>")
 
 
-def test_a_notebook_shows_the_page_of_a_run(tmp_path: Path) -> None:
+def test_a_notebook_shows_the_page_of_a_run_and_of_a_monitor_that_records(tmp_path: Path) -> None:
     """Executed as Jupyter does, and opened: the frame holds the page, and its script has drawn the heatmap."""
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")
-    path = a_run(tmp_path / "'a' <run>")
-    notebook = nbformat.v4.new_notebook(
-        cells=[nbformat.v4.new_code_cell(f"import hookstats\nhookstats.report.show({str(path)!r}, height=640)")]
-    )
+    path, own = a_run(tmp_path / "'a' <run>"), tmp_path / "trained here"
+    cells = [
+        f"import hookstats\nhookstats.report.show({str(path)!r}, height=640)",
+        "import torch\nmodel = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())\n"
+        f"monitor = hookstats.attach(model, every=1, sinks=hookstats.record({str(own)!r}))\n"
+        "for _ in range(4):\n    model(torch.randn(3, 4)).sum().backward()\n    monitor.step()\n"
+        "hookstats.report.show(monitor, height=640)",
+    ]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
     nbclient.NotebookClient(
         notebook, kernel_name="python3", resources={"metadata": {"path": str(Path.cwd())}}
     ).execute()
-    (output,) = notebook.cells[0].outputs
-    assert "notebooks show it" in output["data"]["text/plain"]
-    shown = output["data"]["text/html"]
-    frame = Frame(shown)
-    assert set(frame.given) == {"title", "sandbox", "height", "style", "srcdoc"}
-    assert frame.given["sandbox"] == "allow-scripts"  # not the notebook's origin
-    assert frame.given["title"] == "hookstats report: 'a' <run>"
-    assert frame.given["srcdoc"].startswith("<!doctype html>")
+    outputs = [cell.outputs[-1] for cell in notebook.cells]
+    frames = [Frame(output["data"]["text/html"]) for output in outputs]
+    assert all("notebooks show it" in output["data"]["text/plain"] for output in outputs)
+    for frame, name in zip(frames, ("'a' <run>", "trained here"), strict=True):
+        assert set(frame.given) == {"title", "sandbox", "height", "style", "srcdoc"}
+        assert frame.given["sandbox"] == "allow-scripts"  # not the notebook's origin
+        assert frame.given["title"] == f"hookstats report: {name}"
+        assert str(frame.given["srcdoc"]).startswith("<!doctype html>")
     if CHROMIUM is None:
         pytest.skip("no Chromium is installed (apt-get install chromium)")
     exported = tmp_path / "notebook.html"
-    exported.write_text(f"<!doctype html><html><body>{shown}</body></html>")
     with Browser() as browser:
-        browser.call("Page.navigate", url=exported.as_uri())
-        browser.wait("document.querySelector('iframe') !== null && document.readyState === 'complete'")
-        inside = browser.context
-        assert browser.run("location.href", inside) == "about:srcdoc"
-        browser.wait("document.documentElement.dataset.ready === 'true'", context=inside)
-        assert browser.run("document.querySelector('iframe').clientHeight") == 640
-        colours = """(() => {
-          const canvas = document.getElementById("heat-cells"), { width, height } = canvas;
-          return new Set(new Uint32Array(canvas.getContext("2d").getImageData(0, 0, width, height).data.buffer)).size;
-        })()"""
-        assert browser.run(colours, inside) > 10
-        browser.run("location.hash = '#site=1&step=2'", inside)
-        browser.wait("location.hash === '#site=1&step=2'", context=inside)
+        for output in outputs:
+            exported.write_text(f"<!doctype html><html><body>{output['data']['text/html']}</body></html>")
+            browser.call("Page.navigate", url=exported.as_uri())
+            browser.wait("document.querySelector('iframe') !== null && document.readyState === 'complete'")
+            inside = browser.context
+            assert browser.run("location.href", inside) == "about:srcdoc"
+            browser.wait("document.documentElement.dataset.ready === 'true'", context=inside)
+            assert browser.run("document.querySelector('iframe').clientHeight") == 640
+            colours = """(() => {
+              const canvas = document.getElementById("heat-cells"), { width, height } = canvas;
+              const { buffer } = canvas.getContext("2d").getImageData(0, 0, width, height).data;
+              return new Set(new Uint32Array(buffer)).size;
+            })()"""
+            assert browser.run(colours, inside) > 10
+            assert "4 measured" in browser.run("document.querySelector('#facts').innerText", inside)
+            browser.run("location.hash = '#site=1&step=2'", inside)
+            browser.wait("location.hash === '#site=1&step=2'", context=inside)
         assert not browser.errors
         assert all(url.startswith(("file:", "data:", "about:")) for url in browser.requests)
+
+
+def test_what_is_no_run_is_refused_in_words() -> None:
+    with (
+        hookstats.attach(nn.Linear(4, 4), every=1) as monitor,
+        pytest.raises(ValueError, match=r"expected a monitor .* sinks=\[hookstats.record\('runs/a'\)\]"),
+    ):
+        hookstats.report.show(monitor)
+    with pytest.raises(TypeError, match="expected a run, its directory, a monitor that records, or Snapshots; got 5"):
+        hookstats.report.plot(5)  # type: ignore[arg-type]
 
 
 def test_a_page_in_a_notebook_is_tall_enough() -> None:

@@ -11,8 +11,11 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from hookstats.numbers.fields import Site
 from hookstats.records.places import RING, machine, started_at
@@ -111,14 +114,13 @@ class Growing:
     def _describe(self, pid: int) -> None:
         self._description = describe(self.folder, self.attempt, pid)
 
-    def add(self, steps: range) -> None:
-        import numpy as np
-
+    def add(self, steps: range, size: float = 1.0) -> None:
+        """size: of all values."""
         from benchmarks.report_size import layout_of, step_of
 
         layout = layout_of(self.sites, 1, 0)
         for step in steps:
-            scale = np.exp(np.random.default_rng(step).normal(size=len(self.sites)))
+            scale = size * np.exp(np.random.default_rng(step).normal(size=len(self.sites)))
             self._store.add(step_of(layout, np.random.default_rng(step), step, scale))
         self._step += len(steps)
         self.last = steps[-1]
@@ -139,3 +141,34 @@ class Growing:
         ended.wait()
         self._describe(ended.pid)
         self._store.close()
+
+
+def restored(told: bytes, old: bytes, sites: int, columns: tuple[int, int], planes: int) -> bytes:
+    """A blob as a page makes it of an older one and of what it was sent. columns: before, and now."""
+    if not told[0]:
+        return told[1:]
+    first, many, size = np.frombuffer(told, "<u4", 3, 1)
+    rows = np.frombuffer(told, "<u4", many, 13)
+    rest = told[13 + 4 * many :]
+    new, again = planes * sites * (columns[1] - first), planes * many * first
+    before = np.frombuffer(old, np.uint8)[: planes * sites * columns[0]].reshape(planes, sites, -1)
+    made = np.empty((planes, sites, columns[1]), np.uint8)
+    made[:, :, :first] = before[..., :first]
+    made[:, :, first:] = np.frombuffer(rest[:new], np.uint8).reshape(planes, sites, -1)
+    made[:, rows, :first] = np.frombuffer(rest[new : new + again], np.uint8).reshape(planes, many, first)
+    bits = iter(np.unpackbits(np.frombuffer(rest[new + again : new + again + size], np.uint8)).tolist())
+    end = rest[new + again + size :]
+    if end:
+        scales = [np.frombuffer(each, "<f8").reshape(2, sites).tolist() for each in (old[-16 * sites :], end)]
+        for row in sorted(set(range(sites)) - set(rows.tolist())):
+            (low, step), (now, wide) = ([Fraction(plane[row]) for plane in each] for each in scales)
+            for column in range(first) if (low, step) != (now, wide) else ():
+                code = int.from_bytes(made[:, row, column].tobytes(), "big")
+                if not 2 <= code <= (253 if planes == 1 else 4095):
+                    continue
+                place = (low + (code - 2) * step - now) / wide  # exactly, in steps of the new scale
+                whole, over = divmod(place, 1)
+                whole += next(bits) if over == Fraction(1, 2) else over > Fraction(1, 2)
+                made[:, row, column] = list(int(whole + 2).to_bytes(planes, "big"))
+    assert all(bit == 0 for bit in bits)
+    return made.tobytes() + end

@@ -13,7 +13,7 @@ from hookstats.numbers.fields import Site
 from hookstats.records.errors import RunError
 from hookstats.serve import growing
 from hookstats.serve.runs import Runs, Watched
-from tests.serve.served import Growing
+from tests.serve.served import Growing, restored
 
 SITES = [Site(f"layers.{i}", "output") for i in range(20)]
 
@@ -35,25 +35,6 @@ def grown(seen: growing.Growing, run: Growing) -> growing.Version:
     return seen.newest
 
 
-def restored(packed: bytes, old: bytes, sites: int, columns: tuple[int, int], planes: int) -> bytes:
-    """As a page does it. columns: before, and now."""
-    told = gzip.decompress(packed)
-    if not told[0]:
-        return told[1:]
-    first, many = np.frombuffer(told, "<u4", 2, 1)
-    rows = np.frombuffer(told, "<u4", many, 9)
-    rest = np.frombuffer(told, np.uint8)[9 + 4 * many :]
-    new = planes * sites * (columns[1] - first)
-    again = planes * many * first
-    made = np.empty((planes, sites, columns[1]), np.uint8)
-    made[:, :, :first] = np.frombuffer(old, np.uint8)[: planes * sites * columns[0]].reshape(planes, sites, -1)[
-        ..., :first
-    ]
-    made[:, :, first:] = rest[:new].reshape(planes, sites, -1)
-    made[:, rows, :first] = rest[new : new + again].reshape(planes, many, first)
-    return made.tobytes() + rest[new + again :].tobytes()
-
-
 @pytest.mark.parametrize("steps", [700, 1101])  # a column each, and two a column, the last with one
 def test_columns_that_were_there_stay_and_only_what_is_new_is_sent(
     followed: tuple[Growing, growing.Growing], steps: int
@@ -72,7 +53,7 @@ def test_columns_that_were_there_stay_and_only_what_is_new_is_sent(
     for name, blob in new.blobs.items():
         planes, begin = (2, "line_begin") if name.startswith("line.") else (1, "begin")
         columns = (len(old.record[begin]), len(new.record[begin]))
-        assert restored(new.packed(name, old), old.blobs[name], 20, columns, planes) == blob, name
+        assert restored(gzip.decompress(new.packed(name, old)), old.blobs[name], 20, columns, planes) == blob, name
 
 
 def test_a_record_is_sent_once_and_then_what_changed_of_it(followed: tuple[Growing, growing.Growing]) -> None:

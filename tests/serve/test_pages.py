@@ -107,9 +107,9 @@ def test_a_page_that_has_grown_shows_what_one_shows_that_is_opened_then(browser:
     run.add(range(990))
     with serving(tmp_path) as served:
         open_run(browser, served, "run")
-        for end in (999, 1010, 1024):
+        for end, size in ((999, 30.0), (1010, 1e3), (1024, 1e5)):  # on other scales each time
             browser.run(numbers)  # all of it is asked for, so that differences are
-            run.add(range(end - (9 if end == 999 else 11 if end == 1010 else 14), end))
+            run.add(range(end - (9 if end == 999 else 11 if end == 1010 else 14), end), size)
             says(browser, "#facts", f"0 to {end - 1:,}".replace(",", "\u2009"))
             browser.wait("document.querySelector('#flow output').innerText.length > 0")
         time.sleep(3)  # the last update is drawn

@@ -9,8 +9,10 @@ import socket
 import string
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from http import HTTPStatus
 from pathlib import Path
 
 import pytest
@@ -26,13 +28,16 @@ HOSTILE = "<img src=x onerror=alert(1)>&\"'\u202egnp"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two runs, one of a hostile name, and beside them a file that nobody may see."""
+    """Three runs, one of a hostile name, and beside them a file that nobody may see."""
     top = tmp_path_factory.mktemp("served")
     (top / "secret.txt").write_text("a secret that no request may have")
     plain = Growing(top / "runs" / "plain")
     plain.add(range(12))
     plain.find(Finding("spike", 5, plain.sites[0], 6.0, 3.0, "warning", f"It rose {HOSTILE}."))
     plain.end()
+    twin = Growing(top / "runs" / "twin")
+    twin.add(range(7))
+    twin.end()
     hostile = Growing(top / "runs" / "deep" / HOSTILE, [Site(HOSTILE, "output"), Site("b", HOSTILE)])
     hostile.add(range(3))
     (top / "runs" / "link").symlink_to(top)
@@ -67,7 +72,7 @@ def test_the_address_that_is_printed_opens_the_index_and_gives_a_cookie(served: 
     moved = served.ask(f"/?token={served.token}", headers={"Cookie": ""})
     assert (moved.status, moved.headers["location"]) == (303, "/")
     assert moved.headers["set-cookie"] == f"{served.cookie}; Path=/; HttpOnly; SameSite=Lax"
-    assert set(served.runs()) == {"plain", "deep/&lt;img src=x onerror=alert(1)&gt;&amp;&quot;&#x27;\\u202egnp"}
+    assert set(served.runs()) == {"plain", "twin", "deep/&lt;img src=x onerror=alert(1)&gt;&amp;&quot;&#x27;\\u202egnp"}
 
 
 @pytest.mark.parametrize("path", ["/", "/rows", "/?token=wrong", "/?token=", "/nothing", "RUN", "RUNupdate", "RUNblob"])
@@ -213,6 +218,34 @@ def test_slow_readers_and_many_of_them_hold_nothing_up(served: Served) -> None:
     assert time.monotonic() - began < http_server.HEAD_SECONDS + 6
 
 
+def test_a_slow_reader_of_an_answer_is_let_go_whatever_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "ANSWER_SECONDS", 1.0)
+    answer = http_server.Answer(HTTPStatus.OK, b"x" * (64 << 20))
+    server = http_server.open_server("127.0.0.1", 0, lambda _: answer, has_token=False)
+    thread = threading.Thread(target=server.serve_forever, args=(0.1,))
+    thread.start()
+    try:
+        with socket.create_connection(("127.0.0.1", server.port)) as slow:
+            began = time.monotonic()
+            slow.sendall(f"GET / HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\n\r\n".encode())
+            assert slow.recv(64).startswith(b"HTTP/1.0 200 ")
+            while server._until:
+                slow.recv(64)
+                time.sleep(0.05)
+                assert time.monotonic() - began < 10
+            assert time.monotonic() - began > 0.9
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def both(served: Served, first: str, second: str) -> str:
+    """The address of two runs."""
+    runs = served.runs()
+    return f"{runs[first]}{runs[second].split('/')[2]}/"
+
+
 def test_5000_random_requests_get_an_answer_or_a_closed_connection(served: Served) -> None:
     rng = random.Random(0)
     run = served.runs()["plain"]
@@ -222,6 +255,8 @@ def test_5000_random_requests_get_an_answer_or_a_closed_connection(served: Serve
         "POST",
         "/",
         run,
+        both(served, "plain", "twin"),
+        run.split("/")[2],
         "update",
         "blob",
         "?",
@@ -259,7 +294,7 @@ def test_5000_random_requests_get_an_answer_or_a_closed_connection(served: Serve
             sent = "".join(part + rng.choice(["", " ", "\r\n"]) for part in parts).encode("latin-1") + b"\r\n\r\n"
         else:
             path = "".join(
-                rng.choice([*words[3:14], rng.choice(string.ascii_letters)]) for _ in range(rng.randrange(8))
+                rng.choice([*words[3:16], rng.choice(string.ascii_letters)]) for _ in range(rng.randrange(8))
             )
             method = rng.choice(["GET", "GET", "HEAD", "POST", "XX"])
             sent = f"{method} {'/' if kind == 2 else ''}{path} HTTP/1.1\r\n{good}\r\n".encode()
@@ -302,19 +337,22 @@ def test_a_run_that_is_deleted_or_torn_is_said_to_be(tmp_path: Path) -> None:
 
 
 def test_a_run_may_be_torn_and_deleted_while_it_is_read(tmp_path: Path) -> None:
+    """Alone, and beside another one."""
+    Growing(tmp_path / "other").add(range(40))
     with serving(tmp_path) as served:
         for turn in range(6):
             run = Growing(tmp_path / "run")
             run.add(range(40))
-            for path in ("/", *served.runs().values()):
+            paths = ["/", *served.runs().values(), both(served, "other", "run")]
+            for path in paths:
                 assert served.ask(path).status in (200, 410)
             if turn % 2:
                 part = next((run.folder / "totals").iterdir())
                 part.write_bytes(part.read_bytes()[: 100 * turn])
-                for path in served.runs().values():
+                for path in paths[1:]:
                     assert served.ask(f"{path}update").status == 200
             shutil.rmtree(tmp_path / "run")
-            for path in ("/", *served.runs().values()):
+            for path in paths:
                 assert served.ask(path).status in (200, 410)
 
 

@@ -12,6 +12,7 @@ import pytest
 from benchmarks.report_size import layout_of, step_of
 from hookstats.numbers.blocks import Given
 from hookstats.numbers.fields import Site, Skipped
+from hookstats.records import manifest
 from hookstats.records.reading import Reader
 from hookstats.records.store import Store
 from hookstats.report.loading import recorded
@@ -121,6 +122,20 @@ def test_only_parts_with_new_steps_are_read(written: Written, tmp_path: Path, mo
     assert source.more() is not None
     assert asked
     assert all(first >= 20 for first, _ in asked)
+
+
+def test_a_manifest_is_what_it_is_whatever_was_known_of_it(written: Written) -> None:
+    """Also where a known part, or what was known of the sites, is not what the file says."""
+    written.add(range(0, 20))
+    known = manifest.read(written.folder)
+    written.add(range(20, 25), [*SITES, Site("late", "output")])
+    expected = manifest.read(written.folder)
+    assert manifest.read(written.folder, known) == expected
+    known = manifest.read(written.folder, expected)
+    assert all(a is b for a, b in zip(known.parts["totals"], expected.parts["totals"], strict=True))
+    known.parts["totals"] = [replace(part, rows=part.rows + 1) for part in known.parts["totals"]]
+    assert manifest.read(written.folder, known) == expected
+    assert manifest.read(written.folder, known).sites is expected.sites
 
 
 @pytest.mark.parametrize("what", ["attempt", "site", "number", "findings"])

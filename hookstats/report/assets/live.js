@@ -14,11 +14,12 @@ async function fetched(name) {
   return bytes;
 }
 
-// Earlier bytes with what is new behind them, as growing.py has them: columns from one on, and rows whose range has changed.
+// Earlier bytes with what is new behind them, as changes.py has them: columns from one on; rows that are sent whole; the rest
+// of those whose scale is another one follows from what they were.
 function together(name, old, told, columns) {
-  const { sites } = old, lines = (name.startsWith("line.") ? 2 : 1) * sites, cells = lines * columns;
-  const [first, many] = new Uint32Array(told.buffer, 0, 2), rows = new Uint32Array(told.buffer, 8, many);
-  let at = 8 + 4 * many;
+  const { sites } = old, planes = name.startsWith("line.") ? 2 : 1, lines = planes * sites, cells = lines * columns;
+  const [first, many, size] = new Uint32Array(told.buffer, 0, 3), rows = new Uint32Array(told.buffer, 12, many);
+  let at = 12 + 4 * many;
   const next = (length) => told.subarray(at, at += length), wide = columns - first;
   const bytes = new Uint8Array(cells + old.bytes.length - lines * old.columns);
   for (let line = 0; line < lines; line++) {
@@ -26,8 +27,30 @@ function together(name, old, told, columns) {
     bytes.set(next(wide), line * columns + first);
   }
   for (let line = 0; line < lines; line += sites) for (const row of rows) bytes.set(next(first), (line + row) * columns);
+  const bits = next(size);
   bytes.set(next(bytes.length - cells), cells);
+  const [before, now] = [old.bytes.slice(lines * old.columns), bytes.slice(cells)].map((each) => new Float64Array(each.buffer));
+  if (now.length) rescale(bytes, planes, columns, first, new Set(rows), bits, before, now);
   return bytes;
+}
+
+// Codes on the new scale of their row. A new step is a power of two of old ones; a code in the middle between two has a bit.
+function rescale(bytes, planes, columns, first, whole, bits, before, now) {
+  const sites = now.length / 2, low = sites * columns, last = planes === 2 ? 4095 : LAST;
+  let bit = 0;
+  for (let row = 0; row < sites; row++) {
+    const [step, wide] = [before[sites + row], now[sites + row]], from = before[row] / step, to = now[row] / wide;
+    if (whole.has(row) || (before[row] === now[row] && step === wide)) continue;
+    for (let at = row * columns; at < row * columns + first; at++) {
+      const code = planes === 2 ? (bytes[at] << 8) | bytes[low + at] : bytes[at];
+      if (code < FIRST || code > last) continue;
+      const near = (from + code - FIRST) / (wide / step), below = Math.floor(near), half = near - below;
+      const upper = half === 0.5 ? (bits[bit >> 3] >> (7 - (bit++ & 7))) & 1 : half > 0.5;
+      const made = FIRST + below + Number(upper) - to;
+      if (planes === 2) [bytes[at], bytes[low + at]] = [made >> 8, made & 255];
+      else bytes[at] = made;
+    }
+  }
 }
 
 const WORDS = { recording: "Alive", ended: "Closed", died: "Died", deleted: "Deleted", waiting: "Waiting" };
