@@ -86,7 +86,8 @@ def _server(module: str) -> subprocess.Popen[bytes]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        # A pool of compilers has threads, which a fork does not keep.
+        env=os.environ | {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"},
     )
     atexit.register(server.terminate)
     return server
