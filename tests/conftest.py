@@ -112,8 +112,7 @@ def one_thread(threads: None) -> None:
 def load_harness() -> Any:
     """torch.ops namespace in which CPU tensors go to the CUDA kernels, run on the CPU (tests/cuda_on_cpu)."""
     sources = ["tests/cuda_on_cpu/operators.cpp", "tests/cuda_on_cpu/harness.cpp"]
-    sources += ["csrc/cpu/accumulate.cpp", "csrc/cpu/checksum.cpp", "csrc/cpu/sample.cpp"]
-    sources += ["csrc/cpu/blocks.cpp", "csrc/cpu/softmax.cpp", "csrc/cpu/interface.cpp"]
+    package = Path(hookstats.__file__).parent  # the CPU's kernels are those of the package, which is built
     # HOOKSTATS_ASAN=1, with the sanitizer's library preloaded, also finds accesses outside of any tensor (.ci/run).
     sanitized = ["-fsanitize=address", "-g"] if os.environ.get("HOOKSTATS_ASAN") == "1" else []
     build = ROOT / "build" / f"cuda_on_cpu-{torch.__version__}{'-asan' if sanitized else ''}"
@@ -126,7 +125,7 @@ def load_harness() -> Any:
             name="hookstats_cuda_on_cpu",
             sources=[str(ROOT / source) for source in sources],
             extra_cflags=["-Og", "-fopenmp", "-DHOOKSTATS_CUDA_ON_CPU", *sanitized],
-            extra_ldflags=["-fopenmp", *sanitized],
+            extra_ldflags=["-fopenmp", *sanitized, f"-L{package}", "-l:_kernels.so", f"-Wl,-rpath,{package}"],
             extra_include_paths=[str(ROOT / "tests" / "cuda_on_cpu"), str(ROOT / "csrc")],
             build_directory=str(build),
             is_python_module=False,

@@ -1,7 +1,7 @@
 """Ranks for a test: processes of torch.distributed on this machine, with a time limit.
 
 They are forked from a process that has imported torch and the test's module once, so that eight ranks cost no more than
-one import.
+one import. A module whose ranks compile says ``COMPILES = True``: the compiler is imported once, too.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ def _server(module: str) -> subprocess.Popen[bytes]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        # A pool of compilers has threads, which a fork does not keep.
+        env=os.environ | {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"},
     )
     atexit.register(server.terminate)
     return server
@@ -96,6 +97,8 @@ def serve(module: str) -> None:
     """Forks ranks until nobody asks for more. Returns in the ranks, too, when they are done and not quick."""
     importlib.import_module("torch.distributed")
     functions = importlib.import_module(module)
+    if getattr(functions, "COMPILES", False):  # what each rank would import, in three seconds
+        importlib.import_module("torch._inductor.compile_fx")
     while True:
         try:
             asked = pickle.load(sys.stdin.buffer)

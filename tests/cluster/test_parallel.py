@@ -24,6 +24,7 @@ from tests import ranks
 from tests.cluster.parallel import Kept, check_merged, merged
 from tests.plain import hearing
 
+COMPILES = True
 TENSORS = ("output", "grad_output", "param", "param_grad")
 MLP = ["0", "1", "2"]
 

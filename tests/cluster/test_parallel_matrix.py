@@ -40,6 +40,7 @@ SHORT: dict[str, list[tuple[bool, bool, tuple[str, ...]]]] = {
     "prepared": [(True, True, ("blocks",))],
     "loss": [(True, True, ("whole",))],
 }
+COMPILES = True
 STEPS, BATCH, SEQUENCE, WIDTH, WORDS = 2, 2, 4, 8, 12
 
 

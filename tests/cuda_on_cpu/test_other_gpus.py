@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.conftest import DTYPES, HISTOGRAMS, ROOT, Backend, check
-from tests.kernels.test_kernels import LAYOUTS, normal
+from tests.kernels.test_kernels import LAYOUTS, PATHS, normal
 from tests.kernels.test_many import PARAMETERS, batch_of
 
 KB = 1 << 10
@@ -28,8 +28,8 @@ def imitated(harness: Any) -> Iterator[Backend]:
 
 @pytest.mark.parametrize("shared_memory", [99 * KB, 48 * KB], ids=["99 KB", "48 KB"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_dtype_and_histogram_runs_with_less_shared_memory(
+@pytest.mark.parametrize("layout", PATHS)
+def test_every_path_dtype_and_histogram_runs_with_less_shared_memory(
     imitated: Backend, layout: str, dtype: torch.dtype, shared_memory: int
 ) -> None:
     make, channel_dim = LAYOUTS[layout]

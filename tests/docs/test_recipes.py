@@ -30,6 +30,7 @@ from hookstats.integrations import transformers as for_transformers
 from tests import ranks
 from tests.models import Residual
 
+COMPILES = True
 KINDS = ("output", "grad_output", "param", "param_grad")
 STEPS = [[0, 2, 1, 3], [4, 6, 5, 7]]  # microbatches of two ranks together: the first two of each are the first rank's
 

@@ -25,7 +25,8 @@ from tests.plain import OF_OUTPUTS
 ALL = ("input", "output", "grad_input", "grad_output")
 # What backward needs is chosen as inductor does, and its compiler is not run.
 SAVES_AS_INDUCTOR = "aot_eager_decomp_partition"
-BARE_OF_BLOCKS = 2  # programs of 20 equal blocks: the input of the first one requires no grad
+DEPTH = 10  # more blocks than a frame may have graphs
+BARE_OF_BLOCKS = 2  # programs of equal blocks: the input of the first one requires no grad
 LIMIT = 8  # torch._dynamo.config.recompile_limit by default
 
 
@@ -133,9 +134,9 @@ def test_graphs_count_every_kind_of_bins_as_eager_mode_does(bins: Any) -> None:
     assert found[0] == found[1]
 
 
-def test_20_blocks_compiled_apart_stay_under_the_recompile_limit_whatever_two_monitors_do() -> None:
+def test_many_blocks_compiled_apart_stay_under_the_recompile_limit_whatever_two_monitors_do() -> None:
     counter = CompileCounterWithBackend("aot_eager")
-    model = Residual(depth=20)
+    model = Residual(depth=DEPTH)
     first = hookstats.attach(
         model, every=2, channels=hookstats.Channels(every=2), tensors=OF_OUTPUTS, example=((batch(),), {})
     )
@@ -382,7 +383,7 @@ BETWEEN = [
 @pytest.mark.parametrize("between", BETWEEN)
 @pytest.mark.parametrize("options", CHECKPOINTS.values(), ids=CHECKPOINTS)
 def test_a_recomputation_runs_the_program_of_its_forward(options: dict[str, Any], between: Callable[..., None]) -> None:
-    model = Residual()
+    model = Residual(depth=2)
     mon = hookstats.attach(model, every=2, tensors=OF_OUTPUTS, example=((batch(),), {}))
     compiled_blocks(model, SAVES_AS_INDUCTOR)
 
@@ -407,7 +408,7 @@ def test_a_recomputation_runs_the_program_of_its_forward(options: dict[str, Any]
 def test_a_checkpoint_inside_of_a_graph_is_no_obstacle(
     selective: bool, between: Callable[..., None], backend: str
 ) -> None:
-    model = Residual()
+    model = Residual(depth=1 if backend == "inductor" else 2)
     mon = hookstats.attach(model, every=2, tensors=OF_OUTPUTS)
     options: dict[str, Any] = {"context_fn": SELECTIVE} if selective else {}
 
@@ -429,7 +430,7 @@ def test_a_checkpoint_inside_of_a_graph_is_no_obstacle(
 
 @pytest.mark.parametrize("selective", [False, True])
 def test_the_gradients_of_a_recomputation_are_counted_once_and_with_the_rows_of_its_forward(selective: bool) -> None:
-    model = Residual()
+    model = Residual(depth=2)
     mon = hookstats.attach(model, every=1, tensors=OF_OUTPUTS)
     compiled_blocks(model, "inductor")
     options: dict[str, Any] = {"context_fn": SELECTIVE} if selective else {}

@@ -20,6 +20,7 @@ from hookstats.watch import graphs
 from tests import ranks
 from tests.plain import OF_OUTPUTS, hearing
 
+COMPILES = True
 DEPTH = 12  # more than the recompile limit
 
 

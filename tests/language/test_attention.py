@@ -25,6 +25,7 @@ from hookstats import Channels, Options, Snapshot
 from hookstats.language import interception
 from tests import ranks
 
+COMPILES = True
 ALL_ROWS = Options(strict=True, attention_rows=None)
 ORIGINAL = [F.scaled_dot_product_attention]  # in a list: a name of this file would be replaced, too
 KINDS = ("attention.max_logit", "attention.entropy", "attention.sink", "attention.bound")

@@ -333,7 +333,7 @@ store = Store(Path(sys.argv[1]) / "rank=0")
 assert "torch" not in sys.modules and "pandas" not in sys.modules
 store.begin(0, {})
 print("ready", flush=True)
-for step in range(store.consumed(0), 400):
+for step in range(store.consumed(0), 200):
     store.add(recorded.drained(step))
     if step % 3 == 2:
         store.commit(step + 1)
@@ -351,7 +351,7 @@ def test_a_writer_that_is_killed_leaves_all_that_was_committed_once(tmp_path: Pa
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
         assert process.stdout is not None
         process.stdout.readline()
-        time.sleep(draw.uniform(0, 1.5))
+        time.sleep(draw.uniform(0, 0.8))
         process.send_signal(signal.SIGKILL)
         process.wait()
         process.stdout.close()
@@ -360,7 +360,7 @@ def test_a_writer_that_is_killed_leaves_all_that_was_committed_once(tmp_path: Pa
         for snapshot in list(run)[:: max(1, len(run) // 20)]:
             assert snapshot.equals(recorded.drained(snapshot.step).snapshot())
     assert subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL).returncode == 0
-    is_kept(tmp_path, [recorded.drained(step).snapshot() for step in range(400)], merge=False)
+    is_kept(tmp_path, [recorded.drained(step).snapshot() for step in range(200)], merge=False)
 
 
 def test_an_attempt_goes_on_after_its_writer_died_and_not_after_it_ended(tmp_path: Path) -> None:

@@ -79,8 +79,7 @@ def test_outputs_parameters_and_their_gradients_count_blocks(name: str) -> None:
     assert all(blocks_of(snapshot, site)[40:].sum() > 0 for site in snapshot.order)
 
 
-@pytest.mark.parametrize("name", BINS)
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize(("name", "backend"), [*((name, "aot_eager") for name in BINS), ("blocks of 32", "inductor")])
 def test_a_compiled_model_counts_as_the_bare_one(name: str, backend: str, only_monitors: None) -> None:
     torch._dynamo.reset()
     tensors = ("output", "grad_output", "param", "param_grad")

@@ -170,7 +170,7 @@ def test_paused_and_in_other_steps_the_module_gets_its_own_tensor() -> None:
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_inputs_in_a_compiled_model(backend: str) -> None:
     torch.manual_seed(0)
-    model = Residual()
+    model = Residual(depth=1)
     x = torch.randn(4, 5, 16)
     plain = hookstats.attach(model, tensors=INPUTS)
     model(x).square().sum().backward()
