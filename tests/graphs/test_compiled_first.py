@@ -122,10 +122,10 @@ class Unequal(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("options", [{}, {"dynamic": True}, {"fullgraph": True}], ids=["plain", "dynamic", "fullgraph"])
 @pytest.mark.parametrize("how", ["whole", "blocks"])
-def test_blocks_of_unequal_widths_each_have_their_own(how: str, dynamic: bool | None) -> None:
-    compiled, _ = steps_of(Unequal, how, dynamic=dynamic, fullgraph=True)
+def test_blocks_of_unequal_widths_each_have_their_own(how: str, options: dict[str, bool]) -> None:
+    compiled, _ = steps_of(Unequal, how, **options)
     assert [totals_only(snapshot) for snapshot in compiled] == [[], []]
     widths = [len(compiled[0][f"blocks.{i}.1", "grad_output"].channels.count) for i in range(4)]
     assert widths == [16, 24, 24, 10]

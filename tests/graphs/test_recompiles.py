@@ -17,6 +17,7 @@ from hookstats import edit
 from tests.models import THREE_KINDS, Residual
 
 LIMIT = torch._dynamo.config.recompile_limit  # 8 by default
+CYCLES = LIMIT + 2
 
 
 @pytest.fixture(autouse=True)
@@ -121,15 +122,12 @@ def test_hooks_that_come_and_go_often_are_never_missed_and_never_end_compilation
     model, run = compiled(how, counter)
     run(batch()).sum().backward()
     first = 0
-    # A monitor's graphs are its own, and each cycle compiles them: of these, fewer are allowed and fewer are tried.
-    limit = 4 if cycle is measure else LIMIT
-    with torch._dynamo.config.patch(recompile_limit=limit):
-        for number in range(limit + 2):
-            cycle(model, run)
-            run(batch()).sum().backward()
-            first = first or counter.frame_count
-            if cycle is not measure:  # edits and captures find those of the last ones again
-                assert counter.frame_count == first, number
+    for number in range(CYCLES):
+        cycle(model, run)
+        run(batch()).sum().backward()
+        first = first or counter.frame_count
+        if cycle is not measure:  # a monitor's graphs are its own; edits and captures find those of the last ones again
+            assert counter.frame_count == first, number
     assert len(resets) == 1
 
 
