@@ -88,9 +88,11 @@ def test_a_block_that_is_switched_off_ends_after_its_copies(harness: Any, shape:
     assert int(state.counters[0]) == int(state.moments.count_nonzero()) == 0
 
 
-def test_a_channel_in_more_parts_than_a_block_has_threads(harness: Any) -> None:
-    x = normal(300 * 256 * 16).float()
+def test_a_channel_in_more_parts_than_meet_at_once(harness: Any) -> None:
+    """Parts meet in groups of 64, and these groups in a second round."""
+    x = normal(2_500_000).float()
     check(Backend("cuda_on_cpu", harness, "cpu").accumulate(x, None).stats(), x, None)
+    assert 64 < harness.blocks() < 2 * 64
 
 
 @pytest.mark.parametrize(
