@@ -10,7 +10,7 @@ import numpy as np
 
 from hookstats.numbers.blocks import Read, merged
 from hookstats.numbers.columns import Columns
-from hookstats.numbers.fields import Array, Counts, Site, Skipped, fold_channels, unscale
+from hookstats.numbers.fields import FIELDS, Array, Counts, Site, Skipped, fold_channels, unscale
 from hookstats.numbers.ranks import StepRanks
 from hookstats.numbers.snapshot import Snapshot
 
@@ -135,7 +135,7 @@ def _columns(parts: list[Columns]) -> Columns:
     def wholes() -> Array:
         states = [in_one_scale(site, part, i, part.wholes[:, i]) for site, here in enumerate(where) for part, i in here]
         starts = np.cumsum([0, *(len(here) for here in where)])[:-1]
-        return fold_channels(np.stack(states, axis=1), starts) if states else np.empty((10, 0))
+        return fold_channels(np.stack(states, axis=1), starts) if states else np.empty((len(FIELDS), 0))
 
     return Columns(
         together.sites,

@@ -16,7 +16,7 @@ import pytest
 
 import hookstats
 from hookstats.numbers.columns import Columns
-from hookstats.numbers.fields import ExponentBins
+from hookstats.numbers.fields import FIELDS, ExponentBins
 from hookstats.numbers.snapshot import Snapshot
 from hookstats.records.places import Description, descriptions, is_training
 from hookstats.terminal.following import Followed
@@ -91,7 +91,7 @@ def test_a_forked_worker_neither_holds_nor_drops_the_lock(begun: tuple[object, P
 
 
 def snapshot() -> Snapshot:
-    empty = np.empty((10, 0))
+    empty = np.empty((len(FIELDS), 0))
     nothing = np.array([], np.int64)
     columns = Columns([], nothing, nothing, np.ones(0), [], [], ExponentBins(), lambda i: empty, lambda i: None)
     return Snapshot(0, columns, {"loss": 1.0})
