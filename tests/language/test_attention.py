@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import copy
-import gc
 import math
-import threading
-import types
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,85 +13,13 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.nn.functional import scaled_dot_product_attention
-from torch.utils.checkpoint import checkpoint
 
 import hookstats
-from hookstats import Channels, Options, Snapshot
-from hookstats.language import interception
+from hookstats import Channels, Options
 from tests import ranks
+from tests.language.attentions import ALL_ROWS, KINDS, ORIGINAL, Attention, batch, logits_of, model_of, train
 
 COMPILES = True
-ALL_ROWS = Options(strict=True, attention_rows=None)
-ORIGINAL = [F.scaled_dot_product_attention]  # in a list: a name of this file would be replaced, too
-KINDS = ("attention.max_logit", "attention.entropy", "attention.sink", "attention.bound")
-
-
-class Attention(nn.Module):
-    """Grouped queries, where key heads are fewer."""
-
-    def __init__(self, heads: int = 4, key_heads: int = 4, dropout: float = 0.0, by_name: bool = False) -> None:
-        super().__init__()
-        self.heads, self.key_heads, self.dropout, self.by_name = heads, key_heads, dropout, by_name
-        self.qkv = nn.Linear(32, 8 * (heads + 2 * key_heads))
-        self.out = nn.Linear(8 * heads, 32)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        sizes = [8 * self.heads, 8 * self.key_heads, 8 * self.key_heads]
-        q, k, v = (y.unflatten(-1, (-1, 8)).transpose(1, 2) for y in self.qkv(x).split(sizes, -1))
-        attend: Callable[..., torch.Tensor] = (
-            scaled_dot_product_attention if self.by_name else F.scaled_dot_product_attention
-        )
-        y = attend(q, k, v, dropout_p=self.dropout, is_causal=True, enable_gqa=self.heads != self.key_heads)
-        return self.out(y.transpose(1, 2).flatten(2))
-
-
-class Block(nn.Module):
-    def __init__(self, checkpointed: bool | None = None, **options: Any) -> None:
-        """checkpointed: use_reentrant; None: not."""
-        super().__init__()
-        self.attention = Attention(**options)
-        self.mlp = nn.Linear(32, 32)
-        self.checkpointed = checkpointed
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.checkpointed is None:
-            x = x + self.attention(x)
-        else:
-            x = x + checkpoint(self.attention, x, use_reentrant=self.checkpointed)
-        return x + self.mlp(x).relu()
-
-
-def model_of(blocks: int = 2, **options: Any) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*(Block(**options) for _ in range(blocks)))
-
-
-def batch(items: int = 2, length: int = 20) -> torch.Tensor:
-    return torch.randn(items, length, 32, generator=torch.Generator().manual_seed(1), requires_grad=True)
-
-
-def train(model: nn.Module, steps: int = 1, run: Callable[..., Any] | None = None, **options: Any) -> list[Snapshot]:
-    options = {"tensors": ("attention",), "every": 1, "options": ALL_ROWS} | options
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    found = []
-    with hookstats.attach(model, **options) as monitor:
-        for _ in range(steps):
-            (run or model)(batch()).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            found.append(monitor.step())
-        found += monitor.detach()
-    return [each for each in found if each is not None]
-
-
-def logits_of(attention: Attention, x: torch.Tensor) -> torch.Tensor:
-    """In float64."""
-    sizes = [8 * attention.heads, 8 * attention.key_heads, 8 * attention.key_heads]
-    wide = copy.deepcopy(attention.qkv).double()
-    q, k, _ = (y.unflatten(-1, (-1, 8)).transpose(1, 2) for y in wide(x.double()).split(sizes, -1))
-    logits = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT / math.sqrt(8)
-    return logits.masked_fill(torch.ones(logits.shape[-2:], dtype=torch.bool).triu(1), -torch.inf).detach()
 
 
 @pytest.mark.parametrize("options", [{}, {"key_heads": 2}, {"key_heads": 1}, {"by_name": True}])
@@ -247,126 +171,6 @@ def test_ignored_rows_count_nowhere() -> None:
     values = logits_of(model[0].attention, batch()).amax(-1).transpose(1, 2)[~padding]
     assert stats.total.count == values.numel() == 4 * 32
     assert stats.total.mean == pytest.approx(values.mean().item(), abs=1e-6)
-
-
-def test_functions_are_put_back_in_whatever_order_monitors_end() -> None:
-    first, second = model_of(1), model_of(1)
-    monitors = [hookstats.attach(model, tensors=("attention",)) for model in (first, second)]
-    assert F.scaled_dot_product_attention is not ORIGINAL[0]
-    assert scaled_dot_product_attention is not ORIGINAL[0]
-    monitors[0].detach()
-    second(batch())
-    assert monitors[1].snapshot()["0.attention", "attention.bound"].total.count == 160
-    monitors[1].detach()
-    monitors[1].detach()
-    assert F.scaled_dot_product_attention is ORIGINAL[0]
-    assert scaled_dot_product_attention is ORIGINAL[0]
-
-
-def test_functions_are_put_back_when_nobody_holds_model_and_monitor_any_more() -> None:
-    model = model_of(1)
-    monitor = hookstats.attach(model, tensors=("attention",))
-    model(batch())
-    assert F.scaled_dot_product_attention is not ORIGINAL[0]
-    del model, monitor
-    gc.collect()
-    assert F.scaled_dot_product_attention is ORIGINAL[0]
-
-
-def test_who_replaced_the_function_later_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = model_of(1)
-    monitor = hookstats.attach(model, tensors=("attention",))
-    ours = F.scaled_dot_product_attention
-    theirs = lambda *args, **kwargs: ours(*args, **kwargs)  # noqa: E731
-    F.scaled_dot_product_attention = theirs
-    model(batch())
-    assert monitor.snapshot()["0.attention", "attention.bound"].total.count == 160
-    monitor.detach()
-    assert F.scaled_dot_product_attention is theirs
-    F.scaled_dot_product_attention = ORIGINAL[0]
-
-
-def test_two_monitors_on_one_model_see_the_same() -> None:
-    model = model_of(1)
-    with (
-        hookstats.attach(model, tensors=("attention",)) as one,
-        hookstats.attach(model, tensors=("attention",), channels=False) as other,
-    ):
-        model(batch())
-        a, b = (each.snapshot()["0.attention", "attention.max_logit"] for each in (one, other))
-    assert a.total.mean == pytest.approx(b.total.mean)
-    assert a.channels is not None
-    assert b.channels is None
-    assert not model[0].attention._forward_pre_hooks
-    assert not model[0].attention._forward_hooks
-
-
-def test_a_forward_that_fails_leaves_nothing_behind() -> None:
-    class Failing(Attention):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            super().forward(x)
-            raise KeyError("mine")
-
-    class Caught(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.failing = Failing()
-            self.attention = Attention()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            with pytest.raises(KeyError):
-                self.failing(x)
-            return self.attention(x)
-
-    snapshots = train(Caught(), 2)
-    for snapshot in snapshots:
-        assert snapshot["failing", "attention.bound"].total.count == 160
-        assert snapshot["attention", "attention.bound"].total.count == 160
-
-
-def test_what_an_exception_left_behind_is_forgotten() -> None:
-    class Failing(Attention):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            raise KeyError("mine")
-
-    model = nn.Sequential(Failing())
-    with hookstats.attach(model, tensors=("attention",), every=1, options=ALL_ROWS) as monitor:
-        with pytest.raises(KeyError):
-            model(batch())
-        monitor.step()
-        q = torch.randn(1, 2, 4, 8)
-        F.scaled_dot_product_attention(q, q, q)  # is nobody's
-        assert monitor.snapshot().order == []
-    outer, inner = interception_of(), interception_of()
-    interception.enter(outer)
-    interception.enter(inner)  # which an exception leaves
-    interception.leave(outer)
-    assert interception._running.stack == []
-    interception.leave(inner)
-
-
-def interception_of() -> Any:
-    return types.SimpleNamespace(watchers=())
-
-
-def test_threads_have_attentions_of_their_own() -> None:
-    models = [model_of(1, heads=heads, key_heads=heads) for heads in (2, 4)]
-    monitors = [hookstats.attach(model, tensors=("attention",), options=ALL_ROWS) for model in models]
-    barrier = threading.Barrier(2)
-
-    def run(model: nn.Module) -> None:
-        for _ in range(20):
-            barrier.wait()
-            model(batch())
-
-    threads = [threading.Thread(target=run, args=(model,)) for model in models]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for monitor, heads in zip(monitors, (2, 4), strict=True):
-        assert monitor.snapshot()["0.attention", "attention.bound"].total.count == 20 * 2 * heads * 20
-        assert monitor.detach()
 
 
 def test_multihead_attention_of_torch() -> None:

@@ -11,7 +11,7 @@ from torch import nn
 import hookstats
 from hookstats import Snapshot
 from tests.language import zoo
-from tests.language.test_attention import Block
+from tests.language.attentions import Block
 
 
 class Language(nn.Module):

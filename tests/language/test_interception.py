@@ -1,0 +1,138 @@
+"""Functions that show their q and k are replaced while somebody measures them, and put back."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import types
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import hookstats
+from hookstats.language import interception
+from tests.language import attentions
+from tests.language.attentions import ALL_ROWS, ORIGINAL, Attention, batch, model_of, train
+
+
+def test_functions_are_put_back_in_whatever_order_monitors_end() -> None:
+    first, second = model_of(1), model_of(1)
+    monitors = [hookstats.attach(model, tensors=("attention",)) for model in (first, second)]
+    assert F.scaled_dot_product_attention is not ORIGINAL[0]
+    assert attentions.scaled_dot_product_attention is not ORIGINAL[0]
+    monitors[0].detach()
+    second(batch())
+    assert monitors[1].snapshot()["0.attention", "attention.bound"].total.count == 160
+    monitors[1].detach()
+    monitors[1].detach()
+    assert F.scaled_dot_product_attention is ORIGINAL[0]
+    assert attentions.scaled_dot_product_attention is ORIGINAL[0]
+
+
+def test_functions_are_put_back_when_nobody_holds_model_and_monitor_any_more() -> None:
+    model = model_of(1)
+    monitor = hookstats.attach(model, tensors=("attention",))
+    model(batch())
+    assert F.scaled_dot_product_attention is not ORIGINAL[0]
+    del model, monitor
+    gc.collect()
+    assert F.scaled_dot_product_attention is ORIGINAL[0]
+
+
+def test_who_replaced_the_function_later_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of(1)
+    monitor = hookstats.attach(model, tensors=("attention",))
+    ours = F.scaled_dot_product_attention
+    theirs = lambda *args, **kwargs: ours(*args, **kwargs)  # noqa: E731
+    F.scaled_dot_product_attention = theirs
+    model(batch())
+    assert monitor.snapshot()["0.attention", "attention.bound"].total.count == 160
+    monitor.detach()
+    assert F.scaled_dot_product_attention is theirs
+    F.scaled_dot_product_attention = ORIGINAL[0]
+
+
+def test_two_monitors_on_one_model_see_the_same() -> None:
+    model = model_of(1)
+    with (
+        hookstats.attach(model, tensors=("attention",)) as one,
+        hookstats.attach(model, tensors=("attention",), channels=False) as other,
+    ):
+        model(batch())
+        a, b = (each.snapshot()["0.attention", "attention.max_logit"] for each in (one, other))
+    assert a.total.mean == pytest.approx(b.total.mean)
+    assert a.channels is not None
+    assert b.channels is None
+    assert not model[0].attention._forward_pre_hooks
+    assert not model[0].attention._forward_hooks
+
+
+def test_a_forward_that_fails_leaves_nothing_behind() -> None:
+    class Failing(Attention):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            super().forward(x)
+            raise KeyError("mine")
+
+    class Caught(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.failing = Failing()
+            self.attention = Attention()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with pytest.raises(KeyError):
+                self.failing(x)
+            return self.attention(x)
+
+    snapshots = train(Caught(), 2)
+    for snapshot in snapshots:
+        assert snapshot["failing", "attention.bound"].total.count == 160
+        assert snapshot["attention", "attention.bound"].total.count == 160
+
+
+def test_what_an_exception_left_behind_is_forgotten() -> None:
+    class Failing(Attention):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise KeyError("mine")
+
+    model = nn.Sequential(Failing())
+    with hookstats.attach(model, tensors=("attention",), every=1, options=ALL_ROWS) as monitor:
+        with pytest.raises(KeyError):
+            model(batch())
+        monitor.step()
+        q = torch.randn(1, 2, 4, 8)
+        F.scaled_dot_product_attention(q, q, q)  # is nobody's
+        assert monitor.snapshot().order == []
+    outer, inner = interception_of(), interception_of()
+    interception.enter(outer)
+    interception.enter(inner)  # which an exception leaves
+    interception.leave(outer)
+    assert interception._running.stack == []
+    interception.leave(inner)
+
+
+def interception_of() -> Any:
+    return types.SimpleNamespace(watchers=())
+
+
+def test_threads_have_attentions_of_their_own() -> None:
+    models = [model_of(1, heads=heads, key_heads=heads) for heads in (2, 4)]
+    monitors = [hookstats.attach(model, tensors=("attention",), options=ALL_ROWS) for model in models]
+    barrier = threading.Barrier(2)
+
+    def run(model: nn.Module) -> None:
+        for _ in range(20):
+            barrier.wait()
+            model(batch())
+
+    threads = [threading.Thread(target=run, args=(model,)) for model in models]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for monitor, heads in zip(monitors, (2, 4), strict=True):
+        assert monitor.snapshot()["0.attention", "attention.bound"].total.count == 20 * 2 * heads * 20
+        assert monitor.detach()
