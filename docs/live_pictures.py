@@ -2,7 +2,7 @@
 
     python docs/live_pictures.py [--output build/live]
 
-It needs Chromium, and takes a few minutes. Run it from the root of the checkout.
+It needs Chromium and nbconvert, and takes a few minutes. Run it from the root of the checkout.
 """
 
 from __future__ import annotations
@@ -52,6 +52,23 @@ def hover(browser: Browser, row: float, column: float) -> None:
     browser.wait("document.querySelector('#numbers').innerText.includes('copies it')")
 
 
+def notebook(browser: Browser, run: Path) -> None:
+    """Executed, and as Jupyter exports it."""
+    import nbclient
+    import nbconvert
+    import nbformat
+
+    cell = f"import hookstats\n\nhookstats.report.show({str(run)!r}, height=620)"
+    cells = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell)])
+    nbclient.NotebookClient(cells, resources={"metadata": {"path": str(DOCS.parent)}}).execute()
+    exported = run.parent / "notebook.html"
+    exported.write_text(nbconvert.HTMLExporter().from_notebook_node(cells)[0])
+    browser.call("Page.navigate", url=exported.absolute().as_uri())
+    browser.wait("document.querySelector('iframe') !== null && document.readyState === 'complete'")
+    browser.wait("document.documentElement.dataset.ready === 'true'", context=browser.context)
+    browser.picture(DOCS / "live_notebook.png", clip={"x": 0, "y": 0, "width": 1280, "height": 740})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=Path("build/live"))
@@ -89,6 +106,11 @@ def main() -> None:
             browser.open(address + found["ill"])
             hover(browser, 0.62, 0.7)
             section(browser, "#layers", DOCS / "live_cell.png")
+            browser.open(address + found["sweep/grows"])
+            growing.kill()
+            browser.wait("document.body.innerText.includes('Died')")
+            browser.picture(DOCS / "live_died.png", clip={"x": 0, "y": 0, "width": 1280, "height": 420})
+            notebook(browser, runs / "ill")
             assert not browser.errors, browser.errors
     finally:
         growing.terminate()
