@@ -110,7 +110,7 @@ def main() -> None:
             growing.kill()
             browser.wait("document.body.innerText.includes('Died')")
             browser.picture(DOCS / "live_died.png", clip={"x": 0, "y": 0, "width": 1280, "height": 420})
-            notebook(browser, runs / "ill")
+            notebook(browser, runs / "sweep" / "grows")
             assert not browser.errors, browser.errors
     finally:
         growing.terminate()
