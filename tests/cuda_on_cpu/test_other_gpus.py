@@ -26,6 +26,16 @@ def imitated(harness: Any) -> Iterator[Backend]:
     harness.tell_captures(True)
 
 
+def test_a_block_counts_more_rows_than_16_bits_hold(imitated: Backend) -> None:
+    imitated.ops.use_gpu(multiprocessors=1)  # of two blocks
+    x = torch.full((300_000, 4), 1.5, dtype=torch.bfloat16)
+    x[:, 1], x[:, 2], x[::3, 3] = 0.3, -70.0, 0.0
+    state = imitated.accumulate(x, 1, "per_channel")
+    assert state.histogram is not None
+    wanted = [{47: 300_000}, {45: 300_000}, {53: 300_000}, {0: 100_000, 47: 200_000}]
+    assert [{i: n for i, n in enumerate(row) if n} for row in state.histogram.tolist()] == wanted
+
+
 @pytest.mark.parametrize("shared_memory", [99 * KB, 48 * KB], ids=["99 KB", "48 KB"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layout", PATHS)

@@ -340,6 +340,16 @@ def test_merge_folds_channels_into_one(backend: Backend, channels: int, histogra
     check(one.stats(), x, None)
 
 
+def test_of_merged_states_the_one_that_came_first_says_when(backend: Backend) -> None:
+    early, late = (backend.accumulate(normal(10, 5).float(), 1) for _ in range(2))
+    first = int(early.counters[1])
+    assert 0 < first < int(late.counters[1])
+    backend.merge(late, early)
+    assert int(late.counters[1]) == first
+    backend.merge(early, backend.accumulate(normal(10, 5).float(), 1))
+    assert int(early.counters[1]) == first
+
+
 def test_merge_with_an_empty_state_changes_nothing(backend: Backend) -> None:
     x = normal(100, 5).float() + 3
     full, empty = backend.accumulate(x, 1, "per_tensor"), State(5, "per_tensor", backend.device)
