@@ -250,7 +250,7 @@ def test_two_runs_that_are_ticked_have_a_page_that_grows(browser: Browser, tmp_p
         assert text(browser, "h1") == "two and one"
         assert "one" in text(browser, "#facts")
         assert "40 steps in common" in text(browser, "#facts")
-        assert text(browser, "#live").startswith("Alive: two: process")
+        says(browser, "#live", "Alive: two: process")
         runs = browser.run("[...document.querySelectorAll('[data-value]')].map((each) => each.dataset.value)")
         assert runs[:3] == ["first", "second", "difference"]
         mine = pixels(browser)
