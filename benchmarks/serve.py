@@ -41,10 +41,10 @@ attached = {"sinks": [hookstats.record(sys.argv[1])]}
 trainer = Trainer(SMALL, "cpu", attached)
 print("ready", flush=True)
 for line in sys.stdin:
-    began, times = time.monotonic(), []
+    began, every, times = time.monotonic(), int(sys.argv[2]), []
     while time.monotonic() < began + 3:
-        times.append(trainer.timed())
-    print(sorted(times)[len(times) // 2], (time.monotonic() - began) / len(times), flush=True)
+        times.append(trainer.timed(every))
+    print(sorted(times)[len(times) // 2], (time.monotonic() - began) / len(times) / every, flush=True)
 trainer.monitor.detach()
 """
 
@@ -155,10 +155,10 @@ class Burst(NamedTuple):
     asking: float
 
 
-def train(folder: Path, rounds: int) -> None:
-    """A trainer on one thread, looked at by somebody each second, and not, in turns."""
+def train(folder: Path, rounds: int, every: int) -> None:
+    """A trainer on one thread, looked at by somebody each second, and not, in turns. every: which steps it records."""
     pipe = subprocess.PIPE
-    command = [sys.executable, "-c", TRAINER, str(folder / "run")]
+    command = [sys.executable, "-c", TRAINER, str(folder / "run"), str(every)]
     trainer = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
     assert trainer.stdin is not None
     assert trainer.stdout is not None
@@ -243,9 +243,11 @@ def main() -> None:
         if not (folder / "run").exists():
             record(folder / "run", arguments.sites, arguments.steps)
         browse(folder)
-        trained = Path(temporary) / "trained"
-        trained.mkdir()
-        train(trained, arguments.rounds)
+        for every in (10, 1):
+            print(f"\nA trainer that records each step of {every}:")
+            trained = Path(temporary) / f"every {every}"
+            trained.mkdir()
+            train(trained, arguments.rounds, every)
 
 
 if __name__ == "__main__":
