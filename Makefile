@@ -4,6 +4,10 @@ PYTHON ?= python3
 TORCH ?= 2.13.0
 PY := .venv/bin/python
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
+# Tests wait for ranks, browsers and clocks a quarter of their time, so there are more of them at once than processors.
+WORKERS := $(shell $(PYTHON) -c "import os; print(min(8, 3 * len(os.sched_getaffinity(0)) // 2))")
+# The processes that tests start, some hundred, read what the first of them compiled.
+export PYTHONDONTWRITEBYTECODE :=
 ASKED := $(TORCH) HOOKSTATS_CUDA=$(HOOKSTATS_CUDA) TORCH_CUDA_ARCH_LIST=$(TORCH_CUDA_ARCH_LIST)
 
 .PHONY: demo test quick compat lint format bench gpu gpu-test gpu-bench clean FORCE
@@ -20,10 +24,10 @@ rule-pictures: .venv/.dev  ## a picture of an ill run for each rule, and the sec
 	PYTHONPATH=. $(PY) docs/rules_pictures.py
 
 test: .venv/.dev        ## the whole test suite, one torch thread in each process
-	$(PY) -m pytest -n auto --maxprocesses 8 --dist worksteal -p no:benchmark
+	$(PY) -m pytest -n $(WORKERS) --dist worksteal -p no:benchmark
 
 quick: .venv/.dev       ## one pass over every room on the CPU: less than a minute. What it runs: tests/quick.txt
-	$(PY) -m pytest -q -n auto --maxprocesses 8 --dist worksteal -p no:benchmark @tests/quick.txt
+	$(PY) -m pytest -q -n $(WORKERS) --dist worksteal -p no:benchmark @tests/quick.txt
 
 # In an environment of its own, beside a torchvision that is built for the same torch. It takes 10 GB.
 CLIENTS := build/clients/bin/python

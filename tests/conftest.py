@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
 import re
 import sys
@@ -52,6 +53,16 @@ def pytest_configure() -> None:
         os.environ["OMP_NUM_THREADS"] = os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 
 
+def pytest_collection() -> None:
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """What was imported for thousands of tests stays, and is not looked through by each collection of garbage."""
+    gc.freeze()
+    gc.enable()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report(
     collector: pytest.Collector,
@@ -87,7 +98,9 @@ def _needs_glue(item: pytest.Item) -> bool:
 
 @pytest.fixture(autouse=True)
 def _same_random_numbers_in_every_run() -> None:
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)  # torch.manual_seed keeps a stack for each kind of device that is not there
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(0)
 
 
 @pytest.fixture

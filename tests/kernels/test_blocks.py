@@ -18,24 +18,23 @@ FLOATS = [dtype for dtype in DTYPES if dtype.itemsize > 1]
 
 
 def counted(matrix: Array, histogram: str) -> Array:
-    """The 296 counters of a matrix [rows, width] in float64, one value after the other, by their definition."""
+    """The 296 counters of a matrix [rows, width] in float64, by their definition."""
     bins = BINS[histogram]
+    lines = np.abs(matrix if bins.block_dim == -1 else matrix.T)
+    behind = ((0, 0), (0, -lines.shape[1] % bins.block))  # what fills the last block of a line, and counts nowhere
+    blocks = np.pad(lines, behind).reshape(-1, bins.block)
+    values = np.pad(np.ones_like(lines, bool), behind).reshape(-1, bins.block)
+    finite = np.isfinite(blocks).all(1)
+    blocks, values = blocks[finite], values[finite]
+    exponents = np.frexp(blocks.max(1))[1] - 1  # the largest value is in [2^exponent, 2^(exponent + 1))
+    largest = np.maximum(np.where(blocks.max(1) == 0, -127, exponents), -127)
+    mantissas, exponents = np.frexp(blocks)  # 0.5 <= mantissa < 1
+    below = np.minimum(largest[:, None] - np.maximum(exponents - 1 - (mantissas == 0.5), -127), 38)
     counts = np.zeros(296, np.int64)
-    for line in matrix if bins.block_dim == -1 else matrix.T:
-        for first in range(0, len(line), bins.block):
-            block = np.abs(line[first : first + bins.block])
-            if not np.isfinite(block).all():
-                counts[295] += 1
-                continue
-            largest = max(np.floor(np.log2(block.max())) if block.max() else -127, -127)
-            counts[40 + int(largest) + 127] += 1
-            for value in block:
-                if value == 0:
-                    counts[0] += 1
-                else:
-                    mantissa, exponent = np.frexp(value)  # 0.5 <= mantissa < 1
-                    below = max(exponent - 1 - (mantissa == 0.5), -127)
-                    counts[1 + min(int(largest - below), 38)] += 1
+    counts[0] = (values & (blocks == 0)).sum()
+    counts[1:40] = np.bincount(below[values & (blocks != 0)], minlength=39)
+    counts[40:295] = np.bincount(40 + largest + 127, minlength=295)[40:]
+    counts[295] = (~finite).sum()
     return counts
 
 
