@@ -47,6 +47,7 @@ SANITIZED_FILES = [
     "tests/kernels/test_float8.py",
     "tests/kernels/test_blocks.py",
     "tests/kernels/test_kernels.py",
+    "tests/kernels/test_merging.py",
     "tests/kernels/test_rows.py",
     "tests/watch/test_tiers.py",
     "tests/kernels/test_softmax_rows.py",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutations import Mutant
 
 KERNELS = "tests/kernels/test_kernels.py"
+MERGING = "tests/kernels/test_merging.py"
 ON_CPU = "-k 'not cuda_on_cpu and ({})'"
 ON_GPU = "-k 'cuda_on_cpu and ({})'"
 
@@ -29,7 +30,7 @@ MUTANTS = [
         "csrc/stats.h",
         "m2 += other.m2 + delta * (delta * (count * share));",
         "m2 += other.m2;",
-        f"{KERNELS} {ON_CPU.format('far_means')}",
+        f"{MERGING} {ON_CPU.format('far_means')}",
     ),
     Mutant(
         "sums about another pivot lack its distance",
@@ -297,7 +298,7 @@ MUTANTS = [
         "csrc/cuda/merge.cu",
         "theirs && (!ours || theirs < ours)",
         "theirs && (!ours || theirs > ours)",
-        f"{KERNELS} {ON_GPU.format('merged_states')}",
+        f"{MERGING} {ON_GPU.format('merged_states')}",
     ),
     Mutant(
         "the last share of a site's channels reads on behind them",
