@@ -124,10 +124,10 @@ class SaturatedChannels:
     What else looks like it: gates that are meant to stay open or closed. What to do: make what comes in smaller, by
     smaller weights, a lower learning rate, scaled inputs, or a norm before it.
 
-    So that a healthy run is silent: judged are outputs with a gradient that have stayed within [-1, 1] or [0, 1] since
-    the run began, and come near 1; not those with zeros (ReLU, masks), nor those whose channels have equal means or
-    add up to 1 (softmax), nor the last output of the model, which is to be sure of its answer. What recovers within a
-    hundred measured steps, as narrow layers do, is no illness.
+    So that a healthy run is silent: outputs are judged if they have a gradient, have stayed within [-1, 1] or [0, 1]
+    since the run began, and come near 1; not those with zeros (ReLU, masks), nor those whose channels have equal means
+    or add up to 1 (softmax), nor the last output of the model, which is to be sure of its answer. What recovers within
+    a hundred measured steps, as narrow layers do, is no illness.
     """
 
     slope: float = 0.01

@@ -19,13 +19,13 @@ class AttentionLogits:
     """Logits of an attention are so large that its softmax is a choice of one key (warning): above ``value`` = 100.
 
     Kimi K2 scales the weights of query and key down where a head's largest logit is beyond 100 (Kimi Team 2025, arXiv
-    2507.20534, QK-clip); Megatron-LM, torchtitan and MaxText watch the same number. Judged is what
+    2507.20534, QK-clip); Megatron-LM, torchtitan and MaxText watch the same number. The rule judges what
     ``tensors=("attention", ...)`` measures. A sample of queries may miss the largest: where half of ``value`` was seen,
     and the product of the largest norms of a query and a key allows more than ``value``, it is a note.
 
     What else looks like it: a bias by position that is added to the logits, or a scale that was forgotten: then it is
     so from the start. What to do: clip the weights of query and key (QK-clip), normalise both (QK-norm), or lower the
-    learning rate of their weights; weight decay reaches them, or not.
+    learning rate of their weights; look at whether weight decay reaches them.
 
     So that a healthy run is silent: in ``consecutive_steps`` = 3 verdicts in a row.
     """
