@@ -22,9 +22,9 @@ class DeadChannels:
 
     A channel is dead where fewer than ``active`` = 1 % of its values are not 0, and a layer is ill where more than
     ``share`` = 0.5 of its channels are dead (SageMaker Debugger, dead-relu), in ``consecutive_steps`` = 5 verdicts in a
-    row where all are, and in ``some_consecutive_steps`` = 20 where some are left: small layers begin so by chance, and
-    come back. Outputs are judged that are never negative and hold zeros, which is what a ReLU leaves; of those without
-    channels, the layer as a whole.
+    row if all of them are, and in ``some_consecutive_steps`` = 20 if some are alive: small layers begin like that by
+    chance, and come back. Outputs are judged that are never negative and hold zeros, which is what a ReLU leaves; of
+    those without channels, the layer as a whole.
 
     What else looks like it: a mask, and the sparse weights of a router; both are recognised. What to do: lower the
     learning rate, look at the bias before the ReLU and at the initial weights, or use a LeakyReLU or GELU.

@@ -143,7 +143,7 @@ class AttentionSink:
     What else looks like it: short sequences, whose queries have few keys. What to do: nothing, unless you quantise or
     evict; gates on the attention's output, a learned sink, or registers make them unnecessary.
 
-    So that a healthy run is silent: at least ``heads`` = 0.5 of the heads are, in ``consecutive_steps`` = 10 verdicts
+    So that a healthy run is silent: at least ``heads`` = 0.5 of the heads do so, in ``consecutive_steps`` = 10 verdicts
     in a row; and their entropy is at least 0.5 nats, which queries with few keys do not have.
     """
 
