@@ -85,8 +85,8 @@ class AttentionEntropy:
     oscillates or diverges; where it becomes one is ours to say. Past is the median of the last ``window`` = 50
     verdicts, of which there are at least ``min_history`` = 5.
 
-    What else looks like it: sequences that become shorter, which have less to look at. What to do: look at the
-    logits' size beside it; lower the learning rate, normalise query and key.
+    What else looks like it: sequences that become shorter, which have less to look at. What to do: look at the logits'
+    size, too; lower the learning rate, normalise query and key.
 
     So that a healthy run is silent: in ``consecutive_steps`` = 3 verdicts in a row; single heads may do so, for they
     learn to look at the token before, or at the first one.
