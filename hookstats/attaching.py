@@ -68,7 +68,7 @@ def attach(
     training_only: bool | None = None,
     options: Options = Options(),
 ) -> Monitor:
-    """Watches a model: statistics of its modules' outputs and the gradients of those, of parameters and theirs.
+    """Watches a model: takes statistics of its modules' outputs, of its parameters, and of the gradients of both.
 
     Args:
         model: any module, compiled ones included; attach before or after ``torch.compile``.
@@ -76,13 +76,13 @@ def attach(
             modules that do something, and the direct children of every ModuleList, and of a ModuleDict whose keys are
             numbers. Parameters are those of the chosen modules (None: all), and those whose names the globs match
             (``"*.weight"``).
-        exclude: globs over the names of modules and parameters, or a callable; what they choose is left out, with all
-            that is inside it.
+        exclude: globs over the names of modules and parameters, or a callable; what they choose is left out, with
+            everything inside it.
         tensors: by default ``"output"``, ``"grad_output"``, ``"param_grad"``; ``"model_input"``, the floating inputs of
-            the model; ``"param_sample"`` and ``"update_sample"``, 4,096 elements of a parameter and what a step changes
-            in them. And ``"input"``, ``"grad_input"``, ``"param"``, ``"param_update"``, ``"buffer"``; ``"optimizer"``,
-            what an optimizer keeps of each parameter; ``"attention"``, the logits of each head; ``"router"``, of
-            mixtures of experts.
+            the model; ``"param_sample"`` and ``"update_sample"``, up to 4,096 elements of a parameter and what a step
+            changes in them. On request ``"input"``, ``"grad_input"``, ``"param"``, ``"param_update"``, ``"buffer"``;
+            ``"optimizer"``, what an optimizer keeps of each parameter; ``"attention"``, the logits of each head;
+            ``"router"``, the routers of mixtures of experts.
         channels: whether statistics are kept per channel: True, False, globs over names, or `Channels`, which also says
             how often they are sent and along which dimension they lie.
         histogram: ``ExponentBins()``, ``LinearBins(lo, hi, n)``, either with ``per_channel=True``, or None.

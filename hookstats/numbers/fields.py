@@ -301,15 +301,15 @@ class ExponentBins:
     ``per_channel=True``: 64 octaves of ``|x|`` for each channel, from below 2^-46 (zeros too) to 2^16 and above; this
     costs 512 bytes of state per channel.
 
-    ``block``: 32 (MX formats) or 16 (NVFP4) neighbouring values that share a scale; of each value is counted besides
-    how many octaves it lies below the largest of its block (`SiteStats.blocks`, `hookstats.rules.fit`), at 2.4 KB of
-    state. ``block_dim``: along what blocks lie. -1, the last dimension: what a linear layer's forward sums over, of
-    inputs and weights. 0, all others as one, such as the tokens: what the gradient of its weight sums over, of inputs
-    and of gradients of outputs. A block that the dimension is too short for is a block; where rows are ignored
-    (`Monitor.ignore`), blocks are made of those that count.
+    ``block``: 32 (MX formats) or 16 (NVFP4) neighbouring values that share a scale. It is also counted how many octaves
+    each value lies below the largest of its block (`SiteStats.blocks`, `hookstats.rules.fit`), at 2.4 KB of state.
+    ``block_dim``: the dimension along which blocks lie. -1 is the last dimension, over which a linear layer's forward
+    sums, of inputs and weights. 0 is all others as one, such as the tokens, over which the gradient of its weight sums,
+    of inputs and of gradients of outputs. What is left at the end of the dimension is a block of fewer values; where
+    rows are ignored (`Monitor.ignore`), blocks are made of those that count.
 
     Raises:
-        ValueError: for another block or block_dim, and for blocks beside ``per_channel=True``.
+        ValueError: for another block or block_dim, and for blocks together with ``per_channel=True``.
     """
 
     per_channel: bool = False

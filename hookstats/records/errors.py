@@ -2,7 +2,7 @@
 
 
 class RunError(ValueError):
-    """A directory holds something else than a recorded run, or one that is torn."""
+    """A directory holds something other than a recorded run, or a run that is torn."""
 
 
 class SchemaError(RunError):

@@ -424,7 +424,7 @@ def record(
     Args:
         path: of the run, ``rank=0/`` and so on are made in it.
         rules: objects of `hookstats.rules`, and names ``"module:function"`` of one's own; None: the default ones.
-        sinks: file sinks of `hookstats.sinks`, that process feeds them. Others belong into ``attach(sinks=...)``.
+        sinks: file sinks of `hookstats.sinks`, that process feeds them. Others belong in ``attach(sinks=...)``.
         ring_bytes: room for steps on their way, on disk; a step that finds none is dropped and counted. None: 64 MB, or
             four times the first step.
         every_rank: with ``attach(process_group=...)``. False: the first rank keeps what all ranks have together. True:

@@ -22,9 +22,9 @@ class DeadChannels:
 
     A channel is dead where fewer than ``active`` = 1 % of its values are not 0, and a layer is ill where more than
     ``share`` = 0.5 of its channels are dead (SageMaker Debugger, dead-relu), in ``consecutive_steps`` = 5 verdicts in a
-    row where all are, and in ``some_consecutive_steps`` = 20 where some are left: small layers begin so by chance, and
-    come back. Outputs are judged that are never negative and hold zeros, which is what a ReLU leaves; of those without
-    channels, the layer as a whole.
+    row if all of them are, and in ``some_consecutive_steps`` = 20 if some are alive: small layers begin like that by
+    chance, and come back. Outputs are judged that are never negative and hold zeros, which is what a ReLU leaves; of
+    those without channels, the layer as a whole.
 
     What else looks like it: a mask, and the sparse weights of a router; both are recognised. What to do: lower the
     learning rate, look at the bias before the ReLU and at the initial weights, or use a LeakyReLU or GELU.
@@ -124,10 +124,10 @@ class SaturatedChannels:
     What else looks like it: gates that are meant to stay open or closed. What to do: make what comes in smaller, by
     smaller weights, a lower learning rate, scaled inputs, or a norm before it.
 
-    So that a healthy run is silent: judged are outputs with a gradient that have stayed within [-1, 1] or [0, 1] since
-    the run began, and come near 1; not those with zeros (ReLU, masks), nor those whose channels have equal means or
-    add up to 1 (softmax), nor the last output of the model, which is to be sure of its answer. What recovers within a
-    hundred measured steps, as narrow layers do, is no illness.
+    So that a healthy run is silent: outputs are judged if they have a gradient, have stayed within [-1, 1] or [0, 1]
+    since the run began, and come near 1; not those with zeros (ReLU, masks), nor those whose channels have equal means
+    or add up to 1 (softmax), nor the last output of the model, which is to be sure of its answer. What recovers within
+    a hundred measured steps, as narrow layers do, is no illness.
     """
 
     slope: float = 0.01

@@ -20,11 +20,12 @@ class ProbabilitiesAsLogits:
 
     The last output of the model lies in [0, 1]; the loss lies where the cross-entropy of such logits of ``n`` classes,
     as many as there are channels, must lie, between log(1 + (n - 1) / e) and log(1 + (n - 1) e); and the gradient is
-    that of a softmax: not 0 anywhere, 0 on average, and of the size 2 (1 - exp(-loss)) in all that the loss implies. In
-    ``consecutive_steps`` = 10 measured steps in a row. Ours; it follows from the definition.
+    that of a softmax: not 0 anywhere, 0 on average, and of the size 2 (1 - exp(-loss)) in all that the loss implies.
+    All this holds in ``consecutive_steps`` = 10 measured steps in a row. The rule is ours; it follows from the
+    definition.
 
     What else looks like it: nothing that we know; a negative log likelihood of probabilities has a gradient at one
-    class of each row. What to do: leave out the softmax or sigmoid, cross_entropy has its own.
+    class of each row. What to do: leave out the softmax or sigmoid; cross_entropy has its own.
 
     So that a healthy run is silent: the module of that output has no parameters, as a layer whose logits are small has.
     """
@@ -86,11 +87,11 @@ def _has_parameters(step: Step, output: int) -> bool:
 class InitialLoss:
     """The first loss is far above that of guessing: the model is sure of wrong answers from the start (a note).
 
-    Judged is the first measured step, where it is the first of the run: the loss is more than ``factor`` = 3 times
+    The first measured step is judged, if it is the first of the run: the loss is more than ``factor`` = 3 times
     log(classes), the cross-entropy of guessing, with as many classes as the last output has channels. That it is a
     cross-entropy shows in the gradient of this output: its mean is 0, and its L1 norm between 1 and 2, which is
-    2 (1 - p) of the right class. That the loss has to begin near log(classes) is Karpathy, "A Recipe for Training
-    Neural Networks" (2019); the factor is ours.
+    2 (1 - p) of the right class. That the loss has to begin near log(classes) is said by Karpathy, "A Recipe for
+    Training Neural Networks" (2019); the factor is ours.
 
     What else looks like it: a pretrained model on data that it was not made for. What to do: look at the size of the
     initial weights, above all of the last layer and of embeddings that it shares its weight with; a deviation of 0.02
@@ -134,8 +135,8 @@ class InitialLoss:
 class NoProgress:
     """The loss is where it began (a note): what it was in the first 5 steps, after ``after`` = 100 of them.
 
-    Judged is the median of the last 20 losses: it has not come down by ``share`` = 0.02 of the first ones, nor by the
-    deviation of these. Every step counts, measured or not; it is judged once. Ours.
+    The median of the last 20 losses is judged: it has not come down by ``share`` = 0.02 of the first ones, nor by the
+    deviation of these. Every step counts, measured or not; it is judged once. The figures are ours.
 
     What else looks like it: losses that do not say what was learned, of a policy, or of both sides of a GAN; a very
     long warmup. What to do: look at what else was found; train on one batch until it is known by heart; look at whether

@@ -21,10 +21,10 @@ class MissingGradients:
     """Parameters that never get a gradient, although what they belong to runs and others get theirs: note, or warning.
 
     A warning where the path from the loss is cut for certain: everything that runs before has no gradient either, or
-    what runs behind it in the same block has one. No gradient, or one that is 0 throughout, from the start and for
-    ``steps`` = 20 steps in which the module ran, at least five of them measured. Named is the last module without one
-    in order of execution: behind it the path from the loss is cut, by ``detach()``, ``no_grad``, an integer,
-    ``.item()``, or weights that are 0. The figures are ours.
+    what runs behind it in the same block has one. The parameters have had no gradient, or one that is 0 throughout,
+    from the start and for ``steps`` = 20 steps in which the module ran, at least five of them measured. The finding
+    names the last module without one in order of execution: behind it the path from the loss is cut, by ``detach()``,
+    ``no_grad``, an integer, ``.item()``, or weights that are 0. The figures are ours.
 
     What else looks like it: a head that this loss does not use, or not yet. What to do: look at what is done with the
     output that is named, up to the next module; freeze what is not to learn with ``requires_grad=False``.
@@ -112,11 +112,12 @@ class GrowingGradients:
     """Gradients are added to those of the steps before, because nobody zeroes them (warning).
 
     The gradient of the bias of a linear layer, a convolution or a norm adds up to the same as the gradient of its
-    output; so does that of an embedding. Ill is a model where what these add up to is the sum of this step and of what
-    it was in the measured step before: to a residual of ``residual`` = 0.05, while this step alone leaves 0.3, in
-    ``consecutive_steps`` = 5 steps in a row that were measured one after another; or a single one of them, to 0.01 in
-    eight such steps; or, where steps between were not measured, where it has been ``growth`` = 3 times that of this
-    step, in the same direction, for twice as many. It follows from the definition; the figures are ours.
+    output; so does that of an embedding. A model is ill if what these add up to is the sum of this step and of what it
+    was in the measured step before. This must hold to a residual of ``residual`` = 0.05, while this step alone leaves
+    0.3, in ``consecutive_steps`` = 5 steps in a row that were measured one after another; or for a single one of them,
+    to 0.01, in eight such steps. Where steps between were not measured, a model is ill if it has been ``growth`` = 3
+    times that of this step, in the same direction, for twice as many steps. It follows from the definition; the figures
+    are ours.
 
     What else looks like it: gradient accumulation. What to do: call ``optimizer.zero_grad()`` once in each step, before
     backward, of the optimizer that has these parameters.

@@ -19,13 +19,13 @@ class AttentionLogits:
     """Logits of an attention are so large that its softmax is a choice of one key (warning): above ``value`` = 100.
 
     Kimi K2 scales the weights of query and key down where a head's largest logit is beyond 100 (Kimi Team 2025, arXiv
-    2507.20534, QK-clip); Megatron-LM, torchtitan and MaxText watch the same number. Judged is what
+    2507.20534, QK-clip); Megatron-LM, torchtitan and MaxText watch the same number. The rule judges what
     ``tensors=("attention", ...)`` measures. A sample of queries may miss the largest: where half of ``value`` was seen,
     and the product of the largest norms of a query and a key allows more than ``value``, it is a note.
 
     What else looks like it: a bias by position that is added to the logits, or a scale that was forgotten: then it is
     so from the start. What to do: clip the weights of query and key (QK-clip), normalise both (QK-norm), or lower the
-    learning rate of their weights; weight decay reaches them, or not.
+    learning rate of their weights; look at whether weight decay reaches them.
 
     So that a healthy run is silent: in ``consecutive_steps`` = 3 verdicts in a row.
     """
@@ -85,8 +85,8 @@ class AttentionEntropy:
     oscillates or diverges; where it becomes one is ours to say. Past is the median of the last ``window`` = 50
     verdicts, of which there are at least ``min_history`` = 5.
 
-    What else looks like it: sequences that become shorter, which have less to look at. What to do: look at the
-    logits' size beside it; lower the learning rate, normalise query and key.
+    What else looks like it: sequences that become shorter, which have less to look at. What to do: look at the logits'
+    size, too; lower the learning rate, normalise query and key.
 
     So that a healthy run is silent: in ``consecutive_steps`` = 3 verdicts in a row; single heads may do so, for they
     learn to look at the token before, or at the first one.
@@ -143,7 +143,7 @@ class AttentionSink:
     What else looks like it: short sequences, whose queries have few keys. What to do: nothing, unless you quantise or
     evict; gates on the attention's output, a learned sink, or registers make them unnecessary.
 
-    So that a healthy run is silent: at least ``heads`` = 0.5 of the heads are, in ``consecutive_steps`` = 10 verdicts
+    So that a healthy run is silent: at least ``heads`` = 0.5 of the heads do so, in ``consecutive_steps`` = 10 verdicts
     in a row; and their entropy is at least 0.5 nats, which queries with few keys do not have.
     """
 

@@ -40,8 +40,9 @@ class Routed:
 class DeadExperts:
     """An expert of a mixture has got no token for long (warning): in ``window`` = 50 measured steps.
 
-    Who gets no token learns nothing, and its router never finds out. Judged is what ``tensors=("router", ...)`` counts.
-    torchtitan and OLMo-core log how many experts have none; for how long is ours to say.
+    An expert that gets no token learns nothing, and its router never finds out. The rule judges what
+    ``tensors=("router", ...)`` counts. torchtitan and OLMo-core log how many experts have none; for how long is ours to
+    say.
 
     What else looks like it: experts that are meant for inputs that are not in the data. What to do: balance the load by
     a loss or a bias per expert, add noise to the router's logits, or initialise the dead expert again, from a busy one.
@@ -82,15 +83,15 @@ class ExpertLoad:
 
     The load of experts is what ``tensors=("router", ...)`` counts. Without it, experts are modules whose path has
     ``name`` and a number, ``layers.3.mlp.experts.5``, or what is inside them, and their load is the count of values in
-    their output. It is summed over the last ``window`` = 10 measured steps. Ill is an entropy
-    of the loads, over the logarithm of the number of experts, below ``entropy`` = 0.5: 8 experts, of which fewer than 3
+    their output. It is summed over the last ``window`` = 10 measured steps. A router is ill if the entropy of the
+    loads, divided by the logarithm of the number of experts, is below ``entropy`` = 0.5: of 8 experts, fewer than 3
     work. torchtitan logs the same, and the largest load over the mean; where it becomes an illness is ours to say.
 
     What else looks like it: experts that are meant for different inputs, of which only some are in the data. What to
     do: add a loss that balances the load, or a bias per expert, or noise to the router's logits; see that its learning
     rate and initial weights are small.
 
-    So that a healthy run is silent: an uneven load, or a single idle expert, is none; two experts are not judged.
+    So that a healthy run is silent: an uneven load, or a single idle expert, is no illness; two experts are not judged.
     Experts that one module computes together (stacked weights) have no outputs of their own, and are seen by their
     router alone.
     """

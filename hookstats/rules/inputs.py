@@ -24,11 +24,11 @@ def _inputs(step: Step) -> Mask:
 class InputShift:
     """A batch is far from the batches before it (warning): its size, or its largest value.
 
-    Judged is the rms, and the largest |x|, of each floating input of the model: ``factor`` = 10 times its level, or a
-    tenth of it, ``sigmas`` = 8 deviations and ``tail`` = 3 times as far as any of the last ``window`` = 128 measured
-    batches went, in logarithms. One value of a batch that is 1000 times too large shows in the largest |x|. A mean that
-    has moved by more than ``moved`` = 0.5 standard deviations of the data, as far beyond its own past, is a note. The
-    figures are ours.
+    The rms and the largest |x| of each floating input of the model are judged. A batch is far off if either is
+    ``factor`` = 10 times its level, or a tenth of it, and also ``sigmas`` = 8 deviations and ``tail`` = 3 times as far
+    from it as any of the last ``window`` = 128 measured batches went, in logarithms. One value of a batch that is 1000
+    times too large shows in the largest |x|. A mean that has moved by more than ``moved`` = 0.5 standard deviations of
+    the data, as far beyond its own past, is a note. The figures are ours.
 
     What else looks like it: a curriculum, another data set, augmentation that begins. What to do: look at the samples
     of this batch and at what loads and scales them; leave out the batch, or clip its values.
@@ -110,7 +110,8 @@ class ConstantInput:
 
     An input of the model that has varied holds one value throughout; or the first output of the model has no variance
     in any channel, which means that all rows that came in are the same: images that were not loaded, one sample in each
-    row, tokens that are all padding. In ``consecutive_steps`` = 5 measured steps in a row. Ours.
+    row, tokens that are all padding. This holds in ``consecutive_steps`` = 5 measured steps in a row. The figures are
+    ours.
 
     What else looks like it: batches of one row, which are not judged. What to do: print a batch as the model gets it.
 
@@ -176,9 +177,9 @@ class ConstantInput:
 class UnscaledInput:
     """An input of the model that was never scaled (a note): values far from the size that initial weights expect.
 
-    An rms beyond ``size`` = 20 (pixels from 0 to 255 have 100 and more), or a channel that is ``ratio`` = 1000 times
-    the median channel, in the first ``consecutive_steps`` = 5 measured steps. Initial weights (He et al. 2015, Glorot
-    and Bengio 2010) keep variances on the assumption that inputs have a variance near 1. The figures are ours.
+    The rms is beyond ``size`` = 20 (pixels from 0 to 255 have 100 and more), or a channel is ``ratio`` = 1000 times the
+    median channel, in the first ``consecutive_steps`` = 5 measured steps. Initial weights (He et al. 2015, Glorot and
+    Bengio 2010) keep variances on the assumption that inputs have a variance near 1. The figures are ours.
 
     What else looks like it: data that a norm of the model scales first. What to do: subtract the mean of each feature,
     and divide by its standard deviation.

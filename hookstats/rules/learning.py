@@ -77,7 +77,7 @@ class UnchangedParameters:
     """Parameters that no step changes, although gradients arrive: warning; critical where none of the model changes.
 
     For ``steps`` = 20 steps, in which other parameters changed, or ``all_steps`` = 30 in which none did, of which at
-    least three were measured. Judged is the sample of each parameter: "update_sample" has nothing but zeros, and
+    least three were measured. The sample of each parameter is judged: "update_sample" has nothing but zeros, and
     "param_sample" is what it was in the measured step before, so that nothing happened between them, either. The
     figures are ours.
 
@@ -191,10 +191,10 @@ class LostUpdates:
     """Updates that are lost to rounding: parameters of a low precision stay as they are (a note, or a warning).
 
     A parameter whose values are all of bfloat16 or float16 keeps a change only if it is half a unit in the last place:
-    1/512 of a value in bfloat16. Ill is a model of which ``share`` = 0.8 of all sampled elements stay as they are in
-    each measured step, five at least, for ``steps`` = 20 steps: a warning where the loss has not come down since the
-    run began. The dtype is told by the smallest and largest values of the parameters, which it holds exactly. The share
-    is ours; the cause is described in arXiv 2010.06192 (Zamirai et al. 2020).
+    1/512 of a value in bfloat16. A model is ill if ``share`` = 0.8 of all sampled elements stay as they are in each
+    measured step, of which there are at least five, for ``steps`` = 20 steps. It is a warning where the loss has not
+    come down since the run began. The dtype is told by the smallest and largest values of the parameters, which it
+    holds exactly. The share is ours; the cause is described in arXiv 2010.06192 (Zamirai et al. 2020).
 
     What else looks like it: an optimizer that keeps float32 copies of the parameters, whose changes add up unseen until
     they show here; then the loss comes down, and it is a note. What to do: keep float32 parameters and use autocast, or
@@ -250,9 +250,9 @@ class ShrinkingWeights:
     """Weights that become smaller by decay alone (a note; a warning where the loss does not come down).
 
     Where only weight decay changes a parameter, all of its values go towards 0 together: what mean |w| loses is the
-    mean |update|. Ill is a model of which more than half of the matrices lose more than ``part`` = 0.5 of their updates
-    so, each step at least ``rate`` = 5e-4 of their size, in five measured steps in a row, for ``steps`` = 20. A decay
-    of 0.1 at a learning rate of 1e-3 is 1e-4 a step. The figures are ours.
+    mean |update|. A model is ill if more than half of its matrices lose more than ``part`` = 0.5 of their updates in
+    this way, and in each step at least ``rate`` = 5e-4 of their size, in five measured steps in a row, for ``steps`` =
+    20 steps. A decay of 0.1 at a learning rate of 1e-3 is 1e-4 a step. The figures are ours.
 
     What else looks like it: data that were learned by heart, behind which nothing but the decay is left. What to do:
     lower weight_decay, or leave out norms and biases; AdamW multiplies it by the learning rate, Adam does not.

@@ -19,8 +19,8 @@ class SecondMoment:
 
     An update is m / (sqrt(v) + eps). Where sqrt(v) is below ``eps`` = 1e-8 it is no longer of the size of the learning
     rate, but smaller, the smaller the gradients are: Wortsman et al. 2023, arXiv 2309.14322, found layers of large
-    models that stop learning so. Ill is a parameter of which more than ``share`` = 0.5 of the values that are not 0 are
-    below. Judged is "optimizer.exp_avg_sq", which ``tensors=(..., "optimizer")`` measures.
+    models that stop learning in this way. A parameter is ill if more than ``share`` = 0.5 of the values that are not 0
+    are below. The rule judges "optimizer.exp_avg_sq", which ``tensors=(..., "optimizer")`` measures.
 
     What else looks like it: gradients that are small because the loss was divided by something. What to do: a smaller
     epsilon (1e-15 costs nothing in float32), or a loss that is not divided; where weights or gradients shrink for

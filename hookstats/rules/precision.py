@@ -61,19 +61,19 @@ def fit(
 @overload
 def fit(measured: Snapshot | Drained, format: str) -> list[Fit] | list[BlockFit]: ...
 def fit(measured: Snapshot | Drained, format: str) -> list[Fit] | list[BlockFit]:
-    """Of each site with a histogram ``ExponentBins()``, in order of making: would it survive this format?
+    """Whether each site with a histogram ``ExponentBins()`` would survive this format, in the order of their making.
 
-    format: "float16", "float8_e4m3fn" or "float8_e5m2". Underflow is exact, rounding to nearest even included, but for
-    values of exactly half the smallest one, which count as kept. Overflow is a bound, because the largest value of a
-    format lies inside a bin; it is 0 where the tensor's largest value fits. Values are judged as they were in training:
-    gradients without the scale of a GradScaler, which must be a power of 2, as it is by default.
+    format: "float16", "float8_e4m3fn" or "float8_e5m2". Underflow is exact, rounding to nearest even included, except
+    for values of exactly half the smallest one, which count as kept. Overflow is a bound, because the largest value of
+    a format lies inside a bin; it is 0 where the tensor's largest value fits. Values are judged as they were in
+    training: gradients without the scale of a GradScaler, which must be a power of 2, as it is by default.
 
     Or, of sites with ``ExponentBins(block=32)``, "mxfp8_e4m3", "mxfp8_e5m2" and "mxfp4" (OCP Microscaling Formats 1.0:
     blocks of 32 with a power of two as their scale), and with ``block=16`` "nvfp4" (blocks of 16 with a scale in e4m3,
-    and one in float32 for the tensor; arXiv 2509.25149). What becomes 0 follows exactly for MX, ties included, so that
-    both bounds of `BlockFit.lost` are one number, but for values below 2^-126. The scale of
-    NVFP4 is rounded, so that its bounds are apart: what lies between 1/32 and 1/8 of the power of two below the largest
-    of its block may become 0. Values that are too large for their format become the largest it has, in each of them.
+    and one in float32 for the tensor; arXiv 2509.25149). What becomes 0 follows exactly for MX, ties included, so both
+    bounds of `BlockFit.lost` are the same number, except for values below 2^-126. The scale of NVFP4 is rounded, so its
+    bounds differ: what lies between 1/32 and 1/8 of the power of two below the largest of its block may become 0. In
+    each of these formats, values that are too large become the largest that it has.
 
     Raises:
         ValueError: for another format, and for one of blocks where the histogram has none of its size.
@@ -142,12 +142,13 @@ def _fits(values: _Magnitudes, format: _Format) -> _Fits:
 class LowPrecisionFit:
     """A tensor that would not survive a low precision, while the run still has a higher one (a note).
 
-    Judged are outputs, inputs and parameters in float8_e4m3fn, gradients of outputs and inputs in float8_e5m2 (the
-    hybrid recipe of TransformerEngine), both in float16. A tensor does not fit where more than ``lost`` = 0.01 of its
-    values that are not 0 would become 0 at the best power of two as its scale, the largest with which nothing
-    overflows; and an output where it would overflow in float16 as it is, because autocast has no scale for outputs.
-    There is no agreed share: this one is ours (FP8-LM, arXiv 2310.18313, adapts its scale at 0.001 % overflow). One
-    finding speaks of all outputs, one of all gradients of outputs, and so on; `fit` gives the numbers of each.
+    Outputs, inputs and parameters are judged in float8_e4m3fn, gradients of outputs and inputs in float8_e5m2 (the
+    hybrid recipe of TransformerEngine), and all of these in float16. A tensor does not fit where more than ``lost`` =
+    0.01 of its values that are not 0 would become 0 at the best power of two as its scale, the largest with which
+    nothing overflows; and an output where it would overflow in float16 as it is, because autocast has no scale for
+    outputs. There is no agreed share: this one is ours (FP8-LM, arXiv 2310.18313, adapts its scale at 0.001 %
+    overflow). One finding speaks of all outputs, one of all gradients of outputs, and so on; `fit` gives the numbers of
+    each.
 
     Where blocks are counted (``ExponentBins(block=32)`` or 16), the finding says what the formats with a scale for each
     block would lose of it (`fit`).

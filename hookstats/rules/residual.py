@@ -21,9 +21,9 @@ _BLOCK = re.compile(r"(?P<path>.*?)\.?(?P<number>\d+)")
 class ResidualDrift:
     """The stream grows, or shrinks, from block to block (warning): the rms behind the last over that behind the first.
 
-    Ill is ``ratio`` = 100 times, or one 100th, in ``consecutive_steps`` = 5 measured steps in a row; the block that
-    adds most is named. A stream of blocks of equal size grows as the square root of their number; no figure is agreed
-    on, and this one is ours, ten times beyond what healthy small models show (see docs/rules.md).
+    A stream is ill at ``ratio`` = 100 times, or one 100th, in ``consecutive_steps`` = 5 measured steps in a row; the
+    block that adds most is named. A stream of blocks of equal size grows as the square root of their number; no figure
+    is agreed on, and this one is ours, ten times beyond what healthy small models show (see docs/rules.md).
 
     What else looks like it: blocks that are meant to amplify, as of a decoder that widens. What to do: scale the last
     projection of each block by 1 / sqrt(2 blocks), normalise before each block, or begin with a small gain.

@@ -33,10 +33,10 @@ class _Jump(NamedTuple):
 class LossSpike:
     """The loss jumps, or goes on rising: the ``scalar`` "loss" of `Monitor.step`, of every step, measured or not.
 
-    A jump: more than ``sigmas`` = 6 deviations above the level of the last steps (OLMo-core, stability_monitor.py, has
-    6 standard deviations from the mean), in logarithms, and ``tail`` = 2 times as far as any of the last ``window`` =
-    128 losses. The level is a median and the deviation that from it, so that the descent at the beginning does not
-    count as noise.
+    A jump is a loss more than ``sigmas`` = 6 deviations above the level of the last steps (OLMo-core,
+    stability_monitor.py, has 6 standard deviations from the mean), in logarithms, and ``tail`` = 2 times as far as any
+    of the last ``window`` = 128 losses. The level is a median and the deviation that from it, so that the descent at
+    the beginning does not count as noise.
 
     A jump alone is a note: a task or data that are added, and a target that is exchanged, do that. It is a warning
     where the model changes with it, at once or while the loss stays up (half of its outputs by a factor of
@@ -47,7 +47,8 @@ class LossSpike:
 
     Divergence (critical): after a jump with which the model changed, the loss has been above the first losses for
     ``consecutive_steps`` steps; or it goes on rising over 9 steps, or 30, from third to third and beyond its noise:
-    above the first losses, although it had come down before, or twofold each time. A level that is higher is none.
+    above the first losses, although it had come down before, or twofold each time. A level that is higher is no
+    divergence.
 
     What else looks like it: data of another kind, a task that is added, a target that is exchanged. What to do: look at
     the batch of the step; if it happens again, clip gradients, lower the learning rate, or leave such batches out;
@@ -213,7 +214,7 @@ class GradientNormSpike:
 
     More than ``sigmas`` = 6 deviations above the level of the last steps (OLMo-core, stability_monitor.py, has 6
     standard deviations from the mean), in logarithms, and ``tail`` = 2 times as far as any of the last ``window`` = 128
-    norms: a note; a warning where that happened ``many`` = 3 times in the window.
+    norms, is a note. It is a warning where that happened ``many`` = 3 times in the window.
 
     What else looks like it: a batch with more tokens or another task. What to do: look at the batch of the step, clip
     gradients, and lower the learning rate where it happens again.

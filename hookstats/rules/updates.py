@@ -20,13 +20,13 @@ _AFTER = 10  # steps, in which the loss shows what an update did
 class UpdateRatio:
     """An optimizer's step changes a parameter too much: mean |update| over mean |parameter| (warning).
 
-    About 1e-3 is usual, far above 1e-2 is bad (bo-ke/llm-internal-medicine, docs/optim_update.md): ill is ``ratio`` =
-    0.1 in ``consecutive_steps`` = 10 measured steps in a row while the loss does not come down, or once more than
-    ``whole`` = 1, all that the parameter was, where the loss goes up with it: the median of 3 losses in a row, of the
-    next 10 steps, is beyond what it was by ``worse`` = 0.1 of that; that is ours. Where the loss does better, it is a
-    note: small weights are to be rewritten at the beginning, and Muon does that. Without a loss, either is a warning.
-    Judged are "update_sample" and "param_sample", which are measured by default, or all of the values, where
-    ``attach(tensors=(..., "param", "param_update"))`` asks for them.
+    About 1e-3 is usual, far above 1e-2 is bad (bo-ke/llm-internal-medicine, docs/optim_update.md): a parameter is ill
+    at ``ratio`` = 0.1 in ``consecutive_steps`` = 10 measured steps in a row while the loss does not come down, or once
+    at more than ``whole`` = 1, all that the parameter was, where the loss goes up with it. It goes up if the median of
+    3 losses in a row, of the next 10 steps, is beyond what it was by ``worse`` = 0.1 of that. These figures are ours.
+    Where the loss does better, it is a note: small weights are to be rewritten at the beginning, and Muon does that.
+    Without a loss, either is a warning. The rule judges "update_sample" and "param_sample", which are measured by
+    default, or all of the values, where ``attach(tensors=(..., "param", "param_update"))`` asks for them.
 
     The rounding of low precision. Where an optimizer keeps float32 master weights of bfloat16 parameters, an update is
     seen as 0 or as a whole unit in the last place: its rms is then too large, 2.8 times at a learning rate of 1e-5 and

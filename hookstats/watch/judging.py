@@ -79,7 +79,7 @@ class Keeper(Protocol):
 
 
 class FindingError(RuntimeError):
-    """Raised out of `Monitor.step` with ``on_finding="raise"``. ``findings``: those that came, all of them."""
+    """Raised out of `Monitor.step` with ``on_finding="raise"``. ``findings``: those that are critical."""
 
     def __init__(self, findings: Sequence[Finding]) -> None:
         super().__init__("; ".join(map(str, findings)))
