@@ -138,7 +138,7 @@ def load_harness() -> Any:
             name="hookstats_cuda_on_cpu",
             sources=[str(ROOT / source) for source in sources],
             # What is static in the kernels is the harness's own, though the same kernels lie in the package.
-            extra_cflags=["-Og", "-fopenmp", "-fno-gnu-unique", "-DHOOKSTATS_CUDA_ON_CPU", *sanitized],
+            extra_cflags=["-Og", "-U_FORTIFY_SOURCE", "-fopenmp", "-fno-gnu-unique", "-DHOOKSTATS_CUDA_ON_CPU", *sanitized],
             extra_ldflags=["-fopenmp", *sanitized, f"-L{package}", "-l:_kernels.so", f"-Wl,-rpath,{package}"],
             extra_include_paths=[str(ROOT / "tests" / "cuda_on_cpu"), str(ROOT / "csrc")],
             build_directory=str(build),
