@@ -58,8 +58,12 @@ def pytest_collection() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported for thousands of tests stays, and is not looked through by each collection of garbage."""
+    """What was imported for thousands of tests stays, and is not looked through by each collection of garbage.
+
+    As often as is usual, those would take 5 % of a compiler's time, which makes many objects and little garbage.
+    """
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
     gc.enable()
 
 
@@ -138,7 +142,14 @@ def load_harness() -> Any:
             name="hookstats_cuda_on_cpu",
             sources=[str(ROOT / source) for source in sources],
             # What is static in the kernels is the harness's own, though the same kernels lie in the package.
-            extra_cflags=["-Og", "-U_FORTIFY_SOURCE", "-fopenmp", "-fno-gnu-unique", "-DHOOKSTATS_CUDA_ON_CPU", *sanitized],
+            extra_cflags=[
+                "-Og",
+                "-U_FORTIFY_SOURCE",
+                "-fopenmp",
+                "-fno-gnu-unique",
+                "-DHOOKSTATS_CUDA_ON_CPU",
+                *sanitized,
+            ],
             extra_ldflags=["-fopenmp", *sanitized, f"-L{package}", "-l:_kernels.so", f"-Wl,-rpath,{package}"],
             extra_include_paths=[str(ROOT / "tests" / "cuda_on_cpu"), str(ROOT / "csrc")],
             build_directory=str(build),
