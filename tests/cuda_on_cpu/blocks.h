@@ -133,7 +133,7 @@ struct Fiber {
   Context context;
   std::unique_ptr<char[]> stack{new char[kStackBytes]};
   dim3 index;
-  bool finished;
+  bool finished = true;
   int barrier_line;
   bool at_cluster_barrier;
   int64_t barriers;  // reached so far
