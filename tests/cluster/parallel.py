@@ -121,3 +121,24 @@ def check_merged(
     counts = stats.histogram.counts
     wanted = reference.exponent_counts(rows.reshape(-1)) if counts.ndim == 1 else reference.octave_counts(rows)
     assert (counts == wanted).all(), site
+
+
+def of_all_ranks(monitor: hookstats.Monitor) -> tuple[hookstats.Snapshot, list[str]]:
+    """What `Monitor.step` and `detach` return of the one step, and what is told on the way."""
+    with hearing() as told:
+        (snapshot,) = [each for each in (monitor.step(), *monitor.detach()) if each is not None]
+    assert snapshot.ranks == tuple(range(dist.get_world_size()))
+    return snapshot, told
+
+
+def check_all(model: nn.Module, monitor: Any, kept: Kept, ranks_of: Any) -> Any:
+    """ranks_of(site): the ranks that hold it, as `check_merged` wants them; None: it is checked elsewhere."""
+    snapshot, told = of_all_ranks(monitor)
+    parts = kept.gathered()
+    sites = {site for part in parts for site in part} - {tuple(site) for site in monitor.skipped}
+    assert {(site.name, site.tensor.split("[")[0]) for site in snapshot} == sites
+    for site in sites:
+        lines = ranks_of(site)
+        if lines is not None:
+            check_merged(snapshot, site, parts, lines, 0 if "param" in site[1] else -1)
+    return snapshot, told
