@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -87,8 +88,8 @@ def freezes(rank: int, world: int) -> Any:
     store = default_store()
     store.set(f"pid/{rank}", str(os.getpid()))
 
-    def freeze() -> None:
-        os.kill(os.getpid(), signal.SIGSTOP)
+    def freeze() -> None:  # os.kill: another thread takes the signal, and this one may go on until that one runs
+        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
 
     merging = Merging(range(world), Disturbed(20, freeze if rank == 2 else None), patience=1.0)
     with hearing() as told:

@@ -123,6 +123,19 @@ def writers(directory: Path) -> list[int]:
     return found
 
 
+def stop(pid: int) -> None:
+    """No thread of it runs when this returns, until SIGCONT; the signal alone is not that yet."""
+    os.kill(pid, signal.SIGSTOP)
+    wait_for(lambda: all(_state(thread) in "TZ" for thread in Path(f"/proc/{pid}/task").iterdir()))
+
+
+def _state(thread: Path) -> str:
+    try:
+        return (thread / "stat").read_text().rpartition(") ")[2][0]
+    except OSError:
+        return "Z"  # it has ended
+
+
 def kill(pid: int) -> None:
     """It runs no more when this returns."""
     with suppress(ProcessLookupError):

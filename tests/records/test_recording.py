@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -117,11 +118,11 @@ def test_a_ring_that_is_full_drops_new_steps_and_counts_them(tmp_path: Path) -> 
     recorded.wait_for(lambda: recording._ring.judged > 0)
     writer = recording._writer
     assert writer is not None
-    os.kill(writer.pid, 19)
+    recorded.stop(writer.pid)
     take(recording, range(1, 100))
     dropped = recording._ring.dropped
     assert 0 < dropped < 99
-    os.kill(writer.pid, 18)
+    os.kill(writer.pid, signal.SIGCONT)
     with pytest.warns(UserWarning, match=r"falls behind.* attach\(every=\d+\) is advised"):
         recording.close()
     run = hookstats.load(directory)
@@ -140,7 +141,7 @@ def test_a_writer_that_falls_behind_costs_steps_evenly_and_the_end_does_not_wait
     recorded.wait_for(lambda: recording._ring.judged > 0)
     writer = recording._writer
     assert writer is not None
-    os.kill(writer.pid, 19)
+    recorded.stop(writer.pid)
     with pytest.warns(UserWarning, match=r"falls behind: .* left out, evenly; attach\(every=\d+\) is advised") as told:
         take(recording, range(1, 1000))
     assert len(told) == 1
@@ -149,7 +150,7 @@ def test_a_writer_that_falls_behind_costs_steps_evenly_and_the_end_does_not_wait
     with pytest.warns(UserWarning, match="has not ended; it goes on"):
         recording.close()
     assert time.monotonic() - begin < 10
-    os.kill(writer.pid, 18)
+    os.kill(writer.pid, signal.SIGCONT)
     recorded.wait_for(lambda: not recording._description.exists())
     run = hookstats.load(directory)
     assert len(run) == 1000 - dropped

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -52,7 +51,7 @@ def test_a_torn_ring_gives_what_lies_before_the_tear(tmp_path: Path) -> None:
     process = recorded.start(directory, steps=40, pause=0.001, ring_bytes=16 << 20)
     recorded.wait_for(lambda: recorded.writers(directory))
     for pid in recorded.writers(directory):
-        os.kill(pid, 19)  # it stops
+        recorded.stop(pid)
     recorded.wait_for(lambda: len(recorded.taken(directory)) == 40)
     for pid in [process.pid, *recorded.writers(directory)]:
         recorded.kill(pid)
@@ -96,7 +95,7 @@ def kill_both(process: subprocess.Popen[bytes], directory: Path) -> None:
     """The writer stops first: it neither finishes what is left, nor does training start another one."""
     writers = recorded.writers(directory)
     for pid in writers:
-        os.kill(pid, signal.SIGSTOP)
+        recorded.stop(pid)
     for pid in [process.pid, *writers]:
         recorded.kill(pid)
 
@@ -173,7 +172,7 @@ def test_a_run_that_goes_on_in_another_container_of_this_machine_is_left_alone(t
     process = recorded.start(tmp_path / "run", pause=0.002)
     try:
         recorded.wait_for(lambda: len(recorded.taken(tmp_path / "run")) > 3)
-        os.kill(process.pid, signal.SIGSTOP)
+        recorded.stop(process.pid)
         for pid in recorded.writers(tmp_path / "run"):
             recorded.kill(pid)
         described(tmp_path / "run", host="another", pid=1 << 22)
