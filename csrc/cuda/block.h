@@ -207,7 +207,8 @@ __device__ __forceinline__ void run_block(const scalar_t* data, const Job& job, 
       if (owns) sums = load_slot<Whole>(shared, kThreads, thread).widened();
     }
   } else if (on) {
-    const int at_once = Histogram::kMostRows / geometry.groups / Sizes::Reads::kTilePacks * Sizes::Reads::kTilePacks;
+    const int at_once =
+        Histogram::kMostRows / geometry.groups / Sizes::Reads::Tile::kMostPacks * Sizes::Reads::Tile::kMostPacks;
     const int64_t most = geometry.lanes_first ? divide_up(share, geometry.groups) : 0;
     for (int64_t until = at_once;; until += at_once) {
       reader.read(geometry.lanes_first ? int(until) : INT32_MAX, histogram, nonfinite, lane * kPlaces);

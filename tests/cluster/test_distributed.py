@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -22,6 +18,7 @@ import hookstats
 from hookstats.numbers import fields
 from tests.models import Residual
 from tests.plain import OF_OUTPUTS, Plain, check_against
+from tests.ranks import run
 
 TENSORS = ("output", "grad_output", "param", "param_grad", "param_update")
 
@@ -30,15 +27,14 @@ def batch(rank: int) -> torch.Tensor:
     return torch.randn(4, 5, 16, generator=torch.Generator().manual_seed(rank))
 
 
-def join(rank: int, world: int, folder: str) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", RANK=str(rank), WORLD_SIZE=str(world))
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
+def residual() -> Residual:
     torch.manual_seed(0)
+    return Residual()
 
 
-def worker(rank: int, world: int, folder: str, attach_first: bool) -> None:
-    join(rank, world, folder)
-    model = Residual()
+def is_sharded(rank: int, world: int, attach_first: bool) -> dict[tuple[str, str], tuple[int, Any]]:
+    """Of each site, its calls and its moments."""
+    model = residual()
     settings = {"every": 1, "options": hookstats.Options(strict=True), "tensors": TENSORS}
     mon = hookstats.attach(model, **settings) if attach_first else None
     mesh = init_device_mesh("cpu", (world,))
@@ -51,40 +47,34 @@ def worker(rank: int, world: int, folder: str, attach_first: bool) -> None:
     optimizer.step()
     snapshot = mon.step()
     assert snapshot is not None
-    torch.save({tuple(site): (s.calls, s._moments) for site, s in snapshot.items()}, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+    return {(site.name, site.tensor): (stats.calls, stats._moments) for site, stats in snapshot.items()}
 
 
 @pytest.mark.parametrize("attach_first", [True, False])
 def test_fsdp2_on_two_ranks_sees_what_one_process_sees(attach_first: bool) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(worker, (2, folder, attach_first), nprocs=2)
-        for rank in range(2):
-            torch.manual_seed(0)
-            model = Residual()
-            mon = hookstats.attach(model, tensors=OF_OUTPUTS, every=1)
-            model(batch(rank)).square().sum().backward()
-            snapshot = mon.step()
-            assert snapshot is not None
-            seen = torch.load(Path(folder, f"{rank}.pt"), weights_only=False)
-            modules = {site: found for site, found in seen.items() if "param" not in site[1]}
-            assert set(modules) == {tuple(site) for site in snapshot.order}
-            for site, (calls, moments) in modules.items():
-                assert calls == 1
-                assert snapshot[site].channels is not None
-                # Gradients of outputs are this rank's own: they are not reduced.
-                for name in fields.STATISTICS:
-                    want = getattr(snapshot[site].channels, name)
-                    got = getattr(hookstats.results.Stats(moments), name)
-                    torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=1e-5, atol=1e-6)
+    for rank, seen in enumerate(run(is_sharded, 2, attach_first)):
+        model = residual()
+        mon = hookstats.attach(model, tensors=OF_OUTPUTS, every=1)
+        model(batch(rank)).square().sum().backward()
+        snapshot = mon.step()
+        assert snapshot is not None
+        modules = {site: found for site, found in seen.items() if "param" not in site[1]}
+        assert set(modules) == {tuple(site) for site in snapshot.order}
+        for site, (calls, moments) in modules.items():
+            assert calls == 1
+            assert snapshot[site].channels is not None
+            # Gradients of outputs are this rank's own: they are not reduced.
+            for name in fields.STATISTICS:
+                want = getattr(snapshot[site].channels, name)
+                got = getattr(hookstats.results.Stats(moments), name)
+                torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=1e-5, atol=1e-6)
 
-            check_parameters({site: found for site, found in seen.items() if "param" in site[1]}, rank)
+        check_parameters({site: found for site, found in seen.items() if "param" in site[1]}, rank)
 
 
 def check_parameters(seen: dict[tuple[str, str], tuple[int, Any]], rank: int) -> None:
     """Each rank holds half of the rows, and gradients that are the mean over the ranks."""
-    torch.manual_seed(0)
-    model = Residual()
+    model = residual()
     for each in range(2):
         (model(batch(each)).square().sum() / 2).backward()
     wanted = {(name, "param"): p.detach() for name, p in model.named_parameters()}
@@ -102,9 +92,8 @@ def check_parameters(seen: dict[tuple[str, str], tuple[int, Any]], rank: int) ->
         torch.testing.assert_close(got, part.double().square().sum(), rtol=1e-5, atol=1e-9)
 
 
-def ddp_worker(rank: int, world: int, folder: str) -> None:
-    join(rank, world, folder)
-    model = nn.parallel.DistributedDataParallel(Residual())
+def is_replicated(rank: int, world: int) -> None:
+    model = nn.parallel.DistributedDataParallel(residual())
     mon, plain = (
         hookstats.attach(model, tensors=OF_OUTPUTS, every=1, options=hookstats.Options(strict=True)),
         Plain(model),
@@ -118,12 +107,10 @@ def ddp_worker(rank: int, world: int, folder: str) -> None:
     assert list(model.state_dict()) == names
     assert all("blocks" in site.name or site.name == "head" for site in mon.sites)  # clean names
     check_against(plain, mon.snapshot())
-    dist.destroy_process_group()
 
 
 def test_under_ddp_each_rank_sees_its_own_batch() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(ddp_worker, (2, folder), nprocs=2)
+    run(is_replicated, 2)
 
 
 def mlp() -> nn.Sequential:
@@ -131,8 +118,7 @@ def mlp() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 6))
 
 
-def tensor_parallel_worker(rank: int, world: int, folder: str, attach_first: bool) -> None:
-    join(rank, world, folder)
+def is_tensor_parallel(rank: int, world: int, attach_first: bool) -> None:
     whole = mlp()
     plain = Plain(whole)
     whole(batch8()).square().sum().backward()
@@ -156,7 +142,6 @@ def tensor_parallel_worker(rank: int, world: int, folder: str, attach_first: boo
         assert mon.skipped == {}
         for kind in ("output", "grad_output"):
             check_channels(snapshot["2", kind], plain.seen["2", kind][0])
-    dist.destroy_process_group()
 
 
 def batch8() -> torch.Tensor:
@@ -176,8 +161,7 @@ def check_channels(stats: hookstats.results.SiteStats, tensor: torch.Tensor) -> 
 def test_tensor_parallel_layers_show_this_ranks_part_and_what_is_yet_to_be_reduced_is_skipped(
     attach_first: bool,
 ) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(tensor_parallel_worker, (2, folder, attach_first), nprocs=2)
+    run(is_tensor_parallel, 2, attach_first)
 
 
 class Gathers(nn.Module):
@@ -187,16 +171,13 @@ class Gathers(nn.Module):
         return funcol.all_gather_tensor(x, 0, dist.group.WORLD)
 
 
-def asynchronous_worker(rank: int, world: int, folder: str) -> None:
-    join(rank, world, folder)
+def gathers(rank: int, world: int) -> None:
     model = Gathers()
     mon = hookstats.attach(model, tensors=OF_OUTPUTS, every=1, options=hookstats.Options(strict=True))
     y = model(torch.full((3, 4), float(rank)))
     assert type(y).__name__ == "AsyncCollectiveTensor"
     check_channels(mon.snapshot()["", "output"], torch.tensor([[0.0] * 4] * 3 + [[1.0] * 4] * 3))
-    dist.destroy_process_group()
 
 
 def test_an_asynchronous_collective_is_waited_for_and_measured() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(asynchronous_worker, (2, folder), nprocs=2)
+    run(gathers, 2)

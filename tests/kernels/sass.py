@@ -33,7 +33,7 @@ SCHEDULES = {
 }
 KINDS = ("moments", "+ per tensor", "+ per channel")
 LOOP_VALUES = 4 * 4  # of a thread, in one round of the hot loop: Ring::kGroup packs; of float8 twice as many
-TILE_VALUES = 128 * 4  # between two rounds of the loop around it: Reader::kTilePacks packs
+TILE_VALUES = 128 * 4  # between two rounds of the loop around it: TileSums::kMostPacks packs
 
 Figures = dict[str, dict[str, int]]
 

@@ -218,14 +218,14 @@ MUTANTS = [
     ),
     Mutant(
         "the masked tile sums what is NaN alone",
-        "csrc/cuda/read.h",
+        "csrc/cuda/tile_sums.h",
         "if (x[i] != x[i]) continue;",
         "if (x[i] == x[i]) continue;",
         f"tests/kernels/test_not_finite.py {ON_GPU.format('rows_and_planes')}",
     ),
     Mutant(
         "a tile's sums hold that have cancelled",
-        "csrc/cuda/read.h",
+        "csrc/cuda/tile_sums.h",
         "return finite & (equal | (in_range & shift_is_near));",
         "return finite;",
         f"{KERNELS} {ON_GPU.format('hard_float32')}",

@@ -1,0 +1,220 @@
+// What a thread sums of a tile, in the arithmetic of the data: plainly, or masked, without what is not finite.
+#pragma once
+
+#include "extremes.h"
+
+namespace hookstats::cuda {
+
+// The sums of a tile's values about a shift. The places of a pack are `kChannels` channels, or all of one. kMasks: a
+// tile for which the sums do not hold can be summed again, masked.
+template <class scalar_t, int kPack_, int kChannels_, bool kMasks>
+struct TileSums {
+  static constexpr int kPack = kPack_, kChannels = kChannels_;
+  static constexpr int kPlaces = kPack / kChannels;  // of a channel in a pack
+  static constexpr int kMostPacks = 128;
+  static_assert(kMostPacks <= 256, "zeros are counted in 16-bit floating point");
+  using Load = Pack<scalar_t, kPack>;
+  using acc_t = acc_of<scalar_t>;
+
+  acc_t shift[kChannels], sum[kChannels], square_sum[kChannels], abs_sum[kChannels];
+  Extremes<scalar_t, kPack> extremes;
+  bool shifted = false, guessed;  // whether there is a shift, and whether one of them is a guess
+
+  // The next tile: its shift is there, or chosen by its first values.
+  __device__ void clear() {
+    for (int c = 0; c < kChannels; ++c) sum[c] = square_sum[c] = abs_sum[c] = 0;
+    extremes.clear();
+  }
+
+  // Between the middle two of the channel's first four values, so that one that lies far from the others does not move
+  // it: of those that are finite, and a guess where none is.
+  __device__ void choose_shift(const Load* pack, int packs) {
+    acc_t x[4][kPack];
+    for (int d = 0; d < 4; ++d) widen_pack(pack[d], x[d]);
+    guessed = false;
+    for (int c = 0; c < kChannels; ++c) {
+      acc_t y[4];
+      for (int d = 0; d < 4; ++d) {
+        y[d] = finite_or_nan(x[d][c]);
+        if (d >= packs) y[d] = y[0];
+      }
+      const acc_t low = std::fmax(std::fmin(y[0], y[1]), std::fmin(y[2], y[3]));  // a NaN loses
+      const acc_t high = std::fmin(std::fmax(y[0], y[1]), std::fmax(y[2], y[3]));
+      const acc_t middle = low + (high - low) / 2;
+      const bool is_finite = middle - middle == 0;
+      shift[c] = is_finite ? middle : 0;
+      guessed |= !is_finite;
+    }
+    shifted = true;
+  }
+
+  // Rounding: a value passes a chain of four additions, a tree over the places, and one addition per four packs.
+  template <int packs, bool may_be_first, class Histogram>
+  __device__ void add(const Load* pack, const Histogram& histogram) {
+    acc_t x[packs][kPack];
+    for (int d = 0; d < packs; ++d) {
+      widen_pack(pack[d], x[d]);
+      extremes.update(pack[d], x[d]);
+    }
+    if (!kMasks && may_be_first && !shifted) {  // their mean: the middle would take registers that are not there
+      for (int c = 0; c < kChannels; ++c) {
+        acc_t first = x[0][c];
+        for (int d = 1; d < packs; ++d) first += x[d][c];
+        shift[c] = first * (acc_t(1) / packs);
+      }
+      shifted = true;
+    }
+    acc_t s[kPack], q[kPack], a[kPack];  // of each place
+    if constexpr (kHasFloatPairs && sizeof(acc_t) == sizeof(float) && kPack % 2 == 0) {
+      for (int i = 0; i < kPack; i += 2) add_pairs<packs>(x, i, s, q);
+    } else {
+      for (int i = 0; i < kPack; ++i) {
+        s[i] = x[0][i] - shift[i % kChannels];
+        q[i] = s[i] * s[i];
+        for (int d = 1; d < packs; ++d) {
+          const acc_t deviation = x[d][i] - shift[i % kChannels];
+          s[i] += deviation;
+          q[i] += deviation * deviation;
+        }
+      }
+    }
+    for (int i = 0; i < kPack; ++i) {
+      a[i] = std::fabs(x[0][i]);
+      for (int d = 1; d < packs; ++d) a[i] += std::fabs(x[d][i]);
+    }
+    add_places(s, q, a);
+    for (int d = 0; d < packs; ++d) {
+      for (int i = 0; i < kPack; ++i) histogram.add(x[d][i], i % kChannels);
+    }
+  }
+  // The same sums of deviations and of their squares, of two neighbouring places at once.
+  template <int packs>
+  __device__ void add_pairs(const acc_t (&x)[packs][kPack], int i, acc_t (&s)[kPack], acc_t (&q)[kPack]) const {
+    const FloatPair minus(-float(shift[i % kChannels]), -float(shift[(i + 1) % kChannels]));
+    FloatPair sums = FloatPair(float(x[0][i]), float(x[0][i + 1])) + minus, squares = sums * sums;
+    for (int d = 1; d < packs; ++d) {
+      const FloatPair deviations = FloatPair(float(x[d][i]), float(x[d][i + 1])) + minus;
+      sums = sums + deviations;
+      squares.add_squares(deviations);
+    }
+    float low = 0, high = 0;
+    sums.split(low, high);
+    s[i] = low;
+    s[i + 1] = high;
+    squares.split(low, high);
+    q[i] = low;
+    q[i + 1] = high;
+  }
+  __device__ void add_places(acc_t (&s)[kPack], acc_t (&q)[kPack], acc_t (&a)[kPack]) {
+    for (int half = kPack / 2; half >= kChannels; half /= 2) {
+      for (int i = 0; i < half; ++i) {
+        s[i] += s[i + half];
+        q[i] += q[i + half];
+        a[i] += a[i + half];
+      }
+    }
+    for (int c = 0; c < kChannels; ++c) {
+      sum[c] += s[c];
+      square_sum[c] += q[c];
+      abs_sum[c] += a[c];
+    }
+  }
+
+  __device__ acc_t min(int c) const {
+    acc_t low = extremes.min(c);
+    for (int i = c + kChannels; i < kPack; i += kChannels) low = std::fmin(low, extremes.min(i));
+    return low;
+  }
+  __device__ acc_t max(int c) const {
+    acc_t high = extremes.max(c);
+    for (int i = c + kChannels; i < kPack; i += kChannels) high = std::fmax(high, extremes.max(i));
+    return high;
+  }
+  __device__ unsigned zeros(int c) const {
+    int zeros = extremes.zeros(c);
+    for (int i = c + kChannels; i < kPack; i += kChannels) zeros += extremes.zeros(i);
+    return unsigned(zeros);
+  }
+
+  // As sums_hold in stats.h, in the arithmetic of the data. Equal values far from the shift, if it is the mean of the
+  // tile before, vary so much with that one that what is lost here does not show.
+  __device__ bool holds(int c, acc_t inverse_count) const {
+    constexpr acc_t kLargest = std::numeric_limits<acc_t>::max(), kSmallest = std::numeric_limits<acc_t>::min();
+    const acc_t low = min(c), high = max(c), q = square_sum[c];
+    const bool finite = (q <= kLargest / 32) & (abs_sum[c] <= kLargest);
+    const bool constant = low == high, in_range = q * inverse_count >= kSmallest;
+    const bool shift_is_near = 16 * (q - sum[c] * inverse_count * sum[c]) >= q;
+    const bool equal = constant & ((low == shift[c]) | (!(kMasks && guessed) & (q != 0)));
+    return finite & (equal | (in_range & shift_is_near));
+  }
+
+  // Before the same tile is summed again: the shift as near to its mean as is known. With a value that is not finite,
+  // it stays.
+  __device__ void correct_shift(acc_t inverse_count) {
+    for (int c = 0; c < kChannels; ++c) {
+      const acc_t low = min(c), mean = shift[c] + sum[c] * inverse_count;
+      const acc_t nearer = low == max(c) ? low : mean;
+      if (nearer - nearer == 0) shift[c] = nearer;
+    }
+  }
+
+  // Of `values` values, all finite. The next tile's shift is their mean.
+  __device__ BlockSums<acc_t> close(int c, unsigned values, acc_t inverse_count) {
+    const BlockSums<acc_t> sums{
+        double(sum[c]), double(square_sum[c]), double(abs_sum[c]), shift[c], min(c), max(c), values, zeros(c)};
+    shift[c] += sum[c] * inverse_count;
+    return sums;
+  }
+};
+
+// Beside the sums of a masked tile: how many values of a channel are finite, +Inf and -Inf, in ten bits each.
+template <class Tile>
+struct MaskedTile {
+  static constexpr int kChannels = Tile::kChannels, kPack = Tile::kPack, kBits = 10;
+  static_assert(Tile::kMostPacks * Tile::kPlaces < 1 << kBits);
+  unsigned kinds[kChannels]{};
+
+  __device__ unsigned finite(int c) const { return kinds[c] & ((1 << kBits) - 1); }
+  __device__ unsigned positive(int c) const { return kinds[c] >> kBits & ((1 << kBits) - 1); }
+  __device__ unsigned negative(int c) const { return kinds[c] >> 2 * kBits; }
+
+  // Four packs, of which `packs` are there. Doubles go into the tile's sums one by one, since registers are scarce
+  // there and digits are not.
+  template <class Histogram>
+  __device__ void add(const typename Tile::Load* pack, int packs, Tile& tile, bool in_histogram,
+                      const Histogram& histogram) {
+    using acc_t = typename Tile::acc_t;
+    constexpr acc_t kInfinity = std::numeric_limits<acc_t>::infinity();
+    constexpr bool kOneByOne = sizeof(acc_t) == sizeof(double);
+    acc_t s[kPack]{}, q[kPack]{}, a[kPack]{};
+    for (int d = 0; d < 4; ++d) {
+      if (d >= packs) break;
+      typename Tile::Load here = pack[d];
+      acc_t x[kPack];
+      widen_pack(here, x);
+      bool infinite = false;
+      for (int i = 0; i < kPack; ++i) infinite |= std::fabs(x[i]) == kInfinity;
+      if (infinite) {  // rare beside NaN: counted, and made NaN
+        for (int i = 0; i < kPack; ++i) {
+          if (std::fabs(x[i]) == kInfinity) kinds[i % kChannels] += 1 << (x[i] > 0 ? 1 : 2) * kBits;
+        }
+        finite_or_nan(here, x);
+      }
+      for (int i = 0; i < kPack; ++i) {
+        const int c = i % kChannels;
+        const acc_t deviation = x[i] - tile.shift[c];
+        if (x[i] != x[i]) continue;
+        (kOneByOne ? tile.sum[c] : s[i]) += deviation;
+        (kOneByOne ? tile.square_sum[c] : q[i]) += deviation * deviation;
+        (kOneByOne ? tile.abs_sum[c] : a[i]) += std::fabs(x[i]);
+        kinds[c] += 1;
+      }
+      tile.extremes.update(here, x);
+      if (in_histogram) continue;
+      for (int i = 0; i < kPack; ++i) histogram.add(x[i], i % kChannels);
+    }
+    if (!kOneByOne) tile.add_places(s, q, a);
+  }
+};
+
+}  // namespace hookstats::cuda
