@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from itertools import chain, count
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -183,7 +184,8 @@ def main() -> None:
     snapshots: list[Snapshot] = []
     trainer = Trainer(model, train_images, train_labels)
     bins = ExponentBins(per_channel=True)
-    run = arguments.output / "run"
+    numbered = (arguments.output / f"run.{number}" for number in count(2))
+    run = next(path for path in chain([arguments.output / "run"], numbered) if not path.exists())  # one of its own
     recording = hookstats.record(run, on_finding=None)
     with hookstats.attach(model, every=1, histogram=bins, sinks=[snapshots.append, recording]) as monitor:
         print(f"{monitor} on {device}; {len(train_labels)} images to train on, {len(test_labels)} held out")
