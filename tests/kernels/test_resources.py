@@ -13,8 +13,8 @@ import hookstats
 
 RECORD = Path(hookstats.__file__).with_name("_built.json")
 # Registers of a thread. 128: two blocks of 256 threads on a multiprocessor. Some kernels of doubles are let have one
-# (kBlocksAtOnce in csrc/cuda/block.h), which is as full with 129 as with 255. The first pattern that a kernel's name
-# shows decides.
+# (kBlocksAtOnce in csrc/cuda/block.h), and are bound by what they take. The first pattern that a kernel's name shows
+# decides.
 MOST_REGISTERS = {
     r"blocks_kernelId": 128,
     r"(blocks|checksum)_kernel": 64,
@@ -22,7 +22,7 @@ MOST_REGISTERS = {
     r"softmax_kernelIdLi17": 255,  # doubles, and the largest 17 of them in registers
     r"softmax_kernel(Id|.*Li17)": 128,
     r"softmax_kernel": 64,
-    r"_kernelId.*KindE[23]": 255,
+    r"_kernelId.*KindE[23]": 170,
     r"(accumulate|small|many|merge|totals)_kernel": 128,
 }
 
