@@ -356,8 +356,8 @@ def _teach(*hooks: Any) -> None:
     torch._dynamo.allow_in_graph(_fold_wrapper)
     torch.compiler.substitute_in_graph(_native.observe, skip_signature_check=True)(observe_in_graph)
     for hook in hooks:
-        # Up to torch 2.13, hooks of a module that is compiled apart run outside of its graph. As frames of their own
-        # they would be one operator each; dynamo gives those up for good that it first sees while nothing is measured.
+        # Where a module is compiled apart, its hooks run outside of its graph. As frames of their own they would be one
+        # operator each, and dynamo gives those up for good that it first sees while nothing is measured.
         skip = eval_frame._FrameAction.SKIP
         eval_frame.set_code_exec_strategy(hook.__code__, eval_frame._FrameExecStrategy(skip, skip))
 
