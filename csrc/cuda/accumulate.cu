@@ -20,10 +20,10 @@ struct GridPlace {
 };
 
 // gridDim.x: groups of channels; gridDim.y: parts of their elements.
-template <class scalar_t, int kPack, int kPlaces, template <class> class Walker, HistogramKind kind, int kFlight>
-__global__ void __launch_bounds__(kThreads, kBlocksAtOnce<scalar_t, kind, (kPack > kPlaces)>)
+template <class scalar_t, int kPack, int kPlaces, template <class> class Walker, HistogramKind kind, class Size>
+__global__ void __launch_bounds__(Size::kThreads, kBlocksAtOnce<scalar_t, kind, (kPack > kPlaces), Size::kThreads>)
     accumulate_kernel(const scalar_t* data, const Job job, const Launch launch) {
-  run_block<scalar_t, kPack, kPlaces, Walker, kind, kFlight>(data, job, launch, GridPlace{});
+  run_block<scalar_t, kPack, kPlaces, Walker, kind, Size>(data, job, launch, GridPlace{});
 }
 
 // The same for what is tried with small tensors (cluster.h), of rows of 2- and 4-byte values. Beside the other one: in
@@ -36,23 +36,23 @@ __global__ void __launch_bounds__(kThreads, kBlocksAtOnce<scalar_t, kind, false>
     small_kernel(const scalar_t* data, const Job job, const Launch launch) {
   constexpr int kPack = kPackOf<scalar_t>;
   wait_for_kernel_before();
-  run_block<scalar_t, kPack, kPack, LineWalker, kind, kInFlight>(data, job, launch, ClusterPlace{});
+  run_block<scalar_t, kPack, kPack, LineWalker, kind, UsualBlock>(data, job, launch, ClusterPlace{});
 }
 template <class scalar_t, int kPlaces, template <class> class Walker, HistogramKind kind>
 constexpr bool kHasSmallKernel =
     (sizeof(scalar_t) == 2 || sizeof(scalar_t) == 4) && kPlaces == kPackOf<scalar_t> &&
     std::is_same_v<Walker<scalar_t>, LineWalker<scalar_t>> && kind != HistogramKind::linear;
 
-// Calls f(kernel, what is known of it, its shared memory, constant of the kind, constant of the bytes in flight).
+// Calls f(kernel, what is known of it, its shared memory, constant of the kind, size of its blocks).
 template <class scalar_t, int kPack, int kPlaces, template <class> class Walker, class F>
 cudaError_t with_kernel(HistogramKind kind, int most_shared, const F& f) {
   return with_kind(kind, [&](auto kind) {
     constexpr HistogramKind k = decltype(kind)::value;
-    return with_flight<scalar_t, kPack, kPlaces, Walker, k>(most_shared, [&](auto flight) {
-      constexpr int kFlight = decltype(flight)::value;
-      constexpr int kBytes = Shared<scalar_t, kPack, kPlaces, Walker, k, kFlight>::kBytes;
+    return with_size<scalar_t, kPack, kPlaces, Walker, k>(most_shared, [&](auto size) {
+      using Size = decltype(size);
+      constexpr int kBytes = Shared<scalar_t, kPack, kPlaces, Walker, k, Size>::kBytes;
       static Prepared prepared;
-      return f(accumulate_kernel<scalar_t, kPack, kPlaces, Walker, k, kFlight>, prepared, kBytes, kind, flight);
+      return f(accumulate_kernel<scalar_t, kPack, kPlaces, Walker, k, Size>, prepared, kBytes, kind, size);
     });
   });
 }
@@ -81,17 +81,23 @@ int64_t parts_of(const Job& job, int64_t bytes, int64_t wave) {
 template <class scalar_t, int kPack, int kPlaces, template <class> class Walker>
 cudaError_t launch_accumulate(const void* data, Job job, int64_t bytes, const Launch& to) {
   const Facts facts = facts_of(to.device);
-  const auto run = [&](auto kernel, Prepared& prepared, int shared_bytes, auto kind, auto flight) {
+  const auto run = [&](auto kernel, Prepared& prepared, int shared_bytes, auto kind, auto size) {
+    using Size = decltype(size);
     int at_once = 0;
-    const auto error = prepare(kernel, prepared, kThreads, shared_bytes, to.device, at_once);
+    const auto error = prepare(kernel, prepared, Size::kThreads, shared_bytes, to.device, at_once);
     if (error != cudaSuccess) return error;
     const int64_t wave = int64_t(facts.multiprocessors) * std::min(at_once, kMostAtOnce);
+    if constexpr (Size::kThreads > kThreads) {
+      using Sizes = Shared<scalar_t, kPack, kPlaces, Walker, decltype(kind)::value, Size>;
+      constexpr int kMostGroups = Sizes::Histogram::kMostRows / Sizes::Reads::Tile::kMostPacks;  // count a tile each
+      job.geometry.groups = std::min(Size::kThreads / kThreads * job.geometry.groups, kMostGroups / 4 * 4);
+    }
     cut(job, parts_of(job, bytes, wave));
-    const dim3 grid(job.groups, job.parts), block(kThreads);
+    const dim3 grid(job.groups, job.parts), block(Size::kThreads);
     const auto stream = static_cast<cudaStream_t>(to.stream);
     const auto* values = static_cast<const scalar_t*>(data);
     constexpr HistogramKind k = decltype(kind)::value;
-    if constexpr (kHasSmallKernel<scalar_t, kPlaces, Walker, k> && decltype(flight)::value == kInFlight) {
+    if constexpr (kHasSmallKernel<scalar_t, kPlaces, Walker, k> && std::is_same_v<Size, UsualBlock>) {
       const bool in_cluster = (small_variant() & k_clusters) && job.parts > 1 && job.parts <= kMostInCluster;
       const bool early = small_variant() & k_early;
       const auto small = small_kernel<scalar_t, k>;
@@ -147,9 +153,9 @@ template <class scalar_t>
 cudaError_t load_as(HistogramKind kind, int device) {
   constexpr int kPack = kPackOf<scalar_t>;
   const int most = facts_of(device).shared_memory;
-  const auto run = [&](auto kernel, Prepared& prepared, int shared_bytes, auto, auto) {
+  const auto run = [&](auto kernel, Prepared& prepared, int shared_bytes, auto, auto size) {
     int at_once = 0;
-    return prepare(kernel, prepared, kThreads, shared_bytes, device, at_once);
+    return prepare(kernel, prepared, decltype(size)::kThreads, shared_bytes, device, at_once);
   };
   if (packs_fit<scalar_t, kPack>(kind, most)) {
     for (const auto error : {with_kernel<scalar_t, kPack, kPack, LineWalker>(kind, most, run),

@@ -13,45 +13,65 @@ constexpr int larger(int a, int b) { return a > b ? a : b; }
 
 // Shared memory: the histogram, then the thread's sums, then the ring. When these are done with, from the beginning on:
 // the sums of parts. Where values are counted, there are sums only after that, in the place of the ring.
-template <class scalar_t, int kPack, int kPlaces, template <class> class Walker, HistogramKind kind, int kFlight>
+template <class scalar_t, int kPack, int kPlaces, template <class> class Walker, HistogramKind kind, class Size>
 struct Shared {
+  static constexpr int kThreads = Size::kThreads;
   static constexpr bool kCounts = kCounted<scalar_t, kPack>;
   // Value by value, and beside linear bins, a masked loop would not fit into the registers.
   static constexpr bool kMasks = kPack > 1 && kind != HistogramKind::linear;
   using Histogram = std::conditional_t<kCounts, ValueCounts<scalar_t, kind, kPlaces>,
-                                       BlockHistogram<kind, kPlaces, (kPack > kPlaces)>>;
+                                       BlockHistogram<kind, kPlaces, (kPack > kPlaces), kThreads>>;
   using Reads = std::conditional_t<
-      kCounts, CountingReader<scalar_t, kPack, kPlaces, Walker, kFlight>,
-      Reader<scalar_t, kPack, kPlaces, Walker, kPlaces == 4 && kind == HistogramKind::per_channel, kMasks, kFlight>>;
+      kCounts, CountingReader<scalar_t, kPack, kPlaces, Walker, Size>,
+      Reader<scalar_t, kPack, kPlaces, Walker, kPlaces == 4 && kind == HistogramKind::per_channel, kMasks, Size>>;
   static constexpr int kThreadSums = kThreads * kPlaces * BlockSums<acc_of<scalar_t>>::kBytes;
   static constexpr int kHistogram = Histogram::kWords * int(sizeof(unsigned)), kSums = kCounts ? 0 : kThreadSums;
   static constexpr int kRing = Reads::Feed::kBytes;
   static constexpr int kBytes = larger(kHistogram + kSums + kRing, kThreads* WideSums::kBytes);
 };
 
-// Beside it every kernel has arrays of fixed size, of less than this.
-constexpr int kFixedShared = 2 << 10;
+// Beside it every kernel has arrays of fixed size, of less than this; and CUDA takes some of each block.
+constexpr int kFixedShared = 2 << 10, kReservedShared = 1 << 10;
 
-// What a GPU that is built for has at least. A kernel that asks for more has a second one with half as much in flight.
+// Two usual blocks run on a multiprocessor at a time, but some take more than half of a smaller GPU's shared memory.
+// Where there is room for it (A100), a wide block takes their place: as many threads as two have, with one histogram.
+// Where there is not even room for one (L4), that is a lean one, with half as much on its way.
+using UsualBlock = BlockSize<kThreads, 128>;
+using LeanBlock = BlockSize<kThreads, UsualBlock::kFlight / 2>;
+using WideBlock = BlockSize<2 * kThreads, UsualBlock::kFlight / 2>;
+
+// What a GPU that is built for has at least.
 constexpr int kLeastSharedMemory = 99 << 10;
 template <class scalar_t, int kPack, int kPlaces, template <class> class Walker, HistogramKind kind>
-constexpr bool kHasSmaller =
-    Shared<scalar_t, kPack, kPlaces, Walker, kind, kInFlight>::kBytes + kFixedShared > kLeastSharedMemory;
+constexpr bool kHasLean =
+    Shared<scalar_t, kPack, kPlaces, Walker, kind, UsualBlock>::kBytes + kFixedShared > kLeastSharedMemory;
+// Of 4-byte values, the threads of one block keep up with memory.
+template <class scalar_t, int kPack, int kPlaces, template <class> class Walker, HistogramKind kind>
+constexpr bool kHasWide = kHasLean<scalar_t, kPack, kPlaces, Walker, kind> && sizeof(scalar_t) == 2;
 
-// Calls f(constant of the bytes in flight) of the kernel that `shared_memory` bytes are enough for.
+// Calls f(the size) of the blocks that a GPU has room for. One of them may have `shared_memory` bytes, which is all
+// that a multiprocessor has but for what is reserved of one block.
 template <class scalar_t, int kPack, int kPlaces, template <class> class Walker, HistogramKind kind, class F>
-auto with_flight([[maybe_unused]] int shared_memory, const F& f) {
-  if constexpr (kHasSmaller<scalar_t, kPack, kPlaces, Walker, kind>) {
-    using Larger = Shared<scalar_t, kPack, kPlaces, Walker, kind, kInFlight>;
-    if (Larger::kBytes + kFixedShared > shared_memory) return f(std::integral_constant<int, kInFlight / 2>{});
+auto with_size([[maybe_unused]] int shared_memory, const F& f) {
+  [[maybe_unused]] const auto bytes = [](auto size) {
+    return Shared<scalar_t, kPack, kPlaces, Walker, kind, decltype(size)>::kBytes + kFixedShared;
+  };
+  if constexpr (kHasWide<scalar_t, kPack, kPlaces, Walker, kind>) {
+    const int of_two = 2 * bytes(UsualBlock{}) + kReservedShared;
+    if (of_two > shared_memory && bytes(WideBlock{}) <= shared_memory) return f(WideBlock{});
   }
-  return f(std::integral_constant<int, kInFlight>{});
+  if constexpr (kHasLean<scalar_t, kPack, kPlaces, Walker, kind>) {
+    if (bytes(UsualBlock{}) > shared_memory) return f(LeanBlock{});
+  }
+  return f(UsualBlock{});
 }
 
 // Blocks on a multiprocessor, whose registers they share: of doubles, some kernels need more than half of them.
-template <class scalar_t, HistogramKind kind, bool kPlanes>
+template <class scalar_t, HistogramKind kind, bool kPlanes, int threads = kThreads>
 constexpr int kBlocksAtOnce =
-    sizeof(scalar_t) == 8 && (kind == HistogramKind::linear || (kPlanes && kind == HistogramKind::per_channel)) ? 1 : 2;
+    sizeof(scalar_t) == 8 && (kind == HistogramKind::linear || (kPlanes && kind == HistogramKind::per_channel))
+        ? 1
+        : 2 * kThreads / threads;
 
 // Calls f(constant of the kind).
 template <class F>
@@ -76,8 +96,8 @@ bool packs_fit(HistogramKind kind, int shared_memory) {
   constexpr int kPack = kPackOf<scalar_t>;
   return with_kind(kind, [&](auto constant) {
     constexpr HistogramKind k = decltype(constant)::value;
-    constexpr int kFlight = kHasSmaller<scalar_t, kPack, kPlaces, LineWalker, k> ? kInFlight / 2 : kInFlight;
-    constexpr int kBytes = Shared<scalar_t, kPack, kPlaces, LineWalker, k, kFlight>::kBytes + kFixedShared;
+    using Least = std::conditional_t<kHasLean<scalar_t, kPack, kPlaces, LineWalker, k>, LeanBlock, UsualBlock>;
+    constexpr int kBytes = Shared<scalar_t, kPack, kPlaces, LineWalker, k, Least>::kBytes + kFixedShared;
     static_assert(kBytes <= kLeastSharedMemory);
     return kBytes <= shared_memory;
   });
@@ -115,10 +135,11 @@ __device__ inline bool fold_cluster(WideSums& sums, double* shared, const Arriva
 // the last block of a channel group folds the parts of all into the state. `place` says which block: place.group() of
 // the groups of channels, place.part() of the parts of their elements. All threads of the block call it, once. They are
 // one function: each way to cut it that was tried cost registers, and some of them instructions of the hot loop.
-template <class scalar_t, int kPack, int kPlaces, template <class> class Walker, HistogramKind kind, int kFlight,
+template <class scalar_t, int kPack, int kPlaces, template <class> class Walker, HistogramKind kind, class Size,
           class Place>
 __device__ __forceinline__ void run_block(const scalar_t* data, const Job& job, const Launch& launch, Place place) {
-  using Sizes = Shared<scalar_t, kPack, kPlaces, Walker, kind, kFlight>;
+  using Sizes = Shared<scalar_t, kPack, kPlaces, Walker, kind, Size>;
+  constexpr int kThreads = Size::kThreads;
   using Histogram = typename Sizes::Histogram;
   using Whole = BlockSums<acc_of<scalar_t>>;
   HOOKSTATS_DYNAMIC_SHARED(dynamic);
@@ -203,7 +224,7 @@ __device__ __forceinline__ void run_block(const scalar_t* data, const Job& job, 
                              thread);
       store_slot(histogram.sums(job.state, merging, first_channel, thread), ring, kThreads, thread);
       __syncthreads();
-      fold_block<Whole, 1>(shared, merging, thread);
+      fold_block<Whole, 1, kThreads>(shared, merging, thread);
       if (owns) sums = load_slot<Whole>(shared, kThreads, thread).widened();
     }
   } else if (on) {
@@ -229,7 +250,7 @@ __device__ __forceinline__ void run_block(const scalar_t* data, const Job& job, 
     }
     nonfinite.add_to_state(job.state, first_channel, thread);
     histogram.add_to_state(job.state, geometry, first_channel, channels, thread);
-    fold_block<Whole, kPlaces>(shared, geometry, thread);
+    fold_block<Whole, kPlaces, kThreads>(shared, geometry, thread);
     if (owns) {
       const int slot = geometry.thread(column / kPlaces, 0) + column % kPlaces * kThreads;
       sums = load_slot<Whole>(shared, kThreads * kPlaces, slot).widened();
@@ -267,7 +288,7 @@ __device__ __forceinline__ void run_block(const scalar_t* data, const Job& job, 
       }
       store_slot(sums, dynamic, kThreads, thread);
       __syncthreads();
-      fold_block<WideSums, 1>(dynamic, merging, thread);
+      fold_block<WideSums, 1, kThreads>(dynamic, merging, thread);
       if (owns) sums = load_slot<WideSums>(dynamic, kThreads, thread);
     }
     word += (count + kFan - 1) / kFan;

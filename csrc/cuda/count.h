@@ -47,7 +47,7 @@ struct ValueCounts {
 
   __device__ ValueCounts(unsigned* shared, const State&, const Geometry& geometry, int64_t, int thread)
       : counts(shared), channels(geometry.lanes * kPlaces), copies(kColumns / channels) {
-    clear_words(counts, kWords, thread);
+    clear_words<kThreads>(counts, kWords, thread);
     const int lane = geometry.lane(thread), group = geometry.group(thread);
     const int exchange = kPlaces > 1 ? group / copies % 2 : 0;
     for (int i = 0; i < kPlaces; ++i) {
@@ -132,9 +132,9 @@ struct ValueCounts {
 };
 
 // A thread's packs, counted.
-template <class scalar_t, int kPack, int kPlaces, template <class> class WalkerOf, int kFlight>
+template <class scalar_t, int kPack, int kPlaces, template <class> class WalkerOf, class Size>
 struct CountingReader {
-  using Feed = Ring<scalar_t, kPack, WalkerOf<scalar_t>, false, kFlight>;
+  using Feed = Ring<scalar_t, kPack, WalkerOf<scalar_t>, false, Size>;
   const int count;
   Feed feed;
 

@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksAtOnce<scalar_t, kind, true>)
   }
   __syncthreads();
   const TaskPlace place{blockIdx.x - task[0].first_block, task[0].job.groups};
-  run_block<scalar_t, kPack, 1, Walker, kind, kInFlight>(data, task[0].job, launch, place);
+  run_block<scalar_t, kPack, 1, Walker, kind, UsualBlock>(data, task[0].job, launch, place);
 }
 
 // Threads for each channel of a matrix that is stored channel by channel: as few as still read neighbouring memory
@@ -83,10 +83,10 @@ template <class scalar_t, int kPack, template <class> class Walker, int kMost, c
 cudaError_t with_kernel(HistogramKind kind, const F& f) {
   return with_kind(kind, [&](auto kind) {
     constexpr HistogramKind k = decltype(kind)::value;
-    static_assert(!kHasSmaller<scalar_t, kPack, 1, Walker, k>);
+    static_assert(!kHasLean<scalar_t, kPack, 1, Walker, k>);
     static Prepared prepared;
     return f(many_kernel<scalar_t, kPack, Walker, k, kMost>, prepared,
-             Shared<scalar_t, kPack, 1, Walker, k, kInFlight>::kBytes);
+             Shared<scalar_t, kPack, 1, Walker, k, UsualBlock>::kBytes);
   });
 }
 

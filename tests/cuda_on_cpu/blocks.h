@@ -2,12 +2,12 @@
 //
 // Every CUDA thread is a fiber. Blocks run one after another, those of a cluster in turns, from barrier to barrier; in
 // a block, fibers run one after another from barrier to barrier, in index order or, under a seed, both blocks and
-// fibers in shuffled order: what then changes was ordered by nothing. It fails on a barrier that not every thread of
-// the block reaches, on a write past a shared array, and on a block that takes more shared memory than the GPU has;
-// shared memory starts out as garbage. An asynchronous copy is done when it is waited for, which must be before its
-// block ends, and must be aligned; other accesses are not checked for that. One of a word may take bytes beside a
-// tensor along: a GPU's memory is allotted in larger pieces. It says nothing about speed, or memory ordering between
-// running blocks.
+// fibers in shuffled order, of which each lets others go on when its copies have come: what then changes was ordered by
+// nothing. It fails on a barrier that not every thread of the block reaches, on a write past a shared array, and on a
+// block that takes more shared memory than the GPU has; shared memory starts out as garbage. An asynchronous copy is
+// done when it is waited for, which must be before its block ends, and must be aligned; other accesses are not checked
+// for that. One of a word may take bytes beside a tensor along: a GPU's memory is allotted in larger pieces. It says
+// nothing about speed, or memory ordering between running blocks.
 #pragma once
 
 #include <setjmp.h>
@@ -134,6 +134,7 @@ struct Fiber {
   std::unique_ptr<char[]> stack{new char[kStackBytes]};
   dim3 index;
   bool finished = true;
+  bool pauses;  // at no barrier: it goes on before the others are waited for
   int barrier_line;
   bool at_cluster_barrier;
   int64_t barriers;  // reached so far
@@ -142,7 +143,7 @@ struct Fiber {
 
   explicit Fiber(void (*run)()) { context.begin(stack.get(), kStackBytes, run); }
   void start() {
-    finished = at_cluster_barrier = false;
+    finished = at_cluster_barrier = pauses = false;
     barrier_line = 0;
     barriers = 0;
     shared_arrays = 0;
@@ -181,8 +182,12 @@ class Block {
   void go_on(std::mt19937& random) {
     std::vector<size_t> order(fibers_.size());
     std::iota(order.begin(), order.end(), 0);
-    if (shuffle_seed) std::shuffle(order.begin(), order.end(), random);
-    for (const size_t i : order) resume(*fibers_[i]);
+    while (!order.empty()) {
+      if (shuffle_seed) std::shuffle(order.begin(), order.end(), random);
+      for (const size_t i : order) resume(*fibers_[i]);
+      const auto arrived = [&](size_t i) { return !fibers_[i]->pauses; };
+      order.erase(std::remove_if(order.begin(), order.end(), arrived), order.end());
+    }
     check_barrier(std::count_if(fibers_.begin(), fibers_.end(), [](const auto& fiber) { return fiber->finished; }));
   }
   bool is_finished() const { return fibers_[0]->finished; }
@@ -204,6 +209,13 @@ class Block {
   }
 
   Copies& copies() { return current_->copies; }
+  void wait_for_all_but(size_t groups) {
+    current_->copies.wait_for_all_but(groups);
+    if (!shuffle_seed) return;
+    current_->pauses = true;  // what others copy meanwhile must be elsewhere
+    current_->context.go_to(scheduler_);
+    current_->pauses = false;
+  }
 
   // The same array for every thread of the block: threads ask in the same order.
   void* shared_array(size_t bytes) {

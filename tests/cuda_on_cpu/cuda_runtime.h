@@ -100,12 +100,12 @@ cudaError_t cudaFuncSetAttribute(Kernel*, cudaFuncAttribute, int bytes) {
   ++cuda_on_cpu::queries;
   return cuda_on_cpu::with(bytes > cuda_on_cpu::gpu.shared_memory ? cudaErrorInvalidValue : cudaSuccess);
 }
-// Registers allow two; the shared memory of a multiprocessor is not imitated.
+// As many as registers allow, two of 256 threads; the shared memory of a multiprocessor is not imitated.
 template <class Kernel>
-cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Kernel* kernel, int, size_t bytes) {
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Kernel* kernel, int threads, size_t bytes) {
   ++cuda_on_cpu::queries;
   cuda_on_cpu::loaded.insert(reinterpret_cast<const void*>(kernel));
-  *blocks = bytes > size_t(cuda_on_cpu::gpu.shared_memory) ? 0 : 2;
+  *blocks = bytes > size_t(cuda_on_cpu::gpu.shared_memory) ? 0 : 2 * 256 / threads;
   return cudaSuccess;
 }
 struct cudaFuncAttributes {
@@ -249,7 +249,7 @@ void copy_async(void* shared, const void* global) {
 inline void end_group() { cuda_on_cpu::Block::current->copies().end_group(); }
 template <int groups>
 void wait_for_all_but() {
-  cuda_on_cpu::Block::current->copies().wait_for_all_but(groups);
+  cuda_on_cpu::Block::current->wait_for_all_but(groups);
 }
 
 }  // namespace hookstats::cuda

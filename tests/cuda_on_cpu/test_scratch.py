@@ -10,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.conftest import DTYPES, Backend, State, check
+from tests.cuda_on_cpu.test_other_gpus import A100
 from tests.kernels.test_kernels import LAYOUTS, normal
 from tests.kernels.test_many import batch_of
 
@@ -250,18 +251,21 @@ def test_what_cuda_says_of_kernels_and_devices_is_asked_once(imitated: Backend) 
     assert asked == 0
 
 
-@pytest.mark.parametrize(("multiprocessors", "gpu"), [(108, "A100"), (148, "B200")])
+@pytest.mark.parametrize(
+    ("gpu", "histogram", "wave"),
+    [(A100, "per_tensor", 2 * 108), (A100, "per_channel", 108), ({"multiprocessors": 148}, "per_channel", 2 * 148)],
+    ids=["A100", "A100, wide blocks", "B200"],
+)
 def test_the_blocks_of_a_large_tensor_are_one_wave_of_the_gpu(
-    imitated: Backend, multiprocessors: int, gpu: str
+    imitated: Backend, gpu: dict[str, int], histogram: str, wave: int
 ) -> None:
     ops = imitated.ops
-    ops.use_gpu(multiprocessors=multiprocessors)
+    ops.use_gpu(**gpu)
     x = torch.ones(5 << 18, 16, dtype=torch.bfloat16)  # 40 MB, of one group of channels
-    wave = 2 * multiprocessors
-    imitated.accumulate(x[:8], 1)
+    imitated.accumulate(x[:8], 1, histogram)
     before = ops.blocks()
     ops.use_stream(0)
-    state = imitated.accumulate(x, 1)
+    state = imitated.accumulate(x, 1, histogram)
     assert 0.9 * wave < ops.blocks() - before <= wave
     assert state.stats().total.count == x.numel()
 
