@@ -52,9 +52,14 @@ SANITIZED_FILES = [
     "tests/watch/test_tiers.py",
     "tests/kernels/test_softmax_rows.py",
 ]
-# Of HOOKSTATS_SMALL; a difference that is smaller than that between the first one and the last is none.
-VARIANTS = {"as it is": "0", "clusters": "1", "cut finer": "2", "clusters, cut finer": "3", "started early": "4"}
-VARIANTS |= {"all three": "7", "as it is, again": "0"}
+# What HOOKSTATS_SMALL may be; a difference that is smaller than that between the first one and the last is none.
+SMALL = {"as it is": "0", "clusters": "1", "cut finer": "2", "clusters, cut finer": "3", "started early": "4"}
+SMALL |= {"all three": "7", "as it is, again": "0"}
+WIDE = {"HOOKSTATS_SHARED_MEMORY": str(163 << 10)}  # of an A100, whose wide blocks other GPUs run then, too
+VARIANTS: dict[str, dict[str, dict[str, str]]] = {  # of parts of the figures, and their environments
+    "small": {name: {"HOOKSTATS_SMALL": bits} for name, bits in SMALL.items()},
+    "wide": {"two blocks of 256 threads": {}, "one block of 512": WIDE},
+}
 TOOLS = ["memcheck", "racecheck", "synccheck", "initcheck"]
 
 
@@ -227,6 +232,10 @@ def take_tests(session: Session) -> None:
         sanitize(session, tool)
     variants = pytest(4, "-m", "not gpu", "-k", "gpu", "tests/kernels/test_kernels.py", "tests/kernels/test_rows.py")
     session.run("kernel tests, variants", variants, 60, environment=outcomes | {"HOOKSTATS_SMALL": "7"})
+    wide = pytest(
+        4, "-m", "not gpu", "-k", "gpu and rows", "tests/kernels/test_not_finite.py", "tests/kernels/test_rows.py"
+    )
+    session.run("kernel tests, wide blocks", wide, 40, environment=outcomes | WIDE)
     for tool in ("memcheck", "racecheck"):
         sanitize(session, tool, "7")
     session.run("demo", [sys.executable, "-m", "hookstats.demo", "--output", "build/demo"], 60)
@@ -235,16 +244,20 @@ def take_tests(session: Session) -> None:
 
 def take_figures(session: Session) -> None:
     """Each part in a process of its own; those that issues wait for first."""
-    parts = [("first use", 30), ("kernels", 120), ("peers eager", 110), ("small", 30), ("peers compiled", 150)]
-    parts += [("totals", 20), ("many", 40), ("softmax", 40), ("contenders", 120), ("training", 150)]
+    parts = [("first use", 30), ("kernels", 120), ("peers eager", 110), ("small", 30), ("wide", 20)]
+    parts += [
+        ("peers compiled", 150),
+        ("totals", 20),
+        ("many", 40),
+        ("softmax", 40),
+        ("contenders", 120),
+        ("training", 150),
+    ]
     for part, most in parts:
         command = [sys.executable, "-m", "benchmarks.gpu_figures", part, str(session.lines)]
-        if part != "small":
-            session.run(part, command, most)
-            continue
-        for variant, bits in VARIANTS.items():
-            environment = {"HOOKSTATS_SMALL": bits, "VARIANT": variant}
-            session.run(f"{part}, {variant}", command, most, environment=environment)
+        for variant, environment in VARIANTS.get(part, {"": {}}).items():
+            name = f"{part}, {variant}" if variant else part
+            session.run(name, command, most, environment=environment | {"VARIANT": variant})
 
 
 def main(what: str) -> int:

@@ -66,6 +66,7 @@ AGAINST_FLOOR = [  # those that have a goal first
 ]
 
 
+WIDE = [case for case in COMPARED if case.dtype == bf16][-2:]  # what wide blocks read where a histogram is per channel
 SMALL = [  # what HOOKSTATS_SMALL may change
     *(case for case in AGAINST_FLOOR if case.bytes <= 32 << 20 and case.dtype in (bf16, fp32)),
     Case("rows 2 MB bf16, 128 channels", (8192, 128), bf16, 1),
@@ -190,6 +191,11 @@ def small_figures(write: Write) -> None:
     case_figures(SMALL, False, write, part="small", group=os.environ.get("VARIANT", "as it is"))
 
 
+def wide_figures(write: Write) -> None:
+    """As `small_figures`."""
+    case_figures(WIDE, False, write, part="wide", group=os.environ.get("VARIANT", "as it is"))
+
+
 def many_figures(write: Write) -> None:
     """Many tensors at once; the floor reads one buffer of as many bytes."""
     reserve()
@@ -271,6 +277,7 @@ PARTS: dict[str, Callable[[Write], None]] = {
     "kernels": lambda write: case_figures(AGAINST_FLOOR, False, write),
     "peers eager": peer_figures(False),
     "small": small_figures,
+    "wide": wide_figures,
     "peers compiled": peer_figures(True),
     "totals": totals_figures,
     "many": many_figures,

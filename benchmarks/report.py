@@ -65,21 +65,23 @@ def gpu_page(path: Path, record: dict[str, Any]) -> list[str]:
         lines.append(row(case, *[number(names[n]["median_us"]) if n in names else "-" for n in (OURS[0], *others)]))
     floor = max((names["read floor"]["gb_per_s"] for names in cases.values()), default=None)
     lines += ["", *many_lines(cases, "us"), *training_lines(record.get("training", []), floor)]
-    return [*lines, *small_lines(record), *said_lines(record)]
+    lines += variant_lines(record.get("small", []), "Small tensors, of which the faster variant is to stay", OURS[0])
+    title = "Rows read by blocks of 256 threads, two on a multiprocessor, and of 512 as on an A100"
+    return [*lines, *variant_lines(record.get("wide", []), title, OURS[2]), *said_lines(record)]
 
 
-def small_lines(record: dict[str, Any]) -> list[str]:
-    """The variants of small tensors that HOOKSTATS_SMALL chooses among."""
-    variants = by_case(record.get("small", []), "group")
+def variant_lines(figures: list[dict[str, Any]], title: str, name: str) -> list[str]:
+    """The figures of that name, a column for each variant."""
+    variants = by_case(figures, "group")
     if not variants:
         return []
-    lines = ["Small tensors, in variants of which the faster one is to stay; us of moments, norms, counts:", ""]
+    lines = [f"{title}; us of {name}:", ""]
     lines += [row("", "read", *variants), row("---", "---", *["---"] * len(variants))]
-    first = by_case([each for each in record["small"] if each["group"] == next(iter(variants))], "case")
+    first = by_case([each for each in figures if each["group"] == next(iter(variants))], "case")
     for case, names in first.items():
         cells = [number(names["read floor"]["median_us"])]
         for variant in variants:
-            found = [f for f in record["small"] if (f["group"], f["case"], f["name"]) == (variant, case, OURS[0])]
+            found = [f for f in figures if (f["group"], f["case"], f["name"]) == (variant, case, name)]
             cells += [f"{number(f['median_us'])} ({f['times_floor']:.2f})" for f in found] or ["-"]
         lines.append(row(case, *cells))
     return [*lines, ""]

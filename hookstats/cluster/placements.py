@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hookstats.cluster.groups import Axis, Group, Wanted, axes_of
 from hookstats.cluster.table import Placed, Placing, Replicas, ShardRange, whole
 from hookstats.modules.channels import input_channels, natural_channels
-from hookstats.modules.selection import clean_names, matches
+from hookstats.modules.selection import Slot, clean_names, matches
 from hookstats.modules.sharding import LocalShard, Sharding, flattened
 from hookstats.numbers import blocks
 from hookstats.numbers.fields import Site
@@ -210,7 +210,7 @@ class _Placing:
         if row.is_parameter:
             module, _, key = row.site.name.rpartition(".")
             owner = self._modules.get(module)
-            tensor = None if owner is None else owner._parameters.get(key)
+            tensor = None if owner is None else Slot(owner, key).get()
             if tensor is not None:
                 return dim % tensor.dim() == channels % tensor.dim()
         return False if dim == 0 else None

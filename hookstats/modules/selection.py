@@ -153,7 +153,10 @@ class Slot(NamedTuple):
     is_buffer: bool = False
 
     def get(self) -> torch.Tensor | None:
-        return (self.module._buffers if self.is_buffer else self.module._parameters).get(self.key)
+        kept = self.module._buffers if self.is_buffer else self.module._parameters
+        if self.key not in kept:  # a ScriptModule's have no `get`
+            return None
+        return kept[self.key]
 
 
 def _slots(named: Mapping[str, nn.Module], of_buffers: bool = False) -> dict[str, Slot]:

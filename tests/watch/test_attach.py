@@ -8,6 +8,7 @@ import io
 import pickle
 import subprocess
 import sys
+import warnings
 import weakref
 from typing import Any
 
@@ -362,6 +363,31 @@ def test_modules_that_are_leaves_to_their_users() -> None:
     check(mon.snapshot()["1", "output.0"], z, -1)
     with pytest.raises(ValueError, match="selected none"):
         hookstats.attach(nn.ModuleDict({"only": nn.ModuleList([nn.ReLU()])}), "only")
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["inside", "the model"])
+def test_a_module_of_torchscript_takes_no_hook_and_its_parameters_are_measured(whole: bool) -> None:
+    inner: nn.Module = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.BatchNorm1d(8))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch's, of torch.jit.script
+        inner = torch.jit.script(inner)
+    model = inner if whole else nn.Sequential(nn.Linear(8, 8), inner)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    mon = hookstats.attach(model, tensors=("output", "param_grad", "param", "param_update", "buffer"))
+    model(torch.randn(5, 8)).pow(2).sum().backward()
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    optimizer.step()
+    mon.step()
+    snapshot = mon.snapshot()
+    assert [site for site in snapshot if site.tensor == "output"] == ([] if whole else [("0", "output")])
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        assert snapshot[name, "param"].total.max == before[name].max()
+        assert snapshot[name, "param_grad"].total.max == parameter.grad.max()
+        assert snapshot[name, "param_update"].total.max == (parameter - before[name]).max()
+    for name, buffer in model.named_buffers():
+        if buffer.is_floating_point():
+            assert snapshot[name, "buffer"].total.max == buffer.max()
 
 
 def test_empty_and_nested_containers_are_not_waited_for() -> None:
