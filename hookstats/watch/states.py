@@ -36,7 +36,9 @@ class States:
             return []
         found = []
         for name, value in optimizer.state.get(tensor, {}).items():
-            if not isinstance(name, str) or not isinstance(value, torch.Tensor) or value.numel() == 1 != tensor.numel():
+            if not isinstance(name, str) or not isinstance(value, torch.Tensor):
+                continue
+            if value.numel() == 1 and (name == "step" or value.shape != tensor.shape):
                 continue  # a number of steps, a scale, a step of a line search
             kind = f"{KIND}.{name}"
             problem = _problem(value, tensor)

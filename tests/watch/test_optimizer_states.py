@@ -126,6 +126,35 @@ def test_what_cannot_be_measured_is_skipped_with_the_reason_once() -> None:
     monitor.detach()
 
 
+class Scaled(nn.Module):
+    """A parameter of one value in each shape: the bias has one dimension, the scale none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 1)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.scale * self.linear(x)
+        return y
+
+
+def test_the_number_of_steps_is_no_state_of_a_parameter_of_one_value(recwarn: pytest.WarningsRecorder) -> None:
+    model = Scaled()
+    optimizer = torch.optim.AdamW(model.parameters())
+    monitor = hookstats.attach(model, tensors=("optimizer",))
+    model(torch.randn(4, 8)).sum().backward()
+    optimizer.step()
+    snapshot = monitor.step()
+    assert {site.tensor for site in snapshot} == {"optimizer.exp_avg", "optimizer.exp_avg_sq"}
+    for name, parameter in model.named_parameters():
+        kept = optimizer.state[parameter]["exp_avg"]
+        assert snapshot[name, "optimizer.exp_avg"].total.max == kept.max()
+    assert len(snapshot) == 6
+    assert not monitor.skipped
+    assert not recwarn.list
+
+
 def test_states_that_are_loaded_and_optimizers_that_are_made_anew_are_followed() -> None:
     model = model_of()
     with hookstats.attach(model, tensors=("optimizer",), every=1, options=Options(strict=True)) as monitor:
