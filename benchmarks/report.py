@@ -66,7 +66,7 @@ def gpu_page(path: Path, record: dict[str, Any]) -> list[str]:
     floor = max((names["read floor"]["gb_per_s"] for names in cases.values()), default=None)
     lines += ["", *many_lines(cases, "us"), *training_lines(record.get("training", []), floor)]
     lines += variant_lines(record.get("small", []), "Small tensors, of which the faster variant is to stay", OURS[0])
-    title = "Rows read by blocks of 256 threads, two on a multiprocessor, and of 512 as on an A100"
+    title = "Rows read by usual blocks and by those of an A100, where a GPU has room for these"
     return [*lines, *variant_lines(record.get("wide", []), title, OURS[2]), *said_lines(record)]
 
 
@@ -75,7 +75,7 @@ def variant_lines(figures: list[dict[str, Any]], title: str, name: str) -> list[
     variants = by_case(figures, "group")
     if not variants:
         return []
-    lines = [f"{title}; us of {name}:", ""]
+    lines = [f"{title}; us of {SHORT[OURS.index(name)]}:", ""]
     lines += [row("", "read", *variants), row("---", "---", *["---"] * len(variants))]
     first = by_case([each for each in figures if each["group"] == next(iter(variants))], "case")
     for case, names in first.items():

@@ -17,6 +17,7 @@ template <class scalar_t, int kPack, int kPlaces, template <class> class Walker,
 struct Shared {
   static constexpr int kThreads = Size::kThreads;
   static constexpr bool kCounts = kCounted<scalar_t, kPack>;
+  static_assert(!kCounts || kThreads == cuda::kThreads);
   // Value by value, and beside linear bins, a masked loop would not fit into the registers.
   static constexpr bool kMasks = kPack > 1 && kind != HistogramKind::linear;
   using Histogram = std::conditional_t<kCounts, ValueCounts<scalar_t, kind, kPlaces>,
@@ -40,8 +41,8 @@ using UsualBlock = BlockSize<kThreads, 128>;
 using LeanBlock = BlockSize<kThreads, UsualBlock::kFlight / 2>;
 using WideBlock = BlockSize<2 * kThreads, UsualBlock::kFlight / 2>;
 
-// What a GPU that is built for has at least.
-constexpr int kLeastSharedMemory = 99 << 10;
+// What a block may have at least on a GPU that is built for, and on an A100.
+constexpr int kLeastSharedMemory = 99 << 10, kSharedMemoryOfA100 = 163 << 10;
 template <class scalar_t, int kPack, int kPlaces, template <class> class Walker, HistogramKind kind>
 constexpr bool kHasLean =
     Shared<scalar_t, kPack, kPlaces, Walker, kind, UsualBlock>::kBytes + kFixedShared > kLeastSharedMemory;
@@ -53,10 +54,11 @@ constexpr bool kHasWide = kHasLean<scalar_t, kPack, kPlaces, Walker, kind> && si
 // that a multiprocessor has but for what is reserved of one block.
 template <class scalar_t, int kPack, int kPlaces, template <class> class Walker, HistogramKind kind, class F>
 auto with_size([[maybe_unused]] int shared_memory, const F& f) {
-  [[maybe_unused]] const auto bytes = [](auto size) {
+  [[maybe_unused]] constexpr auto bytes = [](auto size) {
     return Shared<scalar_t, kPack, kPlaces, Walker, kind, decltype(size)>::kBytes + kFixedShared;
   };
   if constexpr (kHasWide<scalar_t, kPack, kPlaces, Walker, kind>) {
+    static_assert(kPlaces > 1 && bytes(WideBlock{}) <= kSharedMemoryOfA100);
     const int of_two = 2 * bytes(UsualBlock{}) + kReservedShared;
     if (of_two > shared_memory && bytes(WideBlock{}) <= shared_memory) return f(WideBlock{});
   }
@@ -140,6 +142,7 @@ template <class scalar_t, int kPack, int kPlaces, template <class> class Walker,
 __device__ __forceinline__ void run_block(const scalar_t* data, const Job& job, const Launch& launch, Place place) {
   using Sizes = Shared<scalar_t, kPack, kPlaces, Walker, kind, Size>;
   constexpr int kThreads = Size::kThreads;
+  static_assert(!Place::kMayBeInCluster || kThreads == cuda::kThreads);
   using Histogram = typename Sizes::Histogram;
   using Whole = BlockSums<acc_of<scalar_t>>;
   HOOKSTATS_DYNAMIC_SHARED(dynamic);

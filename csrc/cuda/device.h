@@ -63,12 +63,12 @@ constexpr int kMostDevices = 64;  // of which what CUDA says is remembered
 
 // What a device is.
 struct Facts {
-  int shared_memory;  // bytes that a block may have: 227 KB on the GPUs of data centers, 99 KB on others
+  int shared_memory;  // bytes that a block may have: 227 KB (H100, B200), 163 KB (A100), 99 KB (L4)
   int multiprocessors;
   int capability;  // 86 is 8.6
 };
 
-// Asked for once. HOOKSTATS_SHARED_MEMORY imitates a GPU that has less, for tests.
+// Asked for once. HOOKSTATS_SHARED_MEMORY imitates a GPU that has less, for tests and benchmarks.
 inline Facts facts_of(int device) {
   static std::atomic<const Facts*> known[kMostDevices];
   const bool is_kept = 0 <= device && device < kMostDevices;

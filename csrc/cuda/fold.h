@@ -6,7 +6,7 @@
 
 namespace hookstats::cuda {
 
-constexpr int kThreads = 256;       // of a block, but for those of BlockSize (block.h)
+constexpr int kThreads = 256;       // of a block, unless it is a wide one (block.h)
 constexpr int kBlockChannels = 64;  // at most
 
 // Which channels and elements a thread reads. A block has `lanes` x `groups` threads at work: a lane is one channel, or

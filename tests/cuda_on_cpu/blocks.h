@@ -134,7 +134,7 @@ struct Fiber {
   std::unique_ptr<char[]> stack{new char[kStackBytes]};
   dim3 index;
   bool finished = true;
-  bool pauses;  // at no barrier: it goes on before the others are waited for
+  bool pauses;  // it is at no barrier, and goes on before any thread passes the next one
   int barrier_line;
   bool at_cluster_barrier;
   int64_t barriers;  // reached so far

@@ -52,6 +52,16 @@ void missing_barrier_kernel(int64_t* out) {
   for (unsigned i = 0; i < blockDim.x; ++i) *out += values[i] == 1;
 }
 
+// All threads copy to the same place.
+void shared_copy_kernel(int64_t* out) {
+  static const int numbers[2] = {0, 1};
+  HOOKSTATS_SHARED(int, copied, 1);
+  hookstats::cuda::copy_async<4>(copied, &numbers[threadIdx.x % 2]);
+  hookstats::cuda::end_group();
+  hookstats::cuda::wait_for_all_but<0>();
+  if (copied[0] != int(threadIdx.x % 2)) *out += 1;
+}
+
 void overrun_kernel(int64_t* out) {
   HOOKSTATS_SHARED(char, values, 64);
   values[threadIdx.x + 1] = 1;
@@ -79,6 +89,7 @@ int64_t run_faulty(const std::string& name) {
   const auto kernel = name == "partial_barrier"    ? partial_barrier_kernel
                       : name == "diverged_barrier" ? diverged_barrier_kernel
                       : name == "missing_barrier"  ? missing_barrier_kernel
+                      : name == "shared_copy"      ? shared_copy_kernel
                       : name == "partial_cluster"  ? partial_cluster_kernel
                       : name == "left_cluster"     ? left_cluster_kernel
                                                    : overrun_kernel;

@@ -114,6 +114,13 @@ def test_the_harness_shows_a_missing_barrier(harness: Any) -> None:
     assert harness.run_faulty("missing_barrier") != 64
 
 
+def test_the_harness_shows_copies_of_two_threads_to_one_place_when_these_are_shuffled(harness: Any) -> None:
+    harness.shuffle(1)
+    wrong = harness.run_faulty("shared_copy")
+    harness.shuffle(0)
+    assert wrong > 0
+
+
 def test_one_process_at_a_time_builds_the_harness_and_one_that_was_killed_stops_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -65,7 +65,7 @@ def test_every_path_dtype_and_histogram_runs_with_less_shared_memory(
 )
 @pytest.mark.parametrize("values", VALUES)
 def test_wide_blocks_read_tiles_again_and_stay_exact(imitated: Backend, values: str, way: str, histogram: str) -> None:
-    x = torch.cat([VALUES[values], VALUES[values].flip(0)]).to(torch.bfloat16)  # two tiles of a wide block, and more
+    x = torch.cat([VALUES[values], VALUES[values].flip(0)]).to(torch.bfloat16)  # a tile of a wide block is 4,096 rows
     mask = torch.arange(len(x)) % 9 > 0 if way == "masked" else None
     x = x[:, 1:62] if way == "unaligned" else x
     imitated.ops.use_gpu(**A100)
@@ -77,7 +77,7 @@ def test_wide_blocks_read_tiles_again_and_stay_exact(imitated: Backend, values: 
 def test_shuffled_threads_of_wide_blocks_are_bit_identical(imitated: Backend) -> None:
     x = normal(5000, 61).to(torch.bfloat16)
     imitated.ops.use_gpu(**A100)
-    for values in (x[:, :60], x):
+    for values in (x[:, :60].contiguous(), x):  # aligned, and not
         imitated.ops.shuffle(0)
         in_order = imitated.accumulate(values, 1, "per_channel")
         imitated.ops.shuffle(1)
@@ -85,7 +85,7 @@ def test_shuffled_threads_of_wide_blocks_are_bit_identical(imitated: Backend) ->
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_all_gpus_that_are_built_for_give_the_same_bits(imitated: Backend, dtype: torch.dtype) -> None:
+def test_usual_and_lean_blocks_give_the_same_bits(imitated: Backend, dtype: torch.dtype) -> None:
     x, mask = normal(700, 68).to(dtype), torch.arange(700) % 3 > 0
     for histogram in HISTOGRAMS:
         for rows in (None, mask):

@@ -252,16 +252,23 @@ def test_what_cuda_says_of_kernels_and_devices_is_asked_once(imitated: Backend) 
 
 
 @pytest.mark.parametrize(
-    ("gpu", "histogram", "wave"),
-    [(A100, "per_tensor", 2 * 108), (A100, "per_channel", 108), ({"multiprocessors": 148}, "per_channel", 2 * 148)],
-    ids=["A100", "A100, wide blocks", "B200"],
+    ("gpu", "histogram", "dtype", "channels", "wave"),
+    [
+        (A100, "per_tensor", torch.bfloat16, 16, 2 * 108),
+        (A100, "per_channel", torch.float32, 16, 2 * 108),  # the harness imitates no multiprocessor's shared memory
+        (A100, "per_channel", torch.bfloat16, 16, 108),
+        (A100, "per_channel", torch.float16, 15, 108),
+        (A100, "linear", torch.bfloat16, 15, 108),
+        ({"multiprocessors": 148}, "per_channel", torch.bfloat16, 16, 2 * 148),
+    ],
+    ids=["A100", "A100, 4 bytes", "A100, wide blocks", "wide and unaligned", "wide and linear", "B200"],
 )
 def test_the_blocks_of_a_large_tensor_are_one_wave_of_the_gpu(
-    imitated: Backend, gpu: dict[str, int], histogram: str, wave: int
+    imitated: Backend, gpu: dict[str, int], histogram: str, dtype: torch.dtype, channels: int, wave: int
 ) -> None:
     ops = imitated.ops
     ops.use_gpu(**gpu)
-    x = torch.ones(5 << 18, 16, dtype=torch.bfloat16)  # 40 MB, of one group of channels
+    x = torch.ones(5 << 18, channels, dtype=dtype)  # 40 MB or so, of one group of channels
     imitated.accumulate(x[:8], 1, histogram)
     before = ops.blocks()
     ops.use_stream(0)

@@ -80,7 +80,7 @@ def test_every_part_of_the_figures_is_taken_and_one_that_fails_stops_no_other(
     variants = ["as it is", "clusters", "cut finer", "clusters, cut finer", "started early", "all three"]
     parts[i : i + 1] = [f"small, {variant}" for variant in [*variants, "as it is, again"]]
     i = parts.index("wide")
-    parts[i : i + 1] = ["wide, two blocks of 256 threads", "wide, one block of 512"]
+    parts[i : i + 1] = ["wide, blocks of 256 threads", "wide, of 512"]
     assert [step["name"] for step in found["steps"]] == ["build", *parts]
     failed = [step for step in found["steps"] if step["status"] != 0]
     assert [(step["name"], step["status"], step["said"]) for step in failed] == [("peers compiled", 3, ["went wrong"])]

@@ -217,6 +217,13 @@ MUTANTS = [
         "tests/cuda_on_cpu/test_scratch.py -k one_wave",
     ),
     Mutant(
+        "the threads of a wide block share rows so that unaligned packs begin at different bytes",
+        "csrc/cuda/accumulate.cu",
+        "kMostGroups / 4 * 4",
+        "kMostGroups",
+        "tests/cuda_on_cpu/test_other_gpus.py -k 'less_shared_memory and three_channels and float16 and 163'",
+    ),
+    Mutant(
         "bytes before an unaligned pack are not counted among its words",
         "csrc/cuda/feed.h",
         "(before + bytes + kWord - 1) / kWord",
