@@ -178,7 +178,8 @@ class Followed:
         for site in self._rms[-1]:
             rms = [step.get(site, float("nan")) for step in self._rms]
             past = np.array([value for value in rms[:-1] if np.isfinite(value)])
-            usual = float(np.median(past)) if len(past) else rms[-1]
+            # A bias is 0 until it is trained: after one step of zeros there is nothing yet to compare with.
+            usual = float(np.median(past)) if past.any() or len(past) > 1 else rms[-1]
             with np.errstate(all="ignore"):
                 change = 1.0 if rms[-1] == usual else float(np.float64(rms[-1]) / usual)
             grade = gravest.get(site)

@@ -150,6 +150,18 @@ def test_sites_with_findings_come_first_then_those_far_from_their_past(tmp_path:
     assert worst[4].change == 1.0
 
 
+def test_what_was_zero_in_the_first_step_alone_is_not_far_from_its_past(tmp_path: Path) -> None:
+    followed = Followed(written(tmp_path / "run", range(4)))
+    followed.look()
+    site = next(iter(followed._rms[-1]))
+    last = followed._rms[-1]
+    last[site] = 0.5
+    for values, change in (([0.0], 1.0), ([0.0, 0.0], float("inf")), ([0.0, 0.25], 4.0)):
+        followed._rms.clear()
+        followed._rms.extend([*({site: value} for value in values), last])
+        assert {each.site: each.change for each in followed.worst(100)}[site] == change
+
+
 def test_the_screen_fits_the_terminal_and_shows_names_as_they_are(tmp_path: Path) -> None:
     rich = pytest.importorskip("rich.console")
     followed = Followed(written(tmp_path / "run", range(8)))
