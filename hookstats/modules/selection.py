@@ -85,8 +85,9 @@ def select(
 
     None: the leaves that do something, and the children of every ModuleList, and of a ModuleDict whose keys are
     numbers; all parameters. Else what was asked for, and the parameters that are directly in it; globs may name
-    parameters, too. Buffers are chosen as parameters are. Modules that are never called (ModuleList and the like) are
-    left out whatever was asked for, and so is what `exclude` names, with all inside it.
+    parameters, too. Buffers are chosen as parameters are. Modules that are never called (ModuleList and the like) or
+    take no hooks (of TorchScript) are left out whatever was asked for, and so is what `exclude` names, with all inside
+    it.
     """
     named = clean_names(model)
     slots = (_slots(named) if parameters else {}) | (_slots(named, of_buffers=True) if buffers else {})
@@ -97,10 +98,12 @@ def select(
         globs, chosen = _asked_for(modules, named, [*named, *slots])
         inside = {id(module) for module in chosen.values()}
         slots = {name: slot for name, slot in slots.items() if id(slot.module) in inside or matches(name, globs)}
-    chosen = {n: module for n, module in chosen.items() if n not in left and not isinstance(module, _NEVER_CALLED)}
+    unhooked = (*_NEVER_CALLED, torch.jit.RecursiveScriptModule)  # type: ignore[attr-defined]
+    chosen = {name: module for name, module in chosen.items() if name not in left and not isinstance(module, unhooked)}
     slots = {name: slot for name, slot in slots.items() if name not in left}
     if not chosen and not slots:
-        raise ValueError(f"modules: expected to select at least one of {len(named)} modules, selected none")
+        hint = "; modules='*' selects those that only pass on what they are given, too" if modules is None else ""
+        raise ValueError(f"modules: expected to select at least one of {len(named)} modules, selected none{hint}")
     return chosen, slots
 
 

@@ -365,21 +365,25 @@ def test_modules_that_are_leaves_to_their_users() -> None:
         hookstats.attach(nn.ModuleDict({"only": nn.ModuleList([nn.ReLU()])}), "only")
 
 
+@pytest.mark.parametrize("modules", [None, "*"], ids=["default", "all"])
 @pytest.mark.parametrize("whole", [False, True], ids=["inside", "the model"])
-def test_a_module_of_torchscript_takes_no_hook_and_its_parameters_are_measured(whole: bool) -> None:
+def test_a_module_of_torchscript_takes_no_hook_and_its_parameters_are_measured(
+    whole: bool, modules: str | None
+) -> None:
     inner: nn.Module = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.BatchNorm1d(8))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # torch's, of torch.jit.script
         inner = torch.jit.script(inner)
     model = inner if whole else nn.Sequential(nn.Linear(8, 8), inner)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    mon = hookstats.attach(model, tensors=("output", "param_grad", "param", "param_update", "buffer"))
+    mon = hookstats.attach(model, modules, tensors=("output", "param_grad", "param", "param_update", "buffer"))
     model(torch.randn(5, 8)).pow(2).sum().backward()
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     optimizer.step()
     mon.step()
     snapshot = mon.snapshot()
-    assert [site for site in snapshot if site.tensor == "output"] == ([] if whole else [("0", "output")])
+    hooked = set() if whole else {"0"} if modules is None else {"", "0"}
+    assert {site.name for site in snapshot if site.tensor == "output"} == hooked
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None
         assert snapshot[name, "param"].total.max == before[name].max()
@@ -437,6 +441,9 @@ def test_what_is_excluded_is_left_out_with_all_inside_it() -> None:
         hookstats.attach(model, exclude="nothing")
     with pytest.raises(ValueError, match="selected none"):
         hookstats.attach(model, "blocks.0", exclude="blocks.0")
+    with pytest.raises(ValueError, match=r"selected none; modules='\*' selects"):
+        hookstats.attach(nn.Sequential(nn.Identity()))
+    assert hookstats.attach(nn.Sequential(nn.Identity()), "*").sites
 
 
 def test_edits_and_captures_choose_modules_as_attach_does() -> None:
