@@ -221,6 +221,9 @@ def _joined(a: Iterable[Snapshot], b: Iterable[Snapshot]) -> Iterator[tuple[Snap
             one, other = next(rest_a, None), next(rest_b, None)
 
 
+_EXPECTED = "a Snapshot, the directory of a run, what hookstats.load gives, or Snapshots one after another"
+
+
 def compare(a: Compared, b: Compared, *, dtype: str | None = None) -> Comparison:
     """Where two programs part that should compute the same: what lies apart by more than rounding explains.
 
@@ -237,10 +240,10 @@ def compare(a: Compared, b: Compared, *, dtype: str | None = None) -> Comparison
     both programs have the same parameters. From then on 16 times as much is allowed, and 16 times what lay apart in any
     step before; n times that where it is the n-th step after the last measured one.
 
-    ValueError where nothing can be compared, or for an unknown dtype; RunError, a ValueError, for a directory that is
-    no recorded run.
+    TypeError for what is neither; ValueError where nothing can be compared, or for an unknown dtype; RunError, a
+    ValueError, for a directory that is no recorded run.
     """
-    if dtype is not None and dtype not in rounding.UNIT_ROUNDOFF:
+    if dtype is not None and (not isinstance(dtype, str) or dtype not in rounding.UNIT_ROUNDOFF):
         raise ValueError(f"compare: dtype: expected one of {', '.join(rounding.UNIT_ROUNDOFF)}; got {dtype!r}")
     if isinstance(a, Snapshot) != isinstance(b, Snapshot):
         raise ValueError(f"compare: expected two snapshots or two runs, got {type(a).__name__} and {type(b).__name__}")
@@ -255,9 +258,20 @@ def compare(a: Compared, b: Compared, *, dtype: str | None = None) -> Comparison
     return comparison
 
 
-def _loaded(run: Compared) -> Snapshot | Iterable[Snapshot]:
-    if not isinstance(run, (str, Path)):
+def _loaded(run: Compared) -> Snapshot | Iterator[Snapshot]:
+    if isinstance(run, Snapshot):
         return run
-    from hookstats.records.run import load  # needs pyarrow, which two snapshots do not
+    if isinstance(run, (str, Path)):
+        from hookstats.records.run import load  # needs pyarrow, which two snapshots do not
 
-    return load(run)
+        run = load(run)
+    if not isinstance(run, Iterable):
+        raise TypeError(f"compare: expected {_EXPECTED}; got {run!r}")
+    return _checked(run)
+
+
+def _checked(run: Iterable[Snapshot]) -> Iterator[Snapshot]:
+    for each in run:
+        if not isinstance(each, Snapshot):
+            raise TypeError(f"compare: expected {_EXPECTED}; got a {type(run).__name__} with {each!r}")
+        yield each

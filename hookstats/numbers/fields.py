@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias, TypeVar, overload
 
 import numpy as np
@@ -337,6 +338,7 @@ class LinearBins:
 
     Finite values outside are counted in ``Histogram.underflow`` and ``.overflow``. ``per_channel=True``: one for each
     channel, at 8 * (n + 2) bytes of state. ValueError unless lo < hi, and (hi - lo) * n is finite, in float32.
+    TypeError for what is no number.
     """
 
     lo: float
@@ -347,6 +349,8 @@ class LinearBins:
     def __post_init__(self) -> None:
         if not isinstance(self.n, int) or isinstance(self.n, bool) or not 1 <= self.n <= 2**30:
             raise ValueError(f"LinearBins: expected n, the number of bins, from 1 to 2^30; got {self.n!r}")
+        if not isinstance(self.lo, Real) or not isinstance(self.hi, Real):
+            raise TypeError(f"LinearBins: expected two numbers, lo < hi; got {self.lo!r} and {self.hi!r}")
         with np.errstate(over="ignore", invalid="ignore"):
             lo, hi = np.float32(self.lo), np.float32(self.hi)
             usable = lo < hi and np.isfinite((hi - lo) * np.float32(self.n))

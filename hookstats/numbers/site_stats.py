@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cached_property
+from numbers import Real
 from typing import Any, TypeVar
 
 import numpy as np
@@ -166,8 +167,8 @@ class SiteStats:
         range; outside, both lie between it and the extreme). By exponent the 0.99-quantile of many normal values is
         within 3 %. NaN where nothing was counted; ValueError without a histogram.
         """
-        if not 0 <= q <= 1:
-            raise ValueError(f"quantile: expected 0 <= q <= 1, got {q}")
+        if not isinstance(q, Real) or not 0 <= q <= 1:
+            raise ValueError(f"quantile: expected 0 <= q <= 1, got {q!r}")
         return self._by_histogram("quantile", lambda density: density.quantile(q))
 
     def share_above(self, x: float) -> Any:
@@ -178,11 +179,13 @@ class SiteStats:
         they belong to (away from 0; linear: upwards). Between edges it is off by less than what x's bin holds. NaN
         where nothing was counted; ValueError without a histogram.
         """
-        return self._by_histogram("share_above", lambda density: density.share_above(x))
+        _check_number("share_above", x)
+        return self._by_histogram("share_above", lambda density: density.share_above(float(x)))
 
     def share_below(self, x: float) -> Any:
         """The share of the finite values that are smaller than x; as `share_above`."""
-        return self._by_histogram("share_below", lambda density: density.share_below(x))
+        _check_number("share_below", x)
+        return self._by_histogram("share_below", lambda density: density.share_below(float(x)))
 
     def kurtosis(self) -> float:
         """E[(x - mean)^4] / var^2 of the finite values, 3 for a normal: an estimate from the histogram by exponent.
@@ -259,6 +262,11 @@ class SiteStats:
 
     def __repr__(self) -> str:
         return f"SiteStats(calls={self.calls}, total={self.total})"
+
+
+def _check_number(where: str, x: object) -> None:
+    if not isinstance(x, Real):
+        raise TypeError(f"{where}: expected a number, got {x!r}")
 
 
 def _owned(array: NDArray[_Number]) -> NDArray[_Number]:

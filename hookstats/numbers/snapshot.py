@@ -146,10 +146,9 @@ class Snapshot(Mapping[Site, SiteStats]):
 
         ``names``: globs as `attach` has them (``*`` crosses dots, "" is the model). ``tensors``: their tensors, None
         for all: "output" takes "output.0" as well. ``skipped`` is selected, too; what concerns the step stays.
-        ValueError for a glob or a tensor that no site of this Snapshot has.
+        ValueError for a glob or a tensor that no site of this Snapshot has, TypeError for what is no string.
         """
-        globs = [names] if isinstance(names, str) else list(names)
-        kinds = [tensors] if isinstance(tensors, str) else list(tensors or ())
+        globs, kinds = _listed("names", names), [] if tensors is None else _listed("tensors", tensors)
         known = list(dict.fromkeys([*self, *self.skipped]))
 
         def is_of(site: Site, kind: str) -> bool:
@@ -213,6 +212,8 @@ class Snapshot(Mapping[Site, SiteStats]):
     @classmethod
     def from_dict(cls, d: Mapping[str, Any]) -> Snapshot:
         """What `to_dict` gave. ValueError where it is of another version, or a state or histogram has another shape."""
+        if not isinstance(d, Mapping):
+            raise TypeError(f"from_dict: expected what to_dict gave, got {d!r}")
         if d.get("version") != _VERSION:
             raise ValueError(f"from_dict: expected version {_VERSION}, got {d.get('version')!r}")
         sites = {Site(each["name"], each["tensor"]): SiteStats._from_dict(each) for each in d["sites"]}
@@ -403,6 +404,13 @@ class Snapshot(Mapping[Site, SiteStats]):
         calls = np.array([self.columns.calls[self.columns.place[site]] for site in sites], np.int64)[places]
         columns = {"calls": calls} | {name: getattr(stats, name) for name in STATISTICS}
         return pandas.DataFrame(columns, pandas.MultiIndex.from_arrays(list(index.values()), names=list(index)))
+
+
+def _listed(argument: str, given: str | Iterable[str]) -> list[str]:
+    listed = [given] if isinstance(given, str) else list(given) if isinstance(given, Iterable) else [given]
+    if not all(isinstance(each, str) for each in listed):
+        raise TypeError(f"select: {argument}: expected a string, or several; got {given!r}")
+    return listed
 
 
 def _check_statistics(argument: str, names: Sequence[str]) -> None:

@@ -67,6 +67,9 @@ class Recording:
             raise ValueError(f"on_finding: expected 'log', 'raise', None or a callable, got {on_finding!r}")
         if not isinstance(escalate, int) or isinstance(escalate, bool) or escalate < 0:
             raise ValueError(f"escalate: expected a number of steps from 0, got {escalate!r}")
+        for name, given in (("rules", rules), ("sinks", sinks)):
+            if not isinstance(given, Iterable) and not (given is None and name == "rules"):
+                raise TypeError(f"{name}: expected several, such as a list; got {given!r}")
         self.path = Path(path).absolute()
         self._rules = [rule_to_json(rule) for rule in (defaults() if rules is None else rules)]
         self._sinks = [_spec_of(sink) for sink in sinks]

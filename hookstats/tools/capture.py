@@ -204,7 +204,8 @@ class _Ring:
         self._items = items
         self._channels = channels
         self._channel_dim = channel_dim
-        self._slots = [_Slot() for _ in range(keep)]
+        self._keep = keep
+        self._slots: list[_Slot] = []  # as they are needed
         self._calls = 0
         self.token = torch.tensor(next(self._indices))  # its index, for operators
         _rings[int(self.token)] = self
@@ -260,7 +261,9 @@ class _Ring:
         self._calls += 1
         if call % self._every:
             return None
-        slot = self._slots[call // self._every % len(self._slots)]
+        if call // self._every == len(self._slots) < self._keep:
+            self._slots.append(_Slot())
+        slot = self._slots[call // self._every % self._keep]
         slot.begin(call)
         self._fill(slot.output, x)
         return slot
@@ -277,8 +280,10 @@ class _Ring:
     def _newest(self) -> _Slot | None:
         """The capture of the last call, if that was kept and its gradient has not come yet."""
         last = self._calls - 1
-        slot = self._slots[last // self._every % len(self._slots)]
-        return slot if last >= 0 and slot.call == last and not slot.gradient.full else None
+        if last < 0:
+            return None
+        slot = self._slots[last // self._every % self._keep]
+        return slot if slot.call == last and not slot.gradient.full else None
 
     def _recomputed(self) -> _Slot | None:
         """The capture that is recomputed. None where several wait for gradients: nothing says whose turn it is."""

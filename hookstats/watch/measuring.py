@@ -34,12 +34,17 @@ def measure(
         channels: whether they are kept apart at all.
 
     Raises:
-        TypeError: for another dtype, or what is not a dense tensor. IndexError: for a channel_dim out of range.
+        TypeError: for another dtype, or what is not a dense tensor; for a channel_dim that is no int, and channels that
+            are no bool. IndexError: for a channel_dim out of range.
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"measure: expected a torch.Tensor, got {type(tensor).__name__}")
     refuse_device(tensor.device)
     check_histogram(histogram)
+    if not isinstance(channels, bool):
+        raise TypeError(f"measure: channels: expected True or False, got {channels!r}")
+    if channel_dim is not None and not hasattr(channel_dim, "__index__"):
+        raise TypeError(f"measure: channel_dim: expected an int or None, got {channel_dim!r}")
     if tensor.layout != torch.strided or tensor.is_nested or _native.has_no_data(tensor):
         raise TypeError(f"measure: expected a dense strided tensor with data, got {tensor.layout} on {tensor.device}")
     dim = channel_dim_of(tensor, channel_dim)

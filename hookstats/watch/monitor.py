@@ -6,6 +6,7 @@ import operator
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from numbers import Real
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -238,7 +239,7 @@ class Monitor:
         """
         if not self._is_judged:
             raise ValueError("check: expected a sink that judges, such as sinks=[hookstats.record('runs/a')]; got none")
-        end = time.monotonic() + timeout
+        end = time.monotonic() + _seconds("check", timeout)
         self._delivery.receive(wait=True)
         self._delivery.wait_for_ranks(timeout)
         self._judging.wait(end - time.monotonic())
@@ -255,7 +256,7 @@ class Monitor:
         Raises:
             TimeoutError: if that takes longer than ``timeout`` seconds. ValueError: if this process records nothing.
         """
-        end = time.monotonic() + timeout
+        end = time.monotonic() + _seconds("recorded", timeout)
         self._delivery.receive(wait=True)
         self._delivery.wait_for_ranks(timeout)
         return self._judging.written(end - time.monotonic())
@@ -480,3 +481,9 @@ def _number(step: Any) -> int:
             return operator.index(step)
     got = f"a {type(step).__name__}" if isinstance(step, torch.Tensor) else repr(step)
     raise TypeError(f"step: expected an int, the number of the step, got {got}; scalars go by name: loss=loss")
+
+
+def _seconds(where: str, timeout: float) -> float:
+    if not isinstance(timeout, Real):
+        raise TypeError(f"{where}: timeout: expected a number of seconds, got {timeout!r}")
+    return float(timeout)
