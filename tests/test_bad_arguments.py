@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable
 from pathlib import Path
@@ -62,6 +63,20 @@ def test_a_wrong_argument_of_a_recording_is_told(tmp_path: Path) -> None:
     for argument in arguments(hookstats.record)[1:]:
         for bad in BAD:
             refused(lambda: hookstats.record(tmp_path, **{argument: bad}))  # noqa: B023
+
+
+@pytest.mark.parametrize("rule", [type(each) for each in hookstats.rules.defaults()])
+def test_a_wrong_threshold_or_window_of_a_rule_is_told(rule: type) -> None:
+    for each in dataclasses.fields(rule):
+        if not each.init:
+            continue
+        for bad in BAD:
+            made = refused(lambda: rule(**{each.name: bad}))  # noqa: B023
+            if made is not None and each.type in ("int", "float"):
+                assert isinstance(bad, (int, float)), each.name
+                assert bad == bad, each.name
+                assert each.type == "float" or (isinstance(bad, int) and bad >= 0), each.name
+                assert not isinstance(bad, bool), each.name
 
 
 def test_a_wrong_argument_of_what_was_measured_is_told() -> None:

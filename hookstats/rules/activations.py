@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from hookstats.numbers.fields import Array, Stats
@@ -11,12 +9,13 @@ from hookstats.rules.finding import Finding
 from hookstats.rules.formatting import percent, tensor_of
 from hookstats.rules.history import Streak, extended
 from hookstats.rules.step import Mask, Step
+from hookstats.rules.thresholds import rule
 
 _INITIAL = 20  # verdicts, by which what was so from the start is told
 _LEAST_VALUES = 100  # of a channel, over all verdicts in a row, or a share of 1 % cannot be told
 
 
-@dataclass
+@rule
 class DeadChannels:
     """A ReLU whose channels are 0 nearly always: more than half of them (warning), or all (critical).
 
@@ -109,7 +108,7 @@ def has_zero_weights(step: Step, output: int) -> bool:
     return any(step.totals.count[i] > 0 and step.totals.abs_max[i] == 0 for i in weights)
 
 
-@dataclass
+@rule
 class SaturatedChannels:
     """A tanh or sigmoid whose channels sit at their ends, where they let no gradient through (warning).
 

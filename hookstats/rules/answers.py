@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -12,9 +11,10 @@ import numpy as np
 from hookstats.rules.finding import Finding
 from hookstats.rules.formatting import number, tensor_of
 from hookstats.rules.step import Step
+from hookstats.rules.thresholds import rule
 
 
-@dataclass
+@rule
 class ProbabilitiesAsLogits:
     """Probabilities are given to a cross-entropy that expects logits: softmax or sigmoid before it (warning).
 
@@ -83,7 +83,7 @@ def _has_parameters(step: Step, output: int) -> bool:
     return any(site.name in names for site in step.sites)
 
 
-@dataclass
+@rule
 class InitialLoss:
     """The first loss is far above that of guessing: the model is sure of wrong answers from the start (a note).
 
@@ -131,7 +131,7 @@ class InitialLoss:
         return [step.finding("initial-loss", site, loss, guessing, "note", sentence)]
 
 
-@dataclass
+@rule
 class NoProgress:
     """The loss is where it began (a note): what it was in the first 5 steps, after ``after`` = 100 of them.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -12,11 +11,12 @@ from hookstats.rules.finding import Finding
 from hookstats.rules.formatting import number
 from hookstats.rules.history import Streak, extended
 from hookstats.rules.step import Mask, Step
+from hookstats.rules.thresholds import rule
 
 SPARSE = 0.5  # share of a gradient that is 0, from which on it is one of rows that were not in the batch
 
 
-@dataclass
+@rule
 class MissingGradients:
     """Parameters that never get a gradient, although what they belong to runs and others get theirs: note, or warning.
 
@@ -107,7 +107,7 @@ class MissingGradients:
         return False
 
 
-@dataclass
+@rule
 class GrowingGradients:
     """Gradients are added to those of the steps before, because nobody zeroes them (warning).
 

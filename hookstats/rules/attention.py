@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -12,9 +11,10 @@ from hookstats.rules.finding import Finding
 from hookstats.rules.formatting import number, times
 from hookstats.rules.history import Streak
 from hookstats.rules.step import Step
+from hookstats.rules.thresholds import rule
 
 
-@dataclass
+@rule
 class AttentionLogits:
     """Logits of an attention are so large that its softmax is a choice of one key (warning): above ``value`` = 100.
 
@@ -76,7 +76,7 @@ class AttentionLogits:
         return f" in head {largest}; {beyond} of {times(len(channels.max), 'head')} are beyond"
 
 
-@dataclass
+@rule
 class AttentionEntropy:
     """The heads of an attention have come to look at a single key each (warning).
 
@@ -132,7 +132,7 @@ class AttentionEntropy:
         return step.finding("attention-entropy", site, ratio, self.ratio, "warning", sentence, since=since)
 
 
-@dataclass
+@rule
 class AttentionSink:
     """Heads of an attention rest on the first key (a note): more than ``share`` = 0.3 of what they give.
 

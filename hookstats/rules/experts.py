@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -14,6 +13,7 @@ from hookstats.rules.finding import Finding
 from hookstats.rules.formatting import number
 from hookstats.rules.history import extended
 from hookstats.rules.step import Step
+from hookstats.rules.thresholds import rule
 
 
 class Routed:
@@ -36,7 +36,7 @@ class Routed:
         return found
 
 
-@dataclass
+@rule
 class DeadExperts:
     """An expert of a mixture has got no token for long (warning): in ``window`` = 50 measured steps.
 
@@ -77,7 +77,7 @@ class DeadExperts:
         return step.finding("dead-experts", site, len(dead), 0, "warning", sentence)
 
 
-@dataclass
+@rule
 class ExpertLoad:
     """A router sends nearly all tokens to a few of its experts (warning).
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -13,6 +12,7 @@ from hookstats.rules.finding import Finding
 from hookstats.rules.formatting import number, tensor_of, times
 from hookstats.rules.history import Streak, Window
 from hookstats.rules.step import Mask, Step
+from hookstats.rules.thresholds import rule
 
 _SHORTEST = 6  # gradients of outputs, before which there is no depth to speak of
 
@@ -81,7 +81,7 @@ def _measured(step: Step) -> Mask:
     return (step.is_kind("grad_output") | step.is_kind("param_grad")) & (step.totals.count > 0)
 
 
-@dataclass
+@rule
 class ExplodingGradients:
     """Gradients grow on their way back, or against their own past.
 
@@ -153,7 +153,7 @@ class ExplodingGradients:
         return found
 
 
-@dataclass
+@rule
 class VanishingGradients:
     """Gradients disappear on their way back, or against their own past (warning).
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -13,6 +12,7 @@ from hookstats.rules.finding import Finding
 from hookstats.rules.formatting import number, tensor_of
 from hookstats.rules.history import Course
 from hookstats.rules.step import Mask, Step
+from hookstats.rules.thresholds import rule
 
 
 def _inputs(step: Step) -> Mask:
@@ -20,7 +20,7 @@ def _inputs(step: Step) -> Mask:
     return step.is_kind("input") & step.is_of_model & (step.totals.count > 0)
 
 
-@dataclass
+@rule
 class InputShift:
     """A batch is far from the batches before it (warning): its size, or its largest value.
 
@@ -104,7 +104,7 @@ class InputShift:
         return step.finding("input-shift", site, abs(mean - level) / std, self.moved, "note", sentence)
 
 
-@dataclass
+@rule
 class ConstantInput:
     """All that the model sees of its input is one value, or one row (warning).
 
@@ -173,7 +173,7 @@ class ConstantInput:
         return step.finding("constant-input", site, 0.0, 0.0, "warning", sentence, since=self._since[site])
 
 
-@dataclass
+@rule
 class UnscaledInput:
     """An input of the model that was never scaled (a note): values far from the size that initial weights expect.
 

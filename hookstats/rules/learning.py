@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -15,6 +14,7 @@ from hookstats.rules.finding import Finding
 from hookstats.rules.formatting import percent
 from hookstats.rules.history import Streak, extended
 from hookstats.rules.step import Mask, Step
+from hookstats.rules.thresholds import rule
 
 _LEAST = 3  # measured steps, by which anything is said to last
 _ACCUMULATED = 100  # steps, in which gradients may be accumulated
@@ -72,7 +72,7 @@ class _Still:
         return (self._measured >= _LEAST) & (step.number - self.since + 1 >= steps)
 
 
-@dataclass
+@rule
 class UnchangedParameters:
     """Parameters that no step changes, although gradients arrive: warning; critical where none of the model changes.
 
@@ -186,7 +186,7 @@ class UnchangedParameters:
         return step.finding("unchanged-parameters", ill[0], 1.0, 1.0, "warning", sentence, since=since, sites=ill)
 
 
-@dataclass
+@rule
 class LostUpdates:
     """Updates that are lost to rounding: parameters of a low precision stay as they are (a note, or a warning).
 
@@ -245,7 +245,7 @@ class LostUpdates:
         ]
 
 
-@dataclass
+@rule
 class ShrinkingWeights:
     """Weights that become smaller by decay alone (a note; a warning where the loss does not come down).
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -11,9 +10,10 @@ from hookstats.rules.finding import Finding
 from hookstats.rules.formatting import number
 from hookstats.rules.history import Streak
 from hookstats.rules.step import Step
+from hookstats.rules.thresholds import rule
 
 
-@dataclass
+@rule
 class SecondMoment:
     """Adam divides by its epsilon instead of its second moment, in most values of a parameter (warning).
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -13,11 +12,12 @@ from hookstats.rules.finding import Finding
 from hookstats.rules.formatting import number, tensor_of, times
 from hookstats.rules.history import extended
 from hookstats.rules.step import Step
+from hookstats.rules.thresholds import rule
 
 _BACKWARD = ("grad_output", "grad_input", "param_grad")
 
 
-@dataclass
+@rule
 class NonFinite:
     """The first tensor, in order of execution, that holds NaN, Inf or -Inf, in forward or in backward: critical.
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from hookstats.numbers.fields import Array
@@ -11,9 +9,10 @@ from hookstats.rules.finding import Finding
 from hookstats.rules.formatting import number, tensor_of, times
 from hookstats.rules.history import Streak
 from hookstats.rules.step import Mask, Step
+from hookstats.rules.thresholds import rule
 
 
-@dataclass
+@rule
 class MassiveActivations:
     """A few values of an output are enormous (a note): above ``value`` = 100, and ``ratio`` = 1000 times the median.
 
@@ -67,7 +66,7 @@ class MassiveActivations:
         return ratios
 
 
-@dataclass
+@rule
 class OutlierChannels:
     """A few channels of an output are far larger than the others, and stay the same ones (warning).
 

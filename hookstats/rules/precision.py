@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Literal, NamedTuple, overload
 
 import numpy as np
@@ -16,6 +15,7 @@ from hookstats.rules.finding import Finding
 from hookstats.rules.formatting import percent, tensor_of
 from hookstats.rules.history import Streak, extended
 from hookstats.rules.step import Mask, Sites, Step
+from hookstats.rules.thresholds import rule
 
 
 class _Format(NamedTuple):
@@ -138,7 +138,7 @@ def _fits(values: _Magnitudes, format: _Format) -> _Fits:
     )
 
 
-@dataclass
+@rule
 class LowPrecisionFit:
     """A tensor that would not survive a low precision, while the run still has a higher one (a note).
 

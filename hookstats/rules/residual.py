@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -13,11 +12,12 @@ from hookstats.rules.finding import Finding
 from hookstats.rules.formatting import number
 from hookstats.rules.history import Streak
 from hookstats.rules.step import Step
+from hookstats.rules.thresholds import rule
 
 _BLOCK = re.compile(r"(?P<path>.*?)\.?(?P<number>\d+)")
 
 
-@dataclass
+@rule
 class ResidualDrift:
     """The stream grows, or shrinks, from block to block (warning): the rms behind the last over that behind the first.
 

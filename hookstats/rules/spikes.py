@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -13,6 +12,7 @@ from hookstats.rules.finding import Finding
 from hookstats.rules.formatting import number, times
 from hookstats.rules.history import Course, extended
 from hookstats.rules.step import Step
+from hookstats.rules.thresholds import rule
 
 _LEAST_RISE = 0.05  # of what rises, from one third of the steps to the next
 _MOVED, _KNOWN = 3.0, 3  # times the largest of the last moves; how many of them there must be
@@ -29,7 +29,7 @@ class _Jump(NamedTuple):
     has_moved: bool  # the model, with it
 
 
-@dataclass
+@rule
 class LossSpike:
     """The loss jumps, or goes on rising: the ``scalar`` "loss" of `Monitor.step`, of every step, measured or not.
 
@@ -208,7 +208,7 @@ class LossSpike:
         return move > max(self.moved, _MOVED * max(self._moves)) if known else None
 
 
-@dataclass
+@rule
 class GradientNormSpike:
     """The norm of all gradients jumps: the scalar ``grad_norm``, or where there is none `Snapshot.grad_norm`.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -12,11 +11,12 @@ from hookstats.rules.finding import Finding
 from hookstats.rules.formatting import number
 from hookstats.rules.history import Streak, extended
 from hookstats.rules.step import Mask, Step
+from hookstats.rules.thresholds import rule
 
 _AFTER = 10  # steps, in which the loss shows what an update did
 
 
-@dataclass
+@rule
 class UpdateRatio:
     """An optimizer's step changes a parameter too much: mean |update| over mean |parameter| (warning).
 
