@@ -89,6 +89,8 @@ def test_a_wrong_argument_of_what_was_measured_is_told() -> None:
                 refused(lambda: call(bad))  # noqa: B023
             for call in (snapshot.select, snapshot.from_dict, snapshot.top_channels, stats.quantile, stats.share_above):
                 refused(lambda: call(bad))  # noqa: B023
+            refused(lambda: hookstats.report.show(bad))  # noqa: B023
+            refused(lambda: hookstats.report.show([snapshot], height=bad))  # noqa: B023
             refused(lambda: hookstats.compare(bad, snapshot))  # noqa: B023
             refused(lambda: hookstats.compare(bad, [snapshot]))  # noqa: B023
             refused(lambda: hookstats.compare(snapshot, snapshot, dtype=bad))  # noqa: B023

@@ -41,8 +41,9 @@ def write(
     up to 3 seconds until they are written), or Snapshots of ascending steps, that were collected. other: a second run,
     whose distance from this one, site by site and step by step, is a view of the heatmap, and whose lines stand beside
     those of this one. The page is one file without anything from outside; an older one is replaced as a whole.
-    ValueError where nothing was measured, the two have no sites and steps in common, or a monitor does not record;
-    RunError for a directory that is no recorded run; OSError where it cannot be written.
+    TypeError for what is none of these; ValueError where nothing was measured, the two have no sites and steps in
+    common, or a monitor does not record; RunError for a directory that is no recorded run; OSError where it cannot be
+    written.
     """
     path = Path(output)
     put(html(of(run), None if other is None else of(other)), path)
@@ -62,8 +63,8 @@ def show(
     notebook's file.
     ValueError for a height of less than 200; else as `write`.
     """
-    if height < 200:
-        raise ValueError(f"show: expected a height of at least 200 pixels, got {height}")
+    if not isinstance(height, int) or height < 200:
+        raise ValueError(f"show: expected a height of at least 200 pixels, got {height!r}")
     recorded = of(run)
     return Shown(html(recorded, None if other is None else of(other)), recorded.name, height)
 
@@ -92,6 +93,6 @@ def of(run: Shows) -> Recorded:
     """A run as arrays over sites and steps."""
     if isinstance(run, Recorded):
         return run
-    if isinstance(run, Sequence) and not isinstance(run, str):
+    if isinstance(run, Sequence) and not isinstance(run, str) and all(isinstance(each, Snapshot) for each in run):
         return Recorded.of(run)
     return loading.recorded(run.recorded() if isinstance(run, Records) else run)

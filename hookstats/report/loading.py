@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 _LOOKED_AT = 3  # steps, from the last: their order of execution is that of the page
 
 
-def recorded(run: Run | str | Path) -> Recorded:
-    """A run, or the directory of one (rank 0). RunError for what is no recorded run.
+def recorded(run: object) -> Recorded:
+    """A Run, or the directory of one (rank 0). TypeError for anything else, RunError for what is no recorded run.
 
     Of a Run that was loaded with some sites, some steps, or ranks="merged", all Snapshots are held at once.
     """
