@@ -16,7 +16,7 @@ else:
 
     def rule(cls: type) -> type:
         """As `dataclasses.dataclass`. ValueError, when one is made, for a field that is no number of its type."""
-        after = cls.__dict__.get("__post_init__")
+        after = getattr(cls, "__post_init__", None)
 
         def __post_init__(self: Any) -> None:
             for each in dataclasses.fields(self):
