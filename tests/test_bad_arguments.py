@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import hookstats
+from hookstats.rules.thresholds import rule
 
 BAD = [None, 0, -1, 3.5, True, "x", "", b"x", [], ["x"], [1], {}, {"a": 1}, (), object(), float("nan"), float("inf")]
 BAD += [10**30, type]
@@ -65,18 +66,28 @@ def test_a_wrong_argument_of_a_recording_is_told(tmp_path: Path) -> None:
             refused(lambda: hookstats.record(tmp_path, **{argument: bad}))  # noqa: B023
 
 
-@pytest.mark.parametrize("rule", [type(each) for each in hookstats.rules.defaults()])
-def test_a_wrong_threshold_or_window_of_a_rule_is_told(rule: type) -> None:
-    for each in dataclasses.fields(rule):
+@pytest.mark.parametrize("made_of", [type(each) for each in hookstats.rules.defaults()])
+def test_a_wrong_threshold_or_window_of_a_rule_is_told(made_of: type) -> None:
+    for each in dataclasses.fields(made_of):
         if not each.init:
             continue
         for bad in BAD:
-            made = refused(lambda: rule(**{each.name: bad}))  # noqa: B023
+            made = refused(lambda: made_of(**{each.name: bad}))  # noqa: B023
             if made is not None and each.type in ("int", "float"):
                 assert isinstance(bad, (int, float)), each.name
                 assert bad == bad, each.name
                 assert each.type == "float" or (isinstance(bad, int) and bad >= 0), each.name
                 assert not isinstance(bad, bool), each.name
+
+
+def test_a_rule_that_extends_another_one_is_prepared_and_checked_as_that_one_is() -> None:
+    @rule
+    class Stricter(hookstats.rules.DeadChannels):
+        limit: float = 0.5
+
+    assert hasattr(Stricter(), "_some_dead")
+    with pytest.raises(ValueError, match="Stricter: limit: expected a number, got 'x'"):
+        Stricter(limit="x")  # type: ignore[arg-type]
 
 
 def test_a_wrong_argument_of_what_was_measured_is_told() -> None:
