@@ -8,7 +8,6 @@ import numpy as np
 import pyarrow as pa
 
 from hookstats.numbers.fields import Array, Counts
-from hookstats.records import manifest
 from hookstats.records.arrays import to_numpy
 from hookstats.records.errors import RunError
 from hookstats.records.manifest import Part
@@ -16,7 +15,6 @@ from hookstats.records.reading import Chosen, Reader
 from hookstats.records.timeline import Timeline
 
 _KEYS = ["attempt", "record", "site"]
-_TRIES = 8  # a stretch is read again where its parts were merged away meanwhile
 
 
 class Grid:
@@ -49,18 +47,13 @@ class Grid:
 
     def read(self, names: Sequence[str], begin: int, end: int) -> dict[str, Array]:
         """Planes ``[sites, end - begin]`` by the names of statistics; NaN where a site was silent."""
-        for _ in range(_TRIES):
+        while True:
             planes = {name: np.full((len(self._row), end - begin), np.nan) for name in names}
             try:
                 self._read(planes, begin, end)
+                return planes
             except FileNotFoundError as error:
-                now = manifest.read(self._reader.directory)
-                if now.parts["totals"] == self._reader.manifest.parts["totals"]:
-                    raise RunError(f"{error.filename}: expected a part that the manifest names, got no file") from None
-                self._reader.manifest = now
-                continue
-            return planes
-        raise RunError(f"{self._reader.directory}: expected parts that stay for as long as they are read")
+                self._reader.follow("totals", error)
 
     def _read(self, planes: Mapping[str, Array], begin: int, end: int) -> None:
         first, last = (int(self._timeline.step[place]) for place in (begin, end - 1))

@@ -63,15 +63,20 @@ class Reader:
     def table(self, table: str, columns: Sequence[str], chosen: Chosen) -> pa.Table:
         """In the order of the parts; of totals, within a part, by site and step."""
         while True:
-            before = self.manifest
             try:
                 return self._table(table, columns, chosen)
             except FileNotFoundError as error:
-                now = manifest.read(self.directory)
-                if now.parts[table] == before.parts[table]:
-                    raise RunError(f"{error.filename}: expected a part that the manifest names, got no file") from None
-                # Merging alone is followed: what was committed since is not of this look at the run.
-                self.manifest = now
+                self.follow(table, error)
+
+    def follow(self, table: str, error: FileNotFoundError) -> None:
+        """Reads the manifest again because a part was not there. RunError where the same parts are named still.
+
+        Merging alone is followed: what was committed since is not of this look at the run.
+        """
+        now = manifest.read(self.directory)
+        if now.parts[table] == self.manifest.parts[table]:
+            raise RunError(f"{error.filename}: expected a part that the manifest names, got no file") from None
+        self.manifest = now
 
     def _table(self, table: str, columns: Sequence[str], chosen: Chosen) -> pa.Table:
         schema = pa.schema([SCHEMAS[table].field(name) for name in columns])

@@ -204,7 +204,8 @@ class Run:
     @property
     def findings(self) -> list[Finding]:
         """What the rules found in these steps and sites while the run was recorded, in that order."""
-        found = [finding for folder in self._folders for finding in _findings(folder / "findings.jsonl")]
+        paths = [folder / "findings.jsonl" for folder in self._folders]
+        found = [finding for path in paths if path.exists() for finding in findings_in(path, content(path))]
         numbers = set(self.steps)
         return [
             finding
@@ -349,13 +350,10 @@ def _numbered(of: timeline.Timeline) -> list[tuple[int, int]]:
     return list(zip(of.step.tolist(), of.attempt.tolist(), strict=True))
 
 
-def _findings(path: Path) -> list[Finding]:
-    """Those of whole lines; the last one may be half written."""
-    if not path.exists():
-        return []
-    lines = content(path).split(b"\n")[:-1]
+def findings_in(path: Path, text: bytes) -> list[Finding]:
+    """Those of whole lines, of this text of a file; the last one may be half written. RunError for other lines."""
     try:
-        return [Finding.from_json(json.loads(line)) for line in lines]
+        return [Finding.from_json(json.loads(line)) for line in text.split(b"\n")[:-1]]
     except (ValueError, TypeError, RecursionError) as error:
         raise RunError(f"{path}: expected a finding in each line; {str(error)[:300]}") from None
 

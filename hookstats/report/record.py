@@ -86,13 +86,7 @@ class Recorded:
             for step, each in [*snapshot.earlier_scalars.items(), (snapshot.step, snapshot.scalars)]
         }
         scalars = by_name((step, name, value) for step, each in given.items() for name, value in each.items())
-        left_out: dict[tuple[Site, str], tuple[int | None, int]] = {}
-        for snapshot in snapshots:
-            for site, why in snapshot.skipped.items():
-                times, since = left_out.get((site, why.reason), (0, snapshot.step))
-                known = times is not None and why.times is not None
-                left_out[site, why.reason] = ((times or 0) + (why.times or 0) if known else None, since)
-        skipped = [(site, Skipped(reason, times), since) for (site, reason), (times, since) in left_out.items()]
+        skipped = together((site, why, each.step) for each in snapshots for site, why in each.skipped.items())
         detailed = steps[[_is_detailed(snapshot) for snapshot in snapshots]]
         return cls(name, sites, steps, statistic, chosen, detailed, None, scalars, findings, skipped)
 
@@ -105,6 +99,16 @@ def by_name(rows: Iterable[tuple[int, str, float]]) -> dict[str, tuple[Counts, A
         steps.append(step)
         values.append(value)
     return {name: (np.array(steps, np.int64), np.array(values)) for name, (steps, values) in found.items()}
+
+
+def together(skipped: Iterable[tuple[Site, Skipped, int]]) -> list[tuple[Site, Skipped, int]]:
+    """What was skipped in some steps, or since them: one for each site and reason, as `Recorded` has it."""
+    found: dict[tuple[Site, str], tuple[int | None, int]] = {}
+    for site, (reason, times), step in skipped:
+        known, since = found.get((site, reason), (0, step))
+        both = None if known is None or times is None else known + times
+        found[site, reason] = both, min(since, step)
+    return [(site, Skipped(reason, times), since) for (site, reason), (times, since) in found.items()]
 
 
 def _is_detailed(snapshot: Snapshot) -> bool:
