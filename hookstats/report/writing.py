@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -48,8 +48,7 @@ def of_all_sites(recorded: Recorded, second: Recorded | None = None) -> tuple[di
         blobs |= planes.heatmap(run, key, bad)
     blobs |= planes.lines(run)
     count = run.statistic("count")
-    measured = Measured(float(np.nansum(count + bad)), (~np.isnan(count)).sum(axis=1))
-    record = overview(run, measured)
+    record = overview(run, float(np.nansum(count + bad)), (~np.isnan(count)).sum(axis=1))
     if pair is not None:
         blobs |= pair.blobs((bad, planes.bad_of(pair.second)))
         record |= _of_both(pair)
@@ -79,15 +78,11 @@ def detailed(
     return {"details": details, "windows": windows, "precision": detail.precision(recorded)}, pictures
 
 
-class Measured(NamedTuple):
-    """values: how many were read in all; fired ``[n]``: in how many steps each site was not silent."""
+def overview(recorded: Recorded, values: float, fired: Counts) -> dict[str, Any]:
+    """The JSON of a page without what `detailed` says.
 
-    values: float
-    fired: Counts
-
-
-def overview(recorded: Recorded, measured: Measured) -> dict[str, Any]:
-    """The JSON of a page without what `detailed` says."""
+    values: how many were read in all; fired ``[n]``: in how many steps each site was not silent.
+    """
     columns = planes.line_columns(len(recorded.sites))
     steps = recorded.steps
     chapters, left_out = chapters_of(recorded, {site: i for i, site in enumerate(recorded.sites)})
@@ -100,9 +95,9 @@ def overview(recorded: Recorded, measured: Measured) -> dict[str, Any]:
         "begin": steps[recorded.begin(planes.COLUMNS)].tolist(),
         "line_begin": steps[recorded.begin(columns)].tolist(),
         "times": None if recorded.times is None else [float(recorded.times[0]), float(recorded.times[-1])],
-        "values": measured.values,
-        "readings": int(measured.fired.sum()),
-        "fired": measured.fired.tolist(),
+        "values": values,
+        "readings": int(fired.sum()),
+        "fired": fired.tolist(),
         "statistics": planes.told(),
         "scalars": planes.scalars(recorded),
         "head": head(recorded.findings),

@@ -33,13 +33,17 @@ _FEWEST = 64  # columns for which there is room at first
 class Reduced:
     """``[n, columns]``, of which each is reduced from ``wide`` steps, the last perhaps from fewer."""
 
-    def __init__(self, rows: int, most: int, reduce: Callable[[Array, Counts], Array]) -> None:
-        """most: columns. reduce: as `largest`; reduced once more, what it gives for parts is what it gives for all."""
+    def __init__(self, rows: int, most: int, steps: int, reduce: Callable[[Array, Counts], Array]) -> None:
+        """most: columns. steps: so many will come at least.
+
+        reduce: as `largest`; reduced once more, what it gives for parts is what it gives for all.
+        """
         self._reduce = reduce
         self._most = most
         self._room = np.empty((rows, min(_FEWEST, most)))
         self.wide = 1
         self.steps = 0
+        self._reserve(steps)
 
     @property
     def columns(self) -> int:
@@ -54,7 +58,7 @@ class Reduced:
         result: Array = self.values[rows, columns]
         return result
 
-    def reserve(self, steps: int) -> None:
+    def _reserve(self, steps: int) -> None:
         """Columns become as wide as so many steps in all need."""
         while self.wide * self._most < steps:
             if self.steps:
@@ -70,7 +74,7 @@ class Reduced:
     def add(self, values: Array) -> None:
         """``[n, t]``: of the next steps."""
         steps = values.shape[1]
-        self.reserve(self.steps + steps)
+        self._reserve(self.steps + steps)
         first, begun = divmod(self.steps, self.wide)
         begin = np.arange(0, steps, self.wide)
         if begun:  # a column that is not full counts as one more step before these
@@ -90,12 +94,8 @@ def total(values: Array, begin: Counts) -> Array:
 class Average:
     """Of what is known in each column; NaN where nothing is."""
 
-    def __init__(self, rows: int, most: int) -> None:
-        self._sums, self._known = Reduced(rows, most, total), Reduced(rows, most, total)
-
-    def reserve(self, steps: int) -> None:
-        self._sums.reserve(steps)
-        self._known.reserve(steps)
+    def __init__(self, rows: int, most: int, steps: int) -> None:
+        self._sums, self._known = (Reduced(rows, most, steps, total) for _ in range(2))
 
     def add(self, values: Array) -> None:
         self._sums.add(values)
@@ -160,12 +160,12 @@ class Coded:
 class Heat:
     """One of `planes.STATISTICS`, in both views."""
 
-    def __init__(self, key: str, rows: int) -> None:
+    def __init__(self, key: str, rows: int, steps: int) -> None:
         self._key, kind = key, planes.STATISTICS[key][1]
         self._is_log = kind == "scale"
         self._past = Past(rows)
-        self._far = Reduced(rows, planes.COLUMNS, farthest)
-        self._top = Reduced(rows, planes.COLUMNS, planes.topmost(kind))
+        self._far = Reduced(rows, planes.COLUMNS, steps, farthest)
+        self._top = Reduced(rows, planes.COLUMNS, steps, planes.topmost(kind))
         one = np.ones(rows)
         self._relative = Coded(
             self._far,
@@ -177,10 +177,6 @@ class Heat:
             lambda top, is_bad, ends: planes.absolute(top, kind, is_bad, True, ends),
             lambda top: ends_of(top, self._is_log),
         )
-
-    def reserve(self, steps: int) -> None:
-        self._far.reserve(steps)
-        self._top.reserve(steps)
 
     def add(self, values: Array) -> None:
         told = logarithm(values) if self._is_log else values
@@ -196,18 +192,15 @@ class Heat:
 class Line:
     """One of `planes.LINES`."""
 
-    def __init__(self, name: str, rows: int) -> None:
+    def __init__(self, name: str, rows: int, steps: int) -> None:
         self.statistic, reduce, is_log = planes.LINES[name]
         self._rows, most = rows, planes.line_columns(rows)
-        self.reduced = Average(rows, most) if reduce is average else Reduced(rows, most, reduce)
+        self.reduced = Average(rows, most, steps) if reduce is average else Reduced(rows, most, steps, reduce)
         self._coded = Coded(
             self.reduced,
             lambda values, _, ends: line(values, is_log, True, ends),
             lambda values: ends_of(logarithm(values) if is_log else values, is_log),
         )
-
-    def reserve(self, steps: int) -> None:
-        self.reduced.reserve(steps)
 
     def blob(self) -> bytes:
         codes = self._coded.take(np.empty((self._rows, self.reduced.columns), bool))
@@ -228,14 +221,9 @@ class Columns:
         """steps: so many will come at least."""
         self.fired = np.zeros(rows, np.int64)
         self.measured = 0.0
-        self._bad = Reduced(rows, planes.COLUMNS, largest)
-        self._heats = {key: Heat(key, rows) for key in planes.STATISTICS}
-        self._lines = {name: Line(name, rows) for name in planes.LINES}
-        self._bad.reserve(steps)
-        for heat in self._heats.values():
-            heat.reserve(steps)
-        for each in self._lines.values():
-            each.reserve(steps)
+        self._bad = Reduced(rows, planes.COLUMNS, steps, largest)
+        self._heats = {key: Heat(key, rows, steps) for key in planes.STATISTICS}
+        self._lines = {name: Line(name, rows, steps) for name in planes.LINES}
 
     def begin(self, given: Mapping[str, Array]) -> None:
         """Of the next steps, planes ``[n, t]`` of `FIRST`, by statistic; NaN where a site was silent."""

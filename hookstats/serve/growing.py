@@ -11,19 +11,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from hookstats.numbers.fields import Array
 from hookstats.report import planes
 from hookstats.report.loading import recorded
 from hookstats.report.page import page
 from hookstats.report.record import Recorded
-from hookstats.report.writing import Measured, detailed, overview
+from hookstats.report.writing import detailed, of_all_sites, overview
 from hookstats.serve.changes import Told, changes
 from hookstats.serve.columns import Columns
+from hookstats.serve.runs import Both, Watched
 from hookstats.serve.source import Source
-from hookstats.terminal.following import State
 
 _KEPT = 4  # versions of a run: a page that shows an older one is sent all of the newest
 _RUNS = 4  # of which versions are kept; one that was not asked for longest goes
@@ -32,7 +31,7 @@ _REST_DETAILS = 20.0  # times as long as details took, these are not told again
 _LEAST = 1.0  # seconds between two looks at a run
 _PATIENCE = 60.0  # seconds that somebody waits for a blob that is being made
 _LEVEL = 4  # of gzip
-NO_DETAILS: dict[str, Any] = {"details": {}, "windows": [], "precision": None}
+_NO_DETAILS: dict[str, Any] = {"details": {}, "windows": [], "precision": None}
 _reading = threading.Lock()  # one run at a time
 _detailing = threading.Lock()  # the same of details, which take longer: others are read meanwhile
 
@@ -73,27 +72,16 @@ class Version:
         return self._packed[key]
 
 
-class Looked(Protocol):
-    """A run that is looked at, or several: see `hookstats.serve.runs.Watched`."""
-
-    name: str
-    path: Path
-
-    def mark(self) -> tuple[int, ...]: ...
-    def told(self) -> tuple[State, float]: ...
-    def watch(self) -> None: ...
-
-
 class Growing:
     """A run of which versions are made while somebody looks."""
 
-    def __init__(self, watched: Looked) -> None:
+    def __init__(self, watched: Watched | Both) -> None:
         self.watched = watched
         self.versions: OrderedDict[int, Version] = OrderedDict()
         self.error: Exception | None = None
         self._source: Source | None = None
-        self._columns: Columns | None = None  # to which it was reduced
-        self._details: dict[str, Any] = dict(NO_DETAILS)
+        self._shown: Recorded | None = None  # what the newest version is made of
+        self._details = _NO_DETAILS
         self._pictures: dict[str, bytes] = {}
         self._detailed: object = None  # of what there were details
         self._mark: tuple[int, ...] | None = None  # of what all is told
@@ -143,7 +131,8 @@ class Growing:
                     finally:
                         _detailing.release()
         except Exception as error:  # deleted or torn, also while it is read: a page says so
-            self.error, self._source, is_done = error, None, True
+            self.error, is_done = error, True
+            self._source = self._shown = self._detailed = None
             self._slow = time.monotonic() - began
         finally:
             self._is_told.set()
@@ -154,91 +143,124 @@ class Growing:
 
     def _look(self, mark: tuple[int, ...]) -> bool:
         """Reads what is new, and publishes it. False: it is too early for that."""
-        if self._source is None or self._columns is None or mark != self._read:
-            new = self._source.more() if self._source and self._columns else None
-            if new is None:
-                if time.monotonic() < self._rested_anew:
-                    return False
+        source = self._source
+        if source is None or mark != self._read:
+            new = None if source is None else source.more()
+            if source is not None and new is not None:
+                source.columns.begin(new)
+                source.columns.complete(new)
+                self._publish_source(source)
+            elif time.monotonic() < self._rested_anew:
+                return False
+            else:
                 self._begin()
-            elif self._columns:
-                self._columns.begin(new)
-                self._columns.complete(new)
-                self._publish(Version(self._numbered(), self._record(), self._blobs(), set(self._pictures)))
             self._read = mark
         return True
-
-    def _tell(self) -> bool:
-        """Publishes what is told of some sites only. False: it is too early for that."""
-        assert self._source is not None
-        run = self._source.recorded
-        return self._tell_details(run, lambda: replace(recorded(self.watched.path), sites=run.sites))
 
     def _begin(self) -> None:
         """All of the run: first what the first picture shows, then the rest."""
         began = time.monotonic()
-        known = [] if self._source is None else self._source.recorded.sites
         source = Source(self.watched.path, self.watched.name)
-        columns = Columns(len(source.recorded.sites), len(source.recorded.steps))
-        if known != source.recorded.sites:
-            self._details, self._pictures, self._detailed = dict(NO_DETAILS), {}, None
         for given in _ahead(source, Columns.FIRST):
-            columns.begin(given)
-        self._source, self._columns = source, columns
-        first = Version(self._numbered(), self._record(), self._pictures | columns.heatmaps(["rms"]))
-        first.pictures = set(self._pictures)
+            source.columns.begin(given)
+        first = self._publish_source(source, is_whole=False)
         try:
-            self._publish(first, is_whole=False)
             for given in _ahead(source, Columns.ALL):
-                columns.complete(given)
-            first.blobs |= self._blobs()
-        except BaseException:
-            self._source = None
-            raise
+                source.columns.complete(given)
+            first.blobs |= _blobs(source.columns)
         finally:
             first.is_whole.set()
-        self._publish(Version(self._numbered(), self._record(), dict(first.blobs), set(self._pictures)))
+        self._publish_source(source)
+        self._source = source
         self._rested_anew = time.monotonic() + _REST * (time.monotonic() - began)
 
-    def _record(self) -> dict[str, Any]:
-        assert self._source is not None
-        assert self._columns is not None
-        return overview(self._source.recorded, Measured(self._columns.measured, self._columns.fired)) | self._details
+    def _publish_source(self, source: Source, is_whole: bool = True) -> Version:
+        columns = source.columns
+        record = overview(source.recorded, columns.measured, columns.fired)
+        return self._publish(
+            source.recorded, record, _blobs(columns) if is_whole else columns.heatmaps(["rms"]), is_whole
+        )
 
-    def _blobs(self) -> dict[str, bytes]:
-        assert self._columns is not None
-        return self._pictures | self._columns.heatmaps(planes.STATISTICS) | self._columns.lines()
-
-    def _tell_details(self, run: Recorded, fresh: Callable[[], Recorded]) -> bool:
-        """What is told of some sites only, as often as it takes little time. fresh: the run with its Snapshots."""
-        newest, now = self.newest, (run.sites, len(run.detailed), len(run.findings))
-        if newest is None or now == self._detailed:
+    def _tell(self) -> bool:
+        """Publishes what is told of some sites only, as often as it takes little time. False: it is too early."""
+        newest, run = self.newest, self._shown
+        assert newest is not None
+        assert run is not None
+        now = (run.sites, len(run.detailed), len(run.findings))
+        if now == self._detailed:
             return True
         if time.monotonic() < self._rested_details:
             return False
         began = time.monotonic()
-        self._details, self._pictures = detailed(replace(fresh(), findings=run.findings), newest.record, newest.blobs)
+        self._details, self._pictures = detailed(self._with_snapshots(run), newest.record, newest.blobs)
         self._detailed = now
         rest = {name: blob for name, blob in newest.blobs.items() if name not in newest.pictures}
-        self._publish(
-            Version(self._numbered(), newest.record | self._details, rest | self._pictures, set(self._pictures))
-        )
+        self._publish(run, newest.record, rest)
         self._rested_details = time.monotonic() + _REST_DETAILS * (time.monotonic() - began)
         return True
 
-    def _numbered(self) -> int:
-        self._number += 1
-        return self._number
+    def _with_snapshots(self, run: Recorded) -> Recorded:
+        """With those that have come since its first steps were read, too."""
+        return replace(recorded(self.watched.path), sites=run.sites, findings=run.findings)
 
-    def _publish(self, version: Version, is_whole: bool = True) -> None:
-        version.record["version"] = version.number
+    def _publish(
+        self, run: Recorded, record: dict[str, Any], blobs: dict[str, bytes], is_whole: bool = True
+    ) -> Version:
+        """A newer version. record, blobs: with what is told of some sites, or without. is_whole: no blob is missing."""
+        if self._shown is None or self._shown.sites != run.sites:
+            self._details, self._pictures = _NO_DETAILS, {}
+        self._number += 1
+        version = Version(
+            self._number,
+            {**record, **self._details, "version": self._number},
+            blobs | self._pictures,
+            set(self._pictures),
+        )
         if is_whole:
             version.is_whole.set()
         with self._lock:
             self.versions[version.number] = version
             while len(self.versions) > _KEPT:
                 self.versions.popitem(last=False)
-        self.error = None
+        self._shown, self.error = run, None
         self._is_told.set()
+        return version
+
+
+class GrowingPair(Growing):
+    """Two runs on one page that grows. All of both is read again when one of them has grown.
+
+    `Columns` are added to at their end alone. A step that only one run has is a column already, empty for the other
+    run. When that run comes to the step, what was reduced before changes in its middle. Of two runs that are recorded
+    at the same time, nearly every step is such a step.
+    """
+
+    def __init__(self, both: Both) -> None:
+        super().__init__(both)
+        self._runs = both.runs
+
+    def _look(self, mark: tuple[int, ...]) -> bool:
+        if self._shown is None or mark != self._read:
+            began = time.monotonic()
+            first, second = (_recorded(run) for run in self._runs)
+            self._publish(first, *of_all_sites(first, second))
+            self._read = mark
+            self._slow = time.monotonic() - began
+        return True
+
+    def _with_snapshots(self, run: Recorded) -> Recorded:
+        return run
+
+
+def _recorded(run: Watched) -> Recorded:
+    found = replace(recorded(run.path), grows=True, name=run.name)
+    if not len(found.steps) or not found.sites:
+        raise ValueError(f"{run.name}: nothing was measured yet")
+    return found
+
+
+def _blobs(columns: Columns) -> dict[str, bytes]:
+    return columns.heatmaps(planes.STATISTICS) | columns.lines()
 
 
 def _ahead(source: Source, names: Sequence[str]) -> Iterator[dict[str, Array]]:

@@ -9,9 +9,8 @@ from pathlib import Path
 from hookstats.records.errors import RunError
 from hookstats.report.page import policy
 from hookstats.serve import pages
-from hookstats.serve.growing import Growing, Kept, Version, as_json
-from hookstats.serve.pairs import Both, GrowingPair
-from hookstats.serve.runs import Runs, unreadable
+from hookstats.serve.growing import Growing, GrowingPair, Kept, Version, as_json
+from hookstats.serve.runs import Both, Runs, unreadable
 from hookstats.serve.server import Answer, Query, said
 
 _RUN = re.compile(r"/run/([0-9a-f]{16})/(?:([0-9a-f]{16})/)?(update|blob|)")  # of a run, or of two

@@ -27,6 +27,7 @@ _OFTEN = 1.0  # seconds: a run is looked at no more often, however many look
 _POINTS = 120  # of a sparkline
 _REST = 20.0  # times as long as a line of the index took, it is not made again
 _DELETED = State("deleted", "the run was deleted")
+_ORDER = ("deleted", "torn", "unreadable", "recording", "died", "waiting", "ended")  # what is told of two runs
 _BROKEN = ("deleted", "torn", "unreadable")
 
 
@@ -145,6 +146,28 @@ class Watched:
             tuple((name, counts[name]) for name in ("critical", "warning", "note") if counts[name]),
             ranks,
         )
+
+
+class Both:
+    """Two runs that are looked at, as one."""
+
+    def __init__(self, first: Watched, second: Watched) -> None:
+        self.runs = (first, second)
+        self.name = f"{first.name} and {second.name}"
+        self.path = first.path
+
+    def mark(self) -> tuple[int, ...]:
+        return self.runs[0].mark() + self.runs[1].mark()
+
+    def watch(self) -> None:
+        for run in self.runs:
+            run.watch()
+
+    def told(self) -> tuple[State, float]:
+        states, changed = zip(*(run.told() for run in self.runs), strict=True)
+        kind = min((state.kind for state in states), key=_ORDER.index)
+        sentence = "; ".join(f"{run.name}: {state.sentence}" for run, state in zip(self.runs, states, strict=True))
+        return State(kind, sentence), max(changed)
 
 
 def model_of(settings: object) -> str:

@@ -27,7 +27,10 @@ _CELLS = 1 << 19  # of a plane that are read at once
 
 
 class Source:
-    """``recorded``: rank 0 as it was when it was last read. Its rows stay in their order; it has no planes."""
+    """``recorded``: rank 0 as it was when it was last read. Its rows stay in their order; it has no planes.
+
+    ``columns``: to which its planes are added, by whoever reads them here.
+    """
 
     def __init__(self, path: Path, name: str) -> None:
         """RunError, OSError as for `hookstats.load`. ValueError where nothing was measured yet."""
@@ -49,6 +52,7 @@ class Source:
         self._records = self._timeline.base[self._last][1]
         self._seen = _seen(manifest)
         self.recorded = replace(found, name=name, grows=True, findings=self._new_findings() or [])
+        self.columns = Columns(len(found.sites), len(found.steps))
 
     def stretches(self) -> list[tuple[int, int]]:
         """Of the steps that were there at first: what `read` gives of each lies side by side."""
