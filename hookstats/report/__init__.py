@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 from hookstats.numbers.snapshot import Snapshot
-from hookstats.report import loading, plotting
-from hookstats.report.notebook import Shown
-from hookstats.report.page import put
+from hookstats.report import plotting
+from hookstats.report.page import Shown, put
 from hookstats.report.record import Recorded
 from hookstats.report.writing import html
 
@@ -95,4 +94,6 @@ def of(run: Shows) -> Recorded:
         return run
     if isinstance(run, Sequence) and not isinstance(run, str) and all(isinstance(each, Snapshot) for each in run):
         return Recorded.of(run)
-    return loading.recorded(run.recorded() if isinstance(run, Records) else run)
+    from hookstats.report.loading import recorded  # needs pyarrow, which Snapshots do not
+
+    return recorded(run.recorded() if isinstance(run, Records) else run)

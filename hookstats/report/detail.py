@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,8 +11,9 @@ from hookstats.numbers.site_stats import SiteStats
 from hookstats.numbers.snapshot import Snapshot
 from hookstats.report.planes import short
 from hookstats.report.record import Recorded
-from hookstats.report.reducing import FIRST, LAST, coded, edges, largest
-from hookstats.rules import BLOCK_FORMATS, BlockFit, fit
+from hookstats.report.reducing import FIRST, LAST, absolute_rows, edges, largest
+from hookstats.rules import BLOCK_FORMATS, SEVERITIES, BlockFit, fit
+from hookstats.rules.precision import FORMATS
 
 _WORST = 20  # sites beside those with findings
 _STEPS = 128  # columns of a picture of channels, or of a histogram
@@ -116,7 +116,7 @@ def _few(row: Array, most: int) -> Array:
 def _channel_picture(picture: _Picture, channels: int) -> tuple[dict[str, Any], bytes]:
     with np.errstate(divide="ignore", invalid="ignore"):
         logs = np.maximum(np.log2(np.stack(picture.columns, axis=1)), -1075.0)
-    whole = coded(logs.reshape(1, -1), LAST, 1 / 24, np.zeros((1, logs.size), bool))
+    whole = absolute_rows(logs.reshape(1, -1), np.zeros((1, logs.size), bool), finest=1 / 24)
     known = np.sort(logs[np.isfinite(logs) & (logs > -1075)])
     bounds = [short(float(known[int(q * (len(known) - 1))])) for q in (0.01, 1)] if len(known) else [0.0, 1.0]
     said = {
@@ -184,7 +184,7 @@ def windows(recorded: Recorded, columns: int) -> list[dict[str, Any]]:
     """Single steps around findings, where a column of a line holds several: rms and largest |x| of the site."""
     place = {site: i for i, site in enumerate(recorded.sites)}
     wanted: dict[tuple[int, int], None] = {}
-    for finding in _gravest(recorded):
+    for finding in sorted(recorded.findings, key=lambda each: (-SEVERITIES.index(each.severity), each.step)):
         if finding.site in place:
             wanted[place[finding.site], int(np.searchsorted(recorded.steps, finding.step))] = None
     if len(recorded.steps) <= columns or not wanted:
@@ -195,11 +195,6 @@ def windows(recorded: Recorded, columns: int) -> list[dict[str, Any]]:
         rms, top = ([short(x) for x in row.tolist()] for row in recorded.near(i, at, ("rms", "abs_max")))
         found.append({"site": i, "steps": recorded.steps[at].tolist(), "rms": rms, "abs_max": top})
     return found
-
-
-def _gravest(recorded: Recorded) -> Iterable[Any]:
-    ranks = {"critical": 0, "warning": 1, "note": 2}
-    return sorted(recorded.findings, key=lambda finding: (ranks.get(finding.severity, 3), finding.step))
 
 
 def precision(recorded: Recorded) -> dict[str, Any] | None:
@@ -228,11 +223,7 @@ def _block_fit(snapshot: Snapshot, places: list[int], recorded: Recorded) -> dic
     return {"size": bins.block, "dim": bins.block_dim, "formats": shares}
 
 
-# Largest finite value, and the smallest number's exponent: half of that and less becomes zero (OCP 8-bit floating point
-# 1.0; IEEE 754 for half).
-_FORMATS = {"e4m3": (448.0, -9), "e5m2": (57344.0, -16), "fp16": (65504.0, -24)}
-
-
+_FORMATS = [FORMATS[name] for name in ("float8_e4m3fn", "float8_e5m2", "float16")]
 _STORED_NOWHERE = ("attention.", "router.")  # numbers about tensors, of which no format has to hold the values
 
 
@@ -258,7 +249,7 @@ def _fit(snapshot: Snapshot, place: dict[Site, int]) -> list[list[Any]]:
         shares, octaves = magnitudes[k] / whole[k], exponents - scaler
         used = octaves[shares > 0]
         row: list[Any] = [place[site], int(used[0]), int(used[-1])]
-        for largest_value, smallest_exponent in _FORMATS.values():
+        for largest_value, smallest_exponent in _FORMATS:
             shift = int(np.floor(np.log2(largest_value / top)))
             row += [
                 short(_small(shares, octaves, smallest_exponent), 3),

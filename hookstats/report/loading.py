@@ -1,20 +1,23 @@
-"""What a page needs of a run's directory. The one file of this room that knows how runs are kept, and needs pyarrow."""
+"""What a page needs of a run's directory. The one file of this room that knows how runs are kept: it needs pyarrow, and
+is imported where a run is read."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from hookstats.numbers.fields import Array, Counts, Site, Skipped
 from hookstats.numbers.snapshot import Snapshot
+from hookstats.records.arrays import to_numpy
+from hookstats.records.grid import Grid
+from hookstats.records.manifest import Manifest
+from hookstats.records.reading import Chosen
+from hookstats.records.run import Run, load
+from hookstats.records.snapshots import Snapshots
 from hookstats.report.record import Recorded, by_name, ordered, together
-
-if TYPE_CHECKING:
-    from hookstats.records.manifest import Manifest
-    from hookstats.records.run import Run
 
 _LOOKED_AT = 3  # steps, from the last: their order of execution is that of the page
 
@@ -24,8 +27,6 @@ def recorded(run: object) -> Recorded:
 
     Of a Run that was loaded with some sites, some steps, or ranks="merged", all Snapshots are held at once.
     """
-    from hookstats.records.run import Run, load
-
     loaded = load(run) if isinstance(run, (str, Path)) else run
     if not isinstance(loaded, Run):
         raise TypeError(f"expected a run, its directory, a monitor that records, or Snapshots; got {loaded!r:.200}")
@@ -42,8 +43,6 @@ class Loaded:
     """What of a rank's tables makes a `Recorded`. ``row``: of each site by its id, its place there."""
 
     def __init__(self, run: Run) -> None:
-        from hookstats.records.grid import Grid
-
         self.reader = run._reader
         self.timeline = run._timeline
         self._run = run
@@ -72,9 +71,6 @@ class Loaded:
         )
 
     def _near(self, site: int, at: slice, names: Sequence[str]) -> list[Array]:
-        from hookstats.records.arrays import to_numpy
-        from hookstats.records.reading import Chosen
-
         steps = self.timeline.step[at]
         chosen = Chosen((int(steps[0]), int(steps[-1])), np.flatnonzero(self.row == site))
         table = self.reader.table("totals", ["attempt", "record", "calls", *names], chosen)
@@ -87,15 +83,11 @@ class Loaded:
 
     def _table(self, table: str, columns: Sequence[str]) -> tuple[Any, Counts]:
         """Its rows, and the place in steps of each; -1 for those that do not count."""
-        from hookstats.records.reading import Chosen
-
         found = self.reader.table(table, ["attempt", "record", *columns], Chosen())
         return found, self.timeline.rows_of(found, self.reader.manifest)
 
     def _snapshots(self, steps: Sequence[int], sites: Sequence[Site]) -> Iterator[Snapshot]:
         """One step after another: all their channels together may be more than the memory."""
-        from hookstats.records.snapshots import Snapshots
-
         place = {site: i for i, site in enumerate(self.reader.manifest.sites)}
         chosen = np.sort(np.array([place[site] for site in sites], np.int64))
         reader = Snapshots(self.reader, self.timeline, chosen)

@@ -124,6 +124,25 @@ def hashed(text: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
+class Shown:
+    """A page as the last value of a notebook's cell: in a frame of its own, without IPython."""
+
+    def __init__(self, page: str, name: str, height: int) -> None:
+        self._page = page
+        self._name = name
+        self._height = height
+
+    def __repr__(self) -> str:
+        size = len(self._page) / 1e6
+        return f"<the page of {self._name!r}, {size:.1f} MB; notebooks show it, hookstats.report.write keeps it>"
+
+    def _repr_html_(self) -> str:
+        """The frame may run the page's script, and may do nothing with the notebook around it."""
+        title = f'title="{escape(f"hookstats report: {self._name}")}"'
+        where = f'sandbox="allow-scripts" height="{self._height}" style="width: 100%; border: 0"'
+        return f'<iframe {title} {where} srcdoc="{escape(self._page)}"></iframe>'
+
+
 def put(text: str, output: Path) -> None:
     """A page is there whole, or the one that was there stays."""
     output.parent.mkdir(parents=True, exist_ok=True)

@@ -13,9 +13,9 @@ from hookstats.numbers.fields import Array, Counts
 from hookstats.report.record import Recorded
 from hookstats.report.reducing import (
     NONFINITE,
+    PER_OCTAVE,
     Codes,
     Ends,
-    Lines,
     Marks,
     Rows,
     absolute_rows,
@@ -63,9 +63,7 @@ def change(values: Array, kind: str, grows: bool = False) -> Array:
     return result
 
 
-UNITS = {"scale": 16.0, "share": 125.0, "signed": 62.0}  # levels of a code for a change by one
-
-
+UNITS = {"scale": PER_OCTAVE, "share": 125.0, "signed": 62.0}  # levels of a code for a change by one
 DIFFERENCE = {"scale": 64.0, "share": 125.0, "signed": 62.0}  # the same for the difference of two runs
 
 
@@ -85,19 +83,15 @@ def heatmap(recorded: Recorded, key: str, bad: Array) -> dict[str, bytes]:
     for at in (slice(i, i + _AT_ONCE) for i in range(0, count, _AT_ONCE)):
         far.append(farthest(change(values[at], kind, recorded.grows), begin))
         top.append(topmost(kind)(logarithm(values[at]) if kind == "scale" else values[at], begin))
-    return coded(key, np.concatenate(far), np.concatenate(top), marks(bad, begin), recorded.grows)
+    is_bad = marks(bad, begin)
+    relative = relative_codes(np.concatenate(far), is_bad, UNITS[kind])
+    shown = absolute(np.concatenate(top), kind, is_bad, recorded.grows)
+    return {f"{key}.relative": relative.tobytes(), f"{key}.absolute": scaled(shown)}
 
 
 def topmost(kind: str) -> Callable[[Array, Counts], Array]:
     """How the absolute view of a heatmap is reduced to columns; of "scale" its logarithms are."""
     return farthest if kind == "signed" else largest
-
-
-def coded(key: str, far: Array, top: Array, is_bad: Marks, grows: bool) -> dict[str, bytes]:
-    """Both views of one of `STATISTICS`. far: how far each column is from the past; top: see `topmost`."""
-    kind = STATISTICS[key][1]
-    relative = relative_codes(far, is_bad, UNITS[kind]).tobytes()
-    return {f"{key}.relative": relative, f"{key}.absolute": scaled(absolute(top, kind, is_bad, grows))}
 
 
 def scaled(rows: Rows) -> bytes:
@@ -161,7 +155,7 @@ def lines(recorded: Recorded, names: Iterable[str] = tuple(LINES)) -> dict[str, 
     return blobs
 
 
-def packed(found: Lines) -> bytes:
+def packed(found: Rows) -> bytes:
     high, low = (found.codes >> 8).astype(np.uint8), (found.codes & 255).astype(np.uint8)
     return b"".join([high.tobytes(), low.tobytes(), *(part.astype("<f8").tobytes() for part in found[1:])])
 

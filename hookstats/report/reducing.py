@@ -15,16 +15,20 @@ Ends = tuple[Array, Array]
 
 SILENT, ZERO, FIRST, LAST, NONFINITE = 0, 1, 2, 253, 255
 NEUTRAL = 128  # of what is told with a sign
-PER_OCTAVE = 16  # levels of a relative plane: 4.4 % each, 7.8 octaves to either side
+PER_OCTAVE = 16.0  # levels of a relative plane: 4.4 % each, 7.8 octaves to either side
 _ABSOLUTE = 1 / 12  # octaves: the finest step of an absolute plane, 5.9 %; twelve bits are for lines
+LAST_OF_LINE = 4095
 _LOWEST = -1075.0  # log2 of zero, as a number: below the smallest float64
 _PAST = 128  # measured steps of a site's own past
 
 
 class Rows(NamedTuple):
-    """Codes ``[n, columns]``; a value is ``low + (code - FIRST) * step`` of its row, or 2 to the power of that."""
+    """Codes ``[n, columns]``, uint8 or, of lines, uint16 of twelve bits.
 
-    codes: Codes
+    A value is ``low + (code - FIRST) * step`` of its row, or 2 to the power of that.
+    """
+
+    codes: NDArray[np.uint8 | np.uint16]
     low: Array
     step: Array
 
@@ -119,15 +123,20 @@ def past(values: Array, grows: bool = False) -> Array:
     return Past(len(values), _PAST if grows else min(_PAST, max(8, values.shape[1] // 8))).of(values)
 
 
-def relative_codes(far: Array, is_bad: Marks, per_unit: float = PER_OCTAVE) -> Codes:
+def relative_codes(far: Array, is_bad: Marks, per_unit: float) -> Codes:
     """Of changes, signed, that were reduced to columns. is_bad: where something was not finite."""
     with np.errstate(invalid="ignore"):
         return _marked(np.clip(NEUTRAL + np.round(far * per_unit), FIRST, LAST + 1), is_bad)
 
 
-def absolute_rows(logs: Array, is_bad: Marks, grows: bool = False, ends: Ends | None = None) -> Rows:
+def absolute_rows(
+    logs: Array, is_bad: Marks, grows: bool = False, ends: Ends | None = None, finest: float = _ABSOLUTE
+) -> Rows:
     """Of logarithms that were reduced to columns, on a scale for each row. grows, ends: see `_scales`."""
-    return coded(logs, LAST, _ABSOLUTE, is_bad, grows, ends)
+    low, step = _scales(np.where(logs > _LOWEST, logs, np.nan), LAST, finest, grows, ends)
+    with np.errstate(invalid="ignore"):
+        codes = np.where(logs > _LOWEST, FIRST + np.round((logs - low[:, None]) / step[:, None]), ZERO)
+    return Rows(_marked(np.where(np.isnan(logs), np.nan, codes), is_bad), low, step)
 
 
 def linear_rows(top: Array, is_bad: Marks, grows: bool = False, ends: Ends | None = None) -> Rows:
@@ -138,13 +147,6 @@ def linear_rows(top: Array, is_bad: Marks, grows: bool = False, ends: Ends | Non
         step = np.exp2(np.ceil(np.log2(step)))
     with np.errstate(invalid="ignore"):
         return Rows(_marked(FIRST + np.round(top / step[:, None]), is_bad), np.zeros(len(top)), step)
-
-
-def coded(logs: Array, last: int, finest: float, is_bad: Marks, grows: bool = False, ends: Ends | None = None) -> Rows:
-    low, step = _scales(np.where(logs > _LOWEST, logs, np.nan), last, finest, grows, ends)
-    with np.errstate(invalid="ignore"):
-        codes = np.where(logs > _LOWEST, FIRST + np.round((logs - low[:, None]) / step[:, None]), ZERO)
-    return Rows(_marked(np.where(np.isnan(logs), np.nan, codes), is_bad), low, step)
 
 
 def marks(bad: Array, begin: Counts) -> Marks:
@@ -192,21 +194,13 @@ def _floor(values: Array, unit: Array) -> Array:
     return result
 
 
-class Lines(NamedTuple):
-    """Twelve bits a value: codes uint16 ``[n, columns]``, 0 silent, 1 zero; low and step as in `Rows`."""
-
-    codes: NDArray[np.uint16]
-    low: Array
-    step: Array
-
-
-def line(values: Array, is_log: bool, grows: bool = False, ends: Ends | None = None) -> Lines:
-    """Of values that are reduced to columns already. grows, ends: see `_scales`."""
+def line(values: Array, is_log: bool, grows: bool = False, ends: Ends | None = None) -> Rows:
+    """Of values that are reduced to columns already, in twelve bits each. grows, ends: see `_scales`."""
     logs = logarithm(values) if is_log else values
     with np.errstate(invalid="ignore"):
         usable = np.isfinite(logs) & (logs > (_LOWEST if is_log else -np.inf))
-    low, step = _scales(np.where(usable, logs, np.nan), 4095, 1e-300, grows, ends)
+    low, step = _scales(np.where(usable, logs, np.nan), LAST_OF_LINE, 1e-300, grows, ends)
     with np.errstate(invalid="ignore", over="ignore"):
         codes = FIRST + np.round((logs - low[:, None]) / step[:, None])
         codes = np.where(usable, codes, np.where(np.isnan(logs), SILENT, ZERO))
-    return Lines(np.nan_to_num(codes).astype(np.uint16), low, step)
+    return Rows(np.nan_to_num(codes).astype(np.uint16), low, step)

@@ -8,10 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hookstats.numbers.fields import Array, Counts
-from hookstats.report.reducing import FIRST, LAST
+from hookstats.report.reducing import FIRST, LAST, LAST_OF_LINE
 
 _SCALES = 16  # bytes of a row: two float64 behind the codes
-_LAST_OF_LINES = 4095
 # Planes of a blob, whether scales follow, and by which list of the record its columns are counted.
 _LAID_OUT = {"relative": (1, False, "begin"), "absolute": (1, True, "begin"), "line": (2, True, "line_begin")}
 
@@ -50,7 +49,7 @@ def changes(name: str, old: Told, new: Told) -> bytes | None:
         scales = [np.frombuffer(told.blob[-_SCALES * sites :], "<f8").reshape(2, sites) for told in (old, new)]
         moved = np.flatnonzero((scales[0] != scales[1]).any(axis=0))
         codes, others = (_codes(each[:, moved, :first]) for each in (a, b))
-        last = LAST if count == 1 else _LAST_OF_LINES
+        last = LAST if count == 1 else LAST_OF_LINE
         can, bits = _rescaled(codes, others, scales[0][:, moved], scales[1][:, moved], last)
         differs[moved] = ~can
     rows = np.flatnonzero(differs)

@@ -14,7 +14,6 @@ from hookstats.numbers.fields import Array, Counts
 from hookstats.report import planes
 from hookstats.report.reducing import (
     Ends,
-    Lines,
     Marks,
     Past,
     Rows,
@@ -121,7 +120,7 @@ class Coded:
     def __init__(
         self,
         reduced: Reduced | Average,
-        code: Callable[[Array, Marks, Ends | None], Rows | Lines],
+        code: Callable[[Array, Marks, Ends | None], Rows],
         ends: Callable[[Array], Ends],
     ) -> None:
         """code: of some rows and columns, those that are not finite, and the ends of their rows in other columns.
@@ -131,13 +130,13 @@ class Coded:
         self._reduced, self._code, self._ends_of = reduced, code, ends
         self._wide = 0
 
-    def take(self, is_bad: Marks) -> Rows | Lines:
+    def take(self, is_bad: Marks) -> Rows:
         """Of all columns; its codes stay as they are until the next one. is_bad: where something was not finite."""
         count, rows = self._reduced.columns, slice(None)
         if self._wide != self._reduced.wide:
             self._wide, self._full = self._reduced.wide, 0  # columns that stay as they are
             self._ends = (np.full(len(is_bad), np.nan), np.full(len(is_bad), np.nan))
-            self._told: Rows | Lines | None = None
+            self._told: Rows | None = None
         full, told = self._full, self._told
         new = self._code(self._reduced.of(rows, slice(full, count)), is_bad[:, full:], self._ends)
         room: Any = new.codes if told is None else told.codes
@@ -184,9 +183,8 @@ class Heat:
         self._top.add(told)
 
     def blobs(self, is_bad: Marks) -> dict[str, bytes]:
-        relative, absolute = self._relative.take(is_bad), self._absolute.take(is_bad)
-        assert isinstance(absolute, Rows)
-        return {f"{self._key}.relative": relative.codes.tobytes(), f"{self._key}.absolute": planes.scaled(absolute)}
+        relative = self._relative.take(is_bad).codes.tobytes()
+        return {f"{self._key}.relative": relative, f"{self._key}.absolute": planes.scaled(self._absolute.take(is_bad))}
 
 
 class Line:
@@ -203,9 +201,7 @@ class Line:
         )
 
     def blob(self) -> bytes:
-        codes = self._coded.take(np.empty((self._rows, self.reduced.columns), bool))
-        assert isinstance(codes, Lines)
-        return planes.packed(codes)
+        return planes.packed(self._coded.take(np.empty((self._rows, self.reduced.columns), bool)))
 
 
 class Columns:

@@ -65,18 +65,19 @@ class Server(ThreadingHTTPServer):
         self._free = threading.BoundedSemaphore(CONNECTIONS)
         self._until: dict[socket.socket, float] = {}
         self._lock = threading.Lock()
-        self._host = host
+        self._host, self._own = host, _as_address(host)
         super().__init__((host, port), _Handler)
         self.port = int(self.server_address[1])
 
     @property
     def is_local(self) -> bool:
-        return self._host == "localhost" or _is_loopback(self._host)
+        return self._host == "localhost" or (self._own is not None and self._own.is_loopback)
 
     @property
     def address(self) -> str:
         """To be opened in a browser, with the token."""
-        shown = self._host if not _is_any(self._host) else socket.gethostname()
+        is_any = not self._host or (self._own is not None and self._own.is_unspecified)
+        shown = socket.gethostname() if is_any else self._host
         shown = f"[{shown}]" if ":" in shown else shown
         return f"http://{shown}:{self.port}/" + (f"?token={self.token}" if self.token else "")
 
@@ -97,7 +98,8 @@ class Server(ThreadingHTTPServer):
             return False
         if name in _LOOPBACK or name.strip("[]") == self._host.lower():
             return True
-        return not self.is_local and (_is_address(name.strip("[]")) or name == socket.gethostname().lower())
+        is_address = _as_address(name.strip("[]")) is not None
+        return not self.is_local and (is_address or name == socket.gethostname().lower())
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """In a thread, if one is free; else the connection is closed."""
@@ -187,7 +189,12 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.server.keep(self.request, ANSWER_SECONDS)
         self.request.settimeout(ANSWER_SECONDS)
-        answer, more = self._answer()
+        self._send(*self._answer())
+
+    do_HEAD = do_GET
+
+    def _send(self, answer: Answer, more: dict[str, str]) -> None:
+        """more: headers."""
         self.send_response(answer.status)
         for name, value in {**_HEADERS, "Content-Security-Policy": answer.policy, **more}.items():
             self.send_header(name, value)
@@ -198,8 +205,6 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(answer.body)
-
-    do_HEAD = do_GET
 
     def _answer(self) -> tuple[Answer, dict[str, str]]:
         if self._is_too_long:
@@ -239,18 +244,8 @@ class _Handler(BaseHTTPRequestHandler):
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """What http.server refuses by itself, in our words and with our headers."""
         status = HTTPStatus.METHOD_NOT_ALLOWED if code == HTTPStatus.NOT_IMPLEMENTED else HTTPStatus(code)
-        body = f"{status.phrase}.\n".encode()
-        self.send_response(status)
-        for name, value in {**_HEADERS, "Content-Security-Policy": _BARE}.items():
-            self.send_header(name, value)
-        if status == HTTPStatus.METHOD_NOT_ALLOWED:
-            self.send_header("Allow", "GET, HEAD")
-        self.send_header("Content-Type", "text/plain; charset=utf-8")
-        self.send_header("Content-Length", str(len(body)))
-        self.send_header("Connection", "close")
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
+        allow = {"Allow": "GET, HEAD"} if status == HTTPStatus.METHOD_NOT_ALLOWED else {}
+        self._send(said(status, f"{status.phrase}."), {**allow, "Connection": "close"})
 
     def log_message(self, format: str, *args: Any) -> None:
         """Nothing: what is asked comes from anybody, and a token may stand in it."""
@@ -265,17 +260,8 @@ def _equal(given: str | None, token: str) -> bool:
     return given is not None and hmac.compare_digest(given.encode(errors="replace"), token.encode())
 
 
-def _is_address(name: str) -> bool:
+def _as_address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
-        ipaddress.ip_address(name)
+        return ipaddress.ip_address(name)
     except ValueError:
-        return False
-    return True
-
-
-def _is_loopback(name: str) -> bool:
-    return _is_address(name) and ipaddress.ip_address(name).is_loopback
-
-
-def _is_any(name: str) -> bool:
-    return not name or (_is_address(name) and ipaddress.ip_address(name).is_unspecified)
+        return None
