@@ -85,7 +85,7 @@ class DeadChannels:
             )
         sentence = f"{_channels(share)} of {tensor_of(step.sites[site])} are dead: {why}"
         severity = "critical" if share == 1 else "warning"
-        since = int((self._all_dead if share == 1 else self._some_dead).since[site])
+        since = (self._all_dead if share == 1 else self._some_dead).since[site]
         return step.finding("dead-channels", site, share, self.share, severity, sentence, since=since)
 
     def _share(self, step: Step, site: int, gradient: int) -> float:
@@ -173,7 +173,7 @@ class SaturatedChannels:
             "gradient through. Make what comes in smaller: "
             f"{'lower initial weights' if is_initial else 'lower weights or learning rate'}, or a norm before it."
         )
-        since = int((self._initial if is_initial else self._streak).since[site])
+        since = (self._initial if is_initial else self._streak).since[site]
         return step.finding("saturated-channels", site, share, self.share, "warning", sentence, since=since)
 
     def _share(self, step: Step, site: int, slope: float) -> float:

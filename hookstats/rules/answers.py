@@ -10,6 +10,7 @@ import numpy as np
 
 from hookstats.rules.finding import Finding
 from hookstats.rules.formatting import number, tensor_of
+from hookstats.rules.history import Streak
 from hookstats.rules.step import Step
 from hookstats.rules.thresholds import rule
 
@@ -33,7 +34,7 @@ class ProbabilitiesAsLogits:
     consecutive_steps: int = 10
 
     def __post_init__(self) -> None:
-        self._for, self._since = 0, 0
+        self._streak = Streak(self.consecutive_steps)
 
     def __call__(self, step: Step) -> list[Finding] | None:
         outputs = step.in_order(step.is_kind("output") & (step.totals.count > 0))
@@ -41,10 +42,7 @@ class ProbabilitiesAsLogits:
         if not outputs or loss is None:
             return None
         site = outputs[-1]
-        self._for = self._for + 1 if self._is_ill(step, site, loss) else 0
-        if self._for == 1:
-            self._since = step.number
-        if self._for < self.consecutive_steps:
+        if not self._streak.push_one(step.number, self._is_ill(step, site, loss)):
             return []
         least = math.log(1 + (self._classes(step, site) - 1) / math.e)
         sentence = (
@@ -52,7 +50,8 @@ class ProbabilitiesAsLogits:
             f"these as if they were logits: it cannot come below {number(least)}, and its gradient is small. Leave out "
             "the softmax or sigmoid before the loss: cross_entropy has its own."
         )
-        return [step.finding("probabilities-as-logits", site, loss, least, "warning", sentence, since=self._since)]
+        since = self._streak.since[0]
+        return [step.finding("probabilities-as-logits", site, loss, least, "warning", sentence, since=since)]
 
     @staticmethod
     def _classes(step: Step, site: int) -> int:

@@ -83,7 +83,7 @@ class MissingGradients:
             f"way back from the loss ends {cut}: {why}."
         )
         listed = [sites[-1], *sites[:-1]]
-        since = int(self._first[sites[-1]])
+        since = self._first[sites[-1]]
         severity = "warning" if self._is_cut(step, sites, ran) else "note"
         return step.finding("missing-gradients", sites[-1], 0.0, 0.0, severity, sentence, since=since, sites=listed)
 

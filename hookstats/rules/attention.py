@@ -56,7 +56,7 @@ class AttentionLogits:
             f"{number(self.value)} its softmax chooses one key, and gradients through it vanish or jump. Clip or "
             "normalise query and key, or lower the learning rate of their weights."
         )
-        since = int(self._seen.since[site])
+        since = self._seen.since[site]
         return step.finding("attention-logits", site, largest, self.value, "warning", sentence, since=since)
 
     def _note(self, step: Step, site: int, largest: float, bound: float) -> Finding:
@@ -64,7 +64,7 @@ class AttentionLogits:
             f"the attention logits of {step.sites[site].name} reach {number(largest)} in the queries that were looked "
             f"at, and may reach {number(bound)} in others, by the norms of queries and keys."
         )
-        since = int(self._allowed.since[site])
+        since = self._allowed.since[site]
         return step.finding("attention-logits", site, bound, self.value, "note", sentence, since=since)
 
     def _heads(self, step: Step, site: int) -> str:
@@ -128,7 +128,7 @@ class AttentionEntropy:
             f"{number(100 * ratio)} % of what it was, to {number(step.totals.mean[site])} nats: each query looks at "
             "hardly more than one key. Look at its logits; lower the learning rate, or normalise query and key."
         )
-        since = int(self._streak.since[site])
+        since = self._streak.since[site]
         return step.finding("attention-entropy", site, ratio, self.ratio, "warning", sentence, since=since)
 
 
@@ -173,5 +173,4 @@ class AttentionSink:
             f"the attention of {step.sites[site].name} rests on the first key, which gets {number(100 * share)} % of "
             "it. Large language models do so; low precision and a cache that drops the first key suffer from it."
         )
-        since = int(self._streak.since[site])
-        return step.finding("attention-sink", site, share, self.share, "note", sentence, since=since)
+        return step.finding("attention-sink", site, share, self.share, "note", sentence, since=self._streak.since[site])

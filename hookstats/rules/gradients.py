@@ -56,26 +56,6 @@ def _depth(step: Step) -> _Depth | None:
     return _Depth(float(ends[1] / ends[0]), float(thirds[1] / thirds[0]), backward[0], backward[-1])
 
 
-class _DepthStreak:
-    """In how many measured steps in a row the gradients have gone beyond a ratio over the depth of the model."""
-
-    def __init__(self, depth: float, consecutive_steps: int) -> None:
-        self._depth = depth
-        self._consecutive_steps = consecutive_steps
-        self._length = 0
-        self.since = 0  # the step in which they did first
-
-    def push(self, step: Step) -> _Depth | None:
-        """What is beyond it in this step, the last of `consecutive_steps` in a row at least."""
-        depth = _depth(step)
-        if depth is None:
-            return None
-        self._length = self._length + 1 if depth.exceeds(self._depth) else 0
-        if self._length == 1:
-            self.since = step.number
-        return depth if self._length >= self._consecutive_steps else None
-
-
 def _measured(step: Step) -> Mask:
     """Gradients of outputs and of parameters that came."""
     return (step.is_kind("grad_output") | step.is_kind("param_grad")) & (step.totals.count > 0)
@@ -113,7 +93,7 @@ class ExplodingGradients:
     per_site: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        self._depth = _DepthStreak(self.depth, self.depth_consecutive_steps)
+        self._deep = Streak(self.depth_consecutive_steps)
         self._past, self._streak = Window(self.window, self.min_history), Streak(self.consecutive_steps)
 
     def __call__(self, step: Step) -> list[Finding] | None:
@@ -121,13 +101,13 @@ class ExplodingGradients:
         if not measured.any():
             return None
         found = []
-        depth = self._depth.push(step)
-        if depth is not None:
+        depth = _depth(step)
+        if depth is not None and self._deep.push_one(step.number, depth.exceeds(self.depth)):
             sentence = (
                 f"the gradients grow {number(depth.ratio)} times {depth.path(step)}. Lower the initial weights, "
                 "normalise, or add residual connections."
             )
-            far, since = depth.far, self._depth.since
+            far, since = depth.far, self._deep.since[0]
             found.append(
                 step.finding("exploding-gradients", far, depth.ratio, self.depth, "warning", sentence, since=since)
             )
@@ -146,7 +126,7 @@ class ExplodingGradients:
             found.append(
                 step.finding(
                     "exploding-gradients", first, ratio[first], self.past, severity, sentence,
-                    since=int(self._streak.since[first]), sites=ill,
+                    since=self._streak.since[first], sites=ill,
                 )
             )  # fmt: skip
         self._past.push(rms, measured)
@@ -184,7 +164,7 @@ class VanishingGradients:
     per_site: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        self._depth = _DepthStreak(self.depth, self.consecutive_steps)
+        self._deep = Streak(self.consecutive_steps)
         self._past, self._streak = Window(self.window, self.min_history), Streak(self.consecutive_steps)
 
     def __call__(self, step: Step) -> list[Finding] | None:
@@ -192,13 +172,13 @@ class VanishingGradients:
         if not measured.any():
             return None
         found = []
-        depth = self._depth.push(step)
-        if depth is not None:
+        depth = _depth(step)
+        if depth is not None and self._deep.push_one(step.number, depth.exceeds(self.depth)):
             sentence = (
                 f"the gradients fall to {number(depth.ratio)} {depth.path(step)}: they vanish, and what lies there "
                 "does not learn. Use ReLU or GELU instead of sigmoid and tanh, normalise, or add residual connections."
             )
-            far, since = depth.far, self._depth.since
+            far, since = depth.far, self._deep.since[0]
             found.append(
                 step.finding("vanishing-gradients", far, depth.ratio, self.depth, "warning", sentence, since=since)
             )
@@ -218,7 +198,7 @@ class VanishingGradients:
                 found.append(
                     step.finding(
                         "vanishing-gradients", first, value, self.past, "warning", sentence,
-                        since=int(self._streak.since[first]), sites=ill,
+                        since=self._streak.since[first], sites=ill,
                     )
                 )  # fmt: skip
         self._past.push(rms, measured)

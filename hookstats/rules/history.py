@@ -76,6 +76,10 @@ class Streak:
         self.since = np.where(begins, number, extended(self.since, len(ill), number))
         return ill & (self.lengths >= self._consecutive_steps)
 
+    def push_one(self, number: int, ill: bool) -> bool:
+        """The same of something that is one, and no site."""
+        return bool(self.push(number, np.array([ill]))[0])
+
 
 class Course:
     """One number from step to step, against its own level: the median of its last ``_NEAR`` = 8 values.

@@ -10,7 +10,7 @@ from hookstats.numbers.fields import Array
 from hookstats.rules.activations import has_zero_weights
 from hookstats.rules.finding import Finding
 from hookstats.rules.formatting import number, tensor_of
-from hookstats.rules.history import Course
+from hookstats.rules.history import Course, Streak
 from hookstats.rules.step import Mask, Step
 from hookstats.rules.thresholds import rule
 
@@ -125,8 +125,7 @@ class ConstantInput:
 
     def __post_init__(self) -> None:
         self._varied: set[int] = set()
-        self._lengths: dict[int, int] = {}
-        self._since: dict[int, int] = {}
+        self._streak = Streak(self.consecutive_steps)
 
     def __call__(self, step: Step) -> list[Finding] | None:
         inputs = step.in_order(_inputs(step))
@@ -136,14 +135,12 @@ class ConstantInput:
             varies = bool((step.totals.min < step.totals.max)[inputs].any())
             says = not varies or (step.totals.abs_max[outputs[0]] > 0 and not has_zero_weights(step, outputs[0]))
             candidates[outputs[0]] = bool(says) and self._has_equal_rows(step, outputs[0])
-        found = []
-        for site, is_constant in candidates.items():  # the inputs first
-            self._lengths[site] = self._lengths.get(site, 0) + 1 if is_constant else 0
-            if self._lengths[site] == 1:
-                self._since[site] = step.number
-            if self._lengths[site] >= self.consecutive_steps:
-                found.append(self._finding(step, site))
-        return found[:1] if candidates else None
+        if not candidates:
+            return None
+        constant, judged = np.zeros((2, len(step.sites)), bool)
+        constant[list(candidates)], judged[list(candidates)] = list(candidates.values()), True
+        ill = self._streak.push(step.number, constant, judged)
+        return [self._finding(step, site) for site in candidates if ill[site]][:1]  # the inputs first
 
     def _is_constant_now(self, step: Step, site: int) -> bool:
         is_constant = bool(step.totals.min[site] == step.totals.max[site])
@@ -167,10 +164,10 @@ class ConstantInput:
                 "model is given are the same"
             )
         sentence = (
-            f"{what}, for {self._lengths[site]} measured steps. Nothing can be learned from it: print a batch as the "
-            "model gets it, and look at what loads and prepares it."
+            f"{what}, for {self._streak.lengths[site]} measured steps. Nothing can be learned from it: print a batch "
+            "as the model gets it, and look at what loads and prepares it."
         )
-        return step.finding("constant-input", site, 0.0, 0.0, "warning", sentence, since=self._since[site])
+        return step.finding("constant-input", site, 0.0, 0.0, "warning", sentence, since=self._streak.since[site])
 
 
 @rule

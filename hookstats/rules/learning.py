@@ -182,7 +182,7 @@ class UnchangedParameters:
             yield self._finding(step, stopped, sentence)
 
     def _finding(self, step: Step, ill: list[int], sentence: str) -> Finding:
-        since = int(self._still.since[ill[0]])
+        since = self._still.since[ill[0]]
         return step.finding("unchanged-parameters", ill[0], 1.0, 1.0, "warning", sentence, since=since, sites=ill)
 
 
@@ -208,7 +208,7 @@ class LostUpdates:
     per_site: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        self._losses, self._for, self._since = _Losses(), 0, 0
+        self._losses, self._streak = _Losses(), Streak(5)
 
     def __call__(self, step: Step) -> list[Finding] | None:
         self._losses.push(step)
@@ -219,10 +219,9 @@ class LostUpdates:
         totals = step.totals
         sites = step.in_order(judged & (totals.zeros > 0))
         count, zeros = totals.count[judged].sum(), totals.zeros[judged].sum()
-        self._for = self._for + 1 if count and zeros > self.share * count else 0
-        if self._for == 1:
-            self._since = step.number
-        if self._for < 5 or step.number - self._since + 1 < self.steps or not sites:
+        is_ill = self._streak.push_one(step.number, bool(count and zeros > self.share * count))
+        since = self._streak.since[0]
+        if not is_ill or step.number - since + 1 < self.steps or not sites:
             return []
         came_down = self._losses.came_down()
         most = sorted(sites, key=lambda site: -totals.zeros[site] / totals.count[site])
@@ -240,9 +239,7 @@ class LostUpdates:
             )
         severity = "warning" if came_down is False else "note"
         value = float(zeros / count)
-        return [
-            step.finding("lost-updates", most[0], value, self.share, severity, sentence, since=self._since, sites=most)
-        ]
+        return [step.finding("lost-updates", most[0], value, self.share, severity, sentence, since=since, sites=most)]
 
 
 @rule
@@ -302,7 +299,7 @@ class ShrinkingWeights:
             "multiplies it by the learning rate, Adam and SGD add it to the gradient."
         )
         severity = "warning" if came_down is False else "note"
-        since = int(self._streak.since[first])
+        since = self._streak.since[first]
         return [step.finding("shrinking-weights", first, rate, self.rate, severity, sentence, since=since, sites=sites)]
 
 

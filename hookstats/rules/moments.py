@@ -61,5 +61,5 @@ class SecondMoment:
             f"{number(100 * below)} % of its values: epsilon decides how far a step goes, and it learns more slowly "
             "than its learning rate says. Lower epsilon, or see why its gradients are so small."
         )
-        since = int(self._streak.since[site])
+        since = self._streak.since[site]
         return step.finding("second-moment", site, below, self.share, "warning", sentence, since=since)

@@ -48,7 +48,7 @@ class MassiveActivations:
             "median. Trained language models have such values, at tokens that attention rests on; if they grow, lower "
             "the learning rate. Quantised to 8 bits, all other values of it are lost."
         )
-        since = int(self._streak.since[site])
+        since = self._streak.since[site]
         return step.finding("massive-activations", site, ratio, self.ratio, "note", sentence, since=since)
 
     def _ratios(self, step: Step, candidates: Mask) -> Array:

@@ -235,7 +235,7 @@ class LowPrecisionFit:
         self, step: Step, worst: int, sites: list[int], value: float, threshold: float, sentence: str
     ) -> Finding:
         listed = [worst, *(site for site in sites if site != worst)]
-        since = int(self._streak.since[listed].min())
+        since = self._streak.since[listed].min()
         return step.finding("low-precision-fit", worst, value, threshold, "note", sentence, since=since, sites=listed)
 
 

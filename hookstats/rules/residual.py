@@ -74,15 +74,8 @@ class ResidualDrift:
                 f"{number(gain_there)} times. Scale down what a block adds (initial weights by the root of the depth, "
                 "a norm behind the block), or look for a missing norm."
             )
-            yield step.finding(
-                "residual-drift",
-                last,
-                ratios[last],
-                self.ratio if grows else 1 / self.ratio,
-                "warning",
-                sentence,
-                since=int(self._streak.since[last]),
-            )
+            ratio, since = self.ratio if grows else 1 / self.ratio, self._streak.since[last]
+            yield step.finding("residual-drift", last, ratios[last], ratio, "warning", sentence, since=since)
 
     def _find_stacks(self, step: Step) -> dict[str, Counts]:
         """Of each stack, the ids of its blocks' outputs."""

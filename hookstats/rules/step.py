@@ -221,27 +221,30 @@ class Step:
         return self._ids[places], counts
 
     @cached_property
+    def _kinds_of_parameters(self) -> tuple[str, str]:
+        """Updates and their parameters: of all of their values, if any are measured, else of their samples."""
+        is_whole = self.is_kind("param_update").any()
+        return ("param_update", "param") if is_whole else ("update_sample", "param_sample")
+
+    @property
     def updates(self) -> Mask:
         """``[n]``: the updates of parameters: of all of their values, if any are measured, else of their samples."""
-        return self.is_kind("param_update") if self.is_kind("param_update").any() else self.is_kind("update_sample")
+        return self.is_kind(self._kinds_of_parameters[0])
 
-    @cached_property
+    @property
     def weights_of_updates(self) -> Counts:
         """``[n]``: of each of `updates`, the id of the parameter's own values; -1 without one."""
-        full = self.partner("param_update", "param")
-        return full if self.is_kind("param_update").any() else self.partner("update_sample", "param_sample")
+        return self.partner(*self._kinds_of_parameters)
 
     @property
     def gradients_of_updates(self) -> Counts:
         """``[n]``: of each of `updates`, the id of the parameter's gradient; -1 without one."""
-        full = self.is_kind("param_update").any()
-        return self.partner("param_update" if full else "update_sample", "param_grad")
+        return self.partner(self._kinds_of_parameters[0], "param_grad")
 
     @property
     def updates_of_gradients(self) -> Counts:
         """``[n]``: of each gradient of a parameter, the id of the one of `updates`; -1 without one."""
-        full = self.is_kind("param_update").any()
-        return self.partner("param_grad", "param_update" if full else "update_sample")
+        return self.partner("param_grad", self._kinds_of_parameters[0])
 
     @cached_property
     def scales(self) -> Array:
@@ -279,9 +282,9 @@ class Step:
         where = None if site is None else self.sites[site]
         number = self.number if at is None else at
         names = tuple(self.sites[each] for each in sites[:MOST_SITES])
-        numbers = float(value), float(threshold)
+        numbers, began = (float(value), float(threshold)), None if since is None else int(since)
         return Finding(
-            rule, number, where, *numbers, severity, sentence, self.rank, self.attempt, since, names, len(sites)
+            rule, number, where, *numbers, severity, sentence, self.rank, self.attempt, began, names, len(sites)
         )
 
     def _spread(self, values: _Over, missing: Any) -> _Over:

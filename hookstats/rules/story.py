@@ -140,7 +140,7 @@ def together(found: Iterable[Finding]) -> list[Finding]:
             more = "" if len(others) <= 3 else f" and {len(others) - 3} more"
             sentence = f"{first.sentence} The same holds at {times(len(others), 'other site')}: {names}{more}."
             kept = tuple(site for site in sites[:MOST_SITES] if site is not None)
-            since = min(each.since or 0 for each in (first, *others))
+            since = min(map(_began, (first, *others)))
             first = replace(first, sentence=sentence, sites=kept, site_count=len(sites), since=since)
         result.append(first)
     return result
@@ -170,7 +170,7 @@ def story(findings: Iterable[Finding]) -> list[Chapter]:
             chapters.setdefault((each.attempt, each.rank, each.as_cause), Chapter(each))
         else:
             chapter.effects.append(each)
-    return _by_gravity(_adopted(list(chapters.values())))
+    return sorted(_adopted(list(chapters.values())), key=lambda each: (-_gravity(each), each.finding.step))
 
 
 def _adopted(chapters: list[Chapter]) -> list[Chapter]:
@@ -196,16 +196,10 @@ def _came_first(cause: Finding, effect: Finding) -> bool:
     """Whether a finding that was told later names what the other one follows from."""
     if (cause.attempt, cause.rank) != (effect.attempt, effect.rank):
         return False
-    began, seen = cause.since, effect.since
-    assert began is not None
-    assert seen is not None
+    began, seen = _began(cause), _began(effect)
     is_same = (cause.rule, cause.site) == (effect.rule, effect.site) and began <= effect.step  # which became graver
     is_deeper = depth(cause.rule) < depth(effect.rule) or (is_same and cause.severity != effect.severity)
     return is_deeper and explains(cause, effect) and began <= seen <= cause.step
-
-
-def _by_gravity(chapters: list[Chapter]) -> list[Chapter]:
-    return sorted(chapters, key=lambda each: (-_gravity(each), each.finding.step))
 
 
 def _gravity(chapter: Chapter) -> int:
