@@ -54,9 +54,10 @@ def decode(kind: type[_T], value: Any, path: Path) -> _T:
     return decoded
 
 
-def require(right: object, path: Path, expected: str, got: Any) -> None:
-    """For what a type cannot say."""
-    _expect(right, path, "", expected, got)
+def require(right: object, path: Path, expected: str, got: Any, at: str = "") -> None:
+    """For what a type cannot say. at: the field."""
+    if not right:
+        raise RunError(f"{path}: {at + ': ' if at else ''}expected {expected}, got {repr(got)[:200]}")
 
 
 def _decoded(kind: Any, value: Any, path: Path, at: str) -> Any:
@@ -69,28 +70,28 @@ def _decoded(kind: Any, value: Any, path: Path, at: str) -> Any:
         base, bound = inner
         plain = _decoded(base, value, path, at)
         is_within = plain in bound if isinstance(bound, range) else bound.fullmatch(plain)
-        _expect(is_within, path, at, _bounded(bound), value)
+        require(is_within, path, _bounded(bound), value, at)
         return plain
     if isinstance(kind, type) and is_dataclass(kind):
         if isinstance(value, kind):  # decoded before
             return value
         hints = _hints(kind)
         is_object = isinstance(value, dict) and set(value) == set(hints)
-        _expect(is_object, path, at, f"an object with {', '.join(sorted(hints))}", value)
+        require(is_object, path, f"an object with {', '.join(sorted(hints))}", value, at)
         return kind(**{name: _decoded(hint, value[name], path, _inside(at, name)) for name, hint in hints.items()})
     if origin is dict:
-        _expect(isinstance(value, dict), path, at, "an object", value)
+        require(isinstance(value, dict), path, "an object", value, at)
         return {name: _decoded(inner[1], each, path, _inside(at, name)) for name, each in value.items()}
     if origin is list:
-        _expect(isinstance(value, list), path, at, "a list", value)
+        require(isinstance(value, list), path, "a list", value, at)
         return [_decoded(inner[0], each, path, f"{at}[{i}]") for i, each in enumerate(value)]
     if origin is tuple:
-        _expect(isinstance(value, list) and len(value) == len(inner), path, at, f"a list of {len(inner)}", value)
+        require(isinstance(value, list) and len(value) == len(inner), path, f"a list of {len(inner)}", value, at)
         return tuple(
             _decoded(hint, each, path, f"{at}[{i}]") for i, (hint, each) in enumerate(zip(inner, value, strict=True))
         )
     accepted = (int, float) if kind is float else kind
-    _expect(isinstance(value, accepted) and not isinstance(value, bool), path, at, kind.__name__, value)
+    require(isinstance(value, accepted) and not isinstance(value, bool), path, kind.__name__, value, at)
     return value
 
 
@@ -105,8 +106,3 @@ def _bounded(bound: range | re.Pattern[str]) -> str:
 
 def _inside(at: str, name: str) -> str:
     return f"{at}.{name[:40]}" if at else name[:40]
-
-
-def _expect(right: object, path: Path, at: str, expected: str, got: Any) -> None:
-    if not right:
-        raise RunError(f"{path}: {at + ': ' if at else ''}expected {expected}, got {repr(got)[:200]}")

@@ -10,17 +10,12 @@ import numpy as np
 import pyarrow as pa
 
 from hookstats.numbers.blocks import Drained
-from hookstats.numbers.fields import (
-    FIELDS,
-    STATISTICS,
-    Array,
-    Counts,
-    Site,
-    bins_to_json,
-)
+from hookstats.numbers.fields import FIELDS, STATISTICS, Counts, Site, bins_to_json
 from hookstats.records.arrays import from_list, to_arrow
 from hookstats.records.derived import finished
 from hookstats.records.schema import FLUSH, SAME_AS, STATE, names_of, plain, written
+
+_NULL = -(2**31)  # in integers of totals, until they are a table
 
 
 class Key(NamedTuple):
@@ -32,75 +27,36 @@ class Key(NamedTuple):
     record: int
 
 
-class Totals(NamedTuple):
-    """The rows of a step, before they are finished."""
-
-    key: Key
-    ids: Counts
-    place_in_order: Counts  # -1 where silent
-    calls: Counts
-    scales: Array
-    widths: Counts
-    keeps: Any
-    dims: Counts
-    has_dim: Any
-    group_sizes: Counts  # 0 where nothing belongs together
-    has_histogram: Any
-    wholes: Array
-
-    @property
-    def size(self) -> int:
-        return len(self.ids) * 8 * (len(FIELDS) + len(STATISTICS) + len(self))
-
-
-def totals_of(drained: Drained, key: Key, ids: Counts) -> Totals:
-    """ids: of drained.columns.sites."""
+def totals_of(drained: Drained, key: Key, ids: Counts) -> dict[str, Any]:
+    """Columns of the rows of a step, and ``wholes``, from which the others follow. ids: of drained.columns.sites."""
     columns, n = drained.columns, len(ids)
-    order = np.full(n, -1, np.int64)
+    order = np.full(n, _NULL)
     order[columns.order] = np.arange(len(columns.order))
-    return Totals(
-        key,
-        ids,
-        order,
-        columns.calls,
-        columns.scales,
-        columns.shapes[0],
-        columns.keeps,
-        np.array([0 if dim is None else dim for dim in columns.dims], np.int64),
-        np.array([dim is not None for dim in columns.dims], bool),
-        np.array([size or 0 for size in columns.group_sizes], np.int64),
-        columns.shapes[1] > 0,
-        columns.wholes,
-    )
-
-
-def totals_table(steps: list[Totals], sites: list[Site]) -> pa.Table:
-    """Of several steps, sorted by site and step."""
-    lengths = [len(each.ids) for each in steps]
-    ids = np.concatenate([each.ids for each in steps])
-    keys = {name: np.repeat([getattr(each.key, name) for each in steps], lengths) for name in Key._fields}
-    sorting = np.lexsort((keys["record"], keys["attempt"], keys["step"], ids))
-
-    def joined(name: str) -> Any:
-        return np.concatenate([getattr(each, name) for each in steps])[sorting]
-
-    scales, order, has_dim = joined("scales"), joined("place_in_order"), joined("has_dim")
-    group_sizes = joined("group_sizes")
-    wholes = np.concatenate([each.wholes for each in steps], axis=1)[:, sorting]
-    stats = finished(wholes, scales)
-    columns: dict[str, Any] = {name: values[sorting] for name, values in keys.items()}
-    columns |= {
-        "site": ids[sorting],
-        "place": np.concatenate([np.arange(length) for length in lengths])[sorting],
-        "order": to_arrow(order, pa.int32(), order < 0),
-        "calls": joined("calls"),
-        "scale": scales,
-        "channels": joined("widths"),
-        "keeps_channels": joined("keeps"),
-        "channel_dim": to_arrow(joined("dims"), pa.int32(), ~has_dim),
-        "group_size": to_arrow(group_sizes, pa.int32(), group_sizes == 0),
-        "has_histogram": joined("has_histogram"),
+    return {
+        **_keys(key, n),
+        "site": ids,
+        "place": np.arange(n),
+        "order": order,
+        "calls": columns.calls,
+        "scale": columns.scales,
+        "channels": columns.shapes[0],
+        "keeps_channels": columns.keeps,
+        "channel_dim": np.array([_NULL if dim is None else dim for dim in columns.dims], np.int64),
+        "group_size": np.array([size or _NULL for size in columns.group_sizes], np.int64),
+        "has_histogram": columns.shapes[1] > 0,
+        "wholes": columns.wholes,
     }
+
+
+def totals_table(steps: list[dict[str, Any]], sites: list[Site]) -> pa.Table:
+    """Of what `totals_of` has given for several steps, sorted by site and step."""
+    columns = {name: np.concatenate([each[name] for each in steps], axis=-1) for name in steps[0]}
+    sorting = np.lexsort([columns[name] for name in ("record", "attempt", "step", "site")])
+    columns = {name: values[..., sorting] for name, values in columns.items()}
+    for name in ("order", "channel_dim", "group_size"):
+        columns[name] = to_arrow(columns[name], pa.int32(), columns[name] == _NULL)
+    wholes = columns.pop("wholes")
+    stats = finished(wholes, columns["scale"])
     columns |= {name: getattr(stats, name) for name in STATISTICS}
     for field, name in STATE.items():
         if name not in STATISTICS:
@@ -203,8 +159,11 @@ def _offsets(lengths: list[int]) -> pa.Array:
 
 
 def _of_sites(table: str, key: Key, ids: Counts, sites: list[Site], columns: dict[str, Any]) -> pa.Table:
-    keys = {name: np.full(len(ids), value) for name, value in key._asdict().items()}
-    return _table(table, {**keys, "site": ids, **columns}, sites)
+    return _table(table, {**_keys(key, len(ids)), "site": ids, **columns}, sites)
+
+
+def _keys(key: Key, rows: int) -> dict[str, Counts]:
+    return {name: np.full(rows, value) for name, value in key._asdict().items()}
 
 
 def _table(table: str, columns: dict[str, Any], sites: list[Site]) -> pa.Table:

@@ -127,34 +127,24 @@ def _read(path: Path, known: Manifest) -> Manifest:
         for part in parts:
             require(part.steps[0] <= part.steps[1], path, "the first and the last step of a part", part.steps)
     told = (stored.sites, stored.sites_crc32)
-    sites = (
-        known.sites
-        if known.read_sites == told
-        else _sites(path.with_name("sites.json"), stored)
-        if stored.sites
-        else []
-    )
+    sites = known.sites
+    if known.read_sites != told:
+        sites = _sites(path.with_name("sites.json"), stored) if stored.sites else []
     ordered = {table: stored.parts[table] for table in SCHEMAS}
     return Manifest(stored.attempts, ordered, stored.next_file, sites, told)
 
 
 def _with_parts_of(known: Manifest, body: dict[str, Any]) -> dict[str, Any]:
     """The same, with parts that are known already as they are: those of a long run are many, and few are new."""
-    parts = body.get("parts")
-    if not isinstance(parts, dict) or not any(known.parts.values()):
+    before = {_dump(vars(part)): part for parts in known.parts.values() for part in parts}
+    told = body.get("parts")
+    if not before or not isinstance(told, dict):
         return body
-    found = dict(parts)
-    for table, raw in parts.items():
-        before = {part.file: (part, vars(part) | {"steps": list(part.steps)}) for part in known.parts.get(table, [])}
-        if isinstance(raw, list) and before:
-            found[table] = [_known(before, each) for each in raw]
-    return body | {"parts": found}
-
-
-def _known(before: dict[str, tuple[Part, dict[str, Any]]], raw: Any) -> Any:
-    file = raw.get("file") if isinstance(raw, dict) else None
-    part, told = before.get(file, (None, None)) if isinstance(file, str) else (None, None)
-    return part if part is not None and told == raw else raw
+    parts = {
+        table: [before.get(_dump(each), each) for each in raw] if isinstance(raw, list) else raw
+        for table, raw in told.items()
+    }
+    return body | {"parts": parts}
 
 
 def _sites(path: Path, stored: _Stored) -> list[Site]:

@@ -7,6 +7,7 @@ import re
 import socket
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -34,16 +35,12 @@ def descriptions(folder: Path) -> dict[int, Path]:
 def watch(folder: Path) -> None:
     """Says that somebody looks: what is measured is then written each 2 seconds. Where that fails, nothing happens."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | NO_LINK
-    try:
+    with suppress(OSError):
         descriptor = os.open(folder / _WATCHED, flags, 0o666)
-    except OSError:
-        return
-    try:
-        os.utime(descriptor)
-    except OSError:
-        pass
-    finally:
-        os.close(descriptor)
+        try:
+            os.utime(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def is_watched(folder: Path) -> bool:

@@ -288,10 +288,7 @@ class Recording:
             raise RuntimeError(f"expected process {self._pid}, which records into {self.path}, got {os.getpid()}")
         while ring is not None and ring.judged < ring.written:
             if not self._is_over():
-                try:
-                    self._writer.look_after(ring)
-                except Exception as error:
-                    self._stop(f"{error!r}")
+                self._look_after(ring)
             if self._is_over():
                 raise RuntimeError(f"expected a verdict on every closed step, but the recording of {self.path} stopped")
             if time.monotonic() > end:
@@ -308,10 +305,7 @@ class Recording:
         head = 0 if ring is None else ring.head
         while ring is not None and ring.tail < head and not self._is_over():
             watch(self._folder)  # else it is written later
-            try:
-                self._writer.look_after(ring)
-            except Exception as error:
-                self._stop(f"{error!r}")
+            self._look_after(ring)
             if time.monotonic() > end:
                 raise TimeoutError(
                     f"expected all steps in {self.path} within {timeout:.1f} s; some are not written yet"
@@ -356,10 +350,7 @@ class Recording:
             timeout = min(timeout, _BEHIND_SECONDS)
         end = time.monotonic() + timeout
         while self._description.exists() and ring is not None:
-            try:
-                self._writer.look_after(ring)
-            except Exception as error:
-                self._stop(f"{error!r}")
+            if not self._look_after(ring):
                 break
             if time.monotonic() > end:
                 self._tell("close", f"after {timeout:.0f} s the writer of {self.path} has not ended; it goes on")
@@ -373,6 +364,15 @@ class Recording:
             self._left = self._read_findings(ring)
         if not self._stopped:
             self._ring = None  # its file is gone, and now its room on the disk, too
+
+    def _look_after(self, ring: Ring) -> bool:
+        """After the writer. False: recording has stopped."""
+        try:
+            self._writer.look_after(ring)
+        except Exception as error:
+            self._stop(f"{error!r}")
+            return False
+        return True
 
     def _ended(self) -> None:
         """No further step will come: the writer ends when the ring is empty."""

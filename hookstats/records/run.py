@@ -264,14 +264,13 @@ class MergedRun(Run):
         self._slice = steps if isinstance(steps, slice) else None
         known = list(dict.fromkeys(site for rank in self._ranks for site in rank._reader.manifest.sites))
         self._known, self._chosen_sites = known, _matching(known, sites)
-        common = set.intersection(*(set(_numbered(rank._timeline)) for rank in self._ranks))
-        places = {key: row for row, key in enumerate(_numbered(first._timeline))}
-        shared = np.array(sorted(places[key] for key in common), np.int64)
+        numbered = [_numbered(rank._timeline) for rank in self._ranks]
+        common = set.intersection(*map(set, numbered))
+        shared = np.array([row for row, key in enumerate(numbered[0]) if key in common], np.int64)
         self._rows = shared[_rows(first._timeline.step[shared], steps)].tolist()
-        for rank in self._ranks:
-            its = {key: row for row, key in enumerate(_numbered(rank._timeline))}
-            chosen = [its[_numbered(first._timeline)[row]] for row in self._rows]
-            rank._choose(self._chosen_sites, chosen)
+        for rank, keys in zip(self._ranks, numbered, strict=True):
+            place = {key: row for row, key in enumerate(keys)}
+            rank._choose(self._chosen_sites, [place[numbered[0][row]] for row in self._rows])
             rank._has_all_steps, rank._slice = self._has_all_steps, self._slice
 
     def _read(self, rows: list[int]) -> Iterator[Snapshot]:

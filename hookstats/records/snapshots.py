@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property
+from functools import cache
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from hookstats.numbers.columns import Columns
 from hookstats.numbers.fields import Array, Counts, Skipped, histogram_shape
@@ -101,7 +102,10 @@ class Snapshots:
             raise RunError(f"step {step}: expected numbers of channels that belong together, got {group_sizes}")
         sites = [self._names[self._id(step, site)] for site in ids.tolist()]
         wholes = wholes_of(totals)
-        wide = self._wide(row, {site: (i, int(channels[i])) for i, site in enumerate(ids.tolist())}, totals)
+        places = {site: (i, int(channels[i])) for i, site in enumerate(ids.tolist())}
+        has_histogram = to_numpy(totals["has_histogram"])
+        states = cache(lambda: self._states(row, places))  # read when one of them is asked for
+        histograms = cache(lambda: self._histograms(row, places, has_histogram))
         return Columns(
             sites,
             calls.astype(np.int64),
@@ -110,75 +114,52 @@ class Snapshots:
             to_numpy(totals["keeps_channels"]),
             totals["channel_dim"].to_pylist(),
             self._timeline.bins[row],
-            lambda i: wholes[:, i : i + 1].copy() if channels[i] == 1 else wide.states[i],
-            lambda i: wide.histograms.get(i),
+            lambda i: wholes[:, i : i + 1].copy() if channels[i] == 1 else states()[i],
+            lambda i: histograms().get(i),
             lambda: wholes,
             group_sizes=group_sizes,
         )
-
-    def _wide(self, row: int, places: dict[int, tuple[int, int]], totals: pa.Table) -> _Wide:
-        has_histogram = to_numpy(totals["has_histogram"])
-        return _Wide(self, row, places, set(np.flatnonzero(has_histogram).tolist()), self._timeline)
 
     def _id(self, step: int, site: int) -> int:
         if not 0 <= site < len(self._names):
             raise RunError(f"step {step}: expected sites 0 to {len(self._names) - 1}, got {site}")
         return site
 
-
-class _Wide:
-    """Of a step: states of more than one channel, and histograms, by place; read when one of them is asked for."""
-
-    def __init__(
-        self,
-        snapshots: Snapshots,
-        row: int,
-        places: dict[int, tuple[int, int]],
-        with_histogram: set[int],
-        timeline: Timeline,
-    ) -> None:
-        """places: of a site's id, its place and how many channels it has."""
-        self._snapshots = snapshots
-        self._row = row
-        self._places = places
-        self._with_histogram = with_histogram
-        self._timeline = timeline
-        self._step = int(timeline.step[row])
-
-    @cached_property
-    def states(self) -> dict[int, Array]:
-        found = {}
-        [rows] = self._snapshots.table("channels", ["site", *STATE.values()], [self._row])
+    def _states(self, row: int, places: dict[int, tuple[int, int]]) -> dict[int, Array]:
+        """Of a step, those of more than one channel, by place. places: of a site's id, its place and its channels."""
+        step, found = int(self._timeline.step[row]), dict[int, Array]()
+        [rows] = self.table("channels", ["site", *STATE.values()], [row])
         fields_of = [lists(rows[name]) for name in STATE.values()]
         for number, site in enumerate(rows["site"].to_pylist()):
-            place, channels = self._places.get(site, (-1, 0))
+            place, channels = places.get(site, (-1, 0))
             fields = [each[number] for each in fields_of]
             if place in found or channels < 2 or {len(values) for values in fields} != {channels}:
-                raise RunError(
-                    f"step {self._step}: site {site}: expected the state of {channels} channels, got another"
-                )
+                raise RunError(f"step {step}: site {site}: expected the state of {channels} channels, got another")
             found[place] = np.stack(fields)
-        self._complete("states", {place for place, channels in self._places.values() if channels > 1}, set(found))
+        _complete(step, "states", {place for place, channels in places.values() if channels > 1}, set(found))
         return found
 
-    @cached_property
-    def histograms(self) -> dict[int, Counts]:
-        if not self._with_histogram:
-            return {}
-        found: dict[int, Counts] = {}
-        [rows] = self._snapshots.table("histograms", ["site", "counts"], [self._row])
+    def _histograms(
+        self, row: int, places: dict[int, tuple[int, int]], has_histogram: NDArray[np.bool_]
+    ) -> dict[int, Counts]:
+        """The same of histograms. has_histogram: of each place."""
+        step, found = int(self._timeline.step[row]), dict[int, Counts]()
+        if not has_histogram.any():
+            return found
+        [rows] = self.table("histograms", ["site", "counts"], [row])
         for site, counts in zip(rows["site"].to_pylist(), lists(rows["counts"]), strict=True):
-            place, channels = self._places.get(site, (-1, 0))
-            shape = histogram_shape(self._timeline.bins[self._row], channels)
+            place, channels = places.get(site, (-1, 0))
+            shape = histogram_shape(self._timeline.bins[row], channels)
             if place in found or counts.size != int(np.prod(shape)) or counts.min(initial=0) < 0:
-                raise RunError(f"step {self._step}: site {site}: expected counts of shape {shape}, got {counts.size}")
+                raise RunError(f"step {step}: site {site}: expected counts of shape {shape}, got {counts.size}")
             found[place] = counts.reshape(shape)
-        self._complete("histograms", self._with_histogram, set(found))
+        _complete(step, "histograms", set(np.flatnonzero(has_histogram).tolist()), set(found))
         return found
 
-    def _complete(self, what: str, expected: set[int], got: set[int]) -> None:
-        if expected != got:
-            raise RunError(f"step {self._step}: expected {what} of {len(expected)} sites, got them of {len(got)}")
+
+def _complete(step: int, what: str, expected: set[int], got: set[int]) -> None:
+    if expected != got:
+        raise RunError(f"step {step}: expected {what} of {len(expected)} sites, got them of {len(got)}")
 
 
 def lists(column: pa.ChunkedArray) -> list[Any]:

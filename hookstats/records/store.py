@@ -87,7 +87,7 @@ class Store:
 
     def _forget(self) -> None:
         """The open part is empty."""
-        self._totals: list[encoding.Totals] = []
+        self._totals: list[dict[str, Any]] = []  # of steps
         self._rows: dict[str, list[dict[str, Any]]] = {table: [] for table in _SMALL}
         self._held = 0  # bytes of totals that are not written
         self._added = 0  # records
@@ -139,10 +139,10 @@ class Store:
         ids: Counts = np.array([self._id_of[site] for site in columns.sites], np.int64)
         record = attempt.records + self._added
         key = encoding.Key(drained.step, round(drained.time * 1e6), attempt.attempt, record)
-        totals = encoding.totals_of(drained, key, ids)
-        self._totals.append(totals)
-        self._held += totals.size
-        self.size += totals.size
+        self._totals.append(encoding.totals_of(drained, key, ids))
+        size = len(ids) * 8 * len(SCHEMAS["totals"])
+        self._held += size
+        self.size += size
         for table, tables in (("channels", encoding.channels_tables), ("histograms", encoding.histograms_tables)):
             for rows, size in tables(drained, key, ids, self._sites):
                 self._part(table).write(rows)
@@ -178,7 +178,7 @@ class Store:
     def _flush_totals(self) -> None:
         """A file of its own: each file of totals is sorted by site and step."""
         steps, self._totals, self._held = self._totals, [], 0
-        if any(len(each.ids) for each in steps):
+        if any(len(each["site"]) for each in steps):
             self._part("totals").write(encoding.totals_table(steps, self._sites))
             self._close("totals")
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,15 @@ from hookstats.numbers.ranks import StepRanks
 from hookstats.records.ring import RingError
 
 LAYOUT, STEP, OVERHEAD, GIVEN = 1, 2, 3, 4  # kinds of records
+
+
+@contextmanager
+def _read_as(what: str) -> Iterator[None]:
+    """Anything else makes a RingError."""
+    try:
+        yield
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+        raise RingError(f"expected {what}, got {error!r}") from None
 
 
 def of_layout(number: int, layout: Layout) -> list[NDArray[Any]]:
@@ -51,13 +61,11 @@ def of_given(given: Given, time: float) -> list[NDArray[Any]]:
     return [_text(told)]
 
 
+@_read_as("what was given with steps")
 def given_from(text: bytes) -> tuple[Given, float]:
     """What `of_given` made. RingError for anything else."""
-    try:
-        told = json.loads(text)
-        return Given(_by_step(told["scalars"]), _ids_by_step(told["sample_ids"])), float(told["time"])
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
-        raise RingError(f"expected what was given with steps, got {error!r}") from None
+    told = json.loads(text)
+    return Given(_by_step(told["scalars"]), _ids_by_step(told["sample_ids"])), float(told["time"])
 
 
 def _by_step(told: Any) -> dict[int, dict[str, float]]:
@@ -76,58 +84,50 @@ def _numbers(told: Any) -> dict[str, float]:
     return {str(name): float(value) for name, value in told.items()}
 
 
+@_read_as("what hookstats took")
 def overhead_from(text: bytes) -> dict[str, float]:
     """What `of_overhead` made. RingError for anything else."""
-    try:
-        return {str(name): float(value) for name, value in json.loads(text).items()}
-    except (ValueError, TypeError, AttributeError, RecursionError, OverflowError) as error:
-        raise RingError(f"expected what hookstats took, got {error!r}") from None
+    return _numbers(json.loads(text))
 
 
+@_read_as("a layout")
 def layout_from(text: bytes) -> tuple[int, Layout]:
     """What `of_layout` made. RingError for anything else."""
-    try:
-        told = json.loads(text)
-        return int(told["number"]), Layout.from_json(told)
-    except (ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
-        raise RingError(f"expected a layout, got {error!r}") from None
+    told = json.loads(text)
+    return int(told["number"]), Layout.from_json(told)
 
 
+@_read_as("a step")
 def step_from(payload: NDArray[np.uint8], layouts: Mapping[int, Layout]) -> Drained:
     """What `of_step` made; the blocks stay where they are. RingError for anything else."""
-    try:
-        length = int(payload[:8].view(np.int64)[0])
-        if not 0 <= length <= len(payload) - 8:
-            raise ValueError(f"a text of {length} bytes in {len(payload)}")
-        told = json.loads(payload[8 : 8 + length].tobytes())
-        layout = layouts[told["layout"]]
-        rows = len(layout.rows)
-        numbers = payload[8 + length :].view(np.int64)
-        ends = np.cumsum([rows, rows, *layout.sizes])
-        if ends[-1] != len(numbers):
-            raise ValueError(f"{len(numbers)} numbers behind the text, of {ends[-1]}")
-        hidden, readings, *blocks = np.split(numbers, ends[:-1])
-        scale, overflowed = told["grad_scale"], told["overflowed"]
-        drained = Drained(
-            layout,
-            blocks,
-            int(told["step"]),
-            float(told["time"]),
-            _numbers(told["scalars"]),
-            None if scale is None else float(scale),
-            None if overflowed is None else bool(overflowed),
-            hidden,
-            readings,
-            StepRanks.from_text(told["ranks"]),
-        )
-        drained.earlier_scalars = _by_step(told["earlier_scalars"])
-        drained.sample_ids = _ids_by_step(told["sample_ids"])
-        drained.skipped = {
-            Site(name, tensor): Skipped(reason, times) for name, tensor, reason, times in told["skipped"]
-        }
-        return drained
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
-        raise RingError(f"expected a step, got {error!r}") from None
+    length = int(payload[:8].view(np.int64)[0])
+    if not 0 <= length <= len(payload) - 8:
+        raise ValueError(f"a text of {length} bytes in {len(payload)}")
+    told = json.loads(payload[8 : 8 + length].tobytes())
+    layout = layouts[told["layout"]]
+    rows = len(layout.rows)
+    numbers = payload[8 + length :].view(np.int64)
+    ends = np.cumsum([rows, rows, *layout.sizes])
+    if ends[-1] != len(numbers):
+        raise ValueError(f"{len(numbers)} numbers behind the text, of {ends[-1]}")
+    hidden, readings, *blocks = np.split(numbers, ends[:-1])
+    scale, overflowed = told["grad_scale"], told["overflowed"]
+    drained = Drained(
+        layout,
+        blocks,
+        int(told["step"]),
+        float(told["time"]),
+        _numbers(told["scalars"]),
+        None if scale is None else float(scale),
+        None if overflowed is None else bool(overflowed),
+        hidden,
+        readings,
+        StepRanks.from_text(told["ranks"]),
+    )
+    drained.earlier_scalars = _by_step(told["earlier_scalars"])
+    drained.sample_ids = _ids_by_step(told["sample_ids"])
+    drained.skipped = {Site(name, tensor): Skipped(reason, times) for name, tensor, reason, times in told["skipped"]}
+    return drained
 
 
 def _text(value: Any) -> NDArray[Any]:
