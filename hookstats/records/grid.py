@@ -64,8 +64,6 @@ class Grid:
             block = self._block(part) if is_inside else None
             columns = ["calls", *planes] if block else [*_KEYS, "calls", *planes]
             rows = self._reader.part("totals", part, columns, Chosen(None if is_inside else (first, last)))
-            if rows is None:
-                continue
             if block is None:
                 self._scatter(planes, rows, begin, end)
                 continue

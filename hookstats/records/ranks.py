@@ -64,9 +64,10 @@ def _sample_ids(snapshots: Sequence[Snapshot]) -> dict[int, Counts]:
 
 def mean(values: list[float]) -> float:
     """Of equal ones, that number."""
-    if len(set(values)) == 1 or not all(map(math.isfinite, values)):
-        return values[0] if len(set(values)) == 1 else float(np.sum(values)) / len(values)
-    return math.fsum(values) / len(values)
+    if len(set(values)) == 1:
+        return values[0]
+    total = math.fsum(values) if all(map(math.isfinite, values)) else float(np.sum(values))
+    return total / len(values)
 
 
 class _Together:

@@ -19,23 +19,12 @@ from hookstats.records.derived import DERIVED, columns_for, completed
 from hookstats.records.errors import RunError
 from hookstats.records.manifest import Part
 from hookstats.records.parts import footer_of
-from hookstats.records.schema import SCHEMAS
+from hookstats.records.schema import SAME_AS, SCHEMAS
 
 _T = TypeVar("_T")
 _LARGEST = 1 << 31  # bytes of a column of a row group
 _AT_ONCE = 64 << 20  # bytes of row groups, of all their columns
-_NULLABLE = {
-    "order",
-    "channel_dim",
-    "group_size",
-    "grad_scale",
-    "overflowed",
-    "histogram",
-    "times",
-    "state_mean",
-    "state_min",
-}
-_NULLABLE |= {"state_max", "state_abs_sum"}
+_NULLABLE = {"order", "channel_dim", "group_size", "grad_scale", "overflowed", "histogram", "times", *SAME_AS}
 
 
 class Chosen(NamedTuple):
@@ -79,15 +68,11 @@ class Reader:
         self.manifest = now
 
     def _table(self, table: str, columns: Sequence[str], chosen: Chosen) -> pa.Table:
-        schema = pa.schema([SCHEMAS[table].field(name) for name in columns])
-        read = []
+        read = [_empty(table, columns)]
         for part in self.manifest.parts[table]:
-            if chosen.steps and (part.steps[1] < chosen.steps[0] or part.steps[0] > chosen.steps[1]):
-                continue
-            rows = self.part(table, part, columns, chosen)
-            if rows is not None:
-                read.append(rows)
-        return pa.concat_tables([pa.Table.from_batches([], schema), *read])
+            if not chosen.steps or (part.steps[1] >= chosen.steps[0] and part.steps[0] <= chosen.steps[1]):
+                read.append(self.part(table, part, columns, chosen))
+        return pa.concat_tables(read)
 
     def refresh(self) -> None:
         """The manifest as it is now. What is known of the parts that it still names is not read again."""
@@ -104,14 +89,14 @@ class Reader:
             self._footer(table, part, path)
         return self._row_groups[table, part.file]
 
-    def part(self, table: str, part: Part, columns: Sequence[str], chosen: Chosen) -> pa.Table | None:
-        """Of one of the parts; None where nothing is chosen. FileNotFoundError where it was merged away."""
+    def part(self, table: str, part: Part, columns: Sequence[str], chosen: Chosen) -> pa.Table:
+        """Of one of the parts. FileNotFoundError where it was merged away."""
         path = self.directory / table / part.file
         with _checked(path):
             footer = self._footer(table, part, path)
             groups = self._overlapping((table, part.file), footer, chosen)
             if not len(groups):
-                return None
+                return _empty(table, columns)
             told = self._row_groups[table, part.file]
             if chosen.steps and _is_inside(told, groups, chosen.steps):
                 chosen = chosen._replace(steps=None)
@@ -158,6 +143,10 @@ class Reader:
             last = np.searchsorted(chosen.sites, bounds["site_max"], side="right")
             wanted &= last > first
         return np.flatnonzero(wanted)
+
+
+def _empty(table: str, columns: Sequence[str]) -> pa.Table:
+    return pa.Table.from_batches([], pa.schema([SCHEMAS[table].field(name) for name in columns]))
 
 
 def _is_inside(bounds: dict[str, Counts], groups: Counts, steps: tuple[int, int]) -> bool:

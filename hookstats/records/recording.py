@@ -326,13 +326,10 @@ class Recording:
             return
         self._died = died
         if not self._stopped:
-            if any(self._given) and self._ring is not None:
-                self._send_given(self._ring)
-            if self._ring is not None:
-                self._thinning.at_end(self._ring)
-            if overhead is not None and self._ring is not None:
-                self._ring.write(wire.OVERHEAD, wire.of_overhead(overhead))
-            self._finish(timeout)
+            if self._ring is None:
+                self._description.unlink(missing_ok=True)
+            else:
+                self._finish(self._ring, overhead, timeout)
         self._stopped = True
         if not self._is_closed:
             self._is_closed = True
@@ -341,15 +338,17 @@ class Recording:
             self._lock.close()
             self._writer.wait(0)
 
-    def _finish(self, timeout: float) -> None:
-        ring = self._ring
+    def _finish(self, ring: Ring, overhead: Mapping[str, float] | None, timeout: float) -> None:
+        if any(self._given):
+            self._send_given(ring)
+        self._thinning.at_end(ring)
+        if overhead is not None:
+            ring.write(wire.OVERHEAD, wire.of_overhead(overhead))
         self._ended()
-        if ring is None:
-            self._description.unlink(missing_ok=True)
-        if ring is not None and ring.dropped:
+        if ring.dropped:
             timeout = min(timeout, _BEHIND_SECONDS)
         end = time.monotonic() + timeout
-        while self._description.exists() and ring is not None:
+        while self._description.exists():
             if not self._look_after(ring):
                 break
             if time.monotonic() > end:
@@ -358,10 +357,9 @@ class Recording:
             self._writer.wait(0.02)
         else:
             self._writer.wait(5)
-            if ring is not None and self._writer.returncode:
+            if self._writer.returncode:
                 self._stop(ring.failure or f"its writer ended with {self._writer.returncode}")
-        if ring is not None:
-            self._left = self._read_findings(ring)
+        self._left = self._read_findings(ring)
         if not self._stopped:
             self._ring = None  # its file is gone, and now its room on the disk, too
 

@@ -152,10 +152,10 @@ class NoProgress:
         self._count, self._is_judged = 0, False
 
     def __call__(self, step: Step) -> list[Finding] | None:
-        losses = [scalars["loss"] for scalars in (*step.earlier_scalars.values(), step.scalars) if "loss" in scalars]
+        losses = step.given("loss")
         if not losses:
             return None
-        for loss in filter(math.isfinite, losses):
+        for loss in filter(math.isfinite, losses.values()):
             self._count += 1
             if len(self._firsts) < 5:
                 self._firsts.append(loss)

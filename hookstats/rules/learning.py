@@ -30,11 +30,10 @@ class _Losses:
         self._last: deque[float] = deque(maxlen=10)
 
     def push(self, step: Step) -> None:
-        for scalars in (*step.earlier_scalars.values(), step.scalars):
-            if "loss" in scalars:
-                if len(self._firsts) < 5:
-                    self._firsts.append(scalars["loss"])
-                self._last.append(scalars["loss"])
+        for loss in step.given("loss").values():
+            if len(self._firsts) < 5:
+                self._firsts.append(loss)
+            self._last.append(loss)
 
     def came_down(self) -> bool | None:
         """None: that is not known."""

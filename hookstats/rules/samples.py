@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 
@@ -15,14 +14,6 @@ from hookstats.rules.step import Step
 _OF_BATCHES = {"nonfinite", "input-shift", "loss-spike", "gradient-norm-spike"}  # rules that one batch can set off
 _RATIO = 4.0  # times the median sample
 _NAMED = 3
-
-
-class _Outliers(NamedTuple):
-    """Samples that stand out of their step, the farthest first."""
-
-    site: Site  # where
-    ids: Counts  # several for each, where it is not known which of several batches it was
-    ratio: float  # the rms of the first, over the median sample's; NaN where its values are not finite
 
 
 def named(finding: Finding, step: Step) -> Finding:
@@ -37,14 +28,16 @@ def named(finding: Finding, step: Step) -> Finding:
     if found is None:
         told = f" Step {finding.step} had {'sample' if len(ids) == 1 else 'samples'} {_listed(ids)}."
         return replace(finding, sample_ids=tuple(ids.tolist()), sentence=finding.sentence + told)
-    one = len(found.ids) == 1
-    whose, ratio = "its" if one else "their", f"{'' if one else 'up to '}{number(found.ratio)}"
-    how = "not finite" if np.isnan(found.ratio) else f"{ratio} times that of the median sample"
+    site, outliers, ratio = found
+    one = len(outliers) == 1
+    how = "not finite"
+    if not np.isnan(ratio):
+        how = f"{'' if one else 'up to '}{number(ratio)} times that of the median sample"
     told = (
-        f" Of the {times(len(ids), 'sample')} of step {finding.step}, {len(found.ids)} stand{'s' if one else ''} out "
-        f"({_listed(found.ids)}): {whose} rms at {tensor_of(found.site)} is {how}."
+        f" Of the {times(len(ids), 'sample')} of step {finding.step}, {len(outliers)} stand{'s' if one else ''} out "
+        f"({_listed(outliers)}): {'its' if one else 'their'} rms at {tensor_of(site)} is {how}."
     )
-    return replace(finding, sample_ids=tuple(found.ids.tolist()), sentence=finding.sentence + told)
+    return replace(finding, sample_ids=tuple(outliers.tolist()), sentence=finding.sentence + told)
 
 
 def _listed(ids: Counts) -> str:
@@ -53,8 +46,12 @@ def _listed(ids: Counts) -> str:
     return ", ".join(map(str, ids[:_NAMED].tolist())) + more
 
 
-def _outliers(step: Step, ids: Counts) -> _Outliers | None:
-    """At the first site, in order of execution, that keeps samples apart and has some that stand out."""
+def _outliers(step: Step, ids: Counts) -> tuple[Site, Counts, float] | None:
+    """Samples that stand out at the first site, in order of execution, that keeps samples apart and has some that do.
+
+    The site; their ids, the farthest first, several for each where it is not known which of several batches it was; the
+    rms of the first, over the median sample's, NaN where its values are not finite.
+    """
     for site, channels in step.of_samples.items():
         if not (step.is_kind("output")[site] or step.is_kind("input")[site]):
             continue
@@ -65,7 +62,7 @@ def _outliers(step: Step, ids: Counts) -> _Outliers | None:
             farthest = np.argsort(-np.nan_to_num(rms, nan=np.inf), kind="stable")[: is_out.sum()]
             which = (farthest[:, None] + np.arange(0, len(ids), len(rms))).reshape(-1)
             worst = float(rms[farthest[0]])
-            return _Outliers(step.sites[site], ids[which], worst / median if np.isfinite(worst) else np.nan)
+            return step.sites[site], ids[which], worst / median if np.isfinite(worst) else np.nan
     return None
 
 

@@ -79,9 +79,7 @@ class LossSpike:
         self._moves: deque[float] = deque(maxlen=8)
 
     def __call__(self, step: Step) -> list[Finding] | None:
-        scalars = {**step.earlier_scalars, step.number: step.scalars}
-        values = {number: each[self.scalar] for number, each in scalars.items() if self.scalar in each}
-        values = {number: value for number, value in values.items() if math.isfinite(value)}
+        values = {at: value for at, value in step.given(self.scalar).items() if math.isfinite(value)}
         move = self._move(step)
         if not values:
             return None

@@ -121,6 +121,11 @@ class Step:
         ids: Counts = self._ids[self._columns.order]
         return ids
 
+    def given(self, scalar: str) -> dict[int, float]:
+        """A scalar of the steps before this one that were not measured, and of this one, by their numbers."""
+        scalars = {**self.earlier_scalars, self.number: self.scalars}
+        return {number: each[scalar] for number, each in scalars.items() if scalar in each}
+
     def in_order(self, mask: Mask) -> list[int]:
         """The ids of these sites that fired, in order of execution."""
         return self.order[mask[self.order]].tolist()  # type: ignore[no-any-return]

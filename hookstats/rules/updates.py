@@ -59,8 +59,7 @@ class UpdateRatio:
         self._rewritten: dict[int, tuple[int, float]] = {}  # in which step, and how far, by id
 
     def __call__(self, step: Step) -> list[Finding] | None:
-        scalars = {**step.earlier_scalars, step.number: step.scalars}
-        self._losses |= {number: each["loss"] for number, each in scalars.items() if "loss" in each}
+        self._losses |= step.given("loss")
         weights = step.weights_of_updates
         measured = (weights >= 0) & (step.totals.count >= self.values)
         return list(self._changed(step, weights, measured)) if measured.any() or self._rewritten else None

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from hookstats._warn import warn
+from hookstats._warn import WarnOnce
 from hookstats.numbers.fields import STATISTICS, Array, Counts, Site
 from hookstats.numbers.site_stats import SiteStats
 from hookstats.numbers.snapshot import Snapshot
@@ -78,7 +78,7 @@ class Keys:
         self._known: dict[Site, None] = {}  # in their order
         self._sent: dict[Site, tuple[str, str]] = {}  # tensor and name in the keys
         self._had_nonfinite: set[Site] = set()
-        self._told = False
+        self._tell = WarnOnce()
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -127,8 +127,9 @@ class Keys:
             self._send(_spread(new, MOST_SITES) if first else new[: MOST_SITES - len(self._sent)])
             if len(self._known) > len(self._sent):
                 self._tell(
+                    "sites",
                     f"{self._sink} gets {len(self._sent)} of {len(self._known)} sites, evenly from first to last; "
-                    "sites=[globs] chooses others, or all"
+                    "sites=[globs] chooses others, or all",
                 )
 
     def _send(self, sites: Iterable[Site]) -> None:
@@ -141,12 +142,8 @@ class Keys:
         unmatched = [glob for glob in self._globs or () if not any(fnmatchcase(name, glob) for name in names)]
         if unmatched:
             some = ", ".join(map(repr, list(names)[:8]))
-            self._tell(f"{self._sink}: sites: {', '.join(map(repr, unmatched))} match nothing; names are {some}, ...")
-
-    def _tell(self, text: str) -> None:
-        if not self._told:
-            self._told = True
-            warn(text)
+            told = f"{', '.join(map(repr, unmatched))} match nothing; names are {some}, ..."
+            self._tell("sites", f"{self._sink}: sites: {told}")
 
 
 def _strings(what: str, given: Any) -> tuple[str, ...]:
