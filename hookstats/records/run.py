@@ -281,31 +281,25 @@ class MergedRun(Run):
     @property
     def totals(self) -> pa.Table:
         """As that of one rank; ``site`` numbers are of this table."""
-        tables = [self._totals_of(row, snapshot) for row, snapshot in zip(self._rows, self, strict=True)]
-        kinds = {"order": pa.int32(), "site": pa.int32(), "name": pa.string(), "tensor": pa.string()}
-        kinds |= {name: SCHEMAS["totals"].field(name).type for name in ("step", "attempt", "time", "calls")}
         names = ["step", "time", "attempt", "site", "name", "tensor", "order", "calls", *self._statistics]
-        schema = pa.schema([(name, kinds.get(name, pa.float64())) for name in names])
+        schema = pa.schema([SCHEMAS["totals"].field(name) for name in names])
+        tables = [self._totals_of(row, snapshot, schema) for row, snapshot in zip(self._rows, self, strict=True)]
         return pa.concat_tables([pa.Table.from_batches([], schema), *tables])
 
-    def _totals_of(self, row: int, snapshot: Snapshot) -> pa.Table:
-        columns = snapshot.columns
-        n = len(columns)
+    def _totals_of(self, row: int, snapshot: Snapshot, schema: pa.Schema) -> pa.Table:
+        columns, first, n = snapshot.columns, self._timeline, len(snapshot.columns)
         order = np.full(n, -1)
         order[columns.order] = np.arange(len(columns.order))
         number = {site: i for i, site in enumerate(self._known)}
         ids = np.array([number[site] for site in columns.sites], np.int64)
-        first = self._timeline
         of_step = {"step": first.step, "time": first.time, "attempt": first.attempt}
-        table = {
-            name: to_arrow(np.full(n, values[row]), SCHEMAS["totals"].field(name).type)
-            for name, values in of_step.items()
-        }
-        table |= {"site": to_arrow(ids, pa.int32())}
+        values: dict[str, Any] = {name: np.full(n, each[row]) for name, each in of_step.items()}
+        values |= {"site": ids, "calls": columns.calls}
+        values |= {name: getattr(columns.totals, name) for name in self._statistics}
+        table = {name: to_arrow(each, schema.field(name).type) for name, each in values.items()}
         table |= {name: named.dictionary_decode() for name, named in names_of(self._known, ids).items()}
-        table |= {"order": to_arrow(order, pa.int32(), order < 0), "calls": to_arrow(columns.calls, pa.int64())}
-        table |= {name: to_arrow(getattr(columns.totals, name), pa.float64()) for name in self._statistics}
-        return pa.Table.from_arrays([*table.values()], [*table])
+        table["order"] = to_arrow(order, pa.int32(), order < 0)
+        return pa.Table.from_arrays([table[name] for name in schema.names], schema=schema)
 
     @property
     def scalars(self) -> pa.Table:

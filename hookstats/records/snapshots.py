@@ -82,7 +82,7 @@ class Snapshots:
         if sum(map(len, named.values())) != scalars.num_rows or len(skipped) != events.num_rows:
             raise RunError(f"step {step}: expected each scalar and skipped site once, got {named}, {skipped}")
         columns = self._columns(row, step, totals)
-        ranks = timeline.ranks_of[of_step["ranks"]]
+        ranks = timeline.ranks[row]
         scale, overflowed, own = of_step["grad_scale"], of_step["overflowed"], named.pop(step, {})
         ids = dict(zip(samples["step"].to_pylist(), lists(samples["ids"]), strict=True))
         if len(ids) != samples.num_rows:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,7 @@ class Timeline:
     record: Counts
     columns: dict[str, list[Any]]  # the others of the table steps
     bins: list[Bins | None]
-    ranks_of: dict[str, StepRanks]  # whose numbers steps have, by the text of the table
+    ranks: list[StepRanks]  # whose numbers each has
     base: dict[int, tuple[int, int]]  # of an attempt: where its records begin in `row`, and how many there are
     row: Counts
     begun: dict[int, int]  # of an attempt: its smallest step, measured or not
@@ -108,12 +109,8 @@ def read(reader: Reader) -> Timeline:
     row[chosen] = np.arange(len(chosen))
     rest = [name for name in SCHEMAS["steps"].names if name not in ("step", "attempt", "record", "time")]
     columns = {name: table[name].take(to_arrow(chosen, pa.int64())).to_pylist() for name in rest}
-    known: dict[str | None, Bins | None] = {None: None}
-    for text in columns["histogram"]:
-        if text not in known:
-            known[text] = _bins(text)
-    bins = [known[text] for text in columns["histogram"]]
-    ranks = {text: _ranks(text) for text in dict.fromkeys(columns["ranks"])}
+    bins = [None if text is None else _bins(text) for text in columns["histogram"]]
+    ranks = list(map(_ranks, columns["ranks"]))
     time = to_numpy(table["time"])
     begun = {number: int(since[attempt == number].min()) for number in counts}
     return Timeline(step[chosen], time[chosen], attempt[chosen], record[chosen], columns, bins, ranks, base, row, begun)
@@ -138,14 +135,15 @@ def _counting(step: Counts, attempt: Counts, since: Counts) -> Counts:
     return result
 
 
+@lru_cache(64)  # those of most steps are the same
 def _bins(text: str) -> Bins:
     try:
-        bins = bins_from_json(json.loads(text))
+        return bins_from_json(json.loads(text))
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise RunError(f"expected the bins of a histogram, got {text[:100]!r}: {error}") from None
-    return bins
 
 
+@lru_cache(64)
 def _ranks(text: Any) -> StepRanks:
     try:
         return StepRanks.from_text(text)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -82,7 +81,8 @@ class Pair:
         count = 1
         while True:
             steps = self.common[begin : begin + count].tolist()
-            found = Comparison(self._snapshots(self.a, steps), self._snapshots(self.b, steps), None).first
+            a, b = (run.snapshots(steps, run.sites) for run in (self.a, self.b))
+            found = Comparison(a, b, None).first
             if found is not None or count >= min(_JUDGED, len(self.common) - begin):
                 return found
             count *= 4
@@ -97,9 +97,6 @@ class Pair:
             is_other = ((one != other) & ~(np.isnan(one) & np.isnan(other))).any(axis=0)
             parted = np.append(parted, np.flatnonzero(is_other)[:1])
         return int(parted.min()) if len(parted) else None
-
-    def _snapshots(self, run: Recorded, steps: list[int]) -> Iterable[Any]:
-        return run.snapshots(steps, run.sites)
 
     def told(self) -> dict[str, Any]:
         """What the page says of the second run, but for its findings."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -183,9 +182,4 @@ def scalars(recorded: Recorded) -> dict[str, list[list[float | None]]]:
 
 def short(number: float, digits: int = 5) -> float | None:
     """For JSON."""
-    return _rounded(number, digits) if math.isfinite(number) else None
-
-
-@lru_cache(1 << 14)  # a page that grows tells most numbers again
-def _rounded(number: float, digits: int) -> float:
-    return float(f"{number:.{digits}g}")
+    return float(f"{number:.{digits}g}") if math.isfinite(number) else None

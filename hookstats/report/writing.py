@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -90,7 +89,7 @@ def overview(recorded: Recorded, values: float, fired: Counts) -> dict[str, Any]
         "name": recorded.name,
         "written": round(time.time()),
         "sites": [list(site) for site in recorded.sites],
-        "rows": list(_in_order(tuple(recorded.sites))),
+        "rows": in_order(recorded.sites),
         "steps": [int(steps[0]), int(steps[-1]), len(steps)],
         "begin": steps[recorded.begin(planes.COLUMNS)].tolist(),
         "line_begin": steps[recorded.begin(columns)].tolist(),
@@ -143,11 +142,6 @@ def _told(finding: Finding, place: Mapping[Site, int]) -> dict[str, Any]:
         "rank": finding.rank,
         "attempt": finding.attempt,
     }
-
-
-@lru_cache(4)  # those of a page that grows stay as they are
-def _in_order(sites: tuple[Site, ...]) -> tuple[int, ...]:
-    return tuple(in_order(list(sites)))
 
 
 def in_order(sites: list[Site]) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hookstats.numbers.fields import Array, Stats
+from hookstats.numbers.fields import Array
 from hookstats.rules.finding import Finding
 from hookstats.rules.formatting import percent, tensor_of
 from hookstats.rules.history import Streak, extended
@@ -90,7 +90,7 @@ class DeadChannels:
 
     def _share(self, step: Step, site: int, gradient: int) -> float:
         """Of the channels that are dead. gradient: the id of that of the output before; -1 without one."""
-        stats = _stats(step, site)
+        stats = step.channels_or_whole(site)
         known = stats.count * self.consecutive_steps >= _LEAST_VALUES
         if not known.any():
             return 0.0
@@ -178,7 +178,7 @@ class SaturatedChannels:
 
     def _share(self, step: Step, site: int, slope: float) -> float:
         """Of the channels that are saturated."""
-        stats = _stats(step, site)
+        stats = step.channels_or_whole(site)
         square = stats.rms**2
         if self._negative[site]:
             saturated = 1 - square < slope
@@ -192,12 +192,6 @@ class SaturatedChannels:
                 return 0.0  # a softmax
             saturated = means - square < slope / 4
         return float(saturated.mean())
-
-
-def _stats(step: Step, site: int) -> Stats[Array]:
-    """Those of its channels; of all together, where they are not kept."""
-    channels = step.channels(site)
-    return step.totals.entries(np.array([site])) if channels is None else channels
 
 
 def _channels(share: float) -> str:

@@ -108,8 +108,7 @@ class AttentionEntropy:
             return None
         ill, worst = np.zeros(len(step.sites), bool), np.ones(len(step.sites))
         for site in np.flatnonzero(judged).tolist():
-            channels = step.channels(site)
-            entropy = step.totals.mean[[site]] if channels is None else np.asarray(channels.mean)
+            entropy = step.channels_or_whole(site).mean
             past = self._past.setdefault(site, deque(maxlen=self.window))
             if past and len(past[0]) != len(entropy):
                 past.clear()
@@ -161,8 +160,7 @@ class AttentionSink:
         ill = np.zeros(len(step.sites), bool)
         entropy = step.partner("attention.sink", "attention.entropy")
         for site in np.flatnonzero(judged & (entropy >= 0)).tolist():
-            channels = step.channels(site)
-            shares = step.totals.mean[[site]] if channels is None else np.asarray(channels.mean)
+            shares = step.channels_or_whole(site).mean
             ill[site] = np.mean(shares > self.share) >= self.heads and step.totals.mean[entropy[site]] > 0.5
         told = self._streak.push(step.number, ill, judged)
         return [self._finding(step, site) for site in step.in_order(told)]

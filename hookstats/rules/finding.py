@@ -89,21 +89,16 @@ class Finding:
     @classmethod
     def from_json(cls, d: Mapping[str, Any]) -> Finding:
         """What `to_json` gave; ValueError for anything else."""
-        if isinstance(d, Mapping) and "sample_ids" not in d:  # as they were before samples had ids
-            d = {**d, "sample_ids": []}
+        if isinstance(d, Mapping):  # before samples had ids, findings had none
+            d = {"sample_ids": [], **d}
         if not isinstance(d, Mapping) or set(d) != set(cls.__dataclass_fields__):
             raise ValueError(f"expected a finding's {', '.join(cls.__dataclass_fields__)}; got {d!r:.200}")
-        for name in ("rule", "severity", "sentence"):
-            _check(name, d[name], str)
-        for name in ("step", "rank", "attempt", "since", "site_count"):
-            _check(name, d[name], int)
-        if not isinstance(d["is_news"], bool):
-            raise ValueError(f"is_news of a finding: expected true or false, got {d['is_news']!r:.200}")
-        because = d["because"]
-        for name in ("sites", "sample_ids"):
-            _check(name, d[name], list)
+        for kind, names in _FIELDS_OF.items():
+            for name in names:
+                _check(name, d[name], kind)
         for each in d["sample_ids"]:
             _check("sample_ids", each, int)
+        because = d["because"]
         if because is not None:
             _check("because", because, list)
             if len(because) != 3:
@@ -117,11 +112,17 @@ class Finding:
         return cls(**{**told, "site": _site_read("site", d["site"])})
 
 
-_KINDS = {str: "a string", int: "an int", list: "a list"}
+_FIELDS_OF: dict[type, tuple[str, ...]] = {
+    str: ("rule", "severity", "sentence"),
+    int: ("step", "rank", "attempt", "since", "site_count"),
+    bool: ("is_news",),
+    list: ("sites", "sample_ids"),
+}
+_KINDS = {str: "a string", int: "an int", bool: "true or false", list: "a list"}
 
 
 def _check(name: str, value: Any, kind: type) -> None:
-    if not isinstance(value, kind) or isinstance(value, bool):
+    if not isinstance(value, kind) or isinstance(value, bool) != (kind is bool):
         raise ValueError(f"{name} of a finding: expected {_KINDS[kind]}, got {value!r:.200}")
 
 

@@ -163,6 +163,11 @@ class Step:
             return None
         return self._columns.stats(place).channels
 
+    def channels_or_whole(self, site: int) -> Stats[Array]:
+        """The same; of all together, ``[1]``, where there are none."""
+        channels = self.channels(site)
+        return self.totals.entries(np.array([site])) if channels is None else channels
+
     @cached_property
     def of_samples(self) -> dict[int, Stats[Array]]:
         """The sites that keep samples apart, by id, in order of execution: statistics ``[samples]``.

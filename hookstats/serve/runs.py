@@ -59,7 +59,8 @@ class Watched:
         self._watched = -_OFTEN
         self._rested = 0.0  # when a line of the index may be made again
         self._state: tuple[State, float] | None = None
-        self._followed: tuple[object, Followed] | None = None
+        self._followed = Followed(path)
+        self._followed_mark: object = None  # of the manifest that it has
         self._read: tuple[object, Summary] | None = None
 
     def mark(self) -> tuple[int, ...]:
@@ -115,14 +116,13 @@ class Watched:
         if not self.path.exists():
             return _DELETED, 0.0
         try:
-            if self._followed is None or self._followed[0] != mark:
-                followed = Followed(self.path)
-                known = self._followed[1].manifest if self._followed else None
-                followed.manifest = manifest.read(followed.folder, known) if mark[0] else None
-                self._followed = (mark, followed)
-            return self._followed[1].state(), changed
+            followed = self._followed
+            if self._followed_mark != mark:
+                followed.manifest = manifest.read(followed.folder, followed.manifest) if mark[0] else None
+                self._followed_mark = mark
+            return followed.state(), changed
         except (ValueError, OSError) as error:
-            self._read = self._followed = None
+            self._read = self._followed_mark = None
             return unreadable(self.path, error), mark[0] / 1e9
 
     def _summarised(self, mark: tuple[int, ...]) -> Summary:
