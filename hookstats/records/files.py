@@ -44,11 +44,9 @@ class Output(io.RawIOBase):
             os.close(self._descriptor)
 
 
-def rename(path: Path) -> Path:
+def rename(path: Path) -> None:
     """From its temporary name to its own."""
-    final = path.with_name(path.name.removesuffix(TEMPORARY))
-    os.replace(path, final)
-    return final
+    os.replace(path, path.with_name(path.name.removesuffix(TEMPORARY)))
 
 
 def sync_directory(path: Path) -> None:

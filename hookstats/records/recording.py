@@ -48,6 +48,10 @@ _LAYOUTS = 8  # that are known at once: of totals and of channels, and what they
 class Recording:
     """Keeps a run in a directory, `hookstats.load` reads it. To be given to `attach`, see `record`."""
 
+    _ring: Ring | None = None
+    _begun = _is_closed = False
+    _left: Sequence[Finding] = ()  # found at the end, when the ring is gone
+
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -78,9 +82,6 @@ class Recording:
         self.every_rank = every_rank
         self.on_finding = on_finding
         self.escalate = escalate
-        self._ring: Ring | None = None
-        self._begun = self._is_closed = False
-        self._left: list[Finding] = []  # found at the end, when the ring is gone
 
     def __repr__(self) -> str:
         return f"hookstats.record({str(self.path)!r})"
@@ -88,12 +89,7 @@ class Recording:
     def __getstate__(self) -> dict[str, Any]:
         """A copy has not begun: the ring, and the process that reads it, are this one's."""
         given = ("path", "_rules", "_sinks", "_ring_bytes", "every_rank", "on_finding", "escalate")
-        return {name: self.__dict__[name] for name in given} | {
-            "_ring": None,
-            "_begun": False,
-            "_is_closed": False,
-            "_left": [],
-        }
+        return {name: self.__dict__[name] for name in given}
 
     def begin(self, settings: Mapping[str, Any]) -> None:
         """Called by `attach`. settings: what is kept with the run, for JSON; ``rank``, an int, is among it.
@@ -114,8 +110,7 @@ class Recording:
         self._pid = os.getpid()
         self._stopped = self._is_closed = self._died = False
         self._tell = WarnOnce()
-        self._ring = None
-        self._left = []
+        self._ring, self._left = None, ()
         self._given = Given({}, {})  # of steps that are not recorded, to be written
         self._layouts: dict[Layout, int] = {}
         self._layouts_sent = 0
@@ -258,8 +253,8 @@ class Recording:
         """What the rules have found since the last call; one look at a word of memory where that is nothing."""
         ring = self._ring
         if ring is None or self._is_over():
-            left, self._left = self._left, []
-            return left
+            left, self._left = self._left, ()
+            return list(left)
         if ring.failed:
             self._stop(ring.failure)
         return self._read_findings(ring)

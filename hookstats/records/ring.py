@@ -107,10 +107,6 @@ class Ring:
         return len(self._data)
 
     @property
-    def used(self) -> int:
-        return self.head - self.tail
-
-    @property
     def failure(self) -> str:
         """What the reader has said of its failure."""
         return bytes(self._memory[_TEXT:_HEADER]).rstrip(b"\0").decode("utf-8", "replace")

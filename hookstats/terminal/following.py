@@ -107,7 +107,7 @@ class Followed:
     def state(self) -> State:
         open_now = descriptions(self.folder)
         if open_now:
-            return self._of_open(*max(open_now.items()))
+            return self._of_open(open_now[max(open_now)])
         if not self.folder.is_dir():
             others = ", ".join(sorted(each.name for each in self.path.glob("rank=*")))
             there = f"{self.path} has only {others}" if others else f"there is no run in {self.path} yet"
@@ -126,7 +126,7 @@ class Followed:
         dropped = f"; {last.dropped} steps found no room and are missing" if last.dropped else ""
         return State("ended", f"the run has ended{dropped}")
 
-    def _of_open(self, number: int, path: Path) -> State:
+    def _of_open(self, path: Path) -> State:
         try:
             told = described(path)
         except FileNotFoundError:
