@@ -17,6 +17,7 @@ from hookstats.records.decoding import AttemptNumber, decode, load, require
 from hookstats.records.files import NO_LINK
 
 RING = "ring."  # and the number of the attempt; with ".json", what a writer must know of it
+_DESCRIPTION = re.compile(r"ring\.(\d+)\.json")
 _WATCHED = "watched"  # touched in a rank's folder by whoever looks at the run while it grows
 _WATCHED_SECONDS = 15.0  # since then somebody still looks
 _FAR = ("nfs", "lustre", "cifs", "smb", "beegfs", "gpfs", "ceph", "glusterfs", "9p", "afs", "fuse")
@@ -28,7 +29,7 @@ def rank_folder(run: Path, rank: int) -> Path:
 
 def descriptions(folder: Path) -> dict[int, Path]:
     """Of the attempts that are not finished, by number, ascending: what a writer must know of them."""
-    found = [(re.fullmatch(rf"{re.escape(RING)}(\d+)\.json", path.name), path) for path in folder.glob(f"{RING}*.json")]
+    found = ((_DESCRIPTION.fullmatch(path.name), path) for path in folder.glob(f"{RING}*.json"))
     return dict(sorted((int(match[1]), path) for match, path in found if match))
 
 
@@ -72,7 +73,7 @@ def described(path: Path) -> Description:
         body = {name: value for name, value in body.items() if name in Description.__dataclass_fields__}
     found = decode(Description, body, path)
     require(type(found.settings.get("rank")) is int, path, "settings with a rank", found.settings)
-    number = re.fullmatch(rf"{re.escape(RING)}(\d+)\.json", path.name)
+    number = _DESCRIPTION.fullmatch(path.name)
     require(not number or int(number[1]) == found.attempt, path, "the attempt of its name", found.attempt)
     for rule in found.rules:
         is_rule = isinstance(rule.get("rule"), str) and isinstance(rule.get("arguments"), dict)

@@ -149,15 +149,15 @@ class Recording:
                 break
             except FileExistsError:
                 attempt += 1
-        where = local_folder(self._folder, attempt)
-        self._ring_path = where / f"{RING}{attempt:04d}"
+        self._ring_path = local_folder(self._folder, attempt) / f"{RING}{attempt:04d}"
+        here = machine()
         own = Description(
             attempt,
             str(self._ring_path),
-            **machine(),
+            **here,
             pid=self._pid,
             started=started_at(self._pid),
-            settings=settings | {"hookstats": _version(), "host": machine()["host"], "time": time.time()},
+            settings=settings | {"hookstats": _version(), "host": here["host"], "time": time.time()},
             rules=self._rules,
         )
         write_whole(self._description, json.dumps(vars(own)).encode())

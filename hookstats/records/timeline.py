@@ -29,7 +29,6 @@ class Timeline:
     step: Counts
     time: Counts  # microseconds since the epoch
     attempt: Counts
-    record: Counts
     columns: dict[str, list[Any]]  # the others of the table steps
     bins: list[Bins | None]
     ranks: list[StepRanks]  # whose numbers each has
@@ -113,7 +112,7 @@ def read(reader: Reader) -> Timeline:
     ranks = list(map(_ranks, columns["ranks"]))
     time = to_numpy(table["time"])
     begun = {number: int(since[attempt == number].min()) for number in counts}
-    return Timeline(step[chosen], time[chosen], attempt[chosen], record[chosen], columns, bins, ranks, base, row, begun)
+    return Timeline(step[chosen], time[chosen], attempt[chosen], columns, bins, ranks, base, row, begun)
 
 
 def _counting(step: Counts, attempt: Counts, since: Counts) -> Counts:

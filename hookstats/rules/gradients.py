@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -98,9 +99,9 @@ class ExplodingGradients:
 
     def __call__(self, step: Step) -> list[Finding] | None:
         measured = _measured(step)
-        if not measured.any():
-            return None
-        found = []
+        return [*self._over_depth(step), *self._against_past(step, measured)] if measured.any() else None
+
+    def _over_depth(self, step: Step) -> Iterator[Finding]:
         depth = _depth(step)
         if depth is not None and self._deep.push_one(step.number, depth.exceeds(self.depth)):
             sentence = (
@@ -108,9 +109,9 @@ class ExplodingGradients:
                 "normalise, or add residual connections."
             )
             far, since = depth.far, self._deep.since[0]
-            found.append(
-                step.finding("exploding-gradients", far, depth.ratio, self.depth, "warning", sentence, since=since)
-            )
+            yield step.finding("exploding-gradients", far, depth.ratio, self.depth, "warning", sentence, since=since)
+
+    def _against_past(self, step: Step, measured: Mask) -> Iterator[Finding]:
         rms, median = step.totals.rms, self._past.median(len(measured))
         ratio: Array = np.divide(rms, median, out=np.zeros_like(rms), where=measured & (median > 0))
         grown = (ratio > self.past) & (rms > self.beyond * _largest_of_kind(step, median))
@@ -123,14 +124,11 @@ class ExplodingGradients:
                 f"{self.consecutive_steps} measured steps, now {number(ratio[first])} times{_and_others(ill)}. Lower "
                 "the learning rate, or clip gradients."
             )
-            found.append(
-                step.finding(
-                    "exploding-gradients", first, ratio[first], self.past, severity, sentence,
-                    since=self._streak.since[first], sites=ill,
-                )
-            )  # fmt: skip
+            value, since = ratio[first], self._streak.since[first]
+            yield step.finding(
+                "exploding-gradients", first, value, self.past, severity, sentence, since=since, sites=ill
+            )
         self._past.push(rms, measured)
-        return found
 
 
 @rule
@@ -169,9 +167,9 @@ class VanishingGradients:
 
     def __call__(self, step: Step) -> list[Finding] | None:
         measured = _measured(step)
-        if not measured.any():
-            return None
-        found = []
+        return [*self._over_depth(step), *self._against_past(step, measured)] if measured.any() else None
+
+    def _over_depth(self, step: Step) -> Iterator[Finding]:
         depth = _depth(step)
         if depth is not None and self._deep.push_one(step.number, depth.exceeds(self.depth)):
             sentence = (
@@ -179,9 +177,9 @@ class VanishingGradients:
                 "does not learn. Use ReLU or GELU instead of sigmoid and tanh, normalise, or add residual connections."
             )
             far, since = depth.far, self._deep.since[0]
-            found.append(
-                step.finding("vanishing-gradients", far, depth.ratio, self.depth, "warning", sentence, since=since)
-            )
+            yield step.finding("vanishing-gradients", far, depth.ratio, self.depth, "warning", sentence, since=since)
+
+    def _against_past(self, step: Step, measured: Mask) -> Iterator[Finding]:
         rms, median = step.totals.rms, self._past.median(len(measured))
         known = measured & (median > 0) & (step.totals.count >= self.values * step.calls)
         if known.any():
@@ -195,14 +193,11 @@ class VanishingGradients:
                     f"have not{_and_others(ill)}: what it belongs to does not learn any more. Look for dead or "
                     "saturated units behind it, or a layer that was cut off."
                 )
-                found.append(
-                    step.finding(
-                        "vanishing-gradients", first, value, self.past, "warning", sentence,
-                        since=self._streak.since[first], sites=ill,
-                    )
-                )  # fmt: skip
+                since = self._streak.since[first]
+                yield step.finding(
+                    "vanishing-gradients", first, value, self.past, "warning", sentence, since=since, sites=ill
+                )
         self._past.push(rms, measured)
-        return found
 
 
 def _largest_of_kind(step: Step, median: Array) -> Array:
