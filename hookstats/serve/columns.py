@@ -90,26 +90,19 @@ def total(values: Array, begin: Counts) -> Array:
     return result
 
 
-class Average:
-    """Of what is known in each column; NaN where nothing is."""
+class Average(Reduced):
+    """Of what is known in each column; NaN where nothing is. ``values`` are sums."""
 
     def __init__(self, rows: int, most: int, steps: int) -> None:
-        self._sums, self._known = (Reduced(rows, most, steps, total) for _ in range(2))
+        super().__init__(rows, most, steps, total)
+        self._known = Reduced(rows, most, steps, total)
 
     def add(self, values: Array) -> None:
-        self._sums.add(values)
+        super().add(values)
         self._known.add((~np.isnan(values)).astype(np.float64))
 
-    @property
-    def wide(self) -> int:
-        return self._sums.wide
-
-    @property
-    def columns(self) -> int:
-        return self._sums.columns
-
     def of(self, rows: slice | Counts, columns: slice) -> Array:
-        sums, known = self._sums.of(rows, columns), self._known.of(rows, columns)
+        sums, known = super().of(rows, columns), self._known.of(rows, columns)
         result: Array = np.divide(sums, known, out=np.full(sums.shape, np.nan), where=known > 0)
         return result
 
@@ -119,7 +112,7 @@ class Coded:
 
     def __init__(
         self,
-        reduced: Reduced | Average,
+        reduced: Reduced,
         code: Callable[[Array, Marks, Ends | None], Rows],
         ends: Callable[[Array], Ends],
     ) -> None:

@@ -149,7 +149,7 @@ class Growing:
             if source is not None and new is not None:
                 source.columns.begin(new)
                 source.columns.complete(new)
-                self._publish_source(source)
+                self._publish_source(source, _blobs(source.columns))
             elif time.monotonic() < self._rested_anew:
                 return False
             else:
@@ -163,23 +163,20 @@ class Growing:
         source = Source(self.watched.path, self.watched.name)
         for given in _ahead(source, Columns.FIRST):
             source.columns.begin(given)
-        first = self._publish_source(source, is_whole=False)
+        first = self._publish_source(source, source.columns.heatmaps(["rms"]), is_whole=False)
         try:
             for given in _ahead(source, Columns.ALL):
                 source.columns.complete(given)
             first.blobs |= _blobs(source.columns)
         finally:
             first.is_whole.set()
-        self._publish_source(source)
+        self._publish_source(source, first.blobs)
         self._source = source
         self._rested_anew = time.monotonic() + _REST * (time.monotonic() - began)
 
-    def _publish_source(self, source: Source, is_whole: bool = True) -> Version:
-        columns = source.columns
-        record = overview(source.recorded, columns.measured, columns.fired)
-        return self._publish(
-            source.recorded, record, _blobs(columns) if is_whole else columns.heatmaps(["rms"]), is_whole
-        )
+    def _publish_source(self, source: Source, blobs: dict[str, bytes], is_whole: bool = True) -> Version:
+        record = overview(source.recorded, source.columns.measured, source.columns.fired)
+        return self._publish(source.recorded, record, blobs, is_whole)
 
     def _tell(self) -> bool:
         """Publishes what is told of some sites only, as often as it takes little time. False: it is too early."""
