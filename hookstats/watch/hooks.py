@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 import weakref
 from typing import Any, TypeAlias
@@ -14,7 +13,7 @@ from hookstats.modules.channels import ChannelAxis, natural_channels
 from hookstats.modules.containers import walk
 from hookstats.modules.order import ModuleHook
 from hookstats.numbers.fields import Site
-from hookstats.watch.graphs import key_of, observe_gradient_in_graph, shared_in_graph
+from hookstats.watch.graphs import gradient_in_graph, key_of, shared_in_graph
 from hookstats.watch.memory import Entry, Place, SiteState
 
 _observe = _native.observe  # a global of its own: one look-up less for the compiler to guard
@@ -159,9 +158,8 @@ class Hook(ModuleHook, _native.Hook):
         # Of their sites, as tensors, for graphs in which wrappers are measured.
         self.number_output = torch.tensor(output.site) if output else None
         self.number_gradient = torch.tensor(gradient.site) if gradient else None
-        _native.bind(
-            self, output, gradient, functools.partial(observe_gradient_in_graph, gradient, self.number_gradient)
-        )
+        in_graph = None if gradient is None else gradient_in_graph(gradient, self.number_gradient)
+        _native.bind(self, output, gradient, in_graph)
 
 
 _native.call_in_c(Hook)
