@@ -123,7 +123,7 @@ def observe_in_graph(output: object, hook: Any) -> None:
 
 
 def feed_in_graph(tensor: torch.Tensor, hook: Any, rows: Rows | None) -> None:
-    """What `SiteBinder.feed` does, in operators. hook: a `hookstats.watch.hooks.LateHook`."""
+    """What `SiteBinder.feed` does, in operators. hook: a `hookstats.watch.hooks.FedHook`."""
     shared, path = shared_in_graph(hook), ""  # noqa: F841  (path is read by _bind)
     if shared is not None:
         torch._dynamo.comptime.comptime(_bind)
@@ -152,7 +152,7 @@ def _bind(context: Any) -> None:
             again = hook.binder.bind_traced(hook, path, fake)
     except Exception as error:
         part = hook.parts.get(path, hook)
-        hook.binder.give_up(part.spec.entries.values(), f"{type(error).__name__}: {error}")
+        hook.binder.give_up(part.spec.entries.values(), error)
         again = True
     if again:
         try:
