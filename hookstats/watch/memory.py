@@ -94,14 +94,10 @@ class Place(NamedTuple):
     bins: int
     number: int  # on its device
 
-    @property
-    def size(self) -> int:
-        return len(FIELDS) * self.channels + _native.COUNTERS + self.bins
-
     def totals(self) -> Place:
         """Where the same lies in what `Store.take_totals` returns."""
-        whole = self._replace(block=TOTALS, channels=1, bins=0)
-        return whole._replace(offset=self.number * whole.size)
+        offset = self.number * (len(FIELDS) + _native.COUNTERS)
+        return self._replace(block=TOTALS, offset=offset, channels=1, bins=0)
 
 
 class Entry:
