@@ -31,27 +31,6 @@ _log = logging.getLogger("hookstats")
 KINDS = ("attention.max_logit", "attention.entropy", "attention.sink", "attention.bound")
 
 
-class Turns:
-    """Which rows are looked at: a number on each device, another one at each measured step."""
-
-    def __init__(self) -> None:
-        self._turns: dict[torch.device, torch.Tensor] = {}
-        self._turn = 0
-
-    def on(self, device: torch.device) -> torch.Tensor:
-        """int64 [1]; the same tensor for as long as the monitor lives."""
-        if device not in self._turns:
-            with torch.inference_mode(False):
-                self._turns[device] = torch.full((1,), self._turn, device=device)
-            torch._dynamo.mark_static_address(self._turns[device])
-        return self._turns[device]
-
-    def next(self) -> None:
-        self._turn += 1
-        for turn in self._turns.values():
-            turn.fill_(self._turn * 7919)  # a prime: neighbouring steps look at rows that lie apart
-
-
 class Attention(Fed):
     """Watches one module, from its forward to its sites."""
 
@@ -59,22 +38,17 @@ class Attention(Fed):
         self,
         name: str,
         module: nn.Module | None,
-        binder: SiteBinder,
-        keeps: bool,
+        of: Attentions,
         device: torch.device,
-        rows: int | None,
-        turns: Turns,
         weighing: nn.Module | None = None,
     ) -> None:
-        """rows: of each head that are looked at, at most; None: all. keeps: whether heads are kept apart. weighing: the
-        module that has the weights of its queries.
-        """
-        specs = [SiteSpec(name, "", ChannelAxis(-1, None), keeps, (kind, None), module) for kind in KINDS]
-        super().__init__(binder, specs, device)
+        """of: those of its monitor. weighing: the module that has the weights of its queries."""
+        specs = [SiteSpec(name, "", ChannelAxis(-1, None), of.keeps, (kind, None), module) for kind in KINDS]
+        super().__init__(of.binder, specs, device)
         self.max_logit, self.entropy, self.sink, self.bound = self.hooks
-        self._rows = rows
-        self._turns = turns
-        self.turn = turns.on(device)
+        self._of = of
+        self._rows = of.rows
+        self.turn = of.turn_on(device)
         self.heads = None if module is None else heads_of(module)  # where logits have no dimension of heads
         self._weights = None if weighing is None else weakref.ref(weighing)
 
@@ -133,7 +107,7 @@ class Attention(Fed):
         if is_a_mere_shape(q):
             return
         self.note_heads(whole)
-        mask, turn, ignoring = _as_tensor(mask, q.device), self._turns.on(q.device), rows_on(q.device, self.monitor)
+        mask, turn, ignoring = _as_tensor(mask, q.device), self._of.turn_on(q.device), rows_on(q.device, self.monitor)
         self._feed(attention_rows(q, k, mask, turn, ignoring, self._rows, is_causal, scale, softcap))
 
     def _see_logits(self, logits: Any) -> None:
@@ -141,7 +115,7 @@ class Attention(Fed):
         found = self._with_heads(part)
         if found.dim() == 4 and found.dtype in _native.DTYPES and not is_a_mere_shape(found):
             self.note_heads(logits if found is part else found)
-            turn, ignoring = self._turns.on(found.device), rows_on(found.device, self.monitor)
+            turn, ignoring = self._of.turn_on(found.device), rows_on(found.device, self.monitor)
             self._feed(logits_rows(found, turn, ignoring, self._rows))
 
     def _feed(self, found: AttentionRows) -> None:
@@ -208,16 +182,17 @@ class Attentions:
 
     def __init__(self, binder: SiteBinder, rows: int | None, keeps: bool) -> None:
         """rows: of each head, how many queries are looked at; None: all. keeps: whether heads are kept apart."""
-        self._binder = binder
-        self._rows = rows
-        self._keeps = keeps
-        self._turns = Turns()
+        self.binder = binder
+        self.rows = rows
+        self.keeps = keeps
         self._by_hand: dict[str, Attention] = {}
+        self._turn = 0  # which rows are looked at: another number at each measured step
+        self._turns: dict[torch.device, torch.Tensor] = {}
 
     def watch(self, modules: dict[str, nn.Module], devices: dict[str, torch.device]) -> list[Any]:
         """Hangs hooks on them; returns what takes them off again, and puts the replaced functions back."""
         handles: list[Any] = [
-            _Watching(module, self._attention(name, module, devices[name], _weighing(name, modules)))
+            _Watching(module, Attention(name, module, self, devices[name], _weighing(name, modules)))
             for name, module in modules.items()
         ]
         return [*handles, Interception(modules.values())]
@@ -235,25 +210,31 @@ class Attentions:
             raise TypeError(
                 f"attention: expected two tensors and a name, got {type(q).__name__}, {type(k).__name__} and {name!r}"
             )
-        if not self._binder.measures_now() or is_a_mere_shape(q) or order.recomputing():
+        if not self.binder.measures_now() or is_a_mere_shape(q) or order.recomputing():
             return
         if not q.is_nested and not k.is_nested:
             checked(local_part(q), local_part(k), local_part(mask))
         if found is None:
             if is_capturing():
-                self._binder.skipping.leave_out([Site(name, kind) for kind in KINDS], Captured())
+                self.binder.skipping.leave_out([Site(name, kind) for kind in KINDS], Captured())
                 return
-            with self._binder.store.lock:
-                if any(entry.site == Site(name, KINDS[0]) for entry in self._binder.store.entries):
+            with self.binder.store.lock:
+                if any(entry.site == Site(name, KINDS[0]) for entry in self.binder.store.entries):
                     raise ValueError(f"attention: expected a name that no watched attention has, got {name!r}")
-                found = self._by_hand[name] = self._attention(name, None, local_part(q).device)
+                found = self._by_hand[name] = Attention(name, None, self, local_part(q).device)
         found.see(q, k, mask, is_causal, scale, 0.0)
 
-    def _attention(
-        self, name: str, module: nn.Module | None, device: torch.device, weighing: nn.Module | None = None
-    ) -> Attention:
-        return Attention(name, module, self._binder, self._keeps, device, self._rows, self._turns, weighing)
+    def turn_on(self, device: torch.device) -> torch.Tensor:
+        """Which rows are looked at now: int64 [1], the same tensor for as long as the monitor lives."""
+        if device not in self._turns:
+            with torch.inference_mode(False):
+                self._turns[device] = torch.full((1,), self._turn, device=device)
+            torch._dynamo.mark_static_address(self._turns[device])
+        return self._turns[device]
 
     def begin_step(self) -> None:
-        self._turns.next()
+        """A measured step begins; it is not the first one."""
+        self._turn += 7919  # a prime: neighbouring steps look at rows that lie apart
+        for turn in self._turns.values():
+            turn.fill_(self._turn)
         forget_those_left()

@@ -11,7 +11,7 @@ from torch import nn
 from hookstats import _native
 from hookstats.language.feeding import Fed
 from hookstats.language.finding import Router
-from hookstats.language.rows import MOST_TOP_K, counted_rows, never_raising
+from hookstats.language.rows import MOST_TOP_K, counted_rows, operator
 from hookstats.modules import order
 from hookstats.modules.channels import ChannelAxis
 from hookstats.modules.containers import walk
@@ -76,10 +76,10 @@ def _shapes(
     return found
 
 
-_operator = _native.operator(
+_operator = operator(
     "router_rows(Tensor? logits, Tensor? chosen, Tensor? row_index, Tensor? kept, int experts, int top_k) -> Tensor[]",
-    never_raising(_compute, _shapes),
-    shapes=_shapes,
+    _compute,
+    _shapes,
 )
 
 
@@ -92,17 +92,16 @@ class Sites(Fed):
         module: nn.Module | None,
         experts: int,
         top_k: int,
-        binder: SiteBinder,
-        keeps: bool,
+        of: Routers,
         device: torch.device,
     ) -> None:
-        """top_k: experts that a token goes to; 0: nobody says. keeps: whether experts are kept apart."""
+        """top_k: experts that a token goes to; 0: nobody says. of: those of its monitor."""
         self.experts = experts
         self.top_k = top_k
-        keeps = keeps and binder.store.make_room(device, experts, len(KINDS))  # else the load is a total
+        keeps = of.keeps and of.binder.store.make_room(device, experts, len(KINDS))  # else the load is a total
         specs = [SiteSpec(name, "", ChannelAxis(-1, None), False, (kind, None), module) for kind in KINDS[:2]]
         specs.append(SiteSpec(name, "", ChannelAxis(-1, experts), keeps, (KINDS[2], None), module))
-        super().__init__(binder, specs, device)
+        super().__init__(of.binder, specs, device)
         self.entropy, self.margin, self.load = self.hooks
 
     def see(self, logits: torch.Tensor | None, chosen: torch.Tensor | None) -> None:
@@ -179,15 +178,15 @@ class Routers:
 
     def __init__(self, binder: SiteBinder, keeps: bool) -> None:
         """keeps: whether experts are kept apart."""
-        self._binder = binder
-        self._keeps = keeps
+        self.binder = binder
+        self.keeps = keeps
         self._by_hand: dict[str, Sites] = {}
 
     def watch(self, found: Mapping[str, Router], devices: Mapping[str, torch.device]) -> list[Any]:
         """Hangs hooks on them; returns what takes them off again."""
         handles: list[Any] = []
         for name, router in found.items():
-            sites = self._sites(name, router.module, router.experts, router.top_k or 0, devices[name])
+            sites = Sites(name, router.module, router.experts, router.top_k or 0, self, devices[name])
             watched = WatchedRouter(sites)
             handles.append(order.register(router.module, watched))
             if router.gate is not router.module:
@@ -205,26 +204,23 @@ class Routers:
             return
         checked_types(name, logits, chosen, experts, top_k)
         some = chosen if logits is None else logits
-        if not self._binder.measures_now() or is_a_mere_shape(some) or order.recomputing():
+        if not self.binder.measures_now() or is_a_mere_shape(some) or order.recomputing():
             return
         experts, top_k = checked(local_part(logits), local_part(chosen), experts, top_k)
         if found is None:
             if is_capturing():
-                self._binder.skipping.leave_out([Site(name, kind) for kind in KINDS], Captured())
+                self.binder.skipping.leave_out([Site(name, kind) for kind in KINDS], Captured())
                 return
-            with self._binder.store.lock:
-                if any(entry.site == Site(name, KINDS[2]) for entry in self._binder.store.entries):
+            with self.binder.store.lock:
+                if any(entry.site == Site(name, KINDS[2]) for entry in self.binder.store.entries):
                     raise ValueError(f"router: expected a name that no watched router has, got {name!r}")
-                found = self._by_hand[name] = self._sites(name, None, experts, top_k, local_part(some).device)
+                found = self._by_hand[name] = Sites(name, None, experts, top_k, self, local_part(some).device)
         if (found.experts, found.top_k) != (experts, top_k):
             raise ValueError(
                 f"router: expected {found.experts} experts and top {found.top_k} of {name!r} as before, got {experts} "
                 f"and {top_k}"
             )
         found.see(logits, chosen)
-
-    def _sites(self, name: str, module: nn.Module | None, experts: int, top_k: int, device: torch.device) -> Sites:
-        return Sites(name, module, experts, top_k, self._binder, self._keeps, device)
 
 
 def checked_types(name: Any, logits: Any, chosen: Any, experts: Any, top_k: Any) -> None:

@@ -171,8 +171,8 @@ def _shapes_of_logits(
 _warn_once = WarnOnce()
 
 
-def never_raising(
-    compute: Callable[..., list[torch.Tensor]], shapes: Callable[..., list[torch.Tensor]]
+def operator(
+    schema: str, compute: Callable[..., list[torch.Tensor]], shapes: Callable[..., list[torch.Tensor]]
 ) -> Callable[..., list[torch.Tensor]]:
     """For a graph, out of which an error would end training: it is told once, and the results are 0."""
 
@@ -183,21 +183,19 @@ def never_raising(
             _warn_once("graph", f"not measured in a graph, by {compute.__module__}: {type(error).__name__}: {error}")
             return [torch.zeros_like(each) for each in shapes(*arguments)]
 
-    return run
+    return _native.operator(schema, run, shapes=shapes)
 
 
-_operator = _native.operator(
+_operator = operator(
     "attention_rows(Tensor q, Tensor k, Tensor? mask, Tensor turn, Tensor? row_index, Tensor? kept, int rows, "
     "bool is_causal, float scale, float softcap) -> Tensor[]",
-    never_raising(_compute, _shapes),
-    shapes=_shapes,
+    _compute,
+    _shapes,
 )
-
-
-_of_logits = _native.operator(
+_of_logits = operator(
     "logits_rows(Tensor logits, Tensor turn, Tensor? row_index, Tensor? kept, int rows) -> Tensor[]",
-    never_raising(_compute_of_logits, _shapes_of_logits),
-    shapes=_shapes_of_logits,
+    _compute_of_logits,
+    _shapes_of_logits,
 )
 
 

@@ -145,7 +145,7 @@ class Delivery:
     def look(self, step: int, scalars: Scalars) -> Snapshot:
         """What the open step has so far, which stays where it is. Waits."""
         now = self._drain.begin(Kept.of(step, scalars), clear=False).finish().snapshot()
-        now.skipped = self._binder.skipping.of_step(self._binder.skipping.in_open_step())
+        now.skipped = self._binder.skipping.of_step()
         return now
 
     def send_last(self, step: int, scalars: Scalars) -> None:

@@ -101,15 +101,15 @@ class Pending(PendingScalars):
     def finish(self) -> Drained:
         """What has come; waits if it must."""
         arrays = self.arrays()
-        *earlier, (step, names, numbers, _) = self._rows
-        of_scaler = numbers[len(names) :]
+        *earlier, last = self._rows
+        of_scaler = last.numbers[len(last.names) :]
         scale, overflowed = (of_scaler[0], bool(of_scaler[1])) if of_scaler else (None, None)
         drained = Drained(
             self._layout,
             [arrays[key] for key in self._keys],
-            step,
+            last.step,
             self._time,
-            dict(zip(names, numbers, strict=False)),
+            last.named,
             scale,
             overflowed,
             self._hidden,
@@ -117,8 +117,9 @@ class Pending(PendingScalars):
             self._ranks,
         )
         # Numbers that are not smaller were trained anew since.
-        drained.earlier_scalars = {number: each for number, each in by_step(earlier).items() if number < step}
-        drained.sample_ids = {number: ids for number, ids in sample_ids_by_step(self._rows).items() if number <= step}
+        drained.earlier_scalars = {number: each for number, each in by_step(earlier).items() if number < last.step}
+        ids = sample_ids_by_step(self._rows)
+        drained.sample_ids = {number: each for number, each in ids.items() if number <= last.step}
         return drained
 
 

@@ -205,8 +205,8 @@ class InputHook(Hook):
         changed = self.spec.kinds[1] is not None and torch.is_grad_enabled()
         if changed:
             args, kwargs = _aliases(args, kwargs)
-        single = len(args) == 1 and isinstance(args[0], torch.Tensor) and not _holds_tensors(kwargs)
-        super().__call__(module, args, args[0] if single else {**{str(i): arg for i, arg in enumerate(args)}, **kwargs})
+        given = args[0] if _is_one(args, kwargs) else {**{str(i): arg for i, arg in enumerate(args)}, **kwargs}
+        super().__call__(module, args, given)
         return (args, kwargs) if changed else None
 
 
@@ -216,7 +216,7 @@ class ModelInputHook(InputHook, LateHook):
     __slots__ = ()
 
     def _observe_inputs(self, module: Any, args: Any, kwargs: Any) -> Any:
-        if len(args) == 1 and isinstance(args[0], torch.Tensor) and not _holds_tensors(kwargs):
+        if _is_one(args, kwargs):
             if not args[0].is_floating_point():
                 return None
             if not torch.compiler.is_compiling():
@@ -239,5 +239,6 @@ def _aliases(args: Any, kwargs: Any) -> tuple[Any, Any]:
     return tuple(new[: len(args)]), dict(zip(kwargs, new[len(args) :], strict=True))
 
 
-def _holds_tensors(kwargs: Any) -> bool:
-    return any(True for _ in walk(kwargs))
+def _is_one(args: Any, kwargs: Any) -> bool:
+    """Whether a positional tensor is given, and none by name."""
+    return len(args) == 1 and isinstance(args[0], torch.Tensor) and not any(True for _ in walk(kwargs))

@@ -144,7 +144,8 @@ class Monitor:
         self._binder.collect_failures()
         if self._measured and self._handles:
             self._parameters.close_step()
-            self._delivery.send(number, checked, totals_only=self._is_of_totals())
+            is_full = self._closed % self._channels_every == 0 or self._judging.is_escalated(self._step)
+            self._delivery.send(number, checked, totals_only=not is_full)
             self._closed += 1
         elif (checked.names or checked.sample_ids is not None) and self._handles:
             self._delivery.keep(number, checked)
@@ -168,9 +169,6 @@ class Monitor:
         if measured:
             self._attention.begin_step()
         self._set_flags()
-
-    def _is_of_totals(self) -> bool:
-        return self._closed % self._channels_every > 0 and not self._judging.is_escalated(self._step)
 
     def _scalars(self, given: dict[str, Any], sample_ids: Any = None) -> Scalars:
         of_scaler = None

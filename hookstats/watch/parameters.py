@@ -366,7 +366,7 @@ class Parameters:
             for each in self._parameters.all
             if any(each.measures(kind) and self._is_wanted(each, kind, by_optimizer=False) for kind in SAMPLES)
         ]
-        known = [each for each in others if self._samples.is_known(each)]
+        known = [each for each in others if each in self._samples.taken]
         changed = self._samples.take(known, changes=True)
         self._measure_changes(changed, by_optimizer=False)
         self._unstepped = changed | self._samples.take([each for each in others if each not in known], changes=False)

@@ -71,10 +71,6 @@ class Samples:
         self._samples[each] = Sample(values, differences, tensor.numel())
         return True
 
-    def is_known(self, each: Parameter) -> bool:
-        """Whether a sample of it was taken before, with which another one can be compared."""
-        return each in self.taken
-
     def take(self, parameters: list[Parameter], changes: bool) -> dict[Parameter, Sample]:
         """Those that could be taken. changes: differences from the sample before, of those alone that have one."""
         if not parameters:
@@ -87,7 +83,7 @@ class Samples:
         for each in parameters:
             try:
                 tensor = self._local(each)
-                if tensor is not None and self.make_room(each, tensor) and (not changes or self.is_known(each)):
+                if tensor is not None and self.make_room(each, tensor) and (not changes or each in self.taken):
                     found.setdefault(tensor.device, []).append((each, tensor))
             except Exception as error:
                 self._leave_out(each, error)

@@ -94,10 +94,10 @@ class Skipping:
             self._given_up.update({site: left_out[site]._replace(times=None) for site in hopeless})
         return hopeless
 
-    def of_step(self, left_out: dict[Site, Skipped]) -> dict[Site, Skipped]:
-        """What a snapshot says of its step."""
+    def of_step(self, left_out: dict[Site, Skipped] | None = None) -> dict[Site, Skipped]:
+        """What a snapshot says of its step; None: of the open one."""
         with self._lock:
-            return left_out | self._given_up
+            return (self._open if left_out is None else left_out) | self._given_up
 
     def so_far(self) -> dict[Site, Skipped]:
         """What was left out in all steps, the open one too."""
@@ -105,10 +105,6 @@ class Skipping:
             everything = dict(self._earlier)
             _add(everything, self._open)
             return everything | self._given_up
-
-    def in_open_step(self) -> dict[Site, Skipped]:
-        with self._lock:
-            return dict(self._open)
 
 
 def _came(site: Site, snapshot: Snapshot) -> bool:
