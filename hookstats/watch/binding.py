@@ -174,6 +174,8 @@ class SiteBinder:
 
     def feed(self, hook: FedHook, tensor: torch.Tensor, rows: Rows | None) -> None:
         """As `FedHook.feed`, outside of graphs."""
+        if hook.output is None:  # its site was given up
+            return
         with self.store.lock:  # no other thread moves the site in between
             hook.is_met()
             self._fitting.fit(hook, tensor)
