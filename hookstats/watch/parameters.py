@@ -367,9 +367,10 @@ class Parameters:
             if any(each.measures(kind) and self._is_wanted(each, kind, by_optimizer=False) for kind in SAMPLES)
         ]
         known = [each for each in others if each in self._samples.taken]
+        new = [each for each in others if each not in self._samples.taken]
         changed = self._samples.take(known, changes=True)
         self._measure_changes(changed, by_optimizer=False)
-        self._unstepped = changed | self._samples.take([each for each in others if each not in known], changes=False)
+        self._unstepped = changed | self._samples.take(new, changes=False)
 
     def _measure_changes(self, samples: dict[Parameter, Sample], by_optimizer: bool) -> None:
         owners = [(each, "update_sample") for each in samples if each.measures("update_sample")]
