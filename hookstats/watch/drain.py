@@ -130,8 +130,9 @@ class Drain:
         """ranks: whose numbers these are."""
         self._store = store
         self._ranks = ranks
-        self._layouts: dict[bool, tuple[Sign, Layout, list[Key]]] = {}  # of totals, and of channels
-        self._held: tuple[Sign, Held] = ([], {})
+        self._sign: Sign = []  # for which the next two are
+        self._layouts: dict[bool, tuple[Layout, list[Key]]] = {}  # of totals, and of channels
+        self._held: Held = {}
         self._sides: dict[torch.device, torch.cuda.Stream] = {}
 
     def _side(self, device: torch.device) -> torch.cuda.Stream | None:
@@ -169,13 +170,11 @@ class Drain:
         """Where all sites lie: made anew only where something has moved."""
         entries = self._store.entries
         sign: Sign = [(len(e.places), e.places[-1].number, e.keep_channels, e.channel_dim, e.sharding) for e in entries]
-        known = self._layouts.get(totals_only)
-        if known is None or known[0] != sign:
-            known = self._layouts[totals_only] = (sign, *_layout(entries, self._store, totals_only))
-        if self._held[0] != sign:
-            self._held = sign, {e.site: e.held for e in entries}
-        _, layout, keys = known
-        return layout, keys, entries, self._held[1]
+        if sign != self._sign:
+            self._sign, self._layouts, self._held = sign, {}, {e.site: e.held for e in entries}
+        if totals_only not in self._layouts:
+            self._layouts[totals_only] = _layout(entries, self._store, totals_only)
+        return *self._layouts[totals_only], entries, self._held
 
     def begin_scalars(self, kept: Kept) -> PendingScalars:
         """Sends scalars alone."""
