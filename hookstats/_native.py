@@ -109,9 +109,10 @@ HAS_CUDA: bool = _C.HAS_CUDA
 _classes: Any = _C if WITHOUT_GLUE else torch.classes.hookstats
 accumulate = torch.ops.hookstats.accumulate.default
 # What graphs call instead: the whole state in one tensor, exponents or no histogram. (x, state, active, channels,
-# per_channel, channel_dim), with .rows also (rows, kept). fold_output does nothing inside of a backward.
-fold_output = torch.ops.hookstats.fold_output
-fold_gradient = torch.ops.hookstats.fold_gradient
+# per_channel, channel_dim), with .rows also (rows, kept). fold_output does nothing inside of a backward. Without glue
+# nothing calls them.
+fold_output: Any = getattr(torch.ops.hookstats, "fold_output", None)
+fold_gradient: Any = getattr(torch.ops.hookstats, "fold_gradient", None)
 # (counter, amount, skip_recomputation): adds to a counter, in graphs; gradient hooks may change nothing otherwise.
 add = torch.ops.hookstats.add.default
 # Batch(moments, counters, histograms, active, channel_dims, low, high, block), lists with an entry for each site; its

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +11,8 @@ from torch import nn
 from torch.nn.attention import flex_attention as flex
 
 from hookstats import _native
-from hookstats.language import interception
+from hookstats.language.feeding import Fed
+from hookstats.language.interception import Entering, Interception, Leaving, forget_those_left
 from hookstats.language.rows import AttentionRows, attention_rows, checked, logits_rows, problem_of
 from hookstats.modules import order
 from hookstats.modules.channels import ChannelAxis
@@ -21,8 +21,7 @@ from hookstats.modules.sharding import Sharding, is_dtensor, sharding_of
 from hookstats.numbers.fields import Site
 from hookstats.watch.binding import SiteBinder
 from hookstats.watch.flags import is_capturing
-from hookstats.watch.graphs import feed_in_graph, shared_in_graph
-from hookstats.watch.hooks import FedHook, SiteSpec
+from hookstats.watch.hooks import SiteSpec
 from hookstats.watch.ignoring import rows_on
 from hookstats.watch.memory import local_part
 from hookstats.watch.skipping import Captured
@@ -32,100 +31,56 @@ _log = logging.getLogger("hookstats")
 KINDS = ("attention.max_logit", "attention.entropy", "attention.sink", "attention.bound")
 
 
-class Turns:
-    """Which rows are looked at: a number on each device, another one at each measured step."""
-
-    def __init__(self) -> None:
-        self._turns: dict[torch.device, torch.Tensor] = {}
-        self._turn = 0
-
-    def on(self, device: torch.device) -> torch.Tensor:
-        """int64 [1]; the same tensor for as long as the monitor lives."""
-        if device not in self._turns:
-            with torch.inference_mode(False):
-                self._turns[device] = torch.full((1,), self._turn, device=device)
-            torch._dynamo.mark_static_address(self._turns[device])
-        return self._turns[device]
-
-    def next(self) -> None:
-        self._turn += 1
-        for turn in self._turns.values():
-            turn.fill_(self._turn * 7919)  # a prime: neighbouring steps look at rows that lie apart
-
-
-class Attention:
+class Attention(Fed):
     """Watches one module, from its forward to its sites."""
 
     def __init__(
         self,
         name: str,
         module: nn.Module | None,
-        binder: SiteBinder,
-        keeps: bool,
+        of: Attentions,
         device: torch.device,
-        rows: int | None,
-        turns: Turns,
         weighing: nn.Module | None = None,
     ) -> None:
-        """rows: of each head that are looked at, at most; None: all. keeps: whether heads are kept apart. weighing: the
-        module that has the weights of its queries.
-        """
-        self.name = name
-        self.monitor = binder.monitor
-        self._binder = binder
-        self._rows = rows
-        self._turns = turns
-        self.turn = turns.on(device)
+        """of: those of its monitor. weighing: the module that has the weights of its queries."""
+        specs = [SiteSpec(name, "", ChannelAxis(-1, None), of.keeps, (kind, None), module) for kind in KINDS]
+        super().__init__(of.binder, specs, device)
+        self.max_logit, self.entropy, self.sink, self.bound = self.hooks
+        self._of = of
+        self._rows = of.rows
+        self.turn = of.turn_on(device)
         self.heads = None if module is None else heads_of(module)  # where logits have no dimension of heads
         self._weights = None if weighing is None else weakref.ref(weighing)
-        specs = [SiteSpec(name, "", ChannelAxis(-1, None), keeps, (kind, None), module) for kind in KINDS]
-        self.max_logit, self.entropy, self.sink, self.bound = (
-            binder.late_hook(spec, device, FedHook) for spec in specs
-        )
-
-    def measures_now(self) -> bool:
-        return self._binder.measures_now()
-
-    @property
-    def hooks(self) -> list[FedHook]:
-        return [self.max_logit, self.entropy, self.sink, self.bound]
 
     def see(self, q: Any, k: Any, mask: Any, is_causal: bool, scale: float | None, softcap: float) -> None:
-        """As `interception.Watcher` has it."""
+        """The attention that the module computes now. Can be traced. Never raises, but under strict."""
+        if not self.is_wanted():
+            return
         if torch.compiler.is_compiling():
             is_plain = type(q) is torch.Tensor and (mask is None or type(mask) is torch.Tensor)
-            if is_plain and shared_in_graph(self.max_logit) is not None and problem_of(q, k, mask) is None:
+            if is_plain and problem_of(q, k, mask) is None:
                 torch._dynamo.comptime.comptime(_note_heads)
                 ignoring = rows_on(q.device, self.monitor)
-                found = attention_rows(q, k, mask, self.turn, ignoring, self._rows, is_causal, scale, softcap)
-                self._feed_in_graph(found)
-        elif self._sees():
-            self._carefully(self._see, q, k, mask, is_causal, scale, softcap)
+                self._feed(attention_rows(q, k, mask, self.turn, ignoring, self._rows, is_causal, scale, softcap))
+        else:
+            self.carefully(self._see, q, k, mask, is_causal, scale, softcap)
 
     def see_logits(self, logits: Any) -> None:
-        """As `interception.Watcher` has it."""
+        """The same, of which a softmax over the last dimension is taken."""
+        if not self.is_wanted():
+            return
         if torch.compiler.is_compiling():
-            if shared_in_graph(self.max_logit) is not None:
-                if logits.dim() == 3 and self.heads and len(logits) % self.heads == 0:
-                    logits = logits.unflatten(0, (-1, self.heads))
-                if logits.dim() == 4 and logits.dtype in _native.DTYPES:
-                    self._feed_in_graph(
-                        logits_rows(logits, self.turn, rows_on(logits.device, self.monitor), self._rows)
-                    )
-        elif self._sees():
-            self._carefully(self._see_logits, logits)
+            logits = self._with_heads(logits)
+            if logits.dim() == 4 and logits.dtype in _native.DTYPES:
+                self._feed(logits_rows(logits, self.turn, rows_on(logits.device, self.monitor), self._rows))
+        else:
+            self.carefully(self._see_logits, logits)
 
-    def _sees(self) -> bool:
-        is_traced = torch._C._is_tracing() or torch._guards.TracingContext.try_get() is not None
-        return self.measures_now() and not order.recomputing() and not is_traced
-
-    def _carefully(self, see: Callable[..., None], *what: Any) -> None:
-        try:
-            with self._binder.span_of_a_hook():
-                see(*what)
-        except Exception as error:
-            entries = [entry for hook in self.hooks for entry in hook.spec.entries.values()]
-            self._binder.leave_out(entries, f"{type(error).__name__}: {error}")
+    def _with_heads(self, logits: Any) -> Any:
+        """Where heads and items of the batch are one dimension, they become two."""
+        if logits.dim() == 3 and self.heads and len(logits) % self.heads == 0:
+            return logits.unflatten(0, (-1, self.heads))
+        return logits
 
     def note_heads(self, q: Any) -> None:
         """The sites remember that each rank has some of the heads, where it does: q or logits say so, or weights."""
@@ -152,33 +107,24 @@ class Attention:
         if is_a_mere_shape(q):
             return
         self.note_heads(whole)
-        mask, turn, ignoring = _as_tensor(mask, q.device), self._turns.on(q.device), rows_on(q.device, self.monitor)
+        mask, turn, ignoring = _as_tensor(mask, q.device), self._of.turn_on(q.device), rows_on(q.device, self.monitor)
         self._feed(attention_rows(q, k, mask, turn, ignoring, self._rows, is_causal, scale, softcap))
 
     def _see_logits(self, logits: Any) -> None:
-        whole, logits = logits, local_part(logits)
-        if logits.dim() == 3 and self.heads and len(logits) % self.heads == 0:
-            whole = logits = logits.unflatten(0, (-1, self.heads))
-        if logits.dim() == 4 and logits.dtype in _native.DTYPES and not is_a_mere_shape(logits):
-            self.note_heads(whole)
-            turn, ignoring = self._turns.on(logits.device), rows_on(logits.device, self.monitor)
-            self._feed(logits_rows(logits, turn, ignoring, self._rows))
+        part = local_part(logits)
+        found = self._with_heads(part)
+        if found.dim() == 4 and found.dtype in _native.DTYPES and not is_a_mere_shape(found):
+            self.note_heads(logits if found is part else found)
+            turn, ignoring = self._of.turn_on(found.device), rows_on(found.device, self.monitor)
+            self._feed(logits_rows(found, turn, ignoring, self._rows))
 
     def _feed(self, found: AttentionRows) -> None:
         counting = found.row_index, found.kept
-        self._binder.feed(self.max_logit, found.max, counting)
-        self._binder.feed(self.entropy, found.entropy, counting)
-        self._binder.feed(self.sink, found.sink, counting)
+        self.max_logit.feed(found.max, counting)
+        self.entropy.feed(found.entropy, counting)
+        self.sink.feed(found.sink, counting)
         if found.bound is not None:
-            self._binder.feed(self.bound, found.bound, counting)
-
-    def _feed_in_graph(self, found: AttentionRows) -> None:
-        counting = found.row_index, found.kept
-        feed_in_graph(found.max, self.max_logit, counting)
-        feed_in_graph(found.entropy, self.entropy, counting)
-        feed_in_graph(found.sink, self.sink, counting)
-        if found.bound is not None:
-            feed_in_graph(found.bound, self.bound, counting)
+            self.bound.feed(found.bound, counting)
 
 
 def _note_heads(context: Any) -> None:
@@ -205,41 +151,16 @@ def _as_tensor(mask: Any, device: torch.device) -> torch.Tensor | None:
     return found
 
 
-class _Entering(order.ModuleHook):
-    """On an attention module, for all monitors that watch it: its forward begins."""
-
-    def __init__(self) -> None:
-        self.watchers: tuple[Attention, ...] = ()
-        self.handles: list[Any] = []
-
-    def __call__(self, module: Any, args: Any) -> None:
-        if torch.compiler.is_compiling():
-            if _native.now.measured:
-                interception.enter(self)
-        elif not order.recomputing() and any(each.measures_now() for each in self.watchers):
-            interception.enter(self)
-
-
-class _Leaving(order.ModuleHook):
-    """Its forward has ended."""
-
-    def __init__(self, entering: _Entering) -> None:
-        self.entering = entering
-
-    def __call__(self, module: Any, args: Any, output: Any) -> None:
-        interception.leave(self.entering)
-
-
 class _Watching:
     """That a monitor watches a module; as a handle."""
 
     def __init__(self, module: nn.Module, attention: Attention) -> None:
         hooks = module._forward_pre_hooks.values()
         self._attention = attention
-        self._entering = next((hook for hook in hooks if isinstance(hook, _Entering)), None) or _Entering()
+        self._entering = next((hook for hook in hooks if isinstance(hook, Entering)), None) or Entering()
         if not self._entering.watchers:
             entering = order.register(module, self._entering, on_inputs=True)
-            self._entering.handles = [entering, order.register(module, _Leaving(self._entering))]
+            self._entering.handles = [entering, order.register(module, Leaving(self._entering))]
         self._entering.watchers = (*self._entering.watchers, attention)
 
     def remove(self) -> None:
@@ -261,19 +182,20 @@ class Attentions:
 
     def __init__(self, binder: SiteBinder, rows: int | None, keeps: bool) -> None:
         """rows: of each head, how many queries are looked at; None: all. keeps: whether heads are kept apart."""
-        self._binder = binder
-        self._rows = rows
-        self._keeps = keeps
-        self._turns = Turns()
+        self.binder = binder
+        self.rows = rows
+        self.keeps = keeps
         self._by_hand: dict[str, Attention] = {}
+        self._turn = 0  # which rows are looked at: another number at each measured step
+        self._turns: dict[torch.device, torch.Tensor] = {}
 
     def watch(self, modules: dict[str, nn.Module], devices: dict[str, torch.device]) -> list[Any]:
         """Hangs hooks on them; returns what takes them off again, and puts the replaced functions back."""
         handles: list[Any] = [
-            _Watching(module, self._attention(name, module, devices[name], _weighing(name, modules)))
+            _Watching(module, Attention(name, module, self, devices[name], _weighing(name, modules)))
             for name, module in modules.items()
         ]
-        return [*handles, interception.Interception(modules.values())]
+        return [*handles, Interception(modules.values())]
 
     def by_hand(
         self, q: Any, k: Any, name: str, mask: Any = None, is_causal: bool = False, scale: float | None = None
@@ -288,25 +210,31 @@ class Attentions:
             raise TypeError(
                 f"attention: expected two tensors and a name, got {type(q).__name__}, {type(k).__name__} and {name!r}"
             )
-        if not self._binder.measures_now() or is_a_mere_shape(q) or order.recomputing():
+        if not self.binder.measures_now() or is_a_mere_shape(q) or order.recomputing():
             return
         if not q.is_nested and not k.is_nested:
             checked(local_part(q), local_part(k), local_part(mask))
         if found is None:
             if is_capturing():
-                self._binder.skipping.leave_out([Site(name, kind) for kind in KINDS], str(Captured()))
+                self.binder.skipping.leave_out([Site(name, kind) for kind in KINDS], Captured())
                 return
-            with self._binder.store.lock:
-                if any(entry.site == Site(name, KINDS[0]) for entry in self._binder.store.entries):
+            with self.binder.store.lock:
+                if any(entry.site == Site(name, KINDS[0]) for entry in self.binder.store.entries):
                     raise ValueError(f"attention: expected a name that no watched attention has, got {name!r}")
-                found = self._by_hand[name] = self._attention(name, None, local_part(q).device)
+                found = self._by_hand[name] = Attention(name, None, self, local_part(q).device)
         found.see(q, k, mask, is_causal, scale, 0.0)
 
-    def _attention(
-        self, name: str, module: nn.Module | None, device: torch.device, weighing: nn.Module | None = None
-    ) -> Attention:
-        return Attention(name, module, self._binder, self._keeps, device, self._rows, self._turns, weighing)
+    def turn_on(self, device: torch.device) -> torch.Tensor:
+        """Which rows are looked at now: int64 [1], the same tensor for as long as the monitor lives."""
+        if device not in self._turns:
+            with torch.inference_mode(False):
+                self._turns[device] = torch.full((1,), self._turn, device=device)
+            torch._dynamo.mark_static_address(self._turns[device])
+        return self._turns[device]
 
     def begin_step(self) -> None:
-        self._turns.next()
-        interception.forget_those_left()
+        """A measured step begins; it is not the first one."""
+        self._turn += 7919  # a prime: neighbouring steps look at rows that lie apart
+        for turn in self._turns.values():
+            turn.fill_(self._turn)
+        forget_those_left()

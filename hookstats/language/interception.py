@@ -13,45 +13,55 @@ import sys
 import threading
 from collections.abc import Callable, Iterable
 from functools import wraps
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 from torch.nn.attention import flex_attention as flex
 
+from hookstats import _native
+from hookstats.modules import order
+
 _log = logging.getLogger("hookstats")
 
 
-class Watcher(Protocol):
-    """What a monitor has of an attention module."""
+class Entering(order.ModuleHook):
+    """On an attention module, for all monitors that watch it: its forward begins."""
 
-    def see(self, q: Any, k: Any, mask: Any, is_causal: bool, scale: float | None, softcap: float) -> None:
-        """The attention that its module computes now. Never raises, but under strict."""
+    def __init__(self) -> None:
+        self.watchers: tuple[Any, ...] = ()  # `hookstats.language.attention.Attention`
+        self.handles: list[Any] = []
 
-    def see_logits(self, logits: Any) -> None:
-        """The same, of which a softmax over the last dimension is taken."""
+    def __call__(self, module: Any, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            if _native.now.measured:
+                enter(self)
+        elif any(each.is_wanted() for each in self.watchers):
+            enter(self)
 
 
-class Entered(Protocol):
-    """An attention module whose forward runs."""
+class Leaving(order.ModuleHook):
+    """Its forward has ended."""
 
-    @property
-    def watchers(self) -> tuple[Watcher, ...]:
-        """Those of all monitors."""
+    def __init__(self, entering: Entering) -> None:
+        self.entering = entering
+
+    def __call__(self, module: Any, args: Any, output: Any) -> None:
+        leave(self.entering)
 
 
 class _Running(threading.local):
     """The attention modules whose forwards this thread is in, the innermost last."""
 
     def __init__(self) -> None:
-        self.stack: list[Entered] = []
+        self.stack: list[Entering] = []
 
 
 _running = _Running()
 # The same while a graph is traced, which one thread does at a time: what the tracer has of them; None: one is hidden.
 _traced: list[Any] = []
-_around: list[Entered] = []  # those whose hooks are traced as frames of their own, as where a compiled model is one
+_around: list[Entering] = []  # those whose hooks are traced as frames of their own, as where a compiled model is one
 
 
 def _trace_enters(context: Any) -> None:
@@ -105,7 +115,7 @@ def _set_locals(context: Any, **values: Any) -> None:
         _log.info("the attention of a graph is not seen: %r", error)
 
 
-def enter(module: Entered) -> None:
+def enter(module: Entering) -> None:
     """Its forward begins. Can be traced."""
     if torch.compiler.is_compiling():
         is_hook = False
@@ -118,7 +128,7 @@ def enter(module: Entered) -> None:
         _running.stack.append(module)
 
 
-def leave(module: Entered) -> None:
+def leave(module: Entering) -> None:
     """It has ended; those inside that were left by an exception have ended, too. Can be traced."""
     if torch.compiler.is_compiling():
         is_hook = False
@@ -139,9 +149,9 @@ def forget_those_left() -> None:
     _around.clear()
 
 
-def _innermost() -> Entered | None:
+def _innermost() -> Entering | None:
     """The attention module whose forward runs. Can be traced."""
-    module: Entered | None = None
+    module: Entering | None = None
     is_known = False
     if torch.compiler.is_compiling():
         torch._dynamo.comptime.comptime(_trace_finds)
@@ -162,7 +172,7 @@ class _Unseen:
     """Inside, the innermost module shows nothing more: what runs there is what was shown."""
 
     def __enter__(self) -> None:
-        self._hidden: list[Entered] = []
+        self._hidden: list[Entering] = []
         if torch.compiler.is_compiling():
             torch._dynamo.comptime.comptime(_trace_hides)
         elif _running.stack:

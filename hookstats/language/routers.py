@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from hookstats import _native
+from hookstats.language.feeding import Fed
 from hookstats.language.finding import Router
-from hookstats.language.rows import MOST_TOP_K, counted_rows, never_raising
+from hookstats.language.rows import MOST_TOP_K, counted_rows, operator
 from hookstats.modules import order
 from hookstats.modules.channels import ChannelAxis
 from hookstats.modules.containers import walk
 from hookstats.numbers.fields import Site
 from hookstats.watch.binding import SiteBinder
 from hookstats.watch.flags import is_capturing
-from hookstats.watch.graphs import feed_in_graph, shared_in_graph
-from hookstats.watch.hooks import FedHook, SiteSpec
+from hookstats.watch.hooks import SiteSpec
 from hookstats.watch.ignoring import rows_on
 from hookstats.watch.memory import local_part
 from hookstats.watch.skipping import Captured
@@ -26,6 +26,11 @@ from hookstats.watch.wrappers import is_a_mere_shape
 
 KINDS = ("router.entropy", "router.margin", "router.load")
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+def _has_margin(experts: int, top_k: int) -> bool:
+    """Whether there is a logit behind those of the chosen experts, and the kernel finds it."""
+    return 0 < top_k < experts and top_k <= MOST_TOP_K
 
 
 def _compute(
@@ -39,7 +44,7 @@ def _compute(
     with torch.no_grad():
         found: list[torch.Tensor] = []
         if logits is not None:
-            margin_of = top_k if top_k <= MOST_TOP_K and top_k < experts else 0
+            margin_of = top_k if _has_margin(experts, top_k) else 0
             numbers = _native.softmax_rows(logits.detach(), margin_of)
             found = [numbers[2, ..., None].clone(), *([numbers[5, ..., None].clone()] if margin_of else [])]
             if chosen is None:
@@ -64,21 +69,21 @@ def _shapes(
     found: list[torch.Tensor] = []
     if logits is not None:
         dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-        numbers = 2 if top_k and top_k <= MOST_TOP_K and top_k < experts else 1
+        numbers = 1 + _has_margin(experts, top_k)
         found = [logits.new_empty((*logits.shape[:-1], 1), dtype=dtype) for _ in range(numbers)]
     if chosen is not None or top_k:
         found.append(some.new_empty((1, experts), dtype=torch.float32))
     return found
 
 
-_operator = _native.operator(
+_operator = operator(
     "router_rows(Tensor? logits, Tensor? chosen, Tensor? row_index, Tensor? kept, int experts, int top_k) -> Tensor[]",
-    never_raising(_compute, _shapes),
-    shapes=_shapes,
+    _compute,
+    _shapes,
 )
 
 
-class Sites:
+class Sites(Fed):
     """What is measured of a router: from its logits, and the experts that tokens go to."""
 
     def __init__(
@@ -87,68 +92,49 @@ class Sites:
         module: nn.Module | None,
         experts: int,
         top_k: int,
-        binder: SiteBinder,
-        keeps: bool,
+        of: Routers,
         device: torch.device,
     ) -> None:
-        """top_k: experts that a token goes to; 0: nobody says. keeps: whether experts are kept apart."""
-        self.binder = binder
-        self.monitor = binder.monitor
+        """top_k: experts that a token goes to; 0: nobody says. of: those of its monitor."""
         self.experts = experts
         self.top_k = top_k
-        keeps = keeps and binder.store.make_room(device, experts, len(KINDS))  # else the load is a total
+        keeps = of.keeps and of.binder.store.make_room(device, experts, len(KINDS))  # else the load is a total
         specs = [SiteSpec(name, "", ChannelAxis(-1, None), False, (kind, None), module) for kind in KINDS[:2]]
         specs.append(SiteSpec(name, "", ChannelAxis(-1, experts), keeps, (KINDS[2], None), module))
-        self.entropy, self.margin, self.load = (binder.late_hook(spec, device, FedHook) for spec in specs)
-
-    def is_wanted(self) -> bool:
-        """Whether what runs now, or is traced, is measured."""
-        if torch.compiler.is_compiling():
-            return shared_in_graph(self.load) is not None
-        return self.binder.measures_now() and not order.recomputing() and not torch._C._is_tracing()
+        super().__init__(of.binder, specs, device)
+        self.entropy, self.margin, self.load = self.hooks
 
     def see(self, logits: torch.Tensor | None, chosen: torch.Tensor | None) -> None:
-        """logits ``[..., experts]``, chosen ``[..., top_k]``: or None."""
+        """logits ``[..., experts]``, chosen ``[..., top_k]``: or None. Can be traced."""
         some = chosen if logits is None else logits
         if some is None:
             return
         if torch.compiler.is_compiling():
             if type(some) is torch.Tensor:
-                self._feed_in_graph(logits, chosen, some.device)
-            return
-        try:
-            with self.binder.span_of_a_hook():
-                self._feed(local_part(logits), local_part(chosen), some.device)
-        except Exception as error:
-            entries = [e for hook in (self.entropy, self.margin, self.load) for e in hook.spec.entries.values()]
-            self.binder.leave_out(entries, f"{type(error).__name__}: {error}")
+                self._feed(_operator, logits, chosen, some.device)
+        else:
+            self.carefully(self._see, logits, chosen, some.device)
 
-    def _feed(self, logits: torch.Tensor | None, chosen: torch.Tensor | None, device: torch.device) -> None:
-        if any(is_a_mere_shape(each) for each in (logits, chosen) if each is not None):
-            return
+    def _see(self, logits: torch.Tensor | None, chosen: torch.Tensor | None, device: torch.device) -> None:
+        logits, chosen = local_part(logits), local_part(chosen)
+        if not any(is_a_mere_shape(each) for each in (logits, chosen) if each is not None):
+            self._feed(_compute, logits, chosen, device)
+
+    def _feed(
+        self,
+        compute: Callable[..., list[torch.Tensor]],
+        logits: torch.Tensor | None,
+        chosen: torch.Tensor | None,
+        device: torch.device,
+    ) -> None:
         rows = rows_on(device, self.monitor)
-        row_index, kept = rows or (None, None)
-        found = _compute(logits, chosen, row_index, kept, self.experts, self.top_k)
-        for hook, numbers in self._sites(logits, chosen, found):
-            self.binder.feed(hook, numbers, None if hook is self.load else rows)
-
-    def _feed_in_graph(self, logits: torch.Tensor | None, chosen: torch.Tensor | None, device: torch.device) -> None:
-        rows = rows_on(device, self.monitor)
-        row_index, kept = rows or (None, None)
-        found = _operator(logits, chosen, row_index, kept, self.experts, self.top_k)
-        for hook, numbers in self._sites(logits, chosen, found):
-            feed_in_graph(numbers, hook, None if hook is self.load else rows)
-
-    def _sites(
-        self, logits: torch.Tensor | None, chosen: torch.Tensor | None, found: list[torch.Tensor]
-    ) -> list[tuple[FedHook, torch.Tensor]]:
-        """Which site each of the operator's results is for."""
-        hooks = [] if logits is None else [self.entropy]
-        if logits is not None and self.top_k and self.top_k <= MOST_TOP_K and self.top_k < self.experts:
-            hooks.append(self.margin)
+        found = compute(logits, chosen, *(rows or (None, None)), self.experts, self.top_k)
+        if logits is not None:
+            self.entropy.feed(found[0], rows)
+            if _has_margin(self.experts, self.top_k):
+                self.margin.feed(found[1], rows)
         if chosen is not None or self.top_k:
-            hooks.append(self.load)
-        return list(zip(hooks, found, strict=True))
+            self.load.feed(found[-1], None)
 
 
 class _Logits(order.ModuleHook):
@@ -192,15 +178,15 @@ class Routers:
 
     def __init__(self, binder: SiteBinder, keeps: bool) -> None:
         """keeps: whether experts are kept apart."""
-        self._binder = binder
-        self._keeps = keeps
+        self.binder = binder
+        self.keeps = keeps
         self._by_hand: dict[str, Sites] = {}
 
     def watch(self, found: Mapping[str, Router], devices: Mapping[str, torch.device]) -> list[Any]:
         """Hangs hooks on them; returns what takes them off again."""
         handles: list[Any] = []
         for name, router in found.items():
-            sites = self._sites(name, router.module, router.experts, router.top_k or 0, devices[name])
+            sites = Sites(name, router.module, router.experts, router.top_k or 0, self, devices[name])
             watched = WatchedRouter(sites)
             handles.append(order.register(router.module, watched))
             if router.gate is not router.module:
@@ -218,26 +204,23 @@ class Routers:
             return
         checked_types(name, logits, chosen, experts, top_k)
         some = chosen if logits is None else logits
-        if not self._binder.measures_now() or is_a_mere_shape(some) or order.recomputing():
+        if not self.binder.measures_now() or is_a_mere_shape(some) or order.recomputing():
             return
         experts, top_k = checked(local_part(logits), local_part(chosen), experts, top_k)
         if found is None:
             if is_capturing():
-                self._binder.skipping.leave_out([Site(name, kind) for kind in KINDS], str(Captured()))
+                self.binder.skipping.leave_out([Site(name, kind) for kind in KINDS], Captured())
                 return
-            with self._binder.store.lock:
-                if any(entry.site == Site(name, KINDS[2]) for entry in self._binder.store.entries):
+            with self.binder.store.lock:
+                if any(entry.site == Site(name, KINDS[2]) for entry in self.binder.store.entries):
                     raise ValueError(f"router: expected a name that no watched router has, got {name!r}")
-                found = self._by_hand[name] = self._sites(name, None, experts, top_k, local_part(some).device)
+                found = self._by_hand[name] = Sites(name, None, experts, top_k, self, local_part(some).device)
         if (found.experts, found.top_k) != (experts, top_k):
             raise ValueError(
                 f"router: expected {found.experts} experts and top {found.top_k} of {name!r} as before, got {experts} "
                 f"and {top_k}"
             )
         found.see(logits, chosen)
-
-    def _sites(self, name: str, module: nn.Module | None, experts: int, top_k: int, device: torch.device) -> Sites:
-        return Sites(name, module, experts, top_k, self._binder, self._keeps, device)
 
 
 def checked_types(name: Any, logits: Any, chosen: Any, experts: Any, top_k: Any) -> None:

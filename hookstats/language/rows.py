@@ -108,7 +108,10 @@ def _compute_of_logits(
 def _those_that_count(
     largest: torch.Tensor, queries: int, at: torch.Tensor, row_index: torch.Tensor | None, kept: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    counted = largest.ne(-torch.inf).all(-1) & _counted(len(largest), queries, at, row_index, kept)
+    counted = largest.ne(-torch.inf).all(-1)
+    left = counted_rows(len(largest) * queries, row_index, kept)
+    if left is not None:
+        counted &= left.reshape(len(largest), queries).index_select(1, at)
     first = counted.reshape(-1).to(torch.uint8).argsort(descending=True, stable=True).to(torch.int32)
     return first.reshape(counted.shape), counted.sum(dtype=torch.int32).reshape(1)
 
@@ -120,16 +123,6 @@ def _mask(logits: torch.Tensor, mask: torch.Tensor, rows: torch.Tensor) -> None:
         logits.masked_fill_(~mask, -torch.inf)
     else:
         logits.add_(mask.masked_fill(mask <= torch.finfo(mask.dtype).min * _MASKED, -torch.inf))
-
-
-def _counted(
-    batch: int, queries: int, at: torch.Tensor, row_index: torch.Tensor | None, kept: torch.Tensor | None
-) -> torch.Tensor:
-    """Which of the chosen rows `Monitor.ignore` leaves, where its rows are those of the queries."""
-    left = counted_rows(batch * queries, row_index, kept)
-    if left is None:
-        return torch.ones((batch, len(at)), dtype=torch.bool, device=at.device)
-    return left.reshape(batch, queries).index_select(1, at)
 
 
 def counted_rows(count: int, row_index: torch.Tensor | None, kept: torch.Tensor | None) -> torch.Tensor | None:
@@ -178,8 +171,8 @@ def _shapes_of_logits(
 _warn_once = WarnOnce()
 
 
-def never_raising(
-    compute: Callable[..., list[torch.Tensor]], shapes: Callable[..., list[torch.Tensor]]
+def operator(
+    schema: str, compute: Callable[..., list[torch.Tensor]], shapes: Callable[..., list[torch.Tensor]]
 ) -> Callable[..., list[torch.Tensor]]:
     """For a graph, out of which an error would end training: it is told once, and the results are 0."""
 
@@ -190,21 +183,19 @@ def never_raising(
             _warn_once("graph", f"not measured in a graph, by {compute.__module__}: {type(error).__name__}: {error}")
             return [torch.zeros_like(each) for each in shapes(*arguments)]
 
-    return run
+    return _native.operator(schema, run, shapes=shapes)
 
 
-_operator = _native.operator(
+_operator = operator(
     "attention_rows(Tensor q, Tensor k, Tensor? mask, Tensor turn, Tensor? row_index, Tensor? kept, int rows, "
     "bool is_causal, float scale, float softcap) -> Tensor[]",
-    never_raising(_compute, _shapes),
-    shapes=_shapes,
+    _compute,
+    _shapes,
 )
-
-
-_of_logits = _native.operator(
+_of_logits = operator(
     "logits_rows(Tensor logits, Tensor turn, Tensor? row_index, Tensor? kept, int rows) -> Tensor[]",
-    never_raising(_compute_of_logits, _shapes_of_logits),
-    shapes=_shapes_of_logits,
+    _compute_of_logits,
+    _shapes_of_logits,
 )
 
 

@@ -25,17 +25,17 @@ def load(kernels: Path, namespace: str = "hookstats", imitates_cuda: bool = Fals
     """
     library = Library(kernels, imitates_cuda)
     devices = Devices(library)
-    registered = operators.Operators(devices, namespace)
     constants = library.constants
     names = ["FIELDS", "DTYPES", "COUNTERS", "EXPONENT_BINS", "OCTAVE_BINS", "FIRST_OCTAVE"]
     names += ["BLOCK_BINS", "DISTANCE_BINS"]
     return SimpleNamespace(
         **{name: tuple(value) if isinstance(value := constants[name], list) else value for name in names},
         TORCH=None,
+        operators=operators.Operators(devices, namespace),  # they are there for as long as this is
         DIMS_BY_NDIM=sites.DIMS_BY_NDIM,
         HAS_CUDA=library.cuda is not None and not imitates_cuda,
-        Batch=functools.partial(operators.Batch, registered),
-        Totals=functools.partial(operators.Totals, devices, registered),
+        Batch=functools.partial(operators.Batch, devices),
+        Totals=functools.partial(operators.Totals, devices),
         Copies=functools.partial(operators.Copies, devices),
         clear=functools.partial(operators.clear, devices),
         part=operators.part,

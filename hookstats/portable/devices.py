@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 
@@ -67,7 +68,7 @@ class Devices:
         self.library = library
 
     def runs_cuda_kernels(self, device: torch.device) -> bool:
-        return self.library.runs_cuda_kernels(device.type)
+        return self.library.cuda is not None and (self.library.imitates_cuda or device.type == "cuda")
 
     def check(self, device: torch.device) -> None:
         """Refuses a device for which there are no kernels."""
@@ -81,7 +82,6 @@ class Devices:
         """The capture into a CUDA graph that a kernel which is launched now becomes part of; 0: none."""
         if not self.runs_cuda_kernels(device) or device.type != "cuda":
             return 0
-        assert self.library.cuda is not None
         number: int = self.library.cuda.capture_on(torch.cuda.current_stream(device).cuda_stream)
         return number
 
@@ -95,10 +95,23 @@ class Devices:
 
     def launch(self, device: torch.device, active: torch.Tensor | None = None, has_parts: bool = False) -> Launch:
         """On the current stream of the device. has_parts: they meet in scratch."""
-        assert self.library.cuda is not None
         launch, flag = Launch(), None if active is None else active.data_ptr()
         check(self.library.cuda.launch_on(ctypes.byref(launch), ctypes.byref(self._stream(device)), flag, has_parts))
         return launch
+
+    def run(self, device: torch.device, kernel: str, *arguments: Any, active: torch.Tensor | None = None) -> None:
+        """A CUDA kernel on the current stream."""
+        with self.guard(device):
+            launch = self.launch(device, active)
+            check(getattr(self.library.cuda, kernel)(*arguments, ctypes.byref(launch)))
+
+    def planned(self, plan: str, items: Any, device: torch.device, numbers: int) -> tuple[torch.Tensor, list[int]]:
+        """The table of a plan for an array of items, on its device, and the numbers that it says."""
+        said, function = (ctypes.c_int64 * numbers)(), getattr(self.library.cuda, plan)
+        room = function(items, len(items), None, -1, said)
+        table = (ctypes.c_uint8 * max(room, 1))()
+        function(items, len(items), ctypes.addressof(table), room, said)
+        return torch.frombuffer(table, dtype=torch.uint8).to(device, copy=True), list(said)
 
     @contextmanager
     def closing(self, device: torch.device) -> Iterator[None]:
@@ -106,7 +119,6 @@ class Devices:
         if not self.runs_cuda_kernels(device):
             yield
             return
-        assert self.library.cuda is not None
         with self.guard(device):
             stream = self._stream(device)
             check(self.library.cuda.begin_closing(ctypes.byref(stream)))
@@ -118,7 +130,6 @@ class Devices:
         for each in blocks:
             if each.device.type != "cuda":
                 return
-            assert self.library.cuda is not None
             with self.guard(each.device):
                 check(self.library.cuda.begin_closing(ctypes.byref(self._stream(each.device))))
                 each.record_stream(torch.cuda.current_stream(each.device))
@@ -131,7 +142,6 @@ class Devices:
         """What tensors of these dtypes and bins need."""
         if not self.runs_cuda_kernels(device):
             return
-        assert self.library.cuda is not None
         with self.guard(device):
             for dtype in dtypes:
                 check(self.library.cuda.load(dtype, kind, device.index or 0))
@@ -141,14 +151,12 @@ class Devices:
         if not self.runs_cuda_kernels(device):
             return
         self._check_versions(device)
-        assert self.library.cuda is not None
         with self.guard(device):
             check(self.library.cuda.reserve(device.index or 0))
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
 
     def _check_versions(self, device: torch.device) -> None:
-        assert self.library.cuda is not None
         found = Versions()
         problem = self.library.cuda.ask(ctypes.byref(found), device.index or 0)
         driver = max(found.runtime // 1000 * 1000, _OLDEST_DRIVER)

@@ -6,7 +6,7 @@ import functools
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,6 +15,7 @@ from hookstats.portable.measuring import Enabled
 from hookstats.portable.sites import Rows, Site, backward_is_running, channel_dim_for, has_no_data, keys_of
 
 _PYTHON = torch._C.DispatchKey.Python
+_OF_A_SITE = ("moments", "counters", "histogram", "active", "channel_dim", "low", "high", "block")
 _failures: dict[int, tuple[str, int]] = {}  # inside backward, by number: the first reason, and how often
 _failing = threading.Lock()
 
@@ -27,25 +28,16 @@ def take_failures() -> dict[int, tuple[str, int]]:
     return found
 
 
-class Half:
-    """The site of an output, or of its gradient."""
+class Half(NamedTuple):
+    """The site of an output, or of its gradient, made for a `hookstats.watch.memory.SiteState`."""
 
-    def __init__(self, devices: Devices, state: Any) -> None:
-        """state: a `hookstats.watch.memory.SiteState`."""
-        self.site = Site(
-            devices,
-            state.moments,
-            state.counters,
-            state.histogram,
-            state.active,
-            state.channel_dim,
-            state.low,
-            state.high,
-            state.block,
-        )
-        self.number: int = state.site
-        self.strict: bool = state.strict
-        self.enabled: Enabled = state.enabled
+    site: Site
+    state: Any
+
+
+def _half(devices: Devices, state: Any) -> Half:
+    given = (getattr(state, name) for name in _OF_A_SITE)
+    return Half(Site(devices, *given), state)
 
 
 class Hook:
@@ -64,9 +56,12 @@ def bind(devices: Devices, hook: Hook, output: Any, gradient: Any, in_graph: Cal
     """From now on `observe` folds into these SiteStates; either may be None."""
     if not isinstance(hook, Hook):
         raise TypeError(f"hookstats: expected a hook, got {type(hook).__name__}")
-    halves = [None if state is None else Half(devices, state) for state in (output, gradient)]
-    first = halves[0] or halves[1]
-    hook.halves = None if first is None else (halves[0], halves[1], first.enabled)
+    first = gradient if output is None else output
+    if first is None:
+        hook.halves = None
+    else:
+        halves = (None if state is None else _half(devices, state) for state in (output, gradient))
+        hook.halves = (*halves, first.enabled)
 
 
 def observe(x: object, hook: Any) -> Any:
@@ -115,18 +110,18 @@ def _accumulate_gradient(half: Half, rows: Rows | None, gradient: torch.Tensor |
     """rows: those that counted in the forward."""
     if torch.compiler.is_compiling():  # compiled autograd traces it, where nothing can be measured
         return
-    if gradient is None or not half.enabled.is_open_here() or has_no_data(gradient):
+    if gradient is None or not half.state.enabled.is_open_here() or has_no_data(gradient):
         return
-    times = half.enabled.times
+    times = half.state.enabled.times
     try:
         with torch._C.DisableTorchFunction(), nullcontext() if times is None else times.span(str(gradient.device)):
             half.site.accumulate(gradient, rows)
     except Exception as error:
-        if half.strict:
+        if half.state.strict:
             raise
         with _failing:
-            first, before = _failures.get(half.number, (str(error), 0))
-            _failures[half.number] = first, before + 1
+            first, before = _failures.get(half.state.site, (str(error), 0))
+            _failures[half.state.site] = first, before + 1
 
 
 def call_in_c(kind: type[Hook]) -> None:

@@ -6,6 +6,7 @@ import ctypes
 import json
 from ctypes import POINTER, Structure, c_bool, c_double, c_int, c_int64, c_uint64, c_void_p
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 MOST_DIMS = 12
@@ -127,17 +128,14 @@ _CUDA: dict[str, tuple[Any, tuple[Any, ...]]] = {
 }
 
 
-class Functions:
-    """C functions by their names behind a prefix."""
-
-    def __init__(self, library: ctypes.CDLL, prefix: str, functions: dict[str, tuple[Any, tuple[Any, ...]]]) -> None:
-        for name, (result, arguments) in functions.items():
-            function = getattr(library, prefix + name)
-            function.restype, function.argtypes = result, arguments
-            setattr(self, name, function)
-
-    def __getattr__(self, name: str) -> Any:  # for type checkers
-        raise AttributeError(name)
+def _functions(library: ctypes.CDLL, prefix: str, functions: dict[str, tuple[Any, tuple[Any, ...]]]) -> Any:
+    """By their names behind a prefix."""
+    found = SimpleNamespace()
+    for name, (result, arguments) in functions.items():
+        function = getattr(library, prefix + name)
+        function.restype, function.argtypes = result, arguments
+        setattr(found, name, function)
+    return found
 
 
 class Library:
@@ -160,13 +158,10 @@ class Library:
             raise ImportError(
                 f"hookstats: expected structures of {sizes} bytes in {path}, got {self.constants['sizes']}: rebuild it"
             )
-        self.cpu = Functions(loaded, "hookstats_", _CPU)
+        self.cpu = _functions(loaded, "hookstats_", _CPU)
         has_cuda = hasattr(loaded, "hookstats_cuda_accumulate")
-        self.cuda = Functions(loaded, "hookstats_cuda_", _CUDA) if has_cuda else None
+        self.cuda: Any = _functions(loaded, "hookstats_cuda_", _CUDA) if has_cuda else None
         self.imitates_cuda = imitates_cuda
-
-    def runs_cuda_kernels(self, device_type: str) -> bool:
-        return self.cuda is not None and (self.imitates_cuda or device_type == "cuda")
 
 
 def array(kind: type[Any], values: list[Any]) -> Any:

@@ -24,10 +24,6 @@ def name_thread(ident: int) -> None:
     torch._C._stash_obj_in_tls(_THREAD, ident)
 
 
-def _named_thread() -> int | None:
-    return torch._C._get_obj_in_tls(_THREAD) if torch._C._is_key_in_tls(_THREAD) else None
-
-
 class Times:
     """What hookstats itself takes of a step: time on the host, and on a device between pairs of events."""
 
@@ -166,8 +162,7 @@ def _here(found: Callable[[int], _Found | None]) -> _Found | None:
     own = found(threading.get_ident())
     if own is not None or not backward_is_running():
         return own
-    thread = _named_thread()
-    return None if thread is None else found(thread)
+    return found(torch._C._get_obj_in_tls(_THREAD)) if torch._C._is_key_in_tls(_THREAD) else None
 
 
 class Part:

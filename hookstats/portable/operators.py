@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Callable, Sequence
-from ctypes import byref, c_int64, c_uint8, c_void_p
+from ctypes import byref, c_int64, c_void_p
 from typing import Any
 
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils.dlpack import from_dlpack
 
-from hookstats.portable.devices import Devices, MadeOn, check, keep_for_graphs
+from hookstats.portable.devices import Devices, MadeOn, keep_for_graphs
 from hookstats.portable.library import Layout, Sampled, SoftmaxRows, State, Words, array
 from hookstats.portable.sites import (
     Rows,
@@ -24,9 +23,6 @@ from hookstats.portable.sites import (
     lay_out,
     state_of,
 )
-
-_FOLDED = "Tensor x, Tensor(a!) state, Tensor active, int channels, bool per_channel, int channel_dim"
-_WITH_ROWS = f"{_FOLDED}, Tensor rows, Tensor kept"
 
 
 class Operators:
@@ -47,10 +43,6 @@ class Operators:
             "Tensor from_counters, Tensor? from_histogram) -> ()",
             self._merge,
         )
-        self._add(f"fold_output({_FOLDED}) -> ()", self._fold_output)
-        self._add(f"fold_output.rows({_WITH_ROWS}) -> ()", self._fold_output)
-        self._add(f"fold_gradient({_FOLDED}) -> ()", self._fold)
-        self._add(f"fold_gradient.rows({_WITH_ROWS}) -> ()", self._fold)
         self._add("checksums(Tensor[] tensors) -> Tensor", self._checksums, None)
         self._add("softmax_rows(Tensor logits, int top_k=0) -> Tensor", self._softmax_rows, self._empty_for)
         self._add(
@@ -73,10 +65,6 @@ class Operators:
             self._registered.impl(name, shapes, "Meta")
         self._registered.impl(name, torch.library.fallthrough_kernel, "Autograd")
 
-    def site(self, *state: Any) -> Site:
-        """See `Site`."""
-        return Site(self._devices, *state)
-
     def _accumulate(
         self,
         x: torch.Tensor,
@@ -98,25 +86,8 @@ class Operators:
             raise RuntimeError(
                 "hookstats: expected both rows and kept or neither, got only " + ("kept" if rows is None else "rows")
             )
-        site = self.site(moments, counters, histogram, active, channel_dim, low, high, block)
+        site = Site(self._devices, moments, counters, histogram, active, channel_dim, low, high, block)
         site.accumulate(x, None if rows is None or kept is None else Rows(rows, kept))
-
-    def _fold_output(self, *arguments: Any) -> None:
-        if not backward_is_running():
-            self._fold(*arguments)
-
-    def _fold(
-        self,
-        x: torch.Tensor,
-        state: torch.Tensor,
-        active: torch.Tensor,
-        channels: int,
-        per_channel: bool,
-        channel_dim: int,
-        *rows: torch.Tensor,
-    ) -> None:
-        site = Site.within(self._devices, state, active, channels, per_channel, channel_dim)
-        site.accumulate(x, Rows(rows[0], rows[1]) if rows else None)
 
     def _merge(
         self,
@@ -148,15 +119,9 @@ class Operators:
         if self._devices.runs_cuda_kernels(device):
             if self._devices.capture_on(device):
                 keep_for_graphs([moments, counters, histogram, from_moments, from_counters, from_histogram])
-            self._run(device, "merge", byref(into), byref(other))
+            self._devices.run(device, "merge", byref(into), byref(other))
         else:
             self._library.cpu.merge(byref(into), byref(other))
-
-    def _run(self, device: torch.device, kernel: str, *arguments: Any, active: torch.Tensor | None = None) -> None:
-        """A CUDA kernel on the current stream."""
-        with self._devices.guard(device):
-            launch = self._devices.launch(device, active)
-            check(getattr(self._library.cuda, kernel)(*arguments, byref(launch)))
 
     def _checksums(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """Of each tensor, int64 [tensors] on their device: csrc/checksum.h."""
@@ -183,21 +148,10 @@ class Operators:
         if not self._devices.runs_cuda_kernels(device):
             self._library.cpu.checksums(all_words, len(words), out.data_ptr())
             return out
-        table, numbers = self._planned("plan_checksums", all_words, len(words), device, 1)
+        table, numbers = self._devices.planned("plan_checksums", all_words, device, 1)
         if numbers[0] > 0:
-            self._run(device, "checksums", len(words), numbers[0], table.data_ptr(), out.data_ptr())
+            self._devices.run(device, "checksums", len(words), numbers[0], table.data_ptr(), out.data_ptr())
         return out
-
-    def _planned(
-        self, plan: str, items: Any, count: int, device: torch.device, numbers: int
-    ) -> tuple[torch.Tensor, list[int]]:
-        """The table of a plan on its device, and its numbers."""
-        said, function = (c_int64 * numbers)(), getattr(self._library.cuda, plan)
-        room = function(items, count, None, -1, said)
-        table = (c_uint8 * max(room, 1))()
-        function(items, count, ctypes.addressof(table), room, said)
-        on_host = torch.frombuffer(table, dtype=torch.uint8)
-        return on_host.to(device, copy=True), list(said)
 
     def _words_of(self, x: torch.Tensor) -> Words | None:
         size = x.element_size()
@@ -235,7 +189,7 @@ class Operators:
         if rows.n > 0 and not rows.data:
             raise ValueError("hookstats: softmax_rows: expected logits with data")
         if self._devices.runs_cuda_kernels(logits.device):
-            self._run(logits.device, "softmax_rows", byref(rows), dtype, out.data_ptr())
+            self._devices.run(logits.device, "softmax_rows", byref(rows), dtype, out.data_ptr())
         else:
             self._library.cpu.softmax_rows(byref(rows), dtype, out.data_ptr())
         return out
@@ -271,7 +225,7 @@ class Operators:
         if self._devices.runs_cuda_kernels(device):
             if self._devices.capture_on(device):
                 keep_for_graphs([*values, *differences, active])
-            self._run(device, "sample", array(Sampled, found), len(found), active=active)
+            self._devices.run(device, "sample", array(Sampled, found), len(found), active=active)
         elif active is None or int(active) != 0:
             self._library.cpu.sample(array(Sampled, found), len(found))
 
@@ -327,7 +281,7 @@ class Batch:
 
     def __init__(
         self,
-        operators: Operators,
+        devices: Devices,
         moments: list[torch.Tensor],
         counters: list[torch.Tensor],
         histograms: list[torch.Tensor | None],
@@ -341,7 +295,7 @@ class Batch:
         if len({len(each) for each in lists}) != 1:
             got = ", ".join(str(len(each)) for each in lists)
             raise ValueError(f"hookstats: Batch: expected lists of one length, got {got}")
-        self._sites = [operators.site(*each, low, high, block) for each in zip(*lists, strict=True)]
+        self._sites = [Site(devices, *each, low, high, block) for each in zip(*lists, strict=True)]
         self._met: list[Any] = [None] * len(self._sites)
 
     def accumulate(self, tensors: Sequence[torch.Tensor | None]) -> list[tuple[int, str]]:
@@ -365,9 +319,7 @@ class Batch:
 class Totals:
     """The totals of sites on one device."""
 
-    def __init__(
-        self, devices: Devices, operators: Operators, moments: list[torch.Tensor], counters: list[torch.Tensor]
-    ) -> None:
+    def __init__(self, devices: Devices, moments: list[torch.Tensor], counters: list[torch.Tensor]) -> None:
         if not moments or len(counters) != len(moments):
             raise ValueError(
                 f"hookstats: Totals: expected two lists of one length from 1, got {len(moments)} and {len(counters)}"
@@ -376,18 +328,16 @@ class Totals:
         for each in moments:
             if each.device != device:
                 raise ValueError(f"hookstats: Totals: expected states on one device, got {device} and {each.device}")
-        self._devices, self._operators = devices, operators
+        self._devices = devices
         self._memory = [*moments, *counters]
-        sites = [operators.site(*each, None) for each in zip(moments, counters, strict=True)]
+        sites = [Site(devices, *each, None) for each in zip(moments, counters, strict=True)]
         self._states = array(State, [site.state for site in sites])
         constants = devices.library.constants
         self._shape = len(sites), len(constants["FIELDS"]) + constants["COUNTERS"]
         self._device = device
         if devices.runs_cuda_kernels(device):
             self._made = MadeOn(devices, device)
-            self._table, (self._blocks, self._scratch) = operators._planned(
-                "plan_totals", self._states, len(sites), device, 2
-            )
+            self._table, (self._blocks, self._scratch) = devices.planned("plan_totals", self._states, device, 2)
             self._made.written()
 
     def take(self, blocks: list[torch.Tensor]) -> torch.Tensor:
@@ -399,9 +349,8 @@ class Totals:
             numbers = self._shape[0], self._blocks
             memory = self._table.data_ptr(), scratch.data_ptr(), out.data_ptr()
             with self._devices.closing(self._device):
-                self._operators._run(self._device, "totals", *numbers, *memory)
-                _clear_on_gpu(blocks)
-            _clear_on_cpu(self._devices, blocks)  # of tests that imitate a GPU
+                self._devices.run(self._device, "totals", *numbers, *memory)
+                _make_zero(self._devices, blocks)
         else:
             take(self._devices, self._states, out, blocks, None, True)
         return out
@@ -424,23 +373,19 @@ def take(
     devices.library.cpu.take(states, count, out, len(here), array(c_void_p, here), there, sizes, clear)
 
 
-def _clear_on_gpu(blocks: Sequence[torch.Tensor]) -> None:
+def _make_zero(devices: Devices, blocks: Sequence[torch.Tensor]) -> None:
+    """Between two kernels: inside `Devices.closing`. Those of tests that imitate a GPU lie on the CPU."""
+    if blocks and blocks[0].is_cpu:
+        return take(devices, None, None, blocks, None, True)
     for block in blocks:
-        if block.device.type != "cpu":
-            block.zero_()
-
-
-def _clear_on_cpu(devices: Devices, blocks: Sequence[torch.Tensor]) -> None:
-    take(devices, None, None, [block for block in blocks if block.device.type == "cpu"], None, True)
+        block.zero_()
 
 
 def clear(devices: Devices, blocks: Sequence[torch.Tensor]) -> None:
     """Makes blocks of state, all on one device, zero between two kernels."""
-    if not blocks:
-        return
-    with devices.closing(blocks[0].device):
-        _clear_on_gpu(blocks)
-    _clear_on_cpu(devices, blocks)
+    if blocks:
+        with devices.closing(blocks[0].device):
+            _make_zero(devices, blocks)
 
 
 class Copies:
@@ -459,14 +404,14 @@ class Copies:
         if not blocks:
             return []
         copies = [torch.empty_like(block) for block in blocks]
-        here = [pair for pair in zip(blocks, copies, strict=True) if pair[0].device.type == "cpu"]
         with self._devices.closing(blocks[0].device):
+            if blocks[0].is_cpu:
+                take(self._devices, None, None, blocks, copies, clear)
+                return copies
             for block, copy in zip(blocks, copies, strict=True):
-                if block.device.type != "cpu":
-                    copy.copy_(block, non_blocking=True)
+                copy.copy_(block, non_blocking=True)
             if clear:
-                _clear_on_gpu(blocks)
-        take(self._devices, None, None, [block for block, _ in here], [copy for _, copy in here], clear)
+                _make_zero(self._devices, blocks)
         return copies
 
     def give_up_spares(self) -> None:

@@ -83,9 +83,6 @@ class Site:
         devices.check(self.device)
         if active is not None:
             _check_one_int32("active", active, self.device)
-        self._prepare()
-
-    def _prepare(self) -> None:
         self.channels = int(self.state.channels)
         self.runs_cuda_kernels = self.devices.runs_cuda_kernels(self.device)
         self._known: dict[Any, Described] = {}
@@ -94,47 +91,6 @@ class Site:
         self._is_active = None
         if self.active is not None and not self.runs_cuda_kernels:
             self._is_active = ctypes.c_int32.from_address(self.active.data_ptr())
-
-    @classmethod
-    def within(
-        cls,
-        devices: Devices,
-        state: torch.Tensor,
-        active: torch.Tensor,
-        channels: int,
-        per_channel: bool,
-        channel_dim: int,
-    ) -> Site:
-        """Of a state that is one tensor, int64: moments, counters, histogram one behind another."""
-        constants = devices.library.constants
-        fields, octaves = len(constants["FIELDS"]), constants["OCTAVE_BINS"]
-        counters = fields * channels
-        words = state.numel() - counters - constants["COUNTERS"]
-        bins = 0 if words == 0 else octaves if per_channel else constants["EXPONENT_BINS"]
-        if (
-            state.dtype != torch.int64
-            or not state.is_contiguous()
-            or channels < 1
-            or words != bins * (channels if per_channel else 1)
-        ):
-            raise RuntimeError(
-                f"hookstats: state: expected contiguous int64 of {counters + constants['COUNTERS']} words and a "
-                f"histogram{' per channel' if per_channel else ''}, got {_name(state.dtype)} {list(state.shape)} with "
-                f"strides {list(state.stride())}"
-            )
-        devices.check(state.device)
-        _check_one_int32("active", active, state.device)
-        site = cls.__new__(cls)
-        site.devices, site.library = devices, devices.library
-        site.memory, site.device, site.active, site.channel_dim = [state, active], state.device, active, channel_dim
-        start = state.data_ptr()
-        site.state = State(start, channels, channels, start + 8 * counters)
-        if bins:
-            site.state.histogram = start + 8 * (counters + constants["COUNTERS"])
-            site.state.kind = _PER_CHANNEL if per_channel else _PER_TENSOR
-            site.state.by_channel, site.state.bins = per_channel, bins
-        site._prepare()
-        return site
 
     def accumulate(self, x: torch.Tensor, rows: Rows | None = None) -> bool:
         """Folds `x`, or its rows that count, into the state; in a CUDA graph that is captured, too, and on any stream.
@@ -157,7 +113,6 @@ class Site:
                     keep_for_graphs([*self.memory, *of_rows])
                 if rows is not None and rows.made is not None:
                     rows.made.used_here(of_rows)
-                assert self.library.cuda is not None
                 check(self.library.cuda.accumulate(data, found.address, self._state, byref(launch)))
         elif self._is_active is None or self._is_active.value:
             self._accumulate(data, found.address, self._state)

@@ -131,7 +131,7 @@ class Batches:
             except Exception as error:
                 if self._store.strict:
                     raise
-                self._binder.leave_out([owner.entries[kind]], f"{type(error).__name__}: {error}")
+                self._binder.leave_out([owner.entries[kind]], error)
         return {number for number, _ in failures}
 
     def _new(self, key: tuple[int, ...], states: list[SiteState]) -> Any:

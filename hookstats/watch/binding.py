@@ -7,7 +7,7 @@ import functools
 import threading
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
-from weakref import WeakSet, WeakValueDictionary
+from weakref import WeakSet
 
 import torch
 
@@ -22,10 +22,10 @@ from hookstats.numbers.snapshot import Snapshot
 from hookstats.watch.fitting import Fitting
 from hookstats.watch.flags import TrainingOnly, is_capturing
 from hookstats.watch.graphs import HOOKS, teach_the_compiler, traced
-from hookstats.watch.hooks import Hook, InputHook, LateHook, SiteSpec
+from hookstats.watch.hooks import FedHook, Hook, InputHook, LateHook, SiteSpec
 from hookstats.watch.ignoring import Ignoring, rows_on
 from hookstats.watch.memory import Entry, Rows, SiteState, Store, accumulate
-from hookstats.watch.skipping import Captured, Skipping
+from hookstats.watch.skipping import Captured, Problem, Skipping, said_of
 from hookstats.watch.wrappers import is_a_mere_shape, is_wrapper, note_sharding, note_sharding_of, part_here
 
 _HOST = torch.device("cpu")
@@ -48,14 +48,13 @@ class SiteBinder:
         self.monitor = store.flags.monitor  # its name, for graphs
         self._fitting = Fitting(store, self.ignoring, self.warn_once)
         self._alike: dict[Any, WeakSet[Hook]] = {}  # by SiteSpec.alike
-        self._hooks: WeakValueDictionary[int, Hook] = WeakValueDictionary()  # by Entry.index; the model owns them
         self._failed: dict[int, tuple[str, int]] = {}  # inside backward, by Entry.index: first reason, how often
         self._failing = threading.Lock()
         teach_the_compiler(*_ENTRANCES)
 
     def hooks(self) -> int:
         """How many there are."""
-        return len({id(hook) for hook in self._hooks.values()})
+        return len({id(hook) for hook in list(HOOKS.values()) if hook.binder is self})
 
     def idle_hook(self) -> Hook:
         """One that does what hooks do in a step that is not measured."""
@@ -91,11 +90,9 @@ class SiteBinder:
             for kind, site in spec.sites.items():
                 entry = self.store.add(site, device, width, spec.channel_dim, spec.keep_channels and spec.bound)
                 spec.entries[kind] = entry
-                self._hooks[entry.index] = HOOKS[entry.index] = hook
+                HOOKS[entry.index] = hook
                 entry.channel_dim, entry.group_size = spec.shown_dim, spec.group_size
-                entry.is_container = issubclass(
-                    make, LateHook
-                )  # until something is met that belongs to the site itself
+                entry.is_container = issubclass(make, LateHook)  # until something of the site itself is met
             self._alike.setdefault((make, spec.alike), WeakSet()).add(hook)
             hook.bind_sites()
             self.ignoring.refresh()  # the device may be a new one
@@ -111,9 +108,9 @@ class SiteBinder:
                     if path in hook.parts or not is_capturing():
                         self._measure(hook.parts.get(path) or self._part_once(hook, path, tensor.device), tensor)
                     else:
-                        self.leave_out(hook.spec.entries.values(), str(Captured()))
+                        self.leave_out(hook.spec.entries.values(), Captured())
         except Exception as error:
-            self.leave_out(hook.spec.entries.values(), f"{type(error).__name__}: {error}")
+            self.leave_out(hook.spec.entries.values(), error)
 
     def _part_once(self, hook: Hook, path: str, device: torch.device) -> Hook:
         """Made by the first of the threads that meet it. All that come when there are many share one."""
@@ -155,7 +152,7 @@ class SiteBinder:
             try:
                 return self._measure_wrapped(hook, tensor)
             except Exception as error:
-                return self.leave_out(hook.spec.entries.values(), f"{type(error).__name__}: {error}")
+                return self.leave_out(hook.spec.entries.values(), error)
         problem = _native.observe(tensor, hook)
         if problem is not None:
             self._rebind(hook, tensor, problem)
@@ -175,11 +172,10 @@ class SiteBinder:
         if gradient is not None and tensor.requires_grad and not tensor.is_leaf:
             tensor.register_hook(functools.partial(self._measure_gradient, hook.spec, gradient, rows))
 
-    def feed(self, hook: LateHook, tensor: torch.Tensor, rows: Rows | None) -> None:
-        """Folds a plain tensor into the hook's site: what was computed from something that runs now.
-
-        rows: those that count; None: all.
-        """
+    def feed(self, hook: FedHook, tensor: torch.Tensor, rows: Rows | None) -> None:
+        """As `FedHook.feed`, outside of graphs."""
+        if hook.output is None:  # its site was given up
+            return
         with self.store.lock:  # no other thread moves the site in between
             hook.is_met()
             self._fitting.fit(hook, tensor)
@@ -198,25 +194,22 @@ class SiteBinder:
         except Exception as error:
             if state.strict:
                 raise
-            self._add_failure(state.site, f"{type(error).__name__}: {error}")
+            self._add_failure(state.site, error)
 
     def note_in_graph(self, hook: Hook, index: int, found: Sharding | str, is_output: bool) -> None:
         """A graph has measured a wrapper: where it lies; or has not: why. index: Entry.index."""
         if not self.store.flags.is_open() or (is_output and recomputing()):
             return
-        for entry in hook.spec.entries.values():
-            if entry.index != index:
-                continue
-            try:
-                if isinstance(found, str):
-                    raise TypeError(found.removeprefix("TypeError: "))
-                note_sharding_of(entry, found, self.store.clears)
-            except TypeError as error:
-                problem = f"TypeError: {error}"
-                if is_output or self.store.strict:
-                    self.leave_out([entry], problem)
-                else:
-                    self._add_failure(index, problem)
+        entry = next(each for each in hook.spec.entries.values() if each.index == index)
+        try:
+            if isinstance(found, str):
+                raise TypeError(found.removeprefix("TypeError: "))
+            note_sharding_of(entry, found, self.store.clears)
+        except TypeError as error:
+            if is_output or self.store.strict:
+                self.leave_out([entry], error)
+            else:
+                self._add_failure(index, error)
 
     def rebind(self, hook: Hook, value: Any, problem: Any) -> None:
         """The extension did not measure what it was given: a container, or a tensor whose state does not fit it."""
@@ -229,7 +222,7 @@ class SiteBinder:
             else:
                 self._rebind(hook, value, problem)
 
-    def _rebind(self, hook: Hook, tensor: torch.Tensor, problem: str | None) -> None:
+    def _rebind(self, hook: Hook, tensor: torch.Tensor, problem: Problem | None) -> None:
         """Puts a state in place that fits the tensor, or leaves the tensor out."""
         if tensor.is_nested:  # has no shape to ask for
             return self.leave_out(hook.spec.entries.values(), f"{problem}, got a nested one")
@@ -239,10 +232,8 @@ class SiteBinder:
             with self.store.lock:  # no other thread moves the site in between
                 self._fitting.fit(hook, tensor)
                 problem = _native.observe(tensor, hook)
-        except Captured as error:
-            problem = str(error)
         except Exception as error:
-            problem = f"{type(error).__name__}: {error}"
+            problem = error
         if problem is not None:
             self.leave_out(hook.spec.entries.values(), problem)
 
@@ -279,13 +270,13 @@ class SiteBinder:
         part = self._part_once(hook, path, device) if path else hook
         return None if part.output is None and part.gradient is None else part
 
-    def leave_out(self, entries: Iterable[Entry], problem: str, times: int = 1) -> None:
+    def leave_out(self, entries: Iterable[Entry], problem: Problem, times: int = 1) -> None:
         """Tensors of these sites cannot be measured; training goes on, unless it is to raise."""
         for entry in (entries := list(entries)):
             entry.left_out = True
         self.skipping.leave_out([entry.site for entry in entries], problem, times)
 
-    def give_up(self, entries: Iterable[Entry], problem: str) -> None:
+    def give_up(self, entries: Iterable[Entry], problem: Problem) -> None:
         """What can never be measured."""
         entries = list(entries)
         self.skipping.give_up([entry.site for entry in entries], problem)
@@ -300,7 +291,7 @@ class SiteBinder:
     def _no_more(self, entries: list[Entry]) -> None:
         for entry in entries:
             entry.given_up = True
-            hook = self._hooks.get(entry.index)
+            hook = HOOKS.get(entry.index)
             if hook is not None:
                 hook.bind_sites()
 
@@ -313,13 +304,13 @@ class SiteBinder:
         with self._failing:
             failed, self._failed = self._failed, {}
         for index, (problem, times) in failed.items():
-            hook = self._hooks.get(index)
+            hook = HOOKS.get(index)
             if hook is not None:
                 self.leave_out([each for each in hook.spec.entries.values() if each.index == index], problem, times)
 
-    def _add_failure(self, index: int, problem: str, times: int = 1) -> None:
+    def _add_failure(self, index: int, problem: Problem, times: int = 1) -> None:
         with self._failing:
-            first, before = self._failed.get(index, (problem, 0))
+            first, before = self._failed.get(index, (said_of(problem), 0))
             self._failed[index] = first, before + times
 
 

@@ -10,14 +10,13 @@ from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from hookstats import _native
-from hookstats.modules.sharding import LocalShard
 from hookstats.numbers.blocks import Drained
 from hookstats.numbers.fields import Site, Skipped
 from hookstats.numbers.ranks import StepRanks
 from hookstats.numbers.snapshot import Snapshot
 from hookstats.watch.arguments import Sink
 from hookstats.watch.binding import SiteBinder
-from hookstats.watch.drain import Drain, Pending, PendingScalars
+from hookstats.watch.drain import Drain, Held, Pending, PendingScalars
 from hookstats.watch.judging import Recorder
 from hookstats.watch.memory import Store
 from hookstats.watch.scalars import Kept, Scalars
@@ -27,7 +26,6 @@ if TYPE_CHECKING:  # it takes its time, and not everybody has ranks
 
 _SILENT_STEPS = 3  # measured ones, after which a site that never fired is named
 LeftOut: TypeAlias = dict[Site, Skipped]  # in one step
-Holding: TypeAlias = dict[Site, LocalShard]  # what this rank has of each site in one step
 
 
 class Delivery:
@@ -56,7 +54,7 @@ class Delivery:
         self.recorders = [*self._own, *self._of_all]
         self._trained = trained
         self._kept = Kept()  # scalars that were not sent
-        self._pending: deque[tuple[Pending, LeftOut] | PendingScalars] = deque()  # on their way
+        self._pending: deque[tuple[PendingScalars, LeftOut]] = deque()  # on their way
         self._finished: deque[Snapshot] = deque()  # arrived, not yet fetched
         self._failure: BaseException | None = None
         self._fired: set[Site] = set()
@@ -95,7 +93,7 @@ class Delivery:
         if not kept.rows:
             return
         try:
-            self._pending.append(self._drain.begin_scalars(kept))
+            self._pending.append((self._drain.begin_scalars(kept), {}))
         except Exception as error:
             if self._store.strict:
                 raise
@@ -109,15 +107,14 @@ class Delivery:
     def receive(self, wait: bool) -> None:
         """Delivers what has arrived; or all that this rank has measured, and waits for the device."""
         while self._pending:
-            first = self._pending[0]
-            pending = first if isinstance(first, PendingScalars) else first[0]
+            pending, left_out = self._pending[0]
             if not (wait or pending.ready()):
                 break
             self._pending.popleft()
-            if isinstance(first, PendingScalars):
-                self._scalars_arrived(first)
+            if isinstance(pending, Pending):
+                self._arrived(pending, left_out)
             else:
-                self._arrived(*first)
+                self._scalars_arrived(pending)
         self._give_joined()
 
     def wait_for_ranks(self, seconds: float) -> None:
@@ -148,7 +145,7 @@ class Delivery:
     def look(self, step: int, scalars: Scalars) -> Snapshot:
         """What the open step has so far, which stays where it is. Waits."""
         now = self._drain.begin(Kept.of(step, scalars), clear=False).finish().snapshot()
-        now.skipped = self._binder.skipping.of_step(self._binder.skipping.in_open_step())
+        now.skipped = self._binder.skipping.of_step()
         return now
 
     def send_last(self, step: int, scalars: Scalars) -> None:
@@ -177,7 +174,7 @@ class Delivery:
             return self._failed("finish", f"scalars could not be read: {error!r}", error)
         self._present([(each, each.take_given, given) for each in self.recorders])
 
-    def _deliver(self, drained: Drained, left_out: LeftOut, held: Holding) -> None:
+    def _deliver(self, drained: Drained, left_out: LeftOut, held: Held) -> None:
         self.last = snapshot = drained.snapshot()
         self._binder.judge(left_out, snapshot)
         drained.skipped = snapshot.skipped = self._binder.skipping.of_step(left_out)

@@ -8,7 +8,7 @@ the same path, where every copy is complete at once.
 from __future__ import annotations
 
 import time
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import torch
 
@@ -22,19 +22,10 @@ from hookstats.watch.scalars import Kept, Slots, by_step, sample_ids_by_step
 
 Key: TypeAlias = tuple[torch.device, int]  # a block of state, by device and number
 Sign: TypeAlias = list[tuple[object, ...]]  # of how all sites lie: equal while nothing has moved
+Held: TypeAlias = dict[Site, LocalShard]  # by this process; the same object while nothing of it has changed
 _SCALARS = -2  # the "block" of the first scalars on a device; of more of them, those below
 
 assert COUNTERS == _native.COUNTERS
-
-
-class Placed(NamedTuple):
-    """What is needed to read blocks, or totals, that are copied now."""
-
-    layout: Layout
-    keys: list[Key]  # of the layout's blocks
-    hidden: list[bool]  # of each row: whether nothing is said of it where it was silent
-    readings: list[int]  # of each row: with which others it was measured
-    held: dict[Site, LocalShard]  # the same object while nothing of it has changed
 
 
 class PendingScalars:
@@ -94,27 +85,41 @@ class PendingScalars:
 class Pending(PendingScalars):
     """A closed step on its way to the host, with the scalars of those before it that were not measured."""
 
-    def __init__(self, places: Placed, kept: Kept, ranks: StepRanks) -> None:
-        """kept: of the steps before, and at last of this one."""
+    def __init__(
+        self, layout: Layout, keys: list[Key], entries: list[Entry], held: Held, kept: Kept, ranks: StepRanks
+    ) -> None:
+        """layout: of the copies that are sent under these keys. kept: of the steps before, and at last of this one."""
         super().__init__(kept)
-        self.held = places.held  # what this process has of each site
-        self._places = places
+        self.held = held
+        self._layout = layout
+        self._keys = keys
+        self._hidden = [entry.hidden_if_silent for entry in entries]
+        self._readings = [entry.reading for entry in entries]
         self._ranks = ranks
         self._time = time.time()
 
     def finish(self) -> Drained:
         """What has come; waits if it must."""
         arrays = self.arrays()
-        *earlier, (step, names, numbers, _) = self._rows
-        of_scaler = numbers[len(names) :]
+        *earlier, last = self._rows
+        of_scaler = last.numbers[len(last.names) :]
         scale, overflowed = (of_scaler[0], bool(of_scaler[1])) if of_scaler else (None, None)
-        layout, keys, hidden, readings, _ = self._places
-        named = dict(zip(names, numbers, strict=False))
-        blocks = [arrays[key] for key in keys]
-        drained = Drained(layout, blocks, step, self._time, named, scale, overflowed, hidden, readings, self._ranks)
+        drained = Drained(
+            self._layout,
+            [arrays[key] for key in self._keys],
+            last.step,
+            self._time,
+            last.named,
+            scale,
+            overflowed,
+            self._hidden,
+            self._readings,
+            self._ranks,
+        )
         # Numbers that are not smaller were trained anew since.
-        drained.earlier_scalars = {number: each for number, each in by_step(earlier).items() if number < step}
-        drained.sample_ids = {number: ids for number, ids in sample_ids_by_step(self._rows).items() if number <= step}
+        drained.earlier_scalars = {number: each for number, each in by_step(earlier).items() if number < last.step}
+        ids = sample_ids_by_step(self._rows)
+        drained.sample_ids = {number: each for number, each in ids.items() if number <= last.step}
         return drained
 
 
@@ -125,8 +130,9 @@ class Drain:
         """ranks: whose numbers these are."""
         self._store = store
         self._ranks = ranks
-        self._layouts: dict[bool, tuple[Sign, Layout, list[Key]]] = {}  # of totals, and of channels
-        self._held: tuple[Sign, dict[Site, LocalShard]] = ([], {})
+        self._sign: Sign = []  # for which the next two are
+        self._layouts: dict[bool, tuple[Layout, list[Key]]] = {}  # of totals, and of channels
+        self._held: Held = {}
         self._sides: dict[torch.device, torch.cuda.Stream] = {}
 
     def _side(self, device: torch.device) -> torch.cuda.Stream | None:
@@ -145,7 +151,7 @@ class Drain:
             return self._begin(kept, clear, totals_only)
 
     def _begin(self, kept: Kept, clear: bool, totals_only: bool) -> Pending:
-        pending = Pending(self._placed(totals_only), kept, self._ranks)
+        pending = Pending(*self._placed(totals_only), kept, self._ranks)
         for device in {**self._store.blocks, **kept.slots}:
             side = self._side(device)
             if totals_only:
@@ -160,18 +166,15 @@ class Drain:
                 pending.sent(side)
         return pending
 
-    def _placed(self, totals_only: bool) -> Placed:
+    def _placed(self, totals_only: bool) -> tuple[Layout, list[Key], list[Entry], Held]:
         """Where all sites lie: made anew only where something has moved."""
         entries = self._store.entries
         sign: Sign = [(len(e.places), e.places[-1].number, e.keep_channels, e.channel_dim, e.sharding) for e in entries]
-        known = self._layouts.get(totals_only)
-        if known is None or known[0] != sign:
-            known = self._layouts[totals_only] = (sign, *_layout(entries, self._store, totals_only))
-        if self._held[0] != sign:
-            self._held = sign, {e.site: e.held for e in entries}
-        _, layout, keys = known
-        hidden, readings = [e.hidden_if_silent for e in entries], [e.reading for e in entries]
-        return Placed(layout, keys, hidden, readings, self._held[1])
+        if sign != self._sign:
+            self._sign, self._layouts, self._held = sign, {}, {e.site: e.held for e in entries}
+        if totals_only not in self._layouts:
+            self._layouts[totals_only] = _layout(entries, self._store, totals_only)
+        return *self._layouts[totals_only], entries, self._held
 
     def begin_scalars(self, kept: Kept) -> PendingScalars:
         """Sends scalars alone."""

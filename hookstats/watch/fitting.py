@@ -71,7 +71,7 @@ class Fitting:
             spec.keep_channels, width = False, None
             stays = spec.bound and (device, 1) == (place.device, place.channels)
         before = spec.channel_dim
-        spec.settle(ndim, dim)
+        spec.dims[ndim] = dim
         if stays and spec.channel_dim == before:
             return False
         spec.bound = True
@@ -96,7 +96,7 @@ class Fitting:
             if not -ndim <= known < ndim:
                 raise IndexError(f"channel_dim={known} is out of range for an output of shape {seen.sizes}")
             return known % ndim
-        found = None if spec.guessed else spec.dim_for(ndim)
+        found = None if spec.guessed else spec.dims.get(ndim)
         if found is not None and (not spec.keep_channels or seen.sizes[found] == width):
             return found
         return channel_dim_by_evidence(seen, widths_of(None if spec.module is None else spec.module()), self._ran)
@@ -110,7 +110,7 @@ class Fitting:
 
     def guess(self, hook: Hook, met: SiteSpec, seen: Seen, is_later: bool) -> None:
         """Gives what one hook met to another at the same path of a module like it."""
-        spec, dim = hook.spec, met.dim_for(len(seen.sizes))
+        spec, dim = hook.spec, met.dims.get(len(seen.sizes))
         if dim is None or spec.met or (spec.guessed and not is_later):
             return  # it knows better, or a graph may have run with an earlier guess
         spec.guessed = True

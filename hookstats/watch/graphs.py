@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakValueDictionary
 
@@ -17,28 +18,28 @@ from hookstats.modules.evidence import UNKNOWN, Seen
 from hookstats.modules.sharding import Sharding, is_dtensor, sharding_of
 from hookstats.watch.flags import MONITORS, InGraphs, flag_name
 from hookstats.watch.ignoring import rows_on
-from hookstats.watch.memory import Rows, SiteState, channel_dim_for
+from hookstats.watch.memory import Rows, SiteState, accumulate, channel_dim_for
 from hookstats.watch.skipping import IN_A_GRAPH
 from hookstats.watch.wrappers import part_here
 
-_WHOLE = "whole"
+_IN_PARTS = " in parts "  # within a hook's key
 _warn_once = WarnOnce()
 
 
 class Traced(NamedTuple):
     """What a graph needs of a SiteState whose histogram is none, or of exponents alone."""
 
-    state: torch.Tensor  # SiteState.whole
+    whole: torch.Tensor
     active: torch.Tensor
     channels: int
     per_channel: bool
     channel_dim: int
 
 
-class TracedWhole(NamedTuple):
+class TracedParts(NamedTuple):
     """What a graph needs of a SiteState of linear bins, or of one that counts blocks."""
 
-    state: torch.Tensor  # SiteState.moments
+    moments: torch.Tensor
     active: torch.Tensor
     channels: int
     counters: torch.Tensor
@@ -49,7 +50,7 @@ class TracedWhole(NamedTuple):
     block: int
 
 
-Folding: TypeAlias = Traced | TracedWhole
+Folding: TypeAlias = Traced | TracedParts
 
 
 def key_of(output: SiteState | None, gradient: SiteState | None) -> str:
@@ -64,25 +65,24 @@ def key_of(output: SiteState | None, gradient: SiteState | None) -> str:
 def _key_of_half(state: SiteState | None) -> str:
     if state is None:
         return ""
-    if state.low < state.high or state.block:
-        return f"{_WHOLE} {state.channels} {state.channel_dim} {state.low!r} {state.high!r} {state.block}"
-    flag = flag_name(state.whole.device)
-    return f"{flag} {state.channels} {state.per_channel:d} {state.channel_dim}"
+    key = f"{flag_name(state.whole.device)} {state.channels} {state.channel_dim} {state.per_channel:d}"
+    in_parts = state.low < state.high or state.block
+    return f"{key}{_IN_PARTS}{state.low!r} {state.high!r} {state.block}" if in_parts else key
 
 
-def _traced(half: str, whole: torch.Tensor, shared: InGraphs) -> Traced:
-    flag, channels, per_channel, channel_dim = half.split(" ")
-    return Traced(whole, getattr(shared, flag), int(channels), bool(int(per_channel)), int(channel_dim))
-
-
-def _traced_whole(half: str, state: Any) -> TracedWhole:
-    _, channels, channel_dim, low, high, block = half.split(" ")
-    return TracedWhole(
-        state.moments,
-        state.active,
+def _folding(half: str, memory: Any, active: torch.Tensor) -> Folding:
+    """half: of a hook's key. memory: SiteState.whole; the SiteState itself where the half is _IN_PARTS."""
+    key, _, bins = half.partition(_IN_PARTS)
+    _, channels, channel_dim, per_channel = key.split(" ")
+    if not bins:
+        return Traced(memory, active, int(channels), bool(int(per_channel)), int(channel_dim))
+    low, high, block = bins.split(" ")
+    return TracedParts(
+        memory.moments,
+        active,
         int(channels),
-        state.counters,
-        state.histogram,
+        memory.counters,
+        memory.histogram,
         int(channel_dim),
         float(low),
         float(high),
@@ -123,7 +123,7 @@ def observe_in_graph(output: object, hook: Any) -> None:
 
 
 def feed_in_graph(tensor: torch.Tensor, hook: Any, rows: Rows | None) -> None:
-    """What `SiteBinder.feed` does, in operators. hook: a `hookstats.watch.hooks.LateHook`."""
+    """What `SiteBinder.feed` does, in operators. hook: a `hookstats.watch.hooks.FedHook`."""
     shared, path = shared_in_graph(hook), ""  # noqa: F841  (path is read by _bind)
     if shared is not None:
         torch._dynamo.comptime.comptime(_bind)
@@ -152,7 +152,7 @@ def _bind(context: Any) -> None:
             again = hook.binder.bind_traced(hook, path, fake)
     except Exception as error:
         part = hook.parts.get(path, hook)
-        hook.binder.give_up(part.spec.entries.values(), f"{type(error).__name__}: {error}")
+        hook.binder.give_up(part.spec.entries.values(), error)
         again = True
     if again:
         try:
@@ -188,21 +188,15 @@ def _observe_tensor_in_graph(x: torch.Tensor, hook: Any, shared: InGraphs, rows:
     of_output, of_gradient = hook.key.split("|")
     is_wrapper = _may_be_a_wrapper(x)
     if of_output:
-        output: Folding
-        if of_output.startswith(_WHOLE):
-            output = _traced_whole(of_output, hook.output)
-        else:
-            output = _traced(of_output, hook.whole_output, shared)
+        memory = hook.output if _IN_PARTS in of_output else hook.whole_output
+        output = _folding(of_output, memory, getattr(shared, of_output.split(" ")[0]))
         if is_wrapper:
             _fold_wrapper(x, hook.number_output, True, len(output), *output, *(rows or ()))
         elif _fits(x, output):
             _fold(_native.fold_output, x, output, rows)
     if of_gradient and x.requires_grad and not x.is_leaf:
-        gradient: Folding
-        if of_gradient.startswith(_WHOLE):
-            gradient = _traced_whole(of_gradient, hook.gradient)
-        else:
-            gradient = _traced(of_gradient, hook.whole_gradient, shared)
+        memory = hook.gradient if _IN_PARTS in of_gradient else hook.whole_gradient
+        gradient = _folding(of_gradient, memory, getattr(shared, of_gradient.split(" ")[0]))
         number = hook.number_gradient if is_wrapper else None
         if is_wrapper or _fits(x, gradient):
             # A closure: of a partial, all that a state holds would be guarded, and each site have a graph of its own.
@@ -215,19 +209,22 @@ def _may_be_a_wrapper(x: torch.Tensor) -> bool:
     return type(x) is not torch.Tensor and type(x) is not torch.nn.Parameter
 
 
-def observe_gradient_in_graph(
-    state: SiteState | None,
+def gradient_in_graph(state: SiteState, number: torch.Tensor | None) -> Callable[..., torch.Tensor | None]:
+    """What compiled autograd traces, from a hook that ran outside of graphs. number: as `hooks.Hook` has it."""
+    half = _key_of_half(state)
+    memory = state if _IN_PARTS in half else state.whole
+    return functools.partial(_observe_gradient_of, half, memory, state.active, number)
+
+
+def _observe_gradient_of(
+    half: str,
+    memory: Any,
+    active: torch.Tensor,
     number: torch.Tensor | None,
     gradient: torch.Tensor | None,
     rows: Rows | None = None,
 ) -> torch.Tensor | None:
-    """What compiled autograd traces, from a hook that ran outside of graphs. number: as `hooks.Hook` has it."""
-    if state is None:
-        return gradient
-    if state.low < state.high:
-        return _observe_gradient(number, _traced_whole(_key_of_half(state), state), gradient, rows)
-    traced = Traced(state.whole, state.active, state.channels, state.per_channel, state.channel_dim)
-    return _observe_gradient(number, traced, gradient, rows)
+    return _observe_gradient(number, _folding(half, memory, active), gradient, rows)
 
 
 def _observe_gradient(
@@ -257,12 +254,12 @@ def _fold_wrapper(x: Any, number: torch.Tensor, is_output: bool, length: int, *f
     length: of the `Folding` that comes first; then come the `Rows`, if there are any.
     """
     values, rows = folding_and_rows[:length], folding_and_rows[length:]
-    folding: Folding = Traced(*values) if length == len(Traced._fields) else TracedWhole(*values)
+    folding: Folding = Traced(*values) if length == len(Traced._fields) else TracedParts(*values)
     try:
         part = part_here(x)
         if not _fits(part, folding):
             raise TypeError(
-                f"expected a tensor of {folding.channels} channels on {folding.state.device}, got one of shape "
+                f"expected a tensor of {folding.channels} channels on {folding.active.device}, got one of shape "
                 f"{tuple(part.shape)} and {part.dtype} on {part.device}"
             )
         note = ""
@@ -313,26 +310,12 @@ _note = _native.operator("note_wrapper(Tensor(a!) number, str note, bool is_outp
 
 def _fold(operator: Any, x: torch.Tensor, state: Folding, rows: Rows | None) -> None:
     """By an operator of few arguments, as Python calls it for each site; linear bins and blocks by one of all."""
-    if isinstance(state, TracedWhole):
-        row_index, kept = rows or (None, None)
-        _native.accumulate(
-            x,
-            state.state,
-            state.counters,
-            state.histogram,
-            state.active,
-            state.channel_dim,
-            operator is _native.fold_output,
-            state.low,
-            state.high,
-            row_index,
-            kept,
-            state.block,
-        )
+    if isinstance(state, TracedParts):
+        accumulate(x, state, operator is _native.fold_output, rows)
     elif rows is None:
-        operator.default(x, state.state, state.active, state.channels, state.per_channel, state.channel_dim)
+        operator.default(x, state.whole, state.active, state.channels, state.per_channel, state.channel_dim)
     else:
-        operator.rows(x, state.state, state.active, state.channels, state.per_channel, state.channel_dim, *rows)
+        operator.rows(x, state.whole, state.active, state.channels, state.per_channel, state.channel_dim, *rows)
 
 
 def is_exporting() -> bool:
@@ -381,7 +364,7 @@ def _inputs_first(context: Any) -> None:
 
 def _fits(x: torch.Tensor, state: Folding) -> bool:
     """Whether a traced tensor can be measured. What cannot is left out: nothing can be mended inside a graph."""
-    if x.dtype not in _native.DTYPES or x.device != state.state.device:
+    if x.dtype not in _native.DTYPES or x.device != state.active.device:
         return False
     if state.channels == 1:
         return True

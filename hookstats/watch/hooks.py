@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 import weakref
 from typing import Any, TypeAlias
@@ -14,8 +13,8 @@ from hookstats.modules.channels import ChannelAxis, natural_channels
 from hookstats.modules.containers import walk
 from hookstats.modules.order import ModuleHook
 from hookstats.numbers.fields import Site
-from hookstats.watch.graphs import key_of, observe_gradient_in_graph, shared_in_graph
-from hookstats.watch.memory import Entry, Place, SiteState
+from hookstats.watch.graphs import feed_in_graph, gradient_in_graph, key_of, shared_in_graph
+from hookstats.watch.memory import Entry, Place, Rows, SiteState
 
 _observe = _native.observe  # a global of its own: one look-up less for the compiler to guard
 
@@ -50,27 +49,19 @@ class SiteSpec:
         self.bound = not keep_channels or channels.width is not None
         self.moved = self.met = self.guessed = False
         self.entries: dict[str, Entry] = {}  # by tensor kind
-        self._dims: dict[int, int] = {}  # of its channels, by the number of a tensor's dimensions, where found
+        self.dims: dict[int, int] = {}  # of its channels, by the number of a tensor's dimensions, where found
 
     @property
     def place(self) -> Place:
         """Where its states lie now."""
         return next(iter(self.entries.values())).places[-1]
 
-    def dim_for(self, ndim: int) -> int | None:
-        """Where the channels of a tensor with `ndim` dimensions were found."""
-        return self._dims.get(ndim)
-
-    def settle(self, ndim: int, dim: int) -> None:
-        """The channels of a tensor with `ndim` dimensions lie along `dim`."""
-        self._dims[ndim] = dim
-
     @property
     def channel_dim(self) -> int:
         """For the extension: as csrc/ops.h has it."""
-        if self.channels.dim is not None and self._dims:
+        if self.channels.dim is not None and self.dims:
             return self.channels.dim
-        found = self._dims if self.channels.dim is None else {}
+        found = self.dims if self.channels.dim is None else {}
         return _native.DIMS_BY_NDIM + sum((dim + 1) << 4 * ndim for ndim, dim in found.items() if ndim < 8)
 
     @property
@@ -81,8 +72,8 @@ class SiteSpec:
         batch: 1 of a convolution, whose channels are the third from the end. A dimension that the caller has given
         stays as it was given until it is looked at.
         """
-        if self._dims:
-            ndim, dim = next(reversed(self._dims.items()))
+        if self.dims:
+            ndim, dim = next(reversed(self.dims.items()))
             return None if ndim == 0 else -1 if dim == ndim - 1 else dim
         module = None if self.module is None else self.module()
         if module is not None and self.channels.dim is not None and self.channels.dim < -1:
@@ -159,9 +150,8 @@ class Hook(ModuleHook, _native.Hook):
         # Of their sites, as tensors, for graphs in which wrappers are measured.
         self.number_output = torch.tensor(output.site) if output else None
         self.number_gradient = torch.tensor(gradient.site) if gradient else None
-        _native.bind(
-            self, output, gradient, functools.partial(observe_gradient_in_graph, gradient, self.number_gradient)
-        )
+        in_graph = None if gradient is None else gradient_in_graph(gradient, self.number_gradient)
+        _native.bind(self, output, gradient, in_graph)
 
 
 _native.call_in_c(Hook)
@@ -181,6 +171,13 @@ class FedHook(LateHook):
     """Of numbers that were computed from what runs, such as those of attention logits. It hangs on no module."""
 
     __slots__ = ()
+
+    def feed(self, numbers: torch.Tensor, rows: Rows | None) -> None:
+        """Folds a plain tensor into the site. Can be traced. rows: those that count; None: all."""
+        if torch.compiler.is_compiling():
+            feed_in_graph(numbers, self, rows)
+        else:
+            self.binder.feed(self, numbers, rows)
 
 
 class InputHook(Hook):
@@ -202,14 +199,14 @@ class InputHook(Hook):
             with self.binder.span_of_a_hook():
                 return self._observe_inputs(module, args, kwargs)
         except Exception as error:
-            self.binder.leave_out(self.spec.entries.values(), f"{type(error).__name__}: {error}")
+            self.binder.leave_out(self.spec.entries.values(), error)
 
     def _observe_inputs(self, module: Any, args: Any, kwargs: Any) -> Any:
         changed = self.spec.kinds[1] is not None and torch.is_grad_enabled()
         if changed:
             args, kwargs = _aliases(args, kwargs)
-        single = len(args) == 1 and isinstance(args[0], torch.Tensor) and not _holds_tensors(kwargs)
-        super().__call__(module, args, args[0] if single else _by_name(args, kwargs))
+        given = args[0] if _is_one(args, kwargs) else {**{str(i): arg for i, arg in enumerate(args)}, **kwargs}
+        super().__call__(module, args, given)
         return (args, kwargs) if changed else None
 
 
@@ -219,7 +216,7 @@ class ModelInputHook(InputHook, LateHook):
     __slots__ = ()
 
     def _observe_inputs(self, module: Any, args: Any, kwargs: Any) -> Any:
-        if len(args) == 1 and isinstance(args[0], torch.Tensor) and not _holds_tensors(kwargs):
+        if _is_one(args, kwargs):
             if not args[0].is_floating_point():
                 return None
             if not torch.compiler.is_compiling():
@@ -242,9 +239,6 @@ def _aliases(args: Any, kwargs: Any) -> tuple[Any, Any]:
     return tuple(new[: len(args)]), dict(zip(kwargs, new[len(args) :], strict=True))
 
 
-def _holds_tensors(kwargs: Any) -> bool:
-    return any(True for _ in walk(kwargs))
-
-
-def _by_name(args: Any, kwargs: Any) -> dict[str, Any]:
-    return {**{str(number): value for number, value in enumerate(args)}, **kwargs}
+def _is_one(args: Any, kwargs: Any) -> bool:
+    """Whether a positional tensor is given, and none by name."""
+    return len(args) == 1 and isinstance(args[0], torch.Tensor) and not any(True for _ in walk(kwargs))

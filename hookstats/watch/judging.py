@@ -14,23 +14,6 @@ _log = logging.getLogger("hookstats")
 _LEVELS = {"note": logging.INFO, "warning": logging.WARNING, "critical": logging.ERROR}
 
 
-class Finding(Protocol):
-    """What a rule says of a step, see hookstats.rules."""
-
-    @property
-    def severity(self) -> str: ...
-
-    @property
-    def sentence(self) -> str: ...
-
-    @property
-    def is_news(self) -> bool:
-        """Whether it is to be told: what follows from what was told is not."""
-
-    def __str__(self) -> str:
-        """With the step that it is about, which was some steps ago; its severity, and the rule."""
-
-
 OnFinding: TypeAlias = Callable[[Any], object] | str | None
 
 
@@ -60,8 +43,8 @@ class Recorder(Protocol):
     def take_given(self, given: Given) -> None:
         """Of steps that were not measured, by their number: those behind the last measured one, or very many."""
 
-    def findings(self) -> Sequence[Finding]:
-        """Those that came since the last call; called in every step."""
+    def findings(self) -> Sequence[Any]:
+        """Those that came since the last call, each like `hookstats.results.Finding`; called in every step."""
 
     def wait(self, timeout: float) -> None:
         """Until all that was taken is judged; TimeoutError."""
@@ -81,7 +64,7 @@ class Keeper(Protocol):
 class FindingError(RuntimeError):
     """Raised out of `Monitor.step` with ``on_finding="raise"``. ``findings``: those that are critical."""
 
-    def __init__(self, findings: Sequence[Finding]) -> None:
+    def __init__(self, findings: Sequence[Any]) -> None:
         super().__init__("; ".join(map(str, findings)))
         self.findings = list(findings)
 

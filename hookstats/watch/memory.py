@@ -56,8 +56,8 @@ def channel_dim_for(channel_dim: int, ndim: int) -> int | None:
     return -1 if ndim > 7 else entry - 1 if entry else None
 
 
-def accumulate(x: torch.Tensor, state: SiteState, skip_recomputation: bool = False, rows: Rows | None = None) -> None:
-    """Folds a tensor into a state, by the operator; torch.compile traces it."""
+def accumulate(x: torch.Tensor, state: Any, skip_recomputation: bool = False, rows: Rows | None = None) -> None:
+    """Folds a tensor into a SiteState, or into what a graph has of one, by the operator; torch.compile traces it."""
     row_index, kept = rows or (None, None)
     _native.accumulate(
         x,
@@ -94,14 +94,10 @@ class Place(NamedTuple):
     bins: int
     number: int  # on its device
 
-    @property
-    def size(self) -> int:
-        return len(FIELDS) * self.channels + _native.COUNTERS + self.bins
-
     def totals(self) -> Place:
         """Where the same lies in what `Store.take_totals` returns."""
-        whole = self._replace(block=TOTALS, channels=1, bins=0)
-        return whole._replace(offset=self.number * whole.size)
+        offset = self.number * (len(FIELDS) + _native.COUNTERS)
+        return self._replace(block=TOTALS, offset=offset, channels=1, bins=0)
 
 
 class Entry:

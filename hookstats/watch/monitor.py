@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from numbers import Real
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -30,23 +30,6 @@ from hookstats.watch.taps import Taps
 _JOIN_SECONDS = 30.0  # that `Monitor.detach` waits for other ranks
 
 
-class AttentionByHand(Protocol):
-    """What a monitor asks of what measures attention."""
-
-    def by_hand(self, q: Any, k: Any, name: str, mask: Any, is_causal: bool, scale: float | None) -> None:
-        """As `Monitor.attention`."""
-
-    def begin_step(self) -> None:
-        """A measured step begins; it is not the first one."""
-
-
-class RouterByHand(Protocol):
-    """What a monitor asks of what measures routers."""
-
-    def by_hand(self, name: str, logits: Any, chosen: Any, experts: int | None, top_k: int | None) -> None:
-        """As `Monitor.router`."""
-
-
 class Monitor:
     """Returned by `attach`: closes steps and returns their numbers. As a context manager, it detaches at the end."""
 
@@ -62,16 +45,16 @@ class Monitor:
         due: Callable[[int], bool],
         channels_every: int,
         tap_channels: bool,
-        attention: AttentionByHand,
-        routing: RouterByHand,
+        attention: Any,
+        routing: Any,
         is_judged: bool,
     ) -> None:
         """Made by `attach`.
 
         handles: of the hooks on the model. device: where most of the model is. due: which steps are measured, and
         channels_every: of which of these channels are sent, too. tap_channels: whether tapped tensors keep channels.
-        attention, routing: measure what they are given by hand. is_judged: whether there is a recording, if only on
-        another rank.
+        attention, routing: `hookstats.language.attention.Attentions` and `.routers.Routers`. is_judged: whether there
+        is a recording, if only on another rank.
         """
         self._binder = binder
         self._parameters = parameters
@@ -161,7 +144,8 @@ class Monitor:
         self._binder.collect_failures()
         if self._measured and self._handles:
             self._parameters.close_step()
-            self._delivery.send(number, checked, totals_only=self._is_of_totals())
+            is_full = self._closed % self._channels_every == 0 or self._judging.is_escalated(self._step)
+            self._delivery.send(number, checked, totals_only=not is_full)
             self._closed += 1
         elif (checked.names or checked.sample_ids is not None) and self._handles:
             self._delivery.keep(number, checked)
@@ -185,9 +169,6 @@ class Monitor:
         if measured:
             self._attention.begin_step()
         self._set_flags()
-
-    def _is_of_totals(self) -> bool:
-        return self._closed % self._channels_every > 0 and not self._judging.is_escalated(self._step)
 
     def _scalars(self, given: dict[str, Any], sample_ids: Any = None) -> Scalars:
         of_scaler = None

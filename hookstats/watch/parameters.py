@@ -11,7 +11,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -100,8 +99,6 @@ class Parameters:
         device, width, dim = placing(slot, tensor, keep_channels, self._device)
         parameter = Parameter(len(self._parameters.all), name, slot, keep_channels, group_size)
         for kind in kinds_of(slot, tensor, self._kinds):
-            if kind == STATES:
-                continue  # an optimizer has none before it has stepped
             # This process's part of a DTensor may be one channel of several. Of a sample, none is a channel's.
             is_sample = kind in SAMPLES
             keeps = not is_sample and keep_channels and (parameter_channels(slot, tensor).width or 1) > 1
@@ -148,11 +145,9 @@ class Parameters:
         if not stepping or not self._stepping.begins(optimizer):
             return None
         if "param_update" in self._kinds:
-            with self._store.flags.span(self._device):
-                self._carefully(self._copy, stepping)
+            self._timed(self._copy, stepping)
         if self._has_samples:
-            with self._store.flags.span(self._device):
-                self._stepping.sampled = self._carefully(self._sample, stepping) or []
+            self._stepping.sampled = self._timed(self._sample, stepping) or []
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if not callable(closure):
             self.measure(stepping, getattr(optimizer, "grad_scale", None))
@@ -181,11 +176,9 @@ class Parameters:
     def after_optimizer_step(self, optimizer: Optimizer) -> None:
         """Measures by how much the step has changed them, and what the optimizer keeps of them."""
         if self._stepping.ends(optimizer) and (self._stepping.copies or self._stepping.sampled):
-            with self._store.flags.span(self._device):
-                self._carefully(self._measure_updates)
+            self._timed(self._measure_updates)
         if self._states is not None and self._store.flags.is_open():
-            with self._store.flags.span(self._device):
-                self._carefully(self._measure_states, self._states, optimizer)
+            self._timed(self._measure_states, self._states, optimizer)
 
     def _measure_states(self, states: States, optimizer: Optimizer) -> None:
         found = [pair for each in self._among(optimizer) for pair in self._state_of(states, each, optimizer)]
@@ -200,7 +193,7 @@ class Parameters:
             if self._store.strict:
                 raise
             entries = [entry for kind, entry in each.entries.items() if kind.startswith(f"{STATES}.")]
-            self._binder.leave_out(entries, f"{type(error).__name__}: {error}")
+            self._binder.leave_out(entries, error)
             return []
 
     def _among(self, optimizer: Optimizer) -> list[Parameter]:
@@ -223,8 +216,8 @@ class Parameters:
     def measure(self, stepping: list[Parameter] | None = None, grad_scale: torch.Tensor | None = None) -> None:
         """Measures the watched parameters among those that step; None: all that were not measured in this step."""
         if self._store.flags.value if stepping is None else self._store.flags.is_open():
-            with nullcontext() if stepping is None else self._store.flags.span(self._device):
-                self._carefully(self._measure, stepping, grad_scale)
+            run = self._carefully if stepping is None else self._timed  # the end of a step is timed as a whole
+            run(self._measure, stepping, grad_scale)
 
     def _measure(self, stepping: list[Parameter] | None, grad_scale: torch.Tensor | None) -> None:
         by_optimizer = stepping is not None
@@ -273,15 +266,13 @@ class Parameters:
     def measure_gradients(self) -> None:
         """Measures the gradients that are there and were not, in this step; optimizers do not measure them again."""
         if self._store.flags.is_open():
-            with self._store.flags.span(self._device):
-                self._carefully(self._measure_gradients)
+            self._timed(self._measure_gradients)
 
     def measure_before_clipping(self, tensors: list[torch.Tensor]) -> list[tuple[Entry, torch.Tensor]] | None:
         """The same; and the sites that hold these parameters' gradients, and nothing else. None: some have none now."""
         if not self._store.flags.is_open() or is_capturing():
             return None
-        with self._store.flags.span(self._device):
-            found: list[tuple[Entry, torch.Tensor]] | None = self._carefully(self._measure_before_clipping, tensors)
+        found: list[tuple[Entry, torch.Tensor]] | None = self._timed(self._measure_before_clipping, tensors)
         return found
 
     def _measure_before_clipping(self, tensors: list[torch.Tensor]) -> list[tuple[Entry, torch.Tensor]] | None:
@@ -323,7 +314,7 @@ class Parameters:
             except Exception as error:
                 if self._store.strict:
                     raise
-                self._binder.leave_out([each.entries[kind]], f"{type(error).__name__}: {error}")
+                self._binder.leave_out([each.entries[kind]], error)
             found.append(tensor)
         return found
 
@@ -375,10 +366,11 @@ class Parameters:
             for each in self._parameters.all
             if any(each.measures(kind) and self._is_wanted(each, kind, by_optimizer=False) for kind in SAMPLES)
         ]
-        known = [each for each in others if self._samples.is_known(each)]
+        known = [each for each in others if each in self._samples.taken]
+        new = [each for each in others if each not in self._samples.taken]
         changed = self._samples.take(known, changes=True)
         self._measure_changes(changed, by_optimizer=False)
-        self._unstepped = changed | self._samples.take([each for each in others if each not in known], changes=False)
+        self._unstepped = changed | self._samples.take(new, changes=False)
 
     def _measure_changes(self, samples: dict[Parameter, Sample], by_optimizer: bool) -> None:
         owners = [(each, "update_sample") for each in samples if each.measures("update_sample")]
@@ -402,6 +394,11 @@ class Parameters:
 
         self._batches.accumulate(owners, self._read(owners, update))
 
+    def _timed(self, measure: Callable[..., Any], *args: Any) -> Any:
+        """`_carefully`, as a part of what hookstats takes of a step."""
+        with self._store.flags.span(self._device):
+            return self._carefully(measure, *args)
+
     def _carefully(self, measure: Callable[..., Any], *args: Any) -> Any:
         """One thread after the other. What fails as a whole is left out of this step, not of the next."""
         if not self._parameters.all:
@@ -413,14 +410,13 @@ class Parameters:
             if self._store.strict:
                 raise
             entries = [entry for each in self._parameters.all for entry in each.entries.values() if not entry.given_up]
-            self._binder.leave_out(entries, f"{type(error).__name__}: {error}")
+            self._binder.leave_out(entries, error)
             return None
 
     def close_step(self) -> None:
         """What was not measured before is; then the next step begins."""
         if self._has_samples and self._store.flags.value:
-            with self._store.flags.span(self._device):
-                self._carefully(self._sample_the_others)
+            self._carefully(self._sample_the_others)
         self.measure()
         self._unstepped = {}
         self.reset()
@@ -440,7 +436,10 @@ class Parameters:
 
 
 def kinds_of(slot: Slot, tensor: torch.Tensor, kinds: tuple[str, ...]) -> list[str]:
-    """The sites that a parameter has, or a buffer: one that is frozen has no gradient, and nothing updates it."""
+    """The sites that a parameter has, or a buffer, before an optimizer shows what it keeps.
+
+    One that is frozen has no gradient, and nothing updates it.
+    """
     if slot.is_buffer:
         return [kind for kind in kinds if kind == BUFFER]
-    return [kind for kind in kinds if kind != BUFFER and (kind == "param" or tensor.requires_grad)]
+    return [kind for kind in kinds if kind not in (BUFFER, STATES) and (kind == "param" or tensor.requires_grad)]

@@ -16,7 +16,6 @@ from hookstats.watch.hooks import Hook, InputHook, Kinds, ModelInputHook, SiteSp
 from hookstats.watch.memory import Store
 from hookstats.watch.parameters import BUFFER, kinds_of
 from hookstats.watch.samples import KINDS as SAMPLES
-from hookstats.watch.states import KIND as STATES
 
 
 class Plan:
@@ -117,8 +116,6 @@ class Plan:
             assert tensor is not None
             device, width, _ = placing(slot, tensor, name in self.keeping, self.device)
             for kind in kinds_of(slot, tensor, self.of_parameters):
-                if kind == STATES:
-                    continue  # room is made when an optimizer shows what it has
                 is_sample = kind in SAMPLES
                 size = store.site_bytes(1 if is_sample else width, has_bins=not is_sample)
                 total[device] = total.get(device, 0) + size

@@ -71,10 +71,6 @@ class Samples:
         self._samples[each] = Sample(values, differences, tensor.numel())
         return True
 
-    def is_known(self, each: Parameter) -> bool:
-        """Whether a sample of it was taken before, with which another one can be compared."""
-        return each in self.taken
-
     def take(self, parameters: list[Parameter], changes: bool) -> dict[Parameter, Sample]:
         """Those that could be taken. changes: differences from the sample before, of those alone that have one."""
         if not parameters:
@@ -87,17 +83,13 @@ class Samples:
         for each in parameters:
             try:
                 tensor = self._local(each)
-                if tensor is not None and self.make_room(each, tensor) and (not changes or self.is_known(each)):
+                if tensor is not None and self.make_room(each, tensor) and (not changes or each in self.taken):
                     found.setdefault(tensor.device, []).append((each, tensor))
             except Exception as error:
                 self._leave_out(each, error)
         taken: dict[Parameter, Sample] = {}
         for members in found.values():
-            try:
-                done = self._run(members, changes)
-            except Exception:  # one of them cannot be read: which one?
-                done = [each for member in members for each in self._run_alone(member, changes)]
-            taken |= {each: self._samples[each] for each in done}
+            taken |= self._read(members, changes)
         self.taken |= taken
         if len(found) == 1 and len(taken) == len(parameters):
             self._together[changes] = taken
@@ -132,9 +124,18 @@ class Samples:
             raise TypeError("expected a plain tensor with data, got a wrapper or a mere shape")
         return found
 
-    def _run(self, members: list[tuple[Parameter, torch.Tensor]], changes: bool) -> list[Parameter]:
-        self._sample([tensor for _, tensor in members], [self._samples[each] for each, _ in members], changes)
-        return [each for each, _ in members]
+    def _read(self, members: list[tuple[Parameter, torch.Tensor]], changes: bool) -> dict[Parameter, Sample]:
+        """Those that could be read, of parameters on one device."""
+        samples = {each: self._samples[each] for each, _ in members}
+        try:
+            self._sample([tensor for _, tensor in members], list(samples.values()), changes)
+        except Exception as error:
+            if len(members) == 1:
+                self._leave_out(members[0][0], error)
+                return {}
+            alone = [self._read([member], changes) for member in members]  # one of them cannot be read: which one?
+            return {each: sample for found in alone for each, sample in found.items()}
+        return samples
 
     def _sample(self, tensors: list[torch.Tensor], samples: list[Sample], changes: bool) -> None:
         _native.sample(
@@ -144,19 +145,11 @@ class Samples:
             [sample.differences for sample in samples] if changes else [],
         )
 
-    def _run_alone(self, member: tuple[Parameter, torch.Tensor], changes: bool) -> list[Parameter]:
-        try:
-            return self._run([member], changes)
-        except Exception as error:
-            self._leave_out(member[0], error)
-            return []
-
     def _leave_out(self, each: Parameter, error: Exception) -> None:
         if self._store.strict:
             raise error
         entries = [each.entries[kind] for kind in KINDS if each.measures(kind)]
-        problem = str(error) if isinstance(error, Captured) else f"{type(error).__name__}: {error}"
-        self._binder.leave_out(entries, problem)
+        self._binder.leave_out(entries, error)
 
 
 def _dtype(tensor: torch.Tensor) -> torch.dtype:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
+from typing import TypeAlias
 
 from hookstats import _native
 from hookstats._warn import warn
@@ -27,6 +28,16 @@ IN_A_GRAPH = f"inside a compiled graph only glue for this torch measures, and no
 _OF_MANY_SITES = {str(Captured()), IN_A_GRAPH}  # told of the first alone
 
 
+Problem: TypeAlias = str | Exception  # why something could not be measured
+
+
+def said_of(problem: Problem) -> str:
+    """In words."""
+    if isinstance(problem, Captured | str):
+        return str(problem).removeprefix("hookstats: ")
+    return f"{type(problem).__name__}: {problem}"
+
+
 class Skipping:
     """One tensor that cannot be measured is left out; a site of which this is so again and again is given up."""
 
@@ -40,9 +51,9 @@ class Skipping:
         self._in_vain: dict[Site, int] = {}  # measured steps in a row
         self._given_up: dict[Site, Skipped] = {}
 
-    def leave_out(self, sites: Iterable[Site], problem: str, times: int = 1) -> None:
+    def leave_out(self, sites: Iterable[Site], problem: Problem, times: int = 1) -> None:
         """Counts, and warns of each site once; of _OF_MANY_SITES, of the first alone. RuntimeError under strict."""
-        sites, problem = list(sites), problem.removeprefix("hookstats: ")
+        sites, problem = list(sites), said_of(problem)
         if self._strict:
             raise RuntimeError(f"hookstats: {_listed(sites)} cannot be measured: {problem}")
         with self._lock:
@@ -54,12 +65,12 @@ class Skipping:
         if is_news:
             warn(f"not measured: {_listed(new)}: {problem}")
 
-    def give_up(self, sites: Iterable[Site], problem: str) -> None:
+    def give_up(self, sites: Iterable[Site], problem: Problem) -> None:
         """What can never be measured."""
         sites = list(sites)
         self.leave_out(sites, problem)
         with self._lock:
-            self._given_up.update(dict.fromkeys(sites, Skipped(problem.removeprefix("hookstats: "), None)))
+            self._given_up.update(dict.fromkeys(sites, Skipped(said_of(problem), None)))
 
     def take(self) -> dict[Site, Skipped]:
         """What the open step left out, which begins anew."""
@@ -83,10 +94,10 @@ class Skipping:
             self._given_up.update({site: left_out[site]._replace(times=None) for site in hopeless})
         return hopeless
 
-    def of_step(self, left_out: dict[Site, Skipped]) -> dict[Site, Skipped]:
-        """What a snapshot says of its step."""
+    def of_step(self, left_out: dict[Site, Skipped] | None = None) -> dict[Site, Skipped]:
+        """What a snapshot says of its step; None: of the open one."""
         with self._lock:
-            return left_out | self._given_up
+            return (self._open if left_out is None else left_out) | self._given_up
 
     def so_far(self) -> dict[Site, Skipped]:
         """What was left out in all steps, the open one too."""
@@ -94,10 +105,6 @@ class Skipping:
             everything = dict(self._earlier)
             _add(everything, self._open)
             return everything | self._given_up
-
-    def in_open_step(self) -> dict[Site, Skipped]:
-        with self._lock:
-            return dict(self._open)
 
 
 def _came(site: Site, snapshot: Snapshot) -> bool:

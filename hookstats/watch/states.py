@@ -56,7 +56,7 @@ class States:
         if slot is None or site in self._refused:
             return False
         if is_capturing():
-            self._binder.skipping.leave_out([site], str(Captured()))
+            self._binder.skipping.leave_out([site], Captured())
             return False
         device, width, dim = placing(slot, value, each.keeps_channels, self._default)
         if not self._store.make_room(device, width, 1):

@@ -43,7 +43,7 @@ class Taps:
 
     def _made(self, tensor: torch.Tensor, name: str, channel_dim: int | None) -> Hook | None:
         if is_capturing():
-            self._binder.skipping.leave_out([Site(name, "output"), Site(name, "grad_output")], str(Captured()))
+            self._binder.skipping.leave_out([Site(name, "output"), Site(name, "grad_output")], Captured())
             return None
         if any(entry.site.name == name for entry in self._store.entries):
             raise ValueError(f"tap: expected a name that no watched module has, got {name!r}")

@@ -43,7 +43,7 @@ def note_sharding(spec: Any, kinds: Iterable[str | None], tensor: torch.Tensor, 
     TypeError for one that lies elsewhere than one before it in the same step: their values belong to different parts of
     the whole, and could not be told apart.
     """
-    dim = spec.dim_for(tensor.dim())
+    dim = spec.dims.get(tensor.dim())
     if dim is None:  # no part of it was met yet: that of its type, or any
         dim = -1 if spec.channels.dim is None else spec.channels.dim
     sharding = sharding_of(tensor, dim) if is_dtensor(tensor) else None

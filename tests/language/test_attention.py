@@ -108,6 +108,18 @@ def test_nothing_is_computed_in_a_step_that_is_not_measured(monkeypatch: pytest.
     assert len(calls) == 6
 
 
+def test_sites_that_do_not_fit_into_the_memory_do_not_disturb_those_that_do() -> None:
+    model = model_of(1)
+    options = hookstats.Options(memory_budget=10_000)
+    with pytest.warns(UserWarning, match="would not fit"):
+        monitor = hookstats.attach(model, tensors=("attention",), every=1, options=options)
+    with monitor:
+        model(batch())
+        snapshot = monitor.snapshot()
+    assert {site.tensor for site in snapshot} == {"attention.max_logit", "attention.entropy"}
+    assert {site.tensor for site in snapshot.skipped} == {"attention.sink", "attention.bound"}
+
+
 def test_evaluation_and_pauses_are_left_out() -> None:
     model = model_of(1)
     with hookstats.attach(model, tensors=("attention",), options=ALL_ROWS) as monitor:

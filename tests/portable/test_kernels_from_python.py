@@ -11,7 +11,7 @@ import torch
 
 from hookstats import _native, portable
 from hookstats.portable import library
-from tests.conftest import DTYPES, HISTOGRAMS, Backend, State, check, listed
+from tests.conftest import DTYPES, HISTOGRAMS, Backend, State, check
 from tests.kernels.test_checksums import SHAPES
 from tests.kernels.test_kernels import LAYOUTS, normal
 from tests.kernels.test_rows import MASKS
@@ -54,22 +54,6 @@ def test_rows_that_count(both: tuple[Backend, Backend], name: str) -> None:
     for x in (normal(*mask.shape, 7).float(), normal(mask.numel(), 7).float(), normal(3, 7).float()):
         found, wanted = (backend.accumulate(x, -1, "per_channel", mask=mask) for backend in both)
         assert found.same_bits(wanted)
-
-
-def test_operators_of_graphs(both: tuple[Backend, Backend]) -> None:
-    x, active = normal(50, 8).float(), torch.ones(1, dtype=torch.int32)
-    rows, kept = listed(torch.arange(50) % 3 > 0)
-    blocks = []
-    for backend in both:
-        memory = torch.zeros(8 * len(_native._C.FIELDS) + 2 + 8 * 64, dtype=torch.int64)
-        backend.ops.fold_output(x, memory, active, 8, True, 1)
-        backend.ops.fold_output(x, memory, torch.zeros_like(active), 8, True, 1)
-        backend.ops.fold_gradient(x, memory, active, 8, True, 1, rows, kept)
-        counters = memory[8 * len(_native._C.FIELDS) :][:2]
-        assert counters.tolist()[0] == 2
-        counters[1] = 0  # the place in the order of execution
-        blocks.append(memory)
-    assert torch.equal(*blocks)
 
 
 @pytest.mark.parametrize("histogram", HISTOGRAMS)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from torch import nn
 import hookstats
 from hookstats import _native
 from hookstats.watch import overhead
+from hookstats.watch.flags import Flags
 from tests.models import Containers
 
 
@@ -119,6 +122,27 @@ def test_what_happens_in_backward_and_in_the_optimizer_is_in_it(monkeypatch: pyt
     mon.step()
     seen.append(made[0].host_us)
     assert seen == sorted(set(seen))  # more after each of them
+
+
+def test_what_the_end_of_a_step_takes_of_a_device_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of spans inside others the host's time is counted once, but each has a pair of events."""
+    depths: list[int] = []
+    open_now: list[torch.device] = []
+    span = Flags.span
+
+    @contextlib.contextmanager
+    def noted(flags: Flags, device: torch.device, calls: int = 0) -> Iterator[None]:
+        with span(flags, device, calls):
+            open_now.append(device)
+            depths.append(len(open_now))
+            yield
+            open_now.pop()
+
+    monkeypatch.setattr(Flags, "span", noted)
+    model = network()
+    mon = hookstats.attach(model, tensors=("param", "param_update", "param_sample", "update_sample"), every=1)
+    run(model, mon, 4, torch.optim.SGD(model.parameters(), lr=1e-3))
+    assert set(depths) == {1}
 
 
 def test_what_is_in_containers_and_what_inputs_take_is_in_it(monkeypatch: pytest.MonkeyPatch) -> None:

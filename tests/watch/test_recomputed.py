@@ -5,10 +5,12 @@ Graphs of torch.compile in depth: tests/graphs.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -81,6 +83,25 @@ def test_compiled_autograd_gives_eagers_numbers(fullgraph: bool) -> None:
     for _ in range(2):
         run(twin, batch())
     check_against(plain, mon.snapshot())
+
+
+@pytest.mark.parametrize("histogram", [hookstats.LinearBins(-1, 1, 8), hookstats.ExponentBins(block=32)], ids=str)
+def test_compiled_autograd_fills_bins_as_eager_does(histogram: Any) -> None:
+    def trained(backward: contextlib.AbstractContextManager[Any]) -> hookstats.Snapshot:
+        model = mlp()
+        mon = hookstats.attach(model, histogram=histogram)
+        with backward:
+            run(model, batch())
+        return mon.snapshot()
+
+    eager = trained(contextlib.nullcontext())
+    compiled = trained(torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager", fullgraph=True)))
+    assert set(compiled.order) == set(eager.order)
+    for site in eager.order:
+        counts = eager[site]._histogram
+        assert counts is not None
+        assert counts.sum() > 0
+        np.testing.assert_array_equal(compiled[site]._histogram, counts, str(site))
 
 
 def test_a_whole_step_compiled_with_compiled_autograd_is_measured() -> None:

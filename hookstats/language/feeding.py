@@ -1,0 +1,39 @@
+"""What attention and routers have in common: sites that are given numbers which are computed from what runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from hookstats.modules import order
+from hookstats.watch.binding import SiteBinder
+from hookstats.watch.graphs import shared_in_graph
+from hookstats.watch.hooks import FedHook, SiteSpec
+
+
+class Fed:
+    """The sites of one module, or of what is given by hand under one name."""
+
+    def __init__(self, binder: SiteBinder, specs: Iterable[SiteSpec], device: torch.device) -> None:
+        self.monitor = binder.monitor
+        self._binder = binder
+        self.hooks = tuple(binder.late_hook(spec, device, FedHook) for spec in specs)
+
+    def is_wanted(self) -> bool:
+        """Whether what runs now is measured. Can be traced."""
+        if torch.compiler.is_compiling():
+            return shared_in_graph(self.hooks[0]) is not None
+        if not self._binder.measures_now() or order.recomputing() or torch._C._is_tracing():
+            return False
+        return torch._guards.TracingContext.try_get() is None
+
+    def carefully(self, see: Callable[..., None], *what: Any) -> None:
+        """What cannot be measured is left out."""
+        try:
+            with self._binder.span_of_a_hook():
+                see(*what)
+        except Exception as error:
+            entries = [entry for hook in self.hooks for entry in hook.spec.entries.values()]
+            self._binder.leave_out(entries, error)
