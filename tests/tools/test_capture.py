@@ -36,9 +36,11 @@ def steps(model: nn.Module, forward: Any, count: int, device: str) -> None:
 @pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
 def test_captures_are_the_first_items_and_channels_that_plain_hooks_see(backend: str | None, device: str) -> None:
     torch.manual_seed(0)
-    model = small_cnn().eval().to(device)
-    # Behind "1" there is an in-place ReLU, which graphs refuse before torch 2.13 on what has a gradient hook.
-    names = ["0", "7"] if backend and torch.__version__ < (2, 13) else ["0", "1", "7"]
+    model, names = small_cnn().eval().to(device), ["0", "1", "7"]
+    if backend == "inductor":  # no further than to the first ReLU, for which few kernels are compiled
+        model, names = model[:3], ["0", "1"]
+    if backend and torch.__version__ < (2, 13):
+        names.remove("1")  # graphs refuse an in-place ReLU behind what has a gradient hook
     captured = hookstats.capture(model, names, every=2, items=3, channels=5, keep=2)
     forward: Any = torch.compile(model, backend=backend, fullgraph=True) if backend else model
     steps(model, forward, 7, device)  # calls 0, 2, 4, 6; the last two are kept
@@ -178,21 +180,21 @@ model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(inplace=True), nn.Linear(8, 2))
 captured = hookstats.capture(model, "*", keep=3, edited=True)
 mask = hookstats.edit.mask_activations(model, "0", 10)  # of all
 x = torch.randn(2, 4)
-for step in range(1, 5_001):
+for step in range(1, 2_001):
     model(x).sum().backward()
-    if step in (100, 5_000):
+    if step in (100, 2_000):
         print(*[live() for _ in range(5)][-1])  # to look takes memory, too, the first few times
 print(*(shot.call for shot in captured["0"]), mask.changed > 0)
 """
 
 
-def test_5_000_steps_take_no_more_memory_than_the_first() -> None:
+def test_2_000_steps_take_no_more_memory_than_the_first() -> None:
     done = subprocess.run([sys.executable, "-c", STEPS], cwd=ROOT, capture_output=True, text=True)
     early, late, calls = done.stdout.splitlines()
     (tensors, held), (tensors_later, held_later) = ([int(n) for n in line.split()] for line in (early, late))
     assert tensors_later == tensors
-    assert held_later < held + (1 << 18)  # 53 bytes per step
-    assert calls == "4997 4998 4999 True"
+    assert held_later < held + 100_000  # 53 bytes per step
+    assert calls == "1997 1998 1999 True"
 
 
 def test_remove_leaves_the_model_as_it_was() -> None:

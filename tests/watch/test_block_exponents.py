@@ -79,20 +79,15 @@ def test_outputs_parameters_and_their_gradients_count_blocks(name: str) -> None:
     assert all(blocks_of(snapshot, site)[40:].sum() > 0 for site in snapshot.order)
 
 
-@pytest.mark.parametrize(("name", "backend"), [*((name, "aot_eager") for name in BINS), ("blocks of 32", "inductor")])
-def test_a_compiled_model_counts_as_the_bare_one(name: str, backend: str, only_monitors: None) -> None:
+@pytest.mark.parametrize("name", BINS)
+def test_a_compiled_model_counts_as_the_bare_one(name: str, only_monitors: None) -> None:
     torch._dynamo.reset()
     tensors = ("output", "grad_output", "param", "param_grad")
     eager, _ = trained(name, lambda net: net, tensors=tensors)
-    compiled, _ = trained(name, lambda net: torch.compile(net, backend=backend, fullgraph=True), tensors=tensors)
+    compiled, _ = trained(name, lambda net: torch.compile(net, backend="aot_eager", fullgraph=True), tensors=tensors)
     assert set(eager.order) == set(compiled.order)
     for site in eager.order:
-        here, there = blocks_of(eager, site), blocks_of(compiled, site)
-        if backend == "aot_eager":
-            np.testing.assert_array_equal(here, there, str(site))
-        else:  # rounds otherwise, where a GELU is flat to other values near 0
-            assert here[40:].sum() == there[40:].sum() > 0
-            assert np.abs(here - there)[1:30].sum() <= 0.01 * here[1:30].sum(), site
+        np.testing.assert_array_equal(blocks_of(eager, site), blocks_of(compiled, site), str(site))
 
 
 def test_rows_that_are_ignored_are_in_no_block() -> None:
