@@ -17,7 +17,6 @@ from hookstats.numbers.fields import kernel_block
 from hookstats.report.record import Recorded
 from hookstats.report.writing import contents
 from hookstats.rules import LowPrecisionFit, fit, judge
-from tests import ranks
 from tests.kernels.test_blocks import counted
 from tests.reference import Array
 
@@ -156,22 +155,6 @@ def test_a_record_keeps_blocks_and_its_page_shows_what_formats_lose(tmp_path: Pa
         assert shares == pytest.approx(expected[sites[row[0]]], rel=1e-2)
     without, _ = contents(Recorded.of(_records(tmp_path / "other", ExponentBins())[0]))
     assert without["precision"]["blocks"] is None
-
-
-def _measured_by(rank: int, world: int) -> tuple[list[Snapshot], Array]:
-    net, group = model(), torch.distributed.group.WORLD
-    steps: list[Snapshot] = []
-    with hookstats.attach(
-        net, every=1, histogram=BINS["blocks of 32"], process_group=group, sinks=[steps.append]
-    ) as mon:
-        output = net[0](batch(rank))
-        mon.step()
-    return steps, counted(matrix(output), "blocks of 32")
-
-
-def test_ranks_are_merged_exactly() -> None:
-    ([first], one), (_, two) = ranks.run(_measured_by, 2)
-    np.testing.assert_array_equal(blocks_of(first, Site("0", "output")), one + two)
 
 
 class Wide(nn.Module):
