@@ -99,7 +99,7 @@ def test_compiled_edits_do_what_eager_ones_do(backend: str, device: str) -> None
     few = backend == "inductor"  # modules, so that few kernels are compiled
 
     def edited(backend: str | None) -> tuple[list[torch.Tensor], list[int]]:
-        model, where = (two_modules().to(device), ["1"]) if few else (residual(device), WHERE)
+        model, where = (few_modules().to(device), ["1"]) if few else (residual(device), WHERE)
         made = [EDITS[name][0](model, where, *EDITS[name][1], tensor=tensor) for name, tensor in cases]
         return run(model, compiled(model, backend), device=device), [one.changed for one in made]
 
@@ -111,10 +111,10 @@ def test_compiled_edits_do_what_eager_ones_do(backend: str, device: str) -> None
         assert {name for (name, _), changed in zip(cases, want_changed, strict=True) if not changed} <= {"clip above"}
 
 
-def two_modules() -> nn.Sequential:
-    """Each edit has something to change in them."""
+def few_modules() -> nn.Sequential:
+    """Of the one in the middle every tensor is edited, and each edit has something to change there."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Tanh(), nn.Linear(16, 16))
+    model = nn.Sequential(nn.Tanh(), nn.Linear(16, 16), nn.ReLU(inplace=not OLD))
     nn.init.normal_(model[1].weight, std=4.0)
     return model
 
@@ -151,7 +151,7 @@ class Checkpointed(nn.Module):
     def __init__(self, reentrant: bool | None) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.inner = Residual()
+        self.inner = Residual(depth=2)
         self.reentrant = reentrant
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
