@@ -116,9 +116,9 @@ class Shortcut(nn.Module):
 
 
 def resnet() -> nn.Module:
-    blocks = [Shortcut(32) for _ in range(4)]
+    blocks = [Shortcut(16) for _ in range(4)]
     return nn.Sequential(
-        nn.Conv2d(3, 32, 3, padding=1), *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10)
+        nn.Conv2d(3, 16, 3, padding=1), *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10)
     )
 
 

@@ -9,7 +9,9 @@ import contextlib
 import io
 import os
 import re
+import runpy
 import socket
+import subprocess
 import sys
 import tempfile
 import types
@@ -20,12 +22,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # which each rank would import for its optimizer
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.run import get_args_parser
 
 import hookstats
 from hookstats.records import recording
 from hookstats.watch.drain import Pending
+from tests import ranks
 from tests.conftest import ROOT
 
 NAMES = (
@@ -174,7 +179,35 @@ def room_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recording, "_LEAST_RING", 256 << 20)
 
 
-@pytest.mark.usefixtures("one_rank", "room_for_all")
+def of_a_script(rank: int, world: int, script: str) -> str:
+    """What it prints in this rank."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(script, run_name="__main__")
+    return printed.getvalue()
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks of torchrun are forked from one process, so that one alone imports torch, and not four.
+
+    tests/cluster/test_tree.py has ranks that torchrun starts.
+    """
+    started = subprocess.run
+
+    def run_as_torchrun(command: list[str], **given: Any) -> subprocess.CompletedProcess[str]:
+        if "torch.distributed.run" not in command:
+            return started(command, **given)
+        assert command[:3] == [sys.executable, "-m", "torch.distributed.run"]
+        assert given == {"stdout": subprocess.PIPE, "text": True, "check": True}
+        asked = get_args_parser().parse_args(command[3:])
+        assert asked.standalone
+        printed = ranks.run(of_a_script, int(asked.nproc_per_node), os.path.abspath(asked.training_script), init="")
+        return subprocess.CompletedProcess(command, 0, "".join(printed))
+
+    monkeypatch.setattr(subprocess, "run", run_as_torchrun)
+
+
+@pytest.mark.usefixtures("one_rank", "room_for_all", "forked")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_code_of_a_page_prints_what_stands_below_it(
     page: Path, logger: Logger, recwarn: pytest.WarningsRecorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

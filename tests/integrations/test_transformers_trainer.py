@@ -8,7 +8,6 @@ import importlib
 import logging
 import pickle
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -218,19 +217,17 @@ def test_training_that_raised_is_left_when_the_same_callback_trains_again(text: 
     assert Accelerator.backward is methods
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
-def test_a_callback_that_has_trained_can_be_copied_and_the_copy_trains(
-    copied: Callable[[HookStats], HookStats], text: list[Any], tmp_path: Path
-) -> None:
+def test_a_callback_that_has_trained_can_be_copied_and_the_copy_trains(text: list[Any], tmp_path: Path) -> None:
     callback, model = HookStats(sinks=hookstats.record(tmp_path / "run"), every=1), gpt2()
     with pytest.raises(ZeroDivisionError):
         train(model, text, tmp_path, callback, Fails())
-    other = copied(callback)
+    copies = copy.deepcopy(callback), pickle.loads(pickle.dumps(callback))
     assert callback.monitor is not None
-    assert other.monitor is None
-    train(model, text, tmp_path, other)
+    for other in copies:
+        assert other.monitor is None
+        train(model, text, tmp_path, other)
     attempts = hookstats.load(tmp_path / "run").manifest["attempts"]
-    assert [each["ended"] for each in attempts] == ["died", "closed"]
+    assert [each["ended"] for each in attempts] == ["died", "closed", "closed"]
 
 
 def test_training_that_raised_is_left_when_another_callback_trains_its_model(text: list[Any], tmp_path: Path) -> None:

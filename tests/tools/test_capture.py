@@ -36,9 +36,11 @@ def steps(model: nn.Module, forward: Any, count: int, device: str) -> None:
 @pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
 def test_captures_are_the_first_items_and_channels_that_plain_hooks_see(backend: str | None, device: str) -> None:
     torch.manual_seed(0)
-    model = small_cnn().eval().to(device)
-    # Behind "1" there is an in-place ReLU, which graphs refuse before torch 2.13 on what has a gradient hook.
-    names = ["0", "7"] if backend and torch.__version__ < (2, 13) else ["0", "1", "7"]
+    model, names = small_cnn().eval().to(device), ["0", "1", "7"]
+    if backend == "inductor":  # no further than to the first ReLU, for which few kernels are compiled
+        model, names = model[:3], ["0", "1"]
+    if backend and torch.__version__ < (2, 13):
+        names.remove("1")  # graphs refuse an in-place ReLU behind what has a gradient hook
     captured = hookstats.capture(model, names, every=2, items=3, channels=5, keep=2)
     forward: Any = torch.compile(model, backend=backend, fullgraph=True) if backend else model
     steps(model, forward, 7, device)  # calls 0, 2, 4, 6; the last two are kept

@@ -17,7 +17,6 @@ from hookstats.numbers.fields import kernel_block
 from hookstats.report.record import Recorded
 from hookstats.report.writing import contents
 from hookstats.rules import LowPrecisionFit, fit, judge
-from tests import ranks
 from tests.kernels.test_blocks import counted
 from tests.reference import Array
 
@@ -79,20 +78,15 @@ def test_outputs_parameters_and_their_gradients_count_blocks(name: str) -> None:
     assert all(blocks_of(snapshot, site)[40:].sum() > 0 for site in snapshot.order)
 
 
-@pytest.mark.parametrize(("name", "backend"), [*((name, "aot_eager") for name in BINS), ("blocks of 32", "inductor")])
-def test_a_compiled_model_counts_as_the_bare_one(name: str, backend: str, only_monitors: None) -> None:
+@pytest.mark.parametrize("name", BINS)
+def test_a_compiled_model_counts_as_the_bare_one(name: str, only_monitors: None) -> None:
     torch._dynamo.reset()
     tensors = ("output", "grad_output", "param", "param_grad")
     eager, _ = trained(name, lambda net: net, tensors=tensors)
-    compiled, _ = trained(name, lambda net: torch.compile(net, backend=backend, fullgraph=True), tensors=tensors)
+    compiled, _ = trained(name, lambda net: torch.compile(net, backend="aot_eager", fullgraph=True), tensors=tensors)
     assert set(eager.order) == set(compiled.order)
     for site in eager.order:
-        here, there = blocks_of(eager, site), blocks_of(compiled, site)
-        if backend == "aot_eager":
-            np.testing.assert_array_equal(here, there, str(site))
-        else:  # rounds otherwise, where a GELU is flat to other values near 0
-            assert here[40:].sum() == there[40:].sum() > 0
-            assert np.abs(here - there)[1:30].sum() <= 0.01 * here[1:30].sum(), site
+        np.testing.assert_array_equal(blocks_of(eager, site), blocks_of(compiled, site), str(site))
 
 
 def test_rows_that_are_ignored_are_in_no_block() -> None:
@@ -161,22 +155,6 @@ def test_a_record_keeps_blocks_and_its_page_shows_what_formats_lose(tmp_path: Pa
         assert shares == pytest.approx(expected[sites[row[0]]], rel=1e-2)
     without, _ = contents(Recorded.of(_records(tmp_path / "other", ExponentBins())[0]))
     assert without["precision"]["blocks"] is None
-
-
-def _measured_by(rank: int, world: int) -> tuple[list[Snapshot], Array]:
-    net, group = model(), torch.distributed.group.WORLD
-    steps: list[Snapshot] = []
-    with hookstats.attach(
-        net, every=1, histogram=BINS["blocks of 32"], process_group=group, sinks=[steps.append]
-    ) as mon:
-        output = net[0](batch(rank))
-        mon.step()
-    return steps, counted(matrix(output), "blocks of 32")
-
-
-def test_ranks_are_merged_exactly() -> None:
-    ([first], one), (_, two) = ranks.run(_measured_by, 2)
-    np.testing.assert_array_equal(blocks_of(first, Site("0", "output")), one + two)
 
 
 class Wide(nn.Module):

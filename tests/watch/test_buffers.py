@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import hookstats
 from hookstats import Channels, Options, Site, Snapshot
-from tests import ranks
 
 STRICT = Options(strict=True)
 
@@ -244,22 +242,3 @@ def test_a_mask_of_minus_infinity_is_no_finding_and_a_nan_is(tmp_path: Path) -> 
     found = [each for each in hookstats.load(tmp_path).findings if each.rule == "nonfinite"]
     assert [(each.step, each.site) for each in found] == [(2, ("average", "buffer"))]
     assert "look at how the model updates it" in found[0].sentence
-
-
-def on_ranks(rank: int, world: int) -> None:
-    torch.manual_seed(rank)
-    model = Counting()
-    with hookstats.attach(model, tensors=("buffer",), process_group=dist.group.WORLD) as monitor:
-        model(torch.randn(50, 4))
-        mine = model.tokens_per_expert.clone()
-        found = [monitor.step(), *monitor.detach()]
-    (snapshot,) = (each for each in found if each is not None)
-    dist.all_reduce(mine)
-    channels = snapshot["tokens_per_expert", "buffer"].channels
-    assert channels is not None
-    assert (channels.mean * channels.count).tolist() == pytest.approx(mine.tolist())
-    assert channels.count.tolist() == [world] * 4
-
-
-def test_each_rank_has_counts_of_its_own() -> None:
-    ranks.run(on_ranks, 2)

@@ -12,7 +12,6 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hookstats
-from tests import ranks
 
 Change = Callable[[nn.Module], object]
 
@@ -147,41 +146,3 @@ def test_a_single_tensor_and_an_iterator_will_do() -> None:
     monitor = hookstats.attach(model, tensors="param_grad", every=1)
     found = monitor.clip_grad_norm_(model[0].weight, 0.1)  # type: ignore[index]
     torch.testing.assert_close(found, nn.utils.clip_grad_norm_(twin[0].weight, 0.1))  # type: ignore[index]
-
-
-def clips_on_one_rank_by_hookstats(rank: int, world: int) -> tuple[float, list[float]]:
-    """The norm, and the gradients of this rank."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-    mesh = init_device_mesh("cpu", (world,))
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
-    for number, module in enumerate(model):
-        for name, parameter in list(module.named_parameters()):
-            gradient = torch.randn_like(parameter) + number
-            placements = [Shard(0)] if name == "weight" else [Replicate()]
-            distributed = nn.Parameter(distribute_tensor(parameter.detach(), mesh, placements))
-            distributed.grad = distribute_tensor(gradient, mesh, placements)
-            setattr(module, name, distributed)
-    if rank == 0:  # the others clip by torch: both communicate the same
-        monitor = hookstats.attach(model, tensors="param_grad", every=1)
-        total: Any = monitor.clip_grad_norm_(model.parameters(), 0.5)
-        assert monitor.snapshot().order
-    else:
-        total = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-    gradients: list[Any] = [parameter.grad for parameter in model.parameters()]
-    return float(total.full_tensor()), torch.cat([each.full_tensor().flatten() for each in gradients]).tolist()
-
-
-def test_dtensors_have_torchs_norm_and_communicate_what_torch_does() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
-    for number, module in enumerate(model):
-        for _, parameter in list(module.named_parameters()):
-            parameter.grad = torch.randn_like(parameter) + number
-    wanted = float(nn.utils.clip_grad_norm_(model.parameters(), 0.5))
-    gradients = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])  # type: ignore[union-attr]
-    for norm, found in ranks.run(clips_on_one_rank_by_hookstats, 2):
-        assert norm == pytest.approx(wanted, rel=1e-5)
-        torch.testing.assert_close(torch.tensor(found), gradients)

@@ -170,7 +170,8 @@ def test_paused_and_in_other_steps_the_module_gets_its_own_tensor() -> None:
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_inputs_in_a_compiled_model(backend: str) -> None:
     torch.manual_seed(0)
-    model = Residual(depth=1)
+    few = nn.Sequential(nn.Linear(16, 8), nn.Tanh())  # kernels, each of which inductor compiles for a second
+    model = few if backend == "inductor" else Residual(depth=1)
     x = torch.randn(4, 5, 16)
     plain = hookstats.attach(model, tensors=INPUTS)
     model(x).square().sum().backward()

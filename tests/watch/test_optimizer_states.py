@@ -9,14 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 import hookstats
 from hookstats import Options, Site, Snapshot
-from tests import ranks
 
 
 class Sign(torch.optim.Optimizer):
@@ -230,29 +226,3 @@ def test_a_recorded_run_has_them(tmp_path: Path) -> None:
         assert snapshot is not None
         for site in snapshot.order:
             assert loaded[number][site].total.mean == pytest.approx(snapshot[site].total.mean, rel=1e-6)
-
-
-def sharded(rank: int, world: int) -> None:
-    model = model_of()
-    for each in (model[0], model[2], model):
-        fully_shard(each, mesh=init_device_mesh("cpu", (world,)))
-    optimizer = torch.optim.AdamW(model.parameters())
-    monitor = hookstats.attach(
-        model, tensors=("optimizer",), every=1, process_group=dist.group.WORLD, options=Options(strict=True)
-    )
-    step(model, optimizer, rank)
-    monitor.step()
-    (snapshot,) = monitor.detach()
-    for name, parameter in model.named_parameters():
-        for key in ("exp_avg", "exp_avg_sq"):
-            value = optimizer.state[parameter][key].full_tensor().double()
-            stats = snapshot[name, f"optimizer.{key}"]
-            assert stats.total.count == value.numel()
-            assert abs(stats.total.mean - value.mean()) <= 1e-6 * value.abs().max()
-            if value.dim() > 1:
-                assert stats.channels is not None
-                assert abs(stats.channels.mean - value.mean(1).numpy()).max() <= 1e-6 * value.abs().max()
-
-
-def test_states_of_sharded_parameters_lie_as_these_do() -> None:
-    ranks.run(sharded, 2, timeout=180)

@@ -50,12 +50,12 @@ def test_only_forwards_in_training_mode_are_measured(tensors: tuple[str, ...]) -
         assert calls(train_and_evaluate(model, model, mon)) == {2}
 
 
-@pytest.mark.parametrize("how", ["whole", "blocks"])
-def test_in_compiled_models_evaluation_is_one_program_without_statistics(how: str) -> None:
+@pytest.mark.parametrize(("how", "backend"), [("whole", "aot_eager"), ("blocks", "eager")])
+def test_in_compiled_models_evaluation_is_one_program_without_statistics(how: str, backend: str) -> None:
     torch._dynamo.reset()
-    model = Residual()
+    model = Residual(depth=2)
     mon = hookstats.attach(model, every=1, tensors=("output", "grad_output"), example=((batch(),), {}))
-    counter = CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend(backend)
     run: Any = model
     if how == "whole":
         run = torch.compile(model, backend=counter, fullgraph=True)
