@@ -12,7 +12,7 @@ import pytest
 from hookstats.numbers.fields import Site
 from hookstats.records.errors import RunError
 from hookstats.serve import growing
-from hookstats.serve.runs import Runs, Watched
+from hookstats.serve.runs import Both, Runs, Watched
 from tests.serve.served import Growing, restored
 
 SITES = [Site(f"layers.{i}", "output") for i in range(20)]
@@ -130,6 +130,28 @@ def test_a_run_that_is_torn_says_so_until_it_is_read_again(followed: tuple[Growi
     run.add(range(30, 32))
     assert len(grown(seen, run).record["begin"]) == 32
     assert seen.error is None
+
+
+def test_two_runs_of_which_one_was_torn_are_told_of_in_detail_anew(tmp_path: Path) -> None:
+    """Though there are as many steps and findings as before."""
+    runs = [Growing(tmp_path / name, SITES) for name in ("first", "second")]
+    for run in runs:
+        run.add(range(30))
+    seen = growing.GrowingPair(Both(*(Watched(tmp_path / name, name) for name in ("first", "second"))))
+    grown(seen, runs[0])
+    before = seen._detailed
+    assert before is not None
+    manifest = runs[0].folder / "manifest.json"
+    whole = manifest.read_bytes()
+    for text in (b"{}", whole):
+        manifest.write_bytes(text)
+        seen._rested = seen._rested_anew = seen._rested_details = 0.0
+        seen.look()
+        assert seen._making is not None
+        seen._making.join()
+        assert (seen._detailed is None) == (text == b"{}")
+    assert seen.error is None
+    assert seen._detailed == before
 
 
 def test_few_versions_of_few_runs_are_kept(tmp_path: Path, followed: tuple[Growing, growing.Growing]) -> None:
