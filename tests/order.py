@@ -9,11 +9,11 @@ import pytest
 # Files that take long, and about how many seconds of one core. The harness is built by the first that needs it.
 SECONDS = {
     "cluster/test_parallel_matrix.py": 150,
-    "graphs/test_programs.py": 120,
+    "graphs/test_programs.py": 45,
     "cuda_on_cpu/test_cuda_on_cpu.py": 110,
     "portable/test_without_glue.py": 60,
-    "graphs/test_compile.py": 60,
-    "graphs/test_recompiles.py": 60,
+    "graphs/test_compile.py": 30,
+    "graphs/test_recompiles.py": 15,
     "rules/test_fleet.py": 50,
     "tools/test_edit.py": 45,
     "records/test_store.py": 40,
@@ -22,7 +22,7 @@ SECONDS = {
     "comparing/test_comparing.py": 35,
     "watch/test_ignore.py": 35,
     "rules/test_illnesses.py": 35,
-    "graphs/test_compiled_first.py": 35,
+    "graphs/test_compiled_first.py": 15,
     "integrations/test_lightning.py": 30,
     "integrations/test_transformers_trainer.py": 30,
     "records/test_recording.py": 30,
