@@ -48,6 +48,8 @@ BACKENDS = ["cpu", "cuda_on_cpu", *(["gpu"] if torch.cuda.is_available() else []
 def pytest_configure() -> None:
     # Of this checkout alone: whoever is killed while he writes into one that all share leaves files that break others.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(ROOT / "build" / "inductor"))
+    # Else each process asks ten small programs whether what the compiler writes runs here, in three seconds.
+    os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
     if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores, and so do the processes that they start
         torch.set_num_threads(1)
         os.environ["OMP_NUM_THREADS"] = os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
