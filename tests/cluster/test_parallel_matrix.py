@@ -33,7 +33,7 @@ from tests.plain import hearing
 EXACT = ("count", "zeros", "nans", "posinfs", "neginfs")
 CLOSE = ("mean", "std", "rms", "min", "max", "abs_max")
 WAYS = ("sequence", "plain", "dtensors", "prepared", "loss")
-# What shards a block sees its input and its output, and the model's; what is wrapped inside of it, a recomputation sees.
+# What shards a block sees what goes into it and comes out of it; what is wrapped inside of it, a recomputation sees.
 SHORT: dict[str, list[tuple[bool, bool, tuple[str, ...]]]] = {
     "sequence": [(True, True, ("blocks",))],
     "plain": [(True, True, ("whole",)), (False, False, ("blocks",))],
@@ -250,7 +250,7 @@ def differences(got: Trained, eager: Trained) -> list[str]:
 
 
 def all_cases(rank: int, world: int) -> list[list[tuple[str, str, list[str]]]]:
-    """Those of two ranks, or with fully_shard of four; of each twin of eager mode: what became of it, what was wrong."""
+    """Those of two ranks, or with fully_shard of four: of each setting's cases what became of them, what was wrong."""
     mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
     here = [(way, *each) for way in WAYS for each in settings(way) if each[0] == (world == 4)]
     return [of_one_setting(mesh, *each) for each in here]
