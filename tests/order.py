@@ -8,16 +8,13 @@ import pytest
 
 # Files that take long, and about how many seconds of one core. The harness is built by the first that needs it.
 SECONDS = {
-    "cluster/test_parallel_matrix.py": 150,
     "graphs/test_programs.py": 120,
     "cuda_on_cpu/test_cuda_on_cpu.py": 110,
-    "portable/test_without_glue.py": 60,
     "graphs/test_compile.py": 60,
     "graphs/test_recompiles.py": 60,
     "rules/test_fleet.py": 50,
     "tools/test_edit.py": 45,
-    "records/test_store.py": 40,
-    "cluster/test_faults.py": 40,
+    "cluster/test_parallel_matrix.py": 40,
     "modules/test_zoo.py": 40,
     "comparing/test_comparing.py": 35,
     "watch/test_ignore.py": 35,
@@ -28,20 +25,20 @@ SECONDS = {
     "records/test_recording.py": 30,
     "watch/test_transformers.py": 30,
     "test_structure.py": 30,
-    "cluster/test_distributed.py": 30,
+    "cluster/test_faults.py": 25,
     "records/test_run.py": 25,
     "tools/test_capture.py": 20,
     "comparing/test_dtypes.py": 20,
     "watch/test_inputs.py": 20,
     "cluster/test_packing.py": 20,
-    "cluster/test_group_faults.py": 20,
-    "cluster/test_tree.py": 15,
-    "cluster/test_process_group.py": 15,
+    "portable/test_without_glue.py": 15,
+    "records/test_store.py": 15,
     "cluster/test_parallel.py": 15,
     "records/test_recover.py": 15,
     "sinks/test_services.py": 15,
     "report/test_page.py": 15,
     "cluster/test_lockstep.py": 15,
+    "cluster/test_tree.py": 10,
 }
 
 
