@@ -1,12 +1,14 @@
 """Ranks for a test: processes of torch.distributed on this machine, with a time limit.
 
-They are forked from a process that has imported torch and the test's module once, so that eight ranks cost no more than
-one import. A module whose ranks compile says ``COMPILES = True``: the compiler is imported once, too.
+They are forked from one process that has imported torch, what `hookstats.attach` imports, and the modules of the tests,
+so that all ranks cost no more than one import. A module whose ranks compile says ``COMPILES = True``: the rest of the
+compiler is imported once, too.
 """
 
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib
 import os
 import pickle
@@ -64,8 +66,8 @@ def _ask(
     function: Callable[..., Any], world: int, args: tuple[Any, ...], timeout: float, init: str, is_quick: bool
 ) -> list[Outcome]:
     with tempfile.TemporaryDirectory() as folder:
-        asked = pickle.dumps((folder, world, function.__name__, args, timeout, init, is_quick))
-        server = _server(function.__module__)
+        asked = pickle.dumps((folder, world, function.__module__, function.__name__, args, timeout, init, is_quick))
+        server = _server()
         assert server.stdin is not None
         assert server.stdout is not None
         pickle.dump(asked, server.stdin)
@@ -80,9 +82,9 @@ def _ask(
 
 
 @cache
-def _server(module: str) -> subprocess.Popen[bytes]:
+def _server() -> subprocess.Popen[bytes]:
     server = subprocess.Popen(
-        [sys.executable, "-m", "tests.ranks", module],
+        [sys.executable, "-m", "tests.ranks"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         cwd=ROOT,
@@ -93,18 +95,20 @@ def _server(module: str) -> subprocess.Popen[bytes]:
     return server
 
 
-def serve(module: str) -> None:
+def serve() -> None:
     """Forks ranks until nobody asks for more. Returns in the ranks, too, when they are done and not quick."""
-    importlib.import_module("torch.distributed")
-    functions = importlib.import_module(module)
-    if getattr(functions, "COMPILES", False):  # what each rank would import, in three seconds
-        importlib.import_module("torch._inductor.compile_fx")
+    for module in ("torch.distributed", "torch._dynamo", "hookstats.attaching"):  # each rank would, in a second or two
+        importlib.import_module(module)
     while True:
         try:
             asked = pickle.load(sys.stdin.buffer)
         except EOFError:
             return
-        folder, world, name, args, timeout, init, is_quick = pickle.loads(asked)
+        folder, world, module, name, args, timeout, init, is_quick = pickle.loads(asked)
+        functions = importlib.import_module(module)
+        if getattr(functions, "COMPILES", False):
+            importlib.import_module("torch._inductor.compile_fx")
+        gc.freeze()  # what is here is not looked through by each rank, and so not copied
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -174,4 +178,4 @@ def _be_rank(
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1])
+    serve()

@@ -40,11 +40,21 @@ TRAINERS = {
 
 def ran(name: str, bare: bool) -> dict[str, Any]:
     """What came of one training: see tests.clients.run."""
+    [result] = _results(name, ["--bare"] * bare, [""])
+    return result
+
+
+def ran_both(name: str) -> list[dict[str, Any]]:
+    """What came of a bare training, and of one that was watched: sooner, and no measure of seconds."""
+    return _results(name, ["--both"], ["bare", "watched"])
+
+
+def _results(name: str, options: list[str], folders: list[str]) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "tests.clients.run", str(HERE / "trainers" / f"{name}.py"), folder]
         offline = {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled", "YOLO_CONFIG_DIR": folder, "TQDM_DISABLE": "1"}
         done = subprocess.run(
-            command + ["--bare"] * bare,
+            command + options,
             cwd=ROOT,
             env=os.environ | offline,
             text=True,
@@ -55,8 +65,7 @@ def ran(name: str, bare: bool) -> dict[str, Any]:
         )
         if done.returncode:
             raise RuntimeError(f"{name} ended with {done.returncode}:\n{done.stdout[-3000:]}")
-        result: dict[str, Any] = json.loads((Path(folder) / "result.json").read_text())
-        return result
+        return [json.loads((Path(folder) / each / "result.json").read_text()) for each in folders]
 
 
 def compared(name: str, rounds: int) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""One trainer, with hookstats or without, in this process: python -m tests.clients.run FILE FOLDER [--bare]
+"""One trainer, with hookstats or without, in this process: python -m tests.clients.run FILE FOLDER [--bare | --both]
 
 Lines of the file that end in ``# +`` are those that hookstats adds. With --bare they are cut out, so nothing of it is
-imported. The result goes to FOLDER/result.json.
+imported. The result goes to FOLDER/result.json. With --both it trains in either way, each in a process forked from this
+one, which has imported the packages that the file imports; the results go to FOLDER/bare and FOLDER/watched.
 """
 
 from __future__ import annotations
@@ -75,5 +76,18 @@ def main(file: Path, folder: Path, bare: bool) -> None:
     assert bare == ("hookstats" not in sys.modules), "the bare run imports nothing of hookstats"
 
 
+def both(file: Path, folder: Path) -> None:
+    exec(compile(cut(file.read_text())[0], file, "exec"), {"__name__": "client", "__file__": str(file)})
+    children = []
+    for name in ("bare", "watched"):
+        (folder / name).mkdir()
+        child = os.fork()
+        if not child:
+            return main(file, folder / name, name == "bare")
+        children.append(child)
+    assert [os.waitpid(child, 0)[1] for child in children] == [0, 0]
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]).resolve(), Path(sys.argv[2]).resolve(), "--bare" in sys.argv)
+    run_in = (Path(sys.argv[1]).resolve(), Path(sys.argv[2]).resolve())
+    both(*run_in) if "--both" in sys.argv else main(*run_in, "--bare" in sys.argv)

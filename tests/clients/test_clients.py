@@ -9,7 +9,7 @@ from tests.clients.run import ADDED, cut
 
 
 def test_a_trainer_from_the_registry_is_recorded_and_trains_the_same_bits() -> None:
-    bare, watched = clients.ran("peft_lora", bare=True), clients.ran("peft_lora", bare=False)
+    bare, watched = clients.ran_both("peft_lora")
     assert bare["digest"] == watched["digest"]
     assert watched["warnings"] == []
     assert watched["findings"] == []

@@ -441,19 +441,19 @@ class Scaled(nn.Module):
 def yet_to_be_reduced(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     weight = distribute_tensor(torch.ones(4, 6), mesh, [Shard(1)], src_data_rank=None)
-    for shape in ((), (4,), (3, 4)):
-        for channels in (True, False):
-            x = distribute_tensor(torch.ones(shape), mesh, [Replicate()], src_data_rank=None).requires_grad_()
-            model = Scaled()
-            monitor = hookstats.attach(model, ["inner"], tensors=TENSORS[:2], channels=channels)
-            with hearing() as told:
-                torch.compile(model, backend="aot_eager", fullgraph=True)(x, weight).to_local().sum().backward()
-                (skipped,) = monitor.skipped.values()
-                (snapshot,) = monitor.detach()
-            assert any("inner grad_output" in each and "P(sum)" in each for each in told)
-            assert skipped.times == 1
-            assert [(str(site), snapshot[site].total.count) for site in snapshot] == [("inner output", x.numel())]
-            torch.compiler.reset()
+    settings: Any = (((), True), ((), False), ((4,), True), ((3, 4), True))
+    for shape, channels in settings:
+        x = distribute_tensor(torch.ones(shape), mesh, [Replicate()], src_data_rank=None).requires_grad_()
+        model = Scaled()
+        monitor = hookstats.attach(model, ["inner"], tensors=TENSORS[:2], channels=channels)
+        with hearing() as told:
+            torch.compile(model, backend="aot_eager", fullgraph=True)(x, weight).to_local().sum().backward()
+            (skipped,) = monitor.skipped.values()
+            (snapshot,) = monitor.detach()
+        assert any("inner grad_output" in each and "P(sum)" in each for each in told)
+        assert skipped.times == 1
+        assert [(str(site), snapshot[site].total.count) for site in snapshot] == [("inner output", x.numel())]
+        torch.compiler.reset()
 
 
 class Loss(nn.Module):

@@ -33,11 +33,12 @@ from tests.plain import hearing
 EXACT = ("count", "zeros", "nans", "posinfs", "neginfs")
 CLOSE = ("mean", "std", "rms", "min", "max", "abs_max")
 WAYS = ("sequence", "plain", "dtensors", "prepared", "loss")
+# What shards a block sees what goes into it and comes out of it; what is wrapped inside of it, a recomputation sees.
 SHORT: dict[str, list[tuple[bool, bool, tuple[str, ...]]]] = {
     "sequence": [(True, True, ("blocks",))],
     "plain": [(True, True, ("whole",)), (False, False, ("blocks",))],
     "dtensors": [(False, False, ("whole",))],
-    "prepared": [(True, True, ("blocks",))],
+    "prepared": [(False, True, ("blocks",))],
     "loss": [(True, True, ("whole",))],
 }
 COMPILES = True
@@ -61,9 +62,9 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, checkpointed: bool) -> None:
+    def __init__(self, blocks: int, checkpointed: bool) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(checkpointed) for _ in range(2))
+        self.blocks = nn.ModuleList(Block(checkpointed) for _ in range(blocks))
         self.head = nn.Linear(WIDTH, WORDS)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -79,6 +80,7 @@ class Way(NamedTuple):
     head: Any
     sequence: bool = False  # each rank is given its part of the sequences
     wrapped: bool = False  # as a DTensor
+    blocks: int = 2  # one, where nothing is new between them
 
 
 def ways() -> dict[str, Way]:
@@ -113,10 +115,12 @@ def ways() -> dict[str, Way]:
             },
             ColwiseParallel(input_layouts=rows, output_layouts=whole),
             sequence=True,
+            blocks=1,
         ),
         "loss": Way(
             {"mlp.0": ColwiseParallel(), "mlp.2": RowwiseParallel()},
             ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
+            blocks=1,
         ),
     }
 
@@ -133,8 +137,8 @@ class Case(NamedTuple):
 
 
 def settings(way: str) -> list[tuple[bool, bool, tuple[str, ...]]]:
-    """Whether fully_shard, whether checkpoint, and what is compiled besides eager mode: both or none of them, in turn,
-    compiled in one way, in turn, too; with HOOKSTATS_WHOLE_MATRIX=1 all 60 cases."""
+    """Whether fully_shard, whether checkpoint, and what is compiled besides eager mode: in one way, in turn; with
+    HOOKSTATS_WHOLE_MATRIX=1 all 60 cases."""
     if os.environ.get("HOOKSTATS_WHOLE_MATRIX"):
         return [(*both, ("blocks", "whole")) for both in itertools.product((True, False), repeat=2)]
     return SHORT[way]
@@ -152,7 +156,8 @@ class Trained(NamedTuple):
 def trained(case: Case, mesh: DeviceMesh, watched: bool) -> Trained:
     torch.compiler.reset()
     torch.manual_seed(0)
-    model, way = Model(case.checkpointed), ways()[case.way]
+    way = ways()[case.way]
+    model = Model(way.blocks, case.checkpointed)
     for block in model.blocks:
         parallelize_module(block, mesh["tp"], way.block)
     parallelize_module(model, mesh["tp"], {"head": way.head})
@@ -244,41 +249,47 @@ def differences(got: Trained, eager: Trained) -> list[str]:
     return found
 
 
-def all_cases(rank: int, world: int, way: str) -> list[tuple[str, str, list[str]]]:
-    """Each with what became of it, and what was wrong."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    became = []
-    for sharded, checkpointed, programs in settings(way):
-        twin, plain = None, None  # of eager mode: with us, and without
-        for compiled in ("eager", *programs):
-            case = Case(way, compiled, sharded, checkpointed)
-            ours = attempt(case, mesh, watched=True)
-            bare = plain
-            if plain is None or isinstance(ours, str) or not same_training(ours, plain):
-                bare = attempt(case, mesh, watched=False)
-            if isinstance(bare, str):
-                became.append((str(case), f"torch itself raises {bare[:100]!r}", []))
-                continue
-            if isinstance(ours, str):
-                became.append((str(case), "died", [ours]))
-                continue
-            twin, plain = twin or ours, plain or bare
-            wrong = [] if same_training(ours, bare) else [f"trained otherwise: {ours.losses} for {bare.losses}"]
-            wrong += differences(ours, twin)
-            wrong += [text for text in ours.told if "not measured" not in text]
-            left_out = "; ".join(f"{site}: {reason}" for site, reason in ours.skipped.items())
-            became.append(
-                (str(case), f"trained, {len(ours.snapshots[-1])} sites, left out: {left_out or 'none'}", wrong)
-            )
+def all_cases(rank: int, world: int) -> list[list[tuple[str, str, list[str]]]]:
+    """Those of two ranks, or with fully_shard of four: of each setting's cases what became of them, what was wrong."""
+    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
+    here = [(way, *each) for way in WAYS for each in settings(way) if each[0] == (world == 4)]
+    return [of_one_setting(mesh, *each) for each in here]
+
+
+def of_one_setting(
+    mesh: DeviceMesh, way: str, sharded: bool, checkpointed: bool, programs: tuple[str, ...]
+) -> list[tuple[str, str, list[str]]]:
+    twin, plain, became = None, None, []  # of eager mode: with us, and without
+    for compiled in ("eager", *programs):
+        case = Case(way, compiled, sharded, checkpointed)
+        ours = attempt(case, mesh, watched=True)
+        bare = plain
+        if plain is None or isinstance(ours, str) or not same_training(ours, plain):
+            bare = attempt(case, mesh, watched=False)
+        if isinstance(bare, str):
+            became.append((str(case), f"torch itself raises {bare[:100]!r}", []))
+            continue
+        if isinstance(ours, str):
+            became.append((str(case), "died", [ours]))
+            continue
+        twin, plain = twin or ours, plain or bare
+        wrong = [] if same_training(ours, bare) else [f"trained otherwise: {ours.losses} for {bare.losses}"]
+        wrong += differences(ours, twin)
+        wrong += [text for text in ours.told if "not measured" not in text]
+        left_out = "; ".join(f"{site}: {reason}" for site, reason in ours.skipped.items())
+        became.append((str(case), f"trained, {len(ours.snapshots[-1])} sites, left out: {left_out or 'none'}", wrong))
     return became
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_model_cut_over_ranks_trains_as_without_us_and_compiled_its_numbers_are_those_of_eager_mode(way: str) -> None:
-    of_ranks = ranks.run(all_cases, 4, way, timeout=900)
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_model_cut_over_ranks_trains_as_without_us_and_compiled_its_numbers_are_those_of_eager_mode(
+    world: int,
+) -> None:
+    of_ranks = ranks.run(all_cases, world, timeout=900)
     print()
-    for case, what, _ in of_ranks[0]:
-        print(case, what)
-    for rank, became in enumerate(of_ranks):
-        assert [(case, wrong) for case, _, wrong in became if wrong] == [], f"rank {rank}"
-    assert sum(what.startswith("trained") for _, what, _ in of_ranks[0]) >= 2
+    for became in of_ranks[0]:
+        for case, what, _ in became:
+            print(case, what)
+        assert sum(what.startswith("trained") for _, what, _ in became) >= 2
+    for rank, found in enumerate(of_ranks):
+        assert [(case, wrong) for became in found for case, _, wrong in became if wrong] == [], f"rank {rank}"

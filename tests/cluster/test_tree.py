@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from hookstats import ExponentBins, Site
 from hookstats.cluster.merging import Merging
@@ -23,7 +21,7 @@ from hookstats.cluster.tree import levels
 from hookstats.numbers.fields import FIELDS
 from tests.cluster.steps import BUDGET, Here, drained, job_of
 from tests.cluster.sums import Step, Sums, counted_collectives, train, wanted
-from tests.ranks import ROOT, run
+from tests.ranks import outcomes, run
 
 
 def test_groups_are_of_at_most_fan_ranks_nodes_first_and_their_first_ranks_go_on() -> None:
@@ -174,34 +172,30 @@ def test_the_steps_of_monitors_are_what_merging_without_communication_gives() ->
                 np.testing.assert_array_equal(mine[size:], theirs[size:])
 
 
-UNDER_TORCHRUN = """
-import torch.distributed as dist
-from hookstats.cluster.merging import Merging
-from tests.cluster.sums import Step, Sums
-dist.init_process_group("gloo")
-merging = Merging([0, 1], Sums())
-merging.submit(Step(0, merging.rank), 0)
-(done,) = merging.wait(30)
-assert done.ranks == (0, 1), done
-merging.close()
-dist.destroy_process_group()
-print("merged", flush=True)
-"""
+def under_torchrun() -> None:
+    dist.init_process_group("gloo")
+    merging = Merging([0, 1], Sums())
+    merging.submit(Step(0, merging.rank), 0)
+    (done,) = merging.wait(30)
+    assert done.ranks == (0, 1), done
+    merging.close()
+    dist.destroy_process_group()
+    print("merged", flush=True)
 
 
-def test_ranks_that_torchrun_started_are_merged(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(UNDER_TORCHRUN)
-    run_two = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d"]
-    done = subprocess.run(
-        [*run_two, "--rdzv-endpoint=localhost:0", str(script)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("merged") == 2
+def is_torchrun(rank: int, world: int) -> None:
+    """Its agent, with forks instead of processes that import torch once more."""
+    arguments: Any = {"min_nodes": 1, "max_nodes": 1, "nproc_per_node": 2, "start_method": "fork"}
+    arguments |= {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "run_id": "test"}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        del os.environ[name]  # it sets them itself
+    elastic_launch(LaunchConfig(**arguments), under_torchrun)()
+
+
+def test_ranks_that_torchrun_started_are_merged() -> None:
+    (ended,) = outcomes(is_torchrun, 1, init="", timeout=120)
+    assert ended.code == 0, ended.output
+    assert ended.output.count("merged") == 2
 
 
 def on_unlike_nodes(rank: int, world: int) -> Any:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -16,32 +19,17 @@ PACKAGE = ROOT / "hookstats"
 GLUE = f"torch{'_'.join(torch.__version__.split('.')[:2])}"
 
 
-def python(*words: str, package: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+def python(*words: str, package: Path = ROOT, sent: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
     before = {name: value for name, value in os.environ.items() if name != "HOOKSTATS_GLUE"}
     path = os.pathsep.join([str(package), str(ROOT)])
     return subprocess.run(
         [sys.executable, *words],
+        input=sent,
         capture_output=True,
         text=True,
         cwd=package,
         env=before | {"PYTHONPATH": path} | environment,
     )
-
-
-def said_by(code: str, **environment: str) -> str:
-    done = python("-c", code, **environment)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def test_a_training_is_measured_and_trained_to_the_same_bits() -> None:
-    with_glue, without = (
-        python("-m", "tests.portable.training"),
-        python("-m", "tests.portable.training", HOOKSTATS_GLUE="none"),
-    )
-    assert with_glue.returncode == without.returncode == 0, with_glue.stderr + without.stderr
-    assert len(with_glue.stdout.splitlines()) > 700
-    assert without.stdout.splitlines() == with_glue.stdout.splitlines()
 
 
 def other_package(folder: Path) -> Path:
@@ -93,6 +81,11 @@ def test_another_word_than_none_is_refused() -> None:
     assert "HOOKSTATS_GLUE: expected none, or that it is not set, got '2.13'" in done.stderr.splitlines()[-1]
 
 
+TRAINING = """
+import runpy
+runpy.run_module("tests.portable.training", run_name="__main__")
+"""
+
 COMPILED = """
 import hookstats, torch, warnings
 from torch import nn
@@ -123,20 +116,6 @@ for whole in (True, False):
 """
 
 
-def test_what_is_inside_a_compiled_graph_is_left_out_with_one_clear_reason() -> None:
-    lines = said_by(COMPILED, HOOKSTATS_GLUE="none").splitlines()
-    reason = "inside a compiled graph only glue for this torch measures, and none is loaded: HOOKSTATS_GLUE=none"
-    assert lines[0].count("hookstats:") == 1
-    assert reason in lines[0]
-    assert lines[1].endswith(f"{{'{reason}'}}")
-    assert lines[1].count("output") == 6  # three modules, and their gradients
-    assert lines[2] == "[]"
-    # Of a module that is compiled apart: 2.11 and 2.13 run them outside of its graph, 2.14 and 2.15 trace them.
-    inside = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)
-    assert lines[4] == (f"['0 grad_output', '0 output'] {{'{reason}'}}" if inside else "[] set()")
-    assert lines[5].count("output") == (4 if inside else 6)
-
-
 BACKWARD = """
 import hookstats, torch
 from torch import nn
@@ -152,11 +131,6 @@ bits, monitor = trained(True)
 print(sorted(str(site) for site, stats in monitor.snapshot().items() if stats.calls))
 assert all(map(torch.equal, bits, trained(False)[0]))
 """
-
-
-def test_compiled_autograd_goes_on_without_gradients_measured() -> None:
-    said = said_by(BACKWARD, HOOKSTATS_GLUE="none").splitlines()
-    assert said == ["['0 output', '1 output', '2 output']"]
 
 
 OWN = """
@@ -185,15 +159,11 @@ print(sorted(str(site) for site, stats in monitor.snapshot().items() if stats.ca
 """
 
 
-def test_neither_subclasses_nor_modes_see_what_it_asks_of_a_tensor() -> None:
-    said = said_by(OWN, HOOKSTATS_GLUE="none")
-    assert said == "['0 grad_output', '0 output', '1 grad_output', '1 output'] {}\n"
-
-
 FAILING = """
-import hookstats, torch
+import hookstats, torch, warnings
 from torch import nn
 from hookstats.portable import hooks
+warnings.simplefilter("ignore")
 class Site(hooks.Site):
     def accumulate(self, x, rows=None):
         if torch._C._current_graph_task_id() != -1:
@@ -208,8 +178,94 @@ print({{str(site): (each.reason, each.times) for site, each in monitor.skipped.i
 """
 
 
+PROGRAMS = {
+    "training": TRAINING,
+    "compiled": COMPILED,
+    "backward": BACKWARD,
+    "own": OWN,
+    "failing": FAILING.format(strict=False),
+    "failing under strict": FAILING.format(strict=True),
+}
+# Each in a process that has imported nothing but what all of them import.
+FORKING = """
+import json, os, sys, tempfile
+import torch._dynamo
+import hookstats.attaching
+ended = {}
+for name, code in json.load(sys.stdin).items():
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        child = os.fork()
+        if not child:
+            os.dup2(out.fileno(), 1)
+            os.dup2(err.fileno(), 2)
+            status = 1
+            try:
+                exec(compile(code, name, "exec"), {"__name__": "__main__"})
+                status = 0
+            except BaseException:
+                sys.excepthook(*sys.exc_info())
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        out.seek(0)
+        err.seek(0)
+        ended[name] = status, out.read(), err.read()
+print(json.dumps(ended))
+"""
+
+
+class Ended(NamedTuple):
+    status: int
+    out: str
+    err: str
+
+
+@cache
+def without_glue() -> dict[str, Ended]:
+    """How each of the programs ended."""
+    done = python("-c", FORKING, HOOKSTATS_GLUE="none", sent=json.dumps(PROGRAMS))
+    assert done.returncode == 0, done.stderr
+    return {name: Ended(*each) for name, each in json.loads(done.stdout).items()}
+
+
+def said_by(name: str) -> str:
+    ended = without_glue()[name]
+    assert ended.status == 0, ended.err
+    return ended.out
+
+
+def test_a_training_is_measured_and_trained_to_the_same_bits() -> None:
+    with_glue, without = python("-m", "tests.portable.training"), said_by("training")
+    assert with_glue.returncode == 0, with_glue.stderr
+    assert len(with_glue.stdout.splitlines()) > 700
+    assert without.splitlines() == with_glue.stdout.splitlines()
+
+
+def test_what_is_inside_a_compiled_graph_is_left_out_with_one_clear_reason() -> None:
+    lines = said_by("compiled").splitlines()
+    reason = "inside a compiled graph only glue for this torch measures, and none is loaded: HOOKSTATS_GLUE=none"
+    assert lines[0].count("hookstats:") == 1
+    assert reason in lines[0]
+    assert lines[1].endswith(f"{{'{reason}'}}")
+    assert lines[1].count("output") == 6  # three modules, and their gradients
+    assert lines[2] == "[]"
+    # Of a module that is compiled apart: 2.11 and 2.13 run them outside of its graph, 2.14 and 2.15 trace them.
+    inside = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)
+    assert lines[4] == (f"['0 grad_output', '0 output'] {{'{reason}'}}" if inside else "[] set()")
+    assert lines[5].count("output") == (4 if inside else 6)
+
+
+def test_compiled_autograd_goes_on_without_gradients_measured() -> None:
+    said = said_by("backward").splitlines()
+    assert said == ["['0 output', '1 output', '2 output']"]
+
+
+def test_neither_subclasses_nor_modes_see_what_it_asks_of_a_tensor() -> None:
+    said = said_by("own")
+    assert said == "['0 grad_output', '0 output', '1 grad_output', '1 output'] {}\n"
+
+
 def test_what_fails_inside_backward_is_counted_and_told_and_raised_under_strict() -> None:
-    done = python("-W", "ignore", "-c", FAILING.format(strict=False), HOOKSTATS_GLUE="none")
-    assert done.stdout == "{'0 grad_output': ('not today', 1)}\n", done.stderr
-    done = python("-c", FAILING.format(strict=True), HOOKSTATS_GLUE="none")
-    assert "ValueError: not today" in done.stderr
+    assert said_by("failing") == "{'0 grad_output': ('not today', 1)}\n"
+    assert "ValueError: not today" in without_glue()["failing under strict"].err

@@ -9,6 +9,7 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -80,6 +81,16 @@ def drained(step: int) -> Drained:
     if step % 6 == 0:
         made.skipped = {Site("layers.0", "output"): Skipped("a reason", 3 if step % 12 == 0 else None)}
     return made
+
+
+def each(step: Any) -> list[Any]:
+    """A rule, in a module without torch, as a writer imports it: of each step it says that it is one."""
+    return [step.finding(f"step {step.number}", None, 1.0, 0.0, "critical", "This is a step.")]
+
+
+def even(step: Any) -> list[Any]:
+    """Another one."""
+    return [step.finding("even", None, 1.0, 0.0, "note", "This step is even.")] if step.number % 2 == 0 else []
 
 
 def start(

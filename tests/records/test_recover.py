@@ -68,11 +68,7 @@ def test_a_torn_ring_gives_what_lies_before_the_tear(tmp_path: Path) -> None:
     assert recover(directory) == {"rank=0": []}
 
 
-EVERY = ["tests.records.test_recover:each"]
-
-
-def each(step: Any) -> list[Any]:
-    return [step.finding(f"step {step.number}", None, 1.0, 0.0, "critical", "This is a step.")]
+EVERY = ["tests.records.recorded:each"]
 
 
 def begun(directory: Path, **arguments: Any) -> Recording:
@@ -81,14 +77,23 @@ def begun(directory: Path, **arguments: Any) -> Recording:
     return recording
 
 
-def killed(directory: Path) -> list[int]:
-    """A run whose processes both died. The steps that were taken."""
-    process = recorded.start(directory, ring_bytes=16 << 20, pause=0.002)
+@pytest.fixture(scope="module")
+def died(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose processes both died."""
+    directory = tmp_path_factory.mktemp("died") / "run"
+    process = recorded.start(directory, ring_bytes=2 << 20, pause=0.002)
     ring = directory / "rank=0" / "ring.0001"
     recorded.wait_for(lambda: len(recorded.taken(directory)) > 20 and Ring(ring).judged)
     kill_both(process, directory)
     process.wait()
-    return recorded.taken(directory)
+    return directory
+
+
+def killed(died: Path, directory: Path) -> list[int]:
+    """It as if it had died in this directory. The steps that were taken."""
+    shutil.copytree(died, directory)
+    described(directory, ring=str(directory / "rank=0" / "ring.0001"))
+    return recorded.taken(died)
 
 
 def kill_both(process: subprocess.Popen[bytes], directory: Path) -> None:
@@ -121,8 +126,8 @@ def test_a_run_that_is_resumed_is_not_told_again_what_was_found_before(tmp_path:
     assert [(each.step, each.attempt) for each in found] == [(10, 2)]
 
 
-def test_a_run_that_was_moved_is_recovered(tmp_path: Path) -> None:
-    steps = killed(tmp_path / "run")
+def test_a_run_that_was_moved_is_recovered(tmp_path: Path, died: Path) -> None:
+    steps = killed(died, tmp_path / "run")
     (tmp_path / "run").rename(tmp_path / "moved")
     assert recover(tmp_path / "moved") == {"rank=0": [1]}
     holds(tmp_path / "moved", steps)
@@ -155,9 +160,9 @@ def described(directory: Path, **changed: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changed))
 
 
-def test_a_container_that_was_made_anew_recovers_what_the_one_before_left(tmp_path: Path) -> None:
+def test_a_container_that_was_made_anew_recovers_what_the_one_before_left(tmp_path: Path, died: Path) -> None:
     """Its name is another one, its kernel the same; where that is another one, too, so is the machine."""
-    steps = killed(tmp_path / "run")
+    steps = killed(died, tmp_path / "run")
     boot = machine()["boot"]
     described(tmp_path / "run", host="another", boot="another")
     with pytest.raises(ValueError, match="expected a ring of this machine, got one of another"):
@@ -185,13 +190,12 @@ def test_a_run_that_goes_on_in_another_container_of_this_machine_is_left_alone(t
         process.wait()
 
 
-def test_recover_takes_no_ring_of_another_run(tmp_path: Path) -> None:
-    killed(tmp_path / "theirs")
-    steps = killed(tmp_path / "ours")
+def test_recover_takes_no_ring_of_another_run(tmp_path: Path, died: Path) -> None:
+    killed(died, tmp_path / "theirs")
+    steps = killed(died, tmp_path / "ours")
     (path,) = (tmp_path / "theirs" / "rank=0").glob("ring.*.json")
     (path.parent / "ring.0001").unlink()
-    described = json.loads(path.read_text()) | {"ring": str(tmp_path / "ours" / "rank=0" / "ring.0001")}
-    path.write_text(json.dumps(described))
+    described(tmp_path / "theirs", ring=str(tmp_path / "ours" / "rank=0" / "ring.0001"))
     with pytest.raises(ValueError, match=r"expected the ring ring\.0001 in it"):
         recover(tmp_path / "theirs")
     assert recover(tmp_path / "ours") == {"rank=0": [1]}
@@ -199,8 +203,8 @@ def test_recover_takes_no_ring_of_another_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["lock", "manifest.json.tmp", "findings.jsonl", "ring.0001", "totals"])
-def test_recover_writes_through_no_link(tmp_path: Path, name: str) -> None:
-    killed(tmp_path / "run")
+def test_recover_writes_through_no_link(tmp_path: Path, died: Path, name: str) -> None:
+    killed(died, tmp_path / "run")
     precious, link = tmp_path / "precious", tmp_path / "run" / "rank=0" / name
     if name == "totals":
         precious.mkdir()

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http import HTTPStatus
 from pathlib import Path
 
@@ -184,60 +185,72 @@ def test_a_request_that_is_too_long_is_refused(served: Served) -> None:
     assert served.ask("/", headers={"X": "y" * http_server.HEAD_BYTES}).status == 431
 
 
-def test_slow_readers_and_many_of_them_hold_nothing_up(served: Served) -> None:
-    """Each sends a byte now and then, and never the end of its head; a reader of an answer never reads."""
-    slow: list[socket.socket] = []
-    began = time.monotonic()
-    try:
-        for i in range(2 * http_server.CONNECTIONS):
-            connection = socket.create_connection(("127.0.0.1", served.port), timeout=5)
-            slow.append(connection)
-            if i % 3:
-                connection.sendall(b"GET / HTTP/1.1\r\nX: ")
-            elif i % 2:
-                connection.sendall(f"GET /rows HTTP/1.1\r\nHost: 127.0.0.1:{served.port}\r\n\r\n".encode())
-        while time.monotonic() - began < http_server.HEAD_SECONDS + 5:
-            time.sleep(0.5)
-            for connection in slow:
-                try:
-                    connection.send(b"a")
-                except OSError:
-                    continue
-            try:
-                if served.ask("/").status == 200 and time.monotonic() - began > 1:
-                    break
-            except OSError:
-                continue
-        else:
-            pytest.fail("expected an answer when the time of the slow ones was over")
-        threads = len(list(Path(f"/proc/{served.process.pid}/task").iterdir()))
-        assert threads < http_server.CONNECTIONS + 12
-    finally:
-        for connection in slow:
-            connection.close()
-    assert time.monotonic() - began < http_server.HEAD_SECONDS + 6
-
-
-def test_a_slow_reader_of_an_answer_is_let_go_whatever_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "ANSWER_SECONDS", 1.0)
-    answer = http_server.Answer(HTTPStatus.OK, b"x" * (64 << 20))
+@contextmanager
+def serving_here(answer: http_server.Answer) -> Iterator[http_server.Server]:
+    """In this process, whose times may be others: the same for every request."""
     server = http_server.open_server("127.0.0.1", 0, lambda _: answer, has_token=False)
     thread = threading.Thread(target=server.serve_forever, args=(0.1,))
     thread.start()
     try:
-        with socket.create_connection(("127.0.0.1", server.port)) as slow:
-            began = time.monotonic()
-            slow.sendall(f"GET / HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\n\r\n".encode())
-            assert slow.recv(64).startswith(b"HTTP/1.0 200 ")
-            while server._until:
-                slow.recv(64)
-                time.sleep(0.05)
-                assert time.monotonic() - began < 10
-            assert time.monotonic() - began > 0.9
+        yield server
     finally:
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+def test_slow_readers_and_many_of_them_hold_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each sends a byte now and then, and never the end of its head; a reader of an answer never reads."""
+    seconds = 2.0
+    monkeypatch.setattr(http_server, "HEAD_SECONDS", seconds)
+    monkeypatch.setattr(http_server._Handler, "timeout", seconds)
+    slow: list[socket.socket] = []
+    began, threads = time.monotonic(), threading.active_count()
+    with serving_here(http_server.Answer(HTTPStatus.OK, b"here")) as server:
+        asked = f"GET / HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\n\r\n".encode()
+        try:
+            for i in range(2 * http_server.CONNECTIONS):
+                connection = socket.create_connection(("127.0.0.1", server.port), timeout=5)
+                slow.append(connection)
+                if i % 3:
+                    connection.sendall(b"GET / HTTP/1.1\r\nX: ")
+                elif i % 2:
+                    connection.sendall(asked)
+            while time.monotonic() - began < seconds + 5:
+                time.sleep(0.2)
+                for connection in slow:
+                    try:
+                        connection.send(b"a")
+                    except OSError:
+                        continue
+                try:
+                    if raw(server.port, asked).endswith(b"here") and time.monotonic() - began > 1:
+                        break
+                except OSError:
+                    continue
+            else:
+                pytest.fail("expected an answer when the time of the slow ones was over")
+            assert threading.active_count() - threads < http_server.CONNECTIONS + 12
+        finally:
+            for connection in slow:
+                connection.close()
+    assert time.monotonic() - began < seconds + 6
+
+
+def test_a_slow_reader_of_an_answer_is_let_go_whatever_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "ANSWER_SECONDS", 1.0)
+    with (
+        serving_here(http_server.Answer(HTTPStatus.OK, b"x" * (64 << 20))) as server,
+        socket.create_connection(("127.0.0.1", server.port)) as slow,
+    ):
+        began = time.monotonic()
+        slow.sendall(f"GET / HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\n\r\n".encode())
+        assert slow.recv(64).startswith(b"HTTP/1.0 200 ")
+        while server._until:
+            slow.recv(64)
+            time.sleep(0.05)
+            assert time.monotonic() - began < 10
+        assert time.monotonic() - began > 0.9
 
 
 def both(served: Served, first: str, second: str) -> str:

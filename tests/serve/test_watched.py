@@ -25,10 +25,10 @@ def written(run: Path) -> float:
 def test_what_is_measured_is_written_within_seconds_while_somebody_looks(tmp_path: Path) -> None:
     run, model = tmp_path / "run", torch.nn.Linear(4, 4)
 
-    def train(seconds: float, look: object = None) -> list[float]:
-        """Times of commits."""
+    def train(seconds: float, commits: int, look: object = None) -> list[float]:
+        """Times of commits, at most so many."""
         end, found = time.monotonic() + seconds, []
-        while time.monotonic() < end:
+        while time.monotonic() < end and len(found) < commits:
             model(torch.randn(2, 4)).sum().backward()
             monitor.step()
             if callable(look):
@@ -42,10 +42,12 @@ def test_what_is_measured_is_written_within_seconds_while_somebody_looks(tmp_pat
         hookstats.attach(model, every=1, sinks=[hookstats.record(run)]) as monitor,
         serving(tmp_path) as served,
     ):
-        assert len(train(8.0)) <= 2  # the manifest of a new run, and at most one more
+        assert len(train(60.0, 1)) == 1  # the manifest of a new run
+        assert len(train(3 * writer.WATCHED_SECONDS, 3)) <= 2  # that one, and at most one more
         assert not (run / "rank=0" / "watched").exists()
         [address] = served.runs().values()
-        assert len(train(11.0, lambda: served.ask(f"{address}update?version=0"))) >= 4
+        # The last of them, and three more: unwatched, they would take thirty seconds, less those that are over.
+        assert len(train(writer.PART_SECONDS + 5, 4, lambda: served.ask(f"{address}update?version=0"))) == 4
         assert (run / "rank=0" / "watched").exists()
     assert manifest.read(run / "rank=0").attempts[-1].ended == "closed"
     assert writer.WATCHED_SECONDS < writer.PART_SECONDS / 4

@@ -158,40 +158,45 @@ def test_a_usage_error_is_status_2_and_no_command_prints_the_help(capsys: pytest
     assert capsys.readouterr().out == f"{hookstats.__version__}\n"
 
 
-@pytest.mark.parametrize("name", ["", "show", "compare", "report", "watch", "recover", "rule", "doctor"])
-def test_every_command_has_help_and_imports_neither_torch_nor_numpy_for_it(name: str) -> None:
-    code = f"""
+def test_every_command_has_help_and_imports_neither_torch_nor_numpy_for_it() -> None:
+    code = """
 import sys
 from hookstats.__main__ import main
-try:
-    main({[name, "--help"] if name else ["--help"]!r})
-except SystemExit as ended:
-    assert ended.code == 0
-print([each for each in ("torch", "numpy", "pyarrow") if each in sys.modules])
+for name in ("", "show", "compare", "report", "watch", "recover", "rule", "doctor"):
+    print("help of", name)
+    try:
+        main([name, "--help"] if name else ["--help"])
+    except SystemExit as ended:
+        assert ended.code == 0
+    print([each for each in ("torch", "numpy", "pyarrow") if each in sys.modules])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert "usage: hookstats" in done.stdout
-    assert done.stdout.splitlines()[-1] == "[]", done.stderr
+    helps = done.stdout.split("help of ")[1:]
+    assert len(helps) == 8, done.stderr
+    for each in helps:
+        assert "usage: hookstats" in each
+        assert each.splitlines()[-1] == "[]", each
 
 
 def test_no_command_but_doctor_imports_torch(runs: Path) -> None:
     a, b = str(runs / "a"), str(runs / "b")
-    for arguments in (
+    commands = [
         ["show", a],
         ["compare", a, b],
         ["watch", a],
         ["recover", a],
         ["rule"],
         ["report", a, "-o", f"{a}.html"],
-    ):
-        code = f"""
+    ]
+    code = f"""
 import sys
 from hookstats.__main__ import main
-assert main({arguments!r}) == 0
-print("torch" in sys.modules)
+for arguments in {commands!r}:
+    assert main(arguments) == 0, arguments
+    assert "torch" not in sys.modules, arguments
 """
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-        assert done.stdout.splitlines()[-1] == "False", (arguments, done.stderr)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_reader_that_goes_away_is_no_error(runs: Path) -> None:
