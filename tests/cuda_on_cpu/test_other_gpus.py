@@ -105,7 +105,10 @@ def test_usual_and_lean_blocks_give_the_same_bits(imitated: Backend, dtype: torc
 @pytest.mark.parametrize("shared_memory", [99 * KB, 48 * KB], ids=["99 KB", "48 KB"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_many_tensors_run_with_less_shared_memory(imitated: Backend, dtype: torch.dtype, shared_memory: int) -> None:
-    tensors, dims = [make(dtype) for make, _ in PARAMETERS.values()], [dim for _, dim in PARAMETERS.values()]
+    # Of 99 KB, what is chosen matters; of 48 KB also what is read by value then, in many parts.
+    left_out = {"long_vector", "two_long_channels"} if shared_memory > 48 * KB else set()
+    chosen = [each for name, each in PARAMETERS.items() if name not in left_out]
+    tensors, dims = [make(dtype) for make, _ in chosen], [dim for _, dim in chosen]
     imitated.ops.use_gpu(shared_memory=shared_memory)
     for histogram in HISTOGRAMS:
         batch, states = batch_of(imitated, tensors, dims, histogram)

@@ -11,7 +11,6 @@ from tests.conftest import DTYPES, HISTOGRAMS, Backend, State, check
 from tests.kernels.test_kernels import normal
 
 
-
 def of_bytes(most: int, dtype: torch.dtype, count: int) -> int:
     """So many values, or fewer where they are of more bytes: what is cut into parts is cut by its bytes."""
     return min(count, most // dtype.itemsize)
