@@ -135,7 +135,7 @@ def llama(dtype: torch.dtype, steps: int) -> list[Snapshot]:
     """A small one learns the characters of Python's own library."""
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
-        vocab_size=128, hidden_size=32, intermediate_size=86, num_hidden_layers=2, num_attention_heads=2,
+        vocab_size=128, hidden_size=32, intermediate_size=86, num_hidden_layers=4, num_attention_heads=2,
         num_key_value_heads=1, max_position_embeddings=32,
     )  # fmt: skip
     model: Any = transformers.LlamaForCausalLM(config).to(dtype)
