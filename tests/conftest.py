@@ -130,7 +130,7 @@ def one_thread(threads: None) -> None:
 
 def load_harness() -> Any:
     """torch.ops namespace in which CPU tensors go to the CUDA kernels, run on the CPU (tests/cuda_on_cpu)."""
-    sources = ["tests/cuda_on_cpu/operators.cpp", "tests/cuda_on_cpu/harness.cpp"]
+    sources = ["tests/cuda_on_cpu/harness.cpp", "tests/cuda_on_cpu/kernels.cpp"]
     package = Path(hookstats.__file__).parent  # the CPU's kernels are those of the package, which is built
     # HOOKSTATS_ASAN=1, with the sanitizer's library preloaded, also finds accesses outside of any tensor (.ci/run).
     sanitized = ["-fsanitize=address", "-g"] if os.environ.get("HOOKSTATS_ASAN") == "1" else []

@@ -1,106 +1,25 @@
-// The kernels of csrc/cuda under the harness, its switches, and kernels with planted faults that it must find.
+// The operators of csrc as one unit, and the switches of the harness: torch's headers take most of the time of each
+// file, and are read once. The kernels are in kernels.cpp.
 
-#include "cuda/plan.h"
+#include "ops.cpp"
 
-// Whether tensors are read in one part each, so that a thread reads many tiles of a small one.
-static bool in_one_part = false;
-#define cut(job, parts) cut(job, in_one_part ? 1 : (parts))
-
-#include "cuda/accumulate.cu"
-#include "cuda/blocks.cu"
-#include "cuda/checksum.cu"
-#include "cuda/interface.cu"
-#include "cuda/many.cu"
-#include "cuda/merge.cu"
-#include "cuda/sample.cu"
-#include "cuda/scratch.cu"
-#include "cuda/softmax.cu"
-
-#include <ATen/core/Tensor.h>
-#include <torch/library.h>
-
-#include "ops.h"
+#include "batch.cpp"
+#include "checksums.cpp"
+#include "copies.cpp"
+#include "cuda/cluster.h"
+#include "inputs.cpp"
+#include "samples.cpp"
+#include "scratch.cpp"
+#include "softmax_rows.cpp"
+#include "streams.cpp"
+#include "switches.h"
+#include "totals.cpp"
 
 void* hookstats::imitated_stream = nullptr;
 int hookstats::imitated_device = 0;
 bool hookstats::imitates_foreign_streams = false;
 
 namespace {
-
-// Only the first half of the block reaches the barrier.
-void partial_barrier_kernel(int64_t* out) {
-  if (threadIdx.x < blockDim.x / 2) __syncthreads();
-  if (threadIdx.x == 0) *out = 1;
-}
-
-// All threads reach a barrier, but not the same one.
-void diverged_barrier_kernel(int64_t* out) {
-  if (threadIdx.x < blockDim.x / 2) {
-    __syncthreads();
-  } else {
-    __syncthreads();
-  }
-  if (threadIdx.x == 0) *out = 1;
-}
-
-// Thread 0 reads what the others wrote, with no barrier between.
-void missing_barrier_kernel(int64_t* out) {
-  HOOKSTATS_SHARED(int, values, 64);
-  values[threadIdx.x] = 1;
-  if (threadIdx.x != 0) return;
-  *out = 0;
-  for (unsigned i = 0; i < blockDim.x; ++i) *out += values[i] == 1;
-}
-
-// All threads copy to the same place.
-void shared_copy_kernel(int64_t* out) {
-  static const int numbers[2] = {0, 1};
-  HOOKSTATS_SHARED(int, copied, 1);
-  hookstats::cuda::copy_async<4>(copied, &numbers[threadIdx.x % 2]);
-  hookstats::cuda::end_group();
-  hookstats::cuda::wait_for_all_but<0>();
-  if (copied[0] != int(threadIdx.x % 2)) *out += 1;
-}
-
-void overrun_kernel(int64_t* out) {
-  HOOKSTATS_SHARED(char, values, 64);
-  values[threadIdx.x + 1] = 1;
-  if (threadIdx.x == 0) *out = 1;
-}
-
-// Only the first block of the cluster reaches the barrier.
-void partial_cluster_kernel(int64_t* out) {
-  if (blockIdx.y == 0) hookstats::cuda::cluster_barrier();
-  *out = 1;
-}
-
-// The second block of the cluster does not stay until it has been read.
-void left_cluster_kernel(int64_t* out) {
-  HOOKSTATS_SHARED(int64_t, value, 1);
-  if (threadIdx.x == 0) value[0] = blockIdx.y;
-  hookstats::cuda::cluster_barrier();
-  if (blockIdx.y == 1) return;
-  __syncthreads();
-  __syncthreads();
-  if (threadIdx.x == 0) *out = *hookstats::cuda::in_block(value, 1);
-}
-
-int64_t run_faulty(const std::string& name) {
-  const auto kernel = name == "partial_barrier"    ? partial_barrier_kernel
-                      : name == "diverged_barrier" ? diverged_barrier_kernel
-                      : name == "missing_barrier"  ? missing_barrier_kernel
-                      : name == "shared_copy"      ? shared_copy_kernel
-                      : name == "partial_cluster"  ? partial_cluster_kernel
-                      : name == "left_cluster"     ? left_cluster_kernel
-                                                   : overrun_kernel;
-  int64_t out = 0;
-  if (name.find("cluster") != std::string::npos) {
-    hookstats::cuda::launch_as(true, false, kernel, dim3(1, 2), dim3(64), 0, nullptr, &out);
-  } else {
-    hookstats::cuda::launch(kernel, dim3(1), dim3(64), 0, nullptr, &out);
-  }
-  return out;
-}
 
 // Sets a flag to zero after that many blocks of each later launch; a negative number: never.
 void switch_off_after(const at::Tensor& flag, int64_t blocks) {
@@ -161,21 +80,7 @@ void close_step(at::TensorList blocks) {
   closing.end();
 }
 
-// Of packs first, first + step, ... of `inner` in each run, how far from the first element each lies.
-std::vector<int64_t> near_addresses(int64_t inner, int64_t outer_stride, int64_t first, int64_t step, int64_t count) {
-  hookstats::Layout layout;
-  layout.ndim = 2;
-  layout.size[0] = 4;
-  layout.stride[0] = outer_stride;
-  layout.size[1] = inner;
-  layout.stride[1] = 1;
-  if (!hookstats::cuda::is_near(layout)) return {};
-  hookstats::cuda::NearWalker<char> walker(nullptr, layout, first, step);
-  std::vector<int64_t> found;
-  for (int64_t i = 0; i < count; ++i) found.push_back(reinterpret_cast<int64_t>(walker.next()));
-  return found;
-}
-void use_one_part(bool use) { in_one_part = use; }
+void use_one_part(bool use) { cuda_on_cpu::in_one_part = use; }
 int64_t copies() { return cuda_on_cpu::copies; }
 void shuffle(int64_t seed) { cuda_on_cpu::shuffle_seed = unsigned(seed); }
 void use_small_variant(int64_t bits) { hookstats::cuda::small_variant() = int(bits); }
@@ -192,7 +97,7 @@ TORCH_LIBRARY_FRAGMENT(hookstats_cuda_on_cpu, m) {
   m.def("cluster_launches() -> int", &cluster_launches);
   m.def("use_small_variant(int bits) -> ()", &use_small_variant);
   m.def("switch_off_after(Tensor flag, int blocks) -> ()", &switch_off_after);
-  m.def("run_faulty(str name) -> int", &run_faulty);
+  m.def("run_faulty(str name) -> int", &cuda_on_cpu::run_faulty);
   m.def("use_stream(int stream, int capture=0) -> ()", &use_stream);
   m.def(
       "use_gpu(int capability=0, int shared_memory=0, int driver=0, int runtime=0, int built_for=0, "
@@ -213,5 +118,6 @@ TORCH_LIBRARY_FRAGMENT(hookstats_cuda_on_cpu, m) {
   m.def("forget_kernels() -> ()", &forget_kernels);
   m.def("load_kernels(int[] dtypes, int kind) -> ()", &load_kernels);
   m.def("close_step(Tensor(a!)[] blocks) -> ()", &close_step);
-  m.def("near_addresses(int inner, int outer_stride, int first, int step, int count) -> int[]", &near_addresses);
+  m.def("near_addresses(int inner, int outer_stride, int first, int step, int count) -> int[]",
+        &cuda_on_cpu::near_addresses);
 }

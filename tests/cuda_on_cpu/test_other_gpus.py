@@ -54,16 +54,23 @@ def test_every_path_dtype_and_histogram_runs_with_less_shared_memory(
         check(imitated.accumulate(x, channel_dim, histogram).stats(), x, channel_dim)
 
 
+# One for each reason for which a tile is read again, masked, or summed about another shift.
+REASONS = [
+    "nan_in_the_first_values", "nan_in_later_tiles", "nan_and_inf", "channels_of_nan", "every_exponent_and_nan",
+    "mean_1e4_and_nan", "subnormal_and_nan", "one_outlier_in_the_first_values", "equal_after_inf",
+    "equal_and_nan_after_others", "hot_bin_and_nan",
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("way", "histogram"),
-    [
-        ("aligned", "per_channel"),
-        ("unaligned", "per_channel"),
-        ("masked", "per_channel"),
-        ("aligned", "linear_per_channel"),
+    ("values", "way", "histogram"),
+    [(values, "aligned", "per_channel") for values in VALUES]
+    + [
+        (values, *how)
+        for values in REASONS
+        for how in (("unaligned", "per_channel"), ("masked", "per_channel"), ("aligned", "linear_per_channel"))
     ],
 )
-@pytest.mark.parametrize("values", VALUES)
 def test_wide_blocks_read_tiles_again_and_stay_exact(imitated: Backend, values: str, way: str, histogram: str) -> None:
     x = torch.cat([VALUES[values], VALUES[values].flip(0)]).to(torch.bfloat16)  # a tile of a wide block is 4,096 rows
     mask = torch.arange(len(x)) % 9 > 0 if way == "masked" else None
@@ -98,7 +105,10 @@ def test_usual_and_lean_blocks_give_the_same_bits(imitated: Backend, dtype: torc
 @pytest.mark.parametrize("shared_memory", [99 * KB, 48 * KB], ids=["99 KB", "48 KB"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_many_tensors_run_with_less_shared_memory(imitated: Backend, dtype: torch.dtype, shared_memory: int) -> None:
-    tensors, dims = [make(dtype) for make, _ in PARAMETERS.values()], [dim for _, dim in PARAMETERS.values()]
+    # Of 99 KB, what is chosen matters; of 48 KB also what is read by value then, in many parts.
+    left_out = {"long_vector", "two_long_channels"} if shared_memory > 48 * KB else set()
+    chosen = [each for name, each in PARAMETERS.items() if name not in left_out]
+    tensors, dims = [make(dtype) for make, _ in chosen], [dim for _, dim in chosen]
     imitated.ops.use_gpu(shared_memory=shared_memory)
     for histogram in HISTOGRAMS:
         batch, states = batch_of(imitated, tensors, dims, histogram)

@@ -268,7 +268,8 @@ def test_the_blocks_of_a_large_tensor_are_one_wave_of_the_gpu(
 ) -> None:
     ops = imitated.ops
     ops.use_gpu(**gpu)
-    x = torch.ones(5 << 18, channels, dtype=dtype)  # 40 MB or so, of one group of channels
+    # Of one group of channels, and of a quarter more bytes than are worth that many blocks.
+    x = torch.ones(wave * (160 << 10) // (channels * dtype.itemsize), channels, dtype=dtype)
     imitated.accumulate(x[:8], 1, histogram)
     before = ops.blocks()
     ops.use_stream(0)

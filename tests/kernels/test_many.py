@@ -10,6 +10,12 @@ import torch
 from tests.conftest import DTYPES, HISTOGRAMS, Backend, State, check
 from tests.kernels.test_kernels import normal
 
+
+def of_bytes(most: int, dtype: torch.dtype, count: int) -> int:
+    """So many values, or fewer where they are of more bytes: what is cut into parts is cut by its bytes."""
+    return min(count, most // dtype.itemsize)
+
+
 # name: (tensor from float64 values of a dtype, channel dimension; None: one channel)
 PARAMETERS: dict[str, tuple[Any, int | None]] = {
     "bias": (lambda t: normal(64).to(t), None),
@@ -19,8 +25,8 @@ PARAMETERS: dict[str, tuple[Any, int | None]] = {
     "wide_weight": (lambda t: normal(9, 4100).to(t), 0),
     "narrow_weight": (lambda t: normal(257, 8).to(t), 0),
     "odd_weight": (lambda t: normal(37, 33).to(t), 0),
-    "long_vector": (lambda t: normal(700_000).to(t), None),
-    "two_long_channels": (lambda t: normal(2, 300_000).to(t), 0),
+    "long_vector": (lambda t: normal(of_bytes(1_400_000, t, 700_000)).to(t), None),
+    "two_long_channels": (lambda t: normal(2, of_bytes(800_000, t, 300_000)).to(t), 0),
     "convolution": (lambda t: normal(16, 8, 3, 3).to(t), 0),
     "convolution_channels_last": (lambda t: normal(16, 8, 3, 3).to(t).to(memory_format=torch.channels_last), 0),
     "transposed_convolution": (lambda t: normal(8, 16, 4, 4).to(t), 1),

@@ -113,9 +113,9 @@ def test_the_largest_logits_are_those_of_float64(model_type: str) -> None:
     measured(model, model)
 
 
-@pytest.mark.parametrize("model_type", TEN[:3])
+@pytest.mark.parametrize("model_type", TEN[:2])
 def test_graphs_see_the_same_logits(model_type: str) -> None:
-    compare_graph(model_type, "aot_eager")
+    compare_graph(model_type, "eager")
 
 
 def compare_graph(model_type: str, backend: str) -> float:
