@@ -29,6 +29,15 @@ test: .venv/.dev        ## the whole test suite, one torch thread in each proces
 quick: .venv/.dev       ## one pass over every room on the CPU: less than a minute. What it runs: tests/quick.txt
 	$(PY) -m pytest -q -n $(WORKERS) --dist worksteal -p no:benchmark @tests/quick.txt
 
+.PHONY: kernels stress
+ARCH ?= 9.0
+kernels:                ## compiles the CUDA kernels, and holds them to their bounds: make kernels ARCH=all, or ARCH="8.0 9.0"
+	HOOKSTATS_CUDA=1 TORCH_CUDA_ARCH_LIST="$(filter-out all,$(ARCH))" $(MAKE) .venv/.dev
+	$(PY) -m pytest -q -p no:benchmark tests/kernels/test_resources.py tests/kernels/test_instructions.py
+	test "$(ARCH)" != all || $(PY) -m tests.kernels.compiled record
+stress: .venv/.dev      ## the suite beside four processes that only compute, three times: no test may lose a race
+	$(PY) -m tests.stress
+
 # In an environment of its own, beside a torchvision that is built for the same torch. It takes 10 GB.
 CLIENTS := build/clients/bin/python
 .PHONY: clients

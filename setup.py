@@ -240,7 +240,8 @@ class BuildInTwo(BuildExtension):
         kernels = self.folder() / KERNELS
         extension.extra_link_args += [str(kernels), "-Wl,-rpath,$ORIGIN/../.."]
         with ThreadPoolExecutor(1) as beside:
-            compiled = beside.submit(build_kernels, kernels, Path(folder_of(*compilers), "kernels"), nvcc, targets)
+            objects = Path(folder_of(*compilers, *targets), "kernels")
+            compiled = beside.submit(build_kernels, kernels, objects, nvcc, targets)
             link = self.compiler.link_shared_object
 
             def link_with_kernels(*args: Any, **options: Any) -> None:

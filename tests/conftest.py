@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import gc
 import os
 import re
@@ -20,6 +21,7 @@ import hookstats
 from hookstats import _native
 from hookstats.numbers import fields
 from tests import reference
+from tests.guarded import guarded_copy, guarded_zeros
 from tests.order import dealt
 
 ROOT = Path(__file__).parent.parent
@@ -132,9 +134,9 @@ def load_harness() -> Any:
     """torch.ops namespace in which CPU tensors go to the CUDA kernels, run on the CPU (tests/cuda_on_cpu)."""
     sources = ["tests/cuda_on_cpu/harness.cpp", "tests/cuda_on_cpu/kernels.cpp"]
     package = Path(hookstats.__file__).parent  # the CPU's kernels are those of the package, which is built
-    # HOOKSTATS_ASAN=1, with the sanitizer's library preloaded, also finds accesses outside of any tensor (.ci/run).
-    sanitized = ["-fsanitize=address", "-g"] if os.environ.get("HOOKSTATS_ASAN") == "1" else []
-    build = ROOT / "build" / f"cuda_on_cpu-{torch.__version__}{'-asan' if sanitized else ''}"
+    # Ends the process at an access past an array of a thread's own; tests/guarded.py does so for tensors.
+    sanitized = ["-fsanitize=bounds", "-fno-sanitize-recover=bounds"]
+    build = ROOT / "build" / f"cuda_on_cpu-{torch.__version__}"
     build.mkdir(parents=True, exist_ok=True)
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     with (build / "building").open("w") as building:
@@ -171,9 +173,10 @@ class State:
     def __init__(self, channels: int, histogram: str, device: str) -> None:
         self.bins = BINS[histogram]
         shape = fields.histogram_shape(self.bins, channels)
-        self.moments = torch.zeros(len(fields.FIELDS), channels, dtype=torch.float64, device=device)
-        self.counters = torch.zeros(2, dtype=torch.int64, device=device)
-        self.histogram = None if self.bins is None else torch.zeros(shape, dtype=torch.int64, device=device)
+        zeros = guarded_zeros if device == "cpu" else functools.partial(torch.zeros, device=device)
+        self.moments = zeros((len(fields.FIELDS), channels), dtype=torch.float64)
+        self.counters = zeros((2,), dtype=torch.int64)
+        self.histogram = None if self.bins is None else zeros(shape, dtype=torch.int64)
 
     @property
     def range(self) -> tuple[float, float]:
@@ -245,11 +248,12 @@ class Backend:
     def to_device(self, x: torch.Tensor) -> torch.Tensor:
         """With the same strides and storage offset.
 
-        In memory of whole words: where a tensor ends inside a word, kernels copy that word whole. torch allots at least
-        512 bytes, but not for compute-sanitizer (benchmarks/gpu.py), which knows the end of its memory to the byte.
+        On a CPU in memory that is guarded (tests/guarded.py). On a GPU in memory of whole words: where a tensor ends
+        inside a word, kernels copy that word whole. torch allots at least 512 bytes, but not for compute-sanitizer
+        (benchmarks/gpu.py), which knows the end of its memory to the byte.
         """
         if self.device == "cpu":
-            return x
+            return guarded_copy(x)
         content = torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage())
         words = torch.zeros(-(-len(content) // 16) * 2, dtype=torch.int64, device=self.device)
         words.view(torch.uint8)[: len(content)] = content.to(self.device)

@@ -6,15 +6,12 @@
 // nothing. It fails on a barrier that not every thread of the block reaches, on a write past a shared array, and on a
 // block that takes more shared memory than the GPU has; shared memory starts out as garbage. An asynchronous copy is
 // done when it is waited for, which must be before its block ends, and must be aligned; other accesses are not checked
-// for that. One of a word may take bytes beside a tensor along: a GPU's memory is allotted in larger pieces. It says
-// nothing about speed, or memory ordering between running blocks.
+// for that. What is read or written outside of a tensor ends the process (tests/guarded.py). It says nothing about
+// speed, or memory ordering between running blocks.
 #pragma once
 
 #include <setjmp.h>
 #include <ucontext.h>
-#if defined(__SANITIZE_ADDRESS__)
-#include <sanitizer/asan_interface.h>
-#endif
 
 #include <algorithm>
 #include <cstdint>
@@ -64,7 +61,7 @@ class Copies {
     if (ends_.size() <= groups) return;
     for (const size_t end = ends_[ends_.size() - 1 - groups]; done_ < end; ++done_) {
       const Copy& copy = copies_[done_];
-      copy.bytes == 4 ? copy_word(copy.to, copy.from) : void(memcpy(copy.to, copy.from, copy.bytes));
+      memcpy(copy.to, copy.from, copy.bytes);
     }
   }
   bool are_done() const { return done_ == copies_.size(); }
@@ -80,24 +77,13 @@ class Copies {
     const void* from;
     size_t bytes;
   };
-#if defined(__SANITIZE_ADDRESS__)
-  __attribute__((no_sanitize_address)) static void copy_word(void* to, const void* from) {
-    const char* bytes = static_cast<const char*>(from);
-    int outside = 0;
-    for (int i = 0; i < 4; ++i) outside += __asan_address_is_poisoned(bytes + i);
-    if (outside == 4) throw std::runtime_error("cuda_on_cpu: an asynchronous copy of a word outside of any tensor");
-    for (int i = 0; i < 4; ++i) static_cast<volatile char*>(to)[i] = static_cast<const volatile char*>(from)[i];
-  }
-#else
-  static void copy_word(void* to, const void* from) { memcpy(to, from, 4); }
-#endif
   std::vector<Copy> copies_;
   std::vector<size_t> ends_;
   size_t done_ = 0;
 };
 
 // A place in what a stack's functions do. One goes from place to place without a call of the system, which swapcontext
-// makes each time; AddressSanitizer follows that one alone.
+// makes each time.
 class Context {
  public:
   void begin(char* stack, size_t bytes, void (*function)()) {
@@ -110,16 +96,12 @@ class Context {
   }
   // Returns when somebody goes here.
   void go_to(Context& other) {
-#if defined(__SANITIZE_ADDRESS__)
-    swapcontext(&first_, &other.first_);
-#else
     if (_setjmp(place_)) return;
     if (other.is_new_) {
       other.is_new_ = false;
       setcontext(&other.first_);
     }
     _longjmp(other.place_, 1);
-#endif
   }
 
  private:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import hookstats
+from tests.kernels import compiled
 
 RECORD = Path(hookstats.__file__).with_name("_built.json")
 # Registers of a thread. 128: two blocks of 256 threads on a multiprocessor, or one of 512. Some kernels of doubles are
@@ -48,3 +49,24 @@ def test_every_kernel_is_built_for_every_gpu() -> None:
     names = [{each["kernel"] for each in kernels() if each["gpu"] == gpu} for gpu in {k["gpu"] for k in kernels()}]
     assert all(each == names[0] for each in names)
     assert len(names[0]) > 50
+
+
+def test_a_change_of_a_kernel_or_of_its_headers_asks_for_all_architectures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "csrc" / "cuda").mkdir(parents=True)
+    (tmp_path / "hookstats").mkdir()
+    monkeypatch.setattr(compiled, "ROOT", tmp_path)
+    monkeypatch.setattr(compiled, "RECORD", tmp_path / "compiled.json")
+    built = tmp_path / "hookstats" / "_built.json"
+    built.write_text(json.dumps({"cuda": "13.0", "architectures": ["9.0"]}))
+    assert compiled.main(["record"]) == 1  # not all of them
+    built.write_text(json.dumps({"cuda": "13.0", "architectures": ["8.0", "9.0", "10.0+PTX"]}))
+    for name in ("cuda/many.cu", "stats.h"):
+        (tmp_path / "csrc" / name).write_text("// as it was\n")
+        assert compiled.main(["record"]) == compiled.main([]) == 0
+        (tmp_path / "csrc" / name).write_text("// as it is\n")
+        assert compiled.main([]) == 1
+    assert compiled.main(["record"]) == 0
+    (tmp_path / "csrc" / "ops.cpp").touch()  # no part of them
+    assert compiled.main([]) == 0
