@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +11,7 @@ import pytest
 
 from hookstats.records.ring import Record, Ring, RingError
 from tests.conftest import ROOT
+from tests.records import recorded
 
 
 def numbers_of(record: Record) -> list[int]:
@@ -63,22 +61,27 @@ import numpy as np, sys
 from pathlib import Path
 from hookstats.records.ring import Ring
 ring = Ring.create(Path({str(tmp_path)!r}) / sys.argv[1], 1 << 20)
-number = 0
+print("made", flush=True)
+number, read = 0, []
 while True:
     while not ring.write(1, [np.full(1 + number % 700, number)]):
-        ring.tail = ring.head
+        ring.tail = read.pop(0)  # the ring is never empty
     number += 1
+    if number % 50 == 0:
+        read.append(ring.head)
 """
     draw = np.random.default_rng(0)
     for attempt in range(5):
-        path = tmp_path / f"ring{attempt}"
-        process = subprocess.Popen([sys.executable, "-c", code, path.name], cwd=ROOT)
-        while not (path.exists() and path.stat().st_size > 1 << 20):
-            time.sleep(0.01)
-        time.sleep(0.05 + 0.1 * draw.random())
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
-        ring = Ring(path)
+        path, least = tmp_path / f"ring{attempt}", draw.integers(1, 5000)  # of 370 that the ring holds
+        command = [sys.executable, "-c", code, path.name]
+        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+            try:
+                assert process.stdout is not None
+                assert process.stdout.readline() == "made\n"
+                ring = Ring(path)
+                recorded.wait_for(lambda ring=ring, least=least: ring.written >= least)  # type: ignore[misc]
+            finally:
+                process.kill()
         records = list(ring.read(ring.tail))
         assert records
         for record in records:

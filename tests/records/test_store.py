@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -337,16 +336,36 @@ def test_after_a_failure_a_store_refuses_to_go_on(tmp_path: Path, monkeypatch: p
 
 
 _WRITER = """
-import sys
+import os, signal, sys
 from pathlib import Path
 from tests.records import recorded
+from hookstats.records import files
 from hookstats.records.store import Store
+
+class Dying:
+    left = int(sys.argv[2])  # calls until it dies, of those that change what lies on the disk
+
+    def __getattr__(self, name):
+        call = getattr(os, name)
+        if name not in ("open", "write", "fsync", "replace", "unlink"):
+            return call
+
+        def counted(*arguments):
+            self.left -= 1
+            if self.left == 0:
+                if name == "write":
+                    call(arguments[0], bytes(arguments[1])[: len(arguments[1]) // 2])  # torn
+                os.kill(os.getpid(), signal.SIGKILL)
+            return None if name == "fsync" else call(*arguments)
+
+        return counted
+
+files.os = Dying()
 store = Store(Path(sys.argv[1]) / "rank=0")
 assert "torch" not in sys.modules and "pandas" not in sys.modules
 if not store.ended(0):
     store.begin(0, {})
     for step in range(store.consumed(0), 60):
-        print(step, flush=True)
         store.add(recorded.drained(step))
         if step % 3 == 2:
             store.commit(step + 1)
@@ -358,22 +377,21 @@ assert "torch" not in sys.modules and "pandas" not in sys.modules
 
 @pytest.mark.parametrize("moment", range(MOMENTS))
 def test_a_writer_that_is_killed_leaves_all_that_was_committed_once(tmp_path: Path, moment: int) -> None:
+    """Twice, at any of the first calls that change what lies on the disk; there are 5,600 of them."""
     draw = np.random.default_rng(moment)
-    command = [sys.executable, "-c", _WRITER, str(tmp_path)]
+
+    def write(calls: int) -> subprocess.CompletedProcess[bytes]:
+        return subprocess.run([sys.executable, "-c", _WRITER, str(tmp_path), str(calls)], cwd=ROOT, stdout=-1)
+
     for _ in range(2):
-        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
-        assert process.stdout is not None
-        for _ in range(draw.integers(1, 25)):
-            process.stdout.readline()
-        time.sleep(draw.uniform(0, 0.05))
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        process.stdout.close()
+        assert write(draw.integers(1, 2500)).returncode == -signal.SIGKILL
+        if not (tmp_path / "rank=0" / "manifest.json").exists():
+            continue
         run = hookstats.load(tmp_path)
         assert run.steps == list(range(len(run)))
         for snapshot in list(run)[:: max(1, len(run) // 20)]:
             assert snapshot.equals(recorded.drained(snapshot.step).snapshot())
-    assert subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL).returncode == 0
+    assert write(-1).returncode == 0
     is_kept(tmp_path, [recorded.drained(step).snapshot() for step in range(60)], merge=False)
 
 

@@ -53,7 +53,7 @@ class Served:
 
     def ask(self, path: str, method: str = "GET", headers: dict[str, str] | None = None) -> Reply:
         """With the token, unless headers say otherwise; unpacked."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         try:
             connection.request(method, path, headers={"Cookie": self.cookie} | (headers or {}))
             answer = connection.getresponse()
