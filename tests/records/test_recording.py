@@ -105,9 +105,7 @@ def test_a_run_that_goes_on_after_both_died_takes_up_what_was_left(tmp_path: Pat
     assert run.steps[-30:] == list(range(before[-1] + 100, before[-1] + 130))
 
 
-def test_a_ring_that_is_full_drops_new_steps_and_counts_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_ring_that_is_full_drops_new_steps_and_counts_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The writer is stopped, so that nothing leaves the ring, and waited for at the end."""
     monkeypatch.setattr("hookstats.records.recording._BEHIND_SECONDS", 60.0)
     directory = tmp_path / "run"
