@@ -11,6 +11,7 @@ import pytest
 import hookstats
 from hookstats.records import places, writer
 from hookstats.records.store import Store
+from hookstats.serve import runs
 from tests.records.recorded import drained, wait_for
 from tests.serve.served import Growing, serving
 
@@ -20,7 +21,7 @@ def files_of(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 class Clock:
-    """`time` for writer.py: it passes when a test says so."""
+    """`time` for writer.py and runs.py: it passes when a test says so."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -82,7 +83,7 @@ def test_a_page_that_is_looked_at_shows_what_was_measured_last(tmp_path: Path) -
     recording.close()
 
 
-def test_nothing_else_is_written_and_nothing_where_nobody_records(tmp_path: Path) -> None:
+def test_nothing_else_is_written(tmp_path: Path) -> None:
     run = Growing(tmp_path / "run")
     run.add(range(30))
     with serving(tmp_path) as served:
@@ -95,11 +96,27 @@ def test_nothing_else_is_written_and_nothing_where_nobody_records(tmp_path: Path
         assert set(after) - set(before) == {f"{run.folder / 'watched'}"}
         assert all(after[path] == told for path, told in before.items() if path != f"{run.folder}")
         assert after[f"{run.folder / 'watched'}"][0] == 0
-        run.end()
-        wait_for(lambda: served.json(f"{address}update?version=0")["state"] == "ended")
-        (run.folder / "watched").unlink()
-        served.ask(f"{address}update?version=0")
-        assert not (run.folder / "watched").exists()
+
+
+def test_that_somebody_looks_is_said_once_a_second_and_not_where_nobody_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(runs, "time", clock)
+    run = Growing(tmp_path / "run")
+    run.add(range(30))
+    seen = runs.Watched(tmp_path / "run", "run")
+
+    def is_said(seconds: float) -> bool:
+        clock.now += seconds
+        seen.watch()
+        said = (run.folder / "watched").exists()
+        (run.folder / "watched").unlink(missing_ok=True)
+        return said
+
+    assert [is_said(seconds) for seconds in (0.0, 0.5, 0.4, 0.2, 1.1)] == [True, False, False, True, True]
+    run.end()
+    assert not is_said(1.1)
 
 
 def test_a_link_is_not_followed_and_a_folder_that_cannot_be_written_is_left_alone(tmp_path: Path) -> None:
