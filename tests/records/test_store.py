@@ -335,7 +335,9 @@ def test_after_a_failure_a_store_refuses_to_go_on(tmp_path: Path, monkeypatch: p
         store.add(recorded.drained(1))
 
 
-CALLS = {"open": 310, "write": 4700, "fsync": 310, "replace": 155}  # at least so many come while all is written
+# At which call a writer dies: when a manifest is begun, amid a write, when a file has its name, or is on the disk.
+# At least so many of them come while all is written.
+CALLS = {"open": 38, "write": 4700, "replace": 155, "fsync": 310}
 _WRITER = """
 import os, signal, sys
 from pathlib import Path
@@ -352,6 +354,8 @@ class Dying:
             return call
 
         def counted(*arguments):
+            if name == "open" and "manifest" not in str(arguments[0]):
+                return call(*arguments)
             self.left -= 1
             if self.left == 0:
                 if name == "write":
@@ -380,14 +384,13 @@ assert "torch" not in sys.modules and "pandas" not in sys.modules
 @pytest.mark.parametrize("moment", range(MOMENTS))
 def test_a_writer_that_is_killed_leaves_all_that_was_committed_once(tmp_path: Path, moment: int) -> None:
     """Twice, in the first or in the second half of what it does, at a call that changes what lies on the disk."""
-    draw = np.random.default_rng(moment)
+    draw, name = np.random.default_rng(moment), list(CALLS)[moment % len(CALLS)]
 
     def write(name: str, call: int) -> subprocess.CompletedProcess[bytes]:
         command = [sys.executable, "-c", _WRITER, str(tmp_path), name, str(call)]
         return subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL)
 
     for _ in range(2):
-        name = draw.choice(list(CALLS))
         assert write(name, draw.integers(1, CALLS[name] // 2)).returncode == -signal.SIGKILL
         if not (tmp_path / "rank=0" / "manifest.json").exists():
             continue
