@@ -121,6 +121,10 @@ class Followed:
         if self.manifest is None or not self.manifest.attempts:
             return State("waiting", "nothing is recorded yet")
         last = self.manifest.attempts[-1]
+        if last.ended is None:  # it has ended since the last look
+            with suppress(FileNotFoundError):
+                self.manifest = read(self.folder, self.manifest)
+                last = self.manifest.attempts[-1]
         if last.ended == "died":
             return State("died", "training died; all that it had measured is in the record")
         dropped = f"; {last.dropped} steps found no room and are missing" if last.dropped else ""
@@ -143,6 +147,8 @@ class Followed:
             return State("recording", f"process {pid} records it")
         if self._is_written():
             return State("recording", f"the training process {pid} has ended; what it left is being written")
+        if not path.exists():  # the writer has finished meanwhile
+            return self.state()
         left = f"hookstats recover {self.path}"
         return State("died", f"the training process {pid} died; what its last steps left is written by: {left}")
 

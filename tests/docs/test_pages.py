@@ -10,7 +10,6 @@ import io
 import os
 import re
 import runpy
-import socket
 import subprocess
 import sys
 import tempfile
@@ -162,11 +161,8 @@ def logger(monkeypatch: pytest.MonkeyPatch) -> Logger:
 
 @pytest.fixture
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As torchrun starts it."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+    """As torchrun starts it, but with any port that is free."""
+    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}.items():
         monkeypatch.setenv(name, str(value))
     yield
     if dist.is_initialized():
@@ -242,7 +238,7 @@ def test_links_between_pages_lead_somewhere() -> None:
 
 if __name__ == "__main__":
     sys.modules["wandb"] = Logger()
-    os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
+    os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     asked = [Path(name).resolve() for name in sys.argv[1:]]
     os.chdir(tempfile.mkdtemp())
     for path in asked or PAGES:

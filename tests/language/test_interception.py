@@ -125,7 +125,7 @@ def test_threads_have_attentions_of_their_own() -> None:
 
     def run(model: nn.Module) -> None:
         for _ in range(20):
-            barrier.wait()
+            barrier.wait(60)
             model(batch())
 
     threads = [threading.Thread(target=run, args=(model,)) for model in models]

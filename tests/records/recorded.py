@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,28 +16,30 @@ import numpy as np
 
 from hookstats.numbers.blocks import COUNTERS, Drained, Layout, Part, Row
 from hookstats.numbers.fields import FIELDS, ExponentBins, Site, Skipped, histogram_shape
-from hookstats.records.places import started_at
 
 ROOT = Path(__file__).parents[2]  # tests.conftest imports torch
 SITES = 40
 _CODE = """
-import os, sys, time
+import os, signal, sys, time
 import hookstats
 from tests.records.recorded import drained
 directory, steps, pause = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
 recording = hookstats.record(directory, ring_bytes=int(sys.argv[4]))
 recording.begin({"rank": 0, "model": "made of numbers"})
 log = os.open(sys.argv[6], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-first = int(sys.argv[5])
-end = time.monotonic() + 120  # it does not outlive a test that failed for long
+first, stops = int(sys.argv[5]), set(map(int, sys.argv[7].split()))
 for step in range(first, first + steps):
-    if time.monotonic() > end:
+    if time.process_time() > 60:  # it does not outlive a test that failed for long
         break
     dropped = 0 if recording._ring is None else recording._ring.dropped
     recording.take(drained(step))
     if recording._ring is not None and recording._ring.dropped == dropped and not recording._stopped:
         os.write(log, b"%d\\n" % step)
+    else:
+        os.write(log, b"lost\\n")
     recording.findings()
+    if step in stops:
+        os.kill(os.getpid(), signal.SIGSTOP)
     time.sleep(pause)
 assert "torch" not in sys.modules
 recording.close()
@@ -100,23 +103,34 @@ def start(
     ring_bytes: int = 1 << 20,
     first: int = 0,
     log: Path | None = None,
+    stops: Iterable[int] = (),
 ) -> subprocess.Popen[bytes]:
-    """The process that records."""
+    """The process that records. stops: steps after which it stops itself, until `go_on`."""
     arguments = [str(directory), str(steps), str(pause), str(ring_bytes), str(first), str(log or f"{directory}.log")]
+    arguments.append(" ".join(map(str, stops)))
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     return subprocess.Popen([sys.executable, "-c", _CODE, *arguments], cwd=ROOT, env=environment)
 
 
 def taken(directory: Path) -> list[int]:
     """The steps that the process knows to be in the ring, or beyond."""
+    return [int(line) for line in _logged(directory) if line.isdigit()]
+
+
+def lost(directory: Path) -> int:
+    """How many steps the process has seen left out, for want of room, or since recording stopped."""
+    return _logged(directory).count("lost")
+
+
+def _logged(directory: Path) -> list[str]:
     log = Path(f"{directory}.log")
-    lines = log.read_text().split() if log.exists() else []
-    return [int(line) for line in lines if line != "closed"]
+    return log.read_text().split() if log.exists() else []
 
 
-def wait_for(condition: object, seconds: float = 60.0) -> None:
+def wait_for(condition: Callable[[], object], seconds: float = 60.0) -> None:
+    """Until it holds. seconds: after which nobody believes that it ever will, also on a machine that is busy."""
     end = time.monotonic() + seconds
-    while not condition():  # type: ignore[operator]
+    while not condition():
         assert time.monotonic() < end, f"waited {seconds} s"
         time.sleep(0.005)
 
@@ -135,23 +149,51 @@ def writers(directory: Path) -> list[int]:
 
 
 def stop(pid: int) -> None:
-    """No thread of it runs when this returns, until SIGCONT; the signal alone is not that yet."""
+    """No thread of it runs when this returns, until `go_on`; the signal alone is not that yet."""
     os.kill(pid, signal.SIGSTOP)
-    wait_for(lambda: all(_state(thread) in "TZ" for thread in Path(f"/proc/{pid}/task").iterdir()))
+    wait_for(lambda: _are(pid, "TZX"))
+
+
+def go_on(process: subprocess.Popen[bytes]) -> None:
+    """After a step at which it stops itself, when it has come there."""
+    wait_for(lambda: _are(process.pid, "T") or process.poll() is not None)
+    assert process.poll() is None
+    os.kill(process.pid, signal.SIGCONT)
+
+
+def kill(*pids: int) -> None:
+    """In this order. None of them runs when this returns."""
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    for pid in pids:
+        try:
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # of our own: until its last thread has ended
+        except ChildProcessError:
+            wait_for(lambda pid=pid: _are(pid, "ZX"))  # type: ignore[misc]
+
+
+def kill_all(process: subprocess.Popen[bytes], directory: Path, draw: np.random.Generator | None = None) -> None:
+    """A training process and its writers, at one moment, in any order.
+
+    All stop first: a writer does not finish what a training process has left, nor does that start another writer.
+    """
+    pids = [process.pid, *writers(directory)]
+    for pid in pids:
+        stop(pid)
+    kill(*(pids if draw is None else draw.permutation(pids).tolist()))
+
+
+def _are(pid: int, states: str) -> bool:
+    """Whether all its threads are in one of these states. One that has ended is in any."""
+    try:
+        return all(_state(thread) in states for thread in Path(f"/proc/{pid}/task").iterdir())
+    except (FileNotFoundError, ProcessLookupError):
+        return True
 
 
 def _state(thread: Path) -> str:
     try:
         return (thread / "stat").read_text().rpartition(") ")[2][0]
     except OSError:
-        return "Z"  # it has ended
-
-
-def kill(pid: int) -> None:
-    """It runs no more when this returns."""
-    with suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
-    try:
-        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # of our own: until its last thread has ended
-    except ChildProcessError:
-        wait_for(lambda: started_at(pid) is None)
+        return "Z"

@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import warnings
 from collections.abc import Iterable
 from contextlib import suppress
@@ -57,8 +56,8 @@ def test_what_was_recorded_is_read_as_it_was(tmp_path: Path) -> None:
 @pytest.mark.parametrize("moment", range(MOMENTS))
 def test_training_that_is_killed_loses_nothing_that_was_taken(tmp_path: Path, moment: int) -> None:
     directory, draw = tmp_path / "run", np.random.default_rng(moment)
-    process = recorded.start(directory)
-    recorded.wait_for(lambda: len(recorded.taken(directory)) > draw.integers(1, 400))
+    process, steps = recorded.start(directory), draw.integers(1, 400)
+    recorded.wait_for(lambda: len(recorded.taken(directory)) >= steps)
     recorded.kill(process.pid)
     process.wait()
     recorded.wait_for(lambda: not rings(directory))
@@ -68,11 +67,12 @@ def test_training_that_is_killed_loses_nothing_that_was_taken(tmp_path: Path, mo
 @pytest.mark.parametrize("moment", range(MOMENTS))
 def test_a_writer_that_is_killed_is_followed_by_another_that_goes_on(tmp_path: Path, moment: int) -> None:
     directory, draw = tmp_path / "run", np.random.default_rng(100 + moment)
-    process = recorded.start(directory, steps=120, pause=0.0125, ring_bytes=48 << 20)
+    process, steps = recorded.start(directory, steps=120, ring_bytes=48 << 20, stops=[100]), draw.integers(0, 100)
     recorded.wait_for(lambda: recorded.writers(directory))
-    time.sleep(draw.random())
-    for pid in recorded.writers(directory):
-        recorded.kill(pid)
+    ring = Ring(directory / "rank=0" / "ring.0001")
+    recorded.wait_for(lambda: ring.judged >= steps)
+    recorded.kill(*recorded.writers(directory))
+    recorded.go_on(process)
     assert process.wait(60) == 0
     assert recorded.taken(directory) == list(range(120))
     holds(directory, recorded.taken(directory))
@@ -82,14 +82,11 @@ def test_a_writer_that_is_killed_is_followed_by_another_that_goes_on(tmp_path: P
 @pytest.mark.parametrize("moment", range(MOMENTS))
 def test_where_both_are_killed_recover_finds_what_was_taken(tmp_path: Path, moment: int) -> None:
     directory, draw = tmp_path / "run", np.random.default_rng(200 + moment)
-    process = recorded.start(directory, pause=0.002)
-    recorded.wait_for(lambda: recorded.writers(directory))
-    time.sleep(0.05 + draw.random())
-    pids = [process.pid, *recorded.writers(directory)]
-    for pid in draw.permutation(pids).tolist():
-        recorded.kill(pid)
+    process, steps = recorded.start(directory, pause=0.002), draw.integers(1, 200)
+    recorded.wait_for(lambda: len(recorded.taken(directory)) >= steps)
+    recorded.kill_all(process, directory, draw)
     process.wait()
-    assert recover(directory) == {"rank=0": [1] if recorded.taken(directory) else []}
+    assert recover(directory) == {"rank=0": [1]}
     holds(directory, recorded.taken(directory))
     assert rings(directory) == []
     assert recover(directory) == {"rank=0": []}
@@ -99,8 +96,7 @@ def test_a_run_that_goes_on_after_both_died_takes_up_what_was_left(tmp_path: Pat
     directory = tmp_path / "run"
     process = recorded.start(directory, pause=0.002)
     recorded.wait_for(lambda: len(recorded.taken(directory)) > 60)
-    for pid in [*recorded.writers(directory), process.pid]:
-        recorded.kill(pid)
+    recorded.kill_all(process, directory)
     process.wait()
     before = recorded.taken(directory)
     assert recorded.start(directory, steps=30, first=before[-1] + 100, ring_bytes=16 << 20).wait(60) == 0
@@ -109,8 +105,9 @@ def test_a_run_that_goes_on_after_both_died_takes_up_what_was_left(tmp_path: Pat
     assert run.steps[-30:] == list(range(before[-1] + 100, before[-1] + 130))
 
 
-def test_a_ring_that_is_full_drops_new_steps_and_counts_them(tmp_path: Path) -> None:
-    """The writer is stopped, so that nothing leaves the ring."""
+def test_a_ring_that_is_full_drops_new_steps_and_counts_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The writer is stopped, so that nothing leaves the ring, and waited for at the end."""
+    monkeypatch.setattr("hookstats.records.recording._BEHIND_SECONDS", 60.0)
     directory = tmp_path / "run"
     recording = hookstats.record(directory, ring_bytes=1 << 20)
     recording.begin({"rank": 0})
@@ -135,8 +132,11 @@ def test_a_ring_that_is_full_drops_new_steps_and_counts_them(tmp_path: Path) -> 
 def test_a_writer_that_falls_behind_costs_steps_evenly_and_the_end_does_not_wait_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The writer is stopped until the end has given up waiting: so little room has never to last for so long."""
-    monkeypatch.setattr("hookstats.records.recording._BEHIND_SECONDS", 1.0)
+    """The writer is stopped until the end has given up waiting: so little room has never to last for so long.
+
+    It waits for a writer that is behind by other seconds than for one that is not, which is what it says.
+    """
+    monkeypatch.setattr("hookstats.records.recording._BEHIND_SECONDS", 0.0)
     directory = tmp_path / "run"
     recording = hookstats.record(directory, ring_bytes=32 << 20)
     recording.begin({"rank": 0, "every": 3})
@@ -149,10 +149,8 @@ def test_a_writer_that_falls_behind_costs_steps_evenly_and_the_end_does_not_wait
         take(recording, range(1, 1000))
     assert len(told) == 1
     dropped = recording._ring.dropped
-    begin = time.monotonic()
-    with pytest.warns(UserWarning, match="has not ended; it goes on"):
+    with pytest.warns(UserWarning, match=r"after 0 s the writer .* has not ended; it goes on"):
         recording.close()
-    assert time.monotonic() - begin < 10
     os.kill(writer.pid, signal.SIGCONT)
     recorded.wait_for(lambda: not recording._description.exists())
     run = hookstats.load(directory)
@@ -223,14 +221,14 @@ def test_the_writer_imports_no_torch(tmp_path: Path) -> None:
     assert os.getpriority(os.PRIO_PROCESS, pid) == 19
     assert os.getsid(pid) == pid
     recording.close()
-    assert recorded.writers(tmp_path) == []
+    recorded.wait_for(lambda: not recorded.writers(tmp_path))  # its last word was that everything is written
 
 
 def test_a_planted_nan_is_found_where_it_began_within_two_steps_and_raised(tmp_path: Path) -> None:
     net = model()
     monitor = hookstats.attach(net, every=1, sinks=[hookstats.record(tmp_path / "run", on_finding="raise")])
     train(net, monitor, 3)
-    assert monitor.check() == []
+    assert monitor.check(timeout=60) == []
     with pytest.raises(hookstats.FindingError, match="NaN") as caught:
         train_and_check(net, monitor)
     finding = caught.value.findings[0]
@@ -242,7 +240,7 @@ def test_a_planted_nan_is_found_where_it_began_within_two_steps_and_raised(tmp_p
 
 def train_and_check(net: nn.Module, monitor: hookstats.Monitor) -> None:
     train(net, monitor, 1, poison=0)
-    monitor.check()
+    monitor.check(timeout=60)
 
 
 def test_a_directory_that_cannot_be_written_raises_at_attach(tmp_path: Path) -> None:
@@ -264,12 +262,11 @@ def test_a_directory_that_vanishes_costs_one_warning(tmp_path: Path) -> None:
     net = model()
     monitor = hookstats.attach(net, every=1, sinks=[hookstats.record(tmp_path / "run")])
     train(net, monitor, 3)
-    monitor.check()
-    for path in sorted((tmp_path / "run").rglob("*"), reverse=True):
-        path.rmdir() if path.is_dir() else path.unlink()
-    (tmp_path / "run").rmdir()
-    for pid in recorded.writers(tmp_path):
-        recorded.kill(pid)
+    monitor.check(timeout=60)
+    (writer,) = recorded.writers(tmp_path)
+    recorded.stop(writer)  # it makes nothing anew meanwhile
+    shutil.rmtree(tmp_path / "run")
+    recorded.kill(writer)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         assert len(train(net, monitor, 5)) == 5
@@ -281,6 +278,7 @@ def test_a_directory_that_vanishes_costs_one_warning(tmp_path: Path) -> None:
 
 _FULL = """
 import json, resource, sys, warnings
+from contextlib import suppress
 import hookstats
 from tests.records.test_recording import model, train
 told_of = []
@@ -292,11 +290,14 @@ for what in ("part", "ring"):
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         losses = train(net, monitor, 5)
+        recording = monitor._delivery.recorders[0]
         if what == "part":
-            monitor.check()
-            writer = monitor._delivery.recorders[0]._writer
-            resource.prlimit(writer.pid, resource.RLIMIT_FSIZE, (512, 512))
-        losses += train(net, monitor, 100)
+            monitor.check(timeout=60)
+            resource.prlimit(recording._writer.pid, resource.RLIMIT_FSIZE, (512, 512))
+        for _ in range(100):
+            losses += train(net, monitor, 1)
+            with suppress(RuntimeError):  # it has stopped
+                recording.wait(60)  # a writer that falls behind would be another warning
         monitor.detach()
     told_of.append([len(losses), [str(each.message) for each in told]])
 print(json.dumps(told_of))
@@ -325,8 +326,8 @@ def test_a_small_disk_that_fills_up_keeps_what_was_taken(tmp_path: Path) -> None
         recorded.wait_for(lambda: recorded.taken(tmp_path / "run"))
         recorded.wait_for(lambda: Ring(ring).failed)
         assert "No space left" in Ring(ring).failure
-        time.sleep(0.2)
-        assert process.poll() is None
+        before = recorded.lost(tmp_path / "run")
+        recorded.wait_for(lambda: recorded.lost(tmp_path / "run") > before + 50)  # training goes on
         recorded.kill(process.pid)
         process.wait()
         shutil.copytree(small / "run", tmp_path / "run")
@@ -370,20 +371,19 @@ def test_a_rule_of_ones_own_judges_in_the_writer(tmp_path: Path) -> None:
         net, every=1, sinks=[hookstats.record(tmp_path / "run", rules=["tests.records.recorded:even"])]
     ) as monitor:
         train(net, monitor, 5)
-        assert [(found.rule, found.step) for found in monitor.check()] == [("even", 0)]
+        assert [(found.rule, found.step) for found in monitor.check(timeout=60)] == [("even", 0)]
 
 
 def test_findings_are_told_once_though_the_writer_died(tmp_path: Path) -> None:
     net = model()
     with hookstats.attach(net, every=1, sinks=[hookstats.record(tmp_path / "run")]) as monitor:
         train(net, monitor, 3, poison=1)
-        before = monitor.check()
+        before = monitor.check(timeout=60)
         assert before
-        for pid in recorded.writers(tmp_path):
-            recorded.kill(pid)
+        recorded.kill(*recorded.writers(tmp_path))
         with pytest.warns(UserWarning, match="a new one goes on where it stopped"):
             train(net, monitor, 4)
-        assert monitor.check() == before
+        assert monitor.check(timeout=60) == before
     lines = (tmp_path / "run" / "rank=0" / "findings.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [finding.step for finding in before]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,7 @@ def test_recover_runs_nothing_that_a_file_names(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     process = recorded.start(directory)
     recorded.wait_for(lambda: len(recorded.taken(directory)) > 3)
-    for pid in [process.pid, *recorded.writers(directory)]:
-        recorded.kill(pid)
+    recorded.kill_all(process, directory)
     process.wait()
     (path,) = (directory / "rank=0").glob("ring.*.json")
     described = json.loads(path.read_text())
@@ -48,13 +46,13 @@ def test_recover_runs_nothing_that_a_file_names(tmp_path: Path) -> None:
 
 def test_a_torn_ring_gives_what_lies_before_the_tear(tmp_path: Path) -> None:
     directory = tmp_path / "run"
-    process = recorded.start(directory, steps=40, pause=0.001, ring_bytes=16 << 20)
-    recorded.wait_for(lambda: recorded.writers(directory))
-    for pid in recorded.writers(directory):
-        recorded.stop(pid)
+    process = recorded.start(directory, ring_bytes=16 << 20, stops=[0, 39])
+    recorded.wait_for(lambda: recorded.taken(directory))
+    (writer,) = recorded.writers(directory)
+    recorded.stop(writer)  # nothing is in a part before the ring is torn, but it may be that of the first step
+    recorded.go_on(process)
     recorded.wait_for(lambda: len(recorded.taken(directory)) == 40)
-    for pid in [process.pid, *recorded.writers(directory)]:
-        recorded.kill(pid)
+    recorded.kill_all(process, directory)
     process.wait()
     ring = Ring(directory / "rank=0" / "ring.0001")
     ends = [record.end for record in ring.read(ring.tail)]
@@ -84,7 +82,7 @@ def died(tmp_path_factory: pytest.TempPathFactory) -> Path:
     process = recorded.start(directory, ring_bytes=2 << 20, pause=0.002)
     ring = directory / "rank=0" / "ring.0001"
     recorded.wait_for(lambda: len(recorded.taken(directory)) > 20 and Ring(ring).judged)
-    kill_both(process, directory)
+    recorded.kill_all(process, directory)
     process.wait()
     return directory
 
@@ -94,15 +92,6 @@ def killed(died: Path, directory: Path) -> list[int]:
     shutil.copytree(died, directory)
     described(directory, ring=str(directory / "rank=0" / "ring.0001"))
     return recorded.taken(died)
-
-
-def kill_both(process: subprocess.Popen[bytes], directory: Path) -> None:
-    """The writer stops first: it neither finishes what is left, nor does training start another one."""
-    writers = recorded.writers(directory)
-    for pid in writers:
-        recorded.stop(pid)
-    for pid in [process.pid, *writers]:
-        recorded.kill(pid)
 
 
 def test_what_is_found_in_the_last_steps_is_told_when_the_recording_is_closed(tmp_path: Path) -> None:
@@ -147,7 +136,7 @@ def test_a_process_that_died_and_was_not_waited_for_is_dead(tmp_path: Path) -> N
     """As in a container whose first process waits for nobody."""
     process = recorded.start(tmp_path / "run", pause=0.002)
     recorded.wait_for(lambda: len(recorded.taken(tmp_path / "run")) > 3)
-    kill_both(process, tmp_path / "run")
+    recorded.kill_all(process, tmp_path / "run")
     try:
         assert recover(tmp_path / "run") == {"rank=0": [1]}
     finally:
@@ -178,8 +167,7 @@ def test_a_run_that_goes_on_in_another_container_of_this_machine_is_left_alone(t
     try:
         recorded.wait_for(lambda: len(recorded.taken(tmp_path / "run")) > 3)
         recorded.stop(process.pid)
-        for pid in recorded.writers(tmp_path / "run"):
-            recorded.kill(pid)
+        recorded.kill(*recorded.writers(tmp_path / "run"))
         described(tmp_path / "run", host="another", pid=1 << 22)
         with pytest.raises(RuntimeError, match="expected that training has ended"):
             recover(tmp_path / "run")

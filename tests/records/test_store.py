@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -336,17 +335,43 @@ def test_after_a_failure_a_store_refuses_to_go_on(tmp_path: Path, monkeypatch: p
         store.add(recorded.drained(1))
 
 
+# At which call a writer dies: when a manifest is begun, amid a write, when a file has its name, or is on the disk.
+# At least so many of them come while all is written.
+CALLS = {"open": 38, "write": 4700, "replace": 155, "fsync": 310}
 _WRITER = """
-import sys
+import os, signal, sys
 from pathlib import Path
 from tests.records import recorded
+from hookstats.records import files
 from hookstats.records.store import Store
+
+class Dying:
+    name, left = sys.argv[2], int(sys.argv[3])  # it dies at the n-th call of this name
+
+    def __getattr__(self, name):
+        call = os.fstat if name == "fsync" else getattr(os, name)
+        if name != self.name:
+            return call
+
+        def counted(*arguments):
+            if name == "open" and "manifest" not in str(arguments[0]):
+                return call(*arguments)
+            self.left -= 1
+            if self.left == 0:
+                if name == "write":
+                    arguments = (arguments[0], bytes(arguments[1])[: len(arguments[1]) // 2])  # torn
+                call(*arguments)
+                os.kill(os.getpid(), signal.SIGKILL)
+            return call(*arguments)
+
+        return counted
+
+files.os = Dying()
 store = Store(Path(sys.argv[1]) / "rank=0")
 assert "torch" not in sys.modules and "pandas" not in sys.modules
 if not store.ended(0):
     store.begin(0, {})
     for step in range(store.consumed(0), 60):
-        print(step, flush=True)
         store.add(recorded.drained(step))
         if step % 3 == 2:
             store.commit(step + 1)
@@ -358,22 +383,22 @@ assert "torch" not in sys.modules and "pandas" not in sys.modules
 
 @pytest.mark.parametrize("moment", range(MOMENTS))
 def test_a_writer_that_is_killed_leaves_all_that_was_committed_once(tmp_path: Path, moment: int) -> None:
-    draw = np.random.default_rng(moment)
-    command = [sys.executable, "-c", _WRITER, str(tmp_path)]
+    """Twice, in the first or in the second half of what it does, at a call that changes what lies on the disk."""
+    draw, name = np.random.default_rng(moment), list(CALLS)[moment % len(CALLS)]
+
+    def write(name: str, call: int) -> subprocess.CompletedProcess[bytes]:
+        command = [sys.executable, "-c", _WRITER, str(tmp_path), name, str(call)]
+        return subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL)
+
     for _ in range(2):
-        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
-        assert process.stdout is not None
-        for _ in range(draw.integers(1, 25)):
-            process.stdout.readline()
-        time.sleep(draw.uniform(0, 0.05))
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        process.stdout.close()
+        assert write(name, draw.integers(1, CALLS[name] // 2)).returncode == -signal.SIGKILL
+        if not (tmp_path / "rank=0" / "manifest.json").exists():
+            continue
         run = hookstats.load(tmp_path)
         assert run.steps == list(range(len(run)))
         for snapshot in list(run)[:: max(1, len(run) // 20)]:
             assert snapshot.equals(recorded.drained(snapshot.step).snapshot())
-    assert subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL).returncode == 0
+    assert write("none", 0).returncode == 0
     is_kept(tmp_path, [recorded.drained(step).snapshot() for step in range(60)], merge=False)
 
 

@@ -169,7 +169,11 @@ def test_a_notebook_shows_the_page_of_a_run_and_of_a_monitor_that_records(tmp_pa
     ]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
     nbclient.NotebookClient(
-        notebook, kernel_name="python3", resources={"metadata": {"path": str(Path.cwd())}}
+        notebook,
+        kernel_name="python3",
+        startup_timeout=60,
+        iopub_timeout=60,
+        resources={"metadata": {"path": str(Path.cwd())}},
     ).execute()
     outputs = [cell.outputs[-1] for cell in notebook.cells]
     frames = [Frame(output["data"]["text/html"]) for output in outputs]

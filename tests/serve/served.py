@@ -34,11 +34,21 @@ class Reply(NamedTuple):
         return self.body.decode()
 
 
+# After a look it rests for a multiple of what the look took, which is long on a busy machine.
+_SERVE = """
+import sys
+from hookstats.__main__ import main
+from hookstats.serve import growing, runs
+growing._REST = growing._REST_DETAILS = runs._REST = 0.0
+sys.exit(main())
+"""
+
+
 class Served:
-    """``hookstats serve``, as a user starts it."""
+    """``hookstats serve``, as a user starts it, but that it rests no longer after a look that took long."""
 
     def __init__(self, directory: Path, *arguments: str) -> None:
-        command = [sys.executable, "-m", "hookstats", "serve", str(directory), "--port", "0", *arguments]
+        command = [sys.executable, "-c", _SERVE, "serve", str(directory), "--port", "0", *arguments]
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=ROOT)
         assert self.process.stdout is not None
@@ -53,7 +63,7 @@ class Served:
 
     def ask(self, path: str, method: str = "GET", headers: dict[str, str] | None = None) -> Reply:
         """With the token, unless headers say otherwise; unpacked."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         try:
             connection.request(method, path, headers={"Cookie": self.cookie} | (headers or {}))
             answer = connection.getresponse()

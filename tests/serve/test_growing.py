@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import time
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +15,27 @@ from hookstats.serve.runs import Both, Runs, Watched
 from tests.serve.served import Growing, restored
 
 SITES = [Site(f"layers.{i}", "output") for i in range(20)]
+LONG = 1000.0  # seconds, after which all may be looked at again
+
+
+class Clock:
+    """`time` for growing.py: it passes when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def time_ns(self) -> int:
+        return 1_700_000_000_000_000_000
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(growing, "time", clock)
+    return clock
 
 
 @pytest.fixture
@@ -23,16 +43,23 @@ def followed(tmp_path: Path) -> tuple[Growing, growing.Growing]:
     return Growing(tmp_path / "run", SITES), growing.Growing(Watched(tmp_path / "run", "run"))
 
 
-def grown(seen: growing.Growing, run: Growing) -> growing.Version:
-    """A whole version with the last step that was written."""
-    end = time.monotonic() + 20
-    while (found := seen.look(1.0)) is None or found.record["steps"][1] != run.last or not found.is_whole.is_set():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-    assert seen._making is not None
-    seen._making.join()
-    assert seen.newest is not None
+def look(seen: growing.Growing) -> growing.Version | None:
+    """The newest version, when what the look has begun is made."""
+    seen.look()
+    if seen._making is not None:
+        seen._making.join(60)
+        assert not seen._making.is_alive()
     return seen.newest
+
+
+def grown(seen: growing.Growing, run: Growing) -> growing.Version:
+    """A whole version with the last step that was written: a look after some time makes it."""
+    growing.time.now += LONG  # type: ignore[attr-defined]
+    found = look(seen)
+    assert found is not None
+    assert found.record["steps"][1] == run.last
+    assert found.is_whole.is_set()
+    return found
 
 
 @pytest.mark.parametrize("steps", [700, 1101])  # a column each, and two a column, the last with one
@@ -80,21 +107,27 @@ def test_when_two_columns_become_one_all_is_sent(followed: tuple[Growing, growin
 
 
 def test_a_run_is_read_only_when_it_has_changed_and_not_more_than_once_a_second(
-    followed: tuple[Growing, growing.Growing],
+    followed: tuple[Growing, growing.Growing], clock: Clock
 ) -> None:
     run, seen = followed
     run.add(range(30))
     first = grown(seen, run)
-    began = time.monotonic()
-    while time.monotonic() - began < 1.5:
-        assert seen.look() is first  # nothing has changed
-        time.sleep(0.05)
+    making = seen._making
+    for _ in range(5):
+        clock.now += LONG
+        assert look(seen) is first  # nothing has changed
+        assert seen._making is making
     run.add(range(30, 31))
-    second = grown(seen, run)
+    second = look(seen)
+    assert second is not None
+    assert second.record["steps"][1] == 30
     run.add(range(31, 32))
-    began = time.monotonic()
-    assert grown(seen, run) is not second
-    assert time.monotonic() - began > 0.9
+    clock.now += 0.99
+    assert look(seen) is second
+    clock.now += 0.02
+    third = look(seen)
+    assert third is not None
+    assert third.record["steps"][1] == 31
 
 
 def test_details_of_one_run_keep_no_other_waiting(followed: tuple[Growing, growing.Growing]) -> None:
@@ -102,16 +135,16 @@ def test_details_of_one_run_keep_no_other_waiting(followed: tuple[Growing, growi
     run.add(range(30))
     with growing._detailing:  # as another run holds it
         assert len(grown(seen, run).record["begin"]) == 30
-        seen._rested = 0.0
         run.add(range(30, 35))
         assert len(grown(seen, run).record["begin"]) == 35
         assert seen._detailed is None
-    seen._rested = 0.0
     grown(seen, run)
     assert seen._detailed is not None
 
 
-def test_a_run_that_is_torn_says_so_until_it_is_read_again(followed: tuple[Growing, growing.Growing]) -> None:
+def test_a_run_that_is_torn_says_so_until_it_is_read_again(
+    followed: tuple[Growing, growing.Growing], clock: Clock
+) -> None:
     """Also while it is too early to read all of it once more."""
     run, seen = followed
     run.add(range(30))
@@ -120,19 +153,17 @@ def test_a_run_that_is_torn_says_so_until_it_is_read_again(followed: tuple[Growi
     whole = manifest.read_bytes()
     for text in (b"{}", whole[:-9]):
         manifest.write_bytes(text)
-        seen._rested, seen._rested_anew = 0.0, time.monotonic() + (60 if text != b"{}" else 0)
-        seen.look()
-        assert seen._making is not None
-        seen._making.join()
+        clock.now += LONG
+        seen._rested_anew = clock.now + (60 if text != b"{}" else 0)
+        look(seen)
         assert isinstance(seen.error, RunError)
     manifest.write_bytes(whole)
-    seen._rested = seen._rested_anew = 0.0
     run.add(range(30, 32))
     assert len(grown(seen, run).record["begin"]) == 32
     assert seen.error is None
 
 
-def test_two_runs_of_which_one_was_torn_are_told_of_in_detail_anew(tmp_path: Path) -> None:
+def test_two_runs_of_which_one_was_torn_are_told_of_in_detail_anew(tmp_path: Path, clock: Clock) -> None:
     """Though there are as many steps and findings as before."""
     runs = [Growing(tmp_path / name, SITES) for name in ("first", "second")]
     for run in runs:
@@ -145,10 +176,8 @@ def test_two_runs_of_which_one_was_torn_are_told_of_in_detail_anew(tmp_path: Pat
     whole = manifest.read_bytes()
     for text in (b"{}", whole):
         manifest.write_bytes(text)
-        seen._rested = seen._rested_anew = seen._rested_details = 0.0
-        seen.look()
-        assert seen._making is not None
-        seen._making.join()
+        clock.now += LONG
+        look(seen)
         assert (seen._detailed is None) == (text == b"{}")
     assert seen.error is None
     assert seen._detailed == before
@@ -158,7 +187,6 @@ def test_few_versions_of_few_runs_are_kept(tmp_path: Path, followed: tuple[Growi
     run, seen = followed
     for step in range(5):
         run.add(range(step, step + 1))
-        seen._rested = 0.0
         grown(seen, run)
     assert len(seen.versions) == growing._KEPT
     kept = growing.Kept()

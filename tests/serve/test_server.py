@@ -10,9 +10,8 @@ import string
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http import HTTPStatus
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from hookstats.numbers.fields import Site
 from hookstats.rules import Finding
 from hookstats.serve import server as http_server
 from tests.conftest import ROOT
+from tests.records.recorded import wait_for
 from tests.serve.served import Growing, Served, serving
 
 HOSTILE = "<img src=x onerror=alert(1)>&\"'\u202egnp"
@@ -51,9 +51,9 @@ def served(folder: Path) -> Iterator[Served]:
         yield found
 
 
-def raw(port: int, sent: bytes, seconds: float = 20.0) -> bytes:
+def raw(port: int, sent: bytes) -> bytes:
     """All that comes back until the server closes."""
-    with socket.create_connection(("127.0.0.1", port), timeout=seconds) as connection:
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
         try:
             connection.sendall(sent)
             connection.shutdown(socket.SHUT_WR)
@@ -199,58 +199,77 @@ def serving_here(answer: http_server.Answer) -> Iterator[http_server.Server]:
         server.server_close()
 
 
-def test_slow_readers_and_many_of_them_hold_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each sends a byte now and then, and never the end of its head; a reader of an answer never reads."""
-    seconds = 2.0
-    monkeypatch.setattr(http_server, "HEAD_SECONDS", seconds)
-    monkeypatch.setattr(http_server._Handler, "timeout", seconds)
+class Clock:
+    """`time` for server.py: it passes when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(http_server, "time", clock)
+    return clock
+
+
+def test_slow_readers_and_many_of_them_hold_nothing_up(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
+    """Each sends a byte now and then, or none, and never the end of its head; a reader of an answer never reads."""
+    monkeypatch.setattr(http_server._Handler, "timeout", 600.0)  # of a single byte
     slow: list[socket.socket] = []
-    began, threads = time.monotonic(), threading.active_count()
+    threads = threading.active_count()
     with serving_here(http_server.Answer(HTTPStatus.OK, b"here")) as server:
         asked = f"GET / HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\n\r\n".encode()
+
+        def connect(sent: bytes) -> None:
+            slow.append(socket.create_connection(("127.0.0.1", server.port), timeout=60))
+            with suppress(OSError):  # it is one too many
+                slow[-1].sendall(sent)
+
         try:
+            for _ in range(16):
+                connect(asked)
+                assert slow[-1].recv(1, socket.MSG_PEEK) == b"H"
             for i in range(2 * http_server.CONNECTIONS):
-                connection = socket.create_connection(("127.0.0.1", server.port), timeout=5)
-                slow.append(connection)
-                if i % 3:
-                    connection.sendall(b"GET / HTTP/1.1\r\nX: ")
-                elif i % 2:
-                    connection.sendall(asked)
-            while time.monotonic() - began < seconds + 5:
-                time.sleep(0.2)
+                connect(b"GET / HTTP/1.1\r\nX: " if i % 4 else b"")
+            wait_for(lambda: len(server._until) == http_server.CONNECTIONS)
+            wait_for(lambda: threading.active_count() - threads <= http_server.CONNECTIONS + 1)  # and the server's own
+            assert raw(server.port, asked) == b""
+            for _ in range(3):
+                clock.now += 0.3 * http_server.HEAD_SECONDS
                 for connection in slow:
-                    try:
+                    with suppress(OSError):
                         connection.send(b"a")
-                    except OSError:
-                        continue
-                try:
-                    if raw(server.port, asked).endswith(b"here") and time.monotonic() - began > 1:
-                        break
-                except OSError:
-                    continue
-            else:
-                pytest.fail("expected an answer when the time of the slow ones was over")
-            assert threading.active_count() - threads < http_server.CONNECTIONS + 12
+            assert raw(server.port, asked) == b""
+            clock.now += 0.2 * http_server.HEAD_SECONDS
+            wait_for(lambda: not server._until)
+            assert raw(server.port, asked).endswith(b"here")
         finally:
             for connection in slow:
                 connection.close()
-    assert time.monotonic() - began < seconds + 6
 
 
-def test_a_slow_reader_of_an_answer_is_let_go_whatever_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "ANSWER_SECONDS", 1.0)
+def test_a_slow_reader_of_an_answer_is_let_go_whatever_it_reads(clock: Clock) -> None:
+    size = 64 << 20
     with (
-        serving_here(http_server.Answer(HTTPStatus.OK, b"x" * (64 << 20))) as server,
-        socket.create_connection(("127.0.0.1", server.port)) as slow,
+        serving_here(http_server.Answer(HTTPStatus.OK, b"x" * size)) as server,
+        socket.create_connection(("127.0.0.1", server.port), timeout=60) as slow,
     ):
-        began = time.monotonic()
         slow.sendall(f"GET / HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\n\r\n".encode())
         assert slow.recv(64).startswith(b"HTTP/1.0 200 ")
-        while server._until:
-            slow.recv(64)
-            time.sleep(0.05)
-            assert time.monotonic() - began < 10
-        assert time.monotonic() - began > 0.9
+        for _ in range(9):
+            clock.now += 0.1 * http_server.ANSWER_SECONDS
+            server.service_actions()
+            left = size // 16  # nine of them are more than lies between the two
+            while left > 0:
+                more = slow.recv(left)
+                assert more
+                left -= len(more)
+        clock.now += 0.2 * http_server.ANSWER_SECONDS
+        wait_for(lambda: not server._until)
 
 
 def both(served: Served, first: str, second: str) -> str:
@@ -318,12 +337,10 @@ def test_5000_random_requests_get_an_answer_or_a_closed_connection(served: Serve
     assert served.ask("/").status == 200
 
 
-def wait_for(served: Served, path: str, words: str) -> str:
-    end = time.monotonic() + 30
-    while words not in (found := served.ask(path).text):
-        assert time.monotonic() < end, found[-600:]
-        time.sleep(0.1)
-    return found
+def says(served: Served, path: str, words: str) -> str:
+    """The page, when these words stand in it."""
+    wait_for(lambda: words in served.ask(path).text)
+    return served.ask(path).text
 
 
 def test_a_run_that_is_deleted_or_torn_is_said_to_be(tmp_path: Path) -> None:
@@ -335,16 +352,15 @@ def test_a_run_that_is_deleted_or_torn_is_said_to_be(tmp_path: Path) -> None:
     with serving(tmp_path) as served:
         runs = served.runs()
         for name in ("gone", "torn"):
-            wait_for(served, runs[name], 'id="record"')
+            says(served, runs[name], 'id="record"')
         shutil.rmtree(tmp_path / "gone")
         manifest = tmp_path / "torn" / "rank=0" / "manifest.json"
         manifest.write_text(manifest.read_text()[:-9])
-        wait_for(served, runs["gone"], "This run was deleted.")
+        says(served, runs["gone"], "This run was deleted.")
         assert served.ask(runs["gone"]).status == 410
-        time.sleep(1.1)
-        assert served.json(f"{runs['torn']}update")["state"] == "torn"
+        wait_for(lambda: served.json(f"{runs['torn']}update")["state"] == "torn")
         assert served.json(f"{runs['gone']}update")["state"] == "deleted"
-        assert "Nothing is recorded yet." in wait_for(served, runs["empty"], "Nothing")
+        assert "Nothing is recorded yet." in says(served, runs["empty"], "Nothing")
         rows = served.ask("/rows").text
         assert all(word in rows for word in (">deleted<", ">torn<", ">alive<"))
 

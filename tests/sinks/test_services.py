@@ -35,6 +35,7 @@ OFFLINE = {
     "HF_HUB_OFFLINE": "1",
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "DO_NOT_TRACK": "1",
+    "WANDB__SERVICE_WAIT": "60",  # seconds for its process to begin, on a machine that is busy
 }
 # Folders of theirs, which trackio reads when it is imported.
 FOLDERS = ("WANDB_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR", "TRACKIO_DIR", "HF_HOME")

@@ -8,8 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,10 +19,12 @@ from hookstats.numbers.fields import Site
 from hookstats.records.manifest import read
 from hookstats.records.store import Store
 from hookstats.rules import Finding
+from hookstats.terminal import following
 from hookstats.terminal.following import WINDOW, Followed, State
 from hookstats.terminal.formatting import BARS, plain, sparkline
 from hookstats.terminal.watching import lines, picture, watch
-from tests.records.recorded import ROOT, drained
+from tests.records.recorded import ROOT, drained, wait_for
+from tests.serve.served import describe
 
 CODE = """
 import sys, time
@@ -52,13 +53,6 @@ def recording(tmp_path: Path) -> Iterator[tuple[Path, subprocess.Popen[str]]]:
     running.wait()
 
 
-def until(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.05)
-
-
 def writer_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
 
@@ -85,7 +79,7 @@ def test_a_run_that_is_recorded_says_by_whom_and_ends_when_it_ends(
     assert followed.state() == State("recording", f"process {running.pid} records it")
     running.kill()
     running.wait()
-    until(lambda: followed.look() and followed.state().kind == "died")
+    wait_for(lambda: followed.look() and followed.state().kind == "died")
     assert followed.state().sentence == "training died; all that it had measured is in the record"
     followed.look()
     assert [step for step, _ in followed.steps] == list(range(6))
@@ -109,6 +103,33 @@ def test_a_run_whose_writer_was_killed_too_says_what_writes_the_rest(
     told = output.getvalue().splitlines()
     assert [line.split()[1] for line in told if line.startswith("step ") and "," not in line] == list("012345")
     assert told[-1] == "training died; all that it had measured is in the record"
+
+
+@pytest.mark.parametrize("moment", ["between two looks", "in a look"])
+def test_a_run_whose_writer_finishes_meanwhile_ends_as_it_did(
+    tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run" / "rank=0"
+    store = Store(folder)
+    store.begin(1, {"model": "made of numbers"})
+    store.add(drained(0))
+    store.commit(1)
+    description = describe(folder, 1, os.getpid())
+    followed = Followed(tmp_path / "run")
+    followed.look()
+    assert followed.state().kind == "recording"
+
+    def finish(*_: object) -> bool:
+        store.finish(1, "died")
+        store.close()
+        description.unlink()
+        return False
+
+    if moment == "in a look":
+        monkeypatch.setattr(following, "is_training", finish)
+    else:
+        finish()
+    assert followed.state() == State("died", "training died; all that it had measured is in the record")
 
 
 def test_new_steps_and_findings_come_once(tmp_path: Path) -> None:
@@ -291,6 +312,7 @@ def test_waiting_ends_with_an_interrupt_in_silence(tmp_path: Path) -> None:
         stderr=subprocess.PIPE,
         text=True,
         cwd=ROOT,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored where the tests run behind an "&"
     )
     assert running.stdout is not None
     assert running.stdout.readline() == f"waiting for rank=0: there is no run in {tmp_path / 'run'} yet\n"
