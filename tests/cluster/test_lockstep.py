@@ -15,7 +15,7 @@ from tests.cluster.sums import Step, Sums, submit, train, wanted
 from tests.plain import hearing
 from tests.ranks import run, until
 
-STEPS, AHEAD = 200, 100  # fewer may wait than those of which ranks go on to newer steps
+STEPS, AHEAD = 200, 100  # more, and fewer, than may wait before ranks go on to newer steps
 
 
 def trains(rank: int, world: int, case: str) -> Any:
@@ -61,10 +61,10 @@ def comes_late(rank: int, world: int) -> Any:
         store.wait(["gone on/0", "gone on/2"])
         done = train(merging, [0])
     else:
-        done = submit(merging, range(3 * STEPS))
+        done = submit(merging, range(STEPS))
         until(lambda: done.extend(merging.arrived()) or done)
         store.set(f"gone on/{rank}", "")
-    for number in range(3 * STEPS, 4 * STEPS, 10):
+    for number in range(STEPS, 2 * STEPS, 10):
         done += train(merging, [number])
     merging.close()
     return [each.ranks for each in done]
@@ -72,4 +72,4 @@ def comes_late(rank: int, world: int) -> Any:
 
 def test_a_rank_that_comes_when_its_step_was_given_up_is_waited_for_from_then_on() -> None:
     for rank, ranks in enumerate(run(comes_late, 3)):
-        assert ranks == [(rank,)] * (1 if rank == 1 else 3 * STEPS) + [(0, 1, 2)] * (STEPS // 10)
+        assert ranks == [(rank,)] * (1 if rank == 1 else STEPS) + [(0, 1, 2)] * (STEPS // 10)
