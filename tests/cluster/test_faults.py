@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hookstats.cluster import protocol
 from hookstats.cluster.gloo import default_store
 from hookstats.cluster.merging import Merged, Merging
 from tests.cluster.sums import (
@@ -348,12 +349,14 @@ class Large(Sums):
         return 64 << 20
 
 
-def falls_behind(rank: int, world: int) -> Any:
+def falls_behind(rank: int, world: int, behind: int) -> Any:
+    """One rank measures what the other one does not. The first decides at once, others decide a while later."""
+    protocol._FULL_PATIENCE = 0.0 if behind else 3600.0
     merging = Merging(range(world), Large())
     with hearing() as told:
         done = train(merging, [0])
         dist.barrier()
-        if rank == 0:
+        if rank == behind:
 
             def has_room() -> bool:
                 done.extend(merging.arrived())
@@ -368,8 +371,9 @@ def falls_behind(rank: int, world: int) -> Any:
     return [_number(each) for each in done], told
 
 
-def test_a_full_queue_ends_the_waiting_and_everything_is_delivered_in_order() -> None:
-    (done, told), _ = run(falls_behind, 2)
+@pytest.mark.parametrize("behind", [0, 1])
+def test_a_full_queue_ends_the_waiting_and_everything_is_delivered_in_order(behind: int) -> None:
+    done, told = run(falls_behind, 2, behind)[behind]
     assert done == [-1, *range(10, 410, 10)]
     assert 1 <= len(told) <= 3
     assert any("steps were waiting to be merged" in text or "too many steps to merge" in text for text in told)
