@@ -362,7 +362,9 @@ def falls_behind(rank: int, world: int, behind: int) -> Any:
                 done.extend(merging.arrived())
                 return len(merging._slots) < 20
 
-            for number in range(10, 410, 10):
+            done += submit(merging, [10])
+            until(merging._queue.empty)  # in hand
+            for number in range(20, 410, 10):
                 until(has_room)  # the others are given up when the queue is full
                 done += submit(merging, [number])
             done += merging.close(timeout=0)
