@@ -28,6 +28,14 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).parent.parent
 
 
+def until(condition: Callable[[], object]) -> None:
+    """Waits for an event, a minute at most."""
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end, "expected it within a minute"
+        time.sleep(0.002)
+
+
 class Outcome(NamedTuple):
     """How a rank ended."""
 
@@ -99,6 +107,7 @@ def serve() -> None:
     """Forks ranks until nobody asks for more. Returns in the ranks, too, when they are done and not quick."""
     for module in ("torch.distributed", "torch._dynamo", "hookstats.attaching"):  # each rank would, in a second or two
         importlib.import_module(module)
+    _be_patient()
     while True:
         try:
             asked = pickle.load(sys.stdin.buffer)
@@ -109,23 +118,33 @@ def serve() -> None:
         if getattr(functions, "COMPILES", False):
             importlib.import_module("torch._inductor.compile_fx")
         gc.freeze()  # what is here is not looked through by each rank, and so not copied
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
         pids: list[int] = []
-        for rank in range(world):
-            pid = os.fork()
-            if not pid:
-                _enter(rank, world, folder, port)
-                _be_rank(rank, world, folder, getattr(functions, name), args, timeout, init)
-                if is_quick:
-                    atexit._run_exitfuncs()
-                    sys.stdout.flush()
-                    os._exit(0)
-                return
-            pids.append(pid)
-        pickle.dump(_ended(pids, time.monotonic() + timeout), sys.stdout.buffer)
+        with socket.socket() as held:  # until the ranks have ended, or another process might be given the port
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # for the store to listen at it all the same
+            held.bind(("127.0.0.1", 0))
+            for rank in range(world):
+                pid = os.fork()
+                if not pid:
+                    _enter(rank, world, folder, held.getsockname()[1])
+                    _be_rank(rank, world, folder, getattr(functions, name), args, timeout, init)
+                    if is_quick:
+                        atexit._run_exitfuncs()
+                        sys.stdout.flush()
+                        os._exit(0)
+                    return
+                pids.append(pid)
+            codes = _ended(pids, time.monotonic() + timeout)
+        pickle.dump(codes, sys.stdout.buffer)
         sys.stdout.buffer.flush()
+
+
+def _be_patient() -> None:
+    """No rank is given up because its machine is busy: where a test is about one that is, the test says when."""
+    from hookstats.cluster import merging
+    from hookstats.watch import monitor
+
+    merging._PATIENCE = 3600.0
+    monitor._JOIN_SECONDS = 60.0
 
 
 def _ended(pids: list[int], deadline: float) -> list[int]:

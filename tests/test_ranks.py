@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import signal
+import socket
 import time
 
 import pytest
@@ -23,6 +24,15 @@ def summed(rank: int, world: int, factor: int) -> float:
 def test_ranks_give_back_what_they_computed_together() -> None:
     for init in ("file", "env"):
         assert run(summed, 3, 10, init=init) == [30.0] * 3
+
+
+def binds_its_port(rank: int, world: int) -> None:
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("127.0.0.1", int(os.environ["MASTER_PORT"])))
+
+
+def test_the_port_of_the_store_is_given_to_no_other_process() -> None:
+    run(binds_its_port, 1, init="")
 
 
 def ends_in_its_own_way(rank: int, world: int) -> int:
@@ -47,4 +57,4 @@ def test_each_rank_tells_how_it_ended_and_one_that_hangs_is_killed() -> None:
     assert "ValueError: broken" in ended[1].output
     with pytest.raises(AssertionError, match=r"(?s)within 60 s.*rank 1: exit code 1.*here is 1.*ValueError: broken"):
         run(ends_in_its_own_way, 2, init="")
-    assert outcomes(hangs, 1, timeout=1, init="")[0].code == -9
+    assert outcomes(hangs, 1, timeout=0.1, init="")[0].code == -9

@@ -24,7 +24,7 @@ Step = TypeVar("Step")
 # Steps that may wait to be merged: as many as fit into these bytes, but at least _FEW and at most _MANY. From half of
 # that on, ranks go on to newer ones; of more, the oldest are delivered alone.
 _WAITING_BYTES, _FEW, _MANY = 64 << 20, 8, 256
-_PATIENCE = 10.0  # seconds
+_PATIENCE = 10.0  # seconds that other ranks are waited for
 _LOOK = 0.25  # seconds
 _ATTEMPTS = 3  # failures in a row
 _mergings: Counter[tuple[int, ...]] = Counter()  # of the same ranks, so far
@@ -83,10 +83,8 @@ class Merging(Generic[Step]):
     Every rank of the group makes one, in the same order where there are several over the same ranks.
     """
 
-    def __init__(
-        self, ranks: Sequence[int], packing: Packing[Step], fan: int = FAN, patience: float = _PATIENCE
-    ) -> None:
-        """ranks: of torch.distributed, which runs; this one among them. patience: seconds that others are waited for.
+    def __init__(self, ranks: Sequence[int], packing: Packing[Step], fan: int = FAN) -> None:
+        """ranks: of torch.distributed, which runs; this one among them.
 
         RuntimeError where this torch does not have what is needed.
         """
@@ -95,7 +93,6 @@ class Merging(Generic[Step]):
         if self.rank not in self.ranks:
             raise ValueError(f"process_group: expected ranks with this one, {self.rank}, got {self.ranks}")
         self._packing = packing
-        self._patience = patience
         self._fan = fan
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self._local = local if local > 0 and gloo.c10d.get_world_size() % local == 0 else 1
@@ -209,7 +206,7 @@ class Merging(Generic[Step]):
         # Nodes of unlike size say unlike numbers, and there is one tree: that of the rank which came first.
         local = int(self._store.compare_set("local", "", str(self._local)))
         self._plan = levels(self.ranks, self._fan, local)
-        self._participant = Participant(self._store, self._plan, self.rank, self._patience, self._pause)
+        self._participant = Participant(self._store, self._plan, self.rank, _PATIENCE, self._pause)
         failures = 0
         why = "it was detached, or has ended"
         try:
@@ -258,7 +255,7 @@ class Merging(Generic[Step]):
         if self._tree is None or self._epoch != verdict.epoch:
             self._epoch = verdict.epoch
             store = gloo.c10d.PrefixStore(f"groups/{verdict.epoch}", self._store)
-            self._tree = Tree(self._plan, self.rank, store, self._patience, self._pause_in_collective)
+            self._tree = Tree(self._plan, self.rank, store, _PATIENCE, self._pause_in_collective)
         self._looked = time.monotonic()
         sections = self._packing.pack(step, tables)
         return self._packing.unpack(self._tree.merge(sections, self._packing.merges), step, tables)

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch.distributed as dist
 
+from hookstats.cluster import merging as merging_room
+from hookstats.cluster import protocol, tree
 from hookstats.cluster.flat import Merge, Section
 from hookstats.cluster.merging import Merged, Merging
+from hookstats.cluster.protocol import Summary
+from tests.ranks import until
 
 
 def summed(parts: Sequence[Section]) -> Section:
@@ -100,13 +104,41 @@ def wanted(number: int, ranks: Sequence[int], table: str = "one", elements: int 
     return [summed(each) for each in zip(*parts, strict=True)]
 
 
-def train(
-    merging: Merging[Any], numbers: Sequence[int], pause: float = 0.02, wait: float = 0, **fields: Any
-) -> list[Merged[Any]]:
-    """A training that measures these steps, and in the end waits so many seconds for all to arrive."""
-    done = []
+def submit(merging: Merging[Any], numbers: Iterable[int], **fields: Any) -> list[Merged[Any]]:
+    """A training that measures these steps, and waits for none."""
     for number in numbers:
         merging.submit(Step(number, merging.rank, **fields), number)
-        time.sleep(pause)
-        done += merging.arrived()
-    return done + merging.wait(wait)
+    return merging.arrived()
+
+
+def train(merging: Merging[Any], numbers: Iterable[int], **fields: Any) -> list[Merged[Any]]:
+    """A training that measures these steps, and in the end waits for all of them."""
+    return submit(merging, numbers, **fields) + merging.wait(60)
+
+
+class Clock:
+    """That of merging in this process. It also goes forward when a test says so."""
+
+    def __init__(self) -> None:
+        self._ahead = 0.0
+        self.looks = 0  # at it, by the thread that waits for others
+        protocol.time = tree.time = self  # type: ignore[assignment]
+
+    def monotonic(self) -> float:
+        self.looks += 1
+        return time.monotonic() + self._ahead
+
+    def run_out(self, merging: Merging[Any]) -> list[Merged[Any]]:
+        """Ends whatever the steps that were submitted wait for."""
+
+        def is_settled() -> bool:
+            self._ahead += 3 * merging_room._PATIENCE
+            return not merging._unsettled()
+
+        until(is_settled)
+        return merging.arrived()
+
+
+def announced(merging: Merging[Any], rank: int) -> int:
+    """The number of the step with which another rank waits in the store."""
+    return Summary.from_json(bytes(merging._store.get(f"rank/{rank}")).decode()).low.number

@@ -1,4 +1,4 @@
-"""Ranks that are not in lockstep meet again: most of their steps are merged, and each is one step of all ranks."""
+"""Ranks that are not in lockstep: steps wait for those behind, and all go on together where they are given up."""
 
 from __future__ import annotations
 
@@ -8,60 +8,68 @@ from typing import Any
 
 import pytest
 
+from hookstats.cluster import protocol
+from hookstats.cluster.gloo import default_store
 from hookstats.cluster.merging import Merging
-from tests.cluster.sums import Step, Sums, wanted
+from tests.cluster.sums import Step, Sums, submit, train, wanted
 from tests.plain import hearing
-from tests.ranks import run
+from tests.ranks import run, until
 
-STEPS, SECONDS = 300, 0.005
+STEPS, AHEAD = 200, 100  # more, and fewer, than may wait before ranks go on to newer steps
 
 
 def trains(rank: int, world: int, case: str) -> Any:
     """How many steps were merged, and what was told. Every step is delivered once, in order, with the right sums."""
     merging = Merging(range(world), Sums())
-    chance = random.Random(rank)
-    if case == "one starts late" and rank == 1:
-        time.sleep(50 * SECONDS)
+    store, chance = default_store(), random.Random(rank)
     done = []
+
+    def has_room() -> bool:
+        done.extend(merging.arrived())
+        return len(merging._slots) < AHEAD
+
     with hearing() as told:
         for number in range(STEPS):
+            if case == "one starts late":
+                if rank == 1 and number == 0:
+                    store.wait(["ahead/0", "ahead/2"])
+                if number == AHEAD - 1:
+                    store.set(f"ahead/{rank}", "")
+            else:
+                time.sleep(chance.choice([0] * 30 + [0.05]))
+            until(has_room)
             merging.submit(Step(number, rank), number)
-            pause = chance.choice([0] * 30 + [20]) if case == "all pause at random" else 0
-            time.sleep(((3 if case == "one is slow" and rank == 1 else 1) + pause) * SECONDS)
-            done += merging.arrived()
-        done += merging.wait(10)
+        done += merging.wait(60)
         done += merging.close()
-    merged = [number for number, each in enumerate(done) if len(each.ranks) == world]
     for number, each in enumerate(done):
-        if number in merged:
-            sums = zip(each.step, wanted(number, range(world)), strict=True)
-            assert all(part.tolist() == want.tolist() for part, want in sums), number
-        else:
-            assert each.step.number == number
-    return len(done), len(merged), told
+        sums = zip(each.step, wanted(number, range(world)), strict=True)
+        assert all(part.tolist() == want.tolist() for part, want in sums), number
+    return [len(each.ranks) for each in done], told
 
 
-@pytest.mark.parametrize("case", ["one starts late", "one is slow", "all pause at random"])
-def test_ranks_that_are_not_in_lockstep_meet_again_and_no_step_is_mixed(case: str) -> None:
-    """Where ranks give up other steps each, one to thirty are merged."""
-    for delivered, merged, told in run(trains, 3, case):
-        assert delivered == STEPS
-        assert merged >= 60, told
+@pytest.mark.parametrize("case", ["one starts late", "all pause at random"])
+def test_ranks_that_are_not_in_lockstep_merge_every_step_and_mix_none(case: str) -> None:
+    assert run(trains, 3, case) == [([3] * STEPS, [])] * 3
 
 
-def far_behind(rank: int, world: int) -> Any:
-    """Rank 1 comes when the others have given up what it begins with; from then on all go on together."""
-    merging = Merging(range(world), Sums(), patience=0.3)
+def comes_late(rank: int, world: int) -> Any:
+    """Rank 1 begins with a step that the others have given up, because too many were waiting; then all go on."""
+    protocol._FULL_PATIENCE = 3600.0  # the first rank decides
+    merging = Merging(range(world), Sums())
+    store = default_store()
     if rank == 1:
-        time.sleep(1.5)
-    done = []
-    for number in range(100 if rank == 1 else 130):
-        merging.submit(Step(number + 30 * (rank == 1), rank), number + 30 * (rank == 1))
-        time.sleep(0.05)
-        done += merging.arrived()
-    done += merging.wait(2) + merging.close()
-    return sum(len(each.ranks) == world for each in done)
+        store.wait(["gone on/0", "gone on/2"])
+        done = train(merging, [0])
+    else:
+        done = submit(merging, range(STEPS))
+        until(lambda: done.extend(merging.arrived()) or done)
+        store.set(f"gone on/{rank}", "")
+    for number in range(STEPS, 2 * STEPS, 10):
+        done += train(merging, [number])
+    merging.close()
+    return [each.ranks for each in done]
 
 
-def test_a_rank_that_comes_when_it_was_given_up_is_waited_for_again() -> None:
-    assert min(run(far_behind, 3)) >= 50
+def test_a_rank_that_comes_when_its_step_was_given_up_is_waited_for_from_then_on() -> None:
+    for rank, ranks in enumerate(run(comes_late, 3)):
+        assert ranks == [(rank,)] * (1 if rank == 1 else STEPS) + [(0, 1, 2)] * (STEPS // 10)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import threading
-import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import hookstats
 from hookstats import Snapshot
 from tests.models import THREE_KINDS
 from tests.plain import hearing
-from tests.ranks import run
+from tests.ranks import run, until
 
 SITE = ("0", "output")
 
@@ -178,10 +178,9 @@ def dropped(rank: int, world: int) -> list[str]:
     train(model, hookstats.attach(model, every=1, process_group=dist.group.WORLD), rank, 2)
     del model
     gc.collect()
-    end = time.monotonic() + 10
-    while (left := [each.name for each in threading.enumerate()]) != ["MainThread"] and time.monotonic() < end:
-        time.sleep(0.01)
-    return left
+    with suppress(AssertionError):
+        until(lambda: threading.active_count() == 1)
+    return [each.name for each in threading.enumerate()]
 
 
 def test_the_thread_of_a_monitor_that_is_gone_ends() -> None:

@@ -20,7 +20,7 @@ from hookstats.cluster.table import Tables
 from hookstats.cluster.tree import levels
 from hookstats.numbers.fields import FIELDS
 from tests.cluster.steps import BUDGET, Here, drained, job_of
-from tests.cluster.sums import Step, Sums, counted_collectives, train, wanted
+from tests.cluster.sums import Step, Sums, counted_collectives, submit, wanted
 from tests.ranks import outcomes, run
 
 
@@ -54,7 +54,7 @@ def merges_twice(rank: int, world: int, fan: int, seed: int) -> Any:
         for number in (0, 10, 20):
             time.sleep(sleeps.random() / 20)
             merging.submit(Step(number, rank), number)
-        done += merging.wait(30)
+        done += merging.wait(60)
         done += merging.close()
         assert [each.ranks for each in done] == [tuple(range(world))] * 3
         assert [each.world_size for each in done] == [world] * 3
@@ -83,7 +83,7 @@ def counts_collectives(rank: int, world: int) -> list[int]:
     for elements in (10, 1000):
         merging = Merging(range(world), Sums(elements), fan=2)
         merging.submit(Step(0, rank), 0)
-        assert merging.wait(30)[0].ranks == (0, 1, 2, 3)
+        assert merging.wait(60)[0].ranks == (0, 1, 2, 3)
         merging.close()
         counts.append(len(called))
         called.clear()
@@ -110,13 +110,13 @@ def beside_other_groups(rank: int, world: int) -> Any:
         with pytest.raises(ValueError, match=rf"expected ranks with this one, {rank}, got \(1, 3\)"):
             Merging([1, 3], Sums())
     every = [each for each in (first, second, pair) if each is not None]
-    found = [train(merging, [0, 5]) for merging in every]
+    found = [submit(merging, [0, 5]) for merging in every]
     groups.append(dist.new_group([2, 3]))
     sums = [
         summed_by(group) for group, members in zip(groups, ([1, 3], [0, 1, 2], [2, 3]), strict=True) if rank in members
     ]
     for merging, done in zip(every, found, strict=True):
-        done += merging.wait(30)
+        done += merging.wait(60)
         done += merging.close()
     groups.append(dist.new_group([0, 3]))
     sums += [summed_by(groups[-1])] if rank in (0, 3) else []
@@ -150,7 +150,7 @@ def merges_real_steps(rank: int, world: int) -> Any:
     for step in (0, 1):
         made = drained(sites_of(rank, step), ExponentBins(), step=step, scalars={"loss": float(rank)})
         merging.submit(LocalStep(made), step)
-    done = [(each.ranks, each.step.drained) for each in merging.wait(30)]
+    done = [(each.ranks, each.step.drained) for each in merging.wait(60)]
     merging.close()
     return [(ranks, made.step, made.scalars, made.blocks, made.columns.sites) for ranks, made in done]
 
@@ -176,7 +176,7 @@ def under_torchrun() -> None:
     dist.init_process_group("gloo")
     merging = Merging([0, 1], Sums())
     merging.submit(Step(0, merging.rank), 0)
-    (done,) = merging.wait(30)
+    (done,) = merging.wait(60)
     assert done.ranks == (0, 1), done
     merging.close()
     dist.destroy_process_group()
@@ -201,9 +201,9 @@ def test_ranks_that_torchrun_started_are_merged() -> None:
 def on_unlike_nodes(rank: int, world: int) -> Any:
     """Two ranks on one node, and two nodes of one."""
     os.environ["LOCAL_WORLD_SIZE"] = "2" if rank < 2 else "1"
-    merging = Merging(range(world), Sums(), patience=2.0)
+    merging = Merging(range(world), Sums())
     merging.submit(Step(0, rank), 0)
-    (merged,) = merging.wait(10)
+    (merged,) = merging.wait(60)
     merging.close()
     return merged.ranks
 

@@ -16,6 +16,7 @@ import torch
 
 from benchmarks import gpu, gpu_figures, peers, report
 from tests.conftest import ROOT
+from tests.ranks import until
 
 GPU = {"name": "NVIDIA Test", "multiprocessors": 2, "l2_mib": 1.0, "driver": "1.0"}
 MACHINE = {"gpu": GPU, "date": "2026-01-01", "commit": "abc", "torch": "2.11.0", "hookstats": {"cuda": "13.0"}}
@@ -100,23 +101,32 @@ def test_when_time_ends_what_was_found_is_there_and_nothing_runs_on(
 ) -> None:
     monkeypatch.setattr(gpu, "LOGS", tmp_path / "logs")
     monkeypatch.setenv("RESULTS", str(tmp_path))
-    monkeypatch.setenv("SECONDS", "11")
+    monkeypatch.setenv("SECONDS", "600")
     session = gpu.Session("bench")
     session.environment = MACHINE
     child = tmp_path / "child"
     figure = json.dumps({"part": "figures", "figure": {}})
-    program = f"sleep 60 & echo $! > {child}; echo '{figure}' >> {session.lines}; wait"
-    assert not session.run("slow", ["sh", "-c", program], 1, needed=1)
+    program = f"sleep 600 & echo $! > {child}; echo '{figure}' >> {session.lines}; wait"
+    slow = session.start("slow", ["sh", "-c", program], 600)
+    assert slow is not None
+    until(session.lines.read_text)
+    slow.until = time.monotonic()
+    assert not session.finish(slow)
     found = record(tmp_path)
     assert found["figures"] == [{}]
-    assert found["steps"][0]["status"] == "stopped after 1 s"
-    assert not session.run("too late", ["true"], 60, needed=11)
+    assert found["steps"][0]["status"].startswith("stopped after ")
+    session.began -= 600
+    assert not session.run("too late", ["true"], 60)
     assert [each.split(":")[0] for each in session.record()["not_run"]] == ["too late"]
-    status = Path(f"/proc/{int(child.read_text())}/stat")  # a zombie has ended, too
-    deadline = time.monotonic() + 10
-    while status.exists() and status.read_text().split()[2] != "Z" and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not status.exists() or status.read_text().split()[2] == "Z"
+    until(lambda: has_ended(int(child.read_text())))
+
+
+def has_ended(pid: int) -> bool:
+    """Also if it is a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
 
 
 SUITE = """
@@ -135,9 +145,10 @@ def test_of_the_harness(harness): pass
 def test_kernel(backend): pass
 def test_that_never_ends():
     open("hangs", "w").close()
-    time.sleep(60)
+    time.sleep(600)
 def test_after_it(): pass
 """
+OUTCOMES = {"passed": 2, "failed": 3, "skipped": 1}  # until then
 
 
 @pytest.mark.parametrize("processes", [(), ("-n", "1")], ids=["alone", "with xdist"])
@@ -152,16 +163,15 @@ def test_the_outcome_of_each_test_is_written_when_it_is_known(tmp_path: Path, pr
     running = subprocess.Popen(
         command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL, start_new_session=True
     )
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "hangs").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    time.sleep(0.5)  # on its way from the process that runs the tests
-    os.killpg(running.pid, 9)
-    running.wait()
+    try:
+        until((tmp_path / "hangs").exists)
+        until(lambda: lines.read_text().count('"outcome"') == sum(OUTCOMES.values()))
+    finally:
+        os.killpg(running.pid, 9)
+        running.wait()
     read = [json.loads(line) for line in lines.read_text().splitlines()]
     found = gpu.summary(read)["tests"]
-    kinds = {"collected": 7, "passed": 2, "failed": 3, "skipped": 1}
-    assert {key: found[key] for key in kinds} == kinds
+    assert {key: found[key] for key in ("collected", *OUTCOMES)} == {"collected": 7, **OUTCOMES}
     assert found["without_outcome"] == ["test_some.py::test_after_it", "test_some.py::test_that_never_ends"]
     failed = ["test_broken.py", "test_some.py::test_fails", "test_some.py::test_without_its_fixture"]
     assert found["which_failed"] == failed
