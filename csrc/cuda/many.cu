@@ -35,15 +35,16 @@ __global__ void __launch_bounds__(kThreads, kBlocksAtOnce<scalar_t, kind, true>)
   const unsigned i = task_of[blockIdx.x];
   const auto* data = static_cast<const scalar_t*>(addresses.of[i]);
   if (!data) return;
-  // Near at hand: in registers it would crowd out what is read.
-  HOOKSTATS_SHARED(Task, task, 1);
-  static_assert(sizeof(Task) % sizeof(unsigned) == 0);
-  for (unsigned w = threadIdx.x; w < sizeof(Task) / sizeof(unsigned); w += kThreads) {
-    reinterpret_cast<unsigned*>(task)[w] = reinterpret_cast<const unsigned*>(&tasks[i])[w];
+  // Near at hand: in registers it would crowd out what is read. As words, since shared memory runs no constructor.
+  HOOKSTATS_SHARED(uint64_t, words, sizeof(Task) / sizeof(uint64_t));
+  static_assert(sizeof(Task) % sizeof(uint64_t) == 0 && alignof(Task) == alignof(uint64_t));
+  for (unsigned w = threadIdx.x; w < sizeof(Task) / sizeof(uint64_t); w += kThreads) {
+    words[w] = reinterpret_cast<const uint64_t*>(&tasks[i])[w];
   }
   __syncthreads();
-  const TaskPlace place{blockIdx.x - task[0].first_block, task[0].job.groups};
-  run_block<scalar_t, kPack, 1, Walker, kind, UsualBlock>(data, task[0].job, launch, place);
+  const Task& task = *reinterpret_cast<const Task*>(words);
+  const TaskPlace place{blockIdx.x - task.first_block, task.job.groups};
+  run_block<scalar_t, kPack, 1, Walker, kind, UsualBlock>(data, task.job, launch, place);
 }
 
 // Threads for each channel of a matrix that is stored channel by channel: as few as still read neighbouring memory
