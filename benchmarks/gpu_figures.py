@@ -67,11 +67,6 @@ AGAINST_FLOOR = [  # those that have a goal first
 
 
 WIDE = [case for case in COMPARED if case.dtype == bf16][-2:]  # what wide blocks read where a histogram is per channel
-SMALL = [  # what HOOKSTATS_SMALL may change
-    *(case for case in AGAINST_FLOOR if case.bytes <= 32 << 20 and case.dtype in (bf16, fp32)),
-    Case("rows 2 MB bf16, 128 channels", (8192, 128), bf16, 1),
-    Case("NCHW 6 MB bf16", (16, 64, 56, 56), bf16, 1),
-]
 
 
 def shrunk(case: Case) -> Case:
@@ -186,13 +181,8 @@ def case_figures(cases: list[Case], everything: bool, write: Write, **where: str
         del first, tensors, runs
 
 
-def small_figures(write: Write) -> None:
-    """Of the variant that this process was started for, which VARIANT names."""
-    case_figures(SMALL, False, write, part="small", group=os.environ.get("VARIANT", "as it is"))
-
-
 def wide_figures(write: Write) -> None:
-    """As `small_figures`."""
+    """Of the variant that this process was started for, which VARIANT names."""
     case_figures(WIDE, False, write, part="wide", group=os.environ.get("VARIANT", "as it is"))
 
 
@@ -276,7 +266,6 @@ PARTS: dict[str, Callable[[Write], None]] = {
     "first use": first_use,
     "kernels": lambda write: case_figures(AGAINST_FLOOR, False, write),
     "peers eager": peer_figures(False),
-    "small": small_figures,
     "wide": wide_figures,
     "peers compiled": peer_figures(True),
     "totals": totals_figures,

@@ -65,7 +65,6 @@ def gpu_page(path: Path, record: dict[str, Any]) -> list[str]:
         lines.append(row(case, *[number(names[n]["median_us"]) if n in names else "-" for n in (OURS[0], *others)]))
     floor = max((names["read floor"]["gb_per_s"] for names in cases.values()), default=None)
     lines += ["", *many_lines(cases, "us"), *training_lines(record.get("training", []), floor)]
-    lines += variant_lines(record.get("small", []), "Small tensors, of which the faster variant is to stay", OURS[0])
     title = "Rows read by usual blocks and by those of an A100, where a GPU has room for these"
     return [*lines, *variant_lines(record.get("wide", []), title, OURS[2]), *said_lines(record)]
 

@@ -11,10 +11,9 @@ namespace {
 // has 132 multiprocessors. A block costs as much as reading 100 KB or so.
 constexpr int kMostAtOnce = 2;  // blocks of a multiprocessor, where more would fit: none was measured
 constexpr int64_t kMostWaves = 4;
-constexpr int64_t kBlockBytes = 128 << 10, kFinerBlockBytes = 32 << 10;
+constexpr int64_t kBlockBytes = 128 << 10;
 
 struct GridPlace {
-  static constexpr bool kMayBeInCluster = false;
   __device__ unsigned group() const { return blockIdx.x; }
   __device__ unsigned part() const { return blockIdx.y; }
 };
@@ -25,23 +24,6 @@ __global__ void __launch_bounds__(Size::kThreads, kBlocksAtOnce<scalar_t, kind, 
     accumulate_kernel(const scalar_t* data, const Job job, const Launch launch) {
   run_block<scalar_t, kPack, kPlaces, Walker, kind, Size>(data, job, launch, GridPlace{});
 }
-
-// The same for what is tried with small tensors (cluster.h), of rows of 2- and 4-byte values. Beside the other one: in
-// one kernel with it, it cost that one registers.
-struct ClusterPlace : GridPlace {
-  static constexpr bool kMayBeInCluster = true;
-};
-template <class scalar_t, HistogramKind kind>
-__global__ void __launch_bounds__(kThreads, kBlocksAtOnce<scalar_t, kind, false>)
-    small_kernel(const scalar_t* data, const Job job, const Launch launch) {
-  constexpr int kPack = kPackOf<scalar_t>;
-  wait_for_kernel_before();
-  run_block<scalar_t, kPack, kPack, LineWalker, kind, UsualBlock>(data, job, launch, ClusterPlace{});
-}
-template <class scalar_t, int kPlaces, template <class> class Walker, HistogramKind kind>
-constexpr bool kHasSmallKernel =
-    (sizeof(scalar_t) == 2 || sizeof(scalar_t) == 4) && kPlaces == kPackOf<scalar_t> &&
-    std::is_same_v<Walker<scalar_t>, LineWalker<scalar_t>> && kind != HistogramKind::linear;
 
 // Calls f(kernel, what is known of it, its shared memory, constant of the kind, size of its blocks).
 template <class scalar_t, int kPack, int kPlaces, template <class> class Walker, class F>
@@ -70,10 +52,6 @@ int64_t parts_of(const Job& job, int64_t bytes, int64_t wave) {
       filled = fills;
     }
   }
-  if ((small_variant() & k_finer) && parts <= int64_t(kMostInCluster)) {
-    const int64_t finer = divide_up(divide_up(bytes, kFinerBlockBytes), groups), fit = wave / groups;
-    parts = std::max(parts, std::min({finer, fit, int64_t(kMostInCluster)}));
-  }
   return parts;
 }
 
@@ -96,16 +74,6 @@ cudaError_t launch_accumulate(const void* data, Job job, int64_t bytes, const La
     const dim3 grid(job.groups, job.parts), block(Size::kThreads);
     const auto stream = static_cast<cudaStream_t>(to.stream);
     const auto* values = static_cast<const scalar_t*>(data);
-    constexpr HistogramKind k = decltype(kind)::value;
-    if constexpr (kHasSmallKernel<scalar_t, kPlaces, Walker, k> && std::is_same_v<Size, UsualBlock>) {
-      const bool in_cluster = (small_variant() & k_clusters) && job.parts > 1 && job.parts <= kMostInCluster;
-      const bool early = small_variant() & k_early;
-      const auto small = small_kernel<scalar_t, k>;
-      if ((in_cluster || early) && may_launch_as(small, to.device)) {
-        job.in_cluster = in_cluster;
-        return launch_as(in_cluster, early, small, grid, block, shared_bytes, stream, values, job, to);
-      }
-    }
     return launch(kernel, grid, block, shared_bytes, stream, values, job, to);
   };
   return with_kernel<scalar_t, kPack, kPlaces, Walker>(job.state.kind, facts.shared_memory, run);

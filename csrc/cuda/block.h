@@ -3,7 +3,6 @@
 // every merge has a fixed order, and only whole numbers are added atomically.
 #pragma once
 
-#include "cluster.h"
 #include "count.h"
 #include "plan.h"
 
@@ -105,34 +104,6 @@ bool packs_fit(HistogramKind kind, int shared_memory) {
   });
 }
 
-// The parts of a channel group, one in each block of a cluster, folded by the first one in the order and with the sums
-// of the way through scratch. All threads of all blocks call it; `owns`: the thread's `sums` are its block's of the
-// channel `column`. Returns true in the block that goes on, whose threads that own a channel have its sums then.
-__device__ inline bool fold_cluster(WideSums& sums, double* shared, const Arrival* says, unsigned rank, unsigned parts,
-                                    const Geometry& merging, int thread, bool owns, bool in_range) {
-  const int column = thread % merging.lanes, row = thread / merging.lanes;
-  __syncthreads();  // what lies there has been read
-  if (owns) store_slot(sums.finish(), shared, kBlockChannels, column);
-  cluster_barrier();
-  bool on = rank == 0;
-  if (rank == 0) {
-    for (unsigned i = 0; i < parts; ++i) on &= *in_block(says, i) == Arrival::last;
-    sums = WideSums::neutral();
-    if (on && row < merging.groups && in_range) {
-      for (unsigned i = row; i < parts; i += merging.groups) {
-        sums.merge(WideSums::of(load_slot<Moments>(in_block(shared, i), kBlockChannels, column)));
-      }
-    }
-  }
-  cluster_barrier();  // until then the other blocks stay, and the first one's part is not written over
-  if (!on) return false;
-  store_slot(sums, shared, kThreads, thread);
-  __syncthreads();
-  fold_block<WideSums, 1>(shared, merging, thread);
-  if (owns) sums = load_slot<WideSums>(shared, kThreads, thread);
-  return true;
-}
-
 // What one block does, in three phases: it loads its share of the tensor, folds its threads, and publishes their sums:
 // the last block of a channel group folds the parts of all into the state. `place` says which block: place.group() of
 // the groups of channels, place.part() of the parts of their elements. All threads of the block call it, once. They are
@@ -142,7 +113,6 @@ template <class scalar_t, int kPack, int kPlaces, template <class> class Walker,
 __device__ __forceinline__ void run_block(const scalar_t* data, const Job& job, const Launch& launch, Place place) {
   using Sizes = Shared<scalar_t, kPack, kPlaces, Walker, kind, Size>;
   constexpr int kThreads = Size::kThreads;
-  static_assert(!Place::kMayBeInCluster || kThreads == cuda::kThreads);
   using Histogram = typename Sizes::Histogram;
   using Whole = BlockSums<acc_of<scalar_t>>;
   HOOKSTATS_DYNAMIC_SHARED(dynamic);
@@ -261,17 +231,9 @@ __device__ __forceinline__ void run_block(const scalar_t* data, const Job& job, 
   }
 
   // Publish.
-  const bool in_cluster = Place::kMayBeInCluster && job.in_cluster;
-  if constexpr (Place::kMayBeInCluster) {
-    if (in_cluster) {
-      on = fold_cluster(sums, dynamic, says, place.part(), job.parts, merging, thread, on && owns, channel < channels);
-      if (!on) return;
-    }
-  }
-
   unsigned* word = launch.arrivals + job.first_arrival + place.group() * job.words;
   unsigned step = 1;  // between the parts of this round
-  for (unsigned count = in_cluster ? 1 : job.parts, mine = place.part(); count > 1;) {
+  for (unsigned count = job.parts, mine = place.part(); count > 1;) {
     const auto part = [&](unsigned i) {
       return launch.partials + job.first_partial + i * step * kMoments * channels + channel;
     };

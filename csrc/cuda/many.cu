@@ -21,7 +21,6 @@ constexpr int kFew = 256, kMore = 1024;
 
 // The blocks of a task have consecutive numbers.
 struct TaskPlace {
-  static constexpr bool kMayBeInCluster = false;
   unsigned block, groups;
   __device__ unsigned group() const { return block % groups; }
   __device__ unsigned part() const { return block / groups; }

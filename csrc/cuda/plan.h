@@ -23,8 +23,7 @@ struct Job {
   int64_t first_partial;  // in the launch's scratch: [parts, kMoments, channels]
   int64_t first_arrival;  // [groups, words]
   unsigned words;
-  bool in_cluster;  // its parts meet in shared memory, without scratch
-  int rest = 0;     // as in Access
+  int rest = 0;  // as in Access
 
   int64_t partials() const { return parts > 1 ? parts * kMoments * layout.channels : 0; }
   int64_t arrivals() const { return parts > 1 ? int64_t(groups) * words : 0; }
@@ -83,7 +82,7 @@ Access access(Layout& layout, bool aligned) {
 
 // A job of one part. `plane_groups`: threads that share a channel where channels do not lie side by side.
 inline Job job_of(const Layout& layout, const State& state, bool rows, int places, int plane_groups) {
-  Job job{layout, state, {}, 0, 1, 0, 0, 0, 0, false};
+  Job job{layout, state, {}, 0, 1, 0, 0, 0, 0};
   Geometry& geometry = job.geometry;
   geometry.lanes_first = rows;
   if (rows) {

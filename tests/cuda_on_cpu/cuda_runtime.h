@@ -108,13 +108,10 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Kernel* k
   *blocks = bytes > size_t(cuda_on_cpu::gpu.shared_memory) ? 0 : 2 * 256 / threads;
   return cudaSuccess;
 }
-struct cudaFuncAttributes {
-  int ptxVersion;
-};
+struct cudaFuncAttributes {};
 template <class Kernel>
-cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* of, Kernel* kernel) {
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, Kernel* kernel) {
   cuda_on_cpu::loaded.insert(reinterpret_cast<const void*>(kernel));
-  of->ptxVersion = cuda_on_cpu::gpu.built_for;
   return cudaSuccess;
 }
 
@@ -216,20 +213,6 @@ void start(void (*kernel)(Params...), dim3 grid, dim3 block, int shared_bytes, c
   cuda_on_cpu::order.push_back("launch " + cuda_on_cpu::name_of(stream));
   cuda_on_cpu::dynamic_shared_bytes = shared_bytes;
   cuda_on_cpu::run(grid, block, [&] { kernel(args...); });
-}
-
-template <class... Params, class... Args>
-void start_as(bool in_cluster, bool, void (*kernel)(Params...), dim3 grid, dim3 block, int shared_bytes, cudaStream_t,
-              const Args&... args) {
-  cuda_on_cpu::dynamic_shared_bytes = shared_bytes;
-  cuda_on_cpu::run(grid, block, [&] { kernel(args...); }, in_cluster ? grid.y : 1);
-  cuda_on_cpu::cluster_launches += in_cluster;
-}
-inline void wait_for_kernel_before() {}
-inline void cluster_barrier(int line = __builtin_LINE()) { cuda_on_cpu::Block::current->barrier(line, true); }
-template <class T>
-const T* in_block(const T* shared, unsigned rank) {
-  return static_cast<const T*>(cuda_on_cpu::Block::current->in_block(shared, rank));
 }
 
 inline double load_fresh(const double* at) { return *at; }

@@ -6,7 +6,7 @@
 #include "batch.cpp"
 #include "checksums.cpp"
 #include "copies.cpp"
-#include "cuda/cluster.h"
+#include "cuda_runtime.h"
 #include "inputs.cpp"
 #include "samples.cpp"
 #include "scratch.cpp"
@@ -38,8 +38,7 @@ void use_stream(int64_t stream, int64_t capture) {
 
 // From now on it is the GPU of this capability, with so much shared memory for a block; 0: as at first. Each is a
 // device of its own, of which what was asked is remembered.
-void use_gpu(int64_t capability, int64_t shared_memory, int64_t driver, int64_t runtime, int64_t built_for,
-             int64_t multiprocessors) {
+void use_gpu(int64_t capability, int64_t shared_memory, int64_t driver, int64_t runtime, int64_t multiprocessors) {
   static std::vector<cuda_on_cpu::Gpu> gpus(1);
   const cuda_on_cpu::Gpu first;
   const auto or_first = [](int64_t given, int otherwise) { return given ? int(given) : otherwise; };
@@ -47,7 +46,6 @@ void use_gpu(int64_t capability, int64_t shared_memory, int64_t driver, int64_t 
                       or_first(capability, first.capability),
                       or_first(driver, first.driver),
                       or_first(runtime, first.runtime),
-                      or_first(built_for, first.built_for),
                       or_first(multiprocessors, first.multiprocessors)};
   size_t number = 0;
   while (number < gpus.size() && gpus[number].all() != cuda_on_cpu::gpu.all()) ++number;
@@ -83,8 +81,6 @@ void close_step(at::TensorList blocks) {
 void use_one_part(bool use) { cuda_on_cpu::in_one_part = use; }
 int64_t copies() { return cuda_on_cpu::copies; }
 void shuffle(int64_t seed) { cuda_on_cpu::shuffle_seed = unsigned(seed); }
-void use_small_variant(int64_t bits) { hookstats::cuda::small_variant() = int(bits); }
-int64_t cluster_launches() { return cuda_on_cpu::cluster_launches; }
 int64_t launches() { return cuda_on_cpu::launches; }
 
 }  // namespace
@@ -94,14 +90,11 @@ TORCH_LIBRARY_FRAGMENT(hookstats_cuda_on_cpu, m) {
   m.def("launches() -> int", &launches);
   m.def("copies() -> int", &copies);
   m.def("use_one_part(bool use) -> ()", &use_one_part);
-  m.def("cluster_launches() -> int", &cluster_launches);
-  m.def("use_small_variant(int bits) -> ()", &use_small_variant);
   m.def("switch_off_after(Tensor flag, int blocks) -> ()", &switch_off_after);
   m.def("run_faulty(str name) -> int", &cuda_on_cpu::run_faulty);
   m.def("use_stream(int stream, int capture=0) -> ()", &use_stream);
   m.def(
-      "use_gpu(int capability=0, int shared_memory=0, int driver=0, int runtime=0, int built_for=0, "
-      "int multiprocessors=0) -> ()",
+      "use_gpu(int capability=0, int shared_memory=0, int driver=0, int runtime=0, int multiprocessors=0) -> ()",
       &use_gpu);
   m.def("tell_captures(bool told) -> ()", &tell_captures);
   m.def("last_error() -> int", &last_error);

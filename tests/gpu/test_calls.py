@@ -61,7 +61,7 @@ def test_the_tests_are_taken_in_the_order_of_what_they_tell(machine: Path) -> No
     tools = [line.split()[1] for line in ran if line.startswith("--tool")]
     assert tools == ["memcheck", "racecheck", "synccheck", "initcheck", "memcheck", "racecheck"]
     steps = record(machine / "out")["steps"]
-    variants = ["kernel tests, variants", "kernel tests, wide blocks", "memcheck, variants", "racecheck, variants"]
+    variants = ["kernel tests, wide blocks", "memcheck, variants", "racecheck, variants"]
     beside = ["memcheck", "racecheck", "synccheck", "initcheck", *variants, "demo", "all other tests"]
     assert [step["name"] for step in steps] == ["build", "tests of a GPU alone", "kernel tests", *beside]
     assert {step["status"] for step in steps} == {0}
@@ -76,9 +76,6 @@ def test_every_part_of_the_figures_is_taken_and_one_that_fails_stops_no_other(
     found = record(machine / "out")
     parts = list(gpu_figures.PARTS)
     assert sorted(figure["name"] for figure in found["figures"]) == sorted(parts)
-    i = parts.index("small")
-    variants = ["as it is", "clusters", "cut finer", "clusters, cut finer", "started early", "all three"]
-    parts[i : i + 1] = [f"small, {variant}" for variant in [*variants, "as it is, again"]]
     i = parts.index("wide")
     parts[i : i + 1] = ["wide, blocks of 256 threads", "wide, of 512"]
     assert [step["name"] for step in found["steps"]] == ["build", *parts]
@@ -174,7 +171,6 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_figures, "DEVICE", "cpu")
     monkeypatch.setattr(gpu_figures, "AGAINST_FLOOR", gpu_figures.AGAINST_FLOOR[:6])
     monkeypatch.setattr(gpu_figures, "COMPARED", gpu_figures.COMPARED[:2])
-    monkeypatch.setattr(gpu_figures, "SMALL", gpu_figures.SMALL[:2])
     monkeypatch.setattr(gpu_figures, "WIDE", gpu_figures.WIDE[:1])
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
 

@@ -23,7 +23,7 @@ MOST_REGISTERS = {
     r"softmax_kernel(Id|.*Li17)": 128,
     r"softmax_kernel": 64,
     r"_kernelId.*KindE[23]": 170,
-    r"(accumulate|small|many|merge|totals)_kernel": 128,
+    r"(accumulate|many|merge|totals)_kernel": 128,
 }
 
 
