@@ -17,13 +17,13 @@ struct Shared {
   static constexpr int kThreads = Size::kThreads;
   static constexpr bool kCounts = kCounted<scalar_t, kPack>;
   static_assert(!kCounts || kThreads == cuda::kThreads);
-  // Value by value, and beside linear bins, a masked loop would not fit into the registers.
-  static constexpr bool kMasks = kPack > 1 && kind != HistogramKind::linear;
+  // Value by value, and beside linear bins, looking first would not fit into the registers.
+  static constexpr bool kLooks = kPack > 1 && kind != HistogramKind::linear;
   using Histogram = std::conditional_t<kCounts, ValueCounts<scalar_t, kind, kPlaces>,
                                        BlockHistogram<kind, kPlaces, (kPack > kPlaces), kThreads>>;
   using Reads = std::conditional_t<
       kCounts, CountingReader<scalar_t, kPack, kPlaces, Walker, Size>,
-      Reader<scalar_t, kPack, kPlaces, Walker, kPlaces == 4 && kind == HistogramKind::per_channel, kMasks, Size>>;
+      Reader<scalar_t, kPack, kPlaces, Walker, kPlaces == 4 && kind == HistogramKind::per_channel, kLooks, Size>>;
   static constexpr int kThreadSums = kThreads * kPlaces * BlockSums<acc_of<scalar_t>>::kBytes;
   static constexpr int kHistogram = Histogram::kWords * int(sizeof(unsigned)), kSums = kCounts ? 0 : kThreadSums;
   static constexpr int kRing = Reads::Feed::kBytes;

@@ -293,30 +293,6 @@ HOOKSTATS_HD inline float exp_fast(float x) {
 #endif
 }
 
-// A finite value itself, NaN for any other; and both of a pair.
-template <class acc_t>
-HOOKSTATS_HD inline acc_t finite_or_nan(acc_t x) {
-  return x * 0 + x;
-}
-template <class scalar_t>
-HOOKSTATS_HD inline uint32_t finite_or_nan2(uint32_t word) {
-#if defined(__CUDA_ARCH__)
-  uint32_t r;
-  if constexpr (std::is_same_v<scalar_t, BFloat16>) {
-    asm("fma.rn.bf16x2 %0, %1, %2, %1;" : "=r"(r) : "r"(word), "r"(0));
-  } else {
-    asm("fma.rn.f16x2 %0, %1, %2, %1;" : "=r"(r) : "r"(word), "r"(0));
-  }
-  return r;
-#else
-  constexpr uint32_t kInfinity = std::is_same_v<scalar_t, BFloat16> ? 0x7f80 : 0x7c00;
-  for (const int half : {0, 16}) {
-    if ((word >> half & kInfinity) == kInfinity) word |= 0x7fffu << half;
-  }
-  return word;
-#endif
-}
-
 // Counts the zeros of pairs, up to 256 in each half. Where the GPU compares and adds pairs, the counts are 16-bit
 // floating-point numbers themselves; elsewhere integers.
 template <class scalar_t>

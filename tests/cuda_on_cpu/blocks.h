@@ -5,9 +5,9 @@
 // when its copies have come: what then changes was ordered by nothing. It fails on a barrier that not every thread of
 // the block reaches, on a write past a shared array, and on a block that takes more shared memory than the GPU has;
 // shared memory starts out as garbage. An asynchronous copy is done when it is waited for, which must be before its
-// block ends, and must be aligned; other accesses are not checked for that. One of a word may take bytes beside a tensor
-// along: a GPU's memory is allotted in larger pieces. It says nothing about speed, or memory ordering between running
-// blocks.
+// block ends, and must be aligned; other accesses are not checked for that. One of a word may take bytes beside a
+// tensor along: a GPU's memory is allotted in larger pieces. It says nothing about speed, or memory ordering between
+// running blocks.
 #pragma once
 
 #include <setjmp.h>

@@ -54,7 +54,7 @@ def test_every_path_dtype_and_histogram_runs_with_less_shared_memory(
         check(imitated.accumulate(x, channel_dim, histogram).stats(), x, channel_dim)
 
 
-# One for each reason for which a tile is read again, masked, or summed about another shift.
+# One for each reason for which a tile is read again, or summed about another shift.
 REASONS = [
     "nan_in_the_first_values", "nan_in_later_tiles", "nan_and_inf", "channels_of_nan", "every_exponent_and_nan",
     "mean_1e4_and_nan", "subnormal_and_nan", "one_outlier_in_the_first_values", "equal_after_inf",

@@ -69,22 +69,22 @@ def label(kernel: str) -> str | None:
 
 
 def count(file: Path) -> Figures:
-    """By kernel: instructions of the hot loop, of the one for masked values, and of the tile's loop around both without
-    the loops inside; float8 has no tiles."""
+    """By kernel: instructions of the hot loop, and of the tile's loop around it without the loops inside; float8 has no
+    tiles."""
     names = [line.split()[-1] for line in cuobjdump(file, "-symbols").splitlines() if " ENTRY " in line]
     wanted = [name for name in names if label(name)]
     if not wanted:
         return {}
     figures: Figures = {}
     for function in cuobjdump(file, "-sass", "-fun", ",".join(wanted)).split("Function : ")[1:]:
-        loop, masked, tile = count_loops(function)
-        figures[label(function.split("\n", 1)[0]) or ""] = {"loop": loop, "masked": masked, "tile": tile}
+        loop, tile = count_loops(function)
+        figures[label(function.split("\n", 1)[0]) or ""] = {"loop": loop, "tile": tile}
     return dict(sorted(figures.items()))
 
 
-def count_loops(sass: str) -> tuple[int, int, int]:
+def count_loops(sass: str) -> tuple[int, int]:
     """Of one function. A loop is what a branch back spans; the hot one is the longest without another inside that
-    copies asynchronously into shared memory (LDGSTS) and does not look for NaN (FSETP.NAN), as the masked one does."""
+    copies asynchronously into shared memory (LDGSTS)."""
     found = re.findall(r"^\s*/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", sass, re.MULTILINE)
     places = [int(address, 16) for address, _ in found]
     instructions = [text for _, text in found]
@@ -97,22 +97,18 @@ def count_loops(sass: str) -> tuple[int, int, int]:
     def inside(loop: range) -> list[range]:
         return [each for each in loops if each != loop and each[0] in loop and each[-1] in loop]
 
-    def has(loop: range, operation: str) -> bool:
-        return any(operation in instructions[i] for i in loop)
-
-    copying = [loop for loop in loops if not inside(loop) and has(loop, "LDGSTS")]
-    hot = max((loop for loop in copying if not has(loop, "FSETP.NAN")), key=len)
-    masked = max((loop for loop in copying if has(loop, "FSETP.NAN")), key=len, default=range(0))
+    copying = [loop for loop in loops if not inside(loop) and any("LDGSTS" in instructions[i] for i in loop)]
+    hot = max(copying, key=len)
     tile = min((loop for loop in loops if hot in inside(loop)), key=len, default=range(0))
     nested = {i for loop in inside(tile) for i in loop}
-    return len(hot), len(masked), len(tile) - len(nested)
+    return len(hot), len(tile) - len(nested)
 
 
 def grown(figures: Figures, recorded: Figures) -> list[str]:
     """A line for each kernel that is missing, new, or takes more instructions than recorded."""
     lines = [f"{name}: expected in both, recorded: {name in recorded}" for name in figures.keys() ^ recorded.keys()]
     for name in figures.keys() & recorded.keys():
-        for part, values in (("loop", LOOP_VALUES), ("masked", LOOP_VALUES), ("tile", TILE_VALUES)):
+        for part, values in (("loop", LOOP_VALUES), ("tile", TILE_VALUES)):
             values *= 2 if "float8" in name else 1
             before, now = recorded[name][part], figures[name][part]
             if now > before:
