@@ -103,15 +103,17 @@ cudaError_t accumulate_as(const Input& input, const State& state, const Launch& 
 
   const void* data = input.data;
   const bool listed = layout.row_dims > 0;
-  if (packed && rows && listed) return launch_accumulate<scalar_t, kPack, kPack, ListedWalker>(data, job, bytes, to);
-  if (packed && rows && !aligned) {
-    return launch_accumulate<scalar_t, kPack, kPack, UnalignedLineWalker>(data, job, bytes, to);
+  if constexpr (kPack > 1) {
+    if (packed && rows && listed) return launch_accumulate<scalar_t, kPack, kPack, ListedWalker>(data, job, bytes, to);
+    if (packed && rows && !aligned) {
+      return launch_accumulate<scalar_t, kPack, kPack, UnalignedLineWalker>(data, job, bytes, to);
+    }
+    if (packed && !aligned) return launch_accumulate<scalar_t, kPack, 1, UnalignedNearWalker>(data, job, bytes, to);
+    if (packed && listed) return launch_accumulate<scalar_t, kPack, 1, ListedWalker>(data, job, bytes, to);
+    if (packed && rows) return launch_accumulate<scalar_t, kPack, kPack, LineWalker>(data, job, bytes, to);
+    if (packed && layout.ndim <= 1) return launch_accumulate<scalar_t, kPack, 1, LineWalker>(data, job, bytes, to);
+    if (packed) return launch_accumulate<scalar_t, kPack, 1, NearWalker>(data, job, bytes, to);
   }
-  if (packed && !aligned) return launch_accumulate<scalar_t, kPack, 1, UnalignedNearWalker>(data, job, bytes, to);
-  if (packed && listed) return launch_accumulate<scalar_t, kPack, 1, ListedWalker>(data, job, bytes, to);
-  if (packed && rows) return launch_accumulate<scalar_t, kPack, kPack, LineWalker>(data, job, bytes, to);
-  if (packed && layout.ndim <= 1) return launch_accumulate<scalar_t, kPack, 1, LineWalker>(data, job, bytes, to);
-  if (packed) return launch_accumulate<scalar_t, kPack, 1, NearWalker>(data, job, bytes, to);
   if (near && !listed) return launch_accumulate<scalar_t, 1, 1, NearWalker>(data, job, bytes, to);
   return launch_accumulate<scalar_t, 1, 1, FarWalker>(data, job, bytes, to);
 }
@@ -125,19 +127,21 @@ cudaError_t load_as(HistogramKind kind, int device) {
     int at_once = 0;
     return prepare(kernel, prepared, decltype(size)::kThreads, shared_bytes, device, at_once);
   };
-  if (packs_fit<scalar_t, kPack>(kind, most)) {
-    for (const auto error : {with_kernel<scalar_t, kPack, kPack, LineWalker>(kind, most, run),
-                             with_kernel<scalar_t, kPack, kPack, UnalignedLineWalker>(kind, most, run),
-                             with_kernel<scalar_t, kPack, kPack, ListedWalker>(kind, most, run)}) {
-      if (error != cudaSuccess) return error;
+  if constexpr (kPack > 1) {
+    if (packs_fit<scalar_t, kPack>(kind, most)) {
+      for (const auto error : {with_kernel<scalar_t, kPack, kPack, LineWalker>(kind, most, run),
+                               with_kernel<scalar_t, kPack, kPack, UnalignedLineWalker>(kind, most, run),
+                               with_kernel<scalar_t, kPack, kPack, ListedWalker>(kind, most, run)}) {
+        if (error != cudaSuccess) return error;
+      }
     }
-  }
-  if (packs_fit<scalar_t, 1>(kind, most)) {
-    for (const auto error : {with_kernel<scalar_t, kPack, 1, LineWalker>(kind, most, run),
-                             with_kernel<scalar_t, kPack, 1, NearWalker>(kind, most, run),
-                             with_kernel<scalar_t, kPack, 1, UnalignedNearWalker>(kind, most, run),
-                             with_kernel<scalar_t, kPack, 1, ListedWalker>(kind, most, run)}) {
-      if (error != cudaSuccess) return error;
+    if (packs_fit<scalar_t, 1>(kind, most)) {
+      for (const auto error : {with_kernel<scalar_t, kPack, 1, LineWalker>(kind, most, run),
+                               with_kernel<scalar_t, kPack, 1, NearWalker>(kind, most, run),
+                               with_kernel<scalar_t, kPack, 1, UnalignedNearWalker>(kind, most, run),
+                               with_kernel<scalar_t, kPack, 1, ListedWalker>(kind, most, run)}) {
+        if (error != cudaSuccess) return error;
+      }
     }
   }
   const auto error = with_kernel<scalar_t, 1, 1, NearWalker>(kind, most, run);

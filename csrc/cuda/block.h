@@ -3,29 +3,26 @@
 // every merge has a fixed order, and only whole numbers are added atomically.
 #pragma once
 
-#include "count.h"
+#include "histogram.h"
 #include "plan.h"
+#include "read.h"
 
 namespace hookstats::cuda {
 
 constexpr int larger(int a, int b) { return a > b ? a : b; }
 
 // Shared memory: the histogram, then the thread's sums, then the ring. When these are done with, from the beginning on:
-// the sums of parts. Where values are counted, there are sums only after that, in the place of the ring.
+// the sums of parts.
 template <class scalar_t, int kPack, int kPlaces, template <class> class Walker, HistogramKind kind, class Size>
 struct Shared {
   static constexpr int kThreads = Size::kThreads;
-  static constexpr bool kCounts = kCounted<scalar_t, kPack>;
-  static_assert(!kCounts || kThreads == cuda::kThreads);
   // Value by value, and beside linear bins, looking first would not fit into the registers.
   static constexpr bool kLooks = kPack > 1 && kind != HistogramKind::linear;
-  using Histogram = std::conditional_t<kCounts, ValueCounts<scalar_t, kind, kPlaces>,
-                                       BlockHistogram<kind, kPlaces, (kPack > kPlaces), kThreads>>;
-  using Reads = std::conditional_t<
-      kCounts, CountingReader<scalar_t, kPack, kPlaces, Walker, Size>,
-      Reader<scalar_t, kPack, kPlaces, Walker, kPlaces == 4 && kind == HistogramKind::per_channel, kLooks, Size>>;
-  static constexpr int kThreadSums = kThreads * kPlaces * BlockSums<acc_of<scalar_t>>::kBytes;
-  static constexpr int kHistogram = Histogram::kWords * int(sizeof(unsigned)), kSums = kCounts ? 0 : kThreadSums;
+  using Histogram = BlockHistogram<kind, kPlaces, (kPack > kPlaces), kThreads>;
+  using Reads =
+      Reader<scalar_t, kPack, kPlaces, Walker, kPlaces == 4 && kind == HistogramKind::per_channel, kLooks, Size>;
+  static constexpr int kHistogram = Histogram::kWords * int(sizeof(unsigned));
+  static constexpr int kSums = kThreads * kPlaces * BlockSums<acc_of<scalar_t>>::kBytes;
   static constexpr int kRing = Reads::Feed::kBytes;
   static constexpr int kBytes = larger(kHistogram + kSums + kRing, kThreads* WideSums::kBytes);
 };
@@ -182,25 +179,7 @@ __device__ __forceinline__ void run_block(const scalar_t* data, const Job& job, 
     }
   }
 
-  if constexpr (Sizes::kCounts) {
-    if (on) {
-      static_assert(Sizes::kRing >= kThreads * (Whole::kBytes + int(sizeof(unsigned))));
-      reader.read(histogram);
-      __syncthreads();
-      // Fold, while the state is read.
-      if (owns) before = WideSums::of(load_state<Moments>(job.state.moments + channel, job.state.row_stride));
-      if (counts) {
-        calls = job.state.counters[k_calls];
-        first_call = job.state.counters[k_first];
-      }
-      histogram.add_to_state(job.state, static_cast<unsigned*>(ring) + kThreads * (Whole::kBytes / sizeof(unsigned)),
-                             thread);
-      store_slot(histogram.sums(job.state, merging, first_channel, thread), ring, kThreads, thread);
-      __syncthreads();
-      fold_block<Whole, 1, kThreads>(shared, merging, thread);
-      if (owns) sums = load_slot<Whole>(shared, kThreads, thread).widened();
-    }
-  } else if (on) {
+  if (on) {
     const int at_once =
         Histogram::kMostRows / geometry.groups / Sizes::Reads::Tile::kMostPacks * Sizes::Reads::Tile::kMostPacks;
     const int64_t most = geometry.lanes_first ? divide_up(share, geometry.groups) : 0;

@@ -198,18 +198,6 @@ HOOKSTATS_HD inline void count_at([[maybe_unused]] unsigned address, [[maybe_unu
 #endif
 }
 
-// A word of the bytes that the digits of the selector name, the last digit first: 0 to 3 are of `a`, 4 to 7 of `b`.
-HOOKSTATS_HD inline uint32_t choose_bytes(uint32_t a, uint32_t b, uint32_t selector) {
-#if defined(__CUDA_ARCH__)
-  return __byte_perm(a, b, selector);
-#else
-  const uint64_t both = uint64_t(b) << 32 | a;
-  uint32_t chosen = 0;
-  for (int i = 0; i < 4; ++i) chosen |= uint32_t(both >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
-  return chosen;
-#endif
-}
-
 // The 32 bits from bit `shift` on, of 0 .. 31, of two words.
 HOOKSTATS_HD inline uint32_t shift_out(uint32_t low, uint32_t high, unsigned shift) {
 #if defined(__CUDA_ARCH__)

@@ -118,7 +118,7 @@ template <class scalar_t, int kPack, class Walker, bool kExchanges, class Size>
 struct Ring {
   using Load = Pack<scalar_t, kPack>;
   using Words = Cover<scalar_t, kPack, Walker::kAligned, Size::kThreads>;
-  static constexpr int kGroup = sizeof(Load) == 4 ? 8 : 4;  // packs taken at a time
+  static constexpr int kGroup = 4;  // packs taken at a time
   static constexpr int kWord = Words::kWord, kStride = Size::kThreads * kWord;
   static constexpr int kGroups = Size::kFlight / (kGroup * Words::kWords * kWord),
                        kGroupBytes = kGroup * Words::kWords * kStride;

@@ -128,7 +128,9 @@ cudaError_t load_kernels(HistogramKind kind, int device) {
 
 template <class scalar_t>
 cudaError_t launch_as(const Many& many, const void* table, const void* const* data, const Launch& to) {
-  if (many.packed) return launch_many<scalar_t, kPackOf<scalar_t>, LineWalker>(many, table, data, to);
+  if constexpr (kPackOf<scalar_t> > 1) {
+    if (many.packed) return launch_many<scalar_t, kPackOf<scalar_t>, LineWalker>(many, table, data, to);
+  }
   return launch_many<scalar_t, 1, NearWalker>(many, table, data, to);
 }
 
@@ -197,8 +199,11 @@ const char* accumulate(const Many& many, const void* table, const void* const* d
 const char* load_many(Dtype dtype, HistogramKind kind, int device) {
   return with_dtype(dtype, [&](auto value) {
     using scalar_t = decltype(value);
-    if (packs_fit<scalar_t, 1>(kind, facts_of(device).shared_memory)) {
-      if (const auto error = load_kernels<scalar_t, kPackOf<scalar_t>, LineWalker>(kind, device)) return message(error);
+    if constexpr (kPackOf<scalar_t> > 1) {
+      if (packs_fit<scalar_t, 1>(kind, facts_of(device).shared_memory)) {
+        if (const auto error = load_kernels<scalar_t, kPackOf<scalar_t>, LineWalker>(kind, device))
+          return message(error);
+      }
     }
     return message(load_kernels<scalar_t, 1, NearWalker>(kind, device));
   });

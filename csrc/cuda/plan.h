@@ -38,8 +38,11 @@ struct Access {
   int rest;      // of each run of a channel's elements, behind its last pack
 };
 
+// Of one byte, values are read one by one.
 template <class scalar_t>
-constexpr int kPackOf = sizeof(scalar_t) == 8 ? 2 : 4;
+constexpr int kPackOf = sizeof(scalar_t) == 8   ? 2
+                        : sizeof(scalar_t) == 1 ? 1
+                                                : 4;
 
 // Whether an address can be read in packs.
 inline bool is_aligned(const void* data, int pack_bytes) { return reinterpret_cast<uintptr_t>(data) % pack_bytes == 0; }
@@ -63,7 +66,7 @@ Access access(Layout& layout, bool aligned) {
   const auto whole_packs = [](int64_t x) { return x % kPack == 0; };
   const bool rows = layout.channels_are_inner();
   const bool near = is_near(layout), listed = layout.row_dims > 0;
-  bool packed = near && (listed ? rows_are_near(layout) : layout.ndim <= (rows ? 1 : 2));
+  bool packed = kPack > 1 && near && (listed ? rows_are_near(layout) : layout.ndim <= (rows ? 1 : 2));
   aligned &= whole_packs(rows ? layout.channels : layout.inner_size());
   if (!rows && layout.channels > 1) aligned &= whole_packs(layout.channel_stride);
   for (int d = 0; d < layout.ndim; ++d) aligned &= whole_packs(layout.stride[d]) || (!rows && d == layout.ndim - 1);

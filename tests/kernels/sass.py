@@ -19,11 +19,11 @@ GPU = "sm_90"
 # accumulate_kernel<scalar_t, kPack, kPlaces, Walker, kind, Size> of csrc/cuda/accumulate.cu: whole tensors, in packs of
 # four, by blocks of the usual size.
 KERNEL = re.compile(
-    r"accumulate_kernelI(f|NS_8BFloat16E|NS_12Float8e4m3fnE)Li4E"
+    r"accumulate_kernelI(f|NS_8BFloat16E)Li4E"
     r"(Li4ENS0_10LineWalker|Li1ENS0_10NearWalker|Li1ENS0_10LineWalker|Li4ENS0_19Unaligned\w+?r|Li1ENS0_19Unaligned\w+?r)"
     r"ELNS_13HistogramKindE([012])ENS0_9BlockSizeILi256ELi128EEE"
 )
-SCALARS = {"f": "float32", "NS_8BFloat16E": "bfloat16", "NS_12Float8e4m3fnE": "float8"}
+SCALARS = {"f": "float32", "NS_8BFloat16E": "bfloat16"}
 SCHEDULES = {
     "Li4ENS0_10LineWalker": "rows",
     "Li1ENS0_10NearWalker": "planes",
@@ -32,7 +32,7 @@ SCHEDULES = {
     "Li1ENS0_19UnalignedNearWalker": "unaligned planes",
 }
 KINDS = ("moments", "+ per tensor", "+ per channel")
-LOOP_VALUES = 4 * 4  # of a thread, in one round of the hot loop: Ring::kGroup packs; of float8 twice as many
+LOOP_VALUES = 4 * 4  # of a thread, in one round of the hot loop: Ring::kGroup packs
 TILE_VALUES = 128 * 4  # between two rounds of the loop around it: TileSums::kMostPacks packs
 
 Figures = dict[str, dict[str, int]]
@@ -69,8 +69,7 @@ def label(kernel: str) -> str | None:
 
 
 def count(file: Path) -> Figures:
-    """By kernel: instructions of the hot loop, and of the tile's loop around it without the loops inside; float8 has no
-    tiles."""
+    """By kernel: instructions of the hot loop, and of the tile's loop around it without the loops inside."""
     names = [line.split()[-1] for line in cuobjdump(file, "-symbols").splitlines() if " ENTRY " in line]
     wanted = [name for name in names if label(name)]
     if not wanted:
@@ -109,7 +108,6 @@ def grown(figures: Figures, recorded: Figures) -> list[str]:
     lines = [f"{name}: expected in both, recorded: {name in recorded}" for name in figures.keys() ^ recorded.keys()]
     for name in figures.keys() & recorded.keys():
         for part, values in (("loop", LOOP_VALUES), ("tile", TILE_VALUES)):
-            values *= 2 if "float8" in name else 1
             before, now = recorded[name][part], figures[name][part]
             if now > before:
                 lines.append(

@@ -245,13 +245,6 @@ MUTANTS = [
         f"{KERNELS} {ON_GPU.format('hard_float32')}",
     ),
     Mutant(
-        "a value of one byte is summed once, however often it occurs",
-        "csrc/cuda/count.h",
-        "n * double(std::fabs(x))",
-        "double(std::fabs(x))",
-        f"tests/kernels/test_float8.py {ON_GPU.format('every_value')}",
-    ),
-    Mutant(
         "the softmax of a row lacks the logits before the first whole pack",
         "csrc/cuda/softmax.cu",
         "(i < before ? i : i + packs * kPack)",
