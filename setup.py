@@ -168,8 +168,16 @@ def compile_kernels(
     """
     cxx = [*shlex.split(get_cxx_compiler()), "-std=c++17", "-fPIC", "-DNDEBUG", *CXX_FLAGS, *KERNEL_FLAGS]
     # A warning of any of nvcc's programs, ptxas and the host's compiler among them, is an error.
-    cuda = [nvcc or "nvcc", "-std=c++17", "-O3", "--expt-relaxed-constexpr", "--threads", "0", "-Werror", "all-warnings"]
-    cuda += ["-Xcompiler", "-fPIC,-Wall", *(flag for each in targets for flag in gencode(each)), "-Xptxas", "-v"]
+    cuda = [nvcc or "nvcc", "-std=c++17", "-O3", "--expt-relaxed-constexpr", "--threads", "0"]
+    cuda += [
+        "-Werror",
+        "all-warnings",
+        "-Xcompiler",
+        "-fPIC,-Wall",
+        *(flag for each in targets for flag in gencode(each)),
+        "-Xptxas",
+        "-v",
+    ]
     objects = {source: into / source.with_suffix(f"{source.suffix}.o").name for source in sources}
     into.mkdir(parents=True, exist_ok=True)
     if not is_ninja_available():

@@ -22,7 +22,8 @@ NVCC = """#!/bin/sh
 if [ "$1" = --list-gpu-arch ]; then echo compute_80 compute_86 compute_90 compute_100; exit; fi
 while [ $# -gt 0 ]; do
   case "$1" in
-    -c) source="$2";; -o) object="$2";; -MF) dependencies="$2";; -gencode) targets="$targets $2";; -Werror) strict="$2";;
+    -c) source="$2";; -o) object="$2";; -MF) dependencies="$2";;
+    -gencode) targets="$targets $2";; -Werror) strict="$2";;
   esac
   shift
 done

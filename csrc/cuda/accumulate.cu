@@ -19,22 +19,22 @@ struct GridPlace {
 };
 
 // gridDim.x: groups of channels; gridDim.y: parts of their elements.
-template <class scalar_t, int kPack, int kPlaces, template <class> class Walker, HistogramKind kind, class Size>
-__global__ void __launch_bounds__(Size::kThreads, kBlocksAtOnce<scalar_t, kind, (kPack > kPlaces), Size::kThreads>)
+template <class scalar_t, int kPack, int kPlaces, template <class> class Walker, HistogramKind kind, int kFlight>
+__global__ void __launch_bounds__(kThreads, kBlocksAtOnce<scalar_t, kind, (kPack > kPlaces)>)
     accumulate_kernel(const scalar_t* data, const Job job, const Launch launch) {
-  run_block<scalar_t, kPack, kPlaces, Walker, kind, Size>(data, job, launch, GridPlace{});
+  run_block<scalar_t, kPack, kPlaces, Walker, kind, kFlight>(data, job, launch, GridPlace{});
 }
 
-// Calls f(kernel, what is known of it, its shared memory, constant of the kind, size of its blocks).
+// Calls f(kernel, what is known of it, its shared memory).
 template <class scalar_t, int kPack, int kPlaces, template <class> class Walker, class F>
 cudaError_t with_kernel(HistogramKind kind, int most_shared, const F& f) {
   return with_kind(kind, [&](auto kind) {
     constexpr HistogramKind k = decltype(kind)::value;
-    return with_size<scalar_t, kPack, kPlaces, Walker, k>(most_shared, [&](auto size) {
-      using Size = decltype(size);
-      constexpr int kBytes = Shared<scalar_t, kPack, kPlaces, Walker, k, Size>::kBytes;
+    return with_flight<scalar_t, kPack, kPlaces, Walker, k>(most_shared, [&](auto flight) {
+      constexpr int kFlight = decltype(flight)::value;
+      constexpr int kBytes = Shared<scalar_t, kPack, kPlaces, Walker, k, kFlight>::kBytes;
       static Prepared prepared;
-      return f(accumulate_kernel<scalar_t, kPack, kPlaces, Walker, k, Size>, prepared, kBytes, kind, size);
+      return f(accumulate_kernel<scalar_t, kPack, kPlaces, Walker, k, kFlight>, prepared, kBytes);
     });
   });
 }
@@ -59,22 +59,14 @@ int64_t parts_of(const Job& job, int64_t bytes, int64_t wave) {
 template <class scalar_t, int kPack, int kPlaces, template <class> class Walker>
 cudaError_t launch_accumulate(const void* data, Job job, int64_t bytes, const Launch& to) {
   const Facts facts = facts_of(to.device);
-  const auto run = [&](auto kernel, Prepared& prepared, int shared_bytes, auto kind, auto size) {
-    using Size = decltype(size);
+  const auto run = [&](auto kernel, Prepared& prepared, int shared_bytes) {
     int at_once = 0;
-    const auto error = prepare(kernel, prepared, Size::kThreads, shared_bytes, to.device, at_once);
+    const auto error = prepare(kernel, prepared, kThreads, shared_bytes, to.device, at_once);
     if (error != cudaSuccess) return error;
     const int64_t wave = int64_t(facts.multiprocessors) * std::min(at_once, kMostAtOnce);
-    if constexpr (Size::kThreads > kThreads) {
-      using Sizes = Shared<scalar_t, kPack, kPlaces, Walker, decltype(kind)::value, Size>;
-      constexpr int kMostGroups = Sizes::Histogram::kMostRows / Sizes::Reads::Tile::kMostPacks;  // count a tile each
-      job.geometry.groups = std::min(Size::kThreads / kThreads * job.geometry.groups, kMostGroups / 4 * 4);
-    }
     cut(job, parts_of(job, bytes, wave));
-    const dim3 grid(job.groups, job.parts), block(Size::kThreads);
-    const auto stream = static_cast<cudaStream_t>(to.stream);
-    const auto* values = static_cast<const scalar_t*>(data);
-    return launch(kernel, grid, block, shared_bytes, stream, values, job, to);
+    return launch(kernel, dim3(job.groups, job.parts), dim3(kThreads), shared_bytes,
+                  static_cast<cudaStream_t>(to.stream), static_cast<const scalar_t*>(data), job, to);
   };
   return with_kernel<scalar_t, kPack, kPlaces, Walker>(job.state.kind, facts.shared_memory, run);
 }
@@ -123,9 +115,9 @@ template <class scalar_t>
 cudaError_t load_as(HistogramKind kind, int device) {
   constexpr int kPack = kPackOf<scalar_t>;
   const int most = facts_of(device).shared_memory;
-  const auto run = [&](auto kernel, Prepared& prepared, int shared_bytes, auto, auto size) {
+  const auto run = [&](auto kernel, Prepared& prepared, int shared_bytes) {
     int at_once = 0;
-    return prepare(kernel, prepared, decltype(size)::kThreads, shared_bytes, device, at_once);
+    return prepare(kernel, prepared, kThreads, shared_bytes, device, at_once);
   };
   if constexpr (kPack > 1) {
     if (packs_fit<scalar_t, kPack>(kind, most)) {

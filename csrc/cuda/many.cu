@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksAtOnce<scalar_t, kind, true>)
   __syncthreads();
   const Task& task = *reinterpret_cast<const Task*>(words);
   const TaskPlace place{blockIdx.x - task.first_block, task.job.groups};
-  run_block<scalar_t, kPack, 1, Walker, kind, UsualBlock>(data, task.job, launch, place);
+  run_block<scalar_t, kPack, 1, Walker, kind, kUsualFlight>(data, task.job, launch, place);
 }
 
 // Threads for each channel of a matrix that is stored channel by channel: as few as still read neighbouring memory
@@ -86,7 +86,7 @@ cudaError_t with_kernel(HistogramKind kind, const F& f) {
     static_assert(!kHasLean<scalar_t, kPack, 1, Walker, k>);
     static Prepared prepared;
     return f(many_kernel<scalar_t, kPack, Walker, k, kMost>, prepared,
-             Shared<scalar_t, kPack, 1, Walker, k, UsualBlock>::kBytes);
+             Shared<scalar_t, kPack, 1, Walker, k, kUsualFlight>::kBytes);
   });
 }
 

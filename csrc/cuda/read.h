@@ -8,19 +8,19 @@ namespace hookstats::cuda {
 
 // A thread's sums over all its tiles: in shared memory, a slot for each place, where they cost no registers while
 // values are read.
-template <class acc_t, int kPlaces, int threads>
+template <class acc_t, int kPlaces>
 struct ThreadSums {
   using Whole = BlockSums<acc_t>;
-  static constexpr int kSlots = threads * kPlaces;
+  static constexpr int kSlots = kThreads * kPlaces;
   double* const shared;
   const int thread;
 
   __device__ ThreadSums(double* shared, int thread) : shared(shared), thread(thread) {
     for (int place = 0; place < kPlaces; ++place) store(place, Whole::neutral());
   }
-  __device__ Whole load(int place) const { return load_slot<Whole>(shared, kSlots, thread + place * threads); }
+  __device__ Whole load(int place) const { return load_slot<Whole>(shared, kSlots, thread + place * kThreads); }
   __device__ void store(int place, const Whole& sums) const {
-    store_slot(sums, shared, kSlots, thread + place * threads);
+    store_slot(sums, shared, kSlots, thread + place * kThreads);
   }
   __device__ void merge(int place, const Whole& sums) const {
     Whole whole = load(place);
@@ -32,18 +32,18 @@ struct ThreadSums {
 // A thread's way through its share. The places of a pack are `kChannels` channels, or all of one. kLooks: as in
 // TileSums.
 template <class scalar_t, int kPack, int kChannels, template <class> class WalkerOf, bool kExchanges, bool kLooks,
-          class Size>
+          int kFlight>
 struct Reader {
   using Walker = WalkerOf<scalar_t>;
   using Tile = TileSums<scalar_t, kPack, kChannels, kLooks>;
   using Load = typename Tile::Load;
   using acc_t = typename Tile::acc_t;
   using Whole = BlockSums<acc_t>;
-  using Feed =
-      std::conditional_t<(kPack > 1), Ring<scalar_t, kPack, Walker, kExchanges, Size>, Burst<scalar_t, kPack, Walker>>;
+  using Feed = std::conditional_t<(kPack > 1), Ring<scalar_t, kPack, Walker, kExchanges, kFlight>,
+                                  Burst<scalar_t, kPack, Walker>>;
   static constexpr int kPlaces = Tile::kPlaces;
 
-  const ThreadSums<acc_t, kChannels, Size::kThreads> sums;
+  const ThreadSums<acc_t, kChannels> sums;
   Tile tile;
 
   // What it reads: the packs first, first + step, ..., `count` of them.

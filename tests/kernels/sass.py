@@ -16,12 +16,12 @@ from importlib import metadata
 from pathlib import Path
 
 GPU = "sm_90"
-# accumulate_kernel<scalar_t, kPack, kPlaces, Walker, kind, Size> of csrc/cuda/accumulate.cu: whole tensors, in packs of
-# four, by blocks of the usual size.
+# accumulate_kernel<scalar_t, kPack, kPlaces, Walker, kind, kFlight> of csrc/cuda/accumulate.cu: whole tensors, in packs
+# of four, with as many bytes on their way as most GPUs have room for.
 KERNEL = re.compile(
     r"accumulate_kernelI(f|NS_8BFloat16E)Li4E"
     r"(Li4ENS0_10LineWalker|Li1ENS0_10NearWalker|Li1ENS0_10LineWalker|Li4ENS0_19Unaligned\w+?r|Li1ENS0_19Unaligned\w+?r)"
-    r"ELNS_13HistogramKindE([012])ENS0_9BlockSizeILi256ELi128EEE"
+    r"ELNS_13HistogramKindE([012])ELi128EE"
 )
 SCALARS = {"f": "float32", "NS_8BFloat16E": "bfloat16"}
 SCHEDULES = {

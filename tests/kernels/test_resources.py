@@ -12,9 +12,9 @@ import pytest
 import hookstats
 
 RECORD = Path(hookstats.__file__).with_name("_built.json")
-# Registers of a thread. 128: two blocks of 256 threads on a multiprocessor, or one of 512. Some kernels of doubles are
-# let have one of 256 (kBlocksAtOnce in csrc/cuda/block.h), and are bound by what they take. The first pattern that a
-# kernel's name shows decides.
+# Registers of a thread. 128: two blocks of 256 threads on a multiprocessor. Some kernels of doubles are let have one
+# (kBlocksAtOnce in csrc/cuda/block.h), and are bound by what they take. The first pattern that a kernel's name shows
+# decides.
 MOST_REGISTERS = {
     r"blocks_kernelId": 128,
     r"(blocks|checksum)_kernel": 64,

@@ -203,27 +203,6 @@ MUTANTS = [
         f"{KERNELS} {ON_GPU.format('tiles_of_the_packed')}",
     ),
     Mutant(
-        "the threads of a wide block write into the ring as if they were half as many",
-        "csrc/cuda/feed.h",
-        "static_cast<char*>(shared) + thread * kWord",
-        "static_cast<char*>(shared) + thread % kThreads * kWord",
-        "tests/cuda_on_cpu/test_other_gpus.py -k 'shuffled_threads_of_wide'",
-    ),
-    Mutant(
-        "a GPU with room for a wide block has a lean one",
-        "csrc/cuda/block.h",
-        "return f(WideBlock{});",
-        "return f(LeanBlock{});",
-        "tests/cuda_on_cpu/test_scratch.py -k one_wave",
-    ),
-    Mutant(
-        "the threads of a wide block share rows so that unaligned packs begin at different bytes",
-        "csrc/cuda/accumulate.cu",
-        "kMostGroups / 4 * 4",
-        "kMostGroups",
-        "tests/cuda_on_cpu/test_other_gpus.py -k 'less_shared_memory and three_channels and float16 and 163'",
-    ),
-    Mutant(
         "bytes before an unaligned pack are not counted among its words",
         "csrc/cuda/feed.h",
         "(before + bytes + kWord - 1) / kWord",
