@@ -11,7 +11,7 @@ import torch
 
 from hookstats.portable.library import Launch, Library, Stream, Versions
 
-_OLDEST_DRIVER = 12010  # from this on kernels take 32 KB of parameters
+_OLDEST_DRIVER = 12010  # from this on kernels take more than 4 KB of parameters
 _OLDEST_GPU = 80  # from this on shared memory is filled asynchronously
 
 # Never freed: nobody tells when a CUDA graph is no more, and it may be replayed until then. By id.

@@ -101,7 +101,7 @@ def test_a_capture_that_cannot_be_asked_for_leaves_no_error_for_the_next_launch(
         ({"runtime": 12010, "driver": 12000}, r"driver for CUDA 12\.1 or newer, found one for CUDA 12\.0"),
         ({"capability": 75}, r"expected a GPU of compute capability 8\.0 or newer, found 7\.5"),
     ],
-    ids=["toolkit of a newer major version", "kernels with 31 KB of parameters", "sm_75"],
+    ids=["toolkit of a newer major version", "kernels with 8 KB of parameters", "sm_75"],
 )
 def test_a_gpu_or_driver_that_is_too_old_is_refused_when_memory_is_made_there(
     imitated: Backend, gpu: dict[str, int], message: str
