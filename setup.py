@@ -128,7 +128,8 @@ def check_toolkit(nvcc: str) -> str:
     if (int(release[1]), int(release[2])) < OLDEST_TOOLKIT:
         sys.exit(
             f"hookstats: expected nvcc of CUDA 12.1 or newer, whose kernels take more than 4 KB of parameters, got "
-            f"{nvcc} of CUDA {release[1]}.{release[2]}: name a newer toolkit by CUDA_HOME, or build without: HOOKSTATS_CUDA=0"
+            f"{nvcc} of CUDA {release[1]}.{release[2]}: name a newer toolkit by "
+            "CUDA_HOME, or build without: HOOKSTATS_CUDA=0"
         )
     return f"{release[1]}.{release[2]}"
 

@@ -84,7 +84,7 @@ void reserve_scratch([[maybe_unused]] at::Device device) {
   check_versions(device);
   {
     const c10::DeviceGuard guard(device);
-    check(cuda::reserve(number_of(device)));
+    launch_on(device, std::nullopt);
   }
   try_once(device);
   wait_for(device);  // for what was cleared on this stream, and is used on others

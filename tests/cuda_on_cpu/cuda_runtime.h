@@ -150,11 +150,7 @@ inline cudaError_t cudaMalloc(void** memory, size_t bytes) {
   memset(*memory, 0xA5, bytes);
   return cudaSuccess;
 }
-enum { cudaHostAllocMapped, cudaStreamNonBlocking, cudaEventDisableTiming };
-inline cudaError_t cudaHostAlloc(void** memory, size_t bytes, unsigned) {
-  *memory = malloc(bytes);
-  return cudaSuccess;
-}
+enum { cudaStreamNonBlocking, cudaEventDisableTiming };
 inline cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaStream_t) {
   memset(memory, value, bytes);
   return cudaSuccess;

@@ -42,10 +42,8 @@ void use_gpu(int64_t capability, int64_t shared_memory, int64_t driver, int64_t 
   static std::vector<cuda_on_cpu::Gpu> gpus(1);
   const cuda_on_cpu::Gpu first;
   const auto or_first = [](int64_t given, int otherwise) { return given ? int(given) : otherwise; };
-  cuda_on_cpu::gpu = {or_first(shared_memory, first.shared_memory),
-                      or_first(capability, first.capability),
-                      or_first(driver, first.driver),
-                      or_first(runtime, first.runtime),
+  cuda_on_cpu::gpu = {or_first(shared_memory, first.shared_memory), or_first(capability, first.capability),
+                      or_first(driver, first.driver), or_first(runtime, first.runtime),
                       or_first(multiprocessors, first.multiprocessors)};
   size_t number = 0;
   while (number < gpus.size() && gpus[number].all() != cuda_on_cpu::gpu.all()) ++number;
@@ -69,7 +67,6 @@ void use_foreign_streams(bool use) { hookstats::imitates_foreign_streams = use; 
 void use_memory(bool has_some) { cuda_on_cpu::has_memory = has_some; }
 int64_t blocks() { return cuda_on_cpu::blocks; }
 int64_t queries() { return cuda_on_cpu::queries; }
-int64_t mended() { return hookstats::cuda::mended(); }
 void forget_kernels() { cuda_on_cpu::loaded.clear(); }
 void load_kernels(at::IntArrayRef dtypes, int64_t kind) { hookstats::load_kernels(at::kCPU, dtypes.vec(), kind); }
 void close_step(at::TensorList blocks) {
@@ -93,9 +90,8 @@ TORCH_LIBRARY_FRAGMENT(hookstats_cuda_on_cpu, m) {
   m.def("switch_off_after(Tensor flag, int blocks) -> ()", &switch_off_after);
   m.def("run_faulty(str name) -> int", &cuda_on_cpu::run_faulty);
   m.def("use_stream(int stream, int capture=0) -> ()", &use_stream);
-  m.def(
-      "use_gpu(int capability=0, int shared_memory=0, int driver=0, int runtime=0, int multiprocessors=0) -> ()",
-      &use_gpu);
+  m.def("use_gpu(int capability=0, int shared_memory=0, int driver=0, int runtime=0, int multiprocessors=0) -> ()",
+        &use_gpu);
   m.def("tell_captures(bool told) -> ()", &tell_captures);
   m.def("last_error() -> int", &last_error);
   m.def("reserve_scratch() -> ()", &reserve_scratch);
@@ -107,7 +103,6 @@ TORCH_LIBRARY_FRAGMENT(hookstats_cuda_on_cpu, m) {
   m.def("use_memory(bool has_some) -> ()", &use_memory);
   m.def("blocks() -> int", &blocks);
   m.def("queries() -> int", &queries);
-  m.def("mended() -> int", &mended);
   m.def("forget_kernels() -> ()", &forget_kernels);
   m.def("load_kernels(int[] dtypes, int kind) -> ()", &load_kernels);
   m.def("close_step(Tensor(a!)[] blocks) -> ()", &close_step);

@@ -161,11 +161,18 @@ MUTANTS = [
     ),
     # The GPU's kernels.
     Mutant(
-        "counters of scratch stay as they were found",
+        "the piece of a graph that is no more is lost",
         "csrc/cuda/scratch.cu",
-        "counters[i] = 0;",
-        ";",
-        "tests/cuda_on_cpu/test_scratch.py -k stray",
+        "if (!use.is_gone || !*use.is_gone || !use.piece.fits(doubles, count)) continue;",
+        "continue;",
+        "tests/cuda_on_cpu/test_scratch.py -k no_more_is",
+    ),
+    Mutant(
+        "launches do not come behind the last closing",
+        "csrc/cuda/scratch.cu",
+        "use.closings == device.closings",
+        "device.closings > 0",
+        "tests/cuda_on_cpu/test_scratch.py -k closing",
     ),
     Mutant(
         "a step is closed before the launches of other streams have ended",
