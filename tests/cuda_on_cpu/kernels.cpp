@@ -9,6 +9,11 @@ bool cuda_on_cpu::in_one_part = false;
 #define cut(job, parts) cut(job, cuda_on_cpu::in_one_part ? 1 : (parts))
 
 #include "cuda/accumulate.cu"
+#include "cuda/accumulate_bfloat16.cu"
+#include "cuda/accumulate_float16.cu"
+#include "cuda/accumulate_float32.cu"
+#include "cuda/accumulate_float64.cu"
+#include "cuda/accumulate_float8.cu"
 #include "cuda/blocks.cu"
 #include "cuda/checksum.cu"
 #include "cuda/interface.cu"

@@ -16,7 +16,7 @@ from importlib import metadata
 from pathlib import Path
 
 GPU = "sm_90"
-# accumulate_kernel<scalar_t, kPack, kPlaces, Walker, kind, kFlight> of csrc/cuda/accumulate.cu: whole tensors, in packs
+# accumulate_kernel<scalar_t, kPack, kPlaces, Walker, kind, kFlight> of csrc/cuda/accumulate.h: whole tensors, in packs
 # of four, with as many bytes on their way as most GPUs have room for.
 KERNEL = re.compile(
     r"accumulate_kernelI(f|NS_8BFloat16E)Li4E"
