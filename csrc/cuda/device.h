@@ -39,6 +39,16 @@ __device__ inline void copy_async(void* shared, const void* global) {
                "l"(global), "n"(bytes)
                : "memory");
 }
+// The same if it is wanted, so many bytes behind these addresses: the compiler would add them up once more for each
+// copy.
+template <int bytes, int behind_shared, int behind_global>
+__device__ inline void copy_async_if(bool wanted, void* shared, const void* global) {
+  asm volatile("{ .reg .pred p; setp.ne.b32 p, %0, 0; @p cp.async.ca.shared.global [%1 + %2], [%3 + %4], %5; }" ::"r"(
+                   int(wanted)),
+               "r"(unsigned(__cvta_generic_to_shared(shared))), "n"(behind_shared), "l"(global), "n"(behind_global),
+               "n"(bytes)
+               : "memory");
+}
 __device__ inline void end_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int groups>
 __device__ inline void wait_for_all_but() {

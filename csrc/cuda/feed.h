@@ -89,7 +89,6 @@ struct Cover<scalar_t, kPack, true> {
   __device__ Cover(const Walker&, int, int) {}
   template <class Walker>
   __device__ static void align(Walker&) {}
-  __device__ bool copies(int) const { return true; }
 
   template <bool kExchanges>
   __device__ Load take(const char* at, int exchange) const {
@@ -149,9 +148,17 @@ struct Ring {
 
   __device__ void copy(int i) {
     const char* from = reinterpret_cast<const char*>(walker.next());
-    for (int w = 0; w < Words::kWords; ++w) {
-      if (words.copies(w)) copy_async<kWord>(here + (i * Words::kWords + w) * kStride, from + w * kWord);
+    char* to = here + i * Words::kWords * kStride;
+    if constexpr (Walker::kAligned) {
+      copy_async<kWord>(to, from);
+    } else {
+      copy_words<0>(to, from);
     }
+  }
+  template <int word>
+  __device__ void copy_words(char* to, const char* from) {
+    copy_async_if<kWord, word * kStride, word * kWord>(words.copies(word), to, from);
+    if constexpr (word + 1 < Words::kWords) copy_words<word + 1>(to, from);
   }
 
   // After the packs were used, asks for others in their place.

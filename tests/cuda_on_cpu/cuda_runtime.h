@@ -225,6 +225,11 @@ void copy_async(void* shared, const void* global) {
   }
   cuda_on_cpu::Block::current->copies().add(shared, global, bytes);
 }
+template <int bytes, int behind_shared, int behind_global>
+void copy_async_if(bool wanted, void* shared, const void* global) {
+  if (wanted)
+    copy_async<bytes>(static_cast<char*>(shared) + behind_shared, static_cast<const char*>(global) + behind_global);
+}
 inline void end_group() { cuda_on_cpu::Block::current->copies().end_group(); }
 template <int groups>
 void wait_for_all_but() {
