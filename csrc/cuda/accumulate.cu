@@ -11,9 +11,8 @@ cudaError_t load_as(HistogramKind kind, int device);
 
 const char* accumulate(const Input& input, const State& state, const Launch& to) {
   if (const auto error = cudaSetDevice(to.device)) return message(error);
-  return with_dtype(input.dtype, [&](auto value) {
-    return message(launched(accumulate_as<decltype(value)>(input, state, to), to));
-  });
+  return with_dtype(
+      input.dtype, [&](auto value) { return message(launched(accumulate_as<decltype(value)>(input, state, to), to)); });
 }
 
 const char* load_accumulate(Dtype dtype, HistogramKind kind, int device) {
