@@ -224,6 +224,13 @@ MUTANTS = [
         f"tests/kernels/test_rows.py {ON_GPU.format('every_mask')}",
     ),
     Mutant(
+        "the first shift is the first value, even if that lies far from the others",
+        "csrc/cuda/tile_sums.h",
+        "shift[c] = low + (high - low) / 2;",
+        "shift[c] = y[0];",
+        "tests/kernels/test_not_finite.py -k one_outlier",
+    ),
+    Mutant(
         "a tile's sums hold that have cancelled",
         "csrc/cuda/tile_sums.h",
         "return finite & (equal | (in_range & shift_is_near));",
