@@ -78,7 +78,7 @@ struct Facts {
   int capability;  // 86 is 8.6
 };
 
-// Asked for once. HOOKSTATS_SHARED_MEMORY imitates a GPU that has less, for tests and benchmarks.
+// Asked for once. HOOKSTATS_SHARED_MEMORY imitates a GPU that has less, for tests.
 inline Facts facts_of(int device) {
   static std::atomic<const Facts*> known[kMostDevices];
   const bool is_kept = 0 <= device && device < kMostDevices;
