@@ -127,8 +127,9 @@ def check_toolkit(nvcc: str) -> str:
         return "unknown"
     if (int(release[1]), int(release[2])) < OLDEST_TOOLKIT:
         sys.exit(
-            f"hookstats: expected nvcc of CUDA 12.1 or newer, whose kernels take 32 KB of parameters, got {nvcc} of "
-            f"CUDA {release[1]}.{release[2]}: name a newer toolkit by CUDA_HOME, or build without: HOOKSTATS_CUDA=0"
+            f"hookstats: expected nvcc of CUDA 12.1 or newer, whose kernels take more than 4 KB of parameters, got "
+            f"{nvcc} of CUDA {release[1]}.{release[2]}: name a newer toolkit by "
+            "CUDA_HOME, or build without: HOOKSTATS_CUDA=0"
         )
     return f"{release[1]}.{release[2]}"
 
@@ -167,8 +168,10 @@ def compile_kernels(
     ninja one file is compiled after the other, for the CPU alone.
     """
     cxx = [*shlex.split(get_cxx_compiler()), "-std=c++17", "-fPIC", "-DNDEBUG", *CXX_FLAGS, *KERNEL_FLAGS]
+    # A warning of any of nvcc's programs, ptxas and the host's compiler among them, is an error.
     cuda = [nvcc or "nvcc", "-std=c++17", "-O3", "--expt-relaxed-constexpr", "--threads", "0"]
-    cuda += ["-Xcompiler", "-fPIC,-Wall", *(flag for each in targets for flag in gencode(each)), "-Xptxas", "-v"]
+    cuda += ["-Werror", "all-warnings", "-Xcompiler", "-fPIC,-Wall", "-Xptxas", "-v"]
+    cuda += [flag for each in targets for flag in gencode(each)]
     objects = {source: into / source.with_suffix(f"{source.suffix}.o").name for source in sources}
     into.mkdir(parents=True, exist_ok=True)
     if not is_ninja_available():

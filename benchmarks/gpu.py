@@ -52,15 +52,6 @@ SANITIZED_FILES = [
     "tests/watch/test_tiers.py",
     "tests/kernels/test_softmax_rows.py",
 ]
-# What HOOKSTATS_SMALL may be; a difference that is smaller than that between the first one and the last is none.
-SMALL = {"as it is": "0", "clusters": "1", "cut finer": "2", "clusters, cut finer": "3", "started early": "4"}
-SMALL |= {"all three": "7", "as it is, again": "0"}
-# Where blocks are wide (csrc/cuda/block.h): an A100 has 163 KB, and larger GPUs run its kernels when they are told so.
-WIDE, USUAL = {"HOOKSTATS_SHARED_MEMORY": str(163 << 10)}, {"HOOKSTATS_SHARED_MEMORY": str(153 << 10)}
-VARIANTS: dict[str, dict[str, dict[str, str]]] = {  # of parts of the figures, and their environments
-    "small": {name: {"HOOKSTATS_SMALL": bits} for name, bits in SMALL.items()},
-    "wide": {"blocks of 256 threads": USUAL, "of 512": WIDE},
-}
 TOOLS = ["memcheck", "racecheck", "synccheck", "initcheck"]
 
 
@@ -207,7 +198,7 @@ def pytest(processes: int, *arguments: str) -> list[str]:
     return [*command, *arguments]
 
 
-def sanitize(session: Session, tool: str, variant: dict[str, str] | None = None) -> None:
+def sanitize(session: Session, tool: str) -> None:
     program = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     if not Path(program).exists():
         session.write(not_run=f"{tool}: compute-sanitizer was not found")
@@ -215,9 +206,7 @@ def sanitize(session: Session, tool: str, variant: dict[str, str] | None = None)
     tests = [sys.executable, "-m", "pytest", "-q", "-x", *SANITIZED_FILES, "-k", SANITIZED]
     command = [program, "--tool", tool, "--error-exitcode", "99", *tests]
     # Freed memory goes back to the driver at once, so that an access past a tensor's end is seen.
-    environment = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} | (variant or {})
-    name = f"{tool}, variants" if variant else tool
-    session.run(name, command, most=70, needed=30, environment=environment)
+    session.run(tool, command, most=70, needed=30, environment={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
 
 
 def take_tests(session: Session) -> None:
@@ -231,21 +220,13 @@ def take_tests(session: Session) -> None:
     beside = session.start("all other tests", others, session.seconds, environment=outcomes)
     for tool in TOOLS:
         sanitize(session, tool)
-    variants = pytest(4, "-m", "not gpu", "-k", "gpu", "tests/kernels/test_kernels.py", "tests/kernels/test_rows.py")
-    session.run("kernel tests, variants", variants, 60, environment=outcomes | {"HOOKSTATS_SMALL": "7"})
-    wide = pytest(
-        4, "-m", "not gpu", "-k", "gpu and rows", "tests/kernels/test_not_finite.py", "tests/kernels/test_rows.py"
-    )
-    session.run("kernel tests, wide blocks", wide, 40, environment=outcomes | WIDE)
-    for tool in ("memcheck", "racecheck"):
-        sanitize(session, tool, {"HOOKSTATS_SMALL": "7"} | WIDE)
     session.run("demo", [sys.executable, "-m", "hookstats.demo", "--output", "build/demo"], 60)
     session.finish(beside)
 
 
 def take_figures(session: Session) -> None:
     """Each part in a process of its own; those that issues wait for first."""
-    parts = [("first use", 30), ("kernels", 120), ("peers eager", 110), ("small", 30), ("wide", 20)]
+    parts = [("first use", 30), ("kernels", 120), ("peers eager", 110)]
     parts += [
         ("peers compiled", 150),
         ("totals", 20),
@@ -256,9 +237,7 @@ def take_figures(session: Session) -> None:
     ]
     for part, most in parts:
         command = [sys.executable, "-m", "benchmarks.gpu_figures", part, str(session.lines)]
-        for variant, environment in VARIANTS.get(part, {"": {}}).items():
-            name = f"{part}, {variant}" if variant else part
-            session.run(name, command, most, environment=environment | {"VARIANT": variant})
+        session.run(part, command, most)
 
 
 def main(what: str) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import json
 import math
-import os
 import shutil
 import subprocess
 import sys
@@ -63,14 +62,6 @@ AGAINST_FLOOR = [  # those that have a goal first
     Case("rows 512 MB bf16, ReLU", (65536, 4096), bf16, 1, values="relu"),
     Case("rows 512 MB bf16, constant", (65536, 4096), bf16, 1, values="constant"),
     Case("rows 512 MB fp32, mean 1e4", (32768, 4096), fp32, 1, values="mean"),
-]
-
-
-WIDE = [case for case in COMPARED if case.dtype == bf16][-2:]  # what wide blocks read where a histogram is per channel
-SMALL = [  # what HOOKSTATS_SMALL may change
-    *(case for case in AGAINST_FLOOR if case.bytes <= 32 << 20 and case.dtype in (bf16, fp32)),
-    Case("rows 2 MB bf16, 128 channels", (8192, 128), bf16, 1),
-    Case("NCHW 6 MB bf16", (16, 64, 56, 56), bf16, 1),
 ]
 
 
@@ -153,18 +144,16 @@ def reserve() -> None:
     _native.reserve_scratch(torch.zeros(1, device=DEVICE).device)
 
 
-def side_by_side(
-    case: str, size: int, rows: list[tuple[str, float, str]], write: Write, part: str = "figures", **more: str
-) -> None:
+def side_by_side(case: str, size: int, rows: list[tuple[str, float, str]], write: Write, part: str = "figures") -> None:
     """rows: name, microseconds and how they were taken; the first is the floor."""
     lowest = rows[0][1]
     for name, us, how in rows:
         figure = {"case": case, "bytes": size, "name": name, "median_us": us, "gb_per_s": size / us / 1e3}
-        write(part, {**figure, "times_floor": us / lowest, "how": how, **more})
+        write(part, {**figure, "times_floor": us / lowest, "how": how})
         print(f"{case:34} {name:36} {us:10.2f} us {us / lowest:8.3f} x floor", flush=True)
 
 
-def case_figures(cases: list[Case], everything: bool, write: Write, **where: str) -> None:
+def case_figures(cases: list[Case], everything: bool, write: Write) -> None:
     reserve()
     floor = floor_reader()
     for case in here(cases):
@@ -182,18 +171,8 @@ def case_figures(cases: list[Case], everything: bool, write: Write, **where: str
             slow = not name.startswith(("hookstats", "read"))
             us, how = microseconds(run, tensors, 4 if slow else max(8, len(tensors)), 3 if slow else 7)
             rows.append((name, us, how))
-        side_by_side(case.name, case.bytes, rows, write, **where)
+        side_by_side(case.name, case.bytes, rows, write)
         del first, tensors, runs
-
-
-def small_figures(write: Write) -> None:
-    """Of the variant that this process was started for, which VARIANT names."""
-    case_figures(SMALL, False, write, part="small", group=os.environ.get("VARIANT", "as it is"))
-
-
-def wide_figures(write: Write) -> None:
-    """As `small_figures`."""
-    case_figures(WIDE, False, write, part="wide", group=os.environ.get("VARIANT", "as it is"))
 
 
 def many_figures(write: Write) -> None:
@@ -276,8 +255,6 @@ PARTS: dict[str, Callable[[Write], None]] = {
     "first use": first_use,
     "kernels": lambda write: case_figures(AGAINST_FLOOR, False, write),
     "peers eager": peer_figures(False),
-    "small": small_figures,
-    "wide": wide_figures,
     "peers compiled": peer_figures(True),
     "totals": totals_figures,
     "many": many_figures,

@@ -65,26 +65,7 @@ def gpu_page(path: Path, record: dict[str, Any]) -> list[str]:
         lines.append(row(case, *[number(names[n]["median_us"]) if n in names else "-" for n in (OURS[0], *others)]))
     floor = max((names["read floor"]["gb_per_s"] for names in cases.values()), default=None)
     lines += ["", *many_lines(cases, "us"), *training_lines(record.get("training", []), floor)]
-    lines += variant_lines(record.get("small", []), "Small tensors, of which the faster variant is to stay", OURS[0])
-    title = "Rows read by usual blocks and by those of an A100, where a GPU has room for these"
-    return [*lines, *variant_lines(record.get("wide", []), title, OURS[2]), *said_lines(record)]
-
-
-def variant_lines(figures: list[dict[str, Any]], title: str, name: str) -> list[str]:
-    """The figures of that name, a column for each variant."""
-    variants = by_case(figures, "group")
-    if not variants:
-        return []
-    lines = [f"{title}; us of {SHORT[OURS.index(name)]}:", ""]
-    lines += [row("", "read", *variants), row("---", "---", *["---"] * len(variants))]
-    first = by_case([each for each in figures if each["group"] == next(iter(variants))], "case")
-    for case, names in first.items():
-        cells = [number(names["read floor"]["median_us"])]
-        for variant in variants:
-            found = [f for f in figures if (f["group"], f["case"], f["name"]) == (variant, case, name)]
-            cells += [f"{number(f['median_us'])} ({f['times_floor']:.2f})" for f in found] or ["-"]
-        lines.append(row(case, *cells))
-    return [*lines, ""]
+    return [*lines, *said_lines(record)]
 
 
 def said_lines(record: dict[str, Any]) -> list[str]:

@@ -192,27 +192,24 @@ struct Stream {
   bool stays;
 };
 
-// Fills in a launch on a stream, whose scratch no launch on another stream and none of another CUDA graph has. Waits
-// for nothing. These functions change the thread's current device, and return null, or what went wrong.
+// Fills in a launch on a stream, whose scratch no launch on another stream and none of another CUDA graph has. The
+// first time it makes that; it waits for no other work. These functions change the thread's current device, and return
+// null, or what went wrong.
 const char* launch_on(Launch& launch, const Stream& stream, const int32_t* active, int64_t doubles = kScratchDoubles,
                       int64_t counters = kScratchCounters);
 
-// Makes scratch ahead: a hook then need not.
-const char* reserve(int device);
-
 // Around what reads and clears the memory of monitors on a stream: it comes behind the launches on all streams so far,
-// and later launches on them come behind it. Before those, scratch is looked at, and mended.
+// and later launches on them come behind it.
 const char* begin_closing(const Stream& stream);
 const char* end_closing(const Stream& stream);
-
-// How many counters were found not to be zero so far, on all devices: each may have spoiled the statistics of a launch.
-int64_t mended();
 
 // Loads what is launched for a dtype and a kind of histogram, and what all need, where a driver would not load it while
 // a CUDA graph is captured.
 const char* load(Dtype dtype, HistogramKind kind, int device);
 
-constexpr int kMany = 3900;  // tensors of one launch at most: their addresses travel with it
+// Tensors of one launch at most. Their addresses travel with it, 8 KB whether there are fewer, which takes less time
+// than a second launch; few models have more parameters of one dtype.
+constexpr int kMany = 1024;
 
 // The plan of one launch over many tensors, whose addresses alone may change from launch to launch.
 struct Many {

@@ -137,13 +137,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("give_up_spares", &Copies::give_up_spares);
   m.def("clear", &clear, py::call_guard<py::gil_scoped_release>());
   m.def("give_away", &give_away, py::call_guard<py::gil_scoped_release>());
-  m.def("mended", [] {
-#if defined(HOOKSTATS_CUDA_KERNELS)
-    return cuda::mended();
-#else
-    return int64_t(0);
-#endif
-  });
   m.def("load_kernels", [](const std::string& device, const std::vector<int64_t>& dtypes, int64_t kind) {
     load_kernels(at::Device(device), dtypes, kind);
   });

@@ -147,8 +147,8 @@ class __attribute__((visibility("hidden"))) Copies {  // as the class that pybin
   std::shared_ptr<Spares> spares_;
 };
 
-// Makes sure that the first launches on new streams of this device find their scratch allocated, and that what was
-// cleared on the current one can be used on them. The first time, throws where the kernels cannot run there.
+// Makes sure that launches on the current stream of this device find their scratch allocated, and that what was cleared
+// there can be used on others. The first time, throws where the kernels cannot run there.
 void reserve_scratch(at::Device device);
 
 // Loads what tensors of these dtypes (of Dtype) and bins (of HistogramKind) need, where that could not be done while a

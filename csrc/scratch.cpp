@@ -18,7 +18,7 @@ std::string in_words(int version) { return c10::str(version / 1000, ".", version
 
 // Throws what is expected and what was found where the kernels cannot run on a device.
 void check_versions(at::Device device) {
-  constexpr int kOldestDriver = 12010;  // from this on kernels take 32 KB of parameters (many.cu)
+  constexpr int kOldestDriver = 12010;  // from this on kernels take more than 4 KB of parameters (many.cu)
   constexpr int kOldestGpu = 80;        // from this on shared memory is filled asynchronously (device.h)
   cuda::Versions found;
   const char* problem = cuda::ask(found, number_of(device));
@@ -84,7 +84,7 @@ void reserve_scratch([[maybe_unused]] at::Device device) {
   check_versions(device);
   {
     const c10::DeviceGuard guard(device);
-    check(cuda::reserve(number_of(device)));
+    launch_on(device, std::nullopt);
   }
   try_once(device);
   wait_for(device);  // for what was cleared on this stream, and is used on others

@@ -151,11 +151,10 @@ Copies = _C.Copies
 clear = _C.clear  # clear(blocks): makes them zero between two kernels
 # give_away(blocks), before blocks of state are freed: others get the memory behind the launches on all streams.
 give_away = _C.give_away
-mended = _C.mended  # mended() -> how many counters of scratch were found not to be zero so far: csrc/cuda/scratch.cu
 
 
 def reserve_scratch(device: torch.device) -> None:
-    """Allocates now what the first launches on new streams of a GPU need, so that no hook has to."""
+    """Allocates now what the first launch on the current stream of a GPU needs, so that no hook there has to."""
     try:
         _C.reserve_scratch(str(device))
     except RuntimeError as error:

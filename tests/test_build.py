@@ -21,7 +21,10 @@ from tests.conftest import ROOT
 NVCC = """#!/bin/sh
 if [ "$1" = --list-gpu-arch ]; then echo compute_80 compute_86 compute_90 compute_100; exit; fi
 while [ $# -gt 0 ]; do
-  case "$1" in -c) source="$2";; -o) object="$2";; -MF) dependencies="$2";; -gencode) targets="$targets $2";; esac
+  case "$1" in
+    -c) source="$2";; -o) object="$2";; -MF) dependencies="$2";;
+    -gencode) targets="$targets $2";; -Werror) strict="$2";;
+  esac
   shift
 done
 echo "$source" >> "$RUNS"
@@ -30,6 +33,9 @@ echo "$targets" > "$object"
 echo "ptxas info    : Compiling entry function 'a_kernel' for 'sm_90'" >&2
 echo "    16 bytes stack frame, 4 bytes spill stores, 8 bytes spill loads" >&2
 echo "ptxas info    : Used 40 registers, used 1 barriers" >&2
+[ -z "$WARNING" ] && exit
+echo "$source(7): warning #20054-D: $WARNING" >&2
+[ "$strict" != all-warnings ]
 """
 
 
@@ -149,7 +155,7 @@ def test_no_cuda_object_is_compiled_twice(
     monkeypatch.setenv("HEADER", str(header))
     monkeypatch.chdir(ROOT)
     sources = sorted(Path("csrc/cuda").glob("*.cu"))
-    names = ("accumulate", "blocks", "checksum", "interface", "many", "merge", "sample", "scratch", "softmax")
+    names = [source.stem for source in sources]
 
     def compiled(*targets: str) -> int:
         """How many files nvcc is run on."""
@@ -168,6 +174,18 @@ def test_no_cuda_object_is_compiled_twice(
     later = max(path.stat().st_mtime for path in into.iterdir()) + 1  # a clock of files has steps of milliseconds
     os.utime(header, (later, later))
     assert compiled("8.0", "9.0+PTX") == len(names)
+
+
+def test_a_warning_of_nvcc_stops_the_build_and_is_shown(
+    setup: dict[str, Any], machine: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RUNS", str(machine / "runs"))
+    monkeypatch.setenv("HEADER", "")
+    monkeypatch.setenv("WARNING", "dynamic initialization is not supported")
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit, match="ninja failed on the kernels"):
+        setup["compile_kernels"]([Path("csrc/cuda/many.cu")], machine / "objects", "nvcc", ["9.0"])
+    assert "csrc/cuda/many.cu(7): warning #20054-D: dynamic initialization" in capfd.readouterr().out
 
 
 def without_torch(*words: str) -> subprocess.CompletedProcess[str]:

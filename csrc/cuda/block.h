@@ -3,77 +3,56 @@
 // every merge has a fixed order, and only whole numbers are added atomically.
 #pragma once
 
-#include "cluster.h"
-#include "count.h"
+#include "histogram.h"
 #include "plan.h"
+#include "read.h"
 
 namespace hookstats::cuda {
 
 constexpr int larger(int a, int b) { return a > b ? a : b; }
 
 // Shared memory: the histogram, then the thread's sums, then the ring. When these are done with, from the beginning on:
-// the sums of parts. Where values are counted, there are sums only after that, in the place of the ring.
-template <class scalar_t, int kPack, int kPlaces, template <class> class Walker, HistogramKind kind, class Size>
+// the sums of parts.
+template <class scalar_t, int kPack, int kPlaces, template <class> class Walker, HistogramKind kind, int kFlight>
 struct Shared {
-  static constexpr int kThreads = Size::kThreads;
-  static constexpr bool kCounts = kCounted<scalar_t, kPack>;
-  static_assert(!kCounts || kThreads == cuda::kThreads);
-  // Value by value, and beside linear bins, a masked loop would not fit into the registers.
-  static constexpr bool kMasks = kPack > 1 && kind != HistogramKind::linear;
-  using Histogram = std::conditional_t<kCounts, ValueCounts<scalar_t, kind, kPlaces>,
-                                       BlockHistogram<kind, kPlaces, (kPack > kPlaces), kThreads>>;
-  using Reads = std::conditional_t<
-      kCounts, CountingReader<scalar_t, kPack, kPlaces, Walker, Size>,
-      Reader<scalar_t, kPack, kPlaces, Walker, kPlaces == 4 && kind == HistogramKind::per_channel, kMasks, Size>>;
-  static constexpr int kThreadSums = kThreads * kPlaces * BlockSums<acc_of<scalar_t>>::kBytes;
-  static constexpr int kHistogram = Histogram::kWords * int(sizeof(unsigned)), kSums = kCounts ? 0 : kThreadSums;
+  // Value by value, and beside linear bins, looking first would not fit into the registers.
+  static constexpr bool kLooks = kPack > 1 && kind != HistogramKind::linear;
+  using Histogram = BlockHistogram<kind, kPlaces, (kPack > kPlaces)>;
+  using Reads =
+      Reader<scalar_t, kPack, kPlaces, Walker, kPlaces == 4 && kind == HistogramKind::per_channel, kLooks, kFlight>;
+  static constexpr int kHistogram = Histogram::kWords * int(sizeof(unsigned));
+  static constexpr int kSums = kThreads * kPlaces * BlockSums<acc_of<scalar_t>>::kBytes;
   static constexpr int kRing = Reads::Feed::kBytes;
   static constexpr int kBytes = larger(kHistogram + kSums + kRing, kThreads* WideSums::kBytes);
 };
 
-// Beside it every kernel has arrays of fixed size, of less than this; and CUDA takes some of each block.
-constexpr int kFixedShared = 2 << 10, kReservedShared = 1 << 10;
+// Beside it every kernel has arrays of fixed size, of less than this.
+constexpr int kFixedShared = 2 << 10;
 
-// Two usual blocks run on a multiprocessor at a time, but some take more than half of a smaller GPU's shared memory.
-// Where there is room for it (A100), a wide block takes their place: as many threads as two have, with one histogram.
-// Where there is not even room for one (L4), that is a lean one, with half as much on its way.
-using UsualBlock = BlockSize<kThreads, 128>;
-using LeanBlock = BlockSize<kThreads, UsualBlock::kFlight / 2>;
-using WideBlock = BlockSize<2 * kThreads, UsualBlock::kFlight / 2>;
+// Bytes of a thread on their way. Where a GPU (L4) has no room for a block with so much, half of it are.
+constexpr int kUsualFlight = 128, kLeanFlight = 64;
 
-// What a block may have at least on a GPU that is built for, and on an A100.
-constexpr int kLeastSharedMemory = 99 << 10, kSharedMemoryOfA100 = 163 << 10;
+// What a block may have at least on a GPU that is built for.
+constexpr int kLeastSharedMemory = 99 << 10;
 template <class scalar_t, int kPack, int kPlaces, template <class> class Walker, HistogramKind kind>
 constexpr bool kHasLean =
-    Shared<scalar_t, kPack, kPlaces, Walker, kind, UsualBlock>::kBytes + kFixedShared > kLeastSharedMemory;
-// Of 4-byte values, the threads of one block keep up with memory.
-template <class scalar_t, int kPack, int kPlaces, template <class> class Walker, HistogramKind kind>
-constexpr bool kHasWide = kHasLean<scalar_t, kPack, kPlaces, Walker, kind> && sizeof(scalar_t) == 2;
+    Shared<scalar_t, kPack, kPlaces, Walker, kind, kUsualFlight>::kBytes + kFixedShared > kLeastSharedMemory;
 
-// Calls f(the size) of the blocks that a GPU has room for. One of them may have `shared_memory` bytes, which is all
-// that a multiprocessor has but for what is reserved of one block.
+// Calls f(constant: the bytes on their way) of the blocks that a GPU has room for, of which one may have
+// `shared_memory` bytes.
 template <class scalar_t, int kPack, int kPlaces, template <class> class Walker, HistogramKind kind, class F>
-auto with_size([[maybe_unused]] int shared_memory, const F& f) {
-  [[maybe_unused]] constexpr auto bytes = [](auto size) {
-    return Shared<scalar_t, kPack, kPlaces, Walker, kind, decltype(size)>::kBytes + kFixedShared;
-  };
-  if constexpr (kHasWide<scalar_t, kPack, kPlaces, Walker, kind>) {
-    static_assert(kPlaces > 1 && bytes(WideBlock{}) <= kSharedMemoryOfA100);
-    const int of_two = 2 * bytes(UsualBlock{}) + kReservedShared;
-    if (of_two > shared_memory && bytes(WideBlock{}) <= shared_memory) return f(WideBlock{});
-  }
+auto with_flight([[maybe_unused]] int shared_memory, const F& f) {
   if constexpr (kHasLean<scalar_t, kPack, kPlaces, Walker, kind>) {
-    if (bytes(UsualBlock{}) > shared_memory) return f(LeanBlock{});
+    constexpr int kUsual = Shared<scalar_t, kPack, kPlaces, Walker, kind, kUsualFlight>::kBytes + kFixedShared;
+    if (kUsual > shared_memory) return f(std::integral_constant<int, kLeanFlight>{});
   }
-  return f(UsualBlock{});
+  return f(std::integral_constant<int, kUsualFlight>{});
 }
 
 // Blocks on a multiprocessor, whose registers they share: of doubles, some kernels need more than half of them.
-template <class scalar_t, HistogramKind kind, bool kPlanes, int threads = kThreads>
+template <class scalar_t, HistogramKind kind, bool kPlanes>
 constexpr int kBlocksAtOnce =
-    sizeof(scalar_t) == 8 && (kind == HistogramKind::linear || (kPlanes && kind == HistogramKind::per_channel))
-        ? 1
-        : 2 * kThreads / threads;
+    sizeof(scalar_t) == 8 && (kind == HistogramKind::linear || (kPlanes && kind == HistogramKind::per_channel)) ? 1 : 2;
 
 // Calls f(constant of the kind).
 template <class F>
@@ -98,51 +77,21 @@ bool packs_fit(HistogramKind kind, int shared_memory) {
   constexpr int kPack = kPackOf<scalar_t>;
   return with_kind(kind, [&](auto constant) {
     constexpr HistogramKind k = decltype(constant)::value;
-    using Least = std::conditional_t<kHasLean<scalar_t, kPack, kPlaces, LineWalker, k>, LeanBlock, UsualBlock>;
-    constexpr int kBytes = Shared<scalar_t, kPack, kPlaces, LineWalker, k, Least>::kBytes + kFixedShared;
+    constexpr int kFlight = kHasLean<scalar_t, kPack, kPlaces, LineWalker, k> ? kLeanFlight : kUsualFlight;
+    constexpr int kBytes = Shared<scalar_t, kPack, kPlaces, LineWalker, k, kFlight>::kBytes + kFixedShared;
     static_assert(kBytes <= kLeastSharedMemory);
     return kBytes <= shared_memory;
   });
-}
-
-// The parts of a channel group, one in each block of a cluster, folded by the first one in the order and with the sums
-// of the way through scratch. All threads of all blocks call it; `owns`: the thread's `sums` are its block's of the
-// channel `column`. Returns true in the block that goes on, whose threads that own a channel have its sums then.
-__device__ inline bool fold_cluster(WideSums& sums, double* shared, const Arrival* says, unsigned rank, unsigned parts,
-                                    const Geometry& merging, int thread, bool owns, bool in_range) {
-  const int column = thread % merging.lanes, row = thread / merging.lanes;
-  __syncthreads();  // what lies there has been read
-  if (owns) store_slot(sums.finish(), shared, kBlockChannels, column);
-  cluster_barrier();
-  bool on = rank == 0;
-  if (rank == 0) {
-    for (unsigned i = 0; i < parts; ++i) on &= *in_block(says, i) == Arrival::last;
-    sums = WideSums::neutral();
-    if (on && row < merging.groups && in_range) {
-      for (unsigned i = row; i < parts; i += merging.groups) {
-        sums.merge(WideSums::of(load_slot<Moments>(in_block(shared, i), kBlockChannels, column)));
-      }
-    }
-  }
-  cluster_barrier();  // until then the other blocks stay, and the first one's part is not written over
-  if (!on) return false;
-  store_slot(sums, shared, kThreads, thread);
-  __syncthreads();
-  fold_block<WideSums, 1>(shared, merging, thread);
-  if (owns) sums = load_slot<WideSums>(shared, kThreads, thread);
-  return true;
 }
 
 // What one block does, in three phases: it loads its share of the tensor, folds its threads, and publishes their sums:
 // the last block of a channel group folds the parts of all into the state. `place` says which block: place.group() of
 // the groups of channels, place.part() of the parts of their elements. All threads of the block call it, once. They are
 // one function: each way to cut it that was tried cost registers, and some of them instructions of the hot loop.
-template <class scalar_t, int kPack, int kPlaces, template <class> class Walker, HistogramKind kind, class Size,
+template <class scalar_t, int kPack, int kPlaces, template <class> class Walker, HistogramKind kind, int kFlight,
           class Place>
 __device__ __forceinline__ void run_block(const scalar_t* data, const Job& job, const Launch& launch, Place place) {
-  using Sizes = Shared<scalar_t, kPack, kPlaces, Walker, kind, Size>;
-  constexpr int kThreads = Size::kThreads;
-  static_assert(!Place::kMayBeInCluster || kThreads == cuda::kThreads);
+  using Sizes = Shared<scalar_t, kPack, kPlaces, Walker, kind, kFlight>;
   using Histogram = typename Sizes::Histogram;
   using Whole = BlockSums<acc_of<scalar_t>>;
   HOOKSTATS_DYNAMIC_SHARED(dynamic);
@@ -212,25 +161,7 @@ __device__ __forceinline__ void run_block(const scalar_t* data, const Job& job, 
     }
   }
 
-  if constexpr (Sizes::kCounts) {
-    if (on) {
-      static_assert(Sizes::kRing >= kThreads * (Whole::kBytes + int(sizeof(unsigned))));
-      reader.read(histogram);
-      __syncthreads();
-      // Fold, while the state is read.
-      if (owns) before = WideSums::of(load_state<Moments>(job.state.moments + channel, job.state.row_stride));
-      if (counts) {
-        calls = job.state.counters[k_calls];
-        first_call = job.state.counters[k_first];
-      }
-      histogram.add_to_state(job.state, static_cast<unsigned*>(ring) + kThreads * (Whole::kBytes / sizeof(unsigned)),
-                             thread);
-      store_slot(histogram.sums(job.state, merging, first_channel, thread), ring, kThreads, thread);
-      __syncthreads();
-      fold_block<Whole, 1, kThreads>(shared, merging, thread);
-      if (owns) sums = load_slot<Whole>(shared, kThreads, thread).widened();
-    }
-  } else if (on) {
+  if (on) {
     const int at_once =
         Histogram::kMostRows / geometry.groups / Sizes::Reads::Tile::kMostPacks * Sizes::Reads::Tile::kMostPacks;
     const int64_t most = geometry.lanes_first ? divide_up(share, geometry.groups) : 0;
@@ -253,7 +184,7 @@ __device__ __forceinline__ void run_block(const scalar_t* data, const Job& job, 
     }
     nonfinite.add_to_state(job.state, first_channel, thread);
     histogram.add_to_state(job.state, geometry, first_channel, channels, thread);
-    fold_block<Whole, kPlaces, kThreads>(shared, geometry, thread);
+    fold_block<Whole, kPlaces>(shared, geometry, thread);
     if (owns) {
       const int slot = geometry.thread(column / kPlaces, 0) + column % kPlaces * kThreads;
       sums = load_slot<Whole>(shared, kThreads * kPlaces, slot).widened();
@@ -261,17 +192,9 @@ __device__ __forceinline__ void run_block(const scalar_t* data, const Job& job, 
   }
 
   // Publish.
-  const bool in_cluster = Place::kMayBeInCluster && job.in_cluster;
-  if constexpr (Place::kMayBeInCluster) {
-    if (in_cluster) {
-      on = fold_cluster(sums, dynamic, says, place.part(), job.parts, merging, thread, on && owns, channel < channels);
-      if (!on) return;
-    }
-  }
-
   unsigned* word = launch.arrivals + job.first_arrival + place.group() * job.words;
   unsigned step = 1;  // between the parts of this round
-  for (unsigned count = in_cluster ? 1 : job.parts, mine = place.part(); count > 1;) {
+  for (unsigned count = job.parts, mine = place.part(); count > 1;) {
     const auto part = [&](unsigned i) {
       return launch.partials + job.first_partial + i * step * kMoments * channels + channel;
     };
@@ -291,7 +214,7 @@ __device__ __forceinline__ void run_block(const scalar_t* data, const Job& job, 
       }
       store_slot(sums, dynamic, kThreads, thread);
       __syncthreads();
-      fold_block<WideSums, 1, kThreads>(dynamic, merging, thread);
+      fold_block<WideSums, 1>(dynamic, merging, thread);
       if (owns) sums = load_slot<WideSums>(dynamic, kThreads, thread);
     }
     word += (count + kFan - 1) / kFan;

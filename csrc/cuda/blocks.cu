@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(scalar_t) == 8 ? 2 : 4)
   HOOKSTATS_SHARED(int, on, 1);
   static_assert(kBlockBins % 4 == 0);
   const int thread = threadIdx.x;
-  clear_words<kThreads>(counts, kBlockBins, thread);
+  clear_words(counts, kBlockBins, thread);
   if (thread == 0) on[0] = !active || *static_cast<const volatile int32_t*>(active) != 0;
   __syncthreads();
   if (!on[0]) return;

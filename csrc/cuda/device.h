@@ -39,6 +39,16 @@ __device__ inline void copy_async(void* shared, const void* global) {
                "l"(global), "n"(bytes)
                : "memory");
 }
+// The same if it is wanted, so many bytes behind these addresses: the compiler would add them up once more for each
+// copy.
+template <int bytes, int behind_shared, int behind_global>
+__device__ inline void copy_async_if(bool wanted, void* shared, const void* global) {
+  asm volatile("{ .reg .pred p; setp.ne.b32 p, %0, 0; @p cp.async.ca.shared.global [%1 + %2], [%3 + %4], %5; }" ::"r"(
+                   int(wanted)),
+               "r"(unsigned(__cvta_generic_to_shared(shared))), "n"(behind_shared), "l"(global), "n"(behind_global),
+               "n"(bytes)
+               : "memory");
+}
 __device__ inline void end_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int groups>
 __device__ inline void wait_for_all_but() {
@@ -68,7 +78,7 @@ struct Facts {
   int capability;  // 86 is 8.6
 };
 
-// Asked for once. HOOKSTATS_SHARED_MEMORY imitates a GPU that has less, for tests and benchmarks.
+// Asked for once. HOOKSTATS_SHARED_MEMORY imitates a GPU that has less, for tests.
 inline Facts facts_of(int device) {
   static std::atomic<const Facts*> known[kMostDevices];
   const bool is_kept = 0 <= device && device < kMostDevices;
@@ -198,18 +208,6 @@ HOOKSTATS_HD inline void count_at([[maybe_unused]] unsigned address, [[maybe_unu
 #endif
 }
 
-// A word of the bytes that the digits of the selector name, the last digit first: 0 to 3 are of `a`, 4 to 7 of `b`.
-HOOKSTATS_HD inline uint32_t choose_bytes(uint32_t a, uint32_t b, uint32_t selector) {
-#if defined(__CUDA_ARCH__)
-  return __byte_perm(a, b, selector);
-#else
-  const uint64_t both = uint64_t(b) << 32 | a;
-  uint32_t chosen = 0;
-  for (int i = 0; i < 4; ++i) chosen |= uint32_t(both >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
-  return chosen;
-#endif
-}
-
 // The 32 bits from bit `shift` on, of 0 .. 31, of two words.
 HOOKSTATS_HD inline uint32_t shift_out(uint32_t low, uint32_t high, unsigned shift) {
 #if defined(__CUDA_ARCH__)
@@ -290,30 +288,6 @@ HOOKSTATS_HD inline float exp_fast(float x) {
   return __expf(x);
 #else
   return expf(x);
-#endif
-}
-
-// A finite value itself, NaN for any other; and both of a pair.
-template <class acc_t>
-HOOKSTATS_HD inline acc_t finite_or_nan(acc_t x) {
-  return x * 0 + x;
-}
-template <class scalar_t>
-HOOKSTATS_HD inline uint32_t finite_or_nan2(uint32_t word) {
-#if defined(__CUDA_ARCH__)
-  uint32_t r;
-  if constexpr (std::is_same_v<scalar_t, BFloat16>) {
-    asm("fma.rn.bf16x2 %0, %1, %2, %1;" : "=r"(r) : "r"(word), "r"(0));
-  } else {
-    asm("fma.rn.f16x2 %0, %1, %2, %1;" : "=r"(r) : "r"(word), "r"(0));
-  }
-  return r;
-#else
-  constexpr uint32_t kInfinity = std::is_same_v<scalar_t, BFloat16> ? 0x7f80 : 0x7c00;
-  for (const int half : {0, 16}) {
-    if ((word >> half & kInfinity) == kInfinity) word |= 0x7fffu << half;
-  }
-  return word;
 #endif
 }
 

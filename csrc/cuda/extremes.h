@@ -5,18 +5,6 @@
 
 namespace hookstats::cuda {
 
-// What is infinite becomes NaN.
-template <class scalar_t, int n>
-__device__ inline void finite_or_nan(Pack<scalar_t, n>& pack, acc_of<scalar_t> (&x)[n]) {
-  if constexpr (sizeof(scalar_t) == 2 && n % 2 == 0) {
-    uint32_t words[n / 2];
-    memcpy(words, &pack, sizeof words);
-    for (uint32_t& word : words) word = finite_or_nan2<scalar_t>(word);
-    memcpy(&pack, words, sizeof words);
-  }
-  for (acc_of<scalar_t>& each : x) each = finite_or_nan(each);
-}
-
 // Extremes and zeros at each place of a pack.
 template <class scalar_t, int n, bool pairs = sizeof(scalar_t) == 2 && n % 2 == 0>
 struct Extremes {
@@ -77,9 +65,9 @@ struct NonFinite {
   __device__ NonFinite(unsigned* shared, int thread) : counts(shared) {
     if (thread < kWords) counts[thread] = 0;
   }
-  __device__ void add(int channel, double x) const { add(channel, x != x ? 0 : x > 0 ? 1 : 2, 1); }
-  __device__ void add(int channel, int kind, unsigned count) const {
-    if (count > 0) atomicAdd(&counts[kind * kBlockChannels + channel], count);
+  __device__ void add(int channel, double x) const {
+    const int kind = x != x ? 0 : x > 0 ? 1 : 2;
+    atomicAdd(&counts[kind * kBlockChannels + channel], 1u);
   }
   // Whole numbers: the order of the additions does not matter.
   __device__ void add_to_state(const State& state, int64_t first_channel, int thread) const {

@@ -23,17 +23,11 @@ HOOKSTATS_HD inline void widen_pack(const Pack<scalar_t, n>& pack, acc_of<scalar
   }
 }
 
-// How many threads a block has, and how many bytes of each are on their way.
-template <int threads, int flight>
-struct BlockSize {
-  static constexpr int kThreads = threads, kFlight = flight;
-};
-
 // How a pack is copied: at once where all packs are aligned, else in the words that cover it, of which the n-th of all
 // threads lie side by side. Where elements are smaller than a word, a pack is shifted out of the words: all packs of a
 // thread begin at the same byte of a word (plan.h sees to it). A word that holds a byte of the pack is copied whole;
 // memory is allotted in larger pieces. Elements from `valid` on are made NaN: of all bits set, in each dtype.
-template <class scalar_t, int kPack, bool kAligned, int threads>
+template <class scalar_t, int kPack, bool kAligned>
 struct Cover {
   using Load = Pack<scalar_t, kPack>;
   static constexpr int kWord = sizeof(scalar_t) == 8 ? 8 : 4, kShifts = sizeof(scalar_t) < 4;
@@ -68,7 +62,7 @@ struct Cover {
   __device__ Load take(const char* at, int exchange) const {
     using word_t = std::conditional_t<kWord == 8, uint64_t, uint32_t>;
     word_t copied[kWords];
-    for (int i = 0; i < kWords; ++i) copied[i] = *reinterpret_cast<const word_t*>(at + i * threads * kWord);
+    for (int i = 0; i < kWords; ++i) copied[i] = *reinterpret_cast<const word_t*>(at + i * kThreads * kWord);
     uint32_t bits[kBits + kShifts], taken[kBits];
     memcpy(bits, copied, sizeof bits);
     for (int i = 0; i < kBits; ++i) taken[i] = kShifts ? shift_out(bits[i], bits[i + kShifts], shift) : bits[i];
@@ -86,8 +80,8 @@ struct Cover {
   }
 };
 
-template <class scalar_t, int kPack, int threads>
-struct Cover<scalar_t, kPack, true, threads> {
+template <class scalar_t, int kPack>
+struct Cover<scalar_t, kPack, true> {
   using Load = Pack<scalar_t, kPack>;
   static constexpr int kWord = sizeof(Load), kWords = 1;
 
@@ -95,7 +89,6 @@ struct Cover<scalar_t, kPack, true, threads> {
   __device__ Cover(const Walker&, int, int) {}
   template <class Walker>
   __device__ static void align(Walker&) {}
-  __device__ bool copies(int) const { return true; }
 
   template <bool kExchanges>
   __device__ Load take(const char* at, int exchange) const {
@@ -109,18 +102,19 @@ struct Cover<scalar_t, kPack, true, threads> {
   }
 };
 
-// A thread's packs on their way, in a ring in shared memory: some are used while the next ones come.
+// A thread's packs on their way, kFlight bytes, in a ring in shared memory: some are used while the next ones come.
 //
 // Invariant: whenever `take` is called, exactly kGroups groups of copies were ended and not used yet, the oldest of
-// them at `here`. `start` ends kGroups; then each `go_on`, after one was used, ends one more in its place, empty ones
-// too where nothing is left to ask for. Groups come in their order: when all but kGroups - 1 have come, the oldest has.
-template <class scalar_t, int kPack, class Walker, bool kExchanges, class Size>
+// them at `here`. The constructor ends kGroups; then each `go_on`, after one was used, ends one more in its place,
+// empty ones too where nothing is left to ask for. Groups come in their order: when all but kGroups - 1 have come, the
+// oldest has.
+template <class scalar_t, int kPack, class Walker, bool kExchanges, int kFlight>
 struct Ring {
   using Load = Pack<scalar_t, kPack>;
-  using Words = Cover<scalar_t, kPack, Walker::kAligned, Size::kThreads>;
-  static constexpr int kGroup = sizeof(Load) == 4 ? 8 : 4;  // packs taken at a time
-  static constexpr int kWord = Words::kWord, kStride = Size::kThreads * kWord;
-  static constexpr int kGroups = Size::kFlight / (kGroup * Words::kWords * kWord),
+  using Words = Cover<scalar_t, kPack, Walker::kAligned>;
+  static constexpr int kGroup = 4;  // packs taken at a time
+  static constexpr int kWord = Words::kWord, kStride = kThreads * kWord;
+  static constexpr int kGroups = kFlight / (kGroup * Words::kWords * kWord),
                        kGroupBytes = kGroup * Words::kWords * kStride;
   static constexpr int kBytes = kGroups * kGroupBytes;
   static_assert(kGroups > 0);
@@ -131,20 +125,15 @@ struct Ring {
   const int exchange;  // 1: the halves of packs change places
   const Words words;
 
+  // Asks for the first of `count` packs.
   __device__ Ring(void* shared, int thread, const Walker& first, int count, bool exchange, int valid)
       : begin(static_cast<char*>(shared) + thread * kWord),
+        here(begin),
         walker(first),
+        to_ask(count),
         exchange(exchange),
         words(first, valid, kExchanges && exchange) {
-    start(first, count);
-  }
-
-  // Asks for the first of `count` packs. Nothing may be on its way.
-  __device__ void start(const Walker& first, int count) {
-    walker = first;
     Words::align(walker);
-    here = begin;
-    to_ask = count;
 #pragma unroll 1
     for (int g = 0; g < kGroups; ++g) go_on();
   }
@@ -159,9 +148,17 @@ struct Ring {
 
   __device__ void copy(int i) {
     const char* from = reinterpret_cast<const char*>(walker.next());
-    for (int w = 0; w < Words::kWords; ++w) {
-      if (words.copies(w)) copy_async<kWord>(here + (i * Words::kWords + w) * kStride, from + w * kWord);
+    char* to = here + i * Words::kWords * kStride;
+    if constexpr (Walker::kAligned) {
+      copy_async<kWord>(to, from);
+    } else {
+      copy_words<0>(to, from);
     }
+  }
+  template <int word>
+  __device__ void copy_words(char* to, const char* from) {
+    copy_async_if<kWord, word * kStride, word * kWord>(words.copies(word), to, from);
+    if constexpr (word + 1 < Words::kWords) copy_words<word + 1>(to, from);
   }
 
   // After the packs were used, asks for others in their place.

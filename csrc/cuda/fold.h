@@ -6,7 +6,7 @@
 
 namespace hookstats::cuda {
 
-constexpr int kThreads = 256;       // of a block, unless it is a wide one (block.h)
+constexpr int kThreads = 256;       // of a block
 constexpr int kBlockChannels = 64;  // at most
 
 // Which channels and elements a thread reads. A block has `lanes` x `groups` threads at work: a lane is one channel, or
@@ -50,15 +50,15 @@ __device__ inline WideSums load_part(const double* at, int64_t stride) {
 
 // Merges the sums_t (Sums, or Sample) of each lane's groups into those of group 0. Slots: threads, then places. Every
 // thread of the block calls it, after a barrier; it ends with one.
-template <class sums_t, int kPlaces, int threads = kThreads>
+template <class sums_t, int kPlaces>
 __device__ void fold_block(double* shared, const Geometry& geometry, int thread) {
-  constexpr int kSlots = threads * kPlaces;
+  constexpr int kSlots = kThreads * kPlaces;
   // A thread stays with a channel: first it merges every `rows`-th group, then the rows meet in a tree.
-  const int columns = geometry.lanes * kPlaces, rows = threads / columns;
+  const int columns = geometry.lanes * kPlaces, rows = kThreads / columns;
   const int column = geometry.lanes_first ? thread % columns : thread / rows;
   const int row = geometry.lanes_first ? thread / columns : thread % rows;
   const int lane = column % geometry.lanes, place = column / geometry.lanes;
-  const auto slot = [&](int group) { return geometry.thread(lane, group) + place * threads; };
+  const auto slot = [&](int group) { return geometry.thread(lane, group) + place * kThreads; };
   const bool works = row < rows && column < columns && row < geometry.groups;
   sums_t sums = sums_t::neutral();
   if (works) {

@@ -22,17 +22,16 @@ __device__ inline void add_to_bin(int64_t* bin, unsigned count) {
   atomicAdd(reinterpret_cast<unsigned long long*>(bin), (unsigned long long)count);
 }
 
-template <int threads>
-__device__ void clear_words(unsigned* words, int count, int thread) {
+__device__ inline void clear_words(unsigned* words, int count, int thread) {
   struct alignas(16) Four {
     unsigned word[4];
   };
-  for (int i = thread; i < count / 4; i += threads) reinterpret_cast<Four*>(words)[i] = Four{};
+  for (int i = thread; i < count / 4; i += kThreads) reinterpret_cast<Four*>(words)[i] = Four{};
 }
 
 // kPlaces: channels of one lane. kPlanes: never are lanes neighbouring channels. Lanes of a warp that meet in a counter
 // are added up by the hardware, so that one copy for the block is enough, whatever the data.
-template <HistogramKind kind, int kPlaces, bool kPlanes, int threads>
+template <HistogramKind kind, int kPlaces, bool kPlanes>
 struct BlockHistogram {
   static constexpr int kWords = 0, kMostRows = INT32_MAX;
   __device__ BlockHistogram(unsigned*, const State&, const Geometry&, int64_t, int) {}
@@ -42,8 +41,8 @@ struct BlockHistogram {
   __device__ void add_to_state(const State&, const Geometry&, int64_t, int64_t, int) const {}
 };
 
-template <int kPlaces, bool kPlanes, int threads>
-struct BlockHistogram<HistogramKind::per_tensor, kPlaces, kPlanes, threads> {
+template <int kPlaces, bool kPlanes>
+struct BlockHistogram<HistogramKind::per_tensor, kPlaces, kPlanes> {
   static constexpr int kWords = kExponentBins, kMostRows = INT32_MAX;
   unsigned* counts;
   const unsigned begin;  // their address
@@ -52,7 +51,7 @@ struct BlockHistogram<HistogramKind::per_tensor, kPlaces, kPlanes, threads> {
       : counts(shared), begin(address_of(shared)) {
     clear(geometry, thread);
   }
-  __device__ void clear(const Geometry&, int thread) const { clear_words<threads>(counts, kWords, thread); }
+  __device__ void clear(const Geometry&, int thread) const { clear_words(counts, kWords, thread); }
 
   template <class acc_t>
   __device__ void add(acc_t x, int) const {
@@ -64,7 +63,7 @@ struct BlockHistogram<HistogramKind::per_tensor, kPlaces, kPlanes, threads> {
   }
 
   __device__ void add_to_state(const State& state, const Geometry&, int64_t, int64_t, int thread) const {
-    for (int i = thread; i < kWords; i += threads) {
+    for (int i = thread; i < kWords; i += kThreads) {
       const int exponent = i & 255;
       if (counts[i] != 0 && exponent != 255) add_to_bin(&state.histogram[exponent == 0 ? 0 : i], counts[i]);
     }
@@ -76,8 +75,8 @@ struct BlockHistogram<HistogramKind::per_tensor, kPlaces, kPlanes, threads> {
 // adds them up before one can overflow. A word holds two places of a lane, or lanes 32 apart, so that the lanes of a
 // warp are in different banks: with four places a warp is two groups of 16 lanes, of which the odd ones have the halves
 // of their packs exchanged.
-template <int kPlaces, bool kPlanes, int threads>
-struct BlockHistogram<HistogramKind::per_channel, kPlaces, kPlanes, threads> {
+template <int kPlaces, bool kPlanes>
+struct BlockHistogram<HistogramKind::per_channel, kPlaces, kPlanes> {
   static constexpr int kExponents = 256, kRowWords = kBlockChannels / 2, kWords = kExponents * kRowWords;
   static constexpr int kMostRows = 65535;  // of a block, before its counters must be added up
   static constexpr bool kByAddress = kKeepsAddresses && (kPlaces > 1 || kPlanes);
@@ -106,9 +105,7 @@ struct BlockHistogram<HistogramKind::per_channel, kPlaces, kPlanes, threads> {
   __device__ static int words(const Geometry& geometry) {
     return geometry.lanes_first ? kWords : geometry.lanes * kExponents;
   }
-  __device__ void clear(const Geometry& geometry, int thread) const {
-    clear_words<threads>(counts, words(geometry), thread);
-  }
+  __device__ void clear(const Geometry& geometry, int thread) const { clear_words(counts, words(geometry), thread); }
 
   // A shift, one logical operation, the atomic one; or a logical operation, a shift with a sum, the atomic one.
   template <class acc_t>
@@ -135,7 +132,7 @@ struct BlockHistogram<HistogramKind::per_channel, kPlaces, kPlanes, threads> {
 
   __device__ void add_to_state(const State& state, const Geometry& geometry, int64_t first_channel, int64_t channels,
                                int thread) const {
-    for (int i = thread; i < words(geometry); i += threads) {
+    for (int i = thread; i < words(geometry); i += kThreads) {
       const unsigned word = counts[i];
       if (word == 0) continue;
       if (!pairs) {
@@ -160,8 +157,8 @@ struct BlockHistogram<HistogramKind::per_channel, kPlaces, kPlanes, threads> {
 };
 
 // Linear bins, in shared memory where the block's channels' counters fit there, else in the state itself.
-template <int kPlaces, bool kPlanes, int threads>
-struct BlockHistogram<HistogramKind::linear, kPlaces, kPlanes, threads> {
+template <int kPlaces, bool kPlanes>
+struct BlockHistogram<HistogramKind::linear, kPlaces, kPlanes> {
   static constexpr int kWords = 8192, kMostRows = INT32_MAX;
   unsigned* counts;  // null: in the state
   const State& state;
@@ -174,7 +171,7 @@ struct BlockHistogram<HistogramKind::linear, kPlaces, kPlanes, threads> {
     step = state.by_channel ? state.bins : 0;
     at = geometry.lane(thread) * kPlaces * step;
     first = first_channel * step + at;
-    if (counts) clear_words<threads>(counts, (words(state, geometry, first_channel) + 3) / 4 * 4, thread);
+    if (counts) clear_words(counts, (words(state, geometry, first_channel) + 3) / 4 * 4, thread);
   }
   __device__ static int words(const State& state, const Geometry& geometry, int64_t first_channel) {
     const int64_t channels = state.channels - first_channel, most = geometry.lanes * kPlaces;
@@ -198,7 +195,7 @@ struct BlockHistogram<HistogramKind::linear, kPlaces, kPlanes, threads> {
                                int thread) const {
     if (!counts) return;
     const int all = words(state, geometry, first_channel);
-    for (int i = thread; i < all; i += threads) {
+    for (int i = thread; i < all; i += kThreads) {
       if (counts[i] != 0) add_to_bin(&state.histogram[first_channel * step + i], counts[i]);
     }
   }

@@ -26,13 +26,9 @@ const char* hookstats_cuda_launch_on(cuda::Launch* launch, const cuda::Stream* s
   return has_parts ? cuda::launch_on(*launch, *stream, active) : cuda::launch_on(*launch, *stream, active, 0, 0);
 }
 
-const char* hookstats_cuda_reserve(int device) { return cuda::reserve(device); }
-
 const char* hookstats_cuda_begin_closing(const cuda::Stream* stream) { return cuda::begin_closing(*stream); }
 
 const char* hookstats_cuda_end_closing(const cuda::Stream* stream) { return cuda::end_closing(*stream); }
-
-int64_t hookstats_cuda_mended() { return cuda::mended(); }
 
 const char* hookstats_cuda_load(int dtype, int kind, int device) {
   return cuda::load(Dtype(dtype), HistogramKind(kind), device);

@@ -12,38 +12,36 @@ struct Task {
   unsigned first_block;
 };
 
-// A kernel's parameters may take 32,764 bytes, all of which are copied at each launch: there are kernels for fewer.
-template <int kMost>
+// In the kernel's parameters, all of which are copied at each launch.
 struct Addresses {
-  const void* of[kMost];
+  const void* of[kMany];
 };
-constexpr int kFew = 256, kMore = 1024;
 
 // The blocks of a task have consecutive numbers.
 struct TaskPlace {
-  static constexpr bool kMayBeInCluster = false;
   unsigned block, groups;
   __device__ unsigned group() const { return block % groups; }
   __device__ unsigned part() const { return block / groups; }
 };
 
 // The table: the tasks, and behind them the task of each block.
-template <class scalar_t, int kPack, template <class> class Walker, HistogramKind kind, int kMost>
+template <class scalar_t, int kPack, template <class> class Walker, HistogramKind kind>
 __global__ void __launch_bounds__(kThreads, kBlocksAtOnce<scalar_t, kind, true>)
-    many_kernel(const __grid_constant__ Addresses<kMost> addresses, const Task* tasks, const unsigned* task_of,
+    many_kernel(const __grid_constant__ Addresses addresses, const Task* tasks, const unsigned* task_of,
                 const Launch launch) {
   const unsigned i = task_of[blockIdx.x];
   const auto* data = static_cast<const scalar_t*>(addresses.of[i]);
   if (!data) return;
-  // Near at hand: in registers it would crowd out what is read.
-  HOOKSTATS_SHARED(Task, task, 1);
-  static_assert(sizeof(Task) % sizeof(unsigned) == 0);
-  for (unsigned w = threadIdx.x; w < sizeof(Task) / sizeof(unsigned); w += kThreads) {
-    reinterpret_cast<unsigned*>(task)[w] = reinterpret_cast<const unsigned*>(&tasks[i])[w];
+  // Near at hand: in registers it would crowd out what is read. As words, since shared memory runs no constructor.
+  HOOKSTATS_SHARED(uint64_t, words, sizeof(Task) / sizeof(uint64_t));
+  static_assert(sizeof(Task) % sizeof(uint64_t) == 0 && alignof(Task) == alignof(uint64_t));
+  for (unsigned w = threadIdx.x; w < sizeof(Task) / sizeof(uint64_t); w += kThreads) {
+    words[w] = reinterpret_cast<const uint64_t*>(&tasks[i])[w];
   }
   __syncthreads();
-  const TaskPlace place{blockIdx.x - task[0].first_block, task[0].job.groups};
-  run_block<scalar_t, kPack, 1, Walker, kind, UsualBlock>(data, task[0].job, launch, place);
+  const Task& task = *reinterpret_cast<const Task*>(words);
+  const TaskPlace place{blockIdx.x - task.first_block, task.job.groups};
+  run_block<scalar_t, kPack, 1, Walker, kind, kUsualFlight>(data, task.job, launch, place);
 }
 
 // Threads for each channel of a matrix that is stored channel by channel: as few as still read neighbouring memory
@@ -79,24 +77,24 @@ Job job_among_many(const Input& input, const State& state, bool packed) {
 }
 
 // Calls f(kernel, what is known of it, its shared memory).
-template <class scalar_t, int kPack, template <class> class Walker, int kMost, class F>
+template <class scalar_t, int kPack, template <class> class Walker, class F>
 cudaError_t with_kernel(HistogramKind kind, const F& f) {
   return with_kind(kind, [&](auto kind) {
     constexpr HistogramKind k = decltype(kind)::value;
     static_assert(!kHasLean<scalar_t, kPack, 1, Walker, k>);
     static Prepared prepared;
-    return f(many_kernel<scalar_t, kPack, Walker, k, kMost>, prepared,
-             Shared<scalar_t, kPack, 1, Walker, k, UsualBlock>::kBytes);
+    return f(many_kernel<scalar_t, kPack, Walker, k>, prepared,
+             Shared<scalar_t, kPack, 1, Walker, k, kUsualFlight>::kBytes);
   });
 }
 
-template <class scalar_t, int kPack, template <class> class Walker, int kMost>
-cudaError_t launch_up_to(const Many& many, const void* table, const void* const* data, const Launch& to) {
-  Addresses<kMost> addresses;  // those behind the last are never read
+template <class scalar_t, int kPack, template <class> class Walker>
+cudaError_t launch_many(const Many& many, const void* table, const void* const* data, const Launch& to) {
+  Addresses addresses;  // those behind the last are never read
   std::copy(data, data + many.tensors, addresses.of);
   const auto* tasks = static_cast<const Task*>(table);
   const auto* task_of = reinterpret_cast<const unsigned*>(tasks + many.tensors);
-  return with_kernel<scalar_t, kPack, Walker, kMost>(many.kind, [&](auto kernel, Prepared& prepared, int bytes) {
+  return with_kernel<scalar_t, kPack, Walker>(many.kind, [&](auto kernel, Prepared& prepared, int bytes) {
     int at_once = 0;
     const auto error = prepare(kernel, prepared, kThreads, bytes, to.device, at_once);
     if (error != cudaSuccess) return error;
@@ -106,29 +104,18 @@ cudaError_t launch_up_to(const Many& many, const void* table, const void* const*
 }
 
 template <class scalar_t, int kPack, template <class> class Walker>
-cudaError_t launch_many(const Many& many, const void* table, const void* const* data, const Launch& to) {
-  if (many.tensors <= kFew) return launch_up_to<scalar_t, kPack, Walker, kFew>(many, table, data, to);
-  if (many.tensors <= kMore) return launch_up_to<scalar_t, kPack, Walker, kMore>(many, table, data, to);
-  return launch_up_to<scalar_t, kPack, Walker, kMany>(many, table, data, to);
-}
-
-template <class scalar_t, int kPack, template <class> class Walker>
-cudaError_t load_kernels(HistogramKind kind, int device) {
-  const auto run = [&](auto kernel, Prepared& prepared, int bytes) {
+cudaError_t load_kernel_of(HistogramKind kind, int device) {
+  return with_kernel<scalar_t, kPack, Walker>(kind, [&](auto kernel, Prepared& prepared, int bytes) {
     int at_once = 0;
     return prepare(kernel, prepared, kThreads, bytes, device, at_once);
-  };
-  for (const auto error :
-       {with_kernel<scalar_t, kPack, Walker, kFew>(kind, run), with_kernel<scalar_t, kPack, Walker, kMore>(kind, run),
-        with_kernel<scalar_t, kPack, Walker, kMany>(kind, run)}) {
-    if (error != cudaSuccess) return error;
-  }
-  return cudaSuccess;
+  });
 }
 
 template <class scalar_t>
 cudaError_t launch_as(const Many& many, const void* table, const void* const* data, const Launch& to) {
-  if (many.packed) return launch_many<scalar_t, kPackOf<scalar_t>, LineWalker>(many, table, data, to);
+  if constexpr (kPackOf<scalar_t> > 1) {
+    if (many.packed) return launch_many<scalar_t, kPackOf<scalar_t>, LineWalker>(many, table, data, to);
+  }
   return launch_many<scalar_t, 1, NearWalker>(many, table, data, to);
 }
 
@@ -197,10 +184,13 @@ const char* accumulate(const Many& many, const void* table, const void* const* d
 const char* load_many(Dtype dtype, HistogramKind kind, int device) {
   return with_dtype(dtype, [&](auto value) {
     using scalar_t = decltype(value);
-    if (packs_fit<scalar_t, 1>(kind, facts_of(device).shared_memory)) {
-      if (const auto error = load_kernels<scalar_t, kPackOf<scalar_t>, LineWalker>(kind, device)) return message(error);
+    if constexpr (kPackOf<scalar_t> > 1) {
+      if (packs_fit<scalar_t, 1>(kind, facts_of(device).shared_memory)) {
+        if (const auto error = load_kernel_of<scalar_t, kPackOf<scalar_t>, LineWalker>(kind, device))
+          return message(error);
+      }
     }
-    return message(load_kernels<scalar_t, 1, NearWalker>(kind, device));
+    return message(load_kernel_of<scalar_t, 1, NearWalker>(kind, device));
   });
 }
 

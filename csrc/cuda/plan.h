@@ -23,8 +23,7 @@ struct Job {
   int64_t first_partial;  // in the launch's scratch: [parts, kMoments, channels]
   int64_t first_arrival;  // [groups, words]
   unsigned words;
-  bool in_cluster;  // its parts meet in shared memory, without scratch
-  int rest = 0;     // as in Access
+  int rest = 0;  // as in Access
 
   int64_t partials() const { return parts > 1 ? parts * kMoments * layout.channels : 0; }
   int64_t arrivals() const { return parts > 1 ? int64_t(groups) * words : 0; }
@@ -39,8 +38,11 @@ struct Access {
   int rest;      // of each run of a channel's elements, behind its last pack
 };
 
+// Of one byte, values are read one by one.
 template <class scalar_t>
-constexpr int kPackOf = sizeof(scalar_t) == 8 ? 2 : 4;
+constexpr int kPackOf = sizeof(scalar_t) == 8   ? 2
+                        : sizeof(scalar_t) == 1 ? 1
+                                                : 4;
 
 // Whether an address can be read in packs.
 inline bool is_aligned(const void* data, int pack_bytes) { return reinterpret_cast<uintptr_t>(data) % pack_bytes == 0; }
@@ -64,7 +66,7 @@ Access access(Layout& layout, bool aligned) {
   const auto whole_packs = [](int64_t x) { return x % kPack == 0; };
   const bool rows = layout.channels_are_inner();
   const bool near = is_near(layout), listed = layout.row_dims > 0;
-  bool packed = near && (listed ? rows_are_near(layout) : layout.ndim <= (rows ? 1 : 2));
+  bool packed = kPack > 1 && near && (listed ? rows_are_near(layout) : layout.ndim <= (rows ? 1 : 2));
   aligned &= whole_packs(rows ? layout.channels : layout.inner_size());
   if (!rows && layout.channels > 1) aligned &= whole_packs(layout.channel_stride);
   for (int d = 0; d < layout.ndim; ++d) aligned &= whole_packs(layout.stride[d]) || (!rows && d == layout.ndim - 1);
@@ -83,7 +85,7 @@ Access access(Layout& layout, bool aligned) {
 
 // A job of one part. `plane_groups`: threads that share a channel where channels do not lie side by side.
 inline Job job_of(const Layout& layout, const State& state, bool rows, int places, int plane_groups) {
-  Job job{layout, state, {}, 0, 1, 0, 0, 0, 0, false};
+  Job job{layout, state, {}, 0, 1, 0, 0, 0, 0};
   Geometry& geometry = job.geometry;
   geometry.lanes_first = rows;
   if (rows) {

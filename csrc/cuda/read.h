@@ -1,5 +1,5 @@
-// How a thread sums its share of a tensor: tiles of plain sums (tile_sums.h). A tile for which those do not hold is
-// read again, masked: what is not finite is left out. Where that does not hold either, there is an exact way.
+// How a thread sums its share of a tensor: tiles of plain sums (tile_sums.h). A tile for which those do not hold, as
+// one with NaN, is read again in an exact way, which is slower.
 #pragma once
 
 #include "tile_sums.h"
@@ -8,19 +8,19 @@ namespace hookstats::cuda {
 
 // A thread's sums over all its tiles: in shared memory, a slot for each place, where they cost no registers while
 // values are read.
-template <class acc_t, int kPlaces, int threads>
+template <class acc_t, int kPlaces>
 struct ThreadSums {
   using Whole = BlockSums<acc_t>;
-  static constexpr int kSlots = threads * kPlaces;
+  static constexpr int kSlots = kThreads * kPlaces;
   double* const shared;
   const int thread;
 
   __device__ ThreadSums(double* shared, int thread) : shared(shared), thread(thread) {
     for (int place = 0; place < kPlaces; ++place) store(place, Whole::neutral());
   }
-  __device__ Whole load(int place) const { return load_slot<Whole>(shared, kSlots, thread + place * threads); }
+  __device__ Whole load(int place) const { return load_slot<Whole>(shared, kSlots, thread + place * kThreads); }
   __device__ void store(int place, const Whole& sums) const {
-    store_slot(sums, shared, kSlots, thread + place * threads);
+    store_slot(sums, shared, kSlots, thread + place * kThreads);
   }
   __device__ void merge(int place, const Whole& sums) const {
     Whole whole = load(place);
@@ -29,23 +29,22 @@ struct ThreadSums {
   }
 };
 
-// A thread's way through its share. The places of a pack are `kChannels` channels, or all of one. kMasks: a tile is
-// read again masked, not all of it exactly.
-template <class scalar_t, int kPack, int kChannels, template <class> class WalkerOf, bool kExchanges, bool kMasks,
-          class Size>
+// A thread's way through its share. The places of a pack are `kChannels` channels, or all of one. kLooks: as in
+// TileSums.
+template <class scalar_t, int kPack, int kChannels, template <class> class WalkerOf, bool kExchanges, bool kLooks,
+          int kFlight>
 struct Reader {
   using Walker = WalkerOf<scalar_t>;
-  using Tile = TileSums<scalar_t, kPack, kChannels, kMasks>;
+  using Tile = TileSums<scalar_t, kPack, kChannels, kLooks>;
   using Load = typename Tile::Load;
   using acc_t = typename Tile::acc_t;
   using Whole = BlockSums<acc_t>;
-  using Feed =
-      std::conditional_t<(kPack > 1), Ring<scalar_t, kPack, Walker, kExchanges, Size>, Burst<scalar_t, kPack, Walker>>;
+  using Feed = std::conditional_t<(kPack > 1), Ring<scalar_t, kPack, Walker, kExchanges, kFlight>,
+                                  Burst<scalar_t, kPack, Walker>>;
   static constexpr int kPlaces = Tile::kPlaces;
 
-  const ThreadSums<acc_t, kChannels, Size::kThreads> sums;
+  const ThreadSums<acc_t, kChannels> sums;
   Tile tile;
-  bool masked = false;
 
   // What it reads: the packs first, first + step, ..., `count` of them.
   const scalar_t* const data;
@@ -76,28 +75,13 @@ struct Reader {
     constexpr int kGroup = Feed::kGroup;
     if (until > count) until = count;
     Load taken[kGroup];
-    [[maybe_unused]] bool again = false;  // whether the tile has been read before
     while (done < until) {
       tile.clear();
       const int packs = count - done < Tile::kMostPacks ? count - done : Tile::kMostPacks, tail = packs % kGroup;
-      if constexpr (kMasks) {
+      if constexpr (kLooks) {
         if (!tile.shifted) {
           feed.look(taken, packs);
           tile.choose_shift(taken, packs);
-        }
-        if (masked) {
-          MaskedTile<Tile> masking;
-#pragma unroll 1
-          for (int left = packs; left > 0; left -= kGroup) {
-            feed.take(taken, left);
-#pragma unroll
-            for (int i = 0; i < kGroup; i += 4) masking.add(taken + i, left - i, tile, again, histogram);
-            feed.go_on();
-          }
-          close_masked(packs, masking, nonfinite, channel);
-          again = false;
-          done += packs;
-          continue;
         }
       }
 #pragma unroll 1
@@ -120,17 +104,13 @@ struct Reader {
       const acc_t inverse_count = acc_t(1) / acc_t(packs * kPlaces);
       for (int c = 0; c < kChannels; ++c) all_hold &= !exists(c) || tile.holds(c, inverse_count);
       if (all_hold) {
-        for (int c = 0; c < kChannels; ++c) close(c, unsigned(packs * kPlaces), inverse_count);
-        done += packs;
-      } else if constexpr (kMasks) {
-        tile.correct_shift(inverse_count);
-        masked = again = true;
-        feed.stop();
-        feed.start(here(), count - done);
+        for (int c = 0; c < kChannels; ++c) {
+          sums.merge(c ^ exchange, tile.close(c, unsigned(packs * kPlaces), inverse_count));
+        }
       } else {
-        read_exactly((1u << (Walker::kAligned ? kChannels : valid)) - 1, packs, nonfinite, channel);
-        done += packs;
+        read_exactly(packs, nonfinite, channel);
       }
+      done += packs;
     }
   }
 
@@ -149,56 +129,19 @@ struct Reader {
   }
 
  private:
-  // The tile's packs, and all that follow.
-  __device__ Walker here() const { return Walker(data, layout, first + done * step, step); }
-
   // Whether the tensor has the channel of a thread's place.
   __device__ bool exists(int c) const { return Walker::kAligned || (c ^ exchange) < valid; }
 
-  __device__ void close(int c, unsigned values, acc_t inverse_count) {
-    sums.merge(c ^ exchange, tile.close(c, values, inverse_count));
-  }
-
-  // The next tile is masked, too, if this one had to be.
-  __device__ void close_masked(int packs, const MaskedTile<Tile>& masking, const NonFinite& nonfinite, int channel) {
-    const unsigned values = packs * kPlaces;
-    unsigned wrong = 0;  // bits of the places for which the sums do not hold
-    bool none = false;   // of a channel's values is finite
-    masked = false;
-    for (int c = 0; c < kChannels; ++c) {
-      if (!exists(c)) continue;
-      const int place = c ^ exchange;
-      const unsigned finite = masking.finite(c), positive = masking.positive(c), negative = masking.negative(c);
-      masked |= finite < values;
-      none |= finite == 0;
-      const acc_t inverse_count = acc_t(1) / acc_t(finite);
-      if (finite > 0 && !tile.holds(c, inverse_count)) {
-        wrong |= 1u << place;
-        continue;
-      }
-      if (finite > 0) close(c, finite, inverse_count);
-      nonfinite.add(channel + place, 0, values - finite - positive - negative);
-      nonfinite.add(channel + place, 1, positive);
-      nonfinite.add(channel + place, 2, negative);
-    }
-    tile.guessed &= none;
-    if (wrong == 0) return;
-    masked = true;
-    read_exactly(wrong, packs, nonfinite, channel);
-  }
-
-  // The exact way through a tile, for the places whose bit is set: in float64, one channel after the other, to leave
-  // the registers to the fast way.
-  __device__ void read_exactly(unsigned places, int packs, const NonFinite& nonfinite, int channel) {
+  // The exact way through a tile: in float64, one channel after the other, to leave the registers to the fast way.
+  __device__ void read_exactly(int packs, const NonFinite& nonfinite, int channel) {
     tile.shifted = false;
+    const int channels = Walker::kAligned ? kChannels : valid;
 #pragma unroll 1
-    for (int place = 0; place < kChannels; ++place) {
-      if (places >> place & 1) read_channel(place, packs, nonfinite, channel + place);
-    }
+    for (int place = 0; place < channels; ++place) read_channel(place, packs, nonfinite, channel + place);
   }
   __device__ void read_channel(int place, int packs, const NonFinite& nonfinite, int channel) {
     constexpr int kValues = 8, kBatch = kValues / kPlaces;
-    Walker walker = here();
+    Walker walker(data, layout, first + done * step, step);
     Whole whole = sums.load(place);
 #pragma unroll 1
     for (int left = packs; left > 0; left -= kBatch) {

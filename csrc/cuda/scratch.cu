@@ -1,15 +1,13 @@
 // The memory that the parts of tensors meet in, the order in which streams come, and what CUDA is asked about streams
-// and devices. Host code, but for one small kernel.
+// and devices. Host code.
 //
 // Scratch is never shared by what may run at the same time: each stream has a piece of it, and so has each capture into
-// a CUDA graph, for each of its streams. A piece whose graph is no more is given to the next capture.
-//
-// Its counters are zero between launches (fold.h). Should one not be, because memory was written over or the same graph
-// was replayed twice at once, whatever is launched later would fold too early, forever. So they are looked at again: in
-// a stream before its first launch after a step was closed, in a graph at the beginning of each replay.
+// a CUDA graph, for each of its streams; the next capture takes the piece of a graph that is no more. Each launch
+// leaves the counters at zero (fold.h), and CUDA runs one replay of a graph behind the other, on whichever streams.
 //
 // Memory comes from CUDA itself, not from torch: in a hook, torch's operators may be watched by a Python mode, and its
-// allocator may give out the memory of one CUDA graph. It is made while no lock is held, and never freed.
+// allocator may give out the memory of one CUDA graph. It is made while no lock is held, as that may wait for work that
+// waits for a thread that wants the lock, and is never freed.
 
 #include <algorithm>
 #include <map>
@@ -23,49 +21,31 @@
 namespace hookstats::cuda {
 namespace {
 
-constexpr size_t kSpare = 6;  // pieces of 3.8 MB that are made ahead
-
-// Makes counters zero that are not. `told` is in the host's memory.
-__global__ void __launch_bounds__(kThreads) mend_kernel(unsigned* counters, int64_t count, unsigned* told) {
-  HOOKSTATS_SHARED(unsigned, found, 1);
-  if (threadIdx.x == 0) found[0] = 0;
-  __syncthreads();
-  for (int64_t i = threadIdx.x; i < count; i += kThreads) {
-    if (counters[i] == 0) continue;
-    counters[i] = 0;
-    atomicAdd(&found[0], 1u);
-  }
-  __syncthreads();
-  if (threadIdx.x == 0 && found[0] != 0) *static_cast<volatile unsigned*>(told) = *told + found[0];
-}
-
 struct Piece {
   double* partials = nullptr;
   unsigned* counters = nullptr;
   int64_t doubles = 0, count = 0;
 
   bool fits(int64_t partials_wanted, int64_t counters_wanted) const {
-    return doubles >= partials_wanted && count >= counters_wanted;
+    return partials && doubles >= partials_wanted && count >= counters_wanted;
   }
 };
 
 // Of a piece, by a stream or by a capture on it.
 struct Use {
   Piece piece;
-  bool stays = true;                // as in Stream
-  bool was_used = false;            // since the last closing
-  unsigned long long closings = 0;  // that it comes behind
-  bool is_looked_at = false;        // its scratch, since then
-  cudaEvent_t event = nullptr;
+  bool stays = true;                           // as in Stream
+  bool was_used = false;                       // since the last closing
+  unsigned long long closings = 0;             // that it comes behind
+  cudaEvent_t event = nullptr;                 // of a stream
   std::shared_ptr<std::atomic<bool>> is_gone;  // of a capture: whether its graph is; null: nobody tells
 };
+using StreamAndCapture = std::pair<void*, unsigned long long>;
 
 struct Device {
   std::mutex mutex;
   unsigned long long* clock = nullptr;
-  unsigned* told = nullptr;  // how many counters were mended; in the host's memory
-  std::vector<Piece> spare;
-  std::map<std::pair<void*, unsigned long long>, Use> uses;  // by stream and capture
+  std::map<StreamAndCapture, Use> uses;
   unsigned long long closings = 0;
   void* closer = nullptr;  // the stream of the last one
   cudaEvent_t closed = nullptr;
@@ -117,29 +97,6 @@ const char* make_piece(Piece& piece, int64_t doubles, int64_t count) {
   return nullptr;
 }
 
-// What a device has one of.
-const char* make_common(Device& device) {
-  {
-    const std::lock_guard<std::mutex> lock(device.mutex);
-    if (device.clock) return nullptr;
-  }
-  void *clock = nullptr, *told = nullptr;
-  cudaEvent_t closed = nullptr;
-  if (const char* problem = make(&clock, sizeof(unsigned long long))) return problem;
-  {
-    const WhileCapturing mode;
-    if (const auto error = cudaHostAlloc(&told, sizeof(unsigned), cudaHostAllocMapped)) return message(error);
-    if (const auto error = cudaEventCreateWithFlags(&closed, cudaEventDisableTiming)) return message(error);
-  }
-  *static_cast<unsigned*>(told) = 0;
-  const std::lock_guard<std::mutex> lock(device.mutex);
-  if (device.clock) return nullptr;  // another thread was faster
-  device.clock = static_cast<unsigned long long*>(clock);
-  device.told = static_cast<unsigned*>(told);
-  device.closed = closed;
-  return nullptr;
-}
-
 cudaError_t capture_of(void* stream, unsigned long long& number, cudaGraph_t* graph) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   number = 0;
@@ -175,40 +132,62 @@ std::shared_ptr<std::atomic<bool>> end_of_capture(void* stream) {
   return nullptr;
 }
 
-// The piece of a graph that is no more, or a spare one, which becomes that of this use. False: there is none.
-bool take_piece(Device& device, Use& use, int64_t doubles, int64_t count) {
-  for (auto each = device.uses.begin(); each != device.uses.end();) {
-    if (each->second.is_gone && *each->second.is_gone) {
-      device.spare.push_back(each->second.piece);
-      if (each->second.event) (void)cudaEventDestroy(each->second.event);
-      each = device.uses.erase(each);
-    } else {
-      ++each;
-    }
+// Takes the piece of a graph that is no more; an empty one where there is none that is large enough.
+Piece take_from_graphs(Device& device, int64_t doubles, int64_t count) {
+  for (auto each = device.uses.begin(); each != device.uses.end(); ++each) {
+    const Use& use = each->second;
+    if (!use.is_gone || !*use.is_gone || !use.piece.fits(doubles, count)) continue;
+    const Piece piece = use.piece;
+    device.uses.erase(each);
+    return piece;
   }
-  for (size_t i = device.spare.size(); i-- > 0;) {
-    if (!device.spare[i].fits(doubles, count)) continue;
-    use.piece = device.spare[i];
-    device.spare.erase(device.spare.begin() + i);
-    return true;
-  }
-  return false;
+  return {};
 }
 
-// Before a launch: behind the last closing, and on scratch that has been looked at.
-const char* begin(Device& device, Use& use, void* stream, bool is_captured, bool is_scratch_used) {
-  if (!is_captured && use.closings != device.closings) {
-    if (device.closer != stream) {
-      const auto error = cudaStreamWaitEvent(static_cast<cudaStream_t>(stream), device.closed, 0);
-      if (error != cudaSuccess) return message(error);
-    }
-    use.closings = device.closings;
-    use.is_looked_at = false;
+// Puts what follows on a stream behind the last closing.
+const char* follow_closing(Device& device, Use& use, const Stream& stream) {
+  if (use.closings == device.closings) return nullptr;
+  if (device.closer != stream.handle) {
+    if (const auto error = cudaSetDevice(stream.device)) return message(error);
+    const auto error = cudaStreamWaitEvent(static_cast<cudaStream_t>(stream.handle), device.closed, 0);
+    if (error != cudaSuccess) return message(error);
   }
-  if (use.is_looked_at || !is_scratch_used) return nullptr;
-  use.is_looked_at = true;
-  return message(launch(mend_kernel, dim3(1), dim3(kThreads), 0, static_cast<cudaStream_t>(stream), use.piece.counters,
-                        use.piece.count, device.told));
+  use.closings = device.closings;
+  return nullptr;
+}
+
+// Gives scratch of this size to a stream, or to a capture on it.
+const char* give_scratch(Device& device, const Stream& stream, const StreamAndCapture& key, int64_t doubles,
+                         int64_t count) {
+  Use use;
+  unsigned long long* clock = nullptr;
+  {
+    const std::lock_guard<std::mutex> lock(device.mutex);
+    use.piece = take_from_graphs(device, doubles, count);
+    clock = device.clock;
+  }
+  if (const auto error = cudaSetDevice(stream.device)) return message(error);
+  if (!clock) {
+    void* memory = nullptr;
+    if (const char* problem = make(&memory, sizeof *clock)) return problem;
+    clock = static_cast<unsigned long long*>(memory);
+  }
+  if (!use.piece.partials) {
+    const int64_t most_doubles = std::max(doubles, kScratchDoubles), most = std::max(count, kScratchCounters);
+    if (const char* problem = make_piece(use.piece, most_doubles, most)) return problem;
+  }
+  use.stays = stream.stays;
+  if (key.second) {
+    use.is_gone = end_of_capture(stream.handle);
+  } else if (const auto error = cudaEventCreateWithFlags(&use.event, cudaEventDisableTiming)) {
+    return message(error);
+  }
+  const std::lock_guard<std::mutex> lock(device.mutex);
+  if (!device.clock) device.clock = clock;  // else another thread was faster
+  const Piece piece = use.piece;
+  Use& there = device.uses.try_emplace(key, std::move(use)).first->second;
+  if (!there.piece.fits(doubles, count)) there.piece = piece;  // launches may still use the one that was too small
+  return nullptr;
 }
 
 }  // namespace
@@ -231,20 +210,15 @@ const char* ask(Versions& versions, int device) {
 const char* launch_on(Launch& launch, const Stream& stream, const int32_t* active, int64_t doubles, int64_t counters) {
   Device& device = device_of(stream.device);
   const unsigned long long capture = capture_on(stream.handle);
-  Piece made;
+  const StreamAndCapture key{stream.handle, capture};
   for (;;) {
     {
       const std::lock_guard<std::mutex> lock(device.mutex);
-      const auto found = device.uses.find({stream.handle, capture});
-      const bool is_known = found != device.uses.end();
-      if (is_known && found->second.piece.fits(doubles, counters)) {
+      const auto found = device.uses.find(key);
+      if (found != device.uses.end() && found->second.piece.fits(doubles, counters)) {
         Use& use = found->second;
-        if ((!capture && use.closings != device.closings) || (!use.is_looked_at && counters > 0)) {
-          if (const auto error = cudaSetDevice(stream.device)) return message(error);
-          if (const char* problem = begin(device, use, stream.handle, capture != 0, counters > 0)) return problem;
-        }
+        if (const char* problem = capture ? nullptr : follow_closing(device, use, stream)) return problem;
         use.was_used = true;
-        if (made.partials) device.spare.push_back(made);  // another thread was faster
         launch = {stream.handle,
                   stream.device,
                   use.piece.partials,
@@ -255,49 +229,8 @@ const char* launch_on(Launch& launch, const Stream& stream, const int32_t* activ
                   use.stays || capture ? nullptr : use.event};
         return nullptr;
       }
-      Use use;
-      if (device.clock && (made.partials || take_piece(device, use, doubles, counters))) {
-        if (made.partials) use.piece = std::exchange(made, {});
-        if (is_known) {  // its piece was too small: launches may still use it
-          found->second.piece = use.piece;
-          found->second.is_looked_at = false;
-          continue;
-        }
-        use.stays = stream.stays;
-        if (capture) {
-          use.is_gone = end_of_capture(stream.handle);
-        } else {
-          cudaError_t error = cudaSetDevice(stream.device);
-          if (error == cudaSuccess) error = cudaEventCreateWithFlags(&use.event, cudaEventDisableTiming);
-          if (error != cudaSuccess) {
-            device.spare.push_back(use.piece);
-            return message(error);
-          }
-        }
-        device.uses[{stream.handle, capture}] = std::move(use);
-        continue;
-      }
     }
-    if (const auto error = cudaSetDevice(stream.device)) return message(error);
-    if (const char* problem = make_common(device)) return problem;
-    const int64_t most_doubles = std::max(doubles, kScratchDoubles), most = std::max(counters, kScratchCounters);
-    if (const char* problem = make_piece(made, most_doubles, most)) return problem;
-  }
-}
-
-const char* reserve(int number) {
-  if (const auto error = cudaSetDevice(number)) return message(error);
-  Device& device = device_of(number);
-  if (const char* problem = make_common(device)) return problem;
-  for (;;) {
-    {
-      const std::lock_guard<std::mutex> lock(device.mutex);
-      if (device.spare.size() >= kSpare) return nullptr;
-    }
-    Piece piece;
-    if (const char* problem = make_piece(piece, kScratchDoubles, kScratchCounters)) return problem;
-    const std::lock_guard<std::mutex> lock(device.mutex);
-    device.spare.push_back(piece);
+    if (const char* problem = give_scratch(device, stream, key, doubles, counters)) return problem;
   }
 }
 
@@ -323,21 +256,15 @@ const char* end_closing(const Stream& stream) {
   if (capture_on(stream.handle)) return nullptr;
   Device& device = device_of(stream.device);
   const std::lock_guard<std::mutex> lock(device.mutex);
-  if (!device.closed) return nullptr;  // nothing was launched
+  if (device.uses.empty()) return nullptr;  // nothing was launched
   if (const auto error = cudaSetDevice(stream.device)) return message(error);
+  if (!device.closed) {
+    const auto error = cudaEventCreateWithFlags(&device.closed, cudaEventDisableTiming);
+    if (error != cudaSuccess) return message(error);
+  }
   device.closer = stream.handle;
   ++device.closings;
   return message(cudaEventRecord(device.closed, static_cast<cudaStream_t>(stream.handle)));
-}
-
-int64_t mended() {
-  const std::lock_guard<std::mutex> lock(devices_mutex);
-  int64_t all = 0;
-  for (auto& [number, device] : *devices) {
-    const std::lock_guard<std::mutex> lock(device.mutex);
-    if (device.told) all += *static_cast<volatile unsigned*>(device.told);
-  }
-  return all;
 }
 
 const char* load(Dtype dtype, HistogramKind kind, int device) {
@@ -350,7 +277,7 @@ const char* load(Dtype dtype, HistogramKind kind, int device) {
                               load_softmax(dtype), load_merge(), load_checksum(), load_sample()}) {
     if (problem) return problem;
   }
-  return message(load_kernel(mend_kernel));
+  return nullptr;
 }
 
 }  // namespace hookstats::cuda

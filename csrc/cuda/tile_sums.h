@@ -1,13 +1,13 @@
-// What a thread sums of a tile, in the arithmetic of the data: plainly, or masked, without what is not finite.
+// What a thread sums of a tile, in the arithmetic of the data.
 #pragma once
 
 #include "extremes.h"
 
 namespace hookstats::cuda {
 
-// The sums of a tile's values about a shift. The places of a pack are `kChannels` channels, or all of one. kMasks: a
-// tile for which the sums do not hold can be summed again, masked.
-template <class scalar_t, int kPack_, int kChannels_, bool kMasks>
+// The sums of a tile's values about a shift. The places of a pack are `kChannels` channels, or all of one. kLooks: the
+// shift is chosen before the first values are summed.
+template <class scalar_t, int kPack_, int kChannels_, bool kLooks>
 struct TileSums {
   static constexpr int kPack = kPack_, kChannels = kChannels_;
   static constexpr int kPlaces = kPack / kChannels;  // of a channel in a pack
@@ -18,7 +18,7 @@ struct TileSums {
 
   acc_t shift[kChannels], sum[kChannels], square_sum[kChannels], abs_sum[kChannels];
   Extremes<scalar_t, kPack> extremes;
-  bool shifted = false, guessed;  // whether there is a shift, and whether one of them is a guess
+  bool shifted = false;  // whether there is a shift
 
   // The next tile: its shift is there, or chosen by its first values.
   __device__ void clear() {
@@ -27,23 +27,18 @@ struct TileSums {
   }
 
   // Between the middle two of the channel's first four values, so that one that lies far from the others does not move
-  // it: of those that are finite, and a guess where none is.
+  // it. Where one of them is not finite, the tile is read exactly, whatever the shift.
   __device__ void choose_shift(const Load* pack, int packs) {
     acc_t x[4][kPack];
     for (int d = 0; d < 4; ++d) widen_pack(pack[d], x[d]);
-    guessed = false;
     for (int c = 0; c < kChannels; ++c) {
       acc_t y[4];
       for (int d = 0; d < 4; ++d) {
-        y[d] = finite_or_nan(x[d][c]);
-        if (d >= packs) y[d] = y[0];
+        y[d] = d < packs ? x[d][c] : x[0][c];
       }
-      const acc_t low = std::fmax(std::fmin(y[0], y[1]), std::fmin(y[2], y[3]));  // a NaN loses
+      const acc_t low = std::fmax(std::fmin(y[0], y[1]), std::fmin(y[2], y[3]));
       const acc_t high = std::fmin(std::fmax(y[0], y[1]), std::fmax(y[2], y[3]));
-      const acc_t middle = low + (high - low) / 2;
-      const bool is_finite = middle - middle == 0;
-      shift[c] = is_finite ? middle : 0;
-      guessed |= !is_finite;
+      shift[c] = low + (high - low) / 2;
     }
     shifted = true;
   }
@@ -56,7 +51,7 @@ struct TileSums {
       widen_pack(pack[d], x[d]);
       extremes.update(pack[d], x[d]);
     }
-    if (!kMasks && may_be_first && !shifted) {  // their mean: the middle would take registers that are not there
+    if (!kLooks && may_be_first && !shifted) {  // their mean: the middle would take registers that are not there
       for (int c = 0; c < kChannels; ++c) {
         acc_t first = x[0][c];
         for (int d = 1; d < packs; ++d) first += x[d][c];
@@ -144,18 +139,8 @@ struct TileSums {
     const bool finite = (q <= kLargest / 32) & (abs_sum[c] <= kLargest);
     const bool constant = low == high, in_range = q * inverse_count >= kSmallest;
     const bool shift_is_near = 16 * (q - sum[c] * inverse_count * sum[c]) >= q;
-    const bool equal = constant & ((low == shift[c]) | (!(kMasks && guessed) & (q != 0)));
+    const bool equal = constant & ((low == shift[c]) | (q != 0));
     return finite & (equal | (in_range & shift_is_near));
-  }
-
-  // Before the same tile is summed again: the shift as near to its mean as is known. With a value that is not finite,
-  // it stays.
-  __device__ void correct_shift(acc_t inverse_count) {
-    for (int c = 0; c < kChannels; ++c) {
-      const acc_t low = min(c), mean = shift[c] + sum[c] * inverse_count;
-      const acc_t nearer = low == max(c) ? low : mean;
-      if (nearer - nearer == 0) shift[c] = nearer;
-    }
   }
 
   // Of `values` values, all finite. The next tile's shift is their mean.
@@ -164,56 +149,6 @@ struct TileSums {
         double(sum[c]), double(square_sum[c]), double(abs_sum[c]), shift[c], min(c), max(c), values, zeros(c)};
     shift[c] += sum[c] * inverse_count;
     return sums;
-  }
-};
-
-// Beside the sums of a masked tile: how many values of a channel are finite, +Inf and -Inf, in ten bits each.
-template <class Tile>
-struct MaskedTile {
-  static constexpr int kChannels = Tile::kChannels, kPack = Tile::kPack, kBits = 10;
-  static_assert(Tile::kMostPacks * Tile::kPlaces < 1 << kBits);
-  unsigned kinds[kChannels]{};
-
-  __device__ unsigned finite(int c) const { return kinds[c] & ((1 << kBits) - 1); }
-  __device__ unsigned positive(int c) const { return kinds[c] >> kBits & ((1 << kBits) - 1); }
-  __device__ unsigned negative(int c) const { return kinds[c] >> 2 * kBits; }
-
-  // Four packs, of which `packs` are there. Doubles go into the tile's sums one by one, since registers are scarce
-  // there and digits are not.
-  template <class Histogram>
-  __device__ void add(const typename Tile::Load* pack, int packs, Tile& tile, bool in_histogram,
-                      const Histogram& histogram) {
-    using acc_t = typename Tile::acc_t;
-    constexpr acc_t kInfinity = std::numeric_limits<acc_t>::infinity();
-    constexpr bool kOneByOne = sizeof(acc_t) == sizeof(double);
-    acc_t s[kPack]{}, q[kPack]{}, a[kPack]{};
-    for (int d = 0; d < 4; ++d) {
-      if (d >= packs) break;
-      typename Tile::Load here = pack[d];
-      acc_t x[kPack];
-      widen_pack(here, x);
-      bool infinite = false;
-      for (int i = 0; i < kPack; ++i) infinite |= std::fabs(x[i]) == kInfinity;
-      if (infinite) {  // rare beside NaN: counted, and made NaN
-        for (int i = 0; i < kPack; ++i) {
-          if (std::fabs(x[i]) == kInfinity) kinds[i % kChannels] += 1 << (x[i] > 0 ? 1 : 2) * kBits;
-        }
-        finite_or_nan(here, x);
-      }
-      for (int i = 0; i < kPack; ++i) {
-        const int c = i % kChannels;
-        const acc_t deviation = x[i] - tile.shift[c];
-        if (x[i] != x[i]) continue;
-        (kOneByOne ? tile.sum[c] : s[i]) += deviation;
-        (kOneByOne ? tile.square_sum[c] : q[i]) += deviation * deviation;
-        (kOneByOne ? tile.abs_sum[c] : a[i]) += std::fabs(x[i]);
-        kinds[c] += 1;
-      }
-      tile.extremes.update(here, x);
-      if (in_histogram) continue;
-      for (int i = 0; i < kPack; ++i) histogram.add(x[i], i % kChannels);
-    }
-    if (!kOneByOne) tile.add_places(s, q, a);
   }
 };
 

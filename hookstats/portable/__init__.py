@@ -41,7 +41,6 @@ def load(kernels: Path, namespace: str = "hookstats", imitates_cuda: bool = Fals
         part=operators.part,
         has_no_data=sites.has_no_data,
         give_away=devices.give_away,
-        mended=devices.mended,
         load_kernels=lambda device, dtypes, kind: devices.load(torch.device(device), dtypes, kind),
         reserve_scratch=lambda device: devices.reserve_scratch(torch.device(device)),
         Hook=hooks.Hook,

@@ -11,7 +11,7 @@ import torch
 
 from hookstats.portable.library import Launch, Library, Stream, Versions
 
-_OLDEST_DRIVER = 12010  # from this on kernels take 32 KB of parameters
+_OLDEST_DRIVER = 12010  # from this on kernels take more than 4 KB of parameters
 _OLDEST_GPU = 80  # from this on shared memory is filled asynchronously
 
 # Never freed: nobody tells when a CUDA graph is no more, and it may be replayed until then. By id.
@@ -134,10 +134,6 @@ class Devices:
                 check(self.library.cuda.begin_closing(ctypes.byref(self._stream(each.device))))
                 each.record_stream(torch.cuda.current_stream(each.device))
 
-    def mended(self) -> int:
-        """How many counters of scratch were found not to be zero."""
-        return 0 if self.library.cuda is None else int(self.library.cuda.mended())
-
     def load(self, device: torch.device, dtypes: Iterable[int], kind: int) -> None:
         """What tensors of these dtypes and bins need."""
         if not self.runs_cuda_kernels(device):
@@ -147,12 +143,12 @@ class Devices:
                 check(self.library.cuda.load(dtype, kind, device.index or 0))
 
     def reserve_scratch(self, device: torch.device) -> None:
-        """Makes sure that later launches find their scratch, and that the kernels can run there at all."""
+        """Makes sure that launches on the current stream find their scratch, and that kernels can run there at all."""
         if not self.runs_cuda_kernels(device):
             return
         self._check_versions(device)
         with self.guard(device):
-            check(self.library.cuda.reserve(device.index or 0))
+            self.launch(device, has_parts=True)
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
 

@@ -111,10 +111,8 @@ _CPU: dict[str, tuple[Any, tuple[Any, ...]]] = {
 _CUDA: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "capture_on": (c_uint64, (c_void_p,)),
     "launch_on": (_TEXT, (POINTER(Launch), POINTER(Stream), c_void_p, c_bool)),
-    "reserve": (_TEXT, (c_int,)),
     "begin_closing": (_TEXT, (POINTER(Stream),)),
     "end_closing": (_TEXT, (POINTER(Stream),)),
-    "mended": (c_int64, ()),
     "load": (_TEXT, (c_int, c_int, c_int)),
     "ask": (_TEXT, (POINTER(Versions), c_int)),
     "accumulate": (_TEXT, (c_void_p, c_void_p, c_void_p, POINTER(Launch))),

@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from hookstats import _native
 from hookstats.numbers.blocks import Drained
 from hookstats.numbers.fields import Site, Skipped
 from hookstats.numbers.ranks import StepRanks
@@ -59,7 +58,6 @@ class Delivery:
         self._failure: BaseException | None = None
         self._fired: set[Site] = set()
         self._deliveries = 0
-        self._mended = _native.mended()
 
     def sites(self) -> list[Site]:
         """The watched ones, those in containers as soon as they have been seen; not those given up."""
@@ -179,7 +177,6 @@ class Delivery:
         self._binder.judge(left_out, snapshot)
         drained.skipped = snapshot.skipped = self._binder.skipping.of_step(left_out)
         self._deliveries += 1
-        self._tell_of_mending(drained.step)
         if self._deliveries <= _SILENT_STEPS:
             self._fired.update(snapshot.order)
         if self._deliveries == _SILENT_STEPS:
@@ -208,19 +205,6 @@ class Delivery:
             self._failure = self._failure or error
         else:
             self._binder.warn_once(what, text)
-
-    def _tell_of_mending(self, step: int) -> None:
-        more = _native.mended() - self._mended
-        if more == 0:
-            return
-        self._mended += more
-        self._binder.warn_once(
-            "scratch",
-            f"{more} counters of the kernels' memory were not zero between two launches, around step {step}: "
-            "statistics of the last measured steps may be wrong. Those of the next ones are right, because the "
-            "counters were set back. This happens where one CUDA graph is replayed on two streams at once, or where a "
-            "kernel writes beyond its own memory",
-        )
 
     def _report_silence(self) -> None:
         told = self._fired | self._binder.skipping.so_far().keys()

@@ -1,13 +1,12 @@
 // Blocks of a kernel's threads, run on a CPU.
 //
-// Every CUDA thread is a fiber. Blocks run one after another, those of a cluster in turns, from barrier to barrier; in
-// a block, fibers run one after another from barrier to barrier, in index order or, under a seed, both blocks and
-// fibers in shuffled order, of which each lets others go on when its copies have come: what then changes was ordered by
-// nothing. It fails on a barrier that not every thread of the block reaches, on a write past a shared array, and on a
-// block that takes more shared memory than the GPU has; shared memory starts out as garbage. An asynchronous copy is
-// done when it is waited for, which must be before its block ends, and must be aligned; other accesses are not checked
-// for that. What is read or written outside of a tensor ends the process (tests/guarded.py). It says nothing about
-// speed, or memory ordering between running blocks.
+// Every CUDA thread is a fiber. Blocks run one after another; in a block, fibers run one after another from barrier to
+// barrier, in index order or, under a seed, both blocks and fibers in shuffled order, of which each lets others go on
+// when its copies have come: what then changes was ordered by nothing. It fails on a barrier that not every thread of
+// the block reaches, on a write past a shared array, and on a block that takes more shared memory than the GPU has;
+// shared memory starts out as garbage. An asynchronous copy is done when it is waited for, which must be before its
+// block ends, and must be aligned; other accesses are not checked for that. What is read or written outside of a
+// tensor ends the process (tests/guarded.py). It says nothing about speed, or memory ordering between running blocks.
 #pragma once
 
 #include <setjmp.h>
@@ -37,15 +36,14 @@ namespace cuda_on_cpu {
 struct Gpu {
   int shared_memory = 227 << 10;
   int capability = 90, driver = 13000, runtime = 13000;
-  int built_for = 90;  // the code that it runs
   int multiprocessors = 132;
 
-  auto all() const { return std::tie(shared_memory, capability, driver, runtime, built_for, multiprocessors); }
+  auto all() const { return std::tie(shared_memory, capability, driver, runtime, multiprocessors); }
 };
 inline Gpu gpu;
 
-inline unsigned shuffle_seed = 0;                                           // 0: in order
-inline int64_t launches = 0, blocks = 0, cluster_launches = 0, copies = 0;  // so far
+inline unsigned shuffle_seed = 0;                     // 0: in order
+inline int64_t launches = 0, blocks = 0, copies = 0;  // so far
 inline int dynamic_shared_bytes = 0;
 inline std::function<void(uint64_t)> before_block;  // given the number of blocks that have run
 
@@ -118,14 +116,13 @@ struct Fiber {
   bool finished = true;
   bool pauses;  // it is at no barrier, and goes on before any thread passes the next one
   int barrier_line;
-  bool at_cluster_barrier;
   int64_t barriers;  // reached so far
   size_t shared_arrays;
   Copies copies;
 
   explicit Fiber(void (*run)()) { context.begin(stack.get(), kStackBytes, run); }
   void start() {
-    finished = at_cluster_barrier = pauses = false;
+    finished = pauses = false;
     barrier_line = 0;
     barriers = 0;
     shared_arrays = 0;
@@ -151,41 +148,17 @@ class Block {
     }
   }
 
-  // `cluster`: the blocks that run at the same time, this one among them.
-  void begin(dim3 index, const std::vector<Block*>& cluster) {
+  void run(dim3 index, std::mt19937& random) {
     index_ = index;
-    cluster_ = &cluster;
     arrays_ = 0;
     shared_bytes_ = 0;
     for (auto& fiber : fibers_) fiber->start();
+    while (!fibers_[0]->finished) go_on(random);
+    end();
   }
 
-  // On to the next barrier, or to the end.
-  void go_on(std::mt19937& random) {
-    std::vector<size_t> order(fibers_.size());
-    std::iota(order.begin(), order.end(), 0);
-    while (!order.empty()) {
-      if (shuffle_seed) std::shuffle(order.begin(), order.end(), random);
-      for (const size_t i : order) resume(*fibers_[i]);
-      const auto arrived = [&](size_t i) { return !fibers_[i]->pauses; };
-      order.erase(std::remove_if(order.begin(), order.end(), arrived), order.end());
-    }
-    check_barrier(std::count_if(fibers_.begin(), fibers_.end(), [](const auto& fiber) { return fiber->finished; }));
-  }
-  bool is_finished() const { return fibers_[0]->finished; }
-  bool is_at_cluster_barrier() const { return !is_finished() && fibers_[0]->at_cluster_barrier; }
-
-  void end() {
-    for (size_t i = 0; i < arrays_; ++i) shared_[i]->check();
-    for (const auto& fiber : fibers_) {
-      if (!fiber->copies.are_done()) throw std::runtime_error("cuda_on_cpu: a block ends before its copies have");
-    }
-    if (!problem_.empty()) throw std::runtime_error(problem_);
-  }
-
-  void barrier(int line, bool of_cluster = false) {
+  void barrier(int line) {
     current_->barrier_line = line;
-    current_->at_cluster_barrier = of_cluster;
     ++current_->barriers;
     current_->context.go_to(scheduler_);
   }
@@ -214,22 +187,6 @@ class Block {
     return shared_[i]->memory.data();
   }
 
-  // The same place in a shared array of another block of the cluster.
-  const void* in_block(const void* here, unsigned rank) {
-    const Block& other = *cluster_->at(rank);
-    if (other.is_finished() && &other != this) {
-      problem_ = "cuda_on_cpu: the shared memory of a block that has ended is read";
-    }
-    const auto* at = static_cast<const unsigned char*>(here);
-    for (size_t i = 0; i < arrays_; ++i) {
-      const auto* begin = shared_[i]->memory.data();
-      if (at < begin || at >= begin + shared_[i]->memory.size()) continue;
-      if (i < other.arrays_) return other.shared_[i]->memory.data() + (at - begin);
-    }
-    problem_ = "cuda_on_cpu: an address that is in no shared array is looked for in another block";
-    return here;
-  }
-
   static inline Block* current = nullptr;
 
  private:
@@ -244,6 +201,27 @@ class Block {
       }
     }
   };
+
+  // On to the next barrier, or to the end.
+  void go_on(std::mt19937& random) {
+    std::vector<size_t> order(fibers_.size());
+    std::iota(order.begin(), order.end(), 0);
+    while (!order.empty()) {
+      if (shuffle_seed) std::shuffle(order.begin(), order.end(), random);
+      for (const size_t i : order) resume(*fibers_[i]);
+      const auto arrived = [&](size_t i) { return !fibers_[i]->pauses; };
+      order.erase(std::remove_if(order.begin(), order.end(), arrived), order.end());
+    }
+    check_barrier(std::count_if(fibers_.begin(), fibers_.end(), [](const auto& fiber) { return fiber->finished; }));
+  }
+
+  void end() {
+    for (size_t i = 0; i < arrays_; ++i) shared_[i]->check();
+    for (const auto& fiber : fibers_) {
+      if (!fiber->copies.are_done()) throw std::runtime_error("cuda_on_cpu: a block ends before its copies have");
+    }
+    if (!problem_.empty()) throw std::runtime_error(problem_);
+  }
 
   // What a fiber does: the threads of one block after the other.
   static void run_threads() {
@@ -283,34 +261,12 @@ class Block {
   size_t arrays_ = 0, shared_bytes_ = 0;
   std::string problem_;
   dim3 index_;
-  const std::vector<Block*>* cluster_ = nullptr;
   Fiber* current_ = nullptr;
   Context scheduler_;
 };
 
-// The blocks of a cluster, all at the same time, from where they are to their ends.
-inline void run_cluster(const std::vector<Block*>& blocks, std::mt19937& random) {
-  std::vector<Block*> turns = blocks;
-  for (;;) {
-    size_t ended = 0, waiting = 0;
-    if (shuffle_seed) std::shuffle(turns.begin(), turns.end(), random);
-    for (Block* each : turns) {
-      if (!each->is_finished() && !each->is_at_cluster_barrier()) each->go_on(random);
-      ended += each->is_finished();
-      waiting += each->is_at_cluster_barrier();
-    }
-    if (ended == blocks.size()) break;
-    if (waiting == 0 || ended + waiting < blocks.size()) continue;
-    if (ended > 0) throw std::runtime_error("cuda_on_cpu: not every block of the cluster reaches its barrier");
-    for (Block* each : turns) each->go_on(random);
-  }
-  for (Block* each : blocks) each->end();
-}
-
-// in_cluster: of how many blocks of a column of the grid a cluster is.
-inline void run(dim3 grid, dim3 block, const std::function<void()>& kernel, unsigned in_cluster = 1) {
-  if (!grid.x || !grid.y || !grid.z || grid.y > 65535 || grid.z > 65535 || block.x * block.y * block.z > 1024 ||
-      in_cluster > 8 || grid.y % in_cluster) {
+inline void run(dim3 grid, dim3 block, const std::function<void()>& kernel) {
+  if (!grid.x || !grid.y || !grid.z || grid.y > 65535 || grid.z > 65535 || block.x * block.y * block.z > 1024) {
     throw std::runtime_error("cuda_on_cpu: invalid launch configuration");
   }
   ++launches;
@@ -318,27 +274,14 @@ inline void run(dim3 grid, dim3 block, const std::function<void()>& kernel, unsi
   gridDim = grid;
   blockDim = block;
   std::mt19937 random(shuffle_seed);
-  const unsigned clusters_y = grid.y / in_cluster;
-  std::vector<uint64_t> order(uint64_t(grid.x) * clusters_y * grid.z);
+  std::vector<uint64_t> order(uint64_t(grid.x) * grid.y * grid.z);
   std::iota(order.begin(), order.end(), 0);
   if (shuffle_seed) std::shuffle(order.begin(), order.end(), random);
-  std::vector<std::unique_ptr<Block>> owned;
-  std::vector<Block*> cluster;
-  for (unsigned i = 0; i < in_cluster; ++i) {
-    owned.push_back(std::make_unique<Block>(block, kernel));
-    cluster.push_back(owned.back().get());
-  }
+  Block one(block, kernel);
   uint64_t begun = 0;
   for (const uint64_t i : order) {
-    for (unsigned rank = 0; rank < in_cluster; ++rank) {
-      const unsigned y = unsigned(i / grid.x % clusters_y) * in_cluster + rank;
-      cluster[rank]->begin(dim3(i % grid.x, y, i / grid.x / clusters_y), cluster);
-    }
-    for (Block* each : cluster) {
-      if (before_block) before_block(begun++);
-      each->go_on(random);
-    }
-    run_cluster(cluster, random);
+    if (before_block) before_block(begun++);
+    one.run(dim3(i % grid.x, i / grid.x % grid.y, i / grid.x / grid.y), random);
   }
 }
 

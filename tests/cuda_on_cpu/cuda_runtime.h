@@ -108,13 +108,10 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Kernel* k
   *blocks = bytes > size_t(cuda_on_cpu::gpu.shared_memory) ? 0 : 2 * 256 / threads;
   return cudaSuccess;
 }
-struct cudaFuncAttributes {
-  int ptxVersion;
-};
+struct cudaFuncAttributes {};
 template <class Kernel>
-cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* of, Kernel* kernel) {
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, Kernel* kernel) {
   cuda_on_cpu::loaded.insert(reinterpret_cast<const void*>(kernel));
-  of->ptxVersion = cuda_on_cpu::gpu.built_for;
   return cudaSuccess;
 }
 
@@ -153,11 +150,7 @@ inline cudaError_t cudaMalloc(void** memory, size_t bytes) {
   memset(*memory, 0xA5, bytes);
   return cudaSuccess;
 }
-enum { cudaHostAllocMapped, cudaStreamNonBlocking, cudaEventDisableTiming };
-inline cudaError_t cudaHostAlloc(void** memory, size_t bytes, unsigned) {
-  *memory = malloc(bytes);
-  return cudaSuccess;
-}
+enum { cudaStreamNonBlocking, cudaEventDisableTiming };
 inline cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaStream_t) {
   memset(memory, value, bytes);
   return cudaSuccess;
@@ -218,20 +211,6 @@ void start(void (*kernel)(Params...), dim3 grid, dim3 block, int shared_bytes, c
   cuda_on_cpu::run(grid, block, [&] { kernel(args...); });
 }
 
-template <class... Params, class... Args>
-void start_as(bool in_cluster, bool, void (*kernel)(Params...), dim3 grid, dim3 block, int shared_bytes, cudaStream_t,
-              const Args&... args) {
-  cuda_on_cpu::dynamic_shared_bytes = shared_bytes;
-  cuda_on_cpu::run(grid, block, [&] { kernel(args...); }, in_cluster ? grid.y : 1);
-  cuda_on_cpu::cluster_launches += in_cluster;
-}
-inline void wait_for_kernel_before() {}
-inline void cluster_barrier(int line = __builtin_LINE()) { cuda_on_cpu::Block::current->barrier(line, true); }
-template <class T>
-const T* in_block(const T* shared, unsigned rank) {
-  return static_cast<const T*>(cuda_on_cpu::Block::current->in_block(shared, rank));
-}
-
 inline double load_fresh(const double* at) { return *at; }
 template <class T>
 T load_constant(const T* at) {
@@ -245,6 +224,11 @@ void copy_async(void* shared, const void* global) {
     throw std::runtime_error("cuda_on_cpu: an asynchronous copy from or to an address that is not aligned");
   }
   cuda_on_cpu::Block::current->copies().add(shared, global, bytes);
+}
+template <int bytes, int behind_shared, int behind_global>
+void copy_async_if(bool wanted, void* shared, const void* global) {
+  if (wanted)
+    copy_async<bytes>(static_cast<char*>(shared) + behind_shared, static_cast<const char*>(global) + behind_global);
 }
 inline void end_group() { cuda_on_cpu::Block::current->copies().end_group(); }
 template <int groups>

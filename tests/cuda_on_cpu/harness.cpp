@@ -6,7 +6,7 @@
 #include "batch.cpp"
 #include "checksums.cpp"
 #include "copies.cpp"
-#include "cuda/cluster.h"
+#include "cuda_runtime.h"
 #include "inputs.cpp"
 #include "samples.cpp"
 #include "scratch.cpp"
@@ -38,16 +38,12 @@ void use_stream(int64_t stream, int64_t capture) {
 
 // From now on it is the GPU of this capability, with so much shared memory for a block; 0: as at first. Each is a
 // device of its own, of which what was asked is remembered.
-void use_gpu(int64_t capability, int64_t shared_memory, int64_t driver, int64_t runtime, int64_t built_for,
-             int64_t multiprocessors) {
+void use_gpu(int64_t capability, int64_t shared_memory, int64_t driver, int64_t runtime, int64_t multiprocessors) {
   static std::vector<cuda_on_cpu::Gpu> gpus(1);
   const cuda_on_cpu::Gpu first;
   const auto or_first = [](int64_t given, int otherwise) { return given ? int(given) : otherwise; };
-  cuda_on_cpu::gpu = {or_first(shared_memory, first.shared_memory),
-                      or_first(capability, first.capability),
-                      or_first(driver, first.driver),
-                      or_first(runtime, first.runtime),
-                      or_first(built_for, first.built_for),
+  cuda_on_cpu::gpu = {or_first(shared_memory, first.shared_memory), or_first(capability, first.capability),
+                      or_first(driver, first.driver), or_first(runtime, first.runtime),
                       or_first(multiprocessors, first.multiprocessors)};
   size_t number = 0;
   while (number < gpus.size() && gpus[number].all() != cuda_on_cpu::gpu.all()) ++number;
@@ -71,7 +67,6 @@ void use_foreign_streams(bool use) { hookstats::imitates_foreign_streams = use; 
 void use_memory(bool has_some) { cuda_on_cpu::has_memory = has_some; }
 int64_t blocks() { return cuda_on_cpu::blocks; }
 int64_t queries() { return cuda_on_cpu::queries; }
-int64_t mended() { return hookstats::cuda::mended(); }
 void forget_kernels() { cuda_on_cpu::loaded.clear(); }
 void load_kernels(at::IntArrayRef dtypes, int64_t kind) { hookstats::load_kernels(at::kCPU, dtypes.vec(), kind); }
 void close_step(at::TensorList blocks) {
@@ -83,8 +78,6 @@ void close_step(at::TensorList blocks) {
 void use_one_part(bool use) { cuda_on_cpu::in_one_part = use; }
 int64_t copies() { return cuda_on_cpu::copies; }
 void shuffle(int64_t seed) { cuda_on_cpu::shuffle_seed = unsigned(seed); }
-void use_small_variant(int64_t bits) { hookstats::cuda::small_variant() = int(bits); }
-int64_t cluster_launches() { return cuda_on_cpu::cluster_launches; }
 int64_t launches() { return cuda_on_cpu::launches; }
 
 }  // namespace
@@ -94,15 +87,11 @@ TORCH_LIBRARY_FRAGMENT(hookstats_cuda_on_cpu, m) {
   m.def("launches() -> int", &launches);
   m.def("copies() -> int", &copies);
   m.def("use_one_part(bool use) -> ()", &use_one_part);
-  m.def("cluster_launches() -> int", &cluster_launches);
-  m.def("use_small_variant(int bits) -> ()", &use_small_variant);
   m.def("switch_off_after(Tensor flag, int blocks) -> ()", &switch_off_after);
   m.def("run_faulty(str name) -> int", &cuda_on_cpu::run_faulty);
   m.def("use_stream(int stream, int capture=0) -> ()", &use_stream);
-  m.def(
-      "use_gpu(int capability=0, int shared_memory=0, int driver=0, int runtime=0, int built_for=0, "
-      "int multiprocessors=0) -> ()",
-      &use_gpu);
+  m.def("use_gpu(int capability=0, int shared_memory=0, int driver=0, int runtime=0, int multiprocessors=0) -> ()",
+        &use_gpu);
   m.def("tell_captures(bool told) -> ()", &tell_captures);
   m.def("last_error() -> int", &last_error);
   m.def("reserve_scratch() -> ()", &reserve_scratch);
@@ -114,7 +103,6 @@ TORCH_LIBRARY_FRAGMENT(hookstats_cuda_on_cpu, m) {
   m.def("use_memory(bool has_some) -> ()", &use_memory);
   m.def("blocks() -> int", &blocks);
   m.def("queries() -> int", &queries);
-  m.def("mended() -> int", &mended);
   m.def("forget_kernels() -> ()", &forget_kernels);
   m.def("load_kernels(int[] dtypes, int kind) -> ()", &load_kernels);
   m.def("close_step(Tensor(a!)[] blocks) -> ()", &close_step);

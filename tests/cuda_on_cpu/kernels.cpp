@@ -9,6 +9,11 @@ bool cuda_on_cpu::in_one_part = false;
 #define cut(job, parts) cut(job, cuda_on_cpu::in_one_part ? 1 : (parts))
 
 #include "cuda/accumulate.cu"
+#include "cuda/accumulate_bfloat16.cu"
+#include "cuda/accumulate_float16.cu"
+#include "cuda/accumulate_float32.cu"
+#include "cuda/accumulate_float64.cu"
+#include "cuda/accumulate_float8.cu"
 #include "cuda/blocks.cu"
 #include "cuda/checksum.cu"
 #include "cuda/interface.cu"
@@ -61,23 +66,6 @@ void overrun_kernel(int64_t* out) {
   if (threadIdx.x == 0) *out = 1;
 }
 
-// Only the first block of the cluster reaches the barrier.
-void partial_cluster_kernel(int64_t* out) {
-  if (blockIdx.y == 0) hookstats::cuda::cluster_barrier();
-  *out = 1;
-}
-
-// The second block of the cluster does not stay until it has been read.
-void left_cluster_kernel(int64_t* out) {
-  HOOKSTATS_SHARED(int64_t, value, 1);
-  if (threadIdx.x == 0) value[0] = blockIdx.y;
-  hookstats::cuda::cluster_barrier();
-  if (blockIdx.y == 1) return;
-  __syncthreads();
-  __syncthreads();
-  if (threadIdx.x == 0) *out = *hookstats::cuda::in_block(value, 1);
-}
-
 }  // namespace
 
 namespace cuda_on_cpu {
@@ -87,15 +75,9 @@ int64_t run_faulty(const std::string& name) {
                       : name == "diverged_barrier" ? diverged_barrier_kernel
                       : name == "missing_barrier"  ? missing_barrier_kernel
                       : name == "shared_copy"      ? shared_copy_kernel
-                      : name == "partial_cluster"  ? partial_cluster_kernel
-                      : name == "left_cluster"     ? left_cluster_kernel
                                                    : overrun_kernel;
   int64_t out = 0;
-  if (name.find("cluster") != std::string::npos) {
-    hookstats::cuda::launch_as(true, false, kernel, dim3(1, 2), dim3(64), 0, nullptr, &out);
-  } else {
-    hookstats::cuda::launch(kernel, dim3(1), dim3(64), 0, nullptr, &out);
-  }
+  hookstats::cuda::launch(kernel, dim3(1), dim3(64), 0, nullptr, &out);
   return out;
 }
 

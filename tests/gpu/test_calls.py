@@ -60,10 +60,9 @@ def test_the_tests_are_taken_in_the_order_of_what_they_tell(machine: Path) -> No
     assert "-m gpu tests/gpu/test_streams.py tests/gpu/test_cuda_graphs.py tests" in ran[1]
     assert "-m not gpu -k gpu" in ran[2]
     tools = [line.split()[1] for line in ran if line.startswith("--tool")]
-    assert tools == ["memcheck", "racecheck", "synccheck", "initcheck", "memcheck", "racecheck"]
+    assert tools == ["memcheck", "racecheck", "synccheck", "initcheck"]
     steps = record(machine / "out")["steps"]
-    variants = ["kernel tests, variants", "kernel tests, wide blocks", "memcheck, variants", "racecheck, variants"]
-    beside = ["memcheck", "racecheck", "synccheck", "initcheck", *variants, "demo", "all other tests"]
+    beside = ["memcheck", "racecheck", "synccheck", "initcheck", "demo", "all other tests"]
     assert [step["name"] for step in steps] == ["build", "tests of a GPU alone", "kernel tests", *beside]
     assert {step["status"] for step in steps} == {0}
 
@@ -77,11 +76,6 @@ def test_every_part_of_the_figures_is_taken_and_one_that_fails_stops_no_other(
     found = record(machine / "out")
     parts = list(gpu_figures.PARTS)
     assert sorted(figure["name"] for figure in found["figures"]) == sorted(parts)
-    i = parts.index("small")
-    variants = ["as it is", "clusters", "cut finer", "clusters, cut finer", "started early", "all three"]
-    parts[i : i + 1] = [f"small, {variant}" for variant in [*variants, "as it is, again"]]
-    i = parts.index("wide")
-    parts[i : i + 1] = ["wide, blocks of 256 threads", "wide, of 512"]
     assert [step["name"] for step in found["steps"]] == ["build", *parts]
     failed = [step for step in found["steps"] if step["status"] != 0]
     assert [(step["name"], step["status"], step["said"]) for step in failed] == [("peers compiled", 3, ["went wrong"])]
@@ -184,13 +178,11 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_figures, "DEVICE", "cpu")
     monkeypatch.setattr(gpu_figures, "AGAINST_FLOOR", gpu_figures.AGAINST_FLOOR[:6])
     monkeypatch.setattr(gpu_figures, "COMPARED", gpu_figures.COMPARED[:2])
-    monkeypatch.setattr(gpu_figures, "SMALL", gpu_figures.SMALL[:2])
-    monkeypatch.setattr(gpu_figures, "WIDE", gpu_figures.WIDE[:1])
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
 
 
 @pytest.mark.usefixtures("small")
-def test_the_parts_make_the_tables_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_parts_make_the_tables_of_the_page(tmp_path: Path) -> None:
     lines: list[dict[str, Any]] = []
 
     def write(part: str, figure: dict[str, Any]) -> None:
@@ -198,10 +190,6 @@ def test_the_parts_make_the_tables_of_the_page(tmp_path: Path, monkeypatch: pyte
 
     for part in ("first use", "kernels", "peers eager", "totals", "many", "contenders"):
         gpu_figures.PARTS[part](write)
-    for part, variants in gpu.VARIANTS.items():
-        for variant in variants:
-            monkeypatch.setenv("VARIANT", variant)
-            gpu_figures.PARTS[part](write)
     page = "\n".join(report.gpu_page(tmp_path / "gpu.json", MACHINE | gpu.summary(lines)))
     for title in ("moments, norms, counts", "by other means", "or their gradients", "beside the ways of others"):
         assert title in page
@@ -209,8 +197,6 @@ def test_the_parts_make_the_tables_of_the_page(tmp_path: Path, monkeypatch: pyte
         assert f"| {case.name} | " in page
     for name in (peers.OURS, "Python hooks, torch operators", "hookstats, off-step"):
         assert f"| {name} | " in page
-    for variants in gpu.VARIANTS.values():
-        assert f"| {' | '.join(variants)} |" in page
     assert "captured steps count: 20 replays, 5 of them measured" in page
     assert "- totals, sites: 1, channels: 150000: " in page
     assert "FAILED" not in page

@@ -37,7 +37,7 @@ def graph_of(x: torch.Tensor, state: State) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def test_what_two_replays_of_one_graph_at_once_have_spoiled_is_right_in_the_next_ones() -> None:
+def test_replays_of_one_graph_on_several_streams_leave_its_scratch_as_it_was() -> None:
     x, state = in_parts(), State(64, "none", "cuda")
     graph = graph_of(x, state)
     streams = [torch.cuda.Stream() for _ in range(4)]

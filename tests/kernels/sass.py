@@ -16,14 +16,14 @@ from importlib import metadata
 from pathlib import Path
 
 GPU = "sm_90"
-# accumulate_kernel<scalar_t, kPack, kPlaces, Walker, kind, Size> of csrc/cuda/accumulate.cu: whole tensors, in packs of
-# four, by blocks of the usual size.
+# accumulate_kernel<scalar_t, kPack, kPlaces, Walker, kind, kFlight> of csrc/cuda/accumulate.h: whole tensors, in packs
+# of four, with as many bytes on their way as most GPUs have room for.
 KERNEL = re.compile(
-    r"accumulate_kernelI(f|NS_8BFloat16E|NS_12Float8e4m3fnE)Li4E"
+    r"accumulate_kernelI(f|NS_8BFloat16E)Li4E"
     r"(Li4ENS0_10LineWalker|Li1ENS0_10NearWalker|Li1ENS0_10LineWalker|Li4ENS0_19Unaligned\w+?r|Li1ENS0_19Unaligned\w+?r)"
-    r"ELNS_13HistogramKindE([012])ENS0_9BlockSizeILi256ELi128EEE"
+    r"ELNS_13HistogramKindE([012])ELi128EE"
 )
-SCALARS = {"f": "float32", "NS_8BFloat16E": "bfloat16", "NS_12Float8e4m3fnE": "float8"}
+SCALARS = {"f": "float32", "NS_8BFloat16E": "bfloat16"}
 SCHEDULES = {
     "Li4ENS0_10LineWalker": "rows",
     "Li1ENS0_10NearWalker": "planes",
@@ -32,7 +32,7 @@ SCHEDULES = {
     "Li1ENS0_19UnalignedNearWalker": "unaligned planes",
 }
 KINDS = ("moments", "+ per tensor", "+ per channel")
-LOOP_VALUES = 4 * 4  # of a thread, in one round of the hot loop: Ring::kGroup packs; of float8 twice as many
+LOOP_VALUES = 4 * 4  # of a thread, in one round of the hot loop: Ring::kGroup packs
 TILE_VALUES = 128 * 4  # between two rounds of the loop around it: TileSums::kMostPacks packs
 
 Figures = dict[str, dict[str, int]]
@@ -69,22 +69,21 @@ def label(kernel: str) -> str | None:
 
 
 def count(file: Path) -> Figures:
-    """By kernel: instructions of the hot loop, of the one for masked values, and of the tile's loop around both without
-    the loops inside; float8 has no tiles."""
+    """By kernel: instructions of the hot loop, and of the tile's loop around it without the loops inside."""
     names = [line.split()[-1] for line in cuobjdump(file, "-symbols").splitlines() if " ENTRY " in line]
     wanted = [name for name in names if label(name)]
     if not wanted:
         return {}
     figures: Figures = {}
     for function in cuobjdump(file, "-sass", "-fun", ",".join(wanted)).split("Function : ")[1:]:
-        loop, masked, tile = count_loops(function)
-        figures[label(function.split("\n", 1)[0]) or ""] = {"loop": loop, "masked": masked, "tile": tile}
+        loop, tile = count_loops(function)
+        figures[label(function.split("\n", 1)[0]) or ""] = {"loop": loop, "tile": tile}
     return dict(sorted(figures.items()))
 
 
-def count_loops(sass: str) -> tuple[int, int, int]:
+def count_loops(sass: str) -> tuple[int, int]:
     """Of one function. A loop is what a branch back spans; the hot one is the longest without another inside that
-    copies asynchronously into shared memory (LDGSTS) and does not look for NaN (FSETP.NAN), as the masked one does."""
+    copies asynchronously into shared memory (LDGSTS)."""
     found = re.findall(r"^\s*/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", sass, re.MULTILINE)
     places = [int(address, 16) for address, _ in found]
     instructions = [text for _, text in found]
@@ -97,23 +96,18 @@ def count_loops(sass: str) -> tuple[int, int, int]:
     def inside(loop: range) -> list[range]:
         return [each for each in loops if each != loop and each[0] in loop and each[-1] in loop]
 
-    def has(loop: range, operation: str) -> bool:
-        return any(operation in instructions[i] for i in loop)
-
-    copying = [loop for loop in loops if not inside(loop) and has(loop, "LDGSTS")]
-    hot = max((loop for loop in copying if not has(loop, "FSETP.NAN")), key=len)
-    masked = max((loop for loop in copying if has(loop, "FSETP.NAN")), key=len, default=range(0))
+    copying = [loop for loop in loops if not inside(loop) and any("LDGSTS" in instructions[i] for i in loop)]
+    hot = max(copying, key=len)
     tile = min((loop for loop in loops if hot in inside(loop)), key=len, default=range(0))
     nested = {i for loop in inside(tile) for i in loop}
-    return len(hot), len(masked), len(tile) - len(nested)
+    return len(hot), len(tile) - len(nested)
 
 
 def grown(figures: Figures, recorded: Figures) -> list[str]:
     """A line for each kernel that is missing, new, or takes more instructions than recorded."""
     lines = [f"{name}: expected in both, recorded: {name in recorded}" for name in figures.keys() ^ recorded.keys()]
     for name in figures.keys() & recorded.keys():
-        for part, values in (("loop", LOOP_VALUES), ("masked", LOOP_VALUES), ("tile", TILE_VALUES)):
-            values *= 2 if "float8" in name else 1
+        for part, values in (("loop", LOOP_VALUES), ("tile", TILE_VALUES)):
             before, now = recorded[name][part], figures[name][part]
             if now > before:
                 lines.append(

@@ -32,23 +32,18 @@ SMALL = """
 
 
 def test_the_hot_loop_is_the_longest_innermost_one_that_copies() -> None:
-    assert sass.count_loops(SMALL) == (3, 0, 3)
-    assert sass.count_loops(SMALL.replace("@P2 BRA 0x20", "@P2 BRA 0xc0")) == (3, 0, 0)
-
-
-def test_the_masked_loop_is_the_one_that_looks_for_nan() -> None:
-    assert sass.count_loops(SMALL.replace("LDS R3, [R4]", "FSETP.NAN.AND P4, PT, R3, R3, PT")) == (2, 3, 0)
+    assert sass.count_loops(SMALL) == (3, 3)
+    assert sass.count_loops(SMALL.replace("@P2 BRA 0x20", "@P2 BRA 0xc0")) == (3, 0)
 
 
 def test_what_takes_more_instructions_than_recorded_is_named() -> None:
-    recorded = {name: {"loop": 32, "masked": 64, "tile": 100} for name in "abce"}
+    recorded = {name: {"loop": 32, "tile": 100} for name in "abc"}
     figures = {
-        "a": {"loop": 33, "masked": 64, "tile": 100},
-        "b": {"loop": 32, "masked": 64, "tile": 99},
-        "d": {"loop": 1, "masked": 1, "tile": 1},
-        "e": {"loop": 32, "masked": 65, "tile": 100},
+        "a": {"loop": 33, "tile": 100},
+        "b": {"loop": 32, "tile": 99},
+        "d": {"loop": 1, "tile": 1},
     }
-    assert [line.split(":")[0] for line in sass.grown(figures, recorded)] == ["a", "c", "d", "e"]
+    assert [line.split(":")[0] for line in sass.grown(figures, recorded)] == ["a", "c", "d"]
 
 
 def test_no_hot_loop_takes_more_instructions_than_recorded() -> None:

@@ -199,7 +199,7 @@ def test_a_dtype_of_which_nothing_comes_is_not_launched(harness: Any) -> None:
 
 def test_more_tensors_than_one_launch_takes(harness: Any) -> None:
     backend = Backend("cuda_on_cpu", harness, "cpu")
-    x = normal(4001, 4).float()
+    x = normal(1025, 4).float()
     batch, states = batch_of(backend, list(x), [None] * len(x), "none")
     before = harness.launches()
     batch.accumulate(list(x))

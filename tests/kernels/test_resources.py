@@ -13,18 +13,18 @@ import hookstats
 from tests.kernels import compiled
 
 RECORD = Path(hookstats.__file__).with_name("_built.json")
-# Registers of a thread. 128: two blocks of 256 threads on a multiprocessor, or one of 512. Some kernels of doubles are
-# let have one of 256 (kBlocksAtOnce in csrc/cuda/block.h), and are bound by what they take. The first pattern that a
-# kernel's name shows decides.
+# Registers of a thread. 128: two blocks of 256 threads on a multiprocessor. Some kernels of doubles are let have one
+# (kBlocksAtOnce in csrc/cuda/block.h), and are bound by what they take. The first pattern that a kernel's name shows
+# decides.
 MOST_REGISTERS = {
     r"blocks_kernelId": 128,
     r"(blocks|checksum)_kernel": 64,
-    r"(sample|mend)_kernel": 64,
+    r"sample_kernel": 64,
     r"softmax_kernelIdLi17": 255,  # doubles, and the largest 17 of them in registers
     r"softmax_kernel(Id|.*Li17)": 128,
     r"softmax_kernel": 64,
     r"_kernelId.*KindE[23]": 170,
-    r"(accumulate|small|many|merge|totals)_kernel": 128,
+    r"(accumulate|many|merge|totals)_kernel": 128,
 }
 
 

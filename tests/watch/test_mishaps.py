@@ -203,18 +203,6 @@ def test_one_axis_has_one_number_in_a_table_however_it_was_known(dim: int) -> No
     assert [snapshot[str(i), "grad_output"].channel_dim for i in range(6)] == [1, 1, 1, 1, 1, -1]
 
 
-def test_counters_of_scratch_that_were_not_zero_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = nn.Linear(3, 2)
-    mon = hookstats.attach(model, tensors="output", every=1)
-    monkeypatch.setattr(_native, "mended", lambda: 3)
-    with hearing() as heard:
-        for _ in range(2):
-            model(torch.ones(1, 3))
-            mon.step()
-    (said,) = [each for each in heard if "counters" in each]
-    assert "3 counters of the kernels' memory were not zero between two launches, around step 0" in said
-
-
 def test_memory_for_scratch_that_torch_keeps_for_later_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
 
