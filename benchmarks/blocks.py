@@ -21,7 +21,7 @@ BINS = {
     "block=16": ExponentBins(block=16),
     "block=32, block_dim=0": ExponentBins(block=32, block_dim=0),
 }
-SHAPES = ((32, 1024), (256, 1024), (4096, 1024))
+SHAPES = ((32, 1024), (256, 1024), (1024, 1024))
 
 
 def state_for(x: torch.Tensor, bins: ExponentBins | None) -> SiteState:

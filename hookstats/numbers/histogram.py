@@ -46,8 +46,9 @@ class BlockExponents:
         """counts: as in the state, ``[576]``. scale: what the values were multiplied with before; a power of two."""
         self.size = size
         self.dim = dim
-        self.zeros, *distances = counts[: BLOCK_GROUPS * DISTANCE_BINS].reshape(BLOCK_GROUPS, -1).sum(0).tolist()
-        self.distances = np.array(distances, np.int64)
+        distances = counts[: BLOCK_GROUPS * DISTANCE_BINS].reshape(BLOCK_GROUPS, DISTANCE_BINS).sum(0)
+        self.zeros = int(distances[0])
+        self.distances = distances[1:]
         largest = counts[BLOCK_GROUPS * DISTANCE_BINS : -1]
         shift = int(np.rint(np.log2(scale)))
         at = np.clip(np.arange(largest.size) - shift, 0, largest.size - 1)

@@ -368,7 +368,7 @@ MUTANTS = [
         "csrc/blocks.h",
         "(turn ^ turn >> 3 ^ turn >> 6 ^ turn >> 9)",
         "turn",
-        f"tests/numbers/test_block_formats.py {ON_CPU.format('standard_error')}",
+        f"tests/kernels/test_blocks.py {ON_CPU.format('every_layout')}",
     ),
     Mutant(
         "linear bins count what is not finite",
