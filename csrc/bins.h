@@ -21,13 +21,15 @@ constexpr int kFirstOctave = -46;
 
 constexpr int kNoBin = -1;  // NaN and Inf
 
-// Of blocks of neighbouring values, behind the bins per tensor: for formats that scale each block by its largest |x|.
-// First the distances: bin 0 holds zeros, bin 1 + d values that lie d octaves below the largest of their block (its
-// exponent minus theirs, where a power of two counts as the end of the octave below it: what rounding to nearest even
-// makes 0 is 2^k and less), the last bin what lies further. Then, for each exponent as a float32, the blocks with such
-// a largest |x|: 0 where that is zero or subnormal, 255 where a value is NaN or Inf, whose block has no distances.
+// Of blocks of neighbouring values (blocks.h), behind the bins per tensor: for formats that scale each block by its
+// largest |x|. First the distances, in each of 8 groups of blocks: bin 0 holds zeros, bin 1 + d values that lie d
+// octaves below the largest of their block (its exponent minus theirs, where a power of two counts as the end of the
+// octave below it: what rounding to nearest even makes 0 is 2^k and less), the last bin what lies further. Then, for
+// each exponent as a float32, the blocks with such a largest |x|: 0 where that is zero or subnormal, 255 where a value
+// is NaN or Inf, whose block has no distances.
 constexpr int kDistanceBins = 40;
-constexpr int kBlockBins = kDistanceBins + 256;
+constexpr int kBlockGroups = 8;
+constexpr int kBlockBins = kBlockGroups * kDistanceBins + 256;
 
 HOOKSTATS_HD inline int exponent_bin(float x) {
   uint32_t bits;

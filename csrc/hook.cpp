@@ -138,7 +138,7 @@ void accumulate_gradient(const at::Tensor& gradient, const Observed& observed, c
   if (!gradient.defined() || has_no_data(gradient)) return;
   const Site& site = observed.gradient->site;
   if (!observed.enabled->is_open_beside(site.tensors.moments)) return;
-  const Times::Span span(observed.enabled->times.load(), gradient.device());
+  const Times::Span span(observed.enabled->times.load());
   try {
     accumulate(gradient, site, rows ? &*rows : nullptr);
   } catch (const std::exception& error) {
@@ -197,7 +197,7 @@ PyObject* observe_by(const HookObject* hook, PyObject* value) {
     if (!channel_dim_for(site.tensors.channel_dim, x.dim())) {
       return PyUnicode_FromString("the channel dimension of such a tensor is not known yet");
     }
-    const Times::Span span(observed.enabled->times.load(), x.device(), 1);
+    const Times::Span span(observed.enabled->times.load(), 1);
     const auto counted = observed.enabled->counted_here();
     const std::optional<Rows> rows = counted ? counted->on(x.device()) : std::nullopt;
     const Rows* counting = rows ? &*rows : nullptr;

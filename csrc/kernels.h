@@ -150,7 +150,7 @@ namespace cpu {
 using ParallelFor = void (*)(int64_t tasks, const std::function<void(int64_t, int64_t)>& body);
 
 void accumulate(const Input& input, const State& state, ParallelFor parallel_for);
-void count_blocks(const Input& input, const State& state, ParallelFor parallel_for);  // where state.block is not 0
+void count_blocks(const Input& input, const State& state);  // where state.block is not 0
 void merge(const State& into, const State& from);
 
 // `out` is [states, kTotalsWords]: all channels of each state together.

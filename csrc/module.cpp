@@ -33,7 +33,6 @@ at::Tensor part(const at::Tensor& memory, int64_t offset, const std::vector<int6
 // A Times::Span for Python's `with`.
 struct PythonSpan {
   std::shared_ptr<Times> times;
-  at::Device device;
   int calls;
   std::unique_ptr<Times::Span> running;
 };
@@ -72,15 +71,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def(py::init<>())
       .def_property_readonly("calls", &Times::calls)
       .def_property_readonly("host_us", &Times::host_us)
-      .def_property_readonly("device_us", &Times::device_us)
-      .def("span", [](std::shared_ptr<Times> times, const std::string& device, int calls) {
-        return PythonSpan{std::move(times), at::Device(device), calls, nullptr};
-      });
+      .def("span",
+           [](std::shared_ptr<Times> times, int calls) { return PythonSpan{std::move(times), calls, nullptr}; });
   py::class_<PythonSpan>(m, "Span")
       .def("__enter__",
-           [](PythonSpan& span) {
-             span.running = std::make_unique<Times::Span>(span.times.get(), span.device, span.calls);
-           })
+           [](PythonSpan& span) { span.running = std::make_unique<Times::Span>(span.times.get(), span.calls); })
       .def("__exit__", [](PythonSpan& span, const py::args&) { span.running.reset(); });
   py::class_<Counted, std::shared_ptr<Counted>>(m, "Counted")
       .def(py::init<unsigned long>())

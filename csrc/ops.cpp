@@ -134,7 +134,7 @@ bool accumulate(const at::Tensor& tensor, const Site& site, const Rows* rows) {
   if (active && *active->const_data_ptr<int32_t>() == 0) return by_rows;
   const std::lock_guard<std::mutex> lock(cpu_lock(state));
   cpu::accumulate(input, state, parallel_for);
-  if (state.block) cpu::count_blocks(input, state, parallel_for);
+  if (state.block) cpu::count_blocks(input, state);
   return by_rows;
 }
 

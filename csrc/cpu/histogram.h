@@ -1,7 +1,7 @@
 // Histograms on the CPU. One counter update per value would take longer than everything else together, so values are
 // not counted one by one: those of a few tiles become bytes, and each byte that occurs among them is compared with a
 // whole register of them at once. They have a dozen exponents or two, so that is a fraction of an instruction per
-// value. Included by accumulate.cpp and blocks.cpp alone, as tile.h.
+// value. Included by accumulate.cpp alone, as tile.h.
 #pragma once
 
 #include <cstring>

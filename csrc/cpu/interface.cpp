@@ -87,7 +87,7 @@ void hookstats_accumulate(const void* data, const Input* like, const State* stat
   input.data = data;
   const std::lock_guard<std::mutex> lock(lock_of(*state));
   cpu::accumulate(input, *state, in_turn);
-  if (state->block) cpu::count_blocks(input, *state, in_turn);
+  if (state->block) cpu::count_blocks(input, *state);
 }
 
 void hookstats_merge(const State* into, const State* from) {

@@ -1,6 +1,6 @@
 // One tile on the CPU: `rows` x up to 64 values, reduced in vector lanes. Where channels lie side by side a lane is a
-// channel; otherwise the lanes are neighbouring elements of one channel. Included by accumulate.cpp and blocks.cpp
-// alone, whose functions are compiled once per instruction set: everything here is inlined into them.
+// channel; otherwise the lanes are neighbouring elements of one channel. Included by accumulate.cpp alone, whose
+// functions are compiled once per instruction set: everything here is inlined into them.
 #pragma once
 
 #include <algorithm>

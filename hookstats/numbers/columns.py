@@ -176,7 +176,7 @@ class Columns:
         return np.array([i for i, _ in found], np.int64), counts
 
     def blocks(self, chosen: Iterable[int] | None = None) -> tuple[Counts, Counts]:
-        """Counts of blocks (`BlockExponents`), of the places in ``sites`` that have some ``[k]``: ``[k, 296]``.
+        """Counts of blocks (`BlockExponents`), of the places in ``sites`` that have some ``[k]``: ``[k, 576]``.
 
         chosen: of these places; None: of all. As in the state, of the values as they were measured. Empty without
         ``ExponentBins(block=...)``, or where histograms were not sent.

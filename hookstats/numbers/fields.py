@@ -291,7 +291,8 @@ EXPONENT_BINS = 512
 OCTAVE_BINS = 64
 FIRST_OCTAVE = -46
 DISTANCE_BINS = 40
-BLOCK_BINS = DISTANCE_BINS + 256
+BLOCK_GROUPS = 8
+BLOCK_BINS = BLOCK_GROUPS * DISTANCE_BINS + 256
 
 
 @dataclass(frozen=True)
@@ -303,7 +304,8 @@ class ExponentBins:
     costs 512 bytes of state per channel.
 
     ``block``: 32 (MX formats) or 16 (NVFP4) neighbouring values that share a scale. It is also counted how many octaves
-    each value lies below the largest of its block (`SiteStats.blocks`, `hookstats.rules.fit`), at 2.4 KB of state.
+    values lie below the largest of their block (`SiteStats.blocks`, `hookstats.rules.fit`), at 4.6 KB of state: in
+    1,024 blocks of each tensor, evenly spread, or in all of a tensor that has no more.
     ``block_dim``: the dimension along which blocks lie. -1 is the last dimension, over which a linear layer's forward
     sums, of inputs and weights. 0 is all others as one, such as the tokens, over which the gradient of its weight sums,
     of inputs and of gradients of outputs. What is left at the end of the dimension is a block of fewer values; where

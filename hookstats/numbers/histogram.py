@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from hookstats.numbers.fields import DISTANCE_BINS, Array, Counts
+from hookstats.numbers.fields import BLOCK_GROUPS, DISTANCE_BINS, Array, Counts
 
 
 class Histogram:
@@ -33,6 +33,8 @@ class Histogram:
 class BlockExponents:
     """Of blocks of ``size`` neighbouring values along ``dim`` (`ExponentBins`): how far below their largest values lie.
 
+    Of each tensor, 1,024 blocks that are evenly spread over it are counted, all where it has no more.
+
     ``distances``: int64 ``[39]``, values that are not 0 by the octaves between them and the largest ``|x|`` of their
     block: entry d counts 2^(E-d) < |x| <= 2^(E-d+1) for 2^E <= largest < 2^(E+1), the last one all that is smaller. A
     value of 2^(E+1) cannot be, so entry 0 holds what is above 2^E. ``zeros``: values that are 0. ``largest``: int64
@@ -41,12 +43,13 @@ class BlockExponents:
     """
 
     def __init__(self, size: int, dim: int, counts: Counts, scale: float = 1.0) -> None:
-        """counts: as in the state, ``[296]``. scale: what the values were multiplied with before; a power of two."""
+        """counts: as in the state, ``[576]``. scale: what the values were multiplied with before; a power of two."""
         self.size = size
         self.dim = dim
-        self.zeros = int(counts[0])
-        self.distances = counts[1:DISTANCE_BINS]
-        largest = counts[DISTANCE_BINS:-1]
+        distances = counts[: BLOCK_GROUPS * DISTANCE_BINS].reshape(BLOCK_GROUPS, DISTANCE_BINS).sum(0)
+        self.zeros = int(distances[0])
+        self.distances = distances[1:]
+        largest = counts[BLOCK_GROUPS * DISTANCE_BINS : -1]
         shift = int(np.rint(np.log2(scale)))
         at = np.clip(np.arange(largest.size) - shift, 0, largest.size - 1)
         self.largest = largest if shift == 0 else np.bincount(at, largest, largest.size).astype(np.int64)

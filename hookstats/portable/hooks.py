@@ -84,7 +84,7 @@ def observe(x: object, hook: Any) -> Any:
         if channel_dim_for((output or gradient).site.channel_dim, x.dim()) is None:
             return "the channel dimension of such a tensor is not known yet"
         times = enabled.times
-        with nullcontext() if times is None else times.span(str(x.device), 1):
+        with nullcontext() if times is None else times.span(1):
             try:
                 return _observe(x, output, gradient, enabled)
             except Exception as error:
@@ -114,7 +114,7 @@ def _accumulate_gradient(half: Half, rows: Rows | None, gradient: torch.Tensor |
         return
     times = half.state.enabled.times
     try:
-        with torch._C.DisableTorchFunction(), nullcontext() if times is None else times.span(str(gradient.device)):
+        with torch._C.DisableTorchFunction(), nullcontext() if times is None else times.span():
             half.site.accumulate(gradient, rows)
     except Exception as error:
         if half.state.strict:

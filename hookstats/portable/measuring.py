@@ -25,63 +25,41 @@ def name_thread(ident: int) -> None:
 
 
 class Times:
-    """What hookstats itself takes of a step: time on the host, and on a device between pairs of events."""
+    """The host's time that hookstats itself takes of a step."""
 
     def __init__(self) -> None:
         self.calls = 0
         self._host_ns = 0
-        self._device_us = 0.0
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._lock = threading.Lock()
 
     @property
     def host_us(self) -> float:
         return self._host_ns / 1e3
 
-    @property
-    def device_us(self) -> float | None:
-        """None while the device has not come to the last event."""
-        with self._lock:
-            while self._events and self._events[-1][1].query():
-                before, after = self._events.pop()
-                self._device_us += 1e3 * before.elapsed_time(after)
-            return None if self._events else self._device_us
-
-    def span(self, device: str, calls: int = 0) -> Span:
-        return Span(self, device, calls)
+    def span(self, calls: int = 0) -> Span:
+        return Span(self, calls)
 
 
 class Span:
-    """Counts its own life; inside another span of the thread, the host's time is already counted."""
+    """Counts its own life; inside another span of the thread, that is already counted."""
 
     _depths = threading.local()
 
-    def __init__(self, times: Times, device: str, calls: int) -> None:
-        self._times, self._device, self._calls = times, device, calls
+    def __init__(self, times: Times, calls: int) -> None:
+        self._times, self._calls = times, calls
 
     def __enter__(self) -> None:
         self._depth = getattr(self._depths, "value", 0)
         self._depths.value = self._depth + 1
-        self._before = self._marked()
         self._begin = time.perf_counter_ns()
 
     def __exit__(self, *error: object) -> None:
         took = time.perf_counter_ns() - self._begin
-        after = None if self._before is None else self._marked()
         self._depths.value = self._depth
-        with self._times._lock:
-            if self._before is not None and after is not None:
-                self._times._events.append((self._before, after))
-            if self._depth == 0:
+        if self._depth == 0:
+            with self._times._lock:
                 self._times._host_ns += took
                 self._times.calls += self._calls
-
-    def _marked(self) -> torch.cuda.Event | None:
-        if not self._device.startswith("cuda") or is_capturing():
-            return None
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(torch.device(self._device)))
-        return event
 
 
 class Counted:

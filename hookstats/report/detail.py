@@ -208,7 +208,7 @@ def precision(recorded: Recorded) -> dict[str, Any] | None:
 
 
 def _block_fit(snapshot: Snapshot, places: list[int], recorded: Recorded) -> dict[str, Any] | None:
-    """Of these sites, what formats with a scale for each block would lose: shares at least and at most, by format."""
+    """Of these sites, by format, what those with a scale for each block lose: at least, at most, standard error."""
     bins = snapshot.columns.bins
     if not isinstance(bins, ExponentBins) or bins.block is None:
         return None
@@ -219,7 +219,7 @@ def _block_fit(snapshot: Snapshot, places: list[int], recorded: Recorded) -> dic
             shares[name] = [None] * len(places)
             for each in fit(snapshot, name):
                 if each.site in row and isinstance(each, BlockFit):
-                    shares[name][row[each.site]] = [short(share, 3) for share in each.lost]
+                    shares[name][row[each.site]] = [short(share, 3) for share in (*each.lost, each.standard_error)]
     return {"size": bins.block, "dim": bins.block_dim, "formats": shares}
 
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hookstats.numbers.fields import DISTANCE_BINS, Array, Counts, ExponentBins, Site
+from hookstats.numbers.fields import BLOCK_GROUPS, DISTANCE_BINS, Array, Counts, ExponentBins, Site
 from hookstats.rules.step import Mask, Step
 
 
@@ -37,6 +37,7 @@ class BlockFit(NamedTuple):
     format: str
     lost: tuple[float, float]  # the share of the values that are not 0 that become 0: at least, and at most
     nonfinite: float  # the share of blocks with a NaN or an infinity, of which nothing would be left
+    standard_error: float  # of both ends of lost, since only some blocks are counted; 0 where all are
 
 
 class BlockFits(NamedTuple):
@@ -46,6 +47,7 @@ class BlockFits(NamedTuple):
     least: Array
     most: Array
     nonfinite: Array
+    standard_error: Array
 
 
 def block_fits(step: Step, chosen: Mask, name: str) -> BlockFits:
@@ -53,19 +55,40 @@ def block_fits(step: Step, chosen: Mask, name: str) -> BlockFits:
     format = BLOCK_FORMATS[name]
     fits = isinstance(step.bins, ExponentBins) and step.bins.block == format.block
     ids, counts = step.blocks(chosen if fits else np.zeros_like(chosen))
-    values = counts[:, 1:DISTANCE_BINS].sum(1)
-    ids, counts, values = (each[values > 0] for each in (ids, counts, values))
+    groups, largest = np.split(counts, [BLOCK_GROUPS * DISTANCE_BINS], axis=1)
+    groups = groups.reshape(-1, BLOCK_GROUPS, DISTANCE_BINS)
+    some = groups[:, :, 1:].any((1, 2))
+    ids, groups, largest = ids[some], groups[some], largest[some]
+    values, totals = groups[:, :, 1:].sum(2), step.totals.entries(ids)
+    everything = totals.count + totals.nans + totals.posinfs + totals.neginfs
+    # Short blocks make it more where all are counted.
+    counted = np.minimum((groups.sum((1, 2)) + format.block * largest[:, -1]) / everything, 1.0)
     # Of subnormal values distances do not tell, nor do they where the scale of NVFP4 has few bits, or is 0.
     chosen = np.zeros_like(chosen)
     chosen[ids] = True
     _, exponents = step.exponents(chosen)
-    unsure = exponents[:, 0] - step.totals.zeros[ids].astype(np.int64)
+    unsure = (exponents[:, 0] - totals.zeros) * counted
     if name == "nvfp4":
-        reached = step.totals.abs_max[ids] * step.scales[ids] * _SMALLEST_SCALE
+        reached = totals.abs_max * step.scales[ids] * _SMALLEST_SCALE
         has_few_bits = np.exp2(np.arange(1.0, 255) - 127) < reached[:, None]
-        unsure += format.block * np.where(has_few_bits, counts[:, DISTANCE_BINS + 1 : -1], 0).sum(1)
-    surely, maybe = (counts[:, 1 + first : DISTANCE_BINS].sum(1) for first in (format.lost, format.may_be))
-    if name == "nvfp4":
-        surely = np.maximum(surely - unsure, 0)
-    blocks = np.maximum(counts[:, DISTANCE_BINS:].sum(1), 1)
-    return BlockFits(ids, surely / values, np.minimum(maybe + unsure, values) / values, counts[:, -1] / blocks)
+        unsure += format.block * np.where(has_few_bits, largest[:, 1:-1], 0).sum(1)
+    surely, maybe = (groups[:, :, 1 + first :].sum(2) for first in (format.lost, format.may_be))
+    error = np.maximum(*(_standard_errors(lost, values, counted) for lost in (surely, maybe)))
+    least = np.maximum(surely.sum(1) - unsure, 0) if name == "nvfp4" else surely.sum(1)
+    whole = values.sum(1)
+    most = np.minimum(maybe.sum(1) + unsure, whole)
+    return BlockFits(ids, least / whole, most / whole, largest[:, -1] / largest.sum(1), error)
+
+
+def _standard_errors(lost: Counts, values: Counts, counted: Array) -> Array:
+    """Of the shares lost / values ``[k]``, from 8 groups of blocks ``[k, 8]``, each a sample by itself.
+
+    Values of a block are alike, so it is the groups that tell how far a sample may be off: a ratio's error from
+    interpenetrating subsamples (Wolter, Introduction to Variance Estimation, 2007, chapter 2). At least as if one value
+    more or less had been lost: that a sample shows none does not say that there are none.
+    """
+    share = lost.sum(1) / values.sum(1)
+    off = lost - share[:, None] * values
+    squares = np.maximum(BLOCK_GROUPS / (BLOCK_GROUPS - 1) * (off**2).sum(1), 1.0)
+    result: Array = np.sqrt((1 - counted) * squares) / values.sum(1)
+    return result

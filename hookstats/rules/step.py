@@ -222,7 +222,7 @@ class Step:
         return self._columns.bins
 
     def blocks(self, chosen: Mask) -> tuple[Counts, Counts]:
-        """Counts of blocks, of these sites ``[n]``: the ids that have some ``[k]``, counts ``[k, 296]``.
+        """Counts of blocks, of these sites ``[n]``: the ids that have some ``[k]``, counts ``[k, 576]``.
 
         Of the values as they were measured, see `Columns.blocks`.
         """

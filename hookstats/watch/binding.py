@@ -28,7 +28,6 @@ from hookstats.watch.memory import Entry, Rows, SiteState, Store, accumulate
 from hookstats.watch.skipping import Captured, Problem, Skipping, said_of
 from hookstats.watch.wrappers import is_a_mere_shape, is_wrapper, note_sharding, note_sharding_of, part_here
 
-_HOST = torch.device("cpu")
 _Hook = TypeVar("_Hook", bound=Hook)
 MOST_PARTS = 128  # of one module's container; 64 layers' keys and values are as many
 
@@ -62,7 +61,7 @@ class SiteBinder:
 
     def span_of_a_hook(self) -> contextlib.AbstractContextManager[None]:
         """Around what a hook does in Python."""
-        return self.store.flags.span(_HOST, calls=1)
+        return self.store.flags.span(calls=1)
 
     def measures_now(self) -> bool:
         """Whether a forward that runs now is measured."""

@@ -71,10 +71,10 @@ class Flags:
         self._devices[device] = flag
         setattr(self.in_graphs, flag_name(flag.device), flag)
 
-    def span(self, device: torch.device, calls: int = 0) -> AbstractContextManager[None]:
+    def span(self, calls: int = 0) -> AbstractContextManager[None]:
         """Around what hookstats does in Python in a step that is timed: `calls` of hooks, or something else."""
         times = self.enabled.times
-        return nullcontext() if times is None else times.span(str(device), calls)
+        return nullcontext() if times is None else times.span(calls)
 
     def is_open(self) -> bool:
         """Whether what runs now is measured. What a CUDA graph captures is: in a replay the device's flag decides."""

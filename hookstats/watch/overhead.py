@@ -1,4 +1,4 @@
-"""What hookstats itself takes of a training step. Found on a few steps, with events on a GPU; waits for nothing."""
+"""What hookstats itself takes of a training step, by the host's clock; whole steps by a GPU's. Waits for nothing."""
 
 from __future__ import annotations
 
@@ -28,16 +28,15 @@ class Overhead(NamedTuple):
 
     ``measured_host``, ``skipped_host``: what hookstats' hooks (and torch's calls of them) and `Monitor.step` take of
     the host, kernels included where they run there; of 16 measured steps (the first eight, then each eighth; the first
-    two steps of the run are not among them), and of the last 32 that were skipped. ``measured_device``: of a GPU (0
-    without one), from the first to the last kernel of each hook and of closing the step; a step that is skipped
-    launches none. What is inside a compiled graph is not in these.
+    two steps of the run are not among them), and of the last 32 that were skipped. What is inside a compiled graph is
+    not in these.
 
     ``measured_step``, ``skipped_step``: the whole step, from one `Monitor.step` to the next, on the GPU's clock if
-    there is one. Their difference also has what a compiled graph does for hookstats, and the noise of the machine.
+    there is one. Their difference is what kernels take of a GPU, and what a compiled graph does for hookstats, with the
+    noise of the machine: no kernel is timed by itself, because events around it would delay what they measure.
     """
 
     measured_host: float
-    measured_device: float
     skipped_host: float
     measured_step: float
     skipped_step: float
@@ -83,7 +82,7 @@ class Stopwatch:
         """Around `Monitor.step`, which ends a step of this kind and sets the stopwatch for the next one."""
         begun, at = self._begun, time.perf_counter()
         is_timed = self._flags.enabled.times is not None
-        with self._flags.span(self._device):
+        with self._flags.span():
             yield
         self._begun = self._mark()
         if begun is not None and is_timed:
@@ -94,8 +93,6 @@ class Stopwatch:
 
     def begin(self, measured: bool) -> None:
         """The step that begins now is measured, or is not."""
-        for times in self._timed:
-            times.device_us  # noqa: B018  (gives the events back that have come)
         timed = measured and self._begun is not None and self._is_its_turn()
         self._flags.enabled.times = _native.Times() if timed else None
         if self._flags.enabled.times is not None:
@@ -120,7 +117,6 @@ class Stopwatch:
         calls = fmean([float(times.calls) for times in timed] or [float(hooks)])
         return Overhead(
             measured_host=_mean(times.host_us for times in timed) + calls * paused,
-            measured_device=_mean(times.device_us for times in timed),
             skipped_host=_mean(self._closing) + calls * paused,
             measured_step=_mean(after.us_since(before) for before, after in self._ended),
             skipped_step=_mean(after.us_since(before) for before, after in self._skipped),

@@ -396,7 +396,7 @@ class Parameters:
 
     def _timed(self, measure: Callable[..., Any], *args: Any) -> Any:
         """`_carefully`, as a part of what hookstats takes of a step."""
-        with self._store.flags.span(self._device):
+        with self._store.flags.span():
             return self._carefully(measure, *args)
 
     def _carefully(self, measure: Callable[..., Any], *args: Any) -> Any:

@@ -187,4 +187,18 @@ MUTANTS = [
         "begin = 0",
         "tests/calibration/test_experts.py -k 'row_by_row and grouped'",
     ),
+    Mutant(
+        "where all blocks are counted, there is an error",
+        "hookstats/rules/blocks.py",
+        "(1 - counted) * squares",
+        "squares",
+        "tests/numbers/test_block_formats.py -k what_mx_formats_lose",
+    ),
+    Mutant(
+        "the values of a block are taken for independent ones",
+        "hookstats/rules/blocks.py",
+        "BLOCK_GROUPS / (BLOCK_GROUPS - 1) * (off**2).sum(1)",
+        "share * (1 - share) * values.sum(1)",
+        "tests/numbers/test_block_formats.py -k standard_error",
+    ),
 ]

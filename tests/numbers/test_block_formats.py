@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -114,6 +115,7 @@ def test_what_mx_formats_lose_is_exact(kind: str, format: str, dim: int) -> None
     found = fit_of(x, format, dim)
     expected = share_lost(x, format, dim)
     assert found.lost == (pytest.approx(expected, rel=1e-12), pytest.approx(expected, rel=1e-12))
+    assert found.standard_error == 0
     assert (found.nonfinite > 0) == (kind == "poisoned")
 
 
@@ -226,6 +228,58 @@ def test_a_format_needs_blocks_of_its_size() -> None:
             rules.fit(measured(x, histogram=bins), "mxfp4")
     with pytest.raises(ValueError, match=r"format: expected one of float16, .*mxfp8_e4m3.*nvfp4; got 'fp4'"):
         rules.fit(measured(x), "fp4")
+
+
+def large() -> dict[str, Callable[[torch.Generator], torch.Tensor]]:
+    """Tensors of which some blocks are counted, of many kinds."""
+
+    def normal(g: torch.Generator, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=g)
+
+    def spread(g: torch.Generator, by: torch.Tensor) -> torch.Tensor:
+        return normal(g, 500, 256) * torch.exp2(by * normal(g, 500, 256))
+
+    def with_outliers(g: torch.Generator) -> torch.Tensor:
+        x = normal(g, 500, 256)
+        x[:, torch.randperm(256, generator=g)[:3]] *= 200
+        return x
+
+    return {
+        "all alike": lambda g: normal(g, 500, 256),
+        "each row of its scale": lambda g: normal(g, 500, 256) * torch.exp2(8 * normal(g, 500, 1)),
+        "each row of its spread": lambda g: spread(g, 3 * normal(g, 500, 1)),
+        "some rows alone": lambda g: spread(g, 4.0 * (torch.rand(500, 1, generator=g) < 0.1)),
+        "each column of its spread": lambda g: spread(g, 3 * normal(g, 1, 256)),
+        "rising from row to row": lambda g: spread(g, torch.linspace(0, 4, 500)[:, None]),
+        "outlier channels": with_outliers,
+        "two thirds of the blocks": lambda g: spread(g, 3 * normal(g, 500, 1))[:190],
+        "one row": lambda g: spread(g, torch.tensor(2.0)).view(1, -1)[:, :99_991],
+        "narrow": lambda g: spread(g, 3 * normal(g, 500, 1))[:, :40].repeat(8, 1),
+    }
+
+
+@pytest.mark.parametrize(("format", "dim"), [("mxfp4", -1), ("mxfp4", 0), ("mxfp8_e4m3", -1)])
+def test_the_standard_error_is_how_far_samples_are_off(format: str, dim: int) -> None:
+    generator, off = torch.Generator().manual_seed(0), dict[str, Array]()
+    for kind, make in large().items():
+        found = []
+        for _ in range(10):
+            x = make(generator)
+            fit = fit_of(x, format, dim)
+            assert 0 < fit.standard_error < 0.02
+            found.append((fit.lost[0] - share_lost(x, format, dim)) / fit.standard_error)
+        off[kind] = np.sqrt(np.mean(np.square(found)))
+    del off["one row"]  # along the other dimension, blocks of one value, of which none is lost
+    assert 0.7 < np.sqrt(np.mean(np.square(list(off.values())))) < 1.5  # 1.18, were all groups' means normal
+    assert format == "mxfp8_e4m3" or all(0.3 < each < 2.5 for each in off.values()), off
+
+
+def test_a_sample_in_which_nothing_is_lost_is_no_proof() -> None:
+    x = torch.ones(2000, 64)
+    found = fit_of(x, "mxfp4")
+    assert found.lost == (0, 0)
+    assert found.standard_error == pytest.approx(math.sqrt(1 - 1024 / 4000) / (1024 * 32))
+    assert fit_of(x[:512], "mxfp4").standard_error == 0
 
 
 def test_tensors_of_zeros_alone_are_left_out() -> None:

@@ -332,7 +332,7 @@ def test_a_run_of_one_step_and_one_site_has_a_page(chromium: Browser, tmp_path: 
 def test_no_more_than_a_whole_step_is_said_to_be_taken(
     host: float, said: str | None, chromium: Browser, recorded: Recorded, tmp_path: Path
 ) -> None:
-    overhead = {"measured_host": host, "measured_device": 0.0, "measured_step": 10.0}
+    overhead = {"measured_host": host, "measured_step": 10.0}
     chromium.open(write(replace(recorded, settings={"overhead": overhead}), tmp_path / "page.html"))
     facts = text(chromium, "#facts")
     assert ("Taken" in facts) == (said is not None)

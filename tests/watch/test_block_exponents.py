@@ -35,7 +35,7 @@ def batch(seed: int = 0) -> torch.Tensor:
 
 
 def blocks_of(snapshot: Snapshot, site: Site) -> Array:
-    """The 296 counters."""
+    """The 576 counters."""
     raw = snapshot[site]._histogram
     assert raw is not None
     return raw[512:]
@@ -75,7 +75,7 @@ def test_outputs_parameters_and_their_gradients_count_blocks(name: str) -> None:
         np.testing.assert_array_equal(blocks_of(snapshot, site), counted(matrix(tensor), name), str(site))
     kinds = {site.tensor for site in snapshot.order}
     assert kinds == {*ALL}
-    assert all(blocks_of(snapshot, site)[40:].sum() > 0 for site in snapshot.order)
+    assert all(blocks_of(snapshot, site)[320:].sum() > 0 for site in snapshot.order)
 
 
 @pytest.mark.parametrize("name", BINS)
@@ -150,7 +150,7 @@ def test_a_record_keeps_blocks_and_its_page_shows_what_formats_lose(tmp_path: Pa
     said = record["precision"]["blocks"]
     assert (said["size"], said["dim"], list(said["formats"])) == (32, -1, ["mxfp8_e4m3", "mxfp8_e5m2", "mxfp4"])
     sites = [Site(*site) for site in record["sites"]]
-    expected = {each.site: each.lost for each in fit(steps[-1], "mxfp4")}
+    expected = {each.site: (*each.lost, each.standard_error) for each in fit(steps[-1], "mxfp4")}
     for row, shares in zip(record["precision"]["rows"], said["formats"]["mxfp4"], strict=True):
         assert shares == pytest.approx(expected[sites[row[0]]], rel=1e-2)
     without, _ = contents(Recorded.of(_records(tmp_path / "other", ExponentBins())[0]))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,7 +12,6 @@ from torch import nn
 import hookstats
 from hookstats import _native
 from hookstats.watch import overhead
-from hookstats.watch.flags import Flags
 from tests.models import Containers
 
 
@@ -40,7 +37,6 @@ def test_every_part_is_known_after_a_few_steps() -> None:
     mon = hookstats.attach(model, every=2)
     run(model, mon, 8)
     found = mon.overhead()
-    assert found.measured_device == 0  # of the CPU: its kernels are in the host's part
     assert 0 < found.skipped_host < math.inf
     assert 0 < found.measured_host < math.inf
     assert 0 < found.measured_step < math.inf
@@ -86,7 +82,7 @@ def test_the_parts_of_a_step_are_of_the_steps_that_the_whole_is_of(monkeypatch: 
 
 
 class SlowTimes:
-    calls, device_us = 5, 0.0
+    calls = 5
 
     def __init__(self, host_us: float) -> None:
         self.host_us = host_us
@@ -124,27 +120,6 @@ def test_what_happens_in_backward_and_in_the_optimizer_is_in_it(monkeypatch: pyt
     assert seen == sorted(set(seen))  # more after each of them
 
 
-def test_what_the_end_of_a_step_takes_of_a_device_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of spans inside others the host's time is counted once, but each has a pair of events."""
-    depths: list[int] = []
-    open_now: list[torch.device] = []
-    span = Flags.span
-
-    @contextlib.contextmanager
-    def noted(flags: Flags, device: torch.device, calls: int = 0) -> Iterator[None]:
-        with span(flags, device, calls):
-            open_now.append(device)
-            depths.append(len(open_now))
-            yield
-            open_now.pop()
-
-    monkeypatch.setattr(Flags, "span", noted)
-    model = network()
-    mon = hookstats.attach(model, tensors=("param", "param_update", "param_sample", "update_sample"), every=1)
-    run(model, mon, 4, torch.optim.SGD(model.parameters(), lr=1e-3))
-    assert set(depths) == {1}
-
-
 def test_what_is_in_containers_and_what_inputs_take_is_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
     times = _native.Times
@@ -168,7 +143,7 @@ def test_asking_changes_no_statistic() -> None:
 
 
 @pytest.mark.gpu
-def test_kernels_on_a_gpu_take_device_time_and_nothing_waits() -> None:
+def test_steps_are_timed_on_a_gpu_and_nothing_waits() -> None:
     model = network().cuda()
     mon = hookstats.attach(model, every=1)
     x = torch.ones(8, 16, device="cuda")
@@ -182,7 +157,7 @@ def test_kernels_on_a_gpu_take_device_time_and_nothing_waits() -> None:
         torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
     found = mon.overhead()
-    assert 0 < found.measured_device < found.measured_step
+    assert 0 < found.measured_step < math.inf
 
 
 def test_no_time_is_told_between_two_streams() -> None:

@@ -42,9 +42,9 @@ function showHead() {
   if (record.times) facts.push(["Recorded", at(record.times[0]), record.times[1] > record.times[0] ? `for ${lasted(record.times[1] - record.times[0])}` : ""]);
   facts.push(["Measured", said(record.values) + " values", `${count(record.readings)} readings`]);
   if (settings.state_bytes > 0) facts.push(["Cost", `${say(settings.state_bytes / 2 ** 20, 2)} MB of state`, settings.dropped > 0 ? `${many(settings.dropped, "step")} dropped` : "no step dropped"]);
-  const took = settings.overhead, share = took && 100 * (took.measured_host + took.measured_device) / took.measured_step;
+  const took = settings.overhead, share = took && 100 * took.measured_host / took.measured_step;
   // Above 100 it says no more than that the machine was busier in the few steps that were timed.
-  if (share >= 0 && share <= 100) facts.push(["Taken", `${say(share, 2)} % of a measured step`, took.skipped_step > 0 ? `${say(100 * took.skipped_host / took.skipped_step, 2)} % of any other` : ""]);
+  if (share >= 0 && share <= 100) facts.push(["Taken", `${say(share, 2)} % of a measured step`, `on the host${took.skipped_step > 0 ? `, ${say(100 * took.skipped_host / took.skipped_step, 2)} % of any other` : ""}`]);
   if (record.other) facts.push(["Compared with", shortened(record.other.name, 40), `${many(record.other.steps, "step")} in common`]);
   byId("facts").replaceChildren(...facts.map(([name, value, more]) => node("div", {}, node("dt", {}, name), node("dd", {}, value), more ? node("dd", { class: "muted" }, more) : null)));
 }
@@ -141,19 +141,19 @@ function showPrecision() {
     const row = precision.rows[i];
     return [node("span", {}, siteLink(row[0], precision.step), ` ${wordsOf(record.sites[row[0]][1])}`), node("span", {}, ...octave(row[1]), " to ", ...octave(row[2] + 1)),
       share(row[3] + row[4]), share(row[6]), node("span", {}, ...octave(row[5])), share(row[7] + row[8]), share(row[10]), share(row[11] + row[12]),
-      ...blockNames.map((name) => { const lost = blocks.formats[name][i]; return lost ? share(lost[1], lost[0]) : node("span", { class: "muted" }, "–"); })];
+      ...blockNames.map((name) => { const lost = blocks.formats[name][i]; return lost ? share(lost[1], lost[0], lost[2]) : node("span", { class: "muted" }, "–"); })];
   });
   const along = blocks && (blocks.dim === -1 ? "the last dimension" : "the other dimensions");
   fill("precision",
     node("p", { class: "about" }, `Share of the values at step ${count(precision.step)} that a format cannot hold: too small, and become zero, or too large. “Scaled”: after multiplying by the power of two that brings the largest value just below the format's.`,
-      blocks ? ` Of ${blockNames.join(", ")}: what becomes zero with a scale for each block of ${blocks.size} values along ${along}.` : "", " More than one per cent is set in bold."),
+      blocks ? ` Of ${blockNames.join(", ")}: what becomes zero with a scale for each block of ${blocks.size} values along ${along}; after ±, the standard error where not all blocks were counted.` : "", " More than one per cent is set in bold."),
     ...table(["site", "values", "e4m3", "e4m3 scaled", "scale", "e5m2", "e5m2 scaled", "fp16", ...blockNames], rows));
 }
 
-// On a ground that tells its size, from a ten thousandth to all; where bounds are apart, both.
-function share(most, least = most) {
+// On a ground that tells its size, from a ten thousandth to all; where bounds are apart, both; with a standard error.
+function share(most, least = most, error = 0) {
   const size = Math.min(Math.max(1 + Math.log10(most) / 4, 0), 1);
-  const text = least === most ? percent(most) : `${percent(least).replace(" %", "")} to ${percent(most)}`;
+  const text = (least === most ? percent(most) : `${percent(least).replace(" %", "")} to ${percent(most)}`) + (error ? ` ± ${percent(error)}` : "");
   const made = node("span", { class: `share${most > 0.01 ? " strong" : most === 0 ? " muted" : ""}` }, text);
   if (size > 0) {
     made.style.background = `rgb(${diverging(size).map(Math.round).join(" ")})`;
