@@ -24,7 +24,7 @@ def main(words: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.stress", description=__doc__)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--loops", type=int, default=4, help="processes that only compute")
-    parser.add_argument("--workers", type=int, default=min(8, 3 * len(os.sched_getaffinity(0)) // 2))
+    parser.add_argument("--workers", type=int, default=min(16, 3 * len(os.sched_getaffinity(0))))
     options, given = parser.parse_known_args(words)
     suite = ["-q", "-n", str(options.workers), "--dist", "worksteal", "-p", "no:benchmark", *given]
     loops = [subprocess.Popen([sys.executable, "-c", BUSY, str(os.getpid())]) for _ in range(options.loops)]
