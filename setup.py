@@ -286,8 +286,8 @@ else:
     major, minor = torch.__version__.split(".")[:2]
     glue = CppExtension(
         f"hookstats._glue.torch{major}_{minor}._C",
-        sources=[str(source) for source in sorted(Path("csrc").glob("*.cpp"))],
-        depends=[str(header) for header in sorted(Path("csrc").glob("*.h"))],
+        sources=["csrc/glue.cpp", "csrc/hook.cpp", "csrc/module.cpp"],
+        depends=[str(each) for each in sorted([*Path("csrc").glob("*.h"), *Path("csrc").glob("*.cpp")])],
         extra_compile_args={"cxx": CXX_FLAGS},
         extra_link_args=list(LIBRARIES),
     )

@@ -17,17 +17,18 @@
 #include "ops.h"
 
 namespace hookstats {
-namespace {
 
-struct Memory {
+struct HostMemory {
   at::DataPtr data;
   size_t bytes;
 };
 
+namespace {
+
 // The system makes fresh memory page by page, when it is first written, which takes longer than copying. Large pages,
 // where there are any, are a few hundred times fewer.
-std::shared_ptr<Memory> allocate(size_t bytes) {
-  auto memory = std::make_shared<Memory>(Memory{c10::GetCPUAllocator()->allocate(bytes), bytes});
+std::shared_ptr<HostMemory> allocate(size_t bytes) {
+  auto memory = std::make_shared<HostMemory>(HostMemory{c10::GetCPUAllocator()->allocate(bytes), bytes});
 #if defined(__linux__)
   constexpr uintptr_t kLargePage = 2 << 20;
   const auto first = reinterpret_cast<uintptr_t>(memory->data.get());
@@ -53,10 +54,10 @@ void for_each_piece(int64_t bytes, const Body& body) {
 
 struct Copies::Spares {
   std::mutex mutex;
-  std::vector<std::shared_ptr<Memory>> of_block;
+  std::vector<std::shared_ptr<HostMemory>> of_block;
 
   // The spare of a block, in whose place is the other.
-  std::shared_ptr<Memory> exchange(size_t block, std::shared_ptr<Memory> other) {
+  std::shared_ptr<HostMemory> exchange(size_t block, std::shared_ptr<HostMemory> other) {
     const std::lock_guard<std::mutex> lock(mutex);
     if (block >= of_block.size()) of_block.resize(block + 1);
     return std::exchange(of_block[block], std::move(other));

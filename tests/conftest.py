@@ -21,7 +21,7 @@ import hookstats
 from hookstats import _native
 from hookstats.numbers import fields
 from tests import reference
-from tests.guarded import guarded_copy, guarded_zeros
+from tests.guarded import guarded_copy, guarded_zeros, with_lazy_bits
 from tests.order import dealt
 
 ROOT = Path(__file__).parent.parent
@@ -258,7 +258,7 @@ class Backend:
         words = torch.zeros(-(-len(content) // 16) * 2, dtype=torch.int64, device=self.device)
         words.view(torch.uint8)[: len(content)] = content.to(self.device)
         there = torch.as_strided(words.view(x.dtype), x.shape, x.stride(), x.storage_offset())
-        return there.conj() if x.is_conj() else there
+        return with_lazy_bits(there, x)
 
 
 @pytest.fixture(params=BACKENDS)

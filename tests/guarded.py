@@ -28,7 +28,13 @@ def guarded_copy(x: torch.Tensor) -> torch.Tensor:
     memory = _memory_before_a_wall(len(content))
     memory.copy_(content)
     there = torch.empty(0, dtype=x.dtype).set_(memory.untyped_storage(), x.storage_offset(), x.shape, x.stride())
-    return there.conj() if x.is_conj() else there
+    return with_lazy_bits(there, x)
+
+
+def with_lazy_bits(there: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """`there`, which has the memory's content, seen as `x` sees it: conjugated, negated."""
+    there = there.conj() if x.is_conj() else there
+    return torch._neg_view(there) if x.is_neg() else there
 
 
 def guarded_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

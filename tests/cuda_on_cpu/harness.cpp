@@ -1,19 +1,8 @@
-// The operators of csrc as one unit, and the switches of the harness: torch's headers take most of the time of each
-// file, and are read once. The kernels are in kernels.cpp.
+// The operators of csrc, and the switches of the harness. The kernels are in kernels.cpp.
 
-#include "ops.cpp"
-
-#include "batch.cpp"
-#include "checksums.cpp"
-#include "copies.cpp"
 #include "cuda_runtime.h"
-#include "inputs.cpp"
-#include "samples.cpp"
-#include "scratch.cpp"
-#include "softmax_rows.cpp"
-#include "streams.cpp"
+#include "glue.cpp"
 #include "switches.h"
-#include "totals.cpp"
 
 void* hookstats::imitated_stream = nullptr;
 int hookstats::imitated_device = 0;
