@@ -125,9 +125,10 @@ void clear(const std::vector<at::Tensor>& blocks) {
 }
 
 void give_away(const std::vector<at::Tensor>& blocks) {
-  if (blocks.empty() || blocks[0].is_cpu()) return;
+  if (blocks.empty()) return;
   const auto device = blocks[0].device();
   const Closing closing(device);
+  if (device.is_cpu()) return;
   const auto here = c10::impl::getDeviceGuardImpl(device.type())->getStream(device);
   for (const at::Tensor& block : blocks) block.record_stream(here);
 }
