@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
@@ -122,6 +123,15 @@ void clear(const std::vector<at::Tensor>& blocks) {
   clear_on_gpu(blocks);
   if (closing) closing->end();
   clear_on_cpu(blocks, NoCpuKernel());
+}
+
+void set_flags(const std::vector<at::Tensor>& flags, int64_t value) {
+  const at::AutoDispatchBelowADInplaceOrView no_version;
+  for (const at::Tensor& flag : flags) {
+    const Closing closing(flag.device());
+    flag.fill_(value);
+    closing.end();
+  }
 }
 
 void give_away(const std::vector<at::Tensor>& blocks) {

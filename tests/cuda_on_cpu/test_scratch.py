@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hookstats import _native
+from hookstats.watch.flags import Flags
 from tests.conftest import DTYPES, Backend, State, check
 from tests.cuda_on_cpu.test_other_gpus import A100
 from tests.kernels.test_kernels import LAYOUTS, normal
@@ -226,6 +228,32 @@ def test_closings_come_behind_one_that_gives_memory_away(imitated: Backend) -> N
     ops.use_stream(264)
     ops.close_step([])
     assert ops.order()[0] == "wait 264 behind 263"
+
+
+def test_what_switches_measuring_on_and_off_is_written_inside_of_a_closing(
+    imitated: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ops, x = imitated.ops, normal(8, 8).float()
+    monkeypatch.setattr(_native, "set_flags", ops.set_flags)
+    flags = Flags()
+    version = flags.host._version
+    for value in (True, False):
+        begin_on(imitated, 265, 266)
+
+        class Watching(TorchDispatchMode):
+            def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                if "fill_" in str(function):
+                    assert ops.order()[-2:] == ["wait 266 behind 265", "record 266"]
+                return function(*args, **(kwargs or {}))
+
+        with Watching():
+            flags.value = value
+        assert ops.order() == ["record 266"]
+        assert int(flags.host) == value
+        ops.use_stream(265)
+        imitated.accumulate(x, 1)
+        assert ops.order() == ["wait 265 behind 266", "launch 265"]
+    assert flags.host._version == version
 
 
 def test_a_launch_comes_behind_the_last_one_of_one_site(imitated: Backend) -> None:
