@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
@@ -125,10 +126,20 @@ void clear(const std::vector<at::Tensor>& blocks) {
   clear_on_cpu(blocks, NoCpuKernel());
 }
 
+void set_flags(const std::vector<at::Tensor>& flags, int64_t value) {
+  const at::AutoDispatchBelowADInplaceOrView no_version;
+  for (const at::Tensor& flag : flags) {
+    const Closing closing(flag.device());
+    flag.fill_(value);
+    closing.end();
+  }
+}
+
 void give_away(const std::vector<at::Tensor>& blocks) {
-  if (blocks.empty() || blocks[0].is_cpu()) return;
+  if (blocks.empty()) return;
   const auto device = blocks[0].device();
   const Closing closing(device);
+  if (device.is_cpu()) return;
   const auto here = c10::impl::getDeviceGuardImpl(device.type())->getStream(device);
   for (const at::Tensor& block : blocks) block.record_stream(here);
 }

@@ -198,8 +198,8 @@ struct Stream {
 const char* launch_on(Launch& launch, const Stream& stream, const int32_t* active, int64_t doubles = kScratchDoubles,
                       int64_t counters = kScratchCounters);
 
-// Around what reads and clears the memory of monitors on a stream: it comes behind the launches on all streams so far,
-// and later launches on them come behind it.
+// Around what reads, clears, switches on or gives away the memory of monitors on a stream: it comes behind the launches
+// on all streams so far and behind all closings before, and later launches and closings come behind it.
 const char* begin_closing(const Stream& stream);
 const char* end_closing(const Stream& stream);
 
@@ -218,6 +218,7 @@ struct Many {
   bool packed;
   int64_t tensors, blocks = 0;
   std::vector<unsigned char> table = {};  // the caller puts a copy into the device's memory
+  std::vector<const void*> sites = {};    // the State.counters of each
   int64_t partials = 0, arrivals = 0;     // of the scratch of its launch
 };
 

@@ -131,6 +131,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("take", &Copies::take, py::call_guard<py::gil_scoped_release>())
       .def("give_up_spares", &Copies::give_up_spares);
   m.def("clear", &clear, py::call_guard<py::gil_scoped_release>());
+  m.def("set_flags", &set_flags, py::call_guard<py::gil_scoped_release>());
   m.def("give_away", &give_away, py::call_guard<py::gil_scoped_release>());
   m.def("load_kernels", [](const std::string& device, const std::vector<int64_t>& dtypes, int64_t kind) {
     load_kernels(at::Device(device), dtypes, kind);

@@ -15,7 +15,7 @@
 namespace hookstats {
 namespace {
 
-// Two threads may run through one site. The CUDA kernels are ordered by their stream instead.
+// Two threads may run through one site. CUDA kernels are ordered on their streams instead.
 std::array<std::mutex, 64> cpu_locks;
 
 std::mutex& cpu_lock(const State& state) {

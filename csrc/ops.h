@@ -77,8 +77,8 @@ class MadeOn {
   std::shared_ptr<c10::Event> event_;
 };
 
-// Around what reads, clears or gives away memory of monitors on the current stream, so that it comes behind launches on
-// other streams, and later ones behind it.
+// Around what reads, clears, switches on or gives away memory of monitors on the current stream, so that it comes
+// behind launches on other streams, and later ones behind it.
 class Closing {
  public:
   explicit Closing(at::Device device);
@@ -124,6 +124,10 @@ void clear_on_gpu(const std::vector<at::Tensor>& blocks);
 
 // Makes blocks of state, all on one device, zero between two kernels.
 void clear(const std::vector<at::Tensor>& blocks);
+
+// Writes what says whether kernels measure: launches so far find what it was, on any stream, and later ones this. The
+// flags' versions stay: compiled graphs keep them for their backward, which is not to refuse them for having changed.
+void set_flags(const std::vector<at::Tensor>& flags, int64_t value);
 
 // Before blocks of state, all on one device, are freed: others get the memory behind the launches on all streams.
 void give_away(const std::vector<at::Tensor>& blocks);

@@ -149,6 +149,8 @@ has_no_data = _C.has_no_data
 # it.
 Copies = _C.Copies
 clear = _C.clear  # clear(blocks): makes them zero between two kernels
+# set_flags(flags, value): launches so far find what they were, on any stream, and later ones this. Versions stay.
+set_flags = _C.set_flags
 # give_away(blocks), before blocks of state are freed: others get the memory behind the launches on all streams.
 give_away = _C.give_away
 

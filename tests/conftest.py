@@ -134,8 +134,9 @@ def load_harness() -> Any:
     """torch.ops namespace in which CPU tensors go to the CUDA kernels, run on the CPU (tests/cuda_on_cpu)."""
     sources = ["tests/cuda_on_cpu/harness.cpp", "tests/cuda_on_cpu/kernels.cpp"]
     package = Path(hookstats.__file__).parent  # the CPU's kernels are those of the package, which is built
-    # Ends the process at an access past an array of a thread's own; tests/guarded.py does so for tensors.
-    sanitized = ["-fsanitize=bounds", "-fno-sanitize-recover=bounds"]
+    # Ends the process at an access past an array of a thread's own (tests/guarded.py does so for tensors), and at one
+    # that is not aligned.
+    sanitized = ["-fsanitize=bounds,alignment", "-fno-sanitize-recover=bounds,alignment"]
     build = ROOT / "build" / f"cuda_on_cpu-{torch.__version__}"
     build.mkdir(parents=True, exist_ok=True)
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])

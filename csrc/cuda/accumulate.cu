@@ -11,6 +11,9 @@ cudaError_t load_as(HistogramKind kind, int device);
 
 const char* accumulate(const Input& input, const State& state, const Launch& to) {
   if (const auto error = cudaSetDevice(to.device)) return message(error);
+  const void* site = state.counters;
+  const InTurn turn(to, &site, 1);
+  if (turn.problem) return turn.problem;
   return with_dtype(
       input.dtype, [&](auto value) { return message(launched(accumulate_as<decltype(value)>(input, state, to), to)); });
 }

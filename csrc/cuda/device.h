@@ -6,6 +6,7 @@
 
 #include <atomic>
 #include <cstdlib>
+#include <mutex>
 
 #include "../kernels.h"
 
@@ -146,6 +147,17 @@ inline cudaError_t launched(cudaError_t error, const Launch& to) {
   if (error != cudaSuccess || !to.launched) return error;
   return cudaEventRecord(static_cast<cudaEvent_t>(to.launched), static_cast<cudaStream_t>(to.stream));
 }
+
+// Around a launch on sites, the State.counters of each: it comes behind their last launch, where that was on another
+// stream, and no other thread launches on them meanwhile. Which launches a capture records is not looked at.
+class InTurn {
+ public:
+  InTurn(const Launch& launch, const void* const* sites, size_t count);
+  const char* problem = nullptr;  // text: what CUDA said
+
+ private:
+  std::unique_lock<std::mutex> lock_;
+};
 
 // Two float32, which newer GPUs add and multiply with one instruction, each rounded as alone.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000

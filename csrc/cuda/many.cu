@@ -158,6 +158,7 @@ Many plan_many(const std::vector<Input>& inputs, const std::vector<State>& state
     many.partials += job.partials();
     many.arrivals += job.arrivals();
     tasks.push_back(task);
+    many.sites.push_back(states[i].counters);
   }
   many.blocks = int64_t(task_of_block.size());
   const auto append = [&](const auto& items) {
@@ -171,6 +172,8 @@ Many plan_many(const std::vector<Input>& inputs, const std::vector<State>& state
 
 const char* accumulate(const Many& many, const void* table, const void* const* data, const Launch& to) {
   if (const auto error = cudaSetDevice(to.device)) return message(error);
+  const InTurn turn(to, many.sites.data(), many.sites.size());
+  if (turn.problem) return turn.problem;
   switch (many.dtype) {
 #define HOOKSTATS_CASE(name, type, aten) \
   case Dtype::name:                      \

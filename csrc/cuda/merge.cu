@@ -103,6 +103,9 @@ const char* merge(const State& into, const State& from, const Launch& to) {
   const int64_t blocks = fold ? 1 : (items + kThreads - 1) / kThreads;
   const dim3 grid(unsigned(blocks < kBlocks ? blocks : kBlocks));
   if (const auto error = cudaSetDevice(to.device)) return message(error);
+  const void* const sites[] = {into.counters, from.counters};
+  const InTurn turn(to, sites, 2);
+  if (turn.problem) return turn.problem;
   return message(launched(launch(merge_kernel, grid, dim3(kThreads), fold ? kThreads * sizeof(Sample) : 0,
                                  static_cast<cudaStream_t>(to.stream), into, from),
                           to));

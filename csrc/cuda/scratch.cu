@@ -13,7 +13,9 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
+#include <unordered_map>
 #include <utility>
 
 #include "fold.h"
@@ -46,6 +48,7 @@ struct Device {
   std::mutex mutex;
   unsigned long long* clock = nullptr;
   std::map<StreamAndCapture, Use> uses;
+  std::unordered_map<const void*, void*> last_on;  // by site: the stream of its last launch since the last closing
   unsigned long long closings = 0;
   void* closer = nullptr;  // the stream of the last one
   cudaEvent_t closed = nullptr;
@@ -144,16 +147,33 @@ Piece take_from_graphs(Device& device, int64_t doubles, int64_t count) {
   return {};
 }
 
-// Puts what follows on a stream behind the last closing.
-const char* follow_closing(Device& device, Use& use, const Stream& stream) {
-  if (use.closings == device.closings) return nullptr;
-  if (device.closer != stream.handle) {
-    if (const auto error = cudaSetDevice(stream.device)) return message(error);
-    const auto error = cudaStreamWaitEvent(static_cast<cudaStream_t>(stream.handle), device.closed, 0);
+// Puts what follows on a stream behind what was launched on another one, of which this is the use.
+const char* follow(void* stream, void* other, const Use& use) {
+  if (use.stays) {
+    if (capture_on(other)) return nullptr;  // before a capture, what came before was waited for
+    const auto error = cudaEventRecord(use.event, static_cast<cudaStream_t>(other));
     if (error != cudaSuccess) return message(error);
   }
-  use.closings = device.closings;
-  return nullptr;
+  return message(cudaStreamWaitEvent(static_cast<cudaStream_t>(stream), use.event, 0));
+}
+
+// The same behind the last closing, and so behind all of them.
+const char* follow_closing(const Device& device, const Stream& stream) {
+  if (device.closings == 0 || device.closer == stream.handle) return nullptr;
+  if (const auto error = cudaSetDevice(stream.device)) return message(error);
+  return message(cudaStreamWaitEvent(static_cast<cudaStream_t>(stream.handle), device.closed, 0));
+}
+
+// What comes behind this closing from now on, comes behind all that is on its stream so far.
+const char* record_closing(Device& device, const Stream& stream) {
+  if (const auto error = cudaSetDevice(stream.device)) return message(error);
+  if (!device.closed) {
+    const auto error = cudaEventCreateWithFlags(&device.closed, cudaEventDisableTiming);
+    if (error != cudaSuccess) return message(error);
+  }
+  device.closer = stream.handle;
+  ++device.closings;
+  return message(cudaEventRecord(device.closed, static_cast<cudaStream_t>(stream.handle)));
 }
 
 // Gives scratch of this size to a stream, or to a capture on it.
@@ -217,7 +237,10 @@ const char* launch_on(Launch& launch, const Stream& stream, const int32_t* activ
       const auto found = device.uses.find(key);
       if (found != device.uses.end() && found->second.piece.fits(doubles, counters)) {
         Use& use = found->second;
-        if (const char* problem = capture ? nullptr : follow_closing(device, use, stream)) return problem;
+        if (!capture && use.closings != device.closings) {
+          if (const char* problem = follow_closing(device, stream)) return problem;
+          use.closings = device.closings;
+        }
         use.was_used = true;
         launch = {stream.handle,
                   stream.device,
@@ -234,37 +257,44 @@ const char* launch_on(Launch& launch, const Stream& stream, const int32_t* activ
   }
 }
 
+InTurn::InTurn(const Launch& launch, const void* const* sites, size_t count) {
+  static std::mutex mutexes[64];
+  if (launch.capture) return;
+  lock_ = std::unique_lock<std::mutex>(mutexes[reinterpret_cast<uintptr_t>(sites[0]) / sizeof(int64_t) % 64]);
+  Device& device = device_of(launch.device);
+  const std::lock_guard<std::mutex> lock(device.mutex);
+  std::set<void*> others;
+  for (size_t i = 0; i < count; ++i) {
+    void*& last = device.last_on.try_emplace(sites[i], launch.stream).first->second;
+    if (last != launch.stream) others.insert(std::exchange(last, launch.stream));
+  }
+  for (void* other : others) {
+    if (!problem) problem = follow(launch.stream, other, device.uses.at({other, 0}));
+  }
+}
+
+// It is recorded at once, too: who comes behind it later is behind what it waits for, though it should never end.
 const char* begin_closing(const Stream& stream) {
   if (capture_on(stream.handle)) return nullptr;
   Device& device = device_of(stream.device);
   const std::lock_guard<std::mutex> lock(device.mutex);
+  if (device.uses.empty()) return nullptr;  // nothing was launched
   if (const auto error = cudaSetDevice(stream.device)) return message(error);
+  if (const char* problem = follow_closing(device, stream)) return problem;
   for (auto& [key, use] : device.uses) {
     const auto& [handle, capture] = key;
     if (capture || !std::exchange(use.was_used, false) || handle == stream.handle) continue;
-    if (use.stays) {
-      if (capture_on(handle)) continue;  // before a capture, what came before was waited for
-      if (const auto error = cudaEventRecord(use.event, static_cast<cudaStream_t>(handle))) return message(error);
-    }
-    const auto error = cudaStreamWaitEvent(static_cast<cudaStream_t>(stream.handle), use.event, 0);
-    if (error != cudaSuccess) return message(error);
+    if (const char* problem = follow(stream.handle, handle, use)) return problem;
   }
-  return nullptr;
+  device.last_on.clear();
+  return record_closing(device, stream);
 }
 
 const char* end_closing(const Stream& stream) {
   if (capture_on(stream.handle)) return nullptr;
   Device& device = device_of(stream.device);
   const std::lock_guard<std::mutex> lock(device.mutex);
-  if (device.uses.empty()) return nullptr;  // nothing was launched
-  if (const auto error = cudaSetDevice(stream.device)) return message(error);
-  if (!device.closed) {
-    const auto error = cudaEventCreateWithFlags(&device.closed, cudaEventDisableTiming);
-    if (error != cudaSuccess) return message(error);
-  }
-  device.closer = stream.handle;
-  ++device.closings;
-  return message(cudaEventRecord(device.closed, static_cast<cudaStream_t>(stream.handle)));
+  return device.uses.empty() ? nullptr : record_closing(device, stream);
 }
 
 const char* load(Dtype dtype, HistogramKind kind, int device) {

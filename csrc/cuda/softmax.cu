@@ -84,7 +84,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksAtOnce<acc_of<scalar_t>, kKep
     softmax_kernel(const SoftmaxRows rows, acc_of<scalar_t>* out, int team) {
   using acc_t = acc_of<scalar_t>;
   constexpr int kPack = kPackBytes / sizeof(scalar_t);
-  HOOKSTATS_SHARED(char, memory, kThreads * sizeof(Part<acc_t, kKept>));
+  // As doubles, which lie at whole 8 bytes, since shared memory runs no constructor.
+  HOOKSTATS_SHARED(double, memory, kThreads * sizeof(Part<acc_t, kKept>) / sizeof(double));
+  static_assert(alignof(Part<acc_t, kKept>) <= alignof(double));
   auto* parts = reinterpret_cast<Part<acc_t, kKept>*>(memory);
   const int thread = threadIdx.x, member = thread % team;
   const int64_t row = int64_t(blockIdx.x) * (kThreads / team) + thread / team;

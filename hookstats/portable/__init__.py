@@ -40,6 +40,7 @@ def load(kernels: Path, namespace: str = "hookstats", imitates_cuda: bool = Fals
         clear=functools.partial(operators.clear, devices),
         part=operators.part,
         has_no_data=sites.has_no_data,
+        set_flags=functools.partial(operators.set_flags, devices),
         give_away=devices.give_away,
         load_kernels=lambda device, dtypes, kind: devices.load(torch.device(device), dtypes, kind),
         reserve_scratch=lambda device: devices.reserve_scratch(torch.device(device)),

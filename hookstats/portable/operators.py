@@ -388,6 +388,13 @@ def clear(devices: Devices, blocks: Sequence[torch.Tensor]) -> None:
             _make_zero(devices, blocks)
 
 
+def set_flags(devices: Devices, flags: Sequence[torch.Tensor], value: int) -> None:
+    """Launches so far find what they were, on any stream, and later ones this. Versions stay."""
+    for flag in flags:
+        with devices.closing(flag.device), _unsafe_preserve_version_counter(flag):
+            flag.fill_(value)
+
+
 class Copies:
     """Copies of the blocks of a store."""
 

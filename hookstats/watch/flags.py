@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from hookstats import _native
 from hookstats.modules.selection import unwrapped
@@ -88,10 +87,7 @@ class Flags:
     def value(self, value: bool) -> None:
         if value != self._value:
             self._value = value
-            for flag in self._devices.values():
-                # Compiled graphs keep it for their backward, which is not to refuse it for having changed.
-                with _unsafe_preserve_version_counter(flag):
-                    flag.fill_(int(value))
+            _native.set_flags(list(self._devices.values()), int(value))
 
 
 class TrainingOnly:

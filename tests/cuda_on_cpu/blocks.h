@@ -4,9 +4,10 @@
 // barrier, in index order or, under a seed, both blocks and fibers in shuffled order, of which each lets others go on
 // when its copies have come: what then changes was ordered by nothing. It fails on a barrier that not every thread of
 // the block reaches, on a write past a shared array, and on a block that takes more shared memory than the GPU has;
-// shared memory starts out as garbage. An asynchronous copy is done when it is waited for, which must be before its
-// block ends, and must be aligned; other accesses are not checked for that. What is read or written outside of a
-// tensor ends the process (tests/guarded.py). It says nothing about speed, or memory ordering between running blocks.
+// shared memory starts out as garbage, and each array of it is aligned to what it asks for and to no more. An
+// asynchronous copy is done when it is waited for, which must be before its block ends, and must be aligned. Another
+// access that is not ends the process (tests/conftest.py), and so does what is read or written outside of a tensor
+// (tests/guarded.py). It says nothing about speed, or memory ordering between running blocks.
 #pragma once
 
 #include <setjmp.h>
@@ -173,18 +174,18 @@ class Block {
   }
 
   // The same array for every thread of the block: threads ask in the same order.
-  void* shared_array(size_t bytes) {
+  void* shared_array(size_t bytes, size_t alignment) {
     const size_t i = current_->shared_arrays++;
     if (i == arrays_) {  // the first thread
       if (i == shared_.size()) shared_.push_back(std::make_unique<SharedArray>());
-      shared_[arrays_++]->begin(bytes);
+      shared_[arrays_++]->begin(bytes, alignment);
       shared_bytes_ += bytes;
       if (shared_bytes_ > size_t(gpu.shared_memory)) {
         problem_ = "cuda_on_cpu: a block takes " + std::to_string(shared_bytes_) + " bytes of shared memory of " +
                    std::to_string(gpu.shared_memory);
       }
     }
-    return shared_[i]->memory.data();
+    return shared_[i]->first;
   }
 
   static inline Block* current = nullptr;
@@ -193,10 +194,15 @@ class Block {
   struct SharedArray {
     static constexpr size_t kGuard = 64;
     std::vector<unsigned char> memory;
-    void begin(size_t bytes) { memory.assign(bytes + kGuard, 0xA5); }
+    unsigned char *first, *end;
+    void begin(size_t bytes, size_t alignment) {
+      memory.assign(2 * alignment + bytes + kGuard, 0xA5);
+      first = memory.data() + (alignment - reinterpret_cast<uintptr_t>(memory.data())) % (2 * alignment);
+      end = first + bytes;
+    }
     void check() const {
       const auto broken = [](unsigned char c) { return c != 0xA5; };
-      if (std::any_of(memory.end() - kGuard, memory.end(), broken)) {
+      if (std::any_of(end, end + kGuard, broken)) {
         throw std::runtime_error("cuda_on_cpu: a write past the end of a shared array");
       }
     }

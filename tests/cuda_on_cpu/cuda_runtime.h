@@ -180,10 +180,11 @@ inline cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, u
 }
 
 #define HOOKSTATS_SHARED(type, name, count) \
-  type* const name = static_cast<type*>(cuda_on_cpu::Block::current->shared_array(sizeof(type) * (count)))
-#define HOOKSTATS_DYNAMIC_SHARED(name)                                     \
-  HOOKSTATS_SHARED(char, name##_bytes, cuda_on_cpu::dynamic_shared_bytes); \
-  double* const name = reinterpret_cast<double*>(name##_bytes)
+  type* const name =                        \
+      static_cast<type*>(cuda_on_cpu::Block::current->shared_array(sizeof(type) * (count), alignof(type)))
+#define HOOKSTATS_DYNAMIC_SHARED(name) \
+  double* const name =                 \
+      static_cast<double*>(cuda_on_cpu::Block::current->shared_array(cuda_on_cpu::dynamic_shared_bytes, 16))
 
 inline void __syncthreads(int line = __builtin_LINE()) { cuda_on_cpu::Block::current->barrier(line); }
 inline void __threadfence() {}

@@ -64,6 +64,10 @@ void close_step(at::TensorList blocks) {
   closing.end();
 }
 
+void give_away(at::TensorList blocks) { hookstats::give_away(blocks.vec()); }
+
+void set_flags(at::TensorList flags, int64_t value) { hookstats::set_flags(flags.vec(), value); }
+
 void use_one_part(bool use) { cuda_on_cpu::in_one_part = use; }
 int64_t copies() { return cuda_on_cpu::copies; }
 void shuffle(int64_t seed) { cuda_on_cpu::shuffle_seed = unsigned(seed); }
@@ -95,6 +99,8 @@ TORCH_LIBRARY_FRAGMENT(hookstats_cuda_on_cpu, m) {
   m.def("forget_kernels() -> ()", &forget_kernels);
   m.def("load_kernels(int[] dtypes, int kind) -> ()", &load_kernels);
   m.def("close_step(Tensor(a!)[] blocks) -> ()", &close_step);
+  m.def("give_away(Tensor[] blocks) -> ()", &give_away);
+  m.def("set_flags(Tensor(a!)[] flags, int value) -> ()", &set_flags);
   m.def("near_addresses(int inner, int outer_stride, int first, int step, int count) -> int[]",
         &cuda_on_cpu::near_addresses);
 }

@@ -60,6 +60,12 @@ void shared_copy_kernel(int64_t* out) {
   if (copied[0] != int(threadIdx.x % 2)) *out += 1;
 }
 
+// Where an array lies that asks for no alignment.
+void unaligned_kernel(int64_t* out) {
+  HOOKSTATS_SHARED(char, values, 64);
+  if (threadIdx.x == 0) *out = int64_t(reinterpret_cast<uintptr_t>(values) % 2);
+}
+
 void overrun_kernel(int64_t* out) {
   HOOKSTATS_SHARED(char, values, 64);
   values[threadIdx.x + 1] = 1;
@@ -75,6 +81,7 @@ int64_t run_faulty(const std::string& name) {
                       : name == "diverged_barrier" ? diverged_barrier_kernel
                       : name == "missing_barrier"  ? missing_barrier_kernel
                       : name == "shared_copy"      ? shared_copy_kernel
+                      : name == "unaligned"        ? unaligned_kernel
                                                    : overrun_kernel;
   int64_t out = 0;
   hookstats::cuda::launch(kernel, dim3(1), dim3(64), 0, nullptr, &out);

@@ -114,6 +114,10 @@ def test_the_harness_shows_a_missing_barrier(harness: Any) -> None:
     assert harness.run_faulty("missing_barrier") != 64
 
 
+def test_a_shared_array_is_aligned_to_what_it_asks_for_alone(harness: Any) -> None:
+    assert harness.run_faulty("unaligned") == 1
+
+
 def test_the_harness_shows_copies_of_two_threads_to_one_place_when_these_are_shuffled(harness: Any) -> None:
     harness.shuffle(1)
     wrong = harness.run_faulty("shared_copy")

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hookstats import _native
+from hookstats.watch.flags import Flags
 from tests.conftest import DTYPES, Backend, State, check
 from tests.cuda_on_cpu.test_other_gpus import A100
 from tests.kernels.test_kernels import LAYOUTS, normal
@@ -40,6 +42,14 @@ def mean_is_right(backend: Backend, x: torch.Tensor) -> bool:
     except AssertionError:
         return False
     return True
+
+
+def begin_on(backend: Backend, *streams: int) -> None:
+    """From now on they come behind all closings before."""
+    for stream in streams:
+        backend.ops.use_stream(stream)
+        backend.accumulate(normal(8, 8).float(), 1)
+    backend.ops.order()
 
 
 def test_a_stray_arrival_in_one_stream_or_capture_disturbs_no_other_one(imitated: Backend) -> None:
@@ -151,10 +161,11 @@ def test_scratch_is_made_without_an_operator_that_a_python_mode_sees(imitated: B
 
 def test_a_closing_comes_behind_all_streams_in_use_and_later_launches_behind_it(imitated: Backend) -> None:
     ops, x = imitated.ops, normal(8, 8).float()
+    sites: list[State] = []  # none lies where another one was
 
     def launched(stream: int) -> None:
         ops.use_stream(stream)
-        imitated.accumulate(x, 1)
+        sites.append(imitated.accumulate(x, 1))
 
     for stream in (201, 202, 203):
         launched(stream)
@@ -164,7 +175,8 @@ def test_a_closing_comes_behind_all_streams_in_use_and_later_launches_behind_it(
     ops.order()
     ops.use_stream(204)
     ops.close_step([])
-    assert ops.order() == ["record 201", "wait 204 behind 201", "record 204"]
+    behind_all = ["wait 204 behind 202", "record 201", "wait 204 behind 201"]
+    assert ops.order() == [*behind_all, "record 204", "record 204"]  # before it reads, and when it has cleared
     for stream in (204, 201, 201, 205):
         launched(stream)
     assert ops.order() == [
@@ -184,7 +196,116 @@ def test_a_stream_that_may_be_gone_when_a_step_is_closed_is_not_asked_then(imita
     assert ops.order() == ["launch 211", "record 211"]
     ops.use_stream(212)
     ops.close_step([])
-    assert ops.order() == ["wait 212 behind 211", "record 212"]
+    assert "wait 212 behind 211" in ops.order()
+
+
+def test_closings_come_behind_each_other(imitated: Backend) -> None:
+    ops, x = imitated.ops, normal(8, 8).float()
+    ops.use_stream(251)
+    imitated.accumulate(x, 1)
+    ops.use_stream(252)
+    ops.close_step([])
+    for before, stream in ((252, 253), (253, 254), (254, 252), (252, 252)):
+        ops.order()
+        ops.use_stream(stream)
+        ops.close_step([])
+        waits = [f"wait {stream} behind {before}"] if before != stream else []
+        assert ops.order() == [*waits, f"record {stream}", f"record {stream}"]
+
+
+def test_closings_come_behind_one_that_gives_memory_away(imitated: Backend) -> None:
+    ops, x = imitated.ops, normal(8, 8).float()
+    ops.use_stream(261)
+    imitated.accumulate(x, 1)
+    ops.use_stream(262)
+    ops.close_step([])
+    ops.use_stream(261)
+    imitated.accumulate(x, 1)
+    ops.order()
+    ops.use_stream(263)
+    ops.give_away([torch.zeros(1)])
+    assert ops.order() == ["wait 263 behind 262", "record 261", "wait 263 behind 261", "record 263"]
+    ops.use_stream(264)
+    ops.close_step([])
+    assert ops.order()[0] == "wait 264 behind 263"
+
+
+def test_what_switches_measuring_on_and_off_is_written_inside_of_a_closing(
+    imitated: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ops, x = imitated.ops, normal(8, 8).float()
+    monkeypatch.setattr(_native, "set_flags", ops.set_flags)
+    flags = Flags()
+    version = flags.host._version
+    for value in (True, False):
+        begin_on(imitated, 265, 266)
+
+        class Watching(TorchDispatchMode):
+            def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                if "fill_" in str(function):
+                    assert ops.order()[-2:] == ["wait 266 behind 265", "record 266"]
+                return function(*args, **(kwargs or {}))
+
+        with Watching():
+            flags.value = value
+        assert ops.order() == ["record 266"]
+        assert int(flags.host) == value
+        ops.use_stream(265)
+        imitated.accumulate(x, 1)
+        assert ops.order() == ["wait 265 behind 266", "launch 265"]
+    assert flags.host._version == version
+
+
+def test_a_launch_comes_behind_the_last_one_of_one_site(imitated: Backend) -> None:
+    ops, x, state, other = imitated.ops, normal(8, 8).float(), State(8, "none", "cpu"), State(8, "none", "cpu")
+
+    def launched(stream: int, into: State, capture: int = 0) -> list[str]:
+        ops.use_stream(stream, capture)
+        ops.order()
+        imitated.accumulate(x, 1, into=into)
+        order: list[str] = ops.order()
+        return order
+
+    begin_on(imitated, 271, 272, 273)
+    assert launched(271, state) == ["launch 271"]
+    assert launched(272, other) == ["launch 272"]
+    assert launched(272, state) == ["record 271", "wait 272 behind 271", "launch 272"]
+    assert launched(272, state) == ["launch 272"]
+    assert launched(271, other) == ["record 272", "wait 271 behind 272", "launch 271"]
+    assert launched(271, state, 27100) == ["launch 271"]  # what is captured is not looked at
+    assert launched(272, state) == ["launch 272"]
+    ops.use_stream(273)
+    imitated.merge(state, other)
+    assert sorted(order := ops.order())[:2] == ["launch 273", "record 271"]
+    assert {"wait 273 behind 271", "wait 273 behind 272"} < set(order)
+    ops.use_stream(273)
+    ops.close_step([])  # comes behind both, and who comes behind it does
+    assert launched(271, state) == ["wait 271 behind 273", "launch 271"]
+    assert launched(272, other) == ["wait 272 behind 273", "launch 272"]
+
+
+def test_a_launch_comes_behind_the_one_of_one_site_on_a_stream_that_may_be_gone(imitated: Backend) -> None:
+    ops, x, state = imitated.ops, normal(8, 8).float(), State(8, "none", "cpu")
+    ops.use_foreign_streams(True)
+    begin_on(imitated, 281, 282)
+    for stream in (281, 282):
+        ops.use_stream(stream)
+        imitated.accumulate(x, 1, into=state)
+    assert ops.order() == ["launch 281", "record 281", "wait 282 behind 281", "launch 282", "record 282"]
+
+
+def test_a_batch_comes_behind_the_last_launches_of_its_sites(imitated: Backend) -> None:
+    ops, x = imitated.ops, normal(8, 8).float()
+    batch, states = batch_of(imitated, [x] * 4, [0] * 4, "none")
+    begin_on(imitated, 291, 292, 293)
+    ops.use_stream(291)
+    imitated.accumulate(x, 0, into=states[3])
+    ops.use_stream(292)
+    assert batch.accumulate([x] * 4) == []
+    assert ops.order() == ["launch 291", "record 291", "wait 292 behind 291", "launch 292"]
+    ops.use_stream(293)
+    assert batch.accumulate([x] * 4) == []  # of four sites on one stream
+    assert ops.order() == ["record 292", "wait 293 behind 292", "launch 293"]
 
 
 def test_a_launch_in_a_capture_waits_for_no_closing(imitated: Backend) -> None:

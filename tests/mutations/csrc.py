@@ -170,9 +170,23 @@ MUTANTS = [
     Mutant(
         "launches do not come behind the last closing",
         "csrc/cuda/scratch.cu",
-        "use.closings == device.closings",
-        "device.closings > 0",
+        "use.closings != device.closings",
+        "false",
         "tests/cuda_on_cpu/test_scratch.py -k closing",
+    ),
+    Mutant(
+        "closings do not come behind each other",
+        "csrc/cuda/scratch.cu",
+        "  if (const char* problem = follow_closing(device, stream)) return problem;\n  for",
+        "  for",
+        "tests/cuda_on_cpu/test_scratch.py -k closings",
+    ),
+    Mutant(
+        "a launch does not come behind that on another stream",
+        "csrc/cuda/scratch.cu",
+        "if (last != launch.stream)",
+        "if (false)",
+        "tests/cuda_on_cpu/test_scratch.py -k 'one_site or batch_comes'",
     ),
     Mutant(
         "a step is closed before the launches of other streams have ended",
