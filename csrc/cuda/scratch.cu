@@ -23,6 +23,8 @@
 namespace hookstats::cuda {
 namespace {
 
+constexpr size_t kMostRemembered = 1 << 16;  // sites
+
 struct Piece {
   double* partials = nullptr;
   unsigned* counters = nullptr;
@@ -44,12 +46,17 @@ struct Use {
 };
 using StreamAndCapture = std::pair<void*, unsigned long long>;
 
+struct LastLaunch {
+  void* stream = nullptr;
+  unsigned long long begun = ~0ull;  // the closings that had begun before
+};
+
 struct Device {
   std::mutex mutex;
   unsigned long long* clock = nullptr;
   std::map<StreamAndCapture, Use> uses;
-  std::unordered_map<const void*, void*> last_on;  // by site: the stream of its last launch since the last closing
-  unsigned long long closings = 0;
+  std::unordered_map<const void*, LastLaunch> last;  // by site; those of sites that are no more stay
+  unsigned long long closings = 0, begun = 0;
   void* closer = nullptr;  // the stream of the last one
   cudaEvent_t closed = nullptr;
 };
@@ -265,8 +272,9 @@ InTurn::InTurn(const Launch& launch, const void* const* sites, size_t count) {
   const std::lock_guard<std::mutex> lock(device.mutex);
   std::set<void*> others;
   for (size_t i = 0; i < count; ++i) {
-    void*& last = device.last_on.try_emplace(sites[i], launch.stream).first->second;
-    if (last != launch.stream) others.insert(std::exchange(last, launch.stream));
+    LastLaunch& last = device.last[sites[i]];
+    if (last.begun == device.begun && last.stream != launch.stream) others.insert(last.stream);
+    last = {launch.stream, device.begun};
   }
   for (void* other : others) {
     if (!problem) problem = follow(launch.stream, other, device.uses.at({other, 0}));
@@ -286,7 +294,8 @@ const char* begin_closing(const Stream& stream) {
     if (capture || !std::exchange(use.was_used, false) || handle == stream.handle) continue;
     if (const char* problem = follow(stream.handle, handle, use)) return problem;
   }
-  device.last_on.clear();
+  ++device.begun;
+  if (device.last.size() > kMostRemembered) device.last.clear();
   return record_closing(device, stream);
 }
 
