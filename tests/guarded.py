@@ -14,6 +14,7 @@ _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ct
 _libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _PROT_NONE = 0  # which mmap does not name
+_MOST_COPIED = 1 << 26
 _PACK = 16  # tensors begin at such addresses, and kernels read so many bytes at once where a tensor has them
 
 
@@ -21,9 +22,11 @@ def guarded_copy(x: torch.Tensor) -> torch.Tensor:
     """`x` with its strides and storage offset, in a storage that ends where a page begins that nobody may touch.
 
     The storage begins on 16 bytes, as all do, so up to 15 bytes lie between its end and that page. They, and what lies
-    before it, are NaN in every floating-point type.
+    before it, are NaN in every floating-point type. A storage of gigabytes, which nobody fills, stays where it is.
     """
     storage = x.untyped_storage()
+    if storage.nbytes() > _MOST_COPIED:
+        return x
     content = torch.empty(0, dtype=torch.uint8).set_(storage)
     memory = _memory_before_a_wall(len(content))
     memory.copy_(content)
