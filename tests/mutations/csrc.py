@@ -184,7 +184,7 @@ MUTANTS = [
     Mutant(
         "a launch does not come behind that on another stream",
         "csrc/cuda/scratch.cu",
-        "if (last != launch.stream)",
+        "if (last.begun == device.begun && last.stream != launch.stream)",
         "if (false)",
         "tests/cuda_on_cpu/test_scratch.py -k 'one_site or batch_comes'",
     ),
