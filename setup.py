@@ -4,7 +4,7 @@ hookstats/_glue/torch2_13/_C.*.so, by torch's own extension build.
 Where nvcc is found (in CUDA_HOME, on PATH, or in /usr/local/cuda), the CUDA kernels are compiled for
 
     TORCH_CUDA_ARCH_LIST="9.0 10.0+PTX"    these architectures
-    HOOKSTATS_CUDA=1                       8.0, 9.0 and 10.0, for CI and wheels; a missing nvcc is then an error
+    HOOKSTATS_CUDA=1                       8.0, 9.0, 10.0 and 12.0, for CI and wheels; a missing nvcc is then an error
     neither of them                        the GPUs of this machine, as nvidia-smi names them; none where it has none
     HOOKSTATS_CUDA=0                       none, whatever else is set
 
@@ -45,7 +45,7 @@ except ImportError:
 
 
 ROOT = Path(__file__).parent
-DEFAULT_ARCHITECTURES = ["8.0", "9.0", "10.0"]
+DEFAULT_ARCHITECTURES = ["8.0", "9.0", "10.0", "12.0"]
 OLDEST_GPU = (8, 0)  # the first that copies to shared memory asynchronously
 OLDEST_TOOLKIT = (12, 1)  # the first whose kernels take more than 4 KB of parameters
 CXX_FLAGS = ["-O3", "-g0", "-fopenmp", "-Wall", "-Wextra", "-Wno-unused-parameter", "-Wno-psabi"]

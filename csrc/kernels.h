@@ -192,11 +192,13 @@ struct Stream {
   bool stays;
 };
 
-// Fills in a launch on a stream, whose scratch no launch on another stream and none of another CUDA graph has. The
-// first time it makes that; it waits for no other work. These functions change the thread's current device, and return
-// null, or what went wrong.
+// Fills in a launch on a stream, whose scratch no launch of another CUDA graph has, and none on another stream at the
+// same time. The first time it makes that; it waits for no other work. These functions change the thread's current
+// device, and return null, or what went wrong.
 const char* launch_on(Launch& launch, const Stream& stream, const int32_t* active, int64_t doubles = kScratchDoubles,
                       int64_t counters = kScratchCounters);
+
+int64_t scratch_bytes(int device);  // that is made so far
 
 // Around what reads, clears, switches on or gives away the memory of monitors on a stream: it comes behind the launches
 // on all streams so far and behind all closings before, and later launches and closings come behind it.

@@ -136,7 +136,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("load_kernels", [](const std::string& device, const std::vector<int64_t>& dtypes, int64_t kind) {
     load_kernels(at::Device(device), dtypes, kind);
   });
-  m.def("reserve_scratch", [](const std::string& device) { reserve_scratch(at::Device(device)); });
+  m.def("reserve_scratch", [](const std::string& device) { return reserve_scratch(at::Device(device)); });
   add_hooks(m);
 }
 

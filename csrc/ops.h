@@ -152,8 +152,9 @@ class __attribute__((visibility("hidden"))) Copies {  // as the class that pybin
 };
 
 // Makes sure that launches on the current stream of this device find their scratch allocated, and that what was cleared
-// there can be used on others. The first time, throws where the kernels cannot run there.
-void reserve_scratch(at::Device device);
+// there can be used on others. The first time, throws where the kernels cannot run there. Returns the bytes of all
+// scratch on the device.
+int64_t reserve_scratch(at::Device device);
 
 // Loads what tensors of these dtypes (of Dtype) and bins (of HistogramKind) need, where that could not be done while a
 // CUDA graph is captured.

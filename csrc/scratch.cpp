@@ -78,9 +78,9 @@ void try_once(at::Device device) {
 
 #endif  // HOOKSTATS_CUDA_KERNELS
 
-void reserve_scratch([[maybe_unused]] at::Device device) {
+int64_t reserve_scratch([[maybe_unused]] at::Device device) {
 #if defined(HOOKSTATS_CUDA_KERNELS)
-  if (!runs_cuda_kernels(device)) return;
+  if (!runs_cuda_kernels(device)) return 0;
   check_versions(device);
   {
     const c10::DeviceGuard guard(device);
@@ -88,6 +88,9 @@ void reserve_scratch([[maybe_unused]] at::Device device) {
   }
   try_once(device);
   wait_for(device);  // for what was cleared on this stream, and is used on others
+  return cuda::scratch_bytes(number_of(device));
+#else
+  return 0;
 #endif
 }
 

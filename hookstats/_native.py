@@ -155,15 +155,16 @@ set_flags = _C.set_flags
 give_away = _C.give_away
 
 
-def reserve_scratch(device: torch.device) -> None:
-    """Allocates now what the first launch on the current stream of a GPU needs, so that no hook there has to."""
+def reserve_scratch(device: torch.device) -> int:
+    """Allocates what the first launch on the current stream of a GPU needs, so that no hook has to; returns the bytes
+    that all streams and CUDA graphs have there."""
     try:
-        _C.reserve_scratch(str(device))
+        return _C.reserve_scratch(str(device))
     except RuntimeError as error:
         if "out of memory" not in str(error):
             raise
         torch.cuda.empty_cache()  # what torch keeps for later
-        _C.reserve_scratch(str(device))
+        return _C.reserve_scratch(str(device))
 
 
 def load_kernels(device: torch.device, dtypes: Iterable[torch.dtype], histogram: fields.Bins | None) -> None:

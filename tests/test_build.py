@@ -19,7 +19,7 @@ from hookstats import _native
 from tests.conftest import ROOT
 
 NVCC = """#!/bin/sh
-if [ "$1" = --list-gpu-arch ]; then echo compute_80 compute_86 compute_90 compute_100; exit; fi
+if [ "$1" = --list-gpu-arch ]; then echo compute_80 compute_86 compute_90 compute_100 compute_120; exit; fi
 while [ $# -gt 0 ]; do
   case "$1" in
     -c) source="$2";; -o) object="$2";; -MF) dependencies="$2";;
@@ -95,7 +95,7 @@ def test_without_a_gpu_no_kernels_are_built_unless_they_are_asked_for(
     assert architectures() == []
     (machine / "nvidia-smi").write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed: 12.0 or so'; exit 9\n")
     assert architectures() == []
-    assert architectures(HOOKSTATS_CUDA="1") == ["8.0", "9.0", "10.0+PTX"]
+    assert architectures(HOOKSTATS_CUDA="1") == ["8.0", "9.0", "10.0", "12.0+PTX"]
     assert architectures(TORCH_CUDA_ARCH_LIST="8.6;9.0+PTX") == ["8.6", "9.0+PTX"]
 
 
@@ -103,13 +103,13 @@ def test_what_is_asked_for_is_built_whatever_gpu_is_here(
     machine: Path, architectures: Callable[..., list[str]]
 ) -> None:
     gpus(machine, "8.6")
-    assert architectures(HOOKSTATS_CUDA="1") == ["8.0", "9.0", "10.0+PTX"]
+    assert architectures(HOOKSTATS_CUDA="1") == ["8.0", "9.0", "10.0", "12.0+PTX"]
     assert architectures(HOOKSTATS_CUDA="1", TORCH_CUDA_ARCH_LIST="9.0") == ["9.0"]
 
 
 def test_a_gpu_that_nvcc_does_not_know_gets_ptx(machine: Path, architectures: Callable[..., list[str]]) -> None:
     gpus(machine, "8.6", "13.1")
-    assert architectures() == ["8.0", "9.0", "10.0+PTX"]
+    assert architectures() == ["8.0", "9.0", "10.0", "12.0+PTX"]
 
 
 @pytest.mark.parametrize("asked", ["9", "sm_90", "9.0+CUBIN"])

@@ -62,12 +62,21 @@ __device__ inline void wait_for_all_but() {
 
 namespace hookstats::cuda {
 
+// Whether a kernel that has been launched before, by anybody, has failed: then every call does until the process ends.
+inline bool is_of_device(cudaError_t error) {
+  return error == cudaErrorIllegalAddress || error == cudaErrorLaunchTimeout || error == cudaErrorAssert ||
+         (cudaErrorHardwareStackError <= error && error <= cudaErrorLaunchFailure);
+}
+
 // What went wrong, or null. The runtime keeps an error until it is asked for the last one: it is, or the next launch
 // would be taken for the one that failed.
 inline const char* message(cudaError_t error) {
   if (error == cudaSuccess) return nullptr;
   (void)cudaGetLastError();
-  return cudaGetErrorString(error);
+  if (!is_of_device(error)) return cudaGetErrorString(error);
+  thread_local std::string text;
+  text = std::string("the device had failed before, in any kernel of this process: ") + cudaGetErrorString(error);
+  return text.c_str();
 }
 
 constexpr int kMostDevices = 64;  // of which what CUDA says is remembered
@@ -149,14 +158,15 @@ inline cudaError_t launched(cudaError_t error, const Launch& to) {
 }
 
 // Around a launch on sites, the State.counters of each: it comes behind their last launch, where that was on another
-// stream, and no other thread launches on them meanwhile. Which launches a capture records is not looked at.
+// stream, and no other thread launches on them meanwhile; so with scratch that streams share. Which launches a capture
+// records is not looked at.
 class InTurn {
  public:
   InTurn(const Launch& launch, const void* const* sites, size_t count);
   const char* problem = nullptr;  // text: what CUDA said
 
  private:
-  std::unique_lock<std::mutex> lock_;
+  std::unique_lock<std::mutex> lock_, sharing_;
 };
 
 // Two float32, which newer GPUs add and multiply with one instruction, each rounded as alone.

@@ -26,6 +26,8 @@ const char* hookstats_cuda_launch_on(cuda::Launch* launch, const cuda::Stream* s
   return has_parts ? cuda::launch_on(*launch, *stream, active) : cuda::launch_on(*launch, *stream, active, 0, 0);
 }
 
+int64_t hookstats_cuda_scratch_bytes(int device) { return cuda::scratch_bytes(device); }
+
 const char* hookstats_cuda_begin_closing(const cuda::Stream* stream) { return cuda::begin_closing(*stream); }
 
 const char* hookstats_cuda_end_closing(const cuda::Stream* stream) { return cuda::end_closing(*stream); }

@@ -2,8 +2,9 @@
 // and devices. Host code.
 //
 // Scratch is never shared by what may run at the same time: each stream has a piece of it, and so has each capture into
-// a CUDA graph, for each of its streams; the next capture takes the piece of a graph that is no more. Each launch
-// leaves the counters at zero (fold.h), and CUDA runs one replay of a graph behind the other, on whichever streams.
+// a CUDA graph, for each of its streams; the next capture takes the piece of a graph that is no more. All streams but
+// the first few have one piece together, in which their launches come behind each other. Each launch leaves the
+// counters at zero (fold.h), and CUDA runs one replay of a graph behind the other, on whichever streams.
 //
 // Memory comes from CUDA itself, not from torch: in a hook, torch's operators may be watched by a Python mode, and its
 // allocator may give out the memory of one CUDA graph. It is made while no lock is held, as that may wait for work that
@@ -13,6 +14,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <string>
 #include <unordered_map>
@@ -24,6 +26,7 @@ namespace hookstats::cuda {
 namespace {
 
 constexpr size_t kMostRemembered = 1 << 16;  // sites
+constexpr int kStreams = 8;                  // of a device, with a piece of their own
 
 struct Piece {
   double* partials = nullptr;
@@ -33,11 +36,13 @@ struct Piece {
   bool fits(int64_t partials_wanted, int64_t counters_wanted) const {
     return partials && doubles >= partials_wanted && count >= counters_wanted;
   }
+  int64_t bytes() const { return doubles * int64_t(sizeof *partials) + count * int64_t(sizeof *counters); }
 };
 
 // Of a piece, by a stream or by a capture on it.
 struct Use {
   Piece piece;
+  bool shares = false;                         // the device's shared piece; it has none of its own
   bool stays = true;                           // as in Stream
   bool was_used = false;                       // since the last closing
   unsigned long long closings = 0;             // that it comes behind
@@ -59,6 +64,13 @@ struct Device {
   unsigned long long closings = 0, begun = 0;
   void* closer = nullptr;  // the stream of the last one
   cudaEvent_t closed = nullptr;
+  int streams = 0;    // that have launched
+  int64_t bytes = 0;  // of all pieces
+  Piece shared;       // of those that have none of their own
+  std::mutex sharing;
+  std::optional<void*> sharer;  // the last one of them that has launched
+
+  Piece& piece_of(Use& use) { return use.shares ? shared : use.piece; }
 };
 
 std::mutex devices_mutex;
@@ -187,10 +199,16 @@ const char* record_closing(Device& device, const Stream& stream) {
 const char* give_scratch(Device& device, const Stream& stream, const StreamAndCapture& key, int64_t doubles,
                          int64_t count) {
   Use use;
+  Piece piece;
   unsigned long long* clock = nullptr;
+  bool is_there = false;
   {
     const std::lock_guard<std::mutex> lock(device.mutex);
-    use.piece = take_from_graphs(device, doubles, count);
+    const auto found = device.uses.find(key);
+    use.shares = found != device.uses.end() ? found->second.shares : !key.second && device.streams >= kStreams;
+    is_there = use.shares && device.shared.fits(doubles, count);
+    if (!is_there) piece = take_from_graphs(device, doubles, count);
+    is_there = is_there || piece.partials;
     clock = device.clock;
   }
   if (const auto error = cudaSetDevice(stream.device)) return message(error);
@@ -199,9 +217,9 @@ const char* give_scratch(Device& device, const Stream& stream, const StreamAndCa
     if (const char* problem = make(&memory, sizeof *clock)) return problem;
     clock = static_cast<unsigned long long*>(memory);
   }
-  if (!use.piece.partials) {
+  if (!is_there) {
     const int64_t most_doubles = std::max(doubles, kScratchDoubles), most = std::max(count, kScratchCounters);
-    if (const char* problem = make_piece(use.piece, most_doubles, most)) return problem;
+    if (const char* problem = make_piece(piece, most_doubles, most)) return problem;
   }
   use.stays = stream.stays;
   if (key.second) {
@@ -211,9 +229,11 @@ const char* give_scratch(Device& device, const Stream& stream, const StreamAndCa
   }
   const std::lock_guard<std::mutex> lock(device.mutex);
   if (!device.clock) device.clock = clock;  // else another thread was faster
-  const Piece piece = use.piece;
-  Use& there = device.uses.try_emplace(key, std::move(use)).first->second;
-  if (!there.piece.fits(doubles, count)) there.piece = piece;  // launches may still use the one that was too small
+  const auto [there, is_new] = device.uses.try_emplace(key, std::move(use));
+  device.streams += is_new && !key.second;
+  if (!is_there) device.bytes += piece.bytes();
+  Piece& before = device.piece_of(there->second);
+  if (!before.fits(doubles, count)) before = piece;  // launches may still use the one that was too small
   return nullptr;
 }
 
@@ -242,21 +262,16 @@ const char* launch_on(Launch& launch, const Stream& stream, const int32_t* activ
     {
       const std::lock_guard<std::mutex> lock(device.mutex);
       const auto found = device.uses.find(key);
-      if (found != device.uses.end() && found->second.piece.fits(doubles, counters)) {
+      if (found != device.uses.end() && device.piece_of(found->second).fits(doubles, counters)) {
         Use& use = found->second;
+        const Piece& piece = device.piece_of(use);
         if (!capture && use.closings != device.closings) {
           if (const char* problem = follow_closing(device, stream)) return problem;
           use.closings = device.closings;
         }
         use.was_used = true;
-        launch = {stream.handle,
-                  stream.device,
-                  use.piece.partials,
-                  use.piece.counters,
-                  device.clock,
-                  active,
-                  capture,
-                  use.stays || capture ? nullptr : use.event};
+        launch = {stream.handle, stream.device, piece.partials, piece.counters,
+                  device.clock,  active,        capture,        use.stays || capture ? nullptr : use.event};
         return nullptr;
       }
     }
@@ -269,16 +284,30 @@ InTurn::InTurn(const Launch& launch, const void* const* sites, size_t count) {
   if (launch.capture) return;
   lock_ = std::unique_lock<std::mutex>(mutexes[reinterpret_cast<uintptr_t>(sites[0]) / sizeof(int64_t) % 64]);
   Device& device = device_of(launch.device);
-  const std::lock_guard<std::mutex> lock(device.mutex);
   std::set<void*> others;
+  std::unique_lock<std::mutex> lock(device.mutex);
+  if (device.uses.at({launch.stream, 0}).shares) {
+    lock.unlock();
+    sharing_ = std::unique_lock<std::mutex>(device.sharing);
+    lock.lock();
+    if (device.sharer) others.insert(*device.sharer);
+    device.sharer = launch.stream;
+  }
   for (size_t i = 0; i < count; ++i) {
     LastLaunch& last = device.last[sites[i]];
-    if (last.begun == device.begun && last.stream != launch.stream) others.insert(last.stream);
+    if (last.begun == device.begun) others.insert(last.stream);
     last = {launch.stream, device.begun};
   }
+  others.erase(launch.stream);
   for (void* other : others) {
     if (!problem) problem = follow(launch.stream, other, device.uses.at({other, 0}));
   }
+}
+
+int64_t scratch_bytes(int number) {
+  Device& device = device_of(number);
+  const std::lock_guard<std::mutex> lock(device.mutex);
+  return device.bytes;
 }
 
 // It is recorded at once, too: who comes behind it later is behind what it waits for, though it should never end.

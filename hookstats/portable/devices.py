@@ -142,15 +142,18 @@ class Devices:
             for dtype in dtypes:
                 check(self.library.cuda.load(dtype, kind, device.index or 0))
 
-    def reserve_scratch(self, device: torch.device) -> None:
-        """Makes sure that launches on the current stream find their scratch, and that kernels can run there at all."""
+    def reserve_scratch(self, device: torch.device) -> int:
+        """Makes sure that launches on the current stream find their scratch, and that kernels can run there at all;
+        returns the bytes of all scratch there."""
         if not self.runs_cuda_kernels(device):
-            return
+            return 0
         self._check_versions(device)
         with self.guard(device):
             self.launch(device, has_parts=True)
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
+        made: int = self.library.cuda.scratch_bytes(device.index or 0)
+        return made
 
     def _check_versions(self, device: torch.device) -> None:
         found = Versions()

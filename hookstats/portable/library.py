@@ -111,6 +111,7 @@ _CPU: dict[str, tuple[Any, tuple[Any, ...]]] = {
 _CUDA: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "capture_on": (c_uint64, (c_void_p,)),
     "launch_on": (_TEXT, (POINTER(Launch), POINTER(Stream), c_void_p, c_bool)),
+    "scratch_bytes": (c_int64, (c_int,)),
     "begin_closing": (_TEXT, (POINTER(Stream),)),
     "end_closing": (_TEXT, (POINTER(Stream),)),
     "load": (_TEXT, (c_int, c_int, c_int)),

@@ -171,6 +171,7 @@ class Store:
         self.blocks: dict[torch.device, list[torch.Tensor]] = {}
         self._free: dict[torch.device, tuple[int, int]] = {}  # in the last block: next offset, end
         self._claimed: dict[torch.device, int] = {}  # bytes that others may take while a step is measured
+        self._scratch: dict[torch.device, int] = {}  # bytes of CUDA's own memory
         self._states: dict[torch.device, list[SiteState]] = {}  # of all places, by Place.number
         self._tables: dict[torch.device, tuple[int, Any]] = {}  # of so many of them: _native.Totals
         self._copies = _native.Copies()
@@ -196,8 +197,14 @@ class Store:
     def _size(self, channels: int, has_bins: bool) -> int:
         return len(FIELDS) * channels + _native.COUNTERS + self._bins(channels, has_bins)
 
+    def budget_on(self, device: torch.device) -> int:
+        """What scratch on this device leaves of the budget, in bytes. The first time, the scratch is made."""
+        if device.type == "cuda" and device not in self._scratch:
+            self._scratch[device] = _native.reserve_scratch(device)
+        return self.memory_budget - self._scratch.get(device, 0)
+
     def _bytes_left(self, device: torch.device) -> int:
-        return self.memory_budget - self.bytes_on(device) - self._claimed.get(device, 0)
+        return self.budget_on(device) - self.bytes_on(device) - self._claimed.get(device, 0)
 
     def claim(self, device: torch.device, size: int) -> bool:
         """Leaves this many bytes of the budget to somebody else. False: so many are not left, and none are given."""
@@ -225,7 +232,7 @@ class Store:
             self.blocks.setdefault(device, []).append(torch.zeros(size, dtype=torch.int64, device=device))
         self._free[device] = (0, size)
         if device.type == "cuda":
-            _native.reserve_scratch(device)
+            self._scratch[device] = _native.reserve_scratch(device)  # of this stream
 
     def add(
         self,

@@ -93,18 +93,19 @@ class Plan:
         """Takes the memory. The bytes on a device that channels would need, if they go beyond the budget: then all
         sites keep totals only. ValueError if these do, too.
         """
-        wanted = max(self._sizes(store).values(), default=0)
-        if wanted > store.memory_budget:
+        too_much = [size for device, size in self._sizes(store).items() if size > store.budget_on(device)]
+        if too_much:
             self.keeping = set()
         for device, size in self._sizes(store).items():
-            if size > store.memory_budget:
+            if size > store.budget_on(device):
+                needed = size + store.memory_budget - store.budget_on(device)
                 raise ValueError(
-                    f"memory_budget: expected at least {size} bytes on {device}, for the totals alone with histogram="
+                    f"memory_budget: expected at least {needed} bytes on {device}, for the totals alone with histogram="
                     f"{store.histogram}, got {store.memory_budget}: raise it, choose fewer modules= or tensors=, or a "
                     "histogram= of fewer bins, or None"
                 )
             store.reserve(device, size // 8)
-        return wanted if wanted > store.memory_budget else None
+        return max(too_much, default=None)
 
     def _sizes(self, store: Store) -> dict[torch.device, int]:
         total: dict[torch.device, int] = {}

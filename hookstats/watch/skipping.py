@@ -6,6 +6,8 @@ import threading
 from collections.abc import Iterable
 from typing import TypeAlias
 
+import torch
+
 from hookstats import _native
 from hookstats._warn import warn
 from hookstats.numbers.fields import Site, Skipped
@@ -25,7 +27,7 @@ class Captured(Exception):
 
 
 IN_A_GRAPH = f"inside a compiled graph only glue for this torch measures, and none is loaded: {_native.WITHOUT_GLUE}"
-_OF_MANY_SITES = {str(Captured()), IN_A_GRAPH}  # told of the first alone
+_OF_MANY_SITES = (str(Captured()), IN_A_GRAPH, "the device had failed before")  # told of the first alone
 
 
 Problem: TypeAlias = str | Exception  # why something could not be measured
@@ -33,6 +35,8 @@ Problem: TypeAlias = str | Exception  # why something could not be measured
 
 def said_of(problem: Problem) -> str:
     """In words."""
+    if isinstance(problem, torch.AcceleratorError):
+        return f"the device had failed before, in any kernel of this process: {str(problem).splitlines()[0]}"
     if isinstance(problem, Captured | str):
         return str(problem).removeprefix("hookstats: ")
     return f"{type(problem).__name__}: {problem}"
@@ -60,8 +64,9 @@ class Skipping:
             new = [site for site in sites if site not in self._told]
             self._told.update(sites)
             _add(self._open, {site: Skipped(problem, times) for site in sites})
-            is_news = bool(new) and problem not in self._told_of_many
-            self._told_of_many |= {problem} & _OF_MANY_SITES
+            of_many = {each for each in _OF_MANY_SITES if each in problem}
+            is_news = bool(new) and not of_many & self._told_of_many
+            self._told_of_many |= of_many
         if is_news:
             warn(f"not measured: {_listed(new)}: {problem}")
 

@@ -26,12 +26,18 @@ enum cudaError_t {
   cudaSuccess = 0,
   cudaErrorInvalidValue = 1,
   cudaErrorMemoryAllocation = 2,
+  cudaErrorIllegalAddress = 700,
+  cudaErrorLaunchTimeout = 702,
+  cudaErrorAssert = 710,
+  cudaErrorHardwareStackError = 714,
+  cudaErrorLaunchFailure = 719,
   cudaErrorStreamCaptureImplicit = 906
 };
 inline const char* cudaGetErrorString(cudaError_t error) {
   return error == cudaSuccess                 ? "no error"
          : error == cudaErrorInvalidValue     ? "invalid argument"
          : error == cudaErrorMemoryAllocation ? "out of memory"
+         : error == cudaErrorIllegalAddress   ? "an illegal memory access was encountered"
                                               : "capture implicit";
 }
 enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone, cudaStreamCaptureStatusActive };
@@ -51,6 +57,7 @@ inline bool captures_are_told = true;   // else asking is an error
 inline bool has_memory = true;          // else there is none left
 inline int64_t queries = 0;             // of kernels and devices
 inline cudaError_t last_error = cudaSuccess;
+inline bool device_failed = false;    // in a kernel before
 inline std::set<const void*> loaded;  // kernels; drivers before 12.3 load none in a capture
 
 // What streams were told: "record STREAM" of an event, "wait STREAM behind STREAM", "launch STREAM".
@@ -76,7 +83,10 @@ inline cudaError_t with(cudaError_t error) {
 
 }  // namespace cuda_on_cpu
 
-inline cudaError_t cudaGetLastError() { return std::exchange(cuda_on_cpu::last_error, cudaSuccess); }
+inline cudaError_t cudaGetLastError() {
+  if (cuda_on_cpu::device_failed) return cudaErrorIllegalAddress;
+  return std::exchange(cuda_on_cpu::last_error, cudaSuccess);
+}
 inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }
 inline cudaError_t cudaRuntimeGetVersion(int* version) {
   *version = cuda_on_cpu::gpu.runtime;

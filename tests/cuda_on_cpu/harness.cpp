@@ -42,7 +42,7 @@ void use_gpu(int64_t capability, int64_t shared_memory, int64_t driver, int64_t 
 
 void tell_captures(bool told) { cuda_on_cpu::captures_are_told = told; }
 int64_t last_error() { return cuda_on_cpu::last_error; }
-void reserve_scratch() { hookstats::reserve_scratch(at::kCPU); }
+int64_t reserve_scratch() { return hookstats::reserve_scratch(at::kCPU); }
 hookstats::cuda::Launch launch_here() { return hookstats::launch_on(at::kCPU, std::nullopt); }
 int64_t scratch() { return reinterpret_cast<int64_t>(launch_here().partials); }
 
@@ -54,6 +54,7 @@ std::vector<std::string> order() { return std::exchange(cuda_on_cpu::order, {});
 void end_graph(int64_t capture) { cuda_on_cpu::end_graph(capture); }
 void use_foreign_streams(bool use) { hookstats::imitates_foreign_streams = use; }
 void use_memory(bool has_some) { cuda_on_cpu::has_memory = has_some; }
+void fail_device(bool fail) { cuda_on_cpu::device_failed = fail; }
 int64_t blocks() { return cuda_on_cpu::blocks; }
 int64_t queries() { return cuda_on_cpu::queries; }
 void forget_kernels() { cuda_on_cpu::loaded.clear(); }
@@ -87,13 +88,14 @@ TORCH_LIBRARY_FRAGMENT(hookstats_cuda_on_cpu, m) {
         &use_gpu);
   m.def("tell_captures(bool told) -> ()", &tell_captures);
   m.def("last_error() -> int", &last_error);
-  m.def("reserve_scratch() -> ()", &reserve_scratch);
+  m.def("reserve_scratch() -> int", &reserve_scratch);
   m.def("scratch() -> int", &scratch);
   m.def("stray_arrival(int word) -> ()", &stray_arrival);
   m.def("order() -> str[]", &order);
   m.def("end_graph(int capture) -> ()", &end_graph);
   m.def("use_foreign_streams(bool use) -> ()", &use_foreign_streams);
   m.def("use_memory(bool has_some) -> ()", &use_memory);
+  m.def("fail_device(bool fail) -> ()", &fail_device);
   m.def("blocks() -> int", &blocks);
   m.def("queries() -> int", &queries);
   m.def("forget_kernels() -> ()", &forget_kernels);

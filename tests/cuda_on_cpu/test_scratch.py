@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,9 +17,13 @@ from tests.cuda_on_cpu.test_other_gpus import A100
 from tests.kernels.test_kernels import LAYOUTS, normal
 from tests.kernels.test_many import batch_of
 
+DRIVERS = itertools.count(13000)
+
 
 @pytest.fixture
 def imitated(harness: Any) -> Iterator[Backend]:
+    """A device of each test's own, whose first streams have scratch of their own."""
+    harness.use_gpu(driver=next(DRIVERS))
     harness.reserve_scratch()
     harness.close_step([])
     yield Backend("cuda_on_cpu", harness, "cpu")
@@ -70,12 +75,46 @@ def test_streams_of_one_capture_and_captures_on_one_stream_share_no_scratch(imit
         address: int = imitated.ops.scratch()
         return address
 
-    eager = [scratch(stream, 0) for stream in range(31, 40)]
-    forked = [scratch(stream, 3100) for stream in range(31, 40)]
+    streams = range(31, 38)
+    eager = [scratch(stream, 0) for stream in streams]
+    forked = [scratch(stream, 3100) for stream in streams]
     captured = [scratch(31, capture) for capture in range(3101, 3110)]
-    assert len({*eager, *forked, *captured}) == 27
-    assert [scratch(stream, 3100) for stream in range(31, 40)] == forked
-    assert [scratch(stream, 0) for stream in range(31, 40)] == eager
+    assert len({*eager, *forked, *captured}) == 23
+    assert [scratch(stream, 3100) for stream in streams] == forked
+    assert [scratch(stream, 0) for stream in streams] == eager
+
+
+def test_streams_beyond_the_first_share_scratch_one_behind_the_other(imitated: Backend) -> None:
+    ops, x = imitated.ops, in_parts()
+    begin_on(imitated, *range(401, 408))  # with the default one, all that have scratch of their own
+    before = ops.reserve_scratch()
+    begin_on(imitated, *range(408, 440))
+    piece = ops.reserve_scratch() - before
+    assert piece == before // 8 > 3e6
+    assert len({(ops.use_stream(stream), ops.scratch())[1] for stream in range(408, 440)}) == 1
+    sites: list[State] = []  # none lies where another one was
+    for stream, behind in ((438, 439), (438, None), (420, 438), (401, None), (420, None), (408, 420)):
+        ops.use_stream(stream)
+        ops.order()
+        sites.append(imitated.accumulate(x, 1))
+        waits = [] if behind is None else [f"record {behind}", f"wait {stream} behind {behind}"]
+        assert ops.order() == [*waits, f"launch {stream}"]
+        check(sites[-1].stats(), x, 1)
+    assert ops.reserve_scratch() == before + piece
+    ops.use_stream(420, 42000)
+    assert ops.scratch() not in {(ops.use_stream(stream), ops.scratch())[1] for stream in range(401, 440)}
+
+
+def test_more_than_is_shared_is_shared_in_its_place(imitated: Backend) -> None:
+    begin_on(imitated, *range(441, 450))
+    before = imitated.ops.scratch()
+    parts = [normal(1025, 1024)] * 67
+    batch, states = batch_of(imitated, parts, [1] * len(parts), "none")
+    assert batch.accumulate(parts) == []
+    imitated.ops.use_stream(450)
+    assert imitated.ops.scratch() != before
+    assert mean_is_right(imitated, in_parts())
+    check(states[66].stats(), parts[0], 1)
 
 
 def test_the_scratch_of_a_graph_that_is_no_more_is_the_next_ones(imitated: Backend) -> None:
@@ -142,6 +181,16 @@ def test_no_memory_for_scratch_is_told_and_nothing_else_is_lost(imitated: Backen
     ops.use_memory(True)
     ops.use_stream(76)
     assert mean_is_right(imitated, x)
+
+
+def test_a_kernel_of_anybody_that_failed_is_told_from_a_launch_that_does(imitated: Backend) -> None:
+    imitated.ops.fail_device(True)
+    try:
+        with pytest.raises(RuntimeError, match=r"the device had failed before, in any kernel.*: an illegal memory"):
+            imitated.accumulate(in_parts(), 1)
+    finally:
+        imitated.ops.fail_device(False)
+    assert mean_is_right(imitated, in_parts())
 
 
 def test_scratch_is_made_without_an_operator_that_a_python_mode_sees(imitated: Backend) -> None:

@@ -78,6 +78,20 @@ def test_forked_streams_of_one_capture_have_scratch_of_their_own() -> None:
         assert state.stats().total.mean == pytest.approx(float(x.double().mean()), abs=1e-5)
 
 
+def test_more_streams_than_have_scratch_of_their_own_measure_at_once() -> None:
+    streams = [torch.cuda.Stream() for _ in range(20)]
+    tensors, states = [in_parts() + i for i in range(20)], [State(64, "none", "cuda") for _ in range(20)]
+    torch.cuda.synchronize()
+    for _ in range(50):
+        for stream, x, state in zip(streams, tensors, states, strict=True):
+            with torch.cuda.stream(stream):
+                accumulate(x, state)
+    torch.cuda.synchronize()
+    for x, state in zip(tensors, states, strict=True):
+        assert state.stats().total.count == 50 * x.numel()
+        assert state.stats().total.mean == pytest.approx(float(x.double().mean()), abs=1e-5)
+
+
 def test_the_scratch_of_deleted_graphs_is_used_again() -> None:
     x, state = in_parts(), State(64, "none", "cuda")
     accumulate(x, state)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
 RECORD = Path(__file__).with_name("compiled.json")
-ALL = {"8.0", "9.0", "10.0"}
+ALL = {"8.0", "9.0", "10.0", "12.0"}
 
 
 def hash_of_sources() -> str:

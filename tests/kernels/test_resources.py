@@ -60,7 +60,7 @@ def test_a_change_of_a_kernel_or_of_its_headers_asks_for_all_architectures(
     built = tmp_path / "hookstats" / "_built.json"
     built.write_text(json.dumps({"cuda": "13.0", "architectures": ["9.0"]}))
     assert compiled.main(["record"]) == 1  # not all of them
-    built.write_text(json.dumps({"cuda": "13.0", "architectures": ["8.0", "9.0", "10.0+PTX"]}))
+    built.write_text(json.dumps({"cuda": "13.0", "architectures": ["8.0", "9.0", "10.0", "12.0+PTX"]}))
     for name in ("cuda/many.cu", "stats.h"):
         (tmp_path / "csrc" / name).write_text("// as it was\n")
         assert compiled.main(["record"]) == compiled.main([]) == 0

@@ -184,9 +184,30 @@ MUTANTS = [
     Mutant(
         "a launch does not come behind that on another stream",
         "csrc/cuda/scratch.cu",
-        "last.begun == device.begun && last.stream != launch.stream",
+        "last.begun == device.begun",
         "false",
         "tests/cuda_on_cpu/test_scratch.py -k 'one_site or batch_comes'",
+    ),
+    Mutant(
+        "streams that share scratch do not wait for each other",
+        "csrc/cuda/scratch.cu",
+        "if (device.sharer)",
+        "if (false)",
+        "tests/cuda_on_cpu/test_scratch.py -k share_scratch",
+    ),
+    Mutant(
+        "each stream has scratch of its own",
+        "csrc/cuda/scratch.cu",
+        "device.streams >= kStreams",
+        "false",
+        "tests/cuda_on_cpu/test_scratch.py -k 'share_scratch or in_its_place'",
+    ),
+    Mutant(
+        "a device that had failed is not told from a launch that fails",
+        "csrc/cuda/device.h",
+        "error == cudaErrorIllegalAddress ||",
+        "",
+        "tests/cuda_on_cpu/test_scratch.py -k anybody",
     ),
     Mutant(
         "a step is closed before the launches of other streams have ended",

@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 import hookstats
-from hookstats import LinearBins
+from hookstats import LinearBins, _native
 from hookstats._native import COUNTERS
 from hookstats.numbers.fields import FIELDS
 from hookstats.watch import binding
 from hookstats.watch.flags import Flags
+from hookstats.watch.memory import Store
 from tests.conftest import check
 from tests.models import THREE_KINDS
 from tests.plain import OF_OUTPUTS
@@ -37,6 +38,15 @@ def test_totals_that_fit_in_no_way_are_refused_at_attach(per_channel: bool) -> N
     model(torch.rand(3, 4)).sum().backward()
     assert mon.snapshot()["", "output"].channels is None
     assert mon.skipped == {}
+
+
+def test_scratch_is_part_of_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(_native, "reserve_scratch", lambda device: 4_000_000)
+    store = Store(None, 10_000_000, False)
+    assert not store.claim(gpu, 6_000_001)
+    assert store.claim(gpu, 6_000_000)
+    assert store.claim(torch.device("cpu"), 10_000_000)
 
 
 def test_the_most_bins_that_there_are_do_not_fit_into_the_budget() -> None:

@@ -46,6 +46,27 @@ def test_sites_are_given_up_under_the_lock_by_which_they_are_read() -> None:
     assert given_up == [[], [A]]
 
 
+@pytest.mark.parametrize(
+    "problem",
+    [
+        "hookstats: CUDA: the device had failed before, in any kernel of this process: an illegal memory access",
+        torch.AcceleratorError("CUDA error: device-side assert triggered\nCUDA kernel errors might be\nreported later"),
+    ],
+    ids=["a launch", "an operator"],
+)
+def test_a_device_that_has_failed_is_told_of_once_and_all_its_sites_are_counted(problem: Any) -> None:
+    skipping = Skipping(strict=False)
+    with hearing() as heard:
+        for site in (A, B, Site("c", "output")):
+            skipping.leave_out([site], problem)
+        skipping.leave_out([Site("d", "output")], "something else")
+    assert len(heard) == 2
+    assert "not measured: " in heard[0]
+    assert "the device had failed before" in heard[0]
+    assert "\n" not in heard[0]
+    assert [site.name for site in skipping.so_far()] == ["a", "b", "c", "d"]
+
+
 class Stranger:
     """Like an array: comparing says nothing about being equal."""
 
@@ -206,14 +227,15 @@ def test_one_axis_has_one_number_in_a_table_however_it_was_known(dim: int) -> No
 def test_memory_for_scratch_that_torch_keeps_for_later_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
 
-    def reserve(device: str) -> None:
+    def reserve(device: str) -> int:
         done.append(device)
         if len(done) == 1:
             raise RuntimeError("hookstats: CUDA: expected 4 bytes of device memory for scratch: out of memory")
+        return 4
 
     monkeypatch.setattr(_native._C, "reserve_scratch", reserve)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("empty"))
-    _native.reserve_scratch(torch.device("cuda", 0))
+    assert _native.reserve_scratch(torch.device("cuda", 0)) == 4
     assert done == ["cuda:0", "empty", "cuda:0"]
 
 
