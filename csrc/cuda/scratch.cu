@@ -290,7 +290,7 @@ InTurn::InTurn(const Launch& launch, const void* const* sites, size_t count) {
     lock.unlock();
     sharing_ = std::unique_lock<std::mutex>(device.sharing);
     lock.lock();
-    if (device.sharer) others.insert(*device.sharer);
+    others.insert(device.sharer.value_or(launch.stream));
     device.sharer = launch.stream;
   }
   for (size_t i = 0; i < count; ++i) {

@@ -117,11 +117,11 @@ class Options:
         strict: what cannot be measured raises. Otherwise that tensor is left out, with one warning for each site and
             its reason in ``Snapshot.skipped``, and training goes on. A site is given up after three measured steps in a
             row in which none of its tensors could be measured.
-        memory_budget: bytes per device, of state, samples, the copies for ``"param_update"`` and, on a GPU, scratch, some
-            megabytes. Where channels would need more, all sites keep totals only; what is seen later (a container's
-            tensors, a tap, a width) and does not fit keeps totals, or is skipped. Not in it is the copy of the state
-            that leaves the device when a measured step is closed: for that long it takes as much again; on a CPU, for
-            as long as the Snapshot is kept.
+        memory_budget: bytes per device, of state, samples, the copies for ``"param_update"`` and, on a GPU, scratch.
+            Where channels would need more, all sites keep totals only; what is seen later (a container's tensors, a
+            tap, a width) and does not fit keeps totals, or is skipped. Not in it is the copy of the state that leaves
+            the device when a measured step is closed: for that long it takes as much again; on a CPU, for as long as
+            the Snapshot is kept.
         compiled_programs: how many programs torch.compile makes for training. 2: one that measures, and the bare one,
             compiled when the first step comes that is not measured. 1, where compiling takes too long: the one that
             measures runs in all steps, those of the other monitors, too, and costs something between measured steps.

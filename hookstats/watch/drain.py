@@ -23,6 +23,7 @@ from hookstats.watch.scalars import Kept, Slots, by_step, sample_ids_by_step
 Key: TypeAlias = tuple[torch.device, int]  # a block of state, by device and number
 Sign: TypeAlias = list[tuple[object, ...]]  # of how all sites lie: equal while nothing has moved
 Held: TypeAlias = dict[Site, LocalShard]  # by this process; the same object while nothing of it has changed
+_LARGE = 1 << 20  # bytes
 _SCALARS = -2  # the "block" of the first scalars on a device; of more of them, those below
 
 assert COUNTERS == _native.COUNTERS
@@ -65,12 +66,18 @@ class PendingScalars:
         return all(event.query() for event in self._events)
 
     def arrays(self) -> dict[Key, Counts]:
-        """What has come; waits if it must. The pinned memory is given back, and the scalars are complete."""
+        """What has come; waits if it must. The scalars are complete then.
+
+        What is small is copied out of pinned memory, whose blocks are few. What is large stays there for as long as
+        somebody has it: fresh memory takes seven times as long to write as memory that was used before, and torch keeps
+        the block for a later step.
+        """
         for event in self._events:
             event.synchronize()
         pinned = bool(self._events)
         arrays: dict[Key, Counts] = {
-            key: (copy.clone() if pinned else copy).numpy() for key, copy in self._copies.items()
+            key: (copy.clone() if pinned and copy.nbytes < _LARGE else copy).numpy()
+            for key, copy in self._copies.items()
         }
         for key, slots in self._slots.items():
             slots.put_back(arrays[key].view("float64").tolist())

@@ -191,8 +191,8 @@ MUTANTS = [
     Mutant(
         "streams that share scratch do not wait for each other",
         "csrc/cuda/scratch.cu",
-        "if (device.sharer)",
-        "if (false)",
+        "device.sharer.value_or(launch.stream)",
+        "launch.stream",
         "tests/cuda_on_cpu/test_scratch.py -k share_scratch",
     ),
     Mutant(
@@ -205,8 +205,8 @@ MUTANTS = [
     Mutant(
         "a device that had failed is not told from a launch that fails",
         "csrc/cuda/device.h",
-        "error == cudaErrorIllegalAddress ||",
-        "",
+        "error == cudaErrorIllegalAddress",
+        "false",
         "tests/cuda_on_cpu/test_scratch.py -k anybody",
     ),
     Mutant(
