@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import json
 import math
+import os
 import shutil
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.contenders import MANY, Case, check, contenders, many_contenders
+from benchmarks.contenders import MANY, Case, Measured, check, contenders, many_contenders
 from hookstats import _native
 from hookstats.numbers.fields import FIELDS
 
@@ -29,6 +30,16 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 Write = Callable[[str, dict[str, Any]], None]  # the part that a figure belongs to, and the figure
 
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+FIRST = [  # what a training step has most of
+    Case("rows 1 MB bf16", (512, 1024), bf16, 1),
+    Case("rows 32 MB bf16", (4096, 4096), bf16, 1),
+    Case("rows 128 MB bf16", (16384, 4096), bf16, 1),
+    Case("rows 512 MB bf16", (65536, 4096), bf16, 1),
+    Case("rows 512 MB fp32", (32768, 4096), fp32, 1),
+    Case("NCHW 196 MB fp32", (64, 256, 56, 56), fp32, 1),
+    Case("rows 156 MB bf16, 10007 channels", (8192, 10007), bf16, 1),
+    Case("whole 512 MB bf16", (1, 65536 * 4096), bf16, 0),
+]
 COMPARED = [  # with everything
     Case("rows 1 MB bf16", (512, 1024), bf16, 1),
     Case("rows 32 MB bf16", (4096, 4096), bf16, 1),
@@ -120,13 +131,11 @@ def floor_reader() -> Callable[[Any], Any]:
     if DEVICE == "cpu":
         return lambda x: x.float().sum()
     nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
-    library = ROOT / "build" / "floor.so"
     major, minor = torch.cuda.get_device_capability()
-    arch = f"arch=compute_{major}{minor},code=sm_{major}{minor}"
-    source = str(ROOT / "benchmarks" / "floor.cu")
-    subprocess.run(
-        [nvcc, "-O3", "-gencode", arch, "-Xcompiler", "-fPIC", "-shared", "-o", str(library), source], check=True
-    )
+    source, library = ROOT / "benchmarks" / "floor.cu", ROOT / "build" / f"floor-{major}{minor}.so"
+    if not library.exists() or library.stat().st_mtime < source.stat().st_mtime:
+        command = [nvcc, "-O3", "-gencode", f"arch=compute_{major}{minor},code=sm_{major}{minor}", "-shared"]
+        subprocess.run([*command, "-Xcompiler", "-fPIC", "-o", str(library), str(source)], check=True)
     read = ctypes.CDLL(str(library)).read_floor
     read.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p]
     out = torch.zeros(1, dtype=torch.int32, device="cuda")
@@ -157,8 +166,8 @@ def case_figures(cases: list[Case], everything: bool, write: Write) -> None:
     reserve()
     floor = floor_reader()
     for case in here(cases):
-        if everything:
-            torch.compiler.reset()  # or the compiler gives up after a few shapes
+        torch.compiler.reset()  # or the compiler gives up after a few shapes
+        if case.dtype.itemsize > 1:
             check(case, DEVICE)
         first = case.tensor(DEVICE)
         tensors = [first] + [first.clone() for _ in range(max(2, min(63, (512 << 20) // case.bytes)))]
@@ -173,6 +182,74 @@ def case_figures(cases: list[Case], everything: bool, write: Write) -> None:
             rows.append((name, us, how))
         side_by_side(case.name, case.bytes, rows, write)
         del first, tensors, runs
+
+
+def step_figures(write: Write) -> None:
+    """A training step of a model of 1 G parameters on 4 x 4,096 tokens, eager, bare and watched."""
+    from benchmarks.steps import DEFAULT, LARGE, TINY
+    from benchmarks.steps import training_figures as figures_of
+
+    shape = LARGE._replace(length=4096) if DEVICE == "cuda" else TINY._replace(width=64)
+    chosen = ["bare", "totals", "+ histogram per tensor", DEFAULT]
+    for figure in figures_of(shape, DEVICE, False, 7, chosen, lambda figure: write("step", figure)):
+        write("step", figure)
+        print(f"{figure['name']:60} {figure['median_ms']:8.2f} ms {figure['added_ms']:+8.3f}", flush=True)
+
+
+def behind_figures(write: Write) -> None:
+    """What a hook takes right after the matrix product that wrote its tensor, which may still lie in the cache."""
+    reserve()
+    width = 4096 if DEVICE == "cuda" else 64
+    weight = torch.randn(width, width, device=DEVICE, dtype=bf16) / width**0.5
+    for rows in (2048, 8192, 32768) if DEVICE == "cuda" else (16,):
+        inputs = [torch.randn(rows, width, device=DEVICE, dtype=bf16) for _ in range(3)]
+        out = torch.empty(rows, width, device=DEVICE, dtype=bf16)
+        measured = Measured(width, "none", DEVICE), Measured(width, "per_tensor", DEVICE)
+
+        def product(x: torch.Tensor, out: torch.Tensor = out) -> None:
+            torch.mm(x, weight, out=out)
+
+        alone, how = microseconds(product, inputs, 12)
+        for name, hook in zip(("moments", "+ histogram per tensor"), measured, strict=True):
+
+            def both(x: torch.Tensor, hook: Measured = hook, out: torch.Tensor = out) -> None:
+                torch.mm(x, weight, out=out)
+                hook(out, 1)
+
+            us, _ = microseconds(both, inputs, 12)
+            size = out.nbytes / 1e6
+            figure = {"name": name, "case": f"{size:.0f} MB bf16", "product_us": alone, "added_us": us - alone}
+            write("behind", {**figure, "how": how})
+            print(f"{size:6.0f} MB: product {alone:10.2f} us, {name} {us - alone:+9.2f} us", flush=True)
+
+
+def closing_figures(write: Write) -> None:
+    """What the training thread waits for where a step with 150 MB of state is closed, beside the loss's own wait."""
+    import hookstats
+
+    layers, width = (120, 1024) if DEVICE == "cuda" else (2, 64)
+    model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(layers))).to(DEVICE)
+    options = hookstats.Options(memory_budget=1 << 30)
+    bins = hookstats.ExponentBins(per_channel=True)
+    of_outputs = ("output", "grad_output")
+    monitor = hookstats.attach(model, tensors=of_outputs, histogram=bins, every=2, options=options)
+    times: dict[str, list[float]] = {}
+    x = torch.randn(512, width, device=DEVICE)
+    for step in range(24):
+        loss = model(x).square().mean()
+        loss.backward()
+        kind = "a step that is measured" if step % 2 == 0 else "the step after it, which takes the copy"
+        began = time.perf_counter()
+        monitor.step(loss=loss)
+        closed = time.perf_counter()
+        loss.item()
+        for name, took in ((f"step(), {kind}", closed - began), (f"loss.item(), {kind}", time.perf_counter() - closed)):
+            times.setdefault(name, []).append(1e3 * took)
+            if step > 5:
+                write("closing", {"name": name, "median_ms": median(times[name][2:]), "bytes": monitor.state_bytes})
+    for name, each in times.items():
+        print(f"{name:64} {median(each[2:]):8.3f} ms, {monitor.state_bytes / 1e6:.0f} MB of state", flush=True)
+    monitor.detach()
 
 
 def many_figures(write: Write) -> None:
@@ -252,6 +329,10 @@ def peer_figures(compiled: bool) -> Callable[[Write], None]:
 
 
 PARTS: dict[str, Callable[[Write], None]] = {
+    "step": step_figures,
+    "behind": behind_figures,
+    "floor": lambda write: case_figures(FIRST, False, write),
+    "closing": closing_figures,
     "first use": first_use,
     "kernels": lambda write: case_figures(AGAINST_FLOOR, False, write),
     "peers eager": peer_figures(False),
@@ -264,7 +345,25 @@ PARTS: dict[str, Callable[[Write], None]] = {
 }
 
 
+def planted(part: str) -> None:
+    """The fault that a rehearsal puts into a part: PLANT=PART:KIND."""
+    fault = dict(each.split(":") for each in os.environ.get("PLANT", "").split(",") if each).get(part)
+    if fault == "hang":
+        time.sleep(3600)
+    if fault == "crash":
+        os.abort()
+    if fault == "wrong":
+        right = _native.accumulate
+
+        def wrong(x: torch.Tensor, moments: torch.Tensor, *others: Any) -> None:
+            right(x, moments, *others)
+            moments[1] += 1
+
+        _native.accumulate = wrong  # type: ignore[assignment]
+
+
 def main(part: str, path: str) -> None:
+    planted(part)
     with Path(path).open("a", buffering=1) as file:
 
         def write(kind: str, figure: dict[str, Any]) -> None:

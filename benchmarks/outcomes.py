@@ -1,7 +1,8 @@
 """A pytest plugin: the outcome of each test as a line of JSON, as soon as it is known.
 
 python -m pytest -p benchmarks.outcomes, with OUTCOMES=FILE: what stopped before its end has lost nothing. Tests that
-run the CUDA kernels on a CPU are left out: they say the same on any machine.
+run the CUDA kernels on a CPU are left out where there is a GPU: they say the same on any machine. A worker of
+pytest-xdist whose GPU failed in a test ends, as all its later tests would fail, and is replaced.
 """
 
 from __future__ import annotations
@@ -13,17 +14,41 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 
 def pytest_configure(config: Any) -> None:
-    if "PYTEST_XDIST_WORKER" not in os.environ:  # the process that spreads the tests hears of all of them
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        config.pluginmanager.register(Worker())
+    else:  # the process that spreads the tests hears of all of them
         config.pluginmanager.register(Outcomes(Path(os.environ["OUTCOMES"])))
 
 
 def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
+    if os.environ.get("GPU") == "harness":
+        return
     imitated = [item for item in items if "harness" in item.fixturenames or "cuda_on_cpu" in item.name]
     config.hook.pytest_deselected(items=imitated)
     items[:] = [item for item in items if item not in set(imitated)]
+
+
+class Worker:
+    """Ends behind a test that has failed and taken the GPU with it."""
+
+    def __init__(self) -> None:
+        self._gpu_works = True
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.failed and torch.cuda.is_initialized():
+            try:
+                torch.cuda.synchronize()
+            except RuntimeError:
+                self._gpu_works = False
+
+    @pytest.hookimpl(trylast=True)  # the outcome has been sent
+    def pytest_runtest_logfinish(self) -> None:
+        if not self._gpu_works:
+            os._exit(70)
 
 
 class Outcomes:

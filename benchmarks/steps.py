@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -104,18 +104,34 @@ class Trainer:
         return found
 
 
-def training_figures(shape: Shape, device: str, compiled: bool, rounds: int) -> list[dict[str, Any]]:
+def training_figures(
+    shape: Shape,
+    device: str,
+    compiled: bool,
+    rounds: int,
+    names: Iterable[str] = ATTACHED,
+    write: Callable[[dict[str, Any]], None] = lambda figure: None,
+) -> list[dict[str, Any]]:
     """A figure for each contender, all timed in turns; what they add is compared with the bare step.
+
+    names: some of ATTACHED, "bare" and DEFAULT among them. write: is given each figure as it is after each round.
 
     Compiled is each block, as one does with a deep model. All contenders' blocks have the same code: torch would run
     what was compiled for one of them, with its hooks or without, for all. Hence the guards.
     """
     with torch._dynamo.config.patch(skip_nnmodule_hook_guards=False, recompile_limit=64):
-        return _training_figures(shape, device, compiled, rounds)
+        return _training_figures(shape, device, compiled, rounds, names, write)
 
 
-def _training_figures(shape: Shape, device: str, compiled: bool, rounds: int) -> list[dict[str, Any]]:
-    trainers = {name: Trainer(shape, device, attached) for name, attached in ATTACHED.items()}
+def _training_figures(
+    shape: Shape,
+    device: str,
+    compiled: bool,
+    rounds: int,
+    names: Iterable[str],
+    write: Callable[[dict[str, Any]], None],
+) -> list[dict[str, Any]]:
+    trainers = {name: Trainer(shape, device, ATTACHED[name]) for name in names}
     for trainer in trainers.values():
         if compiled:
             for block in trainer.model.blocks:
@@ -129,7 +145,12 @@ def _training_figures(shape: Shape, device: str, compiled: bool, rounds: int) ->
         "paused": lambda: default.timed(pause=True),
     }
     interleaved(contenders, 1)  # warms up
-    found = figures(interleaved(contenders, rounds), "bare")
+
+    def write_all(times: dict[str, list[float]]) -> None:
+        for figure in figures(times, "bare"):
+            write(figure)
+
+    found = figures(interleaved(contenders, rounds, write_all), "bare")
     for figure in found:
         figure |= {"parameters": sum(p.numel() for p in default.model.parameters()), "tokens": default.ids.numel()}
         if figure["name"] in trainers:

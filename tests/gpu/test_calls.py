@@ -1,4 +1,4 @@
-"""make gpu-test and make gpu-bench where no GPU is: the steps they take, and that nothing is lost when time ends."""
+"""make gpu-first and make gpu-bench where no GPU is: their parts, and what is kept when one fails or time ends."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,105 +13,178 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_figures, peers, report
+from benchmarks import gpu, gpu_figures, peers, prebuilt, report
 from tests.conftest import ROOT
 from tests.ranks import until
 
 GPU = {"name": "NVIDIA Test", "multiprocessors": 2, "l2_mib": 1.0, "driver": "1.0"}
 MACHINE = {"gpu": GPU, "date": "2026-01-01", "commit": "abc", "torch": "2.11.0", "hookstats": {"cuda": "13.0"}}
-# Stands for python, in each step: says that it was run, and leaves a figure.
+# Stands for python, in each part: says that it was run, and leaves a figure.
 PYTHON = """#!/bin/sh
 echo "$*" >> "$RAN"; echo "$TORCH_CUDA_ARCH_LIST $HOOKSTATS_CUDA" >> "$RAN.built"
 for last; do :; done
+case "$*" in *describe*) echo "$DESCRIBED"; exit;; esac
 case "$*" in *gpu_figures*) echo '{"part": "figures", "figure": {"name": "'"$3"'"}}' >> "$last";; esac
 case "$*" in *"$FAILING"*) echo /a/path; echo went wrong; exit 3;; esac
+case "$*" in *"$CRASHING"*) kill -ABRT $$;; esac
+case "$*" in *"$HANGING"*) sleep 600 & echo $! > "$RAN.child"; wait;; esac
 """
 
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """With a GPU, a python and a compute-sanitizer that only pretend."""
+    """With a GPU, a python and a compute-sanitizer that only pretend; what was built before does not fit."""
     for name, text in (("python", PYTHON), ("compute-sanitizer", '#!/bin/sh\necho "$@" >> "$RAN"\n')):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     monkeypatch.setattr(gpu, "LOGS", tmp_path / "logs")  # this test may be part of a call whose logs are being written
+    monkeypatch.setattr(gpu, "REHEARSED", False)
     monkeypatch.setattr(gpu.sys, "executable", str(tmp_path / "python"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 6))
-    monkeypatch.setattr("benchmarks.environment.describe", lambda: MACHINE)
-    environment = {"RESULTS": str(tmp_path / "out"), "RAN": str(tmp_path / "ran"), "FAILING": "nothing does"}
+    environment = {"RESULTS": str(tmp_path / "out"), "RAN": str(tmp_path / "ran"), "DESCRIBED": json.dumps(MACHINE)}
+    environment |= {"FAILING": "prebuilt load", "CRASHING": "nothing does", "HANGING": "nothing does"}
     for name, value in (environment | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}).items():
         monkeypatch.setenv(name, value)
     return tmp_path
 
 
-def record(folder: Path) -> dict[str, Any]:
-    (path,) = folder.glob("gpu*.json")
-    found: dict[str, Any] = json.loads(path.read_text())
+def record(folder: Path, what: str = "first") -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / f"gpu-{what}.json").read_text())
     return found
 
 
-def test_the_tests_are_taken_in_the_order_of_what_they_tell(machine: Path) -> None:
-    assert gpu.main("test") == 0
+FIRST = ["doctor", "memcheck", "step", "behind", "floor", "closing", "tests of a GPU alone", "kernel tests"]
+FIRST += ["racecheck", "synccheck", "initcheck"]
+
+
+def test_what_is_worth_most_comes_first(machine: Path) -> None:
+    assert gpu.main("first") == 0
     ran = (machine / "ran").read_text().splitlines()
-    assert ran[0] == "setup.py build_ext --inplace"
-    assert (machine / "ran.built").read_text().splitlines()[0] == "8.6 1"  # for this GPU alone
-    assert "-m gpu tests/gpu/test_streams.py tests/gpu/test_cuda_graphs.py tests" in ran[1]
-    assert "-m not gpu -k gpu" in ran[2]
+    assert ran[:2] == ["-m benchmarks.prebuilt load", "setup.py build_ext --inplace"]
+    assert (machine / "ran.built").read_text().splitlines()[1] == "8.6 1"  # for this GPU alone
     tools = [line.split()[1] for line in ran if line.startswith("--tool")]
     assert tools == ["memcheck", "racecheck", "synccheck", "initcheck"]
-    steps = record(machine / "out")["steps"]
-    beside = ["memcheck", "racecheck", "synccheck", "initcheck", "demo", "all other tests"]
-    assert [step["name"] for step in steps] == ["build", "tests of a GPU alone", "kernel tests", *beside]
-    assert {step["status"] for step in steps} == {0}
-
-
-def test_every_part_of_the_figures_is_taken_and_one_that_fails_stops_no_other(
-    machine: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert gpu.main("bench") == 0
-    monkeypatch.setenv("FAILING", "peers compiled")
-    assert gpu.main("bench") == 1
     found = record(machine / "out")
-    parts = list(gpu_figures.PARTS)
-    assert sorted(figure["name"] for figure in found["figures"]) == sorted(parts)
-    assert [step["name"] for step in found["steps"]] == ["build", *parts]
-    failed = [step for step in found["steps"] if step["status"] != 0]
-    assert [(step["name"], step["status"], step["said"]) for step in failed] == [("peers compiled", 3, ["went wrong"])]
+    assert [part["name"] for part in found["parts"]] == ["load", "build", *FIRST]
     assert {key: found[key] for key in MACHINE} == MACHINE
 
 
-def test_without_a_build_nothing_else_is_run(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FAILING", "setup.py")
-    assert gpu.main("bench") == 1
-    assert len((machine / "ran").read_text().splitlines()) == 1
-    lines = [json.loads(line) for line in (machine / "out" / "gpu-bench.jsonl").read_text().splitlines()]
-    assert lines[1] == {"log": "build", "lines": ["/a/path", "went wrong"]}
+def test_what_was_built_before_is_not_built_anew(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAILING", "nothing does")
+    assert gpu.main("first") == 0
+    assert [part["name"] for part in record(machine / "out")["parts"]] == ["load", *FIRST]
 
 
-def test_when_time_ends_what_was_found_is_there_and_nothing_runs_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_part_that_hangs_crashes_or_is_wrong_ends_no_other_one(
+    machine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu, "LOGS", tmp_path / "logs")
-    monkeypatch.setenv("RESULTS", str(tmp_path))
-    monkeypatch.setenv("SECONDS", "600")
-    session = gpu.Session("bench")
-    session.environment = MACHINE
-    child = tmp_path / "child"
-    figure = json.dumps({"part": "figures", "figure": {}})
-    program = f"sleep 600 & echo $! > {child}; echo '{figure}' >> {session.lines}; wait"
-    slow = session.start("slow", ["sh", "-c", program], 600)
-    assert slow is not None
-    until(session.lines.read_text)
-    slow.until = time.monotonic()
-    assert not session.finish(slow)
-    found = record(tmp_path)
-    assert found["figures"] == [{}]
-    assert found["steps"][0]["status"].startswith("stopped after ")
-    session.began -= 600
-    assert not session.run("too late", ["true"], 60)
-    assert [each.split(":")[0] for each in session.record()["not_run"]] == ["too late"]
-    until(lambda: has_ended(int(child.read_text())))
+    monkeypatch.setenv("FAILING", "gpu_figures step")
+    monkeypatch.setenv("CRASHING", "gpu_figures behind")
+    monkeypatch.setenv("HANGING", "gpu_figures floor")
+    of_call = gpu.figures
+    limit = {"floor": 10.0}
+    monkeypatch.setattr(gpu, "figures", lambda session, part, most: of_call(session, part, limit.get(part, most)))
+    assert gpu.main("first") == 1
+    found = record(machine / "out")
+    status = {part["name"]: part["status"] for part in found["parts"]}
+    assert {name: each for name, each in status.items() if each != 0} == {
+        "step": 3,
+        "behind": -6,
+        "floor": "stopped after 10 s",
+    }
+    assert list(status) == ["load", *FIRST]
+    assert sorted(figure["name"] for figure in found["figures"]) == ["behind", "closing", "floor", "step"]
+    assert next(part for part in found["parts"] if part["name"] == "step")["said"] == ["went wrong"]
+    until(lambda: has_ended(int((machine / "ran.child").read_text())))
+
+
+def test_every_part_of_the_figures_is_in_one_of_the_calls(machine: Path) -> None:
+    assert gpu.main("bench") == 0
+    assert gpu.main("first") == 0
+    names = [figure["name"] for what in ("first", "bench") for figure in record(machine / "out", what)["figures"]]
+    assert sorted(names) == sorted(gpu_figures.PARTS)
+
+
+def test_without_a_build_nothing_else_is_run(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (machine / "python").write_text("#!/bin/sh\necho $* >> $RAN; echo /a/path; echo went wrong; exit 3\n")
+    assert gpu.main("bench") == 1
+    assert len((machine / "ran").read_text().splitlines()) == 2
+    lines = [json.loads(line) for line in (machine / "out" / "gpu-bench.jsonl").read_text().splitlines()]
+    assert lines[-1] == {"log": "build", "lines": ["/a/path", "went wrong"]}
+
+
+def test_glue_that_does_not_load_leaves_the_kernels_to_be_told_of(
+    machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = PYTHON.replace("*describe*)", '*describe*) [ -n "$HOOKSTATS_GLUE" ] || exit 1;')
+    (machine / "python").write_text(text + 'echo "$HOOKSTATS_GLUE" >> "$RAN.glue"\n')
+    monkeypatch.setenv("HOOKSTATS_GLUE", "")
+    assert gpu.main("bench") == 0
+    assert record(machine / "out", "bench")["gpu"] == GPU
+    assert (machine / "ran.glue").read_text().split() == ["none"] * len(gpu.bench_parts(gpu.Session("bench", 1)))
+
+
+def test_when_time_ends_what_was_found_is_there_and_the_rest_is_named(
+    machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert gpu.main("bench", "5") == 1
+    found = record(machine / "out", "bench")
+    assert found["parts"] == []
+    assert [each.split(":")[0] for each in found["not_run"]] == ["load", "build"]
+
+
+def test_what_was_built_from_other_sources_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    package, folder = tmp_path / "hookstats", tmp_path / "prebuilt"
+    (package / "_glue" / "torch2_11").mkdir(parents=True)
+    (tmp_path / "csrc").mkdir()
+    for name in ("_kernels.so", "_built.json", "_glue/torch2_11/_C.so"):
+        (package / name).write_text(name)
+    for name in ("setup.py", "csrc/ops.h"):
+        (tmp_path / name).write_text(name)
+    for name, value in {"ROOT": tmp_path, "FOLDER": folder, "PACKAGE": package, "TRIAL": "print('tried')"}.items():
+        monkeypatch.setattr(prebuilt, name, value)
+    assert prebuilt.load() == 1  # nothing was built before
+    assert prebuilt.pack() == 0
+    for path in package.rglob("*.so"):
+        path.unlink()
+    assert prebuilt.load() == 0
+    assert (package / "_glue" / "torch2_11" / "_C.so").read_text() == "_glue/torch2_11/_C.so"
+    monkeypatch.setattr(prebuilt, "TRIAL", "raise SystemExit(9)")
+    assert prebuilt.load() == 9
+    (tmp_path / "csrc" / "ops.h").write_text("other")
+    assert prebuilt.load() == 1
+    assert "built from others" in capsys.readouterr().out
+
+
+def test_the_glue_asks_for_nothing_that_only_a_torch_with_cuda_has() -> None:
+    glue = list((ROOT / "hookstats" / "_glue").glob("*/_C*.so"))
+    if not glue:
+        pytest.skip("no glue was built")
+    said = subprocess.run(["readelf", "-d", *glue], capture_output=True, text=True, check=True).stdout
+    needed = [line for line in said.splitlines() if "NEEDED" in line]
+    assert any("libtorch_cpu.so" in line for line in needed)
+    assert not any("cuda" in line for line in needed)
+
+
+def test_a_worker_whose_gpu_failed_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "test_some.py").write_text(
+        "import os, torch\n"
+        "def failed(): raise RuntimeError('CUDA error: an illegal memory access was encountered')\n"
+        "def test_1():\n"
+        "    torch.cuda.is_initialized, torch.cuda.synchronize = (lambda: True), failed\n"
+        "    print(os.getpid(), file=open('first', 'w')); assert 1 == 2\n"
+        "def test_2(): assert str(os.getpid()) not in open('first').read()\n"
+        "def test_3(): pass\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "benchmarks.outcomes", "-p", "no:cacheprovider", "-n", "1"]
+    environment = os.environ | {"OUTCOMES": str(tmp_path / "lines"), "PYTHONPATH": str(ROOT)}
+    environment.pop("PYTEST_XDIST_WORKER", None)
+    subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True)
+    found = gpu.summary([json.loads(line) for line in (tmp_path / "lines").read_text().splitlines()])["tests"]
+    assert (found["passed"], found["failed"], found["without_outcome"]) == (2, 1, [])
 
 
 def has_ended(pid: int) -> bool:
