@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -195,6 +196,29 @@ def test_what_a_step_that_was_not_measured_left_behind_is_not_in_the_next_one() 
     histogram = mon.snapshot()["", "output"].histogram
     assert histogram is not None
     assert histogram.counts.sum() == x.numel()
+
+
+def test_two_threads_that_launch_on_one_site_from_two_streams_lose_nothing() -> None:
+    x, state = torch.randn(2000, 64, device="cuda"), State(64, "per_tensor", "cuda")
+    begun = threading.Barrier(2)
+    torch.cuda.synchronize()
+
+    def measure() -> None:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            begun.wait(60)
+            for _ in range(500):
+                _native.accumulate(x, *state.tensors, None, 1)
+
+    threads = [threading.Thread(target=measure) for _ in range(2)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    torch.cuda.synchronize()
+    stats = state.stats()
+    assert stats.total.count == 1000 * x.numel()
+    assert stats.histogram is not None
+    assert stats.histogram.counts.sum() == 1000 * x.numel()
 
 
 def test_usual_and_lean_blocks_give_the_same_bits() -> None:
