@@ -1,4 +1,4 @@
-"""Trainings that others wrote down as mistakes, and healthy ones that were alarmed about: what is said, word for word."""
+"""Trainings that others wrote down as mistakes, and healthy ones that caused an alarm: what is said of them."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_logarithm_of_0_in_an_output_is_looked_for_there_where_the_loss_is_inf
     (found,) = judge(steps, [NonFinite()])
     assert found.severity == "critical"
     assert "began behind the model" not in found.sentence
-    assert "1 output holds -Inf" in found.sentence
+    assert "the output of 1 holds -Inf" in found.sentence
 
 
 def test_a_healthy_training_of_each_of_them_is_told_nothing() -> None:
