@@ -35,7 +35,8 @@ _BROKEN = ("deleted", "torn", "unreadable")
 class Summary:
     """A run as a line of the index.
 
-    changed: seconds since the epoch; loss: at most 120 values, averages of equal parts; findings: by severity.
+    changed: seconds since the epoch; loss: at most 120 averages of equal parts, NaN where a part holds a value that is
+    not finite; findings: by severity.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Summary:
     model: str = ""
     step: int | None = None
     loss: tuple[float, ...] = ()
+    last_loss: float | None = None
     findings: tuple[tuple[str, int], ...] = ()
     ranks: int = 0
     changed: float = 0.0
@@ -142,7 +144,8 @@ class Watched:
             waiting,
             model_of(settings),
             step,
-            tuple(_few(loss).tolist()),
+            tuple(_averages(loss).tolist()),
+            loss.tolist()[-1] if len(loss) else None,
             tuple((name, counts[name]) for name in ("critical", "warning", "note") if counts[name]),
             ranks,
         )
@@ -183,13 +186,13 @@ def unreadable(path: Path, error: Exception) -> State:
     return State(kind, f"the run cannot be read: {str(error)[:500]}")
 
 
-def _few(values: Array) -> Array:
-    """Averages over at most so many equal parts, of what is finite."""
-    values = values[np.isfinite(values)]
+def _averages(values: Array) -> Array:
+    """Average at most so many equal parts; NaN where a part holds a value that is not finite."""
     if not len(values):
         return values
     begin = edges(len(values), _POINTS)
-    result: Array = np.add.reduceat(values, begin) / np.diff(begin, append=len(values))
+    known = np.where(np.isfinite(values), values, np.nan)
+    result: Array = np.add.reduceat(known, begin) / np.diff(begin, append=len(values))
     return result
 
 
