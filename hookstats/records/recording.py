@@ -120,7 +120,7 @@ class Recording:
         judges = {"rules": self._rules, "sinks": self._sinks}
         self._writer = WriterProcess(self._folder, self._attempt, self._wake, judges, self._tell)
         self._thinning = Thinning(settings.get("every"), self._tell_behind)
-        atexit.register(self._ended)
+        atexit.register(self._at_exit)
         self._begun = True
 
     def _describe(self, settings: dict[str, Any]) -> int:
@@ -328,7 +328,7 @@ class Recording:
         self._stopped = True
         if not self._is_closed:
             self._is_closed = True
-            atexit.unregister(self._ended)
+            atexit.unregister(self._at_exit)
             os.close(self._wake)
             self._lock.close()
             self._writer.wait(0)
@@ -366,6 +366,16 @@ class Recording:
             self._stop(f"{error!r}")
             return False
         return True
+
+    def _at_exit(self) -> None:
+        """End the recording of a script that has not detached its monitor."""
+        if self._ring is None and not self._is_over():
+            self._tell(
+                "nothing",
+                f"nothing is recorded into {self.path}: monitor.step() was never called, or no step that it measured "
+                "has arrived; call it at the end of each training step, and monitor.detach() at the end of training",
+            )
+        self._ended()
 
     def _ended(self) -> None:
         """No further step will come: the writer ends when the ring is empty."""

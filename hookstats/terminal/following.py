@@ -14,7 +14,7 @@ import numpy as np
 
 from hookstats.numbers.fields import Array, Site
 from hookstats.numbers.snapshot import Snapshot
-from hookstats.records.errors import RunError
+from hookstats.records.errors import NO_STEP, RunError
 from hookstats.records.manifest import Manifest, read
 from hookstats.records.places import described, descriptions, is_of_this_machine, is_training, rank_folder
 from hookstats.records.run import load
@@ -118,8 +118,13 @@ class Followed:
             and not (self.folder / "manifest.json").exists()
         ):
             raise RunError(f"{self.folder / 'manifest.json'}: expected it beside the parts of a run, got no file")
-        if self.manifest is None or not self.manifest.attempts:
+        if self.manifest is None:
+            with suppress(FileNotFoundError):
+                self.manifest = read(self.folder)
+        if self.manifest is None and _is_new(self.folder):
             return State("waiting", "nothing is recorded yet")
+        if self.manifest is None or not self.manifest.attempts:
+            return State("ended", f"{self.folder}: {NO_STEP}; no process records into it")
         last = self.manifest.attempts[-1]
         if last.ended is None:  # it has ended since the last look
             with suppress(FileNotFoundError):
@@ -149,6 +154,9 @@ class Followed:
             return State("recording", f"the training process {pid} has ended; what it left is being written")
         if not path.exists():  # the writer has finished meanwhile
             return self.state()
+        if not (path.with_suffix("").exists() or Path(told.ring).exists()):
+            never = "monitor.step() was never called, or it died before its first step was kept"
+            return State("died", f"the training process {pid} has ended, and nothing of it is recorded: {never}")
         left = f"hookstats recover {self.path}"
         return State("died", f"the training process {pid} died; what its last steps left is written by: {left}")
 
@@ -194,10 +202,10 @@ class Followed:
 
 
 def _is_new(path: Path) -> bool:
-    """Whether a file is empty as it is when it has just been made."""
+    """Tell whether a folder, or a file that is empty, has just been made."""
     with suppress(FileNotFoundError):
         told = path.stat()
-        return told.st_size == 0 and abs(time.time() - told.st_mtime) < _NEW
+        return (path.is_dir() or told.st_size == 0) and abs(time.time() - told.st_mtime) < _NEW
     return True
 
 

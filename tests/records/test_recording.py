@@ -447,7 +447,7 @@ def test_a_recording_that_is_in_use_is_refused_and_goes_on_as_it_was(tmp_path: P
         net(torch.randn(2, 4)).sum().backward()
         monitor.step(7)
     assert hookstats.load(tmp_path / "run").steps == [7]
-    with pytest.raises(ValueError, match="expected a run, got no manifest"):
+    with pytest.raises(ValueError, match="expected a recorded step, got none"):
         hookstats.load(tmp_path / "other")
 
 
