@@ -147,6 +147,20 @@ def test_what_becomes_zero_in_few_bits_is_counted_by_the_exponents(recorded: Rec
         assert row[3] == pytest.approx(expected, rel=1e-2, abs=1e-12), recorded.sites[row[0]]
 
 
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
+def test_whether_values_of_low_precision_are_in_use_follows_from_the_values(dtype: torch.dtype | None) -> None:
+    model = torch.nn.Sequential(
+        torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.LayerNorm(32), torch.nn.Linear(32, 4)
+    )
+    monitor = hookstats.attach(model, every=1)
+    with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+        loss = model(torch.randn(8, 16)).square().mean()
+    loss.backward()
+    record, _ = contents(Recorded.of([monitor.snapshot()]))
+    monitor.detach()
+    assert record["precision"]["is_low"] == (dtype is not None)
+
+
 def test_a_second_run_is_told_by_its_distance_where_both_have_been(recorded: Recorded) -> None:
     sites = [*SITES[1:], Site("new", "output")]
     second = Recorded.of(run(sites, 20, every=2, seed=1))
