@@ -164,7 +164,7 @@ class Monitor:
             self._store.clear_gpus()
         self._measured = measured
         if self._scaling is not None and measured:
-            self._of_scaler(self._scaling.begin_step)
+            self._scaling.begin_step()
         self._stopwatch.begin(measured)
         if measured:
             self._attention.begin_step()
@@ -173,17 +173,8 @@ class Monitor:
     def _scalars(self, given: dict[str, Any], sample_ids: Any = None) -> Scalars:
         of_scaler = None
         if self._scaling is not None and self._measured:
-            of_scaler = self._of_scaler(self._scaling.marks)
+            of_scaler = self._scaling.marks()
         return Scalars(given, of_scaler, sample_ids)
-
-    def _of_scaler(self, ask: Callable[[], Any]) -> Any:
-        """What a GradScaler says; None if it fails."""
-        try:
-            return ask()
-        except Exception as error:
-            if self._store.strict:
-                raise
-            self._binder.warn_once("scaler", f"grad_scaler failed, gradients are reported with their scale: {error!r}")
 
     def _is_due(self) -> bool:
         try:

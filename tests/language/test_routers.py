@@ -187,9 +187,7 @@ def test_what_fails_inside_a_graph_is_told_and_becomes_no_number(
             with monkeypatch.context() as patch, monitor.ignore(ignored) if ignoring else nullcontext():
                 if step == 1:
                     patch.setattr(_native, "softmax_rows", fail)
-                    with pytest.warns(
-                        UserWarning, match="not measured in a graph, by .*routers: RuntimeError: no memory"
-                    ):
+                    with pytest.warns(UserWarning, match="not measured in a graph, by .*routers: .*no memory"):
                         run(batch()).sum().backward()
                 else:
                     run(batch()).sum().backward()
