@@ -20,11 +20,42 @@ RING = "ring."  # and the number of the attempt; with ".json", what a writer mus
 _DESCRIPTION = re.compile(r"ring\.(\d+)\.json")
 _WATCHED = "watched"  # touched in a rank's folder by whoever looks at the run while it grows
 _WATCHED_SECONDS = 15.0  # since then somebody still looks
+_DEEPEST = 5  # folders below a directory in which runs are looked for
+_MOST = 1000  # runs
+_FOLDERS = 20_000  # that are looked at
+_NAMED = 20  # runs, in an error
 _FAR = ("nfs", "lustre", "cifs", "smb", "beegfs", "gpfs", "ceph", "glusterfs", "9p", "afs", "fuse")
 
 
 def rank_folder(run: Path, rank: int) -> Path:
     return run / f"rank={rank}"
+
+
+def runs_below(directory: Path) -> list[Path]:
+    """List folders with a rank's folder in them, the nearest first. Links are not followed."""
+    found: list[Path] = []
+    waiting, looked = [(directory, 0)], 0
+    while waiting and looked < _FOLDERS and len(found) < _MOST:
+        path, depth = waiting.pop(0)
+        looked += 1
+        try:
+            with os.scandir(path) as entries:
+                folders = sorted(each.name for each in entries if each.is_dir(follow_symlinks=False))
+        except OSError:
+            continue
+        if any(name.startswith("rank=") for name in folders):
+            found.append(path)
+        elif depth < _DEEPEST:
+            waiting += [(path / name, depth + 1) for name in folders if not name.startswith(".")]
+    return found
+
+
+def no_run(path: Path) -> str:
+    """Say what is where the directory of a run was expected, naming the runs below it."""
+    names = [str(each.relative_to(path)) for each in runs_below(path)] if path.is_dir() else []
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    got = f"one with runs below it: {', '.join(names[:_NAMED])}{more}" if names else "none"
+    return f"{path}: expected the directory of a run, with rank=0 in it; got {got}"
 
 
 def descriptions(folder: Path) -> dict[int, Path]:

@@ -22,6 +22,7 @@ from hookstats.records.arrays import from_list, to_arrow, to_numpy
 from hookstats.records.decoding import content
 from hookstats.records.errors import RunError
 from hookstats.records.manifest import Attempt
+from hookstats.records.places import no_run
 from hookstats.records.ranks import mean, merged_snapshot
 from hookstats.records.reading import Chosen, Reader
 from hookstats.records.schema import SCHEMAS, names_of
@@ -68,7 +69,9 @@ def load(
         raise ValueError(f'load: ranks: expected a number, or "merged", got {ranks!r}')
     needed = f"rank={0 if ranks == 'merged' else ranks}"
     if needed not in names:
-        raise RunError(f"{path}: expected the directory of a run, with {needed} in it; got {names or 'none'}")
+        if not names:
+            raise RunError(no_run(Path(path)))
+        raise RunError(f"{path}: expected the directory of a run, with {needed} in it; got {names}")
     if ranks == "merged":
         return MergedRun(folders, sites, steps, statistics)
     return Run(folders[names.index(needed)], sites, steps, statistics)
@@ -241,7 +244,14 @@ class Run:
         findings = self.findings
         chapters = story(findings)
         more = [f"{len(chapters) - 20} more findings that stand for themselves"] if len(chapters) > 20 else []
-        return html(repr(self), rows, 4, [*head(findings), *map(str, chapters[:20]), *more])
+        return html(repr(self), rows, 4, [*head(findings, self._last_loss()), *map(str, chapters[:20]), *more])
+
+    def _last_loss(self) -> tuple[int, float] | None:
+        table = self.scalars
+        losses = (
+            table.filter(to_arrow(np.array(table["name"].to_pylist()) == "loss", pa.bool_())) if len(table) else table
+        )
+        return (losses["step"][-1].as_py(), losses["value"][-1].as_py()) if len(losses) else None
 
     def __repr__(self) -> str:
         span = f", {self.steps[0]} to {self.steps[-1]}" if len(self) else ""

@@ -50,7 +50,8 @@ def details(recorded: Recorded, restless: Array) -> tuple[dict[str, Any], dict[s
     if not len(recorded.detailed):
         return {}, {}
     order = chosen(recorded, restless)
-    steps = recorded.detailed[edges(len(recorded.detailed), _STEPS)].tolist()
+    count = len(recorded.detailed)
+    steps = recorded.detailed[np.linspace(0, count - 1, min(count, _STEPS)).round().astype(np.int64)].tolist()
     last = _sizes(recorded, steps[-1])
     room, kept = _BYTES, []
     for i in order:

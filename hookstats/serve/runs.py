@@ -15,14 +15,11 @@ import numpy as np
 from hookstats.numbers.fields import Array
 from hookstats.records import manifest
 from hookstats.records.errors import RunError
-from hookstats.records.places import rank_folder, watch
+from hookstats.records.places import rank_folder, runs_below, watch
 from hookstats.records.run import load
 from hookstats.report.reducing import edges
 from hookstats.terminal.following import Followed, State
 
-_DEEPEST = 5  # folders below the directory
-_MOST = 1000  # runs
-_FOLDERS = 20_000  # that are looked at
 _OFTEN = 1.0  # seconds: a run is looked at no more often, however many look
 _POINTS = 120  # of a sparkline
 _REST = 20.0  # times as long as a line of the index took, it is not made again
@@ -214,7 +211,7 @@ class Runs:
         """By id; those that are gone since stay, until the server ends, so that their pages can say so."""
         with self._lock:
             if time.monotonic() - self._found >= _OFTEN:
-                for path in _runs_below(self.directory):
+                for path in runs_below(self.directory):
                     name = str(path.relative_to(self.directory))
                     name = self.directory.name if name == "." else name
                     id = hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
@@ -227,22 +224,3 @@ class Runs:
         """One that was found before."""
         with self._lock:
             return self._known.get(id)
-
-
-def _runs_below(directory: Path) -> list[Path]:
-    """Folders with a rank's folder in them. Links are not followed."""
-    found: list[Path] = []
-    waiting, looked = [(directory, 0)], 0
-    while waiting and looked < _FOLDERS and len(found) < _MOST:
-        path, depth = waiting.pop(0)
-        looked += 1
-        try:
-            with os.scandir(path) as entries:
-                folders = sorted(each.name for each in entries if each.is_dir(follow_symlinks=False))
-        except OSError:
-            continue
-        if any(name.startswith("rank=") for name in folders):
-            found.append(path)
-        elif depth < _DEEPEST:
-            waiting += [(path / name, depth + 1) for name in folders if not name.startswith(".")]
-    return found

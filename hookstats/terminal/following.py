@@ -16,7 +16,15 @@ from hookstats.numbers.fields import Array, Site
 from hookstats.numbers.snapshot import Snapshot
 from hookstats.records.errors import NO_STEP, RunError
 from hookstats.records.manifest import Manifest, read
-from hookstats.records.places import described, descriptions, is_of_this_machine, is_training, rank_folder
+from hookstats.records.places import (
+    described,
+    descriptions,
+    is_of_this_machine,
+    is_training,
+    no_run,
+    rank_folder,
+    runs_below,
+)
 from hookstats.records.run import load
 from hookstats.rules import SEVERITIES, Finding
 
@@ -44,11 +52,13 @@ class Followed:
     """A rank's folder, read again and again."""
 
     def __init__(self, path: str | Path, rank: int = 0) -> None:
-        """The run may begin later. ValueError where it never can: the path is a file."""
+        """The run may begin later. ValueError where it never can: the path is a file, or has runs below it."""
         self.path = Path(path)
         self.folder = rank_folder(self.path, rank)
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"{path}: expected the directory of a run, got a file")
+        if not any(self.path.glob("rank=*")) and runs_below(self.path):
+            raise ValueError(no_run(self.path))
         self._rank = rank
         self._at = 0  # bytes of findings.jsonl that were read
         self.manifest: Manifest | None = None

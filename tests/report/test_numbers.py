@@ -16,6 +16,7 @@ from hookstats.report import Recorded, plot, write
 from hookstats.report.page import asset, page
 from hookstats.report.reducing import FIRST, NEUTRAL, NONFINITE, PER_OCTAVE, SILENT, past
 from hookstats.report.writing import contents, in_order
+from hookstats.rules import Finding
 from tests.conftest import ROOT
 from tests.report.runs import run, sites_of
 
@@ -131,6 +132,24 @@ def test_the_top_channels_are_those_of_the_last_step_with_channels(recorded: Rec
     expected = int(channels.abs_max.argmax())
     assert details["channels"]["top"]["abs_max"][0] == [expected, pytest.approx(channels.abs_max[expected], rel=1e-4)]
     assert details["channels"]["steps"] == list(range(0, 30, 3))
+
+
+def test_the_last_step_with_channels_is_among_those_of_a_picture_however_many_there_are() -> None:
+    record, _ = contents(Recorded.of(run(SITES[:1], 200)))
+    steps = record["details"]["0"]["channels"]["steps"]
+    assert (steps[0], steps[-1], len(steps)) == (0, 199, 128)
+    assert record["details"]["0"]["channels"]["top"]["step"] == 199
+
+
+def test_a_head_says_of_a_loss_that_came_back_that_it_did() -> None:
+    diverged = Finding("loss-spike", 20, None, 9.0, 4.5, "critical", "the loss is 9: training diverges.", since=10)
+    for last, is_back in ((2.0, True), (9.5, False), (6.0, False), (float("nan"), False)):
+        snapshots = run(SITES[:1], 30)
+        snapshots[-1].scalars["loss"] = last
+        record, _ = contents(Recorded.of(snapshots, findings=[diverged]))
+        [sentence] = record["head"]
+        assert ("diverges" in sentence) != is_back
+        assert (sentence == "Since step 10: the loss rose to 9 by step 20; it is 2 in step 29.") == is_back
 
 
 def test_what_becomes_zero_in_few_bits_is_counted_by_the_exponents(recorded: Recorded) -> None:

@@ -171,6 +171,21 @@ def test_errors_are_one_line_and_status_2(
     assert re.match(message, printed.err)
 
 
+@pytest.mark.parametrize("name", ["show", "watch", "report", "recover", "compare"])
+def test_a_directory_of_runs_is_told_with_the_runs_below_it(
+    name: str, runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    deeper = runs / "more" / "d"
+    (deeper / "rank=0").mkdir(parents=True, exist_ok=True)
+    assert main([name, str(runs), *([str(runs)] * (name == "compare"))]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err == (
+        f"hookstats {name}: {runs}: expected the directory of a run, with rank=0 in it; got one with runs below it: "
+        "a, b, c, more/d\n"
+    )
+
+
 def test_a_torn_run_is_an_error_of_one_line(runs: Path, tmp_path: Path) -> None:
     folder = tmp_path / "torn" / "rank=0"
     folder.mkdir(parents=True)

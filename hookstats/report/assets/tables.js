@@ -33,7 +33,9 @@ function showHead() {
   document.title = `${called.map((name) => shortened(name, 40)).join(" and ")} · hookstats`;
   byId("name").replaceChildren(...called.flatMap((name, i) => [i ? node("span", { class: "muted" }, " and ") : "", node("bdi", {}, shortened(name, 80))]));
   const [first, last, steps] = own(), { settings } = record;
-  byId("summary").replaceChildren(...record.head.map((sentence) => node("p", {}, shortened(sentence, 700))), ...partingLine());
+  const heads = record.other ? [record, record.other].map(({ name, head }) => node("p", {}, node("bdi", { class: "strong" }, shortened(name, 40)), ": ", shortened(head.join(" "), 1400)))
+    : record.head.map((sentence) => node("p", {}, shortened(sentence, 700)));
+  byId("summary").replaceChildren(...heads, ...partingLine());
   const facts = [];
   if (settings.model) facts.push(["Model", shortened(typeof settings.model === "string" ? settings.model : String(settings.model.class ?? settings.model.name ?? ""), 60)]);
   if (facts.length && settings.parameters > 0) facts[0].push(`${said(settings.parameters)} parameters`);
