@@ -75,14 +75,26 @@ def test_the_past_is_what_came_before_and_never_what_comes() -> None:
     values[:, 200:] += 100
     after = past(values)
     np.testing.assert_array_equal(before[:, :201], after[:, :201])
-    assert (after[:, 300:] > 50).all()
+    assert (after[:, 300:] < 50).all()  # a level that stays is told until half of the run was like it
+
+
+def test_a_level_that_stays_150_times_higher_is_told_to_the_end() -> None:
+    values = np.full((1, 300), 1.0)
+    values[:, 200:] = 150.0
+    assert (past(values) == 1).all()
+    values[:, 20:] = 150.0
+    assert past(values)[0, 60] == 150
 
 
 def test_the_past_of_a_site_that_was_silent_is_what_it_had_last() -> None:
     values = np.ones((2, 64))
     values[0, 20:40] = np.nan
     values[1] = np.nan
-    assert (past(values)[0] == 1).all()
+    told = past(values)
+    assert (told[0] == 1).all()
+    assert np.isnan(told[1]).all()
+    values[1, 30:] = 7.0  # begins late: its past is its first value
+    assert (past(values)[1, 30:] == 7).all()
 
 
 def test_silence_and_what_is_not_finite_have_codes_of_their_own(recorded: Recorded) -> None:
