@@ -397,7 +397,7 @@ class Parameters:
         if not self._parameters.all:
             return None
         try:
-            with self._store.lock, self._binder.skipping.one_warning_per_reason():
+            with self._store.lock:
                 return measure(*args)
         except Exception as error:
             if self._store.strict:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import TypeAlias
 
 import torch
@@ -51,7 +50,6 @@ class Skipping:
         self._lock = threading.Lock()
         self._told: set[Site] = set()
         self._told_of_many: set[str] = set()
-        self._untold: dict[str, list[Site]] | None = None  # by the reason, while they are gathered
         self._open: dict[Site, Skipped] = {}  # of the open step
         self._earlier: dict[Site, Skipped] = {}  # of the steps before
         self._in_vain: dict[Site, int] = {}  # measured steps in a row
@@ -69,24 +67,8 @@ class Skipping:
             of_many = {each for each in _OF_MANY_SITES if each in problem}
             is_news = bool(new) and not of_many & self._told_of_many
             self._told_of_many |= of_many
-            untold = self._untold
-            if is_news and untold is not None:
-                untold.setdefault(problem, []).extend(new)
-        if is_news and untold is None:
+        if is_news:
             warn(f"not measured: {_listed(new)}: {problem}")
-
-    @contextmanager
-    def one_warning_per_reason(self) -> Iterator[None]:
-        """Gathers the warnings of what is left out meanwhile, as many parameters may be for one reason."""
-        untold: dict[str, list[Site]] = {}
-        before, self._untold = self._untold, untold
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._untold = before
-            for problem, sites in untold.items():
-                warn(f"not measured: {_listed(sites)}: {problem}")
 
     def give_up(self, sites: Iterable[Site], problem: Problem) -> None:
         """What can never be measured."""
@@ -146,6 +128,4 @@ def _add(to: dict[Site, Skipped], more: dict[Site, Skipped]) -> None:
 
 
 def _listed(sites: list[Site]) -> str:
-    more = [f"{len(sites) - 2} more"] if len(sites) > 2 else []
-    *first, last = [*map(str, sites[:2]), *more]
-    return f"{', '.join(first)} and {last}" if first else last
+    return " and ".join(map(str, sites))

