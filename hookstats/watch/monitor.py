@@ -144,6 +144,7 @@ class Monitor:
         self._binder.collect_failures()
         if self._measured and self._handles:
             self._parameters.close_step()
+            self._binder.skipping.tell()
             is_full = self._closed % self._channels_every == 0 or self._judging.is_escalated(self._step)
             self._delivery.send(number, checked, totals_only=not is_full)
             self._closed += 1
@@ -414,6 +415,7 @@ class Monitor:
         if is_whole:
             self._parameters.measure()
         self._binder.collect_failures()
+        self._binder.skipping.tell()
         self._binder.training.forget()
         if self._handles:
             order.make_room_for_graphs()
