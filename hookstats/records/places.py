@@ -24,6 +24,7 @@ _DEEPEST = 5  # folders below a directory in which runs are looked for
 _MOST = 1000  # runs
 _FOLDERS = 20_000  # that are looked at
 _NAMED = 20  # runs, in an error
+_MOUNTS = Path("/proc/self/mountinfo")
 _FAR = ("nfs", "lustre", "cifs", "smb", "beegfs", "gpfs", "ceph", "glusterfs", "9p", "afs", "fuse")
 
 
@@ -148,18 +149,18 @@ def ring_of(folder: Path, attempt: int, told: str) -> Path:
 
 def _kind_of_disk(folder: Path) -> str:
     """The type of the file system that a folder is on; "" where that is not told."""
-    path, best, kind = str(folder.resolve()), "", ""
+    path, best, kind = os.fsencode(folder.resolve()), b"", b""
     try:
-        mounts = Path("/proc/self/mountinfo").read_text().splitlines()
+        mounts = _MOUNTS.read_bytes().strip().split(b"\n")
     except OSError:
         return ""
     for line in mounts:
-        left, _, right = line.partition(" - ")
-        point = left.split()[4].encode().decode("unicode_escape")  # blanks are written \040
-        inside = path == point or path.startswith(point.rstrip("/") + "/")
+        left, _, right = line.partition(b" - ")
+        point = re.sub(rb"\\([0-7]{3})", lambda octal: bytes([int(octal[1], 8)]), left.split(b" ")[4])  # blanks: \040
+        inside = path == point or path.startswith(point.rstrip(b"/") + b"/")
         if inside and len(point) >= len(best):
             best, kind = point, right.split()[0]
-    return kind
+    return os.fsdecode(kind)
 
 
 def machine() -> dict[str, str]:

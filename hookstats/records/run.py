@@ -165,12 +165,15 @@ class Run:
         All ranks' if they were merged, one rank's after the other's; those of a step that was not measured are this
         rank's. KeyError where none were given.
         """
+        ids = self._sample_ids(step)
+        if ids is None:
+            raise KeyError(f"expected a step with which sample_ids were given, got {step!r}")
+        return ids
+
+    def _sample_ids(self, step: int) -> Counts | None:
         found = self._reader.table("samples", ["step", "attempt", "record", "ids"], Chosen((step, step), None))
         counting = self._timeline.scalars_that_count(found, self._reader.manifest)
-        if not len(counting):
-            raise KeyError(f"expected a step with which sample_ids were given, got {step!r}")
-        ids: Counts = lists(found["ids"])[int(counting[0])]
-        return ids
+        return lists(found["ids"])[int(counting[0])] if len(counting) else None
 
     @property
     def _span(self) -> tuple[int, int] | None:
@@ -333,9 +336,9 @@ class MergedRun(Run):
         columns = [from_list([row[field.name] for row in rows], field.type) for field in schema]
         return pa.Table.from_arrays(columns, schema=schema)
 
-    def sample_ids(self, step: int) -> Counts:
-        """Those of all ranks, one rank's after the other's."""
-        return np.concatenate([rank.sample_ids(step) for rank in self._ranks])
+    def _sample_ids(self, step: int) -> Counts | None:
+        found = [ids for rank in self._ranks if (ids := rank._sample_ids(step)) is not None]
+        return np.concatenate(found) if found else None
 
     @property
     def _attempts(self) -> list[Attempt]:
