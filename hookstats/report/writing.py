@@ -110,8 +110,8 @@ def overview(recorded: Recorded, values: float, fired: Counts) -> dict[str, Any]
 
 
 def _last_loss(recorded: Recorded) -> tuple[int, float] | None:
-    steps, values = recorded.scalars.get("loss", ((), ()))
-    return (int(steps[-1]), float(values[-1])) if len(steps) else None
+    found = recorded.scalars.get("loss")
+    return (int(found[0][-1]), float(found[1][-1])) if found is not None and len(found[0]) else None
 
 
 def chapters_of(recorded: Recorded, place: Mapping[Site, int]) -> tuple[list[dict[str, Any]], int]:
