@@ -83,6 +83,10 @@ class Recording:
         self.on_finding = on_finding
         self.escalate = escalate
 
+    @property
+    def has_rules(self) -> bool:
+        return bool(self._rules)
+
     def __repr__(self) -> str:
         return f"hookstats.record({str(self.path)!r})"
 

@@ -216,6 +216,8 @@ class Delivery:
     def _report_silence(self) -> None:
         told = self._fired | self._binder.skipping.so_far().keys()
         silent = [site for site in self.sites() if site not in told and not self._needs_no_gradient(site)]
+        if any(each.has_rules for each in self.recorders):  # of gradients, MissingGradients says it better
+            silent = [site for site in silent if "grad" not in site.tensor]
         if silent and self._binder.training.is_evaluating():
             self._binder.warn_once(
                 "evaluation",
