@@ -23,7 +23,7 @@ import hookstats
 from benchmarks.interleaved import figures, interleaved
 from benchmarks.llama import Shape
 from benchmarks.peers import Peer, nine_by_operators
-from benchmarks.steps import ATTACHED, DEFAULT, MODES, OF_OUTPUTS, SMALL, Trainer
+from benchmarks.steps import ATTACHED, MODES, OF_OUTPUTS, SMALL, Trainer
 
 GPT = Shape(width=384, hidden=1024, heads=6, blocks=12, vocabulary=2048, batch=1, length=512)  # 22 M parameters
 LANGUAGE: dict[str, dict[str, Any] | None] = {
@@ -36,6 +36,7 @@ WITHOUT = "without glue: "
 GLUE = ["bare", "totals", "channels", f"{WITHOUT}totals", f"{WITHOUT}channels"]
 HOOKS = ["bare", "empty forward hook", "hookstats, paused", "hookstats, measuring", "Python tensor hooks, empty"]
 HOOKS += [f"{WITHOUT}hookstats, paused", f"{WITHOUT}hookstats, measuring"]
+RECORDED = "hookstats, all defaults, recorded"
 NAMES = ["bare", "totals", "+ histogram per tensor"]
 ROUNDS = 40
 
@@ -75,7 +76,8 @@ def _peer(fold: Callable[..., None]) -> Peer:
 OTHERS: dict[str, Callable[[], Trainer]] = {
     "bare": lambda: Trainer(SMALL, "cpu", None),
     "hookstats, outputs and their gradients": lambda: Trainer(SMALL, "cpu", {"tensors": OF_OUTPUTS}),
-    "hookstats, parameters' gradients, too": lambda: Trainer(SMALL, "cpu", ATTACHED[DEFAULT]),
+    RECORDED: lambda: Trainer(SMALL, "cpu", {"sinks": hookstats.record(tempfile.mkdtemp())}),
+    f"{RECORDED}, every=10": lambda: Trainer(SMALL, "cpu", {"sinks": hookstats.record(tempfile.mkdtemp())}),
     "wandb.watch": Wandb,
     "Python hooks, torch operators": lambda: _peer(nine_by_operators),
     "Python hooks, compiled operators": lambda: _peer(torch.compile(nine_by_operators, dynamic=True)),
@@ -97,11 +99,12 @@ def work(compiled: bool, name: str) -> None:
     if compiled:
         for block in trainer.model.blocks:
             block.compile()
+    every = (10,) if name.endswith(", every=10") else ()
     for _ in range(4):
-        trainer.timed()
+        trainer.timed(*every)
     print("ready", flush=True)
     for _ in sys.stdin:
-        print(trainer.timed(), flush=True)
+        print(trainer.timed(*every), flush=True)
 
 
 class Worker:

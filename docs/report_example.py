@@ -83,11 +83,8 @@ def train(run: Path) -> None:
     torch.manual_seed(0)
     letters, model = text(), GPT()
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
-    tensors = ("output", "grad_output", "param", "param_grad", "param_update")
     began = time.perf_counter()
-    with hookstats.attach(
-        model, tensors=tensors, every=1, sinks=hookstats.record(run, ring_bytes=256 << 20)
-    ) as monitor:
+    with hookstats.attach(model, every=1, sinks=hookstats.record(run)) as monitor:
         for step in range(STEPS):
             rate = RATE * min(1.0, (step + 1) / 20) * (30 if step in SPIKE else 1)
             optimizer.param_groups[0]["lr"] = rate

@@ -137,10 +137,11 @@ def _version(options: argparse.Namespace) -> int:
 
 def _show(options: argparse.Namespace) -> int:
     from hookstats import load
+    from hookstats.records.errors import NO_STEP
 
     run = load(options.path, sites=options.site, ranks=options.rank)
     if not run.steps:
-        raise ValueError(f"{options.path}: expected a recorded step, got none")
+        raise ValueError(f"{options.path}: {NO_STEP}")
     snapshot = run[run.steps[-1] if options.step is None else options.step]
     scalars = "".join(f", {name} {value:.6g}" for name, value in snapshot.scalars.items())
     print(_plain(f"step {snapshot.step}{scalars}\n\n{snapshot.table(options.sort)}"))
@@ -185,12 +186,16 @@ def _serve(options: argparse.Namespace) -> int:
 
 def _recover(options: argparse.Namespace) -> int:
     from hookstats import recover
+    from hookstats.records.errors import NO_STEP
+    from hookstats.records.manifest import read
 
     if not Path(options.path).is_dir():
         raise ValueError(f"{options.path}: expected the directory of a run, got none")
     for rank, attempts in recover(options.path).items():
         numbers = ", ".join(map(str, attempts))
-        print(f"{rank}: {f'recovered what was left of attempt {numbers}' if attempts else 'nothing was left'}")
+        has_steps = any(each.records for each in read(Path(options.path) / rank).attempts)
+        left = f"recovered what was left of attempt {numbers}" if attempts else "nothing was left"
+        print(f"{rank}: {left if has_steps else NO_STEP}")
     return 0
 
 

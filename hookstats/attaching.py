@@ -125,7 +125,7 @@ def attach(
         if device.type == "cuda":
             _native.load_kernels(device, _dtypes_of(model), histogram)
     binder = SiteBinder(store, TrainingOnly(model, training_only, store.flags, options.compiled_programs))
-    scaling = None if grad_scaler is None else Scaling(grad_scaler, model)
+    scaling = None if grad_scaler is None else Scaling(grad_scaler, model, options.strict, binder.warn_once)
     parts = _Parts(
         binder,
         Parameters(model, store, plan.of_parameters, binder, plan.device, scaling),

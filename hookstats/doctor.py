@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -30,7 +31,7 @@ EXTRAS = {
     "trackio": ("trackio", "hookstats.sinks.Trackio"),
 }
 _TOOLKIT = "/usr/local/cuda"  # where setup.py looks for nvcc last
-_REBUILD = "pip install --no-build-isolation --force-reinstall --no-deps ."
+_REBUILD = "--no-build-isolation --force-reinstall --no-deps ."
 
 
 class Line(NamedTuple):
@@ -62,13 +63,18 @@ def lines() -> list[Line]:
     try:
         torch = import_module("torch")
     except Exception as error:  # a torch that is broken is as good as none
-        found.append(Line("mend", "torch", f"cannot be imported: {_first_line(error)}", "pip install 'torch>=2.11'"))
+        found.append(Line("mend", "torch", f"cannot be imported: {_first_line(error)}", _install("'torch>=2.11'")))
         return [*found, *_extras()]
     found.append(Line("ok", "torch", _about_torch(torch)))
     build = _build()
     found.append(build)
     found += _gpu(torch, build.state == "ok")
     return [*found, *_extras()]
+
+
+def _install(what: str) -> str:
+    """The command that installs it for the Python that runs this, whichever one a shell would find."""
+    return f"{shlex.quote(sys.executable or 'python3')} -m pip install {what}"
 
 
 def _own_version() -> str:
@@ -95,12 +101,12 @@ def _build() -> Line:
         if stats.total.l2_norm != 5.0:
             raise RuntimeError(f"expected the norm of [3, 4] to be 5, got {stats.total.l2_norm}")
     except Exception as error:
-        return Line("mend", "extension", _first_line(error), _REBUILD)
+        return Line("mend", "extension", _first_line(error), _install(_REBUILD))
     kernels = f"for GPUs {', '.join(built['architectures'])}" if built["architectures"] else "for the CPU alone"
     if built["without_glue"]:
         asked = built["without_glue"].startswith("HOOKSTATS_GLUE")
         slower = f"{built['without_glue']}: it measures without, slower, nothing inside compiled graphs; {kernels}"
-        return Line("ok" if asked else "mend", "extension", slower, "" if asked else _REBUILD)
+        return Line("ok" if asked else "mend", "extension", slower, "" if asked else _install(_REBUILD))
     others = [each for each in built["glues"] if not built["torch"].startswith(f"{each}.")]
     beside = f" (there is glue for {', '.join(others)}, too)" if others else ""
     return Line("ok", "extension", f"built for torch {built['torch']}{beside}, {kernels}")
@@ -119,7 +125,7 @@ def _gpu(torch: Any, is_built: bool) -> list[Line]:
         if capability < (8, 0):
             found.append(Line("-", f"GPU {number}", f"{name}, {capability[0]}.{capability[1]}: kernels need 8.0"))
         elif not _runs_on(capability, built["architectures"]):
-            asked = f"TORCH_CUDA_ARCH_LIST={capability[0]}.{capability[1]} {_REBUILD}"
+            asked = f"TORCH_CUDA_ARCH_LIST={capability[0]}.{capability[1]} {_install(_REBUILD)}"
             found.append(Line("mend", f"GPU {number}", f"{name}: the extension has no kernels for it", asked))
         else:
             found.append(Line("ok", f"GPU {number}", f"{name}, {capability[0]}.{capability[1]}"))
@@ -159,8 +165,7 @@ def _extras() -> list[Line]:
     found = []
     for extra, (module, purpose) in EXTRAS.items():
         if find_spec(module) is None:
-            command = f"{Path(sys.executable).name} -m pip install 'hookstats[{extra}]'"
-            found.append(Line("-", extra, f"{module} is missing: {purpose}", command))
+            found.append(Line("-", extra, f"{module} is missing: {purpose}", _install(f"'hookstats[{extra}]'")))
         else:
             found.append(Line("ok", extra, f"{module} {_version_of(module)}"))
     return found

@@ -62,7 +62,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "terminal": {"numbers", "records", "rules"},
     "serve": {"numbers", "records", "report", "rules", "terminal"},
     "doctor": {"__init__", "_native"},
-    "__main__": {"__init__", "doctor", "report", "rules", "serve", "terminal"},
+    "__main__": {"__init__", "doctor", "records", "report", "rules", "serve", "terminal"},
 }
 WITHOUT_TORCH = {
     "__main__",

@@ -14,6 +14,7 @@ from hookstats.comparing import rounding
 from hookstats.comparing.formatting import growth, table
 from hookstats.comparing.pairs import FAMILIES, Judged, Pair
 from hookstats.numbers.fields import Array, Site
+from hookstats.numbers.kinds import kind_of
 from hookstats.numbers.snapshot import Snapshot
 
 # By how much what lies apart may grow in a step, because parameters feed on their own roundings; those of n steps add
@@ -138,8 +139,7 @@ class Comparison:
         if self._dtype is not None:
             units = np.full(len(bits), rounding.UNIT_ROUNDOFF[self._dtype])
         else:
-            is_module = np.array([not kind.startswith(("param", "buffer")) for kind in pair.kinds], bool)
-            units = rounding.units_of(bits.max(1), is_module, is_trained=gap > 0)
+            units = rounding.units_of(bits.max(1), pair.is_of_module, is_trained=gap > 0)
         parted: list[tuple[int, str, Judged, Array]] = []
         for family, judged in pair.judged(units, is_alike=self._dtype is not None).items():
             grown = np.array([self._seen.get((family, kind), 0.0) for kind in pair.kinds])
@@ -178,7 +178,7 @@ class Comparison:
         before: dict[str, float] = {}
         found = []
         for site, distance in zip(self.sites, self.distances[self.steps.index(step)].tolist(), strict=True):
-            kind = site.tensor.split(".")[0]
+            kind = kind_of(site.tensor)
             most = before.setdefault(kind, 0.0)
             if distance > max(JUMP * most, _NEGLIGIBLE):
                 found.append(Jump(site, most, distance))

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from hookstats.comparing import rounding
 from hookstats.numbers.columns import Columns
 from hookstats.numbers.fields import Array, Counts, Site, Stats
+from hookstats.numbers.kinds import is_of_module, is_of_optimizer, kind_of
 from hookstats.numbers.site_stats import bits_of
 from hookstats.numbers.snapshot import Snapshot
 
@@ -40,9 +41,12 @@ class Pair:
     difference among mean, abs_mean and rms of the totals, relative to the larger rms: 0 where these are the same, about
     1 where the tensors have nothing in common. NaN where a site was silent in one.
 
-    ``is_bounded`` ``[n]``: whether rounding is small beside the values. Not so of ``param_update``: a new weight minus
-    an old one keeps the rounding of the weights, and an adaptive optimizer makes a whole update of a gradient that is
-    rounding alone. What comes of it shows in the next step.
+    ``is_bounded`` ``[n]``: whether rounding is small beside the values. Not so of what an optimizer makes of gradients:
+    a new weight minus an old one keeps the rounding of the weights, an adaptive optimizer makes a whole update of a
+    gradient that is rounding alone, and its states are averages of such gradients, or of their squares. What comes of
+    it shows in the next step.
+
+    ``is_of_module`` ``[n]``: whether it is an activation, or its gradient.
     """
 
     def __init__(self, a: Snapshot, b: Snapshot) -> None:
@@ -52,8 +56,9 @@ class Pair:
         self.sites = sorted(shared, key=turn.__getitem__)
         self._places = [np.array([each.columns.place[site] for site in self.sites], np.int64) for each in (a, b)]
         self.fired = np.stack([self._calls(each) for each in (0, 1)]) > 0
-        self.kinds = [site.tensor.split(".")[0] for site in self.sites]
-        self.is_bounded = self.fired.all(0) & np.array([kind != "param_update" for kind in self.kinds], bool)
+        self.kinds = [kind_of(site.tensor) for site in self.sites]
+        self.is_of_module = np.array([is_of_module(site.tensor) for site in self.sites], bool)
+        self.is_bounded = self.fired.all(0) & np.array([not is_of_optimizer(site.tensor) for site in self.sites], bool)
         self._totals = [each.columns.totals.entries(at) for each, at in zip((a, b), self._places, strict=True)]
         self._scale = np.fmax(*(np.nan_to_num(stats.rms) for stats in self._totals))
         self._sums = self._sums_of_gradients()
@@ -104,8 +109,7 @@ class Pair:
     def _draws(self) -> Array:
         """``[n]``: the fewest channels of an activation, or its gradient, up to each site; 1 where none is known."""
         widths = self._widths().max(0)
-        is_known = (widths > 1) & np.array([not kind.startswith(("param", "buffer")) for kind in self.kinds], bool)
-        fewest = np.minimum.accumulate(np.where(is_known, widths, np.inf))
+        fewest = np.minimum.accumulate(np.where((widths > 1) & self.is_of_module, widths, np.inf))
         return np.where(np.isinf(fewest), 1.0, fewest)
 
     def _kinks(self) -> Counts:
@@ -118,8 +122,7 @@ class Pair:
     def _rows(self) -> Array:
         """``[n]``: how many a parameter's gradient may be a sum over: the most that an activation had; else 0."""
         count = np.fmax(*(np.nan_to_num(stats.count) for stats in self._totals))
-        is_parameter = np.array([kind.startswith(("param", "buffer")) for kind in self.kinds], bool)
-        most = (count / np.maximum(self._widths().max(0), 1))[~is_parameter].max(initial=1)
+        most = (count / np.maximum(self._widths().max(0), 1))[self.is_of_module].max(initial=1)
         return np.where(np.array([kind == "param_grad" for kind in self.kinds], bool), most, 0.0)
 
     def _scattered_zeros(self, which: int) -> Array:

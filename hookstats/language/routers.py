@@ -20,7 +20,7 @@ from hookstats.watch.binding import SiteBinder
 from hookstats.watch.flags import is_capturing
 from hookstats.watch.hooks import SiteSpec
 from hookstats.watch.ignoring import rows_on
-from hookstats.watch.memory import local_part
+from hookstats.watch.memory import Rows, local_part
 from hookstats.watch.skipping import Captured
 from hookstats.watch.wrappers import is_a_mere_shape
 
@@ -76,11 +76,28 @@ def _shapes(
     return found
 
 
+def _in_graph(logits: torch.Tensor | None, chosen: torch.Tensor | None, *how: Any) -> list[torch.Tensor]:
+    """The same, and 1 behind it."""
+    found = _compute(logits, chosen, *how)
+    return [*found, torch.ones(1, dtype=torch.int32, device=found[0].device)]
+
+
+def _shapes_in_graph(logits: torch.Tensor | None, chosen: torch.Tensor | None, *how: Any) -> list[torch.Tensor]:
+    found = _shapes(logits, chosen, *how)
+    return [*found, found[0].new_empty((1,), dtype=torch.int32)]
+
+
 _operator = operator(
     "router_rows(Tensor? logits, Tensor? chosen, Tensor? row_index, Tensor? kept, int experts, int top_k) -> Tensor[]",
-    _compute,
-    _shapes,
+    _in_graph,
+    _shapes_in_graph,
 )
+
+
+def _all_of(numbers: torch.Tensor, there: torch.Tensor) -> Rows:
+    """All rows of ``[..., 1]`` or ``[1, ...]``; none where nothing is there, 0 instead of 1."""
+    shape = numbers.shape[:-1]
+    return torch.arange(shape.numel(), dtype=torch.int32, device=numbers.device).reshape(shape), there * shape.numel()
 
 
 class Sites(Fed):
@@ -127,14 +144,18 @@ class Sites(Fed):
         chosen: torch.Tensor | None,
         device: torch.device,
     ) -> None:
-        rows = rows_on(device, self.monitor)
+        rows, row = rows_on(device, self.monitor), None
         found = compute(logits, chosen, *(rows or (None, None)), self.experts, self.top_k)
+        if compute is _operator:
+            *found, there = found
+            rows = _all_of(found[0], there) if rows is None else (rows[0], rows[1] * there)
+            row = _all_of(found[-1], there)
         if logits is not None:
             self.entropy.feed(found[0], rows)
             if _has_margin(self.experts, self.top_k):
                 self.margin.feed(found[1], rows)
         if chosen is not None or self.top_k:
-            self.load.feed(found[-1], None)
+            self.load.feed(found[-1], row)
 
 
 class _Logits(order.ModuleHook):

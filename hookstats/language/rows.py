@@ -174,13 +174,16 @@ _warn_once = WarnOnce()
 def operator(
     schema: str, compute: Callable[..., list[torch.Tensor]], shapes: Callable[..., list[torch.Tensor]]
 ) -> Callable[..., list[torch.Tensor]]:
-    """For a graph, out of which an error would end training: it is told once, and the results are 0."""
+    """For a graph, out of which an error would end training: it is told once, and the results are 0.
+
+    So one of them is to say how many rows count, and none may be measured without it.
+    """
 
     def run(*arguments: Any) -> list[torch.Tensor]:
         try:
             return compute(*arguments)
         except Exception as error:
-            _warn_once("graph", f"not measured in a graph, by {compute.__module__}: {type(error).__name__}: {error}")
+            _warn_once(compute, f"not measured in a graph, by {compute.__module__}: {type(error).__name__}: {error}")
             return [torch.zeros_like(each) for each in shapes(*arguments)]
 
     return _native.operator(schema, run, shapes=shapes)

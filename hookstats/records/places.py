@@ -20,11 +20,43 @@ RING = "ring."  # and the number of the attempt; with ".json", what a writer mus
 _DESCRIPTION = re.compile(r"ring\.(\d+)\.json")
 _WATCHED = "watched"  # touched in a rank's folder by whoever looks at the run while it grows
 _WATCHED_SECONDS = 15.0  # since then somebody still looks
+_DEEPEST = 5  # folders below a directory in which runs are looked for
+_MOST = 1000  # runs
+_FOLDERS = 20_000  # that are looked at
+_NAMED = 20  # runs, in an error
+_MOUNTS = Path("/proc/self/mountinfo")
 _FAR = ("nfs", "lustre", "cifs", "smb", "beegfs", "gpfs", "ceph", "glusterfs", "9p", "afs", "fuse")
 
 
 def rank_folder(run: Path, rank: int) -> Path:
     return run / f"rank={rank}"
+
+
+def runs_below(directory: Path) -> list[Path]:
+    """List folders with a rank's folder in them, the nearest first. Links are not followed."""
+    found: list[Path] = []
+    waiting, looked = [(directory, 0)], 0
+    while waiting and looked < _FOLDERS and len(found) < _MOST:
+        path, depth = waiting.pop(0)
+        looked += 1
+        try:
+            with os.scandir(path) as entries:
+                folders = sorted(each.name for each in entries if each.is_dir(follow_symlinks=False))
+        except OSError:
+            continue
+        if any(name.startswith("rank=") for name in folders):
+            found.append(path)
+        elif depth < _DEEPEST:
+            waiting += [(path / name, depth + 1) for name in folders if not name.startswith(".")]
+    return found
+
+
+def no_run(path: Path) -> str:
+    """Say what is where the directory of a run was expected, naming the runs below it."""
+    names = [str(each.relative_to(path)) for each in runs_below(path)] if path.is_dir() else []
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    got = f"one with runs below it: {', '.join(names[:_NAMED])}{more}" if names else "none"
+    return f"{path}: expected the directory of a run, with rank=0 in it; got {got}"
 
 
 def descriptions(folder: Path) -> dict[int, Path]:
@@ -117,18 +149,18 @@ def ring_of(folder: Path, attempt: int, told: str) -> Path:
 
 def _kind_of_disk(folder: Path) -> str:
     """The type of the file system that a folder is on; "" where that is not told."""
-    path, best, kind = str(folder.resolve()), "", ""
+    path, best, kind = os.fsencode(folder.resolve()), b"", b""
     try:
-        mounts = Path("/proc/self/mountinfo").read_text().splitlines()
+        mounts = _MOUNTS.read_bytes().strip().split(b"\n")
     except OSError:
         return ""
     for line in mounts:
-        left, _, right = line.partition(" - ")
-        point = left.split()[4].encode().decode("unicode_escape")  # blanks are written \040
-        inside = path == point or path.startswith(point.rstrip("/") + "/")
+        left, _, right = line.partition(b" - ")
+        point = re.sub(rb"\\([0-7]{3})", lambda octal: bytes([int(octal[1], 8)]), left.split(b" ")[4])  # blanks: \040
+        inside = path == point or path.startswith(point.rstrip(b"/") + b"/")
         if inside and len(point) >= len(best):
             best, kind = point, right.split()[0]
-    return kind
+    return os.fsdecode(kind)
 
 
 def machine() -> dict[str, str]:

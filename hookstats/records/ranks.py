@@ -11,6 +11,7 @@ import numpy as np
 from hookstats.numbers.blocks import Read, merged
 from hookstats.numbers.columns import Columns
 from hookstats.numbers.fields import FIELDS, Array, Counts, Site, Skipped, fold_channels, unscale
+from hookstats.numbers.kinds import is_of_parameter
 from hookstats.numbers.ranks import StepRanks
 from hookstats.numbers.snapshot import Snapshot
 
@@ -21,8 +22,9 @@ def merged_snapshot(snapshots: Sequence[Snapshot]) -> Snapshot:
     Sites that some ranks alone have are there as well; the order is that of the first rank, then of the next. Channels
     are kept where all ranks have the same ones, else there are totals. A scalar is the mean over the ranks.
 
-    How tensors lay on the ranks is not known here. Parameters, gradients and updates of which all ranks have the same
-    numbers are replicas: counted once. Others are shards of one tensor, by whatever dimension: they have totals.
+    How tensors lay on the ranks is not known here. What is measured of parameters (values, gradients, updates, states
+    of optimizers), and the same on all ranks, are replicas: counted once. Others are shards of one tensor, by whatever
+    dimension: they have totals.
     """
     first = snapshots[0]
     skipped: dict[Site, Skipped] = {}
@@ -99,7 +101,7 @@ class _Together:
         self.where = [[(part, i) for part, i in here if part.calls[i]] or here for here in where]
         self.is_cut = [False] * len(self.sites)
         for i, here in enumerate(self.where):
-            if len(here) > 1 and self.sites[i].tensor.startswith("param"):
+            if len(here) > 1 and is_of_parameter(self.sites[i].tensor):
                 self._tell_parts_from_replicas(i, here)
 
     def _tell_parts_from_replicas(self, i: int, here: list[tuple[Columns, int]]) -> None:

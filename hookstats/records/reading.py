@@ -16,7 +16,7 @@ from hookstats.numbers.fields import Counts
 from hookstats.records import manifest
 from hookstats.records.arrays import to_arrow, to_numpy
 from hookstats.records.derived import DERIVED, columns_for, completed
-from hookstats.records.errors import RunError
+from hookstats.records.errors import NO_STEP, RunError
 from hookstats.records.manifest import Part
 from hookstats.records.parts import footer_of
 from hookstats.records.schema import SAME_AS, SCHEMAS
@@ -44,10 +44,7 @@ class Reader:
         try:
             self.manifest = manifest.read(directory)
         except FileNotFoundError:
-            raise RunError(
-                f"{directory}: expected a run, got no manifest.json: nothing is recorded, or not yet (what is measured "
-                "is written every few seconds)"
-            ) from None
+            raise RunError(f"{directory}: {NO_STEP} (there is no manifest.json)") from None
 
     def table(self, table: str, columns: Sequence[str], chosen: Chosen) -> pa.Table:
         """In the order of the parts; of totals, within a part, by site and step."""

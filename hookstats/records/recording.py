@@ -83,6 +83,10 @@ class Recording:
         self.on_finding = on_finding
         self.escalate = escalate
 
+    @property
+    def has_rules(self) -> bool:
+        return bool(self._rules)
+
     def __repr__(self) -> str:
         return f"hookstats.record({str(self.path)!r})"
 
@@ -116,11 +120,12 @@ class Recording:
         self._layouts_sent = 0
         self._findings_read = 0
         self._attempt = self._describe(dict(settings))
+        self._before = self._recorded_before()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         judges = {"rules": self._rules, "sinks": self._sinks}
         self._writer = WriterProcess(self._folder, self._attempt, self._wake, judges, self._tell)
         self._thinning = Thinning(settings.get("every"), self._tell_behind)
-        atexit.register(self._ended)
+        atexit.register(self._at_exit)
         self._begun = True
 
     def _describe(self, settings: dict[str, Any]) -> int:
@@ -164,6 +169,27 @@ class Recording:
         self._lock = keep_locked(self._description)
         return attempt
 
+    def _recorded_before(self) -> list[int]:
+        """The steps of earlier attempts that count. What cannot be read is reported by whoever reads it."""
+        if self._attempt > 1:
+            from hookstats.records.run import Run  # it needs pyarrow, which a first attempt need not import
+
+            with suppress(Exception):
+                return Run(self._folder, None, None, None).steps
+        return []
+
+    def _tell_hidden(self, first: int) -> None:
+        """Say at the first step of this attempt which steps of earlier ones it hides."""
+        before, self._before = self._before, []
+        hidden = [step for step in before if step >= first]
+        if hidden:
+            self._tell(
+                "hidden",
+                f"attempt {self._attempt} in {self.path} begins at step {first}: of the steps {before[0]} to "
+                f"{before[-1]}, recorded there before, {len(hidden)} no longer count, {hidden[0]} to {hidden[-1]}; to "
+                "keep two runs apart, record each into a directory of its own",
+            )
+
     def take(self, drained: Drained) -> None:
         """Keeps a step. Never raises: what fails is told once, and recording ends."""
         self._try(lambda: self._take(drained))
@@ -205,6 +231,7 @@ class Recording:
         return self._ring
 
     def _take(self, drained: Drained) -> None:
+        self._tell_hidden(min([drained.step, *drained.earlier_scalars]))
         pieces = wire.of_step(drained, self._layouts.get(drained.layout, self._layouts_sent))
         length = sum(piece.nbytes for piece in pieces)
         ring = self._opened(pieces)
@@ -328,7 +355,7 @@ class Recording:
         self._stopped = True
         if not self._is_closed:
             self._is_closed = True
-            atexit.unregister(self._ended)
+            atexit.unregister(self._at_exit)
             os.close(self._wake)
             self._lock.close()
             self._writer.wait(0)
@@ -366,6 +393,16 @@ class Recording:
             self._stop(f"{error!r}")
             return False
         return True
+
+    def _at_exit(self) -> None:
+        """End the recording of a script that has not detached its monitor."""
+        if self._ring is None and not self._is_over():
+            self._tell(
+                "nothing",
+                f"nothing is recorded into {self.path}: monitor.step() was never called, or no step that it measured "
+                "has arrived; call it at the end of each training step, and monitor.detach() at the end of training",
+            )
+        self._ended()
 
     def _ended(self) -> None:
         """No further step will come: the writer ends when the ring is empty."""

@@ -22,6 +22,7 @@ from hookstats.records.arrays import from_list, to_arrow, to_numpy
 from hookstats.records.decoding import content
 from hookstats.records.errors import RunError
 from hookstats.records.manifest import Attempt
+from hookstats.records.places import no_run
 from hookstats.records.ranks import mean, merged_snapshot
 from hookstats.records.reading import Chosen, Reader
 from hookstats.records.schema import SCHEMAS, names_of
@@ -68,7 +69,9 @@ def load(
         raise ValueError(f'load: ranks: expected a number, or "merged", got {ranks!r}')
     needed = f"rank={0 if ranks == 'merged' else ranks}"
     if needed not in names:
-        raise RunError(f"{path}: expected the directory of a run, with {needed} in it; got {names or 'none'}")
+        if not names:
+            raise RunError(no_run(Path(path)))
+        raise RunError(f"{path}: expected the directory of a run, with {needed} in it; got {names}")
     if ranks == "merged":
         return MergedRun(folders, sites, steps, statistics)
     return Run(folders[names.index(needed)], sites, steps, statistics)
@@ -162,12 +165,15 @@ class Run:
         All ranks' if they were merged, one rank's after the other's; those of a step that was not measured are this
         rank's. KeyError where none were given.
         """
+        ids = self._sample_ids(step)
+        if ids is None:
+            raise KeyError(f"expected a step with which sample_ids were given, got {step!r}")
+        return ids
+
+    def _sample_ids(self, step: int) -> Counts | None:
         found = self._reader.table("samples", ["step", "attempt", "record", "ids"], Chosen((step, step), None))
         counting = self._timeline.scalars_that_count(found, self._reader.manifest)
-        if not len(counting):
-            raise KeyError(f"expected a step with which sample_ids were given, got {step!r}")
-        ids: Counts = lists(found["ids"])[int(counting[0])]
-        return ids
+        return lists(found["ids"])[int(counting[0])] if len(counting) else None
 
     @property
     def _span(self) -> tuple[int, int] | None:
@@ -241,7 +247,14 @@ class Run:
         findings = self.findings
         chapters = story(findings)
         more = [f"{len(chapters) - 20} more findings that stand for themselves"] if len(chapters) > 20 else []
-        return html(repr(self), rows, 4, [*head(findings), *map(str, chapters[:20]), *more])
+        return html(repr(self), rows, 4, [*head(findings, self._last_loss()), *map(str, chapters[:20]), *more])
+
+    def _last_loss(self) -> tuple[int, float] | None:
+        table = self.scalars
+        losses = (
+            table.filter(to_arrow(np.array(table["name"].to_pylist()) == "loss", pa.bool_())) if len(table) else table
+        )
+        return (losses["step"][-1].as_py(), losses["value"][-1].as_py()) if len(losses) else None
 
     def __repr__(self) -> str:
         span = f", {self.steps[0]} to {self.steps[-1]}" if len(self) else ""
@@ -323,9 +336,9 @@ class MergedRun(Run):
         columns = [from_list([row[field.name] for row in rows], field.type) for field in schema]
         return pa.Table.from_arrays(columns, schema=schema)
 
-    def sample_ids(self, step: int) -> Counts:
-        """Those of all ranks, one rank's after the other's."""
-        return np.concatenate([rank.sample_ids(step) for rank in self._ranks])
+    def _sample_ids(self, step: int) -> Counts | None:
+        found = [ids for rank in self._ranks if (ids := rank._sample_ids(step)) is not None]
+        return np.concatenate(found) if found else None
 
     @property
     def _attempts(self) -> list[Attempt]:

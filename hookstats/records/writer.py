@@ -31,6 +31,7 @@ from hookstats.records.places import (
     is_of_this_machine,
     is_training,
     is_watched,
+    no_run,
     ring_of,
 )
 from hookstats.records.ring import CLOSED, Ring, RingError
@@ -319,7 +320,7 @@ def recover(path: str | os.PathLike[str]) -> dict[str, list[int]]:
     """
     folders = sorted(folder for folder in Path(path).glob("rank=*") if folder.is_dir())
     if not folders:
-        raise ValueError(f"recover: expected the directory of a run, with rank=0 in it; got {os.fspath(path)!r}")
+        raise ValueError(no_run(Path(path)))
     found = {}
     for folder in folders:
         with locked(folder, 2.0):

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from hookstats.comparing.rounding import bits_of_sites, dtype_of
 from hookstats.numbers.fields import Array, Counts, ExponentBins, Site, Stats
 from hookstats.numbers.site_stats import SiteStats
 from hookstats.numbers.snapshot import Snapshot
@@ -49,7 +50,8 @@ def details(recorded: Recorded, restless: Array) -> tuple[dict[str, Any], dict[s
     if not len(recorded.detailed):
         return {}, {}
     order = chosen(recorded, restless)
-    steps = recorded.detailed[edges(len(recorded.detailed), _STEPS)].tolist()
+    count = len(recorded.detailed)
+    steps = recorded.detailed[np.linspace(0, count - 1, min(count, _STEPS)).round().astype(np.int64)].tolist()
     last = _sizes(recorded, steps[-1])
     room, kept = _BYTES, []
     for i in order:
@@ -203,8 +205,22 @@ def precision(recorded: Recorded) -> dict[str, Any] | None:
         for snapshot in recorded.snapshots([step], recorded.sites):
             rows = _fit(snapshot, {site: i for i, site in enumerate(recorded.sites)})
             if rows:
-                return {"step": step, "rows": rows, "blocks": _block_fit(snapshot, [row[0] for row in rows], recorded)}
+                shown = [recorded.sites[row[0]] for row in rows]
+                return {
+                    "step": step,
+                    "rows": rows,
+                    "blocks": _block_fit(snapshot, [row[0] for row in rows], recorded),
+                    "is_low": _is_low(snapshot, shown),
+                }
     return None
+
+
+def _is_low(snapshot: Snapshot, sites: list[Site]) -> bool:
+    """Tell whether values of few bits are in use. A few such sites may be whole numbers, or loaded from such a file."""
+    chosen = set(sites)
+    bits = bits_of_sites(snapshot.columns)[[site in chosen for site in snapshot.columns.sites]]
+    low = sum(dtype_of(each) in ("bfloat16", "float16") for each in bits.tolist())
+    return bool(low) and int(np.count_nonzero(bits)) <= 10 * low
 
 
 def _block_fit(snapshot: Snapshot, places: list[int], recorded: Recorded) -> dict[str, Any] | None:

@@ -12,6 +12,7 @@ import numpy as np
 from hookstats.numbers.fields import Array, Counts, Site, Skipped
 from hookstats.numbers.snapshot import Snapshot
 from hookstats.records.arrays import to_numpy
+from hookstats.records.errors import NO_STEP, RunError
 from hookstats.records.grid import Grid
 from hookstats.records.manifest import Manifest
 from hookstats.records.reading import Chosen
@@ -23,7 +24,8 @@ _LOOKED_AT = 3  # steps, from the last: their order of execution is that of the 
 
 
 def recorded(run: object) -> Recorded:
-    """A Run, or the directory of one (rank 0). TypeError for anything else, RunError for what is no recorded run.
+    """A Run, or the directory of one (rank 0). TypeError for anything else, RunError for what is no recorded run,
+    or one without a step.
 
     Of a Run that was loaded with some sites, some steps, or ranks="merged", all Snapshots are held at once.
     """
@@ -31,6 +33,8 @@ def recorded(run: object) -> Recorded:
     if not isinstance(loaded, Run):
         raise TypeError(f"expected a run, its directory, a monitor that records, or Snapshots; got {loaded!r:.200}")
     if type(loaded) is Run and loaded._chosen_sites is None and loaded._has_all_steps:
+        if not loaded.steps:
+            raise RunError(f"{loaded._folders[0]}: {NO_STEP}")
         return Loaded(loaded).recorded()
     return Recorded.of(list(loaded), _name(loaded), loaded.findings)
 

@@ -100,7 +100,10 @@ def _told(record: Mapping[str, Any]) -> str:
             f"step {finding['step']}{since}, {finding['severity']}, {finding['rule']}: {finding['sentence']}"
         )
 
-    parts = [f"<p>{escaped(sentence)}</p>\n" for sentence in record["head"]]
+    runs = [record, record["other"]] if record["other"] else [record]
+    names = [f"{run['name']}: " if len(runs) > 1 else "" for run in runs]
+    heads = zip(names, runs, strict=True)
+    parts = [f"<p>{escaped(name + sentence)}</p>\n" for name, run in heads for sentence in run["head"]]
     for chapter in record["chapters"]:
         effects = "".join(f"<li>{line(each)}</li>\n" for each in chapter["effects"])
         follows = f"<p>What follows from it:</p>\n<ul>\n{effects}</ul>\n" if effects else ""

@@ -55,10 +55,10 @@ def numbers_of(statistic: Callable[[str], Array], key: str) -> Array:
     return statistic(key)
 
 
-def change(values: Array, kind: str, grows: bool = False) -> Array:
+def change(values: Array, kind: str) -> Array:
     """How far each value is from its site's own past: in octaves, or as a difference; as for `past`."""
     told = logarithm(values) if kind == "scale" else values
-    result: Array = told - past(told, grows=grows)
+    result: Array = told - past(told)
     return result
 
 
@@ -80,7 +80,7 @@ def heatmap(recorded: Recorded, key: str, bad: Array) -> dict[str, bytes]:
     values = numbers_of(recorded.statistic, key)
     far, top = [], []
     for at in (slice(i, i + _AT_ONCE) for i in range(0, count, _AT_ONCE)):
-        far.append(farthest(change(values[at], kind, recorded.grows), begin))
+        far.append(farthest(change(values[at], kind), begin))
         top.append(topmost(kind)(logarithm(values[at]) if kind == "scale" else values[at], begin))
     is_bad = marks(bad, begin)
     relative = relative_codes(np.concatenate(far), is_bad, UNITS[kind])

@@ -19,7 +19,8 @@ PER_OCTAVE = 16.0  # levels of a relative plane: 4.4 % each, 7.8 octaves to eith
 _ABSOLUTE = 1 / 12  # octaves: the finest step of an absolute plane, 5.9 %; twelve bits are for lines
 LAST_OF_LINE = 4095
 _LOWEST = -1075.0  # log2 of zero, as a number: below the smallest float64
-_PAST = 128  # measured steps of a site's own past
+_PER_OCTAVE_OF_STEPS = 8  # times that a site's own past is told anew
+_MOST_HELD = 256  # steps of it
 
 
 class Rows(NamedTuple):
@@ -73,54 +74,68 @@ def logarithm(values: Array) -> Array:
 
 
 class Past:
-    """Of each site the median of the values that it had before, step by step; its first value where it had none.
+    """The median of all values that a site had before, step by step; its first value where it had none.
 
-    Over ``window`` steps; it is taken anew after every eighth of them. Steps in which a site was silent count with what
-    it had last.
+    The median is taken anew 8 times an octave of steps, over at most 256 steps at equal distances. A step in which a
+    site was silent counts with the value that it had last. A level that stays is therefore told until half of the run
+    was like it.
     """
 
-    def __init__(self, rows: int, window: int = _PAST) -> None:
-        self._window = window
-        self._stride = max(1, window // 8)
+    def __init__(self, rows: int) -> None:
         self._steps = 0  # that were given
-        self._held = np.empty((rows, 0))  # the last of them, as they count; NaN where nothing is known yet
-        self._usual = np.full(rows, np.nan)  # the median in those that came last
+        self._next = 0  # where the median is taken anew
+        self._last = np.full(rows, np.nan)
+        self._every = 1  # of the steps, which are held
+        self._held = np.empty((rows, 0))
+        self._usual = np.full(rows, np.nan)  # NaN until a site has a value
 
     def of(self, values: Array) -> Array:
-        """``[n, t]`` of the next steps."""
-        held = self._held.shape[1]
-        whole = np.concatenate([self._held, values], axis=1)
-        known = ~np.isnan(whole)
-        if not known.all():
-            latest = np.maximum.accumulate(np.where(known, np.arange(whole.shape[1]), -1), axis=1)
-            first = known.argmax(axis=1)
-            whole = np.take_along_axis(whole, np.where(latest < 0, first[:, None], latest), axis=1)
-        begin, end = self._steps - held, self._steps + values.shape[1]  # those of `whole`
-        result = np.empty_like(values)
-        for at in range(self._steps // self._stride * self._stride, end, self._stride):
-            others = (
-                np.isnan(self._usual) if at < self._steps else np.ones(len(whole), bool)
-            )  # of which it is not known
-            if others.any():
-                before = whole[others, max(at - self._window - begin, 0) : at - begin] if at else whole[others, :1]
-                self._usual[others] = _median(before)
-            result[:, max(at - self._steps, 0) : at + self._stride - self._steps] = self._usual[:, None]
-        kept = max(end // self._stride * self._stride - self._window, begin)
-        self._held = whole[:, kept - begin :].copy()
-        self._steps = end
+        """Tell the past of the next steps, ``[n, t]``."""
+        whole = _without_gaps(self._last, values)
+        result = np.empty_like(whole)
+        begin, end = self._steps, self._steps + whole.shape[1]
+        while self._steps < end:
+            at = self._steps
+            if at == self._next:
+                self._usual = _median(self._held)
+                self._next = at + max(1, at // _PER_OCTAVE_OF_STEPS)
+            self._steps = min(end, self._next)
+            now = whole[:, at - begin : self._steps - begin]
+            first = np.take_along_axis(now, (~np.isnan(now)).argmax(axis=1)[:, None], axis=1)[:, 0]
+            self._usual = np.where(np.isnan(self._usual), first, self._usual)
+            result[:, at - begin : self._steps - begin] = self._usual[:, None]
+            self._hold(now[:, -at % self._every :: self._every])
+        if whole.shape[1]:
+            self._last = whole[:, -1].copy()
         return result
 
+    def _hold(self, columns: Array) -> None:
+        self._held = np.concatenate([self._held, columns], axis=1)
+        while self._held.shape[1] > _MOST_HELD:
+            self._held, self._every = self._held[:, ::2], 2 * self._every
 
-def _median(values: Array) -> Array:
-    """Of rows that are known, or unknown, as a whole. np.median takes half as long again."""
-    ordered, count = np.sort(values, axis=1), values.shape[1]
-    result: Array = (ordered[:, (count - 1) // 2] + ordered[:, count // 2]) / 2
+
+def _without_gaps(before: Array, values: Array) -> Array:
+    """Fill in the last known value where one is NaN. before: that of each row."""
+    whole = np.concatenate([before[:, None], values], axis=1)
+    latest = np.maximum.accumulate(np.where(np.isnan(whole), 0, np.arange(whole.shape[1])), axis=1)
+    result: Array = np.take_along_axis(whole, latest, axis=1)[:, 1:]
     return result
 
 
-def past(values: Array, grows: bool = False) -> Array:
-    """`Past` of all steps at once, over 128 steps or an eighth of the run, at least 8; of a run that grows over 128."""
-    return Past(len(values), _PAST if grows else min(_PAST, max(8, values.shape[1] // 8))).of(values)
+def _median(values: Array) -> Array:
+    """The median of each row's known values; NaN where there are none. np.nanmedian takes far longer."""
+    count = (~np.isnan(values)).sum(axis=1)
+    if not values.shape[1]:
+        return np.full(len(values), np.nan)
+    ordered, places = np.sort(values, axis=1), np.stack([np.maximum(count - 1, 0) // 2, count // 2], axis=1)
+    result: Array = np.take_along_axis(ordered, np.minimum(places, values.shape[1] - 1), axis=1).mean(axis=1)
+    return result
+
+
+def past(values: Array) -> Array:
+    """`Past` of all steps at once."""
+    return Past(len(values)).of(values)
 
 
 def relative_codes(far: Array, is_bad: Marks, per_unit: float) -> Codes:

@@ -63,7 +63,8 @@ def _of_both(pair: Pair) -> dict[str, Any]:
         "rows": [place[ordered[i]] for i in in_order(ordered)],
         "measured": [int(first[0]), int(first[-1]), len(first)],
         "statistics": planes.told(is_pair=True),
-        "other": pair.told() | {"head": head(pair.b.findings), "chapters": chapters_of(pair.b, place)[0]},
+        "other": pair.told()
+        | {"head": head(pair.b.findings, _last_loss(pair.b)), "chapters": chapters_of(pair.b, place)[0]},
     }
 
 
@@ -99,13 +100,18 @@ def overview(recorded: Recorded, values: float, fired: Counts) -> dict[str, Any]
         "fired": fired.tolist(),
         "statistics": planes.told(),
         "scalars": planes.scalars(recorded),
-        "head": head(recorded.findings),
+        "head": head(recorded.findings, _last_loss(recorded)),
         "chapters": chapters,
         "left_out": left_out,
         "skipped": [[*site, why.reason, why.times, since] for site, why, since in recorded.skipped],
         "settings": _short(recorded.settings),
         "other": None,
     }
+
+
+def _last_loss(recorded: Recorded) -> tuple[int, float] | None:
+    found = recorded.scalars.get("loss")
+    return (int(found[0][-1]), float(found[1][-1])) if found is not None and len(found[0]) else None
 
 
 def chapters_of(recorded: Recorded, place: Mapping[Site, int]) -> tuple[list[dict[str, Any]], int]:

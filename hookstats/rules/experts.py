@@ -26,7 +26,7 @@ class Routed:
     def push(self, step: Step) -> dict[int, Array]:
         """Those of the sites of this step of which there are enough: by site, tokens per expert."""
         found: dict[int, Array] = {}
-        for site in np.flatnonzero(step.is_kind("router.load") & (step.calls > 0) & step.has_channels).tolist():
+        for site in np.flatnonzero(step.is_kind("router.load") & (step.totals.count > 0) & step.has_channels).tolist():
             channels = step.channels(site)
             assert channels is not None
             loads = self.loads.setdefault(site, deque(maxlen=self._window))

@@ -118,8 +118,10 @@ class UnchangedParameters:
         ill = step.in_order(gets_gradient & ~_is_rounded_away(step, still))
         if ill:
             return [self._of_all(step, ill)]
-        is_zeroed = not gets_gradient.any() and (step.calls[step.is_kind("grad_output")] > 0).any()
-        return [self._of_zeroed(step, step.in_order(measured))] if is_zeroed and not max(self._norms) else []
+        through_outputs = step.is_kind("grad_output") & (step.calls > 0)
+        if gets_gradient.any() or not through_outputs.any() or max(self._norms):
+            return []
+        return [self._of_zeroed(step, step.in_order(measured), bool(step.totals.abs_max[through_outputs].any()))]
 
     def _is_accumulated(self) -> bool:
         """Whether gradients have grown since nothing changes."""
@@ -136,11 +138,19 @@ class UnchangedParameters:
         with np.errstate(invalid="ignore"):
             return np.asarray(sizes < _TINY * (np.median(usual) if usual.size else 0.0))
 
-    def _of_zeroed(self, step: Step, sites: list[int]) -> Finding:
-        sentence = (
-            "no parameter of the model changes: gradients go through the outputs, and no parameter has one when the "
-            "optimizer steps. Call zero_grad() before backward(), not between backward() and step()."
-        )
+    def _of_zeroed(self, step: Step, sites: list[int], has_gradients: bool) -> Finding:
+        """has_gradients: whether those of the outputs are other than 0."""
+        if has_gradients:
+            sentence = (
+                "no parameter of the model changes: gradients go through the outputs, and no parameter has one when "
+                "the optimizer steps. Call zero_grad() before backward(), not between backward() and step()."
+            )
+        else:
+            sentence = (
+                "no parameter of the model changes: gradients of the outputs arrive, and all of them are 0. The loss "
+                "does not depend on the outputs: look whether it ignores every label (ignore_index, an empty mask), "
+                "or is multiplied by 0."
+            )
         return step.finding(
             "unchanged-parameters", None, 1.0, 1.0, "critical", sentence, since=self._all_since, sites=sites
         )

@@ -6,10 +6,11 @@ import math
 
 import numpy as np
 
+from hookstats.numbers.fields import Site
 from hookstats.rules.finding import Finding
 from hookstats.rules.formatting import number
 from hookstats.rules.history import Streak
-from hookstats.rules.step import Step
+from hookstats.rules.step import Mask, Step, is_bias
 from hookstats.rules.thresholds import rule
 
 
@@ -28,13 +29,15 @@ class SecondMoment:
 
     So that a healthy run is silent: in ``consecutive_steps`` = 20 verdicts in a row, because moments begin at 0; at
     least ``values`` = 64 are not 0; and values that are 0 do not count: they are of rows of an embedding that no token
-    has met.
+    has met. A bias whose gradient is below ``cancelled`` = 1e-4 of that of its weight is not judged: that of a key's
+    bias in attention is 0 but for rounding.
     """
 
     eps: float = 1e-8
     share: float = 0.5
     values: int = 64
     consecutive_steps: int = 20
+    cancelled: float = 1e-4
 
     def __post_init__(self) -> None:
         self._streak = Streak(self.consecutive_steps)
@@ -43,6 +46,7 @@ class SecondMoment:
         judged = step.is_kind("optimizer.exp_avg_sq") & (step.calls > 0)
         nonzero = step.totals.count - step.totals.zeros
         judged &= (nonzero >= self.values) & (step.nonfinite == 0)
+        judged[self._cancelled(step, judged)] = False
         # Where even the mean is so small, most values may be; it spares the others.
         likely = judged & (step.totals.mean < 1e4 * self.eps**2)
         if not judged.any():
@@ -54,6 +58,16 @@ class SecondMoment:
         below[ids] = small / nonzero[ids]
         ill = self._streak.push(step.number, below > self.share, judged)
         return [self._finding(step, site, float(below[site])) for site in step.in_order(ill)]
+
+    def _cancelled(self, step: Step, judged: Mask) -> list[int]:
+        """The ids of second moments of biases that are far smaller than those of their weights."""
+        ids = {step.sites[i]: i for i in np.flatnonzero(judged).tolist()}
+        means, found = step.totals.mean, []
+        for (name, tensor), i in ids.items():
+            weight = ids.get(Site(name.removesuffix("bias") + "weight", tensor)) if is_bias(name) else None
+            if weight is not None and means[i] < self.cancelled**2 * means[weight]:
+                found.append(i)
+        return found
 
     def _finding(self, step: Step, site: int, below: float) -> Finding:
         sentence = (

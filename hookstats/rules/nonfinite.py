@@ -62,10 +62,19 @@ class NonFinite:
             return self._tensor_finding(step, place, bad[place])
         if self._lost is not None:
             loss = step.scalars.get("loss", math.nan)
-            sentence = (
-                f"the loss is {loss}, and every watched tensor is finite: it began behind the model, in the loss "
-                f"itself. Look for a logarithm or a division there, and at the labels.{self._since(step)}"
-            )
+            masks = [site for site in step.in_order(self._masks) if step.totals.neginfs[site]]
+            if masks:
+                where = tensor_of(step.sites[masks[0]])
+                sentence = (
+                    f"the loss is {loss}, and of the watched tensors {where} holds -Inf, as it has from its first step "
+                    "on. If that is no mask, it began there: look for a logarithm of 0 (clamp before it, or use "
+                    f"log_softmax). Else it began in the loss.{self._since(step)}"
+                )
+            else:
+                sentence = (
+                    f"the loss is {loss}, and every watched tensor is finite: it began behind the model, in the loss "
+                    f"itself. Look for a logarithm or a division there, and at the labels.{self._since(step)}"
+                )
             return step.finding("nonfinite", None, loss, 0, "critical", sentence, self._lost)
         if not lost:
             return None

@@ -168,12 +168,12 @@ class LossSpike:
             f"the {self.scalar} is {number(value)}, and has gone on rising for {rising} steps: training diverges. "
             "Go back to a checkpoint, and lower the learning rate, warm it up longer, or clip gradients."
         )
-        return step.finding("loss-spike", None, value, max(self._firsts), "critical", sentence, at, at - rising)
+        return step.finding("loss-spike", None, value, max(self._firsts), "critical", sentence, at, at - rising + 1)
 
     def _rising(self, value: float) -> int:
         """Over how many steps; 0: it does not."""
         values = np.array([*self._last, value])
-        if values.min() <= 0:
+        if values.min() <= 0 or min(self._firsts, default=1.0) <= 0:
             return 0
         values = np.log(values)
         first = math.log(self._firsts[0]) if self._firsts else math.inf

@@ -21,6 +21,11 @@ _OF_MODULES = ("output", "grad_output", "input", "grad_input")
 _Over = TypeVar("_Over", bound=NDArray[Any])
 
 
+def is_bias(name: str) -> bool:
+    """Whether a parameter is a bias by its name: "0.bias", "attention.in_proj_bias", "lstm.bias_ih_l0"."""
+    return "bias" in name.rpartition(".")[2]
+
+
 class Sites:
     """All sites that a run has shown so far: each has an id that stays, its place in ``all``."""
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from hookstats.rules.finding import MOST_SITES, SEVERITIES, Cause, Finding
-from hookstats.rules.formatting import times
+from hookstats.rules.formatting import number, times
 
 # How near to the beginning of a causal chain a rule looks: what comes in, the optimizer and the parameters, forward,
 # backward, the loss. Rules that are not named here look at forward.
@@ -206,8 +206,11 @@ def _gravity(chapter: Chapter) -> int:
     return max(SEVERITIES.index(each.severity) for each in (chapter.finding, *chapter.effects))
 
 
-def head(findings: Iterable[Finding]) -> list[str]:
-    """What is to be known of a run, in at most five sentences; one where nothing was found."""
+def head(findings: Iterable[Finding], loss: tuple[int, float] | None = None) -> list[str]:
+    """Sum up a run in at most five sentences; one where nothing was found.
+
+    loss: the last step with a loss, and that loss. A divergence that it has come back from is told as the past.
+    """
     chapters = story(findings)
     grave = [each for each in chapters if _gravity(each) > 0]
     notes = len(chapters) - len(grave)
@@ -217,6 +220,11 @@ def head(findings: Iterable[Finding]) -> list[str]:
     sentences = []
     for chapter in grave[:3]:
         finding = chapter.finding
+        came_back = loss is not None and finding.rule == "loss-spike" and loss[1] <= finding.threshold < finding.value
+        if loss is not None and came_back and finding.severity == "critical":
+            rose = f"Since step {finding.since}: the loss rose to {number(finding.value)} by step {finding.step}"
+            sentences.append(f"{rose}; it is {number(loss[1])} in step {loss[0]}{_followed(chapter.effects)}.")
+            continue
         since = f"Since step {finding.since}" if finding.since != finding.step else f"In step {finding.step}"
         first = re.sub(rf" (since|of) step {finding.since}\b", "", _first_sentence(finding.sentence), count=1)
         sentences.append(f"{since}: {first}{_followed(chapter.effects)}.")

@@ -10,7 +10,7 @@ from hookstats.numbers.fields import Counts
 from hookstats.rules.finding import Finding
 from hookstats.rules.formatting import number
 from hookstats.rules.history import Streak, extended
-from hookstats.rules.step import Mask, Step
+from hookstats.rules.step import Mask, Step, is_bias
 from hookstats.rules.thresholds import rule
 
 _AFTER = 10  # steps, in which the loss shows what an update did
@@ -69,7 +69,7 @@ class UpdateRatio:
         sizes = np.where(measured, means[weights], np.nan)
         new = step.sites[len(self._seen) :]
         self._seen = extended(self._seen, len(step.sites), False)
-        self._unsized = np.append(self._unsized, np.array([name.endswith("bias") for name, _ in new], bool))
+        self._unsized = np.append(self._unsized, np.array([is_bias(name) for name, _ in new], bool))
         begins = measured & ~self._seen
         self._unsized |= begins & ((step.totals.min == step.totals.max)[weights] | (sizes < self.begun))
         self._seen |= begins

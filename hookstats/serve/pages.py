@@ -61,7 +61,7 @@ def _row(id: str, run: Summary) -> str:
         ),
         ("", escaped(run.model)),
         ("number", "" if run.step is None else f"step {run.step}"),
-        ("", _sparkline(run.loss)),
+        ("", _loss(run)),
         ("findings-of", findings),
         ("number", "" if not run.ranks else f"{run.ranks} rank{'s' * (run.ranks > 1)}"),
         ("number muted", _when(run.changed)),
@@ -78,20 +78,27 @@ def _when(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds)) if seconds else ""
 
 
-def _sparkline(values: tuple[float, ...]) -> str:
-    """Logarithmic where all are positive; with the last value in words."""
-    if not values:
+def _loss(run: Summary) -> str:
+    """Draw the loss, logarithmic where all of it is positive, with its last value in words."""
+    if run.last_loss is None:
         return ""
-    found = np.array(values)
-    if found.min() > 0:
+    found = np.array(run.loss)
+    known = np.isfinite(found)
+    if found[known].min(initial=np.inf) > 0:
         found = np.log(found)
-    span = float(found.max() - found.min()) or 1.0
-    x = np.linspace(0, _WIDE, len(found)) if len(found) > 1 else np.array([0.0])
-    y = _TALL - 2 - (found - found.min()) / span * (_TALL - 4)
-    path = "M" + "L".join(f"{a:.1f} {b:.1f}" for a, b in zip(x.tolist(), y.tolist(), strict=True))
-    path += "" if len(found) > 1 else f"L{_WIDE} {y[0]:.1f}"
+    low, high = found[known].min(initial=np.inf), found[known].max(initial=-np.inf)
+    y = _TALL - 2 - (found - low) / (high - low or 1.0) * (_TALL - 4)
+    wide = _WIDE / len(found)
+    line, lost = "", ""
+    for i in range(len(found)):
+        if known[i]:
+            line += f"{'L' if i and known[i - 1] else 'M'}{i * wide:.1f} {y[i]:.1f}h{wide:.1f}"
+        else:
+            lost += f"M{i * wide:.1f} 2h{wide:.1f}"
+    paths = f'<path d="{line}"/>' + (f'<path class="nan" d="{lost}"/>' if lost else "")
     shape = f'viewBox="0 0 {_WIDE} {_TALL}" width="{_WIDE}" height="{_TALL}"'
-    return f'<svg class="spark" {shape} aria-hidden="true"><path d="{path}"/></svg> {values[-1]:.4g}'
+    kind = "" if np.isfinite(run.last_loss) else ' class="critical"'
+    return f'<svg class="spark" {shape} aria-hidden="true">{paths}</svg> <span{kind}>{run.last_loss:.4g}</span>'
 
 
 def told(status: HTTPStatus, title: str, sentence: str, again: int | None = None) -> Answer:

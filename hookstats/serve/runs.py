@@ -15,14 +15,11 @@ import numpy as np
 from hookstats.numbers.fields import Array
 from hookstats.records import manifest
 from hookstats.records.errors import RunError
-from hookstats.records.places import rank_folder, watch
+from hookstats.records.places import rank_folder, runs_below, watch
 from hookstats.records.run import load
 from hookstats.report.reducing import edges
 from hookstats.terminal.following import Followed, State
 
-_DEEPEST = 5  # folders below the directory
-_MOST = 1000  # runs
-_FOLDERS = 20_000  # that are looked at
 _OFTEN = 1.0  # seconds: a run is looked at no more often, however many look
 _POINTS = 120  # of a sparkline
 _REST = 20.0  # times as long as a line of the index took, it is not made again
@@ -35,7 +32,8 @@ _BROKEN = ("deleted", "torn", "unreadable")
 class Summary:
     """A run as a line of the index.
 
-    changed: seconds since the epoch; loss: at most 120 values, averages of equal parts; findings: by severity.
+    changed: seconds since the epoch; loss: at most 120 averages of equal parts, NaN where a part holds a value that is
+    not finite; findings: by severity.
     """
 
     name: str
@@ -43,6 +41,7 @@ class Summary:
     model: str = ""
     step: int | None = None
     loss: tuple[float, ...] = ()
+    last_loss: float | None = None
     findings: tuple[tuple[str, int], ...] = ()
     ranks: int = 0
     changed: float = 0.0
@@ -142,7 +141,8 @@ class Watched:
             waiting,
             model_of(settings),
             step,
-            tuple(_few(loss).tolist()),
+            tuple(_averages(loss).tolist()),
+            loss.tolist()[-1] if len(loss) else None,
             tuple((name, counts[name]) for name in ("critical", "warning", "note") if counts[name]),
             ranks,
         )
@@ -183,13 +183,13 @@ def unreadable(path: Path, error: Exception) -> State:
     return State(kind, f"the run cannot be read: {str(error)[:500]}")
 
 
-def _few(values: Array) -> Array:
-    """Averages over at most so many equal parts, of what is finite."""
-    values = values[np.isfinite(values)]
+def _averages(values: Array) -> Array:
+    """Average at most so many equal parts; NaN where a part holds a value that is not finite."""
     if not len(values):
         return values
     begin = edges(len(values), _POINTS)
-    result: Array = np.add.reduceat(values, begin) / np.diff(begin, append=len(values))
+    known = np.where(np.isfinite(values), values, np.nan)
+    result: Array = np.add.reduceat(known, begin) / np.diff(begin, append=len(values))
     return result
 
 
@@ -211,7 +211,7 @@ class Runs:
         """By id; those that are gone since stay, until the server ends, so that their pages can say so."""
         with self._lock:
             if time.monotonic() - self._found >= _OFTEN:
-                for path in _runs_below(self.directory):
+                for path in runs_below(self.directory):
                     name = str(path.relative_to(self.directory))
                     name = self.directory.name if name == "." else name
                     id = hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
@@ -224,22 +224,3 @@ class Runs:
         """One that was found before."""
         with self._lock:
             return self._known.get(id)
-
-
-def _runs_below(directory: Path) -> list[Path]:
-    """Folders with a rank's folder in them. Links are not followed."""
-    found: list[Path] = []
-    waiting, looked = [(directory, 0)], 0
-    while waiting and looked < _FOLDERS and len(found) < _MOST:
-        path, depth = waiting.pop(0)
-        looked += 1
-        try:
-            with os.scandir(path) as entries:
-                folders = sorted(each.name for each in entries if each.is_dir(follow_symlinks=False))
-        except OSError:
-            continue
-        if any(name.startswith("rank=") for name in folders):
-            found.append(path)
-        elif depth < _DEEPEST:
-            waiting += [(path / name, depth + 1) for name in folders if not name.startswith(".")]
-    return found

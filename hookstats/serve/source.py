@@ -38,6 +38,8 @@ class Source:
         self._findings_read = 0  # bytes
         for _ in range(_TRIES):
             run = load(path)
+            if not run.steps:
+                raise ValueError("nothing was measured yet")
             self._reader, manifest = run._reader, run._reader.manifest
             loaded = Loaded(run)
             found = loaded.recorded()
@@ -45,7 +47,7 @@ class Source:
                 break
         else:
             raise RunError(f"{path}: expected parts that stay for as long as they are read")
-        if not len(found.steps) or not found.sites:
+        if not found.sites:
             raise ValueError("nothing was measured yet")
         self._timeline, self._row, self._grid = loaded.timeline, loaded.row, loaded.grid
         self._last = max(self._timeline.base)  # the attempt that may go on

@@ -14,9 +14,17 @@ import numpy as np
 
 from hookstats.numbers.fields import Array, Site
 from hookstats.numbers.snapshot import Snapshot
-from hookstats.records.errors import RunError
+from hookstats.records.errors import NO_STEP, RunError
 from hookstats.records.manifest import Manifest, read
-from hookstats.records.places import described, descriptions, is_of_this_machine, is_training, rank_folder
+from hookstats.records.places import (
+    described,
+    descriptions,
+    is_of_this_machine,
+    is_training,
+    no_run,
+    rank_folder,
+    runs_below,
+)
 from hookstats.records.run import load
 from hookstats.rules import SEVERITIES, Finding
 
@@ -44,11 +52,13 @@ class Followed:
     """A rank's folder, read again and again."""
 
     def __init__(self, path: str | Path, rank: int = 0) -> None:
-        """The run may begin later. ValueError where it never can: the path is a file."""
+        """The run may begin later. ValueError where it never can: the path is a file, or has runs below it."""
         self.path = Path(path)
         self.folder = rank_folder(self.path, rank)
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"{path}: expected the directory of a run, got a file")
+        if not any(self.path.glob("rank=*")) and runs_below(self.path):
+            raise ValueError(no_run(self.path))
         self._rank = rank
         self._at = 0  # bytes of findings.jsonl that were read
         self.manifest: Manifest | None = None
@@ -118,8 +128,13 @@ class Followed:
             and not (self.folder / "manifest.json").exists()
         ):
             raise RunError(f"{self.folder / 'manifest.json'}: expected it beside the parts of a run, got no file")
-        if self.manifest is None or not self.manifest.attempts:
+        if self.manifest is None:
+            with suppress(FileNotFoundError):
+                self.manifest = read(self.folder)
+        if self.manifest is None and _is_new(self.folder):
             return State("waiting", "nothing is recorded yet")
+        if self.manifest is None or not self.manifest.attempts:
+            return State("ended", f"{self.folder}: {NO_STEP}; no process records into it")
         last = self.manifest.attempts[-1]
         if last.ended is None:  # it has ended since the last look
             with suppress(FileNotFoundError):
@@ -149,6 +164,9 @@ class Followed:
             return State("recording", f"the training process {pid} has ended; what it left is being written")
         if not path.exists():  # the writer has finished meanwhile
             return self.state()
+        if not (path.with_suffix("").exists() or Path(told.ring).exists()):
+            never = "monitor.step() was never called, or it died before its first step was kept"
+            return State("died", f"the training process {pid} has ended, and nothing of it is recorded: {never}")
         left = f"hookstats recover {self.path}"
         return State("died", f"the training process {pid} died; what its last steps left is written by: {left}")
 
@@ -194,10 +212,10 @@ class Followed:
 
 
 def _is_new(path: Path) -> bool:
-    """Whether a file is empty as it is when it has just been made."""
+    """Tell whether a folder, or a file that is empty, has just been made."""
     with suppress(FileNotFoundError):
         told = path.stat()
-        return told.st_size == 0 and abs(time.time() - told.st_mtime) < _NEW
+        return (path.is_dir() or told.st_size == 0) and abs(time.time() - told.st_mtime) < _NEW
     return True
 
 

@@ -58,7 +58,10 @@ def lines(followed: Followed, snapshots: list[Snapshot], found: list[Finding]) -
 
 def summary(followed: Followed) -> list[str]:
     """A run that is over, in a few sentences; none where no step was recorded."""
-    return head(followed.counting()) if followed.steps else []
+    if not followed.steps:
+        return []
+    step, scalars = followed.steps[-1]
+    return head(followed.counting(), (step, scalars["loss"]) if "loss" in scalars else None)
 
 
 def _screen(followed: Followed, wait: Callable[[float], None]) -> int:

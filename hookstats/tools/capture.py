@@ -125,7 +125,7 @@ class Captured(Mapping[str, list[Capture]]):
             item: which item of the batch.
 
         Returns a ``matplotlib.figure.Figure`` that a notebook shows. Raises KeyError or IndexError where there is no
-        such capture or item, ImportError without matplotlib (``pip install 'hookstats[demo]'``).
+        such capture or item, ImportError without matplotlib (``pip install 'hookstats[report]'``).
         """
         shot = self[name][index]
         return pictures.feature_maps(

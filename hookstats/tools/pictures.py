@@ -19,7 +19,7 @@ def feature_maps(title: str, panels: dict[str, torch.Tensor]) -> Any:
     try:
         from hookstats._figure import ShownFigure
     except ImportError as error:
-        raise ImportError(f"plot() needs {error.name}: pip install 'hookstats[demo]'") from error
+        raise ImportError(f"plot() needs {error.name}: pip install 'hookstats[report]'") from error
     images = {label: _images(tensor.detach().float()) for label, tensor in panels.items()}
     rows = {label: math.ceil(len(found) / _COLUMNS) for label, found in images.items()}
     figure = ShownFigure(figsize=(9, 0.5 + sum(1.1 * count + 0.3 for count in rows.values())), layout="constrained")

@@ -199,7 +199,7 @@ def part_held(binder: SiteBinder, each: Parameter, kind: str, tensor: torch.Tens
     problem = unreduced(tensor)
     if problem is not None:
         each.measured[kind] = True
-        binder.leave_out([entry], problem)
+        binder.leave_out([entry], problem, reason=problem)  # of many norms at once
         return None
     entry.sharding = None if part is tensor else sharding_of(tensor, entry.channel_dim or 0)
     return part

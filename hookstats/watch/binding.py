@@ -269,11 +269,11 @@ class SiteBinder:
         part = self._part_once(hook, path, device) if path else hook
         return None if part.output is None and part.gradient is None else part
 
-    def leave_out(self, entries: Iterable[Entry], problem: Problem, times: int = 1) -> None:
-        """Tensors of these sites cannot be measured; training goes on, unless it is to raise."""
+    def leave_out(self, entries: Iterable[Entry], problem: Problem, times: int = 1, reason: str | None = None) -> None:
+        """Tensors of these sites cannot be measured; training goes on, unless it is to raise. reason: as `Skipping`."""
         for entry in (entries := list(entries)):
             entry.left_out = True
-        self.skipping.leave_out([entry.site for entry in entries], problem, times)
+        self.skipping.leave_out([entry.site for entry in entries], problem, times, reason)
 
     def give_up(self, entries: Iterable[Entry], problem: Problem) -> None:
         """What can never be measured."""

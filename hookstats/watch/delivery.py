@@ -150,6 +150,13 @@ class Delivery:
         """Delivers the open step, if it has anything. Waits."""
         pending = self._drain.begin(self._taken(step, scalars))
         last = pending.finish()
+        calls = last.by_row.calls[[row.is_parameter for row in last.layout.rows]]
+        if calls.max(initial=0) > 1 and (self.sinks or self.recorders):
+            self._binder.warn_once(
+                "unstepped",
+                f"monitor.step() was never called: {calls.max()} steps of an optimizer are together in step {step}; "
+                "call it at the end of each training step",
+            )
         if last.columns.order.size:
             self._deliver(last, self._binder.skipping.take(), pending.held)
 
@@ -209,6 +216,8 @@ class Delivery:
     def _report_silence(self) -> None:
         told = self._fired | self._binder.skipping.so_far().keys()
         silent = [site for site in self.sites() if site not in told and not self._needs_no_gradient(site)]
+        if any(each.has_rules for each in self.recorders):  # of gradients, MissingGradients says it better
+            silent = [site for site in silent if "grad" not in site.tensor]
         if silent and self._binder.training.is_evaluating():
             self._binder.warn_once(
                 "evaluation",

@@ -22,12 +22,15 @@ class Recorder(Protocol):
     """A sink that is given steps as they left the device, and may judge them.
 
     ``every_rank``: with a process group, whether every rank gives it its own steps; else the first rank gives it those
-    of all ranks together. ``on_finding``: what is done with what it finds: "log", "raise", a callable, or None.
-    ``escalate``: how many steps are measured in full after a finding.
+    of all ranks together. ``has_rules``: whether it judges. ``on_finding``: what is done with what it finds: "log",
+    "raise", a callable, or None. ``escalate``: how many steps are measured in full after a finding.
     """
 
     @property
     def every_rank(self) -> bool: ...
+
+    @property
+    def has_rules(self) -> bool: ...
 
     @property
     def on_finding(self) -> OnFinding: ...

@@ -144,6 +144,7 @@ class Monitor:
         self._binder.collect_failures()
         if self._measured and self._handles:
             self._parameters.close_step()
+            self._binder.skipping.tell()
             is_full = self._closed % self._channels_every == 0 or self._judging.is_escalated(self._step)
             self._delivery.send(number, checked, totals_only=not is_full)
             self._closed += 1
@@ -164,7 +165,7 @@ class Monitor:
             self._store.clear_gpus()
         self._measured = measured
         if self._scaling is not None and measured:
-            self._of_scaler(self._scaling.begin_step)
+            self._scaling.begin_step()
         self._stopwatch.begin(measured)
         if measured:
             self._attention.begin_step()
@@ -173,17 +174,8 @@ class Monitor:
     def _scalars(self, given: dict[str, Any], sample_ids: Any = None) -> Scalars:
         of_scaler = None
         if self._scaling is not None and self._measured:
-            of_scaler = self._of_scaler(self._scaling.marks)
+            of_scaler = self._scaling.marks()
         return Scalars(given, of_scaler, sample_ids)
-
-    def _of_scaler(self, ask: Callable[[], Any]) -> Any:
-        """What a GradScaler says; None if it fails."""
-        try:
-            return ask()
-        except Exception as error:
-            if self._store.strict:
-                raise
-            self._binder.warn_once("scaler", f"grad_scaler failed, gradients are reported with their scale: {error!r}")
 
     def _is_due(self) -> bool:
         try:
@@ -423,6 +415,7 @@ class Monitor:
         if is_whole:
             self._parameters.measure()
         self._binder.collect_failures()
+        self._binder.skipping.tell()
         self._binder.training.forget()
         if self._handles:
             order.make_room_for_graphs()

@@ -140,7 +140,7 @@ class Parameters:
         if not self._store.flags.is_open():
             return None
         if self._scaling is not None and self._store.flags.value:
-            self._watch_scale(self._scaling, optimizer)
+            self._scaling.before_optimizer_step(optimizer)
         stepping = self._carefully(self._read_with, optimizer)
         if not stepping or not self._stepping.begins(optimizer):
             return None
@@ -165,13 +165,6 @@ class Parameters:
         if len(args) > 1:
             return (args[0], measured_closure, *args[2:]), kwargs
         return args, kwargs | {"closure": measured_closure}
-
-    def _watch_scale(self, scaling: Scaling, optimizer: Optimizer) -> None:
-        try:
-            scaling.before_optimizer_step(optimizer)
-        except Exception:  # the scale of the step's beginning will do
-            if self._store.strict:
-                raise
 
     def after_optimizer_step(self, optimizer: Optimizer) -> None:
         """Measures by how much the step has changed them, and what the optimizer keeps of them."""

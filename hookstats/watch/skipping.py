@@ -50,13 +50,17 @@ class Skipping:
         self._lock = threading.Lock()
         self._told: set[Site] = set()
         self._told_of_many: set[str] = set()
+        self._to_tell: dict[str, tuple[str, list[Site]]] = {}  # by reason: the first problem, and all sites
         self._open: dict[Site, Skipped] = {}  # of the open step
         self._earlier: dict[Site, Skipped] = {}  # of the steps before
         self._in_vain: dict[Site, int] = {}  # measured steps in a row
         self._given_up: dict[Site, Skipped] = {}
 
-    def leave_out(self, sites: Iterable[Site], problem: Problem, times: int = 1) -> None:
-        """Counts, and warns of each site once; of _OF_MANY_SITES, of the first alone. RuntimeError under strict."""
+    def leave_out(self, sites: Iterable[Site], problem: Problem, times: int = 1, reason: str | None = None) -> None:
+        """Counts, and warns of each site once; of _OF_MANY_SITES, of the first alone. RuntimeError under strict.
+
+        reason: in common with others, which `tell` tells of together.
+        """
         sites, problem = list(sites), said_of(problem)
         if self._strict:
             raise RuntimeError(f"hookstats: {_listed(sites)} cannot be measured: {problem}")
@@ -67,15 +71,27 @@ class Skipping:
             of_many = {each for each in _OF_MANY_SITES if each in problem}
             is_news = bool(new) and not of_many & self._told_of_many
             self._told_of_many |= of_many
-        if is_news:
+            if reason is not None:
+                self._to_tell.setdefault(reason, (problem, []))[1].extend(sites)
+        if is_news and reason is None:
             warn(f"not measured: {_listed(new)}: {problem}")
 
-    def give_up(self, sites: Iterable[Site], problem: Problem) -> None:
-        """What can never be measured."""
+    def give_up(self, sites: Iterable[Site], problem: Problem, reason: str | None = None) -> None:
+        """What can never be measured. reason: see `leave_out`."""
         sites = list(sites)
-        self.leave_out(sites, problem)
+        self.leave_out(sites, problem, reason=reason)
         with self._lock:
             self._given_up.update(dict.fromkeys(sites, Skipped(said_of(problem), None)))
+
+    def tell(self) -> None:
+        """One warning for each reason that sites have in common, at the end of the first step in which it came."""
+        with self._lock:
+            found = [told for reason, told in self._to_tell.items() if reason not in self._told_of_many]
+            self._told_of_many.update(self._to_tell)
+            self._to_tell = {}
+        for problem, sites in found:
+            listed = _listed(sites) if len(sites) < 3 else f"{sites[0]} and {len(sites) - 1} more sites"
+            warn(f"not measured: {listed}: {problem}")
 
     def take(self) -> dict[Site, Skipped]:
         """What the open step left out, which begins anew."""

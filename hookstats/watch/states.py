@@ -43,7 +43,7 @@ class States:
             kind = f"{KIND}.{name}"
             problem = _problem(value, tensor)
             if problem is not None:
-                self._refuse(Site(each.name, kind), problem)
+                self._refuse(Site(each.name, kind), *problem)
             elif (kind in each.entries or self._add(each, kind, value)) and each.measures(kind):
                 part = part_held(self._binder, each, kind, value)
                 if part is not None:
@@ -62,7 +62,7 @@ class States:
         if not self._store.make_room(device, width, 1):
             width = 1
             if not self._store.make_room(device, width, 1):
-                self._refuse(site, self._store.no_room(width, 1))
+                self._refuse(site, "memory", self._store.no_room(width, 1))
                 return False
         entry = self._store.add(site, device, width, dim, each.keeps_channels and width > 1)
         entry.is_parameter = True
@@ -70,18 +70,19 @@ class States:
         each.entries[kind] = entry
         return True
 
-    def _refuse(self, site: Site, problem: str) -> None:
+    def _refuse(self, site: Site, reason: str, problem: str) -> None:
         if site not in self._refused:
             self._refused.add(site)
-            self._binder.skipping.give_up([site], problem)
+            self._binder.skipping.give_up([site], problem, f"{KIND} {reason}")
 
 
-def _problem(value: torch.Tensor, parameter: torch.Tensor) -> str | None:
-    """Why it is not measured."""
+def _problem(value: torch.Tensor, parameter: torch.Tensor) -> tuple[str, str] | None:
+    """Why it is not measured: in a word, and in full."""
     if value.shape != parameter.shape:
-        return f"expected a tensor of the parameter's shape, {tuple(parameter.shape)}, got {tuple(value.shape)}"
+        got = tuple(value.shape)
+        return "shape", f"expected a tensor of the parameter's shape, {tuple(parameter.shape)}, got {got}"
     if is_wrapper(value) and not is_dtensor(value):
-        return f"expected a plain tensor or a DTensor, got {type(value).__name__}"
+        return "type", f"expected a plain tensor or a DTensor, got {type(value).__name__}"
     if value.dtype not in _native.DTYPES:
-        return f"expected one of {', '.join(map(str, _native.DTYPES))}; got {value.dtype}"
+        return "dtype", f"expected one of {', '.join(map(str, _native.DTYPES))}; got {value.dtype}"
     return None

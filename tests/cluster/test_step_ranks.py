@@ -12,6 +12,7 @@ import hookstats
 from hookstats import Snapshot
 from hookstats.numbers.ranks import Spread, StepRanks
 from hookstats.records.ranks import merged_snapshot
+from hookstats.watch.arguments import OF_PARAMETERS
 
 
 @pytest.mark.parametrize(
@@ -83,3 +84,26 @@ def test_recorded_gradients_of_replicas_count_once_and_those_of_shards_make_one_
         assert stats.total.l2_norm == pytest.approx(whole.norm().item(), rel=1e-6)
         assert merged.grad_norm == pytest.approx(whole.norm().item(), rel=1e-6)
         assert (stats.channels is None) == (len(parts[0]) < 8)  # the rows of shards are different channels
+
+
+def test_recorded_replicas_of_all_that_is_measured_of_a_parameter_count_once_and_buffers_of_each_rank() -> None:
+    def trained() -> Snapshot:
+        torch.manual_seed(0)
+        layer = nn.BatchNorm1d(4)
+        optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)
+        with hookstats.attach(layer, tensors=OF_PARAMETERS, every=1) as monitor:
+            for _ in range(2):
+                layer(torch.randn(8, 4)).pow(3).sum().backward()
+                optimizer.step()
+                monitor.step()
+            return monitor.snapshot()
+
+    one = trained()
+    merged = merged_snapshot([one, trained()])
+    kinds = {site.tensor for site in one}
+    assert kinds == {*OF_PARAMETERS, "optimizer.exp_avg", "optimizer.exp_avg_sq"} - {"optimizer"}
+    for site, stats in one.items():
+        times = 2 if site.tensor == "buffer" else 1
+        assert merged[site].calls == times * stats.calls, site
+        assert merged[site].total.count == times * stats.total.count, site
+        assert merged[site].total.l2_norm == pytest.approx(times**0.5 * stats.total.l2_norm), site

@@ -15,6 +15,7 @@ import hookstats
 from hookstats import Site, Snapshot, compare
 from hookstats.comparing import rounding
 from tests.comparing import twins
+from tests.snapshots import snapshot
 
 NEEDS_TRANSFORMERS = ("gpt2", "llama")
 
@@ -156,6 +157,44 @@ def test_the_gradient_of_a_bias_that_a_norm_takes_out_is_judged_by_its_terms() -
     wrong = compare(train(False), train(True, dropped=True)).first
     assert wrong is not None
     assert wrong.site == Site("4.bias", "param_grad")
+
+
+def test_what_an_optimizer_makes_of_gradients_that_are_rounding_alone_parts_no_runs() -> None:
+    def train(flipped: bool) -> list[Snapshot]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.GELU(), nn.Flatten(), nn.Linear(3136, 10))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        snapshots: list[Snapshot] = []
+        tensors = ("output", "grad_output", "param_grad", "update_sample", "optimizer")
+        with hookstats.attach(model, every=1, tensors=tensors, sinks=snapshots.append) as monitor:
+            x, y = twins.batch("cnn", 0, 16), torch.arange(16) % 10
+            x, y = (x.flip(0), y.flip(0)) if flipped else (x, y)
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            monitor.step()
+        return snapshots
+
+    found = compare(train(False), train(True))
+    assert found.first is None, str(found.first)
+    assert not found.is_equal
+
+
+@pytest.mark.parametrize("differing", [Site("layer", "output"), Site("weight", "param_grad")], ids=str)
+@pytest.mark.parametrize("kind", ["update_sample", "optimizer.exp_avg"])
+def test_what_is_measured_of_a_parameter_is_judged_as_one_and_not_as_an_activation(kind: str, differing: Site) -> None:
+    x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+    coarse = x.reshape(256, 2).bfloat16()
+
+    def judged(kind: str, dtype: str | None) -> tuple[float, str]:
+        layer, gradient = Site("layer", "output"), Site("weight", "param_grad")
+        one = {Site("weight", kind): coarse, layer: x, gradient: x}
+        first = compare(snapshot(0, one), snapshot(0, one | {differing: 3 * x}), dtype=dtype).first
+        assert first is not None
+        assert first.site == differing
+        return first.allowed, first.rounded_to
+
+    for dtype in (None, "bfloat16"):
+        assert judged(kind, dtype) == judged("param", dtype)
 
 
 def allowed(dtype: str, *, count: float, draws: float = 1.0, kinks: int = 0, rows: float = 0.0) -> tuple[float, float]:

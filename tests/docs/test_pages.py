@@ -230,6 +230,22 @@ def test_the_readmes_loop_keeps_every_measured_step(
     assert [len(snapshot.order) for snapshot in kept] == [15, 19, 19]
 
 
+def test_the_readmes_query_gives_each_step_once_also_of_a_run_with_two_attempts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    known = names()
+    run(ROOT / "README.md", known)
+    with hookstats.attach(known["model"], every=10, sinks=[hookstats.record("runs/a")]) as monitor:
+        for batch in known["loader"]:
+            known["model"](batch).mean().backward()
+            monitor.step()
+    rows = known["duckdb"].sql(known["question"]).fetchall()
+    assert [row[0] for row in rows] == [0, 10, 20]
+    stats = [hookstats.load("runs/a")[step]["2", "output"].total for step in (0, 10, 20)]
+    assert [row[-1] for row in rows] == [each.rms for each in stats]
+
+
 def test_links_between_pages_lead_somewhere() -> None:
     for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
         for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):

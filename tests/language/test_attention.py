@@ -15,7 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import hookstats
-from hookstats import Channels, Options
+from hookstats import Channels, Options, _native
+from hookstats._warn import WarnOnce
+from hookstats.language import rows
 from tests import ranks
 from tests.language.attentions import ALL_ROWS, KINDS, ORIGINAL, Attention, batch, logits_of, model_of, train
 
@@ -130,6 +132,23 @@ def test_evaluation_and_pauses_are_left_out() -> None:
         model(batch())
         snapshot = monitor.snapshot()
     assert snapshot["0.attention", "attention.bound"].total.count == 2 * 4 * 20
+
+
+def test_what_fails_inside_a_graph_is_told_and_becomes_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object) -> torch.Tensor:
+        raise RuntimeError("no memory")
+
+    model = model_of(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(rows, "_warn_once", WarnOnce())
+        patch.setattr(_native, "softmax_rows", fail)
+        with pytest.warns(UserWarning, match="not measured in a graph, by .*rows: RuntimeError: no memory"):
+            (failed,) = train(model, run=torch.compile(model, backend="aot_eager", fullgraph=True))
+    (whole,) = train(model, run=torch.compile(model, backend="aot_eager", fullgraph=True))
+    assert len(whole) == 4
+    for site, stats in whole.items():
+        assert stats.total.count > 0, site
+        assert failed[site].total.count == 0, site
 
 
 @pytest.mark.parametrize(("compiled", "rows"), [("whole", None), ("blocks", 6)])  # and, below, the whole with 6 rows

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ import torch
 from torch import nn
 
 import hookstats
-from hookstats import Options, Snapshot
+from hookstats import Options, Snapshot, _native
+from hookstats._warn import WarnOnce
+from hookstats.language import rows
 from hookstats.language.finding import routers
 
 STRICT = Options(strict=True)
@@ -165,6 +168,38 @@ def test_graphs_measure_what_eager_mode_does(kind: type[Any], name: str) -> None
             mine, wanted = graph[f"{number}.{name}", kind_of].total, eager[f"{number}.{name}", kind_of].total
             assert mine.count == wanted.count
             assert mine.mean == pytest.approx(wanted.mean, rel=1e-5)
+
+
+@pytest.mark.parametrize("ignoring", [False, True])
+def test_what_fails_inside_a_graph_is_told_and_becomes_no_number(
+    ignoring: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object) -> torch.Tensor:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(rows, "_warn_once", WarnOnce())
+    model = model_of(Fused)
+    run = torch.compile(model, backend="aot_eager", fullgraph=True)
+    ignored = torch.arange(TOKENS).reshape(4, -1) % 3 == 0
+    found = []
+    with hookstats.attach(model, tensors=("router",), options=STRICT, every=1) as monitor:
+        for step in range(3):
+            with monkeypatch.context() as patch, monitor.ignore(ignored) if ignoring else nullcontext():
+                if step == 1:
+                    patch.setattr(_native, "softmax_rows", fail)
+                    with pytest.warns(UserWarning, match="not measured in a graph, by .*routers: .*no memory"):
+                        run(batch()).sum().backward()
+                else:
+                    run(batch()).sum().backward()
+            found.append(monitor.step())
+        found += monitor.detach()
+    before, failed, after = (each for each in found if each is not None)
+    for number in (0, 1):
+        for kind in ("router.entropy", "router.margin", "router.load"):
+            site = f"{number}.router", kind
+            assert failed[site].total.count == 0, site
+            assert after[site].total.count == before[site].total.count > 0, site
+        assert load_of(after, f"{number}.router") == load_of(before, f"{number}.router")
 
 
 def test_training_does_not_change_by_one_bit() -> None:

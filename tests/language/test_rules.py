@@ -115,6 +115,8 @@ def test_an_expert_without_tokens_for_long_is_dead() -> None:
     idle = load(40, 40, 0, 40)
     assert told(DeadExperts(), [idle] * 49 + [load(40, 40, 1, 40)] + [idle] * 49) == []
     assert told(DeadExperts(), [idle] * 50) == [(49, "dead-experts")]
+    lost = load(*[float("nan")] * 4)  # as what failed in a graph: it ran, and has no values
+    assert told(DeadExperts(), [idle] * 49 + [lost] + [idle]) == [(50, "dead-experts")]
     assert told(DeadExperts(), [load(1, 1, 0, 1)] * 60) == []
     assert told(DeadExperts(), [load(400, 0, 0, 0)] * 60) == []  # of which expert-load tells
 

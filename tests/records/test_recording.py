@@ -25,6 +25,7 @@ from hookstats.records.recording import Recording
 from hookstats.records.ring import Ring
 from hookstats.records.writer import recover
 from tests.conftest import ROOT
+from tests.plain import hearing
 from tests.records import recorded
 
 MOMENTS = int(os.environ.get("HOOKSTATS_KILLS", "3"))
@@ -418,6 +419,24 @@ def test_a_forked_process_that_trains_on_is_told_once_that_nothing_of_it_is_reco
     assert "was forked from process" in " ".join(told)
 
 
+def test_an_attempt_that_hides_steps_of_those_before_says_once_which_ones(tmp_path: Path) -> None:
+    heard = []
+    for steps in (range(10), range(20, 30), range(25, 28), range(3, 5), range(40, 42)):
+        with hearing() as told:
+            recording = hookstats.record(tmp_path / "run")
+            recording.begin({"rank": 0})
+            take(recording, list(steps))
+            recording.close()
+        heard.append(told)
+    assert heard[:2] == [[], []]
+    assert heard[4] == []
+    [third], [fourth] = heard[2:4]
+    assert f"attempt 3 in {tmp_path / 'run'} begins at step 25: of the steps 0 to 29, recorded there before," in third
+    assert "5 no longer count, 25 to 29" in third
+    assert "begins at step 3: of the steps 0 to 27, recorded there before, 15 no longer count, 3 to 27" in fourth
+    assert hookstats.load(tmp_path / "run").steps == [0, 1, 2, 3, 4, 40, 41]
+
+
 def test_an_error_inside_of_a_monitor_ends_the_attempt_as_died_and_the_same_recording_begins_the_next(
     tmp_path: Path,
 ) -> None:
@@ -447,7 +466,7 @@ def test_a_recording_that_is_in_use_is_refused_and_goes_on_as_it_was(tmp_path: P
         net(torch.randn(2, 4)).sum().backward()
         monitor.step(7)
     assert hookstats.load(tmp_path / "run").steps == [7]
-    with pytest.raises(ValueError, match="expected a run, got no manifest"):
+    with pytest.raises(ValueError, match="expected a recorded step, got none"):
         hookstats.load(tmp_path / "other")
 
 

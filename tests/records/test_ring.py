@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from hookstats.records import places
 from hookstats.records.ring import Record, Ring, RingError
 from tests.conftest import ROOT
 
@@ -130,6 +133,22 @@ def test_a_torn_ring_is_refused(tmp_path: Path) -> None:
         path.write_bytes(text)
         with pytest.raises(RingError, match="expected a ring"):
             Ring(path)
+
+
+def test_a_ring_avoids_a_network_disk_whatever_its_mount_point_is_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "Läufe 層\u2028\\040\r"
+    folder.mkdir()
+    point = os.fsencode(folder).replace(b"\\", b"\\134").replace(b" ", b"\\040")
+    mounts = tmp_path / "mountinfo"
+    mounts.write_bytes(
+        b"22 1 8:1 / / rw - ext4 /dev/sda1 rw\n23 22 0:22 / " + point + b" rw shared:1 - nfs4 far:/ rw\n"
+    )
+    monkeypatch.setattr(places, "_MOUNTS", mounts)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert places.local_folder(folder, 1).parent.parent == tmp_path
+    assert places.local_folder(tmp_path, 1) == tmp_path
 
 
 def test_a_disk_without_room_refuses_the_ring_instead_of_failing_later(tmp_path: Path) -> None:

@@ -207,6 +207,10 @@ def test_the_first_parting_leads_to_its_cell_and_findings_of_both_are_told(brows
     assert text(browser, "#other-findings h3") == "Findings of with a gate"
     assert "It rose by more." in text(browser, "#other-findings")
     assert "It rose by more." not in text(browser, "#findings-list")
+    assert [line for line in text(browser, "#summary").split("\n") if line][:2] == [
+        "baseline: In step 30: It rose by a lot.",
+        "with a gate: In step 53: It rose by more.",
+    ]
     assert text(browser, "#flow output") == "step 39"  # the last of the first run
     assert "gate" not in text(browser, "#left-out")
 

@@ -16,6 +16,7 @@ from hookstats.report import Recorded, plot, write
 from hookstats.report.page import asset, page
 from hookstats.report.reducing import FIRST, NEUTRAL, NONFINITE, PER_OCTAVE, SILENT, past
 from hookstats.report.writing import contents, in_order
+from hookstats.rules import Finding
 from tests.conftest import ROOT
 from tests.report.runs import run, sites_of
 
@@ -74,14 +75,26 @@ def test_the_past_is_what_came_before_and_never_what_comes() -> None:
     values[:, 200:] += 100
     after = past(values)
     np.testing.assert_array_equal(before[:, :201], after[:, :201])
-    assert (after[:, 300:] > 50).all()
+    assert (after[:, 300:] < 50).all()  # a level that stays is told until half of the run was like it
+
+
+def test_a_level_that_stays_150_times_higher_is_told_to_the_end() -> None:
+    values = np.full((1, 300), 1.0)
+    values[:, 200:] = 150.0
+    assert (past(values) == 1).all()
+    values[:, 20:] = 150.0
+    assert past(values)[0, 60] == 150
 
 
 def test_the_past_of_a_site_that_was_silent_is_what_it_had_last() -> None:
     values = np.ones((2, 64))
     values[0, 20:40] = np.nan
     values[1] = np.nan
-    assert (past(values)[0] == 1).all()
+    told = past(values)
+    assert (told[0] == 1).all()
+    assert np.isnan(told[1]).all()
+    values[1, 30:] = 7.0  # begins late: its past is its first value
+    assert (past(values)[1, 30:] == 7).all()
 
 
 def test_silence_and_what_is_not_finite_have_codes_of_their_own(recorded: Recorded) -> None:
@@ -133,6 +146,24 @@ def test_the_top_channels_are_those_of_the_last_step_with_channels(recorded: Rec
     assert details["channels"]["steps"] == list(range(0, 30, 3))
 
 
+def test_the_last_step_with_channels_is_among_those_of_a_picture_however_many_there_are() -> None:
+    record, _ = contents(Recorded.of(run(SITES[:1], 200)))
+    steps = record["details"]["0"]["channels"]["steps"]
+    assert (steps[0], steps[-1], len(steps)) == (0, 199, 128)
+    assert record["details"]["0"]["channels"]["top"]["step"] == 199
+
+
+def test_a_head_says_of_a_loss_that_came_back_that_it_did() -> None:
+    diverged = Finding("loss-spike", 20, None, 9.0, 4.5, "critical", "the loss is 9: training diverges.", since=10)
+    for last, is_back in ((2.0, True), (9.5, False), (6.0, False), (float("nan"), False)):
+        snapshots = run(SITES[:1], 30)
+        snapshots[-1].scalars["loss"] = last
+        record, _ = contents(Recorded.of(snapshots, findings=[diverged]))
+        [sentence] = record["head"]
+        assert ("diverges" in sentence) != is_back
+        assert (sentence == "Since step 10: the loss rose to 9 by step 20; it is 2 in step 29.") == is_back
+
+
 def test_what_becomes_zero_in_few_bits_is_counted_by_the_exponents(recorded: Recorded) -> None:
     record, _ = contents(recorded)
     precision = record["precision"]
@@ -145,6 +176,20 @@ def test_what_becomes_zero_in_few_bits_is_counted_by_the_exponents(recorded: Rec
         inside[254] = False
         expected = histogram.counts[inside].sum() / (histogram.counts.sum() - histogram.counts[254])
         assert row[3] == pytest.approx(expected, rel=1e-2, abs=1e-12), recorded.sites[row[0]]
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
+def test_whether_values_of_low_precision_are_in_use_follows_from_the_values(dtype: torch.dtype | None) -> None:
+    model = torch.nn.Sequential(
+        torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.LayerNorm(32), torch.nn.Linear(32, 4)
+    )
+    monitor = hookstats.attach(model, every=1)
+    with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+        loss = model(torch.randn(8, 16)).square().mean()
+    loss.backward()
+    record, _ = contents(Recorded.of([monitor.snapshot()]))
+    monitor.detach()
+    assert record["precision"]["is_low"] == (dtype is not None)
 
 
 def test_a_second_run_is_told_by_its_distance_where_both_have_been(recorded: Recorded) -> None:

@@ -149,6 +149,23 @@ def test_what_follows_is_folded_beneath_its_cause_and_notes_stand_apart(
     assert chromium.errors == []
 
 
+def test_the_fit_into_few_bits_is_folded_where_nothing_has_few(
+    chromium: Browser, browser: Browser, recorded: Recorded, tmp_path: Path
+) -> None:
+    assert "Share of the values" not in text(browser, "#precision")
+    browser.run("document.querySelector('#precision summary').click()")
+    assert "Share of the values" in text(browser, "#precision")
+    browser.open(write(recorded, tmp_path / "again.html"))
+    browser.run("window.dispatchEvent(new Event('beforeprint'))")
+    assert "Share of the values" in text(browser, "#precision")
+    net = torch.nn.Linear(16, 16).to(torch.bfloat16)
+    with hookstats.attach(net) as monitor:
+        net(torch.randn(8, 16, dtype=torch.bfloat16)).square().mean().backward()
+        snapshot = monitor.snapshot()
+    browser.open(write([snapshot], tmp_path / "low.html"))
+    assert "Share of the values" in text(browser, "#precision")
+
+
 def test_a_finding_leads_to_its_cell_and_its_site(browser: Browser) -> None:
     browser.run("document.querySelectorAll('#findings-list a')[1].click()")
     browser.wait("document.querySelector('#site-title').innerText === 'layers.1.mlp.down'")

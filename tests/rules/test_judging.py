@@ -14,6 +14,7 @@ from torch import nn
 import hookstats
 from hookstats import FindingError, Snapshot
 from hookstats.numbers.blocks import Drained, Given
+from tests.plain import hearing
 
 
 @dataclass
@@ -29,7 +30,7 @@ class Found:
 class Recorder:
     """Finds what `finds` says of the steps that it has taken, as soon as it is asked."""
 
-    every_rank = False
+    every_rank, has_rules = False, True
 
     def __init__(
         self, finds: Callable[[int], list[Found]] = lambda step: [], on_finding: Any = "log", escalate: int = 0
@@ -65,6 +66,31 @@ class Recorder:
         self.closed += 1
         self.died = died
         self.overhead = dict(overhead)
+
+
+class Half(nn.Module):
+    """Of its three layers one gets no gradient, and one is never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.cut, self.idle = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.used(x) + self.cut(x).detach()
+        return out
+
+
+@pytest.mark.parametrize("has_rules", [True, False])
+def test_what_gets_no_gradient_is_said_by_the_rules_where_there_are_some(has_rules: bool) -> None:
+    net, recorder = Half(), Recorder()
+    recorder.has_rules = has_rules
+    monitor = hookstats.attach(net, every=1, sinks=recorder)
+    with hearing() as told:
+        train(net, monitor, 4)
+    (silence,) = [text for text in told if "nothing came from" in text]
+    assert "idle output" in silence
+    assert ("cut grad_output" in silence) != has_rules
+    monitor.detach()
 
 
 def model() -> nn.Module:

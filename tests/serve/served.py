@@ -124,14 +124,16 @@ class Growing:
     def _describe(self, pid: int) -> None:
         self._description = describe(self.folder, self.attempt, pid)
 
-    def add(self, steps: range, size: float = 1.0) -> None:
-        """size: of all values."""
+    def add(self, steps: range, size: float = 1.0, loss: float | None = None) -> None:
+        """size: of all values; loss: of each step, instead of one that falls."""
         from benchmarks.report_size import layout_of, step_of
 
         layout = layout_of(self.sites, 1, 0)
         for step in steps:
             scale = size * np.exp(np.random.default_rng(step).normal(size=len(self.sites)))
-            self._store.add(step_of(layout, np.random.default_rng(step), step, scale))
+            measured = step_of(layout, np.random.default_rng(step), step, scale)
+            measured.scalars |= {} if loss is None else {"loss": loss}
+            self._store.add(measured)
         self._step += len(steps)
         self.last = steps[-1]
         self._store.commit(self._step)

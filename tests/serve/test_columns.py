@@ -86,10 +86,13 @@ def test_the_past_is_the_median_of_what_came_before_in_whatever_parts_it_is_give
     for begin, end in ((0, 1), (1, 5), (5, 120), (120, 121), (121, 600), (600, 700)):
         parts.append(past.of(values[:, begin:end]))
     told = np.concatenate(parts, axis=1)
-    for step in (0, 1, 15, 16, 17, 130, 144, 399, 400, 699):
-        at = step // 16 * 16
-        before = np.median(values[:, max(at - 128, 0) : at], axis=1) if at else values[:, 0]
-        np.testing.assert_array_equal(told[:, step], before)
+    at, every = 0, 1
+    while at < 700:
+        every *= 1 + (-(-at // every) > 256)
+        after = at + max(1, at // 8)  # where it is taken anew
+        before = np.median(values[:, :at:every], axis=1) if at else values[:, 0]
+        np.testing.assert_array_equal(told[:, at:after], np.repeat(before[:, None], min(after, 700) - at, axis=1))
+        at = after
 
 
 def test_scales_of_a_run_that_grows_seldom_change_and_tell_nearly_as_much() -> None:

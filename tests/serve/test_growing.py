@@ -10,7 +10,7 @@ import pytest
 
 from hookstats.numbers.fields import Site
 from hookstats.records.errors import RunError
-from hookstats.serve import growing
+from hookstats.serve import growing, pages
 from hookstats.serve.runs import Both, Runs, Watched
 from tests.serve.served import Growing, restored
 
@@ -206,3 +206,25 @@ def test_runs_are_found_below_a_directory_without_following_links(tmp_path: Path
     assert sorted(each.name for each in found.values()) == ["a", "b/c", "b/d/e"]
     [(_, alone)] = Runs(tmp_path / "runs" / "a").find().items()
     assert alone.name == "a"
+
+
+def test_a_loss_that_is_not_finite_is_shown_in_the_index_and_its_number_is_the_last_one(tmp_path: Path) -> None:
+    broken, healed = Growing(tmp_path / "broken", SITES), Growing(tmp_path / "healed", SITES)
+    for run, last in ((broken, float("nan")), (healed, 0.25)):
+        run.add(range(120))
+        run.add(range(120, 199), loss=float("nan"))
+        run.add(range(199, 200), loss=last)
+    for run, words in ((broken, "nan"), (healed, "0.25")):
+        summary = Watched(run.folder.parent, "run").summary()
+        assert np.isnan(summary.loss).tolist() == [False] * 72 + [True] * 48  # of 200 steps, 120 in 72 parts
+        row = pages.rows([("0", summary)])
+        assert f"{words}</td>" in row.replace("</span>", "")
+        assert '<path class="nan"' in row
+
+
+def test_a_loss_that_was_never_finite_is_shown_as_that(tmp_path: Path) -> None:
+    run = Growing(tmp_path / "run", SITES)
+    run.add(range(3), loss=float("inf"))
+    row = pages.rows([("0", Watched(tmp_path / "run", "run").summary())])
+    assert "inf" in row
+    assert '<path class="nan"' in row

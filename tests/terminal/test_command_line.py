@@ -14,6 +14,7 @@ import torch
 
 import hookstats
 from hookstats.__main__ import main
+from hookstats.records.errors import RunError
 from tests.conftest import ROOT
 from tests.models import Residual
 
@@ -100,6 +101,40 @@ def test_report_writes_a_page_and_prints_its_path(
     assert 'id="blob-rms.difference"' in (tmp_path / "both.html").read_text()
 
 
+_NEVER_STEPS = """
+import sys, torch, hookstats
+model = torch.nn.Linear(4, 4)
+hookstats.attach(model, sinks=[hookstats.record(sys.argv[1])])
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(5):
+    model(torch.randn(2, 4)).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_a_training_that_never_called_step_is_told_so_at_its_end_and_by_every_command(tmp_path: Path) -> None:
+    path = str(tmp_path / "run")
+    trained = subprocess.run(
+        [sys.executable, "-c", _NEVER_STEPS, path], capture_output=True, text=True, cwd=ROOT, timeout=120
+    )
+    words = "monitor.step() was never called"
+    assert trained.returncode == 0
+    assert words in trained.stderr
+    for is_recovered in (False, True):
+        for name in ("show", "report"):
+            done = command(name, path, "-o", str(tmp_path / "page.html")) if name == "report" else command(name, path)
+            assert (done.returncode, done.stdout) == (2, "")
+            assert len(done.stderr.splitlines()) == 1, done.stderr
+            assert words in done.stderr
+        with pytest.raises(RunError, match="never called"):
+            hookstats.report.write(path, tmp_path / "page.html")
+        done = command("watch", path)
+        assert done.returncode == 1 - is_recovered
+        assert words in done.stdout
+        if not is_recovered:
+            assert words in command("recover", path).stdout
+
+
 def test_watch_prints_a_line_a_step_into_a_pipe_and_ends_with_the_run(runs: Path) -> None:
     done = command("watch", str(runs / "a"))
     assert done.returncode == 0, done.stderr
@@ -136,6 +171,21 @@ def test_errors_are_one_line_and_status_2(
     assert re.match(message, printed.err)
 
 
+@pytest.mark.parametrize("name", ["show", "watch", "report", "recover", "compare"])
+def test_a_directory_of_runs_is_told_with_the_runs_below_it(
+    name: str, runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    deeper = runs / "more" / "d"
+    (deeper / "rank=0").mkdir(parents=True, exist_ok=True)
+    assert main([name, str(runs), *([str(runs)] * (name == "compare"))]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err == (
+        f"hookstats {name}: {runs}: expected the directory of a run, with rank=0 in it; got one with runs below it: "
+        "a, b, c, more/d\n"
+    )
+
+
 def test_a_torn_run_is_an_error_of_one_line(runs: Path, tmp_path: Path) -> None:
     folder = tmp_path / "torn" / "rank=0"
     folder.mkdir(parents=True)
@@ -161,6 +211,7 @@ def test_every_command_has_help_and_imports_neither_torch_nor_numpy_for_it() -> 
     code = """
 import sys
 from hookstats.__main__ import main
+from hookstats.records.errors import RunError
 for name in ("", "show", "compare", "report", "watch", "recover", "rule", "doctor"):
     print("help of", name)
     try:
@@ -190,6 +241,7 @@ def test_no_command_but_doctor_imports_torch(runs: Path) -> None:
     code = f"""
 import sys
 from hookstats.__main__ import main
+from hookstats.records.errors import RunError
 for arguments in {commands!r}:
     assert main(arguments) == 0, arguments
     assert "torch" not in sys.modules, arguments

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -99,7 +100,7 @@ def test_a_gpu_without_kernels_is_mended_by_a_build_and_that_needs_nvcc(monkeypa
     monkeypatch.setattr(doctor, "_nvcc", lambda: None)
     gpu, nvcc = doctor._gpu(fake_torch(), True)
     assert (gpu.state, gpu.what) == ("mend", "GPU 0")
-    assert gpu.command.startswith("TORCH_CUDA_ARCH_LIST=9.0 pip install --no-build-isolation")
+    assert gpu.command.startswith(f"TORCH_CUDA_ARCH_LIST=9.0 {sys.executable} -m pip install --no-build-isolation")
     assert (nvcc.state, nvcc.what) == ("mend", "nvcc")
     built["architectures"] = ["8.0", "9.0"]
     gpu, nvcc = doctor._gpu(fake_torch(), True)
@@ -130,9 +131,21 @@ def test_without_pyarrow_it_says_what_needs_it_and_how_it_is_installed(tmp_path:
     assert status == 0
     assert told["record"][0] == "-"
     assert told["record"][1].startswith("pyarrow is missing: record, load, show")
-    assert re.search(r"\$ \S+ -m pip install 'hookstats\[record\]'", printed)
+    assert f"$ {sys.executable} -m pip install 'hookstats[record]'" in printed
     assert told["terminal"][0] == "-"
     assert told["extension"][0] == "ok"
+
+
+def test_its_commands_are_for_the_python_that_runs_it_wherever_that_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    python = "/home/me/my 'own' env/bin/python3.11"
+    monkeypatch.setattr(sys, "executable", python)
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None)
+    monkeypatch.setattr(doctor, "import_module", lambda name: SimpleNamespace()[name])  # whatever is imported is broken
+    commands = [line.command for line in doctor.lines() if line.command]
+    assert len(commands) == 1 + len(doctor.EXTRAS)
+    assert all(
+        shlex.split(each)[:4] == [python, "-m", "pip", "install"] for each in [*commands, doctor._build().command]
+    )
 
 
 def test_commands_without_pyarrow_say_so_in_one_line(tmp_path: Path) -> None:
@@ -162,7 +175,7 @@ def test_a_build_for_another_torch_is_mended_by_a_build(tmp_path: Path) -> None:
     assert status == 1
     assert told["extension"][0] == "mend"
     assert "but for torch 2.1: it measures without, slower" in told["extension"][1]
-    assert "$ pip install --no-build-isolation --force-reinstall --no-deps ." in printed
+    assert f"$ {sys.executable} -m pip install --no-build-isolation --force-reinstall --no-deps ." in printed
     assert set(doctor.EXTRAS) <= set(told)
 
 
@@ -172,7 +185,7 @@ def test_a_package_that_is_not_built_and_one_without_torch_are_mended(tmp_path: 
     assert "hookstats is not built" in told["extension"][1]
     status, told, printed = run(PYTHONPATH=without(tmp_path, "torch"))
     assert (status, told["torch"][0]) == (1, "mend")
-    assert "$ pip install 'torch>=2.11'" in printed
+    assert f"$ {sys.executable} -m pip install 'torch>=2.11'" in printed
     assert "extension" not in told
 
 

@@ -280,7 +280,7 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) 
     model(images())
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.delitem(sys.modules, "hookstats._figure", raising=False)
-    with pytest.raises(ImportError, match=r"pip install 'hookstats\[demo\]'"):
+    with pytest.raises(ImportError, match=r"pip install 'hookstats\[report\]'"):
         captured.plot("0")
 
 

@@ -246,6 +246,31 @@ def test_a_scaler_that_fails_does_not_stop_training() -> None:
     scaler.broken = True
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     model(batch()).sum().backward()
-    optimizer.step()
     with pytest.warns(UserWarning, match="grad_scaler failed, gradients are reported with their scale.*no scale"):
-        assert mon.step() is not None
+        optimizer.step()
+    assert mon.step() is not None
+
+
+def test_a_scaler_that_fails_when_an_optimizer_steps_is_told_and_no_earlier_scale_is_taken() -> None:
+    class Broken(torch.amp.GradScaler):
+        broken = False
+
+        def get_scale(self) -> float:
+            if self.broken:
+                raise RuntimeError("no scale")
+            return 1024.0
+
+    scaler, model = Broken("cpu", enabled=False), network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    with hookstats.attach(model, every=1, grad_scaler=scaler) as monitor:
+        (model(batch()).sum() * 64.0).backward()  # a scale that it has been given since
+        scaler.broken = True
+        with pytest.warns(UserWarning, match="grad_scaler failed, gradients are reported with their scale.*no scale"):
+            optimizer.step()
+        scaler.broken = False
+        snapshot = monitor.step()
+    assert snapshot is not None
+    assert (snapshot.grad_scale, snapshot.overflowed) == (None, None)
+    gradient = model[2].weight.grad
+    assert gradient is not None
+    assert snapshot["2.weight", "param_grad"].total.l2_norm == pytest.approx(float(gradient.norm()), rel=1e-5)

@@ -378,6 +378,22 @@ def test_detach_returns_what_nobody_has_fetched_and_makes_no_step_of_a_part_of_o
     assert mon.snapshot() is left[1]
 
 
+def test_a_training_that_never_called_step_is_told_so_by_detach() -> None:
+    """One step of an optimizer may be meant as the only one."""
+    for times in (1, 3):
+        net = model()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for sinks, is_told in (([], False), ([lambda snapshot: None], times > 1)):
+            monitor = hookstats.attach(net, sinks=sinks)
+            for _ in range(times):
+                run(net)
+                optimizer.step()
+            with hearing() as heard:
+                monitor.detach()
+            told = "monitor.step() was never called: 3 steps of an optimizer are together in step 0"
+            assert [told in each for each in heard] == [True] * is_told
+
+
 def test_without_steps_detach_makes_a_snapshot_of_what_there_is() -> None:
     net = model()
     mon = hookstats.attach(net, tensors=OF_OUTPUTS)

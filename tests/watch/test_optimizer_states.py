@@ -118,8 +118,34 @@ def test_what_cannot_be_measured_is_skipped_with_the_reason_once() -> None:
     shape = "expected a tensor of the parameter's shape, (16, 8), got (16,)"
     assert monitor.skipped["0.weight", "optimizer.mean"].reason == shape
     assert {site.tensor for site in monitor.skipped} == {"optimizer.sign", "optimizer.mean"}
-    assert len(told) == len(monitor.skipped) == 6  # of biases, the mean is one number
+    assert len(monitor.skipped) == 6  # of biases, the mean is one number
+    assert sorted(str(each.message) for each in told) == [
+        "hookstats: not measured: 0.weight optimizer.mean and 2.weight optimizer.mean: " + shape,
+        "hookstats: not measured: 0.weight optimizer.sign and 3 more sites: "
+        + monitor.skipped["0.weight", "optimizer.sign"].reason,
+    ]
     monitor.detach()
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_factored_states_of_many_layers_are_told_by_one_warning_with_their_number(in_backward: bool) -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(40)))
+    parameters = list(model.parameters())
+    optimizers = [torch.optim.Adafactor([each]) for each in parameters] if in_backward else []
+    with hookstats.attach(model, tensors=("optimizer",), every=1) as monitor:
+
+        def train() -> None:
+            for _ in range(2):
+                model(torch.randn(4, 8)).sum().backward()
+                for optimizer in optimizers or [torch.optim.Adafactor(parameters)]:
+                    optimizer.step()
+                monitor.step()
+
+        with pytest.warns(UserWarning, match="not measured: ") as told:
+            train()
+        assert len(monitor.skipped) == 80
+    (one,) = (str(each.message) for each in told)
+    assert "not measured: 0.weight optimizer.row_var and 79 more sites: expected a tensor of the parameter's" in one
 
 
 class Scaled(nn.Module):
@@ -191,9 +217,9 @@ def test_where_no_memory_is_left_they_are_skipped_with_the_reason() -> None:
     model = model_of()
     with hookstats.attach(model, tensors=("optimizer",), options=Options(memory_budget=9000)) as monitor:
         optimizer = torch.optim.AdamW(model.parameters())
+        step(model, optimizer)
         with pytest.warns(UserWarning, match="memory_budget"):
-            step(model, optimizer)
-        assert monitor.step() is not None
+            assert monitor.step() is not None
         assert monitor.skipped
 
 

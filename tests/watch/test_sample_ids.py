@@ -126,6 +126,19 @@ def test_ranks_that_are_merged_afterwards_have_one_rank_after_the_other(tmp_path
     assert lists(run[2].sample_ids) == {1: [10, 11], 2: [20, 21]}
 
 
+def test_ranks_that_are_merged_afterwards_need_not_all_have_sample_ids(tmp_path: Path) -> None:
+    for rank in (0, 1, 2):
+        net = model()
+        monitor = hookstats.attach(net, every=1, sinks=hookstats.record(tmp_path / f"run{rank}", rules=[]))
+        train(monitor, net, range(2), lambda step, rank=rank: {"sample_ids": [rank]} if rank and step else {})
+        monitor.detach()
+        (tmp_path / f"run{rank}" / "rank=0").rename(tmp_path / f"rank={rank}")
+    run = hookstats.load(tmp_path, ranks="merged")
+    assert run.sample_ids(1).tolist() == [1, 2]
+    with pytest.raises(KeyError, match="expected a step with which sample_ids were given, got 0"):
+        run.sample_ids(0)
+
+
 def test_a_run_of_the_version_before_is_read_and_can_be_resumed(tmp_path: Path) -> None:
     def trained() -> None:
         net = model()

@@ -33,7 +33,9 @@ function showHead() {
   document.title = `${called.map((name) => shortened(name, 40)).join(" and ")} · hookstats`;
   byId("name").replaceChildren(...called.flatMap((name, i) => [i ? node("span", { class: "muted" }, " and ") : "", node("bdi", {}, shortened(name, 80))]));
   const [first, last, steps] = own(), { settings } = record;
-  byId("summary").replaceChildren(...record.head.map((sentence) => node("p", {}, shortened(sentence, 700))), ...partingLine());
+  const heads = record.other ? [record, record.other].map(({ name, head }) => node("p", {}, node("bdi", { class: "strong" }, shortened(name, 40)), ": ", shortened(head.join(" "), 1400)))
+    : record.head.map((sentence) => node("p", {}, shortened(sentence, 700)));
+  byId("summary").replaceChildren(...heads, ...partingLine());
   const facts = [];
   if (settings.model) facts.push(["Model", shortened(typeof settings.model === "string" ? settings.model : String(settings.model.class ?? settings.model.name ?? ""), 60)]);
   if (facts.length && settings.parameters > 0) facts[0].push(`${said(settings.parameters)} parameters`);
@@ -124,7 +126,7 @@ function showFindings() {
   // On paper nothing can be opened.
   window.onbeforeprint = () => {
     if (!more.hidden) more.click();
-    for (const fold of document.querySelectorAll("#findings details")) fold.open = true;
+    for (const fold of document.querySelectorAll(".fold")) fold.open = true;
   };
 }
 
@@ -144,10 +146,12 @@ function showPrecision() {
       ...blockNames.map((name) => { const lost = blocks.formats[name][i]; return lost ? share(lost[1], lost[0], lost[2]) : node("span", { class: "muted" }, "–"); })];
   });
   const along = blocks && (blocks.dim === -1 ? "the last dimension" : "the other dimensions");
-  fill("precision",
-    node("p", { class: "about" }, `Share of the values at step ${count(precision.step)} that a format cannot hold: too small, and become zero, or too large. “Scaled”: after multiplying by the power of two that brings the largest value just below the format's.`,
+  const shown = [node("p", { class: "about" }, `Share of the values at step ${count(precision.step)} that a format cannot hold: too small, and become zero, or too large. “Scaled”: after multiplying by the power of two that brings the largest value just below the format's.`,
       blocks ? ` Of ${blockNames.join(", ")}: what becomes zero with a scale for each block of ${blocks.size} values along ${along}; after ±, the standard error where not all blocks were counted.` : "", " More than one per cent is set in bold."),
-    ...table(["site", "values", "e4m3", "e4m3 scaled", "scale", "e5m2", "e5m2 scaled", "fp16", ...blockNames], rows));
+    ...table(["site", "values", "e4m3", "e4m3 scaled", "scale", "e5m2", "e5m2 scaled", "fp16", ...blockNames], rows)];
+  if (precision.is_low || blocks) return fill("precision", ...shown);
+  const open = byId("precision").querySelector("details")?.open ?? false; // of a page that grows
+  fill("precision", node("details", { class: "fold", open }, node("summary", {}, "No values of bf16, fp16 or fewer bits are in use here; what fp16 and 8 bits could not hold"), ...shown));
 }
 
 // On a ground that tells its size, from a ten thousandth to all; where bounds are apart, both; with a standard error.

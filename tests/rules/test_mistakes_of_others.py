@@ -1,0 +1,91 @@
+"""Trainings that others wrote down as mistakes, and healthy ones that caused an alarm: what is said of them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from hookstats.rules import LossSpike, NonFinite, SecondMoment, judge
+from tests.rules.test_guards import step_of
+from tests.rules.test_guards import told as told_in
+from tests.rules.test_learning import named, only, run, sgd, told
+from tests.rules.test_spikes import found_in
+from tests.rules.trainings import OnDigits, mlp
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def test_where_every_label_is_ignored_gradients_are_zero_and_nobody_is_sent_to_zero_grad() -> None:
+    model = mlp()
+    images = OnDigits(model).images
+
+    def loss_of(step: int) -> torch.Tensor:
+        labels = torch.full((64,), -100)
+        return cross_entropy(model(images[:64]), labels, reduction="sum") / 64
+
+    found = only(run(model, sgd(model.parameters()), 110, loss_of), "unchanged-parameters")
+    assert found.severity == "critical"
+    assert "zero_grad" not in found.sentence
+    assert "gradients of the outputs arrive, and all of them are 0" in found.sentence
+    assert "ignore" in found.sentence
+
+
+def test_a_loss_of_both_signs_ends_no_rule_and_began_in_no_step_before_the_first() -> None:
+    assert found_in([-1.0, *[0.5 + 0.1 * i for i in range(60)]], LossSpike()) == []
+    (found, *_) = found_in([0.1 * 1.6**i for i in range(12)], LossSpike())
+    assert found.severity == "critical"
+    assert found.since is not None
+    assert found.since >= 0
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.body, self.head = nn.Embedding(32, 32), nn.LSTM(32, 32, batch_first=True), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(self.body(self.inside(x))[0])
+        return logits
+
+
+def test_the_biases_of_recurrent_layers_are_biases() -> None:
+    torch.manual_seed(0)
+    model = Words()
+    with torch.no_grad():
+        model.body.bias_ih_l0.mul_(1e-3)
+        model.body.bias_hh_l0.mul_(1e-3)
+    generator = torch.Generator().manual_seed(0)
+
+    def loss_of(step: int) -> torch.Tensor:
+        words = torch.randint(32, (8, 17), generator=generator)
+        return cross_entropy(model(words[:, :-1]).flatten(0, 1), words[:, 1:].flatten())
+
+    found = named(run(model, torch.optim.Adam(model.parameters(), 1e-2), 40, loss_of), "update-ratio")
+    assert [each for each in found if each.site is not None and "bias" in each.site.name] == []
+
+
+def test_a_bias_whose_gradient_cancels_is_not_said_to_learn_slowly() -> None:
+    def moments(of_weight: float) -> dict[tuple[str, str], torch.Tensor]:
+        kind = "optimizer.exp_avg_sq"
+        return {("k.weight", kind): torch.full((64, 64), of_weight), ("k.bias", kind): torch.full((64,), 1e-20)}
+
+    assert told_in(SecondMoment(), [moments(1e-8)] * 20) == []
+    assert told_in(SecondMoment(), [moments(1e-13)] * 20) == [(19, "second-moment")]
+
+
+def test_a_logarithm_of_0_in_an_output_is_looked_for_there_where_the_loss_is_infinite() -> None:
+    logits = torch.tensor([[0.5, 0.0], [0.25, 1.0]]).log()
+    steps = [step_of(0, {("0", "output"): torch.ones(2, 2), ("1", "output"): logits}, loss=math.inf)]
+    (found,) = judge(steps, [NonFinite()])
+    assert found.severity == "critical"
+    assert "began behind the model" not in found.sentence
+    assert "the output of 1 holds -Inf" in found.sentence
+
+
+def test_a_healthy_training_of_each_of_them_is_told_nothing() -> None:
+    model = mlp()
+    assert told(run(model, sgd(model.parameters()), 60)) == []
