@@ -35,6 +35,7 @@ struct Observed {
   std::optional<Half> output, gradient;
   std::shared_ptr<const Enabled> enabled;
   std::optional<c10::SafePyObject> in_graph;  // callable: what compiled autograd is to trace for a gradient
+  bool is_table = false;                      // may return a table, of which as many rows as a mask has mean nothing
 
   const Site& site() const { return (output ? output : gradient)->site; }
   bool measures_now() const { return enabled->is_open_beside(site().tensors.moments) && enabled->counts_now(); }
@@ -110,9 +111,10 @@ std::optional<Observed::Half> half_of(PyObject* state, std::shared_ptr<const Ena
 constexpr const char* kBindDoc =
     "bind(hook, output, gradient, in_graph)\n\n"
     "From now on `observe` folds into these SiteStates, of a module's output and of its gradient; either may be None.\n"
-    "in_graph: a callable that compiled autograd can trace, which does with a gradient what `observe` arranges.";
+    "in_graph: a callable that compiled autograd can trace, which does with a gradient what `observe` arranges.\n"
+    "is_table: of an embedding, whose output has the rows of a mask only where it has their dimensions.";
 
-void bind(py::object hook, py::object output, py::object gradient, py::object in_graph) {
+void bind(py::object hook, py::object output, py::object gradient, py::object in_graph, bool is_table) {
   HookObject* own = hook_of(hook.ptr());
   if (!own) throw py::error_already_set();
   if (output.is_none() && gradient.is_none()) return own->observed.reset();
@@ -120,6 +122,7 @@ void bind(py::object hook, py::object output, py::object gradient, py::object in
   made->output = half_of(output.ptr(), made->enabled);
   made->gradient = half_of(gradient.ptr(), made->enabled);
   made->in_graph.emplace(in_graph.release().ptr(), getPyInterpreter());
+  made->is_table = is_table;
   own->observed = std::move(made);
 }
 
@@ -199,7 +202,8 @@ PyObject* observe_by(const HookObject* hook, PyObject* value) {
     }
     const Times::Span span(observed.enabled->times.load(), 1);
     const auto counted = observed.enabled->counted_here();
-    const std::optional<Rows> rows = counted ? counted->on(x.device()) : std::nullopt;
+    std::optional<Rows> rows = counted ? counted->on(x.device()) : std::nullopt;
+    if (rows && observed.is_table && !begins_with(x, rows->row_index)) rows.reset();
     const Rows* counting = rows ? &*rows : nullptr;
     if (!observed.output) {
       const bool concerned = described(x, site, counting).layout.row_dims > 0;  // throws what accumulate would

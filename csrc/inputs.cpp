@@ -25,7 +25,7 @@ bool has_device_kernels([[maybe_unused]] at::Device device) {
 // How many of the tensor's first dimensions are rows of the mask; 0: the mask is not about it, all of it counts.
 int64_t row_dims_of(const at::Tensor& x, int64_t channel, const at::Tensor& mask) {
   int64_t dims = 0;
-  if (x.dim() >= mask.dim() && x.sizes().slice(0, mask.dim()) == mask.sizes()) {
+  if (begins_with(x, mask)) {
     dims = mask.dim();
   } else if (x.dim() > 0 && x.size(0) == mask.numel()) {
     dims = 1;

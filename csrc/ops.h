@@ -160,6 +160,11 @@ int64_t reserve_scratch(at::Device device);
 // CUDA graph is captured.
 void load_kernels(at::Device device, const std::vector<int64_t>& dtypes, int64_t kind);
 
+// Whether the tensor's first dimensions are those of a mask.
+inline bool begins_with(const at::Tensor& x, const at::Tensor& mask) {
+  return x.dim() >= mask.dim() && x.sizes().slice(0, mask.dim()) == mask.sizes();
+}
+
 // As kernels name it; TypeError for one that they do not take.
 Dtype dtype_of(at::ScalarType dtype);
 

@@ -44,7 +44,7 @@ class Hook:
     """What `hookstats.watch.hooks.Hook` has of the extension: the sites that it measures into."""
 
     __slots__ = ("halves",)
-    halves: tuple[Half | None, Half | None, Enabled] | None
+    halves: tuple[Half | None, Half | None, Enabled, bool] | None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Hook:
         made = super().__new__(cls)
@@ -52,8 +52,10 @@ class Hook:
         return made
 
 
-def bind(devices: Devices, hook: Hook, output: Any, gradient: Any, in_graph: Callable[..., Any]) -> None:
-    """From now on `observe` folds into these SiteStates; either may be None."""
+def bind(
+    devices: Devices, hook: Hook, output: Any, gradient: Any, in_graph: Callable[..., Any], is_table: bool
+) -> None:
+    """From now on `observe` folds into these SiteStates; either may be None. is_table: see csrc/hook.cpp."""
     if not isinstance(hook, Hook):
         raise TypeError(f"hookstats: expected a hook, got {type(hook).__name__}")
     first = gradient if output is None else output
@@ -61,7 +63,7 @@ def bind(devices: Devices, hook: Hook, output: Any, gradient: Any, in_graph: Cal
         hook.halves = None
     else:
         halves = (None if state is None else _half(devices, state) for state in (output, gradient))
-        hook.halves = (*halves, first.enabled)
+        hook.halves = (*halves, first.enabled, is_table)
 
 
 def observe(x: object, hook: Any) -> Any:
@@ -71,7 +73,7 @@ def observe(x: object, hook: Any) -> Any:
     halves = hook.halves
     if halves is None:
         return None
-    output, gradient, enabled = halves
+    output, gradient, enabled, is_table = halves
     if not (enabled.is_open.value or enabled.is_open_here()) or not enabled.counts_now():
         return None
     if not isinstance(x, torch.Tensor) or keys_of(x).has(_PYTHON):
@@ -86,14 +88,16 @@ def observe(x: object, hook: Any) -> Any:
         times = enabled.times
         with nullcontext() if times is None else times.span(1):
             try:
-                return _observe(x, output, gradient, enabled)
+                return _observe(x, output, gradient, enabled, is_table)
             except Exception as error:
                 return str(error)
 
 
-def _observe(x: torch.Tensor, output: Half | None, gradient: Half | None, enabled: Enabled) -> None:
+def _observe(x: torch.Tensor, output: Half | None, gradient: Half | None, enabled: Enabled, is_table: bool) -> None:
     counted, concerned = enabled.counted_here(), None
     rows = None if counted is None else counted.on(x.device)
+    if rows is not None and is_table and x.shape[: rows.row_index.dim()] != rows.row_index.shape:
+        rows = None
     if output is None:
         assert gradient is not None
         concerned = gradient.site.described(x, rows).by_rows  # raises what accumulate would

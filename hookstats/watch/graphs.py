@@ -119,7 +119,10 @@ def observe_in_graph(output: object, hook: Any) -> None:
         if part is None:
             part = hook.parts.get(REST)
         if part is not None:
-            _observe_tensor_in_graph(tensor, part, shared, rows_on(tensor.device, hook.monitor))
+            rows = rows_on(tensor.device, hook.monitor)
+            if rows is not None and hook.is_table and tensor.shape[: rows[0].dim()] != rows[0].shape:
+                rows = None
+            _observe_tensor_in_graph(tensor, part, shared, rows)
 
 
 def feed_in_graph(tensor: torch.Tensor, hook: Any, rows: Rows | None) -> None:

@@ -106,6 +106,7 @@ class Hook(ModuleHook, _native.Hook):
         "__weakref__",
         "binder",
         "gradient",
+        "is_table",
         "key",
         "monitor",
         "number_gradient",
@@ -122,6 +123,7 @@ class Hook(ModuleHook, _native.Hook):
         self.binder = binder
         self.spec = spec
         self.monitor: str = binder.monitor
+        self.is_table = spec.module is not None and isinstance(spec.module(), torch.nn.Embedding)
         self.bind(None, None)
         self.parts: dict[str, Hook] = {}  # of a container, by path
 
@@ -151,7 +153,7 @@ class Hook(ModuleHook, _native.Hook):
         self.number_output = torch.tensor(output.site) if output else None
         self.number_gradient = torch.tensor(gradient.site) if gradient else None
         in_graph = None if gradient is None else gradient_in_graph(gradient, self.number_gradient)
-        _native.bind(self, output, gradient, in_graph)
+        _native.bind(self, output, gradient, in_graph, self.is_table)
 
 
 _native.call_in_c(Hook)

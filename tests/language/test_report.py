@@ -31,7 +31,7 @@ def test_a_channel_is_called_what_it_is(unit: str, tmp_path: Path) -> None:
         snapshots, site = mixture(12, 0.1), Site("model.layers.1.mlp.router", "router.load")
     with Browser(1200, 1000) as browser:
         show(browser, snapshots, site, tmp_path)
-        fits = browser.run("document.querySelector('#precision')?.innerText ?? ''")
+        fits = browser.run("document.querySelector('#precision')?.textContent ?? ''")
         captions = browser.run("[...document.querySelectorAll('#site figcaption')].map((each) => each.innerText)")
     assert "weight" in fits or "output" in fits.lower()
     assert " attention." not in fits

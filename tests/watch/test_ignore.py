@@ -49,6 +49,34 @@ def check_masked(plain: Plain, masks: list[torch.Tensor], snapshot: hookstats.Sn
         check(snapshot[site], torch.cat([t[~m] for t, m in zip(tensors, masks, strict=True)]), -1)
 
 
+class Places(nn.Module):
+    """With a table of as many rows as the mask has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.places, self.head = nn.Embedding(32, 8), nn.Embedding(28, 8), nn.Linear(8, 4)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        table = self.places(torch.arange(28, device=ids.device))
+        out: torch.Tensor = self.head(self.tokens(ids) + table[:7] + table.mean(0))
+        return out
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_a_table_with_as_many_rows_as_the_mask_loses_none_of_them(backend: str | None) -> None:
+    torch.manual_seed(0)
+    net, mask = Places(), padding()
+    mon = hookstats.attach(net, every=1, tensors=OF_OUTPUTS)
+    run = net if backend is None else torch.compile(net, backend=backend, fullgraph=True)
+    with mon.ignore(mask):
+        run(torch.randint(32, (4, 7))).square().sum().backward()
+    snapshot, kept = mon.snapshot(), int((~mask).sum())
+    for kind in ("output", "grad_output"):
+        assert snapshot["places", kind].total.count == 28 * 8
+        assert snapshot["tokens", kind].total.count == kept * 8
+        assert snapshot["head", kind].total.count == kept * 4
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_masked_rows_do_not_count_and_each_microbatch_has_its_mask(device: str) -> None:
     net = model().to(device)
