@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -18,11 +19,22 @@ RECORD = Path(__file__).with_name("compiled.json")
 ALL = {"8.0", "9.0", "10.0", "12.0"}
 
 
+def sources(folder: Path) -> list[Path]:
+    """List the files of csrc/cuda and the headers that these include."""
+    found, waiting = set[Path](), list(folder.glob("cuda/*"))
+    while waiting:
+        path = waiting.pop()
+        if path not in found:
+            found.add(path)
+            names = re.findall(r'^#include "(.+)"', path.read_text(), re.MULTILINE)
+            waiting += [included for name in names if (included := (path.parent / name).resolve()).exists()]
+    return sorted(found)
+
+
 def hash_of_sources() -> str:
-    """Of csrc/cuda and of the headers that it may include."""
-    folder = ROOT / "csrc"
+    folder = (ROOT / "csrc").resolve()
     digest = hashlib.sha256()
-    for path in sorted([*folder.glob("*.h"), *folder.glob("cuda/*")]):
+    for path in sources(folder):
         digest.update(f"{path.relative_to(folder)}\0{path.stat().st_size}\0".encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()

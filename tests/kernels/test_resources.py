@@ -64,11 +64,13 @@ def test_a_change_of_a_kernel_or_of_its_headers_asks_for_all_architectures(
     built.write_text(json.dumps({"cuda": "13.0", "architectures": ["9.0"]}))
     assert compiled.main(["record"]) == 1  # not all of them
     built.write_text(json.dumps({"cuda": "13.0", "architectures": ["8.0", "9.0", "10.0", "12.0+PTX"]}))
-    for name in ("cuda/many.cu", "stats.h"):
-        (tmp_path / "csrc" / name).write_text("// as it was\n")
+    (tmp_path / "csrc" / "stats.h").touch()
+    for name, text in {"cuda/many.cu": '#include "../stats.h"\n', "stats.h": ""}.items():
+        (tmp_path / "csrc" / name).write_text(f"{text}// as it was\n")
         assert compiled.main(["record"]) == compiled.main([]) == 0
-        (tmp_path / "csrc" / name).write_text("// as it is\n")
+        (tmp_path / "csrc" / name).write_text(f"{text}// as it is\n")
         assert compiled.main([]) == 1
     assert compiled.main(["record"]) == 0
-    (tmp_path / "csrc" / "ops.cpp").touch()  # no part of them
+    for name in ("ops.cpp", "ops.h"):  # no part of them
+        (tmp_path / "csrc" / name).touch()
     assert compiled.main([]) == 0
