@@ -263,7 +263,7 @@ def test_reduce_overhead_gives_eagers_numbers_and_uses_its_graphs(how: str) -> N
     torch._dynamo.utils.counters.clear()
     torch.manual_seed(0)
     model = Residual().cuda()
-    mon = hookstats.attach(model, every=2)
+    mon = hookstats.attach(model, tensors=OF_OUTPUTS, every=2)
     run: Any = torch.compile(model, mode="reduce-overhead") if how == "whole" else model
     if how == "blocks":
         for block in model.blocks:
