@@ -11,11 +11,19 @@ OURS = ["hookstats", "hookstats + per_tensor histogram", "hookstats + per_channe
 SHORT = ["moments, norms, counts", "+ histogram per tensor", "+ histogram per channel"]
 
 
-def newest(kind: str) -> tuple[Path, dict[str, Any]] | None:
-    """The result whose figures were taken last, of those that have any."""
+Found = tuple[Path, dict[str, Any]]
+
+
+def results(kind: str) -> list[Found]:
+    """Those that have figures, the newest first; of one day, the one of which most was run."""
     found = [(path, json.loads(path.read_text())) for path in (HERE / "results").glob(f"{kind}-*.json")]
     found = [(path, record) for path, record in found if record.get("figures")]
-    return max(found, key=lambda each: (each[1]["date"], each[0].stat().st_mtime), default=None)
+
+    def age(each: Found) -> tuple[Any, ...]:
+        path, record = each
+        return record["date"], -len(record.get("not_run", [])), path.stat().st_mtime
+
+    return sorted(found, key=age, reverse=True)
 
 
 def row(*cells: object) -> str:
@@ -47,15 +55,8 @@ def gpu_page(path: Path, record: dict[str, Any]) -> list[str]:
         "many calls, which take turns on buffers of 512 MB or more together. *read* is our own kernel that only reads "
         "the buffer ([floor.cu](floor.cu)); the brackets have the ratio to it.",
         "",
-        row("", "read", *SHORT),
-        row("---", "---", "---", "---", "---"),
+        *floor_lines(cases),
     ]
-    for case, names in cases.items():
-        if OURS[0] not in names:
-            continue
-        read = names["read floor"]
-        ours = [f"{number(names[n]['median_us'])} us ({names[n]['times_floor']:.2f})" for n in OURS if n in names]
-        lines.append(row(case, f"{number(read['median_us'])} us, {read['gb_per_s']:.0f} GB/s", *ours))
     compared = {case: names for case, names in cases.items() if OURS[0] in names and "eager operators" in names}
     others = [name for name in next(iter(compared.values()), {}) if name not in (*OURS, "read floor")]
     if compared:
@@ -63,9 +64,99 @@ def gpu_page(path: Path, record: dict[str, Any]) -> list[str]:
         lines += [row("us", "hookstats", *others), row("---", "---", *["---"] * len(others))]
     for case, names in compared.items():
         lines.append(row(case, *[number(names[n]["median_us"]) if n in names else "-" for n in (OURS[0], *others)]))
-    floor = max((names["read floor"]["gb_per_s"] for names in cases.values()), default=None)
-    lines += ["", *many_lines(cases, "us"), *training_lines(record.get("training", []), floor)]
+    lines += ["", *many_lines(cases, "us"), *training_lines(record.get("training", []), bandwidth(cases))]
+    lines += softmax_lines(record.get("softmax", []))
     return [*lines, *said_lines(record)]
+
+
+def bandwidth(cases: dict[str, dict[str, dict[str, Any]]]) -> float | None:
+    """The fastest read of a run, in GB/s."""
+    return max((names["read floor"]["gb_per_s"] for names in cases.values()), default=None)
+
+
+def floor_lines(cases: dict[str, dict[str, dict[str, Any]]]) -> list[str]:
+    """One tensor, beside a mere read of it."""
+    lines = [row("", "read", *SHORT), row("---", "---", "---", "---", "---")]
+    for case, names in cases.items():
+        if OURS[0] not in names:
+            continue
+        read = names["read floor"]
+        ours = [f"{number(names[n]['median_us'])} us ({names[n]['times_floor']:.2f})" for n in OURS if n in names]
+        lines.append(row(case, f"{number(read['median_us'])} us, {read['gb_per_s']:.0f} GB/s", *ours))
+    return lines
+
+
+def softmax_lines(figures: list[dict[str, Any]]) -> list[str]:
+    """The softmax of rows; `logsumexp` gives one of its five numbers."""
+    cases = by_case(figures, "case")
+    if not cases:
+        return []
+    names = list(next(iter(cases.values())))
+    lines = ["The softmax of rows of logits:", "", row("us", *names), row("---", *["---"] * len(names))]
+    lines += [row(case, *[number(found[name]["median_us"]) for name in names]) for case, found in cases.items()]
+    return [*lines, ""]
+
+
+def earlier_lines(since: list[Found]) -> list[str]:
+    """The cases of earlier runs that no later one has measured, each with the last run that has."""
+    lines: list[str] = []
+    known = set(by_case(since[0][1]["figures"], "case"))
+    for path, record in since[1:]:
+        cases = by_case(record["figures"], "case")
+        missing = {case: names for case, names in cases.items() if case not in known and OURS[0] in names}
+        known |= set(cases)
+        if missing:
+            lines += [
+                f"Measured for the last time on {record['date']}, of commit {record['commit']}, on an "
+                f"{record['gpu']['name']} ([{path.name}](results/{path.name})):",
+                "",
+                *floor_lines(missing),
+                "",
+            ]
+    return lines
+
+
+def first_page(path: Path, record: dict[str, Any]) -> list[str]:
+    """What `make gpu-first` takes: sanitizers, tests, a training step, and what decides."""
+    cases = by_case(record["figures"], "case")
+    steps = [{**figure, "group": "training step, eager"} for figure in record.get("step", [])]
+    commit, named = record["commit"], path.stem.rpartition("-")[2]
+    if not (commit.startswith(named) or named.startswith(commit)):
+        commit = f"{named} by the name of the record, which itself says {commit}"
+    lines = [
+        "### `make gpu-first`",
+        "",
+        f"{record['gpu']['name']}, driver {record['gpu']['driver']}, torch {record['torch']}, CUDA "
+        f"{record['hookstats']['cuda']}, {record['date']}, commit {commit}; [{path.name}]"
+        f"(results/{path.name}).",
+        "",
+        *training_lines(steps, bandwidth(cases)),
+        *floor_lines(cases),
+        "",
+    ]
+    behind = record.get("behind", [])
+    if behind:
+        lines += ["What it adds to a matrix product whose result it measures (bf16), us:", ""]
+        lines += [row("size of the result", "product", "added"), row("---", "---", "---")]
+        for each in behind:
+            size = each["case"].removesuffix(" bf16")
+            lines.append(row(f"{size}, {each['name']}", number(each["product_us"]), f"{each['added_us']:+.3g}"))
+        lines.append("")
+    closing = record.get("closing", [])
+    if closing:
+        size = closing[0]["bytes"] / 1e6
+        lines += [f"What the training thread waits for, where the state is {size:.0f} MB and every second step is "]
+        lines[-1] += "measured:"
+        lines += ["", *(f"- {each['name']}: {each['median_ms']:.2f} ms" for each in closing), ""]
+    lines += ["The parts of the run:", ""]
+    for part in record["parts"]:
+        said = [line.strip("= ") for line in part["said"] if " passed" in line or "SUMMARY: " in line]
+        built_instead = part["name"] == "load" and any(each["name"] == "build" for each in record["parts"])
+        if said or (part["status"] != 0 and not built_instead):
+            ended = [] if said else [f"ended with status {part['status']}", *part["said"][-1:]]
+            lines.append(f"- {part['name']}, {part['seconds']:.0f} s: {'; '.join(ended + said)}")
+    lines += [f"- failed: `{test}`" for test in record.get("tests", {}).get("which_failed", [])]
+    return [*lines, *(f"- not run: {each}" for each in record.get("not_run", [])), ""]
 
 
 def said_lines(record: dict[str, Any]) -> list[str]:
@@ -75,6 +166,9 @@ def said_lines(record: dict[str, Any]) -> list[str]:
     lines += [f"- {each['name']}: {each['us']:.1f} us" for each in record.get("totals", [])]
     for each in record.get("not_measured", []):
         lines.append(f"- {each['group']}: {each['name']}: not measured: {each['why']}")
+    for part in record.get("parts", []):
+        if part["status"] != 0:
+            lines.append(f"- {part['name']}: ended with status {part['status']}: {' '.join(part['said'][-1:])}")
     lines += [f"- not run: {each}" for each in record.get("not_run", [])]
     return ["Beside that:", "", *lines, ""] if lines else []
 
@@ -243,12 +337,15 @@ def main() -> None:
         "kernels reached these times.",
         "",
     ]
-    gpu, cpu = newest("gpu"), newest("cpu")
+    gpu, first, cpu = results("gpu"), results("gpufirst"), results("cpu")
     if gpu:
-        picture(gpu[1], HERE / "results" / "gpu.png")
-        lines += [*gpu_page(*gpu), "![Ratio to the read floor over the size](results/gpu.png)", ""]
+        picture(gpu[0][1], HERE / "results" / "gpu.png")
+        lines += [*gpu_page(*gpu[0]), "![Ratio to the read floor over the size](results/gpu.png)", ""]
+        lines += earlier_lines(gpu)
+    if first:
+        lines += first_page(*first[0])
     if cpu:
-        lines += cpu_page(*cpu)
+        lines += cpu_page(*cpu[0])
     (HERE / "README.md").write_text("\n".join(lines))
 
 
