@@ -120,15 +120,12 @@ def first_page(path: Path, record: dict[str, Any]) -> list[str]:
     """What `make gpu-first` takes: sanitizers, tests, a training step, and what decides."""
     cases = by_case(record["figures"], "case")
     steps = [{**figure, "group": "training step, eager"} for figure in record.get("step", [])]
-    commit, named = record["commit"], path.stem.rpartition("-")[2]
-    if not (commit.startswith(named) or named.startswith(commit)):
-        commit = f"{named} by the name of the record, which itself says {commit}"
     lines = [
         "### `make gpu-first`",
         "",
         f"{record['gpu']['name']}, driver {record['gpu']['driver']}, torch {record['torch']}, CUDA "
-        f"{record['hookstats']['cuda']}, {record['date']}, commit {commit}; [{path.name}]"
-        f"(results/{path.name}).",
+        f"{record['hookstats']['cuda']}, {record['date']}, commit {record['commit']}; "
+        f"[{path.name}](results/{path.name}).",
         "",
         *training_lines(steps, bandwidth(cases)),
         *floor_lines(cases),

@@ -1,5 +1,6 @@
-// The fast hook: one C function from a module's output to its kernels, which a hook calls as its vectorcall.
-// It never raises out of a training step: Python is told what went wrong, or, inside backward, asks take_failures().
+// The fast hook: one C function from a module's output to its kernels, which a hook calls as its vectorcall; and the
+// operator that does the same in a compiled graph, where a slot, an input of the graph, tells which hook it stands for.
+// Neither raises out of a training step: Python is told what went wrong, or, inside backward, asks take_failures().
 
 #include "hook.h"
 
@@ -11,9 +12,11 @@
 #include <torch/csrc/dynamo/compiled_autograd.h>
 
 #include <cstddef>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -45,8 +48,103 @@ using Shared = std::shared_ptr<const Observed>;
 // The part of a hookstats.hooks.Hook that is ours.
 struct HookObject {
   PyObject_HEAD vectorcallfunc call;  // of the types that `call_in_c` was given
+  int64_t number;
   Shared observed;
 };
+
+// The hooks that there are, for graphs. A slot is an int64 tensor of one element: twice a hook's number, and 1 more for
+// the gradient. It lies where the hook's tensors do. On a GPU nobody waits to read one: its address is looked up.
+class Slots {
+ public:
+  struct Found {
+    int64_t hook = 0;  // its number; 0: it is no more
+    bool is_output = false;
+    Shared observed = nullptr;  // null: nothing is measured
+    bool is_new = false;        // what lies at this path has no hook yet; `observed` is the container's
+  };
+
+  void add(HookObject* hook) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    hook->number = ++last_;
+    hooks_[hook->number].hook = reinterpret_cast<PyObject*>(hook);
+  }
+
+  // What is let go, here and below, is destroyed when the lock is free: it may be the last that holds an object.
+  void remove(const HookObject* hook) {
+    Shared before = set_observed(hook, nullptr);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (const void* address : hooks_[hook->number].addresses) slot_at_[address] = 0;
+    hooks_.erase(hook->number);
+  }
+
+  Shared set_observed(const HookObject* hook, Shared observed) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return std::exchange(hooks_[hook->number].observed, std::move(observed));
+  }
+
+  void set_part(const HookObject* whole, std::string path, const HookObject* part) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    hooks_[whole->number].parts[std::move(path)] = part->number;
+  }
+
+  void set_address(const HookObject* hook, const void* address, int64_t slot) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    hooks_[hook->number].addresses.push_back(address);
+    slot_at_[address] = slot;
+  }
+
+  // path: in a container.
+  Found find(const at::Tensor& slot, const std::string& path) {
+    TORCH_CHECK_TYPE(slot.scalar_type() == at::kLong && slot.numel() == 1, "observe: slot: expected one int64, got ",
+                     slot.scalar_type(), " ", slot.sizes());
+    const auto* memory = slot.const_data_ptr<int64_t>();
+    const std::optional<int64_t> told = slot.is_cpu() ? *memory : slot_at(memory);
+    if (!told) {
+      TORCH_WARN_ONCE("hookstats: not measured: a compiled graph copies its inputs on a GPU, and so does not tell ",
+                      "which module it runs; backend=\"inductor\" copies none");
+    }
+    const int64_t number = told.value_or(0);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    auto known = hooks_.find(number >> 1);
+    if (known == hooks_.end()) return {};
+    Found found{number >> 1, number % 2 == 0, known->second.observed};
+    if (path.empty()) return found;
+    const auto part = known->second.parts.find(path);
+    found.is_new = part == known->second.parts.end();
+    if (found.is_new) return found;
+    known = hooks_.find(part->second);
+    found.observed = known == hooks_.end() ? nullptr : known->second.observed;
+    return found;
+  }
+
+  // A new reference, or none. Under the GIL, without which no hook is deleted.
+  py::object hook(int64_t number) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto known = hooks_.find(number);
+    return known == hooks_.end() ? py::object() : py::reinterpret_borrow<py::object>(known->second.hook);
+  }
+
+ private:
+  std::optional<int64_t> slot_at(const void* address) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto known = slot_at_.find(address);
+    return known == slot_at_.end() ? std::nullopt : std::optional(known->second);
+  }
+
+  struct Known {
+    PyObject* hook = nullptr;  // borrowed
+    Shared observed = nullptr;
+    std::map<std::string, int64_t> parts = {};
+    std::vector<const void*> addresses = {};  // of its slots on GPUs
+  };
+
+  std::mutex mutex_;
+  int64_t last_ = 0;
+  std::unordered_map<int64_t, Known> hooks_;
+  std::unordered_map<const void*, int64_t> slot_at_;  // 0: of a hook that is no more
+};
+
+auto* const slots = new Slots;  // never destroyed: a backward may still run when the process ends
 
 PyTypeObject* hook_type = nullptr;
 
@@ -65,11 +163,13 @@ PyObject* new_hook(PyTypeObject* type, PyObject*, PyObject*) {
   if (!hook) return nullptr;
   reinterpret_cast<HookObject*>(hook)->call = call_hook;
   new (&reinterpret_cast<HookObject*>(hook)->observed) Shared();
+  slots->add(reinterpret_cast<HookObject*>(hook));
   return hook;
 }
 
 void delete_hook(PyObject* hook) {
   PyTypeObject* type = Py_TYPE(hook);
+  slots->remove(reinterpret_cast<HookObject*>(hook));
   reinterpret_cast<HookObject*>(hook)->observed.~Shared();
   type->tp_free(hook);
   Py_DECREF(type);
@@ -117,13 +217,44 @@ constexpr const char* kBindDoc =
 void bind(py::object hook, py::object output, py::object gradient, py::object in_graph, bool is_table) {
   HookObject* own = hook_of(hook.ptr());
   if (!own) throw py::error_already_set();
-  if (output.is_none() && gradient.is_none()) return own->observed.reset();
+  if (output.is_none() && gradient.is_none()) {
+    own->observed.reset();
+    slots->set_observed(own, nullptr);
+    return;
+  }
   auto made = std::make_shared<Observed>();
   made->output = half_of(output.ptr(), made->enabled);
   made->gradient = half_of(gradient.ptr(), made->enabled);
   made->in_graph.emplace(in_graph.release().ptr(), getPyInterpreter());
   made->is_table = is_table;
+  slots->set_observed(own, made);
   own->observed = std::move(made);
+}
+
+constexpr const char* kSlotsDoc =
+    "lay_slots(hook, output, gradient)\n\n"
+    "From now on these tensors, int64 [1], are what a graph gives to the operator `observe` in the hook's place.";
+
+void lay_slots(const py::object& hook, at::Tensor output, at::Tensor gradient) {
+  const HookObject* own = hook_of(hook.ptr());
+  if (!own) throw py::error_already_set();
+  int64_t number = 2 * own->number;
+  for (at::Tensor& slot : {std::ref(output), std::ref(gradient)}) {
+    slot.fill_(number);
+    if (!slot.is_cpu()) slots->set_address(own, slot.const_data_ptr(), number);
+    ++number;
+  }
+}
+
+constexpr const char* kPartDoc =
+    "set_part(hook, path, part)\n\n"
+    "What graphs meet at a path of a hook's container is another hook's.";
+
+void set_part(const py::object& whole, std::string path, const py::object& part) {
+  const HookObject* own = hook_of(whole.ptr());
+  const HookObject* other = own ? hook_of(part.ptr()) : nullptr;
+  if (!other) throw py::error_already_set();
+  slots->set_part(own, std::move(path), other);
 }
 
 // Failures inside backward, where Python must not be entered: of each site the first reason and how many there were,
@@ -149,6 +280,64 @@ void accumulate_gradient(const at::Tensor& gradient, const Observed& observed, c
     std::lock_guard<std::mutex> lock(failures_mutex);
     ++failures->try_emplace(observed.gradient->number, reason(error), 0).first->second.second;
   }
+}
+
+// What a compiled graph calls for a tensor: its site is found as the graph runs, and made or mended as in eager mode.
+// path: in a container. note: how this tensor is part of another one, or why it is none (watch/graphs.py).
+void observe_in_graph(const at::Tensor& x, const at::Tensor& slot, const std::string& path, const std::string& note,
+                      const std::optional<at::Tensor>& row_index, const std::optional<at::Tensor>& kept) {
+  if (has_no_data(x) || has_no_data(slot)) return;
+  const Slots::Found found = slots->find(slot, path);
+  if (!found.observed || (found.is_output && backward_is_running())) return;
+  const Observed& observed = *found.observed;
+  if (!observed.enabled->is_open_beside(observed.site().tensors.moments)) return;
+  TORCH_CHECK(row_index.has_value() == kept.has_value(), "observe: expected both rows and kept or neither");
+  const std::optional<Rows> rows = row_index ? std::optional(Rows{*row_index, *kept}) : std::nullopt;
+  const auto& half = found.is_output ? observed.output : observed.gradient;  // none: the site is merely to fit
+  const Site& site = half ? half->site : observed.site();
+  if (!found.is_new && note.empty() && channel_dim_for(site.tensors.channel_dim, x.dim())) {
+    try {
+      if (half) {
+        accumulate(x, site, rows ? &*rows : nullptr);
+      } else {
+        described(x, site);
+      }
+      return;
+    } catch (const std::exception&) {  // it may fit a site that is made anew; else Python meets the same
+    }
+  }
+  const py::gil_scoped_acquire gil;
+  const py::object hook = slots->hook(found.hook);
+  if (!hook) return;
+  const py::object counting = rows ? py::cast(std::make_pair(rows->row_index, rows->kept)) : py::none();
+  const py::object observe = hook.attr("binder").attr("measure_by_slot");
+  const py::object refused = observe(hook, x, found.is_output, path, note, counting);
+  TORCH_CHECK(refused.is_none(), std::string(py::str(refused)));
+}
+
+void observe_op(const at::Tensor& x, at::Tensor slot) { observe_in_graph(x, slot, "", "", {}, {}); }
+
+void observe_rows_op(const at::Tensor& x, at::Tensor slot, const at::Tensor& rows, const at::Tensor& kept) {
+  observe_in_graph(x, slot, "", "", rows, kept);
+}
+
+void observe_part_op(const at::Tensor& x, at::Tensor slot, std::string path, std::string note,
+                     const std::optional<at::Tensor>& rows, const std::optional<at::Tensor>& kept) {
+  observe_in_graph(x, slot, path, note, rows, kept);
+}
+
+// No gradient flows through it, and none is stopped. Of few arguments, since inductor's code spells them out.
+TORCH_LIBRARY_FRAGMENT(HOOKSTATS_NAMESPACE, m) {
+  m.def("observe(Tensor x, Tensor(a!) slot) -> ()");
+  m.def("observe.rows(Tensor x, Tensor(a!) slot, Tensor rows, Tensor kept) -> ()");
+  m.def("observe.part(Tensor x, Tensor(a!) slot, str path, str note, Tensor? rows, Tensor? kept) -> ()");
+  const auto add = [&m](const char* name, auto* run) {
+    m.impl(name, torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd, run));
+    m.impl(name, torch::dispatch(c10::DispatchKey::Autograd, torch::CppFunction::makeFallthrough()));
+  };
+  add("observe", observe_op);
+  add("observe.rows", observe_rows_op);
+  add("observe.part", observe_part_op);
 }
 
 // On the gradient of an output, of which it is input number `index_` of a node of the graph.
@@ -280,6 +469,8 @@ PyMethodDef observe_method = {"observe", reinterpret_cast<PyCFunction>(reinterpr
 void add_hooks(py::module_& m) {
   m.def("take_failures", &take_failures);
   m.def("bind", &bind, kBindDoc);
+  m.def("lay_slots", &lay_slots, kSlotsDoc);
+  m.def("set_part", &set_part, kPartDoc);
   m.def("call_in_c", &call_in_c, kCallInCDoc);
   hook_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&hook_spec));
   if (!hook_type) throw py::error_already_set();

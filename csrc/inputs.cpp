@@ -180,36 +180,6 @@ Site::Site(SiteState of)
   if (tensors.active) check_one_int32("active", *tensors.active, device);
 }
 
-Site site_in(const at::Tensor& state, const at::Tensor& active, int64_t channels, bool per_channel,
-             int64_t channel_dim) {
-  const int64_t counters = int64_t(kFields) * channels;
-  const int64_t words = state.numel() - counters - int64_t(kCounters);
-  const int64_t bins = words == 0 ? 0 : per_channel ? kOctaveBins : kExponentBins;
-  TORCH_CHECK(state.scalar_type() == at::kLong && state.is_contiguous() && channels >= 1 &&
-                  words == bins * (per_channel ? channels : 1),
-              "hookstats: state: expected contiguous int64 of ", counters + int64_t(kCounters),
-              " words and a histogram", per_channel ? " per channel" : "", ", got ", state.scalar_type(), " ",
-              state.sizes(), " with strides ", state.strides());
-  check_device(state.device());
-  check_one_int32("active", active, state.device());
-  Site site;
-  site.tensors.moments = state;
-  site.tensors.active = active;
-  site.tensors.channel_dim = channel_dim;
-  auto* memory = state.mutable_data_ptr<int64_t>();
-  site.state = {};
-  site.state.moments = reinterpret_cast<double*>(memory);
-  site.state.row_stride = site.state.channels = channels;
-  site.state.counters = memory + counters;
-  if (bins) {
-    site.state.histogram = site.state.counters + int64_t(kCounters);
-    site.state.kind = per_channel ? HistogramKind::per_channel : HistogramKind::per_tensor;
-    site.state.by_channel = per_channel;
-    site.state.bins = int(bins);
-  }
-  return site;
-}
-
 Input described(const at::Tensor& x, const Site& site, const Rows* rows) {
   TORCH_CHECK_TYPE(x.layout() == at::kStrided, "hookstats: expected a dense strided tensor, got layout ", x.layout());
   const auto device = site.tensors.moments.device();

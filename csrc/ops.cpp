@@ -36,21 +36,6 @@ void accumulate_op(const at::Tensor& x, at::Tensor moments, at::Tensor counters,
   accumulate(x, site, &both);
 }
 
-// Inside of a backward, an output is a recomputed one.
-template <bool is_output>
-void fold_op(const at::Tensor& x, at::Tensor state, const at::Tensor& active, int64_t channels, bool per_channel,
-             int64_t channel_dim) {
-  if (is_output && backward_is_running()) return;
-  accumulate(x, site_in(state, active, channels, per_channel, channel_dim));
-}
-template <bool is_output>
-void fold_rows_op(const at::Tensor& x, at::Tensor state, const at::Tensor& active, int64_t channels, bool per_channel,
-                  int64_t channel_dim, const at::Tensor& rows, const at::Tensor& kept) {
-  if (is_output && backward_is_running()) return;
-  const Rows both{rows, kept};
-  accumulate(x, site_in(state, active, channels, per_channel, channel_dim), &both);
-}
-
 void merge_op(at::Tensor moments, at::Tensor counters, std::optional<at::Tensor> histogram,
               const at::Tensor& from_moments, const at::Tensor& from_counters,
               const std::optional<at::Tensor>& from_histogram) {
@@ -147,23 +132,10 @@ TORCH_LIBRARY(HOOKSTATS_NAMESPACE, m) {
       "merge(Tensor(a!) moments, Tensor(b!) counters, Tensor(c!)? histogram, Tensor from_moments, "
       "Tensor from_counters, Tensor? from_histogram) -> ()");
   m.def("add(Tensor(a!) counter, Tensor amount, bool skip_recomputation) -> ()");
-  // What graphs call, for each site of a measured step: of few arguments, and none that could be left out, since
-  // inductor writes down the defaults, too. Bins are exponents; nothing is folded by `fold_output` inside of a
-  // backward.
-#define HOOKSTATS_FOLDED "Tensor x, Tensor(a!) state, Tensor active, int channels, bool per_channel, int channel_dim"
-  m.def("fold_output(" HOOKSTATS_FOLDED ") -> ()");
-  m.def("fold_output.rows(" HOOKSTATS_FOLDED ", Tensor rows, Tensor kept) -> ()");
-  m.def("fold_gradient(" HOOKSTATS_FOLDED ") -> ()");
-  m.def("fold_gradient.rows(" HOOKSTATS_FOLDED ", Tensor rows, Tensor kept) -> ()");
 
   add_kernels(m, "accumulate", accumulate_op);
   add_kernels(m, "merge", merge_op);
-  add_kernels(m, "fold_output", fold_op<true>);
-  add_kernels(m, "fold_output.rows", fold_rows_op<true>);
-  add_kernels(m, "fold_gradient", fold_op<false>);
-  add_kernels(m, "fold_gradient.rows", fold_rows_op<false>);
-  for (const char* name :
-       {"accumulate", "merge", "fold_output", "fold_output.rows", "fold_gradient", "fold_gradient.rows"}) {
+  for (const char* name : {"accumulate", "merge"}) {
     m.impl(name, torch::dispatch(c10::DispatchKey::Meta, torch::CppFunction::makeFromBoxedFunction<&do_nothing>()));
   }
   // On any device, in any build.

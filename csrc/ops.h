@@ -172,11 +172,6 @@ Dtype dtype_of(at::ScalarType dtype);
 State state_of(const at::Tensor& moments, const at::Tensor& counters, const std::optional<at::Tensor>& histogram,
                double low, double high, int64_t block = 0);
 
-// Of a state that is one tensor, int64: moments, counters, histogram (exponents or octaves) one behind another, as
-// hookstats/watch/memory.py lays them out.
-Site site_in(const at::Tensor& state, const at::Tensor& active, int64_t channels, bool per_channel,
-             int64_t channel_dim);
-
 // Refuses a device for which this build has no kernels.
 void check_device(at::Device device);
 

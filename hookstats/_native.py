@@ -108,11 +108,11 @@ HAS_CUDA: bool = _C.HAS_CUDA
 
 _classes: Any = _C if WITHOUT_GLUE else torch.classes.hookstats
 accumulate = torch.ops.hookstats.accumulate.default
-# What graphs call instead: the whole state in one tensor, exponents or no histogram. (x, state, active, channels,
-# per_channel, channel_dim), with .rows also (rows, kept). fold_output does nothing inside of a backward. Without glue
-# nothing calls them.
-fold_output: Any = getattr(torch.ops.hookstats, "fold_output", None)
-fold_gradient: Any = getattr(torch.ops.hookstats, "fold_gradient", None)
+# What graphs call for a tensor: (x, slot), with .rows also (rows, kept), with .part (x, slot, path, note, rows, kept).
+# A slot stands for a hook: lay_slots(hook, output, gradient), int64 [1], of its output and of the gradient.
+observe_slot: Any = getattr(torch.ops.hookstats, "observe", None)  # without glue nothing calls it
+lay_slots = _C.lay_slots
+set_part = _C.set_part  # set_part(hook, path, part): what graphs meet at a path of a hook's container is another hook's
 # (counter, amount, skip_recomputation): adds to a counter, in graphs; gradient hooks may change nothing otherwise.
 add = torch.ops.hookstats.add.default
 # Batch(moments, counters, histograms, active, channel_dims, low, high, block), lists with an entry for each site; its

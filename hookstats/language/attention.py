@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 from typing import Any
 
@@ -27,7 +26,6 @@ from hookstats.watch.memory import local_part
 from hookstats.watch.skipping import Captured
 from hookstats.watch.wrappers import is_a_mere_shape, note_sharding_of
 
-_log = logging.getLogger("hookstats")
 KINDS = ("attention.max_logit", "attention.entropy", "attention.sink", "attention.bound")
 
 
@@ -44,6 +42,8 @@ class Attention(Fed):
     ) -> None:
         """of: those of its monitor. weighing: the module that has the weights of its queries."""
         specs = [SiteSpec(name, "", ChannelAxis(-1, None), of.keeps, (kind, None), module) for kind in KINDS]
+        for spec in specs:
+            spec.placed = weakref.WeakMethod(self._sharding)
         super().__init__(of.binder, specs, device)
         self.max_logit, self.entropy, self.sink, self.bound = self.hooks
         self._of = of
@@ -59,7 +59,6 @@ class Attention(Fed):
         if torch.compiler.is_compiling():
             is_plain = type(q) is torch.Tensor and (mask is None or type(mask) is torch.Tensor)
             if is_plain and problem_of(q, k, mask) is None:
-                torch._dynamo.comptime.comptime(_note_heads)
                 ignoring = rows_on(q.device, self.monitor)
                 self._feed(attention_rows(q, k, mask, self.turn, ignoring, self._rows, is_causal, scale, softcap))
         else:
@@ -125,15 +124,6 @@ class Attention(Fed):
         self.sink.feed(found.sink, counting)
         if found.bound is not None:
             self.bound.feed(found.bound, counting)
-
-
-def _note_heads(context: Any) -> None:
-    """Runs while `Attention.see` is traced."""
-    try:
-        attention = context.get_local("self")._i_will_not_complain_if_bc_breaks_VariableTracker().value
-        attention.note_heads(context.get_local("q").as_fake())
-    except Exception as error:
-        _log.info("how heads lie on ranks is not known of a graph: %r", error)
 
 
 def _as_tensor(mask: Any, device: torch.device) -> torch.Tensor | None:

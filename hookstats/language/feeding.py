@@ -9,7 +9,7 @@ import torch
 
 from hookstats.modules import order
 from hookstats.watch.binding import SiteBinder
-from hookstats.watch.graphs import shared_in_graph
+from hookstats.watch.graphs import is_measured
 from hookstats.watch.hooks import FedHook, SiteSpec
 
 
@@ -24,7 +24,7 @@ class Fed:
     def is_wanted(self) -> bool:
         """Whether what runs now is measured. Can be traced."""
         if torch.compiler.is_compiling():
-            return shared_in_graph(self.hooks[0]) is not None
+            return is_measured(self.hooks[0])
         if not self._binder.measures_now() or order.recomputing() or torch._C._is_tracing():
             return False
         return torch._guards.TracingContext.try_get() is None

@@ -14,12 +14,11 @@ from torch import nn
 
 from hookstats.modules.channels import natural_channels
 
-UNKNOWN = -1  # a size that depends on data, while a graph is traced
 _REMEMBERED = 1024  # shapes and widths: as many as a large model has
 
 
 class Seen(NamedTuple):
-    """A tensor as far as it matters here: plain numbers, of a traced tensor the ones it is traced with."""
+    """A tensor as far as it matters here."""
 
     sizes: tuple[int, ...]
     strides: tuple[int, ...]

@@ -46,6 +46,8 @@ def load(kernels: Path, namespace: str = "hookstats", imitates_cuda: bool = Fals
         reserve_scratch=lambda device: devices.reserve_scratch(torch.device(device)),
         Hook=hooks.Hook,
         bind=functools.partial(hooks.bind, devices),
+        lay_slots=lambda hook, output, gradient: None,
+        set_part=lambda hook, path, part: None,
         observe=hooks.observe,
         call_in_c=hooks.call_in_c,
         take_failures=hooks.take_failures,

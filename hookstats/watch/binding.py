@@ -7,7 +7,7 @@ import functools
 import threading
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
-from weakref import WeakSet
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -15,20 +15,26 @@ from hookstats import _native
 from hookstats._warn import WarnOnce, warn
 from hookstats.modules.channels import ChannelAxis
 from hookstats.modules.containers import REST, walk
-from hookstats.modules.order import recomputing
-from hookstats.modules.sharding import Sharding, unreduced
 from hookstats.numbers.fields import Site, Skipped
 from hookstats.numbers.snapshot import Snapshot
 from hookstats.watch.fitting import Fitting
 from hookstats.watch.flags import TrainingOnly, is_capturing
-from hookstats.watch.graphs import HOOKS, teach_the_compiler, traced
-from hookstats.watch.hooks import FedHook, Hook, InputHook, LateHook, SiteSpec
+from hookstats.watch.graphs import sharding_noted, teach_the_compiler
+from hookstats.watch.hooks import Hook, InputHook, SiteSpec
 from hookstats.watch.ignoring import Ignoring, rows_on
 from hookstats.watch.memory import Entry, Rows, SiteState, Store, accumulate
 from hookstats.watch.skipping import Captured, Problem, Skipping, said_of
-from hookstats.watch.wrappers import is_a_mere_shape, is_wrapper, note_sharding, note_sharding_of, part_here
+from hookstats.watch.wrappers import (
+    channel_dim_of_site,
+    is_a_mere_shape,
+    is_wrapper,
+    note_sharding,
+    note_sharding_of,
+    part_here,
+)
 
 _Hook = TypeVar("_Hook", bound=Hook)
+HOOKS: WeakValueDictionary[int, Hook] = WeakValueDictionary()  # by Entry.index, of all monitors; models own them
 MOST_PARTS = 128  # of one module's container; 64 layers' keys and values are as many
 
 
@@ -46,7 +52,6 @@ class SiteBinder:
         self.store = store
         self.monitor = store.flags.monitor  # its name, for graphs
         self._fitting = Fitting(store, self.ignoring, self.warn_once)
-        self._alike: dict[Any, WeakSet[Hook]] = {}  # by SiteSpec.alike
         self._failed: dict[int, tuple[str, int]] = {}  # inside backward, by Entry.index: first reason, how often
         self._failing = threading.Lock()
         teach_the_compiler(*_ENTRANCES)
@@ -91,8 +96,7 @@ class SiteBinder:
                 spec.entries[kind] = entry
                 HOOKS[entry.index] = hook
                 entry.channel_dim, entry.group_size = spec.shown_dim, spec.group_size
-                entry.is_container = issubclass(make, LateHook)  # until something of the site itself is met
-            self._alike.setdefault((make, spec.alike), WeakSet()).add(hook)
+                entry.is_container = make.is_late  # until something of the site itself is met
             hook.bind_sites()
             self.ignoring.refresh()  # the device may be a new one
         return hook
@@ -122,7 +126,7 @@ class SiteBinder:
         whole = hook.spec
         for entry in whole.entries.values():
             entry.is_container = True
-        kinds = whole.kinds if _has_gradient_site(hook, path) else (whole.kinds[0], None)
+        kinds = whole.kinds if hook.watches_gradient(path) else (whole.kinds[0], None)
         keep_channels = whole.keep_channels and path != REST
         module = None if whole.module is None else whole.module()
         spec = SiteSpec(whole.name, path, ChannelAxis(whole.channels.dim, None), keep_channels, kinds, module)
@@ -130,6 +134,7 @@ class SiteBinder:
             some, *_ = spec.sites.values()
             warn(f"{whole.name!r} has had {MOST_PARTS} tensors of other names: all later ones share the site {some}")
         part = hook.parts[path] = self.late_hook(spec, device, Hook)
+        _native.set_part(hook, path, part)
         return part
 
     def late_hook(self, spec: SiteSpec, device: torch.device, make: type[_Hook]) -> _Hook:
@@ -171,17 +176,6 @@ class SiteBinder:
         if gradient is not None and tensor.requires_grad and not tensor.is_leaf:
             tensor.register_hook(functools.partial(self._measure_gradient, hook.spec, gradient, rows))
 
-    def feed(self, hook: FedHook, tensor: torch.Tensor, rows: Rows | None) -> None:
-        """As `FedHook.feed`, outside of graphs."""
-        if hook.output is None:  # its site was given up
-            return
-        with self.store.lock:  # no other thread moves the site in between
-            hook.is_met()
-            self._fitting.fit(hook, tensor)
-            state = hook.output
-        if state is not None:
-            accumulate(tensor, state, skip_recomputation=True, rows=rows)
-
     def _measure_gradient(self, spec: SiteSpec, state: SiteState, rows: Rows | None, gradient: torch.Tensor) -> None:
         """Inside backward: what goes wrong is told when the step is closed."""
         if not self.store.flags.is_open():
@@ -195,20 +189,47 @@ class SiteBinder:
                 raise
             self._add_failure(state.site, error)
 
-    def note_in_graph(self, hook: Hook, index: int, found: Sharding | str, is_output: bool) -> None:
-        """A graph has measured a wrapper: where it lies; or has not: why. index: Entry.index."""
-        if not self.store.flags.is_open() or (is_output and recomputing()):
-            return
-        entry = next(each for each in hook.spec.entries.values() if each.index == index)
+    def measure_by_slot(
+        self, hook: Hook, tensor: torch.Tensor, is_output: bool, path: str, note: str, rows: Rows | None
+    ) -> str | None:
+        """Measures what an operator of a graph was given and does not fit the site of its slot, once that is fitted.
+
+        path: in the hook's container. note: as `graphs.sharding_noted` has it. Returns what is to be raised, under
+        strict.
+        """
+        own, other = hook.spec.kinds if is_output else reversed(hook.spec.kinds)
+        kind = own or other or ""  # other: the site of the gradient alone, which is to fit the output
+        entry = hook.spec.entries.get(kind)
         try:
-            if isinstance(found, str):
-                raise TypeError(found.removeprefix("TypeError: "))
-            note_sharding_of(entry, found, self.store.clears)
-        except TypeError as error:
-            if is_output or self.store.strict:
-                self.leave_out([entry], error)
+            if path:
+                if path not in hook.parts and is_capturing():
+                    raise Captured
+                hook = self._part_once(hook, path, tensor.device)
+                entry = hook.spec.entries.get(kind)
+            if entry is None:
+                return None
+            with self.store.lock:  # no other thread moves the site in between
+                if tensor.numel() > 0:
+                    self._fitting.fit(hook, tensor)
+                dim = channel_dim_of_site(hook.spec, tensor.dim())
+                if note and own:
+                    note_sharding_of(entry, sharding_noted(note, dim), self.store.clears)
+                elif placed := hook.spec.placed():
+                    note_sharding_of(entry, placed(tensor.shape[dim]), self.store.clears)
+                state = hook.output if is_output else hook.gradient
+            if state is not None:
+                accumulate(tensor, state, rows=rows)
+        except Exception as error:
+            if entry is None:
+                return None
+            if self.store.strict:
+                return f"hookstats: {entry.site} cannot be measured: {said_of(error)}"
+            entries = [entry] if note or tensor.is_floating_point() else hook.spec.entries.values()
+            if is_output:
+                self.leave_out(entries, error)
             else:
-                self._add_failure(index, error)
+                self._add_failure(entry.index, error)
+        return None
 
     def rebind(self, hook: Hook, value: Any, problem: Any) -> None:
         """The extension did not measure what it was given: a container, or a tensor whose state does not fit it."""
@@ -235,39 +256,6 @@ class SiteBinder:
             problem = error
         if problem is not None:
             self.leave_out(hook.spec.entries.values(), problem)
-
-    def bind_traced(self, hook: Hook, path: str, tensor: torch.Tensor) -> bool:
-        """While a graph is traced, before any state is read: makes the states that a fake tensor needs.
-
-        And, as a guess, those of the modules like this one: each of many equal blocks would else be compiled anew.
-        Returns whether what an earlier part of the graph may have read has changed.
-        """
-        if tensor.dtype not in _native.DTYPES or (hook.output is None and hook.gradient is None):
-            return False
-        with self.store.lock:
-            part = self._part_of(hook, path, tensor.device)
-            if part is None or unreduced(tensor) is not None:  # of the latter, the graph tells
-                return False
-            if isinstance(part, LateHook) and not path:
-                part.is_met()
-            seen, spec = traced(part_here(tensor)), part.spec
-            if seen is None or 0 in seen.sizes:
-                self._fitting.fit_by_type(part, tensor.dim())
-                return False
-            was_met, was_guessed = spec.met, spec.guessed
-            changed = self._fitting.fit_seen(part, seen, tensor.device)
-            if changed or not (was_met or was_guessed):
-                for other in list(self._alike.get((type(hook), hook.spec.alike), ())):
-                    if other is not hook:
-                        alike = self._part_of(other, spec.path, other.spec.place.device)
-                        if alike is not None:
-                            self._fitting.guess(alike, spec, seen, is_later=_index_of(other) > _index_of(hook))
-            return changed and was_met
-
-    def _part_of(self, hook: Hook, path: str, device: torch.device) -> Hook | None:
-        """The hook of what lies at a path of a hook's container; None: it was given up."""
-        part = self._part_once(hook, path, device) if path else hook
-        return None if part.output is None and part.gradient is None else part
 
     def leave_out(self, entries: Iterable[Entry], problem: Problem, times: int = 1, reason: str | None = None) -> None:
         """Tensors of these sites cannot be measured; training goes on, unless it is to raise. reason: as `Skipping`."""
@@ -314,13 +302,3 @@ class SiteBinder:
 
 
 _ENTRANCES = (SiteBinder.rebind, Hook.__call__, InputHook.__call__)  # by which hooks enter Python
-
-
-def _index_of(hook: Hook) -> int:
-    """In the order in which modules stand in the model."""
-    return next(iter(hook.spec.entries.values())).index
-
-
-def _has_gradient_site(hook: Hook, path: str) -> bool:
-    """Only inputs that are tensors themselves are passed on as aliases, whose gradients can be watched."""
-    return not isinstance(hook, InputHook) or (path.count(".") == 1 and path != REST)

@@ -6,7 +6,7 @@ import torch
 
 from hookstats import _native
 from hookstats._warn import WarnOnce
-from hookstats.modules.evidence import UNKNOWN, Ran, Seen, channel_dim_by_evidence, seen_of, widths_of
+from hookstats.modules.evidence import Ran, channel_dim_by_evidence, seen_of, widths_of
 from hookstats.watch.flags import is_capturing
 from hookstats.watch.hooks import Hook, SiteSpec
 from hookstats.watch.ignoring import Ignoring
@@ -30,19 +30,16 @@ class Fitting:
         if tensor.layout != torch.strided:
             raise TypeError(f"expected a dense strided tensor, got layout {tensor.layout}")
         with self._store.lock:
-            self.fit_seen(hook, seen_of(tensor), tensor.device)
+            self._fit(hook, tensor)
 
-    def fit_seen(self, hook: Hook, seen: Seen, device: torch.device) -> bool:
-        """Whether anything has changed."""
-        spec = hook.spec
+    def _fit(self, hook: Hook, tensor: torch.Tensor) -> None:
+        spec, device = hook.spec, tensor.device
         place = spec.place
-        dim = self._channel_dim(spec, seen, place.channels)
-        width = (seen.sizes[dim] if seen.sizes else 1) if spec.keep_channels else None
-        if width == UNKNOWN:
-            width = None
+        dim = self._channel_dim(spec, tensor, place.channels)
+        width = (tensor.shape[dim] if tensor.dim() else 1) if spec.keep_channels else None
         if is_capturing() and any(entry.place_at(device, width or 1) is None for entry in spec.entries.values()):
             raise Captured
-        if width is not None and spec.bound and not spec.guessed and width != place.channels:
+        if width is not None and spec.bound and width != place.channels:
             if spec.moved:
                 some, *_ = spec.sites.values()
                 self._warn_once(
@@ -52,12 +49,14 @@ class Fitting:
                 )
                 spec.keep_channels, width = False, None
             spec.moved = True
-        spec.met, spec.guessed = True, False
-        self._ran.note(seen.sizes, dim)
-        return self._settle(hook, len(seen.sizes), dim, width, device)
+        if not spec.dims:  # the first tensor that it meets
+            for entry in spec.entries.values():
+                entry.is_container = False
+        self._ran.note(tuple(tensor.shape), dim)
+        self._settle(hook, tensor.dim(), dim, width, device)
 
-    def _settle(self, hook: Hook, ndim: int, dim: int, width: int | None, device: torch.device) -> bool:
-        """Gives the hook states of this width; None: totals alone. Whether they are others than before."""
+    def _settle(self, hook: Hook, ndim: int, dim: int, width: int | None, device: torch.device) -> None:
+        """Gives the hook states of this width; None: totals alone."""
         spec = hook.spec
         place = spec.place
         stays = spec.bound and (device, width or 1) == (place.device, place.channels)
@@ -73,7 +72,7 @@ class Fitting:
         before = spec.channel_dim
         spec.dims[ndim] = dim
         if stays and spec.channel_dim == before:
-            return False
+            return
         spec.bound = True
         for entry in spec.entries.values():
             entry.keep_channels, entry.channel_dim = width is not None, spec.shown_dim
@@ -84,36 +83,19 @@ class Fitting:
         hook.bind_sites()
         if device != place.device:
             self._ignoring.refresh()
-        return True
 
-    def _channel_dim(self, spec: SiteSpec, seen: Seen, width: int) -> int:
+    def _channel_dim(self, spec: SiteSpec, tensor: torch.Tensor, width: int) -> int:
         """Counted from 0."""
-        ndim = len(seen.sizes)
+        ndim = tensor.dim()
         if ndim == 0:
             return 0
         known = spec.channels.dim
         if known is not None:
             if not -ndim <= known < ndim:
-                raise IndexError(f"channel_dim={known} is out of range for an output of shape {seen.sizes}")
+                raise IndexError(f"channel_dim={known} is out of range for an output of shape {tuple(tensor.shape)}")
             return known % ndim
-        found = None if spec.guessed else spec.dims.get(ndim)
-        if found is not None and (not spec.keep_channels or seen.sizes[found] == width):
+        found = spec.dims.get(ndim)
+        if found is not None and (not spec.keep_channels or tensor.shape[found] == width):
             return found
-        return channel_dim_by_evidence(seen, widths_of(None if spec.module is None else spec.module()), self._ran)
-
-    def fit_by_type(self, hook: Hook, ndim: int) -> None:
-        """For what cannot be looked at, such as a nested tensor."""
-        spec = hook.spec
-        if spec.channels.dim is not None and spec.bound and not spec.met:
-            width = spec.place.channels if spec.keep_channels else None
-            self._settle(hook, ndim, spec.channels.dim, width, spec.place.device)
-
-    def guess(self, hook: Hook, met: SiteSpec, seen: Seen, is_later: bool) -> None:
-        """Gives what one hook met to another at the same path of a module like it."""
-        spec, dim = hook.spec, met.dims.get(len(seen.sizes))
-        if dim is None or spec.met or (spec.guessed and not is_later):
-            return  # it knows better, or a graph may have run with an earlier guess
-        spec.guessed = True
-        width = spec.channels.width or (seen.sizes[dim] if seen.sizes else 1)
-        keeps = spec.keep_channels and met.keep_channels
-        self._settle(hook, len(seen.sizes), dim, width if keeps else None, spec.place.device)
+        widths = widths_of(None if spec.module is None else spec.module())
+        return channel_dim_by_evidence(seen_of(tensor), widths, self._ran)

@@ -21,15 +21,8 @@ def is_capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-class InGraphs:
-    """What compiled graphs share of a monitor: `part`, of _native.now, and under `flag_name` each device's flag."""
-
-    part: _native.Part
-    strict = False  # whether what goes wrong while one is traced is raised
-
-
 class Monitors:
-    """The InGraphs of each monitor that is attached, as an attribute of its name.
+    """Each attached monitor's part of _native.now, as an attribute of its name.
 
     Graphs take it from here, not from their hooks: what is found on the same way is looked at once before a graph runs,
     not once for each hook.
@@ -37,10 +30,6 @@ class Monitors:
 
 
 MONITORS = Monitors()
-
-
-def flag_name(device: torch.device) -> str:
-    return f"{device.type}_{device.index}"
 
 
 class Flags:
@@ -51,24 +40,17 @@ class Flags:
     def __init__(self) -> None:
         self._value = False
         self.monitor = f"monitor_{next(self._numbers)}"  # the name among MONITORS
-        self.in_graphs = InGraphs()
         with torch.inference_mode(False):
             self.host = torch.zeros(1, dtype=torch.int32, device="cpu")
         self.enabled = _native.Enabled(self.host)
-        self._devices: dict[torch.device, torch.Tensor] = {}
-        self._add(self.host.device, self.host)
+        self._devices = {self.host.device: self.host}
 
     def on(self, device: torch.device) -> torch.Tensor:
         if device not in self._devices:
             with torch.inference_mode(False):
                 flag = self.host.to(device)
-            self._add(device, self._devices.get(flag.device, flag))
+            self._devices[device] = self._devices.get(flag.device, flag)  # device: perhaps another name, as cpu:0
         return self._devices[device]
-
-    def _add(self, device: torch.device, flag: torch.Tensor) -> None:
-        """device: of the flag, perhaps by another name, such as cpu:0."""
-        self._devices[device] = flag
-        setattr(self.in_graphs, flag_name(flag.device), flag)
 
     def span(self, calls: int = 0) -> AbstractContextManager[None]:
         """Around what hookstats does in Python in a step that is timed: `calls` of hooks, or something else."""
@@ -106,8 +88,8 @@ class TrainingOnly:
         self._root = weakref.ref(root)
         self._wanted = wanted
         self._enabled = flags.enabled
-        part = flags.in_graphs.part = _native.now.add(self._enabled, compiled_programs == 1)
-        setattr(MONITORS, flags.monitor, flags.in_graphs)
+        part = _native.now.add(self._enabled, compiled_programs == 1)
+        setattr(MONITORS, flags.monitor, part)
         self._at_its_end = weakref.finalize(root, _forget, part, self._enabled, flags.monitor)
         self.begin_step()
 

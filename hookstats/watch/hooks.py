@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import re
+import functools
 import weakref
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
 
 from hookstats import _native
 from hookstats.modules.channels import ChannelAxis, natural_channels
-from hookstats.modules.containers import walk
+from hookstats.modules.containers import REST, walk
 from hookstats.modules.order import ModuleHook
+from hookstats.modules.sharding import Sharding
 from hookstats.numbers.fields import Site
-from hookstats.watch.graphs import feed_in_graph, gradient_in_graph, key_of, shared_in_graph
+from hookstats.watch.graphs import is_measured, observe, observe_gradient, observe_in_graph
 from hookstats.watch.memory import Entry, Place, Rows, SiteState
-
-_observe = _native.observe  # a global of its own: one look-up less for the compiler to guard
 
 Kinds: TypeAlias = tuple[str | None, str | None]  # of a hook's sites: the tensor's, its gradient's
 
@@ -24,8 +24,7 @@ Kinds: TypeAlias = tuple[str | None, str | None]  # of a hook's sites: the tenso
 class SiteSpec:
     """What is known of a hook's tensor: for `SiteBinder` and `Fitting` alone, never read on the fast way.
 
-    ``bound``: its width is settled. ``moved``: the width was another one than expected, once. ``met``: a tensor was
-    seen, and what has run before it. ``guessed``: dimension and width are those of a module like it, until it is met.
+    ``bound``: its width is settled. ``moved``: the width was another one than expected, once.
     """
 
     def __init__(
@@ -47,9 +46,11 @@ class SiteSpec:
         self.group_size = group_size
         self.module = None if module is None else weakref.ref(module)
         self.bound = not keep_channels or channels.width is not None
-        self.moved = self.met = self.guessed = False
+        self.moved = False
         self.entries: dict[str, Entry] = {}  # by tensor kind
         self.dims: dict[int, int] = {}  # of its channels, by the number of a tensor's dimensions, where found
+        # Of plain tensors that are a rank's part of a whole: a method that tells how they lie, by their channels here.
+        self.placed: Callable[[], Callable[[int], Sharding | None] | None] = lambda: None
 
     @property
     def place(self) -> Place:
@@ -83,11 +84,6 @@ class SiteSpec:
         return self.channels.dim
 
     @property
-    def alike(self) -> tuple[Any, ...]:
-        """What equal modules at other places have in common: blocks differ in their number."""
-        return re.sub(r"\d+", "*", self.name), self.path, self.kinds
-
-    @property
     def sites(self) -> dict[str, Site]:
         """By tensor kind."""
         return {kind: Site(self.name, kind + self.path) for kind in self.kinds if kind}
@@ -96,27 +92,24 @@ class SiteSpec:
 class Hook(ModuleHook, _native.Hook):
     """Measures a module's output and, when it comes, the gradient of that output; as a forward hook.
 
-    Under torch.compile the tracer follows the same hook, with `observe_in_graph` in the place of the C function. What
-    it reads is guarded, before each run of the graph, so it has little to read: the monitor's name, `key`, and the
-    tensors. They are plain attributes: any look-up by site would give every one of many equal modules a graph of its
-    own.
+    Under torch.compile the tracer follows the same hook, to `observe_in_graph`. What it reads is guarded, before each
+    run of the graph, so it has little to read: the monitor's name and the slots. They are plain attributes: any look-up
+    by site would give every one of many equal modules a graph of its own.
     """
 
     __slots__ = (
         "__weakref__",
         "binder",
         "gradient",
+        "gradient_slot",
         "is_table",
-        "key",
         "monitor",
-        "number_gradient",
-        "number_output",
         "output",
         "parts",
+        "slot",
         "spec",
-        "whole_gradient",
-        "whole_output",
     )
+    is_late = False  # whether nobody knows of its site until a tensor of it is met
 
     def __init__(self, binder: Any, spec: SiteSpec) -> None:
         """binder: the SiteBinder that makes this hook."""
@@ -124,12 +117,16 @@ class Hook(ModuleHook, _native.Hook):
         self.spec = spec
         self.monitor: str = binder.monitor
         self.is_table = spec.module is not None and isinstance(spec.module(), torch.nn.Embedding)
+        self.slot: torch.Tensor | None = None  # None: it has no site
+        self.gradient_slot: torch.Tensor | None = None  # None: none of a gradient
         self.bind(None, None)
         self.parts: dict[str, Hook] = {}  # of a container, by path
 
     def __call__(self, module: Any, args: Any, output: Any) -> None:
         """For the compiler and for subclasses. Else the extension does the same, without entering Python."""
-        problem = _observe(output, self)
+        if torch.compiler.is_compiling():
+            return observe_in_graph(output, self)
+        problem = _native.observe(output, self)
         if problem is not None:
             self.binder.rebind(self, output, problem)
 
@@ -140,46 +137,47 @@ class Hook(ModuleHook, _native.Hook):
 
     def bind(self, output: SiteState | None, gradient: SiteState | None) -> None:
         """From now on it measures into these."""
-        for state in (output, gradient):
-            for tensor in (state.moments, state.counters, state.histogram, state.active, state.whole) if state else ():
-                if tensor is not None:
-                    torch._dynamo.mark_static_address(tensor)  # else mode="reduce-overhead" gives up, as they change
-        self.output = output
-        self.gradient = gradient
-        self.whole_output = output.whole if output else None
-        self.whole_gradient = gradient.whole if gradient else None
-        self.key = key_of(output, gradient)
-        # Of their sites, as tensors, for graphs in which wrappers are measured.
-        self.number_output = torch.tensor(output.site) if output else None
-        self.number_gradient = torch.tensor(gradient.site) if gradient else None
-        in_graph = None if gradient is None else gradient_in_graph(gradient, self.number_gradient)
+        self.output, self.gradient = output, gradient
+        state = output or gradient
+        if state is not None:
+            self._lay_slots(state.moments.device)
+        slot = self.gradient_slot
+        in_graph = None if slot is None else functools.partial(observe_gradient, slot)
         _native.bind(self, output, gradient, in_graph, self.is_table)
+
+    def _lay_slots(self, device: torch.device) -> None:
+        """Where its tensors are: graphs whose inputs are on a CPU, too, are no CUDA graphs."""
+        if self.slot is not None and self.slot.device == device:
+            return
+        slots = self.binder.store.slots(device)
+        _native.lay_slots(self, *slots)
+        for slot in slots:
+            torch._dynamo.mark_static_address(slot)  # else mode="reduce-overhead" gives up, as it seems to change
+        self.slot, self.gradient_slot = slots if self.spec.kinds[1] else (slots[0], None)
+
+    def watches_gradient(self, path: str) -> bool:
+        """Whether the gradient of a tensor at this path of a container can be watched. Can be traced."""
+        return True
 
 
 _native.call_in_c(Hook)
 
 
-class LateHook(Hook):
-    """A hook whose site nobody knows of until something was met."""
-
-    __slots__ = ()
-
-    def is_met(self) -> None:
-        for entry in self.spec.entries.values():
-            entry.is_container = False
-
-
-class FedHook(LateHook):
+class FedHook(Hook):
     """Of numbers that were computed from what runs, such as those of attention logits. It hangs on no module."""
 
     __slots__ = ()
+    is_late = True
 
     def feed(self, numbers: torch.Tensor, rows: Rows | None) -> None:
         """Folds a plain tensor into the site. Can be traced. rows: those that count; None: all."""
+        if self.slot is None:  # there was no memory for its site
+            return
         if torch.compiler.is_compiling():
-            feed_in_graph(numbers, self, rows)
-        else:
-            self.binder.feed(self, numbers, rows)
+            return observe(numbers, self.slot, "", rows)
+        refused = self.binder.measure_by_slot(self, numbers, True, "", "", rows)
+        if refused is not None:
+            raise RuntimeError(refused)
 
 
 class InputHook(Hook):
@@ -194,7 +192,7 @@ class InputHook(Hook):
 
     def __call__(self, module: Any, args: Any, kwargs: Any = None) -> Any:
         if torch.compiler.is_compiling():
-            return None if shared_in_graph(self) is None else self._observe_inputs(module, args, kwargs)
+            return self._observe_inputs(module, args, kwargs) if is_measured(self) else None
         if not self.binder.measures_now() or torch._C._is_tracing():
             return None
         try:
@@ -211,18 +209,20 @@ class InputHook(Hook):
         super().__call__(module, args, given)
         return (args, kwargs) if changed else None
 
+    def watches_gradient(self, path: str) -> bool:
+        """Only inputs that are tensors themselves are passed on as aliases, whose gradients can be watched."""
+        return not path or (path.count(".") == 1 and path != REST)
 
-class ModelInputHook(InputHook, LateHook):
+
+class ModelInputHook(InputHook):
     """Measures what the model is given, as far as it is floating: indices are nothing to measure, and no complaint."""
 
     __slots__ = ()
+    is_late = True
 
     def _observe_inputs(self, module: Any, args: Any, kwargs: Any) -> Any:
-        if _is_one(args, kwargs):
-            if not args[0].is_floating_point():
-                return None
-            if not torch.compiler.is_compiling():
-                self.is_met()
+        if _is_one(args, kwargs) and not args[0].is_floating_point():
+            return None
         return super()._observe_inputs(module, args, kwargs)
 
 

@@ -10,6 +10,7 @@ import itertools
 import math
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -21,6 +22,7 @@ from hookstats.numbers.fields import FIELDS, Bins, LinearBins, Site, histogram_s
 from hookstats.watch.flags import Flags
 
 TOTALS = -1  # the "block" of a device that `Store.take_totals` returns
+_SLOTS = 1024  # made at a time
 _LATER_BLOCK_BYTES = 1 << 16  # room for sites whose width is learned one by one; twice as much each time
 
 
@@ -37,9 +39,6 @@ class SiteState(NamedTuple):
     strict: bool
     low: float  # of linear bins; equal: there are none
     high: float
-    whole: torch.Tensor  # int64: moments, counters, histogram one behind another; for graphs
-    channels: int
-    per_channel: bool  # the histogram
     block: int  # of values whose exponents are compared, as csrc/kernels.h has it; 0: none
 
 
@@ -144,6 +143,24 @@ class Entry:
         return next((place for place in self.places if (place.device, place.channels) == (device, channels)), None)
 
 
+def _zeros(size: int, device: torch.device) -> torch.Tensor:
+    """int64. On a GPU made by another thread: before mode="reduce-overhead" captures a CUDA graph, torch takes all that
+    this one makes out of the graph's own memory, which replays write over."""
+
+    def make() -> torch.Tensor:
+        with torch.inference_mode(False):
+            return torch.zeros(size, dtype=torch.int64, device=device)
+
+    def make_on(stream: torch.cuda.Stream) -> torch.Tensor:
+        with torch.cuda.stream(stream):
+            return make()
+
+    if device.type != "cuda":
+        return make()
+    with ThreadPoolExecutor(1) as another:
+        return another.submit(make_on, torch.cuda.current_stream(device)).result()
+
+
 def _give_away(blocks: dict[torch.device, list[torch.Tensor]]) -> None:
     """Of a store that is no more: launches on other streams may still write into them."""
     for each in blocks.values():
@@ -164,7 +181,6 @@ class Store:
         self.memory_budget = memory_budget
         self.strict = strict
         self.flags = Flags()
-        self.flags.in_graphs.strict = strict
         self.lock = threading.RLock()  # around making, placing and binding a site, and copying what there is
         self.entries: list[Entry] = []
         self.clears = 0  # how often the state was taken away, which ends a step
@@ -174,6 +190,7 @@ class Store:
         self._scratch: dict[torch.device, int] = {}  # bytes of CUDA's own memory
         self._states: dict[torch.device, list[SiteState]] = {}  # of all places, by Place.number
         self._tables: dict[torch.device, tuple[int, Any]] = {}  # of so many of them: _native.Totals
+        self._slots: dict[torch.device, tuple[torch.Tensor, int]] = {}  # memory for them, and how many are used
         self._copies = _native.Copies()
         weakref.finalize(self, _give_away, self.blocks).atexit = False
 
@@ -228,11 +245,20 @@ class Store:
 
     def reserve(self, device: torch.device, size: int) -> None:
         """Adds a block of `size` x 8 bytes, from which the next sites on this device are taken."""
-        with torch.inference_mode(False):
-            self.blocks.setdefault(device, []).append(torch.zeros(size, dtype=torch.int64, device=device))
+        self.blocks.setdefault(device, []).append(_zeros(size, device))
         self._free[device] = (0, size)
         if device.type == "cuda":
             self._scratch[device] = _native.reserve_scratch(device)  # of this stream
+
+    def slots(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Two numbers, int64 [1] each, that nobody else has: `_native.lay_slots` says what for."""
+        memory, used = self._slots.get(device, (None, _SLOTS))
+        if memory is None or used == _SLOTS:
+            memory, used = _zeros(_SLOTS, device), 0
+        self._slots[device] = memory, used + 2
+        with torch.inference_mode(False):
+            first, second = (_native.part(memory, at, (1,), torch.int64) for at in (used, used + 1))
+        return first, second
 
     def add(
         self,
@@ -286,9 +312,6 @@ class Store:
                 strict=self.strict,
                 low=float(linear.lo) if linear else 0.0,
                 high=float(linear.hi) if linear else 0.0,
-                whole=_native.part(memory, offset, (self._size(channels, entry.has_bins),), torch.int64),
-                channels=channels,
-                per_channel=histogram is not None and histogram.per_channel,
                 block=kernel_block(self.histogram),
             )
         states.append(entry.state)

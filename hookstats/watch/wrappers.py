@@ -43,13 +43,16 @@ def note_sharding(spec: Any, kinds: Iterable[str | None], tensor: torch.Tensor, 
     TypeError for one that lies elsewhere than one before it in the same step: their values belong to different parts of
     the whole, and could not be told apart.
     """
-    dim = spec.dims.get(tensor.dim())
-    if dim is None:  # no part of it was met yet: that of its type, or any
-        dim = -1 if spec.channels.dim is None else spec.channels.dim
-    sharding = sharding_of(tensor, dim) if is_dtensor(tensor) else None
+    sharding = sharding_of(tensor, channel_dim_of_site(spec, tensor.dim())) if is_dtensor(tensor) else None
     for kind in kinds:
         if kind:
             note_sharding_of(spec.entries[kind], sharding, clears)
+
+
+def channel_dim_of_site(spec: Any, ndim: int) -> int:
+    """Of a site's tensors with so many dimensions; that of its type, or any, where none was met."""
+    found: int | None = spec.dims.get(ndim, spec.channels.dim)
+    return -1 if found is None else found
 
 
 def note_sharding_of(entry: Entry, sharding: Sharding | None, clears: int) -> None:

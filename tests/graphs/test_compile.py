@@ -322,5 +322,5 @@ def test_a_cpp_wrapper_calls_the_operators_without_python(without_gpp: None) -> 
         assert compiled[site].calls == 1
         assert compiled[site].total.count == eager[site].total.count
         assert compiled[site].total.l2_norm == pytest.approx(eager[site].total.l2_norm, rel=1e-6)
-    for text, operator in zip(code, ("fold_output", "fold_gradient"), strict=True):
-        assert text.count(f'aoti_torch_call_dispatcher("hookstats::{operator}"') == 2
+    for text in code:  # of the forward, of the backward
+        assert text.count('aoti_torch_call_dispatcher("hookstats::observe"') == 2

@@ -126,9 +126,7 @@ def test_the_graph_of_a_step_that_is_not_measured_is_that_of_the_bare_model() ->
         train(run, mon)
     assert len(watched.graphs) == 2
     assert bare.graphs == watched.graphs[1:]
-    assert {call for call in watched.graphs[0] if "hookstats" in call} == {
-        "call_function hookstats.fold_output.default"
-    }
+    assert {call for call in watched.graphs[0] if "hookstats" in call} == {"call_function hookstats.observe.default"}
 
 
 @pytest.mark.parametrize("bins", [None, ExponentBins(), ExponentBins(per_channel=True), LinearBins(-2, 2, 8)])

@@ -12,7 +12,7 @@ from torch import nn
 import hookstats
 from hookstats import Site, _native
 from hookstats._warn import WarnOnce
-from hookstats.watch import graphs, parameters
+from hookstats.watch import binding, parameters
 from hookstats.watch.batches import part_held
 from hookstats.watch.skipping import GIVE_UP_AFTER, Skipping
 from tests.plain import OF_OUTPUTS, hearing
@@ -114,7 +114,7 @@ def test_failures_of_a_backward_are_told_by_the_monitor_whose_site_it_was(monkey
         assert {each.reason: each.times for each in other.skipped.values()} == {"burnt": 2}
         assert {each.reason: each.times for each in mine.skipped.values()} == {"broken": 1}
     assert not mine._binder._failed
-    assert gone not in graphs.HOOKS
+    assert gone not in binding.HOOKS
 
 
 def test_one_parameter_that_cannot_be_read_is_left_out_and_the_others_are_measured(
@@ -187,31 +187,6 @@ def test_the_unused_ones_of_several_outputs_are_in_order_but_not_where_none_is_u
     assert "unused grad_output.0" in silence
     assert "unused grad_output.1.0" in silence
     assert " used grad_output" not in silence
-
-
-def test_a_private_part_of_the_compiler_that_has_moved_is_told_once_and_an_error_if_strict(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(graphs, "_warn_once", WarnOnce())
-
-    class Moved:
-        def get_local(self, name: str) -> Any:
-            raise AttributeError("no such thing any more")
-
-    model = nn.Linear(3, 3)
-    mon = hookstats.attach(model)
-    with hearing() as told:
-        for step in (graphs._bind, graphs._bind):
-            step(Moved())
-    (text,) = told
-    assert "no such thing any more" in text
-    assert torch.__version__ in text
-    mon.detach()
-    mon = hookstats.attach(model, options=hookstats.Options(strict=True))
-    for step in (graphs._bind, graphs._inputs_first):
-        with pytest.raises(RuntimeError, match="no such thing any more"):
-            step(Moved())
-    mon.detach()
 
 
 @pytest.mark.parametrize("dim", [1, -3])

@@ -1,0 +1,165 @@
+"""The operator of graphs finds its site by a slot as it runs, and does there what eager mode does."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from torch import nn
+
+import hookstats
+from tests.plain import OF_OUTPUTS, hearing
+
+OBSERVE = torch.ops.hookstats.observe
+ROWS = (torch.tensor([1, 3, 0, 2], dtype=torch.int32), torch.tensor([2], dtype=torch.int32))  # two of four count
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> None:
+    torch._dynamo.reset()
+
+
+def watched() -> tuple[nn.Module, Any, hookstats.Monitor]:
+    """A model of one layer, its hook, and its monitor."""
+    model = nn.Sequential(nn.Linear(3, 3))
+    monitor = hookstats.attach(model, ["0"], tensors=OF_OUTPUTS, every=1)
+    (hook,) = model[0]._forward_hooks.values()
+    return model, hook, monitor
+
+
+def test_a_slot_stands_for_a_hook_and_rows_and_paths_for_what_of_a_tensor_counts() -> None:
+    _, hook, monitor = watched()
+    x = torch.randn(4, 3)
+    OBSERVE(x, hook.slot)
+    OBSERVE(x, hook.slot, *ROWS)
+    OBSERVE(2 * x, hook.gradient_slot)
+    OBSERVE(x.half(), hook.slot, ".a", "", None, None)
+    OBSERVE(x, hook.slot, ".a", "", *ROWS)
+    with monitor.paused():
+        OBSERVE(x, hook.slot)
+        OBSERVE(x, hook.slot, ".b", "", None, None)
+    taken = monitor.snapshot()
+    found = {tuple(site): (taken[site].calls, taken[site].total.count) for site in taken.order}
+    assert found == {
+        ("0", "output"): (2, 18),
+        ("0", "grad_output"): (1, 12),
+        ("0", "output.a"): (2, 18),
+    }
+    both = torch.cat([x, x[[1, 3]]]).double()
+    assert taken["0", "output"].total.rms == pytest.approx(both.square().mean().sqrt().item())
+    assert taken["0", "grad_output"].total.abs_max == pytest.approx(2 * x.abs().max().item())
+
+
+def test_the_operators_keep_what_torch_asks_of_operators() -> None:
+    _, hook, _ = watched()
+    x = torch.randn(4, 3, requires_grad=True)
+    torch.library.opcheck(OBSERVE.default, (x, hook.slot))
+    torch.library.opcheck(OBSERVE.rows, (x, hook.slot, *ROWS))
+    torch.library.opcheck(OBSERVE.part, (x, hook.slot, ".a", "", None, None))
+    version = hook.slot._version
+    OBSERVE(x, hook.slot)
+    assert hook.slot._version == version  # or a graph's backward would refuse what its forward saved
+
+
+def test_a_slot_of_a_hook_that_is_no_more_stands_for_nothing() -> None:
+    model, hook, monitor = watched()
+    slot = hook.slot
+    monitor.detach()
+    del model, hook, monitor
+    gc.collect()
+    with hearing() as told:
+        OBSERVE(torch.randn(4, 3), slot)
+        OBSERVE(torch.randn(4, 3), slot, ".a", "", None, None)
+    assert told == []
+
+
+@pytest.mark.parametrize("wrong", [torch.zeros(1), torch.zeros(2, dtype=torch.int64)])
+def test_what_is_no_slot_is_refused(wrong: torch.Tensor) -> None:
+    with pytest.raises(TypeError, match="slot: expected one int64, got "):
+        OBSERVE(torch.randn(4, 3), wrong)
+
+
+class Widths(nn.Module):
+    """One module that is given tensors of two widths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(16, 24), nn.GELU(), nn.Linear(24, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.act(self.up(self.act(x))))
+
+
+class Mixed(nn.Module):
+    """Puts out what can be measured beside what cannot."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts, self.whole = Several(), Integers()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        several = self.parts(x)
+        return several["x"] * self.whole(x).unsqueeze(-1) + several["rows"][0]
+
+
+class Several(nn.Module):
+    def forward(self, x: torch.Tensor) -> Any:
+        return {"x": x.sin(), "rows": (x.cos(), x.argmax(-1)), "none": x[:0]}
+
+
+class Integers(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.argmax(-1)
+
+
+def trained(make: Callable[[], nn.Module], tensors: Any, backend: str | None) -> list[Any]:
+    """What three steps of two microbatches said, and what was left out."""
+    torch.manual_seed(0)
+    model = make()
+    monitor = hookstats.attach(model, tensors=tensors, every=1)
+    run: Any = model if backend is None else torch.compile(model, backend=backend, fullgraph=True)
+    said: list[Any] = []
+    for step in range(3):
+        x = torch.randn(2, 4, 5, 16, generator=torch.Generator().manual_seed(step))
+        for each in x:
+            run((each * 1.0).requires_grad_()).square().mean().backward()
+        taken = monitor.step()
+        assert taken is not None
+        for site in sorted(taken.order):
+            stats = taken[site]
+            width = None if stats.channels is None else len(stats.channels.count)
+            said.append(
+                (step, tuple(site), stats.calls, stats.total.count, width, pytest.approx(stats.total.rms, 1e-5))
+            )
+        said += [(step, tuple(site), skipped) for site, skipped in sorted(taken.skipped.items())]
+    monitor.detach()
+    return said
+
+
+@pytest.mark.parametrize("tensors", [OF_OUTPUTS, "grad_output", ("input", "grad_input", "output")], ids=str)
+@pytest.mark.parametrize("make", [Widths, Mixed, lambda: nn.Sequential(Widths(), Widths())])
+def test_compiled_from_the_start_a_model_says_what_it_says_in_eager_mode(
+    make: Callable[[], nn.Module], tensors: Any
+) -> None:
+    with hearing():
+        eager = trained(make, tensors, None)
+        for backend in ("eager", "aot_eager"):
+            assert trained(make, tensors, backend) == eager
+
+
+def test_under_inductor_two_forwards_may_come_before_their_backwards() -> None:
+    """Where torch's own kernels copy what an operator is said to have changed, autograd would refuse the second one."""
+    model = nn.Sequential(nn.Linear(16, 16), nn.GELU())
+    monitor = hookstats.attach(model, tensors=OF_OUTPUTS, every=1)
+    run = torch.compile(model, fullgraph=True)
+    losses = [run(torch.randn(4, 16)).square().mean() for _ in range(2)]
+    for loss in losses:
+        loss.backward()
+    taken = monitor.step()
+    assert taken is not None
+    assert {taken[site].calls for site in taken.order} == {2}
+    assert len(taken.order) == 4
