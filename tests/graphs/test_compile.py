@@ -303,6 +303,7 @@ def test_the_gradient_of_what_comes_into_a_graph_from_outside_is_that_of_all_its
         assert compiled[site].total.l2_norm == pytest.approx(eager[site].total.l2_norm, rel=1e-5)
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 12), reason="a C++ wrapper of torch 2.11 calls no fallback with a list")
 def test_a_cpp_wrapper_calls_the_operators_without_python(without_gpp: None) -> None:
     found, code = [], []
     for run_compiled in (False, True):
