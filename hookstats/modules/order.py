@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+import threading
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -50,7 +52,7 @@ def register(
     on_inputs: bool = False,
     with_kwargs: bool = False,
     newest_first: bool = False,
-) -> RemovableHandle:
+) -> Hanging:
     """Hangs a hook on a module, behind those of its stage and before those of later ones.
 
     Args:
@@ -58,7 +60,7 @@ def register(
         with_kwargs: the hook is given the module's keyword arguments after the positional ones.
         newest_first: before those of its stage.
     """
-    _make_graphs_look_at_hooks()
+    _guards.hangs(hook)
     hooks: Any = module._forward_pre_hooks if on_inputs else module._forward_hooks
     behind = [key for key, other in hooks.items() if _comes_after(other, hook.stage, newest_first)]
     hang: Any = module.register_forward_pre_hook if on_inputs else module.register_forward_hook
@@ -67,28 +69,63 @@ def register(
         keys = list(hooks)
         for key in keys[keys.index(behind[0]) : -1]:
             hooks[key] = hooks.pop(key)  # move_to_end would be lost on torch.compile, which reads the dict beneath
-    return handle
+    return Hanging(hook, handle)
+
+
+class Hanging:
+    """A hook on a module, until it is removed."""
+
+    def __init__(self, hook: ModuleHook, handle: RemovableHandle) -> None:
+        self._hook = hook
+        self._handle = handle
+
+    def remove(self) -> None:
+        self._handle.remove()
+        _guards.takes_off(self._hook)
 
 
 def _comes_after(other: object, stage: int, newest_first: bool) -> bool:
     return isinstance(other, ModuleHook) and (other.stage > stage or (newest_first and other.stage == stage))
 
 
-def _make_graphs_look_at_hooks() -> None:
-    """From now on a graph is used for modules without hooks only if they have none.
+class _Guards:
+    """Makes graphs look at hooks while any of ours hangs: one is used for modules without hooks only if they have none.
 
     By default torch.compile leaves these guards out, and uses the graph of a model without hooks for another one of the
     same class that has some: a second model, an EMA copy, one of many equal blocks. What was compiled so is forgotten.
-    What is compiled from now on notices by itself which hooks come and go, and need not be. The first time, this
-    imports the compiler, which takes a second or two.
-    """
-    import torch._dynamo
+    What is compiled from then on notices by itself which hooks come and go, and need not be. If nothing is, torch's
+    default comes back with the last hook that is removed.
 
-    if torch._dynamo.config.skip_nnmodule_hook_guards:
-        torch._dynamo.config.skip_nnmodule_hook_guards = False
-        if has_compiled():
-            torch.compiler.reset()
-            _log.info("something was compiled before: torch.compiler.reset() was called, so that hooks are compiled in")
+    This imports the compiler, as torch's optimizers do, too. The first time that takes a second or two.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._hooks: WeakSet[ModuleHook] = WeakSet()  # a model that is no more has none
+        self._changed = False
+
+    def hangs(self, hook: ModuleHook) -> None:
+        from torch._dynamo import config
+
+        with self._lock:
+            self._hooks.add(hook)
+            if not config.skip_nnmodule_hook_guards:
+                return
+            config.skip_nnmodule_hook_guards, self._changed = False, True
+            if has_compiled():
+                torch.compiler.reset()
+                _log.info("something was compiled before: torch.compiler.reset() was called, so that hooks are seen")
+
+    def takes_off(self, hook: ModuleHook) -> None:
+        from torch._dynamo import config
+
+        with self._lock:
+            self._hooks.discard(hook)
+            if not self._hooks and self._changed and not has_compiled():
+                config.skip_nnmodule_hook_guards, self._changed = True, False
+
+
+_guards = _Guards()
 
 
 def make_room_for_graphs() -> None:

@@ -18,7 +18,6 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from hookstats import _native
 from hookstats._warn import warn
@@ -70,7 +69,7 @@ def capture(
         if not isinstance(number, int) or isinstance(number, bool) or number < 1:
             raise ValueError(f"{name}: expected an int from 1, got {number!r}")
     rings: dict[str, _Ring] = {}
-    handles: list[RemovableHandle] = []
+    handles: list[order.Hanging] = []
     captured = Captured(rings, handles)
     try:
         for name, module in modules_at(model, modules, exclude).items():
@@ -91,7 +90,7 @@ class Captured(Mapping[str, list[Capture]]):
     As a context manager, it is removed at the end; what was captured stays.
     """
 
-    def __init__(self, rings: dict[str, _Ring], handles: list[RemovableHandle]) -> None:
+    def __init__(self, rings: dict[str, _Ring], handles: list[order.Hanging]) -> None:
         self._rings = rings
         self._handles = handles
 

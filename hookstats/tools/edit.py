@@ -28,7 +28,6 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from hookstats import _native
 from hookstats.modules import order
@@ -163,7 +162,7 @@ class Edit:
         self.change = change
         self.removed = False
         self._hooks: dict[str, EditHook] = {}
-        self._handles: list[RemovableHandle] = []
+        self._handles: list[order.Hanging] = []
         # Where inputs are handed on from hook to hook, their gradients pass the hooks in the reverse order.
         reverse = kind == "grad_input"
         on_inputs = kind.endswith("input")

@@ -33,7 +33,7 @@ LIMIT = 8  # torch._dynamo.config.recompile_limit by default
 
 @pytest.fixture(autouse=True)
 def fresh_compiler(only_monitors: None) -> Iterator[None]:
-    """In which a frame that would run eagerly for good raises instead (torch 2.11 compiles frames of checkpoint's own)."""
+    """In which a frame that would run eagerly for good raises instead. torch 2.11 compiles some of its checkpoints."""
     torch._dynamo.reset()
     with torch._dynamo.config.patch(recompile_limit=LIMIT, fail_on_recompile_limit_hit=torch.__version__ >= (2, 12)):
         yield

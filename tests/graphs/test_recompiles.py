@@ -14,6 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import hookstats
 from hookstats import edit
+from hookstats.modules import order
 from tests.models import THREE_KINDS, Residual
 
 DEFAULT = torch._dynamo.config.recompile_limit  # 8
@@ -21,8 +22,9 @@ LIMIT = 4  # soon reached by monitors, whose graphs are their own
 
 
 @pytest.fixture(autouse=True)
-def a_process_that_has_not_met_hookstats() -> Iterator[None]:
+def a_process_that_has_not_met_hookstats(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """And in which a frame that would run eagerly for good raises instead."""
+    monkeypatch.setattr(order, "_guards", order._Guards())  # the hooks of other tests may still be there
     torch._dynamo.reset()
     with torch._dynamo.config.patch(
         skip_nnmodule_hook_guards=True, recompile_limit=LIMIT, fail_on_recompile_limit_hit=True
@@ -139,8 +141,14 @@ def test_hooks_that_come_and_go_often_are_never_missed_and_never_end_compilation
     assert len(resets) == 1
 
 
-def test_what_was_compiled_for_another_model_is_kept() -> None:
-    hookstats.attach(nn.Linear(2, 2)).detach()  # what was compiled before the first one is forgotten
+@pytest.fixture
+def attached() -> Iterator[None]:
+    """What was compiled before the first monitor is forgotten: here is one."""
+    with hookstats.attach(nn.Linear(2, 2)):
+        yield
+
+
+def test_what_was_compiled_for_another_model_is_kept(attached: None) -> None:
     counter = CompileCounterWithBackend("eager")
     other, run_other = compiled("sequential", counter)
     run_other(batch()).sum().backward()
@@ -157,8 +165,9 @@ def test_what_was_compiled_for_another_model_is_kept() -> None:
 
 
 @pytest.mark.parametrize("cycle", [measure, change, keep])
-def test_a_frame_that_has_used_up_its_graphs_has_room_for_those_with_hooks(cycle: Callable[..., None]) -> None:
-    hookstats.attach(nn.Linear(2, 2)).detach()
+def test_a_frame_that_has_used_up_its_graphs_has_room_for_those_with_hooks(
+    attached: None, cycle: Callable[..., None]
+) -> None:
     counter = CompileCounterWithBackend("eager")
     _, run_other = compiled("sequential", counter)
     run_other(batch()).sum().backward()
@@ -189,3 +198,39 @@ def test_a_graph_looks_at_little_of_each_hook_before_it_runs(histogram: hookstat
     of_hook = {(found[1], kind) for name, kind in seen if (found := re.search(hook, name))}
     assert {name for name, kind in of_hook} == {"", "monitor", "slot", "gradient_slot", "__call__"}
     assert len(of_hook) == 5
+
+
+def looks_at_hooks() -> bool:
+    return not torch._dynamo.config.skip_nnmodule_hook_guards
+
+
+def test_where_nothing_is_compiled_torchs_setting_comes_back_with_the_last_hook() -> None:
+    first, second = (hookstats.attach(nn.Linear(2, 2), every=1) for _ in range(2))
+    with edit.replace(nn.Linear(2, 2), "", torch.neg):
+        assert looks_at_hooks()
+        first.detach()
+        first.detach()
+        second.detach()
+        assert looks_at_hooks()
+    assert not looks_at_hooks()
+
+
+@pytest.mark.parametrize("first", ["attach", "compile"])
+def test_what_is_compiled_with_a_monitor_or_before_one_takes_no_measuring_away(first: str) -> None:
+    model, twin = nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2))
+
+    def measured(model: nn.Module, run: Callable[..., Any]) -> int:
+        with hookstats.attach(model, tensors="output", every=1) as mon:
+            run(torch.ones(3, 2))
+            return mon.snapshot()["0", "output"].calls  # type: ignore[no-any-return]
+
+    run = torch.compile(model, backend="eager")
+    if first == "compile":
+        run(torch.ones(3, 2))
+    assert measured(model, run) == 1
+    assert looks_at_hooks()  # what was compiled relies on it
+    run(torch.ones(3, 2))
+    other = torch.compile(twin, backend="eager")
+    other(torch.ones(3, 2))
+    assert measured(twin, other) == 1
+    assert measured(model, run) == 1
