@@ -59,13 +59,15 @@ compat:                 ## the whole test suite with another torch: make compat 
 	rm -f $(COPY)/.venv/.dev
 	$(MAKE) -C $(COPY) test TORCH=$(TORCH)
 
-# Which torches: make wheel TORCHES="2.13 2.15". HOOKSTATS_CUDA=1 puts kernels for GPUs into it.
+# Which torches: make wheel TORCHES="2.13 2.15". HOOKSTATS_CUDA=1 puts kernels for GPUs into it. For other Pythons than that
+# of .venv, a wheel each: PYTHONS="3.10 3.12", or PYTHONS=all for those that PATH has.
+WHEELS = $(TORCHES) $(if $(PYTHONS),--pythons $(PYTHONS))
 TORCHES ?= 2.11 2.12 2.13 2.14 2.15
 .PHONY: wheel wheel-test sdist release-check
 wheel: .venv/.dev       ## dist/hookstats-*.whl, with glue for several torches; an environment for each under build/wheel
-	$(PY) -m tests.wheel build $(TORCHES)
+	$(PY) -m tests.wheel build $(WHEELS)
 wheel-test: .venv/.dev  ## installs it beside each of them, where no compiler is found, and tries it
-	$(PY) -m tests.wheel test $(TORCHES)
+	$(PY) -m tests.wheel test $(WHEELS)
 
 sdist: .venv/.release   ## dist/hookstats-*.tar.gz, made in an environment of its own, without torch
 	rm -f dist/*.tar.gz

@@ -1,15 +1,17 @@
-"""One wheel with glue for several torches: `python -m tests.wheel build` makes it in dist/, `test` tries it.
+"""A wheel for each Python, with glue for several torches: `build` makes them in dist/, `test` tries them.
 
     python -m tests.wheel build 2.11 2.12 2.13 2.14 2.15
     python -m tests.wheel test 2.11 2.15
+    python -m tests.wheel build 2.13 --pythons 3.10 3.12  # or all: those that are found on PATH; else this one
 
-Each torch has an environment of its own under build/wheel, kept for the next time; the kernels are compiled once. The
-wheel is for this Python. With HOOKSTATS_CUDA=1 it has kernels for GPUs. It is installed and tried where no compiler is
-found: what it records, its page, and the tests of tests/quick.txt that need no compiler.
+Each torch has an environment of its own under build/wheel, kept for the next time; the kernels are compiled once. With
+HOOKSTATS_CUDA=1 there are some for GPUs. A wheel is installed and tried where no compiler is found: what it records,
+its page, and the tests of tests/quick.txt that need no compiler.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import shutil
@@ -51,25 +53,52 @@ else:
     assert built["torch"].split(".")[:2] == torch.__version__.split(".")[:2], built
     print(f"torch {torch.__version__}: glue for {built['torch']} of {', '.join(built['glues'])}")
 """
+HERE = "{}.{}".format(*sys.version_info)
 
 
-def main(words: list[str]) -> int:
-    if (
-        words[:1] not in (["build"], ["test"])
-        or len(words) < 2
-        or not all(re.fullmatch(r"\d+\.\d+", word) for word in words[1:])
-    ):
-        print(__doc__)
-        return 2
-    {"build": build, "test": test}[words[0]](words[1:])
-    return 0
+def main() -> None:
+    def minor(word: str) -> str:
+        if not re.fullmatch(r"\d+\.\d+", word):
+            raise argparse.ArgumentTypeError(f"expected a minor version such as {HERE}, got {word!r}")
+        return word
+
+    def python(word: str) -> str:
+        return word if word == "all" else minor(word)
+
+    parser = argparse.ArgumentParser("tests.wheel", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("what", choices=["build", "test"])
+    parser.add_argument("torches", nargs="+", type=minor)
+    parser.add_argument("--pythons", nargs="+", type=python, default=[HERE], metavar="PYTHON")
+    asked = parser.parse_args()
+    if asked.what == "build":
+        for old in DIST.glob("*.whl"):
+            old.unlink()
+    for interpreter in interpreters() if asked.pythons == ["all"] else asked.pythons:
+        {"build": build, "test": test}[asked.what](asked.torches, interpreter)
 
 
-def build(torches: list[str]) -> None:
+def interpreters() -> list[str]:
+    """The CPythons from 3.10 on that PATH has."""
+    found = {HERE}
+    for minor in range(10, 20):
+        command = shutil.which(f"python3.{minor}")
+        program = "import sys, venv; assert sys.implementation.name == 'cpython'"
+        if command and subprocess.run([command, "-c", program], capture_output=True).returncode == 0:
+            found.add(f"3.{minor}")
+    return sorted(found, key=lambda each: int(each.split(".")[1]))
+
+
+def wheels(python: str) -> list[Path]:
+    return list(DIST.glob(f"*-cp{python.replace('.', '')}-*.whl"))
+
+
+def build(torches: list[str], interpreter: str) -> None:
+    lib = WORK / f"lib-{interpreter}"
     for minor in torches:
         # That of the tests has compiled it already.
-        python = sys.executable if torch.__version__.startswith(f"{minor}.") else environment(minor)
-        run(python, "setup.py", "build_ext", "--build-lib", str(WORK / "lib"), cwd=ROOT)
+        is_here = interpreter == HERE and torch.__version__.startswith(f"{minor}.")
+        python = sys.executable if is_here else environment(minor, interpreter)
+        run(python, "setup.py", "build_ext", "--build-lib", str(lib), cwd=ROOT)
     one = WORK / "one"
     shutil.rmtree(one, ignore_errors=True)
     run(python, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(one), ".", cwd=ROOT)
@@ -79,16 +108,14 @@ def build(torches: list[str]) -> None:
     shutil.rmtree(package / "_glue")  # build/ may have kept that of other torches
     for minor in torches:
         glue = f"_glue/torch{minor.replace('.', '_')}"
-        shutil.copytree(WORK / "lib" / "hookstats" / glue, package / glue, dirs_exist_ok=True)
+        shutil.copytree(lib / "hookstats" / glue, package / glue, dirs_exist_ok=True)
     libraries = sorted(package.rglob("*.so"))
     run("strip", "--strip-unneeded", *map(str, libraries), cwd=ROOT)
     DIST.mkdir(exist_ok=True)
-    for old in DIST.glob("*.whl"):
-        old.unlink()
     run(python, "-m", "wheel", "pack", "-d", str(DIST), str(package.parent), cwd=ROOT)
-    (made,) = DIST.glob("*.whl")
+    (made,) = wheels(interpreter)
     run(python, "-m", "wheel", "tags", "--remove", "--platform-tag", platform_of(libraries), str(made), cwd=DIST)
-    (made,) = DIST.glob("*.whl")
+    (made,) = wheels(interpreter)
     for path in libraries:
         print(f"{path.stat().st_size / 2**20:6.2f} MB  {path.relative_to(package)}")
     print(f"{made.stat().st_size / 2**20:6.2f} MB  {made.relative_to(ROOT)}")
@@ -101,10 +128,10 @@ def platform_of(libraries: list[Path]) -> str:
     return f"manylinux_{newest[0]}_{newest[1]}_{os.uname().machine}"
 
 
-def test(torches: list[str]) -> None:
-    (wheel,) = DIST.glob("*.whl")
+def test(torches: list[str], interpreter: str) -> None:
+    (wheel,) = wheels(interpreter)
     for minor in torches:
-        python = environment(minor)
+        python = environment(minor, interpreter)
         run(python, "-m", "pip", "install", "-q", *TRIED_WITH, cwd=ROOT)
         run(python, "-m", "pip", "uninstall", "-q", "-y", "hookstats", cwd=ROOT)
         with tempfile.TemporaryDirectory() as folder:
@@ -117,7 +144,7 @@ def test(torches: list[str]) -> None:
             shutil.rmtree(where / "run")
             run(python, "-c", SMOKE, "without", cwd=where, HOOKSTATS_GLUE="none", **alone)
             run(python, "-m", "hookstats", "doctor", cwd=where, **alone)
-            print(f"torch {minor}: installed in {took:.1f} s", flush=True)
+            print(f"Python {interpreter}, torch {minor}: installed in {took:.1f} s", flush=True)
             for each in ("tests", "docs", "benchmarks"):
                 shutil.copytree(ROOT / each, where / each)
             shutil.copy2(ROOT / "pyproject.toml", where)
@@ -126,13 +153,13 @@ def test(torches: list[str]) -> None:
             run(python, "-m", "pytest", "-q", "-n", "auto", "-p", "no:cacheprovider", *chosen, cwd=where, **alone)
 
 
-def environment(minor: str) -> str:
+def environment(minor: str, interpreter: str) -> str:
     """The Python of an environment with this torch."""
-    folder = WORK / f"torch{minor}"
+    folder = WORK / f"torch{minor}-python{interpreter}"
     python = folder / "bin" / "python"
     if not (folder / ".done").exists():
         shutil.rmtree(folder, ignore_errors=True)
-        run(sys.executable, "-m", "venv", str(folder), cwd=ROOT)
+        run(sys.executable if interpreter == HERE else f"python{interpreter}", "-m", "venv", str(folder), cwd=ROOT)
         run(str(python), "-m", "pip", "install", "-q", f"torch=={minor}.*", "numpy", *TOOLS, cwd=ROOT)
         (folder / ".done").touch()
     return str(python)
@@ -143,4 +170,4 @@ def run(*command: str, cwd: Path, **changed: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main()
