@@ -134,42 +134,50 @@ def attach(
         scaling,
     )
     handles: list[Any] = []
+    joined = monitor = None
+    begun = 0
     try:
         names = _hang(parts, handles, model, plan, exclude, example)
         ranks, joined = _joined(model, process_group, names, options.memory_budget)
-    except Exception:
-        for handle in handles:
-            handle.remove()
-        binder.training.forget()
-        raise
-    delivery = Delivery(store, binder, callables, plan.trained, ranks, joined)
-    monitor = Monitor(
-        binder,
-        parts.parameters,
-        delivery,
-        scaling,
-        handles,
-        plan.device,
-        due=due,
-        channels_every=kept.every,
-        tap_channels=kept.which is True and too_much is None,
-        attention=parts.attentions,
-        routing=parts.routers,
-        is_judged=any(isinstance(sink, Recorder) for sink in callables),
-    )
-    settings = _settings(model, monitor, plan, every, kept.every)
-    of_all = settings if joined is None else settings | {"rank": 0, "world_size": ranks.world_size}
-    for begun, recorder in enumerate(delivery.recorders):
-        try:
+        delivery = Delivery(store, binder, callables, plan.trained, ranks, joined)
+        monitor = Monitor(
+            binder,
+            parts.parameters,
+            delivery,
+            scaling,
+            handles,
+            plan.device,
+            due=due,
+            channels_every=kept.every,
+            tap_channels=kept.which is True and too_much is None,
+            attention=parts.attentions,
+            routing=parts.routers,
+            is_judged=any(isinstance(sink, Recorder) for sink in callables),
+        )
+        settings = _settings(model, monitor, plan, every, kept.every)
+        of_all = settings if joined is None else settings | {"rank": 0, "world_size": ranks.world_size}
+        for recorder in delivery.recorders:
             recorder.begin(settings if recorder.every_rank else of_all)
-        except Exception:
+            begun += 1
+        _report(monitor, plan, None if example is None else binder.example_bytes, joined is not None)
+        if too_much is not None:
+            _report_totals(too_much, options.memory_budget)
+        order.make_room_for_graphs()
+    except BaseException:
+        if monitor is not None:
             monitor._abandon(begun)
-            raise
-    _report(monitor, plan, None if example is None else binder.example_bytes, joined is not None)
-    if too_much is not None:
-        _report_totals(too_much, options.memory_budget)
-    order.make_room_for_graphs()
+        else:
+            _let_go(handles, binder, joined)
+        raise
     return monitor
+
+
+def _let_go(handles: list[Any], binder: SiteBinder, joined: Joined | None) -> None:
+    for handle in handles:
+        handle.remove()
+    binder.training.forget()
+    if joined is not None:
+        joined.close()
 
 
 class _Parts(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import datetime, timezone
@@ -111,13 +112,20 @@ class Run:
 
     def __getitem__(self, step: int) -> Snapshot:
         """KeyError for a step that was not recorded, or does not count."""
-        at = int(np.searchsorted(self.steps, step))
-        if at == len(self) or self.steps[at] != step:
+        at = self._place_of(step)
+        if at is None:
             raise KeyError(f"expected a recorded step, such as {self.steps[:5]}; got {step!r}")
         return next(self._read(self._rows[at : at + 1]))
 
     def __contains__(self, step: object) -> bool:
-        return step in self.steps
+        return self._place_of(step) is not None
+
+    def _place_of(self, step: Any) -> int | None:
+        try:
+            at = bisect_left(self.steps, step)
+        except TypeError:  # no number
+            return None
+        return at if at < len(self) and self.steps[at] == step else None
 
     def __iter__(self) -> Iterator[Snapshot]:
         return self._read(self._rows)

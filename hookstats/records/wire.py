@@ -40,15 +40,15 @@ def of_step(drained: Drained, layout: int) -> list[NDArray[Any]]:
         "time": drained.time,
         "scalars": drained.scalars,
         "earlier_scalars": list(drained.earlier_scalars.items()),
-        "sample_ids": _listed(drained.sample_ids),
+        "sample_ids": _counted(drained.sample_ids),
         "grad_scale": drained.grad_scale,
         "overflowed": drained.overflowed,
         "ranks": drained.ranks.to_text(),
         "skipped": [[*site, *skipped] for site, skipped in drained.skipped.items()],
     }
-    text = _text(told)
     blocks = [block[:size] for block, size in zip(drained.blocks, drained.layout.sizes, strict=True)]
-    return [np.array([len(text)], np.int64), text, drained.hidden.astype(np.int64), drained.readings, *blocks]
+    ids = drained.sample_ids.values()
+    return [*_text_before(told), *ids, drained.hidden.astype(np.int64), drained.readings, *blocks]
 
 
 def of_overhead(overhead: Mapping[str, float]) -> list[NDArray[Any]]:
@@ -57,27 +57,37 @@ def of_overhead(overhead: Mapping[str, float]) -> list[NDArray[Any]]:
 
 def of_given(given: Given, time: float) -> list[NDArray[Any]]:
     """Of steps that are not recorded. time: now, in seconds since the epoch."""
-    told = {"time": time, "scalars": list(given.scalars.items()), "sample_ids": _listed(given.sample_ids)}
-    return [_text(told)]
+    told = {"time": time, "scalars": list(given.scalars.items()), "sample_ids": _counted(given.sample_ids)}
+    return [*_text_before(told), *given.sample_ids.values()]
 
 
 @_read_as("what was given with steps")
-def given_from(text: bytes) -> tuple[Given, float]:
+def given_from(payload: NDArray[np.uint8]) -> tuple[Given, float]:
     """What `of_given` made. RingError for anything else."""
-    told = json.loads(text)
-    return Given(_by_step(told["scalars"]), _ids_by_step(told["sample_ids"])), float(told["time"])
+    told, numbers = _text_and_numbers(payload)
+    ids, left = _ids_by_step(told["sample_ids"], numbers)
+    if left.size:
+        raise ValueError(f"{len(left)} numbers behind those of samples")
+    return Given(_by_step(told["scalars"]), ids), float(told["time"])
 
 
 def _by_step(told: Any) -> dict[int, dict[str, float]]:
     return {int(step): _numbers(scalars) for step, scalars in told}
 
 
-def _listed(sample_ids: Mapping[int, Counts]) -> list[Any]:
-    return [[step, ids.tolist()] for step, ids in sample_ids.items()]
+def _counted(sample_ids: Mapping[int, Counts]) -> list[Any]:
+    """How many there are of each step; they themselves come behind the text, as JSON of so many takes its time."""
+    return [[step, len(ids)] for step, ids in sample_ids.items()]
 
 
-def _ids_by_step(told: Any) -> dict[int, Counts]:
-    return {int(step): np.array(ids, np.int64) for step, ids in told}
+def _ids_by_step(told: Any, numbers: Counts) -> tuple[dict[int, Counts], Counts]:
+    """And the numbers behind them. Copies: the memory is the ring's."""
+    found = {}
+    for step, count in told:
+        if not 0 <= count <= len(numbers):
+            raise ValueError(f"{count} ids of samples in {len(numbers)} numbers")
+        found[int(step)], numbers = numbers[:count].copy(), numbers[count:]
+    return found, numbers
 
 
 def _numbers(told: Any) -> dict[str, float]:
@@ -100,13 +110,10 @@ def layout_from(text: bytes) -> tuple[int, Layout]:
 @_read_as("a step")
 def step_from(payload: NDArray[np.uint8], layouts: Mapping[int, Layout]) -> Drained:
     """What `of_step` made; the blocks stay where they are. RingError for anything else."""
-    length = int(payload[:8].view(np.int64)[0])
-    if not 0 <= length <= len(payload) - 8:
-        raise ValueError(f"a text of {length} bytes in {len(payload)}")
-    told = json.loads(payload[8 : 8 + length].tobytes())
+    told, numbers = _text_and_numbers(payload)
     layout = layouts[told["layout"]]
     rows = len(layout.rows)
-    numbers = payload[8 + length :].view(np.int64)
+    sample_ids, numbers = _ids_by_step(told["sample_ids"], numbers)
     ends = np.cumsum([rows, rows, *layout.sizes])
     if ends[-1] != len(numbers):
         raise ValueError(f"{len(numbers)} numbers behind the text, of {ends[-1]}")
@@ -125,9 +132,22 @@ def step_from(payload: NDArray[np.uint8], layouts: Mapping[int, Layout]) -> Drai
         StepRanks.from_text(told["ranks"]),
     )
     drained.earlier_scalars = _by_step(told["earlier_scalars"])
-    drained.sample_ids = _ids_by_step(told["sample_ids"])
+    drained.sample_ids = sample_ids
     drained.skipped = {Site(name, tensor): Skipped(reason, times) for name, tensor, reason, times in told["skipped"]}
     return drained
+
+
+def _text_before(value: Any) -> list[NDArray[Any]]:
+    """JSON that numbers come behind."""
+    text = _text(value)
+    return [np.array([len(text)], np.int64), text]
+
+
+def _text_and_numbers(payload: NDArray[np.uint8]) -> tuple[Any, Counts]:
+    length = int(payload[:8].view(np.int64)[0])
+    if not 0 <= length <= len(payload) - 8:
+        raise ValueError(f"a text of {length} bytes in {len(payload)}")
+    return json.loads(payload[8 : 8 + length].tobytes()), payload[8 + length :].view(np.int64)
 
 
 def _text(value: Any) -> NDArray[Any]:

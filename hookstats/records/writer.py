@@ -122,7 +122,7 @@ class Attempt:
             elif record.kind == wire.OVERHEAD:
                 self._told["overhead"] = wire.overhead_from(record.payload.tobytes())
             elif record.kind == wire.GIVEN:
-                self._take_given(*wire.given_from(record.payload.tobytes()))
+                self._take_given(*wire.given_from(record.payload))
             else:
                 self._take(record.number, wire.step_from(record.payload, self._layouts.known))
             self._position = record.end

@@ -129,7 +129,10 @@ class Delivery:
 
     def _give_joined(self) -> None:
         for drained in () if self._joined is None else self._joined.arrived():
-            self._give(drained, drained.snapshot())
+            try:
+                self._give(drained, drained.snapshot())
+            except Exception as error:
+                self._failed("deliver", f"a step of all ranks could not be delivered: {error!r}", error)
 
     def fetch(self) -> Snapshot | None:
         """The oldest that has arrived and was not fetched."""
@@ -170,7 +173,10 @@ class Delivery:
             drained = pending.finish()
         except Exception as error:
             return self._failed("finish", f"a step was measured, but could not be read: {error!r}", error)
-        self._deliver(drained, left_out, pending.held)
+        try:
+            self._deliver(drained, left_out, pending.held)
+        except Exception as error:
+            self._failed("deliver", f"step {drained.step} was measured, but could not be delivered: {error!r}", error)
 
     def _scalars_arrived(self, pending: PendingScalars) -> None:
         try:

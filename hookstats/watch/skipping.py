@@ -103,8 +103,12 @@ class Skipping:
     def judge(self, left_out: dict[Site, Skipped], snapshot: Snapshot) -> list[Site]:
         """The sites that are given up now that the numbers of a step have come."""
         hopeless = []
-        for site in {**self._in_vain, **left_out}:
-            if _came(site, snapshot):
+        concerned = {**self._in_vain, **left_out}
+        fired: dict[str, list[str]] = {}  # kinds of tensors, by name
+        for name, tensor in snapshot.order if concerned else ():
+            fired.setdefault(name, []).append(tensor)
+        for site in concerned:
+            if _came(site, fired.get(site.name, [])):
                 self._in_vain.pop(site, None)
             elif site in left_out:
                 self._in_vain[site] = self._in_vain.get(site, 0) + 1
@@ -128,12 +132,9 @@ class Skipping:
             return everything | self._given_up
 
 
-def _came(site: Site, snapshot: Snapshot) -> bool:
+def _came(site: Site, fired: list[str]) -> bool:
     """Whether anything of a site was measured, or of what is in it, where it is a container."""
-    return any(
-        stats.calls and other.name == site.name and f"{other.tensor}.".startswith(f"{site.tensor}.")
-        for other, stats in snapshot.items()
-    )
+    return any(f"{tensor}.".startswith(f"{site.tensor}.") for tensor in fired)
 
 
 def _add(to: dict[Site, Skipped], more: dict[Site, Skipped]) -> None:

@@ -14,7 +14,9 @@ from torch import nn
 import hookstats
 from hookstats import Snapshot
 from hookstats.numbers.blocks import Given
+from hookstats.records import wire
 from hookstats.records.manifest import _checksum
+from hookstats.records.ring import RingError
 from hookstats.rules import Finding
 from hookstats.rules.samples import named
 from hookstats.rules.step import Sites, Step
@@ -101,6 +103,21 @@ def test_a_recorded_run_has_those_of_every_step(tmp_path: Path) -> None:
     narrow = hookstats.load(tmp_path / "run", sites="0", steps=[4])
     assert narrow.sample_ids(2).tolist() == ids_of(2)
     assert lists(narrow[4].sample_ids) == {step: ids_of(step) for step in (1, 2, 3, 4)}
+
+
+@pytest.mark.parametrize("steps", [[0], [0, 1, 2]])
+def test_many_go_through_the_ring_as_they_are(steps: list[int]) -> None:
+    many = {step: np.arange(10**5) * 2**40 + step for step in steps} | {9: np.array([], np.int64)}
+    given = Given({step: {"loss": 0.5} for step in steps}, many)
+    pieces = wire.of_given(given, 3.0)
+    assert sum(piece.nbytes for piece in pieces) < 8.1 * 10**5 * len(steps)
+    payload = np.concatenate([np.ascontiguousarray(piece).view(np.uint8) for piece in pieces])
+    found, time = wire.given_from(payload)
+    assert (found.scalars, time) == (given.scalars, 3.0)
+    assert lists(found.sample_ids) == lists(many)
+    for wrong in (payload[:-8], np.concatenate([payload, payload[:8]])):
+        with pytest.raises(RingError, match="expected what was given with steps, got"):
+            wire.given_from(wrong)
 
 
 def test_a_resumed_run_has_those_of_the_later_attempt(tmp_path: Path) -> None:
