@@ -29,6 +29,7 @@ from hookstats.modules.selection import Slot, clean_names, matches
 from hookstats.modules.sharding import LocalShard, Sharding, flattened
 from hookstats.numbers import blocks
 from hookstats.numbers.fields import Site
+from hookstats.numbers.kinds import kind_of
 
 
 class Span(NamedTuple):
@@ -230,7 +231,7 @@ class _Placing:
         module = self._modules.get(site.name)
         if module is None:
             return None
-        is_input = "input" in site.tensor.split(".")[0]
+        is_input = kind_of(site.tensor).is_input
         natural = input_channels(module, None) if is_input else natural_channels(module)
         for parameter in list(module._parameters.values()):  # the trainer may replace them meanwhile
             axes = self._placements.axes_of(parameter.device_mesh) if isinstance(parameter, DTensor) else None

@@ -142,13 +142,13 @@ class Comparison:
             units = rounding.units_of(bits.max(1), pair.is_of_module, is_trained=gap > 0)
         parted: list[tuple[int, str, Judged, Array]] = []
         for family, judged in pair.judged(units, is_alike=self._dtype is not None).items():
-            grown = np.array([self._seen.get((family, kind), 0.0) for kind in pair.kinds])
+            grown = np.array([self._seen.get((family, kind.name), 0.0) for kind in pair.kinds])
             allowed = np.fmax(1.0, GROWTH * gap) * np.fmax(judged.allowed, grown)
             parted += [(i, family, judged, allowed) for i in np.flatnonzero(judged.distance > allowed)[:1].tolist()]
             for kind in set(pair.kinds) if family != "counts" else ():
                 mine = np.array([kind == each for each in pair.kinds])
                 most = float(judged.distance[mine].max())
-                self._seen[family, kind] = max(most, self._seen.get((family, kind), 0.0))
+                self._seen[family, kind.name] = max(most, self._seen.get((family, kind.name), 0.0))
             if family != "counts":
                 self.closest = max(self.closest, float((judged.distance / allowed).max(initial=0)))
         if parted:
@@ -178,7 +178,7 @@ class Comparison:
         before: dict[str, float] = {}
         found = []
         for site, distance in zip(self.sites, self.distances[self.steps.index(step)].tolist(), strict=True):
-            kind = kind_of(site.tensor)
+            kind = kind_of(site.tensor).name
             most = before.setdefault(kind, 0.0)
             if distance > max(JUMP * most, _NEGLIGIBLE):
                 found.append(Jump(site, most, distance))

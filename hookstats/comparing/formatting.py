@@ -8,6 +8,7 @@ import numpy as np
 
 from hookstats.comparing.pairs import Pair
 from hookstats.numbers.fields import Array, Site
+from hookstats.numbers.kinds import kind_of
 from hookstats.numbers.tables import aligned
 
 _ROWS = 40
@@ -17,7 +18,7 @@ _STEPS = 9
 def growth(steps: Sequence[int], sites: Sequence[Site], distances: Array) -> list[str]:
     """The largest distance of each kind of tensor over the steps."""
     chosen = sorted(set(np.linspace(0, len(steps) - 1, min(len(steps), _STEPS)).round().astype(int).tolist()))
-    kinds = [site.tensor.split(".")[0] for site in sites]
+    kinds = [kind_of(site.tensor).name for site in sites]
     rows = [["largest distance at step", *(str(steps[i]) for i in chosen)]]
     for kind in dict.fromkeys(kinds):
         mine = distances[np.ix_(chosen, [i for i, each in enumerate(kinds) if each == kind])]

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from hookstats.comparing import rounding
 from hookstats.numbers.columns import Columns
 from hookstats.numbers.fields import Array, Counts, Site, Stats
-from hookstats.numbers.kinds import is_of_module, is_of_optimizer, kind_of
+from hookstats.numbers.kinds import kind_of
 from hookstats.numbers.site_stats import bits_of
 from hookstats.numbers.snapshot import Snapshot
 
@@ -57,8 +57,8 @@ class Pair:
         self._places = [np.array([each.columns.place[site] for site in self.sites], np.int64) for each in (a, b)]
         self.fired = np.stack([self._calls(each) for each in (0, 1)]) > 0
         self.kinds = [kind_of(site.tensor) for site in self.sites]
-        self.is_of_module = np.array([is_of_module(site.tensor) for site in self.sites], bool)
-        self.is_bounded = self.fired.all(0) & np.array([not is_of_optimizer(site.tensor) for site in self.sites], bool)
+        self.is_of_module = np.array([kind.of == "module" for kind in self.kinds], bool)
+        self.is_bounded = self.fired.all(0) & np.array([not kind.is_update for kind in self.kinds], bool)
         self._totals = [each.columns.totals.entries(at) for each, at in zip((a, b), self._places, strict=True)]
         self._scale = np.fmax(*(np.nan_to_num(stats.rms) for stats in self._totals))
         self._sums = self._sums_of_gradients()
@@ -115,15 +115,17 @@ class Pair:
     def _kinks(self) -> Counts:
         """``[n]``: how many a gradient may have come through: they make some of the values before exactly zero."""
         shares = np.fmax(*(self._scattered_zeros(each) for each in (0, 1)))
-        is_gradient = np.array([kind == "grad_output" for kind in self.kinds], bool)
-        passed = np.cumsum(is_gradient & (shares > KINKED))
-        return np.where(np.array(["grad" in kind for kind in self.kinds], bool), passed, 0)
+        is_gradient = np.array([kind.is_gradient for kind in self.kinds], bool)
+        of_outputs = is_gradient & self.is_of_module & ~np.array([kind.is_input for kind in self.kinds], bool)
+        passed = np.cumsum(of_outputs & (shares > KINKED))
+        return np.where(is_gradient, passed, 0)
 
     def _rows(self) -> Array:
         """``[n]``: how many a parameter's gradient may be a sum over: the most that an activation had; else 0."""
         count = np.fmax(*(np.nan_to_num(stats.count) for stats in self._totals))
         most = (count / np.maximum(self._widths().max(0), 1))[self.is_of_module].max(initial=1)
-        return np.where(np.array([kind == "param_grad" for kind in self.kinds], bool), most, 0.0)
+        is_sum = np.array([kind.is_gradient and kind.of == "parameter" for kind in self.kinds], bool)
+        return np.where(is_sum, most, 0.0)
 
     def _scattered_zeros(self, which: int) -> Array:
         """``[n]``: the share of zeros, without those of rows (padding, the last token) that are zero throughout."""

@@ -25,6 +25,7 @@ from hookstats.numbers.fields import (
     fold_channels,
     histogram_shape,
 )
+from hookstats.numbers.kinds import kind_of
 from hookstats.numbers.ranks import ALONE, Spread, StepRanks
 from hookstats.numbers.snapshot import Snapshot
 
@@ -124,7 +125,8 @@ class _Arrays:
         self.last = self.begin + counts - 1
         self.keeps = np.array([row.keep_channels for row in rows], bool)
         self.is_parameter = np.array([row.is_parameter for row in rows], bool)
-        self.is_gradient = np.array([row.site.tensor.startswith("grad_") for row in rows], bool)
+        kinds_of = [kind_of(row.site.tensor) for row in rows]
+        self.is_gradient = np.array([kind.is_gradient and kind.of == "module" for kind in kinds_of], bool)
         kinds = {kind: number for number, kind in enumerate(dict.fromkeys(row.site.tensor for row in rows))}
         self.kind = np.array([kinds[row.site.tensor] for row in rows], np.int64)
 

@@ -1,26 +1,69 @@
-"""What a site's tensor is of, by its kind: "optimizer" of "optimizer.exp_avg"."""
+"""What a site's tensor is, by its kind: one table that everybody asks.
+
+A tensor is a kind ("output"), one of a family ("optimizer.exp_avg"), or what is at a place in a container of a kind
+("output.0"); behind it may stand which ranks it is of ("output[tp=1]").
+"""
 
 from __future__ import annotations
 
-_OF_OPTIMIZERS = ("param_update", "update_sample", "optimizer")
-_OF_PARAMETERS = ("param", "param_sample", "param_grad", *_OF_OPTIMIZERS)
+from functools import lru_cache
+from typing import Literal, NamedTuple
 
 
-def kind_of(tensor: str) -> str:
-    """Without its place, "output" of "output.0", and without the ranks that it is of, "output" of "output[tp=1]"."""
-    return tensor.partition("[")[0].partition(".")[0]
+class Kind(NamedTuple):
+    """A row of the table.
+
+    ``of``: what it is measured of. Data parallel ranks have a part each of what is of a module, hold replicas of what
+    is of a parameter, and each its own buffers. ``one``: in a sentence, with a place in a container and a name.
+    ``several``: of many.
+    """
+
+    name: str
+    of: Literal["module", "parameter", "buffer"]
+    one: str
+    several: str
+    is_input: bool = False  # of what enters a module
+    is_gradient: bool = False
+    is_update: bool = False  # what an optimizer makes of gradients: a change, or a state that it keeps
+    is_sample: bool = False  # of some elements, always the same ones
+    is_about: bool = False  # numbers about tensors, of which no format has to hold the values
 
 
-def is_of_parameter(tensor: str) -> bool:
-    """Whether it is measured of a parameter: data parallel ranks hold replicas of it. Not so of buffers."""
-    return kind_of(tensor) in _OF_PARAMETERS
+_ROWS = (
+    Kind("output", "module", "the output{} of {}", "outputs"),
+    Kind("grad_output", "module", "the gradient of the output{} of {}", "gradients of outputs", is_gradient=True),
+    Kind("input", "module", "the input{} of {}", "inputs", is_input=True),
+    Kind(
+        "grad_input", "module", "the gradient of the input{} of {}", "gradients of inputs", True, is_gradient=True
+    ),
+    Kind("param", "parameter", "the parameter{} {}", "parameters"),
+    Kind("param_sample", "parameter", "the sample{} of the parameter {}", "samples of parameters", is_sample=True),
+    Kind("param_grad", "parameter", "the gradient{} of the parameter {}", "gradients of parameters", is_gradient=True),
+    Kind("param_update", "parameter", "the update{} of the parameter {}", "updates of parameters", is_update=True),
+    Kind(
+        "update_sample", "parameter", "the sampled update{} of the parameter {}", "sampled updates of parameters",
+        is_update=True, is_sample=True,
+    ),
+    Kind("optimizer", "parameter", "the optimizer's{} of the parameter {}", "states of optimizers", is_update=True),
+    Kind("buffer", "buffer", "the buffer{} {}", "buffers"),
+    Kind("attention", "module", "the attention's{} of {}", "numbers of attention", is_about=True),
+    Kind("router", "module", "the router's{} of {}", "numbers of routers", is_about=True),
+)  # fmt: skip
+KINDS = {row.name: row for row in _ROWS}  # in the order in which `attach` knows them
 
 
-def is_of_optimizer(tensor: str) -> bool:
-    """Whether it is what an optimizer has made of gradients: an update, or a state that it keeps."""
-    return kind_of(tensor) in _OF_OPTIMIZERS
+@lru_cache(maxsize=1 << 16)
+def kind_of(tensor: str) -> Kind:
+    """The row of a site's tensor. What is none of ours, as that of `measure`, is taken for one of a module."""
+    name = tensor.partition("[")[0].partition(".")[0]
+    return KINDS.get(name) or Kind(name, "module", f"{name}{{}} of {{}}", f"{name}s")
+
+
+def is_of_kind(tensor: str, kind: str) -> bool:
+    """Whether a tensor is of a kind, or of one in a family: "output.0" is an "output"."""
+    return tensor == kind or f"{tensor.partition('[')[0]}.".startswith(f"{kind}.")
 
 
 def is_of_module(tensor: str) -> bool:
     """Whether it is an activation, or its gradient: neither of a parameter nor a buffer."""
-    return not is_of_parameter(tensor) and kind_of(tensor) != "buffer"
+    return kind_of(tensor).of == "module"

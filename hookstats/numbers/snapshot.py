@@ -11,6 +11,7 @@ import numpy as np
 
 from hookstats.numbers.columns import Columns
 from hookstats.numbers.fields import STATISTICS, Array, Counts, Site, Skipped, Stats
+from hookstats.numbers.kinds import is_of_kind
 from hookstats.numbers.ranks import ALONE, Spread, StepRanks
 from hookstats.numbers.site_stats import SiteStats, bits_of
 from hookstats.numbers.tables import aligned, html
@@ -151,22 +152,19 @@ class Snapshot(Mapping[Site, SiteStats]):
         globs, kinds = _listed("names", names), [] if tensors is None else _listed("tensors", tensors)
         known = list(dict.fromkeys([*self, *self.skipped]))
 
-        def is_of(site: Site, kind: str) -> bool:
-            return site.tensor == kind or site.tensor.startswith(f"{kind}.")
-
         for glob in globs:
             if not any(fnmatchcase(site.name, glob) for site in known):
                 some = ", ".join(repr(name) for name in list(dict.fromkeys(site.name for site in known))[:8])
                 raise ValueError(f"select: the glob {glob!r} matches nothing; the names are {some}, ...")
         for kind in kinds:
-            if not any(is_of(site, kind) for site in known):
+            if not any(is_of_kind(site.tensor, kind) for site in known):
                 some = ", ".join(dict.fromkeys(site.tensor for site in known))
                 raise ValueError(f"select: tensors: expected some of {some}; got {kind!r}")
         chosen = {
             site
             for site in known
             if any(fnmatchcase(site.name, glob) for glob in globs)
-            and (tensors is None or any(is_of(site, kind) for kind in kinds))
+            and (tensors is None or any(is_of_kind(site.tensor, kind) for kind in kinds))
         }
         places = [i for i, site in enumerate(self.columns.sites) if site in chosen]
         skipped = {site: skipped for site, skipped in self.skipped.items() if site in chosen}

@@ -11,7 +11,7 @@ import numpy as np
 from hookstats.numbers.blocks import Read, merged
 from hookstats.numbers.columns import Columns
 from hookstats.numbers.fields import FIELDS, Array, Counts, Site, Skipped, fold_channels, unscale
-from hookstats.numbers.kinds import is_of_parameter
+from hookstats.numbers.kinds import kind_of
 from hookstats.numbers.ranks import StepRanks
 from hookstats.numbers.snapshot import Snapshot
 
@@ -101,7 +101,7 @@ class _Together:
         self.where = [[(part, i) for part, i in here if part.calls[i]] or here for here in where]
         self.is_cut = [False] * len(self.sites)
         for i, here in enumerate(self.where):
-            if len(here) > 1 and is_of_parameter(self.sites[i].tensor):
+            if len(here) > 1 and kind_of(self.sites[i].tensor).of == "parameter":
                 self._tell_parts_from_replicas(i, here)
 
     def _tell_parts_from_replicas(self, i: int, here: list[tuple[Columns, int]]) -> None:

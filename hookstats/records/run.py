@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from hookstats.numbers.fields import STATISTICS, Counts, Site
+from hookstats.numbers.kinds import is_of_kind
 from hookstats.numbers.snapshot import Snapshot
 from hookstats.numbers.tables import html
 from hookstats.records import timeline
@@ -388,8 +389,7 @@ def _matching(known: list[Site], chosen: Sites) -> set[Site] | None:
         found = {
             site
             for site in known
-            if fnmatchcase(site.name, name)
-            and (tensor is None or site.tensor == tensor or site.tensor.startswith(f"{tensor}."))
+            if fnmatchcase(site.name, name) and (tensor is None or is_of_kind(site.tensor, tensor))
         }
         if not found:
             some = ", ".join(repr(tuple(site)) for site in known[:8])

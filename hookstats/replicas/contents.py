@@ -15,6 +15,7 @@ from torch import nn
 from hookstats import _native
 from hookstats.modules.selection import clean_names
 from hookstats.modules.sharding import flattened, is_dtensor, unreduced
+from hookstats.numbers.kinds import kind_of
 
 _OUTSIDE = "outside"  # the piece of a rank that is not in the DTensor's mesh
 
@@ -30,7 +31,7 @@ class Replica(NamedTuple):
 
     @property
     def is_of_optimizer(self) -> bool:
-        return self.kind.startswith("optimizer")
+        return kind_of(self.kind).is_update
 
 
 class Contents(NamedTuple):

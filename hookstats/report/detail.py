@@ -8,6 +8,7 @@ import numpy as np
 
 from hookstats.comparing.rounding import bits_of_sites, dtype_of
 from hookstats.numbers.fields import Array, Counts, ExponentBins, Site, Stats
+from hookstats.numbers.kinds import kind_of
 from hookstats.numbers.site_stats import SiteStats
 from hookstats.numbers.snapshot import Snapshot
 from hookstats.report.planes import short
@@ -240,7 +241,6 @@ def _block_fit(snapshot: Snapshot, places: list[int], recorded: Recorded) -> dic
 
 
 _FORMATS = [FORMATS[name] for name in ("float8_e4m3fn", "float8_e5m2", "float16")]
-_STORED_NOWHERE = ("attention.", "router.")  # numbers about tensors, of which no format has to hold the values
 
 
 def _fit(snapshot: Snapshot, place: dict[Site, int]) -> list[list[Any]]:
@@ -259,7 +259,7 @@ def _fit(snapshot: Snapshot, place: dict[Site, int]) -> list[list[Any]]:
     rows = []
     for k, i in enumerate(at.tolist()):
         site, top = snapshot.columns.sites[i], float(totals.abs_max[i])
-        if site not in place or not whole[k] or not top > 0 or site.tensor.startswith(_STORED_NOWHERE):
+        if site not in place or not whole[k] or not top > 0 or kind_of(site.tensor).is_about:
             continue
         scaler = round(float(np.log2(snapshot.columns.scales[i])))
         shares, octaves = magnitudes[k] / whole[k], exponents - scaler

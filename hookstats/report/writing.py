@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from hookstats.numbers.fields import Counts, Site
+from hookstats.numbers.kinds import is_of_module, kind_of
 from hookstats.report import detail, planes
 from hookstats.report.page import page
 from hookstats.report.pair import Pair
@@ -152,8 +153,8 @@ def _told(finding: Finding, place: Mapping[Site, int]) -> dict[str, Any]:
 
 def in_order(sites: list[Site]) -> list[int]:
     """Sites in the order in which their modules are executed: a gradient beside what it is the gradient of."""
-    forward = [site for site in sites if not site.tensor.startswith(("grad_", "param", "update_", "buffer"))]
-    backward = [site for site in sites if site.tensor.startswith("grad_")][::-1]
+    forward = [site for site in sites if not kind_of(site.tensor).is_gradient and is_of_module(site.tensor)]
+    backward = [site for site in sites if kind_of(site.tensor).is_gradient and is_of_module(site.tensor)][::-1]
     place: dict[str, int] = {}
     for site in [*forward, *backward]:
         place.setdefault(site.name, len(place))

@@ -7,6 +7,7 @@ from typing import ClassVar
 import numpy as np
 
 from hookstats.numbers.fields import Array, Counts, Site
+from hookstats.numbers.kinds import is_of_kind
 from hookstats.rules.finding import Finding
 from hookstats.rules.formatting import number
 from hookstats.rules.history import Streak, extended
@@ -213,7 +214,7 @@ def _sums_of_outputs(step: Step) -> Counts:
 
 def _outputs_of_gradients(step: Step) -> Counts:
     """``[n]``: of each gradient of a parameter, the id of the output of the module that has it; -1 without one."""
-    ids = {site.name: place for place, site in enumerate(step.sites) if site.tensor.partition(".")[0] == "output"}
+    ids = {site.name: place for place, site in enumerate(step.sites) if is_of_kind(site.tensor, "output")}
     result = np.full(len(step.sites), -1, np.int64)
     for site in np.flatnonzero(step.is_kind("param_grad")).tolist():
         result[site] = ids.get(step.sites[site].name.rpartition(".")[0], -1)

@@ -3,23 +3,13 @@
 from __future__ import annotations
 
 from hookstats.numbers.fields import Site
-
-_KINDS = {
-    "output": "the output{} of {}",
-    "input": "the input{} of {}",
-    "grad_output": "the gradient of the output{} of {}",
-    "grad_input": "the gradient of the input{} of {}",
-    "param": "the parameter{} {}",
-    "param_grad": "the gradient{} of the parameter {}",
-    "buffer": "the buffer{} {}",
-    "param_update": "the update{} of the parameter {}",
-}
+from hookstats.numbers.kinds import kind_of
 
 
 def tensor_of(site: Site) -> str:
     """ "the gradient of the output of layers.3.mlp"."""
-    kind, _, part = site.tensor.partition(".")
-    return _KINDS.get(kind, f"{kind}{{}} of {{}}").format(f" {part}" if part else "", site.name or "the model")
+    part = site.tensor.partition(".")[2]
+    return kind_of(site.tensor).one.format(f" {part}" if part else "", site.name or "the model")
 
 
 def number(value: float) -> str:

@@ -8,13 +8,12 @@ from typing import ClassVar
 import numpy as np
 
 from hookstats.numbers.fields import Array
+from hookstats.numbers.kinds import kind_of
 from hookstats.rules.finding import Finding
 from hookstats.rules.formatting import number, tensor_of, times
 from hookstats.rules.history import extended
 from hookstats.rules.step import Step
 from hookstats.rules.thresholds import rule
-
-_BACKWARD = ("grad_output", "grad_input", "param_grad")
 
 
 @rule
@@ -100,16 +99,16 @@ class NonFinite:
     def _tensor_finding(self, step: Step, place: int, bad: float) -> Finding:
         """place: in the order of execution."""
         first = int(step.order[place])
-        kind = step.sites[first].tensor.partition(".")[0]
+        is_backward = kind_of(step.sites[first].tensor).is_gradient
         what = "NaN" if step.totals.nans[first] else "an infinity"
         text = f"{number(bad)} of {number(bad + step.totals.count[first])} values of {tensor_of(step.sites[first])}"
-        if step.overflowed and kind in _BACKWARD and self._skipped < self.overflows:
+        if step.overflowed and is_backward and self._skipped < self.overflows:
             sentence = (
                 f"{text} are {what}: the GradScaler has skipped this step and lowers its scale. Nothing is to be done."
             )
             return step.finding("nonfinite", first, bad, 0, "note", sentence)
         advice = self._in_between(step)
-        if not advice and kind in _BACKWARD and self._lost == step.number:
+        if not advice and is_backward and self._lost == step.number:
             advice = (
                 "It began in the loss, which is not finite while all outputs are: look for a logarithm or a division "
                 "there, and at the labels."
@@ -162,20 +161,20 @@ def _began(step: Step, place: int, clean: int | None) -> str:
     """
     first = int(step.order[place])
     name, tensor = step.sites[first]
-    kind = tensor.partition(".")[0]
+    kind = kind_of(tensor)
     module = name or "the model"
     before = tensor_of(step.sites[int(step.order[place - 1])]) if place else ""
-    if kind == "input" and not place:
+    if kind.name == "input" and not place:
         return (
             "The data hold it: nothing of the model has run before. Look at this batch, at what loads and prepares it, "
             "and leave it out."
         )
-    if kind == "input":
+    if kind.name == "input":
         return (
             f"It came in there, and {before} and all before it are finite: it is in the data, where these reach "
             f"{module} directly, or in what is computed on the way, between the watched modules."
         )
-    if kind == "output" and not place:
+    if kind.name == "output" and not place:
         weights, batch = f"the weights and the arithmetic of {module}", "this batch and what loads it"
         by_data = _is_of_rows(step, first)
         one, two = (weights, batch) if by_data is False else (batch, weights)
@@ -187,17 +186,17 @@ def _began(step: Step, place: int, clean: int | None) -> str:
             f"begins here. Look at {one}, then at {two}.{why} "
             'tensors=("input", "output", ...) tells these apart.'
         )
-    if kind == "output":
+    if kind.name == "output":
         return (
             f"It began in forward, behind {before}, which is finite: look at the weights and the arithmetic of "
             f"{module}."
         )
-    if kind in _BACKWARD:
+    if kind.is_gradient:
         return (
             "It began in backward, all outputs are finite: look at what follows it in forward, up to the loss, for a "
             "square root or a division at 0."
         )
-    if kind == "buffer":
+    if kind.of == "buffer":
         return "It began in the buffer, outputs and gradients are finite: look at how the model updates it."
     return "It began in the optimizer, outputs and gradients are finite: look at its state and its settings."
 

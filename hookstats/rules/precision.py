@@ -9,6 +9,7 @@ import numpy as np
 
 from hookstats.numbers.blocks import Drained
 from hookstats.numbers.fields import Array, Counts, ExponentBins, Site
+from hookstats.numbers.kinds import KINDS
 from hookstats.numbers.snapshot import Snapshot
 from hookstats.rules.blocks import BLOCK_FORMATS, BlockFit, block_fits
 from hookstats.rules.finding import Finding
@@ -212,15 +213,15 @@ class LowPrecisionFit:
 
     def _losing(self, step: Step, ill: Mask) -> Iterator[Finding]:
         """One finding for each kind of tensor, at the site that loses most."""
-        for kind, tensors in _KINDS.items():
-            sites = step.in_order(ill & step.is_kind(kind))
+        for kind in KINDS.values():
+            sites = step.in_order(ill & step.is_kind(kind.name))
             if not sites:
                 continue
             worst = max(sites, key=lambda site: self._lost[site])
             sentence = (
                 f"cast to a lower precision at its best scale, {tensor_of(step.sites[worst])} would lose to 0 of its "
                 f"values: {self._shares[worst]}.{self._with_blocks.get(worst, '')}"
-                f"{_of_others(len(sites) - 1, tensors)} Leave "
+                f"{_of_others(len(sites) - 1, kind.several)} Leave "
                 f"{'this layer' if len(sites) == 1 else 'these layers'} out where you quantise, or give "
                 f"{'it' if len(sites) == 1 else 'them'} a scale per channel or block."
             )
@@ -243,15 +244,6 @@ class LowPrecisionFit:
         listed = [worst, *(site for site in sites if site != worst)]
         since = self._streak.since[listed].min()
         return step.finding("low-precision-fit", worst, value, threshold, "note", sentence, since=since, sites=listed)
-
-
-_KINDS = {
-    "output": "outputs",
-    "input": "inputs",
-    "param": "parameters",
-    "grad_output": "gradients of outputs",
-    "grad_input": "gradients of inputs",
-}
 
 
 def _with_blocks(step: Step, chosen: Mask) -> dict[int, str]:

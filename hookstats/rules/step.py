@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 from hookstats.numbers.blocks import Drained
 from hookstats.numbers.columns import Columns
 from hookstats.numbers.fields import FIELDS, Array, Bins, Counts, ExponentBins, Site, Stats, unscale
+from hookstats.numbers.kinds import is_of_kind, is_of_module
 from hookstats.numbers.snapshot import Snapshot
 from hookstats.rules.finding import MOST_SITES, Finding
 from hookstats.rules.formatting import times
 
 Mask: TypeAlias = NDArray[np.bool_]
-_OF_MODULES = ("output", "grad_output", "input", "grad_input")
 _Over = TypeVar("_Over", bound=NDArray[Any])
 
 
@@ -53,7 +53,7 @@ class Sites:
         mask = self._kinds.get(kind)
         if mask is None or len(mask) < len(self.all):
             tensors = [site.tensor for site in self.all]
-            mask = np.array([tensor == kind or tensor.startswith(f"{kind}.") for tensor in tensors], bool)
+            mask = np.array([is_of_kind(tensor, kind) for tensor in tensors], bool)
             self._kinds[kind] = mask
         return mask
 
@@ -185,7 +185,7 @@ class Step:
         found = {}
         for i in columns.order.tolist() if count else ():
             site = int(self._ids[i])
-            if columns.keeps[i] and columns.dims[i] == 0 and self.sites[site].tensor.partition(".")[0] in _OF_MODULES:
+            if columns.keeps[i] and columns.dims[i] == 0 and is_of_module(self.sites[site].tensor):
                 channels = columns.stats(i).channels
                 if (
                     channels is not None

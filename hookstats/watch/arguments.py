@@ -14,13 +14,14 @@ from torch import nn
 from hookstats import _native
 from hookstats.modules.selection import Slot, as_globs, matches
 from hookstats.numbers.fields import ExponentBins, LinearBins
+from hookstats.numbers.kinds import KINDS
 from hookstats.numbers.snapshot import Snapshot
 from hookstats.watch.judging import Recorder
 
 DEFAULT_TENSORS = ("output", "grad_output", "model_input", "param_sample", "param_grad", "update_sample")
-OF_PARAMETERS = ("param", "param_sample", "param_grad", "param_update", "update_sample", "optimizer", "buffer")
-OF_LANGUAGE = ("attention", "router")
-TENSORS = ("output", "grad_output", "input", "grad_input", "model_input", *OF_PARAMETERS, *OF_LANGUAGE)
+OF_PARAMETERS = tuple(kind.name for kind in KINDS.values() if kind.of != "module")
+OF_LANGUAGE = tuple(kind.name for kind in KINDS.values() if kind.is_about)
+TENSORS = (*KINDS, "model_input")
 Sink: TypeAlias = Callable[[Snapshot], object] | Recorder
 
 

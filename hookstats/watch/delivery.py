@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from hookstats.numbers.blocks import Drained
 from hookstats.numbers.fields import Site, Skipped
+from hookstats.numbers.kinds import is_of_kind, kind_of
 from hookstats.numbers.ranks import StepRanks
 from hookstats.numbers.snapshot import Snapshot
 from hookstats.watch.arguments import Sink
@@ -241,13 +242,14 @@ class Delivery:
 
     def _needs_no_gradient(self, site: Site) -> bool:
         """Whether it is in order that no gradient came: nothing before it is trained, as far as anybody can see."""
-        if site.tensor.startswith("grad_output"):
+        kind = kind_of(site.tensor)
+        if not (kind.is_gradient and kind.of == "module"):
+            return False
+        if not kind.is_input:
             if site.name not in self._trained:  # a table of positions, a frozen layer
                 return True
             if "." not in site.tensor:
                 return False
             # Of what a module returns together some is often used by nobody, such as the last states of an LSTM.
-            return any(each.name == site.name and each.tensor.startswith("grad_output.") for each in self._fired)
-        if site.tensor.startswith("grad_input"):  # of a batch
-            return any(fired.name == site.name for fired in self._fired)
-        return False
+            return any(each.name == site.name and is_of_kind(each.tensor, kind.name) for each in self._fired)
+        return any(fired.name == site.name for fired in self._fired)  # of a batch

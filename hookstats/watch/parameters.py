@@ -21,6 +21,7 @@ from hookstats.modules.channels import parameter_channels
 from hookstats.modules.selection import Slot
 from hookstats.modules.sharding import is_dtensor, sharding_of
 from hookstats.numbers.fields import Site
+from hookstats.numbers.kinds import is_of_kind, kind_of
 from hookstats.watch.batches import Batches, ByIdentity, Owner, Parameter, part_held, placing
 from hookstats.watch.binding import SiteBinder
 from hookstats.watch.flags import is_capturing
@@ -33,7 +34,6 @@ from hookstats.watch.states import States
 
 BUFFER = "buffer"
 _COUNTS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-_UPDATES = ("param_update", "update_sample")  # what is measured behind an optimizer's step
 _UNSCALED_BYTES = 64 << 20  # of gradients without their scale, at a time
 
 
@@ -100,7 +100,7 @@ class Parameters:
         parameter = Parameter(len(self._parameters.all), name, slot, keep_channels, group_size)
         for kind in kinds_of(slot, tensor, self._kinds):
             # This process's part of a DTensor may be one channel of several. Of a sample, none is a channel's.
-            is_sample = kind in SAMPLES
+            is_sample = kind_of(kind).is_sample
             keeps = not is_sample and keep_channels and (parameter_channels(slot, tensor).width or 1) > 1
             entry = self._store.add(
                 Site(name, kind), device, 1 if is_sample else width, dim, keeps, has_bins=not is_sample
@@ -185,7 +185,7 @@ class Parameters:
         except Exception as error:
             if self._store.strict:
                 raise
-            entries = [entry for kind, entry in each.entries.items() if kind.startswith(f"{STATES}.")]
+            entries = [entry for kind, entry in each.entries.items() if is_of_kind(kind, STATES)]
             self._binder.leave_out(entries, error)
             return []
 
@@ -219,7 +219,7 @@ class Parameters:
             (each, kind)
             for each in (self._parameters.all if stepping is None else stepping)
             for kind in each.entries
-            if kind not in _UPDATES and not kind.startswith(STATES) and each.measures(kind)
+            if not kind_of(kind).is_update and each.measures(kind)  # what an optimizer makes comes after its step
         ]
 
         def value(each: Parameter, kind: str) -> torch.Tensor | None:

@@ -10,12 +10,12 @@ from torch import nn
 from hookstats.modules.channels import ChannelAxis, channels_of, input_channels, wanted_by_name
 from hookstats.modules.heads import NO_GROUPS, GroupSizes, group_sizes
 from hookstats.modules.selection import Modules, clean_names, select, watched_root
+from hookstats.numbers.kinds import kind_of
 from hookstats.watch.arguments import OF_LANGUAGE, OF_PARAMETERS, Channels, channel_names, device_of
 from hookstats.watch.batches import placing
 from hookstats.watch.hooks import Hook, InputHook, Kinds, ModelInputHook, SiteSpec
 from hookstats.watch.memory import Store
 from hookstats.watch.parameters import BUFFER, kinds_of
-from hookstats.watch.samples import KINDS as SAMPLES
 
 
 class Plan:
@@ -117,7 +117,7 @@ class Plan:
             assert tensor is not None
             device, width, _ = placing(slot, tensor, name in self.keeping, self.device)
             for kind in kinds_of(slot, tensor, self.of_parameters):
-                is_sample = kind in SAMPLES
+                is_sample = kind_of(kind).is_sample
                 size = store.site_bytes(1 if is_sample else width, has_bins=not is_sample)
                 total[device] = total.get(device, 0) + size
         return total

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from hookstats import _native
+from hookstats.numbers import kinds
 from hookstats.watch.batches import Parameter, part_held
 from hookstats.watch.binding import SiteBinder
 from hookstats.watch.flags import is_capturing
@@ -17,7 +18,7 @@ from hookstats.watch.memory import Store
 from hookstats.watch.skipping import Captured
 
 SIZE = 4096  # elements of a parameter, at most
-KINDS = ("param_sample", "update_sample")
+KINDS = tuple(kind.name for kind in kinds.KINDS.values() if kind.is_sample)
 _PLAIN = (torch.nn.Parameter, torch.Tensor)
 
 
