@@ -30,7 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "portable": set(),
     "_native": {"_warn", "numbers", "portable", "_C"},
     "cluster": {"_warn", "modules", "numbers"},
-    "replicas": {"_native", "_warn", "cluster", "modules"},
+    "replicas": {"_native", "_warn", "cluster", "modules", "numbers"},
     "watch": {"_native", "_warn", "cluster", "modules", "numbers"},
     "language": {"_native", "_warn", "modules", "numbers", "watch"},
     "attaching": {"_native", "cluster", "language", "modules", "numbers", "watch"},

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from hookstats.numbers.fields import Array, Site
+from hookstats.numbers.kinds import kind_of
 from hookstats.report.planes import COLUMNS, STATISTICS, bad_of, change, numbers_of
 from hookstats.report.record import Recorded
 from hookstats.report.reducing import edges, farthest, largest, marks
@@ -27,7 +28,7 @@ def plot(recorded: Recorded, statistic: str, tensor: str, relative: bool, log: b
         raise ImportError(f"plot needs {error.name}: pip install 'hookstats[report]'") from error
     if statistic not in STATISTICS:
         raise ValueError(f"plot: expected a statistic of {', '.join(STATISTICS)}; got {statistic!r}")
-    rows = [i for i in in_order(recorded.sites) if recorded.sites[i].tensor.split(".")[0] == tensor]
+    rows = [i for i in in_order(recorded.sites) if kind_of(recorded.sites[i].tensor).name == tensor]
     if not rows:
         known = ", ".join(dict.fromkeys(site.tensor for site in recorded.sites))
         raise ValueError(f"plot: expected a tensor of {known}; got {tensor!r}")

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+from hookstats.numbers.kinds import kind_of
 from hookstats.rules.finding import MOST_SITES, SEVERITIES, Cause, Finding
 from hookstats.rules.formatting import number, times
 
@@ -131,7 +132,7 @@ def together(found: Iterable[Finding]) -> list[Finding]:
         if each.site is None or each.site_count > 1:
             result.append(each)
         else:
-            kind = each.site.tensor.partition(".")[0]
+            kind = kind_of(each.site.tensor).name
             groups[each.rule, kind, each.severity].append(each)
     for first, *others in groups.values():
         if others:

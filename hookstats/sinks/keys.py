@@ -12,6 +12,7 @@ import numpy as np
 
 from hookstats._warn import WarnOnce
 from hookstats.numbers.fields import STATISTICS, Array, Counts, Site
+from hookstats.numbers.kinds import kind_of
 from hookstats.numbers.site_stats import SiteStats
 from hookstats.numbers.snapshot import Snapshot
 
@@ -157,7 +158,7 @@ def _spread(sites: list[Site], most: int) -> list[Site]:
     """At most so many: each kind of tensor its share, evenly from its first site to its last, in the order of sites."""
     kinds: dict[str, list[Site]] = {}
     for site in sites:
-        kinds.setdefault(site.tensor.split(".")[0], []).append(site)
+        kinds.setdefault(kind_of(site.tensor).name, []).append(site)
     chosen: set[Site] = set()
     for i, group in enumerate(sorted(kinds.values(), key=len)):  # what a small kind leaves goes to the larger ones
         share = min(len(group), (most - len(chosen)) // (len(kinds) - i))

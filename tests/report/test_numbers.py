@@ -12,6 +12,7 @@ import torch
 
 import hookstats
 from hookstats.numbers.fields import Site
+from hookstats.numbers.kinds import KINDS, kind_of
 from hookstats.report import Recorded, plot, write
 from hookstats.report.page import asset, page
 from hookstats.report.reducing import FIRST, NEUTRAL, NONFINITE, PER_OCTAVE, SILENT, past
@@ -131,6 +132,12 @@ def test_a_gradient_stands_beside_its_activation_in_the_order_of_execution() -> 
         Site("layers.0.norm1", "output"),
         Site("layers.0.norm1", "grad_output"),
     ]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind_of(kind).of != "module"])
+def test_whatever_is_measured_of_a_parameter_stands_where_its_module_does(kind: str) -> None:
+    sites = [Site("0", "output"), Site("1", "output"), Site("0.weight", kind), Site("1.weight", kind)]
+    assert [sites[i].name for i in in_order(sites)] == ["0", "0.weight", "1", "1.weight"]
 
 
 def test_the_top_channels_are_those_of_the_last_step_with_channels(recorded: Recorded) -> None:
