@@ -14,6 +14,8 @@ from hookstats.rules.history import Course, Streak
 from hookstats.rules.step import Mask, Step
 from hookstats.rules.thresholds import rule
 
+_MOMENTS = ("count", "mean", "std", "min", "max", "abs_mean")  # of two batches, not all are equal to the bit
+
 
 def _inputs(step: Step) -> Mask:
     """``[n]``: the floating inputs of the model itself that came in this step."""
@@ -28,7 +30,8 @@ class InputShift:
     ``factor`` = 10 times its level, or a tenth of it, and also ``sigmas`` = 8 deviations and ``tail`` = 3 times as far
     from it as any of the last ``window`` = 128 measured batches went, in logarithms. One value of a batch that is 1000
     times too large shows in the largest |x|. A mean that has moved by more than ``moved`` = 0.5 standard deviations of
-    the data, as far beyond its own past, is a note. The figures are ours.
+    the data, as far beyond its own past, is a note. A batch of nothing but zeros is a warning
+    when other batches follow. The figures are ours.
 
     What else looks like it: a curriculum, another data set, augmentation that begins. What to do: look at the samples
     of this batch and at what loads and scales them; leave out the batch, or clip its values.
@@ -47,6 +50,7 @@ class InputShift:
     def __post_init__(self) -> None:
         self._sizes: dict[tuple[int, str], Course] = {}
         self._means: dict[int, Course] = {}
+        self._zeros: dict[int, int] = {}  # of what was 0 in the last step, since when
 
     def __call__(self, step: Step) -> list[Finding] | None:
         inputs = step.in_order(_inputs(step))
@@ -56,6 +60,12 @@ class InputShift:
         totals, said = step.totals, False
         if totals.min[site] == totals.max[site] != 0:
             return
+        if totals.abs_max[site] == 0:
+            self._zeros.setdefault(site, step.number)
+            return
+        since, course = self._zeros.pop(site, None), self._sizes.get((site, "rms"))
+        if since is not None and course and len(course) >= self.min_history:
+            yield self._were_zeros(step, site, since, course.level)
         for name, size in (("rms", totals.rms[site]), ("largest |x|", totals.abs_max[site])):
             course = self._sizes.setdefault((site, name), Course(self.window))
             if size > 0 and np.isfinite(size):
@@ -95,6 +105,13 @@ class InputShift:
         )
         return step.finding("input-shift", site, shift, self.factor, "warning", sentence)
 
+    def _were_zeros(self, step: Step, site: int, since: int, level: float) -> Finding:
+        sentence = (
+            f"the batch of step {since} was all zeros: {tensor_of(step.sites[site])} has an rms of {number(level)} "
+            "otherwise. Look at what loads the data: a file that could not be read, a buffer that was not filled."
+        )
+        return step.finding("input-shift", site, 0.0, level, "warning", sentence, since=since)
+
     def _moved(self, step: Step, site: int, mean: float, level: float, std: float) -> Finding:
         sentence = (
             f"the mean of {tensor_of(step.sites[site])} is {number(mean)} from step {step.number} on, and was "
@@ -110,10 +127,12 @@ class ConstantInput:
 
     An input of the model that has varied holds one value throughout; or the first output of the model has no variance
     in any channel, which means that all rows that came in are the same: images that were not loaded, one sample in each
-    row, tokens that are all padding. This holds in ``consecutive_steps`` = 5 measured steps in a row. The figures are
-    ours.
+    row, tokens that are all padding. This holds in ``consecutive_steps`` = 5 measured steps in a row. Where all inputs
+    of the model are what they were in the step before, to the bit, for ``batches`` = 20 steps, that is a note. The
+    figures are ours.
 
-    What else looks like it: batches of one row, which are not judged. What to do: print a batch as the model gets it.
+    What else looks like it: batches of one row, which are not judged; training on all data in every step, of which the
+    note says so. What to do: print a batch as the model gets it.
 
     So that a healthy run is silent: inputs that are constant from the start, such as masks, count only where the first
     output has no variance, either; channels of fewer than ``values`` = 8 values are not judged, nor is a first output
@@ -122,10 +141,14 @@ class ConstantInput:
 
     consecutive_steps: int = 5
     values: int = 8
+    batches: int = 20
 
     def __post_init__(self) -> None:
         self._varied: set[int] = set()
         self._streak = Streak(self.consecutive_steps)
+        self._last: dict[int, tuple[float, ...]] = {}  # what the inputs were, by number
+        self._same = 0  # steps in a row
+        self._since = -1
 
     def __call__(self, step: Step) -> list[Finding] | None:
         inputs = step.in_order(_inputs(step))
@@ -140,7 +163,27 @@ class ConstantInput:
         constant, judged = np.zeros((2, len(step.sites)), bool)
         constant[list(candidates)], judged[list(candidates)] = list(candidates.values()), True
         ill = self._streak.push(step.number, constant, judged)
-        return [self._finding(step, site) for site in candidates if ill[site]][:1]  # the inputs first
+        found = [self._finding(step, site) for site in candidates if ill[site]][:1]  # the inputs first
+        return found or self._repeated(step, inputs)
+
+    def _repeated(self, step: Step, inputs: list[int]) -> list[Finding]:
+        totals = step.totals
+        now = {site: tuple(float(getattr(totals, name)[site]) for name in _MOMENTS) for site in inputs}
+        varies = any(totals.min[site] < totals.max[site] for site in inputs)
+        self._same = self._same + 1 if varies and now == self._last else 0
+        if self._same == 1:
+            self._since = step.number - 1
+        self._last = now
+        if self._same != self.batches:
+            return []
+        sentence = (
+            f"{tensor_of(step.sites[inputs[0]])} has been the same batch, to the bit, since step {self._since}. That "
+            "is right where every step trains on all the data, or on one batch to test the model; else look at the "
+            "sampler, and at workers whose random generators begin alike."
+        )
+        return [
+            step.finding("constant-input", inputs[0], self._same, self.batches, "note", sentence, since=self._since)
+        ]
 
     def _is_constant_now(self, step: Step, site: int) -> bool:
         is_constant = bool(step.totals.min[site] == step.totals.max[site])
@@ -170,19 +213,27 @@ class ConstantInput:
         return step.finding("constant-input", site, 0.0, 0.0, "warning", sentence, since=self._streak.since[site])
 
 
+_MASKED = -1e4  # what is added to a logit so that it counts for nothing is this or below
+
+
 @rule
 class UnscaledInput:
     """An input of the model that was never scaled (a note): values far from the size that initial weights expect.
 
-    The rms is beyond ``size`` = 20 (pixels from 0 to 255 have 100 and more), or a channel is ``ratio`` = 1000 times the
-    median channel, in the first ``consecutive_steps`` = 5 measured steps. Initial weights (He et al. 2015, Glorot and
-    Bengio 2010) keep variances on the assumption that inputs have a variance near 1. The figures are ours.
+    The rms is beyond ``size`` = 20 (pixels from 0 to 255 have 100 and more) or below ``small`` = 0.005 (pixels that
+    were divided by 255 twice have 0.002), or a channel is ``ratio`` = 1000 times the median channel, in the first
+    ``consecutive_steps`` = 5 measured steps. Initial weights (He et al. 2015, Glorot and Bengio 2010) keep variances on
+    the assumption that inputs have a variance near 1. The figures are ours.
 
     What else looks like it: data that a norm of the model scales first. What to do: subtract the mean of each feature,
     and divide by its standard deviation.
+
+    So that a healthy run is silent: masks that are added (0, and a large negative number) are no data, and inputs of
+    which more than half is 0 may be small.
     """
 
     size: float = 20.0
+    small: float = 0.005
     ratio: float = 1000.0
     consecutive_steps: int = 5
 
@@ -197,16 +248,22 @@ class UnscaledInput:
         seen = self._seen[site] = self._seen.get(site, 0) + 1
         if seen > self.consecutive_steps:
             return None
-        rms, largest = float(step.totals.rms[site]), self._largest_channel(step, site)
-        if not (rms > self.size or largest > self.ratio):
+        totals = step.totals
+        rms, largest = float(totals.rms[site]), self._largest_channel(step, site)
+        is_small = 0 < rms < self.small and totals.zeros[site] <= 0.5 * totals.count[site]
+        is_mask = totals.max[site] == 0 and totals.min[site] <= _MASKED
+        if is_mask or not (rms > self.size or is_small or largest > self.ratio):
             self._seen[site] = self.consecutive_steps  # once is enough to say that it is scaled
         elif seen == self.consecutive_steps:
-            what = f"an rms of {number(rms)}" if rms > self.size else f"a channel {number(largest)} times the others"
+            by_size = rms > self.size or is_small
+            what = f"an rms of {number(rms)}" if by_size else f"a channel {number(largest)} times the others"
+            how = "scaled twice, or not at all" if is_small else "not scaled"
             sentence = (
-                f"{tensor_of(step.sites[site])} has {what}: it was not scaled. Initial weights expect values near 1; "
-                "subtract the mean of each feature and divide by its deviation, unless a norm of the model does that."
+                f"{tensor_of(step.sites[site])} has {what}: it was {how}. Initial weights expect values near 1; "
+                "subtract the mean of each feature and divide by its deviation, "
+                "unless a norm of the model does that."
             )
-            value, threshold = (rms, self.size) if rms > self.size else (largest, self.ratio)
+            value, threshold = (rms, self.small if is_small else self.size) if by_size else (largest, self.ratio)
             return step.finding("unscaled-input", site, value, threshold, "note", sentence)
         return None
 

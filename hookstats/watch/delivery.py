@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from hookstats.numbers.blocks import Drained
 from hookstats.numbers.fields import Site, Skipped
-from hookstats.numbers.kinds import is_of_kind, kind_of
+from hookstats.numbers.kinds import is_of_kind, is_of_module, kind_of
 from hookstats.numbers.ranks import StepRanks
 from hookstats.numbers.snapshot import Snapshot
 from hookstats.watch.arguments import Sink
@@ -59,6 +59,9 @@ class Delivery:
         self._failure: BaseException | None = None
         self._fired: set[Site] = set()
         self._deliveries = 0
+        self._has_run = False  # a module whose tensors are watched, in a step so far
+        self._evaluated = 0  # measured steps in a row in which none did, in evaluation mode
+        self._evaluated_since = 0
 
     def sites(self) -> list[Site]:
         """The watched ones, those in containers as soon as they have been seen; not those given up."""
@@ -195,6 +198,7 @@ class Delivery:
             self._fired.update(snapshot.order)
         if self._deliveries == _SILENT_STEPS:
             self._report_silence()
+        self._look_for_evaluation(snapshot)
         if self._joined is None:
             self._give(drained, snapshot)
         else:
@@ -238,6 +242,21 @@ class Delivery:
                 f"in {_SILENT_STEPS} measured steps nothing came from {some}: a module that is never called as one, an "
                 "expert without tokens, an output whose gradient is never used, a parameter that gets none, a view "
                 "that was then changed in place, or a tensor inside torch.func",
+            )
+
+    def _look_for_evaluation(self, snapshot: Snapshot) -> None:
+        """Of a model that was trained before: after a validation, say, that nobody ended."""
+        runs = any(is_of_module(site.tensor) for site in snapshot.order)
+        self._has_run = self._has_run or runs
+        is_left_out = self._has_run and not runs and self._binder.training.is_evaluating()
+        if is_left_out and not self._evaluated:
+            self._evaluated_since = snapshot.step
+        self._evaluated = self._evaluated + 1 if is_left_out else 0
+        if self._evaluated == _SILENT_STEPS:
+            self._binder.warn_once(
+                "evaluation",
+                f"since step {self._evaluated_since} the model has been in evaluation mode, which is left out: after a "
+                "validation call model.train(); if it is to train so, attach with training_only=False",
             )
 
     def _needs_no_gradient(self, site: Site) -> bool:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from hookstats.rules import LossSpike, NonFinite, SecondMoment, judge
+from hookstats.rules import ConstantInput, Finding, InputShift, LossSpike, NonFinite, SecondMoment, UnscaledInput, judge
 from tests.rules.test_guards import step_of
 from tests.rules.test_guards import told as told_in
 from tests.rules.test_learning import named, only, run, sgd, told
@@ -84,6 +85,47 @@ def test_a_logarithm_of_0_in_an_output_is_looked_for_there_where_the_loss_is_inf
     assert found.severity == "critical"
     assert "began behind the model" not in found.sentence
     assert "the output of 1 holds -Inf" in found.sentence
+
+
+def of_input(rule: Any, inputs: list[torch.Tensor]) -> list[Finding]:
+    """What is said of what the model is given, a tensor a step."""
+    return judge([step_of(i, {("", "input"): x, ("0", "output"): x + i}) for i, x in enumerate(inputs)], [rule])
+
+
+def batches(count: int, scale: float = 1.0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [scale * torch.randn(16, 8, generator=generator) for _ in range(count)]
+
+
+def test_a_batch_of_zeros_is_not_like_those_before_it() -> None:
+    (found,) = of_input(InputShift(), [*batches(12), torch.zeros(16, 8), torch.zeros(16, 8), *batches(3)])
+    assert (found.step, found.since, found.severity) == (14, 12, "warning")
+    assert "the batch of step 12 was all zeros" in found.sentence
+    assert of_input(InputShift(), [torch.zeros(16, 8), *batches(12)]) == []
+
+
+def test_the_same_batch_in_every_step_is_a_note() -> None:
+    first, *others = batches(30)
+    (found,) = of_input(ConstantInput(), [*others[:5], *[first] * 40])
+    assert (found.step, found.since, found.severity) == (25, 5, "note")
+    assert "the same batch, to the bit, since step 5" in found.sentence
+    assert of_input(ConstantInput(), [first, others[0]] * 30) == []  # two in turn
+    assert of_input(ConstantInput(), others * 2) == []
+
+
+def test_pixels_that_were_divided_by_255_twice_are_too_small() -> None:
+    pixels = [x.abs() for x in batches(8, scale=0.3)]
+    (found,) = of_input(UnscaledInput(), [x / 255 for x in pixels])
+    assert "scaled twice, or not at all" in found.sentence
+    assert of_input(UnscaledInput(), pixels) == []
+    sparse = [torch.where(x > 2, x, 0) / 200 for x in batches(8)]  # counts of words
+    assert of_input(UnscaledInput(), sparse) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_mask_that_is_added_to_logits_is_no_data_that_was_not_scaled(dtype: torch.dtype) -> None:
+    mask = torch.full((8, 8), torch.finfo(dtype).min, dtype=dtype).triu(1)
+    assert of_input(UnscaledInput(), [mask] * 8) == []
 
 
 def test_a_healthy_training_of_each_of_them_is_told_nothing() -> None:

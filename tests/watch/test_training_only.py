@@ -181,3 +181,33 @@ def test_monitors_that_come_and_go_leave_no_finalizers_on_the_model() -> None:
     del mon  # whose memory has one of its own
     gc.collect()
     assert len(weakref.finalize._registry) == before  # type: ignore[attr-defined]
+
+
+def test_a_model_that_is_left_in_evaluation_mode_is_told_of_once() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with hearing() as told, hookstats.attach(model, every=1) as monitor:
+        for step in range(12):
+            if step in (3, 5):  # validations, of which one is ended
+                model.eval()
+                with torch.no_grad():
+                    model(torch.randn(3, 4))
+                model.train(step == 3)
+            model(torch.randn(3, 4)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            monitor.step()
+    (text,) = told
+    assert "since step 5 the model has been in evaluation mode" in text
+    assert "call model.train()" in text
+
+
+@pytest.mark.parametrize("tensors", ["param_grad", "output"])
+def test_a_model_that_trains_in_evaluation_mode_on_purpose_is_told_nothing_of_it(tensors: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    with hearing() as told, hookstats.attach(model, tensors=tensors, every=1, training_only=False) as monitor:
+        for step in range(8):
+            model.train(step < 2)
+            model(torch.randn(3, 4)).square().mean().backward()
+            monitor.step()
+    assert told == []
