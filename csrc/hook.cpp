@@ -64,17 +64,23 @@ class Slots {
   };
 
   void add(HookObject* hook) {
+    PyObject* reference = PyWeakref_NewRef(reinterpret_cast<PyObject*>(hook), nullptr);
+    if (!reference) PyErr_Clear();  // of a class without room for one: its hooks are not found
     const std::lock_guard<std::mutex> lock(mutex_);
     hook->number = ++last_;
-    hooks_[hook->number].hook = reinterpret_cast<PyObject*>(hook);
+    hooks_[hook->number].reference = reference;
   }
 
   // What is let go, here and below, is destroyed when the lock is free: it may be the last that holds an object.
   void remove(const HookObject* hook) {
-    Shared before = set_observed(hook, nullptr);
-    const std::lock_guard<std::mutex> lock(mutex_);
-    for (const void* address : hooks_[hook->number].addresses) slot_at_[address] = 0;
-    hooks_.erase(hook->number);
+    Known gone;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      gone = std::exchange(hooks_[hook->number], Known());
+      for (const at::Tensor& slot : gone.slots) slot_at_[slot.const_data_ptr()] = 0;
+      hooks_.erase(hook->number);
+    }
+    Py_XDECREF(gone.reference);
   }
 
   Shared set_observed(const HookObject* hook, Shared observed) {
@@ -87,10 +93,11 @@ class Slots {
     hooks_[whole->number].parts[std::move(path)] = part->number;
   }
 
-  void set_address(const HookObject* hook, const void* address, int64_t slot) {
+  // On a GPU. It is kept as long as the hook, so that nothing else comes to its address meanwhile.
+  void set_address(const HookObject* hook, const at::Tensor& slot, int64_t number) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    hooks_[hook->number].addresses.push_back(address);
-    slot_at_[address] = slot;
+    hooks_[hook->number].slots.push_back(slot);
+    slot_at_[slot.const_data_ptr()] = number;
   }
 
   // path: in a container.
@@ -117,11 +124,16 @@ class Slots {
     return found;
   }
 
-  // A new reference, or none. Under the GIL, without which no hook is deleted.
+  // A new reference, or None. Under the GIL. By way of a weak one, as Python may already be taking a hook apart.
   py::object hook(int64_t number) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    const auto known = hooks_.find(number);
-    return known == hooks_.end() ? py::object() : py::reinterpret_borrow<py::object>(known->second.hook);
+    py::object reference;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      const auto known = hooks_.find(number);
+      if (known == hooks_.end() || !known->second.reference) return py::none();
+      reference = py::reinterpret_borrow<py::object>(known->second.reference);
+    }
+    return reference();
   }
 
  private:
@@ -132,10 +144,10 @@ class Slots {
   }
 
   struct Known {
-    PyObject* hook = nullptr;  // borrowed
+    PyObject* reference = nullptr;  // a weak one
     Shared observed = nullptr;
     std::map<std::string, int64_t> parts = {};
-    std::vector<const void*> addresses = {};  // of its slots on GPUs
+    std::vector<at::Tensor> slots = {};  // on GPUs
   };
 
   std::mutex mutex_;
@@ -241,7 +253,7 @@ void lay_slots(const py::object& hook, at::Tensor output, at::Tensor gradient) {
   int64_t number = 2 * own->number;
   for (at::Tensor& slot : {std::ref(output), std::ref(gradient)}) {
     slot.fill_(number);
-    if (!slot.is_cpu()) slots->set_address(own, slot.const_data_ptr(), number);
+    if (!slot.is_cpu()) slots->set_address(own, slot, number);
     ++number;
   }
 }
@@ -308,11 +320,16 @@ void observe_in_graph(const at::Tensor& x, const at::Tensor& slot, const std::st
   }
   const py::gil_scoped_acquire gil;
   const py::object hook = slots->hook(found.hook);
-  if (!hook) return;
+  if (hook.is_none()) return;
   const py::object counting = rows ? py::cast(std::make_pair(rows->row_index, rows->kept)) : py::none();
   const py::object observe = hook.attr("binder").attr("measure_by_slot");
   const py::object refused = observe(hook, x, found.is_output, path, note, counting);
   TORCH_CHECK(refused.is_none(), std::string(py::str(refused)));
+}
+
+// In a vmap there is no one piece of data to read.
+void leave_out(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  torch::jit::drop(*stack, op.schema().arguments().size());
 }
 
 void observe_op(const at::Tensor& x, at::Tensor slot) { observe_in_graph(x, slot, "", "", {}, {}); }
@@ -334,6 +351,8 @@ TORCH_LIBRARY_FRAGMENT(HOOKSTATS_NAMESPACE, m) {
   const auto add = [&m](const char* name, auto* run) {
     m.impl(name, torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd, run));
     m.impl(name, torch::dispatch(c10::DispatchKey::Autograd, torch::CppFunction::makeFallthrough()));
+    m.impl(name, torch::dispatch(c10::DispatchKey::FuncTorchBatched,
+                                 torch::CppFunction::makeFromBoxedFunction<&leave_out>()));
   };
   add("observe", observe_op);
   add("observe.rows", observe_rows_op);

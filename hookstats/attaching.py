@@ -125,18 +125,18 @@ def attach(
         if device.type == "cuda":
             _native.load_kernels(device, _dtypes_of(model), histogram)
     binder = SiteBinder(store, TrainingOnly(model, training_only, store.flags, options.compiled_programs))
-    scaling = None if grad_scaler is None else Scaling(grad_scaler, model, options.strict, binder.warn_once)
-    parts = _Parts(
-        binder,
-        Parameters(model, store, plan.of_parameters, binder, plan.device, scaling),
-        Attentions(binder, options.attention_rows, kept.which is not False),
-        Routers(binder, kept.which is not False),
-        scaling,
-    )
     handles: list[Any] = []
     joined = monitor = None
     begun = 0
     try:
+        scaling = None if grad_scaler is None else Scaling(grad_scaler, model, options.strict, binder.warn_once)
+        parts = _Parts(
+            binder,
+            Parameters(model, store, plan.of_parameters, binder, plan.device, scaling),
+            Attentions(binder, options.attention_rows, kept.which is not False),
+            Routers(binder, kept.which is not False),
+            scaling,
+        )
         names = _hang(parts, handles, model, plan, exclude, example)
         ranks, joined = _joined(model, process_group, names, options.memory_budget)
         delivery = Delivery(store, binder, callables, plan.trained, ranks, joined)

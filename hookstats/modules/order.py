@@ -10,6 +10,7 @@ import contextlib
 import logging
 import sys
 import threading
+import weakref
 from typing import Any
 from weakref import WeakSet
 
@@ -76,12 +77,12 @@ class Hanging:
     """A hook on a module, until it is removed."""
 
     def __init__(self, hook: ModuleHook, handle: RemovableHandle) -> None:
-        self._hook = hook
+        self._hook = weakref.ref(hook)  # models own them
         self._handle = handle
 
     def remove(self) -> None:
         self._handle.remove()
-        _guards.takes_off(self._hook)
+        _guards.takes_off(self._hook())
 
 
 def _comes_after(other: object, stage: int, newest_first: bool) -> bool:
@@ -100,7 +101,7 @@ class _Guards:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finalizer may take hooks off meanwhile
         self._hooks: WeakSet[ModuleHook] = WeakSet()  # a model that is no more has none
         self._changed = False
 
@@ -112,15 +113,17 @@ class _Guards:
             if not config.skip_nnmodule_hook_guards:
                 return
             config.skip_nnmodule_hook_guards, self._changed = False, True
-            if has_compiled():
-                torch.compiler.reset()
-                _log.info("something was compiled before: torch.compiler.reset() was called, so that hooks are seen")
+        if has_compiled():  # without the lock: this may wait for whoever compiles
+            torch.compiler.reset()
+            _log.info("something was compiled before: torch.compiler.reset() was called, so that hooks are seen")
 
-    def takes_off(self, hook: ModuleHook) -> None:
+    def takes_off(self, hook: ModuleHook | None) -> None:
+        """None: it was gone already."""
         from torch._dynamo import config
 
         with self._lock:
-            self._hooks.discard(hook)
+            if hook is not None:
+                self._hooks.discard(hook)
             if not self._hooks and self._changed and not has_compiled():
                 config.skip_nnmodule_hook_guards, self._changed = True, False
 

@@ -14,12 +14,18 @@ from hookstats.rules.history import Course, Streak
 from hookstats.rules.step import Mask, Step
 from hookstats.rules.thresholds import rule
 
+_MASKED = -1e4  # what is added to a logit so that it counts for nothing is this or below
 _MOMENTS = ("count", "mean", "std", "min", "max", "abs_mean")  # of two batches, not all are equal to the bit
 
 
 def _inputs(step: Step) -> Mask:
     """``[n]``: the floating inputs of the model itself that came in this step."""
     return step.is_kind("input") & step.is_of_model & (step.totals.count > 0)
+
+
+def _is_first(step: Step, site: int) -> bool:
+    """Whether it is the model's first argument: what else is floating may be a mask, or the last step's state."""
+    return step.sites[site].tensor in ("input", "input.0")
 
 
 @rule
@@ -30,8 +36,8 @@ class InputShift:
     ``factor`` = 10 times its level, or a tenth of it, and also ``sigmas`` = 8 deviations and ``tail`` = 3 times as far
     from it as any of the last ``window`` = 128 measured batches went, in logarithms. One value of a batch that is 1000
     times too large shows in the largest |x|. A mean that has moved by more than ``moved`` = 0.5 standard deviations of
-    the data, as far beyond its own past, is a note. A batch of nothing but zeros is a warning
-    when other batches follow. The figures are ours.
+    the data, as far beyond its own past, is a note. A first argument of
+    nothing but zeros is a warning when other batches follow. The figures are ours.
 
     What else looks like it: a curriculum, another data set, augmentation that begins. What to do: look at the samples
     of this batch and at what loads and scales them; leave out the batch, or clip its values.
@@ -64,7 +70,9 @@ class InputShift:
             self._zeros.setdefault(site, step.number)
             return
         since, course = self._zeros.pop(site, None), self._sizes.get((site, "rms"))
-        if since is not None and course and len(course) >= self.min_history:
+        if totals.max[site] == 0 and totals.min[site] <= _MASKED:
+            since = None
+        if since is not None and _is_first(step, site) and course and len(course) >= self.min_history:
             yield self._were_zeros(step, site, since, course.level)
         for name, size in (("rms", totals.rms[site]), ("largest |x|", totals.abs_max[site])):
             course = self._sizes.setdefault((site, name), Course(self.window))
@@ -127,9 +135,9 @@ class ConstantInput:
 
     An input of the model that has varied holds one value throughout; or the first output of the model has no variance
     in any channel, which means that all rows that came in are the same: images that were not loaded, one sample in each
-    row, tokens that are all padding. This holds in ``consecutive_steps`` = 5 measured steps in a row. Where all inputs
-    of the model are what they were in the step before, to the bit, for ``batches`` = 20 steps, that is a note. The
-    figures are ours.
+    row, tokens that are all padding. This holds in ``consecutive_steps`` = 5 measured steps in a row. Where the
+    first argument, if it is floating, is what it was in the step before, to the bit, for ``batches`` = 20 steps, that
+    is a note. The figures are ours.
 
     What else looks like it: batches of one row, which are not judged; training on all data in every step, of which the
     note says so. What to do: print a batch as the model gets it.
@@ -164,12 +172,12 @@ class ConstantInput:
         constant[list(candidates)], judged[list(candidates)] = list(candidates.values()), True
         ill = self._streak.push(step.number, constant, judged)
         found = [self._finding(step, site) for site in candidates if ill[site]][:1]  # the inputs first
-        return found or self._repeated(step, inputs)
+        return found or self._repeated(step, [site for site in inputs if _is_first(step, site)])
 
     def _repeated(self, step: Step, inputs: list[int]) -> list[Finding]:
         totals = step.totals
         now = {site: tuple(float(getattr(totals, name)[site]) for name in _MOMENTS) for site in inputs}
-        varies = any(totals.min[site] < totals.max[site] for site in inputs)
+        varies = any(totals.min[site] < totals.max[site] and totals.min[site] > _MASKED for site in inputs)
         self._same = self._same + 1 if varies and now == self._last else 0
         if self._same == 1:
             self._since = step.number - 1
@@ -211,9 +219,6 @@ class ConstantInput:
             "as the model gets it, and look at what loads and prepares it."
         )
         return step.finding("constant-input", site, 0.0, 0.0, "warning", sentence, since=self._streak.since[site])
-
-
-_MASKED = -1e4  # what is added to a logit so that it counts for nothing is this or below
 
 
 @rule

@@ -206,10 +206,11 @@ class SiteBinder:
                     raise Captured
                 hook = self._part_once(hook, path, tensor.device)
                 entry = hook.spec.entries.get(kind)
-            if entry is None:
+            is_empty = tensor.numel() == 0  # but other ranks may have some of it
+            if entry is None or entry.given_up or (is_empty and not note):
                 return None
             with self.store.lock:  # no other thread moves the site in between
-                if tensor.numel() > 0:
+                if not is_empty:
                     self._fitting.fit(hook, tensor)
                 dim = channel_dim_of_site(hook.spec, tensor.dim())
                 if note and own:
@@ -217,17 +218,18 @@ class SiteBinder:
                 elif placed := hook.spec.placed():
                     note_sharding_of(entry, placed(tensor.shape[dim]), self.store.clears)
                 state = hook.output if is_output else hook.gradient
-            if state is not None:
+            if state is not None and not is_empty:
                 accumulate(tensor, state, rows=rows)
         except Exception as error:
             if entry is None:
                 return None
             if self.store.strict:
                 return f"hookstats: {entry.site} cannot be measured: {said_of(error)}"
-            entries = [entry] if note or tensor.is_floating_point() else hook.spec.entries.values()
-            if is_output:
+            has_gradient = note or tensor.is_floating_point() or tensor.is_complex()  # an operator of its own sees that
+            entries = [entry] if has_gradient else hook.spec.entries.values()
+            if is_output and (own or not has_gradient):
                 self.leave_out(entries, error)
-            else:
+            elif not is_output:
                 self._add_failure(entry.index, error)
         return None
 

@@ -245,10 +245,10 @@ class Delivery:
             )
 
     def _look_for_evaluation(self, snapshot: Snapshot) -> None:
-        """Of a model that was trained before: after a validation, say, that nobody ended."""
+        """Of a model that an optimizer steps, and that was trained before: after a validation that nobody ended."""
         runs = any(is_of_module(site.tensor) for site in snapshot.order)
         self._has_run = self._has_run or runs
-        is_left_out = self._has_run and not runs and self._binder.training.is_evaluating()
+        is_left_out = self._has_run and not runs and self._binder.training.is_evaluating() and _learns(snapshot)
         if is_left_out and not self._evaluated:
             self._evaluated_since = snapshot.step
         self._evaluated = self._evaluated + 1 if is_left_out else 0
@@ -272,3 +272,9 @@ class Delivery:
             # Of what a module returns together some is often used by nobody, such as the last states of an LSTM.
             return any(each.name == site.name and is_of_kind(each.tensor, kind.name) for each in self._fired)
         return any(fired.name == site.name for fired in self._fired)  # of a batch
+
+
+def _learns(snapshot: Snapshot) -> bool:
+    """Whether an optimizer has changed anything, as far as that is watched."""
+    sites = [site for site in snapshot.order if kind_of(site.tensor).is_update]
+    return any(snapshot[site].total.abs_max > 0 for site in sites)

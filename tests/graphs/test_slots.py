@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -77,6 +78,49 @@ def test_a_slot_of_a_hook_that_is_no_more_stands_for_nothing() -> None:
     assert told == []
 
 
+def test_a_hook_that_is_being_deleted_is_no_more() -> None:
+    model, hook, monitor = watched()
+    slot, seen = hook.slot, []
+    x = torch.randn(4, 7)  # which fits no site, so that Python is asked
+    dying = weakref.ref(hook, lambda _: seen.append(OBSERVE(x, slot)))
+    model[0]._forward_hooks.clear()
+    del hook
+    gc.collect()
+    assert dying() is None
+    assert seen == [None]
+    assert monitor.snapshot().order == []
+    assert monitor.skipped == {}
+
+
+def test_inside_a_vmap_nothing_is_measured_and_graphs_are_made() -> None:
+    model = nn.Linear(4, 4)
+    monitor = hookstats.attach(model, tensors=OF_OUTPUTS, every=1)
+
+    def loss(parameters: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(model, parameters, (x,)).square().sum()
+
+    per_sample = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))
+    given = dict(model.named_parameters()), torch.randn(3, 4)
+    compiled = torch.compile(per_sample, backend="aot_eager")(*given)
+    for name, gradient in per_sample(*given).items():
+        torch.testing.assert_close(compiled[name], gradient)
+    assert monitor.snapshot().order == []
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_expert_without_tokens_is_silent_in_graphs_too(strict: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.GELU())
+    options = hookstats.Options(strict=strict)
+    monitor = hookstats.attach(model, tensors=OF_OUTPUTS, every=1, options=options)
+    run = torch.compile(model, backend="aot_eager", dynamic=True)
+    for rows in (0, 3, 0):
+        run(torch.randn(rows, 4)).sum().backward()
+        run(torch.randn(2, rows, 4)).sum().backward()
+    taken = monitor.snapshot()
+    assert {taken[site].total.count for site in taken.order} == {72}
+    assert monitor.skipped == {}
+
+
 @pytest.mark.parametrize("wrong", [torch.zeros(1), torch.zeros(2, dtype=torch.int64)])
 def test_what_is_no_slot_is_refused(wrong: torch.Tensor) -> None:
     with pytest.raises(TypeError, match="slot: expected one int64, got "):
@@ -104,6 +148,22 @@ class Mixed(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         several = self.parts(x)
         return several["x"] * self.whole(x).unsqueeze(-1) + several["rows"][0]
+
+
+class Waves(nn.Module):
+    """Complex numbers on the way, which are not measured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.turn = nn.Linear(16, 16), Turned()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.view_as_real(self.turn(self.up(x)))
+
+
+class Turned(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.complex(x, x.sin())
 
 
 class Several(nn.Module):
@@ -141,7 +201,7 @@ def trained(make: Callable[[], nn.Module], tensors: Any, backend: str | None) ->
 
 
 @pytest.mark.parametrize("tensors", [OF_OUTPUTS, "grad_output", ("input", "grad_input", "output")], ids=str)
-@pytest.mark.parametrize("make", [Widths, Mixed, lambda: nn.Sequential(Widths(), Widths())])
+@pytest.mark.parametrize("make", [Widths, Mixed, Waves, lambda: nn.Sequential(Widths(), Widths())])
 def test_compiled_from_the_start_a_model_says_what_it_says_in_eager_mode(
     make: Callable[[], nn.Module], tensors: Any
 ) -> None:

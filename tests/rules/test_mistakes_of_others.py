@@ -104,6 +104,19 @@ def test_a_batch_of_zeros_is_not_like_those_before_it() -> None:
     assert of_input(InputShift(), [torch.zeros(16, 8), *batches(12)]) == []
 
 
+def test_the_state_of_a_recurrent_model_may_begin_at_zero_and_a_mask_may_be_the_same() -> None:
+    def judged(rule: Any, kind: str, inputs: list[torch.Tensor]) -> list[Finding]:
+        return judge([step_of(i, {("", kind): x}) for i, x in enumerate(inputs)], [rule])
+
+    states = [torch.zeros(16, 8) if i % 15 == 0 else x for i, x in enumerate(batches(40))]
+    assert judged(InputShift(), "input.1", states) == []
+    masks = [torch.full((8, 8), -1e9).triu(i % 3) for i in range(40)]
+    masks[20] = torch.zeros(8, 8)  # of a batch without padding
+    assert judged(InputShift(), "input", masks) == []
+    for kind in ("input", "input.1"):
+        assert judged(ConstantInput(), kind, masks[:1] * 40) == []
+
+
 def test_the_same_batch_in_every_step_is_a_note() -> None:
     first, *others = batches(30)
     (found,) = of_input(ConstantInput(), [*others[:5], *[first] * 40])

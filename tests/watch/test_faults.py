@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import hookstats
-from hookstats import Channels, ExponentBins, Options, Ranks, Site
+from hookstats import Channels, ExponentBins, Options, Ranks, Site, _native
 from hookstats.watch import arguments
 from tests.conftest import check
 from tests.models import THREE_KINDS, images, small_cnn
@@ -461,7 +461,7 @@ def test_an_attach_that_fails_leaves_no_hook() -> None:
     assert not model[0]._forward_hooks
 
 
-@pytest.mark.parametrize("where", ["_joined", "Delivery", "Monitor", "_settings", "_report"])
+@pytest.mark.parametrize("where", ["Parameters", "Routers", "_joined", "Delivery", "Monitor", "_settings", "_report"])
 def test_whatever_fails_while_it_is_attached_leaves_no_hook_and_no_recording(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -469,13 +469,13 @@ def test_whatever_fails_while_it_is_attached_leaves_no_hook_and_no_recording(
         raise KeyboardInterrupt(where)
 
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    threads = threading.active_count()
+    threads, monitors = threading.active_count(), _native.now.monitors
     with monkeypatch.context() as patched:
         patched.setattr(f"hookstats.attaching.{where}", broken)
         with pytest.raises(KeyboardInterrupt):
             hookstats.attach(model, every=1, tensors=("output", "input"), sinks=hookstats.record(tmp_path / "run"))
     assert not any(each._forward_hooks or each._forward_pre_hooks for each in model.modules())
-    assert threading.active_count() == threads
+    assert (threading.active_count(), _native.now.monitors) == (threads, monitors)
     with hookstats.attach(model, every=1, sinks=hookstats.record(tmp_path / "run")) as monitor:  # nobody writes it
         model(torch.ones(2, 3))
         monitor.step()

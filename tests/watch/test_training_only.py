@@ -202,6 +202,21 @@ def test_a_model_that_is_left_in_evaluation_mode_is_told_of_once() -> None:
     assert "call model.train()" in text
 
 
+def test_validation_whose_batches_are_steps_too_is_no_mistake() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with hearing() as told, hookstats.attach(model, every=1) as monitor:
+        for step in range(20):
+            model.train(step % 10 < 5)
+            loss = model(torch.randn(3, 4)).square().mean()
+            if model.training:
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            monitor.step()
+    assert told == []
+
+
 @pytest.mark.parametrize("tensors", ["param_grad", "output"])
 def test_a_model_that_trains_in_evaluation_mode_on_purpose_is_told_nothing_of_it(tensors: str) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
