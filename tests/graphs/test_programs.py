@@ -33,9 +33,9 @@ LIMIT = 8  # torch._dynamo.config.recompile_limit by default
 
 @pytest.fixture(autouse=True)
 def fresh_compiler(only_monitors: None) -> Iterator[None]:
-    """In which a frame that would run eagerly for good raises instead. torch 2.11 compiles some of its checkpoints."""
+    """In which a frame that would run eagerly for good raises instead."""
     torch._dynamo.reset()
-    with torch._dynamo.config.patch(recompile_limit=LIMIT, fail_on_recompile_limit_hit=torch.__version__ >= (2, 12)):
+    with torch._dynamo.config.patch(recompile_limit=LIMIT, fail_on_recompile_limit_hit=True):
         yield
 
 
@@ -392,6 +392,8 @@ BETWEEN = [
 @pytest.mark.parametrize("between", BETWEEN)
 @pytest.mark.parametrize("options", CHECKPOINTS.values(), ids=CHECKPOINTS)
 def test_a_recomputation_runs_the_program_of_its_forward(options: dict[str, Any], between: Callable[..., None]) -> None:
+    if torch.__version__ < (2, 12) and not options["use_reentrant"]:
+        pytest.skip("torch 2.11 compiles frames of its own checkpoints until it fails, also without hooks")
     model = short(2)
     mon = hookstats.attach(model, every=2, tensors=OF_OUTPUTS, example=((batch(),), {}))
     compiled_blocks(model, backend=SAVES_AS_INDUCTOR)

@@ -92,6 +92,7 @@ def test_a_hook_that_is_being_deleted_is_no_more() -> None:
     assert monitor.skipped == {}
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason="needs torch 2.13: docs/limits.md")
 def test_inside_a_vmap_nothing_is_measured_and_graphs_are_made() -> None:
     model = nn.Linear(4, 4)
     monitor = hookstats.attach(model, tensors=OF_OUTPUTS, every=1)
