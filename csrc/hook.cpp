@@ -16,20 +16,19 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include "now.h"
 #include "ops.h"
+#include "slots.h"
 #include "times.h"
 
 namespace hookstats {
-namespace {
 
 // What a module's hook hands over: the sites of its output and of the output's gradient. The tensors are held, so that
 // a gradient that arrives after detach finds them.
-struct Observed {
+struct __attribute__((visibility("hidden"))) Observed {
   struct Half {
     Site site;
     int64_t number;
@@ -43,6 +42,9 @@ struct Observed {
   const Site& site() const { return (output ? output : gradient)->site; }
   bool measures_now() const { return enabled->is_open_beside(site().tensors.moments) && enabled->counts_now(); }
 };
+
+namespace {
+
 using Shared = std::shared_ptr<const Observed>;
 
 // The part of a hookstats.hooks.Hook that is ours.
@@ -50,110 +52,6 @@ struct HookObject {
   PyObject_HEAD vectorcallfunc call;  // of the types that `call_in_c` was given
   int64_t number;
   Shared observed;
-};
-
-// The hooks that there are, for graphs. A slot is an int64 tensor of one element: twice a hook's number, and 1 more for
-// the gradient. It lies where the hook's tensors do. On a GPU nobody waits to read one: its address is looked up.
-class Slots {
- public:
-  struct Found {
-    int64_t hook = 0;  // its number; 0: it is no more
-    bool is_output = false;
-    Shared observed = nullptr;  // null: nothing is measured
-    bool is_new = false;        // what lies at this path has no hook yet; `observed` is the container's
-  };
-
-  void add(HookObject* hook) {
-    PyObject* reference = PyWeakref_NewRef(reinterpret_cast<PyObject*>(hook), nullptr);
-    if (!reference) PyErr_Clear();  // of a class without room for one: its hooks are not found
-    const std::lock_guard<std::mutex> lock(mutex_);
-    hook->number = ++last_;
-    hooks_[hook->number].reference = reference;
-  }
-
-  // What is let go, here and below, is destroyed when the lock is free: it may be the last that holds an object.
-  void remove(const HookObject* hook) {
-    Known gone;
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      gone = std::exchange(hooks_[hook->number], Known());
-      for (const at::Tensor& slot : gone.slots) slot_at_[slot.const_data_ptr()] = 0;
-      hooks_.erase(hook->number);
-    }
-    Py_XDECREF(gone.reference);
-  }
-
-  Shared set_observed(const HookObject* hook, Shared observed) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    return std::exchange(hooks_[hook->number].observed, std::move(observed));
-  }
-
-  void set_part(const HookObject* whole, std::string path, const HookObject* part) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    hooks_[whole->number].parts[std::move(path)] = part->number;
-  }
-
-  // On a GPU. It is kept as long as the hook, so that nothing else comes to its address meanwhile.
-  void set_address(const HookObject* hook, const at::Tensor& slot, int64_t number) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    hooks_[hook->number].slots.push_back(slot);
-    slot_at_[slot.const_data_ptr()] = number;
-  }
-
-  // path: in a container.
-  Found find(const at::Tensor& slot, const std::string& path) {
-    TORCH_CHECK_TYPE(slot.scalar_type() == at::kLong && slot.numel() == 1, "observe: slot: expected one int64, got ",
-                     slot.scalar_type(), " ", slot.sizes());
-    const auto* memory = slot.const_data_ptr<int64_t>();
-    const std::optional<int64_t> told = slot.is_cpu() ? *memory : slot_at(memory);
-    if (!told) {
-      TORCH_WARN_ONCE("hookstats: not measured: a compiled graph copies its inputs on a GPU, and so does not tell ",
-                      "which module it runs; backend=\"inductor\" copies none");
-    }
-    const int64_t number = told.value_or(0);
-    const std::lock_guard<std::mutex> lock(mutex_);
-    auto known = hooks_.find(number >> 1);
-    if (known == hooks_.end()) return {};
-    Found found{number >> 1, number % 2 == 0, known->second.observed};
-    if (path.empty()) return found;
-    const auto part = known->second.parts.find(path);
-    found.is_new = part == known->second.parts.end();
-    if (found.is_new) return found;
-    known = hooks_.find(part->second);
-    found.observed = known == hooks_.end() ? nullptr : known->second.observed;
-    return found;
-  }
-
-  // A new reference, or None. Under the GIL. By way of a weak one, as Python may already be taking a hook apart.
-  py::object hook(int64_t number) {
-    py::object reference;
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      const auto known = hooks_.find(number);
-      if (known == hooks_.end() || !known->second.reference) return py::none();
-      reference = py::reinterpret_borrow<py::object>(known->second.reference);
-    }
-    return reference();
-  }
-
- private:
-  std::optional<int64_t> slot_at(const void* address) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    const auto known = slot_at_.find(address);
-    return known == slot_at_.end() ? std::nullopt : std::optional(known->second);
-  }
-
-  struct Known {
-    PyObject* reference = nullptr;  // a weak one
-    Shared observed = nullptr;
-    std::map<std::string, int64_t> parts = {};
-    std::vector<at::Tensor> slots = {};  // on GPUs
-  };
-
-  std::mutex mutex_;
-  int64_t last_ = 0;
-  std::unordered_map<int64_t, Known> hooks_;
-  std::unordered_map<const void*, int64_t> slot_at_;  // 0: of a hook that is no more
 };
 
 auto* const slots = new Slots;  // never destroyed: a backward may still run when the process ends
@@ -175,13 +73,13 @@ PyObject* new_hook(PyTypeObject* type, PyObject*, PyObject*) {
   if (!hook) return nullptr;
   reinterpret_cast<HookObject*>(hook)->call = call_hook;
   new (&reinterpret_cast<HookObject*>(hook)->observed) Shared();
-  slots->add(reinterpret_cast<HookObject*>(hook));
+  reinterpret_cast<HookObject*>(hook)->number = slots->add(hook);
   return hook;
 }
 
 void delete_hook(PyObject* hook) {
   PyTypeObject* type = Py_TYPE(hook);
-  slots->remove(reinterpret_cast<HookObject*>(hook));
+  slots->remove(reinterpret_cast<HookObject*>(hook)->number);
   reinterpret_cast<HookObject*>(hook)->observed.~Shared();
   type->tp_free(hook);
   Py_DECREF(type);
@@ -231,7 +129,7 @@ void bind(py::object hook, py::object output, py::object gradient, py::object in
   if (!own) throw py::error_already_set();
   if (output.is_none() && gradient.is_none()) {
     own->observed.reset();
-    slots->set_observed(own, nullptr);
+    slots->set_observed(own->number, nullptr);
     return;
   }
   auto made = std::make_shared<Observed>();
@@ -239,7 +137,7 @@ void bind(py::object hook, py::object output, py::object gradient, py::object in
   made->gradient = half_of(gradient.ptr(), made->enabled);
   made->in_graph.emplace(in_graph.release().ptr(), getPyInterpreter());
   made->is_table = is_table;
-  slots->set_observed(own, made);
+  slots->set_observed(own->number, made);
   own->observed = std::move(made);
 }
 
@@ -253,7 +151,7 @@ void lay_slots(const py::object& hook, at::Tensor output, at::Tensor gradient) {
   int64_t number = 2 * own->number;
   for (at::Tensor& slot : {std::ref(output), std::ref(gradient)}) {
     slot.fill_(number);
-    if (!slot.is_cpu()) slots->set_address(own, slot, number);
+    if (!slot.is_cpu()) slots->set_address(own->number, slot, number);
     ++number;
   }
 }
@@ -266,7 +164,7 @@ void set_part(const py::object& whole, std::string path, const py::object& part)
   const HookObject* own = hook_of(whole.ptr());
   const HookObject* other = own ? hook_of(part.ptr()) : nullptr;
   if (!other) throw py::error_already_set();
-  slots->set_part(own, std::move(path), other);
+  slots->set_part(own->number, std::move(path), other->number);
 }
 
 // Failures inside backward, where Python must not be entered: of each site the first reason and how many there were,
@@ -327,11 +225,6 @@ void observe_in_graph(const at::Tensor& x, const at::Tensor& slot, const std::st
   TORCH_CHECK(refused.is_none(), std::string(py::str(refused)));
 }
 
-// In a vmap there is no one piece of data to read.
-void leave_out(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  torch::jit::drop(*stack, op.schema().arguments().size());
-}
-
 void observe_op(const at::Tensor& x, at::Tensor slot) { observe_in_graph(x, slot, "", "", {}, {}); }
 
 void observe_rows_op(const at::Tensor& x, at::Tensor slot, const at::Tensor& rows, const at::Tensor& kept) {
@@ -351,8 +244,9 @@ TORCH_LIBRARY_FRAGMENT(HOOKSTATS_NAMESPACE, m) {
   const auto add = [&m](const char* name, auto* run) {
     m.impl(name, torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd, run));
     m.impl(name, torch::dispatch(c10::DispatchKey::Autograd, torch::CppFunction::makeFallthrough()));
+    // In a vmap there is no one piece of data to read.
     m.impl(name, torch::dispatch(c10::DispatchKey::FuncTorchBatched,
-                                 torch::CppFunction::makeFromBoxedFunction<&leave_out>()));
+                                 torch::CppFunction::makeFromBoxedFunction<&do_nothing>()));
   };
   add("observe", observe_op);
   add("observe.rows", observe_rows_op);

@@ -73,12 +73,11 @@ void add_op(at::Tensor counter, const at::Tensor& amount, bool skip_recomputatio
   counter.add_(amount);
 }
 
-// For tensors without data, of operators that return nothing.
+}  // namespace
+
 void do_nothing(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   torch::jit::drop(*stack, op.schema().arguments().size());
 }
-
-}  // namespace
 
 void parallel_for(int64_t tasks, const std::function<void(int64_t, int64_t)>& body) {
   at::parallel_for(0, tasks, 1, body);

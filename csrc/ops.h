@@ -225,6 +225,9 @@ void add_kernels(torch::Library& m, const char* name, Function* function) {
   m.impl(name, torch::dispatch(c10::DispatchKey::Autograd, torch::CppFunction::makeFallthrough()));
 }
 
+// For tensors without data, of operators that return nothing.
+void do_nothing(const c10::OperatorHandle& op, torch::jit::Stack* stack);
+
 // Wrappers without memory of their own: fake and meta tensors, and what functorch makes. Their own keys tell; a
 // dispatch mode that is merely active (selective checkpointing, FLOP counting) changes nothing about the data.
 bool has_no_data(const at::Tensor& x);

@@ -143,7 +143,7 @@ def test_kernels_know_nothing_of_torch() -> None:
     for path in [*ROOT.glob("csrc/*.h"), *ROOT.glob("csrc/cpu/*"), *ROOT.glob("csrc/cuda/*")]:
         text = path.read_text()
         includes = [line for line in text.splitlines() if line.startswith("#include")]
-        if path.name not in ("ops.h", "now.h", "hook.h"):
+        if path.name not in ("ops.h", "now.h", "hook.h", "slots.h"):  # of the glue
             assert not any("torch" in line or "ATen" in line or "c10" in line for line in includes), path
 
 

@@ -59,8 +59,7 @@ class Delivery:
         self._failure: BaseException | None = None
         self._fired: set[Site] = set()
         self._deliveries = 0
-        self._has_run = False  # a module whose tensors are watched, in a step so far
-        self._evaluated = 0  # measured steps in a row in which none did, in evaluation mode
+        self._evaluated = 0  # measured steps in a row in which a model was trained in evaluation mode
         self._evaluated_since = 0
 
     def sites(self) -> list[Site]:
@@ -246,13 +245,14 @@ class Delivery:
 
     def _look_for_evaluation(self, snapshot: Snapshot) -> None:
         """Of a model that an optimizer steps, and that was trained before: after a validation that nobody ended."""
-        runs = any(is_of_module(site.tensor) for site in snapshot.order)
-        self._has_run = self._has_run or runs
-        is_left_out = self._has_run and not runs and self._binder.training.is_evaluating() and _learns(snapshot)
-        if is_left_out and not self._evaluated:
+        is_left_out = self._binder.training.is_evaluating() and _learns(snapshot)
+        if not is_left_out or any(is_of_module(site.tensor) for site in snapshot.order):
+            self._evaluated = 0
+            return
+        if not self._evaluated:
             self._evaluated_since = snapshot.step
-        self._evaluated = self._evaluated + 1 if is_left_out else 0
-        if self._evaluated == _SILENT_STEPS:
+        self._evaluated += 1
+        if self._evaluated == _SILENT_STEPS and any(is_of_module(site.tensor) for site in self._fired):
             self._binder.warn_once(
                 "evaluation",
                 f"since step {self._evaluated_since} the model has been in evaluation mode, which is left out: after a "

@@ -7,8 +7,6 @@ import sys
 import threading
 import time
 import warnings
-from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,11 +14,11 @@ import torch
 from torch import nn
 
 import hookstats
-from hookstats import Channels, ExponentBins, Options, Ranks, Site, _native
+from hookstats import Channels, ExponentBins, Options, Ranks, Site
 from hookstats.watch import arguments
 from tests.conftest import check
 from tests.models import THREE_KINDS, images, small_cnn
-from tests.plain import OF_OUTPUTS, hearing
+from tests.plain import OF_OUTPUTS
 
 
 # What is wrong is said at attach: what was expected, what arrived.
@@ -451,55 +449,6 @@ def test_the_memory_budget_bounds_containers_too() -> None:
     assert mon.state_bytes <= 100_000
     assert all("left of memory_budget=100000 bytes" in problem.reason for problem in mon.skipped.values())
     assert len(mon.skipped) > 100
-
-
-def test_an_attach_that_fails_leaves_no_hook() -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    model[1].register_forward_hook = None  # type: ignore[assignment, method-assign]
-    with pytest.raises(TypeError):
-        hookstats.attach(model)
-    assert not model[0]._forward_hooks
-
-
-@pytest.mark.parametrize("where", ["Parameters", "Routers", "_joined", "Delivery", "Monitor", "_settings", "_report"])
-def test_whatever_fails_while_it_is_attached_leaves_no_hook_and_no_recording(
-    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(*arguments: Any, **options: Any) -> None:
-        raise KeyboardInterrupt(where)
-
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    threads, monitors = threading.active_count(), _native.now.monitors
-    with monkeypatch.context() as patched:
-        patched.setattr(f"hookstats.attaching.{where}", broken)
-        with pytest.raises(KeyboardInterrupt):
-            hookstats.attach(model, every=1, tensors=("output", "input"), sinks=hookstats.record(tmp_path / "run"))
-    assert not any(each._forward_hooks or each._forward_pre_hooks for each in model.modules())
-    assert (threading.active_count(), _native.now.monitors) == (threads, monitors)
-    with hookstats.attach(model, every=1, sinks=hookstats.record(tmp_path / "run")) as monitor:  # nobody writes it
-        model(torch.ones(2, 3))
-        monitor.step()
-    assert len(hookstats.load(tmp_path / "run")) == 1
-
-
-def test_a_step_that_cannot_be_delivered_is_told_once_and_ends_no_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*arguments: Any) -> Any:
-        raise ValueError("no such number")
-
-    model = nn.Linear(3, 3)
-    for strict in (False, True):
-        monitor = hookstats.attach(model, every=1, options=hookstats.Options(strict=strict))
-        monkeypatch.setattr("hookstats.watch.skipping.Skipping.judge", broken)
-        with hearing() as told, pytest.raises(ValueError, match="no such number") if strict else nullcontext():
-            for _ in range(2):
-                model(torch.ones(2, 3))
-                assert monitor.step() is None
-        assert [text for text in told if "could not be delivered: ValueError('no such number')" in text] == told
-        assert len(told) == 1 - strict
-        monkeypatch.undo()
-        model(torch.ones(2, 3))
-        assert monitor.step() is not None
-        monitor.detach()
 
 
 def test_a_default_device_does_not_move_the_flags() -> None:

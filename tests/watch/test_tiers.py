@@ -13,8 +13,7 @@ from torch.nn.utils import clip_grad_norm_
 import hookstats
 from hookstats import ExponentBins, LinearBins, Site, Snapshot, _native
 from hookstats.numbers import fields
-from hookstats.watch.drain import Pending, PendingScalars
-from hookstats.watch.scalars import Kept
+from hookstats.watch.drain import Pending
 from tests.conftest import Backend, State, compare
 from tests.kernels.test_kernels import normal
 from tests.models import Residual
@@ -492,24 +491,3 @@ def test_on_a_gpu_no_step_of_either_tier_waits_and_totals_are_right() -> None:
     assert [whole(snapshot) for snapshot in arrived] == [True, False, False, True, False, False]
     for one, other in zip(arrived, wanted, strict=True):
         same_totals(one, other)
-
-
-@pytest.mark.parametrize("size", [1 << 10, 1 << 20])
-def test_of_pinned_memory_what_is_small_is_copied_and_what_is_large_goes_to_the_snapshot(
-    size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Event:
-        def record(self, stream: Any) -> None:
-            pass
-
-        def synchronize(self) -> None:
-            pass
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    pending, memory = PendingScalars(Kept()), torch.arange(size)
-    key = (torch.device("cpu"), 0)
-    pending.send(key, memory, None)
-    pending.sent(None)  # type: ignore[arg-type]
-    array = pending.arrays()[key]
-    assert array.tolist() == memory.tolist()
-    assert np.shares_memory(array, memory.numpy()) == (size == 1 << 20)

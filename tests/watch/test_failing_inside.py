@@ -1,0 +1,65 @@
+"""What fails inside hookstats, as it is attached or a step is delivered: nothing is left behind, and no step ends."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hookstats
+from hookstats import _native
+from tests.plain import hearing
+
+
+def test_an_attach_that_fails_leaves_no_hook() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].register_forward_hook = None  # type: ignore[assignment, method-assign]
+    with pytest.raises(TypeError):
+        hookstats.attach(model)
+    assert not model[0]._forward_hooks
+
+
+@pytest.mark.parametrize("where", ["Parameters", "Routers", "_joined", "Delivery", "Monitor", "_settings", "_report"])
+def test_whatever_fails_while_it_is_attached_leaves_no_hook_and_no_recording(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*arguments: Any, **options: Any) -> None:
+        raise KeyboardInterrupt(where)
+
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    threads, monitors = threading.active_count(), _native.now.monitors
+    with monkeypatch.context() as patched:
+        patched.setattr(f"hookstats.attaching.{where}", broken)
+        with pytest.raises(KeyboardInterrupt):
+            hookstats.attach(model, every=1, tensors=("output", "input"), sinks=hookstats.record(tmp_path / "run"))
+    assert not any(each._forward_hooks or each._forward_pre_hooks for each in model.modules())
+    assert (threading.active_count(), _native.now.monitors) == (threads, monitors)
+    with hookstats.attach(model, every=1, sinks=hookstats.record(tmp_path / "run")) as monitor:  # nobody writes it
+        model(torch.ones(2, 3))
+        monitor.step()
+    assert len(hookstats.load(tmp_path / "run")) == 1
+
+
+def test_a_step_that_cannot_be_delivered_is_told_once_and_ends_no_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*arguments: Any) -> Any:
+        raise ValueError("no such number")
+
+    model = nn.Linear(3, 3)
+    for strict in (False, True):
+        monitor = hookstats.attach(model, every=1, options=hookstats.Options(strict=strict))
+        monkeypatch.setattr("hookstats.watch.skipping.Skipping.judge", broken)
+        with hearing() as told, pytest.raises(ValueError, match="no such number") if strict else nullcontext():
+            for _ in range(2):
+                model(torch.ones(2, 3))
+                assert monitor.step() is None
+        assert [text for text in told if "could not be delivered: ValueError('no such number')" in text] == told
+        assert len(told) == 1 - strict
+        monkeypatch.undo()
+        model(torch.ones(2, 3))
+        assert monitor.step() is not None
+        monitor.detach()
