@@ -14,7 +14,7 @@ from hookstats.rules.history import Course, Streak
 from hookstats.rules.step import Mask, Step
 from hookstats.rules.thresholds import rule
 
-_MASKED = -1e4  # what is added to a logit so that it counts for nothing is this or below
+_MASKED = -1e4  # what is so far down counts for nothing
 _MOMENTS = ("count", "mean", "std", "min", "max", "abs_mean")  # of two batches, not all are equal to the bit
 
 
@@ -26,6 +26,11 @@ def _inputs(step: Step) -> Mask:
 def _is_first(step: Step, site: int) -> bool:
     """Whether it is the model's first argument: what else is floating may be a mask, or the last step's state."""
     return step.sites[site].tensor in ("input", "input.0")
+
+
+def _is_mask(step: Step, site: int) -> bool:
+    """Whether it is added to logits, so that some count for nothing."""
+    return bool(step.totals.max[site] == 0 and step.totals.min[site] <= _MASKED)
 
 
 @rule
@@ -70,9 +75,8 @@ class InputShift:
             self._zeros.setdefault(site, step.number)
             return
         since, course = self._zeros.pop(site, None), self._sizes.get((site, "rms"))
-        if totals.max[site] == 0 and totals.min[site] <= _MASKED:
-            since = None
-        if since is not None and _is_first(step, site) and course and len(course) >= self.min_history:
+        is_data = _is_first(step, site) and not _is_mask(step, site)
+        if since is not None and is_data and course and len(course) >= self.min_history:
             yield self._were_zeros(step, site, since, course.level)
         for name, size in (("rms", totals.rms[site]), ("largest |x|", totals.abs_max[site])):
             course = self._sizes.setdefault((site, name), Course(self.window))
@@ -156,7 +160,7 @@ class ConstantInput:
         self._streak = Streak(self.consecutive_steps)
         self._last: dict[int, tuple[float, ...]] = {}  # what the inputs were, by number
         self._same = 0  # steps in a row
-        self._since = -1
+        self._since = self._before = -1
 
     def __call__(self, step: Step) -> list[Finding] | None:
         inputs = step.in_order(_inputs(step))
@@ -177,11 +181,11 @@ class ConstantInput:
     def _repeated(self, step: Step, inputs: list[int]) -> list[Finding]:
         totals = step.totals
         now = {site: tuple(float(getattr(totals, name)[site]) for name in _MOMENTS) for site in inputs}
-        varies = any(totals.min[site] < totals.max[site] and totals.min[site] > _MASKED for site in inputs)
+        varies = any(totals.min[site] < totals.max[site] and not _is_mask(step, site) for site in inputs)
         self._same = self._same + 1 if varies and now == self._last else 0
         if self._same == 1:
-            self._since = step.number - 1
-        self._last = now
+            self._since = self._before
+        self._last, self._before = now, step.number
         if self._same != self.batches:
             return []
         sentence = (
@@ -256,8 +260,7 @@ class UnscaledInput:
         totals = step.totals
         rms, largest = float(totals.rms[site]), self._largest_channel(step, site)
         is_small = 0 < rms < self.small and totals.zeros[site] <= 0.5 * totals.count[site]
-        is_mask = totals.max[site] == 0 and totals.min[site] <= _MASKED
-        if is_mask or not (rms > self.size or is_small or largest > self.ratio):
+        if _is_mask(step, site) or not (rms > self.size or is_small or largest > self.ratio):
             self._seen[site] = self.consecutive_steps  # once is enough to say that it is scaled
         elif seen == self.consecutive_steps:
             by_size = rms > self.size or is_small

@@ -122,6 +122,8 @@ def test_the_same_batch_in_every_step_is_a_note() -> None:
     (found,) = of_input(ConstantInput(), [*others[:5], *[first] * 40])
     assert (found.step, found.since, found.severity) == (25, 5, "note")
     assert "the same batch, to the bit, since step 5" in found.sentence
+    every_tenth = [step_of(10 * i, {("", "input"): first, ("0", "output"): first + i}) for i in range(25)]
+    assert [(each.step, each.since) for each in judge(every_tenth, [ConstantInput()])] == [(200, 0)]
     assert of_input(ConstantInput(), [first, others[0]] * 30) == []  # two in turn
     assert of_input(ConstantInput(), others * 2) == []
 
