@@ -23,7 +23,7 @@ class Case(NamedTuple):
     dtype: torch.dtype
     channel_dim: int
     channels_last: bool = False
-    values: str = "normal"  # "relu", "constant", "hot": all but a few in one bin; "nan": 1 %; "wide"; "mean": 1e4
+    values: str = "normal"  # or one of those in `tensor`
 
     def tensor(self, device: str) -> torch.Tensor:
         """Random values, every call other ones."""
@@ -32,7 +32,9 @@ class Case(NamedTuple):
             x.relu_()
         elif self.values == "constant":
             x.fill_(1.5)
-        elif self.values == "hot":
+        elif self.values == "drift":  # as a running mean over a sequence has it
+            x = x.float().cumsum(0) / torch.arange(1, len(x) + 1, device=device).view(-1, *[1] * (x.dim() - 1))
+        elif self.values == "hot":  # all but a few in one bin
             x = torch.where(x > 2, x, x.new_tensor(1.5))
         elif self.values == "nan":
             x[torch.rand(self.shape, device=device) < 0.01] = float("nan")

@@ -213,6 +213,7 @@ def first_parts(session: Session) -> list[Part]:
         Part("doctor", python("-m", "hookstats", "doctor"), 30),
         sanitized("memcheck", 75),
         figures(session, "step", 100),
+        figures(session, "where", 100),
         figures(session, "behind", 30),
         figures(session, "floor", 45),
         figures(session, "closing", 30),

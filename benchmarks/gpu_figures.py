@@ -54,6 +54,7 @@ AGAINST_FLOOR = [  # those that have a goal first
     Case("NCHW 98 MB bf16, 7 x 7", (512, 2048, 7, 7), bf16, 1),
     Case("rows 96 MB bf16, 3 channels", (1 << 24, 3), bf16, 1),
     Case("rows 156 MB bf16, 10007 channels", (8192, 10007), bf16, 1),
+    Case("rows 512 MB bf16, a drift", (65536, 4096), bf16, 1, values="drift"),
     Case("rows 512 MB bf16, 1 % NaN", (65536, 4096), bf16, 1, values="nan"),
     Case("rows 512 MB bf16, one hot bin", (65536, 4096), bf16, 1, values="hot"),
     Case("rows 64 KB bf16", (32, 1024), bf16, 1),
@@ -196,6 +197,22 @@ def step_figures(write: Write) -> None:
         print(f"{figure['name']:60} {figure['median_ms']:8.2f} ms {figure['added_ms']:+8.3f}", flush=True)
 
 
+def where_step_goes(write: Write) -> None:
+    """The same steps by what runs on the GPU."""
+    from benchmarks.steps import LARGE, TINY
+    from benchmarks.where import where_figures
+
+    shape = LARGE._replace(length=4096) if DEVICE == "cuda" else TINY
+
+    def shown(figure: dict[str, Any]) -> None:
+        write("where", figure)
+        print(
+            {key: round(value, 2) if isinstance(value, float) else value for key, value in figure.items()}, flush=True
+        )
+
+    where_figures(shape, DEVICE, shown)
+
+
 def behind_figures(write: Write) -> None:
     """What a hook takes right after the matrix product that wrote its tensor, which may still lie in the cache."""
     reserve()
@@ -330,6 +347,7 @@ def peer_figures(compiled: bool) -> Callable[[Write], None]:
 
 PARTS: dict[str, Callable[[Write], None]] = {
     "step": step_figures,
+    "where": where_step_goes,
     "behind": behind_figures,
     "floor": lambda write: case_figures(FIRST, False, write),
     "closing": closing_figures,

@@ -100,7 +100,7 @@ class Peer(Trainer):
             state.copy_(nine_of_nothing(self.device))
         ours.monitor.reset()
         for trainer in (self, ours):
-            with trainer._resumed():
+            with trainer.resumed():
                 trainer.model(trainer.ids).backward()
             trainer.optimizer.zero_grad()
         snapshot = ours.monitor.snapshot()
@@ -204,7 +204,7 @@ def waits_for_nothing(device: str) -> str:
         copies.append(pending._copies[key])
 
     send_as_ever = Pending.send
-    with trainer._resumed(), mock.patch.object(Pending, "send", send):
+    with trainer.resumed(), mock.patch.object(Pending, "send", send):
         if device == "cuda":
             torch.cuda.set_sync_debug_mode("error")
         try:

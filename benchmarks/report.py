@@ -131,6 +131,7 @@ def first_page(path: Path, record: dict[str, Any]) -> list[str]:
         *floor_lines(cases),
         "",
     ]
+    lines += where_lines(record.get("where", []))
     behind = record.get("behind", [])
     if behind:
         lines += ["What it adds to a matrix product whose result it measures (bf16), us:", ""]
@@ -154,6 +155,18 @@ def first_page(path: Path, record: dict[str, Any]) -> list[str]:
             lines.append(f"- {part['name']}, {part['seconds']:.0f} s: {'; '.join(ended + said)}")
     lines += [f"- failed: `{test}`" for test in record.get("tests", {}).get("which_failed", [])]
     return [*lines, *(f"- not run: {each}" for each in record.get("not_run", [])), ""]
+
+
+def where_lines(figures: list[dict[str, Any]]) -> list[str]:
+    """A step by what runs on the GPU, a column for each contender."""
+    if not figures:
+        return []
+    lines = ["Where the time of such a step goes, by torch's profiler: ms of a step by kind of kernel.", ""]
+    lines += [row("", *[each["name"] for each in figures]), row("---", *["---"] * len(figures))]
+    for key in figures[0]:
+        if key != "name":
+            lines.append(row(key, *[number(each[key]) if key in each else "-" for each in figures]))
+    return [*lines, ""]
 
 
 def said_lines(record: dict[str, Any]) -> list[str]:

@@ -51,7 +51,7 @@ class Trainer:
             self.monitor.pause()
 
     @contextmanager
-    def _resumed(self) -> Iterator[None]:
+    def resumed(self) -> Iterator[None]:
         """All monitors of a process share the decision which program runs, so the other trainers' are paused."""
         if self.monitor is not None:
             self.monitor.resume()
@@ -69,7 +69,8 @@ class Trainer:
         if self.monitor is not None:
             self.monitor.step()
 
-    def _steps(self, count: int) -> None:
+    def steps(self, count: int) -> None:
+        """So many, until the GPU has done them."""
         for _ in range(count):
             self.step()
         if self.device == "cuda":
@@ -79,10 +80,10 @@ class Trainer:
         """Seconds of a step; of a measured one and those around it, the mean."""
         if every != self.every:
             self.every = every
-            self._steps(1)  # whether a step is measured was decided when the one before it ended
+            self.steps(1)  # whether a step is measured was decided when the one before it ended
         count = max(every, 1)
-        with nullcontext() if pause else self._resumed():
-            return seconds(lambda: self._steps(count)) / count
+        with nullcontext() if pause else self.resumed():
+            return seconds(lambda: self.steps(count)) / count
 
     def memory(self) -> dict[str, int]:
         """Bytes: what is measured in a step, hookstats' state, and (CUDA) what a step adds to what is there before."""
@@ -98,8 +99,8 @@ class Trainer:
         if self.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
-            with self._resumed():
-                self._steps(1)
+            with self.resumed():
+                self.steps(1)
             found["step_bytes"] = torch.cuda.max_memory_allocated() - before
         return found
 

@@ -15,8 +15,8 @@ constexpr int larger(int a, int b) { return a > b ? a : b; }
 // the sums of parts.
 template <class scalar_t, int kPack, int kPlaces, template <class> class Walker, HistogramKind kind, int kFlight>
 struct Shared {
-  // Value by value, and beside linear bins, looking first would not fit into the registers.
-  static constexpr bool kLooks = kPack > 1 && kind != HistogramKind::linear;
+  // Value by value, beside linear bins, and for doubles, looking first would not fit into the registers.
+  static constexpr bool kLooks = kPack > 1 && kind != HistogramKind::linear && sizeof(scalar_t) < 8;
   using Histogram = BlockHistogram<kind, kPlaces, (kPack > kPlaces)>;
   using Reads =
       Reader<scalar_t, kPack, kPlaces, Walker, kPlaces == 4 && kind == HistogramKind::per_channel, kLooks, kFlight>;

@@ -138,7 +138,6 @@ struct Ring {
     for (int g = 0; g < kGroups; ++g) go_on();
   }
 
-  __device__ void look(Load (&packs)[kGroup], int count) const { take(packs, count); }
   __device__ void take(Load (&packs)[kGroup], int) const {
     wait_for_all_but<kGroups - 1>();
     for (int i = 0; i < kGroup; ++i) {

@@ -47,9 +47,9 @@ constexpr int kPackOf = sizeof(scalar_t) == 8   ? 2
 // Whether an address can be read in packs.
 inline bool is_aligned(const void* data, int pack_bytes) { return reinterpret_cast<uintptr_t>(data) % pack_bytes == 0; }
 
-// Whether NearWalker takes it, which counts within a run in 32 bits, and goes on by at most a block's threads.
+// Whether NearWalker takes it, which counts within a run in 32 bits, and goes on by less than another run.
 inline bool is_near(const Layout& layout) {
-  return layout.ndim <= 1 || (layout.ndim == 2 && layout.inner_size() <= INT32_MAX - kThreads);
+  return layout.ndim <= 1 || (layout.ndim == 2 && layout.inner_size() <= INT32_MAX / 2);
 }
 
 // Whether ListedWalker takes the rows.

@@ -79,10 +79,8 @@ struct Reader {
       tile.clear();
       const int packs = count - done < Tile::kMostPacks ? count - done : Tile::kMostPacks, tail = packs % kGroup;
       if constexpr (kLooks) {
-        if (!tile.shifted) {
-          feed.look(taken, packs);
-          tile.choose_shift(taken, packs);
-        }
+        look(taken, packs);
+        tile.choose_shift(taken);
       }
 #pragma unroll 1
       for (int groups = packs / kGroup; groups > 0; --groups) {
@@ -105,7 +103,7 @@ struct Reader {
       for (int c = 0; c < kChannels; ++c) all_hold &= !exists(c) || tile.holds(c, inverse_count);
       if (all_hold) {
         for (int c = 0; c < kChannels; ++c) {
-          sums.merge(c ^ exchange, tile.close(c, unsigned(packs * kPlaces), inverse_count));
+          sums.merge(c ^ exchange, tile.close(c, unsigned(packs * kPlaces)));
         }
       } else {
         read_exactly(packs, nonfinite, channel);
@@ -132,9 +130,22 @@ struct Reader {
   // Whether the tensor has the channel of a thread's place.
   __device__ bool exists(int c) const { return Walker::kAligned || (c ^ exchange) < valid; }
 
+  // Four of the next packs, spread over them: where values drift from row to row, the first ones lie far from the mean.
+  __device__ void look(Load (&taken)[Feed::kGroup], int packs) const {
+    Walker walker(data, layout, first + (done + packs / 8) * step, packs / 4 * step);
+#pragma unroll
+    for (int d = 0; d < 4; ++d) {
+      const scalar_t* at = walker.next();
+      if constexpr (Walker::kAligned) {
+        taken[d] = feed.words.template take<kExchanges>(reinterpret_cast<const char*>(at), feed.exchange);
+      } else {
+        for (int i = 0; i < kPack; ++i) taken[d].value[i] = at[(i ^ exchange) < valid * kPlaces ? i ^ exchange : 0];
+      }
+    }
+  }
+
   // The exact way through a tile: in float64, one channel after the other, to leave the registers to the fast way.
   __device__ void read_exactly(int packs, const NonFinite& nonfinite, int channel) {
-    tile.shifted = false;
     const int channels = Walker::kAligned ? kChannels : valid;
 #pragma unroll 1
     for (int place = 0; place < channels; ++place) read_channel(place, packs, nonfinite, channel + place);

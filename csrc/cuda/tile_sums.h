@@ -5,8 +5,12 @@
 
 namespace hookstats::cuda {
 
-// The sums of a tile's values about a shift. The places of a pack are `kChannels` channels, or all of one. kLooks: the
-// shift is chosen before the first values are summed.
+// The sums of a tile's values about a shift, which lies among them. The places of a pack are `kChannels` channels, or all
+// of one. kLooks: the shift is chosen before the tile is read; else it is the mean of the first values.
+//
+// So of a channel's n values at least two (four where they are at four places; of first values, all four together) lie no
+// nearer to the mean than the shift does, and n times the shift's distance squared is at most n / 2 (n / 4) times the
+// sum of squares about the mean: whatever the data, seven bits of 24 at most are lost there.
 template <class scalar_t, int kPack_, int kChannels_, bool kLooks>
 struct TileSums {
   static constexpr int kPack = kPack_, kChannels = kChannels_;
@@ -18,29 +22,30 @@ struct TileSums {
 
   acc_t shift[kChannels], sum[kChannels], square_sum[kChannels], abs_sum[kChannels];
   Extremes<scalar_t, kPack> extremes;
-  bool shifted = false;  // whether there is a shift
+  bool shifted = false;  // whether the tile has its shift
 
-  // The next tile: its shift is there, or chosen by its first values.
+  // The next tile.
   __device__ void clear() {
+    shifted = false;
     for (int c = 0; c < kChannels; ++c) sum[c] = square_sum[c] = abs_sum[c] = 0;
     extremes.clear();
   }
 
-  // Between the middle two of the channel's first four values, so that one that lies far from the others does not move
-  // it. Where one of them is not finite, the tile is read exactly, whatever the shift.
-  __device__ void choose_shift(const Load* pack, int packs) {
-    acc_t x[4][kPack];
-    for (int d = 0; d < 4; ++d) widen_pack(pack[d], x[d]);
+  // Between the middle two of four values of the channel, so that one that lies far from the others does not move it; of
+  // four at each place, between the middle two of these. Where one of them is not finite, the tile is read exactly,
+  // whatever the shift.
+  __device__ void choose_shift(const Load (&packs)[4]) {
+    static_assert(kPlaces == 1 || kPlaces == 4);
+    acc_t x[4][kPack], middle[kPack];
+    for (int d = 0; d < 4; ++d) widen_pack(packs[d], x[d]);
+    for (int i = 0; i < kPack; ++i) middle[i] = middle_of(x[0][i], x[1][i], x[2][i], x[3][i]);
     for (int c = 0; c < kChannels; ++c) {
-      acc_t y[4];
-      for (int d = 0; d < 4; ++d) {
-        y[d] = d < packs ? x[d][c] : x[0][c];
-      }
-      const acc_t low = std::fmax(std::fmin(y[0], y[1]), std::fmin(y[2], y[3]));
-      const acc_t high = std::fmin(std::fmax(y[0], y[1]), std::fmax(y[2], y[3]));
-      shift[c] = low + (high - low) / 2;
+      shift[c] = kPlaces == 1 ? middle[c] : middle_of(middle[0], middle[1], middle[2], middle[3]);
     }
-    shifted = true;
+  }
+  __device__ static acc_t middle_of(acc_t a, acc_t b, acc_t c, acc_t d) {
+    const acc_t low = std::fmax(std::fmin(a, b), std::fmin(c, d)), high = std::fmin(std::fmax(a, b), std::fmax(c, d));
+    return low + (high - low) / 2;
   }
 
   // Rounding: a value passes a chain of four additions, a tree over the places, and one addition per four packs.
@@ -52,10 +57,9 @@ struct TileSums {
       extremes.update(pack[d], x[d]);
     }
     if (!kLooks && may_be_first && !shifted) {  // their mean: the middle would take registers that are not there
-      for (int c = 0; c < kChannels; ++c) {
-        acc_t first = x[0][c];
-        for (int d = 1; d < packs; ++d) first += x[d][c];
-        shift[c] = first * (acc_t(1) / packs);
+      static_assert(packs == 1 || packs == 4);
+      for (int c = 0; c < kChannels; ++c) {  // of equal values it is their value
+        shift[c] = packs == 1 ? x[0][c] : ((x[0][c] + x[1 % packs][c]) + (x[2 % packs][c] + x[3 % packs][c])) / 4;
       }
       shifted = true;
     }
@@ -131,24 +135,17 @@ struct TileSums {
     return unsigned(zeros);
   }
 
-  // As sums_hold in stats.h, in the arithmetic of the data. Equal values far from the shift, if it is the mean of the
-  // tile before, vary so much with that one that what is lost here does not show.
+  // As sums_hold in stats.h, in the arithmetic of the data.
   __device__ bool holds(int c, acc_t inverse_count) const {
     constexpr acc_t kLargest = std::numeric_limits<acc_t>::max(), kSmallest = std::numeric_limits<acc_t>::min();
-    const acc_t low = min(c), high = max(c), q = square_sum[c];
+    const acc_t low = min(c), q = square_sum[c];
     const bool finite = (q <= kLargest / 32) & (abs_sum[c] <= kLargest);
-    const bool constant = low == high, in_range = q * inverse_count >= kSmallest;
-    const bool shift_is_near = 16 * (q - sum[c] * inverse_count * sum[c]) >= q;
-    const bool equal = constant & ((low == shift[c]) | (q != 0));
-    return finite & (equal | (in_range & shift_is_near));
+    return finite & (((low == max(c)) & (low == shift[c])) | (q * inverse_count >= kSmallest));
   }
 
-  // Of `values` values, all finite. The next tile's shift is their mean.
-  __device__ BlockSums<acc_t> close(int c, unsigned values, acc_t inverse_count) {
-    const BlockSums<acc_t> sums{
-        double(sum[c]), double(square_sum[c]), double(abs_sum[c]), shift[c], min(c), max(c), values, zeros(c)};
-    shift[c] += sum[c] * inverse_count;
-    return sums;
+  // Of `values` values, all finite.
+  __device__ BlockSums<acc_t> close(int c, unsigned values) const {
+    return {double(sum[c]), double(square_sum[c]), double(abs_sum[c]), shift[c], min(c), max(c), values, zeros(c)};
   }
 };
 

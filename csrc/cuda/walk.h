@@ -28,7 +28,7 @@ struct UnalignedLineWalker : LineWalker<scalar_t> {
   using LineWalker<scalar_t>::LineWalker;
 };
 
-// The same in up to two dimensions, without a division; the inner one has less than 2^31 packs, or is the only one.
+// The same in up to two dimensions, without a division; the inner one has less than 2^30 packs, or is the only one.
 template <class scalar_t>
 struct NearWalker {
   static constexpr bool kKnowsLists = false, kAligned = true;

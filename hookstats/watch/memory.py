@@ -23,6 +23,7 @@ from hookstats.watch.flags import Flags
 
 TOTALS = -1  # the "block" of a device that `Store.take_totals` returns
 _SLOTS = 1024  # made at a time
+_SLOT_WORDS = 2  # apart: torch copies what lies at no whole 16 bytes, and a CUDA graph may then not write to it
 _LATER_BLOCK_BYTES = 1 << 16  # room for sites whose width is learned one by one; twice as much each time
 
 
@@ -254,10 +255,11 @@ class Store:
         """Two numbers, int64 [1] each, that nobody else has: `_native.lay_slots` says what for."""
         memory, used = self._slots.get(device, (None, _SLOTS))
         if memory is None or used == _SLOTS:
-            memory, used = _zeros(_SLOTS, device), 0
+            memory, used = _zeros(_SLOTS * _SLOT_WORDS, device), 0
         self._slots[device] = memory, used + 2
         with torch.inference_mode(False):
-            first, second = (_native.part(memory, at, (1,), torch.int64) for at in (used, used + 1))
+            places = (used * _SLOT_WORDS, (used + 1) * _SLOT_WORDS)
+            first, second = (_native.part(memory, at, (1,), torch.int64) for at in places)
         return first, second
 
     def add(

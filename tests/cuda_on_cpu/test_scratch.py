@@ -443,10 +443,11 @@ def test_all_that_a_dtype_needs_is_loaded_before_a_capture_where_the_driver_load
         imitated.accumulate(normal(8, 4).to(dtype), 1)
 
 
-def test_a_walk_through_runs_of_nearly_2_to_the_31_packs(imitated: Backend) -> None:
-    inner, stride = (1 << 31) - 1 - 256, 1 << 32
-    places = range(inner - 1000, inner + 1000, 256)
-    found = imitated.ops.near_addresses(inner, stride, places[0], 256, len(places))
+@pytest.mark.parametrize("step", [256, (1 << 30) - 2])
+def test_a_walk_through_runs_of_nearly_2_to_the_30_packs(imitated: Backend, step: int) -> None:
+    inner, stride = (1 << 30) - 1, 1 << 32
+    places = range(inner - 1000, inner - 1000 + 8 * step, step)
+    found = imitated.ops.near_addresses(inner, stride, places[0], step, len(places))
     assert found == [i // inner * stride + i % inner for i in places]
     assert imitated.ops.near_addresses(inner + 1, stride, 0, 256, 1) == []  # goes the way for any layout
 

@@ -54,7 +54,7 @@ def record(folder: Path, what: str = "first") -> dict[str, Any]:
     return found
 
 
-FIRST = ["doctor", "memcheck", "step", "behind", "floor", "closing", "tests of a GPU alone", "kernel tests"]
+FIRST = ["doctor", "memcheck", "step", "where", "behind", "floor", "closing", "tests of a GPU alone", "kernel tests"]
 FIRST += ["racecheck", "synccheck", "initcheck"]
 
 
@@ -94,7 +94,7 @@ def test_a_part_that_hangs_crashes_or_is_wrong_ends_no_other_one(
         "floor": "stopped after 10 s",
     }
     assert list(status) == ["load", *FIRST]
-    assert sorted(figure["name"] for figure in found["figures"]) == ["behind", "closing", "floor", "step"]
+    assert sorted(figure["name"] for figure in found["figures"]) == ["behind", "closing", "floor", "step", "where"]
     assert next(part for part in found["parts"] if part["name"] == "step")["said"] == ["went wrong"]
     until(lambda: has_ended(int((machine / "ran.child").read_text())))
 
@@ -272,6 +272,24 @@ def test_the_parts_make_the_tables_of_the_page(tmp_path: Path) -> None:
     assert "captured steps count: 20 replays, 5 of them measured" in page
     assert "- totals, sites: 1, channels: 150000: " in page
     assert "FAILED" not in page
+
+
+@pytest.mark.usefixtures("small")
+def test_where_a_step_goes_stands_beside_the_bare_one() -> None:
+    lines: list[dict[str, Any]] = []
+    gpu_figures.PARTS["where"](lambda part, figure: lines.append({"part": part, "figure": figure}))
+    figures = gpu.summary(lines)["where"]
+    assert [figure["name"] for figure in figures][::3] == [
+        "bare",
+        "+ histogram per tensor, gradients of parameters (default)",
+        "bare, again",
+    ]
+    launches = {figure["name"]: figure["launches"] for figure in figures}
+    assert launches["bare"] == 0
+    page = report.where_lines(figures)
+    assert page[2].startswith("|  | bare | totals | ")
+    for kind in ("step", "hookstats", "others", "idle", "launches"):
+        assert any(line.startswith(f"| {kind} | ") for line in page)
 
 
 def test_of_a_figure_that_is_written_in_each_round_the_last_is_kept() -> None:

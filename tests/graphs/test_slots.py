@@ -224,3 +224,18 @@ def test_under_inductor_two_forwards_may_come_before_their_backwards() -> None:
     assert taken is not None
     assert {taken[site].calls for site in taken.order} == {2}
     assert len(taken.order) == 4
+
+
+def test_slots_lie_where_a_graph_takes_them_as_they_are() -> None:
+    """Inductor copies inputs that lie at no whole 16 bytes; mode="reduce-overhead" refuses a graph that writes to one."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+    hookstats.attach(model, tensors=OF_OUTPUTS, every=1)
+    addresses: list[int] = []
+
+    def compiler(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        addresses.extend(each.data_ptr() for each in inputs if each.dtype == torch.int64)
+        return graph
+
+    torch.compile(model, backend=compiler)(torch.randn(4, 3, requires_grad=True))
+    assert len(set(addresses)) >= 4  # of two layers, each of the output and of its gradient
+    assert all(address % 16 == 0 for address in addresses)

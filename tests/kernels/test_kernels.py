@@ -238,6 +238,23 @@ def test_hard_half_precision_values(backend: Backend, values: str, dtype: torch.
     check(backend.accumulate(x, 1, "per_channel").stats(), x, 1)
 
 
+@pytest.mark.parametrize("rows", [1024, 2048, 4100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str)
+def test_values_that_drift_and_outliers_where_kernels_look(backend: Backend, dtype: torch.dtype, rows: int) -> None:
+    noise = normal(rows, 64)
+    running_mean = noise.cumsum(0) / torch.arange(1, rows + 1)[:, None]
+    bursts = 1 + noise / 1000
+    for eighth in (3, 5):  # a CUDA thread looks there before it reads; two of its four values lie far from its mean
+        bursts[eighth * rows // 8 :][:16] += 100
+    for values in (running_mean, noise.cumsum(0) / 100, bursts):
+        x = values.to(dtype)
+        check(backend.accumulate(x, 1, "per_tensor").stats(), x, 1)
+        check(backend.accumulate(x[:, 1:], 1, "per_channel").stats(), x[:, 1:], 1)
+        y = x.t().contiguous()
+        check(backend.accumulate(y, 0, "per_channel").stats(), y, 0)
+        check(backend.accumulate(y, None).stats(), y, None)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_every_16_bit_value_is_counted_in_its_bin(backend: Backend, dtype: torch.dtype) -> None:
     x = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype)
