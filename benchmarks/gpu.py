@@ -214,7 +214,6 @@ def first_parts(session: Session) -> list[Part]:
         sanitized("memcheck", 75),
         figures(session, "step", 100),
         figures(session, "where", 100),
-        figures(session, "behind", 30),
         figures(session, "floor", 45),
         figures(session, "closing", 30),
         tests(session, "tests of a GPU alone", 120, 1, *of_gpu),  # some of them look at its memory

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.contenders import MANY, Case, Measured, check, contenders, many_contenders
+from benchmarks.contenders import MANY, Case, check, contenders, many_contenders
 from hookstats import _native
 from hookstats.numbers.fields import FIELDS
 
@@ -213,33 +213,6 @@ def where_step_goes(write: Write) -> None:
     where_figures(shape, DEVICE, shown)
 
 
-def behind_figures(write: Write) -> None:
-    """What a hook takes right after the matrix product that wrote its tensor, which may still lie in the cache."""
-    reserve()
-    width = 4096 if DEVICE == "cuda" else 64
-    weight = torch.randn(width, width, device=DEVICE, dtype=bf16) / width**0.5
-    for rows in (2048, 8192, 32768) if DEVICE == "cuda" else (16,):
-        inputs = [torch.randn(rows, width, device=DEVICE, dtype=bf16) for _ in range(3)]
-        out = torch.empty(rows, width, device=DEVICE, dtype=bf16)
-        measured = Measured(width, "none", DEVICE), Measured(width, "per_tensor", DEVICE)
-
-        def product(x: torch.Tensor, out: torch.Tensor = out) -> None:
-            torch.mm(x, weight, out=out)
-
-        alone, how = microseconds(product, inputs, 12)
-        for name, hook in zip(("moments", "+ histogram per tensor"), measured, strict=True):
-
-            def both(x: torch.Tensor, hook: Measured = hook, out: torch.Tensor = out) -> None:
-                torch.mm(x, weight, out=out)
-                hook(out, 1)
-
-            us, _ = microseconds(both, inputs, 12)
-            size = out.nbytes / 1e6
-            figure = {"name": name, "case": f"{size:.0f} MB bf16", "product_us": alone, "added_us": us - alone}
-            write("behind", {**figure, "how": how})
-            print(f"{size:6.0f} MB: product {alone:10.2f} us, {name} {us - alone:+9.2f} us", flush=True)
-
-
 def closing_figures(write: Write) -> None:
     """What the training thread waits for where a step with 150 MB of state is closed, beside the loss's own wait."""
     import hookstats
@@ -348,7 +321,6 @@ def peer_figures(compiled: bool) -> Callable[[Write], None]:
 PARTS: dict[str, Callable[[Write], None]] = {
     "step": step_figures,
     "where": where_step_goes,
-    "behind": behind_figures,
     "floor": lambda write: case_figures(FIRST, False, write),
     "closing": closing_figures,
     "first use": first_use,

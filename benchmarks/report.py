@@ -132,14 +132,6 @@ def first_page(path: Path, record: dict[str, Any]) -> list[str]:
         "",
     ]
     lines += where_lines(record.get("where", []))
-    behind = record.get("behind", [])
-    if behind:
-        lines += ["What it adds to a matrix product whose result it measures (bf16), us:", ""]
-        lines += [row("size of the result", "product", "added"), row("---", "---", "---")]
-        for each in behind:
-            size = each["case"].removesuffix(" bf16")
-            lines.append(row(f"{size}, {each['name']}", number(each["product_us"]), f"{each['added_us']:+.3g}"))
-        lines.append("")
     closing = record.get("closing", [])
     if closing:
         size = closing[0]["bytes"] / 1e6
@@ -347,13 +339,13 @@ def main() -> None:
         "kernels reached these times.",
         "",
     ]
-    gpu, first, cpu = results("gpu"), results("gpufirst"), results("cpu")
-    if gpu:
-        picture(gpu[0][1], HERE / "results" / "gpu.png")
-        lines += [*gpu_page(*gpu[0]), "![Ratio to the read floor over the size](results/gpu.png)", ""]
-        lines += earlier_lines(gpu)
-    if first:
-        lines += first_page(*first[0])
+    alone, first, cpu = results("gpu"), results("gpufirst"), results("cpu")
+    if alone:
+        picture(alone[0][1], HERE / "results" / "gpu.png")
+        lines += [*gpu_page(*alone[0]), "![Ratio to the read floor over the size](results/gpu.png)", ""]
+        lines += earlier_lines(alone)
+    for gpu in dict.fromkeys(record["gpu"]["name"] for _, record in first):
+        lines += first_page(*next(found for found in first if found[1]["gpu"]["name"] == gpu))
     if cpu:
         lines += cpu_page(*cpu[0])
     (HERE / "README.md").write_text("\n".join(lines))

@@ -54,7 +54,7 @@ def record(folder: Path, what: str = "first") -> dict[str, Any]:
     return found
 
 
-FIRST = ["doctor", "memcheck", "step", "where", "behind", "floor", "closing", "tests of a GPU alone", "kernel tests"]
+FIRST = ["doctor", "memcheck", "step", "where", "floor", "closing", "tests of a GPU alone", "kernel tests"]
 FIRST += ["racecheck", "synccheck", "initcheck"]
 
 
@@ -80,7 +80,7 @@ def test_a_part_that_hangs_crashes_or_is_wrong_ends_no_other_one(
     machine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAILING", "gpu_figures step")
-    monkeypatch.setenv("CRASHING", "gpu_figures behind")
+    monkeypatch.setenv("CRASHING", "gpu_figures where")
     monkeypatch.setenv("HANGING", "gpu_figures floor")
     of_call = gpu.figures
     limit = {"floor": 10.0}
@@ -90,11 +90,11 @@ def test_a_part_that_hangs_crashes_or_is_wrong_ends_no_other_one(
     status = {part["name"]: part["status"] for part in found["parts"]}
     assert {name: each for name, each in status.items() if each != 0} == {
         "step": 3,
-        "behind": -6,
+        "where": -6,
         "floor": "stopped after 10 s",
     }
     assert list(status) == ["load", *FIRST]
-    assert sorted(figure["name"] for figure in found["figures"]) == ["behind", "closing", "floor", "step", "where"]
+    assert sorted(figure["name"] for figure in found["figures"]) == ["closing", "floor", "step", "where"]
     assert next(part for part in found["parts"] if part["name"] == "step")["said"] == ["went wrong"]
     until(lambda: has_ended(int((machine / "ran.child").read_text())))
 

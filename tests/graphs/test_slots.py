@@ -227,7 +227,7 @@ def test_under_inductor_two_forwards_may_come_before_their_backwards() -> None:
 
 
 def test_slots_lie_where_a_graph_takes_them_as_they_are() -> None:
-    """Inductor copies inputs that lie at no whole 16 bytes; mode="reduce-overhead" refuses a graph that writes to one."""
+    """Inductor copies what lies at no whole 16 bytes; mode="reduce-overhead" refuses a graph that writes to it."""
     model = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
     hookstats.attach(model, tensors=OF_OUTPUTS, every=1)
     addresses: list[int] = []
