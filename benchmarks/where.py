@@ -35,10 +35,10 @@ KINDS = {  # by a part of a kernel's name; the first that fits
 }
 
 
-def events_of(steps: Callable[[], None], device: str) -> list[dict[str, Any]]:
+def events_of(trainer: Trainer, device: str) -> list[dict[str, Any]]:
     """What ran on the device, in its order, of a trace: name, and ts and dur in us. On a CPU, its operators."""
     with profile(activities=[ProfilerActivity.CUDA if device == "cuda" else ProfilerActivity.CPU]) as profiled:
-        steps()
+        trainer.steps(STEPS)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiled.export_chrome_trace(str(path))
@@ -65,7 +65,7 @@ def clocks() -> Iterator[dict[str, float]]:
     """The GPU's clock and power while it runs, medians; nothing where they cannot be read."""
     found: dict[str, float] = {}
     try:
-        import pynvml
+        import pynvml  # type: ignore[import-not-found, unused-ignore]
 
         pynvml.nvmlInit()
         handle = pynvml.nvmlDeviceGetHandleByIndex(0)
@@ -106,7 +106,7 @@ def where_figures(shape: Shape, device: str, write: Callable[[dict[str, Any]], N
                 trainer.step()
                 figure["the host's part"] = 1e3 * (time.perf_counter() - began)
                 trainer.steps(0)
-            write({**figure, **shares(events_of(lambda trainer=trainer: trainer.steps(STEPS), device)), **clock})
+            write({**figure, **shares(events_of(trainer, device)), **clock})
         del trainer
         if device == "cuda":
             torch.cuda.empty_cache()
