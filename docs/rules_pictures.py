@@ -33,6 +33,7 @@ SHOWN = {
     "constant-input": "a_loader_that_gives_zeros_from_the_middle_on.cnn",
     "unscaled-input": "an_identifier_among_the_features.tanh",
     "growing-gradients": "gradients_that_are_never_zeroed_under_adam.gpt",
+    "bias-gradient": "gradients_of_one_layer_times_eight.mlp",
     "unchanged-parameters": "a_layer_that_no_optimizer_has.gpt",
     "lost-updates": "bfloat16_weights_whose_updates_are_lost.gpt",
     "shrinking-weights": "weight_decay_that_is_too_strong_in_adamw.gpt",

@@ -17,6 +17,7 @@ from hookstats.language.attention import Attentions
 from hookstats.language.finding import Router, attentions, routers
 from hookstats.language.routers import Routers
 from hookstats.modules import order
+from hookstats.modules.facts import facts, hidden
 from hookstats.modules.selection import Modules, all_modules
 from hookstats.numbers.fields import Bins, ExponentBins
 from hookstats.numbers.ranks import ALONE, StepRanks
@@ -159,7 +160,7 @@ def attach(
         for recorder in delivery.recorders:
             recorder.begin(settings if recorder.every_rank else of_all)
             begun += 1
-        _report(monitor, plan, None if example is None else binder.example_bytes, joined is not None)
+        _report(model, monitor, plan, None if example is None else binder.example_bytes, joined is not None)
         if too_much is not None:
             _report_totals(too_much, options.memory_budget)
         order.make_room_for_graphs()
@@ -282,7 +283,7 @@ def _is_distributed() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
-def _report(monitor: Monitor, plan: Plan, example_bytes: int | None, is_joined: bool) -> None:
+def _report(model: nn.Module, monitor: Monitor, plan: Plan, example_bytes: int | None, is_joined: bool) -> None:
     _log.info(
         "attached to %d sites of %d modules and %d parameters, state %.1f MB%s",
         len(monitor.sites),
@@ -291,6 +292,15 @@ def _report(monitor: Monitor, plan: Plan, example_bytes: int | None, is_joined: 
         monitor.state_bytes / 2**20,
         "" if example_bytes is None else f"; a step like the example reads {example_bytes / 2**20:.1f} MB",
     )
+    known = facts(model)
+    if known:
+        _log.info("the model: %s", "; ".join(known))
+    for each in hidden(model):
+        _log.warning(
+            "%s of the model: model.parameters() leaves them out, and so does hookstats. If they are to learn, hold "
+            "them in an nn.ModuleList, nn.ModuleDict or nn.ParameterList, or as an nn.Parameter",
+            each,
+        )
     if _is_distributed() and not is_joined and torch.distributed.get_world_size() > 1:
         _log.info(
             "the numbers are those of rank %d alone; attach(process_group=torch.distributed.group.WORLD) merges those "

@@ -168,6 +168,18 @@ def a_scaler_that_skips_every_step(setup: Setup) -> None:
     setup.steps_optimizer = lambda step: False
 
 
+@ill("bias-gradient", on=("mlp", "cnn", "gpt"), where=SECOND | {"gpt": "blocks.0.qkv"}, began=40)
+def gradients_of_one_layer_times_eight(setup: Setup) -> None:
+    layer = setup.model.get_submodule("blocks.0.qkv") if setup.kind == "gpt" else _second(setup)
+
+    def multiply(step: int) -> None:
+        if step >= 40:
+            for each in layer.parameters():
+                each.grad.mul_(8)
+
+    setup.after_backward = multiply
+
+
 @ill("growing-gradients", on=("mlp", "gpt"), where=SECOND)
 def one_layer_whose_gradients_are_never_zeroed(setup: Setup) -> None:
     setup.zeroes = False

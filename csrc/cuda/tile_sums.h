@@ -5,12 +5,12 @@
 
 namespace hookstats::cuda {
 
-// The sums of a tile's values about a shift, which lies among them. The places of a pack are `kChannels` channels, or all
-// of one. kLooks: the shift is chosen before the tile is read; else it is the mean of the first values.
+// The sums of a tile's values about a shift, which lies among them. The places of a pack are `kChannels` channels, or
+// all of one. kLooks: the shift is chosen before the tile is read; else it is the mean of the first values.
 //
-// So of a channel's n values at least two (four where they are at four places; of first values, all four together) lie no
-// nearer to the mean than the shift does, and n times the shift's distance squared is at most n / 2 (n / 4) times the
-// sum of squares about the mean: whatever the data, seven bits of 24 at most are lost there.
+// So of a channel's n values at least two (four where they are at four places; of first values, all four together) lie
+// no nearer to the mean than the shift does, and n times the shift's distance squared is at most n / 2 (n / 4) times
+// the sum of squares about the mean: whatever the data, seven bits of 24 at most are lost there.
 template <class scalar_t, int kPack_, int kChannels_, bool kLooks>
 struct TileSums {
   static constexpr int kPack = kPack_, kChannels = kChannels_;
@@ -31,8 +31,8 @@ struct TileSums {
     extremes.clear();
   }
 
-  // Between the middle two of four values of the channel, so that one that lies far from the others does not move it; of
-  // four at each place, between the middle two of these. Where one of them is not finite, the tile is read exactly,
+  // Between the middle two of four values of the channel, so that one that lies far from the others does not move it;
+  // of four at each place, between the middle two of these. Where one of them is not finite, the tile is read exactly,
   // whatever the shift.
   __device__ void choose_shift(const Load (&packs)[4]) {
     static_assert(kPlaces == 1 || kPlaces == 4);

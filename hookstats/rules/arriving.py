@@ -189,7 +189,7 @@ class GrowingGradients:
         """``[2, pairs]``: the ids of gradients, and of the gradients of outputs that add up to the same."""
         totals = step.totals
         if self._sites < len(step.sites):
-            self._sites, self._sums_of = len(step.sites), _sums_of_outputs(step)
+            self._sites, self._sums_of = len(step.sites), sums_of_outputs(step)
         gradients, outputs, is_embedding = self._sums_of
         came = (totals.count[gradients] > 0) & (totals.count[outputs] > 0) & (step.calls[outputs] == 1)
         is_sparse = totals.zeros[gradients] > SPARSE * totals.count[gradients]
@@ -198,7 +198,7 @@ class GrowingGradients:
         return pairs
 
 
-def _sums_of_outputs(step: Step) -> Counts:
+def sums_of_outputs(step: Step) -> Counts:
     """``[3, pairs]``: the ids of gradients of biases, and of weights without one, which may be embeddings; those of the
     gradients of the outputs of their modules; and which are of weights."""
     ids, found = {site: place for place, site in enumerate(step.sites)}, []

@@ -1,0 +1,109 @@
+"""What a model shows before it runs: frozen parameters, modules in evaluation mode, what no module has. Knows torch.
+
+`facts` are of use whoever reads them; what `hidden` returns is nearly always a mistake.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+_SHOWN = 3  # names
+_MOST = 10_000  # of a container's elements that are looked at
+
+
+def facts(model: nn.Module) -> list[str]:
+    """Sentences on a model: dtypes where there are several, frozen parameters, evaluation mode, tied parameters."""
+    parameters = [each for each in model.parameters() if not nn.parameter.is_lazy(each)]
+    size = sum(each.numel() for each in parameters)
+    found = []
+    of_dtype: Counter[str] = Counter()
+    for each in parameters:
+        of_dtype[str(each.dtype).removeprefix("torch.")] += each.numel()
+    if len(of_dtype) > 1:
+        found.append("parameters are " + ", ".join(f"{_share(n, size)} {dtype}" for dtype, n in of_dtype.most_common()))
+    frozen = sum(each.numel() for each in parameters if not each.requires_grad)
+    if frozen:
+        found.append(f"{_share(frozen, size)} of {size:,} parameter values are frozen")
+    resting = _in_evaluation(model)
+    if resting:
+        found.append(f"in evaluation mode: {_names(resting)}")
+    tied = _tied(model)
+    if tied:
+        found.append(f"tied: {_names([' = '.join(names) for names in tied])}")
+    return found
+
+
+def hidden(model: nn.Module) -> list[str]:
+    """Sentences on what requires gradients and is no part of the model, because a list, a dict or a plain attribute
+    holds it: an optimizer that is made of ``model.parameters()`` does not have it."""
+    own = {id(each) for each in model.parameters()}
+    found = []
+    for name, module in model.named_modules():
+        for attribute, value in list(vars(module).items()):
+            if attribute in _OF_TORCH:
+                continue
+            lost = {id(each): each for each in _parameters_in(value) if each.requires_grad and id(each) not in own}
+            if lost:
+                size = sum(each.numel() for each in lost.values() if not nn.parameter.is_lazy(each))
+                place = f"{name}.{attribute}".lstrip(".")
+                found.append(
+                    f"{place}, {_kind(value)}, has {size:,} values that require gradients and are in no module"
+                )
+    return found
+
+
+# What nn.Module itself keeps of its parts and hooks.
+_OF_TORCH = frozenset(vars(nn.Module()))
+
+
+def _parameters_in(value: Any) -> Iterator[torch.Tensor]:
+    """Those of modules and tensors in a container that torch does not look into; or a plain tensor that is a leaf."""
+    if isinstance(value, torch.Tensor):
+        held: list[Any] = [value]
+    elif type(value) in (list, tuple):
+        held = list(value[:_MOST])
+    elif type(value) is dict:
+        held = list(value.values())[:_MOST]
+    else:
+        return
+    for each in held:
+        if isinstance(each, nn.Module):
+            yield from each.parameters()
+        elif isinstance(each, torch.Tensor) and each.is_leaf:
+            yield each
+
+
+def _kind(value: Any) -> str:
+    return "a tensor" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+
+
+def _in_evaluation(model: nn.Module) -> list[str]:
+    """The names of modules in evaluation mode, each without those inside of it; "(model)" is the model."""
+    found: list[str] = []
+    for name, module in model.named_modules():
+        if not module.training and not (found and name.startswith(f"{found[-1]}.")):
+            if name == "":
+                return ["(model)"]
+            found.append(name)
+    return found
+
+
+def _tied(model: nn.Module) -> list[list[str]]:
+    names: defaultdict[int, list[str]] = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[id(parameter)].append(name)
+    return [each for each in names.values() if len(each) > 1]
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{100 * part / max(whole, 1):.3g} %"
+
+
+def _names(names: list[str]) -> str:
+    others = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {others} others" if others > 0 else "")
