@@ -153,10 +153,14 @@ def where_lines(figures: list[dict[str, Any]]) -> list[str]:
     """A step by what runs on the GPU, a column for each contender."""
     if not figures:
         return []
-    lines = ["Where the time of such a step goes, by torch's profiler: ms of a step by kind of kernel.", ""]
+    lines = [
+        "Where the time of such a step goes, by torch's profiler: ms of a step by kind of kernel. Launches are ours."
+    ]
+    lines.append("")
     lines += [row("", *[each["name"] for each in figures]), row("---", *["---"] * len(figures))]
-    for key in figures[0]:
-        if key != "name":
+    kinds = ["hookstats", "matrix products", "attention", "optimizer", "copies", "others", "idle"]
+    for key in ["step", *kinds, "launches", "MHz", "watts"]:
+        if key in figures[0]:
             lines.append(row(key, *[number(each[key]) if key in each else "-" for each in figures]))
     return [*lines, ""]
 

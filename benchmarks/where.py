@@ -102,10 +102,6 @@ def where_figures(shape: Shape, device: str, write: Callable[[dict[str, Any]], N
                 began = time.perf_counter()
                 trainer.steps(6)
                 figure = {"name": name, "step": 1e3 * (time.perf_counter() - began) / 6}
-                began = time.perf_counter()
-                trainer.step()
-                figure["the host's part"] = 1e3 * (time.perf_counter() - began)
-                trainer.steps(0)
             write({**figure, **shares(events_of(trainer, device)), **clock})
         del trainer
         if device == "cuda":
