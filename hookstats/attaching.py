@@ -292,21 +292,28 @@ def _report(model: nn.Module, monitor: Monitor, plan: Plan, example_bytes: int |
         monitor.state_bytes / 2**20,
         "" if example_bytes is None else f"; a step like the example reads {example_bytes / 2**20:.1f} MB",
     )
-    known = facts(model)
-    if known:
-        _log.info("the model: %s", "; ".join(known))
-    for each in hidden(model):
-        _log.warning(
-            "%s of the model: model.parameters() leaves them out, and so does hookstats. If they are to learn, hold "
-            "them in an nn.ModuleList, nn.ModuleDict or nn.ParameterList, or as an nn.Parameter",
-            each,
-        )
+    _report_model(model)
     if _is_distributed() and not is_joined and torch.distributed.get_world_size() > 1:
         _log.info(
             "the numbers are those of rank %d alone; attach(process_group=torch.distributed.group.WORLD) merges those "
             "of all %d ranks",
             torch.distributed.get_rank(),
             torch.distributed.get_world_size(),
+        )
+
+
+def _report_model(model: nn.Module) -> None:
+    try:
+        known, lost = facts(model), hidden(model)
+    except Exception as error:  # of whoever wrote the model: what only informs ends no attach
+        return _log.info("the model could not be looked at: %r", error)
+    if known:
+        _log.info("the model: %s", "; ".join(known))
+    for each in lost:
+        _log.warning(
+            "%s: model.parameters() leaves them out, and so does hookstats. If they are to learn, hold them in an "
+            "nn.ModuleList, nn.ModuleDict or nn.ParameterList",
+            each,
         )
 
 

@@ -135,7 +135,7 @@ struct TileSums {
     return unsigned(zeros);
   }
 
-  // As sums_hold in stats.h, in the arithmetic of the data.
+  // As sums_hold in stats.h, in the arithmetic of the data; the shift is near.
   __device__ bool holds(int c, acc_t inverse_count) const {
     constexpr acc_t kLargest = std::numeric_limits<acc_t>::max(), kSmallest = std::numeric_limits<acc_t>::min();
     const acc_t low = min(c), q = square_sum[c];

@@ -1,6 +1,6 @@
 """What a model shows before it runs: frozen parameters, modules in evaluation mode, what no module has. Knows torch.
 
-`facts` are of use whoever reads them; what `hidden` returns is nearly always a mistake.
+`facts` are of use to whoever reads them; what `hidden` returns is nearly always a mistake.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import nn
 
 _SHOWN = 3  # names
@@ -39,33 +38,30 @@ def facts(model: nn.Module) -> list[str]:
 
 
 def hidden(model: nn.Module) -> list[str]:
-    """Sentences on what requires gradients and is no part of the model, because a list, a dict or a plain attribute
-    holds it: an optimizer that is made of ``model.parameters()`` does not have it."""
+    """Sentences on modules and parameters that require gradients and are no part of the model, because a list, a tuple
+    or a dict holds them: an optimizer that is made of ``model.parameters()`` does not have them. What is kept in an
+    attribute that begins with "_" is meant to be so."""
     own = {id(each) for each in model.parameters()}
     found = []
     for name, module in model.named_modules():
         for attribute, value in list(vars(module).items()):
-            if attribute in _OF_TORCH:
+            if attribute.startswith("_"):
                 continue
             lost = {id(each): each for each in _parameters_in(value) if each.requires_grad and id(each) not in own}
             if lost:
                 size = sum(each.numel() for each in lost.values() if not nn.parameter.is_lazy(each))
                 place = f"{name}.{attribute}".lstrip(".")
+                values = f"{size:,} values" if size else "parameters"
+                kind = type(value).__name__
                 found.append(
-                    f"{place}, {_kind(value)}, has {size:,} values that require gradients and are in no module"
+                    f"{place}, a {kind}, has {values} that require gradients and are in no module of the model"
                 )
     return found
 
 
-# What nn.Module itself keeps of its parts and hooks.
-_OF_TORCH = frozenset(vars(nn.Module()))
-
-
-def _parameters_in(value: Any) -> Iterator[torch.Tensor]:
-    """Those of modules and tensors in a container that torch does not look into; or a plain tensor that is a leaf."""
-    if isinstance(value, torch.Tensor):
-        held: list[Any] = [value]
-    elif type(value) in (list, tuple):
+def _parameters_in(value: Any) -> Iterator[nn.Parameter]:
+    """Those of modules and parameters in a container that torch does not look into."""
+    if type(value) in (list, tuple):
         held = list(value[:_MOST])
     elif type(value) is dict:
         held = list(value.values())[:_MOST]
@@ -74,12 +70,8 @@ def _parameters_in(value: Any) -> Iterator[torch.Tensor]:
     for each in held:
         if isinstance(each, nn.Module):
             yield from each.parameters()
-        elif isinstance(each, torch.Tensor) and each.is_leaf:
+        elif type(each) is nn.Parameter:  # and not what FSDP makes of several
             yield each
-
-
-def _kind(value: Any) -> str:
-    return "a tensor" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
 
 
 def _in_evaluation(model: nn.Module) -> list[str]:
@@ -95,8 +87,10 @@ def _in_evaluation(model: nn.Module) -> list[str]:
 
 def _tied(model: nn.Module) -> list[list[str]]:
     names: defaultdict[int, list[str]] = defaultdict(list)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names[id(parameter)].append(name)
+    for name, module in model.named_modules():  # each once, however the model is knotted
+        for own, parameter in module._parameters.items():
+            if parameter is not None:
+                names[id(parameter)].append(f"{name}.{own}".lstrip("."))
     return [each for each in names.values() if len(each) > 1]
 
 

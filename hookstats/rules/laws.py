@@ -7,7 +7,7 @@ import numpy as np
 from hookstats.numbers.fields import Array, Counts
 from hookstats.rules.arriving import sums_of_outputs
 from hookstats.rules.finding import Finding
-from hookstats.rules.formatting import number
+from hookstats.rules.formatting import number, times
 from hookstats.rules.history import Streak, extended
 from hookstats.rules.step import Mask, Step
 from hookstats.rules.thresholds import rule
@@ -15,27 +15,28 @@ from hookstats.rules.thresholds import rule
 # Of the L1 norm of a bias's gradient, and of its output's: of a sum that has cancelled farther, what rounding to
 # bfloat16, and what adding up in float32, has made of it may be anything.
 _LEAST, _LEAST_OF_OUTPUT = 0.02, 1e-5
+_EQUAL, _CONSTANT = 0.01, 0.005
 
 
 @rule
 class BiasGradient:
-    """A layer's gradients are a multiple of what its output's gradient says: a warning, or a note from the start on.
+    """A layer's gradients have become a multiple of what its output's gradient says (warning).
 
     The gradient of a bias (of a linear layer, a convolution, a norm) is the sum of the gradient of its module's output,
     by the chain rule. Over all channels both sums are known, and their ratio is 1, or what clipping has made of it in
-    all layers alike: then it is their median. A layer is ill if its ratio is ``factor`` = 1.5 times that, or less than
-    1 / 1.5 of it, and stays so to 3 % in ``consecutive_steps`` = 5 measured steps in a row. The law is arithmetic;
-    the figures are ours.
+    all layers alike: then it is their median. A layer is ill if its ratio jumps, from one measured step to the next, to
+    ``factor`` = 1.5 times that or more, or to less than 1 / 1.5 of it, and stays the same to 0.5 % for
+    ``consecutive_steps`` = 5 measured steps. A ratio that is so from the first step on is a note. The law is
+    arithmetic; the figures are ours.
 
     What else looks like it: a module that multiplies its output after it has added the bias, a hook on parameters that
-    is meant to scale their gradients. Both hold from the first step on: then it is a note. What to do: look at what
-    changes gradients after backward: hooks on parameters, reductions over a process group, a division that is
-    missing or done twice.
+    is meant to scale their gradients; they hold from the first step on. What to do: look at what changes gradients
+    after backward: hooks on parameters, reductions over a process group, a division that is missing or done twice.
 
-    So that a healthy run is silent: a layer is judged where its sums have not cancelled, as they do between a residual
-    stream and the norms behind it, and where the law holds to 1 % in another layer, or two thirds of at least three
-    layers agree to 10 %. Factors that vary from step to step are those of other ranks' data, or of clipping each
-    parameter by itself.
+    So that a healthy run is silent: a layer is judged where its output had one gradient in the step, where its sums
+    have not cancelled, as they do between a residual stream and the norms behind it, and where other layers agree to
+    1 %. Clipping each parameter or group by itself, what is learned, and other ranks' data change a ratio from step to
+    step.
     """
 
     factor: float = 1.5
@@ -43,7 +44,9 @@ class BiasGradient:
 
     def __post_init__(self) -> None:
         self._streak = Streak(self.consecutive_steps)
-        self._ratios, self._agreed = np.empty(0), np.empty(0, bool)  # of each gradient, in the step before; ever
+        self._first = np.empty(0)  # of each gradient: its ratio when its streak began
+        self._is_late, self._agreed = np.empty(0, bool), np.empty(0, bool)  # it jumped; in the last judged step
+        self._is_known = np.empty(0, bool)  # judged before
         self._sites, self._pairs = -1, np.empty((3, 0), np.int64)
 
     def __call__(self, step: Step) -> list[Finding] | None:
@@ -51,23 +54,31 @@ class BiasGradient:
         if not biases.size:
             return None
         n = len(step.sites)
+        common = 1.0 if (abs(ratios - 1) < _EQUAL).any() else float(np.median(ratios))
         relative = np.full(n, np.nan)
-        holds = bool((abs(ratios - 1) < 0.01).any())
-        relative[biases] = ratios if holds else ratios / np.median(ratios)
-        judged = np.isfinite(relative)
+        if common:
+            relative[biases] = ratios / common
         with np.errstate(invalid="ignore"):
-            is_off = judged & ~((relative < self.factor) & (relative > 1 / self.factor))
-            is_steady = abs(relative / extended(self._ratios, n, np.nan) - 1) < 0.03
-            agree = judged & (abs(relative - 1) < 0.1)
-        self._ratios = np.where(judged, relative, extended(self._ratios, n, np.nan))
-        if not holds and (3 * agree.sum() < 2 * judged.sum() or judged.sum() < 3):
+            agree = abs(relative - 1) < _EQUAL
+            is_off = np.isfinite(relative) & ~((relative < self.factor) & (relative > 1 / self.factor))
+        if agree.sum() < (1 if common == 1 else 2) or (common != 1 and 3 * agree.sum() < 2 * biases.size):
             return []
-        ill = self._streak.push(step.number, is_off & (is_steady | (self._lengths(n) == 0)), judged)
-        self._agreed = extended(self._agreed, n, False) | agree
-        return [self._finding(step, site, float(relative[site]), int(agree.sum())) for site in step.in_order(ill)]
+        ill = self._push(step, relative, agree, is_off, may_begin=bool(agree.sum() > 1))
+        return [self._finding(step, site, relative, common, int(agree.sum())) for site in step.in_order(ill)]
 
-    def _lengths(self, n: int) -> Counts:
-        return extended(self._streak.lengths, n, 0)
+    def _push(self, step: Step, relative: Array, agree: Mask, is_off: Mask, may_begin: bool) -> Mask:
+        """``[n]``: those that have been off by one factor for long enough. may_begin: also from the first step on."""
+        n = len(relative)
+        judged = np.isfinite(relative)
+        lengths, first = extended(self._streak.lengths, n, 0), extended(self._first, n, np.nan)
+        agreed, known = extended(self._agreed, n, False), extended(self._is_known, n, False)
+        with np.errstate(invalid="ignore"):
+            goes_on = (lengths > 0) & (abs(relative / first - 1) < _CONSTANT)
+        begins = (lengths == 0) & (agreed | (may_begin & ~known))
+        self._first = np.where(is_off & begins, relative, first)
+        self._is_late = np.where(is_off & begins, agreed, extended(self._is_late, n, False))
+        self._agreed, self._is_known = np.where(judged, agree, agreed), known | judged
+        return self._streak.push(step.number, is_off & (goes_on | begins), judged)
 
     def _ratios_of(self, step: Step) -> tuple[Counts, Array]:
         """The ids of gradients of biases that have not cancelled, and how many times its output's each of them is."""
@@ -77,27 +88,32 @@ class BiasGradient:
         sums, sizes = step.totals.mean * step.totals.count, step.totals.l1_norm
         now, fresh = sums[gradients], sums[outputs]
         with np.errstate(invalid="ignore"):
-            known: Mask = (is_weight == 0) & (abs(now) > _LEAST * sizes[gradients])
+            known: Mask = (is_weight == 0) & (step.calls[outputs] == 1) & (abs(now) > _LEAST * sizes[gradients])
             known &= abs(fresh) > _LEAST_OF_OUTPUT * sizes[outputs]
         known &= np.isfinite(now) & np.isfinite(fresh) & (step.nonfinite[gradients] + step.nonfinite[outputs] == 0)
         return gradients[known], now[known] / fresh[known]
 
-    def _finding(self, step: Step, site: int, factor: float, agree: int) -> Finding:
-        name, since = step.sites[site].name, int(self._streak.since[site])
+    def _finding(self, step: Step, site: int, relative: Array, common: float, agree: int) -> Finding:
+        name, since, factor = step.sites[site].name, int(self._streak.since[site]), float(relative[site])
         size = number(factor) if abs(factor) > 0.95 else f"1/{number(1 / factor)}"
-        sentence = (
-            f"the gradient of {name} is {size} times the sum of its output's gradient, step after step since step "
-            f"{since}. By the chain rule it is that sum, and {agree} other layers keep to it. "
-        )
-        if self._agreed[site]:
-            sentence += (
-                "Look at what changes gradients after backward: a hook on these parameters, a reduction over the wrong "
-                "process group, a division that is missing or done twice."
+        others = times(agree, "other layer")
+        if common == 1:
+            sentence = (
+                f"the gradient of {name} is {size} times the sum of its output's gradient, in each measured step since "
+                f"step {since}. By the chain rule it is that sum, and {others} keep{'s' * (agree == 1)} to it. "
             )
         else:
-            sentence += (
-                "It has been so from the start: that is right where the module multiplies its output, or where a hook "
-                "is to scale these gradients; else look at reductions over process groups and at missing divisions."
+            sentence = (
+                f"the gradient of {name}, over the sum of its output's gradient, is {size} times what it is in "
+                f"{others}, in each measured step since step {since}. By the chain rule it is the same in all of them. "
             )
-        severity = "warning" if self._agreed[site] else "note"
+        is_late = bool(self._is_late[site])
+        sentence += (
+            "Look at what changes gradients after backward: a hook on these parameters, a reduction over the wrong "
+            "process group, a division that is missing or done twice."
+            if is_late
+            else "It has been so from the start: that is right where the module multiplies its output, or where a hook "
+            "is to scale these gradients; else look at reductions over process groups and at missing divisions."
+        )
+        severity = "warning" if is_late else "note"
         return step.finding("bias-gradient", site, factor, self.factor, severity, sentence, since=since)

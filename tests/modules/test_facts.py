@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import hookstats
+from hookstats.modules.facts import facts, hidden
 
 
 def said(model: nn.Module, caplog: pytest.LogCaptureFixture, level: int) -> list[str]:
@@ -64,7 +65,6 @@ class Holder(nn.Module):
         ((nn.Linear(10, 10),), "a tuple", "110"),
         ({"a": nn.Linear(10, 10), "b": None}, "a dict", "110"),
         ([nn.Parameter(torch.zeros(7))], "a list", "7"),
-        (torch.zeros(5, requires_grad=True), "a tensor", "5"),
     ],
     ids=lambda each: each if isinstance(each, str) else "",
 )
@@ -80,5 +80,29 @@ def test_what_requires_gradients_and_is_in_no_module_is_a_warning(
 
 def test_what_is_frozen_or_elsewhere_in_the_model_may_be_held_anywhere(caplog: pytest.LogCaptureFixture) -> None:
     teacher, shared = layers().requires_grad_(False), nn.Linear(10, 10)
-    for held in ([teacher], [shared], shared.weight * 2, [1, "a", None], {"a": [shared]}, torch.zeros(3), iter([])):
+    kept = torch.zeros(3, requires_grad=True)  # as whoever makes adversarial examples does
+    for held in ([teacher], [shared], shared.weight * 2, [1, "a", None], {"a": [shared]}, kept, [kept], iter([])):
         assert said(nn.Sequential(shared, Holder(held)), caplog, logging.WARNING) == []
+    model = nn.Sequential(shared)
+    model._others = [nn.Linear(3, 3)]  # type: ignore[assignment]
+    assert said(model, caplog, logging.WARNING) == []
+
+
+def test_models_that_torch_has_changed_are_no_surprise(caplog: pytest.LogCaptureFixture) -> None:
+    lazy = nn.Sequential(Holder([nn.LazyLinear(3)]))
+    assert "has parameters that require gradients" in said(lazy, caplog, logging.WARNING)[0]
+    for model in (nn.utils.parametrizations.weight_norm(nn.LSTM(3, 3), "weight_hh_l0"), torch.jit.script(layers())):
+        assert said(model, caplog, logging.WARNING) == []
+    knotted = nn.Sequential(nn.Sequential(nn.Linear(3, 3)))
+    knotted[0].parent = knotted
+    assert hidden(knotted) == facts(knotted) == []
+
+
+def test_a_model_that_cannot_be_looked_at_is_attached_to(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(model: nn.Module) -> list[str]:
+        raise RecursionError("too deep")
+
+    monkeypatch.setattr("hookstats.attaching.hidden", fail)
+    assert said(layers(), caplog, logging.INFO) == ["the model could not be looked at: RecursionError('too deep')"]

@@ -85,7 +85,19 @@ def test_healthy_trainings_keep_the_law() -> None:
         assert judged(healthy, in_bfloat16) == []
 
 
-@pytest.mark.parametrize("how", ["accumulated", "clipped", "of two ranks", "each clipped", "of one value"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "accumulated",
+        "clipped",
+        "of two ranks",
+        "each clipped",
+        "values clipped",
+        "adversarial",
+        "grown",
+        "of one value",
+    ],
+)
 def test_other_ways_to_train_keep_it_or_are_not_judged(how: str) -> None:
     healthy = model()
     data = OnDigits(healthy)
@@ -99,14 +111,46 @@ def test_other_ways_to_train_keep_it_or_are_not_judged(how: str) -> None:
     if how == "each clipped":
         for each in parameters:
             each.register_hook(lambda gradient: gradient * (0.01 / gradient.norm().clamp(min=0.01)))
+    if how == "values clipped":
+        for each in parameters:
+            each.register_hook(lambda gradient: gradient.clamp(-2e-3, 2e-3))
+    scale = [1.0]
+    if how == "grown":  # as a scale that a module learns
+        healthy[5].bias.register_hook(lambda gradient: gradient * scale[0])
     if how == "of one value":
         parameters[0].data.zero_()
 
     def loss_of(step: int) -> torch.Tensor:
+        scale[0] *= 1.03
         if how == "accumulated":
             for _ in range(3):
                 chosen = torch.randint(len(data.labels), (32,))
                 (cross_entropy(healthy(data.images[chosen]), data.labels[chosen]) / 4).backward()
+        if how == "adversarial":
+            images = data.images[:64].clone().requires_grad_()
+            torch.autograd.grad(cross_entropy(healthy(images), data.labels[:64]), images)
         return data(step)
 
     assert judged(healthy, loss_of) == []
+
+
+@pytest.mark.parametrize("how", ["one group", "each", "values"])
+def test_clipping_in_parts_is_no_warning_even_where_all_data_are_in_each_step(how: str) -> None:
+    healthy = model()
+    data = OnDigits(healthy)
+
+    def all_data(step: int) -> torch.Tensor:
+        healthy[7].eval()
+        return cross_entropy(healthy(data.images), data.labels)
+
+    def clip(*_: object) -> None:
+        groups = {"one group": [[*healthy.parameters()][:6]], "each": [[each] for each in healthy.parameters()]}
+        for group in groups.get(how, []):
+            nn.utils.clip_grad_norm_(group, 0.02)
+        if how == "values":
+            nn.utils.clip_grad_value_(healthy.parameters(), 0.002)
+
+    optimizer = torch.optim.SGD(healthy.parameters(), 0.05, momentum=0.9)
+    optimizer.register_step_pre_hook(clip)
+    found = judge(train(healthy, all_data, optimizer, 120, None, KINDS), [BiasGradient()])
+    assert [each for each in found if each.severity != "note"] == []
