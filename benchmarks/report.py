@@ -153,10 +153,7 @@ def where_lines(figures: list[dict[str, Any]]) -> list[str]:
     """A step by what runs on the GPU, a column for each contender."""
     if not figures:
         return []
-    lines = [
-        "Where the time of such a step goes, by torch's profiler: ms of a step by kind of kernel. Launches are ours."
-    ]
-    lines.append("")
+    lines = ["Where the time of such a step goes, by torch's profiler (ms of a step; launches are ours):", ""]
     lines += [row("", *[each["name"] for each in figures]), row("---", *["---"] * len(figures))]
     kinds = ["hookstats", "matrix products", "attention", "optimizer", "copies", "others", "idle"]
     for key in ["step", *kinds, "launches", "MHz", "watts"]:

@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import nn
 
+from hookstats.modules.selection import clean_names
+
 _SHOWN = 3  # names
 _MOST = 10_000  # of a container's elements that are looked at
 
@@ -43,7 +45,7 @@ def hidden(model: nn.Module) -> list[str]:
     attribute that begins with "_" is meant to be so."""
     own = {id(each) for each in model.parameters()}
     found = []
-    for name, module in model.named_modules():
+    for name, module in clean_names(model).items():
         for attribute, value in list(vars(module).items()):
             if attribute.startswith("_"):
                 continue
@@ -70,14 +72,14 @@ def _parameters_in(value: Any) -> Iterator[nn.Parameter]:
     for each in held:
         if isinstance(each, nn.Module):
             yield from each.parameters()
-        elif type(each) is nn.Parameter:  # and not what FSDP makes of several
+        elif isinstance(each, nn.Parameter):
             yield each
 
 
 def _in_evaluation(model: nn.Module) -> list[str]:
     """The names of modules in evaluation mode, each without those inside of it; "(model)" is the model."""
     found: list[str] = []
-    for name, module in model.named_modules():
+    for name, module in clean_names(model).items():
         if not module.training and not (found and name.startswith(f"{found[-1]}.")):
             if name == "":
                 return ["(model)"]
@@ -87,7 +89,7 @@ def _in_evaluation(model: nn.Module) -> list[str]:
 
 def _tied(model: nn.Module) -> list[list[str]]:
     names: defaultdict[int, list[str]] = defaultdict(list)
-    for name, module in model.named_modules():  # each once, however the model is knotted
+    for name, module in clean_names(model).items():  # each once, however the model is knotted
         for own, parameter in module._parameters.items():
             if parameter is not None:
                 names[id(parameter)].append(f"{name}.{own}".lstrip("."))

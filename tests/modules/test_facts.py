@@ -88,6 +88,22 @@ def test_what_is_frozen_or_elsewhere_in_the_model_may_be_held_anywhere(caplog: p
     assert said(model, caplog, logging.WARNING) == []
 
 
+class FullyShardedDataParallel(nn.Module):
+    """Keeps, as FSDP1 does, in a list what it makes of its module's parameters."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._fsdp_wrapped_module = module
+        self.params = [nn.Parameter(torch.zeros(7))]
+
+
+def test_a_wrapper_is_not_looked_at_and_in_no_name() -> None:
+    model = FullyShardedDataParallel(nn.Sequential(Holder([nn.Linear(10, 10)])))
+    model._fsdp_wrapped_module[0].eval()  # type: ignore[operator, index]
+    assert [each[:7] for each in hidden(model)] == ["0.held,"]
+    assert facts(model) == ["in evaluation mode: 0"]
+
+
 def test_models_that_torch_has_changed_are_no_surprise(caplog: pytest.LogCaptureFixture) -> None:
     lazy = nn.Sequential(Holder([nn.LazyLinear(3)]))
     assert "has parameters that require gradients" in said(lazy, caplog, logging.WARNING)[0]
