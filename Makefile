@@ -128,7 +128,7 @@ docs:                   ## the site, into build/site; a dead link or any other w
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
 
 clean:
-	rm -rf .venv build hookstats/_built.json hookstats/_kernels.so hookstats/_glue *.egg-info
+	rm -rf .venv build hookstats/_built.json hookstats/_kernels.so hookstats/_ops.so hookstats/_glue *.egg-info
 
 # One extra of pyproject.toml, and the extension, whose objects setup.py keeps in build/.
 .venv/.%: $(SOURCES) .venv/.asked

@@ -1,5 +1,5 @@
-"""Builds hookstats/_kernels.so, which names nothing of torch, and the glue between it and the torch that is here:
-hookstats/_glue/torch2_13/_C.*.so, by torch's own extension build.
+"""Builds hookstats/_kernels.so, which names nothing of torch; hookstats/_ops.so, the operators, by torch's stable ABI,
+for every torch; and the hook for the torch that is here: hookstats/_glue/torch2_13/_C.*.so, by torch's own build.
 
 Where nvcc is found (in CUDA_HOME, on PATH, or in /usr/local/cuda), the CUDA kernels are compiled for
 
@@ -9,7 +9,7 @@ Where nvcc is found (in CUDA_HOME, on PATH, or in /usr/local/cuda), the CUDA ker
     HOOKSTATS_CUDA=0                       none, whatever else is set
 
 This also works beside a CPU-only torch; the CUDA runtime is linked statically. Objects stay in build/ and are compiled
-again only after a change of their sources, flags or compilers, those of the glue also for another torch or Python.
+again only after a change of their sources, flags or compilers, those with torch's headers also for another torch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,14 @@ from setuptools.command.build_ext import build_ext
 
 try:
     import torch
-    from torch.utils.cpp_extension import BuildExtension, CppExtension, get_cxx_compiler, is_ninja_available
+    from torch.utils.cpp_extension import (
+        BuildExtension,
+        CppExtension,
+        get_cxx_compiler,
+        include_paths,
+        is_ninja_available,
+        library_paths,
+    )
 except ImportError:
     torch = None  # type: ignore[assignment]  # enough for an sdist
 
@@ -52,7 +59,8 @@ CXX_FLAGS = ["-O3", "-g0", "-fopenmp", "-Wall", "-Wextra", "-Wno-unused-paramete
 # The first two hold for IEEE arithmetic: they give up errno and floating-point traps, no value. The last undoes
 # Python's -fwrapv: nothing here relies on signed integers that wrap around, and loops are faster without it.
 KERNEL_FLAGS = ["-fno-math-errno", "-fno-trapping-math", "-fstrict-overflow"]
-KERNELS = "_kernels.so"
+KERNELS, OPERATORS = "_kernels.so", "_ops.so"
+OLDEST_TORCH = "0x020b000000000000"  # 2.11: what is newer is not used of the ABI
 # One libstdc++, the one that torch uses, also where g++ links its own in statically. OpenMP is what torch brings.
 LIBRARIES = ("-l:libstdc++.so.6",)
 
@@ -159,15 +167,26 @@ def build_kernels(library: Path, into: Path, nvcc: str | None, targets: list[str
     return kernels
 
 
+def build_operators(library: Path, into: Path, kernels: Path, has_cuda: bool) -> None:
+    """Makes one library of csrc/library.cpp, which needs of torch the C functions of its stable ABI alone."""
+    flags = [f"-DTORCH_TARGET_VERSION={OLDEST_TORCH}", *(["-DHOOKSTATS_CUDA"] if has_cuda else [])]
+    flags += [word for path in include_paths() for word in ("-isystem", path)]
+    objects, _ = compile_kernels([Path("csrc/library.cpp")], into, None, [], flags)
+    link = [*shlex.split(get_cxx_compiler()), "-shared", f"-Wl,-soname,{library.name}", "-Wl,-Bsymbolic"]
+    link += ["-Wl,-rpath,$ORIGIN", "-o", str(library), *objects, str(kernels), *LIBRARIES]
+    run(*link, *(f"-L{path}" for path in library_paths()), "-ltorch_cpu", "-ldl")
+
+
 def compile_kernels(
-    sources: list[Path], into: Path, nvcc: str | None, targets: list[str]
+    sources: list[Path], into: Path, nvcc: str | None, targets: list[str], flags: list[str] | None = None
 ) -> tuple[list[str], list[dict[str, Any]]]:
-    """Compiles sources that include no torch header; the objects, and what each CUDA kernel takes.
+    """Compiles sources; the objects, and what each CUDA kernel takes. flags: more of them, for the CPU's compiler.
 
     ninja runs the compilers side by side, nvcc the architectures of each file, and only for what has changed; without
     ninja one file is compiled after the other, for the CPU alone.
     """
     cxx = [*shlex.split(get_cxx_compiler()), "-std=c++17", "-fPIC", "-DNDEBUG", *CXX_FLAGS, *KERNEL_FLAGS]
+    cxx += flags or []
     # A warning of any of nvcc's programs, ptxas and the host's compiler among them, is an error.
     cuda = [nvcc or "nvcc", "-std=c++17", "-O3", "--expt-relaxed-constexpr", "--threads", "0"]
     cuda += ["-Werror", "all-warnings", "-Xcompiler", "-fPIC,-Wall", "-Xptxas", "-v"]
@@ -221,8 +240,8 @@ def resources(said: str) -> list[dict[str, Any]]:
     ]
 
 
-class BuildInTwo(BuildExtension):
-    """The kernels, the glue that is linked with them, and beside them a record of what was built."""
+class BuildInThree(BuildExtension):
+    """The kernels, the operators and the hook, each linked with the one before, and a record of what was built."""
 
     def build_extensions(self) -> None:
         (extension,) = self.extensions
@@ -235,35 +254,39 @@ class BuildInTwo(BuildExtension):
         compilers = [output_of(*shlex.split(get_cxx_compiler()), "--version")]
         if nvcc and targets:
             compilers.append(output_of(nvcc, "--version"))
-            extension.define_macros.append(("HOOKSTATS_CUDA", "1"))
-            # nvcc takes longest for one file: the glue is compiled meanwhile, and leaves it half of the cores.
+            # nvcc takes longest for one file: the hook is compiled meanwhile, and leaves it half of the cores.
             os.environ.setdefault("MAX_JOBS", str(max(1, (os.cpu_count() or 2) // 2)))
         # pip gives each editable install a new temporary folder, in which all would be compiled again.
         self.build_temp = folder_of(platform.python_version(), str(torch.__version__), *compilers)
-        kernels = self.folder() / KERNELS
-        extension.extra_link_args += [str(kernels), "-Wl,-rpath,$ORIGIN/../.."]
+        kernels, operators = self.folder() / KERNELS, self.folder() / OPERATORS
+        # At once: later, a symbol might be found in another library that has it, such as that of tests/cuda_on_cpu.
+        extension.extra_link_args += [str(operators), "-Wl,-rpath,$ORIGIN/../..", "-Wl,-z,now"]
+
+        def build_libraries() -> None:
+            built["kernels"] = build_kernels(kernels, Path(folder_of(*compilers, *targets), "kernels"), nvcc, targets)
+            build_operators(operators, Path(self.build_temp, "operators"), kernels, bool(nvcc and targets))
+
         with ThreadPoolExecutor(1) as beside:
-            objects = Path(folder_of(*compilers, *targets), "kernels")
-            compiled = beside.submit(build_kernels, kernels, objects, nvcc, targets)
+            compiled = beside.submit(build_libraries)
             link = self.compiler.link_shared_object
 
-            def link_with_kernels(*args: Any, **options: Any) -> None:
-                built["kernels"] = compiled.result()
+            def link_with_operators(*args: Any, **options: Any) -> None:
+                compiled.result()
                 link(*args, **options)
 
-            self.compiler.link_shared_object = link_with_kernels
+            self.compiler.link_shared_object = link_with_operators
             super().build_extensions()
         (self.folder() / "_built.json").write_text(json.dumps(built, indent=2) + "\n")
 
     def copy_extensions_to_source(self) -> None:  # --inplace and editable installs
-        """As it is called, the kernels and the record are still where everything was built."""
+        """As it is called, the libraries and the record are still where everything was built."""
         self.inplace, was = 0, self.inplace
         built = self.folder()
         self.inplace = was
         (extension,) = self.extensions
         Path(self.get_ext_fullpath(extension.name)).parent.mkdir(parents=True, exist_ok=True)
         super().copy_extensions_to_source()
-        for name in (KERNELS, "_built.json"):
+        for name in (KERNELS, OPERATORS, "_built.json"):
             shutil.copy2(built / name, self.folder() / name)
 
     def folder(self) -> Path:
@@ -286,9 +309,9 @@ else:
     major, minor = torch.__version__.split(".")[:2]
     glue = CppExtension(
         f"hookstats._glue.torch{major}_{minor}._C",
-        sources=["csrc/glue.cpp", "csrc/hook.cpp", "csrc/module.cpp"],
+        sources=["csrc/hook.cpp", "csrc/module.cpp"],
         depends=[str(each) for each in sorted([*Path("csrc").glob("*.h"), *Path("csrc").glob("*.cpp")])],
         extra_compile_args={"cxx": CXX_FLAGS},
         extra_link_args=list(LIBRARIES),
     )
-setup(ext_modules=[glue], cmdclass={"build_ext": BuildInTwo})
+setup(ext_modules=[glue], cmdclass={"build_ext": BuildInThree})

@@ -88,7 +88,7 @@ class Measured:
         self.histogram = None if shape is None else torch.zeros(shape, dtype=torch.int64, device=device)
 
     def __call__(self, x: torch.Tensor, channel_dim: int, rows: tuple[torch.Tensor, ...] = ()) -> None:
-        state = (self.moments, self.counters, self.histogram, None, channel_dim, False, 0.0, 0.0)
+        state = (self.moments, self.counters, self.histogram, None, channel_dim, 0.0, 0.0)
         _native.accumulate(x, *state, *rows)
 
 

@@ -349,7 +349,7 @@ def planted(part: str) -> None:
             right(x, moments, *others)
             moments[1] += 1
 
-        _native.accumulate = wrong  # type: ignore[assignment]
+        _native.accumulate = wrong
 
 
 def main(part: str, path: str) -> None:

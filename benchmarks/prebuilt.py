@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "build" / "gpu-prebuilt"
 PACKAGE = ROOT / "hookstats"
-BUILT = ("_kernels.so", "_built.json", "_glue")
+BUILT = ("_kernels.so", "_ops.so", "_built.json", "_glue")
 TRIAL = (
     "import torch; from hookstats import _native; assert not _native.WITHOUT_GLUE, _native.WITHOUT_GLUE\n"
     "if torch.cuda.is_available(): _native.reserve_scratch(torch.device('cuda', 0))"

@@ -1,56 +1,45 @@
 // Many tensors at once, the parameters of a model or their gradients: on a GPU one launch for each dtype (and
 // another one for those that cannot be read in packs).
 
-#include <ATen/ATen.h>
-#include <c10/core/DeviceGuard.h>
-#include <torch/custom_class.h>
-
 #include <algorithm>
 #include <map>
 #include <mutex>
+#include <string>
 #include <tuple>
 
-#include "ops.h"
+#include "stable.h"
 
 namespace hookstats {
 namespace {
 
-using Tensors = std::vector<std::optional<at::Tensor>>;
-using Failures = std::vector<std::tuple<int64_t, std::string>>;
+using Failures = std::vector<std::pair<int64_t, std::string>>;
 
 // The sites whose tensors come together. What is known of a tensor is kept from call to call, so that a call with
 // tensors like those of the call before only hands over their addresses.
-class Batch : public torch::CustomClassHolder {
+class Batch : public Held {
  public:
-  Batch(std::vector<at::Tensor> moments, std::vector<at::Tensor> counters, Tensors histograms,
-        std::vector<at::Tensor> active, std::vector<int64_t> channel_dims, double low, double high, int64_t block) {
-    const size_t n = moments.size();
-    TORCH_CHECK_VALUE(counters.size() == n && histograms.size() == n && active.size() == n && channel_dims.size() == n,
-                      "hookstats: Batch: expected lists of one length, got ", n, ", ", counters.size(), ", ",
-                      histograms.size(), ", ", active.size(), ", ", channel_dims.size());
-    for (size_t i = 0; i < n; ++i) {
-      members_.push_back(
-          {Site({moments[i], counters[i], histograms[i], active[i], channel_dims[i], low, high, block}), {}, {}});
-    }
+  explicit Batch(std::vector<Site> sites) {
+    for (Site& site : sites) members_.push_back({std::move(site), {}, {}});
   }
 
   // Folds each tensor into its site's state; none, or an empty one: nothing to fold. Returns what could not be folded,
   // by number, and why.
-  Failures accumulate(const Tensors& tensors) {
-    TORCH_CHECK_VALUE(tensors.size() == members_.size(), "hookstats: Batch: expected ", members_.size(),
-                      " tensors, got ", tensors.size());
+  Failures accumulate(const MaybeTensors& tensors) {
+    if (tensors.size() != members_.size()) {
+      refuse("hookstats: Batch: expected ", members_.size(), " tensors, got ", tensors.size());
+    }
     const std::lock_guard<std::mutex> lock(mutex_);
     Failures failures;
-    std::vector<at::Tensor> arrived(tensors.size());
+    std::vector<std::optional<View>> arrived(tensors.size());
     for (size_t i = 0; i < tensors.size(); ++i) {
       if (!tensors[i] || !tensors[i]->defined()) continue;
       try {
-        const at::Tensor x = tensors[i]->is_neg() ? tensors[i]->resolve_neg() : *tensors[i];
-        if (x.numel() == 0) continue;
-        if (!knows(members_[i], x)) learn(members_[i], x);
+        const View x = view_of(*tensors[i]);
+        if (x.is_strided && x.numel() == 0) continue;
+        if (!members_[i].knows(x)) learn(members_[i], x);
         arrived[i] = x;
       } catch (const std::exception& error) {
-        failures.emplace_back(i, reason(error));
+        failures.emplace_back(i, error.what());
       }
     }
 #if defined(HOOKSTATS_CUDA_KERNELS)
@@ -58,79 +47,86 @@ class Batch : public torch::CustomClassHolder {
     for (Group& group : groups_) launch(group, arrived, failures);
 #endif
     for (size_t i = 0; i < arrived.size(); ++i) {
-      if (!arrived[i].defined() || members_[i].among_many) continue;
+      if (!arrived[i] || members_[i].among_many) continue;
       try {
-        hookstats::accumulate(arrived[i], members_[i].site);
+        hookstats::accumulate(*arrived[i], members_[i].site);
       } catch (const std::exception& error) {
-        failures.emplace_back(i, reason(error));
+        failures.emplace_back(i, error.what());
       }
     }
     return failures;
+  }
+
+  // Of the plans, on their devices: whoever launches on other streams than before is to say so to torch.
+  Tensors tables() const {
+    Tensors all;
+#if defined(HOOKSTATS_CUDA_KERNELS)
+    for (const Group& group : groups_) all.push_back(group.table);
+#endif
+    return all;
   }
 
  private:
   struct Member {
     Site site;
     // Of the last tensor: what decides how it is read.
-    std::optional<std::tuple<at::ScalarType, std::vector<int64_t>, std::vector<int64_t>, uintptr_t>> kind;
+    std::optional<std::tuple<ScalarType, std::vector<int64_t>, std::vector<int64_t>, uintptr_t>> kind;
     Input input;
     bool among_many = false;  // else it is folded alone
+
+    // Whether it is like the tensor before.
+    bool knows(const View& x) const {
+      if (!kind || !x.data || x.device != site.device) return false;
+      const auto& [dtype, sizes, strides, offset] = *kind;
+      return dtype == x.dtype && x.sizes == Numbers{sizes.data(), int64_t(sizes.size())} &&
+             x.strides == Numbers{strides.data(), int64_t(strides.size())} && offset == offset_of(x);
+    }
   };
 
-  static constexpr uintptr_t kAlignment = 16;
-  static const void* data_of(const at::Tensor& x) {
-    return x.layout() == at::kStrided && !has_no_data(x) ? x.const_data_ptr() : nullptr;
+  static uintptr_t offset_of(const View& x) {
+    constexpr uintptr_t kAlignment = 16;
+    return reinterpret_cast<uintptr_t>(x.data) % kAlignment;
   }
 
-  // Whether it is like the tensor before.
-  static bool knows(const Member& member, const at::Tensor& x) {
-    const void* data = data_of(x);
-    if (!member.kind || !data) return false;
-    const auto& [dtype, sizes, strides, offset] = *member.kind;
-    return dtype == x.scalar_type() && x.sizes() == sizes && x.strides() == strides &&
-           offset == reinterpret_cast<uintptr_t>(data) % kAlignment &&
-           x.device() == member.site.tensors.moments.device();
-  }
-
-  void learn(Member& member, const at::Tensor& x) {
-    TORCH_CHECK(!is_captured(member.site.tensors.moments.device()),
-                "hookstats: expected a measured step with a tensor like this one before a CUDA graph captures one: "
-                "nothing is planned meanwhile");
-    const void* data = data_of(x);
+  void learn(Member& member, const View& x) {
+    if (capture_on(member.site.device)) {
+      refuse(
+          "hookstats: expected a measured step with a tensor like this one before a CUDA graph captures one: "
+          "nothing is planned meanwhile");
+    }
     Input input = described(x, member.site);
-    TORCH_CHECK_TYPE(data, "hookstats: expected a plain tensor with data, got a wrapper or a mere shape");
-    input.data = data;
+    if (!x.data) refuse("hookstats: expected a plain tensor with data, got a wrapper or a mere shape");
+    input.data = x.data;
     member.input = input;  // only now: what cannot be read changes no plan
     stale_ = true;
-    member.kind.emplace(x.scalar_type(), x.sizes().vec(), x.strides().vec(),
-                        reinterpret_cast<uintptr_t>(data) % kAlignment);
+    member.kind.emplace(x.dtype, std::vector<int64_t>(x.sizes.data, x.sizes.data + x.dim()),
+                        std::vector<int64_t>(x.strides.data, x.strides.data + x.dim()), offset_of(x));
   }
 
 #if defined(HOOKSTATS_CUDA_KERNELS)
   struct Group {
     std::vector<size_t> members;
     cuda::Many many;
-    at::Tensor table;  // on the device
-    MadeOn stream;
+    Tensor table;  // on the device, and written
   };
 
   // Whether a table, which cannot be made then, would become part of a CUDA graph.
   bool is_capturing() const {
     return std::any_of(members_.begin(), members_.end(),
-                       [](const Member& member) { return is_captured(member.site.tensors.moments.device()); });
+                       [](const Member& member) { return capture_on(member.site.device) != 0; });
   }
 
   void plan() {
-    std::map<std::tuple<c10::DeviceIndex, Dtype, cuda::AmongMany, HistogramKind>, std::vector<size_t>> groups;
+    std::map<std::tuple<int, Dtype, cuda::AmongMany, HistogramKind>, std::vector<size_t>> groups;
     for (size_t i = 0; i < members_.size(); ++i) {
       Member& member = members_[i];
-      const auto device = member.site.tensors.moments.device();
+      const Device device = member.site.device;
       member.among_many = false;
       if (!member.kind || !runs_cuda_kernels(device) || member.site.state.block) continue;
       const auto how = cuda::among_many(member.input, member.site.state.kind, number_of(device));
       member.among_many = how != cuda::AmongMany::no;
       if (!member.among_many) continue;
-      groups[{device.index(), member.input.dtype, how, member.site.state.kind}].push_back(i);
+      groups[{device.index, member.input.dtype, how, member.site.state.kind}].push_back(i);
     }
     groups_.clear();
     for (const auto& [key, all] : groups) {
@@ -149,32 +145,28 @@ class Batch : public torch::CustomClassHolder {
       inputs.push_back(members_[i].input);
       states.push_back(members_[i].site.state);
     }
-    const auto device = members_[members[0]].site.tensors.moments.device();
-    Group group{std::move(members), cuda::plan_many(inputs, states, how), {}, MadeOn(device)};
-    group.table = on_device(group.many.table, device);
-    group.stream.written();
-    return group;
+    const Device device = members_[members[0]].site.device;
+    auto many = cuda::plan_many(inputs, states, how);
+    Tensor table = on_device(many.table, device);
+    return {std::move(members), std::move(many), std::move(table)};
   }
 
-  void launch(Group& group, const std::vector<at::Tensor>& arrived, Failures& failures) {
+  void launch(Group& group, const std::vector<std::optional<View>>& arrived, Failures& failures) {
     std::vector<const void*> addresses;
-    for (const size_t i : group.members) {
-      addresses.push_back(arrived[i].defined() ? arrived[i].const_data_ptr() : nullptr);
-    }
+    for (const size_t i : group.members) addresses.push_back(arrived[i] ? arrived[i]->data : nullptr);
     const auto is_null = [](const void* address) { return !address; };
     if (std::all_of(addresses.begin(), addresses.end(), is_null)) return;
-    const SiteState& site = members_[group.members[0]].site.tensors;
-    const auto device = site.moments.device();
+    const Site& site = members_[group.members[0]].site;
     try {
-      const c10::DeviceGuard guard(device);
-      const auto to = launch_on(device, site.active, group.many.partials, group.many.arrivals);
+      const OnDevice here(site.device);
+      const auto to = launch_on(site.device, site.active, group.many.partials, group.many.arrivals);
       if (to.capture) {
-        for (const size_t i : group.members) keep_for_graphs(members_[i].site.tensors, {group.table});
+        keep_for_graphs({memory_of(group.table)});
+        for (const size_t i : group.members) keep_for_graphs(members_[i].site.memory);
       }
-      group.stream.used_here({group.table});
       check(cuda::accumulate(group.many, group.table.const_data_ptr(), addresses.data(), to));
     } catch (const std::exception& error) {
-      for (const size_t i : group.members) failures.emplace_back(i, reason(error));
+      for (const size_t i : group.members) failures.emplace_back(i, error.what());
     }
   }
 
@@ -186,11 +178,41 @@ class Batch : public torch::CustomClassHolder {
   bool stale_ = true;
 };
 
-TORCH_LIBRARY_FRAGMENT(HOOKSTATS_NAMESPACE, m) {
-  m.class_<Batch>("Batch")
-      .def(torch::init<std::vector<at::Tensor>, std::vector<at::Tensor>, Tensors, std::vector<at::Tensor>,
-                       std::vector<int64_t>, double, double, int64_t>())
-      .def("accumulate", &Batch::accumulate);
+int64_t make_batch(Tensors moments, Tensors counters, MaybeTensors histograms, Tensors active,
+                   std::vector<int64_t> channel_dims, double low, double high, int64_t block) {
+  const size_t n = moments.size();
+  if (counters.size() != n || histograms.size() != n || active.size() != n || channel_dims.size() != n) {
+    refuse("hookstats: Batch: expected lists of one length, got ", n, ", ", counters.size(), ", ", histograms.size(),
+           ", ", active.size(), ", ", channel_dims.size());
+  }
+  std::vector<Site> sites;
+  for (size_t i = 0; i < n; ++i) {
+    sites.push_back(site_of(moments[i], counters[i], histograms[i], active[i], channel_dims[i], low, high, block));
+  }
+  return hold(std::make_unique<Batch>(std::move(sites)));
+}
+
+// What could not be folded: each number and why, with a blank between, ended by a character that no message has.
+std::string accumulate_batch(int64_t number, MaybeTensors tensors) {
+  std::string said;
+  for (const auto& [i, why] : held<Batch>(number).accumulate(tensors)) said += std::to_string(i) + " " + why + "\x1e";
+  return said;
+}
+
+Tensors batch_tables(int64_t number) { return held<Batch>(number).tables(); }
+
+HOOKSTATS_OPERATORS(m) {
+  m.def(
+      "make_batch(Tensor[] moments, Tensor[] counters, Tensor?[] histograms, Tensor[] active, int[] channel_dims, "
+      "float low, float high, int block) -> int");
+  m.def("accumulate_batch(int batch, Tensor?[] tensors) -> str");
+  m.def("batch_tables(int batch) -> Tensor[]");
+}
+
+HOOKSTATS_KERNELS(CompositeExplicitAutograd, m) {
+  m.impl("make_batch", TORCH_BOX(&make_batch));
+  m.impl("accumulate_batch", TORCH_BOX(&accumulate_batch));
+  m.impl("batch_tables", TORCH_BOX(&batch_tables));
 }
 
 }  // namespace

@@ -20,7 +20,6 @@
 #include <vector>
 
 #include "now.h"
-#include "ops.h"
 #include "slots.h"
 #include "times.h"
 
@@ -40,12 +39,18 @@ struct __attribute__((visibility("hidden"))) Observed {
   bool is_table = false;                      // may return a table, of which as many rows as a mask has mean nothing
 
   const Site& site() const { return (output ? output : gradient)->site; }
-  bool measures_now() const { return enabled->is_open_beside(site().tensors.moments) && enabled->counts_now(); }
+  bool measures_now() const { return enabled->is_open_on(site().device) && enabled->counts_now(); }
 };
 
 namespace {
 
 using Shared = std::shared_ptr<const Observed>;
+
+// What went wrong, in a line.
+const char* reason(const std::exception& error) {
+  const auto* torch_error = dynamic_cast<const c10::Error*>(&error);
+  return torch_error ? torch_error->what_without_backtrace() : error.what();
+}
 
 // The part of a hookstats.hooks.Hook that is ours.
 struct HookObject {
@@ -106,16 +111,14 @@ std::optional<Observed::Half> half_of(PyObject* state, std::shared_ptr<const Ena
   const auto entry = [state](const char* name) { return py::handle(state).attr(name); };  // of a SiteState, by name
   const auto tensor = [&entry](const char* name) { return tensor_of(py::object(entry(name)).ptr()); };
   const auto optional = [&entry](const char* name) { return optional_tensor(py::object(entry(name)).ptr()); };
-  SiteState tensors{tensor("moments"),
-                    tensor("counters"),
-                    optional("histogram"),
-                    optional("active"),
-                    entry("channel_dim").cast<int64_t>(),
-                    entry("low").cast<double>(),
-                    entry("high").cast<double>(),
-                    entry("block").cast<int64_t>()};
+  const at::Tensor moments = tensor("moments"), counters = tensor("counters");
+  const auto histogram = optional("histogram"), active = optional("active");
+  Site site({view_of(moments), view_of(counters), histogram ? std::optional(view_of(*histogram)) : std::nullopt,
+             active ? std::optional(view_of(*active)) : std::nullopt, entry("channel_dim").cast<int64_t>(),
+             entry("low").cast<double>(), entry("high").cast<double>(), entry("block").cast<int64_t>(),
+             memory_of({moments, counters, histogram.value_or(at::Tensor()), active.value_or(at::Tensor())})});
   enabled = entry("enabled").cast<std::shared_ptr<Enabled>>();
-  return Observed::Half{Site(std::move(tensors)), entry("site").cast<int64_t>(), entry("strict").cast<bool>()};
+  return Observed::Half{std::move(site), entry("site").cast<int64_t>(), entry("strict").cast<bool>()};
 }
 
 constexpr const char* kBindDoc =
@@ -178,13 +181,24 @@ Failures take_failures() {
   return std::exchange(*failures, {});
 }
 
-void accumulate_gradient(const at::Tensor& gradient, const Observed& observed, const std::optional<Rows>& rows) {
+// Folds a tensor; or, where its site is merely to fit, refuses what could not be folded. Returns whether there are rows
+// and they are about it.
+bool measure(const at::Tensor& x, const Site& site, const Counting* rows, bool only_look = false) {
+  if (x.is_neg()) return measure(x.resolve_neg(), site, rows, only_look);
+  const std::optional<Rows> counting = rows ? std::optional(rows->views()) : std::nullopt;
+  const Rows* const given = counting ? &*counting : nullptr;
+  if (only_look) return described(view_of(x), site, given).layout.row_dims > 0;
+  if (rows) rows->used_here();
+  return accumulate(view_of(x), site, given);
+}
+
+void accumulate_gradient(const at::Tensor& gradient, const Observed& observed, const std::optional<Counting>& rows) {
   if (!gradient.defined() || has_no_data(gradient)) return;
   const Site& site = observed.gradient->site;
-  if (!observed.enabled->is_open_beside(site.tensors.moments)) return;
+  if (!observed.enabled->is_open_on(site.device)) return;
   const Times::Span span(observed.enabled->times.load());
   try {
-    accumulate(gradient, site, rows ? &*rows : nullptr);
+    measure(gradient, site, rows ? &*rows : nullptr);
   } catch (const std::exception& error) {
     if (observed.gradient->strict) throw;
     std::lock_guard<std::mutex> lock(failures_mutex);
@@ -200,18 +214,14 @@ void observe_in_graph(const at::Tensor& x, const at::Tensor& slot, const std::st
   const Slots::Found found = slots->find(slot, path);
   if (!found.observed || (found.is_output && backward_is_running())) return;
   const Observed& observed = *found.observed;
-  if (!observed.enabled->is_open_beside(observed.site().tensors.moments)) return;
+  if (!observed.enabled->is_open_on(observed.site().device)) return;
   TORCH_CHECK(row_index.has_value() == kept.has_value(), "observe: expected both rows and kept or neither");
-  const std::optional<Rows> rows = row_index ? std::optional(Rows{*row_index, *kept}) : std::nullopt;
+  const std::optional<Counting> rows = row_index ? std::optional(Counting{*row_index, *kept}) : std::nullopt;
   const auto& half = found.is_output ? observed.output : observed.gradient;  // none: the site is merely to fit
   const Site& site = half ? half->site : observed.site();
-  if (!found.is_new && note.empty() && channel_dim_for(site.tensors.channel_dim, x.dim())) {
+  if (!found.is_new && note.empty() && channel_dim_for(site.channel_dim, x.dim())) {
     try {
-      if (half) {
-        accumulate(x, site, rows ? &*rows : nullptr);
-      } else {
-        described(x, site);
-      }
+      measure(x, site, rows && half ? &*rows : nullptr, !half);
       return;
     } catch (const std::exception&) {  // it may fit a site that is made anew; else Python meets the same
     }
@@ -237,7 +247,11 @@ void observe_part_op(const at::Tensor& x, at::Tensor slot, std::string path, std
 }
 
 // No gradient flows through it, and none is stopped. Of few arguments, since inductor's code spells them out.
-TORCH_LIBRARY_FRAGMENT(HOOKSTATS_NAMESPACE, m) {
+void do_nothing(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  torch::jit::drop(*stack, op.schema().arguments().size());
+}
+
+TORCH_LIBRARY_FRAGMENT(hookstats, m) {
   m.def("observe(Tensor x, Tensor(a!) slot) -> ()");
   m.def("observe.rows(Tensor x, Tensor(a!) slot, Tensor rows, Tensor kept) -> ()");
   m.def("observe.part(Tensor x, Tensor(a!) slot, str path, str note, Tensor? rows, Tensor? kept) -> ()");
@@ -257,7 +271,7 @@ TORCH_LIBRARY_FRAGMENT(HOOKSTATS_NAMESPACE, m) {
 class GradientHook : public torch::autograd::FunctionPreHook {
  public:
   // rows: those that counted in the forward.
-  GradientHook(Shared observed, size_t index, std::optional<Rows> rows)
+  GradientHook(Shared observed, size_t index, std::optional<Counting> rows)
       : observed_(std::move(observed)), index_(index), rows_(std::move(rows)) {}
 
   torch::autograd::variable_list operator()(const torch::autograd::variable_list& gradients) override {
@@ -277,7 +291,7 @@ class GradientHook : public torch::autograd::FunctionPreHook {
  private:
   Shared observed_;
   size_t index_;
-  std::optional<Rows> rows_;
+  std::optional<Counting> rows_;
 };
 
 constexpr const char* kObserveDoc =
@@ -299,23 +313,23 @@ PyObject* observe_by(const HookObject* hook, PyObject* value) {
       return PyUnicode_FromString("expected a dense strided tensor");
     }
     if (has_no_data(x) || at::tracer::impl::is_dispatch_enabled()) Py_RETURN_NONE;
-    if (!channel_dim_for(site.tensors.channel_dim, x.dim())) {
+    if (!channel_dim_for(site.channel_dim, x.dim())) {
       return PyUnicode_FromString("the channel dimension of such a tensor is not known yet");
     }
     const Times::Span span(observed.enabled->times.load(), 1);
     const auto counted = observed.enabled->counted_here();
-    std::optional<Rows> rows = counted ? counted->on(x.device()) : std::nullopt;
-    if (rows && observed.is_table && !begins_with(x, rows->row_index)) rows.reset();
-    const Rows* counting = rows ? &*rows : nullptr;
+    std::optional<Counting> rows = counted ? counted->on(x.device()) : std::nullopt;
+    if (rows && observed.is_table && !view_of(x).begins_with(view_of(rows->row_index))) rows.reset();
+    const Counting* counting = rows ? &*rows : nullptr;
     if (!observed.output) {
-      const bool concerned = described(x, site, counting).layout.row_dims > 0;  // throws what accumulate would
+      const bool concerned = measure(x, site, counting, /*only_look=*/true);
       if (counting) ++(concerned ? counted->concerned : counted->others);
     } else if (!backward_is_running()) {
       // Only where it takes longer than getting the GIL back: a launch does not, nor does a small tensor.
       constexpr int64_t kLong = 1 << 15;
       std::optional<py::gil_scoped_release> release;
       if (x.is_cpu() && x.numel() >= kLong) release.emplace();
-      const bool concerned = accumulate(x, site, counting);
+      const bool concerned = measure(x, site, counting);
       if (counting) ++(concerned ? counted->concerned : counted->others);
     }
     // A leaf's gradient is its owner's, and a hook on it would outlive the step.

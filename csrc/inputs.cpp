@@ -1,12 +1,11 @@
-// Tensors as kernels are given them, checked: dtypes, states, layouts, the rows that count.
+// Tensors as kernels are given them, checked: dtypes, states, layouts, the rows that count. Knows of no kind of tensor.
 
-#include <ATen/core/Tensor.h>
-#include <c10/core/DispatchKeySet.h>
-
+#include <array>
+#include <cstdlib>
 #include <string>
 #include <utility>
 
-#include "ops.h"
+#include "stable.h"
 
 namespace hookstats {
 namespace {
@@ -14,7 +13,7 @@ namespace {
 #define HOOKSTATS_DTYPE_NAME(name, type, aten) " " #name
 constexpr const char* kDtypeNames = "" HOOKSTATS_DTYPES(HOOKSTATS_DTYPE_NAME);
 
-bool has_device_kernels([[maybe_unused]] at::Device device) {
+bool has_device_kernels([[maybe_unused]] Device device) {
 #if defined(HOOKSTATS_CUDA_KERNELS)
   return runs_cuda_kernels(device);
 #else
@@ -22,25 +21,41 @@ bool has_device_kernels([[maybe_unused]] at::Device device) {
 #endif
 }
 
+// Dimensions of a tensor; beside the usual few, from the heap.
+class Dims {
+ public:
+  explicit Dims(int64_t most) {
+    if (most > int64_t(few_.size())) many_.resize(most);
+  }
+  void add(int64_t size, int64_t stride) { data()[count_++] = {size, stride}; }
+  Layout::Dim* data() { return many_.empty() ? few_.data() : many_.data(); }
+  int count() const { return count_; }
+
+ private:
+  std::array<Layout::Dim, 8> few_;
+  std::vector<Layout::Dim> many_;
+  int count_ = 0;
+};
+
 // How many of the tensor's first dimensions are rows of the mask; 0: the mask is not about it, all of it counts.
-int64_t row_dims_of(const at::Tensor& x, int64_t channel, const at::Tensor& mask) {
+int64_t row_dims_of(const View& x, int64_t channel, const View& mask) {
   int64_t dims = 0;
-  if (begins_with(x, mask)) {
+  if (x.begins_with(mask)) {
     dims = mask.dim();
-  } else if (x.dim() > 0 && x.size(0) == mask.numel()) {
+  } else if (x.dim() > 0 && x.sizes[0] == mask.numel()) {
     dims = 1;
   }
   return 0 <= channel && channel < dims ? 0 : dims;
 }
 
 // The rows of a layout that count.
-void look_up(Layout& layout, const Rows& rows, at::Device device) {
-  layout.row_index = rows.row_index.const_data_ptr<int32_t>();
-  layout.kept = rows.kept.const_data_ptr<int32_t>();
+void look_up(Layout& layout, const Rows& rows, Device device) {
+  layout.row_index = rows.row_index.as<const int32_t>();
+  layout.kept = rows.kept.as<const int32_t>();
   if (!has_device_kernels(device)) layout.count = *std::exchange(layout.kept, nullptr) * layout.row_size();
 }
 
-Layout layout_of(const at::Tensor& x, const State& state, int64_t channel_dim, const Rows* rows) {
+Layout layout_of(const View& x, const State& state, int64_t channel_dim, const Rows* rows) {
   Layout layout;
   const int64_t ndim = x.dim();
   const int64_t dim = channel_dim_for(channel_dim, ndim).value_or(ndim);  // ndim: none
@@ -48,152 +63,174 @@ Layout layout_of(const at::Tensor& x, const State& state, int64_t channel_dim, c
   int64_t channel = -1;
   if (state.channels > 1) {
     channel = named;
-    TORCH_CHECK_INDEX(0 <= channel && channel < ndim, "hookstats: channel_dim=", dim,
-                      " is out of range for a tensor of shape ", x.sizes());
-    TORCH_CHECK_VALUE(x.size(channel) == state.channels, "hookstats: expected ", state.channels,
-                      " channels in dimension ", dim, ", got a tensor of shape ", x.sizes());
+    if (channel < 0 || channel >= ndim) {
+      refuse("hookstats: channel_dim=", dim, " is out of range for a tensor of shape ", x.sizes);
+    }
+    if (x.sizes[channel] != state.channels) {
+      refuse("hookstats: expected ", state.channels, " channels in dimension ", dim, ", got a tensor of shape ",
+             x.sizes);
+    }
     layout.channels = state.channels;
-    layout.channel_stride = x.stride(channel);
+    layout.channel_stride = x.strides[channel];
   }
-  if (!rows && (channel < 0 || channel == ndim - 1) && x.numel() > 0 && x.is_contiguous()) {  // most tensors are
-    Layout::Dim dim_of_rows{x.numel() / layout.channels, layout.channels};
-    layout.set_dims(&dim_of_rows, 1);
-    return layout;
+  if (!rows && (channel < 0 || channel == ndim - 1) && x.is_contiguous()) {  // most tensors are
+    const int64_t elements = x.numel();
+    if (elements > 0) {
+      Layout::Dim dim_of_rows{elements / layout.channels, layout.channels};
+      layout.set_dims(&dim_of_rows, 1);
+      return layout;
+    }
   }
-  c10::SmallVector<Layout::Dim, 8> dims;
+  Dims dims(ndim);
   for (int64_t d = 0; d < ndim; ++d) {
-    if (d != channel) dims.push_back({x.size(d), x.stride(d)});
+    if (d != channel) dims.add(x.sizes[d], x.strides[d]);
   }
   const int64_t row_dims = rows ? row_dims_of(x, named, rows->row_index) : 0;
-  TORCH_CHECK_VALUE(layout.set_dims(dims.data(), int(dims.size()), int(row_dims)), "hookstats: expected at most ",
-                    Layout::kMaxDims, " dimensions that do not merge beside the channels, got strides ", x.strides(),
-                    " for shape ", x.sizes());
-  if (row_dims > 0) look_up(layout, *rows, x.device());
+  if (!layout.set_dims(dims.data(), dims.count(), int(row_dims))) {
+    refuse("hookstats: expected at most ", Layout::kMaxDims,
+           " dimensions that do not merge beside the channels, got strides ", x.strides, " for shape ", x.sizes);
+  }
+  if (row_dims > 0) look_up(layout, *rows, x.device);
   return layout;
 }
 
 // The last dimension as channels, the others in the tensor's order. by_rows: the mask's rows are about the tensor;
 // where they are all of its dimensions, it has one channel.
-Layout matrix_of(const at::Tensor& x, const Rows* by_rows) {
+Layout matrix_of(const View& x, const Rows* by_rows) {
   Layout layout;
   const int64_t ndim = x.dim(), row_dims = by_rows ? row_dims_of(x, -1, by_rows->row_index) : 0;
   const int64_t others = row_dims == ndim ? ndim : ndim - 1;
   if (others < ndim) {
-    layout.channels = x.size(others);
-    layout.channel_stride = x.stride(others);
+    layout.channels = x.sizes[others];
+    layout.channel_stride = x.strides[others];
   }
-  c10::SmallVector<Layout::Dim, 8> dims;
-  for (int64_t d = 0; d < others; ++d) dims.push_back({x.size(d), x.stride(d)});
+  Dims dims(ndim);
+  for (int64_t d = 0; d < others; ++d) dims.add(x.sizes[d], x.strides[d]);
   bool fits = layout.add_dims(dims.data(), int(row_dims));
   if (row_dims > 0 && layout.ndim == 0) layout.size[layout.ndim++] = 1;
   layout.row_dims = row_dims > 0 ? layout.ndim : 0;
   fits = fits && layout.add_dims(dims.data() + row_dims, int(others - row_dims));
-  TORCH_CHECK_VALUE(fits, "hookstats: expected at most ", Layout::kMaxDims,
-                    " dimensions that do not merge, got strides ", x.strides(), " for shape ", x.sizes());
-  if (row_dims > 0) look_up(layout, *by_rows, x.device());
+  if (!fits) {
+    refuse("hookstats: expected at most ", Layout::kMaxDims, " dimensions that do not merge, got strides ", x.strides,
+           " for shape ", x.sizes);
+  }
+  if (row_dims > 0) look_up(layout, *by_rows, x.device);
   return layout;
 }
 
-void check_one_int32(const char* name, const at::Tensor& x, at::Device device) {
-  TORCH_CHECK(x.scalar_type() == at::kInt && x.numel() == 1 && x.device() == device, "hookstats: ", name,
-              ": expected one int32 on ", device, ", got ", x.scalar_type(), " ", x.sizes(), " on ", x.device());
+void check_one_int32(const char* name, const View& x, Device device) {
+  if (x.dtype != ScalarType::Int || x.numel() != 1 || x.device != device) {
+    refuse("hookstats: ", name, ": expected one int32 on ", device, ", got ", x.dtype, " ", x.sizes, " on ", x.device);
+  }
 }
 
-void check_rows(const Rows& rows, at::Device device) {
-  const at::Tensor& row_index = rows.row_index;
-  TORCH_CHECK(row_index.scalar_type() == at::kInt && row_index.is_contiguous() && row_index.device() == device,
-              "hookstats: rows: expected contiguous int32 on ", device, ", got ", row_index.scalar_type(), " ",
-              row_index.sizes(), " with strides ", row_index.strides(), " on ", row_index.device());
+void check_rows(const Rows& rows, Device device) {
+  const View& index = rows.row_index;
+  if (index.dtype != ScalarType::Int || !index.is_contiguous() || index.device != device) {
+    refuse("hookstats: rows: expected contiguous int32 on ", device, ", got ", index.dtype, " ", index.sizes,
+           " with strides ", index.strides, " on ", index.device);
+  }
   check_one_int32("kept", rows.kept, device);
   if (has_device_kernels(device)) return;
-  const int32_t kept = *rows.kept.const_data_ptr<int32_t>();
-  TORCH_CHECK_VALUE(0 <= kept && kept <= row_index.numel(), "hookstats: kept: expected 0 to ", row_index.numel(),
-                    " rows, got ", kept);
+  const int32_t kept = *rows.kept.as<const int32_t>();
+  if (kept < 0 || kept > index.numel()) {
+    refuse("hookstats: kept: expected 0 to ", index.numel(), " rows, got ", kept);
+  }
 }
 
 }  // namespace
 
-Dtype dtype_of(at::ScalarType dtype) {
+std::ostream& operator<<(std::ostream& out, const Device& device) {
+  if (device.is_cpu()) return out << "cpu";
+  if (device.is_cuda()) return out << "cuda:" << device.index;
+  return out << "a device of type " << device.type;
+}
+
+std::ostream& operator<<(std::ostream& out, const Numbers& numbers) {
+  for (int64_t i = 0; i < numbers.count; ++i) out << (i ? ", " : "[") << numbers[i];
+  return out << (numbers.count ? "]" : "[]");
+}
+
+Dtype dtype_of(ScalarType dtype) {
   switch (dtype) {
 #define HOOKSTATS_CASE(name, type, aten) \
-  case at::ScalarType::aten:             \
+  case ScalarType::aten:                 \
     return Dtype::name;
     HOOKSTATS_DTYPES(HOOKSTATS_CASE)
 #undef HOOKSTATS_CASE
     default:
-      TORCH_CHECK_TYPE(false, "hookstats: expected a tensor of one of", kDtypeNames, ", got ", dtype);
+      refuse("hookstats: expected a tensor of one of", kDtypeNames, ", got ", dtype);
   }
 }
 
-State state_of(const at::Tensor& moments, const at::Tensor& counters, const std::optional<at::Tensor>& histogram,
-               double low, double high, int64_t block) {
-  TORCH_CHECK(moments.scalar_type() == at::kDouble && moments.dim() == 2 && moments.size(0) == kFields &&
-                  moments.size(1) >= 1 && (moments.size(1) == 1 || moments.stride(1) == 1),
-              "hookstats: moments: expected float64 [", int(kFields), ", channels] with adjacent channels, got ",
-              moments.scalar_type(), " ", moments.sizes(), " with strides ", moments.strides());
-  TORCH_CHECK(counters.scalar_type() == at::kLong && counters.dim() == 1 && counters.size(0) == kCounters &&
-                  counters.is_contiguous() && counters.device() == moments.device(),
-              "hookstats: counters: expected int64 [", int(kCounters), "] on ", moments.device(), ", got ",
-              counters.scalar_type(), " ", counters.sizes(), " on ", counters.device());
-  State state{};
-  state.moments = moments.mutable_data_ptr<double>();
-  state.row_stride = moments.stride(0);
-  state.channels = moments.size(1);
-  state.counters = counters.mutable_data_ptr<int64_t>();
-  if (histogram) {
-    const auto& h = *histogram;
-    const bool exponents = low == high;
-    state.by_channel = h.dim() == 2;
-    state.bins = h.dim() ? int(h.size(-1)) : 0;
-    state.low = low;
-    state.high = high;
-    state.kind = !exponents         ? HistogramKind::linear
-                 : state.by_channel ? HistogramKind::per_channel
-                                    : HistogramKind::per_tensor;
-    state.block = int(block);
-    const bool is_block = block == 0 || ((std::abs(block) == 16 || std::abs(block) == 32) && exponents && h.dim() == 1);
-    TORCH_CHECK_VALUE(is_block, "hookstats: block: expected 16, 32, -16 or -32 beside exponents per tensor, or 0; got ",
-                      block);
-    const int expected = state.by_channel ? kOctaveBins : kExponentBins + (block ? kBlockBins : 0);
-    const bool fits = state.by_channel ? h.size(0) == state.channels : h.dim() == 1;
-    TORCH_CHECK(h.scalar_type() == at::kLong && fits && (exponents ? state.bins == expected : state.bins > 2) &&
-                    h.is_contiguous() && h.device() == moments.device(),
-                "hookstats: histogram: expected int64 [", block ? expected : kExponentBins, "] or [", state.channels,
-                ", ", kOctaveBins, "] on ", moments.device(), ", or with low < high [bins + 2] or [", state.channels,
-                ", bins + 2]; got ", h.scalar_type(), " ", h.sizes(), " on ", h.device(), " with low=", low,
-                ", high=", high);
-    state.histogram = h.mutable_data_ptr<int64_t>();
+State state_of(const View& moments, const View& counters, const std::optional<View>& histogram, double low, double high,
+               int64_t block) {
+  if (moments.dtype != ScalarType::Double || moments.dim() != 2 || moments.sizes[0] != kFields ||
+      moments.sizes[1] < 1 || (moments.sizes[1] > 1 && moments.strides[1] != 1)) {
+    refuse("hookstats: moments: expected float64 [", int(kFields), ", channels] with adjacent channels, got ",
+           moments.dtype, " ", moments.sizes, " with strides ", moments.strides);
   }
+  if (counters.dtype != ScalarType::Long || counters.dim() != 1 || counters.sizes[0] != kCounters ||
+      !counters.is_contiguous() || counters.device != moments.device) {
+    refuse("hookstats: counters: expected int64 [", int(kCounters), "] on ", moments.device, ", got ", counters.dtype,
+           " ", counters.sizes, " on ", counters.device);
+  }
+  State state{};
+  state.moments = moments.as<double>();
+  state.row_stride = moments.strides[0];
+  state.channels = moments.sizes[1];
+  state.counters = counters.as<int64_t>();
+  if (!histogram) return state;
+  const View& h = *histogram;
+  const bool exponents = low == high;
+  state.by_channel = h.dim() == 2;
+  state.bins = h.dim() ? int(h.sizes[h.dim() - 1]) : 0;
+  state.low = low;
+  state.high = high;
+  state.kind = !exponents         ? HistogramKind::linear
+               : state.by_channel ? HistogramKind::per_channel
+                                  : HistogramKind::per_tensor;
+  state.block = int(block);
+  if (block != 0 && ((std::abs(block) != 16 && std::abs(block) != 32) || !exponents || h.dim() != 1)) {
+    refuse("hookstats: block: expected 16, 32, -16 or -32 beside exponents per tensor, or 0; got ", block);
+  }
+  const int expected = state.by_channel ? kOctaveBins : kExponentBins + (block ? kBlockBins : 0);
+  const bool fits = state.by_channel ? h.sizes[0] == state.channels : h.dim() == 1;
+  if (h.dtype != ScalarType::Long || !fits || !(exponents ? state.bins == expected : state.bins > 2) ||
+      !h.is_contiguous() || h.device != moments.device) {
+    refuse("hookstats: histogram: expected int64 [", block ? expected : kExponentBins, "] or [", state.channels, ", ",
+           kOctaveBins, "] on ", moments.device, ", or with low < high [bins + 2] or [", state.channels,
+           ", bins + 2]; got ", h.dtype, " ", h.sizes, " on ", h.device, " with low=", low, ", high=", high);
+  }
+  state.histogram = h.as<int64_t>();
   return state;
 }
 
-void check_device(at::Device device) {
+void check_device(Device device) {
   if (has_device_kernels(device)) return;
-  TORCH_CHECK(device.is_cpu(), "hookstats: this build has no kernels for ", device);
+  if (!device.is_cpu()) refuse("hookstats: this build has no kernels for ", device);
 }
 
-Site::Site(SiteState of)
-    : tensors(std::move(of)),
-      state(state_of(tensors.moments, tensors.counters, tensors.histogram, tensors.low, tensors.high, tensors.block)) {
-  const auto device = tensors.moments.device();
+Site::Site(SiteTensors of)
+    : state(state_of(of.moments, of.counters, of.histogram, of.low, of.high, of.block)),
+      device(of.moments.device),
+      active(of.active ? of.active->as<const int32_t>() : nullptr),
+      channel_dim(of.channel_dim),
+      memory(std::move(of.memory)) {
   check_device(device);
-  if (tensors.active) check_one_int32("active", *tensors.active, device);
+  if (of.active) check_one_int32("active", *of.active, device);
 }
 
-Input described(const at::Tensor& x, const Site& site, const Rows* rows) {
-  TORCH_CHECK_TYPE(x.layout() == at::kStrided, "hookstats: expected a dense strided tensor, got layout ", x.layout());
-  const auto device = site.tensors.moments.device();
-  TORCH_CHECK(x.device() == device, "hookstats: expected a tensor on ", device, ", where its state is, got one on ",
-              x.device());
-  const Dtype dtype = dtype_of(x.scalar_type());
-  if (rows) check_rows(*rows, device);
-  Input input{nullptr, dtype, layout_of(x, site.state, site.tensors.channel_dim, rows)};
+Input described(const View& x, const Site& site, const Rows* rows) {
+  if (!x.is_strided) refuse("hookstats: expected a dense strided tensor, got one of another layout");
+  if (x.device != site.device) {
+    refuse("hookstats: expected a tensor on ", site.device, ", where its state is, got one on ", x.device);
+  }
+  const Dtype dtype = dtype_of(x.dtype);
+  if (rows) check_rows(*rows, site.device);
+  Input input{nullptr, dtype, layout_of(x, site.state, site.channel_dim, rows)};
   if (site.state.block) input.matrix = matrix_of(x, input.layout.row_dims > 0 ? rows : nullptr);
   return input;
-}
-
-bool has_no_data(const at::Tensor& x) {
-  return x.is_meta() || !x.has_storage() || x.key_set().has(c10::DispatchKey::Python);
 }
 
 }  // namespace hookstats

@@ -11,24 +11,11 @@
 #include <vector>
 
 #include "hook.h"
-#include "kernels.h"
 #include "now.h"
-#include "ops.h"
 #include "times.h"
 
 namespace hookstats {
 namespace {
-
-at::Tensor part(const at::Tensor& memory, int64_t offset, const std::vector<int64_t>& shape, bool is_float64) {
-  TORCH_CHECK_TYPE(memory.scalar_type() == at::kLong && memory.is_contiguous(), "part: expected contiguous int64, got ",
-                   memory.scalar_type(), " with strides ", memory.strides());
-  const int64_t size = c10::multiply_integers(shape);
-  TORCH_CHECK_INDEX(0 <= offset && offset + size <= memory.numel(), "part: expected words ", offset, " to ",
-                    offset + size, " in a memory of ", memory.numel());
-  return at::from_blob(
-      memory.mutable_data_ptr<int64_t>() + offset, shape, [memory](void*) {},
-      memory.options().dtype(is_float64 ? at::kDouble : at::kLong));
-}
 
 // A Times::Span for Python's `with`.
 struct PythonSpan {
@@ -37,36 +24,10 @@ struct PythonSpan {
   std::unique_ptr<Times::Span> running;
 };
 
-std::vector<std::string> field_names() {
-#define HOOKSTATS_NAME(name) #name,
-  return {HOOKSTATS_FIELDS(HOOKSTATS_NAME)};
-#undef HOOKSTATS_NAME
-}
-
-std::vector<std::string> dtype_names() {
-#define HOOKSTATS_NAME(name, type, aten) #name,
-  return {HOOKSTATS_DTYPES(HOOKSTATS_NAME)};
-#undef HOOKSTATS_NAME
-}
-
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
-  m.attr("FIELDS") = py::tuple(py::cast(field_names()));
-  m.attr("DTYPES") = py::tuple(py::cast(dtype_names()));
-  m.attr("COUNTERS") = int(kCounters);
-  m.attr("EXPONENT_BINS") = kExponentBins;
-  m.attr("OCTAVE_BINS") = kOctaveBins;
-  m.attr("BLOCK_BINS") = kBlockBins;
-  m.attr("DISTANCE_BINS") = kDistanceBins;
-  m.attr("FIRST_OCTAVE") = kFirstOctave;
   m.attr("TORCH") = TORCH_VERSION;
-#if defined(HOOKSTATS_CUDA)
-  m.attr("HAS_CUDA") = true;
-#else
-  m.attr("HAS_CUDA") = false;
-#endif
-  m.attr("DIMS_BY_NDIM") = kDimsByNdim;
   py::class_<Times, std::shared_ptr<Times>>(m, "Times")
       .def(py::init<>())
       .def_property_readonly("calls", &Times::calls)
@@ -125,18 +86,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     at::impl::ThreadLocalPythonObjects::set(kThreadKey, std::move(kept));
   });
   m.def("has_no_data", &has_no_data);
-  m.def("part", &part);
-  py::class_<Copies>(m, "Copies")
-      .def(py::init<>())
-      .def("take", &Copies::take, py::call_guard<py::gil_scoped_release>())
-      .def("give_up_spares", &Copies::give_up_spares);
-  m.def("clear", &clear, py::call_guard<py::gil_scoped_release>());
-  m.def("set_flags", &set_flags, py::call_guard<py::gil_scoped_release>());
-  m.def("give_away", &give_away, py::call_guard<py::gil_scoped_release>());
-  m.def("load_kernels", [](const std::string& device, const std::vector<int64_t>& dtypes, int64_t kind) {
-    load_kernels(at::Device(device), dtypes, kind);
-  });
-  m.def("reserve_scratch", [](const std::string& device) { return reserve_scratch(at::Device(device)); });
   add_hooks(m);
 }
 

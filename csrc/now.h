@@ -18,7 +18,7 @@
 #include <utility>
 #include <vector>
 
-#include "ops.h"
+#include "tensors.h"
 #include "times.h"
 
 namespace hookstats {
@@ -31,13 +31,13 @@ inline constexpr const char* kThreadKey = "hookstats.thread";
 // What counts of the tensors that a thread measures, where it has rows ignored: for each device.
 struct __attribute__((visibility("hidden"))) Counted {
   const unsigned long thread;  // threading.get_ident()
-  std::vector<Rows> rows;
+  std::vector<Counting> rows;
   std::atomic<int64_t> concerned{0}, others{0};  // tensors that met these rows: whether they are about them
 
   explicit Counted(unsigned long ident) : thread(ident) {}
 
-  std::optional<Rows> on(at::Device device) const {
-    for (const Rows& each : rows) {
+  std::optional<Counting> on(at::Device device) const {
+    for (const Counting& each : rows) {
       if (each.row_index.device() == device) return each;
     }
     return std::nullopt;
@@ -59,9 +59,9 @@ struct __attribute__((visibility("hidden"))) Enabled {
   // Whether a forward that runs now is evaluation, which is not measured.
   bool leaves_out() const { return root && !is_training(); }
 
-  // Whether what runs now on the device of a state is measured. What a CUDA graph captures is in every step: in each
+  // Whether what runs now on a device is measured. What a CUDA graph captures is in every step: in each
   // replay the flag on the device decides.
-  bool is_open_beside(const at::Tensor& state) const { return *is_open || (!is_paused && is_captured(state.device())); }
+  bool is_open_on(Device device) const { return *is_open || (!is_paused && capture_on(device) != 0); }
 
   // Whether a forward that runs now counts where something is measured. A recomputation belongs to a forward that did.
   bool counts_now() const { return !leaves_out() || backward_is_running(); }
@@ -154,7 +154,7 @@ class __attribute__((visibility("hidden"))) Now {
   py::dict rows() {
     const auto all = answer().rows;
     for (const auto& [monitor, made] : all->made) {
-      for (const Rows& each : made) each.made->used_here({each.row_index, each.kept});
+      for (const Counting& each : made) each.used_here();
     }
     return all->by_monitor;
   }
@@ -167,7 +167,7 @@ class __attribute__((visibility("hidden"))) Now {
   };
   struct AllRows {  // never changed, as answers hold it
     py::dict by_monitor;
-    std::map<std::string, std::vector<Rows>> made;
+    std::map<std::string, std::vector<Counting>> made;
   };
   using Kept = std::shared_ptr<const AllRows>;
   struct Answer {

@@ -1,16 +1,12 @@
-// One tensor to its kernel; the operators, their schemas and registration.
-
-#include "ops.h"
-
-#include <ATen/ATen.h>
-#include <ATen/Parallel.h>
-#include <ATen/core/LegacyTypeDispatch.h>
-#include <c10/core/DeviceGuard.h>
-#include <torch/csrc/autograd/graph_task.h>
+// One tensor to its kernel; tensors of the stable ABI as views; the operators for one tensor, and what Python is told.
 
 #include <array>
+#include <iterator>
+#include <limits>
 #include <mutex>
-#include <utility>
+#include <string>
+
+#include "stable.h"
 
 namespace hookstats {
 namespace {
@@ -22,41 +18,60 @@ std::mutex& cpu_lock(const State& state) {
   return cpu_locks[reinterpret_cast<uintptr_t>(state.counters) / sizeof(int64_t) % cpu_locks.size()];
 }
 
-void accumulate_op(const at::Tensor& x, at::Tensor moments, at::Tensor counters, std::optional<at::Tensor> histogram,
-                   const std::optional<at::Tensor>& active, int64_t channel_dim, bool skip_recomputation, double low,
-                   double high, const std::optional<at::Tensor>& rows, const std::optional<at::Tensor>& kept,
+void accumulate_op(const Tensor& x, const Tensor& moments, const Tensor& counters,
+                   const std::optional<Tensor>& histogram, const std::optional<Tensor>& active, int64_t channel_dim,
+                   double low, double high, const std::optional<Tensor>& row_index, const std::optional<Tensor>& kept,
                    int64_t block) {
-  if (skip_recomputation && backward_is_running()) return;
-  TORCH_CHECK(rows.has_value() == kept.has_value(), "hookstats: expected both rows and kept or neither, got only ",
-              rows ? "rows" : "kept");
-  const Site site(
-      {std::move(moments), std::move(counters), std::move(histogram), active, channel_dim, low, high, block});
-  if (!rows) return void(accumulate(x, site));
-  const Rows both{*rows, *kept};
-  accumulate(x, site, &both);
+  const Site site = site_of(moments, counters, histogram, active, channel_dim, low, high, block);
+  const auto rows = rows_of(row_index, kept);
+  accumulate(view_of(x), site, rows ? &*rows : nullptr);
 }
 
-void merge_op(at::Tensor moments, at::Tensor counters, std::optional<at::Tensor> histogram,
-              const at::Tensor& from_moments, const at::Tensor& from_counters,
-              const std::optional<at::Tensor>& from_histogram) {
+// A site that is checked once, for a hook in Python.
+struct HeldSite : Held {
+  Site site;
+};
+
+int64_t make_site(const Tensor& moments, const Tensor& counters, const std::optional<Tensor>& histogram,
+                  const std::optional<Tensor>& active, int64_t channel_dim, double low, double high, int64_t block) {
+  auto made = std::make_unique<HeldSite>();
+  made->site = site_of(moments, counters, histogram, active, channel_dim, low, high, block);
+  return hold(std::move(made));
+}
+
+// As accumulate; with only_look, refuses what accumulate would, and folds nothing.
+bool fold_op(const Tensor& x, int64_t site, const std::optional<Tensor>& row_index, const std::optional<Tensor>& kept,
+             bool only_look) {
+  const auto rows = rows_of(row_index, kept);
+  const Rows* counting = rows ? &*rows : nullptr;
+  const Site& into = held<HeldSite>(site).site;
+  return only_look ? described(view_of(x), into, counting).layout.row_dims > 0 : accumulate(view_of(x), into, counting);
+}
+
+void merge_op(const Tensor& moments, const Tensor& counters, const std::optional<Tensor>& histogram,
+              const Tensor& from_moments, const Tensor& from_counters, const std::optional<Tensor>& from_histogram) {
   constexpr double kAny = std::numeric_limits<double>::quiet_NaN();
-  const State into = state_of(moments, counters, histogram, kAny, kAny);
-  const State from = state_of(from_moments, from_counters, from_histogram, kAny, kAny);
-  TORCH_CHECK_VALUE(into.channels == from.channels || into.channels == 1, "hookstats: expected ", into.channels,
-                    " channels to merge, or one channel to merge into; got ", from.channels);
-  TORCH_CHECK_VALUE(into.kind == from.kind && into.bins == from.bins && into.by_channel == from.by_channel,
-                    "hookstats: expected states with the same kind of histogram to merge, got ", into.bins, " and ",
-                    from.bins, " bins, by channel: ", into.by_channel, " and ", from.by_channel);
-  TORCH_CHECK(moments.device() == from_moments.device(), "hookstats: expected states on one device to merge, got ",
-              moments.device(), " and ", from_moments.device());
-  check_device(moments.device());
+  const State into = state_of(view_of(moments), view_of(counters), view_of(histogram), kAny, kAny);
+  const State from = state_of(view_of(from_moments), view_of(from_counters), view_of(from_histogram), kAny, kAny);
+  if (into.channels != from.channels && into.channels != 1) {
+    refuse("hookstats: expected ", into.channels, " channels to merge, or one channel to merge into; got ",
+           from.channels);
+  }
+  if (into.kind != from.kind || into.bins != from.bins || into.by_channel != from.by_channel) {
+    refuse("hookstats: expected states with the same kind of histogram to merge, got ", into.bins, " and ", from.bins,
+           " bins, by channel: ", into.by_channel, " and ", from.by_channel);
+  }
+  const Device device = device_of(moments);
+  if (device != device_of(from_moments)) {
+    refuse("hookstats: expected states on one device to merge, got ", device, " and ", device_of(from_moments));
+  }
+  check_device(device);
 #if defined(HOOKSTATS_CUDA_KERNELS)
-  if (runs_cuda_kernels(moments.device())) {
-    const c10::DeviceGuard guard(moments.device());
-    const auto to = launch_on(moments.device(), std::nullopt, 0, 0);
+  if (runs_cuda_kernels(device)) {
+    const OnDevice here(device);
+    const auto to = launch_on(device, nullptr, 0, 0);
     if (to.capture) {
-      keep_for_graphs({moments, counters, from_moments, from_counters});
-      if (histogram) keep_for_graphs({*histogram, *from_histogram});
+      keep_for_graphs(memory_of({moments, counters, histogram, from_moments, from_counters, from_histogram}));
     }
     return check(cuda::merge(into, from, to));
   }
@@ -65,25 +80,132 @@ void merge_op(at::Tensor moments, at::Tensor counters, std::optional<at::Tensor>
   cpu::merge(into, from);
 }
 
-// Asks when a graph runs, not when it is traced. The counter's version stays: changed in a gradient hook, it would be
-// refused while the hook is traced.
-void add_op(at::Tensor counter, const at::Tensor& amount, bool skip_recomputation) {
-  if (skip_recomputation && backward_is_running()) return;
-  const at::AutoDispatchBelowADInplaceOrView no_version;
-  counter.add_(amount);
+void let_go(int64_t number) { delete reinterpret_cast<Held*>(number); }
+
+int64_t capture_on_op(int64_t device) { return int64_t(capture_on(Device::numbered(device))); }
+void begin_closing(int64_t device) { const Closing begun(Device::numbered(device)); }
+void end_closing(int64_t device) { Closing::end(Device::numbered(device)); }
+int64_t reserve_scratch_op(int64_t device) { return reserve_scratch(Device::numbered(device)); }
+void load_kernels_op(std::vector<int64_t> dtypes, int64_t kind, int64_t device) {
+  load_kernels(Device::numbered(device), dtypes, kind);
+}
+
+// The words of an int64 tensor from `offset` on, as a tensor of its own over the same memory.
+Tensor part(const Tensor& memory, int64_t offset, std::vector<int64_t> shape, bool is_float64) {
+  const View words = view_of(memory);
+  if (words.dtype != ScalarType::Long || !words.is_contiguous()) {
+    refuse("part: expected contiguous int64, got ", words.dtype, " with strides ", words.strides);
+  }
+  std::vector<int64_t> strides(shape.size());
+  int64_t size = 1;
+  for (size_t d = shape.size(); d-- > 0;) {
+    strides[d] = size;
+    size *= shape[d];
+  }
+  if (offset < 0 || offset + size > words.numel()) {
+    refuse("part: expected words ", offset, " to ", offset + size, " in a memory of ", words.numel());
+  }
+  return stable::from_blob(words.as<int64_t>() + offset, shape, strides, memory.device(),
+                           is_float64 ? ScalarType::Double : ScalarType::Long, [memory](void*) {});
+}
+
+std::string quoted_list(const char* const* names, size_t count) {
+  std::string all;
+  for (size_t i = 0; i < count; ++i) all += (i ? ", \"" : "\"") + std::string(names[i]) + '"';
+  return "[" + all + "]";
+}
+
+// Constants and names: JSON.
+std::string describe() {
+#define HOOKSTATS_NAME(name) #name,
+  constexpr const char* fields[] = {HOOKSTATS_FIELDS(HOOKSTATS_NAME)};
+#undef HOOKSTATS_NAME
+#define HOOKSTATS_NAME(name, type, aten) #name,
+  constexpr const char* dtypes[] = {HOOKSTATS_DTYPES(HOOKSTATS_NAME)};
+#undef HOOKSTATS_NAME
+  std::ostringstream all;
+  const auto number = [&](const char* name, int64_t value) { all << ", \"" << name << "\": " << value; };
+  all << "{\"FIELDS\": " << quoted_list(fields, std::size(fields));
+  all << ", \"DTYPES\": " << quoted_list(dtypes, std::size(dtypes));
+  number("COUNTERS", kCounters);
+  number("EXPONENT_BINS", kExponentBins);
+  number("OCTAVE_BINS", kOctaveBins);
+  number("BLOCK_BINS", kBlockBins);
+  number("DISTANCE_BINS", kDistanceBins);
+  number("FIRST_OCTAVE", kFirstOctave);
+  number("DIMS_BY_NDIM", kDimsByNdim);
+  number("SOFTMAX_FIELDS", kSoftmaxFields);
+  number("MOST_KEPT", kMostKept);
+#if defined(HOOKSTATS_CUDA)
+  all << ", \"HAS_CUDA\": true}";
+#else
+  all << ", \"HAS_CUDA\": false}";
+#endif
+  return all.str();
 }
 
 }  // namespace
 
-void do_nothing(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  torch::jit::drop(*stack, op.schema().arguments().size());
+Device device_of(const Tensor& x) {
+  int32_t type = 0, index = 0;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(x.get(), &type));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(x.get(), &index));
+  return {type, index};
+}
+
+View view_of(const Tensor& x) {
+  View view;
+  int32_t number = 0;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(x.get(), &number));
+  view.dtype = ScalarType(number);
+  view.device = device_of(x);
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_layout(x.get(), &number));
+  view.is_strided = number == 0;
+  if (!view.is_strided) return view;
+  int64_t *sizes = nullptr, *strides = nullptr, ndim = 0;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(x.get(), &ndim));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(x.get(), &sizes));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(x.get(), &strides));
+  view.sizes = {sizes, ndim};
+  view.strides = {strides, ndim};
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_get_const_data_ptr(x.get(), &view.data));
+  return view;
+}
+
+std::optional<View> view_of(const std::optional<Tensor>& x) { return x ? std::optional(view_of(*x)) : std::nullopt; }
+
+Memory memory_of(const Tensor& x) { return std::make_shared<Tensor>(x); }
+
+std::vector<Memory> memory_of(const MaybeTensors& all) {
+  std::vector<Memory> memory;
+  for (const auto& each : all) {
+    if (each) memory.push_back(memory_of(*each));
+  }
+  return memory;
+}
+
+std::optional<Rows> rows_of(const std::optional<Tensor>& row_index, const std::optional<Tensor>& kept) {
+  if (row_index.has_value() != kept.has_value()) {
+    refuse("hookstats: expected both rows and kept or neither, got only ", row_index ? "rows" : "kept");
+  }
+  if (!row_index) return std::nullopt;
+  return Rows{view_of(*row_index), view_of(*kept), memory_of({*row_index, *kept})};
+}
+
+Site site_of(const Tensor& moments, const Tensor& counters, const std::optional<Tensor>& histogram,
+             const std::optional<Tensor>& active, int64_t channel_dim, double low, double high, int64_t block) {
+  return Site({view_of(moments), view_of(counters), view_of(histogram), view_of(active), channel_dim, low, high, block,
+               memory_of({moments, counters, histogram, active})});
+}
+
+Tensor empty(std::vector<int64_t> sizes, ScalarType dtype, Device device) {
+  const auto type = device.is_cpu() ? torch::headeronly::DeviceType::CPU : torch::headeronly::DeviceType::CUDA;
+  return stable::empty(sizes, dtype, std::nullopt, stable::Device(type, device.is_cpu() ? -1 : device.index));
 }
 
 void parallel_for(int64_t tasks, const std::function<void(int64_t, int64_t)>& body) {
-  at::parallel_for(0, tasks, 1, body);
+  stable::parallel_for(0, tasks, 1, body);
 }
-
-bool backward_is_running() { return torch::autograd::get_current_graph_task_id() != -1; }
 
 NoCpuKernel::NoCpuKernel() {
   for (std::mutex& lock : cpu_locks) lock.lock();
@@ -93,53 +215,68 @@ NoCpuKernel::~NoCpuKernel() {
   for (std::mutex& lock : cpu_locks) lock.unlock();
 }
 
-bool accumulate(const at::Tensor& tensor, const Site& site, const Rows* rows) {
-  if (tensor.is_neg()) return accumulate(tensor.resolve_neg(), site, rows);
-  const at::Tensor& x = tensor;
+bool accumulate(const View& x, const Site& site, const Rows* rows) {
   const State& state = site.state;
-  const auto& active = site.tensors.active;
   Input input = described(x, site, rows);
   const bool by_rows = input.layout.row_dims > 0;
   if (input.layout.count == 0) return by_rows;
-  input.data = x.const_data_ptr();
-  TORCH_CHECK(input.data, "hookstats: expected a tensor with data, got one without storage");
+  input.data = x.data;
+  if (!input.data) refuse("hookstats: expected a tensor with data, got one without storage");
 #if defined(HOOKSTATS_CUDA_KERNELS)
-  if (runs_cuda_kernels(x.device())) {
-    const c10::DeviceGuard guard(x.device());
-    const auto to = launch_on(x.device(), active);
-    const auto of_rows = rows ? std::vector{rows->row_index, rows->kept} : std::vector<at::Tensor>();
-    if (to.capture) keep_for_graphs(site.tensors, of_rows);
-    if (rows && rows->made) rows->made->used_here(of_rows);
+  if (runs_cuda_kernels(site.device)) {
+    const OnDevice here(site.device);
+    const auto to = launch_on(site.device, site.active);
+    if (to.capture) {
+      keep_for_graphs(site.memory);
+      if (rows) keep_for_graphs(rows->memory);
+    }
     check(cuda::accumulate(input, state, to));
     if (state.block) check(cuda::count_blocks(input, state, to));
     return by_rows;
   }
 #endif
-  if (active && *active->const_data_ptr<int32_t>() == 0) return by_rows;
+  if (site.active && *site.active == 0) return by_rows;
   const std::lock_guard<std::mutex> lock(cpu_lock(state));
   cpu::accumulate(input, state, parallel_for);
   if (state.block) cpu::count_blocks(input, state);
   return by_rows;
 }
 
-TORCH_LIBRARY(HOOKSTATS_NAMESPACE, m) {
+HOOKSTATS_OPERATORS(m) {
   m.def(
       "accumulate(Tensor x, Tensor(a!) moments, Tensor(b!) counters, Tensor(c!)? histogram, Tensor? active, "
-      "int channel_dim, bool skip_recomputation=False, float low=0.0, float high=0.0, Tensor? rows=None, "
-      "Tensor? kept=None, int block=0) -> ()");
+      "int channel_dim, float low=0.0, float high=0.0, Tensor? rows=None, Tensor? kept=None, int block=0) -> ()");
   m.def(
       "merge(Tensor(a!) moments, Tensor(b!) counters, Tensor(c!)? histogram, Tensor from_moments, "
       "Tensor from_counters, Tensor? from_histogram) -> ()");
-  m.def("add(Tensor(a!) counter, Tensor amount, bool skip_recomputation) -> ()");
+  // The following are for Python alone, and of no graph. What they change is not theirs to tell.
+  m.def(
+      "make_site(Tensor moments, Tensor counters, Tensor? histogram, Tensor? active, int channel_dim, float low, "
+      "float high, int block) -> int");
+  m.def("fold(Tensor x, int site, Tensor? rows=None, Tensor? kept=None, bool only_look=False) -> bool");
+  m.def("part(Tensor memory, int offset, int[] shape, bool is_float64) -> Tensor");
+  m.def("let_go(int number) -> ()");
+  m.def("capture_on(int device) -> int");
+  m.def("begin_closing(int device) -> ()");
+  m.def("end_closing(int device) -> ()");
+  m.def("reserve_scratch(int device=-1) -> int");
+  m.def("load_kernels(int[] dtypes, int kind, int device=-1) -> ()");
+  m.def("describe() -> str");
+}
 
-  add_kernels(m, "accumulate", accumulate_op);
-  add_kernels(m, "merge", merge_op);
-  for (const char* name : {"accumulate", "merge"}) {
-    m.impl(name, torch::dispatch(c10::DispatchKey::Meta, torch::CppFunction::makeFromBoxedFunction<&do_nothing>()));
-  }
-  // On any device, in any build.
-  m.impl("add", torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd, add_op));
-  m.impl("add", torch::dispatch(c10::DispatchKey::Autograd, torch::CppFunction::makeFallthrough()));
+HOOKSTATS_KERNELS(CompositeExplicitAutograd, m) {
+  m.impl("accumulate", TORCH_BOX(&accumulate_op));
+  m.impl("merge", TORCH_BOX(&merge_op));
+  m.impl("make_site", TORCH_BOX(&make_site));
+  m.impl("fold", TORCH_BOX(&fold_op));
+  m.impl("part", TORCH_BOX(&part));
+  m.impl("let_go", TORCH_BOX(&let_go));
+  m.impl("capture_on", TORCH_BOX(&capture_on_op));
+  m.impl("begin_closing", TORCH_BOX(&begin_closing));
+  m.impl("end_closing", TORCH_BOX(&end_closing));
+  m.impl("reserve_scratch", TORCH_BOX(&reserve_scratch_op));
+  m.impl("load_kernels", TORCH_BOX(&load_kernels_op));
+  m.impl("describe", TORCH_BOX(&describe));
 }
 
 }  // namespace hookstats

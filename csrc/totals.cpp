@@ -1,88 +1,97 @@
 // The totals of many sites, all channels of each together: on a GPU one launch.
 
-#include <ATen/ATen.h>
-#include <c10/core/DeviceGuard.h>
-#include <torch/custom_class.h>
-
 #include <cstring>
 #include <type_traits>
 
-#include "ops.h"
+#include "stable.h"
 
 namespace hookstats {
 namespace {
 
 // The states of sites on one device, as a table that the kernel reads, made once.
-class Totals : public torch::CustomClassHolder {
- public:
-  Totals(std::vector<at::Tensor> moments, std::vector<at::Tensor> counters)
-      : moments_(std::move(moments)), counters_(std::move(counters)) {
-    const size_t n = moments_.size();
-    TORCH_CHECK_VALUE(n > 0 && counters_.size() == n,
-                      "hookstats: Totals: expected two lists of one length from 1, got ", n, " and ", counters_.size());
-    const auto device = moments_[0].device();
-    for (size_t i = 0; i < n; ++i) {
-      TORCH_CHECK_VALUE(moments_[i].device() == device, "hookstats: Totals: expected states on one device, got ",
-                        device, " and ", moments_[i].device());
-      states_.push_back(Site({moments_[i], counters_[i], {}, {}}).state);
-    }
+struct Totals : Held {
+  Device device;
+  std::vector<Memory> memory;  // the states'
+  std::vector<State> states;
 #if defined(HOOKSTATS_CUDA_KERNELS)
-    if (!runs_cuda_kernels(device)) return;
-    // Out of pinned memory, in the stream's order: a step that takes totals does not wait, not even the first time.
-    static_assert(std::is_trivially_copyable_v<State>);
-    plan_ = cuda::plan_totals(states_);
-    const int64_t bytes = plan_.table.size();
-    const auto table = at::empty({bytes}, at::TensorOptions().dtype(at::kByte).pinned_memory(device.is_cuda()));
-    memcpy(table.mutable_data_ptr(), plan_.table.data(), bytes);
-    stream_.emplace(device);
-    table_ = table.to(device, at::kByte, /*non_blocking=*/true, /*copy=*/true);
-    stream_->written();
-#endif
-  }
-
-  // Of each site in a row: fields, as the bits of float64, then counters. int64 [sites, kTotalsWords]. Then the blocks
-  // of memory, which are those of the states, or none, are zero; no kernel comes between.
-  at::Tensor take(const std::vector<at::Tensor>& blocks) const {
-    const auto device = moments_[0].device();
-    const int64_t n = states_.size();
-    at::Tensor out = at::empty({n, kTotalsWords}, at::TensorOptions().device(device).dtype(at::kLong));
-    auto* words = out.mutable_data_ptr<int64_t>();
-#if defined(HOOKSTATS_CUDA_KERNELS)
-    if (runs_cuda_kernels(device)) {
-      const c10::DeviceGuard guard(device);
-      const Closing closing(device);
-      stream_->used_here({table_});
-      // Of this call, whose stream may be another one than that of the last.
-      at::Tensor scratch;
-      if (plan_.scratch) scratch = at::zeros({plan_.scratch}, out.options());
-      auto* parts = plan_.scratch ? scratch.mutable_data_ptr<int64_t>() : nullptr;
-      check(cuda::totals(plan_, table_.const_data_ptr(), parts, words, launch_on(device, std::nullopt, 0, 0)));
-      clear_on_gpu(blocks);
-      closing.end();
-      clear_on_cpu(blocks, NoCpuKernel());  // of tests that imitate a GPU
-      return out;
-    }
-#endif
-    const NoCpuKernel none;
-    cpu::totals(states_.data(), n, words, parallel_for);
-    clear_on_cpu(blocks, none);
-    return out;
-  }
-
- private:
-  std::vector<at::Tensor> moments_, counters_;  // the states' memory
-  std::vector<State> states_;
-#if defined(HOOKSTATS_CUDA_KERNELS)
-  cuda::TotalsPlan plan_{};
-  at::Tensor table_;  // its table on the device
-  std::optional<MadeOn> stream_;
+  cuda::TotalsPlan plan{};
 #endif
 };
 
-TORCH_LIBRARY_FRAGMENT(HOOKSTATS_NAMESPACE, m) {
-  m.class_<Totals>("Totals")
-      .def(torch::init<std::vector<at::Tensor>, std::vector<at::Tensor>>())
-      .def("take", &Totals::take);
+int64_t make_totals(Tensors moments, Tensors counters) {
+  const size_t n = moments.size();
+  if (n == 0 || counters.size() != n) {
+    refuse("hookstats: Totals: expected two lists of one length from 1, got ", n, " and ", counters.size());
+  }
+  auto made = std::make_unique<Totals>();
+  made->device = device_of(moments[0]);
+  for (size_t i = 0; i < n; ++i) {
+    if (device_of(moments[i]) != made->device) {
+      refuse("hookstats: Totals: expected states on one device, got ", made->device, " and ", device_of(moments[i]));
+    }
+    Site site = site_of(moments[i], counters[i], std::nullopt, std::nullopt);
+    made->states.push_back(site.state);
+    for (Memory& each : site.memory) made->memory.push_back(std::move(each));
+  }
+#if defined(HOOKSTATS_CUDA_KERNELS)
+  static_assert(std::is_trivially_copyable_v<State>);
+  if (runs_cuda_kernels(made->device)) made->plan = cuda::plan_totals(made->states);
+#endif
+  return hold(std::move(made));
+}
+
+// A copy on the CPU of what the kernel is to find on the device; nothing where none runs.
+Tensor totals_table([[maybe_unused]] int64_t number) {
+  int64_t bytes = 0;
+#if defined(HOOKSTATS_CUDA_KERNELS)
+  const auto& table = held<Totals>(number).plan.table;
+  bytes = table.size();
+#endif
+  Tensor copy = empty({bytes}, ScalarType::Byte, {});
+#if defined(HOOKSTATS_CUDA_KERNELS)
+  if (bytes) memcpy(copy.mutable_data_ptr(), table.data(), bytes);
+#endif
+  return copy;
+}
+
+// Of each site in a row: fields, as the bits of float64, then counters. int64 [sites, kTotalsWords]. Then the blocks of
+// memory, which are those of the states, or none, are zero; no kernel comes between. table: there.
+Tensor take_totals(int64_t number, [[maybe_unused]] const Tensor& table, Tensors blocks) {
+  const auto& of = held<Totals>(number);
+  const int64_t n = of.states.size();
+  Tensor out = empty({n, kTotalsWords}, ScalarType::Long, of.device);
+  auto* words = static_cast<int64_t*>(out.mutable_data_ptr());
+#if defined(HOOKSTATS_CUDA_KERNELS)
+  if (runs_cuda_kernels(of.device)) {
+    const OnDevice here(of.device);
+    const Closing closing(of.device);
+    // Of this call, whose stream may be another one than that of the last.
+    Tensor scratch = empty({of.plan.scratch}, ScalarType::Long, of.device);
+    stable::zero_(scratch);
+    auto* parts = static_cast<int64_t*>(scratch.mutable_data_ptr());
+    check(cuda::totals(of.plan, table.const_data_ptr(), parts, words, launch_on(of.device, nullptr, 0, 0)));
+    clear_on_gpu(blocks);
+    closing.end();
+    clear_on_cpu(blocks, NoCpuKernel());  // of tests that imitate a GPU
+    return out;
+  }
+#endif
+  const NoCpuKernel none;
+  cpu::totals(of.states.data(), n, words, parallel_for);
+  clear_on_cpu(blocks, none);
+  return out;
+}
+
+HOOKSTATS_OPERATORS(m) {
+  m.def("make_totals(Tensor[] moments, Tensor[] counters) -> int");
+  m.def("totals_table(int totals) -> Tensor");
+  m.def("take_totals(int totals, Tensor table, Tensor(a!)[] blocks) -> Tensor");
+}
+
+HOOKSTATS_KERNELS(CompositeExplicitAutograd, m) {
+  m.impl("make_totals", TORCH_BOX(&make_totals));
+  m.impl("totals_table", TORCH_BOX(&totals_table));
+  m.impl("take_totals", TORCH_BOX(&take_totals));
 }
 
 }  // namespace

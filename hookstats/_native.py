@@ -1,17 +1,19 @@
-"""Loads the extension. The only file that names torch.ops and hookstats._C.
+"""Loads the extension. The only file that names hookstats._C.
 
-The kernels are one library, which names nothing of torch: _kernels.so. Between them and torch there is glue, for one
-minor version of torch: _glue/torch2_13/_C.*.so. A wheel has the glue for several; the one that fits is loaded. Where
-none does, hookstats.portable takes its place.
+The kernels are one library, which names nothing of torch: _kernels.so. The operators over them are another one, over
+torch's stable ABI, for every torch: _ops.so. Of C++ for one minor version of torch there is the hook alone, the glue:
+_glue/torch2_13/_C.*.so. A wheel has it for several; the one that fits is loaded. Where none does, _hook.py takes its
+place.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from importlib.machinery import EXTENSION_SUFFIXES
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -19,27 +21,32 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hookstats import _hook, _operators
 from hookstats._warn import warn
 from hookstats.numbers import fields
 
 _HERE = Path(__file__).parent
-KERNELS = _HERE / "_kernels.so"
-_REBUILD = "`pip install --no-build-isolation --force-reinstall --no-deps .`"
+LIBRARY = _HERE / "_ops.so"
+_REBUILD = "`pip install --no-build-isolation --force-reinstall --no-deps .` in a checkout"
 
 
-def _load() -> tuple[Any, str]:
-    """The glue for the torch that is here, or what takes its place, and why that is needed."""
-    wanted = os.environ.get("HOOKSTATS_GLUE", "")
-    if wanted not in ("", "none"):
-        raise ImportError(f"HOOKSTATS_GLUE: expected none, or that it is not set, got {wanted!r}")
-    if not KERNELS.exists():
+def _load_operators() -> _operators.Operators:
+    if not LIBRARY.exists():
         raise ImportError(
             f"hookstats is not built: no extension in {_HERE}. In a checkout run "
             "`python setup.py build_ext --inplace`, or leave its folder if hookstats is installed; else "
             "`pip install --no-build-isolation .`"
         )
+    return _operators.Operators("hookstats", LIBRARY)
+
+
+def _load() -> tuple[Any, str]:
+    """The hook for the torch that is here, or the one in Python, and why that is needed."""
+    wanted = os.environ.get("HOOKSTATS_GLUE", "")
+    if wanted not in ("", "none"):
+        raise ImportError(f"HOOKSTATS_GLUE: expected none, or that it is not set, got {wanted!r}")
     if wanted == "none":
-        return _portable(), "HOOKSTATS_GLUE=none"
+        return _in_python(), "HOOKSTATS_GLUE=none"
     glues = glues_in(_HERE)
     path, here = (
         glues.get(_minor(torch.__version__)),
@@ -52,18 +59,14 @@ def _load() -> tuple[Any, str]:
             return _glue(path), ""
         except ImportError as error:  # a torch between two releases, or one that was built in another way
             why = f"one for {here} that does not load ({(str(error).splitlines() or [''])[0]})"
-    loaded = _portable()
-    warn(
-        f"there is {why}. hookstats measures without: slower, and nothing inside compiled graphs. A build beside this "
-        f"torch has it: {_REBUILD} in a checkout"
-    )
+    loaded = _in_python()
+    warn(f"there is {why}. hookstats measures without, which is slower. A build beside this torch has it: {_REBUILD}")
     return loaded, f"there is {why}"
 
 
-def _portable() -> Any:
-    from hookstats import portable
-
-    return portable.load(KERNELS)
+def _in_python() -> Any:
+    _hook.load(OPS)
+    return _hook
 
 
 def _glue(path: Path) -> Any:
@@ -92,33 +95,48 @@ def _minor(version: str) -> str:
 if TYPE_CHECKING:
     from hookstats import _C
 
-    WITHOUT_GLUE = ""  # why hookstats.portable takes its place; else empty
+    OPS: _operators.Operators
+    WITHOUT_GLUE = ""  # why hookstats._hook takes its place; else empty
 else:
+    OPS = _load_operators()
     _C, WITHOUT_GLUE = _load()
 
+_SAID = OPS.constants
 _NUMBERS = ("FIELDS", "EXPONENT_BINS", "OCTAVE_BINS", "FIRST_OCTAVE", "BLOCK_BINS", "DISTANCE_BINS")
-if any(getattr(fields, name) != getattr(_C, name, None) for name in _NUMBERS):
+FIELDS, DTYPE_NAMES = tuple(_SAID["FIELDS"]), tuple(_SAID["DTYPES"])
+if any(getattr(fields, name) != {**_SAID, "FIELDS": FIELDS}.get(name) for name in _NUMBERS):
     raise ImportError("hookstats: the built extension is older than the Python files beside it: rebuild it")
 
-DTYPES: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in _C.DTYPES)
-COUNTERS: int = _C.COUNTERS
+DTYPES: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in DTYPE_NAMES)
+COUNTERS: int = _SAID["COUNTERS"]
 # A channel dimension that depends on the number of a tensor's dimensions: this, plus a table. See csrc/ops.h.
-DIMS_BY_NDIM: int = _C.DIMS_BY_NDIM
-HAS_CUDA: bool = _C.HAS_CUDA
+DIMS_BY_NDIM: int = _SAID["DIMS_BY_NDIM"]
+HAS_CUDA: bool = _SAID["HAS_CUDA"]
 
-_classes: Any = _C if WITHOUT_GLUE else torch.classes.hookstats
-accumulate = torch.ops.hookstats.accumulate.default
+accumulate = OPS.accumulate
+# softmax_rows(logits, top_k=0) -> [5, ...] of logits [..., n], with a margin for top_k > 0 [6, ...]: csrc/softmax.h.
+softmax_rows = OPS.softmax_rows
+# sample(tensors, values, active, differences): of each tensor the elements of csrc/sample.h as float32 (float64 of
+# float64) into its values; by how much these change into its differences, unless that is []. All lie on one device.
+sample = OPS.sample
+clear = OPS.clear  # clear(blocks): makes them zero between two kernels
+operator = OPS.define
+checksums: Any = None  # of tensors; goes with hookstats.replicas
+# (counter, amount, skip_recomputation): adds to a counter, in graphs; gradient hooks may change nothing otherwise.
+add = operator("add(Tensor(a!) counter, Tensor amount, bool skip_recomputation) -> ()", _operators.add)
+Batch: Any = functools.partial(_operators.Batch, OPS)
+Totals: Any = functools.partial(_operators.Totals, OPS)
+Copies = functools.partial(_operators.Copies, OPS)
+set_flags = functools.partial(_operators.set_flags, OPS)
+give_away = functools.partial(_operators.give_away, OPS)
+backward_is_running = _operators.backward_is_running
+
+# Of the hook, for this torch or in Python.
 # What graphs call for a tensor: (x, slot), with .rows also (rows, kept), with .part (x, slot, path, note, rows, kept).
 # A slot stands for a hook: lay_slots(hook, output, gradient), int64 [1], of its output and of the gradient.
-observe_slot: Any = getattr(torch.ops.hookstats, "observe", None)  # without glue nothing calls it
+observe_slot: Any = OPS.packet("observe")
 lay_slots = _C.lay_slots
 set_part = _C.set_part  # set_part(hook, path, part): what graphs meet at a path of a hook's container is another hook's
-# (counter, amount, skip_recomputation): adds to a counter, in graphs; gradient hooks may change nothing otherwise.
-add = torch.ops.hookstats.add.default
-# Batch(moments, counters, histograms, active, channel_dims, low, high, block), lists with an entry for each site; its
-# .accumulate(list of Tensor | None) returns a list of (number, why it could not be measured).
-Batch = _classes.Batch
-Counted = _C.Counted
 Enabled = _C.Enabled
 # What compiled graphs look at before they run: now.measured, whether any monitor measures; now.rows, which rows count,
 # by Flags.monitor. now.add(enabled, always) is a monitor's part: part.left_out, whether that is evaluation for it.
@@ -129,68 +147,35 @@ now = Now()
 name_thread = _C.name_thread  # name_thread(threading.get_ident()): for the threads of this one's backward
 Times = _C.Times
 Hook = _C.Hook
-bind = _C.bind
 call_in_c = _C.call_in_c
-# Totals(moments, counters), lists with an entry for each site, all on one device; its .take(blocks) returns their
-# totals, int64 [sites, fields + counters], one behind the other as in a state of one channel, and clears the blocks.
-Totals = _classes.Totals
-# checksums(tensors) -> int64 [tensors] on their device, all on one: of their bits, in the order of the elements.
-checksums = torch.ops.hookstats.checksums.default
-# softmax_rows(logits, top_k=0) -> [5, ...] of logits [..., n], with a margin for top_k > 0 [6, ...]: csrc/softmax.h.
-softmax_rows = torch.ops.hookstats.softmax_rows.default
-# sample(tensors, values, active, differences): of each tensor the elements of csrc/sample.h as float32 (float64 of
-# float64) into its values; by how much these change into its differences, unless that is []. All lie on one device.
-sample = torch.ops.hookstats.sample.default
 observe = _C.observe
 take_failures = _C.take_failures
 has_no_data = _C.has_no_data
-# Copies(), those of one store: its .take(blocks, clear) returns copies of blocks of state, as they are between two
-# kernels; then the blocks may be made zero. Memory of copies that nobody holds is used again; .give_up_spares() frees
-# it.
-Copies = _C.Copies
-clear = _C.clear  # clear(blocks): makes them zero between two kernels
-# set_flags(flags, value): launches so far find what they were, on any stream, and later ones this. Versions stay.
-set_flags = _C.set_flags
-# give_away(blocks), before blocks of state are freed: others get the memory behind the launches on all streams.
-give_away = _C.give_away
+Counted = _C.Counted
+bind = _C.bind
 
 
 def reserve_scratch(device: torch.device) -> int:
     """Allocates what the first launch on the current stream of a GPU needs, so that no hook has to; returns the bytes
     that all streams and CUDA graphs have there."""
+    number = _operators.number_of(device)
     try:
-        return _C.reserve_scratch(str(device))
+        reserved: int = OPS.reserve_scratch(number)
     except RuntimeError as error:
         if "out of memory" not in str(error):
             raise
         torch.cuda.empty_cache()  # what torch keeps for later
-        return _C.reserve_scratch(str(device))
+        reserved = OPS.reserve_scratch(number)
+    if reserved and device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()  # for what was cleared on it, and is used on others
+    return reserved
 
 
 def load_kernels(device: torch.device, dtypes: Iterable[torch.dtype], histogram: fields.Bins | None) -> None:
     """Loads what tensors of these dtypes need, where a driver would not do it while a CUDA graph is captured."""
     linear = isinstance(histogram, fields.LinearBins)
     kind = 0 if histogram is None else 3 if linear else 2 if histogram.per_channel else 1  # HistogramKind of csrc
-    _C.load_kernels(str(device), [DTYPES.index(dtype) for dtype in dtypes if dtype in DTYPES], kind)
-
-
-_library = torch.library.Library("hookstats", "FRAGMENT")
-
-
-def operator(
-    schema: str, run: Callable[..., Any], *tags: torch.Tag, shapes: Callable[..., Any] = lambda *arguments: None
-) -> Callable[..., Any]:
-    """An operator for graphs: `shapes` while they are traced, `run` when they run.
-
-    Plain, because torch.library.custom_op raises the version of what it changes, and from torch 2.15 on a graph refuses
-    that in a gradient hook.
-    """
-    name = _library.define(schema, tags=tags)
-    _library.impl(name, run, "CompositeExplicitAutograd")
-    _library.impl(name, shapes, "Meta")
-    _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
-    made: Callable[..., Any] = getattr(torch.ops.hookstats, name).default
-    return made
+    OPS.load_kernels([DTYPES.index(dtype) for dtype in dtypes if dtype in DTYPES], kind, _operators.number_of(device))
 
 
 def part(memory: torch.Tensor, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -200,7 +185,8 @@ def part(memory: torch.Tensor, offset: int, shape: tuple[int, ...], dtype: torch
     one site would look like a change of what compiled graphs saved of all the others; and tensors that share a storage
     are taken apart and rebuilt by the compiler, wrongly so under dynamic=True (seen in torch 2.13).
     """
-    return _C.part(memory, offset, shape, dtype == torch.float64)
+    made: torch.Tensor = OPS.part(memory, offset, shape, dtype == torch.float64)
+    return made
 
 
 def build_info() -> dict[str, Any]:
@@ -210,11 +196,11 @@ def build_info() -> dict[str, Any]:
     """
     built = json.loads((_HERE / "_built.json").read_text())
     return {
-        "torch": _C.TORCH,
+        "torch": None if WITHOUT_GLUE else _C.TORCH,
         "glues": list(glues_in(_HERE)),
         "without_glue": WITHOUT_GLUE or None,
         "cuda": built["cuda"],
         "architectures": built["architectures"],
-        "dtypes": list(_C.DTYPES),
-        "fields": list(_C.FIELDS),
+        "dtypes": list(DTYPE_NAMES),
+        "fields": list(FIELDS),
     }

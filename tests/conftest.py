@@ -18,7 +18,7 @@ import torch
 from torch.utils import cpp_extension
 
 import hookstats
-from hookstats import _native
+from hookstats import _native, _operators
 from hookstats.numbers import fields
 from tests import reference
 from tests.guarded import guarded_copy, guarded_zeros, with_lazy_bits
@@ -86,22 +86,14 @@ def pytest_make_collect_report(
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items[:] = dealt(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
-    if _native.WITHOUT_GLUE:
-        for item in filter(_needs_glue, items):
-            item.add_marker(pytest.mark.skip(reason="needs glue: without, nothing is measured inside graphs"))
+    for item in items if _native.WITHOUT_GLUE else ():
+        if item.get_closest_marker("glue"):
+            item.add_marker(pytest.mark.skip(reason="needs hooks that are C"))
     if torch.cuda.is_available():
         return
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU: make gpu"))
-
-
-def _needs_glue(item: pytest.Item) -> bool:
-    """Whether it measures inside graphs of torch.compile, by its name, or is marked so."""
-    parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
-    compiles = parameters.get("compiled") is True or parameters.get("backend") in ("aot_eager", "inductor")
-    said = any(word in item.name for word in ("compile", "graph"))
-    return compiles or said or item.path.parent.name == "graphs" or item.get_closest_marker("glue") is not None
 
 
 @pytest.fixture(autouse=True)
@@ -163,6 +155,12 @@ def load_harness() -> Any:
     return torch.ops.hookstats_cuda_on_cpu
 
 
+@functools.cache
+def harness_operators() -> _operators.Operators:
+    """Those of the harness, once it is loaded."""
+    return _operators.Operators("hookstats_cuda_on_cpu")
+
+
 @pytest.fixture(scope="session")
 def harness() -> Any:
     return load_harness()
@@ -211,15 +209,14 @@ def listed(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Backend:
-    """One implementation of the operators, and the device of its tensors."""
+    """One implementation of the operators, and the device of its tensors. ``operators``: for what is in Python."""
 
-    def __init__(self, name: str, ops: Any, device: str, classes: Any = None) -> None:
-        """classes: where Batch and Totals are, if not beside these operators."""
+    def __init__(self, name: str, ops: Any, device: str) -> None:
         self.name = name
         self.ops = ops
         self.device = device
-        is_ours = ops is torch.ops.hookstats
-        self.classes = classes or (_native if is_ours else torch.classes.hookstats_cuda_on_cpu)
+        self.operators = _native.OPS if ops is torch.ops.hookstats else harness_operators()
+        self.totals = functools.partial(_operators.Totals, self.operators)
 
     def accumulate(
         self,
@@ -233,7 +230,7 @@ class Backend:
         state = into or State(channels, histogram, self.device)
         rows = (None, None) if mask is None else tuple(each.to(self.device) for each in listed(mask))
         dim = _native.DIMS_BY_NDIM if channel_dim is None else channel_dim
-        self.ops.accumulate(self.to_device(x), *state.tensors, None, dim, False, *state.range, *rows, state.block)
+        self.ops.accumulate(self.to_device(x), *state.tensors, None, dim, *state.range, *rows, state.block)
         return state
 
     def batch(self, states: list[State], channel_dims: list[int], active: torch.Tensor | None = None) -> Any:
@@ -241,7 +238,7 @@ class Backend:
         active = torch.ones(1, dtype=torch.int32, device=self.device) if active is None else active
         columns = zip(*(state.tensors for state in states), strict=True)
         of_bins = (*states[0].range, states[0].block)
-        return self.classes.Batch(*map(list, columns), [active] * len(states), channel_dims, *of_bins)
+        return _operators.Batch(self.operators, *map(list, columns), [active] * len(states), channel_dims, *of_bins)
 
     def merge(self, into: State, other: State) -> None:
         self.ops.merge(*into.tensors, *other.tensors)

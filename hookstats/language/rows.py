@@ -186,7 +186,8 @@ def operator(
             _warn_once(compute, f"not measured in a graph, by {compute.__module__}: {type(error).__name__}: {error}")
             return [torch.zeros_like(each) for each in shapes(*arguments)]
 
-    return _native.operator(schema, run, shapes=shapes)
+    made: Callable[..., list[torch.Tensor]] = _native.operator(schema, run, shapes=shapes)
+    return made
 
 
 _operator = operator(

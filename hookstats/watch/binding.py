@@ -171,8 +171,8 @@ class SiteBinder:
             output, gradient = hook.output, hook.gradient
             note_sharding(hook.spec, hook.spec.kinds[:1], tensor, self.store.clears)
         rows = rows_on(part.device, self.monitor)
-        if output is not None:
-            accumulate(part, output, skip_recomputation=True, rows=rows)
+        if output is not None and not _native.backward_is_running():
+            accumulate(part, output, rows)
         if gradient is not None and tensor.requires_grad and not tensor.is_leaf:
             tensor.register_hook(functools.partial(self._measure_gradient, hook.spec, gradient, rows))
 

@@ -19,7 +19,6 @@ from hookstats.modules.sharding import Sharding, is_dtensor, sharding_of
 from hookstats.watch.flags import MONITORS
 from hookstats.watch.ignoring import rows_on
 from hookstats.watch.memory import Rows
-from hookstats.watch.skipping import IN_A_GRAPH
 from hookstats.watch.wrappers import part_here
 
 _warn_once = WarnOnce()
@@ -47,8 +46,6 @@ def observe_in_graph(output: object, hook: Any) -> None:
     hook: a `hookstats.watch.hooks.Hook`.
     """
     if hook.slot is None or not is_measured(hook):
-        if _native.WITHOUT_GLUE:
-            torch._dynamo.comptime.comptime(_leave_out)
         return
     for path, tensor in walk(output):
         if path and not tensor.is_floating_point():
@@ -60,12 +57,6 @@ def observe_in_graph(output: object, hook: Any) -> None:
         slot = hook.gradient_slot
         if slot is not None and tensor.requires_grad and not tensor.is_leaf and hook.watches_gradient(path):
             _hang(tensor, slot, path, rows)
-
-
-def _leave_out(context: Any) -> None:
-    """Runs while `observe_in_graph` is traced where nothing can be measured."""
-    hook = context.get_local("hook")._i_will_not_complain_if_bc_breaks_VariableTracker().value
-    hook.binder.leave_out(hook.spec.entries.values(), IN_A_GRAPH)
 
 
 def _hang(x: torch.Tensor, slot: torch.Tensor, path: str, rows: Rows | None) -> None:

@@ -47,6 +47,8 @@ def measure(
         raise TypeError(f"measure: channel_dim: expected an int or None, got {channel_dim!r}")
     if tensor.layout != torch.strided or tensor.is_nested or _native.has_no_data(tensor):
         raise TypeError(f"measure: expected a dense strided tensor with data, got {tensor.layout} on {tensor.device}")
+    if tensor.dtype not in _native.DTYPES:
+        raise TypeError(f"measure: expected a tensor of one of {_native.DTYPES}, got {tensor.dtype}")
     dim = channel_dim_of(tensor, channel_dim)
     keep_channels = channels and tensor.dim() > 0
     if not keep_channels:

@@ -56,8 +56,8 @@ def channel_dim_for(channel_dim: int, ndim: int) -> int | None:
     return -1 if ndim > 7 else entry - 1 if entry else None
 
 
-def accumulate(x: torch.Tensor, state: Any, skip_recomputation: bool = False, rows: Rows | None = None) -> None:
-    """Folds a tensor into a SiteState, or into what a graph has of one, by the operator; torch.compile traces it."""
+def accumulate(x: torch.Tensor, state: SiteState, rows: Rows | None = None) -> None:
+    """Folds a tensor into a SiteState, by the operator."""
     row_index, kept = rows or (None, None)
     _native.accumulate(
         x,
@@ -66,7 +66,6 @@ def accumulate(x: torch.Tensor, state: Any, skip_recomputation: bool = False, ro
         state.histogram,
         state.active,
         state.channel_dim,
-        skip_recomputation,
         state.low,
         state.high,
         row_index,

@@ -8,7 +8,6 @@ from typing import TypeAlias
 
 import torch
 
-from hookstats import _native
 from hookstats._warn import warn
 from hookstats.numbers.fields import Site, Skipped
 from hookstats.numbers.snapshot import Snapshot
@@ -26,8 +25,7 @@ class Captured(Exception):
         )
 
 
-IN_A_GRAPH = f"inside a compiled graph only glue for this torch measures, and none is loaded: {_native.WITHOUT_GLUE}"
-_OF_MANY_SITES = (str(Captured()), IN_A_GRAPH, "the device had failed before")  # told of the first alone
+_OF_MANY_SITES = (str(Captured()), "the device had failed before")  # told of the first alone
 
 
 Problem: TypeAlias = str | Exception  # why something could not be measured

@@ -1,7 +1,10 @@
 // The operators of csrc, and the switches of the harness. The kernels are in kernels.cpp.
 
+#include <ATen/core/Tensor.h>
+#include <torch/library.h>
+
 #include "cuda_runtime.h"
-#include "glue.cpp"
+#include "library.cpp"
 #include "switches.h"
 
 void* hookstats::imitated_stream = nullptr;
@@ -42,8 +45,7 @@ void use_gpu(int64_t capability, int64_t shared_memory, int64_t driver, int64_t 
 
 void tell_captures(bool told) { cuda_on_cpu::captures_are_told = told; }
 int64_t last_error() { return cuda_on_cpu::last_error; }
-int64_t reserve_scratch() { return hookstats::reserve_scratch(at::kCPU); }
-hookstats::cuda::Launch launch_here() { return hookstats::launch_on(at::kCPU, std::nullopt); }
+hookstats::cuda::Launch launch_here() { return hookstats::launch_on({}, nullptr); }
 int64_t scratch() { return reinterpret_cast<int64_t>(launch_here().partials); }
 
 // An arrival that belongs to no launch, at the piece of scratch of this stream.
@@ -58,16 +60,11 @@ void fail_device(bool fail) { cuda_on_cpu::device_failed = fail; }
 int64_t blocks() { return cuda_on_cpu::blocks; }
 int64_t queries() { return cuda_on_cpu::queries; }
 void forget_kernels() { cuda_on_cpu::loaded.clear(); }
-void load_kernels(at::IntArrayRef dtypes, int64_t kind) { hookstats::load_kernels(at::kCPU, dtypes.vec(), kind); }
 void close_step(at::TensorList blocks) {
-  const hookstats::Closing closing(at::kCPU);
+  const hookstats::Closing closing({});
   for (const at::Tensor& block : blocks) block.zero_();
   closing.end();
 }
-
-void give_away(at::TensorList blocks) { hookstats::give_away(blocks.vec()); }
-
-void set_flags(at::TensorList flags, int64_t value) { hookstats::set_flags(flags.vec(), value); }
 
 void use_one_part(bool use) { cuda_on_cpu::in_one_part = use; }
 int64_t copies() { return cuda_on_cpu::copies; }
@@ -88,7 +85,6 @@ TORCH_LIBRARY_FRAGMENT(hookstats_cuda_on_cpu, m) {
         &use_gpu);
   m.def("tell_captures(bool told) -> ()", &tell_captures);
   m.def("last_error() -> int", &last_error);
-  m.def("reserve_scratch() -> int", &reserve_scratch);
   m.def("scratch() -> int", &scratch);
   m.def("stray_arrival(int word) -> ()", &stray_arrival);
   m.def("order() -> str[]", &order);
@@ -99,10 +95,7 @@ TORCH_LIBRARY_FRAGMENT(hookstats_cuda_on_cpu, m) {
   m.def("blocks() -> int", &blocks);
   m.def("queries() -> int", &queries);
   m.def("forget_kernels() -> ()", &forget_kernels);
-  m.def("load_kernels(int[] dtypes, int kind) -> ()", &load_kernels);
   m.def("close_step(Tensor(a!)[] blocks) -> ()", &close_step);
-  m.def("give_away(Tensor[] blocks) -> ()", &give_away);
-  m.def("set_flags(Tensor(a!)[] flags, int value) -> ()", &set_flags);
   m.def("near_addresses(int inner, int outer_stride, int first, int step, int count) -> int[]",
         &cuda_on_cpu::near_addresses);
 }

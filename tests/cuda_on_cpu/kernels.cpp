@@ -16,7 +16,6 @@ bool cuda_on_cpu::in_one_part = false;
 #include "cuda/accumulate_float8.cu"
 #include "cuda/blocks.cu"
 #include "cuda/checksum.cu"
-#include "cuda/interface.cu"
 #include "cuda/many.cu"
 #include "cuda/merge.cu"
 #include "cuda/sample.cu"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hookstats import _native
+from hookstats import _native, _operators
 from hookstats.watch.flags import Flags
 from tests.conftest import DTYPES, Backend, State, check
 from tests.cuda_on_cpu.test_other_gpus import A100
@@ -272,7 +273,7 @@ def test_closings_come_behind_one_that_gives_memory_away(imitated: Backend) -> N
     imitated.accumulate(x, 1)
     ops.order()
     ops.use_stream(263)
-    ops.give_away([torch.zeros(1)])
+    _operators.give_away(imitated.operators, [torch.zeros(1)])
     assert ops.order() == ["wait 263 behind 262", "record 261", "wait 263 behind 261", "record 263"]
     ops.use_stream(264)
     ops.close_step([])
@@ -283,7 +284,7 @@ def test_what_switches_measuring_on_and_off_is_written_inside_of_a_closing(
     imitated: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ops, x = imitated.ops, normal(8, 8).float()
-    monkeypatch.setattr(_native, "set_flags", ops.set_flags)
+    monkeypatch.setattr(_native, "set_flags", functools.partial(_operators.set_flags, imitated.operators))
     flags = Flags()
     version = flags.host._version
     for value in (True, False):
@@ -436,7 +437,6 @@ def test_all_that_a_dtype_needs_is_loaded_before_a_capture_where_the_driver_load
         x = normal(8, 4).to(dtype)
         ops.sample([x], [x.new_empty(32, dtype=torch.float64 if dtype is torch.float64 else torch.float32)], None, [])
         ops.softmax_rows(x, 2)
-        ops.checksums([x])
         imitated.merge(State(8, histogram, "cpu"), State(8, histogram, "cpu"))
     ops.forget_kernels()
     with pytest.raises(RuntimeError, match="capture implicit"):
