@@ -215,16 +215,21 @@ def test_an_sdist_is_made_without_torch_and_holds_sources_alone(tmp_path: Path) 
     assert not {str(path) for path in built} & names
 
 
-def test_the_kernels_need_nothing_of_torch_and_the_glue_no_library_of_cuda() -> None:
+def test_the_kernels_need_nothing_of_torch_and_the_operators_its_c_functions_and_nobody_a_library_of_cuda() -> None:
     def needed(library: Path) -> set[str]:
         said = subprocess.run(["readelf", "-d", str(library)], capture_output=True, text=True, check=True).stdout
         return set(re.findall(r"\(NEEDED\).*\[(.*)\]", said))
 
     system = {"libstdc++.so.6", "libm.so.6", "libgcc_s.so.1", "libc.so.6", "ld-linux-x86-64.so.2"}
     system |= {"libdl.so.2", "librt.so.1", "libpthread.so.0"}
-    assert needed(_native.KERNELS) <= system
-    glues = _native.glues_in(_native.KERNELS.parent)
+    assert needed(_native.LIBRARY.with_name("_kernels.so")) <= system
+    assert needed(_native.LIBRARY) <= system | {"libtorch_cpu.so", "_kernels.so"}
+    said = subprocess.run(
+        ["nm", "-D", "--undefined-only", str(_native.LIBRARY)], capture_output=True, check=True
+    ).stdout
+    assert not re.findall(rb"_ZN?K?(?:2at|3c10|5torch)\w*", said)
+    glues = _native.glues_in(_native.LIBRARY.parent)
     assert ".".join(torch.__version__.split(".")[:2]) in glues
     for path in glues.values():
         torchs = {"libc10.so", "libtorch.so", "libtorch_cpu.so", "libtorch_python.so"}
-        assert needed(path) <= system | torchs | {"_kernels.so"}, path
+        assert needed(path) <= system | torchs | {"_ops.so"}, path

@@ -135,7 +135,6 @@ def test_bf16_is_found_at_its_first_site_and_named(eager: list[Snapshot]) -> Non
     assert compare(eager[:1], low[:1], dtype="bfloat16").first is None
 
 
-@pytest.mark.glue
 def test_two_bf16_programs_agree_to_the_rounding_of_bf16() -> None:
     a, b = train(amp=True), train(amp=True, wrap=compiled)
     assert compare(a, b).first is None

@@ -140,7 +140,7 @@ def test_what_was_built_from_other_sources_is_refused(
     package, folder = tmp_path / "hookstats", tmp_path / "prebuilt"
     (package / "_glue" / "torch2_11").mkdir(parents=True)
     (tmp_path / "csrc").mkdir()
-    for name in ("_kernels.so", "_built.json", "_glue/torch2_11/_C.so"):
+    for name in ("_kernels.so", "_ops.so", "_built.json", "_glue/torch2_11/_C.so"):
         (package / name).write_text(name)
     for name in ("setup.py", "csrc/ops.h"):
         (tmp_path / name).write_text(name)

@@ -228,7 +228,7 @@ def test_usual_and_lean_blocks_give_the_same_bits() -> None:
         "for dtype in DTYPES:\n"
         "  for histogram in ('per_channel', 'linear'):\n"
         "    state = State(68, histogram, 'cuda')\n"
-        "    torch.ops.hookstats.accumulate(x.to(dtype), *state.tensors, None, 1, False, *state.range)\n"
+        "    torch.ops.hookstats.accumulate(x.to(dtype), *state.tensors, None, 1, *state.range)\n"
         "    print(state.moments.view(torch.int64).sum().item(), state.histogram.sum().item())"
     )
 

@@ -32,7 +32,7 @@ def of_many_channels(backend: Backend, channels: int, seed: int = 0) -> State:
 @pytest.mark.parametrize("channels", [4096, 4097, 9000, 150_000])
 def test_a_site_of_so_many_channels_has_the_totals_of_float64(backend: Backend, channels: int) -> None:
     states = [of_many_channels(backend, each, each) for each in (5, channels, 4200)]
-    table = backend.classes.Totals([s.moments for s in states], [s.counters for s in states])
+    table = backend.totals([s.moments for s in states], [s.counters for s in states])
     for _ in range(2):
         out = table.take([]).cpu()
         for state, row in zip(states, out, strict=True):

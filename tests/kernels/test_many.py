@@ -126,7 +126,7 @@ def test_what_cannot_be_measured_is_named_and_the_rest_is_measured(backend: Back
     assert "expected a tensor of one of" in failures[2][1]
     assert [int(state.counters[0]) for state in states] == [1, 0, 0, 0]
     check(states[0].stats(), x, 0)
-    with pytest.raises(ValueError, match="expected 4 tensors, got 3"):
+    with pytest.raises(RuntimeError, match="expected 4 tensors, got 3"):
         batch.accumulate([device_x] * 3)
 
 

@@ -19,16 +19,16 @@ F32, I64 = torch.zeros(4), torch.zeros(7, dtype=torch.int64)
     [
         (
             lambda s: (torch.zeros(3, 4, dtype=torch.int64), *s.tensors, None, 1),
-            TypeError,
-            "float32 .*got (Long|int64)",
+            RuntimeError,
+            "float32 .*got Long",
         ),
         (
             lambda s: (torch.zeros(3, 4, dtype=torch.complex64), *s.tensors, None, 1),
-            TypeError,
-            "got (ComplexFloat|complex64)",
+            RuntimeError,
+            "got ComplexFloat",
         ),
-        (lambda s: (torch.zeros(3, 5), *s.tensors, None, 1), ValueError, r"expected 4 channels in.* 1.*\[3, 5\]"),
-        (lambda s: (torch.zeros(3, 4), *s.tensors, None, 2), IndexError, "channel_dim=2 is out of range"),
+        (lambda s: (torch.zeros(3, 5), *s.tensors, None, 1), RuntimeError, r"expected 4 channels in.* 1.*\[3, 5\]"),
+        (lambda s: (torch.zeros(3, 4), *s.tensors, None, 2), RuntimeError, "channel_dim=2 is out of range"),
         (lambda s: (F32, s.moments.float(), *s.tensors[1:], None, 0), RuntimeError, "moments: expected float64"),
         (lambda s: (F32, s.moments[1:], *s.tensors[1:], None, 0), RuntimeError, r"moments: expected float64 \[10"),
         (lambda s: (F32, s.moments, s.counters[:1], None, None, 0), RuntimeError, "counters: expected int64"),
@@ -61,7 +61,7 @@ def test_a_state_without_channels_is_refused() -> None:
 
 def test_strides_that_merge_to_more_dimensions_than_a_kernel_takes_are_refused() -> None:
     x = torch.empty(3**13)[: 3**13].as_strided((2,) * 13, tuple(3**i for i in range(13)))
-    with pytest.raises(ValueError, match="expected at most 12 dimensions that do not merge"):
+    with pytest.raises(RuntimeError, match="expected at most 12 dimensions that do not merge"):
         torch.ops.hookstats.accumulate(x, *State(1, "none", "cpu").tensors, None, 0)
 
 
@@ -73,15 +73,15 @@ def test_any_number_of_dimensions_that_merge_is_taken() -> None:
 
 
 def test_sparse_tensors_are_refused() -> None:
-    with pytest.raises((TypeError, NotImplementedError), match=r"Sparse|sparse"):
+    with pytest.raises(RuntimeError, match="expected a dense strided tensor"):
         torch.ops.hookstats.accumulate(torch.eye(4).to_sparse(), *State(4, "none", "cpu").tensors, None, 1)
 
 
 def test_merge_refuses_states_that_do_not_fit() -> None:
     ops = torch.ops.hookstats
-    with pytest.raises(ValueError, match="expected 3 channels to merge"):
+    with pytest.raises(RuntimeError, match="expected 3 channels to merge"):
         ops.merge(*State(3, "none", "cpu").tensors, *State(4, "none", "cpu").tensors)
-    with pytest.raises(ValueError, match="same kind of histogram"):
+    with pytest.raises(RuntimeError, match="same kind of histogram"):
         ops.merge(*State(3, "none", "cpu").tensors, *State(3, "per_tensor", "cpu").tensors)
 
 
@@ -90,7 +90,7 @@ def test_opcheck(histogram: str) -> None:
     x = normal(20, 4).float().requires_grad_()
     a, b = State(4, histogram, "cpu"), State(4, histogram, "cpu")
     active = torch.ones(1, dtype=torch.int32)
-    torch.library.opcheck(torch.ops.hookstats.accumulate.default, (x, *a.tensors, active, 1, True, *a.range))
+    torch.library.opcheck(torch.ops.hookstats.accumulate.default, (x, *a.tensors, active, 1, *a.range))
     torch.library.opcheck(torch.ops.hookstats.merge.default, (*a.tensors, *b.tensors))
 
 

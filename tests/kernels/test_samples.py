@@ -89,7 +89,7 @@ def test_nothing_happens_while_the_flag_is_off(backend: Backend) -> None:
 def test_what_cannot_be_sampled_raises(backend: Backend) -> None:
     x = torch.zeros(20, 20, device=backend.device)
     for tensor in (x[:, ::2], x.to_sparse(), x.long(), x.to("meta"), x[:1].expand(20, 20)):
-        with pytest.raises((ValueError, TypeError, NotImplementedError), match=r"hookstats|sample"):
+        with pytest.raises(RuntimeError, match="hookstats: "):
             backend.ops.sample([tensor], [torch.zeros(tensor.numel(), device=backend.device)], None, [])
-    with pytest.raises(ValueError, match=r"values: expected contiguous (Float|torch.float32) \[400\]"):
+    with pytest.raises(RuntimeError, match=r"values: expected contiguous Float \[400\]"):
         backend.ops.sample([x], [torch.zeros(399, device=backend.device)], None, [])

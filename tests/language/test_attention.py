@@ -325,7 +325,6 @@ def test_flex_attention_with_a_block_mask() -> None:
     assert stats.total.min == pytest.approx(logits.min().item(), rel=1e-5)
 
 
-@pytest.mark.glue
 @pytest.mark.parametrize("of_module", [False, True])
 def test_attention_that_is_written_out_is_seen_at_its_softmax(of_module: bool) -> None:
     class Own(Attention):

@@ -364,7 +364,6 @@ def test_a_mask_that_cannot_be_applied_does_not_stop_training(monkeypatch: pytes
     assert mon.snapshot()["head", "output"].total.count == 4 * 28
 
 
-@pytest.mark.glue
 def test_no_word_of_masks_that_did_their_work() -> None:
     net = model()
     mon = hookstats.attach(net, every=1, tensors=OF_OUTPUTS)

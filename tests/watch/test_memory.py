@@ -280,7 +280,6 @@ def wide() -> tuple[nn.Module, hookstats.Monitor]:
     return model, hookstats.attach(model, every=1, tensors="output")
 
 
-@pytest.mark.glue
 def test_the_memory_of_a_step_that_nobody_holds_any_more_is_used_again() -> None:
     model, monitor = wide()
     model(torch.randn(2, 4))
@@ -294,7 +293,9 @@ def test_the_memory_of_a_step_that_nobody_holds_any_more_is_used_again() -> None
         monitor.reset()
         monitor.step()
     size = monitor.state_bytes
-    found = [event.cpu_memory_usage // size for event in profile.events() if abs(event.cpu_memory_usage) == size]
+    # What is allocated inside of the operator is told twice.
+    events = [event for event in profile.events() if event.name != "hookstats::take_copies"]
+    found = [event.cpu_memory_usage // size for event in events if abs(event.cpu_memory_usage) == size]
     steps, keeping, let_go, reset, after_reset = [1, 1], [1, 1, 1], [-1, -1, -1], [-1], [1, -1]
     assert found == [*steps, *keeping, *let_go, *reset, *after_reset]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -200,24 +201,26 @@ def test_one_axis_has_one_number_in_a_table_however_it_was_known(dim: int) -> No
 
 
 def test_memory_for_scratch_that_torch_keeps_for_later_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    done: list[str] = []
+    done: list[Any] = []
 
-    def reserve(device: str) -> int:
+    def reserve(device: int) -> int:
         done.append(device)
         if len(done) == 1:
             raise RuntimeError("hookstats: CUDA: expected 4 bytes of device memory for scratch: out of memory")
         return 4
 
-    monkeypatch.setattr(_native._C, "reserve_scratch", reserve)
+    monkeypatch.setattr(_native.OPS, "reserve_scratch", reserve)
+    stream = SimpleNamespace(synchronize=lambda: done.append("waited"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("empty"))
     assert _native.reserve_scratch(torch.device("cuda", 0)) == 4
-    assert done == ["cuda:0", "empty", "cuda:0"]
+    assert done == [0, "empty", 0, "waited"]
 
 
 def test_kernels_are_loaded_for_dtypes_and_bins_as_csrc_numbers_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[str, list[int], int]] = []
-    monkeypatch.setattr(_native._C, "load_kernels", lambda *arguments: asked.append(arguments))
+    asked: list[tuple[list[int], int, int]] = []
+    monkeypatch.setattr(_native.OPS, "load_kernels", lambda *arguments: asked.append(arguments))
     bins = [None, hookstats.ExponentBins(), hookstats.ExponentBins(per_channel=True), hookstats.LinearBins(0, 1, 4)]
     for each in bins:
         _native.load_kernels(torch.device("cuda", 1), [torch.bfloat16, torch.int64, torch.float32], each)
-    assert asked == [("cuda:1", [2, 0], kind) for kind in range(4)]
+    assert asked == [([2, 0], kind, 1) for kind in range(4)]

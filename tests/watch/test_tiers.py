@@ -26,7 +26,7 @@ WORDS = len(fields.FIELDS) + _native.COUNTERS
 
 def totals_of(backend: Backend, states: list[State]) -> tuple[np.ndarray[Any, Any], list[list[int]]]:
     """Of each site: fields [sites, fields], and counters."""
-    out = backend.classes.Totals([s.moments for s in states], [s.counters for s in states]).take([]).cpu()
+    out = backend.totals([s.moments for s in states], [s.counters for s in states]).take([]).cpu()
     assert out.shape == (len(states), WORDS)
     moments = out[:, : len(fields.FIELDS)].contiguous().view(torch.float64).numpy()
     return moments, out[:, len(fields.FIELDS) :].tolist()
@@ -145,7 +145,7 @@ def test_rows_of_a_state_may_lie_apart(backend: Backend) -> None:
 def test_the_same_table_reads_the_state_as_it_is(backend: Backend) -> None:
     x = normal(8, 70)
     state = backend.accumulate(x, 1)
-    table = backend.classes.Totals([state.moments], [state.counters])
+    table = backend.totals([state.moments], [state.counters])
     once = table.take([]).cpu()
     backend.accumulate(x, 1, into=state)
     twice = table.take([]).cpu()
@@ -179,10 +179,10 @@ def test_shuffled_blocks_and_threads_are_bit_identical(harness: Any) -> None:
 
 
 def test_states_that_are_none_are_refused(backend: Backend) -> None:
-    state, table = State(3, "none", backend.device), backend.classes.Totals
-    with pytest.raises(ValueError, match="expected two lists of one length from 1, got 0 and 0"):
+    state, table = State(3, "none", backend.device), backend.totals
+    with pytest.raises(RuntimeError, match="expected two lists of one length from 1, got 0 and 0"):
         table([], [])
-    with pytest.raises(ValueError, match="expected two lists of one length from 1, got 2 and 1"):
+    with pytest.raises(RuntimeError, match="expected two lists of one length from 1, got 2 and 1"):
         table([state.moments] * 2, [state.counters])
     with pytest.raises(RuntimeError, match="moments: expected float64"):
         table([state.moments.float()], [state.counters])

@@ -1,10 +1,11 @@
-"""A wheel for each Python, with glue for several torches: `build` makes them in dist/, `test` tries them.
+"""A wheel for each Python, with a hook for several torches: `build` makes them in dist/, `test` tries them.
 
     python -m tests.wheel build 2.11 2.12 2.13 2.14 2.15
     python -m tests.wheel test 2.11 2.15
     python -m tests.wheel build 2.13 --pythons 3.10 3.12  # or all: those that are found on PATH; else this one
 
-Each torch has an environment of its own under build/wheel, kept for the next time; the kernels are compiled once. With
+Each torch has an environment of its own under build/wheel, kept for the next time; the kernels are compiled once, and
+the operators, for all torches, with the headers of the newest. With
 HOOKSTATS_CUDA=1 there are some for GPUs. A wheel is installed and tried where no compiler is found: what it records,
 its page, and the tests of tests/quick.txt that need no compiler.
 """
@@ -31,7 +32,7 @@ TRIED_WITH = ("pytest", "pytest-xdist", "pyarrow", "pandas")
 # Of tests/quick.txt, what needs a compiler, the sources, or other people's trainers and models.
 NEED_MORE = (
     *("tests/kernels", "tests/cuda_on_cpu", "tests/graphs", "tests/docs", "tests/integrations", "tests/test_"),
-    "tests/calibration",
+    *("tests/calibration", "tests/glue"),
 )
 SMOKE = """
 import sys, torch, hookstats
@@ -73,8 +74,9 @@ def main() -> None:
     if asked.what == "build":
         for old in DIST.glob("*.whl"):
             old.unlink()
+    torches = sorted(asked.torches, key=lambda each: [int(n) for n in each.split(".")])  # the newest last
     for interpreter in interpreters() if asked.pythons == ["all"] else asked.pythons:
-        {"build": build, "test": test}[asked.what](asked.torches, interpreter)
+        {"build": build, "test": test}[asked.what](torches, interpreter)
 
 
 def interpreters() -> list[str]:

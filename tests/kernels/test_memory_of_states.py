@@ -1,0 +1,83 @@
+"""What Python does around the operators: parts and copies of memory, tensors without data, an old library."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from hookstats import _native, _operators
+from tests.conftest import Backend, State, check
+from tests.kernels.test_kernels import LAYOUTS, normal
+
+
+def test_copies_of_blocks_and_zeros(backend: Backend) -> None:
+    blocks = [torch.arange(9, device=backend.device), torch.arange(70_000, device=backend.device)]
+    copies = _operators.Copies(backend.operators).take(blocks, True)
+    assert [each.tolist() == list(range(len(each))) for each in copies] == [True, True]
+    assert not any(block.any() for block in blocks)
+    again = [torch.ones(3, dtype=torch.int64, device=backend.device)]
+    assert _operators.Copies(backend.operators).take(again, False)[0].tolist() == again[0].tolist() == [1, 1, 1]
+    backend.operators.clear(again)
+    assert again[0].tolist() == [0, 0, 0]
+    with pytest.raises(RuntimeError, match=r"take: expected contiguous int64, got Float"):
+        _operators.Copies(backend.operators).take([torch.zeros(3, device=backend.device)], False)
+
+
+def test_memory_is_copied_whatever_mode_is_active() -> None:
+    block = torch.arange(5)
+    with FakeTensorMode():
+        (copy,) = _operators.Copies(_native.OPS).take([block], False)
+    assert copy.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_a_part_is_no_view_and_shares_the_memory() -> None:
+    memory = torch.zeros(20, dtype=torch.int64)
+    part = _native.part(memory, 3, (2, 3), torch.float64)
+    part.fill_(1.0)
+    assert (part.dtype, part.shape, part._version, memory._version) == (torch.float64, (2, 3), 1, 0)
+    assert memory.nonzero().flatten().tolist() == list(range(3, 9))
+    del memory
+    assert part.sum() == 6
+    with pytest.raises(RuntimeError, match="expected words 18 to 21 in a memory of 20"):
+        _native.part(torch.zeros(20, dtype=torch.int64), 18, (3,), torch.int64)
+
+
+def test_of_tensors_that_come_together_those_without_data_are_named(backend: Backend) -> None:
+    first = normal(40, 6).float()
+    with FakeTensorMode():
+        fake = torch.zeros(3, 6)
+    given = [first, None, normal(40, 5).float(), torch.empty(0, 6), torch.zeros(3, 6, device="meta"), fake]
+    given = [each if each is None or each.is_meta or each is fake else each.to(backend.device) for each in given]
+    states = [State(6, "per_tensor", backend.device) for _ in given]
+    failures = backend.batch(states, [1] * len(given)).accumulate(given)
+    assert [number for number, _ in failures] == [2, 4, 5]
+    assert "expected 6 channels in dimension 1" in failures[0][1]
+    assert f"expected a tensor on {backend.device}" in failures[1][1]
+    assert "expected a plain tensor with data" in failures[2][1]
+    check(states[0].stats(), first, 1)
+    assert [int(state.counters[0]) for state in states] == [1, 0, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_site_of_a_hook_in_python_gets_the_same_bits(backend: Backend, layout: str) -> None:
+    make, channel_dim = LAYOUTS[layout]
+    x = backend.to_device(make(torch.float32))
+    wanted = backend.accumulate(x, channel_dim, "per_channel")
+    state = State(int(wanted.moments.shape[1]), "per_channel", backend.device)
+    ops, dim = backend.operators, _native.DIMS_BY_NDIM if channel_dim is None else channel_dim
+    site = ops.make_site(*state.tensors, None, dim, *state.range, state.block)
+    ops.fold(x, site, only_look=True)
+    assert int(state.counters[0]) == 0
+    ops.fold(x, site)
+    ops.let_go(site)
+    assert state.same_bits(wanted)
+
+
+def test_a_library_without_an_operator_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    names: Any = [*_operators._NAMES, "measure_souls"]
+    monkeypatch.setattr(_operators, "_NAMES", names)
+    with pytest.raises(ImportError, match="older than the Python files beside it, without measure_souls"):
+        _operators.Operators("hookstats")
