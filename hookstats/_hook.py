@@ -171,7 +171,8 @@ class Enabled:
         return _here(lambda thread: next((each for each in self._counted[::-1] if each.thread == thread), None))
 
     def span(self, calls: int = 0) -> Any:
-        return nullcontext() if self.times is None else self.times.span(calls)
+        times = self.times  # another thread may close the step
+        return nullcontext() if times is None else times.span(calls)
 
 
 def _as_in_c(get: Callable[[Any], Any]) -> Any:
@@ -395,10 +396,11 @@ def _observe(x: torch.Tensor, observed: _Observed) -> str | None:
             return None
         if not observed.knows(x.dim()):
             return "the channel dimension of such a tensor is not known yet"
-        if observed.enabled.times is None:
+        times = observed.enabled.times
+        if times is None:
             _measure(x, observed)
         else:
-            with observed.enabled.times.span(1):
+            with times.span(1):
                 _measure(x, observed)
     except Exception as error:
         return str(error)

@@ -6,6 +6,28 @@ from tests.mutations import Mutant
 
 MUTANTS = [
     Mutant(
+        "without glue a recomputation is counted",
+        "hookstats/_hook.py",
+        """        if not backward_is_running():
+            _ops.fold(x, observed.site.number)""",
+        "        _ops.fold(x, observed.site.number)",
+        "tests/glue/test_without_glue.py -k same_bits",
+    ),
+    Mutant(
+        "without glue modes see what a hook asks of a tensor",
+        "hookstats/_hook.py",
+        "return not (torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack())",
+        "return True",
+        "tests/glue/test_without_glue.py -k modes",
+    ),
+    Mutant(
+        "what was copied is allocated as the active mode says",
+        "hookstats/_operators.py",
+        "with torch._C._DisableTorchDispatch():  # memory is to be real, whatever mode is active",
+        "if True:",
+        "tests/kernels/test_memory_of_states.py -k mode",
+    ),
+    Mutant(
         "m2 of merged parts lacks what lies between their means",
         "hookstats/numbers/fields.py",
         'cut.sum(parts.m2 + parts.count * (parts.mean - cut.spread(whole["mean"])) ** 2)',
