@@ -2,6 +2,7 @@
 // another one for those that cannot be read in packs).
 
 #include <algorithm>
+#include <cstring>
 #include <map>
 #include <mutex>
 #include <string>
@@ -192,11 +193,14 @@ int64_t make_batch(Tensors moments, Tensors counters, MaybeTensors histograms, T
   return hold(std::make_unique<Batch>(std::move(sites)));
 }
 
-// What could not be folded: each number and why, with a blank between, ended by a character that no message has.
-std::string accumulate_batch(int64_t number, MaybeTensors tensors) {
+// What could not be folded: each number and why, with a blank between, ended by a character that no message has. As
+// bytes, because torch does not free a string that is returned (seen up to 2.13).
+Tensor accumulate_batch(int64_t number, MaybeTensors tensors) {
   std::string said;
   for (const auto& [i, why] : held<Batch>(number).accumulate(tensors)) said += std::to_string(i) + " " + why + "\x1e";
-  return said;
+  Tensor bytes = empty({int64_t(said.size())}, ScalarType::Byte, {});
+  if (!said.empty()) memcpy(bytes.mutable_data_ptr(), said.data(), said.size());
+  return bytes;
 }
 
 Tensors batch_tables(int64_t number) { return held<Batch>(number).tables(); }
@@ -205,7 +209,7 @@ HOOKSTATS_OPERATORS(m) {
   m.def(
       "make_batch(Tensor[] moments, Tensor[] counters, Tensor?[] histograms, Tensor[] active, int[] channel_dims, "
       "float low, float high, int block) -> int");
-  m.def("accumulate_batch(int batch, Tensor?[] tensors) -> str");
+  m.def("accumulate_batch(int batch, Tensor?[] tensors) -> Tensor");
   m.def("batch_tables(int batch) -> Tensor[]");
 }
 

@@ -187,9 +187,10 @@ class Batch:
                 given[i] = None
                 failures.append((i, "hookstats: expected a plain tensor with data, got a wrapper or a mere shape"))
         with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
-            said: str = self._ops.accumulate_batch(self._held.number, given)
+            said: torch.Tensor = self._ops.accumulate_batch(self._held.number, given)
+            text = bytes(said.tolist()).decode() if len(said) else ""
         self._keep_tables()
-        for each in said.split("\x1e")[:-1]:
+        for each in text.split("\x1e")[:-1]:
             number, _, why = each.partition(" ")
             failures.append((int(number), why))
         return sorted(failures)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -59,6 +61,23 @@ def test_of_tensors_that_come_together_those_without_data_are_named(backend: Bac
     assert "expected a plain tensor with data" in failures[2][1]
     check(states[0].stats(), first, 1)
     assert [int(state.counters[0]) for state in states] == [1, 0, 0, 0, 0, 0]
+
+
+def test_no_call_leaves_memory_behind() -> None:
+    """Strings that an operator returns are never freed by torch (up to 2.13)."""
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    states = [State(1, "none", "cpu")]
+    batch, copies = Backend("cpu", torch.ops.hookstats, "cpu").batch(states, [0]), _operators.Copies(_native.OPS)
+    x, block = torch.zeros(3), torch.zeros(8, dtype=torch.int64)
+    for _ in range(2):  # what is made once, first
+        before = resident()
+        for _ in range(20_000):
+            batch.accumulate([x])
+            copies.take([block], True)
+    assert resident() - before < 20 * 20_000
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
