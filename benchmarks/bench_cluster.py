@@ -1,4 +1,4 @@
-"""A step of 1,000 sites merged over 4 ranks of this machine, which have its cores to share: from submit to arrival."""
+"""A step of 1,000 sites merged over ranks of this machine, which have its cores to share: from submit to arrival."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import pytest
 import torch.distributed as dist
 
 from benchmarks.bench_records import layout
-from hookstats.cluster.merging import Merging
-from hookstats.cluster.packing import LocalStep, StepPacking
-from hookstats.cluster.table import Tables
+from hookstats.cluster.exchange import Exchange
+from hookstats.cluster.merging import LocalStep, Merging
+from hookstats.cluster.union import Tables
 from hookstats.numbers.blocks import Drained, Layout
 from hookstats.numbers.fields import FIELDS, Bins, ExponentBins
 from tests.ranks import run
 
-RANKS, SITES, ROUNDS = 4, 1000, 30
+RANKS, SITES, ROUNDS = (4, 16), 1000, 30
 CASES: dict[str, Bins | None] = {"totals": None, "totals and the default histogram": ExponentBins()}
 
 
@@ -32,7 +32,13 @@ def drained(where: Layout, step: int) -> Drained:
 
 def merges(rank: int, world: int, bins: Bins | None) -> dict[str, float]:
     where = layout(SITES, 1, bins)
-    merging = Merging(range(world), StepPacking(rank, Tables(1 << 28, False)))
+    merging, moved, reduce = Merging(range(world), Tables(1 << 28, False), 600.0), [0], Exchange._reduce
+
+    def counted(self: Any, wanted: Any) -> Any:
+        moved[0] += sum(numbers.nbytes for numbers, _ in wanted)
+        return reduce(self, wanted)
+
+    Exchange._reduce = counted  # type: ignore[method-assign]
     times: list[float] = []
     submits: list[float] = []
     before = 0.0
@@ -40,13 +46,13 @@ def merges(rank: int, world: int, bins: Bins | None) -> dict[str, float]:
         made = LocalStep(drained(where, step))
         dist.barrier()
         if step == 1:
-            before = time.process_time()
+            before, moved[0] = time.process_time(), 0
         begin = time.perf_counter()
-        merging.submit(made, step)
+        merging.submit(made)
         submits.append(time.perf_counter() - begin)
         (done,) = merging.wait(60)
         times.append(time.perf_counter() - begin)
-        assert len(done.ranks) == world
+        assert len(done.ranks.present) == world
     processor = time.process_time() - before
     merging.close()
     return {
@@ -55,12 +61,15 @@ def merges(rank: int, world: int, bins: Bins | None) -> dict[str, float]:
         "min_ms": 1e3 * min(times[1:]),
         "longest_submit_us": 1e6 * max(submits),
         "processor_ms": 1e3 * processor / ROUNDS,
+        "MB_a_step": moved[0] / ROUNDS / 1e6,
     }
 
 
+@pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("case", CASES)
-def bench_merge(benchmark: Any, case: str) -> None:
-    """Tells the figures of the slowest rank. processor_ms: with what makes the steps of this benchmark."""
-    benchmark.group = f"a merge of {SITES:,} sites over {RANKS} ranks"
-    told = benchmark.pedantic(run, args=(merges, RANKS, CASES[case]), kwargs={"timeout": 120})
+def bench_merge(benchmark: Any, case: str, ranks: int) -> None:
+    """Tells the figures of the slowest rank. processor_ms: with what makes the steps of this benchmark. MB_a_step: what
+    a rank brings to all-reduces."""
+    benchmark.group = f"a merge of {SITES:,} sites over {ranks} ranks"
+    told = benchmark.pedantic(run, args=(merges, ranks, CASES[case]), kwargs={"timeout": 120})
     benchmark.extra_info.update({name: max(each[name] for each in told) for name in told[0]})

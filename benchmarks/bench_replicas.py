@@ -17,7 +17,7 @@ from torch import nn
 
 import hookstats
 from benchmarks.interleaved import figures, interleaved, seconds
-from hookstats.replicas.contents import checksums
+from hookstats.cluster.contents import checksums
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 # A parameter, its gradient and Adam's two moments, 4 bytes each, of a model with 1e9 parameters.

@@ -51,7 +51,6 @@ SANITIZED = [
         "kernels/test_softmax_rows.py::test_rows_are_read_where_they_lie",
         "kernels/test_blocks.py::test_every_layout",
         "kernels/test_merging.py::test_merge_folds_channels_into_one",
-        "kernels/test_checksums.py::test_a_view_has_the_checksum_of_its_contiguous_copy",
     )
 ]
 OF_ONE_DTYPE = "not torch.float16 and not torch.float32 and not torch.float64 and not float8 and not per_tensor"

@@ -8,7 +8,6 @@
 #include <vector>
 
 #include "bins.h"
-#include "checksum.h"
 #include "layout.h"
 #include "softmax.h"
 #include "stats.h"
@@ -156,9 +155,6 @@ void merge(const State& into, const State& from);
 // `out` is [states, kTotalsWords]: all channels of each state together.
 void totals(const State* states, int64_t count, int64_t* out, ParallelFor parallel_for);
 
-// One for each tensor: see checksum.h.
-void checksums(const std::vector<Words>& tensors, uint64_t* out, ParallelFor parallel_for);
-
 // `out` is [kSoftmaxFields, and 1 for a margin, rows] of acc_of the dtype: see softmax.h.
 void softmax_rows(const SoftmaxRows& rows, Dtype dtype, void* out, ParallelFor parallel_for);
 
@@ -256,14 +252,6 @@ const char* totals(const TotalsPlan& plan, const void* table, int64_t* scratch, 
 // tensor whose address is null is left out.
 AmongMany among_many(const Input& input, HistogramKind kind, int device);
 Many plan_many(const std::vector<Input>& inputs, const std::vector<State>& states, AmongMany how);
-
-// The plan of one launch that adds each tensor's checksum to its place in `out`. Nothing is launched for no blocks.
-struct Checksums {
-  int64_t tensors, blocks = 0;
-  std::vector<unsigned char> table = {};  // the caller puts a copy into the device's memory
-};
-Checksums plan_checksums(const std::vector<Words>& tensors);
-const char* checksums(const Checksums& plan, const void* table, uint64_t* out, void* stream, int device);
 
 constexpr int kSamples = 96;  // tensors of one launch: the table of them travels with it
 

@@ -19,6 +19,7 @@ from benchmarks.illnesses.training import ILL, run, seeded
 from hookstats import Site, Snapshot, report
 from hookstats.report.record import Recorded
 from hookstats.rules import book, judge
+from tests.cluster import drifting
 from tests.language import trainings
 from tests.report.browser import Browser
 from tests.rules import fleet
@@ -33,6 +34,7 @@ SHOWN = {
     "constant-input": "a_loader_that_gives_zeros_from_the_middle_on.cnn",
     "unscaled-input": "an_identifier_among_the_features.tanh",
     "growing-gradients": "gradients_that_are_never_zeroed_under_adam.gpt",
+    "replica-drift": "a_rank_that_clips_alone",
     "bias-gradient": "gradients_of_one_layer_times_eight.mlp",
     "unchanged-parameters": "a_layer_that_no_optimizer_has.gpt",
     "lost-updates": "bfloat16_weights_whose_updates_are_lost.gpt",
@@ -80,6 +82,8 @@ ABSOLUTE = {
 
 def training(name: str) -> list[Snapshot]:
     seeded()
+    if name == "a_rank_that_clips_alone":
+        return drifting.snapshots()
     if name in trainings.ILL:
         return trainings.ILL[name]()
     if name in fleet.ILL:

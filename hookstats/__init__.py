@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from hookstats._native import build_info
     from hookstats.attaching import attach
     from hookstats.calibration.gathering import calibrate
+    from hookstats.cluster.replicas import check_replicas
     from hookstats.comparing.comparison import compare
     from hookstats.numbers.fields import ExponentBins, LinearBins, Site
     from hookstats.numbers.snapshot import Snapshot
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from hookstats.records.recording import record
     from hookstats.records.run import Run, load
     from hookstats.records.writer import recover
-    from hookstats.replicas.checking import check_replicas
     from hookstats.tools import edit
     from hookstats.tools.capture import capture
     from hookstats.tools.explain import explain
@@ -83,7 +83,7 @@ _HOMES = {
     "hookstats.records.recording": ["record"],
     "hookstats.records.run": ["Run", "load"],
     "hookstats.records.writer": ["recover"],
-    "hookstats.replicas.checking": ["check_replicas"],
+    "hookstats.cluster.replicas": ["check_replicas"],
     "hookstats.tools": ["edit"],
     "hookstats.tools.capture": ["capture"],
     "hookstats.tools.explain": ["explain"],

@@ -121,7 +121,6 @@ softmax_rows = OPS.softmax_rows
 sample = OPS.sample
 clear = OPS.clear  # clear(blocks): makes them zero between two kernels
 operator = OPS.define
-checksums: Any = None  # of tensors; goes with hookstats.replicas
 # (counter, amount, skip_recomputation): adds to a counter, in graphs; gradient hooks may change nothing otherwise.
 add = operator("add(Tensor(a!) counter, Tensor amount, bool skip_recomputation) -> ()", _operators.add)
 Batch: Any = functools.partial(_operators.Batch, OPS)

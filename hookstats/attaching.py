@@ -82,7 +82,8 @@ def attach(
         tensors: by default ``"output"``, ``"grad_output"``, ``"param_grad"``; ``"model_input"``, the floating inputs of
             the model; ``"param_sample"`` and ``"update_sample"``, up to 4,096 elements of a parameter and what a step
             changes in them. On request ``"input"``, ``"grad_input"``, ``"param"``, ``"param_update"``, ``"buffer"``;
-            ``"optimizer"``, what an optimizer keeps of each parameter; ``"attention"``, the logits of each head;
+            ``"param_grad_local"``, a rank's own gradients, of each backward, before DistributedDataParallel reduces
+            them; ``"optimizer"``, what an optimizer keeps of each parameter; ``"attention"``, the logits of each head;
             ``"router"``, the routers of mixtures of experts.
         channels: whether statistics are kept per channel: True, False, globs over names, or `Channels`, which also says
             how often they are sent and along which dimension they lie.
@@ -209,6 +210,7 @@ def _hang(
         handles.append(order.register(module, hook, on_inputs=on_inputs, with_kwargs=on_inputs))
     for name, slot in plan.parameters.items():
         parts.parameters.add(name, slot, name in plan.keeping, plan.group_size_of(name))
+    handles.append(parts.parameters.local_gradients)
     if example is not None:
         _learn(model, parts.binder, *example)
     if plan.parameters or parts.scaling is not None:
@@ -257,7 +259,9 @@ def _joined(
     from hookstats.cluster import joining  # torch.distributed takes its time where nobody uses it
 
     ranks = process_group if isinstance(process_group, Ranks) else Ranks(process_group)
-    joined = joining.Joined(model, ranks.group, ranks.placements, names, ranks.spread, memory_budget)
+    joined = joining.Joined(
+        model, ranks.group, ranks.placements, names, ranks.spread, memory_budget, ranks.timeout.total_seconds()
+    )
     return joined.ranks, joined
 
 

@@ -10,14 +10,14 @@ from hookstats._lazy import getter
 if TYPE_CHECKING:
     from hookstats.calibration.inputs import InputStats
     from hookstats.calibration.results import Calibration
+    from hookstats.cluster.replicas import Disagreement
     from hookstats.comparing.comparison import Comparison, Divergence
     from hookstats.numbers.fields import Skipped, Stats
     from hookstats.numbers.histogram import BlockExponents, Histogram
-    from hookstats.numbers.ranks import Spread
+    from hookstats.numbers.ranks import Drift, Spread
     from hookstats.numbers.site_stats import SiteStats
     from hookstats.numbers.snapshot import ChannelValue
     from hookstats.records.errors import SchemaError
-    from hookstats.replicas.checking import Disagreement
     from hookstats.rules.finding import Finding
     from hookstats.tools.capture import Capture, Captured
     from hookstats.tools.explain import Explanation, HookRow
@@ -34,6 +34,7 @@ __all__ = [
     "Comparison",
     "Disagreement",
     "Divergence",
+    "Drift",
     "Explanation",
     "Finding",
     "Histogram",
@@ -52,14 +53,14 @@ __all__ = [
 _HOMES = {
     "hookstats.calibration.inputs": ["InputStats"],
     "hookstats.calibration.results": ["Calibration"],
+    "hookstats.cluster.replicas": ["Disagreement"],
     "hookstats.comparing.comparison": ["Comparison", "Divergence"],
     "hookstats.numbers.fields": ["Skipped", "Stats"],
     "hookstats.numbers.histogram": ["BlockExponents", "Histogram"],
-    "hookstats.numbers.ranks": ["Spread"],
+    "hookstats.numbers.ranks": ["Drift", "Spread"],
     "hookstats.numbers.site_stats": ["SiteStats"],
     "hookstats.numbers.snapshot": ["ChannelValue"],
     "hookstats.records.errors": ["SchemaError"],
-    "hookstats.replicas.checking": ["Disagreement"],
     "hookstats.rules.finding": ["Finding"],
     "hookstats.tools.capture": ["Capture", "Captured"],
     "hookstats.tools.explain": ["Explanation", "HookRow"],

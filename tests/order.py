@@ -35,10 +35,10 @@ SECONDS = {
 # Files that wait most of that time, for ranks, browsers and clocks. One worker has them, so that the others compute.
 WAITING = {
     "serve/test_pages.py": 60,
-    "cluster/test_faults.py": 35,
+    "cluster/test_merging.py": 30,
     "records/test_recording.py": 35,
     "report/test_page.py": 20,
-    "cluster/test_lockstep.py": 15,
+    "cluster/test_drifts.py": 15,
     "serve/test_watched.py": 15,
     "serve/test_server.py": 10,
     "serve/test_growing.py": 10,

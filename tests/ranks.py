@@ -139,11 +139,9 @@ def serve() -> None:
 
 
 def _be_patient() -> None:
-    """No rank is given up because its machine is busy: where a test is about one that is, the test says when."""
-    from hookstats.cluster import merging
+    """No rank is given up because its machine is busy."""
     from hookstats.watch import monitor
 
-    merging._PATIENCE = 3600.0
     monitor._JOIN_SECONDS = 60.0
 
 

@@ -100,7 +100,7 @@ def test_ranks_that_are_merged_count_replicas_once_and_all_else_together(
     alone = run[1][-1]
     assert set(merged.order) == set(alone.order)
     for site in alone.order:
-        times = 1 if kind_of(site.tensor).of == "parameter" else 2
+        times = 1 if kind_of(site.tensor).is_replicated else 2
         assert merged[site].total.count == times * alone[site].total.count, site
         assert merged[site].total.rms == pytest.approx(alone[site].total.rms, rel=1e-12), site
 

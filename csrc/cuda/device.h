@@ -141,7 +141,6 @@ const char* load_many(Dtype dtype, HistogramKind kind, int device);
 const char* load_blocks(Dtype dtype);
 const char* load_softmax(Dtype dtype);
 const char* load_merge();
-const char* load_checksum();
 const char* load_sample();
 
 // Starts a kernel of which nothing is to be asked; what it returns goes to `message`.

@@ -342,7 +342,7 @@ const char* load(Dtype dtype, HistogramKind kind, int device) {
   if (versions.driver >= kLoadsInCaptures) return nullptr;
   if (const auto error = cudaSetDevice(device)) return message(error);
   for (const char* problem : {load_accumulate(dtype, kind, device), load_many(dtype, kind, device), load_blocks(dtype),
-                              load_softmax(dtype), load_merge(), load_checksum(), load_sample()}) {
+                              load_softmax(dtype), load_merge(), load_sample()}) {
     if (problem) return problem;
   }
   return nullptr;

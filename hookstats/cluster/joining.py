@@ -10,10 +10,9 @@ import torch.distributed as dist
 from torch import nn
 
 from hookstats.cluster.groups import checked_placements, group_of
-from hookstats.cluster.merging import Merged, Merging
-from hookstats.cluster.packing import LocalStep, StepPacking
+from hookstats.cluster.merging import LocalStep, Merging
 from hookstats.cluster.placements import Placements
-from hookstats.cluster.table import Placed, Placing, Tables
+from hookstats.cluster.union import Placed, Placing, Tables
 from hookstats.modules.sharding import LocalShard
 from hookstats.numbers.blocks import Drained, Row
 from hookstats.numbers.fields import Site
@@ -24,22 +23,28 @@ class Joined:
     """The ranks of a process group, this one among them. Its methods return at once, but `wait` and `close`."""
 
     def __init__(
-        self, model: nn.Module, process_group: Any, placements: Any, names: Iterable[str], spread: bool, budget: int
+        self,
+        model: nn.Module,
+        process_group: Any,
+        placements: Any,
+        names: Iterable[str],
+        spread: bool,
+        budget: int,
+        timeout: float,
     ) -> None:
         """names: of the watched modules and parameters. spread: whether the ranks' extremes are wanted.
 
-        budget: bytes that all ranks' sites together may take on each rank.
+        budget: bytes that all ranks' sites together may take on each rank. timeout: seconds, for ranks that are late.
         TypeError, ValueError where process_group or placements are not as `hookstats.attach` has them.
         """
         group = group_of(process_group)
         wanted = checked_placements(placements, group, names)
         rank = dist.get_rank()
-        self._steps = StepPacking(rank, Tables(budget, spread), sorted(group.ranks))
-        self._placements = Placements(model, group, wanted, self._steps.notes.append)
+        self._merging = Merging(group.ranks, Tables(budget, spread), timeout)
+        self._placements = Placements(model, group, wanted, self._merging.notes.append)
         self._placing: tuple[dict[Site, LocalShard], Placing] | None = None
-        self._merging = Merging(group.ranks, self._steps)
         weakref.finalize(self, self._merging.give_up).atexit = False  # where nobody detaches the monitor, nor holds it
-        self._arrived: list[Merged[LocalStep]] = []
+        self._arrived: list[Drained] = []
         self.ranks = StepRanks((rank,), len(group.ranks))
         self.is_first = rank == min(group.ranks)
 
@@ -51,15 +56,12 @@ class Joined:
             placing = self._placing[1]
         except Exception as error:  # the groups of the model were destroyed, say: the step cannot be merged
             placing = _failing(error)
-        self._merging.submit(LocalStep(drained, placing), drained.step)
+        self._merging.submit(LocalStep(drained, placing))
 
     def arrived(self) -> list[Drained]:
         """What all ranks have together, or this one alone, in the order of their submission; each once."""
-        merged = [*self._arrived, *self._merging.arrived()]
-        self._arrived = []
-        for each in merged:
-            each.step.drained.ranks = StepRanks(each.ranks, each.world_size)
-        return [each.step.drained for each in merged]
+        arrived, self._arrived = [*self._arrived, *self._merging.arrived()], []
+        return arrived
 
     def wait(self, timeout: float) -> None:
         """Until all that was submitted has arrived, or `timeout` seconds have passed."""

@@ -1,4 +1,10 @@
-"""Measured steps of all ranks merged beside training: one thread, which waits for others so that training does not."""
+"""Measured steps of all ranks merged beside training: one thread, which waits for others so that training does not.
+
+All ranks do the same, step by step: they agree on the newest step that anybody has in hand, to which those behind go
+on; then they add up what they have. Nothing is settled before that could be settled by the all-reduces themselves: a
+rank that is late is waited for, by this thread alone. Where a rank is lost, the job is; until it ends, each rank goes
+on alone.
+"""
 
 from __future__ import annotations
 
@@ -11,119 +17,97 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import NamedTuple
+
+import numpy as np
 
 from hookstats._warn import WarnOnce
-from hookstats.cluster import gloo
-from hookstats.cluster.flat import Merge, Section
-from hookstats.cluster.protocol import Backlog, Moment, Participant, Tables, Verdict
-from hookstats.cluster.tree import FAN, Tree, levels
+from hookstats.cluster.drifts import Replicas, differing, drifts
+from hookstats.cluster.exchange import FAN, Exchange
+from hookstats.cluster.packing import First, Packer
+from hookstats.cluster.union import Local, Placing, Tables, Union, named, whole
+from hookstats.numbers.blocks import Drained
+from hookstats.numbers.fields import Counts, Site
+from hookstats.numbers.ranks import StepRanks
 
-Step = TypeVar("Step")
-
-# Steps that may wait to be merged: as many as fit into these bytes, but at least _FEW and at most _MANY. From half of
-# that on, ranks go on to newer ones; of more, the oldest are delivered alone.
+# Steps that may wait to be merged: as many as fit into these bytes, but at least _FEW and at most _MANY; of more, the
+# oldest are delivered alone.
 _WAITING_BYTES, _FEW, _MANY = 64 << 20, 8, 256
-_PATIENCE = 10.0  # seconds that other ranks are waited for
-_LOOK = 0.25  # seconds
-_ATTEMPTS = 3  # failures in a row
+_BEGUN = 1 << 44  # steps after which numbers would begin anew
+_STALE = 3  # steps in a row that are older than any of another rank's, where none here is as new
+_PACKERS = 4  # unions that are kept: of whole states, and of totals, each before and after a change
+_END = 1 << 62  # in place of a step: a rank merges no more
+_BEHIND = (
+    "rank {} holds in a step what rank {} held some measured steps before or after it: monitor.step() is not called as "
+    "often on all ranks (uneven inputs, a batch that was left out), and numbers of different moments are put together"
+)
 _mergings: Counter[tuple[int, ...]] = Counter()  # of the same ranks, so far
 
 
-class Packing(Protocol[Step]):
-    """What a step is made of, which merging does not know. Used by the thread alone."""
+class LocalStep(NamedTuple):
+    """A step of this rank."""
 
-    merges: Sequence[Merge]  # one for each section
-    notes: deque[str]  # messages for the user about how ranks differ
-
-    def table(self, step: Step) -> tuple[int, bytes]:
-        """What this rank has, and its checksum, of 64 bits: equal on ranks that have the same."""
-
-    def nbytes(self, step: Step) -> int:
-        """The memory that a step takes."""
-
-    def scale(self, step: Step) -> float | None:
-        """The grad_scale; steps of ranks where it differs are not merged."""
-
-    def pack(self, step: Step, tables: Tables) -> list[Section]:
-        """tables: the distinct ones of all ranks, each with the lowest rank that has it, by that rank.
-
-        Returns arrays ``[rows, elements]`` of 8-byte numbers, of shapes that follow from the tables alone.
-        """
-
-    def unpack(self, sections: list[Section], step: Step, tables: Tables) -> Step:
-        """A step made of what came of all ranks' sections; `step` is this rank's own."""
-
-
-@dataclass(frozen=True)
-class Merged(Generic[Step]):
-    """A step as it is delivered."""
-
-    step: Step
-    ranks: tuple[int, ...]  # whose share is in it: all, or this rank alone
-    world_size: int  # ranks that were to be merged
+    drained: Drained
+    placing: Placing = whole  # as `Tables.local` has it
 
 
 @dataclass
-class _Slot(Generic[Step]):
+class _Slot:
     """A step that was submitted, until it is delivered."""
 
-    step: Step
-    moment: Moment
-    merged: Merged[Step] | None = None
+    step: LocalStep
+    begun: int  # how often numbers have begun anew
+    merged: Drained | None = None
 
 
-class _Stopped(Exception):
-    """The thread is to end."""
+class _Over(Exception):
+    """Nothing will be merged any more."""
 
 
-class Merging(Generic[Step]):
+class Merging:
     """Merges steps of the same number over the ranks of a group. All methods but `wait` and `close` return at once.
 
     Every rank of the group makes one, in the same order where there are several over the same ranks.
     """
 
-    def __init__(self, ranks: Sequence[int], packing: Packing[Step], fan: int = FAN) -> None:
-        """ranks: of torch.distributed, which runs; this one among them.
+    def __init__(self, ranks: Sequence[int], tables: Tables, timeout: float, fan: int = FAN) -> None:
+        """ranks: of torch.distributed, which runs; this one among them. timeout: seconds, for ranks that are late.
 
         RuntimeError where this torch does not have what is needed.
         """
-        self.rank = gloo.c10d.get_rank()
-        self.ranks = tuple(sorted(ranks))
-        if self.rank not in self.ranks:
-            raise ValueError(f"process_group: expected ranks with this one, {self.rank}, got {self.ranks}")
-        self._packing = packing
-        self._fan = fan
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        self._local = local if local > 0 and gloo.c10d.get_world_size() % local == 0 else 1
-        name = f"hookstats/{gloo.name_of(self.ranks)}/{_mergings[self.ranks]}"
-        _mergings[self.ranks] += 1
-        self._store = gloo.c10d.PrefixStore(name, gloo.default_store())
+        self.notes: deque[str] = deque()  # messages for the user about how ranks differ
+        number = _mergings[tuple(sorted(ranks))]
+        self._exchange = Exchange(f"merging/{number}", ranks, timeout, fan)
+        _mergings[self._exchange.ranks] += 1
         # What only training's thread touches, which makes all public calls.
-        self._slots: deque[_Slot[Step]] = deque()  # not delivered yet
-        self._last = Moment(0, -1)
+        self._slots: deque[_Slot] = deque()  # not delivered yet
+        self._begun, self._last = 0, -1
         self._room = _FEW  # for steps that wait
         self._warn_once = WarnOnce()
         self._process = os.getpid()
         # What both do: a slot's `merged` is set once, by the thread, or when that has ended.
-        self._queue: queue.SimpleQueue[_Slot[Step] | None] = queue.SimpleQueue()  # None: the end
+        self._queue: queue.SimpleQueue[_Slot | None] = queue.SimpleQueue()  # None: the end
         self._told: deque[tuple[str, str]] = deque()
-        self._stop = threading.Event()
         # What only the thread touches.
-        self._tree: Tree | None = None
-        self._epoch = 0  # of the tree, or the next one where it has failed
-        self._looked = 0.0  # when the store was last asked whether the groups have failed elsewhere
-        self._is_over = False  # a rank has left: nothing will be merged any more
+        self._tables = tables
+        self._shift, self._stale = 0, 0  # of `begun`; steps in a row for which this rank's was too low
+        self._unions = 0  # how many there were
+        self._packers: dict[int, Packer] = {}  # by the number of their union
+        self._known: dict[int, int] = {}  # the unions in which this rank has a table, by its checksum
+        self._apart: dict[Site, None] = {}  # of which ranks have held other values
+        self._replicas = Replicas(self._exchange.rank)
         self._thread = threading.Thread(target=self._run, name="hookstats merging", daemon=True)
         self._thread.start()
-        atexit.register(self.close, timeout=0.0)
+        atexit.register(self._end_thread)
 
-    def submit(self, step: Step, number: int) -> None:
+    def submit(self, step: LocalStep) -> None:
         """Merges a step with those of the same number on other ranks. Takes some microseconds, whatever they do."""
-        begun = self._last.begun + (number <= self._last.number)  # numbers that go back: trained anew, on all ranks
-        self._last = Moment(begun, number)
-        slot = _Slot(step, self._last)
-        self._room = min(max(_FEW, _WAITING_BYTES // max(1, self._packing.nbytes(step))), _MANY)
+        number = step.drained.step
+        self._begun += number <= self._last  # trained anew, on all ranks
+        self._last = number
+        slot = _Slot(step, self._begun)
+        size = sum(block.nbytes for block in step.drained.blocks)
+        self._room = min(max(_FEW, _WAITING_BYTES // max(1, size)), _MANY)
         if self._thread.is_alive():  # it is not in a fork, where it may have held the queue's lock
             if self._queue.qsize() >= self._room:
                 self._give_up_oldest(number)
@@ -135,10 +119,11 @@ class Merging(Generic[Step]):
         with suppress(queue.Empty):  # the thread took it meanwhile
             oldest = self._queue.get_nowait()
             if oldest is not None:
-                oldest.merged = self._alone(oldest)
-                self._told.append(("queue", f"{self._room} steps were waiting to be merged when step {number} came"))
+                self._leave_alone(oldest)
+                text = f"{self._room} steps were waiting to be merged when step {number} came"
+                self._told.append(("queue", f"{text}: measure less often (every=)"))
 
-    def arrived(self) -> list[Merged[Step]]:
+    def arrived(self) -> list[Drained]:
         """What was submitted and is settled, in that order, each once. Tells what went wrong."""
         if not self._thread.is_alive():
             self._settle_all()
@@ -149,28 +134,29 @@ class Merging(Generic[Step]):
         while self._told:
             kind, text = self._told.popleft()
             self._warn_once(kind, f"not merged over ranks: {text}. This rank is alone with such steps.")
-        while self._packing.notes:
-            note = self._packing.notes.popleft()
+        while self.notes:
+            note = self.notes.popleft()
             self._warn_once(note, f"merging over ranks: {note}")
         return done
 
-    def wait(self, timeout: float) -> list[Merged[Step]]:
+    def wait(self, timeout: float) -> list[Drained]:
         """What `arrived` returns, once all is settled or `timeout` seconds have passed."""
         end = time.monotonic() + timeout
         while self._unsettled() and self._thread.is_alive() and time.monotonic() < end:
             time.sleep(0.001)
         return self.arrived()
 
-    def close(self, timeout: float = 2.0) -> list[Merged[Step]]:
-        """Ends merging: what is not settled after `timeout` seconds is delivered alone. A second call does nothing."""
+    def close(self, timeout: float = 2.0) -> list[Drained]:
+        """Ends merging: what is not settled after `timeout` seconds is delivered alone. A second call does nothing.
+
+        The thread may be waiting for other ranks then; it tells them when they have come that this one has left.
+        """
         if self._process != os.getpid():  # a fork has no thread, and maybe a lock that the thread held
             return []
-        atexit.unregister(self.close)
         done = self.wait(timeout)
-        self._stop.set()
         self._queue.put(None)
-        self._thread.join(2.0)
-        self._settle_all()  # also where the thread is stuck, as in a call of a store whose host is frozen
+        self._thread.join(min(timeout, 2.0))
+        self._settle_all()
         return done + self.arrived()
 
     def give_up(self) -> None:
@@ -178,99 +164,145 @@ class Merging(Generic[Step]):
         if self._process == os.getpid():
             self._queue.put(None)
 
+    def _end_thread(self) -> None:
+        """At the end of the interpreter, which a thread inside of gloo would abort."""
+        if self._process == os.getpid():
+            self._exchange.is_ending = True
+            self._queue.put(None)
+            self._thread.join(2.0)
+
     def _settle_all(self) -> None:
         for slot in self._slots:
-            slot.merged = slot.merged or self._alone(slot)
+            if slot.merged is None:
+                self._leave_alone(slot)
 
     def _unsettled(self) -> int:
         return sum(slot.merged is None for slot in self._slots)
 
-    def _alone(self, slot: _Slot[Step]) -> Merged[Step]:
-        return Merged(slot.step, (self.rank,), len(self.ranks))
+    def _leave_alone(self, slot: _Slot) -> None:
+        slot.step.drained.ranks = StepRanks((self._exchange.rank,), len(self._exchange.ranks))
+        slot.merged = slot.step.drained
 
     # What follows runs in the thread.
 
     def _run(self) -> None:
         try:
             self._merge_all()
-        except _Stopped:
-            pass
-        except Exception as error:  # the store went with the rank that kept it, say
-            if not (self._stop.is_set() or self._is_over):  # the store may go with the rank that has left
-                text = f"torch.distributed's store failed, nothing is merged from now on: {error!r}"
-                self._told.append(("store", text))
+        except _Over as over:
+            self._told.append(("over", f"{over}, nothing is merged from now on"))
+        except Exception as error:  # a rank is gone, or did not come in time
+            self._exchange.give_up()
+            self._told.append(("over", f"merging has failed, nothing is merged from now on: {error!r}"))
         finally:
-            atexit.unregister(self.close)
+            atexit.unregister(self._end_thread)
 
     def _merge_all(self) -> None:
-        # Nodes of unlike size say unlike numbers, and there is one tree: that of the rank which came first.
-        local = int(self._store.compare_set("local", "", str(self._local)))
-        self._plan = levels(self.ranks, self._fan, local)
-        self._participant = Participant(self._store, self._plan, self.rank, _PATIENCE, self._pause)
-        failures = 0
-        why = "it was detached, or has ended"
+        while (slot := self._queue.get()) is not None:
+            drained, local, problem = slot.step.drained, None, ""
+            try:
+                local = self._tables.local(*slot.step)
+            except Exception as error:
+                problem = repr(error)
+            merged = self._merged(drained, local, problem) if self._agree(slot, local, problem) else None
+            if merged is None:
+                self._leave_alone(slot)
+            elif slot.merged is None:
+                slot.merged = merged
+        self._exchange.max(_announced(_END, None, -1, False))
+
+    def _agree(self, slot: _Slot, local: Local | None, problem: str) -> bool:
+        """Whether all ranks are to merge this step. Waits for those that have an older one in hand."""
+        number, scale = slot.step.drained.step, slot.step.drained.grad_scale
+        union = -1 if local is None else self._known.get(local.checksum, -1)
+        moment = (slot.begun + self._shift) * _BEGUN + number
+        while True:
+            mine = _announced(moment, scale, union, bool(problem))
+            newest, oldest, high, low, last, first, failed = self._exchange.max(mine).tolist()
+            if newest == _END:
+                raise _Over("a rank was detached, or has ended")
+            if moment < newest:
+                there = f"another rank is at step {newest % _BEGUN}"
+                text = f"{there} without step {number}: measured alike (every=) on all ranks, it would be merged"
+                self._told.append(("cadence", text))
+                # Numbers have begun anew elsewhere, and not here, where the last step before was not measured, say.
+                missing = newest // _BEGUN - (self._begun + self._shift)
+                self._stale = self._stale + 1 if missing > 0 else 0
+                if self._stale == _STALE:
+                    self._shift += missing
+                return False
+            self._stale = 0
+            if newest == -oldest:
+                break
+        if failed:
+            self._told.append(("failed", f"step {number}: {problem or 'another rank could not bring its part'}"))
+        elif high != -low:
+            self._told.append(("scale", f"the grad_scale is not the same on all ranks at step {number}"))
+        elif local is not None:
+            if last != -first or last < 0:
+                self._unite(local)
+            return True
+        return False
+
+    def _unite(self, local: Local) -> None:
+        """All ranks' tables, each of which crosses the network once."""
+        exchange = self._exchange
+        checksums = exchange.gather(np.array(local.checksum)).tolist()
+        texts = exchange.gather_texts(local.text, checksums.index(local.checksum) == exchange.place)
+        union = Union([texts[checksums.index(each)] for each in checksums], exchange.ranks)
+        self.notes.extend(union.notes)
+        for old in list(self._packers)[: 1 - _PACKERS]:
+            del self._packers[old]
+        self._known = {each: number for each, number in self._known.items() if number in self._packers}
+        self._unions += 1
+        self._known[local.checksum] = self._unions
+        self._packers[self._unions] = Packer(union, exchange.rank, self._apart)
+
+    def _merged(self, drained: Drained, local: Local | None, problem: str) -> Drained | None:
+        assert local is not None
+        exchange, packer = self._exchange, self._packers[self._known[local.checksum]]
+        union, learned, own = packer.union, self._replicas.learned, None
         try:
-            while failures < _ATTEMPTS:
-                slot = self._queue.get()
-                if slot is None:
-                    return
-                try:
-                    slot.merged = self._settled(slot)
-                    if self._is_over:
-                        return
-                    failures = 0
-                except _Failed as failed:
-                    failures += 1
-                    self._told.append(("failed", str(failed)))
-                    slot.merged = self._alone(slot)
-            why = f"merging failed {failures} times in a row"
-            self._told.append(("left", f"{why}, nothing is merged from now on"))
-        finally:
-            self._participant.leave(why)
+            part = packer.part(drained, local)
+            own = part.first(drained, learned)
+        except Exception as error:  # the others are not to wait for what this rank cannot bring
+            problem = repr(error)
+        mine = packer.nothing() if own is None else own[0]
+        first = First(packer.shape, *exchange.sum_and_max(mine.all_sums, mine.all_extremes))
+        if first.failed or own is None:
+            problem = problem or "another rank could not bring its part"
+            self._told.append(("failed", f"step {drained.step}: {problem}"))
+            return None
+        held = own[2]
+        sums, ranks = part.second(own, first)
+        second, before = exchange.sum(sums), len(self._apart)
+        merged = packer.unpack(first, second, exchange.max(ranks), drained)
+        merged.ranks = StepRanks(exchange.ranks, len(exchange.ranks))
+        self._tell_of(list(self._apart)[before:], union, drained.step)
+        if sites := self._replicas.to_learn(union):
+            chosen = [union.compared[site] for site in sites]
+            self._replicas.learn(union, sites, exchange.gather(held.hashes[chosen]))
+        if sites := differing(union, first.sums["compared"]):
+            everybodys = exchange.gather(self._replicas.told(union, sites, held))
+            merged.drifts, behind = drifts(union, sites, everybodys)
+            if behind is not None:
+                self.notes.append(_BEHIND.format(*behind))
+        self._replicas.remember(union, held)
+        return merged
 
-    def _settled(self, slot: _Slot[Step]) -> Merged[Step]:
-        try:
-            table, scale = self._packing.table(slot.step), self._packing.scale(slot.step)
-        except Exception as error:
-            raise _Failed(f"step {slot.moment.number}: {error!r}") from error
-        verdict, tables = self._participant.settle(slot.moment, table, scale, self._epoch, self._backlog)
-        if not verdict.go:
-            self._is_over = verdict.kind == "left"
-            self._told.append((verdict.kind, verdict.text))
-            return self._alone(slot)
-        try:
-            return Merged(self._merge(slot.step, verdict, tables), self.ranks, len(self.ranks))
-        except Exception as error:
-            self._tree = None
-            self._epoch = verdict.epoch + 1
-            self._participant.break_up(verdict.epoch)
-            if isinstance(error, _Stopped):
-                raise
-            raise _Failed(f"step {slot.moment.number}: {error!r}") from error
-
-    def _backlog(self) -> Backlog:
-        return Backlog(self._last, self._queue.qsize() >= self._room // 2)
-
-    def _merge(self, step: Step, verdict: Verdict, tables: Tables) -> Step:
-        if self._tree is None or self._epoch != verdict.epoch:
-            self._epoch = verdict.epoch
-            store = gloo.c10d.PrefixStore(f"groups/{verdict.epoch}", self._store)
-            self._tree = Tree(self._plan, self.rank, store, _PATIENCE, self._pause_in_collective)
-        self._looked = time.monotonic()
-        sections = self._packing.pack(step, tables)
-        return self._packing.unpack(self._tree.merge(sections, self._packing.merges), step, tables)
-
-    def _pause_in_collective(self, seconds: float) -> None:
-        self._pause(seconds)
-        if time.monotonic() - self._looked > _LOOK:
-            self._looked = time.monotonic()
-            if self._participant.is_broken_up(self._epoch):
-                raise RuntimeError("another rank could not merge it")
-
-    def _pause(self, seconds: float) -> None:
-        if self._stop.wait(seconds):
-            raise _Stopped
+    def _tell_of(self, sites: Sequence[Site], union: Union, number: int) -> None:
+        """Of what is kept apart from now on."""
+        if not sites:
+            return
+        names = " and ".join(str(union.rows[i].site) for i in union.alternatives[sites[0]][:2])
+        self.notes.append(
+            f"the ranks hold different values of {named(sites)} at step {number}, and how these plain tensors lie is "
+            f"not known. They are kept apart from this step on: {sites[0]} as {names}. Say how they are placed: "
+            "placements={glob: Shard(-1)} for a part of the channels, Shard(0) or Shard(-2) for a part of the rows, "
+            "one for each dimension of a DeviceMesh that is process_group="
+        )
 
 
-class _Failed(Exception):
-    """A step could not be merged, though all ranks were there."""
+def _announced(moment: int, grad_scale: float | None, union: int, failed: bool) -> Counts:
+    """What ranks tell each other before each step; of all, the largest is told."""
+    scale = int(np.float64(-1.0 if grad_scale is None else grad_scale).view(np.int64)) >> 1
+    return np.array([moment, -moment, scale, -scale, union, -union, failed], np.int64)

@@ -1,220 +1,271 @@
-"""A rank's steps as `Merging` takes them: into the arrays that are merged, and back into a step. Pure numpy."""
+"""A rank's step as numbers that all ranks add up, and back into a step. Pure numpy.
+
+Sums and extremes alone, element by element, in two rounds: the first gives each channel's mean over all ranks, the
+second the second moments about it (Chan, Golub & LeVeque 1979), so that no digit is lost however far the ranks' means
+lie apart. Counts are float64, exact up to 2^53.
+"""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
-from hashlib import blake2b
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
-from hookstats.cluster import flat as at
-from hookstats.cluster.agreement import Agreement, some
-from hookstats.cluster.flat import MERGES, SPREAD, Flat, Merge, Section
-from hookstats.cluster.table import Placing, ShardRange, Table, Tables, whole
-from hookstats.numbers.blocks import COUNTERS, Drained, Layout, Read
+from hookstats.cluster.union import SPREAD, Local, Share, Union
+from hookstats.numbers.blocks import AT_END, COUNTERS, Drained, Layout
 from hookstats.numbers.columns import wholes_of
-from hookstats.numbers.fields import FIELDS, Array, Counts, Site, Skipped, fold_channels, histogram_shape
+from hookstats.numbers.fields import (
+    FIELDS,
+    Array,
+    Counts,
+    Site,
+    Skipped,
+    fold_channels,
+    histogram_shape,
+    in_order,
+)
+from hookstats.numbers.kinds import kind_of
 from hookstats.numbers.ranks import Spread
 
+Numbers: TypeAlias = NDArray[Any]
+_SUMS = tuple(name for name in FIELDS if name not in ("m2", "min", "max"))
+_LOWEST = np.iinfo(np.int64).min  # neutral among extremes
+SILENT, UNUSED = (
+    1,
+    2,
+)  # in place of a hash; the latter of a gradient that no optimizer has taken: it need not be reduced
+NEVER = 4  # in place of a phase
+_OF_STEP = ("time", "grad_scale", "overflowed")  # scalars that every step has
 _FEW = 1 << 13  # numbers of a site that are moved one by one, by index, together with those of other sites
-_PACKERS = 4  # agreements: of whole states, and of totals, each before and after a change
-_WHOLES = 2  # layouts that are kept: others where a rank had totals alone of other sites
+CALLS, FIRED, SHOWN, FOLDED, SKIPPED, GIVEN_UP = range(6)  # rows of counts
+ORDER, SKIPPED_BY = range(2)  # rows of earliest
+COUNT, MEAN, M2, MIN, MAX = (FIELDS.index(name) for name in ("count", "mean", "m2", "min", "max"))
 
 
-class LocalStep(NamedTuple):
-    """A step of this rank."""
+class Shape(NamedTuple):
+    """The sections of what is exchanged of a union, one behind the other, each ``[rows, elements]``."""
 
-    drained: Drained
-    placing: Placing = whole  # as `Tables.table_of` has it
+    sums: dict[str, tuple[int, int]]
+    extremes: dict[str, tuple[int, int]]
 
-
-class StepPacking:
-    """The steps of a rank, one after another; one thread alone uses it.
-
-    ``notes``: messages for the user about how ranks differ and what was left out for it, the oldest first.
-    """
-
-    merges: Sequence[Merge] = MERGES
-
-    def __init__(self, rank: int, tables: Tables, ranks: Sequence[int] = ()) -> None:
-        """ranks: all, ascending; none: ids of samples are not merged."""
-        self.notes: deque[str] = deque()
-        self._rank = rank
-        self._ranks = ranks
-        self._tables = tables
-        self._apart: dict[Site, None] = {}  # of which ranks have held other values, since this rank attached
-        self._packers: dict[tuple[tuple[int, bytes], ...], Packer] = {}
-
-    def table(self, step: LocalStep) -> tuple[int, bytes]:
-        """What this rank has, and its checksum before it."""
-        table, _ = self._tables.table_of(*step)
-        return table.checksum, table.text
-
-    def nbytes(self, step: LocalStep) -> int:
-        """Of the state that it holds."""
-        return sum(block.nbytes for block in step.drained.blocks)
-
-    def scale(self, step: LocalStep) -> float | None:
-        """The grad_scale."""
-        return step.drained.grad_scale
-
-    def pack(self, step: LocalStep, tables: Sequence[tuple[int, bytes]]) -> list[Section]:
-        """tables: each with the lowest rank that has it, in the order of these. ValueError where one is none."""
-        return list(self._packer(tables).pack(step.drained, *self._tables.table_of(*step)))
-
-    def unpack(self, sections: Sequence[Section], step: LocalStep, tables: Sequence[tuple[int, bytes]]) -> LocalStep:
-        """A step made of what came of all ranks' sections; step: this rank's own."""
-        packer, before = self._packer(tables), len(self._apart)
-        drained = packer.unpack(Flat(*sections), step.drained)
-        self._tell_of(list(self._apart)[before:], packer.agreement, drained.step)
-        return step._replace(drained=drained)
-
-    def _tell_of(self, sites: Sequence[Site], agreement: Agreement, number: int) -> None:
-        """Of what is kept apart from now on."""
-        if not sites:
-            return
-        rows = agreement.alternatives[sites[0]]
-        names = " and ".join(str(agreement.rows[i].site) for i in rows[:2])
-        self.notes.append(
-            f"the ranks hold different values of {some(sites)} at step {number}, and how these plain tensors lie is "
-            f"not known. They are kept apart from this step on: {sites[0]} as {names}. Say how they are placed: "
-            "placements={glob: Shard(-1)} for a part of the channels, Shard(0) or Shard(-2) for a part of the rows, "
-            "one for each dimension of a DeviceMesh that is process_group="
+    @classmethod
+    def of(cls, union: Union) -> Shape:
+        channels, sites = int(union.channel_begin[-1]), len(union.sites)
+        scalars = len(_OF_STEP) + len(union.scalars)
+        spread = 2 * len(SPREAD) * union.spread
+        return cls(
+            {
+                "failed": (1, 1),
+                "moments": (len(_SUMS), channels),  # of the mean, with the count
+                "bins": (1, int(union.bin_begin[-1])),
+                "counts": (6, sites),
+                "scalars": (2, scalars),  # sum, and number
+                "compared": (3, len(union.compared)),  # halves of hashes, phases; 0 where peers hold the same
+            },
+            {
+                "moments": (2, channels),  # -min, max
+                "earliest": (2, sites),  # -(rank << 32 | place), -rank
+                "scalars": (2, scalars),  # -min, max
+                "spread": (spread, sites),  # of each of SPREAD -min, max
+                "samples": (1 + union.samples, len(union.ranks) if union.samples else 0),  # how many ids, and these
+            },
         )
 
-    def _packer(self, tables: Sequence[tuple[int, bytes]]) -> Packer:
-        key = tuple(tables)
-        if key not in self._packers:
-            agreement = Agreement([(rank, Table.from_text(text)) for rank, text in tables], self._ranks)
-            self.notes.extend(agreement.notes)
-            for old in list(self._packers)[: 1 - _PACKERS]:
-                del self._packers[old]
-            self._packers[key] = Packer(agreement, self._rank, self._apart)
-        return self._packers[key]
+
+def _sections(memory: Numbers, shapes: dict[str, tuple[int, int]]) -> dict[str, Numbers]:
+    ends = np.cumsum([rows * width for rows, width in shapes.values()]).tolist()
+    return {
+        name: memory[end - rows * width : end].reshape(rows, width)
+        for (name, (rows, width)), end in zip(shapes.items(), ends, strict=True)
+    }
+
+
+class Held(NamedTuple):
+    """What a rank holds that others may hold, too; arrays are over `Union.compared`."""
+
+    peers: Mapping[Site, tuple[int, ...]]  # the ranks that are to hold the same, this one among them, where known
+    hashes: Counts  # of states; 0: this rank has no such site, SILENT: nothing came
+    phases: Counts  # when they were measured, see numbers/blocks.py; NEVER: nothing came
+
+
+class First:
+    """What is added up, and of what the largest is taken, in the first round."""
+
+    def __init__(self, shape: Shape, sums: Numbers | None = None, extremes: Numbers | None = None) -> None:
+        """sums, extremes: of all ranks; None: those of a rank that has nothing."""
+        size, others = (sum(rows * width for rows, width in each.values()) for each in shape)
+        self.all_sums: Array = np.zeros(size) if sums is None else sums
+        self.all_extremes: Counts = np.full(others, _LOWEST) if extremes is None else extremes
+        self.sums = _sections(self.all_sums, shape.sums)
+        self.extremes = _sections(self.all_extremes, shape.extremes)
+
+    @property
+    def failed(self) -> bool:
+        """Whether a rank could not bring its part."""
+        return bool(self.sums["failed"][0, 0])
+
+    @property
+    def mean(self) -> Array:
+        """``[channels]``, of all ranks. Of equal values it is exactly these."""
+        count, total = (self.sums["moments"][_SUMS.index(name)] for name in ("count", "mean"))
+        with np.errstate(over="ignore", invalid="ignore"):  # float64 data beyond 1e154: infinite or NaN, as documented
+            mean = total / np.maximum(count, 1.0)
+        least, most = self.extremes["moments"]
+        result: Array = np.where((count > 0) & (least == ~most), in_order(most, np.float64), mean)
+        return result
 
 
 class Packer:
-    """The steps of a rank, packed and unpacked under one agreement."""
+    """The steps of a rank, packed and unpacked under one union."""
 
-    def __init__(self, agreement: Agreement, rank: int, apart: dict[Site, None] | None = None) -> None:
+    def __init__(self, union: Union, rank: int, apart: dict[Site, None]) -> None:
         """apart: sites of which ranks have held other values, in this step or before; `unpack` adds to it."""
-        self._apart = {} if apart is None else apart
-        self.agreement = agreement
+        self.union = union
+        self.shape = Shape.of(union)
+        self.apart = apart
         self._rank = rank
-        self._shares: dict[tuple[Layout, Table], _Share] = {}
+        self._parts: dict[tuple[Layout, int], _Part] = {}
         self._wholes: dict[tuple[tuple[int, ...], tuple[Site, ...]], _Whole] = {}
 
-    def pack(self, drained: Drained, table: Table, shards: Sequence[ShardRange]) -> Flat:
-        """What this rank contributes; table and shards: of `Tables.table_of`, the table one of the agreement's."""
-        key = drained.layout, table
-        if key not in self._shares:
-            self._shares = {key: _Share(self.agreement, drained.layout, table, shards, self._rank, self._apart)}
-        return self._shares[key].pack(drained)
+    def part(self, drained: Drained, local: Local) -> _Part:
+        """What this rank has of the steps of a layout. local: of drained."""
+        key = drained.layout, local.checksum
+        if key not in self._parts:
+            self._parts = {key: _Part(self.union, self.shape, drained.layout, local, self._rank)}
+        return self._parts[key]
 
-    def unpack(self, flat: Flat, own: Drained) -> Drained:
-        """The whole; own: of this rank, the same step, which knows why tensors were left out here."""
-        rows = len(self.agreement.rows)
-        folded = tuple(np.flatnonzero(flat.counts[at.FOLDED, :rows]).tolist())
-        for site, alike in self.agreement.alternatives.items():
-            if flat.counts[at.APART, alike].any() or len(set(flat.counts[at.CONTENT, alike].tolist())) > 1:
-                self._apart[site] = None
-        key = folded, tuple(site for site in self.agreement.alternatives if site not in self._apart)
+    def nothing(self) -> First:
+        """The first round's, of a rank that cannot bring its part."""
+        flat = First(self.shape)
+        flat.sums["failed"][0, 0] = 1
+        return flat
+
+    def unpack(self, first: First, second: Numbers, ranks: Numbers, own: Drained) -> Drained:
+        """The whole. second, ranks: as `_Part.second` has them, of all ranks. own: the same step of this rank."""
+        union = self.union
+        folded = tuple(np.flatnonzero(first.sums["counts"][FOLDED, : len(union.rows)]).tolist())
+        for site in union.alternatives:
+            if first.sums["compared"][:2, union.compared[site]].any():
+                self.apart[site] = None
+        key = folded, tuple(site for site in union.alternatives if site not in self.apart)
         if key not in self._wholes:
-            if len(self._wholes) == _WHOLES:
-                self._wholes.clear()
-            self._wholes[key] = _Whole(self.agreement, *key)
-        return self._wholes[key].unpack(flat, own)
+            self._wholes = {key: _Whole(union, *key)}
+        return self._wholes[key].unpack(first, second, ranks, own)
 
 
-class _Share:
+class _Part:
     """What a rank contributes to the steps of one layout."""
 
-    def __init__(
-        self,
-        agreement: Agreement,
-        layout: Layout,
-        table: Table,
-        shards: Sequence[ShardRange],
-        rank: int,
-        apart: dict[Site, None],
-    ) -> None:
-        """table: one of the agreement's, of this layout; with shards, of `Tables.table_of`. apart: see Packer."""
-        self._apart = apart
-        self._agreement = agreement
+    def __init__(self, union: Union, shape: Shape, layout: Layout, local: Local, rank: int) -> None:
+        self._union = union
+        self._shape = shape
         self._rank = rank
+        table, shares = local.table, local.shares
         # Arrays of as many elements as the layout has rows.
         parts = [row.parts[-1] for row in layout.rows]
-        self._place = np.array([agreement.place[row.site] for row in table.rows], np.int64)
-        rows = [agreement.rows[i] for i in self._place.tolist()]
+        self._place = np.array([union.place[row.site] for row in table.rows], np.int64)
+        rows = [union.rows[i] for i in self._place.tolist()]
         self._counts = np.array(
-            [shard.counts and agreement.counts(row, rank) for row, shard in zip(table.rows, shards, strict=True)], bool
+            [share.counts and union.counts(row, rank) for row, share in zip(table.rows, shares, strict=True)], bool
         )
-        self._leads = self._counts & np.array([shard.leads for shard in shards], bool)
-        self._unknown = [
-            (i, Site(row.site.name, row.apart_of), shard.group)
-            for i, (row, shard) in enumerate(zip(table.rows, shards, strict=True))
-            if shard.group is not None and self._counts[i]
-        ]
+        self._leads = self._counts & np.array([share.leads for share in shares], bool)
         is_total = np.array([row.channels == 1 for row in rows], bool)
-        shape = np.array([(part.block, part.offset, part.channels, part.bins) for part in parts], np.int64)
-        block, offset, channels, bins = shape.reshape(-1, 4).T
+        lies = np.array([(part.block, part.offset, part.channels, part.bins) for part in parts], np.int64)
+        block, offset, channels, bins = lies.reshape(-1, 4).T
         self._width = np.where(is_total, 1, channels)
-        first = np.where(is_total, 0, np.array([shard.offset for shard in shards], np.int64))
-        self._begin = agreement.channel_begin[self._place] + first
-        self._has_bins = (bins > 0) & (np.diff(agreement.bin_begin)[self._place] > 0)
-        self._per_channel = agreement.bins is not None and agreement.bins.per_channel
-        each = histogram_shape(agreement.bins, 1)[-1]  # counters of a channel, or of the site
-        self._bin_begin = agreement.bin_begin[self._place] + (first * each if self._per_channel else 0)
+        first = np.where(is_total, 0, np.array([share.offset for share in shares], np.int64))
+        self._begin = union.channel_begin[self._place] + first
+        self._has_bins = (bins > 0) & (np.diff(union.bin_begin)[self._place] > 0)
+        self._per_channel = union.bins is not None and union.bins.per_channel
+        each = histogram_shape(union.bins, 1)[-1]  # counters of a channel, or of the site
+        self._bin_begin = union.bin_begin[self._place] + (first * each if self._per_channel else 0)
         is_fold = is_total & (channels > 1)  # together with the others' totals
         self._folds = np.flatnonzero(is_fold).tolist()
         self._is_narrow = ~is_total & np.array([row.is_narrow for row in table.rows], bool)
         here = np.flatnonzero(self._counts & ~is_fold)
-        to = int(agreement.channel_begin[-1]), block[here], offset[here], self._begin[here], channels[here]
+        to = int(union.channel_begin[-1]), block[here], offset[here], self._begin[here], channels[here]
         self._moments = _Moves(len(FIELDS), *to)
         here = np.flatnonzero(self._counts & self._has_bins & ~(is_fold & self._per_channel))
-        offset = offset + len(FIELDS) * channels + COUNTERS
-        to = int(agreement.bin_begin[-1]), block[here], offset[here], self._bin_begin[here], bins[here]
+        offset_of_bins = offset + len(FIELDS) * channels + COUNTERS
+        to = int(union.bin_begin[-1]), block[here], offset_of_bins[here], self._bin_begin[here], bins[here]
         self._histograms = _Moves(1, *to)
+        compared = [(i, site) for i, row in enumerate(table.rows) if (site := row.compared_as) is not None]
+        self._compared = _Compared(union, layout, compared, shares, rank)
 
-    def pack(self, drained: Drained) -> Flat:
-        """drained: of this layout."""
-        agreement, flat = self._agreement, self._agreement.neutral()
-        self._moments.gather(drained.blocks, flat.columns)
-        self._histograms.gather(drained.blocks, flat.bins)
+    def first(self, drained: Drained, learned: Mapping[Site, tuple[int, ...]]) -> tuple[First, Array, Held]:
+        """The first round's; ``[fields, channels]`` for the second; what others may hold, too.
+
+        drained: of this layout. learned: of sites of which it was not known, the ranks that held the same so far.
+        """
+        union, flat = self._union, First(self._shape)
+        columns = np.zeros((len(FIELDS), int(union.channel_begin[-1])))
+        bins, counts = flat.sums["bins"], flat.sums["counts"]
+        whole_numbers = bins.view(np.int64)
+        self._moments.gather(drained.blocks, columns)
+        self._histograms.gather(drained.blocks, whole_numbers)
         calls, order, shown, _ = drained.by_row
-        place, counts = self._place, flat.counts
-        counts[at.FOLDED, place] = self._is_narrow & self._counts & (calls > 0)
-        self._put_others(flat, drained)
-        counts[at.CALLS, place] = calls * self._leads
-        counts[at.FIRED, place] = (calls > 0) & self._counts
-        counts[at.SHOWN, place[shown]] = 1
-        for i, site, group in self._unknown:
-            if site in self._apart:
-                counts[at.APART, place[i]] = 1
-            elif calls[i]:
-                counts[at.CONTENT, place[i]] = _content(drained.read(i), int(calls[i]), group)
-        in_order = np.flatnonzero(self._counts[order])
-        flat.lowest[at.ORDER, place[order[in_order]]] = self._rank << 32 | in_order
+        place = self._place
+        counts[FOLDED, place] = self._is_narrow & self._counts & (calls > 0)
+        self._put_others(columns, whole_numbers, counts, drained)
+        bins[...] = whole_numbers
+        counts[CALLS, place] = calls * self._leads
+        counts[FIRED, place] = (calls > 0) & self._counts
+        counts[SHOWN, place[shown]] = 1
+        self._put_moments(flat, columns)
+        in_their_order = np.flatnonzero(self._counts[order])
+        flat.extremes["earliest"][ORDER, place[order[in_their_order]]] = -(self._rank << 32 | in_their_order)
         for site, skipped in drained.skipped.items():
-            i = agreement.place[site]
-            counts[at.SKIPPED, i], counts[at.GIVEN_UP, i] = skipped.times or 0, skipped.times is None
-            flat.lowest[at.SKIPPED_BY, i] = self._rank
-        time = drained.time if self._rank == agreement.first_rank else None
+            i = union.place[site]
+            counts[SKIPPED, i], counts[GIVEN_UP, i] = skipped.times or 0, skipped.times is None
+            flat.extremes["earliest"][SKIPPED_BY, i] = -self._rank
+        time = drained.time if self._rank == union.ranks[0] else None
         of_step = (time, drained.grad_scale, drained.overflowed)
-        for i, value in enumerate([*of_step, *(drained.scalars.get(name) for name in agreement.scalars)]):
+        for i, value in enumerate([*of_step, *(drained.scalars.get(name) for name in union.scalars)]):
             if value is not None:
-                flat.scalars[:, i] = value, 1, value, value
-        if agreement.spread:
-            self._put_spread(flat, drained)
+                flat.sums["scalars"][:, i] = value, 1
+                both = np.array([value, value], np.float64)
+                flat.extremes["scalars"][:, i] = in_order(both, np.int64) ^ np.array([-1, 0])
+        if union.spread:
+            self._put_spread(flat.extremes["spread"], drained)
         ids = drained.sample_ids.get(drained.step)
-        if flat.samples.size and ids is not None:
-            column = flat.samples[:, agreement.ranks.index(self._rank)]
+        if union.samples and ids is not None:
+            column = flat.extremes["samples"][:, union.ranks.index(self._rank)]
             column[0], column[1 : 1 + len(ids)] = len(ids), ids
-        return flat
+        held = self._compared.hold(drained, learned)
+        known = [(union.compared[site], min(peers), len(peers)) for site, peers in held.peers.items()]
+        if (
+            known
+        ):  # peers' weights add up to 0; what two groups hold the other way round is mixed with the group's number
+            places, first, count = np.array(known, np.int64).T
+            mixed, weights = _mix(held.hashes[places] + _mix(first)), np.where(first == self._rank, 1 - count, 1)
+            halves = mixed & 0xFFFFFFFF, mixed >> 32
+            flat.sums["compared"][:, places] = weights * np.array([*halves, held.phases[places]])
+        return flat, columns, held
 
-    def _put_others(self, flat: Flat, drained: Drained) -> None:
+    def second(self, own: tuple[First, Array, Held], first: First) -> tuple[Array, Counts]:
+        """The second round: ``[channels]`` to be added up; and, of the ranks' extremes, who has them.
+
+        own: what `first` gave. first: of all ranks.
+        """
+        mine, columns, _ = own
+        with np.errstate(over="ignore", invalid="ignore"):
+            apart = columns[COUNT] * (columns[MEAN] - first.mean) ** 2
+        spread = mine.extremes["spread"]
+        is_mine = (spread == first.extremes["spread"]) & (spread > _LOWEST)
+        return columns[M2] + np.where(columns[COUNT] > 0, apart, 0.0), np.where(is_mine, -self._rank, _LOWEST)
+
+    def _put_moments(self, flat: First, columns: Array) -> None:
+        for row, name in zip(flat.sums["moments"], _SUMS, strict=True):
+            row[:] = columns[FIELDS.index(name)]
+        with np.errstate(over="ignore", invalid="ignore"):
+            flat.sums["moments"][_SUMS.index("mean")] *= columns[COUNT]
+        extremes = in_order(columns[[MIN, MAX]], np.int64)
+        has_values = columns[COUNT] > 0
+        flat.extremes["moments"][:, has_values] = (extremes ^ np.array([[-1], [0]]))[:, has_values]
+
+    def _put_others(self, columns: Array, bins: Counts, counts: Array, drained: Drained) -> None:
         """What must be put together first: channels that all ranks merge as totals, what moved in this step."""
         moved = drained.by_row.moved
         others = [i for i in dict.fromkeys([*self._folds, *moved]) if self._counts[i]]
@@ -224,17 +275,18 @@ class _Share:
             width = int(self._width[i])
             begin, counters = int(self._begin[i]), int(self._bin_begin[i])
             fits = read.moments.shape[1] == width
-            flat.columns[:, begin : begin + width] = 0
-            flat.columns[:, begin : begin + (width if fits else 1)] = read.moments if fits else totals[:, n : n + 1]
-            flat.counts[at.FOLDED, self._place[i]] |= not fits and self._agreement.rows[self._place[i]].channels > 1
+            columns[:, begin : begin + width] = 0
+            columns[:, begin : begin + (width if fits else 1)] = read.moments if fits else totals[:, n : n + 1]
+            if not fits and self._union.rows[self._place[i]].channels > 1:
+                counts[FOLDED, self._place[i]] = 1
             if self._has_bins[i] and read.histogram is not None:
                 histogram = read.histogram
                 if self._per_channel:
-                    flat.bins[0, counters : counters + width * histogram.shape[1]] = 0
+                    bins[0, counters : counters + width * histogram.shape[1]] = 0
                     histogram = histogram if fits else histogram.sum(0)
-                flat.bins[0, counters : counters + histogram.size] = histogram.reshape(-1)
+                bins[0, counters : counters + histogram.size] = histogram.reshape(-1)
 
-    def _put_spread(self, flat: Flat, drained: Drained) -> None:
+    def _put_spread(self, spread: Counts, drained: Drained) -> None:
         """Tells this rank's statistics of the sites that have fired, each as both of its extremes."""
         totals, shown = drained.columns.totals, drained.by_row.shown
         has_fired = drained.columns.calls > 0
@@ -242,82 +294,182 @@ class _Share:
         for n, name in enumerate(SPREAD):
             values = totals.nans + totals.posinfs + totals.neginfs if name == "nonfinite" else getattr(totals, name)
             known = values[has_fired]
-            rank = np.where(np.isnan(known), np.nan, self._rank)
-            flat.spread[4 * n : 4 * n + 4, place] = known, rank, known, rank
+            value = in_order(np.ascontiguousarray(known, np.float64), np.int64)
+            for row, told in ((2 * n, ~value), (2 * n + 1, value)):
+                spread[row, place] = np.where(np.isnan(known), _LOWEST, told)
+
+
+class _Compared:
+    """The states of a rank that others may hold, too, as hashes: channels, calls, and all of a state but its bins."""
+
+    def __init__(
+        self, union: Union, layout: Layout, rows: Sequence[tuple[int, Site]], shares: Sequence[Share], rank: int
+    ) -> None:
+        """rows: numbers of the layout's, and as what they are compared."""
+        self._rank = rank
+        self._rows = np.array([i for i, _ in rows], np.int64)
+        self._known = {site: shares[i].peers for i, site in rows if shares[i].peers}
+        self._to = np.array([union.compared[site] for _, site in rows], np.int64)
+        kinds = [kind_of(site.tensor) for _, site in rows]
+        self._is_reduced = np.array([kind.is_gradient and kind.is_replicated for kind in kinds], bool)
+        parts = np.array([layout.rows[i].parts[-1] for i, _ in rows], np.int64).reshape(-1, 4)
+        block, offset, self._channels, _ = parts.T
+        self._begin = np.cumsum(self._channels) - self._channels
+        self._moves = _Moves(len(FIELDS), int(self._channels.sum()), block, offset, self._begin, self._channels)
+        self._place = np.arange(self._channels.sum()) - np.repeat(self._begin, self._channels)
+        self._sites = list(union.compared)
+
+    def hold(self, drained: Drained, learned: Mapping[Site, tuple[int, ...]]) -> Held:
+        """learned: of sites of which it was not known, the ranks that have held the same of it so far."""
+        peers = self._known | {self._sites[i]: learned[self._sites[i]] for i in self._to if self._sites[i] in learned}
+        held = Held(peers, np.zeros(len(self._sites), np.int64), np.zeros(len(self._sites), np.int64))
+        if self._rows.size:
+            hashes, phases = self._hashes(drained), drained.readings[self._rows] % NEVER
+            hashes[self._is_reduced & (phases == AT_END) & (hashes != SILENT)] = UNUSED
+            held.hashes[self._to] = hashes
+            held.phases[self._to] = np.where(hashes == SILENT, NEVER, phases)
+        return held
+
+    def _hashes(self, drained: Drained) -> Counts:
+        """``[rows]``; never 0, and SILENT of what was silent."""
+        section = np.zeros((len(FIELDS), int(self._channels.sum())))
+        self._moves.gather(drained.blocks, section)
+        calls = drained.by_row.calls[self._rows]
+        fields = np.arange(len(FIELDS))[:, None]
+        words = _mix(section.view(np.int64) + _mix(self._place * len(FIELDS) + fields)).sum(0)
+        found = _mix(np.add.reduceat(words, self._begin) + _mix(calls) + self._channels)
+        moved = drained.by_row.moved
+        for n, i in enumerate(self._rows.tolist()):
+            if i in moved:
+                words = moved[i].moments.view(np.int64).reshape(-1)
+                found[n : n + 1] = _mix(_mix(words + _mix(np.arange(words.size))).sum(keepdims=True))
+        found[(found >= 0) & (found <= UNUSED)] = UNUSED + 1
+        result: Counts = np.where(calls > 0, found, SILENT)
+        return result
+
+
+def _mix(words: Counts) -> Counts:
+    """int64 to int64: every bit of a word changes about half of the bits of the result (splitmix64's finalizer)."""
+    bits = words.view(np.uint64)
+    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    result: Counts = (bits ^ (bits >> np.uint64(31))).view(np.int64)
+    return result
 
 
 class _Whole:
     """What has been merged, as steps of one layout."""
 
-    def __init__(self, agreement: Agreement, folded: tuple[int, ...], once: tuple[Site, ...]) -> None:
+    def __init__(self, union: Union, folded: tuple[int, ...], once: tuple[Site, ...]) -> None:
         """folded: rows of which some rank had totals alone. once: sites of which the ranks' states are the same."""
-        self._agreement = agreement
-        self._layout = layout = agreement.layout(folded, once)
-        self._kept = kept = agreement.kept(once)
+        self._union = union
+        self._layout = layout = union.layout(folded, once)
+        self._kept = kept = union.kept(once)
         self._folded = [n for n, i in enumerate(kept.tolist()) if i in folded]
         parts = np.array([row.parts[0] for row in layout.rows], np.int64).reshape(-1, 4)
         block, offset, channels, bins = parts.T
         self._counters = offset + len(FIELDS) * channels
         here = np.flatnonzero(~np.isin(kept, folded))
-        begin = agreement.channel_begin
+        begin = union.channel_begin
         to = block[here], offset[here], begin[kept[here]], channels[here]
         self._moments = _Moves(len(FIELDS), int(begin[-1]), *to)
-        offset, begin = self._counters + COUNTERS, agreement.bin_begin
+        offset, begin = self._counters + COUNTERS, union.bin_begin
         self._bins = _Moves(1, int(begin[-1]), block[here], offset[here], begin[kept[here]], bins[here])
 
-    def unpack(self, flat: Flat, own: Drained) -> Drained:
-        agreement, layout = self._agreement, self._layout
+    def unpack(self, first: First, second: Array, ranks: Counts, own: Drained) -> Drained:
+        union, layout = self._union, self._layout
+        columns, bins = _columns(first, second), first.sums["bins"].astype(np.int64)
         block = np.zeros(layout.sizes[0], np.int64)
-        self._moments.scatter(flat.columns, [block])
-        self._bins.scatter(flat.bins, [block])
+        self._moments.scatter(columns, [block])
+        self._bins.scatter(bins, [block])
         for n in self._folded:
-            self._put_total(flat, block, n)
-        n = len(layout.rows)
-        counts, lowest = flat.counts[:, self._kept], flat.lowest[:, self._kept]
-        has_fired = counts[at.FIRED] > 0
-        fired = np.argsort(lowest[at.ORDER], kind="stable")[: has_fired.sum()]
-        block[self._counters] = np.maximum(counts[at.CALLS], has_fired)
+            self._put_total(columns, bins, block, n)
+        counts = first.sums["counts"].astype(np.int64)[:, self._kept]
+        order = -first.extremes["earliest"][ORDER, self._kept]
+        has_fired = counts[FIRED] > 0
+        fired = np.flatnonzero(has_fired)
+        fired = fired[np.argsort(order[fired], kind="stable")]
+        block[self._counters] = np.maximum(counts[CALLS], has_fired)
         block[self._counters[fired] + 1] = np.arange(1, len(fired) + 1)
-        time, scale, overflowed, *scalars = _means(flat.scalars)
+        time, scale, overflowed, *scalars = _means(first)
         drained = Drained(
             layout,
             [block],
             own.step,
             own.time if time is None else time,
-            {name: value for name, value in zip(agreement.scalars, scalars, strict=True) if value is not None},
+            {name: value for name, value in zip(union.scalars, scalars, strict=True) if value is not None},
             scale,
             None if overflowed is None else overflowed > 0,
-            counts[at.SHOWN] == 0,
-            np.arange(n),
+            counts[SHOWN] == 0,
+            np.arange(len(layout.rows)),
         )
         drained.earlier_scalars = own.earlier_scalars
         drained.sample_ids = dict(own.sample_ids)
-        if flat.samples.any():
-            each = [column[1 : 1 + column[0]] for column in flat.samples.T]
-            drained.sample_ids[own.step] = np.concatenate(each)
-        drained.skipped = self._skipped(flat, own)
-        if agreement.spread:
-            drained.spread = _spreads(flat.spread[:, self._kept[drained.by_row.shown]])
+        samples = first.extremes["samples"].T
+        if (given := samples[samples[:, 0] > 0]).size if samples.size else False:
+            drained.sample_ids[own.step] = np.concatenate([column[1 : 1 + column[0]] for column in given])
+        drained.skipped = self._skipped(first, own)
+        if union.spread:
+            chosen = self._kept[drained.by_row.shown]
+            drained.spread = _spreads(first.extremes["spread"][:, chosen], ranks[:, chosen])
         return drained
 
-    def _put_total(self, flat: Flat, block: Counts, n: int) -> None:
-        part, agreement, i = self._layout.rows[n].parts[0], self._agreement, int(self._kept[n])
-        begin, end = agreement.channel_begin[i : i + 2]
+    def _put_total(self, columns: Array, bins: Counts, block: Counts, n: int) -> None:
+        part, union, i = self._layout.rows[n].parts[0], self._union, int(self._kept[n])
+        begin, end = union.channel_begin[i : i + 2]
         moments = block[part.offset : part.offset + len(FIELDS)]
-        moments[:] = fold_channels(flat.columns[:, begin:end]).view(np.int64)
+        moments[:] = fold_channels(columns[:, begin:end]).view(np.int64)
         if part.bins:
-            begin, end = agreement.bin_begin[i : i + 2]
+            begin, end = union.bin_begin[i : i + 2]
             behind = part.offset + part.size
-            block[behind - part.bins : behind] = flat.bins[0, begin:end].reshape(-1, part.bins).sum(0)
+            block[behind - part.bins : behind] = bins[0, begin:end].reshape(-1, part.bins).sum(0)
 
-    def _skipped(self, flat: Flat, own: Drained) -> dict[Site, Skipped]:
+    def _skipped(self, first: First, own: Drained) -> dict[Site, Skipped]:
         result = {}
-        for i in np.flatnonzero(flat.lowest[at.SKIPPED_BY] != at.NONE).tolist():
-            site, times = self._agreement.sites[i], int(flat.counts[at.SKIPPED, i])
+        by = first.extremes["earliest"][SKIPPED_BY]
+        for i in np.flatnonzero(by > _LOWEST).tolist():
+            site, times = self._union.sites[i], int(first.sums["counts"][SKIPPED, i])
             here = own.skipped.get(site)
-            reason = here.reason if here else f"rank {flat.lowest[at.SKIPPED_BY, i]} has the reason"
-            result[site] = Skipped(reason, None if flat.counts[at.GIVEN_UP, i] else times)
+            reason = here.reason if here else f"rank {-by[i]} has the reason"
+            result[site] = Skipped(reason, None if first.sums["counts"][GIVEN_UP, i] else times)
         return result
+
+
+def _columns(first: First, second: Array) -> Array:
+    """``[fields, channels]``."""
+    columns = np.empty((len(FIELDS), len(second)))
+    for row, name in zip(first.sums["moments"], _SUMS, strict=True):
+        columns[FIELDS.index(name)] = row
+    columns[MEAN], columns[M2] = first.mean, second
+    least, most = first.extremes["moments"]
+    is_empty = columns[COUNT] == 0
+    columns[MIN], columns[MAX] = in_order(~least, np.float64), in_order(most.copy(), np.float64)
+    columns[np.ix_([MEAN, M2, MIN, MAX], is_empty)] = 0  # as a rank has them that measured nothing
+    return columns
+
+
+def _means(first: First) -> list[float | None]:
+    """Over the ranks that have them; of equal ones, that number."""
+    (sums, numbers), (least, most) = first.sums["scalars"], first.extremes["scalars"]
+    with np.errstate(invalid="ignore"):
+        return [
+            None if not number else float(in_order(np.array([high]), np.float64)[0]) if ~low == high else total / number
+            for total, number, low, high in zip(
+                sums.tolist(), numbers.tolist(), least.tolist(), most.tolist(), strict=True
+            )
+        ]
+
+
+def _spreads(extremes: Counts, ranks: Counts) -> dict[str, Spread]:
+    found = {}
+    for n, name in enumerate(SPREAD):
+        told: list[Any] = []
+        for row, flip in ((2 * n, -1), (2 * n + 1, 0)):
+            is_known = extremes[row] > _LOWEST
+            values = in_order(extremes[row] ^ flip, np.float64)
+            told += [np.where(is_known, values, np.nan), np.where(is_known, -ranks[row], -1)]
+        found[name] = Spread(*told)
+    return found
 
 
 class _Moves:
@@ -345,7 +497,7 @@ class _Moves:
             for number, at, to, n in np.stack([block, offset, begin, width], 1)[~is_small].tolist()
         ]
 
-    def gather(self, blocks: Sequence[Counts], section: Section) -> None:
+    def gather(self, blocks: Sequence[Counts], section: Numbers) -> None:
         """From the blocks."""
         flat = section.view(np.int64).reshape(-1)
         for number, inside, outside in self._indices:
@@ -353,38 +505,10 @@ class _Moves:
         for number, here, there in self._slices:
             section.view(np.int64)[:, there] = blocks[number][here].reshape(self._height, -1)
 
-    def scatter(self, section: Section, blocks: Sequence[Any]) -> None:
+    def scatter(self, section: Numbers, blocks: Sequence[Any]) -> None:
         """To the blocks."""
         flat = section.view(np.int64).reshape(-1)
         for number, inside, outside in self._indices:
             blocks[number][inside] = flat.take(outside)
         for number, here, there in self._slices:
             blocks[number][here].reshape(self._height, -1)[...] = section.view(np.int64)[:, there]
-
-
-def _content(read: Read, calls: int, group: int) -> int:
-    """64 bits that stand for a rank's state. The group is among them, so that sums over ranks that are equal are made
-    of equal states in each group: those that two groups have the other way round are not the same.
-    """
-    here = blake2b(np.array([calls, group, *read.moments.shape], np.int64).tobytes(), digest_size=8)
-    here.update(read.moments.tobytes())
-    if read.histogram is not None:
-        here.update(read.histogram.tobytes())
-    return int.from_bytes(here.digest(), "big", signed=True)
-
-
-def _means(scalars: Array) -> list[float | None]:
-    """Over the ranks that have them; of equal ones, that number."""
-    with np.errstate(invalid="ignore"):
-        return [
-            None if not number else least if least == largest else float(sums / number)
-            for sums, number, least, largest in scalars.T.tolist()
-        ]
-
-
-def _spreads(rows: Array) -> dict[str, Spread]:
-    def of(least: Array, least_rank: Array, largest: Array, largest_rank: Array) -> Spread:
-        ranks = (np.nan_to_num(each, nan=-1).astype(np.int64) for each in (least_rank, largest_rank))
-        return Spread(least, next(ranks), largest, next(ranks))
-
-    return {name: of(*rows[4 * n : 4 * n + 4]) for n, name in enumerate(SPREAD)}

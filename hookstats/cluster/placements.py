@@ -4,7 +4,8 @@ A placement holds along one axis of a mesh. Shard of the channels puts the ranks
 another dimension merges their values; Replicate lets one rank count. Plain tensors: activations of all ranks count,
 plain parameters are the same on all. Under tensor parallelism a plain activation may be any of these: where its
 module's own weight does not tell, and the user does not, it travels apart for each coordinate: where the ranks' states
-have been the same so far it is one site, else it is kept apart, never counted twice.
+have been the same so far it is one site, else it is kept apart, never counted twice. Which ranks hold the same of a
+parameter follows from the mesh, or from DistributedDataParallel.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.nn.parallel import DistributedDataParallel
 
 from hookstats.cluster.groups import Axis, Group, Wanted, axes_of
-from hookstats.cluster.table import Placed, Placing, Replicas, ShardRange, whole
+from hookstats.cluster.union import Owners, Placed, Placing, Share, whole
 from hookstats.modules.channels import input_channels, natural_channels
 from hookstats.modules.selection import Slot, clean_names, matches
 from hookstats.modules.sharding import LocalShard, Sharding, flattened
@@ -146,6 +147,7 @@ class _Placing:
             id(module): placements.ranks.intersection(dist.get_process_group_ranks(outer.process_group))
             for module, outer in flattened(model).items()
         }
+        self._by_ddp = _replicated_modules(model, placements.ranks)
 
     def __call__(self, row: blocks.Row) -> Placed:
         held = self._held.get(row.site, LocalShard(None, None))
@@ -157,18 +159,20 @@ class _Placing:
         if row.is_parameter:
             flat = self._flat.get(id(self._modules.get(row.site.name.rpartition(".")[0])))
             if flat:  # each rank has other values of it, in one dimension
-                shard = ShardRange(leads=dist.get_rank() == min(flat))
-                return Placed(row.parts[-1].channels, min(flat), shard)
-        if row.is_parameter or not self._parallel:
+                share = Share(leads=dist.get_rank() == min(flat))
+                return Placed(row.parts[-1].channels, min(flat), share)
+            module, _, key = row.site.name.rpartition(".")
+            return whole(row)._replace(share=Share(peers=self._replicated(self._modules.get(module), key)))
+        if not self._parallel:
             return whole(row)
         return self._place_plain(row, held.channels)
 
     def _place_dtensor(self, row: blocks.Row, sharding: Sharding, channels: int | None) -> Placed:
         axes = self._placements.axes_of(sharding.mesh)
         ranks = self._placements.ranks & set(sharding.mesh.mesh.flatten().tolist())
-        replicas: Replicas = min(ranks) if row.is_parameter and ranks else "each"
+        owners: Owners = min(ranks) if row.is_parameter and ranks else "each"
         if axes is None:  # a mesh without this rank
-            return Placed(sharding.channels, replicas, ShardRange(counts=False, leads=False))
+            return Placed(sharding.channels, owners, Share(counts=False, leads=False))
         cuts = cuts_of(axes, sharding.placements, sharding.dim)
         span = None if cuts is None else part_of(sharding.channels, cuts, self._placements.ranks)
         if span is None or (span.size and channels not in (None, span.size)):
@@ -176,8 +180,9 @@ class _Placing:
             return self._keep_apart(row, whole(row), [Axis("rank", self._placements.group.ranks, dist.get_rank())], why)
         replicated = [axis for axis, each in zip(axes, sharding.placements, strict=True) if each.is_replicate()]
         counts = span.size > 0 and self._placements.is_lowest(replicated)
-        shard = ShardRange(span.offset if span.size else 0, counts, self._placements.is_lowest(axes))
-        placed = Placed(span.whole, replicas, shard)
+        peers = self._peers(sharding) if row.is_parameter else ()
+        share = Share(span.offset if span.size else 0, counts, self._placements.is_lowest(axes), peers)
+        placed = Placed(span.whole, owners, share)
         covered = {rank for axis in axes for rank in axis.ranks}
         left = [axis for axis in self._parallel if not covered.issuperset(axis.ranks)]
         return placed if row.is_parameter else self._keep_apart(row, placed, left)
@@ -199,7 +204,7 @@ class _Placing:
                     offset += axis.coordinate * size
                     size *= len(axis.ranks)
                     leads &= axis.coordinate == 0
-        placed = Placed(size, "each", ShardRange(offset, counts, leads))
+        placed = Placed(size, "each", Share(offset, counts, leads))
         why = "placements= counts a dimension from another end than the channels"
         return self._keep_apart(row, placed, apart, why)
 
@@ -219,10 +224,10 @@ class _Placing:
     def _place_plain(self, row: blocks.Row, channels: int | None) -> Placed:
         """An activation under tensor parallelism."""
         placed, left = whole(row), self._parallel
-        shard = None if channels is None else self._shard_of_own_weight(row.site, channels)
-        if shard is not None:
-            span, cuts = shard
-            placed = Placed(span.whole, "each", ShardRange(span.offset, True, self._placements.is_lowest(cuts)))
+        found = None if channels is None else self._shard_of_own_weight(row.site, channels)
+        if found is not None:
+            span, cuts = found
+            placed = Placed(span.whole, "each", Share(span.offset, True, self._placements.is_lowest(cuts)))
             left = [axis for axis in left if axis not in cuts]
         return self._keep_apart(row, placed, left)
 
@@ -259,8 +264,23 @@ class _Placing:
             return placed._replace(site=site)
         # Replicas, for all that is known: whether they are is seen from their states, once they are merged.
         rank = dist.get_rank()
-        group = rank + sum(axis.ranks[0] - rank for axis in axes)
-        return placed._replace(site=site, shard=placed.shard._replace(group=group))
+        lines = [[axis.ranks[each] - rank for each in _members(axis, self._placements.ranks)] for axis in axes]
+        peers = tuple(sorted(rank + sum(steps) for steps in itertools.product(*lines)))
+        return placed._replace(site=site, share=placed.share._replace(peers=peers))
+
+    def _peers(self, sharding: Sharding) -> tuple[int, ...]:
+        """The merged ranks that hold the same part of a DTensor."""
+        here = sharding.mesh.get_coordinate()
+        through: Any = tuple(
+            slice(None) if placement.is_replicate() else coordinate
+            for placement, coordinate in zip(sharding.placements, here, strict=True)
+        )
+        return tuple(sorted(self._placements.ranks.intersection(sharding.mesh.mesh[through].flatten().tolist())))
+
+    def _replicated(self, module: nn.Module | None, key: str) -> tuple[int, ...]:
+        """The merged ranks to which DistributedDataParallel makes a parameter the same."""
+        ranks, ignored = self._by_ddp.get(id(module), ((), frozenset[str]()))
+        return () if key in ignored else ranks
 
     def _tensor_parallel_axes(self, model: nn.Module) -> list[Axis]:
         """Along which DTensor parameters lie, and not data parallel ranks: these may hold the same activations.
@@ -279,6 +299,26 @@ class _Placing:
                     if is_merged and not any(ranks.issuperset(axis.ranks) for ranks in data_parallel):
                         found.setdefault(axis.ranks, axis)
         return list(found.values())
+
+
+def _replicated_modules(model: nn.Module, ranks: frozenset[int]) -> dict[int, tuple[tuple[int, ...], frozenset[str]]]:
+    """By the module's id: the ranks over which DistributedDataParallel replicates it, and parameters that it ignores.
+
+    With a communication hook this rank alone: it may reduce gradients over fewer ranks, and average parameters now and
+    then, after steps in which they were the same.
+    """
+    found = {}
+    for outer in model.modules():
+        if isinstance(outer, DistributedDataParallel):
+            members = [dist.get_rank()]
+            if not getattr(outer, "_comm_hooks", None):
+                members = dist.get_process_group_ranks(outer.process_group)
+            peers = tuple(sorted(ranks.intersection(members)))
+            ignored: set[str] = set(getattr(outer, "parameters_to_ignore", ()))
+            for path, module in outer.module.named_modules():
+                keys = (name.rpartition(".") for name in ignored)
+                found[id(module)] = peers, frozenset(key for owner, _, key in keys if owner == path)
+    return found
 
 
 def _data_parallel_ranks(model: nn.Module) -> list[set[int]]:

@@ -26,9 +26,11 @@ from hookstats.numbers.fields import (
     histogram_shape,
 )
 from hookstats.numbers.kinds import kind_of
-from hookstats.numbers.ranks import ALONE, Spread, StepRanks
+from hookstats.numbers.ranks import ALONE, Drift, Spread, StepRanks
 from hookstats.numbers.snapshot import Snapshot
 
+# When a parameter was measured: as the step ended, as an optimizer stepped, or when somebody asked for gradients.
+AT_END, AT_OPTIMIZER, BEFORE_CLIPPING = 1, 2, 3
 COUNTERS = 2  # of a site: calls, and when the first of them came, on its device
 
 
@@ -126,7 +128,7 @@ class _Arrays:
         self.keeps = np.array([row.keep_channels for row in rows], bool)
         self.is_parameter = np.array([row.is_parameter for row in rows], bool)
         kinds_of = [kind_of(row.site.tensor) for row in rows]
-        self.is_gradient = np.array([kind.is_gradient and kind.of == "module" for kind in kinds_of], bool)
+        self.is_gradient = np.array([kind.is_gradient and not kind.is_replicated for kind in kinds_of], bool)
         kinds = {kind: number for number, kind in enumerate(dict.fromkeys(row.site.tensor for row in rows))}
         self.kind = np.array([kinds[row.site.tensor] for row in rows], np.int64)
 
@@ -206,7 +208,8 @@ class Drained:
         """blocks: int64 arrays, in the order of the layout's.
 
         hidden: of each row, whether nothing is said of it where it was silent. readings: of a parameter, with which
-        others it was measured. time: of the closing of the step, in seconds since the epoch.
+        others it was measured, and when, modulo 4: AT_END, AT_OPTIMIZER or BEFORE_CLIPPING. time: of the closing of the
+        step, in seconds since the epoch.
         """
         self.layout = layout
         self.blocks = list(blocks)
@@ -222,6 +225,7 @@ class Drained:
         self.earlier_scalars: dict[int, dict[str, float]] = {}
         self.sample_ids: dict[int, Counts] = {}  # of these steps and of this one, as far as some were given
         self.skipped: dict[Site, Skipped] = {}
+        self.drifts: tuple[Drift, ...] = ()  # the same, of such a step: replicas that are none
         self.spread: dict[str, Spread] = {}  # over `columns.sites`; of a step that was merged over ranks, if asked for
 
     def snapshot(self) -> Snapshot:
@@ -236,6 +240,7 @@ class Drained:
             self.spread,
             self.earlier_scalars,
             self.sample_ids,
+            self.drifts,
         )
 
     @cached_property

@@ -67,7 +67,7 @@ class _Cut:
 
     def min(self, row: Array) -> Array:
         """The same; as integers of the same order, for a thread that flushes subnormals compares them as zeros."""
-        result: Array = _in_order(np.minimum.reduceat(_in_order(row, np.int64), self._starts), np.float64)
+        result: Array = in_order(np.minimum.reduceat(in_order(row, np.int64), self._starts), np.float64)
         return result
 
     def spread(self, row: Array) -> Array:
@@ -99,14 +99,14 @@ class _Stack:
 
 def least(rows: Array) -> Array:
     """Of ``[rows, ...]``, element by element; -0.0 is less than 0.0. Compared as `_Cut.min` does it."""
-    ordered = _in_order(rows, np.int64)
+    ordered = in_order(rows, np.int64)
     result = ordered[0]
     for each in ordered[1:]:
         result = np.minimum(result, each)
-    return _in_order(result, np.float64)  # type: ignore[no-any-return]
+    return in_order(result, np.float64)  # type: ignore[no-any-return]
 
 
-def _in_order(values: Any, to: type[np.generic]) -> Any:
+def in_order(values: Any, to: type[np.generic]) -> Any:
     """float64 as int64 of the same order, or back."""
     bits = values.view(np.int64)
     return (bits ^ (bits >> 63 & np.int64(2**63 - 1))).view(to)

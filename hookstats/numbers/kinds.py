@@ -14,8 +14,8 @@ class Kind(NamedTuple):
     """A row of the table.
 
     ``of``: what it is measured of. Data parallel ranks have a part each of what is of a module, hold replicas of what
-    is of a parameter, and each its own buffers. ``one``: in a sentence, with a place in a container and a name.
-    ``several``: of many.
+    is of a parameter unless it ``is_local``, and each its own buffers. ``one``: in a sentence, with a place in a
+    container and a name. ``several``: of many.
     """
 
     name: str
@@ -27,6 +27,12 @@ class Kind(NamedTuple):
     is_update: bool = False  # what an optimizer makes of gradients: a change, or a state that it keeps
     is_sample: bool = False  # of some elements, always the same ones
     is_about: bool = False  # numbers about tensors, of which no format has to hold the values
+    is_local: bool = False  # of a parameter, as each rank has it before the ranks share it
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether data parallel ranks hold the same."""
+        return self.of == "parameter" and not self.is_local
 
 
 _ROWS = (
@@ -39,6 +45,10 @@ _ROWS = (
     Kind("param", "parameter", "the parameter{} {}", "parameters"),
     Kind("param_sample", "parameter", "the sample{} of the parameter {}", "samples of parameters", is_sample=True),
     Kind("param_grad", "parameter", "the gradient{} of the parameter {}", "gradients of parameters", is_gradient=True),
+    Kind(
+        "param_grad_local", "parameter", "a rank's own gradient{} of the parameter {}", "ranks' own gradients",
+        is_gradient=True, is_local=True,
+    ),
     Kind("param_update", "parameter", "the update{} of the parameter {}", "updates of parameters", is_update=True),
     Kind(
         "update_sample", "parameter", "the sampled update{} of the parameter {}", "sampled updates of parameters",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
+
+from hookstats.numbers.fields import Site
 
 _MOST = 1 << 24  # ranks of a group
 
@@ -59,3 +62,35 @@ class Spread(NamedTuple):
     def at(self, i: int) -> Spread:
         """The spread of the i-th site."""
         return Spread(float(self.min[i]), int(self.min_rank[i]), float(self.max[i]), int(self.max_rank[i]))
+
+
+class Drift(NamedTuple):
+    """Ranks that hold other bits of a parameter, or of its gradient, than those that are to hold the same."""
+
+    site: Site
+    ranks: tuple[int, ...]
+    """Those that differ from the reference, ascending, as `torch.distributed.get_rank` numbers them."""
+    reference_rank: int
+    """The lowest of the ranks that agree with each other, where these are more than half; else the lowest rank."""
+    agree: int
+    """How many ranks have what the reference has, the reference included."""
+    majority: bool
+    """Whether they are more than half of those compared; else nobody knows which are wrong."""
+    is_certain: bool
+    """Whether a DTensor or DistributedDataParallel says that they hold the same; else they did in earlier steps."""
+
+
+def drifts_to_json(drifts: Iterable[Drift]) -> list[Any]:
+    """For json.dumps."""
+    return [[*each.site, list(each.ranks), *each[2:]] for each in drifts]
+
+
+def drifts_from_json(told: Any) -> tuple[Drift, ...]:
+    """What `drifts_to_json` gave. ValueError or TypeError for anything else."""
+    found = []
+    for name, tensor, ranks, reference, agree, majority, is_certain in told:
+        is_site, numbers = isinstance(name, str) and isinstance(tensor, str), [*ranks, reference, agree]
+        if not is_site or not all(isinstance(each, int) and each >= 0 for each in numbers):
+            raise ValueError(f"expected a site and ranks, got {name!r}, {tensor!r}, {numbers}")
+        found.append(Drift(Site(name, tensor), tuple(ranks), reference, agree, bool(majority), bool(is_certain)))
+    return tuple(found)

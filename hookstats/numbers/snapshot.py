@@ -12,7 +12,14 @@ import numpy as np
 from hookstats.numbers.columns import Columns
 from hookstats.numbers.fields import STATISTICS, Array, Counts, Site, Skipped, Stats
 from hookstats.numbers.kinds import is_of_kind
-from hookstats.numbers.ranks import ALONE, Spread, StepRanks
+from hookstats.numbers.ranks import (
+    ALONE,
+    Drift,
+    Spread,
+    StepRanks,
+    drifts_from_json,
+    drifts_to_json,
+)
 from hookstats.numbers.site_stats import SiteStats, bits_of
 from hookstats.numbers.tables import aligned, html
 
@@ -45,6 +52,8 @@ class Snapshot(Mapping[Site, SiteStats]):
 
     ``ranks``: the ranks whose numbers it holds, ascending, of ``world_size`` ranks of the process group; ``merged``:
     whether they are several. With a process_group, a step in which a rank was missing is each rank's own.
+    ``drifts``: of a merged step, the parameters and gradients of which ranks hold other values than those that are
+    to hold the same, at most 16, each a `Drift`.
     """
 
     def __init__(
@@ -59,6 +68,7 @@ class Snapshot(Mapping[Site, SiteStats]):
         spread: Mapping[str, Spread] | None = None,
         earlier_scalars: Mapping[int, dict[str, float]] | None = None,
         sample_ids: Mapping[int, Counts] | None = None,
+        drifts: Sequence[Drift] = (),
     ) -> None:
         """spread: of statistics, over the ranks, arrays over the columns' sites."""
         self.step = step
@@ -70,6 +80,7 @@ class Snapshot(Mapping[Site, SiteStats]):
         self.skipped = dict(skipped or {})
         self.columns = columns
         self.ranks, self.world_size = ranks
+        self.drifts = tuple(drifts)
         self._spread = spread or {}
 
     @property
@@ -203,6 +214,7 @@ class Snapshot(Mapping[Site, SiteStats]):
             "overflowed": self.overflowed,
             "ranks": StepRanks(self.ranks, self.world_size).to_text(),
             "order": [list(site) for site in self.order],
+            "drifts": drifts_to_json(self.drifts),
             "skipped": [{**site._asdict(), **skipped._asdict()} for site, skipped in self.skipped.items()],
             "sites": [{**site._asdict(), **stats._to_dict()} for site, stats in self.items()],
         }
@@ -222,6 +234,7 @@ class Snapshot(Mapping[Site, SiteStats]):
         ids = {step: np.array(each, np.int64) for step, each in d.get("sample_ids", [])}
         scale, overflowed = d["grad_scale"], d["overflowed"]
         given = dict[str, Any](earlier_scalars=earlier, sample_ids=ids)
+        given["drifts"] = drifts_from_json(d.get("drifts", []))
         return cls(d["step"], columns, dict(d["scalars"]), scale, overflowed, skipped, ranks, **given)
 
     def equals(self, other: Snapshot) -> bool:
@@ -240,7 +253,8 @@ class Snapshot(Mapping[Site, SiteStats]):
         samples = [(step, ids.tolist()) for step, ids in self.sample_ids.items()]
         step = (self.step, scalars, samples, scale, self.overflowed)
         sites = [(site, stats._content()) for site, stats in self.items()]
-        return step, self.ranks, self.world_size, self.order, list(self.skipped.items()), sites
+        ranks = (self.ranks, self.world_size, self.drifts)
+        return step, ranks, self.order, list(self.skipped.items()), sites
 
     def rank_spread(self, site: tuple[str, str]) -> dict[str, Spread]:
         """The smallest and the largest value of some statistics of a site among the ranks, and the ranks that have

@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from hookstats.numbers.blocks import Drained
 from hookstats.numbers.fields import FIELDS, STATISTICS, Counts, Site, bins_to_json
+from hookstats.numbers.ranks import drifts_to_json
 from hookstats.records.arrays import from_list, to_arrow
 from hookstats.records.derived import finished
 from hookstats.records.schema import FLUSH, SAME_AS, STATE, names_of, plain, written
@@ -99,6 +100,7 @@ def step_row(drained: Drained, key: Key, sites: int) -> dict[str, Any]:
         "grad_scale": drained.grad_scale,
         "overflowed": drained.overflowed,
         "ranks": drained.ranks.to_text(),
+        "drifts": json.dumps(drifts_to_json(drained.drifts)) if drained.drifts else None,
         "histogram": None if bins is None else json.dumps(bins_to_json(bins)),
         "sites": sites,
         "scalars": len(drained.scalars) + sum(map(len, drained.earlier_scalars.values())),

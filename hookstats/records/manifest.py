@@ -17,7 +17,7 @@ from hookstats.numbers.fields import FIELDS, Site
 from hookstats.records import files
 from hookstats.records.decoding import AttemptNumber, Count, Int64, decode, load, require
 from hookstats.records.errors import RunError, SchemaError
-from hookstats.records.schema import READABLE, SCHEMAS, VERSION
+from hookstats.records.schema import SCHEMAS, VERSION
 
 _NAME = re.compile(r"[0-9]{8,18}\.parquet")
 
@@ -106,18 +106,16 @@ def read(directory: Path, known: Manifest | None = None) -> Manifest:
 def _read(path: Path, known: Manifest) -> Manifest:
     body = load(path)
     require(isinstance(body, dict), path, "an object", body)
-    if body.get("schema") not in READABLE:
-        versions, got = " or ".join(map(str, READABLE)), str(body.get("schema"))[:40]
+    if body.get("schema") != VERSION:
+        got = str(body.get("schema"))[:40]
         raise SchemaError(
-            f"{path}: expected schema version {versions}, got {got}: this run was recorded by another version of "
+            f"{path}: expected schema version {VERSION}, got {got}: this run was recorded by another version of "
             "hookstats; read it with that one, or record into another directory"
         )
     expected = body.pop("crc32", None)
     require(expected == _checksum(body), path, f"the checksum {_checksum(body)}", expected)
     stored = decode(_Stored, _with_parts_of(known, body), path)
     require(stored.fields == list(FIELDS), path, f"fields {', '.join(FIELDS)}", stored.fields)
-    if stored.schema < VERSION:
-        stored.parts.setdefault("samples", [])
     require(set(stored.parts) == set(SCHEMAS), path, f"parts of {', '.join(SCHEMAS)}", list(stored.parts))
     numbers = [attempt.attempt for attempt in stored.attempts]
     require(numbers == sorted(set(numbers)), path, "ascending attempts", numbers)

@@ -101,7 +101,7 @@ class _Together:
         self.where = [[(part, i) for part, i in here if part.calls[i]] or here for here in where]
         self.is_cut = [False] * len(self.sites)
         for i, here in enumerate(self.where):
-            if len(here) > 1 and kind_of(self.sites[i].tensor).of == "parameter":
+            if len(here) > 1 and kind_of(self.sites[i].tensor).is_replicated:
                 self._tell_parts_from_replicas(i, here)
 
     def _tell_parts_from_replicas(self, i: int, here: list[tuple[Columns, int]]) -> None:

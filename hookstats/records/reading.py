@@ -24,7 +24,8 @@ from hookstats.records.schema import SAME_AS, SCHEMAS
 _T = TypeVar("_T")
 _LARGEST = 1 << 31  # bytes of a column of a row group
 _AT_ONCE = 64 << 20  # bytes of row groups, of all their columns
-_NULLABLE = {"order", "channel_dim", "group_size", "grad_scale", "overflowed", "histogram", "times", *SAME_AS}
+_NULLABLE = {"order", "channel_dim", "group_size", "grad_scale", "overflowed", "drifts", "histogram", "times"}
+_NULLABLE |= set(SAME_AS)
 
 
 class Chosen(NamedTuple):

@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 from hookstats.numbers.fields import FIELDS, STATISTICS, Site
 from hookstats.records.arrays import from_list, to_arrow
 
-VERSION = 4
-READABLE = (3, VERSION)  # the first without the table samples
+VERSION = 5
 ROW_GROUP = 10_000  # rows of totals
 FLUSH = 8 << 20  # bytes that are held before they are written as row groups
 
@@ -41,11 +40,13 @@ _COLUMNS: dict[str, dict[str, pa.DataType]] = {
     # One row for each measured step. sites, scalars, events: how many rows it has in totals, scalars, events.
     # since: the smallest step of which it has scalars or ids of samples, or its own.
     # histogram: the bins, as JSON; null where there are none. ranks: whose numbers these are, "0-7 of 8".
+    # drifts: replicas that are none, as JSON (numbers/ranks.py); null where there are none.
     "steps": {
         **_KEYS,
         "grad_scale": pa.float64(),
         "overflowed": pa.bool_(),
         "ranks": pa.string(),
+        "drifts": pa.string(),
         "histogram": pa.string(),
         "sites": pa.int32(),
         "scalars": pa.int32(),

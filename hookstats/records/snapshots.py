@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 
 from hookstats.numbers.columns import Columns
 from hookstats.numbers.fields import Array, Counts, Skipped, histogram_shape
+from hookstats.numbers.ranks import drifts_from_json
 from hookstats.numbers.snapshot import Snapshot
 from hookstats.records.arrays import is_null, to_arrow, to_numpy
 from hookstats.records.derived import wholes_of
@@ -87,7 +89,12 @@ class Snapshots:
         ids = dict(zip(samples["step"].to_pylist(), lists(samples["ids"]), strict=True))
         if len(ids) != samples.num_rows:
             raise RunError(f"step {step}: expected ids of samples once for each step, got {samples['step']}")
-        return Snapshot(step, columns, own, scale, overflowed, skipped, ranks, earlier_scalars=named, sample_ids=ids)
+        try:
+            drifts = drifts_from_json(json.loads(of_step["drifts"] or "[]"))
+        except (ValueError, TypeError) as error:
+            raise RunError(f"step {step}: expected drifts as JSON, got {error}") from None
+        given = dict[str, Any](earlier_scalars=named, sample_ids=ids, drifts=drifts)
+        return Snapshot(step, columns, own, scale, overflowed, skipped, ranks, **given)
 
     def _columns(self, row: int, step: int, totals: pa.Table) -> Columns:
         ids, place, calls, channels = (to_numpy(totals[name]) for name in ("site", "place", "calls", "channels"))

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from hookstats.numbers.blocks import Drained, Given, Layout
 from hookstats.numbers.fields import Counts, Site, Skipped
-from hookstats.numbers.ranks import StepRanks
+from hookstats.numbers.ranks import StepRanks, drifts_from_json, drifts_to_json
 from hookstats.records.ring import RingError
 
 LAYOUT, STEP, OVERHEAD, GIVEN = 1, 2, 3, 4  # kinds of records
@@ -44,6 +44,7 @@ def of_step(drained: Drained, layout: int) -> list[NDArray[Any]]:
         "grad_scale": drained.grad_scale,
         "overflowed": drained.overflowed,
         "ranks": drained.ranks.to_text(),
+        "drifts": drifts_to_json(drained.drifts),
         "skipped": [[*site, *skipped] for site, skipped in drained.skipped.items()],
     }
     blocks = [block[:size] for block, size in zip(drained.blocks, drained.layout.sizes, strict=True)]
@@ -133,6 +134,7 @@ def step_from(payload: NDArray[np.uint8], layouts: Mapping[int, Layout]) -> Drai
     )
     drained.earlier_scalars = _by_step(told["earlier_scalars"])
     drained.sample_ids = sample_ids
+    drained.drifts = drifts_from_json(told["drifts"])
     drained.skipped = {Site(name, tensor): Skipped(reason, times) for name, tensor, reason, times in told["skipped"]}
     return drained
 

@@ -18,7 +18,7 @@ from hookstats.rules.experts import DeadExperts, ExpertLoad
 from hookstats.rules.finding import SEVERITIES, Finding
 from hookstats.rules.gradients import ExplodingGradients, VanishingGradients
 from hookstats.rules.inputs import ConstantInput, InputShift, UnscaledInput
-from hookstats.rules.laws import BiasGradient
+from hookstats.rules.laws import BiasGradient, ReplicaDrift
 from hookstats.rules.learning import LostUpdates, ShrinkingWeights, UnchangedParameters
 from hookstats.rules.moments import SecondMoment
 from hookstats.rules.nonfinite import NonFinite
@@ -41,6 +41,7 @@ def defaults() -> list[Rule]:
     """The rules that judge where none are named, each as it is without arguments."""
     return [
         NonFinite(),
+        ReplicaDrift(),
         InputShift(),
         ConstantInput(),
         UnscaledInput(),

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import ClassVar
+
 import numpy as np
 
-from hookstats.numbers.fields import Array, Counts
+from hookstats.numbers.fields import Array, Counts, Site
+from hookstats.numbers.kinds import kind_of
+from hookstats.numbers.ranks import Drift
 from hookstats.rules.arriving import sums_of_outputs
 from hookstats.rules.finding import Finding
 from hookstats.rules.formatting import number, times
@@ -117,3 +122,60 @@ class BiasGradient:
         )
         severity = "warning" if is_late else "note"
         return step.finding("bias-gradient", site, factor, self.factor, severity, sentence, since=since)
+
+
+@rule
+class ReplicaDrift:
+    """Ranks hold other values of a parameter, or of its reduced gradient, than their replicas: critical, or a warning.
+
+    Data parallel ranks hold the same parameters, and after the reduction the same gradients, bit for bit; so do ranks
+    of tensor parallelism of what is not cut. Of a step that was merged (``attach(process_group=...)``) the states of
+    samples of parameters, and of gradients, are compared as hashes. Which ranks are replicas is said by a DTensor's
+    mesh, or by DistributedDataParallel: then it is critical. Else it is known from three measured steps in which ranks
+    changed alike: then it is a warning.
+
+    What else looks like it: parameters that are averaged every so many steps, by design; ranks that do not call
+    ``monitor.step`` as often, as with uneven inputs under DistributedDataParallel.join. What to do: look at what one
+    rank does alone since the step that is named: clipping by a norm of its own, a step of the optimizer that is left
+    out, a gradient that is not reduced, a generator of random numbers with another seed. `check_replicas` compares all
+    bits.
+
+    So that a healthy run is silent: it is arithmetic, without a threshold. Not compared is what one rank alone holds,
+    what was measured at another place in the step, and a gradient that no optimizer has taken; a rank that holds what
+    others held one of eight measured steps before or after is at another step.
+    """
+
+    per_site: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        self._since: dict[Site, int] = {}  # in a row, until the latest step
+
+    def __call__(self, step: Step) -> list[Finding] | None:
+        if not step.is_merged:
+            return None
+        self._since = {each.site: self._since.get(each.site, step.number) for each in step.drifts}
+        return [self._finding(step, step.drifts)] if step.drifts else []
+
+    def _finding(self, step: Step, drifts: Sequence[Drift]) -> Finding:
+        first = min(drifts, key=lambda each: (not each.is_certain, self._since[each.site]))
+        ids = [i for i, site in enumerate(step.sites) if site in self._since]
+        several = len(first.ranks) > 1
+        who = f"rank{'s' * several} {', '.join(map(str, first.ranks[:8]))}{', ...' * (len(first.ranks) > 8)}"
+        those = f"rank {first.reference_rank}" + (f" and {times(first.agree - 1, 'other')}" if first.agree > 1 else "")
+        what = kind_of(first.site.tensor).one.format("", first.site.name)
+        since = self._since[first.site]
+        sentence = f"{who} hold{'' if several else 's'} other values of {what} than {those}, since step {since}"
+        if len(self._since) > 1:
+            sentence += f", and of {len(self._since) - 1} more"
+        sentence += ". "
+        if first.is_certain:
+            sentence += "They are replicas: "
+        else:
+            sentence += "They held the same before, and changed alike: "
+        sentence += (
+            "look at what a rank does alone, such as clipping by a norm of its own, leaving out a step of the "
+            "optimizer, or a gradient that is not reduced over the ranks."
+        )
+        severity = "critical" if first.is_certain else "warning"
+        site = next((i for i in ids if step.sites[i] == first.site), None)
+        return step.finding("replica-drift", site, len(first.ranks), 0.0, severity, sentence, since=since, sites=ids)

@@ -80,10 +80,11 @@ class Sites:
 class Step:
     """A measured step as a rule sees it.
 
-    ``number``, ``scalars``, ``earlier_scalars`` and ``sample_ids`` as in the Snapshot, and ``rank``. ``sites``: all
-    that the run has shown so far; a site's place in this list is its id, which never changes, so that what a rule keeps
-    by id stays aligned when other sites appear. All arrays are over ids ``[n]``; a site that was silent in this step,
-    or is not in it, has ``calls`` 0, counts of 0, and NaN else.
+    ``number``, ``scalars``, ``earlier_scalars``, ``sample_ids`` and ``drifts`` as in the Snapshot, ``rank``, and
+    ``is_merged``: whether it holds the numbers of several ranks. ``sites``: all that the run has shown so far; a site's
+    place in this list is its id, which never changes, so that what a rule keeps by id stays aligned when other sites
+    appear. All arrays are over ids ``[n]``; a site that was silent in this step, or is not in it, has ``calls`` 0,
+    counts of 0, and NaN else.
     """
 
     def __init__(self, measured: Snapshot | Drained, sites: Sites, rank: int = 0, attempt: int = 0) -> None:
@@ -92,6 +93,8 @@ class Step:
         self.earlier_scalars = measured.earlier_scalars
         self.sample_ids = measured.sample_ids
         self.overflowed = measured.overflowed
+        self.drifts = measured.drifts
+        self.is_merged = len(measured.ranks.present if isinstance(measured, Drained) else measured.ranks) > 1
         self.rank = rank
         self.attempt = attempt
         self._columns: Columns = measured.columns

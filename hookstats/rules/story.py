@@ -15,7 +15,7 @@ from hookstats.rules.formatting import number, times
 # backward, the loss. Rules that are not named here look at forward.
 _DEPTH = {
     "input-shift": 0, "constant-input": 0, "unscaled-input": 0,
-    "nonfinite": 1,
+    "nonfinite": 1, "replica-drift": 1,
     "growing-gradients": 2, "unchanged-parameters": 2, "lost-updates": 2, "shrinking-weights": 2,
     "probabilities-as-logits": 2,
     "missing-gradients": 4, "bias-gradient": 4, "exploding-gradients": 4, "vanishing-gradients": 4,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -84,11 +85,14 @@ class Ranks:
             DTensor says it: of torch.distributed.tensor, ``Shard(-1)`` for parts of the channels, ``Shard(0)`` for
             other rows, ``Replicate()`` for the same values; a tuple of them, one for each dimension, of a DeviceMesh.
         spread: whether `Snapshot.rank_spread` tells how far the ranks lie apart.
+        timeout: how long a rank that is late is waited for (it loads, or writes a checkpoint), beside training. Then,
+            or where a rank is gone, each rank is alone for good, which is said once.
 
     The ranks' steps are merged, in a thread beside training and over connections of its own, and `Monitor.step` returns
-    what all have, later than without. Sinks get it on the group's lowest rank. A step that not all ranks bring in time,
-    or with the same ``every``, is each rank's own (``Snapshot.ranks``). All ranks of the group attach, in the same
-    order where there are several monitors.
+    what all have, later than without. Sinks get it on the group's lowest rank. A step that not all ranks measure, with
+    the same ``every``, is each rank's own (``Snapshot.ranks``). All ranks of the group attach, in the same order where
+    there are several monitors. Replicas of parameters, and of their gradients, are compared in each of these steps
+    (``Snapshot.drifts``).
 
     Raises:
         TypeError, ValueError: for arguments that are not as above. `attach` raises them for a group without this rank,
@@ -99,6 +103,7 @@ class Ranks:
     _: KW_ONLY
     placements: Mapping[str, Any] | None = None
     spread: bool = False
+    timeout: timedelta = timedelta(minutes=30)
 
     def __post_init__(self) -> None:
         if self.group is None:
@@ -108,6 +113,10 @@ class Ranks:
             raise TypeError(f"Ranks.placements: expected {{glob: placement or tuple of them}}, got {got}")
         if not isinstance(self.spread, bool):
             raise TypeError(f"Ranks.spread: expected True or False, got {self.spread!r}")
+        if not isinstance(self.timeout, timedelta):
+            raise TypeError(f"Ranks.timeout: expected a datetime.timedelta, got {self.timeout!r}")
+        if self.timeout <= timedelta(0):
+            raise ValueError(f"Ranks.timeout: expected more than 0 seconds, got {self.timeout}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,11 +21,18 @@ def clip_grad_norm_(
     """See `hookstats.Monitor.clip_grad_norm_`."""
     given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     measured = watched.measure_before_clipping(given)
-    if not measured or not _are_alike([gradient for _, gradient in measured]):
+    if not measured or not _are_alike([gradient for _, gradient in measured]) or _is_replicated(measured[0][1]):
         return nn.utils.clip_grad_norm_(given, max_norm)
     total = _total_norm(measured)
     nn.utils.clip_grads_with_norm_(given, max_norm, total)
     return total
+
+
+def _is_replicated(gradient: torch.Tensor) -> bool:
+    """Whether ranks that do not measure the same steps would clip replicas by norms that differ in the last bit."""
+    dist = torch.distributed
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return several and not is_dtensor(gradient)
 
 
 def _are_alike(gradients: list[torch.Tensor]) -> bool:

@@ -20,11 +20,13 @@ from torch.optim.optimizer import Optimizer
 from hookstats.modules.channels import parameter_channels
 from hookstats.modules.selection import Slot
 from hookstats.modules.sharding import is_dtensor, sharding_of
+from hookstats.numbers.blocks import BEFORE_CLIPPING
 from hookstats.numbers.fields import Site
 from hookstats.numbers.kinds import is_of_kind, kind_of
 from hookstats.watch.batches import Batches, ByIdentity, Owner, Parameter, part_held, placing
 from hookstats.watch.binding import SiteBinder
 from hookstats.watch.flags import is_capturing
+from hookstats.watch.local_gradients import LOCAL_GRADIENT, LocalGradients
 from hookstats.watch.memory import Entry, Store, local_part
 from hookstats.watch.samples import KINDS as SAMPLES
 from hookstats.watch.samples import Sample, Samples
@@ -86,6 +88,8 @@ class Parameters:
         self._has_samples = not set(kinds).isdisjoint(SAMPLES)
         self._unstepped: dict[Parameter, Sample] = {}  # while a step is closed
         self._readings = 0
+        timed = weakref.WeakMethod(self._timed)
+        self.local_gradients = LocalGradients(model, store, binder, self._batches, timed)
 
     def add(self, name: str, slot: Slot, keep_channels: bool, group_size: int | None) -> None:
         """Watches a parameter."""
@@ -105,7 +109,7 @@ class Parameters:
             entry = self._store.add(
                 Site(name, kind), device, 1 if is_sample else width, dim, keeps, has_bins=not is_sample
             )
-            entry.is_parameter = not slot.is_buffer  # each rank has its own buffers
+            entry.is_parameter = not slot.is_buffer and kind != LOCAL_GRADIENT  # of which each rank has its own
             entry.channel_dim, entry.group_size = dim, group_size
             entry.sharding = sharding_of(tensor, dim) if is_dtensor(tensor) else None
             parameter.entries[kind] = entry
@@ -115,6 +119,8 @@ class Parameters:
         if is_there and not parameter.entries.keys().isdisjoint(SAMPLES):
             self._samples.make_room(parameter, local_part(tensor))
         self._parameters.all.append(parameter)
+        if LOCAL_GRADIENT in parameter.entries:
+            self.local_gradients.watch(parameter)
         if slot.is_buffer:
             self._buffers.append(parameter)
 
@@ -219,7 +225,8 @@ class Parameters:
             (each, kind)
             for each in (self._parameters.all if stepping is None else stepping)
             for kind in each.entries
-            if not kind_of(kind).is_update and each.measures(kind)  # what an optimizer makes comes after its step
+            # What an optimizer makes comes after its step, and what a backward makes came with it.
+            if not kind_of(kind).is_update and kind != LOCAL_GRADIENT and each.measures(kind)
         ]
 
         def value(each: Parameter, kind: str) -> torch.Tensor | None:
@@ -285,7 +292,7 @@ class Parameters:
             return None if tensor is None else part_held(self._binder, each, kind, tensor.grad)
 
         gradients = self._read(owners, gradient)
-        self._note(owners, gradients, by_optimizer=True)
+        self._note(owners, gradients, by_optimizer=True, before=True)
         for (each, _), found in zip(owners, gradients, strict=True):
             each.is_unclipped |= found is not None
         failed = self._batches.accumulate(owners, gradients)
@@ -311,15 +318,17 @@ class Parameters:
             found.append(tensor)
         return found
 
-    def _note(self, owners: list[Owner], found: list[torch.Tensor | None], by_optimizer: bool) -> None:
-        """These have been measured together in the open step, as far as they were found."""
+    def _note(
+        self, owners: list[Owner], found: list[torch.Tensor | None], by_optimizer: bool, before: bool = False
+    ) -> None:
+        """These have been measured together in the open step, as far as they were found. before: clipping, maybe."""
         self._readings += 1
         capturing = is_capturing()
         for (each, kind), tensor in zip(owners, found, strict=True):
             if tensor is None:
                 continue
             if kind not in each.measured:
-                each.entries[kind].reading = self._readings
+                each.entries[kind].reading = 4 * self._readings + (BEFORE_CLIPPING if before else 1 + by_optimizer)
             each.measured[kind] = by_optimizer
             if capturing:
                 each.captured.add(kind)
@@ -426,6 +435,7 @@ class Parameters:
         self._stepping.copies = {}
         self._stepping.sampled = []
         self._parameters.may_be_outdated = True
+        self.local_gradients.look_again()
 
 
 def kinds_of(slot: Slot, tensor: torch.Tensor, kinds: tuple[str, ...]) -> list[str]:

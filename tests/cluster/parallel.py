@@ -9,13 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 import hookstats
-from hookstats._warn import warn
-from hookstats.cluster.agreement import Agreement
-from hookstats.cluster.flat import Flat, merge
-from hookstats.cluster.groups import checked_placements, group_of
-from hookstats.cluster.packing import Packer
-from hookstats.cluster.placements import Placements
-from hookstats.cluster.table import Table, Tables
+from hookstats.cluster.groups import group_of
+from hookstats.cluster.joining import Joined
 from hookstats.watch import scalars
 from hookstats.watch.drain import Drain
 from tests import reference
@@ -67,26 +62,17 @@ class Kept:
 def merged(monitor: hookstats.Monitor, model: nn.Module, group: Any = None, placements: Any = None) -> Any:
     """The snapshot of all ranks of the group; what was warned of meanwhile."""
     store = monitor._store
-    ranks = group_of(dist.group.WORLD if group is None else group)
     names = [entry.site.name for entry in store.entries]
     drained = Drain(store).begin(scalars.Kept.of(0, scalars.Scalars({})), clear=False).finish()
     with hearing() as told:
-        wanted = Placements(model, ranks, checked_placements(placements, ranks, names), warn)
-        table, shards = Tables(1 << 28, False).table_of(
-            drained, wanted.placing({e.site: e.held for e in store.entries})
-        )
-    texts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(texts, table.text)
-    lowest: dict[bytes, int] = {}
-    for rank in ranks.ranks:
-        lowest.setdefault(texts[rank], rank)
-    tables = {text: Table.from_text(text) for text in lowest}
-    agreement = Agreement([(rank, tables[text]) for text, rank in lowest.items()])
-    packer = Packer(agreement, dist.get_rank())
-    flats: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(flats, tuple(packer.pack(drained, tables[table.text], shards)))
-    snapshot = packer.unpack(merge([Flat(*flats[rank]) for rank in ranks.ranks]), drained).snapshot()
-    return snapshot, told, agreement
+        world = dist.group.WORLD if group is None else group
+        joined = Joined(model, world, placements, names, False, 1 << 28, 60.0)
+        joined.submit(drained, {entry.site: entry.held for entry in store.entries})
+        joined.wait(60.0)
+        (whole,) = joined.arrived()
+        joined.close()
+    assert whole.ranks.present == tuple(sorted(group_of(world).ranks))
+    return whole.snapshot(), told
 
 
 def rows_of(tensors: list[torch.Tensor], dim: int) -> torch.Tensor:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,14 +10,13 @@ import torch
 
 import hookstats
 from hookstats import Site
-from hookstats.cluster.agreement import Agreement
-from hookstats.cluster.flat import MERGES, Flat, merge
-from hookstats.cluster.packing import Packer
-from hookstats.cluster.table import Placed, Placing, ShardRange, Table, Tables, whole
+from hookstats.cluster.packing import First, Packer
+from hookstats.cluster.union import Placed, Placing, Share, Tables, Union, whole
 from hookstats.numbers.blocks import Drained, Layout, Part, Row
 from hookstats.numbers.fields import Bins, histogram_shape
 
 BUDGET = 1 << 28
+NO_PEERS: Mapping[Site, tuple[int, ...]] = {}
 
 
 class Here(NamedTuple):
@@ -60,9 +58,9 @@ def placing_of(sites: Mapping[Site, Here]) -> Placing:
     return lambda row: sites[row.site].placed or whole(row)
 
 
-def shard(channels: int, offset: int, replicas: str | int = "each", counts: bool = True) -> Placed:
+def shard(channels: int, offset: int, owners: str | int = "each", counts: bool = True) -> Placed:
     """Of channels that lie side by side on a mesh; calls are those of the first."""
-    return Placed(channels, replicas, ShardRange(offset, counts, offset == 0))
+    return Placed(channels, owners, Share(offset, counts, offset == 0))
 
 
 class Job:
@@ -76,43 +74,27 @@ class Job:
         spread: bool = False,
     ) -> None:
         self.steps = list(steps)
-        self._made = [
-            Tables(budget, spread).table_of(step, placing)
+        self.local = [
+            Tables(budget, spread).local(step, placing)
             for step, placing in zip(steps, placings or [whole] * len(steps), strict=True)
         ]
-        distinct: dict[int, tuple[int, Table]] = {}
-        for rank, (table, _) in enumerate(self._made):
-            distinct.setdefault(table.checksum, (rank, Table.from_text(table.text)))
-        self.agreement = Agreement(list(distinct.values()), range(len(self.steps)))
-        self.packers = [Packer(self.agreement, rank) for rank in range(len(steps))]
+        self.union = Union([each.text for each in self.local], range(len(self.steps)))
+        self.packers = [Packer(self.union, rank, {}) for rank in range(len(steps))]
 
-    def flats(self) -> list[Flat]:
-        packed = zip(self.packers, self.steps, self._made, strict=True)
-        return [packer.pack(step, *made) for packer, step, made in packed]
-
-    def merged(self, by: Callable[[Sequence[Flat]], Flat] = merge, rank: int = 0) -> Drained:
-        """As this rank has it."""
-        return self.packers[rank].unpack(by(self.flats()), self.steps[rank])
+    def merged(self, rank: int = 0, learned: Mapping[Site, tuple[int, ...]] = NO_PEERS) -> Drained:
+        """As this rank has it, by what `Merging` exchanges."""
+        parts = [
+            packer.part(step, local) for packer, step, local in zip(self.packers, self.steps, self.local, strict=True)
+        ]
+        own = [part.first(step, learned) for part, step in zip(parts, self.steps, strict=True)]
+        with np.errstate(invalid="ignore"):  # a scalar that is infinite
+            sums = np.sum([each.all_sums for each, *_ in own], 0)
+        extremes = np.max([each.all_extremes for each, *_ in own], 0)
+        self.first = First(self.packers[rank].shape, sums, extremes)
+        seconds = [part.second(each, self.first) for part, each in zip(parts, own, strict=True)]
+        second, ranks = np.sum([each for each, _ in seconds], 0), np.max([each for _, each in seconds], 0)
+        return self.packers[rank].unpack(self.first, second, ranks, self.steps[rank])
 
 
 def job_of(sites: Sequence[Mapping[Site, Here]], bins: Bins | None = None, **how: Any) -> Job:
     return Job([drained(each, bins) for each in sites], [placing_of(each) for each in sites], **how)
-
-
-def tree(fan: int) -> Callable[[Sequence[Flat]], Flat]:
-    """Merges groups of this many, then the groups; each member of a group some of the elements."""
-
-    def group(flats: Sequence[Flat]) -> Flat:
-        merged = []
-        for of, parts in zip(MERGES, zip(*flats, strict=True), strict=True):
-            cuts = [len(parts[0][0]) * i // len(flats) for i in range(len(flats) + 1)]
-            slices = [of([part[:, a:b] for part in parts]) for a, b in pairwise(cuts)]
-            merged.append(np.concatenate(slices, axis=1))
-        return Flat(*merged)
-
-    def of(flats: Sequence[Flat]) -> Flat:
-        while len(flats) > 1:
-            flats = [group(flats[i : i + fan]) for i in range(0, len(flats), fan)]
-        return flats[0]
-
-    return of

@@ -12,45 +12,35 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import hookstats
 from hookstats import Site
-from hookstats.cluster.flat import Flat, merge
-from hookstats.cluster.packing import LocalStep, StepPacking
-from hookstats.cluster.table import Placed, ShardRange, Table, Tables
+from hookstats.cluster.union import Placed, Share
 from hookstats.numbers.snapshot import Snapshot
 from tests import ranks
-from tests.cluster.steps import Here, drained, placing_of
+from tests.cluster.steps import Here, job_of
 from tests.plain import hearing
 
 SITE = Site("norm", "output")
 
 
-class Job:
+class Ranks:
     """Four ranks, dp x tp, over several steps."""
 
     def __init__(self) -> None:
-        self.steps = [StepPacking(rank, Tables(1 << 28, False)) for rank in range(4)]
+        self.apart: list[dict[Site, None]] = [{} for _ in range(4)]
 
-    def merged(self, values: list[torch.Tensor | None], absent: tuple[int, ...] = ()) -> list[Snapshot]:
-        """By all ranks; absent: those that do not come to see what was merged."""
+    def merged(self, values: list[torch.Tensor | None]) -> list[Snapshot]:
+        """By all ranks."""
         made = []
         for rank, each in enumerate(values):
             apart = Site("norm", f"output[tp={rank % 2}]")
-            placed = Placed(3, "each", ShardRange(group=rank // 2 * 2), apart)
-            sites = {SITE: Here(each, 3, placed=placed)}
-            made.append(LocalStep(drained(sites), placing_of(sites)))
-        tables: dict[bytes, int] = {}
-        for rank, step in enumerate(made):
-            tables.setdefault(self.steps[rank].table(step)[1], rank)
-        listed = [(rank, text) for text, rank in tables.items()]
-        flats = [Flat(*steps.pack(step, listed)) for steps, step in zip(self.steps, made, strict=True)]
-        whole = merge(flats)
-        return [
-            steps.unpack(list(whole), step, listed).drained.snapshot()
-            for rank, (steps, step) in enumerate(zip(self.steps, made, strict=True))
-            if rank not in absent
-        ]
+            placed = Placed(3, "each", Share(peers=(rank // 2 * 2, rank // 2 * 2 + 1)), apart)
+            made.append({SITE: Here(each, 3, placed=placed)})
+        job = job_of(made)
+        for packer, apart in zip(job.packers, self.apart, strict=True):
+            packer.apart = apart
+        return [job.merged(rank).snapshot() for rank in range(4)]
 
-    def names(self, *values: Any, absent: tuple[int, ...] = ()) -> list[str]:
-        first, *others = [[site.tensor for site in each] for each in self.merged(list(values), absent)]
+    def names(self, *values: Any) -> list[str]:
+        first, *others = [[site.tensor for site in each] for each in self.merged(list(values))]
         assert all(each == first for each in others)
         return first
 
@@ -60,7 +50,7 @@ APART = ["output[tp=0]", "output[tp=1]"]
 
 
 def test_ranks_that_hold_the_same_in_each_data_parallel_group_count_once() -> None:
-    (snapshot, *_) = Job().merged([A, A, B, B])
+    (snapshot, *_) = Ranks().merged([A, A, B, B])
     assert list(snapshot) == [SITE]
     once = hookstats.measure(torch.cat([A, B], 1), channel_dim=0)
     assert snapshot[SITE].calls == 2
@@ -70,39 +60,27 @@ def test_ranks_that_hold_the_same_in_each_data_parallel_group_count_once() -> No
 
 
 def test_one_rank_that_differs_keeps_all_apart_also_where_groups_hold_the_same_the_other_way_round() -> None:
-    assert Job().names(A, A, B, C) == APART
-    assert Job().names(A, B, B, A) == APART
+    assert Ranks().names(A, A, B, C) == APART
+    assert Ranks().names(A, B, B, A) == APART
 
 
-def test_a_site_is_apart_from_its_first_difference_on_told_once_though_it_is_the_same_again() -> None:
-    job = Job()
+def test_a_site_is_apart_from_its_first_difference_on_though_it_is_the_same_again() -> None:
+    job = Ranks()
     assert job.names(A, A, B, B) == ["output"]
-    assert not any(steps.notes for steps in job.steps)
     assert job.names(A, C, B, D) == APART
     assert job.names(A, A, B, B) == APART
-    for steps in job.steps:
-        (note,) = steps.notes
-        assert "norm output as norm output[tp=0] and norm output[tp=1]" in note
 
 
-def test_a_rank_that_did_not_see_the_difference_learns_of_it_with_the_next_step() -> None:
-    job = Job()
-    assert job.names(A, C, B, D, absent=(0, 3)) == APART
-    assert job.names(A, A, B, B) == APART
+def test_swapped_channels_are_a_difference() -> None:
+    assert Ranks().names(A, A.flip(0), B, B) == APART
 
 
 def test_zeros_and_nothing_are_no_difference() -> None:
-    job, zeros = Job(), torch.zeros(3, 5)
+    job, zeros = Ranks(), torch.zeros(3, 5)
     assert job.names(zeros, zeros, zeros, zeros) == ["output"]
     assert job.names(None, None, None, None) == ["output"]
     assert job.names(A, A, None, None) == ["output"]
     assert job.names(A, None, B, None) == APART
-
-
-def test_a_table_says_what_its_rows_are_kept_apart_of() -> None:
-    sites = {SITE: Here(A, 3, placed=Placed(3, "each", ShardRange(group=0), Site("norm", "output[tp=0]")))}
-    table, _ = Tables(1 << 28, False).table_of(drained(sites), placing_of(sites))
-    assert [row.apart_of for row in Table.from_text(table.text).rows] == ["output"]
 
 
 class Block(nn.Module):
@@ -155,4 +133,5 @@ def test_two_by_two_ranks_have_the_names_and_numbers_of_the_model_in_one_process
             f"{name}.act {kind}" for name in "12" for kind in ("output", "grad_output")
         }
         assert far < 1e-5, far
-        assert len(told) == 1
+        (note,) = told
+        assert "They are kept apart from this step on" in note

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from hookstats import ExponentBins, LinearBins, Snapshot
-from hookstats.cluster.flat import MERGES, Flat, merge
-from hookstats.cluster.table import Placed, ShardRange
+from hookstats.cluster.union import Placed, Share
 from hookstats.numbers.blocks import Drained, Layout, Part, Row
 from hookstats.numbers.fields import FIELDS, STATISTICS, Bins, Site, Skipped, Stats, histogram_shape
 from hookstats.records.ranks import merged_snapshot
@@ -19,7 +18,7 @@ from hookstats.records.wire import of_step, step_from
 from hookstats.results import SiteStats
 from hookstats.rules import judge
 from tests import reference
-from tests.cluster.steps import Here, Job, drained, job_of, placing_of, shard, tree
+from tests.cluster.steps import Here, Job, drained, job_of, placing_of, shard
 from tests.conftest import BINS, HISTOGRAMS
 
 A, B, C = Site("a", "output"), Site("b", "output"), Site("c", "grad_output")
@@ -63,10 +62,6 @@ def check_histogram(stats: SiteStats, rows: torch.Tensor, bins: Bins | None) -> 
         np.testing.assert_array_equal(stats.histogram.counts, reference.exponent_counts(values.ravel()))
 
 
-def same_bits(a: Flat, b: Flat) -> bool:
-    return all(x.tobytes() == y.tobytes() for x, y in zip(a, b, strict=True))
-
-
 @pytest.mark.parametrize("apart", [1e3, 1e4])
 @pytest.mark.parametrize("histogram", HISTOGRAMS)
 def test_data_parallel_ranks_whose_means_are_far_apart_are_as_one_process(histogram: str, apart: float) -> None:
@@ -84,41 +79,25 @@ def test_data_parallel_ranks_whose_means_are_far_apart_are_as_one_process(histog
         assert snapshot[site].calls == 4
 
 
-@pytest.mark.parametrize("fan", [2, 3])
-def test_a_tree_gives_what_one_merge_of_all_gives_and_always_the_same_bits(fan: int) -> None:
-    parts = [{A: Here(draw(rank, 12, mean=1e3 * rank)), B: Here(draw([rank, 1], 1))} for rank in range(7)]
-    parts[4][A] = Here(channels=12)
-    ranks = job_of(parts, ExponentBins(), spread=True)
-    flat, by_tree = merge(ranks.flats()), tree(fan)(ranks.flats())
-    assert same_bits(by_tree, tree(fan)(ranks.flats()))
-    for name, one, other in zip(Flat._fields, flat, by_tree, strict=True):
-        if name == "columns":
-            exact = [FIELDS.index(each) for each in (*COUNTED[:-1],)]
-            np.testing.assert_array_equal(one[exact], other[exact])
-            np.testing.assert_allclose(other, one, 1e-12)
-        else:
-            np.testing.assert_array_equal(one, other)
-
-
-def test_the_bits_do_not_depend_on_how_the_elements_are_cut() -> None:
-    ranks = job_of([{A: Here(draw(rank, 37, mean=rank)), B: Here(draw([rank, 1], 5))} for rank in range(9)], None)
-    flats = ranks.flats()
-    want = merge(flats)
-    for width in (1, 2, 5, 16):
-        for of, parts, section in zip(MERGES, zip(*flats, strict=True), want, strict=True):
-            n = section.shape[1]
-            shards = [of([part[:, i : i + width] for part in parts]) for i in range(0, n, width)]
-            assert b"".join(np.concatenate([*shards, section[:, :0]], 1)) == section.tobytes()
-
-
-def test_what_one_rank_alone_has_stays_to_the_bit_and_what_none_has_is_empty() -> None:
+def test_what_one_rank_alone_has_stays_and_what_none_has_is_empty() -> None:
     parts = [draw(rank, 64, n=300, mean=0.1) for rank in range(3)]
     layouts = [{A: Here(values, placed=shard(256, 64 * rank))} for rank, values in enumerate(parts)]
     layouts.append({A: Here(channels=64, placed=shard(256, 192))})
     alone = np.concatenate([drained(each).columns.state(0) for each in layouts], 1)
-    assert (alone[0] * alone[1] / np.maximum(alone[0], 1) != alone[1]).any()
-    for by in (merge, tree(2)):
-        assert job_of(layouts).merged(by).columns.state(0).tobytes() == alone.tobytes()
+    merged = job_of(layouts).merged().columns.state(0)
+    np.testing.assert_allclose(merged, alone, 1e-14)
+    exact = [FIELDS.index(name) for name in FIELDS if name not in ("mean", "m2")]
+    assert merged[exact].tobytes() == alone[exact].tobytes()
+
+
+def test_equal_values_on_all_ranks_have_no_deviation() -> None:
+    for values in (0.1, 3.7e5, -1e-30):
+        (site,) = (
+            job_of([{A: Here(torch.full((2, 7 + rank), values))} for rank in range(3)]).merged().snapshot().values()
+        )
+        assert (site.channels.mean == np.float32(values)).all()
+        assert (site.channels.var == 0).all()
+        assert site.total.var == 0
 
 
 @pytest.mark.parametrize("histogram", HISTOGRAMS)
@@ -165,7 +144,7 @@ def test_a_parameter_counts_once_whoever_holds_it() -> None:
             {
                 plain: Here(values[0], is_parameter=True),
                 sharded: Here(values[1][4 * half :][:4], is_parameter=True, placed=shard(8, 4 * half, rank - half)),
-                left: Here(values[2], placed=Placed(8, "each", ShardRange(0, half == 0, half == 0))),
+                left: Here(values[2], placed=Placed(8, "each", Share(0, half == 0, half == 0))),
             }
         )
     merged = job_of(sites, ExponentBins()).merged().snapshot()
@@ -201,8 +180,8 @@ def test_a_site_of_which_ranks_have_other_channels_is_merged_as_totals_and_named
     for bins in BINS.values():
         rows = [draw(0, 6), draw(1, 4)]
         ranks = job_of([{A: Here(each), B: Here(each[:2])} for each in rows], bins)
-        assert ranks.agreement.unlike == [A]
-        assert ranks.agreement.notes == ["not all ranks have the same channels of a output: merged as totals"]
+        assert ranks.union.unlike == [A]
+        assert ranks.union.notes == ["not all ranks have the same channels of a output: merged as totals"]
         stats = ranks.merged().snapshot()[A]
         assert stats.channels is None
         everything = torch.cat([each.reshape(1, -1) for each in rows], 1)
@@ -210,9 +189,9 @@ def test_a_site_of_which_ranks_have_other_channels_is_merged_as_totals_and_named
         check_histogram(stats, everything, bins)
         check(ranks.merged().snapshot()[B], torch.cat([each[:2] for each in rows], 1))
     other_dim = job_of([{A: Here(rows[0], dim=1)}, {A: Here(rows[0], dim=-1)}])
-    assert other_dim.agreement.unlike == [A]
+    assert other_dim.union.unlike == [A]
     one_knows = job_of([{A: Here(rows[0], dim=1)}, {A: Here(rows[0], dim=None)}])
-    assert one_knows.agreement.unlike == []
+    assert one_knows.union.unlike == []
     for snapshot in (one_knows.merged().snapshot(), merged_snapshot([step.snapshot() for step in one_knows.steps])):
         assert snapshot[A].channel_dim == 1
 
@@ -227,7 +206,7 @@ def test_a_rank_that_has_not_seen_a_sites_channels_folds_them_only_where_it_meas
             check_histogram(merged[A], wide, bins)
             assert merged[A].channel_dim == 0
         ranks = job_of([{A: Here(narrow, keeps=False), B: Here(wide)}, {A: Here(wide), B: Here(wide)}], bins)
-        assert ranks.agreement.unlike == []
+        assert ranks.union.unlike == []
         merged = ranks.merged().snapshot()
         everything = torch.cat([narrow.reshape(1, -1), wide.reshape(1, -1)], 1)
         check(merged[A], everything, keeps=False)
@@ -252,19 +231,19 @@ def test_more_than_the_budget_is_merged_as_totals_then_without_histograms() -> N
     rows = [draw(rank, 64) for rank in range(2)]
     sites = [{A: Here(each), B: Here(each[:1])} for each in rows]
     for bins in (ExponentBins(), ExponentBins(True)):
-        full = job_of(sites, bins).agreement
+        full = job_of(sites, bins).union
         assert full.notes == []
         totals = job_of(sites, bins, budget=full.bytes - 1)
-        assert [row.channels for row in totals.agreement.rows] == [1, 1]
-        assert [note.split(",")[0] for note in totals.agreement.notes] == [
+        assert [row.channels for row in totals.union.rows] == [1, 1]
+        assert [note.split(",")[0] for note in totals.union.notes] == [
             f"channels of all ranks would take {full.bytes} bytes"
         ]
         stats = totals.merged().snapshot()[A]
         assert stats.channels is None
         check(stats, torch.cat(rows, 1), keeps=False)
         check_histogram(stats, torch.cat([each.reshape(1, -1) for each in rows], 1), bins)
-        least = job_of(sites, bins, budget=totals.agreement.bytes - 1)
-        assert len(least.agreement.notes) == 2
+        least = job_of(sites, bins, budget=totals.union.bytes - 1)
+        assert len(least.union.notes) == 2
         assert least.merged().snapshot()[A].histogram is None
         check(least.merged().snapshot()[A], torch.cat(rows, 1), keeps=False)
 
@@ -316,19 +295,18 @@ def test_the_extremes_of_the_ranks_are_told_with_the_lowest_rank_that_has_them()
     sites[2][A].values[0, :2] = torch.nan
     sites[1] = {B: Here(draw(1, 3)), C: Here(torch.full((1, 3), torch.nan, dtype=torch.float64))}
     ranks = job_of(sites, spread=True)
-    for by in (merge, tree(2)):
-        merged = ranks.merged(by)
-        assert merged.columns.sites == [A, B, C]
-        assert list(merged.spread) == ["rms", "abs_max", "mean", "nonfinite"]
-        alone = [drained({A: rank[A]}).snapshot()[A].total if A in rank else None for rank in sites]
-        rms = [np.nan if stats is None else stats.rms for stats in alone]
-        of_rms = merged.spread["rms"]
-        assert (of_rms.min[0], of_rms.min_rank[0]) == (np.nanmin(rms), np.nanargmin(rms))
-        assert (of_rms.max[0], of_rms.max_rank[0]) == (np.nanmax(rms), 3)
-        assert [each[1] for each in of_rms] == [rms_of(sites[1][B]), 1, rms_of(sites[1][B]), 1]
-        np.testing.assert_equal([each[2] for each in of_rms], [np.nan, -1, np.nan, -1])
-        assert [each.tolist() for each in merged.spread["nonfinite"]] == [[0, 0, 3], [0, 1, 1], [2, 0, 3], [2, 1, 1]]
-        assert merged.spread["mean"].min_rank.dtype == np.int64
+    merged = ranks.merged()
+    assert merged.columns.sites == [A, B, C]
+    assert list(merged.spread) == ["rms", "abs_max", "mean", "nonfinite"]
+    alone = [drained({A: rank[A]}).snapshot()[A].total if A in rank else None for rank in sites]
+    rms = [np.nan if stats is None else stats.rms for stats in alone]
+    of_rms = merged.spread["rms"]
+    assert (of_rms.min[0], of_rms.min_rank[0]) == (np.nanmin(rms), np.nanargmin(rms))
+    assert (of_rms.max[0], of_rms.max_rank[0]) == (np.nanmax(rms), 3)
+    assert [each[1] for each in of_rms] == [rms_of(sites[1][B]), 1, rms_of(sites[1][B]), 1]
+    np.testing.assert_equal([each[2] for each in of_rms], [np.nan, -1, np.nan, -1])
+    assert [each.tolist() for each in merged.spread["nonfinite"]] == [[0, 0, 3], [0, 1, 1], [2, 0, 3], [2, 1, 1]]
+    assert merged.spread["mean"].min_rank.dtype == np.int64
     assert job_of(sites).merged().spread == {}
 
 
@@ -395,7 +373,7 @@ def wander(seed: int, bins: Bins | None, rank: int) -> Drained:
 
 
 def counted_by_all(row: Row) -> Placed:
-    return Placed(row.parts[-1].channels, "each", ShardRange())
+    return Placed(row.parts[-1].channels, "each", Share())
 
 
 @pytest.mark.parametrize("histogram", ["none", "per_tensor", "per_channel", "linear_per_channel"])
@@ -404,53 +382,51 @@ def test_any_ranks_merge_as_their_recordings_do(seed: int, histogram: str) -> No
     steps = [wander(seed, BINS[histogram], rank) for rank in range(5)]
     ranks = Job(steps, [counted_by_all] * 5)
     want = merged_snapshot([step.snapshot() for step in steps])
-    unlike, folded = set(ranks.agreement.unlike), 0
-    for by in (merge, tree(2)):
-        got = ranks.merged(by).snapshot()
-        assert set(got) == set(want)
-        assert got.order == want.order
-        assert (got.grad_scale, got.overflowed) == (want.grad_scale, want.overflowed)
-        assert got.scalars == pytest.approx(want.scalars, rel=1e-14)
-        for site, stats in want.items():
-            here = got[site]
-            assert (here.calls, here._scale) == (stats.calls, stats._scale)
-            if not stats.calls:
-                continue
-            of_histogram = None if stats._histogram is None else stats._histogram
-            pairs = [(here.total, stats.total)]
-            if site in unlike:  # also where those that differ were silent
-                if of_histogram is not None and of_histogram.ndim == 2:
-                    of_histogram = of_histogram.sum(0, keepdims=True)
-            else:
-                assert here._per_channel == stats._per_channel
-                assert stats.channel_dim in (None, here.channel_dim)  # a rank that was silent may know it
-                assert here._measured.shape == stats._measured.shape
-                pairs.append((Stats(here._moments), Stats(stats._moments)))
-                folded += here._measured.shape[1] == 1 < here.calls
-            np.testing.assert_equal(here._histogram, of_histogram)
-            for one, other in pairs:
-                for name in STATISTICS:
-                    tolerance = 0 if name in COUNTED else 1e-12
-                    np.testing.assert_allclose(getattr(one, name), getattr(other, name), tolerance, err_msg=str(site))
+    unlike, folded = set(ranks.union.unlike), 0
+    got = ranks.merged().snapshot()
+    assert set(got) == set(want)
+    assert got.order == want.order
+    assert (got.grad_scale, got.overflowed) == (want.grad_scale, want.overflowed)
+    assert got.scalars == pytest.approx(want.scalars, rel=1e-14)
+    for site, stats in want.items():
+        here = got[site]
+        assert (here.calls, here._scale) == (stats.calls, stats._scale)
+        if not stats.calls:
+            continue
+        of_histogram = None if stats._histogram is None else stats._histogram
+        pairs = [(here.total, stats.total)]
+        if site in unlike:  # also where those that differ were silent
+            if of_histogram is not None and of_histogram.ndim == 2:
+                of_histogram = of_histogram.sum(0, keepdims=True)
+        else:
+            assert here._per_channel == stats._per_channel
+            assert stats.channel_dim in (None, here.channel_dim)  # a rank that was silent may know it
+            assert here._measured.shape == stats._measured.shape
+            pairs.append((Stats(here._moments), Stats(stats._moments)))
+            folded += here._measured.shape[1] == 1 < here.calls
+        np.testing.assert_equal(here._histogram, of_histogram)
+        for one, other in pairs:
+            for name in STATISTICS:
+                tolerance = 0 if name in COUNTED else 1e-12
+                np.testing.assert_allclose(getattr(one, name), getattr(other, name), tolerance, err_msg=str(site))
     assert unlike
     assert folded
 
 
-@pytest.mark.parametrize("by", [merge, tree(2), tree(3)])
-def test_ids_of_samples_are_those_of_all_ranks_one_after_the_other(by: Any) -> None:
+def test_ids_of_samples_are_those_of_all_ranks_one_after_the_other() -> None:
     """Ranks may give other numbers of them, or none; those of earlier steps stay this rank's own."""
     sites = {A: Here(torch.ones(2, 3))}
     given = [{3: [7, -1], 2: [5]}, {}, {3: [0, 2**62, 9]}, {3: []}]
     steps = [drained(sites, sample_ids={n: np.array(ids, np.int64) for n, ids in each.items()}) for each in given]
     job = Job(steps)
     for rank in range(4):
-        ids = {n: each.tolist() for n, each in job.merged(by, rank).sample_ids.items()}
+        ids = {n: each.tolist() for n, each in job.merged(rank).sample_ids.items()}
         assert ids == {**given[rank], 3: [7, -1, 0, 2**62, 9]}
 
 
 def test_ids_of_samples_that_would_take_too_much_are_this_ranks_own_and_a_note_says_so() -> None:
     sites = {A: Here(torch.ones(2, 3))}
     job = Job([drained(sites, sample_ids={3: np.arange(1 << 20)}), drained(sites)])
-    assert job.agreement.notes == ["2097152 sample_ids of a step are too many: not merged"]
+    assert job.union.notes == ["2097152 sample_ids of a step are too many: not merged"]
     assert job.merged().sample_ids[3].shape == (1 << 20,)
     assert job.merged(rank=1).sample_ids == {}

@@ -212,10 +212,9 @@ def two_dimensions(rank: int, world: int) -> None:
     placements = {"1": (Shard(0), Shard(-1)), "2": (Shard(0), Replicate())}
     monitor, kept = attached(model, process_group=hookstats.Ranks(mesh, placements=placements)), Kept(model, MLP)
     trained(monitor, model, batch(rank // 2), kept)
-    _, _, agreement = merged(monitor, model, mesh["dp"])  # the ranks of one slice of the weights alone
-    widths = {row.site: row.channels for row in agreement.rows}
-    assert widths["0.weight", "param"] == 8
-    assert widths["2.weight", "param"] == 7
+    slice_of, _ = merged(monitor, model, mesh["dp"])  # the ranks of one slice of the weights alone
+    assert slice_of.columns.stats(slice_of.columns.place["0.weight", "param"])._measured.shape[1] == 8
+    assert slice_of.columns.stats(slice_of.columns.place["2.weight", "param"])._measured.shape[1] == 7
     rows, channels, matrix = [[0], [2]], [[0, 1], [2, 3]], [[0, 2, 1, 3]]
     lines = {"0": channels, "1": channels, "2": rows, "0.weight": matrix, "2.weight": [[0, 2], [1, 3]], "2.bias": rows}
     lines["0.bias"] = [[r] for r in range(4)]
@@ -365,7 +364,7 @@ def compiled(rank: int, world: int) -> None:
         monitor = monitor or hookstats.attach(model, **settings)
         with hearing() as told:
             torch.compile(model, backend="aot_eager", fullgraph=True)(batch(1)).float().square().mean().backward()
-            snapshot, _, _ = merged(monitor, model)
+            snapshot, _ = merged(monitor, model)
             assert any("P(sum)" in each.reason for each in monitor.skipped.values()) == attach_first
         assert any("P(sum)" in each for each in told) == attach_first
         parts = kept.gathered()

@@ -19,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from hookstats._warn import warn
 from hookstats.cluster.groups import Axis, Group, checked_placements, group_of
 from hookstats.cluster.placements import Placements, cuts_of, part_of
-from hookstats.cluster.table import Placed
+from hookstats.cluster.union import Placed
 from hookstats.modules.sharding import LocalShard, Sharding
 from hookstats.numbers import blocks
 from hookstats.numbers.fields import Site
@@ -112,11 +112,11 @@ def test_a_group_of_some_of_a_meshs_ranks_merges_what_these_hold() -> None:
         assert placed(model, ("weight", "param"), held)[:2] == (8, 0)
         found = placed(model, ("weight", "param"), held, mesh["dp"])
         assert found.channels == 4  # the rows 4 to 7
-        assert found.shard.offset == 2
-        assert found.replicas == 1
+        assert found.share.offset == 2
+        assert found.owners == 1
         norm = LocalShard(1, Sharding(mesh, (Shard(0), Replicate()), 0, 2))
-        assert not placed(model, ("bias", "param"), norm).shard.counts
-        assert placed(model, ("bias", "param"), norm, mesh["dp"]).shard.counts
+        assert not placed(model, ("bias", "param"), norm).share.counts
+        assert placed(model, ("bias", "param"), norm, mesh["dp"]).share.counts
 
 
 def test_where_a_dimension_is_counted_from_another_end_it_is_told() -> None:
@@ -124,10 +124,10 @@ def test_where_a_dimension_is_counted_from_another_end_it_is_told() -> None:
         model = nn.Linear(4, 6)
         for wanted, channels, site in ((Shard(-1), 12, None), (Shard(0), 6, None), (Shard(-2), 6, None)):
             found = placed(model, ("", "output"), LocalShard(6, None), wanted={"": wanted})
-            assert (found.channels, found.site, found.replicas) == (channels, site, "each")
+            assert (found.channels, found.site, found.owners) == (channels, site, "each")
         assert placed(model, ("weight", "param"), LocalShard(6, None), wanted={"weight": Shard(-2)}).channels == 12
         assert placed(model, ("weight", "param"), LocalShard(6, None), wanted={"weight": Shard(1)}).channels == 6
-        assert not placed(model, ("", "output"), LocalShard(6, None), wanted={"": Replicate()}).shard.counts
+        assert not placed(model, ("", "output"), LocalShard(6, None), wanted={"": Replicate()}).share.counts
         with hearing() as told:
             found = placed(model, ("", "output"), LocalShard(6, None), wanted={"": Shard(1)})
         assert found.site == Site("", "output[rank=1]")

@@ -186,7 +186,7 @@ def of_a_script(rank: int, world: int, script: str) -> str:
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks of torchrun are forked from one process, so that one alone imports torch, and not four.
 
-    tests/cluster/test_tree.py has ranks that torchrun starts.
+    tests/cluster/test_exchange.py has ranks that torchrun starts.
     """
     started = subprocess.run
 

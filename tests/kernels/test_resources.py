@@ -17,7 +17,7 @@ RECORD = Path(hookstats.__file__).with_name("_built.json")
 # (kBlocksAtOnce in csrc/cuda/block.h), and are bound by what they take. The first pattern that a kernel's name shows
 # decides.
 MOST_REGISTERS = {
-    r"(blocks|checksum)_kernel": 64,
+    r"blocks_kernel": 64,
     r"sample_kernel": 64,
     r"softmax_kernelIdLi17": 255,  # doubles, and the largest 17 of them in registers
     r"softmax_kernel(Id|.*Li17)": 128,

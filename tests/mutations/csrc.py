@@ -82,20 +82,6 @@ MUTANTS = [
         f"tests/kernels/test_rows.py {ON_CPU.format('every_mask')}",
     ),
     Mutant(
-        "a word of the checksum is not mixed to its end",
-        "csrc/checksum.h",
-        "return x ^ x >> 33;",
-        "return x;",
-        f"tests/kernels/test_checksums.py {ON_CPU.format('every_dtype')}",
-    ),
-    Mutant(
-        "the checksum of words does not tell their places",
-        "csrc/checksum.h",
-        "(uint64_t(word) + 1) * kPlaceStep",
-        "kPlaceStep",
-        "tests/kernels/test_checksums.py -k swapped_elements",
-    ),
-    Mutant(
         "the first logit's probability is the largest one's",
         "csrc/softmax.h",
         "acc_t(exp(sum_t(first) - sum_t(max)) / sum)",
@@ -341,13 +327,6 @@ MUTANTS = [
         "data[sample_place(tensor.count, i)]",
         "data[i]",
         f"tests/kernels/test_samples.py {ON_GPU.format('named_elements')}",
-    ),
-    Mutant(
-        "words in flight do not tell their places",
-        "csrc/cuda/checksum.cu",
-        "(place + k * kThreads * kPlaceStep)",
-        "place",
-        "tests/kernels/test_checksums.py -k cuda_on_cpu",
     ),
     Mutant(
         "a short block reads on behind its end",

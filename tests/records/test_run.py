@@ -423,7 +423,7 @@ def test_another_version_is_refused_with_what_to_do(kept: Path, tmp_path: Path) 
     (tmp_path / "rank=0").mkdir()
     (tmp_path / "rank=0" / "manifest.json").write_text(json.dumps(manifest))
     for read in (lambda: hookstats.load(tmp_path), lambda: Store(tmp_path / "rank=0")):
-        with pytest.raises(SchemaError, match=r"expected schema version 3 or 4, got 99: .* into another directory"):
+        with pytest.raises(SchemaError, match=r"expected schema version 5, got 99: .* into another directory"):
             read()
 
 

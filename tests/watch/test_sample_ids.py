@@ -15,7 +15,6 @@ import hookstats
 from hookstats import Snapshot
 from hookstats.numbers.blocks import Given
 from hookstats.records import wire
-from hookstats.records.manifest import _checksum
 from hookstats.records.ring import RingError
 from hookstats.rules import Finding
 from hookstats.rules.samples import named
@@ -154,32 +153,6 @@ def test_ranks_that_are_merged_afterwards_need_not_all_have_sample_ids(tmp_path:
     assert run.sample_ids(1).tolist() == [1, 2]
     with pytest.raises(KeyError, match="expected a step with which sample_ids were given, got 0"):
         run.sample_ids(0)
-
-
-def test_a_run_of_the_version_before_is_read_and_can_be_resumed(tmp_path: Path) -> None:
-    def trained() -> None:
-        net = model()
-        monitor = hookstats.attach(net, every=1, sinks=hookstats.record(tmp_path / "run", rules=[]))
-        train(monitor, net, range(2))
-        monitor.detach()
-
-    trained()
-    path = tmp_path / "run" / "rank=0" / "manifest.json"
-    body = json.loads(path.read_text())
-    assert body.pop("crc32") == _checksum(body)
-    assert body["schema"] == 4
-    assert body["parts"].pop("samples") == []
-    body["schema"] = 3
-    path.write_text(json.dumps(body | {"crc32": _checksum(body)}))
-    (path.parent / "samples").rmdir()
-    run = hookstats.load(tmp_path / "run")
-    assert run.steps == [0, 1]
-    assert run[1].sample_ids == {}
-    with pytest.raises(KeyError, match="sample_ids"):
-        run.sample_ids(1)
-    trained()
-    assert json.loads(path.read_text())["schema"] == 4
-    assert hookstats.load(tmp_path / "run").steps == [0, 1]
 
 
 def test_steps_that_no_measured_one_follows_come_at_detach() -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,8 +13,9 @@ from torch import nn
 from hookstats import _native
 from hookstats.modules.selection import clean_names
 from hookstats.modules.sharding import flattened, is_dtensor, unreduced
-from hookstats.numbers.kinds import kind_of
 
+_WORDS = 1 << 15  # that are read at a time, on a CPU
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _OUTSIDE = "outside"  # the piece of a rank that is not in the DTensor's mesh
 
 
@@ -28,10 +27,6 @@ class Replica(NamedTuple):
     form: str  # dtype and shape, of the whole
     piece: str  # which part of it: ranks that name the same one hold the same values
     local: torch.Tensor
-
-    @property
-    def is_of_optimizer(self) -> bool:
-        return kind_of(self.kind).is_update
 
 
 class Contents(NamedTuple):
@@ -120,44 +115,62 @@ def _unreadable(tensor: torch.Tensor, local: torch.Tensor) -> str | None:
     return None
 
 
-COLUMNS = 4  # of a table: the tensor, its form, its piece, its checksum
-
-
-def table_of(held: Sequence[Replica]) -> npt.NDArray[np.int64]:
-    """[tensors, COLUMNS]. The number of a tensor is odd where a rank may do without it: a part of an optimizer's
-    state, which optimizers that cut it keep on one rank."""
-    table = np.empty((len(held), COLUMNS), np.int64)
-    for row, each in zip(table, held, strict=True):
-        number = hash_of(f"{each.name} {each.kind}")
-        row[:3] = number & ~1 | each.is_of_optimizer, hash_of(each.form), hash_of(each.piece)
-    table[:, 3] = checksums([each.local for each in held])
-    return table
-
-
+@torch.no_grad()
 def checksums(tensors: Sequence[torch.Tensor]) -> npt.NDArray[np.int64]:
-    """64 bits that stand for those of each tensor, wherever it lies; one kernel on each device.
+    """64 bits that stand for those of each tensor, wherever it lies, in the order of its elements.
 
-    RuntimeError for a device that this build has no kernels for: left out, all of a model would seem to agree.
+    Words of 8 bytes w_i become the sum of fmix64(w_i + (i + 1) * golden), modulo 2^64, where fmix64, the finalizer of
+    MurmurHash3, is one to one: one flipped bit always makes another sum. Read a few words at a time, by torch's
+    operators.
     """
-    sums = np.empty(len(tensors), np.int64)
-    launched = []
+    sums = np.zeros(len(tensors), np.int64)
     for device in {each.device for each in tensors}:
-        if device.type != "cpu" and not (device.type == "cuda" and _native.HAS_CUDA):
-            raise RuntimeError(
-                f"hookstats: expected tensors on a device that this build has kernels for, got {device}: "
-                "`python -m hookstats doctor` says how to build them"
-            )
         here = [i for i, each in enumerate(tensors) if each.device == device]
-        launched.append((here, _native.checksums([tensors[i] for i in here])))
-    for here, found in launched:
+        at_once = _WORDS if device.type == "cpu" else 64 * _WORDS  # what a cache holds; what makes up for a launch
+        steps = torch.arange(1, at_once + 1, device=device) * _GOLDEN
+        found = torch.zeros(len(here), dtype=torch.int64, device=device)
+        owners, parts, size = list[int](), list[torch.Tensor](), 0
+        for n, i in enumerate(here):
+            for number, words in enumerate(_words(tensors[i]).split(at_once)):
+                if size + len(words) > at_once:
+                    _add_up(found, owners, parts)
+                    owners, parts, size = [], [], 0
+                owners.append(n)
+                parts.append(words + steps[: len(words)].add(_signed(number * at_once * _GOLDEN)))
+                size += len(words)
+        _add_up(found, owners, parts)
         sums[here] = found.cpu().numpy()
     return sums
 
 
-@lru_cache(1 << 16)  # the same tensors come again at every check
-def hash_of(text: str) -> int:
-    return digest_of(text.encode())
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """uint8 ``[bytes]``, in the order of the elements; a copy where these do not lie so."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
-def digest_of(content: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little", signed=True)
+def _words(tensor: torch.Tensor) -> torch.Tensor:
+    """int64; zeros fill the last one."""
+    content = bytes_of(tensor)
+    if len(content) % 8 or content.storage_offset() % 8:
+        content = torch.nn.functional.pad(content, (0, -len(content) % 8)).clone()
+    return content.view(torch.int64)
+
+
+def _add_up(sums: torch.Tensor, owners: list[int], parts: list[torch.Tensor]) -> None:
+    """Mixes the words and adds them to the sums of those that own them."""
+    if not parts:
+        return
+    words = torch.cat(parts) if len(parts) > 1 else parts[0]
+    for shift, factor in ((33, _signed(0xFF51AFD7ED558CCD)), (33, _signed(0xC4CEB9FE1A85EC53)), (33, 1)):
+        words.bitwise_xor_((words >> shift).bitwise_and_((1 << 64 - shift) - 1)).mul_(factor)
+    if len(parts) == 1:
+        sums[owners[0]] += words.sum()
+        return
+    lengths = torch.tensor([len(each) for each in parts], device=words.device)
+    owner = torch.tensor(owners, device=words.device).repeat_interleave(lengths, output_size=len(words))
+    sums.index_add_(0, owner, words)
+
+
+def _signed(bits: int) -> int:
+    """The int64 of these bits, modulo 2^64."""
+    return (bits + (1 << 63)) % (1 << 64) - (1 << 63)

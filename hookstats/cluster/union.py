@@ -1,0 +1,363 @@
+"""What a rank has to merge, and what all ranks have together: their sites, and where each lies. Pure numpy.
+
+All ranks that hold equal models have equal tables, whatever their own parts are: a table crosses the network once, and
+only where one has changed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from hashlib import blake2b
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+
+from hookstats.numbers import blocks
+from hookstats.numbers.blocks import COUNTERS, Drained, Layout, Part
+from hookstats.numbers.fields import FIELDS, Bins, Counts, Site, bins_from_json, bins_to_json, histogram_shape
+from hookstats.numbers.kinds import kind_of
+
+# Who counts, of the ranks that have a row: "each" (what they hold differs), "first" (all hold the same: the lowest of
+# them), or those whose number here, the lowest rank of the mesh on which a tensor lies, is the lowest of all.
+Owners: TypeAlias = str | int
+
+SPREAD = ("rms", "abs_max", "mean", "nonfinite")  # of which the ranks' extremes are told
+_NAMED = 5  # sites that a note names
+_MOST_IDS = 8 << 20  # bytes of the ids of samples of all ranks
+
+
+class TableRow(NamedTuple):
+    """A site as it is in the whole, when all ranks' parts are put together."""
+
+    site: Site
+    channels: int  # 1 where there are totals alone
+    counters: int  # of its histogram; 0 without one
+    keep_channels: bool
+    channel_dim: int | None
+    is_parameter: bool
+    owners: Owners
+    apart_of: str = ""  # the tensor that this is one rank's of, where it is not known whether others hold the same
+    group_size: int | None = None
+    is_known: bool = True  # of a parameter, whether it is known which ranks hold the same of it
+
+    @property
+    def is_narrow(self) -> bool:
+        """Totals alone; or no tensor has told its width yet."""
+        return self.channels == 1 and not self.keep_channels
+
+    @property
+    def compared_as(self) -> Site | None:
+        """Under which name ranks' states are compared; None: they are not."""
+        if self.apart_of:
+            return Site(self.site.name, self.apart_of)
+        kind = kind_of(self.site.tensor)
+        return self.site if kind.is_replicated and not kind.is_update and "[" not in self.site.tensor else None
+
+
+class Share(NamedTuple):
+    """A rank's own part of a site."""
+
+    offset: int = 0  # its first channel, in the whole
+    counts: bool = True  # False: another rank of the same mesh holds the same, and counts
+    leads: bool = True  # False: of the ranks that hold parts of one tensor, another one counts the calls
+    # The ranks, this one among them, that hold the same of it, or, of what is kept apart, may do so. (): not known.
+    peers: tuple[int, ...] = ()
+
+
+class Placed(NamedTuple):
+    """How a site of this rank lies in the whole."""
+
+    channels: int  # of the whole
+    owners: Owners
+    share: Share
+    site: Site | None = None  # under which it is merged, if not its own: apart from other ranks' tensors
+
+
+Placing: TypeAlias = Callable[[blocks.Row], Placed]
+
+
+def whole(row: blocks.Row) -> Placed:
+    """The placing of plain tensors: each rank has all channels; parameters are the same on all ranks."""
+    return Placed(row.parts[-1].channels, "first" if row.is_parameter else "each", Share())
+
+
+class Table(NamedTuple):
+    """What a rank has to merge."""
+
+    rows: tuple[TableRow, ...]
+    bins: Bins | None
+    scalars: tuple[str, ...] = ()  # names
+    unmeasured: tuple[Site, ...] = ()  # sites without a row, of which tensors were left out
+    budget: int = 1 << 28  # bytes that the whole may take on each rank
+    spread: bool = False  # whether the ranks' extremes are wanted
+    samples: int = 0  # how many ids of samples came with a step so far, at most
+
+    def to_text(self) -> bytes:
+        """JSON, the same for equal tables."""
+        bins = None if self.bins is None else bins_to_json(self.bins)
+        rows = [[*row.site, *row[1:]] for row in self.rows]
+        return json.dumps(self._replace(rows=rows, bins=bins), separators=(",", ":")).encode()  # type: ignore[arg-type]
+
+    @classmethod
+    def from_text(cls, text: bytes) -> Table:
+        """What `to_text` gave, of a rank of the same job."""
+        rows, bins, scalars, unmeasured, *others = json.loads(text)
+        return cls(
+            tuple(TableRow(Site(name, tensor), *row) for name, tensor, *row in rows),
+            None if bins is None else bins_from_json(bins),
+            tuple(scalars),
+            tuple(Site(*each) for each in unmeasured),
+            *others,
+        )
+
+
+def checksum_of(text: bytes) -> int:
+    """64 bits that stand for a text."""
+    return int.from_bytes(blake2b(text, digest_size=8).digest(), "little", signed=True)
+
+
+def counters_of(bins: Bins | None, channels: int) -> int:
+    """How many the histogram of a site has."""
+    return int(np.prod(histogram_shape(bins, channels)))
+
+
+class Local(NamedTuple):
+    """What a rank has of the steps of one layout."""
+
+    table: Table
+    text: bytes  # of the table
+    checksum: int  # of the text
+    shares: list[Share]  # one for each row
+
+
+class Tables:
+    """The tables of a rank's steps: made anew only where something has changed.
+
+    A scalar, or a site without state of which something was left out, stays in them when it was there once, and the
+    most ids of samples.
+    """
+
+    def __init__(self, budget: int, spread: bool) -> None:
+        """budget, spread: see Table."""
+        self._budget = budget
+        self._spread = spread
+        self._scalars: dict[str, None] = {}
+        self._left_out: dict[Site, None] = {}
+        self._samples = 0
+        self._known: dict[Layout, tuple[Placing, tuple[int, int], Local]] = {}
+
+    def local(self, drained: Drained, placing: Placing = whole) -> Local:
+        """Of a step. placing: another object where anything about it has changed.
+
+        ValueError where a share does not lie in its whole.
+        """
+        self._scalars |= dict.fromkeys(drained.scalars)
+        self._left_out |= dict.fromkeys(drained.skipped)
+        self._samples = max(self._samples, len(drained.sample_ids.get(drained.step, ())))
+        seen = len(self._scalars) + len(self._left_out), self._samples
+        known = self._known.get(drained.layout)
+        if known is None or known[:2] != (placing, seen):
+            known = self._known[drained.layout] = (placing, seen, self._make(drained.layout, placing))
+            for layout in list(self._known)[:-2]:  # of whole states, and of totals
+                del self._known[layout]
+        return known[2]
+
+    def _make(self, layout: Layout, placing: Placing) -> Local:
+        placed = [_placed(row, placing) for row in layout.rows]
+        rows = tuple(
+            TableRow(
+                place.site or row.site,
+                place.channels,
+                counters_of(layout.bins, place.channels) if row.parts[-1].bins else 0,
+                row.keep_channels,
+                row.channel_dim,
+                row.is_parameter,
+                place.owners,
+                row.site.tensor if place.site is not None and place.share.peers else "",
+                row.group_size,
+                bool(place.share.peers) or not row.is_parameter,
+            )
+            for row, place in zip(layout.rows, placed, strict=True)
+        )
+        sites = {row.site for row in rows}
+        unmeasured = tuple(site for site in self._left_out if site not in sites)
+        table = Table(rows, layout.bins, tuple(self._scalars), unmeasured, self._budget, self._spread, self._samples)
+        text = table.to_text()
+        return Local(table, text, checksum_of(text), [place.share for place in placed])
+
+
+def _placed(row: blocks.Row, placing: Placing) -> Placed:
+    place, channels = placing(row), row.parts[-1].channels
+    if channels == 1 and not row.keep_channels:  # totals of the share are a part of those of the whole
+        return place._replace(channels=1, share=place.share._replace(offset=0))
+    if not 0 <= place.share.offset <= place.channels - channels:
+        offset = place.share.offset
+        raise ValueError(f"{row.site}: expected {channels} channels from {offset} to lie in {place.channels}")
+    return place
+
+
+class Union:
+    """What all ranks make alike of their tables.
+
+    ``rows``: of all sites, in the order of the first table, then what others add. ``sites``: theirs, then those without
+    a row of which something was left out. ``unlike``: sites of which ranks have other channels, merged as totals.
+    ``notes``: messages for the user about it.
+    """
+
+    def __init__(self, texts: Sequence[bytes], ranks: Sequence[int]) -> None:
+        """texts: of each rank's table. ranks: theirs, ascending."""
+        self.ranks = tuple(ranks)
+        first = dict(zip(reversed(texts), reversed(ranks), strict=True))
+        tables = sorted(((rank, Table.from_text(text)) for text, rank in first.items()), key=lambda pair: pair[0])
+        self.notes: list[str] = []
+        bins, *others = {table.bins for _, table in tables}
+        self.bins: Bins | None = None if others else bins
+        if others:
+            self.notes.append("no histograms are merged, because not all ranks have the same bins")
+        self.scalars = tuple(dict.fromkeys(name for _, table in tables for name in table.scalars))
+        self.spread = all(table.spread for _, table in tables)
+        self.samples = max(table.samples for _, table in tables)
+        self._budget = min(table.budget for _, table in tables)
+        self.unlike: list[Site] = []  # whose ranks have other channels
+        same: dict[Site, list[tuple[int, TableRow]]] = {}
+        for rank, table in tables:
+            for row in table.rows:
+                same.setdefault(row.site, []).append((rank, row))
+        self._owners = {site: _owner(each) for site, each in same.items()}
+        self.rows = tuple(self._merged([row for _, row in each]) for each in same.values())
+        if self.unlike:
+            self.notes.append(f"not all ranks have the same channels of {named(self.unlike)}: merged as totals")
+        unmeasured = dict.fromkeys(site for _, table in tables for site in table.unmeasured if site not in same)
+        self.sites = (*same, *unmeasured)
+        self._fit()
+        self.place = {site: i for i, site in enumerate(self.sites)}
+        # As what ranks' states are compared, and where that stands; of which it is to be learned who holds the same.
+        compared = [(row.compared_as, row.is_known) for _, table in tables for row in table.rows]
+        self.compared = {site: i for i, site in enumerate(dict.fromkeys(site for site, _ in compared if site))}
+        self.unknown = list(dict.fromkeys(site for site, is_known in compared if site and not is_known))
+
+    def _merged(self, rows: list[TableRow]) -> TableRow:
+        """A row of the whole. What a rank says that has not seen its channels yet does not concern the others."""
+        first = rows[0]
+        if len(rows) == 1 and (self.bins is not None or not first.counters):
+            return first
+        wide = [row for row in rows if not row.is_narrow] or rows
+        dims = {row.channel_dim for row in wide} - {None}
+        group_sizes = {row.group_size for row in rows}
+        has_histogram = self.bins is not None and all(row.counters for row in rows)
+        merged = first._replace(
+            channels=wide[0].channels,
+            counters=counters_of(self.bins, wide[0].channels) if has_histogram else 0,
+            keep_channels=all(row.keep_channels for row in wide),
+            channel_dim=next(iter(dims)) if len(dims) == 1 else None,
+            is_parameter=any(row.is_parameter for row in rows),
+            group_size=first.group_size if len(group_sizes) == 1 else None,
+        )
+        if len(dims) < 2 and len({row.channels for row in wide}) == 1:
+            return merged
+        self.unlike.append(first.site)
+        return _total(merged, self.bins)
+
+    def _fit(self) -> None:
+        """Leaves out what would take more than the budget."""
+        if self.bytes > self._budget and any(row.channels > 1 for row in self.rows):
+            self._leave_out("channels of all ranks", [_total(row, self.bins) for row in self.rows], "merged as totals")
+        if 8 * self.samples * len(self.ranks) > _MOST_IDS:
+            self.notes.append(f"{self.samples * len(self.ranks)} sample_ids of a step are too many: not merged")
+            self.samples = 0
+        if self.bytes > self._budget and any(row.counters for row in self.rows):
+            self._leave_out("histograms of all sites", [row._replace(counters=0) for row in self.rows], "not merged")
+
+    def _leave_out(self, what: str, rows: list[TableRow], how: str) -> None:
+        self.notes.append(f"{what} would take {self.bytes} bytes, {self._budget} at most: {how}")
+        self.rows = tuple(rows)
+
+    @property
+    def bytes(self) -> int:
+        """The size of what is merged."""
+        states = sum(len(FIELDS) * row.channels + row.counters for row in self.rows)
+        return 8 * (states + (8 + 4 * len(SPREAD) * self.spread) * len(self.sites))
+
+    @cached_property
+    def channel_begin(self) -> Counts:
+        """``[rows + 1]``: where the channels of each row begin, and end."""
+        return np.cumsum([0, *(row.channels for row in self.rows)], dtype=np.int64)
+
+    @cached_property
+    def bin_begin(self) -> Counts:
+        """``[rows + 1]``: the same of the counters of its histogram."""
+        return np.cumsum([0, *(row.counters for row in self.rows)], dtype=np.int64)
+
+    @cached_property
+    def alternatives(self) -> dict[Site, list[int]]:
+        """Sites of which it is not known whether ranks hold the same: the rows that keep them apart."""
+        found: dict[Site, list[int]] = {}
+        for i, row in enumerate(self.rows):
+            if row.apart_of:
+                found.setdefault(Site(row.site.name, row.apart_of), []).append(i)
+        return {site: rows for site, rows in found.items() if site not in self._owners}
+
+    def kept(self, once: Sequence[Site]) -> Counts:
+        """The rows of what has been merged. once: alternatives that are the same: the first one stands for all."""
+        left_out = {i for site in once for i in self.alternatives[site][1:]}
+        return np.array([i for i in range(len(self.rows)) if i not in left_out], np.int64)
+
+    def counts(self, row: TableRow, rank: int) -> bool:
+        """Whether a rank whose table has this row counts."""
+        lowest, owners = self._owners[row.site]
+        return row.owners == owners and (owners != "first" or lowest == rank)
+
+    def layout(self, folded: Sequence[int], once: Sequence[Site]) -> Layout:
+        """The layout of the whole, in one block. folded: rows that are totals in it. once: see `kept`."""
+        rows = list(self.rows)
+        for i in folded:
+            rows[i] = _total(rows[i], self.bins)
+        for site in once:
+            first = self.alternatives[site][0]
+            rows[first] = rows[first]._replace(site=site)
+        return _layout([rows[i] for i in self.kept(once).tolist()], self.bins)
+
+
+def _layout(rows: Sequence[TableRow], bins: Bins | None) -> Layout:
+    """The layout of one block in which the rows lie one behind another."""
+    sizes = [len(FIELDS) * row.channels + COUNTERS + row.counters for row in rows]
+    ends = np.cumsum(sizes).tolist() if rows else []
+    return Layout(
+        [0],
+        [
+            blocks.Row(
+                row.site,
+                (Part(0, end - size, row.channels, row.counters),),
+                row.keep_channels,
+                row.channel_dim,
+                row.is_parameter,
+                row.group_size,
+            )
+            for row, size, end in zip(rows, sizes, ends, strict=True)
+        ],
+        bins,
+    )
+
+
+def _total(row: TableRow, bins: Bins | None) -> TableRow:
+    if row.is_narrow:
+        return row
+    counters = counters_of(bins, 1) if row.counters else 0
+    return row._replace(channels=1, counters=counters, keep_channels=False, channel_dim=None)
+
+
+def _owner(rows: list[tuple[int, TableRow]]) -> tuple[int, Owners]:
+    """The lowest rank that has a site, and who counts of it. The first rank's word holds where ranks do not agree, so
+    that nothing is counted twice."""
+    rank, row = rows[0]
+    if isinstance(row.owners, str):
+        return rank, row.owners
+    return rank, min(row.owners for _, row in rows if isinstance(row.owners, int))
+
+
+def named(sites: Sequence[Site]) -> str:
+    """The first of them, and how many more."""
+    more = f" and {len(sites) - _NAMED} more" if len(sites) > _NAMED else ""
+    return ", ".join(map(str, sites[:_NAMED])) + more

@@ -1,1 +1,0 @@
-"""Whether ranks that should hold the same tensors do."""

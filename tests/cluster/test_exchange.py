@@ -1,0 +1,151 @@
+"""Groups of ranks, and the all-reduce that is all that they tell each other."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from hookstats.cluster.exchange import Exchange, default_store, levels
+from tests.ranks import outcomes, run
+
+
+def test_groups_are_of_at_most_fan_ranks_nodes_first_and_their_first_ranks_go_on() -> None:
+    assert levels(range(4)) == [[(0, 1, 2, 3)]]
+    assert levels(range(8), fan=2) == [[(0, 1), (2, 3), (4, 5), (6, 7)], [(0, 2), (4, 6)], [(0, 4)]]
+    assert levels(range(8), fan=64, local=4) == [[(0, 1, 2, 3), (4, 5, 6, 7)], [(0, 4)]]
+    assert levels([1, 3]) == [[(1, 3)]]
+    assert levels([0, 4, 8], local=4) == [[(0, 4, 8)]]  # one rank of each node
+    assert levels([5]) == []
+    large = levels(range(16384), local=8)
+    assert [len(groups) for groups in large] == [2048, 32, 1]
+    for ranks, fan, local in ((range(100), 7, 1), (range(3, 99, 3), 5, 12), (range(65), 64, 1)):
+        plan = levels(ranks, fan, local)
+        below = sorted(ranks)
+        for groups in plan:
+            assert sorted(rank for group in groups for rank in group) == below
+            assert max(map(len, groups)) <= fan
+            below = [group[0] for group in groups]
+        assert len(plan[-1]) == 1
+    with pytest.raises(ValueError, match="fan=1"):
+        levels(range(4), fan=1)
+
+
+def numbers_of(rank: int, size: int) -> np.ndarray:
+    return np.random.default_rng([rank, size]).standard_normal(size)
+
+
+def exchanges(rank: int, world: int, fan: int, seed: int) -> Any:
+    exchange, sleeps = Exchange(f"test {seed}", range(world), 60.0, fan), random.Random(100 * seed + rank)
+    found: list[Any] = []
+    for size in (0, 1, 7, 1000):
+        time.sleep(sleeps.random() / 20)
+        found.append(exchange.sum(numbers_of(rank, size)).tobytes())
+        found.append(exchange.max(np.array([[rank, -rank], [-(2**63), 2**62 + rank]])).tolist())
+    found.append(exchange.gather(np.array([[rank, -(2**63) + rank]])).tolist())
+    found.append(exchange.gather(np.array(7 * rank)).tolist())
+    found.append(exchange.gather_texts(b"x" * rank, wanted=rank != 1))
+    return found
+
+
+@pytest.mark.parametrize(("world", "fan"), [(1, 64), (2, 64), (4, 2), (8, 3)])
+def test_every_rank_gets_the_same_bits_in_each_run_whoever_comes_first(world: int, fan: int) -> None:
+    first = run(exchanges, world, fan, 1)
+    assert all(each == first[0] for each in first)
+    assert run(exchanges, world, fan, 2) == first
+    *reduced, pairs, sevens, texts = first[0]
+    for size, summed, largest in zip((0, 1, 7, 1000), reduced[::2], reduced[1::2], strict=True):
+        want = sum(numbers_of(rank, size) for rank in range(world))
+        np.testing.assert_allclose(np.frombuffer(summed), want, rtol=1e-13, atol=1e-13)
+        assert largest == [[world - 1, 0], [-(2**63), 2**62 + world - 1]]
+    assert pairs == [[[rank, -(2**63) + rank]] for rank in range(world)]
+    assert sevens == [7 * rank for rank in range(world)]
+    assert texts == [b"" if rank == 1 else b"x" * rank for rank in range(world)]
+
+
+def does_not_come(rank: int, world: int) -> str:
+    exchange = Exchange("test", range(world), 60.0 if rank else 0.2)
+    if rank:
+        default_store().wait(["given up"])
+        return ""
+    with pytest.raises((TimeoutError, RuntimeError)) as told:
+        exchange.sum(np.ones(1))
+    default_store().set("given up", "")
+    return type(told.value).__name__
+
+
+def test_who_does_not_come_in_time_is_given_up() -> None:
+    assert run(does_not_come, 2)[0] in ("TimeoutError", "RuntimeError")
+
+
+def beside_other_groups(rank: int, world: int) -> Any:
+    def summed_by(group: Any) -> float:
+        x = torch.ones(1)
+        dist.all_reduce(x, group=group)
+        return x.item()
+
+    groups = [dist.new_group([1, 3])]
+    every = [Exchange("first", range(world), 60.0)]
+    groups.append(dist.new_group([0, 1, 2]))
+    every.append(Exchange("second", range(world), 60.0, fan=2))
+    if rank in (1, 3):
+        every.append(Exchange("pair", [3, 1], 60.0))
+    else:
+        with pytest.raises(ValueError, match=rf"expected ranks with this one, {rank}, got \(1, 3\)"):
+            Exchange("pair", [1, 3], 60.0)
+    found = [each.sum(np.array([float(rank)])).tolist() for each in every]
+    groups.append(dist.new_group([2, 3]))
+    pairs = zip(groups, ([1, 3], [0, 1, 2], [2, 3]), strict=True)
+    return found, [summed_by(group) for group, members in pairs if rank in members]
+
+
+def test_several_exchanges_and_the_users_own_groups_do_not_disturb_each_other() -> None:
+    found = run(beside_other_groups, 4)
+    assert [sums for _, sums in found] == [[3.0], [2.0, 3.0], [3.0, 2.0], [2.0, 2.0]]
+    for rank, (ours, _) in enumerate(found):
+        assert ours == [[6.0]] * 2 + [[4.0]] * (rank in (1, 3))
+
+
+def under_torchrun() -> None:
+    dist.init_process_group("gloo")
+    assert Exchange("test", [0, 1], 60.0).sum(np.ones(3)).tolist() == [2.0] * 3
+    dist.destroy_process_group()
+    print("exchanged", flush=True)
+
+
+def is_torchrun(rank: int, world: int) -> None:
+    """Its agent, with forks instead of processes that import torch once more."""
+    arguments: Any = {"min_nodes": 1, "max_nodes": 1, "nproc_per_node": 2, "start_method": "fork"}
+    arguments |= {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "run_id": "test"}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        del os.environ[name]  # it sets them itself
+    elastic_launch(LaunchConfig(**arguments), under_torchrun)()
+
+
+def test_ranks_that_torchrun_started_exchange() -> None:
+    (ended,) = outcomes(is_torchrun, 1, init="", timeout=120)
+    assert ended.code == 0, ended.output
+    assert ended.output.count("exchanged") == 2
+
+
+def on_unlike_nodes(rank: int, world: int) -> Any:
+    """Two ranks on one node, and two nodes of one."""
+    os.environ["LOCAL_WORLD_SIZE"] = "2" if rank < 2 else "1"
+    return Exchange("test", range(world), 60.0).sum(np.ones(2)).tolist()
+
+
+def test_ranks_on_nodes_of_unlike_size_make_one_plan() -> None:
+    assert run(on_unlike_nodes, 4) == [[4.0, 4.0]] * 4
+
+
+def test_another_torch_without_a_store_to_give_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(dist.distributed_c10d, "_get_default_store")
+    with pytest.raises(RuntimeError, match=rf"_get_default_store, .* got torch {torch.__version__.split('+')[0]}"):
+        default_store()
