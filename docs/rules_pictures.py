@@ -35,6 +35,7 @@ SHOWN = {
     "unscaled-input": "an_identifier_among_the_features.tanh",
     "growing-gradients": "gradients_that_are_never_zeroed_under_adam.gpt",
     "replica-drift": "a_rank_that_clips_alone",
+    "reduced-gradient": "gradients_that_are_averaged_twice",
     "bias-gradient": "gradients_of_one_layer_times_eight.mlp",
     "unchanged-parameters": "a_layer_that_no_optimizer_has.gpt",
     "lost-updates": "bfloat16_weights_whose_updates_are_lost.gpt",
@@ -82,8 +83,8 @@ ABSOLUTE = {
 
 def training(name: str) -> list[Snapshot]:
     seeded()
-    if name == "a_rank_that_clips_alone":
-        return drifting.snapshots()
+    if name in drifting.FAULTS:
+        return drifting.snapshots(name)
     if name in trainings.ILL:
         return trainings.ILL[name]()
     if name in fleet.ILL:

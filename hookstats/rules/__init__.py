@@ -13,7 +13,7 @@ from hookstats.rules.finding import SEVERITIES, Cause, Finding
 from hookstats.rules.gradients import ExplodingGradients, VanishingGradients
 from hookstats.rules.inputs import ConstantInput, InputShift, UnscaledInput
 from hookstats.rules.judging import Judge, Rule, defaults, is_ours, judge, rule_from_json, rule_to_json
-from hookstats.rules.laws import BiasGradient, ReplicaDrift
+from hookstats.rules.laws import BiasGradient, ReducedGradient, ReplicaDrift
 from hookstats.rules.learning import LostUpdates, ShrinkingWeights, UnchangedParameters
 from hookstats.rules.moments import SecondMoment
 from hookstats.rules.nonfinite import NonFinite
@@ -56,6 +56,7 @@ __all__ = [
     "NonFinite",
     "OutlierChannels",
     "ProbabilitiesAsLogits",
+    "ReducedGradient",
     "ReplicaDrift",
     "ResidualDrift",
     "Rule",

@@ -18,7 +18,7 @@ from hookstats.rules.experts import DeadExperts, ExpertLoad
 from hookstats.rules.finding import SEVERITIES, Finding
 from hookstats.rules.gradients import ExplodingGradients, VanishingGradients
 from hookstats.rules.inputs import ConstantInput, InputShift, UnscaledInput
-from hookstats.rules.laws import BiasGradient, ReplicaDrift
+from hookstats.rules.laws import BiasGradient, ReducedGradient, ReplicaDrift
 from hookstats.rules.learning import LostUpdates, ShrinkingWeights, UnchangedParameters
 from hookstats.rules.moments import SecondMoment
 from hookstats.rules.nonfinite import NonFinite
@@ -47,6 +47,7 @@ def defaults() -> list[Rule]:
         UnscaledInput(),
         GrowingGradients(),
         BiasGradient(),
+        ReducedGradient(),
         UnchangedParameters(),
         LostUpdates(),
         ShrinkingWeights(),

@@ -23,36 +23,20 @@ _LEAST, _LEAST_OF_OUTPUT = 0.02, 1e-5
 _EQUAL, _CONSTANT = 0.01, 0.005
 
 
-@rule
-class BiasGradient:
-    """A layer's gradients have become a multiple of what its output's gradient says (warning).
+class _Ratios:
+    """A law by which two sums of a layer have one ratio, the same in all layers. Finds those where it jumps, and stays.
 
-    The gradient of a bias (of a linear layer, a convolution, a norm) is the sum of the gradient of its module's output,
-    by the chain rule. Over all channels both sums are known, and their ratio is 1, or what clipping has made of it in
-    all layers alike: then it is their median. A layer is ill if its ratio jumps, from one measured step to the next, to
-    ``factor`` = 1.5 times that or more, or to less than 1 / 1.5 of it, and stays the same to 0.5 % for
-    ``consecutive_steps`` = 5 measured steps. A ratio that is so from the first step on is a note. The law is
-    arithmetic; the figures are ours.
-
-    What else looks like it: a module that multiplies its output after it has added the bias, a hook on parameters that
-    is meant to scale their gradients; they hold from the first step on. What to do: look at what changes gradients
-    after backward: hooks on parameters, reductions over a process group, a division that is missing or done twice.
-
-    So that a healthy run is silent: a layer is judged where its output had one gradient in the step, where its sums
-    have not cancelled, as they do between a residual stream and the norms behind it, and where other layers agree to
-    1 %. Clipping each parameter or group by itself, what is learned, and other ranks' data change a ratio from step to
-    step.
+    A rule that is one has ``factor`` and ``consecutive_steps``, and says what is divided by what.
     """
 
-    factor: float = 1.5
-    consecutive_steps: int = 5
+    factor: float
+    consecutive_steps: int
 
     def __post_init__(self) -> None:
         self._streak = Streak(self.consecutive_steps)
         self._first = np.empty(0)  # of each gradient: its ratio when its streak began
         self._is_late, self._agreed = np.empty(0, bool), np.empty(0, bool)  # it jumped; in the last judged step
         self._is_known = np.empty(0, bool)  # judged before
-        self._sites, self._pairs = -1, np.empty((3, 0), np.int64)
 
     def __call__(self, step: Step) -> list[Finding] | None:
         biases, ratios = self._ratios_of(step)
@@ -84,6 +68,42 @@ class BiasGradient:
         self._is_late = np.where(is_off & begins, agreed, extended(self._is_late, n, False))
         self._agreed, self._is_known = np.where(judged, agree, agreed), known | judged
         return self._streak.push(step.number, is_off & (goes_on | begins), judged)
+
+    def _ratios_of(self, step: Step) -> tuple[Counts, Array]:
+        """The ids of gradients whose sums have not cancelled, and the ratio of each."""
+        raise NotImplementedError
+
+    def _finding(self, step: Step, site: int, relative: Array, common: float, agree: int) -> Finding:
+        raise NotImplementedError
+
+
+@rule
+class BiasGradient(_Ratios):
+    """A layer's gradients have become a multiple of what its output's gradient says (warning).
+
+    The gradient of a bias (of a linear layer, a convolution, a norm) is the sum of the gradient of its module's output,
+    by the chain rule. Over all channels both sums are known, and their ratio is 1, or what clipping has made of it in
+    all layers alike: then it is their median. A layer is ill if its ratio jumps, from one measured step to the next, to
+    ``factor`` = 1.5 times that or more, or to less than 1 / 1.5 of it, and stays the same to 0.5 % for
+    ``consecutive_steps`` = 5 measured steps. A ratio that is so from the first step on is a note. The law is
+    arithmetic; the figures are ours.
+
+    What else looks like it: a module that multiplies its output after it has added the bias, a hook on parameters that
+    is meant to scale their gradients; they hold from the first step on. What to do: look at what changes gradients
+    after backward: hooks on parameters, reductions over a process group, a division that is missing or done twice.
+
+    So that a healthy run is silent: a layer is judged where its output had one gradient in the step, where its sums
+    have not cancelled, as they do between a residual stream and the norms behind it, and where other layers agree to
+    1 %. Clipping each parameter or group by itself, what is learned, and other ranks' data change a ratio from step to
+    step.
+    """
+
+    factor: float = 1.5
+    consecutive_steps: int = 5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._sites, self._pairs = -1, np.empty((3, 0), np.int64)
 
     def _ratios_of(self, step: Step) -> tuple[Counts, Array]:
         """The ids of gradients of biases that have not cancelled, and how many times its output's each of them is."""
@@ -125,6 +145,76 @@ class BiasGradient:
 
 
 @rule
+class ReducedGradient(_Ratios):
+    """Reduced gradients are no mean of what the ranks brought: averaged twice, summed, or not all of them (warning).
+
+    Needs ``"param_grad_local"`` among the tensors, and ``process_group``. The gradient that an optimizer takes is the
+    mean over the ranks of what their backwards brought together, so their sums are: this ratio is 1, the number of
+    ranks where gradients are summed, or what clipping has made of it in all layers alike: then it is their median. A
+    layer is ill if its ratio jumps to ``factor`` = 1.5 times that or more, or to less than 1 / 1.5 of it, and stays the
+    same to 0.5 % for ``consecutive_steps`` = 5 measured steps; one that is so from the first step on is a note. All
+    layers are ill if their ratio is 1 over the number of ranks for as long. The law is arithmetic; the figures are
+    ours.
+
+    What else looks like it: a group of experts, whose gradients fewer ranks share; a loss that was divided by hand by
+    the number of ranks. What to do: look at what divides gradients after backward: DistributedDataParallel has done it.
+
+    So that a healthy run is silent: a parameter is judged where its sums have not cancelled, and where others agree to
+    1 %. Clipping by a norm gives another ratio in each step, the same in all layers.
+    """
+
+    factor: float = 1.5
+    consecutive_steps: int = 5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._of_all = Streak(self.consecutive_steps)
+
+    def __call__(self, step: Step) -> list[Finding] | None:
+        gradients, ratios = self._ratios_of(step)
+        found = super().__call__(step)
+        if found is None:
+            return None
+        ranks = step.ranks
+        is_divided = ranks > 1 and bool(np.isclose(ratios, 1 / ranks, rtol=_EQUAL).all()) and len(gradients) > 1
+        if self._of_all.push_one(step.number, is_divided):
+            since = int(self._of_all.since[0])
+            sentence = (
+                f"the reduced gradients are 1/{ranks} of the mean over {ranks} ranks of what these have brought, in "
+                f"all {len(gradients)} parameters that tell, in each measured step since step {since}: they were "
+                "divided by the number of ranks twice. DistributedDataParallel has done it."
+            )
+            found.append(step.finding("reduced-gradient", None, 1 / ranks, 1.0, "warning", sentence, since=since))
+        return found
+
+    def _ratios_of(self, step: Step) -> tuple[Counts, Array]:
+        local = step.partner("param_grad", "param_grad_local")
+        totals = step.totals
+        sums, sizes = totals.mean * totals.count, totals.l1_norm
+        with np.errstate(invalid="ignore"):
+            known: Mask = (local >= 0) & (step.calls > 0) & (step.calls[local] > 0)
+            known &= (abs(sums) > _LEAST * sizes) & (abs(sums[local]) > _LEAST * sizes[local])
+            known &= np.isfinite(sums) & np.isfinite(sums[local]) & (step.nonfinite + step.nonfinite[local] == 0)
+        ids: Counts = np.flatnonzero(known & (step.ranks > 1))
+        return ids, step.ranks * sums[ids] / sums[local[ids]]
+
+    def _finding(self, step: Step, site: int, relative: Array, common: float, agree: int) -> Finding:
+        name, since, factor = step.sites[site].name, int(self._streak.since[site]), float(relative[site])
+        size = number(factor) if abs(factor) > 0.95 else f"1/{number(1 / factor)}"
+        is_late = bool(self._is_late[site])
+        sentence = (
+            f"the reduced gradient of {name}, over the mean of what {step.ranks} ranks have brought, is {size} times "
+            f"what it is in {times(agree, 'other parameter')}, in each measured step since step {since}. "
+        ) + (
+            "Look at the reduction of this parameter: over which ranks, and how often."
+            if is_late
+            else "It has been so from the start: that is right where fewer ranks share it, as experts."
+        )
+        severity = "warning" if is_late else "note"
+        return step.finding("reduced-gradient", site, factor, self.factor, severity, sentence, since=since)
+
+
+@rule
 class ReplicaDrift:
     """Ranks hold other values of a parameter, or of its reduced gradient, than their replicas: critical, or a warning.
 
@@ -151,7 +241,7 @@ class ReplicaDrift:
         self._since: dict[Site, int] = {}  # in a row, until the latest step
 
     def __call__(self, step: Step) -> list[Finding] | None:
-        if not step.is_merged:
+        if step.ranks == 1:
             return None
         self._since = {each.site: self._since.get(each.site, step.number) for each in step.drifts}
         return [self._finding(step, step.drifts)] if step.drifts else []

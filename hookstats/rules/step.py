@@ -81,7 +81,7 @@ class Step:
     """A measured step as a rule sees it.
 
     ``number``, ``scalars``, ``earlier_scalars``, ``sample_ids`` and ``drifts`` as in the Snapshot, ``rank``, and
-    ``is_merged``: whether it holds the numbers of several ranks. ``sites``: all that the run has shown so far; a site's
+    ``ranks``: of how many ranks it holds the numbers. ``sites``: all that the run has shown so far; a site's
     place in this list is its id, which never changes, so that what a rule keeps by id stays aligned when other sites
     appear. All arrays are over ids ``[n]``; a site that was silent in this step, or is not in it, has ``calls`` 0,
     counts of 0, and NaN else.
@@ -94,7 +94,7 @@ class Step:
         self.sample_ids = measured.sample_ids
         self.overflowed = measured.overflowed
         self.drifts = measured.drifts
-        self.is_merged = len(measured.ranks.present if isinstance(measured, Drained) else measured.ranks) > 1
+        self.ranks = len(measured.ranks.present if isinstance(measured, Drained) else measured.ranks)
         self.rank = rank
         self.attempt = attempt
         self._columns: Columns = measured.columns

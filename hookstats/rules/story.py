@@ -18,8 +18,8 @@ _DEPTH = {
     "nonfinite": 1, "replica-drift": 1,
     "growing-gradients": 2, "unchanged-parameters": 2, "lost-updates": 2, "shrinking-weights": 2,
     "probabilities-as-logits": 2,
-    "missing-gradients": 4, "bias-gradient": 4, "exploding-gradients": 4, "vanishing-gradients": 4,
-    "gradient-norm-spike": 4, "update-ratio": 4,
+    "missing-gradients": 4, "bias-gradient": 4, "reduced-gradient": 4, "exploding-gradients": 4,
+    "vanishing-gradients": 4, "gradient-norm-spike": 4, "update-ratio": 4,
     "loss-spike": 5, "no-progress": 6,
     "low-precision-fit": 7, "massive-activations": 7,
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""A training of three ranks, one of which clips its gradients alone from the middle on, as all of them measure it."""
+"""A training of three ranks with a fault from the middle on, as all of them measure it: for pictures."""
 
 from __future__ import annotations
 
@@ -12,22 +12,36 @@ import hookstats
 from hookstats import Snapshot
 from tests import ranks
 
-STEPS, CLIPS = 120, 60
+STEPS, BEGINS = 120, 60
+FAULTS = ("a_rank_that_clips_alone", "gradients_that_are_averaged_twice")
 
 
-def trains(rank: int, world: int) -> list[Any]:
+def trains(rank: int, world: int, fault: str) -> list[Any]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 1))
     wrapped = nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
     data = torch.Generator().manual_seed(rank)
-    monitor = hookstats.attach(model, every=1, process_group=dist.group.WORLD, histogram=hookstats.ExponentBins())
+    tensors = (
+        "output",
+        "grad_output",
+        "model_input",
+        "param_sample",
+        "param_grad",
+        "param_grad_local",
+        "update_sample",
+    )
+    monitor = hookstats.attach(model, tensors=tensors, every=1, process_group=dist.group.WORLD)
     taken = []
     for step in range(STEPS):
         x = torch.randn(64, 16, generator=data)
         loss = nn.functional.mse_loss(wrapped(x)[:, 0], x[:, :2].sum(1).sin())
         loss.backward()
-        if rank == 1 and step >= CLIPS:
+        if step >= BEGINS and fault == "gradients_that_are_averaged_twice":
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter.grad /= world
+        elif step >= BEGINS and rank == 1:
             nn.utils.clip_grad_norm_(model.parameters(), 0.01)
         optimizer.step()
         optimizer.zero_grad()
@@ -36,5 +50,6 @@ def trains(rank: int, world: int) -> list[Any]:
     return [each.to_dict() for each in taken if each is not None] if rank == 0 else []
 
 
-def snapshots() -> list[Snapshot]:
-    return [Snapshot.from_dict(each) for each in ranks.run(trains, 3)[0]]
+def snapshots(fault: str) -> list[Snapshot]:
+    """fault: of FAULTS; what is none is a healthy training."""
+    return [Snapshot.from_dict(each) for each in ranks.run(trains, 3, fault)[0]]

@@ -266,6 +266,13 @@ MUTANTS = [
         "tests/cluster/test_checksums.py -k swapped_elements",
     ),
     Mutant(
+        "a sum of what ranks brought is taken for averaged twice",
+        "hookstats/rules/laws.py",
+        "np.isclose(ratios, 1 / ranks, rtol=_EQUAL).all()",
+        "np.isclose(ratios, ranks, rtol=_EQUAL).all()",
+        "tests/cluster/test_reduced.py",
+    ),
+    Mutant(
         "a rank's own gradient is counted once for all ranks",
         "hookstats/watch/parameters.py",
         "not slot.is_buffer and kind != LOCAL_GRADIENT",

@@ -1,0 +1,98 @@
+"""The law of reduction: what an optimizer takes is the mean of what the ranks brought."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import hookstats
+from hookstats.rules import Finding, Judge, ReducedGradient
+from tests import ranks
+from tests.cluster.test_drifts import Mlp, batch
+
+STEPS, BREAKS = 16, 6
+TENSORS = ("output", "grad_output", "param_grad", "param_grad_local")
+CASES = (
+    "healthy",
+    "clipped",
+    "accumulated",
+    "summed",
+    "averaged twice",
+    "from the start",
+    "one layer",
+    "one not shared",
+)
+
+
+def trained(rank: int, world: int) -> dict[str, list[Finding]]:
+    return {case: findings(rank, world, case) for case in CASES}
+
+
+def findings(rank: int, world: int, case: str) -> list[Finding]:
+    inner = Mlp()
+    nn.init.normal_(inner.down.bias)
+    model = nn.parallel.DistributedDataParallel(inner)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    monitor = hookstats.attach(model, tensors=TENSORS, every=1, process_group=dist.group.WORLD)
+    judge, taken = Judge([ReducedGradient()]), []
+    for step in range(STEPS):
+        if case == "accumulated":
+            with model.no_sync():
+                (model(batch(step, 50 + rank)) - 1).square().mean().backward()
+        (model(batch(step, rank)) - 1).square().mean().backward()
+        begun = step >= BREAKS
+        for name, parameter in inner.named_parameters():
+            gradient: Any = parameter.grad
+            if case == "from the start" or (case == "averaged twice" and begun):
+                gradient /= world
+            if case == "summed":
+                gradient *= world
+            if case == "one layer" and begun and name.startswith("down"):
+                gradient *= 4
+            if case == "one not shared" and name.startswith("down"):
+                gradient *= world
+        if case == "clipped":
+            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+        taken.append(monitor.step())
+    taken += monitor.detach()
+    return [each for snapshot in taken if snapshot is not None for each in judge.judge(snapshot)]
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, list[Finding]]:
+    first, *others = ranks.run(trained, 3)
+    assert others == [first] * 2
+    return first  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("case", ["healthy", "clipped", "accumulated", "summed"])
+def test_a_mean_and_a_sum_of_what_ranks_brought_are_in_order(found: dict[str, list[Finding]], case: str) -> None:
+    assert found[case] == []
+
+
+@pytest.mark.parametrize(("case", "since"), [("averaged twice", BREAKS), ("from the start", 0)])
+def test_gradients_that_are_averaged_twice_are_named_with_the_step(
+    found: dict[str, list[Finding]], case: str, since: int
+) -> None:
+    (finding,) = found[case]
+    assert (finding.severity, finding.site, finding.since, finding.step) == ("warning", None, since, since + 4)
+    assert "are 1/3 of the mean over 3 ranks of what these have brought" in finding.sentence
+
+
+def test_a_layer_that_is_reduced_otherwise_is_named_with_the_factor(found: dict[str, list[Finding]]) -> None:
+    assert {each.site.name for each in found["one layer"]} <= {"down.weight", "down.bias"}
+    for finding in found["one layer"]:
+        assert (finding.severity, finding.since, finding.step) == ("warning", BREAKS, BREAKS + 4)
+        assert "is 4 times what it is in" in finding.sentence
+    assert found["one layer"]
+    for finding in found["one not shared"]:
+        assert finding.severity == "note"
+        assert finding.site.name.startswith("down")
+        assert "fewer ranks share it, as experts" in finding.sentence
+    assert found["one not shared"]
