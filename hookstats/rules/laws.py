@@ -171,12 +171,14 @@ class ReducedGradient(_Ratios):
         self._of_all = Streak(self.consecutive_steps)
 
     def __call__(self, step: Step) -> list[Finding] | None:
+        if step.ranks == 1:
+            return None
         gradients, ratios = self._ratios_of(step)
         found = super().__call__(step)
         if found is None:
             return None
         ranks = step.ranks
-        is_divided = ranks > 1 and bool(np.isclose(ratios, 1 / ranks, rtol=_EQUAL).all()) and len(gradients) > 1
+        is_divided = len(gradients) > 1 and bool(np.isclose(ratios, 1 / ranks, rtol=_EQUAL).all())
         if self._of_all.push_one(step.number, is_divided):
             since = int(self._of_all.since[0])
             sentence = (
@@ -195,7 +197,7 @@ class ReducedGradient(_Ratios):
             known: Mask = (local >= 0) & (step.calls > 0) & (step.calls[local] > 0)
             known &= (abs(sums) > _LEAST * sizes) & (abs(sums[local]) > _LEAST * sizes[local])
             known &= np.isfinite(sums) & np.isfinite(sums[local]) & (step.nonfinite + step.nonfinite[local] == 0)
-        ids: Counts = np.flatnonzero(known & (step.ranks > 1))
+        ids: Counts = np.flatnonzero(known)
         return ids, step.ranks * sums[ids] / sums[local[ids]]
 
     def _finding(self, step: Step, site: int, relative: Array, common: float, agree: int) -> Finding:

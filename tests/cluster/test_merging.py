@@ -202,10 +202,11 @@ def test_when_a_rank_is_killed_the_others_go_on_alone_and_end_well(fan: int) -> 
 
 def is_frozen(rank: int, world: int) -> Any:
     """Rank 1 does not come within the time that the others wait."""
-    merging, store = merging_of(world, timeout=1.0), default_store()
+    merging, store = merging_of(world), default_store()
     with hearing() as told:
         done = train(merging, [0])
         dist.barrier()
+        merging._exchange.timeout = 1.0
         if rank == 1:
             store.wait(["alone/0", "alone/2"])
         done += train(merging, [10, 20])
