@@ -146,7 +146,7 @@ class BiasGradient(_Ratios):
 
 @rule
 class ReducedGradient(_Ratios):
-    """Reduced gradients are no mean of what the ranks brought: averaged twice, summed, or not all of them (warning).
+    """Reduced gradients are no mean of what the ranks brought: averaged twice, or one layer otherwise (warning).
 
     Needs ``"param_grad_local"`` among the tensors, and ``process_group``. The gradient that an optimizer takes is the
     mean over the ranks of what their backwards brought together, so their sums are: this ratio is 1, the number of
