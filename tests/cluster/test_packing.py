@@ -90,14 +90,14 @@ def test_what_one_rank_alone_has_stays_and_what_none_has_is_empty() -> None:
     assert merged[exact].tobytes() == alone[exact].tobytes()
 
 
-def test_equal_values_on_all_ranks_have_no_deviation() -> None:
-    for values in (0.1, 3.7e5, -1e-30):
-        (site,) = (
-            job_of([{A: Here(torch.full((2, 7 + rank), values))} for rank in range(3)]).merged().snapshot().values()
-        )
-        assert (site.channels.mean == np.float32(values)).all()
-        assert (site.channels.var == 0).all()
-        assert site.total.var == 0
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_equal_values_on_all_ranks_have_no_deviation(dtype: torch.dtype) -> None:
+    for value in (0.1, 0.7, 3.7e5 / 3, -1e-30):
+        for most in range(3, 12):
+            full = [torch.full((2, most + rank), value, dtype=dtype) for rank in range(3)]
+            (site,) = job_of([{A: Here(each)} for each in full]).merged().snapshot().values()
+            assert (site.channels.mean == full[0][0, 0].item()).all()
+            assert (site.channels.std <= 1e-15 * abs(value)).all()
 
 
 @pytest.mark.parametrize("histogram", HISTOGRAMS)
