@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
+from hookstats.cluster.exchange import some
 from hookstats.modules.selection import as_globs
 
 Wanted: TypeAlias = Mapping[str, tuple[Placement, ...]]  # by glob; one placement for each axis of the group
@@ -71,7 +72,7 @@ def group_of(process_group: Any) -> Group:
             f"DeviceMesh, got {type(process_group).__name__}"
         )
     if axes is None:
-        raise ValueError(f"process_group: expected a group that rank {rank} is in, got one of the ranks {_some(ranks)}")
+        raise ValueError(f"process_group: expected a group that rank {rank} is in, got one of the ranks {some(ranks)}")
     return Group(ranks, axes)
 
 
@@ -104,7 +105,3 @@ def checked_placements(placements: Any, group: Group, names: Iterable[str]) -> W
             raise ValueError(f"placements: {glob!r}: expected {expected}, got {len(each)}: {', '.join(map(str, each))}")
         found[glob] = each
     return found
-
-
-def _some(ranks: tuple[int, ...]) -> str:
-    return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
