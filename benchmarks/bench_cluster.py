@@ -10,28 +10,35 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from benchmarks.bench_records import layout
+from benchmarks.bench_records import sites_of
 from hookstats.cluster.exchange import Exchange
 from hookstats.cluster.merging import LocalStep, Merging
 from hookstats.cluster.union import Tables
-from hookstats.numbers.blocks import Drained, Layout
-from hookstats.numbers.fields import FIELDS, Bins, ExponentBins
+from hookstats.numbers.fields import Bins, ExponentBins
+from hookstats.numbers.frame import Sites, StepFrame
 from tests.ranks import run
 
 RANKS, SITES, ROUNDS = (4, 16), 1000, 30
 CASES: dict[str, Bins | None] = {"totals": None, "totals and the default histogram": ExponentBins()}
 
 
-def drained(where: Layout, step: int) -> Drained:
-    block = np.full((SITES, where.sizes[0] // SITES), 7, np.int64)
-    block[:, : len(FIELDS)] = np.array([100, step, 5, -3, 3, 1, 0, 0, 0, 0], np.float64).view(np.int64)
-    block[:, len(FIELDS)] = 1
-    block[:, len(FIELDS) + 1] = np.arange(SITES) + 1
-    return Drained(where, [block.reshape(-1)], step, 0.0, {"loss": 1.0}, None, None, [False] * SITES, [0] * SITES)
+def step_of(sites: Sites, step: int) -> StepFrame:
+    frame = StepFrame(
+        sites,
+        [np.full(sites.sizes[0], 7, np.int64)],
+        np.ones(SITES, np.int64),
+        np.arange(SITES),
+        np.ones(SITES),
+        step,
+        scalars={"loss": 1.0},
+    )
+    for number in range(SITES):
+        frame.state(number)[:, 0] = [100, step, 5, -3, 3, 1, 0, 0, 0, 0]
+    return frame
 
 
 def merges(rank: int, world: int, bins: Bins | None) -> dict[str, float]:
-    where = layout(SITES, 1, bins)
+    where = sites_of(SITES, 1, bins)
     merging, moved, reduce = Merging(range(world), Tables(1 << 28, False), 600.0), [0], Exchange._reduce
 
     def counted(self: Any, wanted: Any) -> Any:
@@ -43,7 +50,7 @@ def merges(rank: int, world: int, bins: Bins | None) -> dict[str, float]:
     submits: list[float] = []
     before = 0.0
     for step in range(ROUNDS + 1):
-        made = LocalStep(drained(where, step))
+        made = LocalStep(step_of(where, step))
         dist.barrier()
         if step == 1:
             before, moved[0] = time.process_time(), 0

@@ -13,37 +13,41 @@ import numpy as np
 import pytest
 
 import hookstats
-from hookstats.numbers.blocks import COUNTERS, Drained, Layout, Part, Row
-from hookstats.numbers.fields import FIELDS, Bins, Counts, ExponentBins, Site, histogram_shape
+from hookstats.numbers.fields import Bins, ExponentBins, Site, histogram_shape
+from hookstats.numbers.frame import Sites, StepFrame
 from hookstats.records.store import Store
 
 
-def layout(sites: int, channels: int, bins: Bins | None = None) -> Layout:
-    rows, offset = [], 0
-    for number in range(sites):
-        part = Part(0, offset, channels, int(np.prod(histogram_shape(bins, channels))))
-        offset += part.size
-        site = Site(f"layers.{number // 2}.mlp", "grad_output" if number % 2 else "output")
-        rows.append(Row(site, (part,), channels > 1, -1 if channels > 1 else None, False))
-    return Layout([0], rows, bins)
+def sites_of(sites: int, channels: int, bins: Bins | None = None) -> Sites:
+    names = [Site(f"layers.{n // 2}.mlp", "grad_output" if n % 2 else "output") for n in range(sites)]
+    keeps, dims = [channels > 1] * sites, [-1 if channels > 1 else None] * sites
+    counters = [int(np.prod(histogram_shape(bins, channels)))] * sites
+    return Sites.side_by_side(names, keeps, dims, None, bins, [channels] * sites, counters)
 
 
-def drained(where: Layout, step: int, draw: np.random.Generator) -> Drained:
+def step_of(sites: Sites, step: int, draw: np.random.Generator) -> StepFrame:
     """As of 65,536 normal values a channel: extremes are those of float32, all else fills its 52 bits."""
-    block: Counts = np.zeros(where.sizes[0], np.int64)
-    for number, row in enumerate(where.rows):
-        part = row.parts[0]
-        state = draw.normal(size=(len(FIELDS), part.channels))
+    n = len(sites)
+    frame = StepFrame(
+        sites,
+        [np.zeros(sites.sizes[0], np.int64)],
+        np.ones(n, np.int64),
+        np.arange(n),
+        np.ones(n),
+        step,
+        1.7e9 + 1.3 * step,
+        {"loss": 1.0},
+    )
+    for number in range(n):
+        state, histogram = frame.state(number), frame.histogram(number)
+        state[:] = draw.normal(size=state.shape)
         state[0] = 65536
         state[3:5] = state[3:5].astype(np.float32) + np.array([[-4], [4]])
-        state[6:] = draw.integers(0, 3, part.channels)
-        fields = state.size
-        memory = block[part.offset : part.offset + part.size]
-        memory[:fields] = state.reshape(-1).view(np.int64)
-        memory[fields : fields + COUNTERS] = 1, number
-        memory[fields + COUNTERS :] = draw.poisson(30000 * np.exp(-(((np.arange(part.bins) % 256 - 120) / 6) ** 2)))
-    rows = len(where.rows)
-    return Drained(where, [block], step, 1.7e9 + 1.3 * step, {"loss": 1.0}, None, None, [False] * rows, [0] * rows)
+        state[6:] = draw.integers(0, 3, state.shape[1])
+        if histogram is not None:
+            counts = draw.poisson(30000 * np.exp(-(((np.arange(histogram.size) % 256 - 120) / 6) ** 2)))
+            histogram[...] = counts.reshape(histogram.shape)
+    return frame
 
 
 CASES: dict[str, tuple[int, int, Bins | None, int]] = {  # sites, channels, histogram, steps
@@ -57,8 +61,8 @@ CASES: dict[str, tuple[int, int, Bins | None, int]] = {  # sites, channels, hist
 def bench_store(benchmark: Any, tmp_path: Path, case: str) -> None:
     """add() with its share of commit(), by step; how many rows a second are merged; bytes on disk."""
     sites, channels, bins, count = CASES[case]
-    where, draw = layout(sites, channels, bins), np.random.default_rng(0)
-    steps = [drained(where, step, draw) for step in range(count)]
+    where, draw = sites_of(sites, channels, bins), np.random.default_rng(0)
+    steps = [step_of(where, step, draw) for step in range(count)]
     store = Store(tmp_path / "rank=0")
     store.begin(0, {})
     longest = 0.0
@@ -90,8 +94,8 @@ def bench_store(benchmark: Any, tmp_path: Path, case: str) -> None:
 
 def bench_one_site(benchmark: Any, tmp_path: Path) -> None:
     """One of 1,000 sites over 2,000 steps, from the directory to an Arrow table of two statistics."""
-    where, draw = layout(1000, 1), np.random.default_rng(0)
-    several = [drained(where, 0, draw) for _ in range(16)]
+    where, draw = sites_of(1000, 1), np.random.default_rng(0)
+    several = [step_of(where, 0, draw) for _ in range(16)]
     store = Store(tmp_path / "rank=0")
     store.begin(0, {})
     for step in range(2000):

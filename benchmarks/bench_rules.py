@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from hookstats import ExponentBins, Site
-from hookstats.numbers.blocks import COUNTERS, Drained, Layout, Part, Row
-from hookstats.numbers.fields import EXPONENT_BINS, FIELDS
+from hookstats.numbers.fields import EXPONENT_BINS
+from hookstats.numbers.frame import Sites, StepFrame, block_of
 from hookstats.rules import Judge
 
 KINDS = ("output", "grad_output", "param_grad", "param_sample", "update_sample")  # as attach measures them
@@ -20,37 +20,33 @@ SITES = 1000
 VALUES = 256  # of a channel
 
 
-def state(channels: int, values: Any) -> Any:
-    """A site's part of a block: its fields, counters and histogram."""
+def state(channels: int, values: Any) -> tuple[Any, Any]:
+    """A site's fields and histogram."""
     count = np.full(channels, float(VALUES))
     nothing = np.zeros(channels)
     m2 = VALUES * values.var(0)
     fields = [count, values.mean(0), m2, values.min(0), values.max(0), np.abs(values).sum(0), *[nothing] * 4]
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32).ravel() >> 23
-    histogram = np.bincount(bits.astype(np.int64), minlength=EXPONENT_BINS)
-    return np.concatenate([np.stack(fields).ravel().view(np.int64), np.zeros(COUNTERS, np.int64), histogram])
+    return np.stack(fields), np.bincount(bits.astype(np.int64), minlength=EXPONENT_BINS)
 
 
 def steps(channels: int) -> Any:
-    """Drained steps of a model with blocks of residual layers, all of one content, each to be read anew."""
+    """Steps of a model with blocks of residual layers, all of one content, each to be read anew."""
     generator = np.random.default_rng(0)
-    size = len(FIELDS) * channels + COUNTERS + EXPONENT_BINS
-    rows, parts = [], []
+    names, states = [], []
     for i in range(SITES):
         kind = KINDS[i % len(KINDS)]
         module = f"layers.{i // 50}.linear.{i // len(KINDS)}"
-        site = Site(module if kind.endswith("output") else f"{module}.weight", kind)
-        part = Part(0, i * size, channels, EXPONENT_BINS)
-        rows.append(Row(site, (part,), channels > 1, -1, kind.startswith("param")))
+        names.append(Site(module if kind.endswith("output") else f"{module}.weight", kind))
         scale = 1e-3 if kind == "update_sample" else 1.0
-        parts.append(state(channels, scale * generator.standard_normal((VALUES, channels))))
-        parts[-1][len(FIELDS) * channels : len(FIELDS) * channels + COUNTERS] = (1, i)  # called once, in this order
-    layout, block = Layout([0], rows, ExponentBins()), np.concatenate(parts)
+        states.append(state(channels, scale * generator.standard_normal((VALUES, channels))))
+    keeps, dims, widths = [channels > 1] * SITES, [-1] * SITES, [channels] * SITES
+    sites = Sites.side_by_side(names, keeps, dims, None, ExponentBins(), widths, [EXPONENT_BINS] * SITES)
+    block, ones, order = block_of(*zip(*states, strict=True)), np.ones(SITES, np.int64), np.arange(SITES)
     step = 0
     while True:
-        hidden, readings = np.zeros(SITES, bool), np.zeros(SITES, np.int64)
         loss = 4 - 0.01 * step + 0.1 * float(generator.standard_normal())
-        yield Drained(layout, [block], step, 0.0, {"loss": loss}, None, None, hidden, readings)
+        yield StepFrame(sites, [block], ones, order, np.ones(SITES), step, scalars={"loss": loss})
         step += 1
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from hookstats.numbers.blocks import COUNTERS, Drained, Layout, Part, Row
 from hookstats.numbers.fields import EXPONENT_BINS, FIELDS, ExponentBins, Site
+from hookstats.numbers.frame import Sites, StepFrame
 from tests.report.browser import Browser
 
 CHANNELS = 64  # in every hundredth step, with a histogram
@@ -30,33 +30,28 @@ print(time.perf_counter() - began, time.process_time(), resource.getrusage(resou
 """
 
 
-def layout_of(sites: list[Site], channels: int, bins: int) -> Layout:
-    size = len(FIELDS) * channels + COUNTERS + bins
-    parts = [Part(0, i * size, channels, bins) for i in range(len(sites))]
-    rows = [Row(site, (part,), channels > 1, -1, False) for site, part in zip(sites, parts, strict=True)]
-    return Layout([0], rows, ExponentBins())
+def sites_of(sites: list[Site], channels: int, bins: int) -> Sites:
+    n = len(sites)
+    return Sites.side_by_side(sites, [channels > 1] * n, [-1] * n, None, ExponentBins(), [channels] * n, [bins] * n)
 
 
-def step_of(layout: Layout, rng: np.random.Generator, step: int, scale: np.ndarray) -> Drained:
+def step_of(sites: Sites, rng: np.random.Generator, step: int, scale: np.ndarray) -> StepFrame:
     """Of normal values whose spread wanders, as of a model that trains."""
-    part = layout.rows[0].parts[0]
-    block = np.zeros((len(layout.rows), part.size), np.int64)
-    state = block[:, : len(FIELDS) * part.channels].view(np.float64).reshape(-1, len(FIELDS), part.channels)
-    std = scale[:, None] * np.exp(0.05 * rng.normal(size=(len(scale), part.channels)))
+    n, channels, counters = len(sites), int(sites.channels[0]), int(sites.counters[0])
+    block = np.zeros((n, len(FIELDS) * channels + counters), np.int64)
+    state = block[:, : len(FIELDS) * channels].view(np.float64).reshape(-1, len(FIELDS), channels)
+    std = scale[:, None] * np.exp(0.05 * rng.normal(size=(len(scale), channels)))
     mean, count = 0.1 * std * rng.normal(size=std.shape), np.full_like(std, 1 << 16)
     top = 4 * std * np.exp(0.1 * rng.normal(size=std.shape))
     fields = [count, mean, count * std**2, mean - top, mean + top, 0.8 * count * std, np.round(0.01 * count)]
     state[:, : len(fields)] = np.stack(fields, axis=1)
-    counters = len(FIELDS) * part.channels
-    block[:, counters] = 1
-    block[:, counters + 1] = np.arange(len(block))
-    if part.bins:
+    if counters:
         exponents = np.log2(scale).astype(int)[:, None] + 127 - np.arange(20)
         shares = (1 << 16) * CHANNELS * 0.5 ** np.arange(1, 21)
-        np.put_along_axis(block[:, counters + COUNTERS :], exponents, shares[None].astype(np.int64), axis=1)
-    count_of = np.zeros(len(block), np.int64)
+        np.put_along_axis(block[:, len(FIELDS) * channels :], exponents, shares[None].astype(np.int64), axis=1)
     loss = {"loss": float(2 + 8 * np.exp(-step / 20000) + 0.05 * rng.normal())}
-    return Drained(layout, [block.reshape(-1)], step, 1.7e9 + step, loss, None, None, count_of, count_of)
+    ones = np.ones(n, np.int64)
+    return StepFrame(sites, [block.reshape(-1)], ones, np.arange(n), np.ones(n), step, 1.7e9 + step, loss)
 
 
 def record(directory: Path, sites: int, steps: int) -> None:
@@ -67,7 +62,7 @@ def record(directory: Path, sites: int, steps: int) -> None:
     rng = np.random.default_rng(0)
     names = [f"layers.{i // 10}.{('attention', 'mlp')[i // 5 % 2]}.part{i % 5}" for i in range(sites // 2)]
     named = [*(Site(name, "output") for name in names), *(Site(name, "grad_output") for name in reversed(names))]
-    totals, detailed = layout_of(named, 1, 0), layout_of(named, CHANNELS, EXPONENT_BINS)
+    totals, detailed = sites_of(named, 1, 0), sites_of(named, CHANNELS, EXPONENT_BINS)
     scale = np.exp(rng.normal(size=len(named)))
     folder = directory / "rank=0"
     folder.mkdir(parents=True)

@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from benchmarks.bench_records import layout
 from hookstats.cluster.exchange import levels
-from hookstats.numbers.blocks import Drained
-from hookstats.numbers.fields import EXPONENT_BINS, FIELDS, Counts, ExponentBins
+from hookstats.numbers.fields import EXPONENT_BINS, FIELDS, Counts, ExponentBins, Site
+from hookstats.numbers.frame import COUNTERS
 from hookstats.watch.arguments import Channels
+from hookstats.watch.layout import Layout, Part, Row
 from hookstats.watch.memory import Store
 from hookstats.watch.planning import Plan
 
@@ -174,15 +174,18 @@ def merge_of(shape: Shape, mesh: Mesh) -> Merge:
 
 
 def host_seconds(sites: int, rounds: int = 20) -> float:
-    """What reading a drained step of so many sites takes of the host, measured here."""
-    where = layout(sites, 1, ExponentBins())
-    block: Counts = np.ones((sites, where.sizes[0] // sites), np.int64)
+    """What reading a copied step of so many sites takes of the host, measured here."""
+    size = len(FIELDS) + COUNTERS + EXPONENT_BINS
+    places = [Part(0, i * size, 1, EXPONENT_BINS) for i in range(sites)]
+    rows = [Row(Site(str(i), "output"), (place,), False, None) for i, place in enumerate(places)]
+    layout = Layout([0], rows, ExponentBins())
+    block: Counts = np.ones((sites, size), np.int64)
     block[:, : len(FIELDS)] = np.ones(len(FIELDS)).view(np.int64)
     taken = []
     for step in range(rounds):
-        drained = Drained(where, [block.reshape(-1)], step, 0.0, {}, None, None, [False] * sites, [0] * sites)
         begin = time.perf_counter()
-        assert drained.columns.totals.rms.size == sites
+        frame = layout.frame([block.reshape(-1)], [False] * sites, [0] * sites, None, step=step)
+        assert frame.totals.rms.size == sites
         taken.append(time.perf_counter() - begin)
     return float(np.median(taken))
 

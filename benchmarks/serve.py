@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.interleaved import interleaved
-from benchmarks.report_size import layout_of, record, step_of
+from benchmarks.report_size import record, sites_of, step_of
 from hookstats.numbers.fields import Site
 from hookstats.records import manifest
 from hookstats.records.store import Store
@@ -54,10 +54,10 @@ def add(run: Path, steps: int) -> None:
     folder = run / "rank=0"
     sites = [Site(*site) for site in manifest.read(folder).sites]
     last = manifest.read(folder).parts["steps"][-1].steps[1]
-    store, rng, layout = Store(folder), np.random.default_rng(1), layout_of(sites, 1, 0)
+    store, rng, where = Store(folder), np.random.default_rng(1), sites_of(sites, 1, 0)
     store.begin(1, {})
     for i in range(steps):
-        store.add(step_of(layout, rng, last + 10 * (i + 1), np.exp(rng.normal(size=len(sites)))))
+        store.add(step_of(where, rng, last + 10 * (i + 1), np.exp(rng.normal(size=len(sites)))))
     store.commit(last)
     store.close()
 

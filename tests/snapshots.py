@@ -8,8 +8,8 @@ import torch
 
 import hookstats
 from hookstats import Site, Snapshot
-from hookstats.numbers.columns import Columns
 from hookstats.numbers.fields import Bins
+from hookstats.numbers.frame import StepFrame
 
 # Names that a service may refuse, or take for one another. The model itself is "".
 HOSTILE = [
@@ -63,8 +63,8 @@ def snapshot(
         stats._scale = scale
     idle = hookstats.measure(torch.zeros(0, 2), histogram=None)
     idle.calls = 0
-    columns = Columns.from_stats(sites | dict.fromkeys(silent or [], idle), sites)
-    return Snapshot(step, columns, dict(scalars or {}))
+    given = sites | dict.fromkeys(silent or [], idle)
+    return Snapshot(StepFrame.from_stats(given, sites, step, scalars=dict(scalars or {})))
 
 
 def same(got: list[Snapshot], wanted: list[Snapshot]) -> None:

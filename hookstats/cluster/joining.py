@@ -12,10 +12,10 @@ from torch import nn
 from hookstats.cluster.groups import checked_placements, group_of
 from hookstats.cluster.merging import LocalStep, Merging
 from hookstats.cluster.placements import Placements
-from hookstats.cluster.union import Placed, Placing, Tables
+from hookstats.cluster.union import OwnSite, Placed, Placing, Tables
 from hookstats.modules.sharding import LocalShard
-from hookstats.numbers.blocks import Drained, Row
 from hookstats.numbers.fields import Site
+from hookstats.numbers.frame import StepFrame
 from hookstats.numbers.ranks import StepRanks
 
 
@@ -44,11 +44,11 @@ class Joined:
         self._placements = Placements(model, group, wanted, self._merging.notes.append)
         self._placing: tuple[dict[Site, LocalShard], Placing] | None = None
         weakref.finalize(self, self._merging.give_up).atexit = False  # where nobody detaches the monitor, nor holds it
-        self._arrived: list[Drained] = []
+        self._arrived: list[StepFrame] = []
         self.ranks = StepRanks((rank,), len(group.ranks))
         self.is_first = rank == min(group.ranks)
 
-    def submit(self, drained: Drained, held: dict[Site, LocalShard]) -> None:
+    def submit(self, frame: StepFrame, held: dict[Site, LocalShard]) -> None:
         """held: what this rank has of each site; the same object while nothing of it has changed."""
         try:
             if self._placing is None or self._placing[0] is not held:
@@ -56,9 +56,9 @@ class Joined:
             placing = self._placing[1]
         except Exception as error:  # the groups of the model were destroyed, say: the step cannot be merged
             placing = _failing(error)
-        self._merging.submit(LocalStep(drained, placing))
+        self._merging.submit(LocalStep(frame, placing))
 
-    def arrived(self) -> list[Drained]:
+    def arrived(self) -> list[StepFrame]:
         """What all ranks have together, or this one alone, in the order of their submission; each once."""
         arrived, self._arrived = [*self._arrived, *self._merging.arrived()], []
         return arrived
@@ -75,7 +75,7 @@ class Joined:
 def _failing(error: Exception) -> Placing:
     """Raises it where it is met: beside training, which then tells it, and has the step as this rank's own."""
 
-    def placing(row: Row) -> Placed:
+    def placing(own: OwnSite) -> Placed:
         raise error
 
     return placing

@@ -26,8 +26,8 @@ from hookstats.cluster.drifts import Replicas, differing, drifts
 from hookstats.cluster.exchange import FAN, Exchange
 from hookstats.cluster.packing import First, Packer
 from hookstats.cluster.union import Local, Placing, Tables, Union, named, whole
-from hookstats.numbers.blocks import Drained
 from hookstats.numbers.fields import Counts, Site
+from hookstats.numbers.frame import StepFrame
 from hookstats.numbers.ranks import StepRanks
 
 # Steps that may wait to be merged: as many as fit into these bytes, but at least _FEW and at most _MANY; of more, the
@@ -47,7 +47,7 @@ _mergings: Counter[tuple[int, ...]] = Counter()  # of the same ranks, so far
 class LocalStep(NamedTuple):
     """A step of this rank."""
 
-    drained: Drained
+    frame: StepFrame
     placing: Placing = whole  # as `Tables.local` has it
 
 
@@ -57,7 +57,7 @@ class _Slot:
 
     step: LocalStep
     begun: int  # how often numbers have begun anew
-    merged: Drained | None = None
+    merged: StepFrame | None = None
 
 
 class _Over(Exception):
@@ -102,11 +102,11 @@ class Merging:
 
     def submit(self, step: LocalStep) -> None:
         """Merges a step with those of the same number on other ranks. Takes some microseconds, whatever they do."""
-        number = step.drained.step
+        number = step.frame.step
         self._begun += number <= self._last  # trained anew, on all ranks
         self._last = number
         slot = _Slot(step, self._begun)
-        size = sum(block.nbytes for block in step.drained.blocks)
+        size = sum(block.nbytes for block in step.frame.memory)
         self._room = min(max(_FEW, _WAITING_BYTES // max(1, size)), _MANY)
         if self._thread.is_alive():  # it is not in a fork, where it may have held the queue's lock
             if self._queue.qsize() >= self._room:
@@ -123,7 +123,7 @@ class Merging:
                 text = f"{self._room} steps were waiting to be merged when step {number} came"
                 self._told.append(("queue", f"{text}: measure less often (every=)"))
 
-    def arrived(self) -> list[Drained]:
+    def arrived(self) -> list[StepFrame]:
         """What was submitted and is settled, in that order, each once. Tells what went wrong."""
         if not self._thread.is_alive():
             self._settle_all()
@@ -139,14 +139,14 @@ class Merging:
             self._warn_once(note, f"merging over ranks: {note}")
         return done
 
-    def wait(self, timeout: float) -> list[Drained]:
+    def wait(self, timeout: float) -> list[StepFrame]:
         """What `arrived` returns, once all is settled or `timeout` seconds have passed."""
         end = time.monotonic() + timeout
         while self._unsettled() and self._thread.is_alive() and time.monotonic() < end:
             time.sleep(0.001)
         return self.arrived()
 
-    def close(self, timeout: float = 2.0) -> list[Drained]:
+    def close(self, timeout: float = 2.0) -> list[StepFrame]:
         """Ends merging: what is not settled after `timeout` seconds is delivered alone. A second call does nothing.
 
         The thread may be waiting for other ranks then; it tells them when they have come that this one has left.
@@ -180,8 +180,8 @@ class Merging:
         return sum(slot.merged is None for slot in self._slots)
 
     def _leave_alone(self, slot: _Slot) -> None:
-        slot.step.drained.ranks = StepRanks((self._exchange.rank,), len(self._exchange.ranks))
-        slot.merged = slot.step.drained
+        slot.step.frame.ranks = StepRanks((self._exchange.rank,), len(self._exchange.ranks))
+        slot.merged = slot.step.frame
 
     # What follows runs in the thread.
 
@@ -198,12 +198,12 @@ class Merging:
 
     def _merge_all(self) -> None:
         while (slot := self._queue.get()) is not None:
-            drained, local, problem = slot.step.drained, None, ""
+            frame, local, problem = slot.step.frame, None, ""
             try:
                 local = self._tables.local(*slot.step)
             except Exception as error:
                 problem = repr(error)
-            merged = self._merged(drained, local, problem) if self._agree(slot, local, problem) else None
+            merged = self._merged(frame, local, problem) if self._agree(slot, local, problem) else None
             if merged is None:
                 self._leave_alone(slot)
             elif slot.merged is None:
@@ -212,7 +212,7 @@ class Merging:
 
     def _agree(self, slot: _Slot, local: Local | None, problem: str) -> bool:
         """Whether all ranks are to merge this step. Waits for those that have an older one in hand."""
-        number, scale = slot.step.drained.step, slot.step.drained.grad_scale
+        number, scale = slot.step.frame.step, slot.step.frame.grad_scale
         union = -1 if local is None else self._known.get(local.checksum, -1)
         moment = (slot.begun + self._shift) * _BEGUN + number
         while True:
@@ -257,27 +257,27 @@ class Merging:
         self._known[local.checksum] = self._unions
         self._packers[self._unions] = Packer(union, exchange.rank, self._apart)
 
-    def _merged(self, drained: Drained, local: Local | None, problem: str) -> Drained | None:
+    def _merged(self, frame: StepFrame, local: Local | None, problem: str) -> StepFrame | None:
         assert local is not None
         exchange, packer = self._exchange, self._packers[self._known[local.checksum]]
         union, learned, own = packer.union, self._replicas.learned, None
         try:
-            part = packer.part(drained, local)
-            own = part.first(drained, learned)
+            part = packer.part(frame, local)
+            own = part.first(frame, learned)
         except Exception as error:  # the others are not to wait for what this rank cannot bring
             problem = repr(error)
         mine = packer.nothing() if own is None else own[0]
         first = First(packer.shape, *exchange.sum_and_max(mine.all_sums, mine.all_extremes))
         if first.failed or own is None:
             problem = problem or "another rank could not bring its part"
-            self._told.append(("failed", f"step {drained.step}: {problem}"))
+            self._told.append(("failed", f"step {frame.step}: {problem}"))
             return None
         held = own[2]
         sums, ranks = part.second(own, first)
         second, before = exchange.sum(sums), len(self._apart)
-        merged = packer.unpack(first, second, exchange.max(ranks), drained)
+        merged = packer.unpack(first, second, exchange.max(ranks), frame)
         merged.ranks = StepRanks(exchange.ranks, len(exchange.ranks))
-        self._tell_of(list(self._apart)[before:], union, drained.step)
+        self._tell_of(list(self._apart)[before:], union, frame.step)
         if sites := self._replicas.to_learn(union):
             chosen = [union.compared[site] for site in sites]
             self._replicas.learn(union, sites, exchange.gather(held.hashes[chosen]))

@@ -14,8 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hookstats.cluster.union import SPREAD, Local, Share, Union
-from hookstats.numbers.blocks import AT_END, COUNTERS, Drained, Layout
-from hookstats.numbers.columns import wholes_of
 from hookstats.numbers.fields import (
     FIELDS,
     Array,
@@ -26,6 +24,7 @@ from hookstats.numbers.fields import (
     histogram_shape,
     in_order,
 )
+from hookstats.numbers.frame import AT_END, Sites, StepFrame, wholes_of
 from hookstats.numbers.kinds import kind_of
 from hookstats.numbers.ranks import Spread
 
@@ -87,7 +86,7 @@ class Held(NamedTuple):
 
     peers: Mapping[Site, tuple[int, ...]]  # the ranks that are to hold the same, this one among them, where known
     hashes: Counts  # of states; 0: this rank has no such site, SILENT: nothing came
-    phases: Counts  # when they were measured, see numbers/blocks.py; NEVER: nothing came
+    phases: Counts  # when they were measured, see StepFrame; NEVER: nothing came
 
 
 class First:
@@ -126,14 +125,14 @@ class Packer:
         self.shape = Shape.of(union)
         self.apart = apart
         self._rank = rank
-        self._parts: dict[tuple[Layout, int], _Part] = {}
+        self._parts: dict[tuple[Sites, int], _Part] = {}
         self._wholes: dict[tuple[tuple[int, ...], tuple[Site, ...]], _Whole] = {}
 
-    def part(self, drained: Drained, local: Local) -> _Part:
-        """What this rank has of the steps of a layout. local: of drained."""
-        key = drained.layout, local.checksum
+    def part(self, frame: StepFrame, local: Local) -> _Part:
+        """What this rank has of the steps of these sites. local: of the frame."""
+        key = frame.sites, local.checksum
         if key not in self._parts:
-            self._parts = {key: _Part(self.union, self.shape, drained.layout, local, self._rank)}
+            self._parts = {key: _Part(self.union, self.shape, frame.sites, local, self._rank)}
         return self._parts[key]
 
     def nothing(self) -> First:
@@ -142,7 +141,7 @@ class Packer:
         flat.sums["failed"][0, 0] = 1
         return flat
 
-    def unpack(self, first: First, second: Numbers, ranks: Numbers, own: Drained) -> Drained:
+    def unpack(self, first: First, second: Numbers, ranks: Numbers, own: StepFrame) -> StepFrame:
         """The whole. second, ranks: as `_Part.second` has them, of all ranks. own: the same step of this rank."""
         union = self.union
         folded = tuple(np.flatnonzero(first.sums["counts"][FOLDED, : len(union.rows)]).tolist())
@@ -156,15 +155,14 @@ class Packer:
 
 
 class _Part:
-    """What a rank contributes to the steps of one layout."""
+    """What a rank contributes to the steps of the same sites."""
 
-    def __init__(self, union: Union, shape: Shape, layout: Layout, local: Local, rank: int) -> None:
+    def __init__(self, union: Union, shape: Shape, sites: Sites, local: Local, rank: int) -> None:
         self._union = union
         self._shape = shape
         self._rank = rank
         table, shares = local.table, local.shares
-        # Arrays of as many elements as the layout has rows.
-        parts = [row.parts[-1] for row in layout.rows]
+        # Arrays of as many elements as there are sites.
         self._place = np.array([union.place[row.site] for row in table.rows], np.int64)
         rows = [union.rows[i] for i in self._place.tolist()]
         self._counts = np.array(
@@ -172,8 +170,7 @@ class _Part:
         )
         self._leads = self._counts & np.array([share.leads for share in shares], bool)
         is_total = np.array([row.channels == 1 for row in rows], bool)
-        lies = np.array([(part.block, part.offset, part.channels, part.bins) for part in parts], np.int64)
-        block, offset, channels, bins = lies.reshape(-1, 4).T
+        channels, bins = sites.channels, sites.counters
         self._width = np.where(is_total, 1, channels)
         first = np.where(is_total, 0, np.array([share.offset for share in shares], np.int64))
         self._begin = union.channel_begin[self._place] + first
@@ -185,55 +182,53 @@ class _Part:
         self._folds = np.flatnonzero(is_fold).tolist()
         self._is_narrow = ~is_total & np.array([row.is_narrow for row in table.rows], bool)
         here = np.flatnonzero(self._counts & ~is_fold)
-        to = int(union.channel_begin[-1]), block[here], offset[here], self._begin[here], channels[here]
+        to = int(union.channel_begin[-1]), sites.block[here], sites.begin[here], self._begin[here], channels[here]
         self._moments = _Moves(len(FIELDS), *to)
         here = np.flatnonzero(self._counts & self._has_bins & ~(is_fold & self._per_channel))
-        offset_of_bins = offset + len(FIELDS) * channels + COUNTERS
-        to = int(union.bin_begin[-1]), block[here], offset_of_bins[here], self._bin_begin[here], bins[here]
-        self._histograms = _Moves(1, *to)
+        lies = sites.histogram_block[here], sites.histogram_begin[here]
+        self._histograms = _Moves(1, int(union.bin_begin[-1]), *lies, self._bin_begin[here], bins[here])
         compared = [(i, site) for i, row in enumerate(table.rows) if (site := row.compared_as) is not None]
-        self._compared = _Compared(union, layout, compared, shares, rank)
+        self._compared = _Compared(union, sites, compared, shares, rank)
 
-    def first(self, drained: Drained, learned: Mapping[Site, tuple[int, ...]]) -> tuple[First, Array, Held]:
+    def first(self, frame: StepFrame, learned: Mapping[Site, tuple[int, ...]]) -> tuple[First, Array, Held]:
         """The first round's; ``[fields, channels]`` for the second; what others may hold, too.
 
-        drained: of this layout. learned: of sites of which it was not known, the ranks that held the same so far.
+        frame: of these sites. learned: of sites of which it was not known, the ranks that held the same so far.
         """
         union, flat = self._union, First(self._shape)
         columns = np.zeros((len(FIELDS), int(union.channel_begin[-1])))
         bins, counts = flat.sums["bins"], flat.sums["counts"]
         whole_numbers = bins.view(np.int64)
-        self._moments.gather(drained.blocks, columns)
-        self._histograms.gather(drained.blocks, whole_numbers)
-        calls, order, shown, _ = drained.by_row
-        place = self._place
+        self._moments.gather(frame.memory, columns)
+        self._histograms.gather(frame.memory, whole_numbers)
+        calls, order, place = frame.calls, frame.order, self._place
         counts[FOLDED, place] = self._is_narrow & self._counts & (calls > 0)
-        self._put_others(columns, whole_numbers, counts, drained)
+        self._put_folded(columns, whole_numbers, frame)
         bins[...] = whole_numbers
         counts[CALLS, place] = calls * self._leads
         counts[FIRED, place] = (calls > 0) & self._counts
-        counts[SHOWN, place[shown]] = 1
+        counts[SHOWN, place] = True if frame.hidden is None else (calls > 0) | ~frame.hidden
         self._put_moments(flat, columns)
         in_their_order = np.flatnonzero(self._counts[order])
         flat.extremes["earliest"][ORDER, place[order[in_their_order]]] = -(self._rank << 32 | in_their_order)
-        for site, skipped in drained.skipped.items():
+        for site, skipped in frame.skipped.items():
             i = union.place[site]
             counts[SKIPPED, i], counts[GIVEN_UP, i] = skipped.times or 0, skipped.times is None
             flat.extremes["earliest"][SKIPPED_BY, i] = -self._rank
-        time = drained.time if self._rank == union.ranks[0] else None
-        of_step = (time, drained.grad_scale, drained.overflowed)
-        for i, value in enumerate([*of_step, *(drained.scalars.get(name) for name in union.scalars)]):
+        time = frame.time if self._rank == union.ranks[0] else None
+        of_step = (time, frame.grad_scale, frame.overflowed)
+        for i, value in enumerate([*of_step, *(frame.scalars.get(name) for name in union.scalars)]):
             if value is not None:
                 flat.sums["scalars"][:, i] = value, 1
                 both = np.array([value, value], np.float64)
                 flat.extremes["scalars"][:, i] = in_order(both, np.int64) ^ np.array([-1, 0])
         if union.spread:
-            self._put_spread(flat.extremes["spread"], drained)
-        ids = drained.sample_ids.get(drained.step)
+            self._put_spread(flat.extremes["spread"], frame)
+        ids = frame.sample_ids.get(frame.step)
         if union.samples and ids is not None:
             column = flat.extremes["samples"][:, union.ranks.index(self._rank)]
             column[0], column[1 : 1 + len(ids)] = len(ids), ids
-        held = self._compared.hold(drained, learned)
+        held = self._compared.hold(frame, learned)
         known = [(union.compared[site], min(peers), len(peers)) for site, peers in held.peers.items()]
         if (
             known
@@ -265,32 +260,20 @@ class _Part:
         has_values = columns[COUNT] > 0
         flat.extremes["moments"][:, has_values] = (extremes ^ np.array([[-1], [0]]))[:, has_values]
 
-    def _put_others(self, columns: Array, bins: Counts, counts: Array, drained: Drained) -> None:
-        """What must be put together first: channels that all ranks merge as totals, what moved in this step."""
-        moved = drained.by_row.moved
-        others = [i for i in dict.fromkeys([*self._folds, *moved]) if self._counts[i]]
-        reads = [drained.read(i) for i in others]
-        totals = wholes_of([read.moments for read in reads])
-        for n, (i, read) in enumerate(zip(others, reads, strict=True)):
-            width = int(self._width[i])
-            begin, counters = int(self._begin[i]), int(self._bin_begin[i])
-            fits = read.moments.shape[1] == width
-            columns[:, begin : begin + width] = 0
-            columns[:, begin : begin + (width if fits else 1)] = read.moments if fits else totals[:, n : n + 1]
-            if not fits and self._union.rows[self._place[i]].channels > 1:
-                counts[FOLDED, self._place[i]] = 1
-            if self._has_bins[i] and read.histogram is not None:
-                histogram = read.histogram
-                if self._per_channel:
-                    bins[0, counters : counters + width * histogram.shape[1]] = 0
-                    histogram = histogram if fits else histogram.sum(0)
-                bins[0, counters : counters + histogram.size] = histogram.reshape(-1)
+    def _put_folded(self, columns: Array, bins: Counts, frame: StepFrame) -> None:
+        """The totals of sites of several channels that all ranks merge as totals."""
+        others = [i for i in self._folds if self._counts[i]]
+        columns[:, self._begin[others]] = wholes_of([frame.state(i) for i in others])
+        for i in others if self._per_channel else ():
+            histogram = frame.histogram(i)
+            if self._has_bins[i] and histogram is not None:
+                counters = int(self._bin_begin[i])
+                bins[0, counters : counters + histogram.shape[1]] = histogram.sum(0)
 
-    def _put_spread(self, spread: Counts, drained: Drained) -> None:
+    def _put_spread(self, spread: Counts, frame: StepFrame) -> None:
         """Tells this rank's statistics of the sites that have fired, each as both of its extremes."""
-        totals, shown = drained.columns.totals, drained.by_row.shown
-        has_fired = drained.columns.calls > 0
-        place = self._place[shown[has_fired]]
+        totals, has_fired = frame.totals, frame.calls > 0
+        place = self._place[has_fired]
         for n, name in enumerate(SPREAD):
             values = totals.nans + totals.posinfs + totals.neginfs if name == "nonfinite" else getattr(totals, name)
             known = values[has_fired]
@@ -303,46 +286,42 @@ class _Compared:
     """The states of a rank that others may hold, too, as hashes: channels, calls, and all of a state but its bins."""
 
     def __init__(
-        self, union: Union, layout: Layout, rows: Sequence[tuple[int, Site]], shares: Sequence[Share], rank: int
+        self, union: Union, sites: Sites, rows: Sequence[tuple[int, Site]], shares: Sequence[Share], rank: int
     ) -> None:
-        """rows: numbers of the layout's, and as what they are compared."""
+        """rows: numbers of sites, and as what they are compared."""
         self._rank = rank
         self._rows = np.array([i for i, _ in rows], np.int64)
         self._known = {site: shares[i].peers for i, site in rows if shares[i].peers}
         self._to = np.array([union.compared[site] for _, site in rows], np.int64)
         kinds = [kind_of(site.tensor) for _, site in rows]
         self._is_reduced = np.array([kind.is_gradient and kind.is_replicated for kind in kinds], bool)
-        parts = np.array([layout.rows[i].parts[-1] for i, _ in rows], np.int64).reshape(-1, 4)
-        block, offset, self._channels, _ = parts.T
+        block, offset, self._channels = sites.places[:3, self._rows]
         self._begin = np.cumsum(self._channels) - self._channels
         self._moves = _Moves(len(FIELDS), int(self._channels.sum()), block, offset, self._begin, self._channels)
         self._place = np.arange(self._channels.sum()) - np.repeat(self._begin, self._channels)
         self._sites = list(union.compared)
 
-    def hold(self, drained: Drained, learned: Mapping[Site, tuple[int, ...]]) -> Held:
+    def hold(self, frame: StepFrame, learned: Mapping[Site, tuple[int, ...]]) -> Held:
         """learned: of sites of which it was not known, the ranks that have held the same of it so far."""
         peers = self._known | {self._sites[i]: learned[self._sites[i]] for i in self._to if self._sites[i] in learned}
         held = Held(peers, np.zeros(len(self._sites), np.int64), np.zeros(len(self._sites), np.int64))
         if self._rows.size:
-            hashes, phases = self._hashes(drained), drained.readings[self._rows] % NEVER
+            hashes, phases = self._hashes(frame), np.zeros(len(self._rows), np.int64)
+            if frame.phases is not None:
+                phases = frame.phases[self._rows]
             hashes[self._is_reduced & (phases == AT_END) & (hashes != SILENT)] = UNUSED
             held.hashes[self._to] = hashes
             held.phases[self._to] = np.where(hashes == SILENT, NEVER, phases)
         return held
 
-    def _hashes(self, drained: Drained) -> Counts:
+    def _hashes(self, frame: StepFrame) -> Counts:
         """``[rows]``; never 0, and SILENT of what was silent."""
         section = np.zeros((len(FIELDS), int(self._channels.sum())))
-        self._moves.gather(drained.blocks, section)
-        calls = drained.by_row.calls[self._rows]
+        self._moves.gather(frame.memory, section)
+        calls = frame.calls[self._rows]
         fields = np.arange(len(FIELDS))[:, None]
         words = _mix(section.view(np.int64) + _mix(self._place * len(FIELDS) + fields)).sum(0)
         found = _mix(np.add.reduceat(words, self._begin) + _mix(calls) + self._channels)
-        moved = drained.by_row.moved
-        for n, i in enumerate(self._rows.tolist()):
-            if i in moved:
-                words = moved[i].moments.view(np.int64).reshape(-1)
-                found[n : n + 1] = _mix(_mix(words + _mix(np.arange(words.size))).sum(keepdims=True))
         found[(found >= 0) & (found <= UNUSED)] = UNUSED + 1
         result: Counts = np.where(calls > 0, found, SILENT)
         return result
@@ -358,28 +337,26 @@ def _mix(words: Counts) -> Counts:
 
 
 class _Whole:
-    """What has been merged, as steps of one layout."""
+    """What has been merged, as steps of the same sites."""
 
     def __init__(self, union: Union, folded: tuple[int, ...], once: tuple[Site, ...]) -> None:
         """folded: rows of which some rank had totals alone. once: sites of which the ranks' states are the same."""
         self._union = union
-        self._layout = layout = union.layout(folded, once)
+        self._sites = sites = union.whole(folded, once)
         self._kept = kept = union.kept(once)
         self._folded = [n for n, i in enumerate(kept.tolist()) if i in folded]
-        parts = np.array([row.parts[0] for row in layout.rows], np.int64).reshape(-1, 4)
-        block, offset, channels, bins = parts.T
-        self._counters = offset + len(FIELDS) * channels
         here = np.flatnonzero(~np.isin(kept, folded))
-        begin = union.channel_begin
-        to = block[here], offset[here], begin[kept[here]], channels[here]
+        begin, zeros = union.channel_begin, np.zeros(len(here), np.int64)
+        to = zeros, sites.begin[here], begin[kept[here]], sites.channels[here]
         self._moments = _Moves(len(FIELDS), int(begin[-1]), *to)
-        offset, begin = self._counters + COUNTERS, union.bin_begin
-        self._bins = _Moves(1, int(begin[-1]), block[here], offset[here], begin[kept[here]], bins[here])
+        begin = union.bin_begin
+        to = zeros, sites.histogram_begin[here], begin[kept[here]], sites.counters[here]
+        self._bins = _Moves(1, int(begin[-1]), *to)
 
-    def unpack(self, first: First, second: Array, ranks: Counts, own: Drained) -> Drained:
-        union, layout = self._union, self._layout
+    def unpack(self, first: First, second: Array, ranks: Counts, own: StepFrame) -> StepFrame:
+        union, sites = self._union, self._sites
         columns, bins = _columns(first, second), first.sums["bins"].astype(np.int64)
-        block = np.zeros(layout.sizes[0], np.int64)
+        block = np.zeros(sum(sites.sizes), np.int64)
         self._moments.scatter(columns, [block])
         self._bins.scatter(bins, [block])
         for n in self._folded:
@@ -388,43 +365,41 @@ class _Whole:
         order = -first.extremes["earliest"][ORDER, self._kept]
         has_fired = counts[FIRED] > 0
         fired = np.flatnonzero(has_fired)
-        fired = fired[np.argsort(order[fired], kind="stable")]
-        block[self._counters] = np.maximum(counts[CALLS], has_fired)
-        block[self._counters[fired] + 1] = np.arange(1, len(fired) + 1)
         time, scale, overflowed, *scalars = _means(first)
-        drained = Drained(
-            layout,
+        frame = StepFrame(
+            sites,
             [block],
+            np.maximum(counts[CALLS], has_fired),
+            fired[np.argsort(order[fired], kind="stable")],
+            sites.scales(scale),
             own.step,
             own.time if time is None else time,
             {name: value for name, value in zip(union.scalars, scalars, strict=True) if value is not None},
+            own.earlier_scalars,
+            dict(own.sample_ids),
             scale,
             None if overflowed is None else overflowed > 0,
-            counts[SHOWN] == 0,
-            np.arange(len(layout.rows)),
+            self._skipped(first, own),
+            hidden=counts[SHOWN] == 0,
         )
-        drained.earlier_scalars = own.earlier_scalars
-        drained.sample_ids = dict(own.sample_ids)
         samples = first.extremes["samples"].T
         if (given := samples[samples[:, 0] > 0]).size if samples.size else False:
-            drained.sample_ids[own.step] = np.concatenate([column[1 : 1 + column[0]] for column in given])
-        drained.skipped = self._skipped(first, own)
+            frame.sample_ids[own.step] = np.concatenate([column[1 : 1 + column[0]] for column in given])
         if union.spread:
-            chosen = self._kept[drained.by_row.shown]
-            drained.spread = _spreads(first.extremes["spread"][:, chosen], ranks[:, chosen])
-        return drained
+            frame.spread = _spreads(first.extremes["spread"][:, self._kept], ranks[:, self._kept])
+        return frame
 
     def _put_total(self, columns: Array, bins: Counts, block: Counts, n: int) -> None:
-        part, union, i = self._layout.rows[n].parts[0], self._union, int(self._kept[n])
+        sites, union, i = self._sites, self._union, int(self._kept[n])
         begin, end = union.channel_begin[i : i + 2]
-        moments = block[part.offset : part.offset + len(FIELDS)]
-        moments[:] = fold_channels(columns[:, begin:end]).view(np.int64)
-        if part.bins:
+        at = int(sites.begin[n])
+        block[at : at + len(FIELDS)] = fold_channels(columns[:, begin:end]).view(np.int64)
+        if counters := int(sites.counters[n]):
             begin, end = union.bin_begin[i : i + 2]
-            behind = part.offset + part.size
-            block[behind - part.bins : behind] = bins[0, begin:end].reshape(-1, part.bins).sum(0)
+            at = int(sites.histogram_begin[n])
+            block[at : at + counters] = bins[0, begin:end].reshape(-1, counters).sum(0)
 
-    def _skipped(self, first: First, own: Drained) -> dict[Site, Skipped]:
+    def _skipped(self, first: First, own: StepFrame) -> dict[Site, Skipped]:
         result = {}
         by = first.extremes["earliest"][SKIPPED_BY]
         for i in np.flatnonzero(by > _LOWEST).tolist():

@@ -24,11 +24,10 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.nn.parallel import DistributedDataParallel
 
 from hookstats.cluster.groups import Axis, Group, Wanted, axes_of
-from hookstats.cluster.union import Owners, Placed, Placing, Share, whole
+from hookstats.cluster.union import Owners, OwnSite, Placed, Placing, Share, whole
 from hookstats.modules.channels import input_channels, natural_channels
 from hookstats.modules.selection import Slot, clean_names, matches
 from hookstats.modules.sharding import LocalShard, Sharding, flattened
-from hookstats.numbers import blocks
 from hookstats.numbers.fields import Site
 from hookstats.numbers.kinds import kind_of
 
@@ -149,55 +148,55 @@ class _Placing:
         }
         self._by_ddp = _replicated_modules(model, placements.ranks)
 
-    def __call__(self, row: blocks.Row) -> Placed:
-        held = self._held.get(row.site, LocalShard(None, None))
+    def __call__(self, own: OwnSite) -> Placed:
+        held = self._held.get(own.site, LocalShard(None, None))
         if held.sharding is not None:
-            return self._place_dtensor(row, held.sharding, held.channels)
-        wanted = self._placements.wanted(row.site.name)
+            return self._place_dtensor(own, held.sharding, held.channels)
+        wanted = self._placements.wanted(own.site.name)
         if wanted is not None:
-            return self._place_as_wanted(row, wanted, held.channels)
-        if row.is_parameter:
-            flat = self._flat.get(id(self._modules.get(row.site.name.rpartition(".")[0])))
+            return self._place_as_wanted(own, wanted, held.channels)
+        if own.is_parameter:
+            flat = self._flat.get(id(self._modules.get(own.site.name.rpartition(".")[0])))
             if flat:  # each rank has other values of it, in one dimension
                 share = Share(leads=dist.get_rank() == min(flat))
-                return Placed(row.parts[-1].channels, min(flat), share)
-            module, _, key = row.site.name.rpartition(".")
-            return whole(row)._replace(share=Share(peers=self._replicated(self._modules.get(module), key)))
+                return Placed(own.channels, min(flat), share)
+            module, _, key = own.site.name.rpartition(".")
+            return whole(own)._replace(share=Share(peers=self._replicated(self._modules.get(module), key)))
         if not self._parallel:
-            return whole(row)
-        return self._place_plain(row, held.channels)
+            return whole(own)
+        return self._place_plain(own, held.channels)
 
-    def _place_dtensor(self, row: blocks.Row, sharding: Sharding, channels: int | None) -> Placed:
+    def _place_dtensor(self, own: OwnSite, sharding: Sharding, channels: int | None) -> Placed:
         axes = self._placements.axes_of(sharding.mesh)
         ranks = self._placements.ranks & set(sharding.mesh.mesh.flatten().tolist())
-        owners: Owners = min(ranks) if row.is_parameter and ranks else "each"
+        owners: Owners = min(ranks) if own.is_parameter and ranks else "each"
         if axes is None:  # a mesh without this rank
             return Placed(sharding.channels, owners, Share(counts=False, leads=False))
         cuts = cuts_of(axes, sharding.placements, sharding.dim)
         span = None if cuts is None else part_of(sharding.channels, cuts, self._placements.ranks)
         if span is None or (span.size and channels not in (None, span.size)):
             why = f"the channels of a DTensor that is placed {sharding} do not lie side by side"
-            return self._keep_apart(row, whole(row), [Axis("rank", self._placements.group.ranks, dist.get_rank())], why)
+            return self._keep_apart(own, whole(own), [Axis("rank", self._placements.group.ranks, dist.get_rank())], why)
         replicated = [axis for axis, each in zip(axes, sharding.placements, strict=True) if each.is_replicate()]
         counts = span.size > 0 and self._placements.is_lowest(replicated)
-        peers = self._peers(sharding) if row.is_parameter else ()
+        peers = self._peers(sharding) if own.is_parameter else ()
         share = Share(span.offset if span.size else 0, counts, self._placements.is_lowest(axes), peers)
         placed = Placed(span.whole, owners, share)
         covered = {rank for axis in axes for rank in axis.ranks}
         left = [axis for axis in self._parallel if not covered.issuperset(axis.ranks)]
-        return placed if row.is_parameter else self._keep_apart(row, placed, left)
+        return placed if own.is_parameter else self._keep_apart(own, placed, left)
 
-    def _place_as_wanted(self, row: blocks.Row, wanted: tuple[Placement, ...], channels: int | None) -> Placed:
+    def _place_as_wanted(self, own: OwnSite, wanted: tuple[Placement, ...], channels: int | None) -> Placed:
         size, offset, counts, leads = channels or 1, 0, True, True
         apart: list[Axis] = []
         for axis, placement in reversed(list(zip(self._placements.group.axes, wanted, strict=True))):
             if placement.is_replicate():
                 counts &= axis.coordinate == 0
                 continue
-            if row.is_parameter:  # parts of one tensor, whichever dimension is cut
+            if own.is_parameter:  # parts of one tensor, whichever dimension is cut
                 leads &= axis.coordinate == 0
             if channels is not None:
-                is_of_channels = self._is_of_channels(row, getattr(placement, "dim", 0))
+                is_of_channels = self._is_of_channels(own, getattr(placement, "dim", 0))
                 if is_of_channels is None:
                     apart.append(axis)
                 elif is_of_channels:
@@ -206,30 +205,30 @@ class _Placing:
                     leads &= axis.coordinate == 0
         placed = Placed(size, "each", Share(offset, counts, leads))
         why = "placements= counts a dimension from another end than the channels"
-        return self._keep_apart(row, placed, apart, why)
+        return self._keep_apart(own, placed, apart, why)
 
-    def _is_of_channels(self, row: blocks.Row, dim: int) -> bool | None:
+    def _is_of_channels(self, own: OwnSite, dim: int) -> bool | None:
         """Whether this is the channels' dimension. None: they are counted from different ends of a tensor."""
-        channels = row.channel_dim
+        channels = own.channel_dim
         if channels is None or (channels < 0) == (dim < 0):
             return dim == channels
-        if row.is_parameter:
-            module, _, key = row.site.name.rpartition(".")
+        if own.is_parameter:
+            module, _, key = own.site.name.rpartition(".")
             owner = self._modules.get(module)
             tensor = None if owner is None else Slot(owner, key).get()
             if tensor is not None:
                 return dim % tensor.dim() == channels % tensor.dim()
         return False if dim == 0 else None
 
-    def _place_plain(self, row: blocks.Row, channels: int | None) -> Placed:
+    def _place_plain(self, own: OwnSite, channels: int | None) -> Placed:
         """An activation under tensor parallelism."""
-        placed, left = whole(row), self._parallel
-        found = None if channels is None else self._shard_of_own_weight(row.site, channels)
+        placed, left = whole(own), self._parallel
+        found = None if channels is None else self._shard_of_own_weight(own.site, channels)
         if found is not None:
             span, cuts = found
             placed = Placed(span.whole, "each", Share(span.offset, True, self._placements.is_lowest(cuts)))
             left = [axis for axis in left if axis not in cuts]
-        return self._keep_apart(row, placed, left)
+        return self._keep_apart(own, placed, left)
 
     def _shard_of_own_weight(self, site: Site, channels: int) -> tuple[Span, list[Axis]] | None:
         """What of its channels an activation has that is as wide as the local shard of its own module's weight."""
@@ -253,14 +252,14 @@ class _Placing:
                     return span, cuts
         return None
 
-    def _keep_apart(self, row: blocks.Row, placed: Placed, axes: Sequence[Axis], why: str = "") -> Placed:
+    def _keep_apart(self, own: OwnSite, placed: Placed, axes: Sequence[Axis], why: str = "") -> Placed:
         """Apart for each coordinate along these axes. why: they hold other values. Without: maybe the same."""
         if not axes:
             return placed
         told = ",".join(f"{axis.name}={axis.coordinate}" for axis in axes)
-        site = Site(row.site.name, f"{row.site.tensor}[{told}]")
+        site = Site(own.site.name, f"{own.site.tensor}[{told}]")
         if why:
-            self._placements.tell_of_what_is_apart(row.site, site, why)
+            self._placements.tell_of_what_is_apart(own.site, site, why)
             return placed._replace(site=site)
         # Replicas, for all that is known: whether they are is seen from their states, once they are merged.
         rank = dist.get_rank()

@@ -14,9 +14,8 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from hookstats.numbers import blocks
-from hookstats.numbers.blocks import COUNTERS, Drained, Layout, Part
 from hookstats.numbers.fields import FIELDS, Bins, Counts, Site, bins_from_json, bins_to_json, histogram_shape
+from hookstats.numbers.frame import Sites, StepFrame
 from hookstats.numbers.kinds import kind_of
 
 # Who counts, of the ranks that have a row: "each" (what they hold differs), "first" (all hold the same: the lowest of
@@ -36,7 +35,6 @@ class TableRow(NamedTuple):
     counters: int  # of its histogram; 0 without one
     keep_channels: bool
     channel_dim: int | None
-    is_parameter: bool
     owners: Owners
     apart_of: str = ""  # the tensor that this is one rank's of, where it is not known whether others hold the same
     group_size: int | None = None
@@ -75,12 +73,26 @@ class Placed(NamedTuple):
     site: Site | None = None  # under which it is merged, if not its own: apart from other ranks' tensors
 
 
-Placing: TypeAlias = Callable[[blocks.Row], Placed]
+class OwnSite(NamedTuple):
+    """A site as this rank has it."""
+
+    site: Site
+    channels: int  # of its state
+    keep_channels: bool
+    channel_dim: int | None
+
+    @property
+    def is_parameter(self) -> bool:
+        """Whether data parallel ranks hold the same."""
+        return kind_of(self.site.tensor).is_replicated
 
 
-def whole(row: blocks.Row) -> Placed:
+Placing: TypeAlias = Callable[[OwnSite], Placed]
+
+
+def whole(own: OwnSite) -> Placed:
     """The placing of plain tensors: each rank has all channels; parameters are the same on all ranks."""
-    return Placed(row.parts[-1].channels, "first" if row.is_parameter else "each", Share())
+    return Placed(own.channels, "first" if own.is_parameter else "each", Share())
 
 
 class Table(NamedTuple):
@@ -124,7 +136,7 @@ def counters_of(bins: Bins | None, channels: int) -> int:
 
 
 class Local(NamedTuple):
-    """What a rank has of the steps of one layout."""
+    """What a rank has of the steps of the same sites."""
 
     table: Table
     text: bytes  # of the table
@@ -146,55 +158,55 @@ class Tables:
         self._scalars: dict[str, None] = {}
         self._left_out: dict[Site, None] = {}
         self._samples = 0
-        self._known: dict[Layout, tuple[Placing, tuple[int, int], Local]] = {}
+        self._known: dict[Sites, tuple[Placing, tuple[int, int], Local]] = {}
 
-    def local(self, drained: Drained, placing: Placing = whole) -> Local:
+    def local(self, frame: StepFrame, placing: Placing = whole) -> Local:
         """Of a step. placing: another object where anything about it has changed.
 
         ValueError where a share does not lie in its whole.
         """
-        self._scalars |= dict.fromkeys(drained.scalars)
-        self._left_out |= dict.fromkeys(drained.skipped)
-        self._samples = max(self._samples, len(drained.sample_ids.get(drained.step, ())))
+        self._scalars |= dict.fromkeys(frame.scalars)
+        self._left_out |= dict.fromkeys(frame.skipped)
+        self._samples = max(self._samples, len(frame.sample_ids.get(frame.step, ())))
         seen = len(self._scalars) + len(self._left_out), self._samples
-        known = self._known.get(drained.layout)
+        known = self._known.get(frame.sites)
         if known is None or known[:2] != (placing, seen):
-            known = self._known[drained.layout] = (placing, seen, self._make(drained.layout, placing))
-            for layout in list(self._known)[:-2]:  # of whole states, and of totals
-                del self._known[layout]
+            known = self._known[frame.sites] = (placing, seen, self._make(frame.sites, placing))
+            for sites in list(self._known)[:-2]:  # of whole states, and of totals
+                del self._known[sites]
         return known[2]
 
-    def _make(self, layout: Layout, placing: Placing) -> Local:
-        placed = [_placed(row, placing) for row in layout.rows]
+    def _make(self, of: Sites, placing: Placing) -> Local:
+        own = [OwnSite(*each) for each in zip(of.names, of.channels.tolist(), of.keeps.tolist(), of.dims, strict=True)]
+        placed = [_placed(each, placing) for each in own]
         rows = tuple(
             TableRow(
-                place.site or row.site,
+                place.site or each.site,
                 place.channels,
-                counters_of(layout.bins, place.channels) if row.parts[-1].bins else 0,
-                row.keep_channels,
-                row.channel_dim,
-                row.is_parameter,
+                counters_of(of.bins, place.channels) if counters else 0,
+                each.keep_channels,
+                each.channel_dim,
                 place.owners,
-                row.site.tensor if place.site is not None and place.share.peers else "",
-                row.group_size,
-                bool(place.share.peers) or not row.is_parameter,
+                each.site.tensor if place.site is not None and place.share.peers else "",
+                group_size,
+                bool(place.share.peers) or not each.is_parameter,
             )
-            for row, place in zip(layout.rows, placed, strict=True)
+            for each, place, counters, group_size in zip(own, placed, of.counters.tolist(), of.group_sizes, strict=True)
         )
-        sites = {row.site for row in rows}
-        unmeasured = tuple(site for site in self._left_out if site not in sites)
-        table = Table(rows, layout.bins, tuple(self._scalars), unmeasured, self._budget, self._spread, self._samples)
+        names = {row.site for row in rows}
+        unmeasured = tuple(site for site in self._left_out if site not in names)
+        table = Table(rows, of.bins, tuple(self._scalars), unmeasured, self._budget, self._spread, self._samples)
         text = table.to_text()
         return Local(table, text, checksum_of(text), [place.share for place in placed])
 
 
-def _placed(row: blocks.Row, placing: Placing) -> Placed:
-    place, channels = placing(row), row.parts[-1].channels
-    if channels == 1 and not row.keep_channels:  # totals of the share are a part of those of the whole
+def _placed(own: OwnSite, placing: Placing) -> Placed:
+    place, channels = placing(own), own.channels
+    if channels == 1 and not own.keep_channels:  # totals of the share are a part of those of the whole
         return place._replace(channels=1, share=place.share._replace(offset=0))
     if not 0 <= place.share.offset <= place.channels - channels:
         offset = place.share.offset
-        raise ValueError(f"{row.site}: expected {channels} channels from {offset} to lie in {place.channels}")
+        raise ValueError(f"{own.site}: expected {channels} channels from {offset} to lie in {place.channels}")
     return place
 
 
@@ -252,7 +264,6 @@ class Union:
             counters=counters_of(self.bins, wide[0].channels) if has_histogram else 0,
             keep_channels=all(row.keep_channels for row in wide),
             channel_dim=next(iter(dims)) if len(dims) == 1 else None,
-            is_parameter=any(row.is_parameter for row in rows),
             group_size=first.group_size if len(group_sizes) == 1 else None,
         )
         if len(dims) < 2 and len({row.channels for row in wide}) == 1:
@@ -309,36 +320,24 @@ class Union:
         lowest, owners = self._owners[row.site]
         return row.owners == owners and (owners != "first" or lowest == rank)
 
-    def layout(self, folded: Sequence[int], once: Sequence[Site]) -> Layout:
-        """The layout of the whole, in one block. folded: rows that are totals in it. once: see `kept`."""
+    def whole(self, folded: Sequence[int], once: Sequence[Site]) -> Sites:
+        """The sites of the whole, in one block. folded: rows that are totals in it. once: see `kept`."""
         rows = list(self.rows)
         for i in folded:
             rows[i] = _total(rows[i], self.bins)
         for site in once:
             first = self.alternatives[site][0]
             rows[first] = rows[first]._replace(site=site)
-        return _layout([rows[i] for i in self.kept(once).tolist()], self.bins)
-
-
-def _layout(rows: Sequence[TableRow], bins: Bins | None) -> Layout:
-    """The layout of one block in which the rows lie one behind another."""
-    sizes = [len(FIELDS) * row.channels + COUNTERS + row.counters for row in rows]
-    ends = np.cumsum(sizes).tolist() if rows else []
-    return Layout(
-        [0],
-        [
-            blocks.Row(
-                row.site,
-                (Part(0, end - size, row.channels, row.counters),),
-                row.keep_channels,
-                row.channel_dim,
-                row.is_parameter,
-                row.group_size,
-            )
-            for row, size, end in zip(rows, sizes, ends, strict=True)
-        ],
-        bins,
-    )
+        kept = [rows[i] for i in self.kept(once).tolist()]
+        return Sites.side_by_side(
+            [row.site for row in kept],
+            [row.keep_channels for row in kept],
+            [row.channel_dim for row in kept],
+            [row.group_size for row in kept],
+            self.bins,
+            [row.channels for row in kept],
+            [row.counters for row in kept],
+        )
 
 
 def _total(row: TableRow, bins: Bins | None) -> TableRow:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
@@ -111,8 +111,8 @@ class Comparison:
             pair = Pair(of_a, of_b)
             self.steps.append(of_a.step)
             self.is_equal = self.is_equal and pair.is_equal()
-            if pair.a.columns.sites != pair.b.columns.sites:
-                watched = set(pair.a.columns.sites), set(pair.b.columns.sites)
+            if pair.a.frame.sites.names != pair.b.frame.sites.names:
+                watched = set(pair.a), set(pair.b)
                 only = [only[0] | watched[0] - watched[1], only[1] | watched[1] - watched[0]]
             for site in pair.sites:
                 place.setdefault(site, len(place))
@@ -249,7 +249,7 @@ def compare(a: Compared, b: Compared, *, dtype: str | None = None) -> Comparison
         raise ValueError(f"compare: expected two snapshots or two runs, got {type(a).__name__} and {type(b).__name__}")
     a, b = _loaded(a), _loaded(b)
     if isinstance(a, Snapshot) and isinstance(b, Snapshot):
-        b = Snapshot(a.step, b.columns, b.scalars, b.grad_scale, b.overflowed, b.skipped)
+        b = Snapshot(replace(b.frame, step=a.step))
     comparison = Comparison([a] if isinstance(a, Snapshot) else a, [b] if isinstance(b, Snapshot) else b, dtype)
     if not comparison.steps:
         raise ValueError(f"compare: expected a step that both have, got none: {comparison.alone or 'both are empty'}")

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hookstats.comparing import rounding
-from hookstats.numbers.columns import Columns
 from hookstats.numbers.fields import Array, Counts, Site, Stats
+from hookstats.numbers.frame import StepFrame
 from hookstats.numbers.kinds import kind_of
 from hookstats.numbers.site_stats import bits_of
 from hookstats.numbers.snapshot import Snapshot
@@ -52,38 +52,40 @@ class Pair:
     def __init__(self, a: Snapshot, b: Snapshot) -> None:
         self.a, self.b = a, b
         turn = {site: place / len(each.order) for each in (b, a) for place, site in enumerate(each.order)}
-        shared = [site for site in turn if site in a.columns.place and site in b.columns.place]
+        shared = [site for site in turn if site in a and site in b]
         self.sites = sorted(shared, key=turn.__getitem__)
-        self._places = [np.array([each.columns.place[site] for site in self.sites], np.int64) for each in (a, b)]
+        self._places = [np.array([each.frame.sites.place[site] for site in self.sites], np.int64) for each in (a, b)]
         self.fired = np.stack([self._calls(each) for each in (0, 1)]) > 0
         self.kinds = [kind_of(site.tensor) for site in self.sites]
         self.is_of_module = np.array([kind.of == "module" for kind in self.kinds], bool)
         self.is_bounded = self.fired.all(0) & np.array([not kind.is_update for kind in self.kinds], bool)
-        self._totals = [each.columns.totals.entries(at) for each, at in zip((a, b), self._places, strict=True)]
+        self._totals = [each.frame.totals.entries(at) for each, at in zip((a, b), self._places, strict=True)]
         self._scale = np.fmax(*(np.nan_to_num(stats.rms) for stats in self._totals))
         self._sums = self._sums_of_gradients()
         self._scale = np.fmax(self._scale, self._sums)
         self.distances = np.where(self.fired.all(0), self._differences(MEANS)[2].max(0, initial=0), np.nan)
 
     def _calls(self, which: int) -> Counts:
-        return (self.a, self.b)[which].columns.calls[self._places[which]]
+        return (self.a, self.b)[which].frame.calls[self._places[which]]
 
     def bits(self) -> Counts:
         """``[2, n]``: significant bits that the extremes need, see `rounding.bits_of_sites`."""
         pairs = zip((self.a, self.b), self._places, strict=True)
-        return np.stack([rounding.bits_of_sites(each.columns)[at] for each, at in pairs])
+        return np.stack([rounding.bits_of_sites(each.frame)[at] for each, at in pairs])
 
     def is_equal(self) -> bool:
         """Whether sites, their order, totals, channels and scalars are the same, bit for bit."""
-        a, b = self.a.columns, self.b.columns
+        a, b = self.a.frame, self.b.frame
+        if a.sites.names != b.sites.names:
+            return False
+        both = np.flatnonzero(a.sites.keeps & b.sites.keeps).tolist()
         return (
-            a.sites == b.sites
-            and self.a.order == self.b.order
+            self.a.order == self.b.order
             and self.a.scalars.keys() == self.b.scalars.keys()
             and bits_of(list(self.a.scalars.values())) == bits_of(list(self.b.scalars.values()))
             and np.array_equal(a.calls, b.calls)
             and bits_of(a.wholes) == bits_of(b.wholes)
-            and all(bits_of(a.state(i)) == bits_of(b.state(i)) for i in np.flatnonzero(a.keeps & b.keeps).tolist())
+            and all(bits_of(a.state(i)) == bits_of(b.state(i)) for i in both)
         )
 
     def judged(self, units: Array, is_alike: bool) -> dict[str, Judged]:
@@ -104,7 +106,7 @@ class Pair:
     def _widths(self) -> Counts:
         """``[2, n]``: how many channels are kept."""
         pairs = zip((self.a, self.b), self._places, strict=True)
-        return np.stack([each.columns.widths[at] for each, at in pairs])
+        return np.stack([each.frame.sites.widths[at] for each, at in pairs])
 
     def _draws(self) -> Array:
         """``[n]``: the fewest channels of an activation, or its gradient, up to each site; 1 where none is known."""
@@ -129,12 +131,12 @@ class Pair:
 
     def _scattered_zeros(self, which: int) -> Array:
         """``[n]``: the share of zeros, without those of rows (padding, the last token) that are zero throughout."""
-        columns, places = (self.a, self.b)[which].columns, self._places[which]
-        zeros, widths = np.nan_to_num(self._totals[which].zeros), columns.widths[places]
+        frame, places = (self.a, self.b)[which].frame, self._places[which]
+        zeros, widths = np.nan_to_num(self._totals[which].zeros), frame.sites.widths[places]
         chosen = np.flatnonzero(widths > 1)
         if chosen.size:
             width = widths[chosen]
-            fewest = np.minimum.reduceat(_channels_of(columns, places[chosen], width).zeros, np.cumsum(width) - width)
+            fewest = np.minimum.reduceat(_channels_of(frame, places[chosen], width).zeros, np.cumsum(width) - width)
             zeros[chosen] -= width * fewest
         return _ratio(zeros, np.nan_to_num(self._totals[which].count))
 
@@ -173,8 +175,7 @@ class Pair:
         begin = np.cumsum(width) - width
         site = np.repeat(np.arange(len(chosen)), width)
         stats = [
-            _channels_of(each.columns, at[chosen], width)
-            for each, at in zip((self.a, self.b), self._places, strict=True)
+            _channels_of(each.frame, at[chosen], width) for each, at in zip((self.a, self.b), self._places, strict=True)
         ]
         own = np.fmax(*(np.nan_to_num(each.rms) for each in stats))
         scale = np.fmax(own, self._scale[chosen][site])
@@ -224,8 +225,8 @@ def _relative(a: Array, b: Array, scale: Array) -> Array:
     return np.where(np.isnan(apart), 2.0, apart)
 
 
-def _channels_of(columns: Columns, places: Counts, widths: Counts) -> Stats[Array]:
+def _channels_of(frame: StepFrame, places: Counts, widths: Counts) -> Stats[Array]:
     """Those of these sites, side by side."""
-    begins = np.cumsum(columns.widths) - columns.widths
+    begins = np.cumsum(frame.sites.widths) - frame.sites.widths
     at = np.repeat(begins[places] - np.cumsum(widths) + widths, widths) + np.arange(widths.sum())
-    return columns.channels.entries(at)
+    return frame.channels.entries(at)

@@ -62,8 +62,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hookstats.numbers.columns import Columns
 from hookstats.numbers.fields import FIELDS, Array, Counts
+from hookstats.numbers.frame import StepFrame
 
 # Unit roundoff: half the distance from 1 to the next larger number.
 UNIT_ROUNDOFF = {
@@ -144,10 +144,10 @@ def bits_needed(values: Array) -> Counts:
     return np.where(bits > _SPECIAL, bits, 0)
 
 
-def bits_of_sites(columns: Columns) -> Counts:
+def bits_of_sites(frame: StepFrame) -> Counts:
     """``[sites]``: significant bits that min and max of each need, as they were measured; 0 where nothing is told."""
-    extremes = columns.wholes[[FIELDS.index("min"), FIELDS.index("max")]]
-    return np.where(columns.calls > 0, bits_needed(extremes).max(0), 0)
+    extremes = frame.wholes[[FIELDS.index("min"), FIELDS.index("max")]]
+    return np.where(frame.calls > 0, bits_needed(extremes).max(0), 0)
 
 
 def dtype_of(bits: int) -> str | None:

@@ -7,7 +7,7 @@ extremes are over the finite values; NaN, +Inf and -Inf are counted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias, TypeVar, overload
@@ -75,37 +75,6 @@ class _Cut:
         return np.repeat(row, self._widths)
 
 
-class _Stack:
-    """States of the same channels, one on another, rows ``[states, channels]``: element by element, in their order.
-
-    So the result for a channel does not depend on which others there are, as that of numpy's own sums may.
-    """
-
-    def sum(self, row: Array) -> Array:
-        """``[states, channels]`` to ``[channels]``."""
-        result: Array = row[0].copy()
-        for each in row[1:]:
-            result += each
-        return result
-
-    def min(self, row: Array) -> Array:
-        """The same."""
-        return least(row)
-
-    def spread(self, row: Array) -> Array:
-        """``[channels]`` beside ``[states, channels]``."""
-        return row
-
-
-def least(rows: Array) -> Array:
-    """Of ``[rows, ...]``, element by element; -0.0 is less than 0.0. Compared as `_Cut.min` does it."""
-    ordered = in_order(rows, np.int64)
-    result = ordered[0]
-    for each in ordered[1:]:
-        result = np.minimum(result, each)
-    return in_order(result, np.float64)  # type: ignore[no-any-return]
-
-
 def in_order(values: Any, to: type[np.generic]) -> Any:
     """float64 as int64 of the same order, or back."""
     bits = values.view(np.int64)
@@ -116,21 +85,19 @@ class _Field(NamedTuple):
     """A row of a state."""
 
     name: str
-    merge: Callable[
-        [_Cut | _Stack, State, dict[str, Array]], Array
-    ]  # parts, and the rows above of the whole: of the whole
+    merge: Callable[[_Cut, State, dict[str, Array]], Array]  # parts, and the rows above of the whole: of the whole
     power: int  # of the factor by which it grows when all values grow by one
 
 
-def _sum_of(name: str) -> Callable[[_Cut | _Stack, State, dict[str, Array]], Array]:
+def _sum_of(name: str) -> Callable[[_Cut, State, dict[str, Array]], Array]:
     return lambda cut, parts, whole: cut.sum(getattr(parts, name))
 
 
-def _merged_mean(cut: _Cut | _Stack, parts: State, whole: dict[str, Array]) -> Array:
+def _merged_mean(cut: _Cut, parts: State, whole: dict[str, Array]) -> Array:
     return cut.sum(parts.count * parts.mean) / np.maximum(whole["count"], 1.0)
 
 
-def _merged_m2(cut: _Cut | _Stack, parts: State, whole: dict[str, Array]) -> Array:
+def _merged_m2(cut: _Cut, parts: State, whole: dict[str, Array]) -> Array:
     """Chan, Golub & LeVeque 1979: each part's own, and what its mean adds."""
     return cut.sum(parts.m2 + parts.count * (parts.mean - cut.spread(whole["mean"])) ** 2)
 
@@ -165,12 +132,7 @@ def fold_channels(moments: Array, starts: Counts | None = None) -> Array:
     return result if starts is not None else result[:, 0]
 
 
-def merge_states(states: Sequence[Array]) -> Array:
-    """The states of the same channels, each ``[fields, channels]``, as one; in their order, element by element."""
-    return _merge(_Stack(), np.stack(states, axis=1))
-
-
-def _merge(cut: _Cut | _Stack, moments: Array) -> Array:
+def _merge(cut: _Cut, moments: Array) -> Array:
     parts, whole = State(moments), dict[str, Array]()
     with np.errstate(over="ignore", invalid="ignore"):  # float64 data beyond 1e154: infinite or NaN, as documented
         for field in _FIELDS:

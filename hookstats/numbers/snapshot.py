@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from hookstats.numbers.columns import Columns
 from hookstats.numbers.fields import STATISTICS, Array, Counts, Site, Skipped, Stats
+from hookstats.numbers.frame import StepFrame
 from hookstats.numbers.kinds import is_of_kind
 from hookstats.numbers.ranks import (
-    ALONE,
     Drift,
     Spread,
     StepRanks,
@@ -56,32 +56,48 @@ class Snapshot(Mapping[Site, SiteStats]):
     to hold the same, at most 16, each a `Drift`.
     """
 
-    def __init__(
-        self,
-        step: int,
-        columns: Columns,
-        scalars: dict[str, float],
-        grad_scale: float | None = None,
-        overflowed: bool | None = None,
-        skipped: Mapping[Site, Skipped] | None = None,
-        ranks: StepRanks = ALONE,
-        spread: Mapping[str, Spread] | None = None,
-        earlier_scalars: Mapping[int, dict[str, float]] | None = None,
-        sample_ids: Mapping[int, Counts] | None = None,
-        drifts: Sequence[Drift] = (),
-    ) -> None:
-        """spread: of statistics, over the ranks, arrays over the columns' sites."""
-        self.step = step
-        self.scalars = scalars
-        self.earlier_scalars = dict(earlier_scalars or {})
-        self.sample_ids = dict(sample_ids or {})
-        self.grad_scale = grad_scale
-        self.overflowed = overflowed
-        self.skipped = dict(skipped or {})
-        self.columns = columns
-        self.ranks, self.world_size = ranks
-        self.drifts = tuple(drifts)
-        self._spread = spread or {}
+    def __init__(self, frame: StepFrame) -> None:
+        self.frame = frame
+
+    @property
+    def step(self) -> int:
+        return self.frame.step
+
+    @property
+    def scalars(self) -> dict[str, float]:
+        return self.frame.scalars
+
+    @property
+    def earlier_scalars(self) -> dict[int, dict[str, float]]:
+        return self.frame.earlier_scalars
+
+    @property
+    def sample_ids(self) -> dict[int, Counts]:
+        return self.frame.sample_ids
+
+    @property
+    def grad_scale(self) -> float | None:
+        return self.frame.grad_scale
+
+    @property
+    def overflowed(self) -> bool | None:
+        return self.frame.overflowed
+
+    @property
+    def skipped(self) -> dict[Site, Skipped]:
+        return self.frame.skipped
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return self.frame.ranks.present
+
+    @property
+    def world_size(self) -> int:
+        return self.frame.ranks.world_size
+
+    @property
+    def drifts(self) -> tuple[Drift, ...]:
+        return self.frame.drifts
 
     @property
     def merged(self) -> bool:
@@ -89,32 +105,32 @@ class Snapshot(Mapping[Site, SiteStats]):
 
     @cached_property
     def order(self) -> list[Site]:
-        return [self.columns.sites[i] for i in self.columns.order.tolist()]
+        return [self.frame.sites[i] for i in self.frame.order.tolist()]
 
     def __getitem__(self, site: tuple[str, str]) -> SiteStats:
         try:
-            return self.columns.stats(self.columns.place[Site(*site)])
+            return self.frame.stats(self.frame.sites.place[Site(*site)])
         except (KeyError, TypeError):
-            known = ", ".join(str(tuple(each)) for each in self.columns.sites[:5])
+            known = ", ".join(str(tuple(each)) for each in self.frame.sites[:5])
             raise KeyError(f"expected (name, tensor) of a watched site, such as {known}; got {site!r}") from None
 
     def __iter__(self) -> Iterator[Site]:
-        return iter(self.columns.sites)
+        return iter(self.frame.sites)
 
     def __len__(self) -> int:
-        return len(self.columns)
+        return len(self.frame)
 
     def __contains__(self, site: object) -> bool:
         """Whether it is watched; its numbers are not read for that."""
         try:
-            return Site(*site) in self.columns.place  # type: ignore[misc]
+            return Site(*site) in self.frame.sites.place  # type: ignore[misc]
         except TypeError:
             return False
 
     @cached_property
     def totals(self) -> Stats[Array]:
         """The totals of all sites that fired: one Stats whose arrays ``[sites]`` are in the order of ``order``."""
-        return self.columns.totals.entries(self.columns.order)
+        return self.frame.totals.entries(self.frame.order)
 
     @property
     def first_nonfinite(self) -> Site | None:
@@ -142,7 +158,7 @@ class Snapshot(Mapping[Site, SiteStats]):
             return float("nan")
         if (self.totals.posinfs + self.totals.neginfs)[chosen].any():
             return float("inf")
-        calls = self.columns.calls[self.columns.order[chosen]]
+        calls = self.frame.calls[self.frame.order[chosen]]
         return float(np.sqrt((self.totals.l2_norm[chosen] ** 2 / calls).sum()))
 
     def compact(self) -> Snapshot:
@@ -151,7 +167,7 @@ class Snapshot(Mapping[Site, SiteStats]):
         A Snapshot holds the copy of its step's whole state. In the compact one ``channels`` and ``histogram`` are None;
         everything else is the same.
         """
-        return self._with(self.columns.compact(), self.skipped)
+        return Snapshot(self.frame.compact())
 
     def select(self, names: str | Iterable[str] = "*", tensors: str | Iterable[str] | None = None) -> Snapshot:
         """The sites whose name matches one of the globs, in the same order; the statistics are not copied.
@@ -177,23 +193,9 @@ class Snapshot(Mapping[Site, SiteStats]):
             if any(fnmatchcase(site.name, glob) for glob in globs)
             and (tensors is None or any(is_of_kind(site.tensor, kind) for kind in kinds))
         }
-        places = [i for i, site in enumerate(self.columns.sites) if site in chosen]
+        places = np.array([i for i, site in enumerate(self.frame.sites) if site in chosen], np.int64)
         skipped = {site: skipped for site, skipped in self.skipped.items() if site in chosen}
-        return self._with(self.columns.select(places), skipped)
-
-    def _with(self, columns: Columns, skipped: Mapping[Site, Skipped]) -> Snapshot:
-        ranks = StepRanks(self.ranks, self.world_size)
-        return Snapshot(
-            self.step,
-            columns,
-            dict(self.scalars),
-            self.grad_scale,
-            self.overflowed,
-            skipped,
-            ranks,
-            earlier_scalars=self.earlier_scalars,
-            sample_ids=self.sample_ids,
-        )
+        return Snapshot(replace(self.frame.select(places), skipped=skipped))
 
     def to_dict(self) -> dict[str, Any]:
         """Everything in the Snapshot as dicts, lists, strings and numbers, for JSON; `from_dict` reads it.
@@ -212,7 +214,7 @@ class Snapshot(Mapping[Site, SiteStats]):
             "sample_ids": [[step, ids.tolist()] for step, ids in self.sample_ids.items()],
             "grad_scale": self.grad_scale,
             "overflowed": self.overflowed,
-            "ranks": StepRanks(self.ranks, self.world_size).to_text(),
+            "ranks": self.frame.ranks.to_text(),
             "order": [list(site) for site in self.order],
             "drifts": drifts_to_json(self.drifts),
             "skipped": [{**site._asdict(), **skipped._asdict()} for site, skipped in self.skipped.items()],
@@ -227,15 +229,20 @@ class Snapshot(Mapping[Site, SiteStats]):
         if d.get("version") != _VERSION:
             raise ValueError(f"from_dict: expected version {_VERSION}, got {d.get('version')!r}")
         sites = {Site(each["name"], each["tensor"]): SiteStats._from_dict(each) for each in d["sites"]}
-        columns = Columns.from_stats(sites, [Site(*site) for site in d["order"]])
-        skipped = {Site(each["name"], each["tensor"]): Skipped(each["reason"], each["times"]) for each in d["skipped"]}
-        ranks = StepRanks.from_text(d["ranks"])
-        earlier = {step: dict(scalars) for step, scalars in d["earlier_scalars"]}
-        ids = {step: np.array(each, np.int64) for step, each in d.get("sample_ids", [])}
-        scale, overflowed = d["grad_scale"], d["overflowed"]
-        given = dict[str, Any](earlier_scalars=earlier, sample_ids=ids)
-        given["drifts"] = drifts_from_json(d.get("drifts", []))
-        return cls(d["step"], columns, dict(d["scalars"]), scale, overflowed, skipped, ranks, **given)
+        frame = StepFrame.from_stats(
+            sites,
+            [Site(*site) for site in d["order"]],
+            d["step"],
+            scalars=dict(d["scalars"]),
+            earlier_scalars={step: dict(scalars) for step, scalars in d["earlier_scalars"]},
+            sample_ids={step: np.array(each, np.int64) for step, each in d.get("sample_ids", [])},
+            grad_scale=d["grad_scale"],
+            overflowed=d["overflowed"],
+            skipped={Site(of["name"], of["tensor"]): Skipped(of["reason"], of["times"]) for of in d["skipped"]},
+            ranks=StepRanks.from_text(d["ranks"]),
+            drifts=drifts_from_json(d.get("drifts", [])),
+        )
+        return cls(frame)
 
     def equals(self, other: Snapshot) -> bool:
         """Whether everything is the same: order, scalars, what was skipped, and every state and histogram to the bit.
@@ -267,17 +274,17 @@ class Snapshot(Mapping[Site, SiteStats]):
             KeyError: for a site that is not watched. ValueError: without ``attach(process_group=Ranks(group,
                 spread=True))``, or if the step is this rank's own.
         """
-        if not self._spread:
+        if not self.frame.spread:
             raise ValueError(
                 "rank_spread: expected a step that was merged over ranks, by attach(process_group="
                 "hookstats.Ranks(group, spread=True)); got one of ranks "
-                f"{StepRanks(self.ranks, self.world_size).to_text()}"
+                f"{self.frame.ranks.to_text()}"
             )
-        place = self.columns.place[Site(*site)]
-        return {name: spread.at(place) for name, spread in self._spread.items()}
+        place = self.frame.sites.place[Site(*site)]
+        return {name: spread.at(place) for name, spread in self.frame.spread.items()}
 
     def __repr__(self) -> str:
-        ranks = "" if self.world_size == 1 else f", ranks {StepRanks(self.ranks, self.world_size).to_text()}"
+        ranks = "" if self.world_size == 1 else f", ranks {self.frame.ranks.to_text()}"
         return f"Snapshot(step={self.step}, {len(self.order)} of {len(self)} sites fired{ranks})"
 
     def table(self, sort: str | None = None) -> str:
@@ -307,12 +314,12 @@ class Snapshot(Mapping[Site, SiteStats]):
         ]
         rows = []
         for site, *numbers in zip(self.order, *columns, strict=True):
-            i = self.columns.place[site]
-            channels = str(self.columns.widths[i]) if self.columns.keeps[i] else "-"
-            if self.columns.group_counts[i]:
-                channels = f"{self.columns.group_counts[i]}x{self.columns.group_sizes[i]}"
-            dim = "-" if self.columns.dims[i] is None else str(self.columns.dims[i])
-            rows.append([site.name or "(model)", site.tensor, str(self.columns.calls[i]), channels, dim, *numbers])
+            sites, i = self.frame.sites, self.frame.sites.place[site]
+            channels = str(sites.widths[i]) if sites.keeps[i] else "-"
+            if sites.group_counts[i]:
+                channels = f"{sites.group_counts[i]}x{sites.group_sizes[i]}"
+            dim = "-" if sites.dims[i] is None else str(sites.dims[i])
+            rows.append([site.name or "(model)", site.tensor, str(self.frame.calls[i]), channels, dim, *numbers])
         if sort is not None:
             rows = [rows[i] for i in np.argsort(-np.nan_to_num(getattr(totals, sort), nan=-np.inf), kind="stable")]
         rows.insert(0, ["site", "tensor", "calls", "channels", "dim", *shown, "zeros%", "nan", "inf"])
@@ -320,7 +327,7 @@ class Snapshot(Mapping[Site, SiteStats]):
 
     def _left_out(self) -> list[str]:
         """Sites that did not fire, and those that are not measured, in words."""
-        silent = [site for site, calls in zip(self, self.columns.calls.tolist(), strict=True) if calls == 0]
+        silent = [site for site, calls in zip(self, self.frame.calls.tolist(), strict=True) if calls == 0]
         said = [f"did not fire: {', '.join(map(str, silent))}"] if silent else []
         return said + [f"not measured: {site}: {skipped}" for site, skipped in self.skipped.items()]
 
@@ -376,19 +383,19 @@ class Snapshot(Mapping[Site, SiteStats]):
 
     def _channels(self) -> tuple[list[Site], Counts, Stats[Array]]:
         """The sites that fired and keep channels, how many each has, and the statistics of all, side by side."""
-        return self._fired(self.columns.widths, self.columns.channels)
+        return self._fired(self.frame.sites.widths, self.frame.channels)
 
     def _groups(self) -> tuple[list[Site], Counts, Stats[Array]]:
         """The same of groups of channels."""
-        return self._fired(self.columns.group_counts, self.columns.groups)
+        return self._fired(self.frame.sites.group_counts, self.frame.groups)
 
     def _fired(self, widths: Counts, stats: Stats[Array]) -> tuple[list[Site], Counts, Stats[Array]]:
         """Of what lies side by side for all sites, that of the sites that fired, in their order."""
-        order = self.columns.order
+        order = self.frame.order
         fired = order[widths[order] > 0]
         begins, lengths = (np.cumsum(widths) - widths)[fired], widths[fired]
         places = np.repeat(begins - np.cumsum(lengths) + lengths, lengths) + np.arange(lengths.sum())
-        return [self.columns.sites[i] for i in fired.tolist()], lengths, stats.entries(places)
+        return [self.frame.sites[i] for i in fired.tolist()], lengths, stats.entries(places)
 
     def to_pandas(self, channels: bool = False, groups: bool = False) -> pandas.DataFrame:
         """A DataFrame of the totals: a row for each site in order of execution, indexed by (name, tensor).
@@ -413,7 +420,7 @@ class Snapshot(Mapping[Site, SiteStats]):
             index["channel" if channels else "group"] = np.arange(len(places)) - np.repeat(
                 np.cumsum(widths) - widths, widths
             )
-        calls = np.array([self.columns.calls[self.columns.place[site]] for site in sites], np.int64)[places]
+        calls = np.array([self.frame.calls[self.frame.sites.place[site]] for site in sites], np.int64)[places]
         columns = {"calls": calls} | {name: getattr(stats, name) for name in STATISTICS}
         return pandas.DataFrame(columns, pandas.MultiIndex.from_arrays(list(index.values()), names=list(index)))
 

@@ -1,4 +1,4 @@
-"""Drained steps as Arrow tables. What is kept is copied: the blocks may be overwritten as soon as `rows` returns."""
+"""Steps as Arrow tables. What is kept is copied: the blocks may be overwritten as soon as `rows` returns."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from hookstats.numbers.blocks import Drained
 from hookstats.numbers.fields import FIELDS, STATISTICS, Counts, Site, bins_to_json
+from hookstats.numbers.frame import StepFrame
 from hookstats.numbers.ranks import drifts_to_json
 from hookstats.records.arrays import from_list, to_arrow
 from hookstats.records.derived import finished
@@ -28,24 +28,24 @@ class Key(NamedTuple):
     record: int
 
 
-def totals_of(drained: Drained, key: Key, ids: Counts) -> dict[str, Any]:
-    """Columns of the rows of a step, and ``wholes``, from which the others follow. ids: of drained.columns.sites."""
-    columns, n = drained.columns, len(ids)
+def totals_of(frame: StepFrame, key: Key, ids: Counts) -> dict[str, Any]:
+    """Columns of the rows of a step, and ``wholes``, from which the others follow. ids: of frame.sites."""
+    sites, n = frame.sites, len(ids)
     order = np.full(n, _NULL)
-    order[columns.order] = np.arange(len(columns.order))
+    order[frame.order] = np.arange(len(frame.order))
     return {
         **_keys(key, n),
         "site": ids,
         "place": np.arange(n),
         "order": order,
-        "calls": columns.calls,
-        "scale": columns.scales,
-        "channels": columns.shapes[0],
-        "keeps_channels": columns.keeps,
-        "channel_dim": np.array([_NULL if dim is None else dim for dim in columns.dims], np.int64),
-        "group_size": np.array([size or _NULL for size in columns.group_sizes], np.int64),
-        "has_histogram": columns.shapes[1] > 0,
-        "wholes": columns.wholes,
+        "calls": frame.calls,
+        "scale": frame.scales,
+        "channels": sites.channels,
+        "keeps_channels": sites.keeps,
+        "channel_dim": np.array([_NULL if dim is None else dim for dim in sites.dims], np.int64),
+        "group_size": np.array([size or _NULL for size in sites.group_sizes], np.int64),
+        "has_histogram": sites.counters > 0,
+        "wholes": frame.wholes,
     }
 
 
@@ -67,45 +67,43 @@ def totals_table(steps: list[dict[str, Any]], sites: list[Site]) -> pa.Table:
     return _table("totals", columns, sites)
 
 
-def channels_tables(drained: Drained, key: Key, ids: Counts, sites: list[Site]) -> Iterator[tuple[pa.Table, int]]:
+def channels_tables(frame: StepFrame, key: Key, ids: Counts, sites: list[Site]) -> Iterator[tuple[pa.Table, int]]:
     """The states of more than one channel, a few MB at a time, and how many bytes these are."""
-    columns = drained.columns
-    wide = np.flatnonzero(columns.shapes[0] > 1).tolist()
-    for chosen, states in _portions(wide, columns.state):
+    wide = np.flatnonzero(frame.sites.channels > 1).tolist()
+    for chosen, states in _portions(wide, frame.state):
         offsets = _offsets([state.shape[1] for state in states])
         fields = np.concatenate(states, axis=1)
         lists = {
             name: pa.ListArray.from_arrays(offsets, to_arrow(values, pa.float64()))
             for name, values in zip(STATE.values(), fields, strict=True)
         }
-        table = _of_sites("channels", key, ids[chosen], sites, {"scale": columns.scales[chosen], **lists})
+        table = _of_sites("channels", key, ids[chosen], sites, {"scale": frame.scales[chosen], **lists})
         yield table, sum(state.nbytes for state in states)
 
 
-def histograms_tables(drained: Drained, key: Key, ids: Counts, sites: list[Site]) -> Iterator[tuple[pa.Table, int]]:
+def histograms_tables(frame: StepFrame, key: Key, ids: Counts, sites: list[Site]) -> Iterator[tuple[pa.Table, int]]:
     """The same of histograms."""
-    columns = drained.columns
-    measured = np.flatnonzero(columns.shapes[1]).tolist()
-    for chosen, counts in _portions(measured, columns.histogram):
+    measured = np.flatnonzero(frame.sites.counters).tolist()
+    for chosen, counts in _portions(measured, frame.histogram):
         flat = np.concatenate([each.reshape(-1) for each in counts])
         lists = pa.ListArray.from_arrays(_offsets([each.size for each in counts]), to_arrow(flat, pa.int64()))
-        table = _of_sites("histograms", key, ids[chosen], sites, {"scale": columns.scales[chosen], "counts": lists})
+        table = _of_sites("histograms", key, ids[chosen], sites, {"scale": frame.scales[chosen], "counts": lists})
         yield table, flat.nbytes
 
 
-def step_row(drained: Drained, key: Key, sites: int) -> dict[str, Any]:
-    bins = drained.layout.bins
+def step_row(frame: StepFrame, key: Key, sites: int) -> dict[str, Any]:
+    bins = frame.bins
     return {
         **key._asdict(),
-        "grad_scale": drained.grad_scale,
-        "overflowed": drained.overflowed,
-        "ranks": drained.ranks.to_text(),
-        "drifts": json.dumps(drifts_to_json(drained.drifts)) if drained.drifts else None,
+        "grad_scale": frame.grad_scale,
+        "overflowed": frame.overflowed,
+        "ranks": frame.ranks.to_text(),
+        "drifts": json.dumps(drifts_to_json(frame.drifts)) if frame.drifts else None,
         "histogram": None if bins is None else json.dumps(bins_to_json(bins)),
         "sites": sites,
-        "scalars": len(drained.scalars) + sum(map(len, drained.earlier_scalars.values())),
-        "events": len(drained.skipped),
-        "since": min([drained.step, *drained.earlier_scalars, *drained.sample_ids]),
+        "scalars": len(frame.scalars) + sum(map(len, frame.earlier_scalars.values())),
+        "events": len(frame.skipped),
+        "since": min([frame.step, *frame.earlier_scalars, *frame.sample_ids]),
     }
 
 
@@ -124,10 +122,10 @@ def sample_rows(sample_ids: Mapping[int, Counts], key: Key) -> list[dict[str, An
     ]
 
 
-def event_rows(drained: Drained, key: Key, id_of: dict[Site, int]) -> list[dict[str, Any]]:
+def event_rows(frame: StepFrame, key: Key, id_of: dict[Site, int]) -> list[dict[str, Any]]:
     return [
         {**key._asdict(), "site": id_of[site], "reason": plain(skipped.reason), "times": skipped.times}
-        for site, skipped in drained.skipped.items()
+        for site, skipped in frame.skipped.items()
     ]
 
 

@@ -18,7 +18,8 @@ from typing import Any
 from numpy.typing import NDArray
 
 from hookstats._warn import WarnOnce
-from hookstats.numbers.blocks import Drained, Given, Layout
+from hookstats.numbers.frame import Sites, StepFrame
+from hookstats.numbers.given import Given
 from hookstats.records import wire
 from hookstats.records.errors import RunError
 from hookstats.records.files import write_whole
@@ -42,7 +43,7 @@ from hookstats.rules import Finding, Rule, defaults, rule_to_json
 _LEAST_RING = 64 << 20
 _MOST_GIVEN = 10_000  # steps of which scalars wait for room
 _BEHIND_SECONDS = 9.0  # that the end waits for a writer that is far behind
-_LAYOUTS = 8  # that are known at once: of totals and of channels, and what they were before something moved
+_MOST_SITES = 8  # that are known at once: of totals and of channels, and what they were before something moved
 
 
 class Recording:
@@ -116,8 +117,8 @@ class Recording:
         self._tell = WarnOnce()
         self._ring, self._left = None, ()
         self._given = Given({}, {})  # of steps that are not recorded, to be written
-        self._layouts: dict[Layout, int] = {}
-        self._layouts_sent = 0
+        self._sites: dict[Sites, int] = {}
+        self._sites_sent = 0
         self._findings_read = 0
         self._attempt = self._describe(dict(settings))
         self._before = self._recorded_before()
@@ -190,9 +191,9 @@ class Recording:
                 "keep two runs apart, record each into a directory of its own",
             )
 
-    def take(self, drained: Drained) -> None:
+    def take(self, frame: StepFrame) -> None:
         """Keeps a step. Never raises: what fails is told once, and recording ends."""
-        self._try(lambda: self._take(drained))
+        self._try(lambda: self._take(frame))
 
     def take_given(self, given: Given) -> None:
         """Keeps that of steps that were not measured and come without one that was. Never raises, as `take`."""
@@ -230,40 +231,40 @@ class Recording:
         self._writer.look_after(self._ring)
         return self._ring
 
-    def _take(self, drained: Drained) -> None:
-        self._tell_hidden(min([drained.step, *drained.earlier_scalars]))
-        pieces = wire.of_step(drained, self._layouts.get(drained.layout, self._layouts_sent))
+    def _take(self, frame: StepFrame) -> None:
+        self._tell_hidden(min([frame.step, *frame.earlier_scalars]))
+        pieces = wire.of_step(frame, self._sites.get(frame.sites, self._sites_sent))
         length = sum(piece.nbytes for piece in pieces)
         ring = self._opened(pieces)
         is_kept = self._thinning.keeps(ring)
         if not ring.fits(length):
-            self._drop(ring, drained, f"a step of {length} bytes is more than half of it: pass ring_bytes={4 * length}")
-        elif not (is_kept and self._written(ring, drained.layout, pieces)):
-            self._drop(ring, drained)
+            self._drop(ring, frame, f"a step of {length} bytes is more than half of it: pass ring_bytes={4 * length}")
+        elif not (is_kept and self._written(ring, frame.sites, pieces)):
+            self._drop(ring, frame)
         os.eventfd_write(self._wake, 1)
 
-    def _written(self, ring: Ring, layout: Layout, pieces: Sequence[NDArray[Any]]) -> bool:
+    def _written(self, ring: Ring, sites: Sites, pieces: Sequence[NDArray[Any]]) -> bool:
         if any(self._given):  # of steps that were dropped before this one
             self._send_given(ring)
-        return self._known(ring, layout) and ring.write(wire.STEP, pieces)
+        return self._known(ring, sites) and ring.write(wire.STEP, pieces)
 
-    def _known(self, ring: Ring, layout: Layout) -> bool:
-        """Sends a layout that is new. False: there is no room for it."""
-        if layout in self._layouts:
+    def _known(self, ring: Ring, sites: Sites) -> bool:
+        """Sends sites that are new. False: there is no room for them."""
+        if sites in self._sites:
             return True
-        if not ring.write(wire.LAYOUT, wire.of_layout(self._layouts_sent, layout)):
+        if not ring.write(wire.SITES, wire.of_sites(self._sites_sent, sites)):
             return False
-        self._layouts[layout] = self._layouts_sent
-        self._layouts_sent += 1
-        if len(self._layouts) > _LAYOUTS:
-            del self._layouts[next(iter(self._layouts))]
+        self._sites[sites] = self._sites_sent
+        self._sites_sent += 1
+        if len(self._sites) > _MOST_SITES:
+            del self._sites[next(iter(self._sites))]
         return True
 
-    def _drop(self, ring: Ring, drained: Drained, why: str | None = None) -> None:
+    def _drop(self, ring: Ring, frame: StepFrame, why: str | None = None) -> None:
         """What was given with it is kept. why: None where the writer falls behind."""
         ring.dropped += 1
-        scalars = {**drained.earlier_scalars, drained.step: drained.scalars}
-        self._given.add(Given(scalars, drained.sample_ids), _MOST_GIVEN)
+        scalars = {**frame.earlier_scalars, frame.step: frame.scalars}
+        self._given.add(Given(scalars, frame.sample_ids), _MOST_GIVEN)
         if why is not None:
             self._tell("drop", f"a step is not recorded, the ring of {ring.capacity} bytes cannot take it: {why}")
             return

@@ -17,6 +17,7 @@ import pyarrow as pa
 
 from hookstats.numbers.fields import STATISTICS, Counts, Site
 from hookstats.numbers.kinds import is_of_kind
+from hookstats.numbers.merge import mean, merge
 from hookstats.numbers.snapshot import Snapshot
 from hookstats.numbers.tables import html
 from hookstats.records import timeline
@@ -25,7 +26,6 @@ from hookstats.records.decoding import content
 from hookstats.records.errors import RunError
 from hookstats.records.manifest import Attempt
 from hookstats.records.places import no_run
-from hookstats.records.ranks import mean, merged_snapshot
 from hookstats.records.reading import Chosen, Reader
 from hookstats.records.schema import SCHEMAS, names_of
 from hookstats.records.snapshots import Snapshots, lists
@@ -298,7 +298,7 @@ class MergedRun(Run):
     def _read(self, rows: list[int]) -> Iterator[Snapshot]:
         at = np.searchsorted(self._rows, rows).tolist()
         each = [rank._snapshots.read([rank._rows[i] for i in at]) for rank in self._ranks]
-        return (merged_snapshot(snapshots) for snapshots in zip(*each, strict=True))
+        return (Snapshot(merge([snapshot.frame for snapshot in snapshots])) for snapshots in zip(*each, strict=True))
 
     @property
     def totals(self) -> pa.Table:
@@ -309,15 +309,15 @@ class MergedRun(Run):
         return pa.concat_tables([pa.Table.from_batches([], schema), *tables])
 
     def _totals_of(self, row: int, snapshot: Snapshot, schema: pa.Schema) -> pa.Table:
-        columns, first, n = snapshot.columns, self._timeline, len(snapshot.columns)
+        frame, first, n = snapshot.frame, self._timeline, len(snapshot)
         order = np.full(n, -1)
-        order[columns.order] = np.arange(len(columns.order))
+        order[frame.order] = np.arange(len(frame.order))
         number = {site: i for i, site in enumerate(self._known)}
-        ids = np.array([number[site] for site in columns.sites], np.int64)
+        ids = np.array([number[site] for site in frame.sites], np.int64)
         of_step = {"step": first.step, "time": first.time, "attempt": first.attempt}
         values: dict[str, Any] = {name: np.full(n, each[row]) for name, each in of_step.items()}
-        values |= {"site": ids, "calls": columns.calls}
-        values |= {name: getattr(columns.totals, name) for name in self._statistics}
+        values |= {"site": ids, "calls": frame.calls}
+        values |= {name: getattr(frame.totals, name) for name in self._statistics}
         table = {name: to_arrow(each, schema.field(name).type) for name, each in values.items()}
         table |= {name: named.dictionary_decode() for name, named in names_of(self._known, ids).items()}
         table["order"] = to_arrow(order, pa.int32(), order < 0)

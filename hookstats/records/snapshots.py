@@ -1,18 +1,18 @@
-"""Rows of a rank's tables as Snapshots, the same as were drained, bit for bit."""
+"""Rows of a rank's tables as Snapshots, the same as were measured, bit for bit."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from functools import cache
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from hookstats.numbers.columns import Columns
-from hookstats.numbers.fields import Array, Counts, Skipped, histogram_shape
+from hookstats.numbers.fields import FIELDS, Array, Counts, Skipped, histogram_shape
+from hookstats.numbers.frame import Memory, Sites, StepFrame, block_of
 from hookstats.numbers.ranks import drifts_from_json
 from hookstats.numbers.snapshot import Snapshot
 from hookstats.records.arrays import is_null, to_arrow, to_numpy
@@ -83,8 +83,6 @@ class Snapshots:
         skipped = {self._names[self._id(step, site)]: Skipped(reason, times) for site, reason, times in left_out}
         if sum(map(len, named.values())) != scalars.num_rows or len(skipped) != events.num_rows:
             raise RunError(f"step {step}: expected each scalar and skipped site once, got {named}, {skipped}")
-        columns = self._columns(row, step, totals)
-        ranks = timeline.ranks[row]
         scale, overflowed, own = of_step["grad_scale"], of_step["overflowed"], named.pop(step, {})
         ids = dict(zip(samples["step"].to_pylist(), lists(samples["ids"]), strict=True))
         if len(ids) != samples.num_rows:
@@ -93,10 +91,20 @@ class Snapshots:
             drifts = drifts_from_json(json.loads(of_step["drifts"] or "[]"))
         except (ValueError, TypeError) as error:
             raise RunError(f"step {step}: expected drifts as JSON, got {error}") from None
-        given = dict[str, Any](earlier_scalars=named, sample_ids=ids, drifts=drifts)
-        return Snapshot(step, columns, own, scale, overflowed, skipped, ranks, **given)
+        frame = replace(
+            self._frame(row, step, totals),
+            scalars=own,
+            earlier_scalars=named,
+            sample_ids=ids,
+            grad_scale=scale,
+            overflowed=overflowed,
+            skipped=skipped,
+            ranks=timeline.ranks[row],
+            drifts=drifts,
+        )
+        return Snapshot(frame)
 
-    def _columns(self, row: int, step: int, totals: pa.Table) -> Columns:
+    def _frame(self, row: int, step: int, totals: pa.Table) -> StepFrame:
         ids, place, calls, channels = (to_numpy(totals[name]) for name in ("site", "place", "calls", "channels"))
         order, fired = to_numpy(totals["order"]), np.flatnonzero(~is_null(totals["order"]))
         right = (np.diff(place) > 0).all() and len(np.unique(ids)) == len(ids) == len(totals)
@@ -107,24 +115,50 @@ class Snapshots:
         group_sizes = totals["group_size"].to_pylist()
         if not all(size is None or size > 0 for size in group_sizes):
             raise RunError(f"step {step}: expected numbers of channels that belong together, got {group_sizes}")
-        sites = [self._names[self._id(step, site)] for site in ids.tolist()]
-        wholes = wholes_of(totals)
+        wholes, bins, n = wholes_of(totals), self._timeline.bins[row], len(ids)
         places = {site: (i, int(channels[i])) for i, site in enumerate(ids.tolist())}
         has_histogram = to_numpy(totals["has_histogram"])
-        states = cache(lambda: self._states(row, places))  # read when one of them is asked for
-        histograms = cache(lambda: self._histograms(row, places, has_histogram))
-        return Columns(
+        counters = np.array([int(np.prod(histogram_shape(bins, width))) for width in channels.tolist()], np.int64)
+
+        def read(block: int) -> Counts:
+            """The totals; or the states of several channels, or the histograms, as they are asked for."""
+            if block == 0:
+                return np.ascontiguousarray(wholes.T).view(np.int64).reshape(-1)
+            if block == 1:
+                states = self._states(row, places)
+                return block_of([states[i] for i in sorted(states)])
+            histograms = self._histograms(row, places, has_histogram)
+            return block_of([], [histograms[i] for i in sorted(histograms)])
+
+        is_wide = channels > 1
+        counters = np.where(has_histogram, counters, 0)
+        widths = np.where(is_wide, channels, 0)
+        begins = [len(FIELDS) * np.arange(n), len(FIELDS) * (np.cumsum(widths) - widths)]
+        sites = Sites(
+            [self._names[self._id(step, site)] for site in ids.tolist()],
+            to_numpy(totals["keeps_channels"]),
+            totals["channel_dim"].to_pylist(),
+            group_sizes,
+            bins,
+            np.stack(
+                [
+                    1 * is_wide,
+                    np.where(is_wide, begins[1], begins[0]),
+                    channels,
+                    np.full(n, 2),
+                    np.cumsum(counters) - counters,
+                    counters,
+                ]
+            ),
+        )
+        return StepFrame(
             sites,
+            Memory(3, read),
             calls.astype(np.int64),
             fired[np.argsort(order[fired])],
             to_numpy(totals["scale"]),
-            to_numpy(totals["keeps_channels"]),
-            totals["channel_dim"].to_pylist(),
-            self._timeline.bins[row],
-            lambda i: wholes[:, i : i + 1].copy() if channels[i] == 1 else states()[i],
-            lambda i: histograms().get(i),
-            lambda: wholes,
-            group_sizes=group_sizes,
+            step,
+            known_wholes=wholes,
         )
 
     def _id(self, step: int, site: int) -> int:

@@ -16,8 +16,9 @@ from typing import Any, ParamSpec, TypeVar
 import numpy as np
 import pyarrow as pa
 
-from hookstats.numbers.blocks import Drained, Given
 from hookstats.numbers.fields import Counts
+from hookstats.numbers.frame import StepFrame
+from hookstats.numbers.given import Given
 from hookstats.records import encoding, files, manifest, merging
 from hookstats.records.errors import RunError
 from hookstats.records.manifest import Attempt, Manifest, Part
@@ -128,31 +129,30 @@ class Store:
         return known is not None and known.ended is not None
 
     @_all_or_broken
-    def add(self, drained: Drained) -> None:
+    def add(self, frame: StepFrame) -> None:
         """A step, which counts with the next `commit`. What is kept of it is copied."""
         attempt = self._begun()
-        columns = drained.columns
-        new = dict.fromkeys(site for site in [*columns.sites, *drained.skipped] if site not in self._id_of)
+        new = dict.fromkeys(site for site in [*frame.sites, *frame.skipped] if site not in self._id_of)
         for site in new:
             self._id_of[site] = len(self._sites)
             self._sites.append(site)
-        ids: Counts = np.array([self._id_of[site] for site in columns.sites], np.int64)
+        ids: Counts = np.array([self._id_of[site] for site in frame.sites], np.int64)
         record = attempt.records + self._added
-        key = encoding.Key(drained.step, round(drained.time * 1e6), attempt.attempt, record)
-        self._totals.append(encoding.totals_of(drained, key, ids))
+        key = encoding.Key(frame.step, round(frame.time * 1e6), attempt.attempt, record)
+        self._totals.append(encoding.totals_of(frame, key, ids))
         size = len(ids) * 8 * len(SCHEMAS["totals"])
         self._held += size
         self.size += size
         for table, tables in (("channels", encoding.channels_tables), ("histograms", encoding.histograms_tables)):
-            for rows, size in tables(drained, key, ids, self._sites):
+            for rows, size in tables(frame, key, ids, self._sites):
                 self._part(table).write(rows)
                 self.size += size
-        self._rows["steps"].append(encoding.step_row(drained, key, len(ids)))
-        for number, scalars in drained.earlier_scalars.items():
+        self._rows["steps"].append(encoding.step_row(frame, key, len(ids)))
+        for number, scalars in frame.earlier_scalars.items():
             self._rows["scalars"] += encoding.scalar_rows(scalars, key._replace(step=number), measured=False)
-        self._rows["scalars"] += encoding.scalar_rows(drained.scalars, key, measured=True)
-        self._rows["samples"] += encoding.sample_rows(drained.sample_ids, key)
-        self._rows["events"] += encoding.event_rows(drained, key, self._id_of)
+        self._rows["scalars"] += encoding.scalar_rows(frame.scalars, key, measured=True)
+        self._rows["samples"] += encoding.sample_rows(frame.sample_ids, key)
+        self._rows["events"] += encoding.event_rows(frame, key, self._id_of)
         self._added += 1
         if self._held >= FLUSH:
             self._flush_totals()

@@ -1,4 +1,4 @@
-"""What goes through the ring: layouts, and steps that are read by them."""
+"""What goes through the ring: sites, and steps of these."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hookstats.numbers.blocks import Drained, Given, Layout
 from hookstats.numbers.fields import Counts, Site, Skipped
+from hookstats.numbers.frame import Sites, StepFrame
+from hookstats.numbers.given import Given
 from hookstats.numbers.ranks import StepRanks, drifts_from_json, drifts_to_json
 from hookstats.records.ring import RingError
 
-LAYOUT, STEP, OVERHEAD, GIVEN = 1, 2, 3, 4  # kinds of records
+SITES, STEP, OVERHEAD, GIVEN = 1, 2, 3, 4  # kinds of records
 
 
 @contextmanager
@@ -28,28 +29,29 @@ def _read_as(what: str) -> Iterator[None]:
         raise RingError(f"expected {what}, got {error!r}") from None
 
 
-def of_layout(number: int, layout: Layout) -> list[NDArray[Any]]:
-    return [_text({"number": number, **layout.to_json()})]
+def of_sites(number: int, sites: Sites) -> list[NDArray[Any]]:
+    return [_text({"number": number, **sites.to_json()})]
 
 
-def of_step(drained: Drained, layout: int) -> list[NDArray[Any]]:
-    """Of a Drained: the pieces of a record, the blocks where they are. layout: the number of its layout."""
+def of_step(frame: StepFrame, sites: int) -> list[NDArray[Any]]:
+    """The pieces of a record, the blocks where they are. sites: the number of its sites."""
     told = {
-        "layout": layout,
-        "step": drained.step,
-        "time": drained.time,
-        "scalars": drained.scalars,
-        "earlier_scalars": list(drained.earlier_scalars.items()),
-        "sample_ids": _counted(drained.sample_ids),
-        "grad_scale": drained.grad_scale,
-        "overflowed": drained.overflowed,
-        "ranks": drained.ranks.to_text(),
-        "drifts": drifts_to_json(drained.drifts),
-        "skipped": [[*site, *skipped] for site, skipped in drained.skipped.items()],
+        "sites": sites,
+        "step": frame.step,
+        "time": frame.time,
+        "scalars": frame.scalars,
+        "earlier_scalars": list(frame.earlier_scalars.items()),
+        "sample_ids": _counted(frame.sample_ids),
+        "grad_scale": frame.grad_scale,
+        "overflowed": frame.overflowed,
+        "ranks": frame.ranks.to_text(),
+        "drifts": drifts_to_json(frame.drifts),
+        "fired": len(frame.order),
+        "skipped": [[*site, *skipped] for site, skipped in frame.skipped.items()],
     }
-    blocks = [block[:size] for block, size in zip(drained.blocks, drained.layout.sizes, strict=True)]
-    ids = drained.sample_ids.values()
-    return [*_text_before(told), *ids, drained.hidden.astype(np.int64), drained.readings, *blocks]
+    blocks = [frame.memory[number][:size] for number, size in enumerate(frame.sites.sizes)]
+    ids = frame.sample_ids.values()
+    return [*_text_before(told), *ids, frame.calls, frame.order, *blocks]
 
 
 def of_overhead(overhead: Mapping[str, float]) -> list[NDArray[Any]]:
@@ -101,42 +103,44 @@ def overhead_from(text: bytes) -> dict[str, float]:
     return _numbers(json.loads(text))
 
 
-@_read_as("a layout")
-def layout_from(text: bytes) -> tuple[int, Layout]:
-    """What `of_layout` made. RingError for anything else."""
+@_read_as("sites")
+def sites_from(text: bytes) -> tuple[int, Sites]:
+    """What `of_sites` made. RingError for anything else."""
     told = json.loads(text)
-    return int(told["number"]), Layout.from_json(told)
+    return int(told["number"]), Sites.from_json(told)
 
 
 @_read_as("a step")
-def step_from(payload: NDArray[np.uint8], layouts: Mapping[int, Layout]) -> Drained:
+def step_from(payload: NDArray[np.uint8], known: Mapping[int, Sites]) -> StepFrame:
     """What `of_step` made; the blocks stay where they are. RingError for anything else."""
     told, numbers = _text_and_numbers(payload)
-    layout = layouts[told["layout"]]
-    rows = len(layout.rows)
+    sites, fired = known[told["sites"]], int(told["fired"])
     sample_ids, numbers = _ids_by_step(told["sample_ids"], numbers)
-    ends = np.cumsum([rows, rows, *layout.sizes])
-    if ends[-1] != len(numbers):
+    ends = np.cumsum([len(sites), fired, *sites.sizes])
+    if ends[-1] != len(numbers) or not 0 <= fired <= len(sites):
         raise ValueError(f"{len(numbers)} numbers behind the text, of {ends[-1]}")
-    hidden, readings, *blocks = np.split(numbers, ends[:-1])
+    calls, order, *blocks = np.split(numbers, ends[:-1])
+    if order.min(initial=0) < 0 or order.max(initial=-1) >= len(sites):
+        raise ValueError(f"expected places of {len(sites)} sites, got {order}")
     scale, overflowed = told["grad_scale"], told["overflowed"]
-    drained = Drained(
-        layout,
+    grad_scale = None if scale is None else float(scale)
+    return StepFrame(
+        sites,
         blocks,
+        calls,
+        order,
+        sites.scales(grad_scale),
         int(told["step"]),
         float(told["time"]),
         _numbers(told["scalars"]),
-        None if scale is None else float(scale),
+        _by_step(told["earlier_scalars"]),
+        sample_ids,
+        grad_scale,
         None if overflowed is None else bool(overflowed),
-        hidden,
-        readings,
+        {Site(name, tensor): Skipped(reason, times) for name, tensor, reason, times in told["skipped"]},
         StepRanks.from_text(told["ranks"]),
+        drifts=drifts_from_json(told["drifts"]),
     )
-    drained.earlier_scalars = _by_step(told["earlier_scalars"])
-    drained.sample_ids = sample_ids
-    drained.drifts = drifts_from_json(told["drifts"])
-    drained.skipped = {Site(name, tensor): Skipped(reason, times) for name, tensor, reason, times in told["skipped"]}
-    return drained
 
 
 def _text_before(value: Any) -> list[NDArray[Any]]:

@@ -20,7 +20,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hookstats.numbers.blocks import Drained, Given, Layout
+from hookstats.numbers.frame import Sites, StepFrame
+from hookstats.numbers.given import Given
+from hookstats.numbers.snapshot import Snapshot
 from hookstats.records import wire
 from hookstats.records.errors import RunError
 from hookstats.records.files import NO_LINK, write_whole
@@ -44,7 +46,7 @@ PART_BYTES = 64 << 20
 PART_SECONDS = 10.0
 WATCHED_SECONDS = 2.0  # the same while somebody looks
 _LOCK_SECONDS = 120.0
-KNOWN_LAYOUTS = 8
+KNOWN_SITES = 8
 _MOST_WAITING = 10_000  # steps, what was given with which waits for a measured one, with which the rules see them
 _FIRST, _LAST = 10, 200  # recorded steps from which the rules' windows are made again
 
@@ -77,12 +79,12 @@ class Attempt:
             )
         self.ring = Ring(self.ring_path)
         self._store = store
-        self._layouts_path = folder / f"{RING}{self.number:04d}.layouts"
+        self._sites_path = folder / f"{RING}{self.number:04d}.sites"
         self.is_finished = store.ended(self.number)
         if self.is_finished:
             return
         store.begin(self.number, told.settings)
-        self._layouts = Layouts(self._layouts_path)
+        self._sites = KnownSites(self._sites_path)
         self._position = max(self.ring.tail, store.consumed(self.number))
         self.ring.tail = self._position
         self._sinks = [from_spec(spec) for spec in judges["sinks"]]
@@ -117,42 +119,42 @@ class Attempt:
         came = False
         for record in self.ring.read(self._position):
             came = True
-            if record.kind == wire.LAYOUT:
-                self._layouts.add(record.payload.tobytes())
+            if record.kind == wire.SITES:
+                self._sites.add(record.payload.tobytes())
             elif record.kind == wire.OVERHEAD:
                 self._told["overhead"] = wire.overhead_from(record.payload.tobytes())
             elif record.kind == wire.GIVEN:
                 self._take_given(*wire.given_from(record.payload))
             else:
-                self._take(record.number, wire.step_from(record.payload, self._layouts.known))
+                self._take(record.number, wire.step_from(record.payload, self._sites.known))
             self._position = record.end
             self.ring.judged = max(self.ring.judged, record.number + 1)
             if self._store.size >= PART_BYTES or self._position - self.ring.tail > self.ring.capacity // 3:
                 self.commit()
         return came
 
-    def _take(self, number: int, drained: Drained) -> None:
+    def _take(self, number: int, frame: StepFrame) -> None:
         """A step that an earlier writer had taken, but not committed, is not told once more."""
         if self._since is None:
             self._since = time.monotonic()
-        found = [replace(each, rank=self._rank, attempt=self.number) for each in self._judged_now(drained)]
+        found = [replace(each, rank=self._rank, attempt=self.number) for each in self._judged_now(frame)]
         if number >= self.ring.fed:
             self.ring.fed = number + 1
-            found += self._feed(drained, found)
+            found += self._feed(frame, found)
         if number >= self._judged:
             self.ring.findings = self._findings.add(found)
-        self._store.add(drained)
+        self._store.add(frame)
 
-    def _judged_now(self, drained: Drained) -> list[Finding]:
+    def _judged_now(self, frame: StepFrame) -> list[Finding]:
         """With what was given, and came without a step, since the one before."""
-        own = Given(drained.earlier_scalars, drained.sample_ids)
-        drained.earlier_scalars = {**self._waiting.scalars, **own.scalars}
-        drained.sample_ids = {**self._waiting.sample_ids, **own.sample_ids}
+        own = Given(frame.earlier_scalars, frame.sample_ids)
+        frame.earlier_scalars = {**self._waiting.scalars, **own.scalars}
+        frame.sample_ids = {**self._waiting.sample_ids, **own.sample_ids}
         self._waiting = Given({}, {})
         try:
-            return self._judge.judge(drained)
+            return self._judge.judge(frame)
         finally:
-            drained.earlier_scalars, drained.sample_ids = own
+            frame.earlier_scalars, frame.sample_ids = own
 
     def _take_given(self, given: Given, when: float) -> None:
         if self._since is None:
@@ -160,28 +162,26 @@ class Attempt:
         self._store.add_given(given, when)
         self._waiting.add(given, _MOST_WAITING)
 
-    def _feed(self, drained: Drained, found: list[Finding]) -> list[Finding]:
+    def _feed(self, frame: StepFrame, found: list[Finding]) -> list[Finding]:
         """Gives it to the sinks, and what was found in it."""
         failed = []
         for sink in list(self._sinks):
             try:
-                sink(drained.snapshot())
+                sink(Snapshot(frame))
                 for each in found:
                     if each.is_news:
                         sink.finding(each)
             except Exception as error:
                 self._sinks.remove(sink)
                 sentence = f"the sink {sink!r} failed and gets nothing more: {error!r}"
-                failed.append(
-                    Finding("sink", drained.step, None, 1.0, 0.0, "warning", sentence, self._rank, self.number)
-                )
+                failed.append(Finding("sink", frame.step, None, 1.0, 0.0, "warning", sentence, self._rank, self.number))
         return failed
 
     def commit(self) -> None:
         """From here on what was taken is the record's, and its room the ring's."""
         if self._position == self.ring.tail:
             return
-        self._layouts.keep()
+        self._sites.keep()
         self._store.commit(self._position)
         self.ring.tail = self._position
         self._since = None
@@ -198,16 +198,16 @@ class Attempt:
 
     def tidy(self) -> None:
         """Takes the ring away."""
-        for path in (self._layouts_path, self.ring_path, self._description):
+        for path in (self._sites_path, self.ring_path, self._description):
             path.unlink(missing_ok=True)
 
 
-class Layouts:
+class KnownSites:
     """Those that steps in the ring refer to, also where their own records have left it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.known: dict[int, Layout] = {}
+        self.known: dict[int, Sites] = {}
         self._texts: dict[int, str] = {}
         self._is_kept = True
         if path.exists():
@@ -215,10 +215,10 @@ class Layouts:
                 self.add(text)
 
     def add(self, text: bytes) -> None:
-        number, self.known[number] = wire.layout_from(text)
+        number, self.known[number] = wire.sites_from(text)
         self._texts[number] = text.decode().strip()
         self._is_kept = False
-        if len(self.known) > 2 * KNOWN_LAYOUTS:
+        if len(self.known) > 2 * KNOWN_SITES:
             oldest = min(self.known)
             del self.known[oldest], self._texts[oldest]
 

@@ -219,14 +219,14 @@ def precision(recorded: Recorded) -> dict[str, Any] | None:
 def _is_low(snapshot: Snapshot, sites: list[Site]) -> bool:
     """Tell whether values of few bits are in use. A few such sites may be whole numbers, or loaded from such a file."""
     chosen = set(sites)
-    bits = bits_of_sites(snapshot.columns)[[site in chosen for site in snapshot.columns.sites]]
+    bits = bits_of_sites(snapshot.frame)[[site in chosen for site in snapshot]]
     low = sum(dtype_of(each) in ("bfloat16", "float16") for each in bits.tolist())
     return bool(low) and int(np.count_nonzero(bits)) <= 10 * low
 
 
 def _block_fit(snapshot: Snapshot, places: list[int], recorded: Recorded) -> dict[str, Any] | None:
     """Of these sites, by format, what those with a scale for each block lose: at least, at most, standard error."""
-    bins = snapshot.columns.bins
+    bins = snapshot.frame.bins
     if not isinstance(bins, ExponentBins) or bins.block is None:
         return None
     row = {recorded.sites[place]: k for k, place in enumerate(places)}
@@ -248,20 +248,20 @@ def _fit(snapshot: Snapshot, place: dict[Site, int]) -> list[list[Any]]:
 
     As it is, and after multiplying by the power of two that brings the largest value just below the format's.
     """
-    at, counts = snapshot.columns.exponents()
+    at, counts = snapshot.frame.exponents()
     if not len(at):
         return []
     magnitudes = counts[:, :256] + counts[:, 256:]  # by the exponent that is stored: 127 for values from 1 to 2
     magnitudes = magnitudes[:, 1:255]  # without zeros and subnormals of float32
     exponents = np.arange(1, 255) - 127
     whole = magnitudes.sum(axis=1)
-    totals = snapshot.columns.totals
+    totals = snapshot.frame.totals
     rows = []
     for k, i in enumerate(at.tolist()):
-        site, top = snapshot.columns.sites[i], float(totals.abs_max[i])
+        site, top = snapshot.frame.sites[i], float(totals.abs_max[i])
         if site not in place or not whole[k] or not top > 0 or kind_of(site.tensor).is_about:
             continue
-        scaler = round(float(np.log2(snapshot.columns.scales[i])))
+        scaler = round(float(np.log2(snapshot.frame.scales[i])))
         shares, octaves = magnitudes[k] / whole[k], exponents - scaler
         used = octaves[shares > 0]
         row: list[Any] = [place[site], int(used[0]), int(used[-1])]

@@ -112,8 +112,8 @@ def together(skipped: Iterable[tuple[Site, Skipped, int]]) -> list[tuple[Site, S
 
 
 def _is_detailed(snapshot: Snapshot) -> bool:
-    columns = snapshot.columns
-    return any(columns.widths[i] > 1 or columns.histogram(i) is not None for i in columns.order.tolist())
+    sites, fired = snapshot.frame.sites, snapshot.frame.order
+    return bool((sites.widths[fired] > 1).any() or sites.counters[fired].any())
 
 
 def ordered(orders: Iterable[Iterable[Site]]) -> list[Site]:

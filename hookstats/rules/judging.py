@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from typing import Any, NamedTuple, TypeAlias
 
-from hookstats.numbers.blocks import Drained
 from hookstats.numbers.fields import Site
+from hookstats.numbers.frame import StepFrame
 from hookstats.numbers.snapshot import Snapshot
 from hookstats.rules.activations import DeadChannels, SaturatedChannels
 from hookstats.rules.answers import InitialLoss, NoProgress, ProbabilitiesAsLogits
@@ -189,7 +189,7 @@ class Judge:
         self._plot = Plot()
         self._rulings = [_Ruling(_fresh(rule), _name(rule)) for rule in (defaults() if rules is None else rules)]
 
-    def judge(self, measured: Snapshot | Drained) -> list[Finding]:
+    def judge(self, measured: Snapshot | StepFrame) -> list[Finding]:
         """What is new in a step; steps come in order. Never raises: a rule that does is a finding, and is left out."""
         step = Step(measured, self._sites, self._rank, self._attempt)
         found: list[Finding] = []
@@ -206,7 +206,7 @@ class Judge:
         told = self._plot.tell(step.number, found, set().union(*(ruling.seen for ruling in self._rulings)))
         return failed + [named(finding, step) for finding in told]
 
-    def rebuild(self, measured: Iterable[Snapshot | Drained]) -> None:
+    def rebuild(self, measured: Iterable[Snapshot | StepFrame]) -> None:
         """Fills the rules' windows with the steps before those that are to be judged, when a run is resumed.
 
         What is found in them was reported then. The last 200 measured steps are enough, and before them the first 10,
@@ -216,7 +216,7 @@ class Judge:
             self.judge(each)
 
 
-def judge(measured: Iterable[Snapshot | Drained], rules: Iterable[str | Rule] | None = None) -> list[Finding]:
+def judge(measured: Iterable[Snapshot | StepFrame], rules: Iterable[str | Rule] | None = None) -> list[Finding]:
     """The findings in the steps of a run, in order: see `Judge`."""
     judge = Judge(rules)
     return [finding for each in measured for finding in judge.judge(each)]

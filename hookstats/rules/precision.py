@@ -7,8 +7,8 @@ from typing import Literal, NamedTuple, overload
 
 import numpy as np
 
-from hookstats.numbers.blocks import Drained
 from hookstats.numbers.fields import Array, Counts, ExponentBins, Site
+from hookstats.numbers.frame import StepFrame
 from hookstats.numbers.kinds import KINDS
 from hookstats.numbers.snapshot import Snapshot
 from hookstats.rules.blocks import BLOCK_FORMATS, BlockFit, block_fits
@@ -54,14 +54,14 @@ class _Fits(NamedTuple):
 
 
 @overload
-def fit(measured: Snapshot | Drained, format: Literal["float16", "float8_e4m3fn", "float8_e5m2"]) -> list[Fit]: ...
+def fit(measured: Snapshot | StepFrame, format: Literal["float16", "float8_e4m3fn", "float8_e5m2"]) -> list[Fit]: ...
 @overload
 def fit(
-    measured: Snapshot | Drained, format: Literal["mxfp8_e4m3", "mxfp8_e5m2", "mxfp4", "nvfp4"]
+    measured: Snapshot | StepFrame, format: Literal["mxfp8_e4m3", "mxfp8_e5m2", "mxfp4", "nvfp4"]
 ) -> list[BlockFit]: ...
 @overload
-def fit(measured: Snapshot | Drained, format: str) -> list[Fit] | list[BlockFit]: ...
-def fit(measured: Snapshot | Drained, format: str) -> list[Fit] | list[BlockFit]:
+def fit(measured: Snapshot | StepFrame, format: str) -> list[Fit] | list[BlockFit]: ...
+def fit(measured: Snapshot | StepFrame, format: str) -> list[Fit] | list[BlockFit]:
     """Whether each site with a histogram ``ExponentBins()`` would survive this format, in the order of their making.
 
     format: "float16", "float8_e4m3fn" or "float8_e5m2". Underflow is exact, rounding to nearest even included, except

@@ -9,9 +9,8 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from hookstats.numbers.blocks import Drained
-from hookstats.numbers.columns import Columns
 from hookstats.numbers.fields import FIELDS, Array, Bins, Counts, ExponentBins, Site, Stats, unscale
+from hookstats.numbers.frame import StepFrame
 from hookstats.numbers.kinds import is_of_kind, is_of_module
 from hookstats.numbers.snapshot import Snapshot
 from hookstats.rules.finding import MOST_SITES, Finding
@@ -39,13 +38,13 @@ class Sites:
     def ids(self, sites: Sequence[Site]) -> Counts:
         """Of these sites; those that are new get the next ones."""
         known, ids = self._latest
-        if known != sites:
+        if known is not sites and tuple(known) != tuple(sites):
             for site in sites:
                 if site not in self._ids:
                     self._ids[site] = len(self.all)
                     self.all.append(site)
             ids = np.array([self._ids[site] for site in sites], np.int64)
-            self._latest = list(sites), ids
+            self._latest = sites, ids
         return ids
 
     def is_kind(self, kind: str) -> Mask:
@@ -87,18 +86,19 @@ class Step:
     counts of 0, and NaN else.
     """
 
-    def __init__(self, measured: Snapshot | Drained, sites: Sites, rank: int = 0, attempt: int = 0) -> None:
-        self.number = measured.step
-        self.scalars = measured.scalars
-        self.earlier_scalars = measured.earlier_scalars
-        self.sample_ids = measured.sample_ids
-        self.overflowed = measured.overflowed
-        self.drifts = measured.drifts
-        self.ranks = len(measured.ranks.present if isinstance(measured, Drained) else measured.ranks)
+    def __init__(self, measured: Snapshot | StepFrame, sites: Sites, rank: int = 0, attempt: int = 0) -> None:
+        frame = measured.frame if isinstance(measured, Snapshot) else measured
+        self.number = frame.step
+        self.scalars = frame.scalars
+        self.earlier_scalars = frame.earlier_scalars
+        self.sample_ids = frame.sample_ids
+        self.overflowed = frame.overflowed
+        self.drifts = frame.drifts
+        self.ranks = len(frame.ranks.present)
         self.rank = rank
         self.attempt = attempt
-        self._columns: Columns = measured.columns
-        self._ids = sites.ids(self._columns.sites)
+        self._frame = frame
+        self._ids = sites.ids(self._frame.sites)
         self._sites = sites
         self.sites: Sequence[Site] = sites.all
         self._is_aligned = np.array_equal(self._ids, np.arange(len(sites.all)))
@@ -121,12 +121,12 @@ class Step:
 
     @cached_property
     def calls(self) -> Counts:
-        return self._spread(self._columns.calls, 0)
+        return self._spread(self._frame.calls, 0)
 
     @cached_property
     def order(self) -> Counts:
         """The ids of the sites that fired, in order of execution."""
-        ids: Counts = self._ids[self._columns.order]
+        ids: Counts = self._ids[self._frame.order]
         return ids
 
     def given(self, scalar: str) -> dict[int, float]:
@@ -147,9 +147,9 @@ class Step:
     def totals(self) -> Stats[Array]:
         """Statistics of each site, ``[n]``, without the scaler's scale."""
         if self._is_aligned:
-            return self._columns.totals
+            return self._frame.totals
         wholes = np.zeros((len(FIELDS), len(self.sites)))
-        wholes[:, self._ids] = unscale(self._columns.wholes, self._columns.scales)
+        wholes[:, self._ids] = unscale(self._frame.wholes, self._frame.scales)
         return Stats(wholes)
 
     @cached_property
@@ -159,7 +159,7 @@ class Step:
 
     @cached_property
     def _place(self) -> Counts:
-        """Of each id, in the columns; -1 where it is not in this step."""
+        """Of each id, in the frame; -1 where it is not in this step."""
         return self._spread(np.arange(len(self._ids)), -1)
 
     def channels(self, site: int) -> Stats[Array] | None:
@@ -167,9 +167,9 @@ class Step:
         where they are samples.
         """
         place = int(self._place[site])
-        if place < 0 or not self._columns.keeps[place] or site in self.of_samples:
+        if place < 0 or not self._frame.sites.keeps[place] or site in self.of_samples:
             return None
-        return self._columns.stats(place).channels
+        return self._frame.stats(place).channels
 
     def channels_or_whole(self, site: int) -> Stats[Array]:
         """The same; of all together, ``[1]``, where there are none."""
@@ -184,12 +184,12 @@ class Step:
         step; or so many times as many, for the rows of a sample (tokens) lie one after another; or so many times fewer:
         channel i then holds the i-th samples of several microbatches, or ranks.
         """
-        count, columns = len(self.sample_ids.get(self.number, ())), self._columns
+        count, frame = len(self.sample_ids.get(self.number, ())), self._frame
         found = {}
-        for i in columns.order.tolist() if count else ():
+        for i in frame.order.tolist() if count else ():
             site = int(self._ids[i])
-            if columns.keeps[i] and columns.dims[i] == 0 and is_of_module(self.sites[site].tensor):
-                channels = columns.stats(i).channels
+            if frame.sites.keeps[i] and frame.sites.dims[i] == 0 and is_of_module(self.sites[site].tensor):
+                channels = frame.stats(i).channels
                 if (
                     channels is not None
                     and len(channels.count)
@@ -201,7 +201,7 @@ class Step:
     @cached_property
     def has_channels(self) -> Mask:
         """``[n]``: whether channels were kept, and sent in this step, and are no samples."""
-        mask = self._spread(self._columns.keeps, False)
+        mask = self._spread(self._frame.sites.keeps, False)
         if self.of_samples:
             mask = mask.copy()
             mask[list(self.of_samples)] = False
@@ -210,9 +210,9 @@ class Step:
     @cached_property
     def has_histograms(self) -> bool:
         """Whether any site of this step has a histogram by exponent of its whole tensor."""
-        columns = self._columns
-        by_exponent = isinstance(columns.bins, ExponentBins) and not columns.bins.per_channel
-        return by_exponent and any(columns.histogram(i) is not None for i in columns.order.tolist())
+        frame = self._frame
+        by_exponent = isinstance(frame.bins, ExponentBins) and not frame.bins.per_channel
+        return by_exponent and any(frame.histogram(i) is not None for i in frame.order.tolist())
 
     def exponents(self, chosen: Mask) -> tuple[Counts, Counts]:
         """Histograms by exponent of whole tensors, of these sites ``[n]``: the ids that have one ``[k]``, counts
@@ -222,20 +222,20 @@ class Step:
         Empty where histograms are of another kind, or were not sent.
         """
         places = self._place[np.flatnonzero(chosen & (self._place >= 0))]
-        places, counts = self._columns.exponents(places.tolist())
+        places, counts = self._frame.exponents(places.tolist())
         return self._ids[places], counts
 
     @property
     def bins(self) -> Bins | None:
-        return self._columns.bins
+        return self._frame.bins
 
     def blocks(self, chosen: Mask) -> tuple[Counts, Counts]:
         """Counts of blocks, of these sites ``[n]``: the ids that have some ``[k]``, counts ``[k, 576]``.
 
-        Of the values as they were measured, see `Columns.blocks`.
+        Of the values as they were measured, see `StepFrame.block_counts`.
         """
         places = self._place[np.flatnonzero(chosen & (self._place >= 0))]
-        places, counts = self._columns.blocks(places.tolist())
+        places, counts = self._frame.block_counts(places.tolist())
         return self._ids[places], counts
 
     @cached_property
@@ -267,7 +267,7 @@ class Step:
     @cached_property
     def scales(self) -> Array:
         """``[n]``: with which values were multiplied before they were measured (gradients, by a GradScaler)."""
-        return self._spread(self._columns.scales, 1.0)
+        return self._spread(self._frame.scales, 1.0)
 
     @cached_property
     def grad_norm(self) -> float | None:
@@ -306,7 +306,7 @@ class Step:
         )
 
     def _spread(self, values: _Over, missing: Any) -> _Over:
-        """An array over the columns' sites, over ids."""
+        """An array over the frame's sites, over ids."""
         if self._is_aligned:
             return values
         result: Any = np.full(len(self.sites), missing, values.dtype)

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from hookstats.numbers.blocks import Drained
 from hookstats.numbers.fields import Site, Skipped
+from hookstats.numbers.frame import StepFrame
 from hookstats.numbers.kinds import is_of_kind, is_of_module, kind_of
 from hookstats.numbers.ranks import StepRanks
 from hookstats.numbers.snapshot import Snapshot
@@ -131,9 +132,9 @@ class Delivery:
         self._give_joined()
 
     def _give_joined(self) -> None:
-        for drained in () if self._joined is None else self._joined.arrived():
+        for frame in () if self._joined is None else self._joined.arrived():
             try:
-                self._give(drained, drained.snapshot())
+                self._give(frame.visible())
             except Exception as error:
                 self._failed("deliver", f"a step of all ranks could not be delivered: {error!r}", error)
 
@@ -148,22 +149,21 @@ class Delivery:
 
     def look(self, step: int, scalars: Scalars) -> Snapshot:
         """What the open step has so far, which stays where it is. Waits."""
-        now = self._drain.begin(Kept.of(step, scalars), clear=False).finish().snapshot()
-        now.skipped = self._binder.skipping.of_step()
-        return now
+        now = self._drain.begin(Kept.of(step, scalars), clear=False).finish().visible()
+        return Snapshot(replace(now, skipped=self._binder.skipping.of_step()))
 
     def send_last(self, step: int, scalars: Scalars) -> None:
         """Delivers the open step, if it has anything. Waits."""
         pending = self._drain.begin(self._taken(step, scalars))
         last = pending.finish()
-        calls = last.by_row.calls[[row.is_parameter for row in last.layout.rows]]
+        calls = last.calls[pending.layout.is_parameter]
         if calls.max(initial=0) > 1 and (self.sinks or self.recorders):
             self._binder.warn_once(
                 "unstepped",
                 f"monitor.step() was never called: {calls.max()} steps of an optimizer are together in step {step}; "
                 "call it at the end of each training step",
             )
-        if last.columns.order.size:
+        if last.order.size:
             self._deliver(last, self._binder.skipping.take(), pending.held)
 
     def raise_failure(self) -> None:
@@ -173,13 +173,13 @@ class Delivery:
 
     def _arrived(self, pending: Pending, left_out: LeftOut) -> None:
         try:
-            drained = pending.finish()
+            frame = pending.finish()
         except Exception as error:
             return self._failed("finish", f"a step was measured, but could not be read: {error!r}", error)
         try:
-            self._deliver(drained, left_out, pending.held)
+            self._deliver(frame, left_out, pending.held)
         except Exception as error:
-            self._failed("deliver", f"step {drained.step} was measured, but could not be delivered: {error!r}", error)
+            self._failed("deliver", f"step {frame.step} was measured, but could not be delivered: {error!r}", error)
 
     def _scalars_arrived(self, pending: PendingScalars) -> None:
         try:
@@ -188,10 +188,11 @@ class Delivery:
             return self._failed("finish", f"scalars could not be read: {error!r}", error)
         self._present([(each, each.take_given, given) for each in self.recorders])
 
-    def _deliver(self, drained: Drained, left_out: LeftOut, held: Held) -> None:
-        self.last = snapshot = drained.snapshot()
+    def _deliver(self, frame: StepFrame, left_out: LeftOut, held: Held) -> None:
+        visible = frame.visible()
+        self.last = snapshot = Snapshot(visible)
         self._binder.judge(left_out, snapshot)
-        drained.skipped = snapshot.skipped = self._binder.skipping.of_step(left_out)
+        frame.skipped = visible.skipped = self._binder.skipping.of_step(left_out)
         self._deliveries += 1
         if self._deliveries <= _SILENT_STEPS:
             self._fired.update(snapshot.order)
@@ -199,15 +200,16 @@ class Delivery:
             self._report_silence()
         self._look_for_evaluation(snapshot)
         if self._joined is None:
-            self._give(drained, snapshot)
+            self._give(visible)
         else:
-            self._present([(each, each.take, drained) for each in self._own])
-            self._joined.submit(drained, held)
+            self._present([(each, each.take, visible) for each in self._own])
+            self._joined.submit(frame, held)
 
-    def _give(self, drained: Drained, snapshot: Snapshot) -> None:
+    def _give(self, frame: StepFrame) -> None:
         """To `Monitor.step`, and to the sinks."""
+        snapshot = self.last if self.last is not None and self.last.frame is frame else Snapshot(frame)
         self._finished.append(snapshot)
-        kept = [(each, each.take, drained) for each in self._of_all]
+        kept = [(each, each.take, frame) for each in self._of_all]
         self._present([*kept, *((sink, sink, snapshot) for sink in self.sinks)])
 
     def _present(self, gifts: list[tuple[Any, Callable[[Any], object], Any]]) -> None:

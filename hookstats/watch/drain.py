@@ -14,9 +14,11 @@ import torch
 
 from hookstats import _native
 from hookstats.modules.sharding import LocalShard
-from hookstats.numbers.blocks import COUNTERS, Drained, Given, Layout, Part, Row
 from hookstats.numbers.fields import Counts, Site
+from hookstats.numbers.frame import COUNTERS, StepFrame
+from hookstats.numbers.given import Given
 from hookstats.numbers.ranks import ALONE, StepRanks
+from hookstats.watch.layout import Layout, Part, Row
 from hookstats.watch.memory import TOTALS, Entry, Place, Store
 from hookstats.watch.scalars import Kept, Slots, by_step, sample_ids_by_step
 
@@ -98,36 +100,34 @@ class Pending(PendingScalars):
         """layout: of the copies that are sent under these keys. kept: of the steps before, and at last of this one."""
         super().__init__(kept)
         self.held = held
-        self._layout = layout
+        self.layout = layout
         self._keys = keys
         self._hidden = [entry.hidden_if_silent for entry in entries]
         self._readings = [entry.reading for entry in entries]
         self._ranks = ranks
         self._time = time.time()
 
-    def finish(self) -> Drained:
+    def finish(self) -> StepFrame:
         """What has come; waits if it must."""
         arrays = self.arrays()
         *earlier, last = self._rows
         of_scaler = last.numbers[len(last.names) :]
         scale, overflowed = (of_scaler[0], bool(of_scaler[1])) if of_scaler else (None, None)
-        drained = Drained(
-            self._layout,
+        ids = sample_ids_by_step(self._rows)
+        return self.layout.frame(
             [arrays[key] for key in self._keys],
-            last.step,
-            self._time,
-            last.named,
-            scale,
-            overflowed,
             self._hidden,
             self._readings,
-            self._ranks,
+            scale,
+            step=last.step,
+            time=self._time,
+            scalars=last.named,
+            # Numbers that are not smaller were trained anew since.
+            earlier_scalars={number: each for number, each in by_step(earlier).items() if number < last.step},
+            sample_ids={number: each for number, each in ids.items() if number <= last.step},
+            overflowed=overflowed,
+            ranks=self._ranks,
         )
-        # Numbers that are not smaller were trained anew since.
-        drained.earlier_scalars = {number: each for number, each in by_step(earlier).items() if number < last.step}
-        ids = sample_ids_by_step(self._rows)
-        drained.sample_ids = {number: each for number, each in ids.items() if number <= last.step}
-        return drained
 
 
 class Drain:
@@ -209,7 +209,6 @@ def _layout(entries: list[Entry], store: Store, totals_only: bool) -> tuple[Layo
             tuple(map(part, each)),
             e.keep_channels and not totals_only,
             e.channel_dim if e.keep_channels else None,
-            e.is_parameter,
             e.group_size,
         )
         for e, each in zip(entries, places, strict=True)

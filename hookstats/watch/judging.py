@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from hookstats._warn import WarnOnce
-from hookstats.numbers.blocks import Drained, Given
+from hookstats.numbers.frame import StepFrame
+from hookstats.numbers.given import Given
 
 _log = logging.getLogger("hookstats")
 _LEVELS = {"note": logging.INFO, "warning": logging.WARNING, "critical": logging.ERROR}
@@ -41,7 +42,7 @@ class Recorder(Protocol):
     def begin(self, settings: dict[str, Any]) -> None:
         """At attach. May raise."""
 
-    def take(self, drained: Drained) -> None: ...
+    def take(self, frame: StepFrame) -> None: ...
 
     def take_given(self, given: Given) -> None:
         """Of steps that were not measured, by their number: those behind the last measured one, or very many."""

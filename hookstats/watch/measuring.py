@@ -59,8 +59,7 @@ def measure(
         width = max(tensor.shape[dim], 1)
     store = Store(histogram, 0, strict=True)
     store.reserve(tensor.device, store.site_bytes(width) // 8)
-    site = Site("", "tensor")
-    state = store.add(site, tensor.device, width, dim, keep_channels).state
+    state = store.add(Site("", "tensor"), tensor.device, width, dim, keep_channels).state
     store.flags.value = True
     accumulate(tensor.detach(), state)
-    return Drain(store).begin(Kept.of(0, Scalars({})), clear=False).finish().snapshot()[site]
+    return Drain(store).begin(Kept.of(0, Scalars({})), clear=False).finish().stats(0)

@@ -20,8 +20,8 @@ from torch.optim.optimizer import Optimizer
 from hookstats.modules.channels import parameter_channels
 from hookstats.modules.selection import Slot
 from hookstats.modules.sharding import is_dtensor, sharding_of
-from hookstats.numbers.blocks import BEFORE_CLIPPING
 from hookstats.numbers.fields import Site
+from hookstats.numbers.frame import BEFORE_CLIPPING
 from hookstats.numbers.kinds import is_of_kind, kind_of
 from hookstats.watch.batches import Batches, ByIdentity, Owner, Parameter, part_held, placing
 from hookstats.watch.binding import SiteBinder
@@ -109,7 +109,6 @@ class Parameters:
             entry = self._store.add(
                 Site(name, kind), device, 1 if is_sample else width, dim, keeps, has_bins=not is_sample
             )
-            entry.is_parameter = not slot.is_buffer and kind != LOCAL_GRADIENT  # of which each rank has its own
             entry.channel_dim, entry.group_size = dim, group_size
             entry.sharding = sharding_of(tensor, dim) if is_dtensor(tensor) else None
             parameter.entries[kind] = entry

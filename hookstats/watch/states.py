@@ -65,7 +65,6 @@ class States:
                 self._refuse(site, "memory", self._store.no_room(width, 1))
                 return False
         entry = self._store.add(site, device, width, dim, each.keeps_channels and width > 1)
-        entry.is_parameter = True
         entry.channel_dim, entry.group_size = dim, each.group_size
         each.entries[kind] = entry
         return True

@@ -15,6 +15,7 @@ from hookstats.watch import scalars
 from hookstats.watch.drain import Drain
 from tests import reference
 from tests.conftest import compare
+from tests.frames import snapshot_of
 from tests.plain import hearing
 
 Parts = dict[tuple[str, str], list[torch.Tensor]]
@@ -72,7 +73,7 @@ def merged(monitor: hookstats.Monitor, model: nn.Module, group: Any = None, plac
         (whole,) = joined.arrived()
         joined.close()
     assert whole.ranks.present == tuple(sorted(group_of(world).ranks))
-    return whole.snapshot(), told
+    return snapshot_of(whole), told
 
 
 def rows_of(tensors: list[torch.Tensor], dim: int) -> torch.Tensor:

@@ -12,8 +12,9 @@ import hookstats
 from hookstats import Site
 from hookstats.cluster.packing import First, Packer
 from hookstats.cluster.union import Placed, Placing, Share, Tables, Union, whole
-from hookstats.numbers.blocks import Drained, Layout, Part, Row
-from hookstats.numbers.fields import Bins, histogram_shape
+from hookstats.numbers.fields import FIELDS, Bins, histogram_shape
+from hookstats.numbers.frame import StepFrame
+from tests.frames import Measured, frame_of
 
 BUDGET = 1 << 28
 NO_PEERS: Mapping[Site, tuple[int, ...]] = {}
@@ -25,37 +26,27 @@ class Here(NamedTuple):
     values: torch.Tensor | None = None  # [channels, values]; None: the site is silent
     channels: int = 1  # of a silent one
     keeps: bool = True
-    is_parameter: bool = False
     dim: int | None = 0
     placed: Placed | None = None
 
 
-def drained(sites: Mapping[Site, Here], bins: Bins | None = None, **step: Any) -> Drained:
+def measured(sites: Mapping[Site, Here], bins: Bins | None = None, **step: Any) -> StepFrame:
     """Of one rank; the sites run in this order. step: what differs from a plain one."""
-    rows, words, offset = [], [np.zeros(0, np.int64)], 0
-    for number, (site, here) in enumerate(sites.items()):
-        width = here.channels if here.values is None else len(here.values) if here.keeps else 1
-        bins_here = int(np.prod(histogram_shape(bins, width)))
-        part = Part(0, offset, width, bins_here)
-        offset += part.size
-        rows.append(Row(site, (part,), here.keeps, here.dim if here.keeps else None, here.is_parameter))
+    made = []
+    for site, here in sites.items():
+        dim = here.dim if here.keeps else None
         if here.values is None:
-            words.append(np.zeros(part.size, np.int64))
+            shape = histogram_shape(bins, here.channels)
+            counts = None if bins is None else np.zeros(shape, np.int64)
+            made.append(Measured(site, np.zeros((len(FIELDS), here.channels)), counts, 0, here.keeps, dim))
             continue
         stats = hookstats.measure(here.values, channel_dim=0, histogram=bins, channels=here.keeps)
-        counts = np.zeros(0, np.int64) if stats._histogram is None else stats._histogram.ravel()
-        words += [stats._measured.view(np.int64).ravel(), np.array([1, number + 1]), counts]
-    told = {"step": 3, "time": 1.5, "scalars": {}, "grad_scale": None, "overflowed": None} | step
-    n = len(rows)
-    skipped, sample_ids = told.pop("skipped", {}), told.pop("sample_ids", {})
-    block = np.concatenate(words)
-    made = Drained(Layout([0], rows, bins), [block], **told, hidden=np.zeros(n, bool), readings=np.zeros(n, np.int64))
-    made.skipped, made.sample_ids = skipped, sample_ids
-    return made
+        made.append(Measured(site, stats._measured, stats._histogram, 1, here.keeps, dim))
+    return frame_of(made, bins, **{"step": 3, "time": 1.5, **step})
 
 
 def placing_of(sites: Mapping[Site, Here]) -> Placing:
-    return lambda row: sites[row.site].placed or whole(row)
+    return lambda own: sites[own.site].placed or whole(own)
 
 
 def shard(channels: int, offset: int, owners: str | int = "each", counts: bool = True) -> Placed:
@@ -68,7 +59,7 @@ class Job:
 
     def __init__(
         self,
-        steps: Sequence[Drained],
+        steps: Sequence[StepFrame],
         placings: Sequence[Placing] | None = None,
         budget: int = BUDGET,
         spread: bool = False,
@@ -81,7 +72,7 @@ class Job:
         self.union = Union([each.text for each in self.local], range(len(self.steps)))
         self.packers = [Packer(self.union, rank, {}) for rank in range(len(steps))]
 
-    def merged(self, rank: int = 0, learned: Mapping[Site, tuple[int, ...]] = NO_PEERS) -> Drained:
+    def merged(self, rank: int = 0, learned: Mapping[Site, tuple[int, ...]] = NO_PEERS) -> StepFrame:
         """As this rank has it, by what `Merging` exchanges."""
         parts = [
             packer.part(step, local) for packer, step, local in zip(self.packers, self.steps, self.local, strict=True)
@@ -97,4 +88,4 @@ class Job:
 
 
 def job_of(sites: Sequence[Mapping[Site, Here]], bins: Bins | None = None, **how: Any) -> Job:
-    return Job([drained(each, bins) for each in sites], [placing_of(each) for each in sites], **how)
+    return Job([measured(each, bins) for each in sites], [placing_of(each) for each in sites], **how)

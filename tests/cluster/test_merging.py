@@ -19,9 +19,10 @@ from hookstats.cluster import merging as room
 from hookstats.cluster.exchange import Exchange, default_store
 from hookstats.cluster.merging import LocalStep, Merging
 from hookstats.cluster.union import Tables
-from hookstats.numbers.blocks import Drained
 from hookstats.numbers.fields import FIELDS, Bins
-from tests.cluster.steps import BUDGET, Here, drained, job_of
+from hookstats.numbers.frame import StepFrame
+from tests.cluster.steps import BUDGET, Here, job_of, measured
+from tests.frames import snapshot_of
 from tests.plain import hearing
 from tests.ranks import outcomes, run, until
 
@@ -36,25 +37,25 @@ def merging_of(world: int, timeout: float = 600.0, fan: int = 64, spread: bool =
 def step_of(number: int, rank: int, site: Site = A, **fields: Any) -> LocalStep:
     """Of one site, whose only value says which rank and step it is."""
     values = torch.full((1, 1), 1000.0 * rank + number, dtype=torch.float64)
-    return LocalStep(drained({site: Here(values)}, step=number, **fields))
+    return LocalStep(measured({site: Here(values)}, step=number, **fields))
 
 
-def submit(merging: Merging, numbers: Iterable[int], **fields: Any) -> list[Drained]:
+def submit(merging: Merging, numbers: Iterable[int], **fields: Any) -> list[StepFrame]:
     """A training that measures these steps, and waits for none."""
     for number in numbers:
         merging.submit(step_of(number, dist.get_rank(), **fields))
     return merging.arrived()
 
 
-def train(merging: Merging, numbers: Iterable[int], **fields: Any) -> list[Drained]:
+def train(merging: Merging, numbers: Iterable[int], **fields: Any) -> list[StepFrame]:
     """A training that measures these steps, and in the end waits for all of them."""
     return submit(merging, numbers, **fields) + merging.wait(60)
 
 
-def ranks_of(done: list[Drained]) -> list[tuple[int, ...]]:
+def ranks_of(done: list[StepFrame]) -> list[tuple[int, ...]]:
     """Each with the numbers of its own step: those of other steps or ranks are not among them."""
     for each in done:
-        for stats in each.snapshot().values():
+        for stats in snapshot_of(each).values():
             if stats.calls:
                 assert stats.total.count == len(each.ranks.present)
                 want = each.step + 1000.0 * np.mean(each.ranks.present)
@@ -76,11 +77,11 @@ def sites_of(rank: int, step: int) -> dict[Site, Here]:
 def merges_real_steps(rank: int, world: int, fan: int) -> Any:
     merging = merging_of(world, fan=fan, spread=True)
     for step in (0, 1):
-        made = drained(sites_of(rank, step), ExponentBins(), step=step, scalars={"loss": float(rank)})
+        made = measured(sites_of(rank, step), ExponentBins(), step=step, scalars={"loss": float(rank)})
         merging.submit(LocalStep(made))
     done = merging.wait(60)
     merging.close()
-    return [(each.ranks.present, each.step, each.scalars, each.blocks, each.columns.sites) for each in done]
+    return [(each.ranks.present, each.step, each.scalars, each.memory, list(each.sites)) for each in done]
 
 
 @pytest.mark.parametrize("fan", [2, 64])
@@ -91,12 +92,11 @@ def test_the_steps_of_monitors_are_what_merging_without_communication_gives(fan:
         for each in found:
             ranks, number, scalars, blocks, sites = each[step]
             assert (ranks, number, scalars) == ((0, 1, 2, 3), step, {"loss": 1.5})
-            assert sites == want.columns.sites
+            assert sites == list(want.sites)
             assert [block.tobytes() for block in blocks] == [block.tobytes() for block in found[0][step][3]]
-            for row in want.layout.rows:
-                (part,) = row.parts
-                size = len(FIELDS) * part.channels
-                mine, theirs = (block[part.offset : part.offset + part.size] for block in (blocks[0], want.blocks[0]))
+            for begin, channels, counters in want.sites.places[[1, 2, 5]].T.tolist():
+                size = len(FIELDS) * channels
+                mine, theirs = (block[begin : begin + size + counters] for block in (blocks[0], want.memory[0]))
                 np.testing.assert_allclose(mine[:size].view(float), theirs[:size].view(float), rtol=1e-12, atol=1e-9)
                 np.testing.assert_array_equal(mine[size:], theirs[size:])
 
@@ -108,7 +108,7 @@ def all_reduces(rank: int, world: int) -> list[int]:
         merging, made = merging_of(world), []
         for number in range(2):
             values = {Site(str(i), "output"): Here(torch.full((1, 1), float(i))) for i in range(sites)}
-            made.append(LocalStep(drained(values, step=number)))
+            made.append(LocalStep(measured(values, step=number)))
         merging.submit(made[0])
         merging.wait(60)
         called, reduce = [0], Exchange._reduce
@@ -278,7 +278,7 @@ def differs(rank: int, world: int) -> Any:
         done += train(merging, [30])
         dist.barrier()
         merging.close()
-    two = {each.name: stats.total.count for each, stats in done[1].snapshot().items()}
+    two = {each.name: stats.total.count for each, stats in snapshot_of(done[1]).items()}
     return [each.ranks.present for each in done], two, told
 
 
@@ -300,16 +300,16 @@ def alternates(rank: int, world: int) -> Any:
         return gather(self, *args)
 
     Exchange.gather_texts = counted  # type: ignore[method-assign]
-    rows: dict[bool, Drained] = {}
+    rows: dict[bool, StepFrame] = {}
     counts = []
     for number in range(9):
         whole = number % 3 == 0
         bins: Bins | None = ExponentBins() if whole else None
-        made = drained({A: Here(torch.ones(2, 3), keeps=whole)}, bins, step=number)
-        made.layout = rows.setdefault(whole, made).layout
+        made = measured({A: Here(torch.ones(2, 3), keeps=whole)}, bins, step=number)
+        made.sites = rows.setdefault(whole, made).sites
         merging.submit(LocalStep(made))
         (done,) = merging.wait(60)
-        counts.append((len(done.ranks.present), done.snapshot()[A].total.count, texts[0]))
+        counts.append((len(done.ranks.present), snapshot_of(done)[A].total.count, texts[0]))
     merging.close()
     return counts
 

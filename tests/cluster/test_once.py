@@ -16,6 +16,7 @@ from hookstats.cluster.union import Placed, Share
 from hookstats.numbers.snapshot import Snapshot
 from tests import ranks
 from tests.cluster.steps import Here, job_of
+from tests.frames import snapshot_of
 from tests.plain import hearing
 
 SITE = Site("norm", "output")
@@ -37,7 +38,7 @@ class Ranks:
         job = job_of(made)
         for packer, apart in zip(job.packers, self.apart, strict=True):
             packer.apart = apart
-        return [job.merged(rank).snapshot() for rank in range(4)]
+        return [snapshot_of(job.merged(rank)) for rank in range(4)]
 
     def names(self, *values: Any) -> list[str]:
         first, *others = [[site.tensor for site in each] for each in self.merged(list(values))]

@@ -10,16 +10,17 @@ import pytest
 import torch
 
 from hookstats import ExponentBins, LinearBins, Snapshot
-from hookstats.cluster.union import Placed, Share
-from hookstats.numbers.blocks import Drained, Layout, Part, Row
+from hookstats.cluster.union import OwnSite, Placed, Share
 from hookstats.numbers.fields import FIELDS, STATISTICS, Bins, Site, Skipped, Stats, histogram_shape
-from hookstats.records.ranks import merged_snapshot
+from hookstats.numbers.frame import Sites, StepFrame
 from hookstats.records.wire import of_step, step_from
 from hookstats.results import SiteStats
 from hookstats.rules import judge
+from hookstats.watch.layout import Layout, Part, Row
 from tests import reference
-from tests.cluster.steps import Here, Job, drained, job_of, placing_of, shard
+from tests.cluster.steps import Here, Job, job_of, measured, placing_of, shard
 from tests.conftest import BINS, HISTOGRAMS
+from tests.frames import merged_snapshot, snapshot_of
 
 A, B, C = Site("a", "output"), Site("b", "output"), Site("c", "grad_output")
 COUNTED = ("count", "zeros", "nans", "posinfs", "neginfs", "min", "max", "abs_max")
@@ -70,7 +71,7 @@ def test_data_parallel_ranks_whose_means_are_far_apart_are_as_one_process(histog
     parts[1][A][2, 5], parts[3][A][0, :3], parts[2][A][1, 0] = torch.nan, torch.inf, -torch.inf
     parts[0][B][4] = torch.nan  # nothing finite, on one rank
     ranks = job_of([{site: Here(values) for site, values in part.items()} for part in parts], bins)
-    snapshot = ranks.merged().snapshot()
+    snapshot = snapshot_of(ranks.merged())
     assert snapshot.order == [A, B, C]
     for site in (A, B, C):
         everything = torch.cat([part[site] for part in parts], 1)
@@ -83,8 +84,8 @@ def test_what_one_rank_alone_has_stays_and_what_none_has_is_empty() -> None:
     parts = [draw(rank, 64, n=300, mean=0.1) for rank in range(3)]
     layouts = [{A: Here(values, placed=shard(256, 64 * rank))} for rank, values in enumerate(parts)]
     layouts.append({A: Here(channels=64, placed=shard(256, 192))})
-    alone = np.concatenate([drained(each).columns.state(0) for each in layouts], 1)
-    merged = job_of(layouts).merged().columns.state(0)
+    alone = np.concatenate([measured(each).state(0) for each in layouts], 1)
+    merged = job_of(layouts).merged().state(0)
     np.testing.assert_allclose(merged, alone, 1e-14)
     exact = [FIELDS.index(name) for name in FIELDS if name not in ("mean", "m2")]
     assert merged[exact].tobytes() == alone[exact].tobytes()
@@ -95,7 +96,7 @@ def test_equal_values_on_all_ranks_have_no_deviation(dtype: torch.dtype) -> None
     for value in (0.1, 0.7, 3.7e5 / 3, -1e-30):
         for most in range(3, 12):
             full = [torch.full((2, most + rank), value, dtype=dtype) for rank in range(3)]
-            (site,) = job_of([{A: Here(each)} for each in full]).merged().snapshot().values()
+            (site,) = snapshot_of(job_of([{A: Here(each)} for each in full]).merged()).values()
             assert (site.channels.mean == full[0][0, 0].item()).all()
             assert (site.channels.std <= 1e-15 * abs(value)).all()
 
@@ -108,7 +109,7 @@ def test_shards_of_channels_lie_side_by_side_and_data_parallel_ranks_together(hi
         for rows in whole
         for begin, end in ((0, 3), (3, 6), (6, 8))
     ]
-    snapshot = job_of(sites, bins).merged().snapshot()
+    snapshot = snapshot_of(job_of(sites, bins).merged())
     check(snapshot[A], torch.cat(whole, 1))
     check_histogram(snapshot[A], torch.cat(whole, 1), bins)
     assert snapshot[A].calls == 2
@@ -120,15 +121,15 @@ def test_wide_sites_are_moved_as_narrow_ones_beside_them(histogram: str) -> None
     bins, rows = BINS[histogram], draw(0, 2000, n=3)
     sites = [{B: Here(rows[:5]), A: Here(rows[at:][:1000], placed=shard(2000, at))} for at in (0, 1000)]
     merged = job_of(sites, bins).merged()
-    check(merged.snapshot()[A], rows)
-    check_histogram(merged.snapshot()[A], rows, bins)
-    check(merged.snapshot()[B], torch.cat([rows[:5]] * 2, 1))
+    check(snapshot_of(merged)[A], rows)
+    check_histogram(snapshot_of(merged)[A], rows, bins)
+    check(snapshot_of(merged)[B], torch.cat([rows[:5]] * 2, 1))
 
 
 def test_a_site_of_which_the_leading_piece_was_silent_has_run_all_the_same() -> None:
     rows = draw(0, 4)
     sites = [{A: Here(channels=4, placed=shard(8, 0))}, {A: Here(rows, placed=shard(8, 4))}]
-    snapshot = job_of(sites).merged().snapshot()
+    snapshot = snapshot_of(job_of(sites).merged())
     assert snapshot.order == [A]
     assert snapshot[A].calls == 1
     assert snapshot[A].total.count == rows.numel()
@@ -142,12 +143,12 @@ def test_a_parameter_counts_once_whoever_holds_it() -> None:
         half = rank % 2  # of a mesh of two; the other mesh has the same
         sites.append(
             {
-                plain: Here(values[0], is_parameter=True),
-                sharded: Here(values[1][4 * half :][:4], is_parameter=True, placed=shard(8, 4 * half, rank - half)),
+                plain: Here(values[0]),
+                sharded: Here(values[1][4 * half :][:4], placed=shard(8, 4 * half, rank - half)),
                 left: Here(values[2], placed=Placed(8, "each", Share(0, half == 0, half == 0))),
             }
         )
-    merged = job_of(sites, ExponentBins()).merged().snapshot()
+    merged = snapshot_of(job_of(sites, ExponentBins()).merged())
     check(merged[plain], values[0])
     check(merged[sharded], values[1])
     check(merged[left], torch.cat([values[2]] * 2, 1))
@@ -158,11 +159,11 @@ def test_stages_experts_and_ranks_without_sites_have_their_place() -> None:
     values = {site: draw(n, n + 2) for n, site in enumerate((A, B, C))}
     sites = [{}, {A: Here(values[A])}, {B: Here(values[B]), C: Here(channels=4)}, {C: Here(values[C])}]
     ranks = job_of(sites, ExponentBins())
-    snapshot = ranks.merged(rank=0).snapshot()
+    snapshot = snapshot_of(ranks.merged(rank=0))
     assert list(snapshot) == snapshot.order == [A, B, C]
     for site, rows in values.items():
         check(snapshot[site], rows)
-    assert job_of([{}, {}]).merged().snapshot().order == []
+    assert snapshot_of(job_of([{}, {}]).merged()).order == []
 
 
 def test_the_order_is_the_first_ranks_then_what_others_add() -> None:
@@ -170,10 +171,10 @@ def test_the_order_is_the_first_ranks_then_what_others_add() -> None:
     first = {B: Here(rows), A: Here(rows)}
     second = {C: Here(rows), A: Here(rows), B: Here(rows)}
     ranks = job_of([first, second])
-    assert list(ranks.merged().snapshot()) == [B, A, C]
-    assert ranks.merged().snapshot().order == [B, A, C]
+    assert list(snapshot_of(ranks.merged())) == [B, A, C]
+    assert snapshot_of(ranks.merged()).order == [B, A, C]
     first[B] = Here(channels=1)
-    assert job_of([first, second]).merged().snapshot().order == [A, C, B]
+    assert snapshot_of(job_of([first, second]).merged()).order == [A, C, B]
 
 
 def test_a_site_of_which_ranks_have_other_channels_is_merged_as_totals_and_named() -> None:
@@ -182,32 +183,32 @@ def test_a_site_of_which_ranks_have_other_channels_is_merged_as_totals_and_named
         ranks = job_of([{A: Here(each), B: Here(each[:2])} for each in rows], bins)
         assert ranks.union.unlike == [A]
         assert ranks.union.notes == ["not all ranks have the same channels of a output: merged as totals"]
-        stats = ranks.merged().snapshot()[A]
+        stats = snapshot_of(ranks.merged())[A]
         assert stats.channels is None
         everything = torch.cat([each.reshape(1, -1) for each in rows], 1)
         check(stats, everything, keeps=False)
         check_histogram(stats, everything, bins)
-        check(ranks.merged().snapshot()[B], torch.cat([each[:2] for each in rows], 1))
+        check(snapshot_of(ranks.merged())[B], torch.cat([each[:2] for each in rows], 1))
     other_dim = job_of([{A: Here(rows[0], dim=1)}, {A: Here(rows[0], dim=-1)}])
     assert other_dim.union.unlike == [A]
     one_knows = job_of([{A: Here(rows[0], dim=1)}, {A: Here(rows[0], dim=None)}])
     assert one_knows.union.unlike == []
-    for snapshot in (one_knows.merged().snapshot(), merged_snapshot([step.snapshot() for step in one_knows.steps])):
+    for snapshot in (snapshot_of(one_knows.merged()), merged_snapshot([snapshot_of(step) for step in one_knows.steps])):
         assert snapshot[A].channel_dim == 1
 
 
 def test_a_rank_that_has_not_seen_a_sites_channels_folds_them_only_where_it_measures() -> None:
     for bins in BINS.values():
         wide, narrow = draw(0, 6), draw(1, 4)
-        silent = job_of([{A: Here(keeps=False)}, {A: Here(wide)}], bins).merged().snapshot()
-        recorded = [drained({A: each}, bins).snapshot() for each in (Here(keeps=False), Here(wide))]
+        silent = snapshot_of(job_of([{A: Here(keeps=False)}, {A: Here(wide)}], bins).merged())
+        recorded = [snapshot_of(measured({A: each}, bins)) for each in (Here(keeps=False), Here(wide))]
         for merged in (silent, merged_snapshot(recorded)):
             check(merged[A], wide)
             check_histogram(merged[A], wide, bins)
             assert merged[A].channel_dim == 0
         ranks = job_of([{A: Here(narrow, keeps=False), B: Here(wide)}, {A: Here(wide), B: Here(wide)}], bins)
         assert ranks.union.unlike == []
-        merged = ranks.merged().snapshot()
+        merged = snapshot_of(ranks.merged())
         everything = torch.cat([narrow.reshape(1, -1), wide.reshape(1, -1)], 1)
         check(merged[A], everything, keeps=False)
         check_histogram(merged[A], everything, bins)
@@ -219,12 +220,12 @@ def test_a_rank_that_has_not_seen_a_sites_channels_folds_them_only_where_it_meas
 def test_totals_alone_merge_with_totals() -> None:
     rows = [draw(rank, 6, mean=1e3 * rank) for rank in range(3)]
     sites = [{A: Here(each[2 * i : 2 * i + 2], keeps=False, placed=shard(6, 2 * i))} for i, each in enumerate(rows)]
-    steps = [drained(each) for each in sites]  # without histograms, as such steps are
-    snapshot = Job(steps, [placing_of(each) for each in sites]).merged().snapshot()
+    steps = [measured(each) for each in sites]  # without histograms, as such steps are
+    snapshot = snapshot_of(Job(steps, [placing_of(each) for each in sites]).merged())
     parts = [each[2 * i : 2 * i + 2].reshape(1, -1) for i, each in enumerate(rows)]
     check(snapshot[A], torch.cat(parts, 1), keeps=False)
     assert snapshot[A].calls == 1
-    assert snapshot.columns.shapes.tolist() == [[1], [0]]
+    assert snapshot.frame.sites.places[[2, 5]].tolist() == [[1], [0]]
 
 
 def test_more_than_the_budget_is_merged_as_totals_then_without_histograms() -> None:
@@ -238,14 +239,14 @@ def test_more_than_the_budget_is_merged_as_totals_then_without_histograms() -> N
         assert [note.split(",")[0] for note in totals.union.notes] == [
             f"channels of all ranks would take {full.bytes} bytes"
         ]
-        stats = totals.merged().snapshot()[A]
+        stats = snapshot_of(totals.merged())[A]
         assert stats.channels is None
         check(stats, torch.cat(rows, 1), keeps=False)
         check_histogram(stats, torch.cat([each.reshape(1, -1) for each in rows], 1), bins)
         least = job_of(sites, bins, budget=totals.union.bytes - 1)
         assert len(least.union.notes) == 2
-        assert least.merged().snapshot()[A].histogram is None
-        check(least.merged().snapshot()[A], torch.cat(rows, 1), keeps=False)
+        assert snapshot_of(least.merged())[A].histogram is None
+        check(snapshot_of(least.merged())[A], torch.cat(rows, 1), keeps=False)
 
 
 def test_scalars_are_means_of_the_ranks_that_have_them() -> None:
@@ -254,7 +255,7 @@ def test_scalars_are_means_of_the_ranks_that_have_them() -> None:
         {"loss": 2.0, "lr": 0.1, "odd": np.inf, "nan": 3.0, "late": 7.0, "low": 1.0, "zero": -0.0},
         {"loss": 6.0, "lr": 0.1, "odd": np.inf, "nan": 3.0, "low": np.inf, "zero": -0.0},
     ]
-    steps = [drained({}, scalars=each, time=10.0 + rank, step=12) for rank, each in enumerate(told)]
+    steps = [measured({}, scalars=each, time=10.0 + rank, step=12) for rank, each in enumerate(told)]
     merged = Job(steps).merged(rank=2)
     assert (merged.step, merged.time, merged.grad_scale, merged.overflowed) == (12, 10.0, None, None)
     want = {"loss": 3.0, "lr": 0.1, "odd": np.inf, "low": np.nan, "nan": np.nan, "zero": -0.0, "late": 7.0}
@@ -265,10 +266,10 @@ def test_scalars_are_means_of_the_ranks_that_have_them() -> None:
 def test_the_scalers_marks_are_kept() -> None:
     rows = draw(0, 3)
     for overflowed in ([False, False], [False, True]):
-        steps = [drained({C: Here(1024 * rows)}, grad_scale=1024.0, overflowed=each) for each in overflowed]
+        steps = [measured({C: Here(1024 * rows)}, grad_scale=1024.0, overflowed=each) for each in overflowed]
         merged = Job(steps).merged()
         assert (merged.grad_scale, merged.overflowed) == (1024.0, any(overflowed))
-        check(merged.snapshot()[C], torch.cat([rows, rows], 1))
+        check(snapshot_of(merged)[C], torch.cat([rows, rows], 1))
 
 
 def test_skipped_tensors_are_counted_and_the_rank_that_knows_why_is_named() -> None:
@@ -278,7 +279,7 @@ def test_skipped_tensors_are_counted_and_the_rank_that_knows_why_is_named() -> N
         {A: Skipped("sparse", 3), odd: Skipped("nested", 1)},
         {odd: Skipped("nested", 1), lost: Skipped("nothing", None)},
     ]
-    ranks = Job([drained({A: Here(draw(rank, 2))}, skipped=each) for rank, each in enumerate(left_out)])
+    ranks = Job([measured({A: Here(draw(rank, 2))}, skipped=each) for rank, each in enumerate(left_out)])
     elsewhere = "rank 1 has the reason"
     assert ranks.merged(rank=0).skipped == {
         A: Skipped("no data", 5),
@@ -296,9 +297,9 @@ def test_the_extremes_of_the_ranks_are_told_with_the_lowest_rank_that_has_them()
     sites[1] = {B: Here(draw(1, 3)), C: Here(torch.full((1, 3), torch.nan, dtype=torch.float64))}
     ranks = job_of(sites, spread=True)
     merged = ranks.merged()
-    assert merged.columns.sites == [A, B, C]
+    assert list(merged.sites) == [A, B, C]
     assert list(merged.spread) == ["rms", "abs_max", "mean", "nonfinite"]
-    alone = [drained({A: rank[A]}).snapshot()[A].total if A in rank else None for rank in sites]
+    alone = [snapshot_of(measured({A: rank[A]}))[A].total if A in rank else None for rank in sites]
     rms = [np.nan if stats is None else stats.rms for stats in alone]
     of_rms = merged.spread["rms"]
     assert (of_rms.min[0], of_rms.min_rank[0]) == (np.nanmin(rms), np.nanargmin(rms))
@@ -311,19 +312,19 @@ def test_the_extremes_of_the_ranks_are_told_with_the_lowest_rank_that_has_them()
 
 
 def rms_of(here: Here) -> float:
-    return drained({A: here}).snapshot()[A].total.rms
+    return snapshot_of(measured({A: here}))[A].total.rms
 
 
 def test_float64_beyond_its_range_spoils_nothing_but_itself() -> None:
     huge = [torch.full((2, 4), 1e200, dtype=torch.float64), draw(0, 2), draw(1, 2)]
     ranks = job_of([{A: Here(rows), B: Here(draw(2, 2))} for rows in huge] + [{B: Here(draw(3, 2))}])
-    snapshot = ranks.merged().snapshot()
+    snapshot = snapshot_of(ranks.merged())
     total = snapshot[A].total
     assert (total.count, total.max) == (208, 1e200)
     assert not np.isfinite(total.var)
     check(snapshot[B], torch.cat([draw(2, 2)] * 3 + [draw(3, 2)], 1))
-    alone = job_of([{A: Here(huge[0])}, {}]).merged().snapshot()[A].total
-    assert alone.mean == drained({A: Here(huge[0])}).snapshot()[A].total.mean
+    alone = snapshot_of(job_of([{A: Here(huge[0])}, {}]).merged())[A].total
+    assert alone.mean == snapshot_of(measured({A: Here(huge[0])}))[A].total.mean
 
 
 @pytest.mark.parametrize("histogram", HISTOGRAMS)
@@ -331,15 +332,17 @@ def test_what_is_unpacked_serves_as_a_local_step_does(histogram: str) -> None:
     sites = [{A: Here(draw(rank, 6)), B: Here(channels=2)} for rank in range(2)]
     ranks = job_of(sites, BINS[histogram])
     merged = ranks.merged()
-    assert merged.layout is ranks.merged().layout  # which recordings tell apart by being the same
-    layout = Layout.from_json(json.loads(json.dumps(merged.layout.to_json())))
+    assert merged.sites is ranks.merged().sites  # which recordings tell apart by being the same
+    assert merged.visible().sites is ranks.merged().visible().sites
+    merged = merged.visible()
+    sites = Sites.from_json(json.loads(json.dumps(merged.sites.to_json())))
     shards = np.concatenate([np.asarray(each).view(np.uint8) for each in of_step(merged, 0)])
-    assert step_from(shards, {0: layout}).snapshot().equals(merged.snapshot())
-    assert Snapshot.from_dict(merged.snapshot().to_dict()).equals(merged.snapshot())
+    assert snapshot_of(step_from(shards, {0: sites})).equals(snapshot_of(merged))
+    assert Snapshot.from_dict(snapshot_of(merged).to_dict()).equals(snapshot_of(merged))
     judge([merged, merged])
 
 
-def wander(seed: int, bins: Bins | None, rank: int) -> Drained:
+def wander(seed: int, bins: Bins | None, rank: int) -> StepFrame:
     """A rank's sites of all widths on two devices: some in several places, some silent or missing, some narrow."""
     alike, draw = np.random.default_rng(seed), np.random.default_rng([seed, rank])
     rows, words = [], [np.zeros(0, np.int64)] * 3
@@ -365,15 +368,16 @@ def wander(seed: int, bins: Bins | None, rank: int) -> Drained:
             words[block] = np.concatenate([words[block], state if calls else np.zeros(len(state), np.int64)])
         is_kept = keeps and widths[-1] > 1
         dim_here = -dim if draw.random() < 0.8 and is_kept else None
-        is_last = kind.endswith("input")  # as parameters are, for which recordings have a rule of their own
-        rows.append(Row(Site(f"layer.{number}", kind), tuple(parts), is_kept, dim_here, is_last))
+        rows.append(Row(Site(f"layer.{number}", kind), tuple(parts), is_kept, dim_here))
     hidden, readings = draw.random(len(rows)) < 0.5, draw.integers(1, 4, len(rows))
     scalars = {"loss": float(draw.normal()), "lr": 0.5}
-    return Drained(Layout([0, 1, 0], rows, bins), words, 7, 1.5 + rank, scalars, 4.0, False, hidden, readings)
+    layout = Layout([0, 1, 0], rows, bins)
+    given = {"step": 7, "time": 1.5 + rank, "scalars": scalars, "overflowed": False}
+    return layout.frame(words, hidden.tolist(), readings.tolist(), 4.0, **given)
 
 
-def counted_by_all(row: Row) -> Placed:
-    return Placed(row.parts[-1].channels, "each", Share())
+def counted_by_all(own: OwnSite) -> Placed:
+    return Placed(own.channels, "each", Share())
 
 
 @pytest.mark.parametrize("histogram", ["none", "per_tensor", "per_channel", "linear_per_channel"])
@@ -381,9 +385,9 @@ def counted_by_all(row: Row) -> Placed:
 def test_any_ranks_merge_as_their_recordings_do(seed: int, histogram: str) -> None:
     steps = [wander(seed, BINS[histogram], rank) for rank in range(5)]
     ranks = Job(steps, [counted_by_all] * 5)
-    want = merged_snapshot([step.snapshot() for step in steps])
+    want = merged_snapshot([snapshot_of(step) for step in steps])
     unlike, folded = set(ranks.union.unlike), 0
-    got = ranks.merged().snapshot()
+    got = snapshot_of(ranks.merged())
     assert set(got) == set(want)
     assert got.order == want.order
     assert (got.grad_scale, got.overflowed) == (want.grad_scale, want.overflowed)
@@ -417,7 +421,7 @@ def test_ids_of_samples_are_those_of_all_ranks_one_after_the_other() -> None:
     """Ranks may give other numbers of them, or none; those of earlier steps stay this rank's own."""
     sites = {A: Here(torch.ones(2, 3))}
     given = [{3: [7, -1], 2: [5]}, {}, {3: [0, 2**62, 9]}, {3: []}]
-    steps = [drained(sites, sample_ids={n: np.array(ids, np.int64) for n, ids in each.items()}) for each in given]
+    steps = [measured(sites, sample_ids={n: np.array(ids, np.int64) for n, ids in each.items()}) for each in given]
     job = Job(steps)
     for rank in range(4):
         ids = {n: each.tolist() for n, each in job.merged(rank).sample_ids.items()}
@@ -426,7 +430,7 @@ def test_ids_of_samples_are_those_of_all_ranks_one_after_the_other() -> None:
 
 def test_ids_of_samples_that_would_take_too_much_are_this_ranks_own_and_a_note_says_so() -> None:
     sites = {A: Here(torch.ones(2, 3))}
-    job = Job([drained(sites, sample_ids={3: np.arange(1 << 20)}), drained(sites)])
+    job = Job([measured(sites, sample_ids={3: np.arange(1 << 20)}), measured(sites)])
     assert job.union.notes == ["2097152 sample_ids of a step are too many: not merged"]
     assert job.merged().sample_ids[3].shape == (1 << 20,)
     assert job.merged(rank=1).sample_ids == {}

@@ -213,8 +213,8 @@ def two_dimensions(rank: int, world: int) -> None:
     monitor, kept = attached(model, process_group=hookstats.Ranks(mesh, placements=placements)), Kept(model, MLP)
     trained(monitor, model, batch(rank // 2), kept)
     slice_of, _ = merged(monitor, model, mesh["dp"])  # the ranks of one slice of the weights alone
-    assert slice_of.columns.stats(slice_of.columns.place["0.weight", "param"])._measured.shape[1] == 8
-    assert slice_of.columns.stats(slice_of.columns.place["2.weight", "param"])._measured.shape[1] == 7
+    assert slice_of["0.weight", "param"]._measured.shape[1] == 8
+    assert slice_of["2.weight", "param"]._measured.shape[1] == 7
     rows, channels, matrix = [[0], [2]], [[0, 1], [2, 3]], [[0, 2, 1, 3]]
     lines = {"0": channels, "1": channels, "2": rows, "0.weight": matrix, "2.weight": [[0, 2], [1, 3]], "2.bias": rows}
     lines["0.bias"] = [[r] for r in range(4)]

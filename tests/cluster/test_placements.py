@@ -19,9 +19,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from hookstats._warn import warn
 from hookstats.cluster.groups import Axis, Group, checked_placements, group_of
 from hookstats.cluster.placements import Placements, cuts_of, part_of
-from hookstats.cluster.union import Placed
+from hookstats.cluster.union import OwnSite, Placed
 from hookstats.modules.sharding import LocalShard, Sharding
-from hookstats.numbers import blocks
 from hookstats.numbers.fields import Site
 from tests.plain import hearing
 
@@ -36,17 +35,15 @@ def as_rank(rank: int, world: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def row(site: tuple[str, str], channels: int, dim: int = -1) -> blocks.Row:
-    is_parameter = "param" in site[1]
-    parts = (blocks.Part(0, 0, channels, 0),)
-    return blocks.Row(Site(*site), parts, True, 0 if is_parameter else dim, is_parameter)
+def own(site: tuple[str, str], channels: int, dim: int = -1) -> OwnSite:
+    return OwnSite(Site(*site), channels, True, 0 if "param" in site[1] else dim)
 
 
 def placed(model: nn.Module, site: tuple[str, str], held: LocalShard, group: Any = None, wanted: Any = None) -> Placed:
     merged = group_of(dist.group.WORLD if group is None else group)
     names = [*(name for name, _ in model.named_modules()), *(name for name, _ in model.named_parameters())]
     placements = Placements(model, merged, checked_placements(wanted, merged, names), warn)
-    return placements.placing({Site(*site): held})(row(site, held.channels or 1))
+    return placements.placing({Site(*site): held})(own(site, held.channels or 1))
 
 
 def chunk(rows: torch.Tensor, coordinate: int, size: int) -> torch.Tensor:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -11,8 +13,8 @@ from torch import nn
 import hookstats
 from hookstats import Snapshot
 from hookstats.numbers.ranks import Spread, StepRanks
-from hookstats.records.ranks import merged_snapshot
 from hookstats.watch.arguments import OF_PARAMETERS
+from tests.frames import merged_snapshot
 
 
 @pytest.mark.parametrize(
@@ -39,11 +41,10 @@ def test_other_texts_are_refused(text: str) -> None:
 def test_whose_numbers_a_snapshot_has_stays_with_it_when_it_is_selected_saved_and_loaded() -> None:
     snapshot = monitored(1)[0]
     assert (snapshot.ranks, snapshot.world_size, snapshot.merged) == ((0,), 1, False)
-    columns = snapshot.columns
-    merged = Snapshot(7, columns, {}, ranks=StepRanks((0, 1), 3))
+    merged = Snapshot(replace(snapshot.frame, step=7, ranks=StepRanks((0, 1), 3)))
     for each in (merged, merged.select(), merged.compact(), Snapshot.from_dict(merged.to_dict())):
         assert (each.ranks, each.world_size, each.merged) == ((0, 1), 3, True)
-    assert not merged.equals(Snapshot(7, columns, {}))
+    assert not merged.equals(Snapshot(replace(snapshot.frame, step=7)))
     assert repr(merged) == "Snapshot(step=7, 2 of 2 sites fired, ranks 0-1 of 3)"
 
 
@@ -51,8 +52,8 @@ def test_the_spread_over_ranks_is_given_site_by_site_or_refused() -> None:
     snapshot = monitored(1)[0]
     with pytest.raises(ValueError, match=r"spread=True\)\); got one of ranks 0 of 1"):
         snapshot.rank_spread(("", "output"))
-    spread = {"rms": Spread([1.0, 2.0], [0, 1], [3.0, 4.0], [1, 0])}
-    merged = Snapshot(7, snapshot.columns, {}, ranks=StepRanks((0, 1), 2), spread=spread)
+    spread = {"rms": Spread(*map(np.array, ([1.0, 2.0], [0, 1], [3.0, 4.0], [1, 0])))}
+    merged = Snapshot(replace(snapshot.frame, ranks=StepRanks((0, 1), 2), spread=spread))
     second = list(merged)[1]
     assert merged.rank_spread(second) == {"rms": Spread(2.0, 1, 4.0, 0)}
 

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from hookstats import ExponentBins, LinearBins, Site
-from hookstats.cluster.union import Placed, Share, Table, TableRow, Tables, Union, checksum_of, whole
-from hookstats.numbers import blocks
-from hookstats.numbers.blocks import Drained
+from hookstats.cluster.union import OwnSite, Placed, Share, Table, TableRow, Tables, Union, checksum_of, whole
 from hookstats.numbers.fields import Bins, Skipped
-from tests.cluster.steps import BUDGET, Here, drained, placing_of, shard
+from hookstats.numbers.frame import StepFrame
+from tests.cluster.steps import BUDGET, Here, measured, placing_of, shard
 
 A, B, C = Site("a", "output"), Site("слой.\ud800", "output[tp=1]"), Site("c", "param")
 
 
 def row(site: Site = A, channels: int = 4, **fields: Any) -> TableRow:
-    return TableRow(site, channels, 512, True, -1, False, "each")._replace(**fields)
+    return TableRow(site, channels, 512, True, -1, "each")._replace(**fields)
 
 
 def table(*rows: TableRow, bins: Bins | None = None, **fields: Any) -> Table:
@@ -31,8 +31,8 @@ def united(*tables: Table) -> Union:
 
 @pytest.mark.parametrize("bins", [None, ExponentBins(), ExponentBins(True), LinearBins(-1.5, 2.0, 37)])
 def test_a_table_comes_back_from_its_text(bins: Bins | None) -> None:
-    sites = {A: Here(torch.ones(4, 2)), B: Here(keeps=False), C: Here(torch.ones(3, 2), is_parameter=True)}
-    step = drained(sites, bins, scalars={"loss": 1.0}, skipped={Site("x", "output"): Skipped("no data", 1)})
+    sites = {A: Here(torch.ones(4, 2)), B: Here(keeps=False), C: Here(torch.ones(3, 2))}
+    step = measured(sites, bins, scalars={"loss": 1.0}, skipped={Site("x", "output"): Skipped("no data", 1)})
     here, text, _, shares = Tables(BUDGET, True).local(step)
     again = Table.from_text(text)
     assert again.to_text() == text
@@ -45,7 +45,7 @@ def test_a_table_comes_back_from_its_text(bins: Bins | None) -> None:
 def test_pieces_are_not_in_the_table_and_everything_else_is() -> None:
     def text(placed: Placed, **step: Any) -> bytes:
         sites = {A: Here(torch.ones(2, 2), placed=placed)}
-        return Tables(BUDGET, False).local(drained(sites, **step), placing_of(sites)).text
+        return Tables(BUDGET, False).local(measured(sites, **step), placing_of(sites)).text
 
     assert text(shard(8, 0)) == text(shard(8, 6)) == text(shard(8, 0, counts=False))
     plain = table(row())
@@ -55,7 +55,6 @@ def test_pieces_are_not_in_the_table_and_everything_else_is() -> None:
         table(row(counters=0)),
         table(row(keep_channels=False)),
         table(row(channel_dim=None)),
-        table(row(is_parameter=True)),
         table(row(group_size=2)),
         table(row(owners="first")),
         table(row(owners=0)),
@@ -85,12 +84,10 @@ def test_more_than_the_budget_takes_no_memory() -> None:
 def test_tables_are_made_once_for_each_layout_and_anew_where_something_has_come() -> None:
     tables = Tables(BUDGET, False)
     sites = {A: Here(torch.ones(2, 2))}
-    step, other = drained(sites), drained(sites)
+    step, other = measured(sites), measured(sites)
 
-    def with_layout(of: Drained, **fields: Any) -> Drained:
-        made = Drained(of.layout, of.blocks, 4, 2.0, fields.get("scalars", {}), None, None, of.hidden, of.readings)
-        made.skipped = fields.get("skipped", {})
-        return made
+    def with_layout(of: StepFrame, **fields: Any) -> StepFrame:
+        return replace(of, step=4, time=2.0, **fields)
 
     first, second = tables.local(step), tables.local(other)
     assert tables.local(with_layout(step))[0] is first[0]
@@ -107,13 +104,13 @@ def test_a_piece_that_does_not_lie_in_its_whole_is_refused() -> None:
     for channels, offset in ((8, 5), (8, -1), (3, 0)):
         sites = {A: Here(torch.ones(4, 2), placed=shard(channels, offset))}
         with pytest.raises(ValueError, match=rf"a output: expected 4 channels from {offset} to lie in {channels}"):
-            Tables(BUDGET, False).local(drained(sites), placing_of(sites))
+            Tables(BUDGET, False).local(measured(sites), placing_of(sites))
 
 
 def test_a_site_may_be_merged_under_another_name() -> None:
     apart = Site("a", "output[tp=1]")
     sites = {A: Here(torch.ones(4, 2), placed=Placed(4, "each", Share(), apart))}
-    made, *_ = Tables(BUDGET, False).local(drained(sites), placing_of(sites))
+    made, *_ = Tables(BUDGET, False).local(measured(sites), placing_of(sites))
     assert [each.site for each in made.rows] == [apart]
 
 
@@ -157,6 +154,5 @@ def test_spread_is_told_where_all_want_it_and_the_least_budget_holds() -> None:
 
 
 def test_plain_tensors_are_whole_everywhere() -> None:
-    here = blocks.Row(A, (blocks.Part(0, 0, 6, 0),), True, -1, False)
-    assert whole(here) == Placed(6, "each", Share(0, True, True), None)
-    assert whole(here._replace(is_parameter=True)).owners == "first"
+    assert whole(OwnSite(A, 6, True, -1)) == Placed(6, "each", Share(0, True, True), None)
+    assert whole(OwnSite(C, 6, True, -1)).owners == "first"

@@ -150,10 +150,10 @@ def test_a_scaled_gradient_has_its_heads_without_the_scale() -> None:
     stats = snapshot["0.q_proj", "grad_output"]
     assert stats.groups is not None
     assert stats.groups.abs_max.max() == stats.total.abs_max
-    columns = snapshot.columns
-    place = columns.place[Site("0.q_proj", "grad_output")]
-    before = int(columns.group_counts[:place].sum())
-    assert columns.groups.abs_max[before : before + 4].tolist() == stats.groups.abs_max.tolist()
+    sites = snapshot.frame.sites
+    place = sites.place[Site("0.q_proj", "grad_output")]
+    before = int(sites.group_counts[:place].sum())
+    assert snapshot.frame.groups.abs_max[before : before + 4].tolist() == stats.groups.abs_max.tolist()
 
 
 def test_what_is_given_counts_more_than_what_is_found() -> None:
@@ -263,7 +263,7 @@ def test_heads_are_kept_and_read_again(tmp_path: Path) -> None:
         assert groups_in(again) == GROUPS
         assert again.table() == snapshot.table()
         assert again.top_groups("rms", 100) == snapshot.top_groups("rms", 100)
-    some = snapshot.columns.select([snapshot.columns.place[Site("0.o_proj", "input")]])
+    some = snapshot.frame.sites.select(np.array([snapshot.frame.sites.place[Site("0.o_proj", "input")]]))
     assert some.group_counts.tolist() == [4]
     changed = snapshot.to_dict()
     assert Snapshot.from_dict(changed).equals(snapshot)

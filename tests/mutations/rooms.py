@@ -121,8 +121,8 @@ MUTANTS = [
     Mutant(
         "scalars of steps that were not measured are lost",
         "hookstats/records/store.py",
-        "for number, scalars in drained.earlier_scalars.items():",
-        "for number, scalars in list(drained.earlier_scalars.items())[1:]:",
+        "for number, scalars in frame.earlier_scalars.items():",
+        "for number, scalars in list(frame.earlier_scalars.items())[1:]:",
         "tests/watch/test_scalars.py -k record_has",
     ),
     Mutant(
@@ -274,9 +274,9 @@ MUTANTS = [
     ),
     Mutant(
         "a rank's own gradient is counted once for all ranks",
-        "hookstats/watch/parameters.py",
-        "not slot.is_buffer and kind != LOCAL_GRADIENT",
-        "not slot.is_buffer",
+        "hookstats/numbers/kinds.py",
+        'return self.of == "parameter" and not self.is_local',
+        'return self.of == "parameter"',
         "tests/watch/test_local_gradients.py -k what_is_reduced",
     ),
     Mutant(

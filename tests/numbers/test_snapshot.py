@@ -64,7 +64,7 @@ def owner(array: Any) -> Any:
 
 def memory_of(taken: Snapshot) -> dict[int, weakref.ref[Any]]:
     """What the step's sites are read from."""
-    blocks = [owner(taken.columns.state(i)) for i in range(len(taken))]
+    blocks = [owner(taken.frame.state(i)) for i in range(len(taken))]
     return {id(block): weakref.ref(block) for block in blocks}
 
 
@@ -77,8 +77,8 @@ def test_a_site_that_is_kept_holds_its_own_numbers_alone(histogram: Any) -> None
     del mon
     assert taken is not None
     memory = memory_of(taken)
-    place = taken.columns.place[hookstats.Site("2", "output")]
-    state, counts = taken.columns.state(place).copy(), taken.columns.histogram(place)
+    place = taken.frame.sites.place[hookstats.Site("2", "output")]
+    state, counts = taken.frame.state(place).copy(), taken.frame.histogram(place)
     counts = None if counts is None else counts.copy()
     kept = taken["2", "output"]
     assert kept is taken["2", "output"]  # found once
@@ -102,7 +102,7 @@ def test_a_compact_snapshot_keeps_the_totals_and_nothing_of_the_steps_memory(cha
     model[2](model[0](torch.randn(8, 4)))
     mon.step(loss=3.0)
     taken = mon.snapshot()
-    taken.skipped = {hookstats.Site("x", "output"): "a reason"}
+    taken.frame.skipped = {hookstats.Site("x", "output"): "a reason"}
     del mon
     assert taken.overflowed is False
     memory = memory_of(taken)
@@ -129,7 +129,7 @@ def test_a_compact_snapshot_keeps_the_totals_and_nothing_of_the_steps_memory(cha
 @pytest.mark.parametrize("copied", [lambda each: pickle.loads(pickle.dumps(each)), copy.deepcopy])
 def test_a_snapshot_can_be_pickled_and_copied(copied: Callable[[Snapshot], Snapshot]) -> None:
     taken = snapshot()
-    taken.skipped = {hookstats.Site("x", "output"): hookstats.results.Skipped("a reason", 2)}
+    taken.frame.skipped = {hookstats.Site("x", "output"): hookstats.results.Skipped("a reason", 2)}
     layer = nn.Linear(4, 3)
     with hookstats.attach(layer, "*", every=1, channels=hookstats.Channels(every=2)) as mon:
         for _ in range(2):
@@ -191,7 +191,7 @@ def test_a_watched_site_is_in_it_and_nothing_else_and_no_numbers_are_read_for_th
         assert site in taken
     for stranger in (("0", "input"), ("0",), "0", 7, None, [[], []]):
         assert stranger not in taken
-    assert not taken.columns._stats
+    assert not taken.frame._stats
 
 
 def test_too_few_values_give_nan_not_an_error() -> None:

@@ -32,7 +32,7 @@ def objects() -> dict[str, Any]:
     stats = snapshot["0", "output"]
     with hookstats.capture(model, "0") as captured:
         model(torch.ones(2, 4))
-    found: list[Any] = [snapshot, stats, stats.total, stats.channels, stats.histogram, snapshot.columns, captured]
+    found: list[Any] = [snapshot, stats, stats.total, stats.channels, stats.histogram, snapshot.frame, captured]
     found += [hookstats.explain(model), hookstats.compare([snapshot], [snapshot]), Step(snapshot, Sites())]
     found += [hookstats.ExponentBins(), hookstats.LinearBins(0, 1, 4), Finding("x", 0, None, 0, 0, "note", "said")]
     return {type(each).__name__: each for each in [*found, *defaults()]}

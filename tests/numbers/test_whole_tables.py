@@ -13,6 +13,7 @@ from torch import nn
 import hookstats
 from hookstats import ExponentBins, LinearBins, Site, Snapshot
 from hookstats.numbers import fields
+from hookstats.numbers.ranks import StepRanks
 
 OF_ALL = ("output", "grad_output", "param_grad")
 
@@ -34,7 +35,7 @@ def taken(scale: float | None = None, **settings: Any) -> Snapshot:
     (loss if scaler is None else scaler.scale(loss)).backward()
     mon.tap(torch.tensor([1.0, float("inf"), float("nan")]), "scores")
     snapshot = mon.step(loss=1.5) or mon.snapshot()
-    snapshot.skipped = {
+    snapshot.frame.skipped = {
         Site("x", "output"): fields.Skipped("a reason", 2),
         Site("y", "output"): fields.Skipped("b", None),
     }
@@ -162,7 +163,7 @@ BINS = [
 @pytest.mark.parametrize("channels", [True, "2"])
 def test_json_gives_a_snapshot_back_to_the_bit(histogram: Any, scale: float | None, channels: Any) -> None:
     snapshot = taken(scale, histogram=histogram, channels=channels)
-    snapshot.scalars = {"loss": float("nan"), "lr": 0.1, "norm": float("inf"), "zero": -0.0}
+    snapshot.frame.scalars = {"loss": float("nan"), "lr": 0.1, "norm": float("inf"), "zero": -0.0}
     snapshot["0", "output"]._measured[1, 0] = np.nan  # as in float64 data beyond 1e154
     snapshot["0", "output"]._measured[2, 0] = np.inf
     snapshot["1", "output"]._measured[3] = -0.0
@@ -209,13 +210,13 @@ def changes() -> dict[str, Any]:
         "calls": lambda s: setattr(s["2", "output"], "calls", 9),
         "channel_dim": lambda s: setattr(s["2", "output"], "channel_dim", 9),
         "order": lambda s: s.order.reverse(),
-        "step": lambda s: setattr(s, "step", 9),
+        "step": lambda s: setattr(s.frame, "step", 9),
         "scalars": lambda s: s.scalars.update(loss=1.0),
         "skipped": lambda s: s.skipped.popitem(),
-        "grad_scale": lambda s: setattr(s, "grad_scale", 9.0),
-        "overflowed": lambda s: setattr(s, "overflowed", True),
-        "ranks": lambda s: setattr(s, "ranks", (1,)),
-        "world_size": lambda s: setattr(s, "world_size", 2),
+        "grad_scale": lambda s: setattr(s.frame, "grad_scale", 9.0),
+        "overflowed": lambda s: setattr(s.frame, "overflowed", True),
+        "ranks": lambda s: setattr(s.frame, "ranks", StepRanks((1,), 1)),
+        "world_size": lambda s: setattr(s.frame, "ranks", StepRanks((0,), 2)),
     }
 
 

@@ -14,15 +14,16 @@ from typing import Any
 
 import numpy as np
 
-from hookstats.numbers.blocks import COUNTERS, Drained, Layout, Part, Row
 from hookstats.numbers.fields import FIELDS, ExponentBins, Site, Skipped, histogram_shape
+from hookstats.numbers.frame import Sites, StepFrame
+from tests.frames import Measured, frame_of
 
 ROOT = Path(__file__).parents[2]  # tests.conftest imports torch
 SITES = 40
 _CODE = """
 import os, signal, sys, time
 import hookstats
-from tests.records.recorded import drained
+from tests.records.recorded import measured
 directory, steps, pause = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
 recording = hookstats.record(directory, ring_bytes=int(sys.argv[4]))
 recording.begin({"rank": 0, "model": "made of numbers"})
@@ -32,7 +33,7 @@ for step in range(first, first + steps):
     if time.process_time() > 60:  # it does not outlive a test that failed for long
         break
     dropped = 0 if recording._ring is None else recording._ring.dropped
-    recording.take(drained(step))
+    recording.take(measured(step))
     if recording._ring is not None and recording._ring.dropped == dropped and not recording._stopped:
         os.write(log, b"%d\\n" % step)
     else:
@@ -47,43 +48,37 @@ os.write(log, b"closed\\n")
 """
 
 
-def layout(totals_only: bool, sites: int = SITES) -> Layout:
-    """Sites of 1 and of 16 channels, one after another."""
-    rows, offset = [], 0
-    for number in range(sites):
-        channels = 16 if number % 3 == 0 and not totals_only else 1
-        bins = 0 if totals_only else histogram_shape(ExponentBins(), channels)[0]
-        part = Part(0, offset, channels, bins)
-        offset += part.size
-        keeps, tensor = number % 3 == 0 and not totals_only, ("output", "grad_output")[number % 2]
-        rows.append(Row(Site(f"layers.{number}", tensor), (part,), keeps, -1 if keeps else None, False))
-    return Layout([0], rows, ExponentBins())
+_SITES: dict[tuple[bool, int], Sites] = {}  # of a step of totals or not, and of so many sites
 
 
-_LAYOUTS = {(totals, sites): layout(totals, sites) for totals in (False, True) for sites in (SITES, SITES + 2)}
-
-
-def drained(step: int) -> Drained:
+def measured(step: int) -> StepFrame:
     """Always the same for a number; every fourth has channels; from 50 on there are two sites more."""
-    where = _LAYOUTS[step % 4 > 0, SITES + 2 * (step >= 50)]
-    draw = np.random.default_rng(step)
-    block = np.zeros(where.sizes[0], np.int64)
-    for number, row in enumerate(where.rows):
-        part = row.parts[0]
-        memory = block[part.offset : part.offset + part.size]
-        fields = len(FIELDS) * part.channels
-        memory[:fields] = draw.normal(3, 1, fields).view(np.int64)
-        memory[: part.channels] = np.full(part.channels, 100.0).view(np.int64)
-        memory[fields : fields + COUNTERS] = number % 7 > 0, number
-        memory[fields + COUNTERS :] = draw.integers(0, 9, part.bins)
-    rows = len(where.rows)
+    totals_only, sites = step % 4 > 0, SITES + 2 * (step >= 50)
+    draw, made = np.random.default_rng(step), []
+    for number in range(sites):
+        keeps = number % 3 == 0 and not totals_only
+        channels = 16 if keeps else 1
+        state = draw.normal(3, 1, (len(FIELDS), channels))
+        state[0] = 100.0
+        counts = None if totals_only else draw.integers(0, 9, histogram_shape(ExponentBins(), channels))
+        site = Site(f"layers.{number}", ("output", "grad_output")[number % 2])
+        made.append(Measured(site, state, counts, number % 7 > 0, keeps, -1 if keeps else None))
     scale = 8.0 if step % 5 == 0 else None
-    overflowed = None if scale is None else step % 10 == 0
-    hidden, readings = np.arange(rows) % 14 == 0, np.zeros(rows, np.int64)
-    made = Drained(where, [block], step, 1.7e9 + step, {"loss": 1 / (1 + step)}, scale, overflowed, hidden, readings)
+    frame = frame_of(
+        made,
+        ExponentBins(),
+        _SITES.get((totals_only, sites)),
+        step,
+        time=1.7e9 + step,
+        scalars={"loss": 1 / (1 + step)},
+        grad_scale=scale,
+        overflowed=None if scale is None else step % 10 == 0,
+        hidden=np.arange(sites) % 14 == 0,
+    )
+    _SITES[totals_only, sites] = frame.sites
     if step % 6 == 0:
-        made.skipped = {Site("layers.0", "output"): Skipped("a reason", 3 if step % 12 == 0 else None)}
-    return made
+        frame.skipped = {Site("layers.0", "output"): Skipped("a reason", 3 if step % 12 == 0 else None)}
+    return frame.visible()
 
 
 def each(step: Any) -> list[Any]:

@@ -50,17 +50,17 @@ def left(tmp_path_factory: pytest.TempPathFactory) -> Path:
     store = Store(folder)
     store.begin(1, {"rank": 0})
     for step in range(STEPS):
-        store.add(recorded.drained(step))
+        store.add(recorded.measured(step))
     ring = Ring.create(folder / "ring.0001", 1 << 18)
     store.commit(0)
     store.close()
     known: list[Any] = []
     for step in range(STEPS, STEPS + IN_RING):
-        drained = recorded.drained(step)
-        if drained.layout not in known:
-            assert ring.write(wire.LAYOUT, wire.of_layout(len(known), drained.layout))
-            known.append(drained.layout)
-        assert ring.write(wire.STEP, wire.of_step(drained, known.index(drained.layout)))
+        frame = recorded.measured(step)
+        if frame.sites not in known:
+            assert ring.write(wire.SITES, wire.of_sites(len(known), frame.sites))
+            known.append(frame.sites)
+        assert ring.write(wire.STEP, wire.of_step(frame, known.index(frame.sites)))
     lines = [json.dumps({"number": i, **layout.to_json()}) + "\n" for i, layout in enumerate(known)]
     (folder / "ring.0001.layouts").write_text("".join(lines))
     told = {"attempt": 1, "ring": str(folder / "ring.0001"), **machine(), "pid": 1 << 22, "started": 1}

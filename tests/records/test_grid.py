@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.report_size import layout_of, step_of
+from benchmarks.report_size import sites_of, step_of
 from hookstats.numbers.fields import Site
 from hookstats.records import timeline
 from hookstats.records.grid import Grid
@@ -20,13 +20,13 @@ NAMES = ("rms", "nans", "zeros", "max")
 
 
 def write(store: Store, steps: range, sites: list[Site] = SITES, silent: int | None = None) -> None:
-    layout = layout_of(sites, 1, 0)
+    where = sites_of(sites, 1, 0)
     for step in steps:
-        drained = step_of(layout, np.random.default_rng(step), step, np.exp(np.arange(len(sites)) / 3))
+        frame = step_of(where, np.random.default_rng(step), step, np.exp(np.arange(len(sites)) / 3))
         if silent is not None and step % 3 == 0:
-            block = drained.blocks[0].reshape(len(sites), -1)
-            block[silent, -2] = 0  # calls
-        store.add(drained)
+            frame.calls[silent] = 0
+            frame.order = np.flatnonzero(frame.calls)
+        store.add(frame)
     store.commit(steps[-1])
 
 

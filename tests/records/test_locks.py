@@ -11,15 +11,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import hookstats
-from hookstats.numbers.columns import Columns
-from hookstats.numbers.fields import FIELDS, ExponentBins
 from hookstats.numbers.snapshot import Snapshot
 from hookstats.records.places import Description, descriptions, is_training
 from hookstats.terminal.following import Followed
+from tests.frames import frame_of
 from tests.records import recorded
 from tests.records.recorded import ROOT
 
@@ -90,10 +88,7 @@ def test_a_forked_worker_neither_holds_nor_drops_the_lock(begun: tuple[object, P
 
 
 def snapshot() -> Snapshot:
-    empty = np.empty((len(FIELDS), 0))
-    nothing = np.array([], np.int64)
-    columns = Columns([], nothing, nothing, np.ones(0), [], [], ExponentBins(), lambda i: empty, lambda i: None)
-    return Snapshot(0, columns, {"loss": 1.0})
+    return Snapshot(frame_of([], scalars={"loss": 1.0}))
 
 
 _WRITE = """

@@ -14,6 +14,7 @@ import pytest
 
 import hookstats
 from hookstats.numbers.fields import STATISTICS
+from hookstats.numbers.snapshot import Snapshot
 from hookstats.records.schema import SAME_AS, STATE, writer_options
 from hookstats.records.store import Store
 from tests.records import recorded
@@ -28,7 +29,7 @@ def run(tmp_path: Path) -> Path:
     store = Store(tmp_path / "run" / "rank=0")
     store.begin(0, {})
     for step in range(STEPS):
-        store.add(recorded.drained(step))
+        store.add(recorded.measured(step))
         if step % 3 == 2:
             store.commit(step)
     store.close()
@@ -78,7 +79,7 @@ def test_a_run_of_fewer_or_more_statistics_reads_as_it_was_measured(run: Path, k
     same(loaded.totals, expected)
     assert loaded.totals.column_names[-len(STATISTICS) :] == list(STATISTICS)
     for snapshot in loaded:
-        assert snapshot.equals(recorded.drained(snapshot.step).snapshot())
+        assert snapshot.equals(Snapshot(recorded.measured(snapshot.step)))
     same(hookstats.load(run, statistics=["rms"]).totals, expected.select([*expected.column_names[:8], "rms"]))
 
 
@@ -88,7 +89,7 @@ def test_such_a_run_goes_on_and_its_parts_are_merged(run: Path, kind: str) -> No
     store = Store(run / "rank=0")
     store.begin(0, {})
     for step in range(STEPS, STEPS + 4):
-        store.add(recorded.drained(step))
+        store.add(recorded.measured(step))
     store.commit(STEPS)
     while store.merge():
         pass
@@ -97,10 +98,10 @@ def test_such_a_run_goes_on_and_its_parts_are_merged(run: Path, kind: str) -> No
     assert len(loaded.manifest["parts"]["totals"]) == 2
     assert loaded.steps == list(range(STEPS + 4))
     for snapshot in loaded:
-        want = recorded.drained(snapshot.step).snapshot()
+        want = Snapshot(recorded.measured(snapshot.step))
         assert snapshot.equals(want)
     rms = loaded.totals.filter(pa.compute.equal(loaded.totals["step"], 5))["rms"].to_numpy()
-    np.testing.assert_array_equal(rms, recorded.drained(5).snapshot().columns.totals.rms)
+    np.testing.assert_array_equal(rms, Snapshot(recorded.measured(5)).frame.totals.rms)
 
 
 def test_a_state_that_is_missing_is_refused(run: Path) -> None:

@@ -37,7 +37,7 @@ def holds(directory: Path, steps: list[int]) -> None:
     assert set(steps) <= set(run.steps)
     assert len(set(run.steps)) == len(run.steps)
     for step in [*run.steps[:: max(1, len(run.steps) // 40)], *run.steps[-5:]]:
-        assert run[step].equals(recorded.drained(step).snapshot()), step
+        assert run[step].equals(Snapshot(recorded.measured(step))), step
 
 
 def rings(directory: Path) -> list[str]:
@@ -112,7 +112,7 @@ def test_a_ring_that_is_full_drops_new_steps_and_counts_them(tmp_path: Path, mon
     directory = tmp_path / "run"
     recording = hookstats.record(directory, ring_bytes=1 << 20)
     recording.begin({"rank": 0})
-    recording.take(recorded.drained(0))
+    recording.take(recorded.measured(0))
     recorded.wait_for(lambda: recording._ring.judged > 0)
     writer = recording._writer
     assert writer is not None
@@ -141,7 +141,7 @@ def test_a_writer_that_falls_behind_costs_steps_evenly_and_the_end_does_not_wait
     directory = tmp_path / "run"
     recording = hookstats.record(directory, ring_bytes=32 << 20)
     recording.begin({"rank": 0, "every": 3})
-    recording.take(recorded.drained(0))
+    recording.take(recorded.measured(0))
     recorded.wait_for(lambda: recording._ring.judged == recording._ring.written)  # not only what comes before a step
     writer = recording._writer
     assert writer is not None
@@ -165,7 +165,7 @@ def test_a_writer_that_falls_behind_costs_steps_evenly_and_the_end_does_not_wait
 
 def take(recording: Recording, steps: Iterable[int]) -> None:
     for step in steps:
-        recording.take(recorded.drained(step))
+        recording.take(recorded.measured(step))
 
 
 def model() -> nn.Module:
@@ -213,7 +213,7 @@ def test_training_with_a_recording_does_not_change_by_a_bit(tmp_path: Path) -> N
 def test_the_writer_imports_no_torch(tmp_path: Path) -> None:
     recording = hookstats.record(tmp_path / "run")
     recording.begin({"rank": 0})
-    recording.take(recorded.drained(0))
+    recording.take(recorded.measured(0))
     recorded.wait_for(lambda: recording._ring.judged > 0)
     (pid,) = recorded.writers(tmp_path)
     mapped = Path(f"/proc/{pid}/maps").read_text()
@@ -392,22 +392,22 @@ def test_findings_are_told_once_though_the_writer_died(tmp_path: Path) -> None:
 _FORKED = """
 import os, sys, warnings
 import hookstats
-from tests.records.recorded import drained
+from tests.records.recorded import measured
 recording = hookstats.record(sys.argv[1], ring_bytes=1 << 20)
 recording.begin({"rank": 0})
-recording.take(drained(0))
+recording.take(measured(0))
 child = os.fork()
 if child == 0:
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         for step in (1, 2):
-            recording.take(drained(step))
+            recording.take(measured(step))
             recording.findings()
         recording.close()
     print(*(each.message for each in told), flush=True)
     os._exit(len(told))
 status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-recording.take(drained(3))
+recording.take(measured(3))
 recording.close()
 print(status, hookstats.load(sys.argv[1]).steps)
 """

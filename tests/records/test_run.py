@@ -15,23 +15,24 @@ import pytest
 
 import hookstats
 from hookstats import Site, Snapshot
-from hookstats.numbers.blocks import Drained, Layout, Part, Row
 from hookstats.numbers.fields import FIELDS, STATISTICS, ExponentBins, fold_channels, unscale
+from hookstats.numbers.frame import StepFrame
 from hookstats.records import merging, reading
 from hookstats.records.errors import RunError, SchemaError
 from hookstats.records.store import Store
 from hookstats.results import Skipped
 from hookstats.rules import Finding
 from tests.conftest import ROOT
+from tests.frames import Measured, frame_of
 from tests.records import recorded
 
 
-def keep(directory: Path, attempts: dict[int, list[Drained]], rank: int = 0, commit_each: int = 5) -> None:
+def keep(directory: Path, attempts: dict[int, list[StepFrame]], rank: int = 0, commit_each: int = 5) -> None:
     store = Store(directory / f"rank={rank}")
     for attempt, steps in attempts.items():
         store.begin(attempt, {"rank": rank})
-        for number, drained in enumerate(steps, start=1):
-            store.add(drained)
+        for number, frame in enumerate(steps, start=1):
+            store.add(frame)
             if number % commit_each == 0:
                 store.commit(number)
         store.finish(attempt)
@@ -44,11 +45,11 @@ def merge(directory: Path, rank: int = 0) -> None:
         pass
 
 
-def numbered(step: int, seed: int) -> Drained:
+def numbered(step: int, seed: int) -> StepFrame:
     """A step with this number, and the numbers of another one."""
-    drained = recorded.drained(seed)
-    drained.step = step
-    return drained
+    frame = recorded.measured(seed)
+    frame.step = step
+    return frame
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +59,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     keep(
         directory,
         {
-            0: [recorded.drained(step) for step in range(40)],
+            0: [recorded.measured(step) for step in range(40)],
             1: [numbered(step, step + 1000) for step in range(30, 60)],
         },
     )
@@ -70,14 +71,14 @@ def expected_rows(snapshots: list[Snapshot]) -> dict[tuple[int, str, str], list[
     rows = {}
     for snapshot in snapshots:
         for i, site in enumerate(snapshot):
-            values = [float(getattr(snapshot.columns.totals, name)[i]) for name in STATISTICS]
-            rows[snapshot.step, site.name, site.tensor] = [float(snapshot.columns.calls[i]), *values]
+            values = [float(getattr(snapshot.frame.totals, name)[i]) for name in STATISTICS]
+            rows[snapshot.step, site.name, site.tensor] = [float(snapshot.frame.calls[i]), *values]
     return rows
 
 
 def snapshots_of_kept() -> list[Snapshot]:
     seeds = [*range(30), *range(1030, 1060)]
-    return [numbered(step, seed).snapshot() for step, seed in enumerate(seeds)]
+    return [Snapshot(numbered(step, seed)) for step, seed in enumerate(seeds)]
 
 
 def test_a_run_has_the_steps_that_count_and_their_snapshots(kept: Path) -> None:
@@ -104,8 +105,8 @@ def test_totals_scalars_and_pandas_have_the_numbers_of_the_snapshots(kept: Path)
         np.testing.assert_array_equal([row["calls"], *(row[name] for name in STATISTICS)], values)
     np.testing.assert_array_equal(frame[list(STATISTICS)].to_numpy(), np.array(list(want.values()))[:, 1:])
     orders = [row["order"] for row in rows if row["step"] == 7]
-    assert [orders[i] for i in snapshots[7].columns.order] == list(range(len(snapshots[7].order)))
-    assert all(order is None for i, order in enumerate(orders) if snapshots[7].columns.calls[i] == 0)
+    assert [orders[i] for i in snapshots[7].frame.order] == list(range(len(snapshots[7].order)))
+    assert all(order is None for i, order in enumerate(orders) if snapshots[7].frame.calls[i] == 0)
     scalars = run.scalars.to_pylist()
     assert [(row["step"], row["name"], row["value"]) for row in scalars] == [
         (snapshot.step, *pair) for snapshot in snapshots for pair in snapshot.scalars.items()
@@ -184,7 +185,7 @@ def test_sites_and_steps_and_statistics_are_chosen(kept: Path) -> None:
     for step in run.steps:
         whole = snapshots_of_kept()[step]
         sites = [site for site in whole if site.name[:-1] == "layers.1" or site == ("layers.2", "output")]
-        want = whole.columns.select([whole.columns.place[site] for site in sites])
+        want = whole.frame.select(np.array([whole.frame.sites.place[site] for site in sites]))
         assert list(run[step]) == sites
         assert run[step].order == [site for site in whole.order if site in sites]
         assert all(run[step][site]._content() == want.stats(i)._content() for i, site in enumerate(sites))
@@ -226,7 +227,7 @@ def test_one_site_is_read_without_the_others(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr("hookstats.records.store.ROW_GROUP", 100)
     monkeypatch.setattr("hookstats.records.parts.ROW_GROUP", 100)
     monkeypatch.setattr(merging, "ROW_GROUP", 100)
-    keep(tmp_path, {0: [recorded.drained(step) for step in range(64)]}, commit_each=1)
+    keep(tmp_path, {0: [recorded.measured(step) for step in range(64)]}, commit_each=1)
     merge(tmp_path)
     seen = []
 
@@ -250,7 +251,7 @@ def test_one_site_is_read_without_the_others(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize("is_merged", [False, True])
 def test_the_latest_attempt_holds_also_for_steps_that_it_has_not_repeated(tmp_path: Path, is_merged: bool) -> None:
-    def attempt(steps: range, seed: int) -> list[Drained]:
+    def attempt(steps: range, seed: int) -> list[StepFrame]:
         return [numbered(step, seed + step) for step in steps]
 
     attempts = {0: attempt(range(0, 100, 10), 0), 1: attempt(range(55, 80, 10), 200), 4: attempt(range(60, 63), 400)}
@@ -264,7 +265,7 @@ def test_the_latest_attempt_holds_also_for_steps_that_it_has_not_repeated(tmp_pa
     assert run.steps == [0, 10, 20, 30, 40, 50, 55, 60, 61, 62]
     seeds = [0, 10, 20, 30, 40, 50, 255, 460, 461, 462]
     for step, seed in zip(run.steps, seeds, strict=True):
-        assert run[step].equals(numbered(step, seed).snapshot())
+        assert run[step].equals(Snapshot(numbered(step, seed)))
     assert [row["step"] for row in run.scalars.to_pylist()] == run.steps
     assert sorted({row["attempt"] for row in run.totals.to_pylist()}) == [0, 1, 4]
 
@@ -273,7 +274,7 @@ def test_of_a_number_that_was_given_twice_the_later_step_counts(tmp_path: Path) 
     keep(tmp_path, {0: [numbered(step, seed) for seed, step in enumerate([0, 1, 2, 1, 5])]})
     run = hookstats.load(tmp_path)
     assert run.steps == [0, 1, 2, 5]
-    assert run[1].equals(numbered(1, 3).snapshot())
+    assert run[1].equals(Snapshot(numbered(1, 3)))
     assert len(run.totals) == sum(len(snapshot) for snapshot in run)
 
 
@@ -303,27 +304,28 @@ def test_findings_are_those_of_attempts_sites_and_steps_that_count(kept: Path) -
         path.unlink()
 
 
-def two_ranks(step: int, rank: int, width: int = 6) -> Drained:
+def two_ranks(step: int, rank: int, width: int = 6) -> StepFrame:
     """Sites of real numbers: the state of what a rank saw of them."""
-    draw = np.random.default_rng([step, rank])
-    rows, memory, offset = [], [], 0
+    draw, made = np.random.default_rng([step, rank]), []
     for number, channels in enumerate([width, 1, 6]):
         values = draw.normal(number, 1 + rank, (channels, 50)).astype(np.float32).astype(np.float64)
         scale = 8.0 if number == 2 else 1.0
         state = np.stack([np.append(_state(row), 0) for row in values * scale], axis=1)[: len(FIELDS)]
         counts = np.histogram(np.log2(np.abs(values)), 512, (-20, 20))[0]
-        part = Part(0, offset, channels, 512)
-        offset += part.size
-        memory += [state.reshape(-1).view(np.int64), np.array([1 + rank, number]), counts]
-        tensor = "grad_output" if number == 2 else "output"
-        rows.append(Row(Site(f"s{number}", tensor), (part,), channels > 1, -1, False))
-    if rank == 1:
-        rows[1] = rows[1]._replace(site=Site("alone", "output"))
-    layout = Layout([0], rows, ExponentBins())
-    drained = Drained(layout, [np.concatenate(memory)], step, 1.75e9, {"loss": 1.0 + rank}, 8.0, rank == 1, [False] * 3,
-                      [0] * 3)  # fmt: skip
-    drained.skipped = {Site("s9", "output"): Skipped("no data", 2 + rank)}
-    return drained
+        site = Site(f"s{number}", "grad_output" if number == 2 else "output")
+        if (rank, number) == (1, 1):
+            site = Site("alone", "output")
+        made.append(Measured(site, state, counts, 1 + rank, channels > 1))
+    return frame_of(
+        made,
+        ExponentBins(),
+        step=step,
+        time=1.75e9,
+        scalars={"loss": 1.0 + rank},
+        grad_scale=8.0,
+        overflowed=rank == 1,
+        skipped={Site("s9", "output"): Skipped("no data", 2 + rank)},
+    )
 
 
 def _state(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -345,7 +347,7 @@ def test_ranks_merge_to_what_one_process_would_have_measured(tmp_path: Path) -> 
     run = hookstats.load(tmp_path, ranks="merged")
     assert run.steps == [0, 1, 2, 3]
     snapshot = run[2]
-    parts = [two_ranks(2, rank).snapshot() for rank in (0, 1)]
+    parts = [Snapshot(two_ranks(2, rank)) for rank in (0, 1)]
     assert list(snapshot) == [("s0", "output"), ("s1", "output"), ("s2", "grad_output"), ("alone", "output")]
     assert snapshot.order == list(snapshot)
     assert (snapshot.scalars, snapshot.grad_scale, snapshot.overflowed) == ({"loss": 1.5}, 8.0, True)
@@ -372,7 +374,7 @@ def test_ranks_merge_to_what_one_process_would_have_measured(tmp_path: Path) -> 
         assert stats._histogram is not None
         counts = [part[site]._histogram for part in parts]
         np.testing.assert_array_equal(stats._histogram, sum(counts))
-        np.testing.assert_allclose(snapshot.columns.totals.mean[number], values.mean(), rtol=1e-12)
+        np.testing.assert_allclose(snapshot.frame.totals.mean[number], values.mean(), rtol=1e-12)
     assert snapshot["s1", "output"]._content() == parts[0]["s1", "output"]._content()
     table = run.totals.to_pylist()
     assert len(table) == 16
@@ -381,20 +383,21 @@ def test_ranks_merge_to_what_one_process_would_have_measured(tmp_path: Path) -> 
     assert [row["value"] for row in run.scalars.to_pylist()] == [1.5] * 4
     assert list(hookstats.load(tmp_path, ranks="merged", sites="alone")[1]) == [("alone", "output")]
     assert set(run.manifest) == {"rank=0", "rank=1"}
-    assert hookstats.load(tmp_path, ranks=1)[4].equals(two_ranks(4, 1).snapshot())
+    assert hookstats.load(tmp_path, ranks=1)[4].equals(Snapshot(two_ranks(4, 1)))
 
 
 def test_ranks_of_different_widths_and_scales_merge_to_totals(tmp_path: Path) -> None:
     for rank, width in ((0, 6), (1, 4)):
-        drained = two_ranks(0, rank, width)
-        drained.grad_scale = 8.0 * (1 + rank)
-        keep(tmp_path, {0: [drained]}, rank)
+        frame = two_ranks(0, rank, width)
+        scale = 8.0 * (1 + rank)
+        frame.grad_scale, frame.scales = scale, frame.sites.scales(scale)
+        keep(tmp_path, {0: [frame]}, rank)
     snapshot = hookstats.load(tmp_path, ranks="merged")[0]
     assert snapshot.grad_scale is None
     stats = snapshot["s0", "output"]
     assert stats.channels is None
     assert stats.total.count == 500
-    states = [two_ranks(0, rank, width).columns.state(2) for rank, width in ((0, 6), (1, 4))]
+    states = [two_ranks(0, rank, width).state(2) for rank, width in ((0, 6), (1, 4))]
     want = fold_channels(
         np.stack([fold_channels(unscale(state, 8.0 * (1 + rank))) for rank, state in enumerate(states)], axis=1)
     )
@@ -403,17 +406,17 @@ def test_ranks_of_different_widths_and_scales_merge_to_totals(tmp_path: Path) ->
 
 
 def test_a_reader_follows_parts_that_are_merged_away(tmp_path: Path) -> None:
-    steps = [recorded.drained(step) for step in range(20)]
+    steps = [recorded.measured(step) for step in range(20)]
     keep(tmp_path, {0: steps}, commit_each=1)
     run = hookstats.load(tmp_path)
     store = Store(tmp_path / "rank=0")
     store.begin(1, {})
     for step in (20, 21):
-        store.add(recorded.drained(step))
+        store.add(recorded.measured(step))
         store.commit(step)
     merge(tmp_path)
     assert run.steps == list(range(20))
-    assert all(got.equals(want.snapshot()) for got, want in zip(run, steps, strict=True))
+    assert all(got.equals(Snapshot(want)) for got, want in zip(run, steps, strict=True))
     assert len(hookstats.load(tmp_path)) == 22
 
 

@@ -1,4 +1,4 @@
-"""What a store has committed is read as it was drained, bit for bit, whatever fails or dies while it is written."""
+"""What a store has committed is read as it was frame, bit for bit, whatever fails or dies while it is written."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,14 @@ from torch import nn
 
 import hookstats
 from hookstats import ExponentBins, LinearBins, Site, Snapshot
-from hookstats.numbers.blocks import Drained, Layout, Part, Row
 from hookstats.numbers.fields import FIELDS
+from hookstats.numbers.frame import StepFrame
 from hookstats.records import files, merging
 from hookstats.records.store import Store
 from hookstats.results import Skipped
 from hookstats.watch.scalars import Kept, Scalars
 from tests.conftest import ROOT
+from tests.frames import Measured, frame_of
 from tests.models import Containers, Residual, images, small_cnn
 from tests.records import recorded
 
@@ -42,16 +44,17 @@ def _nothing_waits_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "os", Undelayed())
 
 
-def drain(monitor: hookstats.Monitor, step: int, totals_only: bool = False, **scalars: float) -> Drained:
-    return monitor._delivery._drain.begin(Kept.of(step, Scalars(scalars)), totals_only=totals_only).finish()
+def drain(monitor: hookstats.Monitor, step: int, totals_only: bool = False, **scalars: float) -> StepFrame:
+    kept = Kept.of(step, Scalars(scalars))
+    return monitor._delivery._drain.begin(kept, totals_only=totals_only).finish().visible()
 
 
-def keep(directory: Path, steps: list[Drained], commit_each: int = 3, merge: bool = False) -> None:
+def keep(directory: Path, steps: list[StepFrame], commit_each: int = 3, merge: bool = False) -> None:
     """As attempt 0 of rank 0."""
     store = Store(directory / "rank=0")
     store.begin(0, {"model": "small"})
-    for number, drained in enumerate(steps, start=1):
-        store.add(drained)
+    for number, frame in enumerate(steps, start=1):
+        store.add(frame)
         if number % commit_each == 0:
             store.commit(number)
             while merge and store.merge():
@@ -66,7 +69,7 @@ def is_kept(directory: Path, expected: list[Snapshot], merge: bool = True) -> No
     for got, want in zip(run, expected, strict=True):
         assert got.equals(want), want.step
         assert list(got) == list(want)
-        assert got.columns.bins == want.columns.bins
+        assert got.frame.bins == want.frame.bins
     assert all(run[want.step].equals(want) for want in expected[::5])
     if merge:
         store = Store(directory / "rank=0")
@@ -76,7 +79,7 @@ def is_kept(directory: Path, expected: list[Snapshot], merge: bool = True) -> No
         is_kept(directory, expected, merge=False)
 
 
-def measured(model: nn.Module, x: torch.Tensor, steps: int, tiers: int = 1, **arguments: Any) -> list[Drained]:
+def measured(model: nn.Module, x: torch.Tensor, steps: int, tiers: int = 1, **arguments: Any) -> list[StepFrame]:
     """Real monitors' steps."""
     found = []
     with hookstats.attach(model, every=1, **arguments) as monitor:
@@ -86,7 +89,7 @@ def measured(model: nn.Module, x: torch.Tensor, steps: int, tiers: int = 1, **ar
     return found
 
 
-KINDS: dict[str, Callable[[], list[Drained]]] = {
+KINDS: dict[str, Callable[[], list[StepFrame]]] = {
     "defaults": lambda: measured(small_cnn(), images(), 9),
     "channels off": lambda: measured(small_cnn(), images(), 9, channels=False, histogram=None),
     "octaves a channel": lambda: measured(small_cnn(), images(), 9, histogram=ExponentBins(per_channel=True)),
@@ -103,17 +106,17 @@ KINDS: dict[str, Callable[[], list[Drained]]] = {
 def test_what_is_read_equals_what_was_drained(tmp_path: Path, kind: str) -> None:
     steps = KINDS[kind]()
     keep(tmp_path, steps, commit_each=1)
-    is_kept(tmp_path, [drained.snapshot() for drained in steps])
+    is_kept(tmp_path, [Snapshot(frame) for frame in steps])
 
 
 def test_scaled_gradients_are_kept_as_measured_and_shown_without_the_scale(tmp_path: Path) -> None:
     steps = []
     for step, scale in enumerate((1024.0, 3.7, float("inf"), 1.0)):
-        drained = recorded.drained(step)
-        drained.grad_scale, drained.overflowed = scale, not np.isfinite(scale)
-        steps.append(drained)
+        frame = recorded.measured(step)
+        frame.grad_scale, frame.overflowed = scale, not np.isfinite(scale)
+        steps.append(frame)
     keep(tmp_path, steps)
-    is_kept(tmp_path, [drained.snapshot() for drained in steps])
+    is_kept(tmp_path, [Snapshot(frame) for frame in steps])
 
 
 def test_silent_sites_late_containers_and_a_model_without_a_name_are_kept(tmp_path: Path) -> None:
@@ -125,36 +128,33 @@ def test_silent_sites_late_containers_and_a_model_without_a_name_are_kept(tmp_pa
                 model(torch.randn(4, 6))
             steps.append(drain(monitor, step))
     keep(tmp_path, steps, commit_each=2)
-    expected = [drained.snapshot() for drained in steps]
+    expected = [Snapshot(frame) for frame in steps]
     assert Site("", "output.0") in expected[-1]
     assert len(expected[-1]) > len(expected[0])
     assert not expected[1].order
     is_kept(tmp_path, expected)
 
 
-def one_site(
-    name: str, parts: list[np.ndarray[Any, Any]], step: int = 0, calls: tuple[int, ...] = (1, 1), keeps: bool = True
-) -> Drained:
-    """A site in several places, each state ``[fields, channels]``."""
-    places, memory, offset = [], [], 0
-    for state, called in zip(parts, calls, strict=False):
-        place = Part(0, offset, state.shape[1], 0)
-        places.append(place)
-        memory += [state.reshape(-1).view(np.int64), np.array([called, 7], np.int64)]
-        offset += place.size
-    layout = Layout([0], [Row(Site(name, "output"), tuple(places), keeps, -1, False)], None)
-    return Drained(layout, [np.concatenate(memory)], step, 1.75e9, {}, None, None, [False], [0])
+def one_site(name: str, state: np.ndarray[Any, Any], step: int = 0) -> StepFrame:
+    """state: ``[fields, channels]``."""
+    return frame_of([Measured(Site(name, "output"), state)], step=step, time=1.75e9)
 
 
-def test_moved_sites_are_kept_as_they_are_read(tmp_path: Path) -> None:
-    state = np.abs(np.random.default_rng(0).normal(size=(len(FIELDS), 5)))
-    steps = [
-        one_site("same", [state, 2 * state], 0),
-        one_site("other", [state, state[:, :3].copy()], 1),
-        one_site("one", [state, state[:, :1].copy()], 2, calls=(0, 1)),
-    ]
+def test_a_site_whose_width_changes_in_a_step_is_kept_as_it_is_read(tmp_path: Path) -> None:
+    class Wide(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+    model = nn.Sequential(Wide())
+    monitor = hookstats.attach(model, every=1, training_only=False, tensors="output")
+    steps = []
+    for step, widths in enumerate([(5, 5), (5, 3), (3,), (3, 1), (1,)]):
+        for width in widths:
+            model(torch.randn(4, width))
+        steps.append(drain(monitor, step))
     keep(tmp_path, steps)
-    is_kept(tmp_path, [drained.snapshot() for drained in steps])
+    assert {each.sites.channels[0] for each in steps} == {1, 3, 5}
+    is_kept(tmp_path, [Snapshot(frame) for frame in steps])
 
 
 def test_every_bit_of_a_state_is_kept(tmp_path: Path) -> None:
@@ -162,46 +162,43 @@ def test_every_bit_of_a_state_is_kept(tmp_path: Path) -> None:
     special = [np.nan, np.inf, -np.inf, -0.0, 0.0, 5e-324, -5e-324, 2.2e-308, 1e308, -1e308, 1.0, 2.0**60 + 4096]
     states = [bits.view(np.float64)] + [np.full((len(FIELDS), 1), value) for value in special]
     states += [np.full((len(FIELDS), 3), value) for value in special]
-    steps = [one_site(f"s{i}", [state], i) for i, state in enumerate(states)]
+    steps = [one_site(f"s{i}", state, i) for i, state in enumerate(states)]
     keep(tmp_path, steps)
     run = hookstats.load(tmp_path)
     for i, state in enumerate(states):
-        assert run[i].columns.state(0).tobytes() == np.ascontiguousarray(state).tobytes(), i
-        assert run[i].equals(steps[i].snapshot())
+        assert run[i].frame.state(0).tobytes() == np.ascontiguousarray(state).tobytes(), i
+        assert run[i].equals(Snapshot(steps[i]))
 
 
 def test_names_may_be_anything(tmp_path: Path) -> None:
     names = ["", '\'; drop table "x" --', "a\nb\r\tc\0d", "Größe 層 🔥", "lone \ud800", "x" * 10_000, "*[?]", "../x"]
     steps = []
     for step, name in enumerate(names):
-        drained = one_site(name, [np.ones((len(FIELDS), 2))], step)
-        drained.skipped = {Site(name, "output.0"): Skipped(f"no {name!r}", 3), Site("gone", "input"): Skipped("", None)}
-        drained.scalars = {name.replace("\ud800", ""): float("nan"), "loss": -0.0}
-        steps.append(drained)
+        frame = one_site(name, np.ones((len(FIELDS), 2)), step)
+        frame.skipped = {Site(name, "output.0"): Skipped(f"no {name!r}", 3), Site("gone", "input"): Skipped("", None)}
+        frame.scalars = {name.replace("\ud800", ""): float("nan"), "loss": -0.0}
+        steps.append(frame)
     keep(tmp_path, steps)
-    is_kept(tmp_path, [drained.snapshot() for drained in steps])
+    is_kept(tmp_path, [Snapshot(frame) for frame in steps])
 
 
 def test_a_step_without_anything_leaves_a_trace(tmp_path: Path) -> None:
-    steps = [Drained(Layout([], [], None), [], step, 0.0, {}, None, None, [], []) for step in range(3)]
+    steps = [frame_of([], step=step) for step in range(3)]
     keep(tmp_path, steps)
-    is_kept(tmp_path, [drained.snapshot() for drained in steps])
+    is_kept(tmp_path, [Snapshot(frame) for frame in steps])
 
 
 def test_what_was_added_may_be_overwritten_at_once(tmp_path: Path) -> None:
     store = Store(tmp_path / "rank=0")
     store.begin(0, {})
-    steps = [recorded.drained(step) for step in range(4)]
-    for drained in steps:
-        blocks = [block.copy() for block in drained.blocks]
-        copy = Drained(drained.layout, blocks, drained.step, drained.time, drained.scalars, None, None,
-                       drained.hidden, drained.readings)  # fmt: skip
-        copy.skipped, copy.grad_scale, copy.overflowed = drained.skipped, drained.grad_scale, drained.overflowed
-        store.add(copy)
+    steps = [recorded.measured(step) for step in range(4)]
+    for frame in steps:
+        blocks = [block.copy() for block in frame.memory]
+        store.add(replace(frame, memory=blocks))
         for block in blocks:
             block[:] = -1
     store.finish(0)
-    is_kept(tmp_path, [drained.snapshot() for drained in steps])
+    is_kept(tmp_path, [Snapshot(frame) for frame in steps])
 
 
 def test_row_groups_are_flushed_while_a_part_is_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,16 +206,16 @@ def test_row_groups_are_flushed_while_a_part_is_open(tmp_path: Path, monkeypatch
     monkeypatch.setattr("hookstats.records.encoding.FLUSH", 10_000)
     monkeypatch.setattr("hookstats.records.merging.FLUSH", 10_000)
     monkeypatch.setattr("hookstats.records.store.ROW_GROUP", 5)
-    steps = [recorded.drained(step) for step in range(40)]
+    steps = [recorded.measured(step) for step in range(40)]
     keep(tmp_path, steps, commit_each=40)
     assert len(list((tmp_path / "rank=0" / "totals").glob("*.parquet"))) > 5
-    is_kept(tmp_path, [drained.snapshot() for drained in steps])
+    is_kept(tmp_path, [Snapshot(frame) for frame in steps])
 
 
 def test_merging_leaves_few_parts_and_sorts_totals_by_site_and_step(tmp_path: Path) -> None:
     import pyarrow.parquet as pq
 
-    steps = [recorded.drained(step) for step in range(merging.FAN_IN**2 + 4)]
+    steps = [recorded.measured(step) for step in range(merging.FAN_IN**2 + 4)]
     keep(tmp_path, steps, commit_each=1, merge=True)
     for folder in (tmp_path / "rank=0").iterdir():
         assert len(list(folder.glob("*"))) < 2 * merging.FAN_IN if folder.is_dir() else True
@@ -226,7 +223,7 @@ def test_merging_leaves_few_parts_and_sorts_totals_by_site_and_step(tmp_path: Pa
         keys = pq.read_table(path, columns=["site", "step"])
         pairs = list(zip(keys["site"].to_pylist(), keys["step"].to_pylist(), strict=True))
         assert pairs == sorted(pairs)
-    is_kept(tmp_path, [drained.snapshot() for drained in steps])
+    is_kept(tmp_path, [Snapshot(frame) for frame in steps])
 
 
 class Failing(Undelayed):
@@ -257,7 +254,7 @@ def script(directory: Path) -> None:
     if not store.ended(0):
         store.begin(0, {})
         for step in range(store.consumed(0), 18):
-            store.add(recorded.drained(step))
+            store.add(recorded.measured(step))
             if step % 2:
                 store.commit(step + 1)
         store.finish(0)
@@ -269,7 +266,7 @@ def test_no_failing_write_sync_or_rename_tears_anything(tmp_path: Path, monkeypa
     counting = Failing(-1)
     monkeypatch.setattr(files, "os", counting)
     script(tmp_path / "all")
-    expected = [recorded.drained(step).snapshot() for step in range(18)]
+    expected = [Snapshot(recorded.measured(step)) for step in range(18)]
     points = range(1, counting.calls + 1)
     assert len(points) > 200
     tried = [1, 2, 3, *np.random.default_rng(0).choice(points, 8 if MOMENTS < 20 else len(points), replace=False)]
@@ -327,12 +324,12 @@ def test_nothing_counts_that_is_not_on_the_disk(tmp_path: Path, monkeypatch: pyt
 def test_after_a_failure_a_store_refuses_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = Store(tmp_path)
     store.begin(0, {})
-    store.add(recorded.drained(0))
+    store.add(recorded.measured(0))
     monkeypatch.setattr(files, "os", Failing(1))
     with pytest.raises(OSError, match="no space"):
         store.commit(1)
     with pytest.raises(RuntimeError, match="expected a new Store"):
-        store.add(recorded.drained(1))
+        store.add(recorded.measured(1))
 
 
 # At which call a writer dies: when a manifest is begun, amid a write, when a file has its name, or is on the disk.
@@ -372,7 +369,7 @@ assert "torch" not in sys.modules and "pandas" not in sys.modules
 if not store.ended(0):
     store.begin(0, {})
     for step in range(store.consumed(0), 60):
-        store.add(recorded.drained(step))
+        store.add(recorded.measured(step))
         if step % 3 == 2:
             store.commit(step + 1)
             store.merge()
@@ -397,9 +394,9 @@ def test_a_writer_that_is_killed_leaves_all_that_was_committed_once(tmp_path: Pa
         run = hookstats.load(tmp_path)
         assert run.steps == list(range(len(run)))
         for snapshot in list(run)[:: max(1, len(run) // 20)]:
-            assert snapshot.equals(recorded.drained(snapshot.step).snapshot())
+            assert snapshot.equals(Snapshot(recorded.measured(snapshot.step)))
     assert write("none", 0).returncode == 0
-    is_kept(tmp_path, [recorded.drained(step).snapshot() for step in range(60)], merge=False)
+    is_kept(tmp_path, [Snapshot(recorded.measured(step)) for step in range(60)], merge=False)
 
 
 def test_an_attempt_goes_on_after_its_writer_died_and_not_after_it_ended(tmp_path: Path) -> None:
@@ -407,14 +404,14 @@ def test_an_attempt_goes_on_after_its_writer_died_and_not_after_it_ended(tmp_pat
     with pytest.raises(RuntimeError, match="expected begin"):
         Store(tmp_path / "other").commit(1)
     store.begin(3, {"a": 1})
-    store.add(recorded.drained(0))
+    store.add(recorded.measured(0))
     store.commit(100)
-    store.add(recorded.drained(1))  # is lost with its writer, and comes again
+    store.add(recorded.measured(1))  # is lost with its writer, and comes again
     store = Store(tmp_path)
     assert store.consumed(3) == 100
     assert store.consumed(4) == 0
     store.begin(3, {"a": 2})
-    store.add(recorded.drained(1))
+    store.add(recorded.measured(1))
     with pytest.raises(ValueError, match="the attempt that was begun, 3"):
         store.finish(4)
     store = Store(tmp_path)
@@ -435,11 +432,11 @@ from tests.records import recorded
 from hookstats.records.store import Store
 store = Store(Path(sys.argv[1]) / "rank=0")
 store.begin(0, {})
-drained = recorded.drained(1)  # of totals alone
+frame = recorded.measured(1)  # of totals alone
 sizes = []
 for step in range(1600):
-    drained.step, drained.__dict__["columns"] = step, drained.columns
-    store.add(drained)
+    frame.step = step
+    store.add(frame)
     if step % 50 == 49:
         store.commit(step)
         while store.merge():
@@ -460,7 +457,7 @@ def test_memory_does_not_grow_with_the_steps(tmp_path: Path) -> None:
 
 
 def test_what_no_manifest_names_goes_and_what_is_not_ours_stays(tmp_path: Path) -> None:
-    steps = [recorded.drained(step) for step in range(3)]
+    steps = [recorded.measured(step) for step in range(3)]
     keep(tmp_path, steps)
     totals = tmp_path / "rank=0" / "totals"
     [whole] = totals.iterdir()
@@ -469,4 +466,4 @@ def test_what_no_manifest_names_goes_and_what_is_not_ours_stays(tmp_path: Path) 
     (totals / "notes.txt").write_text("of a person")
     Store(tmp_path / "rank=0")
     assert sorted(path.name for path in totals.iterdir()) == [whole.name, "notes.txt"]
-    is_kept(tmp_path, [drained.snapshot() for drained in steps], merge=False)
+    is_kept(tmp_path, [Snapshot(frame) for frame in steps], merge=False)

@@ -32,7 +32,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     store = Store(directory / "rank=0")
     store.begin(0, {"model": "small"})
     for step in range(STEPS):
-        store.add(recorded.drained(step))
+        store.add(recorded.measured(step))
         if step % 4 == 3:
             store.commit(step)
     store.finish(0)
@@ -79,7 +79,7 @@ def altered(content: bytes, draw: np.random.Generator) -> bytes:
 
 def test_altered_files_give_what_was_written_or_raise(run: Path) -> None:
     paths = sorted(path for path in (run / "rank=0").rglob("*") if path.is_file())
-    expected = [recorded.drained(step).snapshot() for step in range(STEPS)]
+    expected = [Snapshot(recorded.measured(step)) for step in range(STEPS)]
     draw, refused = np.random.default_rng(int(os.environ.get("HOOKSTATS_SEED", "0"))), 0
     for number in range(TRIES):
         path = paths[int(draw.integers(len(paths)))]

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hookstats.numbers.columns import Columns
 from hookstats.numbers.fields import ExponentBins, Site
 from hookstats.numbers.snapshot import Snapshot
+from tests.frames import Measured, frame_of
 
 LEAVES = ("norm1", "attention.qkv", "attention.out", "norm2", "mlp.up", "mlp.act", "mlp.down")
 _COUNT = 4096.0  # values of a channel
@@ -65,7 +65,7 @@ def run(
     spike, snapshots = 2 * steps // 3, []
     names = list(dict.fromkeys(site.name for site in sites))
     for t in range(steps):
-        states, histograms = [], []
+        measured = []
         for site in sites:
             depth = names.index(site.name) / len(names)
             is_gradient = site.tensor.startswith("grad_")
@@ -77,20 +77,9 @@ def run(
             state = state_of(rng, float(scale), channels if t % detail_every == 0 else 1, grown)
             if is_gradient and t == spike and depth < 0.2:
                 state[7] = 5
-            states.append(state)
-            histograms.append(counts_of(state[:, :1]) if t % detail_every == 0 else None)
+            counts = counts_of(state[:, :1]) if t % detail_every == 0 else None
+            measured.append(Measured(site, state, counts, keeps=channels > 1))
         loss = 2.2 + 8 * np.exp(-5 * t / steps) + 0.05 * rng.normal() + (4 if spike <= t < spike + steps // 40 else 0)
-        count = len(sites)
-        columns = Columns(
-            sites,
-            np.ones(count, np.int64),
-            np.arange(count),
-            np.ones(count),
-            [channels > 1] * count,
-            [-1] * count,
-            ExponentBins(),
-            states.__getitem__,
-            histograms.__getitem__,
-        )
-        snapshots.append(Snapshot(t * every, columns, {"loss": float(loss), "lr": 3e-4}))
+        scalars = {"loss": float(loss), "lr": 3e-4}
+        snapshots.append(Snapshot(frame_of(measured, ExponentBins(), step=t * every, scalars=scalars)))
     return snapshots

@@ -107,7 +107,7 @@ def test_silence_and_what_is_not_finite_have_codes_of_their_own(recorded: Record
     one = run([Site("a", "output")], 10)
     two = run([Site("a", "output"), Site("b", "output")], 5)
     for i, snapshot in enumerate(two):
-        snapshot.step = 10 + i
+        snapshot.frame.step = 10 + i
     made = Recorded.of([*one, *two])
     _, blobs = contents(made)
     codes, _, _ = decoded(blobs["rms.absolute"], 2, 15)
@@ -239,8 +239,8 @@ def test_the_first_parting_is_where_compare_finds_it_and_rounding_is_none(record
     other = run(SITES, 30, detail_every=3)
     site = SITES[5]
     for snapshot in other[13:]:
-        snapshot.columns.state(snapshot.columns.place[site])[1] *= 1.5  # the mean
-    other[9].columns.state(0)[2] *= 1 + 1e-12
+        snapshot.frame.state(snapshot.frame.sites.place[site])[1] *= 1.5  # the mean
+    other[9].frame.state(0)[2] *= 1 + 1e-12
     second = Recorded.of(other)
     parting = contents(recorded, second)[0]["other"]["parting"]
     expected = hookstats.compare(run(SITES, 30, detail_every=3), other).first

@@ -12,7 +12,7 @@ import torch
 
 import hookstats
 from hookstats import ExponentBins, Site, Snapshot
-from hookstats.numbers.columns import Columns
+from hookstats.numbers.frame import StepFrame
 from hookstats.rules import (
     DeadChannels,
     ExpertLoad,
@@ -32,7 +32,7 @@ from hookstats.rules.history import Streak, Window
 def step_of(number: int, tensors: dict[tuple[str, str], torch.Tensor], **scalars: float) -> Snapshot:
     """A Snapshot of these tensors, in this order."""
     stats = {Site(*site): hookstats.measure(tensor, -1, ExponentBins()) for site, tensor in tensors.items()}
-    return Snapshot(number, Columns.from_stats(stats, stats), dict(scalars))
+    return Snapshot(StepFrame.from_stats(stats, stats, number, scalars=dict(scalars)))
 
 
 def told(rule: Any, tensors: Iterable[dict[tuple[str, str], torch.Tensor]]) -> list[tuple[int, str]]:

@@ -13,7 +13,8 @@ from torch import nn
 
 import hookstats
 from hookstats import FindingError, Snapshot
-from hookstats.numbers.blocks import Drained, Given
+from hookstats.numbers.frame import StepFrame
+from hookstats.numbers.given import Given
 from tests.plain import hearing
 
 
@@ -39,7 +40,7 @@ class Recorder:
         self.on_finding = on_finding
         self.escalate = escalate
         self.settings: dict[str, Any] = {}
-        self.taken: list[Drained] = []
+        self.taken: list[StepFrame] = []
         self.given: list[Given] = []
         self.waited: list[float] = []
         self.closed = 0
@@ -48,14 +49,14 @@ class Recorder:
     def begin(self, settings: dict[str, Any]) -> None:
         self.settings = settings
 
-    def take(self, drained: Drained) -> None:
-        self.taken.append(drained)
+    def take(self, frame: StepFrame) -> None:
+        self.taken.append(frame)
 
     def take_given(self, given: Given) -> None:
         self.given.append(given)
 
     def findings(self) -> list[Found]:
-        new = [found for drained in self.taken[self._told :] for found in self.finds(drained.step)]
+        new = [found for frame in self.taken[self._told :] for found in self.finds(frame.step)]
         self._told = len(self.taken)
         return new
 
@@ -117,7 +118,7 @@ def test_a_recorder_is_given_each_step_as_it_left_the_device_and_sinks_its_snaps
     recorder, snapshots, net = Recorder(), list[Snapshot](), model()
     with hookstats.attach(net, every=2, sinks=[recorder, snapshots.append]) as monitor:
         train(net, monitor, 5)
-    assert [drained.step for drained in recorder.taken] == [0, 2, 4] == [snapshot.step for snapshot in snapshots]
+    assert [frame.step for frame in recorder.taken] == [0, 2, 4] == [snapshot.step for snapshot in snapshots]
     assert all(d.snapshot().equals(s) for d, s in zip(recorder.taken, snapshots, strict=True))
     assert recorder.closed == 1
     assert recorder.overhead["measured_step"] > recorder.overhead["measured_host"] > 0
@@ -229,7 +230,7 @@ def test_a_recorder_that_fails_does_not_disturb_training() -> None:
     net, snapshots = model(), list[Snapshot]()
 
     class Bad(Recorder):
-        def take(self, drained: Drained) -> None:
+        def take(self, frame: StepFrame) -> None:
             raise OSError("no disk")
 
         def close(self, overhead: Mapping[str, float], died: bool) -> None:

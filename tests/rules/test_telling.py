@@ -160,7 +160,7 @@ def test_the_first_tensor_with_nan_is_named_with_its_step_and_rank() -> None:
         model[3].weight[5, 0, 1, 1] = float("nan")
     snapshots += steps(model, batches)
     for number, snapshot in enumerate(snapshots):
-        snapshot.step = number
+        snapshot.frame.step = number
     judging = Judge(rank=3)
     (finding,) = [each for snapshot in snapshots for each in judging.judge(snapshot) if each.rule == "nonfinite"]
     assert (finding.step, finding.rank, finding.severity, finding.site) == (4, 3, "critical", Site("3", "output"))
@@ -228,7 +228,7 @@ def test_a_step_that_the_grad_scaler_skips_is_a_note_until_it_skips_too_many(ove
         model[0].bias.fill_(0)
     snapshots = steps(model, [torch.ones(3, 2)] * 5)
     for snapshot in snapshots:
-        snapshot.overflowed = True
+        snapshot.frame.overflowed = True
     found = judge(snapshots, [NonFinite(overflows)])
     expected = [(0, "note"), (2, "critical")] if overflows == 3 else [(0, "note")]
     assert [(finding.step, finding.severity) for finding in found] == expected

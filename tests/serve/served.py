@@ -126,9 +126,9 @@ class Growing:
 
     def add(self, steps: range, size: float = 1.0, loss: float | None = None) -> None:
         """size: of all values; loss: of each step, instead of one that falls."""
-        from benchmarks.report_size import layout_of, step_of
+        from benchmarks.report_size import sites_of, step_of
 
-        layout = layout_of(self.sites, 1, 0)
+        layout = sites_of(self.sites, 1, 0)
         for step in steps:
             scale = size * np.exp(np.random.default_rng(step).normal(size=len(self.sites)))
             measured = step_of(layout, np.random.default_rng(step), step, scale)

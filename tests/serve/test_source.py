@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.report_size import layout_of, step_of
-from hookstats.numbers.blocks import Given
+from benchmarks.report_size import sites_of, step_of
 from hookstats.numbers.fields import Site, Skipped
+from hookstats.numbers.given import Given
 from hookstats.records import manifest
 from hookstats.records.reading import Reader
 from hookstats.records.store import Store
@@ -36,7 +36,7 @@ class Written:
 
     def add(self, steps: range, sites: list[Site] = SITES, channels: int = 1) -> None:
         """With scalars between steps, a site that is skipped and one that is silent now and then."""
-        layout = layout_of(sites, channels, 512 if channels > 1 else 0)
+        layout = sites_of(sites, channels, 512 if channels > 1 else 0)
         for step in steps:
             drained = step_of(layout, np.random.default_rng(step), step, np.exp(np.arange(len(sites)) / 3))
             if step % 4 == 0:

@@ -13,7 +13,7 @@ from torch import nn
 
 import hookstats
 from hookstats import Snapshot
-from hookstats.numbers.blocks import Given
+from hookstats.numbers.given import Given
 from hookstats.records import wire
 from hookstats.records.ring import RingError
 from hookstats.rules import Finding

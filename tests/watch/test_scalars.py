@@ -222,8 +222,8 @@ def test_ranks_that_are_merged_afterwards_have_the_mean_of_every_step(tmp_path: 
         monitor.detach()
         store = Store(tmp_path / f"rank={rank}")
         store.begin(0, {"rank": rank})
-        for drained in recorder.taken:
-            store.add(drained)
+        for frame in recorder.taken:
+            store.add(frame)
         store.add_given(recorder.given[0], 0.0)
         store.finish(0)
         store.close()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -83,12 +84,7 @@ def thinned(snapshots: list[Snapshot], every: int) -> list[Snapshot]:
         if snapshot.step % every:
             earlier[snapshot.step] = snapshot.scalars
         else:
-            kept.append(
-                Snapshot(
-                    snapshot.step, snapshot.columns, snapshot.scalars, snapshot.grad_scale, snapshot.overflowed,
-                    earlier_scalars=earlier,
-                )
-            )  # fmt: skip
+            kept.append(Snapshot(replace(snapshot.frame, earlier_scalars=earlier)))
             earlier = {}
     return kept
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
+import pickle
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -14,14 +17,32 @@ import torch
 from torch import nn
 
 import hookstats
-from hookstats import ExponentBins, LinearBins, Site
-from hookstats.numbers.blocks import COUNTERS, Drained, Layout, Part, Row
+from hookstats import ExponentBins, LinearBins, Site, Snapshot
 from hookstats.numbers.fields import FIELDS, STATISTICS, Bins, Stats, fold_channels, histogram_shape
+from hookstats.numbers.frame import COUNTERS, Sites, StepFrame
+from hookstats.watch.layout import Layout, Part, Row
 from hookstats.watch.scalars import Kept, Scalars
 from tests.conftest import BINS
+from tests.frames import snapshot_of
 
 
-def drained(seed: int, bins: Bins | None) -> Drained:
+class Copied(NamedTuple):
+    """What was copied of a step."""
+
+    rows: list[Row]
+    bins: Bins | None
+    devices: list[int]
+    blocks: list[Any]
+    hidden: list[bool]
+    readings: list[int]
+
+    def frame(self) -> StepFrame:
+        layout = Layout(self.devices, self.rows, self.bins)
+        given = {"step": 7, "time": 1.5, "scalars": {"loss": 2.0}, "overflowed": False}
+        return layout.frame(self.blocks, self.hidden, self.readings, 4.0, **given)
+
+
+def copied(seed: int, bins: Bins | None) -> Copied:
     """Sites of all widths on two devices, some in several places, some silent, parameters measured together."""
     draw = np.random.default_rng(seed)
     devices = [0, 1, 0]
@@ -47,29 +68,29 @@ def drained(seed: int, bins: Bins | None) -> Drained:
             parts.append(Part(block, ends[block] + gap, width, counts.size))
             words[block] = np.concatenate([words[block], *state])
             ends[block] = len(words[block])
-        is_parameter = kind.startswith("param")
         dim = None if draw.random() < 0.3 else -1
         keeps, size = bool(draw.random() < 0.7), [None, 1, 2, 4][draw.integers(4)]
-        rows.append(Row(Site(f"layer.{number}", kind), tuple(parts), keeps, dim, is_parameter, size))
+        rows.append(Row(Site(f"layer.{number}", kind), tuple(parts), keeps, dim, size))
     hidden, readings = draw.random(60) < 0.5, draw.integers(1, 4, 60)
-    return Drained(Layout(devices, rows, bins), words, 7, 1.5, {"loss": 2.0}, 4.0, False, hidden, readings)
+    return Copied(rows, bins, devices, words, hidden.tolist(), readings.tolist())
 
 
-def one_by_one(d: Drained) -> tuple[dict[Site, tuple[Any, ...]], list[Site]]:
+def one_by_one(d: Copied) -> tuple[dict[Site, tuple[Any, ...]], list[Site]]:
     """The sites that are shown: calls, state, histogram, whether channels are kept; and the order of execution."""
     shown: dict[Site, tuple[Any, ...]] = {}
     fired: dict[Site, tuple[int, int]] = {}
     together: dict[tuple[str, int, int], int] = {}
-    for row, hidden, reading in zip(d.layout.rows, d.hidden.tolist(), d.readings.tolist(), strict=True):
+    for row, hidden, reading in zip(d.rows, d.hidden, d.readings, strict=True):
         found = []
         for part in row.parts:
-            memory = d.blocks[part.block][part.offset : part.offset + part.size]
             fields = len(FIELDS) * part.channels
+            end = part.begin + fields + COUNTERS + part.counters
+            memory = d.blocks[part.block][part.begin : end]
             calls, first = memory[fields : fields + COUNTERS].tolist()
             moments = memory[:fields].view(np.float64).reshape(len(FIELDS), part.channels)
-            shape = histogram_shape(d.layout.bins, part.channels)
-            counts = memory[fields + COUNTERS :].reshape(shape) if part.bins else None
-            found.append((calls, first, d.layout.devices[part.block], moments, counts))
+            shape = histogram_shape(d.bins, part.channels)
+            counts = memory[fields + COUNTERS :].reshape(shape) if part.counters else None
+            found.append((calls, first, d.devices[part.block], moments, counts))
         alive = [each for each in found[:-1] if each[0]] + found[-1:]
         calls = sum(each[0] for each in alive)
         if hidden and not calls:
@@ -87,7 +108,7 @@ def one_by_one(d: Drained) -> tuple[dict[Site, tuple[Any, ...]], list[Site]]:
         shown[row.site] = (calls, state, counts, keeps, row.channel_dim if keeps == row.keep_channels else None)
         if calls:
             device, first = min((each[2], each[1]) for each in alive if each[0])
-            if row.is_parameter:
+            if row.site.tensor.startswith("param"):
                 first = together.setdefault((row.site.tensor, device, reading), first)
             fired[row.site] = (device, first)
     return shown, sorted(fired, key=fired.__getitem__)
@@ -96,11 +117,12 @@ def one_by_one(d: Drained) -> tuple[dict[Site, tuple[Any, ...]], list[Site]]:
 @pytest.mark.parametrize("bins", ["none", "per_tensor", "per_channel", "linear_per_channel"])
 @pytest.mark.parametrize("seed", range(6))
 def test_all_sites_at_once_are_what_each_is_by_itself(seed: int, bins: str) -> None:
-    d = drained(seed, BINS[bins])
+    d = copied(seed, BINS[bins])
     shown, order = one_by_one(d)
-    snapshot = d.snapshot()
+    frame = d.frame().visible()
+    snapshot = Snapshot(frame)
     assert list(snapshot) == list(shown)
-    assert len({len(row.parts) for row in d.layout.rows}) > 1
+    assert len({len(row.parts) for row in d.rows}) > 1
     assert snapshot.order == order
     for i, (site, (calls, state, counts, keeps, dim)) in enumerate(shown.items()):
         stats = snapshot[site]
@@ -110,21 +132,22 @@ def test_all_sites_at_once_are_what_each_is_by_itself(seed: int, bins: str) -> N
         assert (stats._histogram is None) == (counts is None)
         if counts is not None:
             np.testing.assert_array_equal(stats._histogram, counts)
-        np.testing.assert_array_equal(d.columns.wholes[:, i], fold_channels(state))
+        np.testing.assert_array_equal(frame.wholes[:, i], fold_channels(state))
         if scale == 1:
-            assert d.columns.totals.rms[i] == pytest.approx(Stats(fold_channels(state)).rms, nan_ok=True, rel=1e-15)
+            assert frame.totals.rms[i] == pytest.approx(Stats(fold_channels(state)).rms, nan_ok=True, rel=1e-15)
     widths = [state.shape[1] if keeps else 0 for _, state, _, keeps, _ in shown.values()]
-    assert d.columns.widths.tolist() == widths
-    assert len(d.columns.channels.mean) == sum(widths)
+    assert frame.sites.widths.tolist() == widths
+    assert len(frame.channels.mean) == sum(widths)
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_groups_of_all_sites_at_once_are_what_each_has(seed: int) -> None:
-    d = drained(seed, ExponentBins())
-    sizes = {row.site: row.group_size for row in d.layout.rows}
-    begins = np.cumsum([0, *d.columns.group_counts]).tolist()
+    d = copied(seed, ExponentBins())
+    frame = d.frame().visible()
+    sizes = {row.site: row.group_size for row in d.rows}
+    begins = np.cumsum([0, *frame.sites.group_counts]).tolist()
     found = 0
-    for (site, stats), begin, end in zip(d.snapshot().items(), begins[:-1], begins[1:], strict=True):
+    for (site, stats), begin, end in zip(Snapshot(frame).items(), begins[:-1], begins[1:], strict=True):
         size, channels = sizes[site], stats.channels
         assert stats.group_size == size
         if not size or channels is None or len(channels.count) % size:
@@ -135,7 +158,7 @@ def test_groups_of_all_sites_at_once_are_what_each_has(seed: int) -> None:
         parts = [part.sum() for part in np.split(channels.l1_norm, len(channels.count) // size)]
         assert stats.groups.l1_norm.tolist() == pytest.approx(parts, rel=1e-15, nan_ok=True)
         for name in STATISTICS:
-            mine = getattr(d.columns.groups, name)[begin:end]
+            mine = getattr(frame.groups, name)[begin:end]
             np.testing.assert_array_equal(mine, getattr(stats.groups, name))
     assert found > 0
 
@@ -150,34 +173,55 @@ def no_gc() -> Iterator[None]:
 @pytest.mark.usefixtures("no_gc")
 @pytest.mark.parametrize("bins", [None, ExponentBins(), ExponentBins(True), LinearBins(-1.5, 2.0, 37)])
 def test_a_step_that_nobody_holds_any_more_is_freed_at_once(bins: Bins | None) -> None:
-    d = drained(3, bins)
-    snapshot, blocks = d.snapshot(), [weakref.ref(block) for block in d.blocks]
+    frame = copied(3, bins).frame()
+    snapshot, blocks = snapshot_of(frame), [weakref.ref(block) for block in frame.memory]
     for site in snapshot:
         assert snapshot[site].total.count >= 0
-    kept = snapshot.compact(), snapshot.totals, snapshot.columns.channels, snapshot.columns.exponents()
+    kept = snapshot.compact(), snapshot.totals, snapshot.frame.channels, snapshot.frame.exponents()
     assert len(kept[0]) == len(snapshot)
-    del d, snapshot
+    del frame, snapshot
     assert all(block() is None for block in blocks)
 
 
 @pytest.mark.parametrize("bins", [None, ExponentBins(), ExponentBins(True), LinearBins(-1.5, 2.0, 37)])
-def test_a_layout_comes_back_from_json(bins: Bins | None) -> None:
-    d = drained(3, bins)
-    layout = Layout.from_json(json.loads(json.dumps(d.layout.to_json())))
-    again = Drained(layout, d.blocks, d.step, d.time, d.scalars, d.grad_scale, d.overflowed, d.hidden, d.readings)
-    assert again.snapshot().equals(d.snapshot())
-    assert layout.sizes == d.layout.sizes
+def test_sites_come_back_from_json(bins: Bins | None) -> None:
+    frame = copied(3, bins).frame()
+    sites = Sites.from_json(json.loads(json.dumps(frame.sites.to_json())))
+    assert snapshot_of(replace(frame, sites=sites)).equals(snapshot_of(frame))
+    assert sites.sizes == frame.sites.sizes
+    assert sites.scales(4.0).tolist() == frame.scales.tolist()
 
 
-def test_a_layout_that_is_none_is_refused() -> None:
-    good = drained(0, ExponentBins()).layout.to_json()
-    part = good["rows"][0][-1][0]
-    for wrong in ([9, *part[1:]], [part[0], -1, *part[2:]], [*part[:2], 0, 512], [*part[:3], 511], [*part[:3], "512"]):
+def test_sites_that_are_none_are_refused() -> None:
+    good = copied(0, ExponentBins()).frame().sites.to_json()
+    for row, wrong in ((0, -1), (1, -1), (2, 0), (5, 511), (5, "512"), (1, 1.5)):
+        places = [list(each) for each in good["places"]]
+        places[row][0] = wrong
         with pytest.raises((ValueError, TypeError), match="expected"):
-            Layout.from_json({**good, "rows": [[*good["rows"][0][:-1], [wrong]]]})
+            Sites.from_json({**good, "places": places})
+    for key, wrong in (("names", [["a", 3]] * 60), ("dims", ["1"] * 60), ("group_sizes", [0] * 60), ("keeps", [True])):
+        with pytest.raises((ValueError, TypeError), match="expected"):
+            Sites.from_json({**good, key: wrong})
     for key in good:
         with pytest.raises((KeyError, ValueError, TypeError)):
-            Layout.from_json({name: value for name, value in good.items() if name != key})
+            Sites.from_json({name: value for name, value in good.items() if name != key})
+
+
+@pytest.mark.parametrize("bins", [None, ExponentBins(), ExponentBins(True)])
+def test_a_selection_and_its_copies_hold_the_same_numbers(bins: Bins | None) -> None:
+    frame = copied(2, bins).frame().visible()
+    chosen = np.array([1, 4, 5, 20])
+    some = frame.select(chosen)
+    assert some.sites is frame.select(chosen).sites  # which recordings tell apart by being the same
+    assert list(some.sites) == [frame.sites[i] for i in chosen]
+    for again in (some, pickle.loads(pickle.dumps(some)), copy.deepcopy(some)):
+        assert [again.sites[i] for i in again.order] == [s for s in Snapshot(frame).order if s in set(some.sites)]
+        for n, i in enumerate(chosen.tolist()):
+            assert again.stats(n)._content() == frame.stats(i)._content()
+    copied_memory = pickle.loads(pickle.dumps(some)).memory
+    assert sum(block.size for block in copied_memory) == sum(
+        some.state(n).size + (0 if (counts := some.histogram(n)) is None else counts.size) for n in range(4)
+    )
 
 
 def test_a_layout_is_made_anew_only_where_a_site_moves() -> None:
@@ -185,9 +229,9 @@ def test_a_layout_is_made_anew_only_where_a_site_moves() -> None:
     monitor = hookstats.attach(model, every=1)
     drain = monitor._delivery._drain
 
-    def now() -> Layout:
+    def now() -> Sites:
         model(torch.randn(3, 4)).sum().backward()
-        return drain.begin(Kept.of(0, Scalars({}))).finish().layout
+        return drain.begin(Kept.of(0, Scalars({}))).finish().sites
 
     first = now()
     assert now() is first
@@ -196,5 +240,5 @@ def test_a_layout_is_made_anew_only_where_a_site_moves() -> None:
     monitor.tap(torch.randn(3, 5), "tapped")
     moved = now()
     assert moved is not first
-    assert [row.site for row in moved.rows][: len(first.rows)] == [row.site for row in first.rows]
-    assert moved.rows[-1].site.name == "tapped"
+    assert moved.names[: len(first)] == first.names
+    assert moved.names[-1].name == "tapped"
