@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from difflib import get_close_matches
 from typing import NamedTuple
 
+from hookstats.rules.engine import Rule
 from hookstats.rules.judging import defaults, rule_to_json
 
 _ONE_WORD = {"NonFinite": "nonfinite"}  # of the names of findings, all others are those of their classes
@@ -34,11 +35,13 @@ def pages() -> list[Page]:
     """Those of all default rules, in their order."""
     found = []
     for rule in defaults():
-        of = type(rule).__name__
-        name = _ONE_WORD.get(of) or re.sub(r"(?<!^)(?=[A-Z])", "-", of).lower()
+        if isinstance(rule, Rule):
+            of, name, text = rule.function.__name__, rule.name, inspect.getdoc(rule.function)
+        else:
+            of, text = type(rule).__name__, inspect.getdoc(type(rule))
+            name = _ONE_WORD.get(of) or re.sub(r"(?<!^)(?=[A-Z])", "-", of).lower()
         said = rule_to_json(rule)["arguments"]
-        text = (inspect.getdoc(type(rule)) or "").replace("``", "`")
-        paragraphs = [" ".join(each.split()) for each in text.split("\n\n")]
+        paragraphs = [" ".join(each.split()) for each in (text or "").replace("``", "`").split("\n\n")]
         looks = next(i for i, each in enumerate(paragraphs) if each.startswith("What else looks like it: "))
         paragraphs[looks : looks + 1] = re.split(r" (?=What to do: )", paragraphs[looks])
         found.append(Page(name, of, ", ".join(f"{key}={value!r}" for key, value in said.items()), paragraphs))

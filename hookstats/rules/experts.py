@@ -48,7 +48,7 @@ class DeadExperts:
     a loss or a bias per expert, add noise to the router's logits, or initialise the dead expert again, from a busy one.
 
     So that a healthy run is silent: all experts together got at least ``tokens`` = 100 each in these steps; where the
-    load as a whole has collapsed, `ExpertLoad` says so alone.
+    load as a whole has collapsed, `expert_load` says so alone.
     """
 
     window: int = 50

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from hookstats.numbers.kinds import kind_of
 from hookstats.rules.finding import MOST_SITES, SEVERITIES, Cause, Finding
@@ -82,6 +83,16 @@ class Plot:
                 cause.has_critical |= is_critical
             result.append(finding)
         return result
+
+    def state(self) -> dict[str, Any]:
+        """What is remembered, for json.dumps."""
+        told = [[each.finding.to_json(), each.last, each.until, each.has_critical] for each in self._told]
+        return {"steps": self._steps, "told": told}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what `state` gave."""
+        self._steps = state["steps"]
+        self._told = [_Standing(Finding.from_json(finding), *others) for finding, *others in state["told"]]
 
     def _cause(self, finding: Finding) -> _Standing | None:
         began = _began(finding)

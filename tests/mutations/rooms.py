@@ -44,8 +44,8 @@ MUTANTS = [
     Mutant(
         "a step is lost from a window before it is full",
         "hookstats/rules/history.py",
-        "self._values[ids, self._pushed[ids] % self._length]",
-        "self._values[ids, (self._pushed[ids] + 1) % self._length]",
+        "self._values[ids, pushed % self._length]",
+        "self._values[ids, (pushed + 1) % self._length]",
         "tests/rules/test_guards.py",
     ),
     Mutant(

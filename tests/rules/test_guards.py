@@ -17,14 +17,14 @@ from hookstats.rules import (
     DeadChannels,
     ExpertLoad,
     ExplodingGradients,
-    MassiveActivations,
     NonFinite,
-    OutlierChannels,
     ResidualDrift,
     SaturatedChannels,
     UpdateRatio,
     VanishingGradients,
     judge,
+    massive_activations,
+    outlier_channels,
 )
 from hookstats.rules.history import Streak, Window
 
@@ -114,26 +114,26 @@ def test_what_has_no_gradient_is_not_saturated_and_neither_is_the_answer() -> No
 
 def test_massive_values_are_compared_with_the_median_of_those_that_are_not_zero() -> None:
     half = torch.randn(1000, 32).clamp(min=0) * 30
-    assert told(MassiveActivations(), [{("a", "output"): half}] * 3) == []
+    assert told(massive_activations, [{("a", "output"): half}] * 3) == []
     one = half.clone()
     one[0, 0] = 1e5
-    assert told(MassiveActivations(), [{("a", "output"): one}] * 3) == [(2, "massive-activations")]
-    assert told(MassiveActivations(), [{("a", "output"): one / 2000}] * 3) == []
+    assert told(massive_activations, [{("a", "output"): one}] * 3) == [(2, "massive-activations")]
+    assert told(massive_activations, [{("a", "output"): one / 2000}] * 3) == []
 
 
 def test_an_outlier_channel_is_large_itself_and_dead_ones_do_not_make_one() -> None:
     tensor = torch.randn(200, 64)
     tensor[:, 3] *= 1e4
-    assert told(OutlierChannels(), [{("a", "output"): tensor}] * 3) == [(2, "outlier-channels")]
-    assert told(OutlierChannels(), [{("a", "output"): tensor / 1e4}] * 3) == []
-    assert told(OutlierChannels(), [{("a", "output"): tensor[:, :16]}] * 3) == []
+    assert told(outlier_channels, [{("a", "output"): tensor}] * 3) == [(2, "outlier-channels")]
+    assert told(outlier_channels, [{("a", "output"): tensor / 1e4}] * 3) == []
+    assert told(outlier_channels, [{("a", "output"): tensor[:, :16]}] * 3) == []
     tensor[:, 3], tensor[:, 4:] = 10, 0  # of 64, 60 are dead
-    assert told(OutlierChannels(), [{("a", "output"): tensor}] * 3) == []
+    assert told(outlier_channels, [{("a", "output"): tensor}] * 3) == []
     many = torch.randn(200, 128)
     many[:, :11] *= 300
-    assert told(OutlierChannels(), [{("a", "output"): many}] * 3) == [(2, "outlier-channels")]
+    assert told(outlier_channels, [{("a", "output"): many}] * 3) == [(2, "outlier-channels")]
     many[:, 0] = 1
-    assert told(OutlierChannels(), [{("a", "output"): many}] * 3) == []
+    assert told(outlier_channels, [{("a", "output"): many}] * 3) == []
 
 
 def test_outlier_channels_that_wander_are_no_finding_until_they_stay() -> None:
@@ -142,11 +142,11 @@ def test_outlier_channels_that_wander_are_no_finding_until_they_stay() -> None:
         tensor[:, list(channels)] *= 1e4
         return {("a", "output"): tensor}
 
-    assert told(OutlierChannels(), [step(3), step(4), step(3), step(4), step(5)] * 3) == []
+    assert told(outlier_channels, [step(3), step(4), step(3), step(4), step(5)] * 3) == []
     steps = [step(3), step(4), step(5), step(6), step(7, 8), step(9, 7), step(7)]
-    assert told(OutlierChannels(), steps) == [(6, "outlier-channels")]
+    assert told(outlier_channels, steps) == [(6, "outlier-channels")]
     (finding,) = judge(
-        [step_of(number, each) for number, each in enumerate([step(3, 4), step(3, 5)] * 2)], [OutlierChannels()]
+        [step_of(number, each) for number, each in enumerate([step(3, 4), step(3, 5)] * 2)], [outlier_channels]
     )
     assert "2 channels are beyond 100 times, 1 of them since step 0." in finding.sentence
 

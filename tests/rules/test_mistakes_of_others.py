@@ -10,7 +10,16 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from hookstats.rules import ConstantInput, Finding, InputShift, LossSpike, NonFinite, SecondMoment, UnscaledInput, judge
+from hookstats.rules import (
+    ConstantInput,
+    Finding,
+    InputShift,
+    LossSpike,
+    NonFinite,
+    UnscaledInput,
+    judge,
+    second_moment,
+)
 from tests.rules.test_guards import step_of
 from tests.rules.test_guards import told as told_in
 from tests.rules.test_learning import named, only, run, sgd, told
@@ -74,8 +83,8 @@ def test_a_bias_whose_gradient_cancels_is_not_said_to_learn_slowly() -> None:
         kind = "optimizer.exp_avg_sq"
         return {("k.weight", kind): torch.full((64, 64), of_weight), ("k.bias", kind): torch.full((64,), 1e-20)}
 
-    assert told_in(SecondMoment(), [moments(1e-8)] * 20) == []
-    assert told_in(SecondMoment(), [moments(1e-13)] * 20) == [(19, "second-moment")]
+    assert told_in(second_moment, [moments(1e-8)] * 20) == []
+    assert told_in(second_moment, [moments(1e-13)] * 20) == [(19, "second-moment")]
 
 
 def test_a_logarithm_of_0_in_an_output_is_looked_for_there_where_the_loss_is_infinite() -> None:

@@ -14,7 +14,7 @@ from torch import nn
 
 import hookstats
 from hookstats import Site, Snapshot
-from hookstats.rules import Finding, Judge, NonFinite, Step, defaults, judge, rule_from_json, rule_to_json
+from hookstats.rules import Finding, Judge, NonFinite, Step, book, defaults, judge, rule_from_json, rule_to_json
 from tests.conftest import ROOT
 from tests.models import small_cnn
 
@@ -242,15 +242,15 @@ def rows_of_the_page() -> dict[str, list[str]]:
 
 
 def test_the_page_lists_every_default_rule_with_its_arguments_and_sources() -> None:
-    rows = rows_of_the_page()
-    assert list(rows) == [type(rule).__name__ for rule in defaults()]
-    for rule in defaults():
-        _, arguments, sources = rows[type(rule).__name__]
+    rows, pages = rows_of_the_page(), book.pages()
+    assert list(rows) == [page.of for page in pages]
+    for rule, page in zip(defaults(), pages, strict=True):
+        _, arguments, sources = rows[page.of]
         said = rule_to_json(rule)["arguments"]
         assert arguments == ", ".join(f"`{name}={json.dumps(value)}`" for name, value in said.items())
-        docstring = " ".join((type(rule).__doc__ or "").split())
+        prose = " ".join(page.paragraphs)
         for name in said:
-            assert f"``{name}``" in docstring, name
+            assert f"`{name}`" in prose, name
         for source in sources.split("; "):
-            assert source in ("-", "ours") or source in docstring, source
-        assert bool(re.search(r"\b[Oo]urs\b", docstring)) or "ours" not in sources
+            assert source in ("-", "ours") or source in prose, source
+        assert bool(re.search(r"\b[Oo]urs\b", prose)) or "ours" not in sources
