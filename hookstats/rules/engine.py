@@ -106,6 +106,7 @@ class Rule:
     of: tuple[str, ...] = ()
     per_site: bool = True
     has_memory: bool = False
+    is_function: bool = True  # made by `rule`, so that it keeps nothing but its memory
 
     def __call__(self, **arguments: Any) -> Rule:
         """The same rule with other thresholds. ValueError for what is no number of the default's type."""

@@ -99,7 +99,7 @@ class Streak:
 
     def __init__(self, consecutive_steps: int = 1) -> None:
         self._consecutive_steps = consecutive_steps
-        self._goes_on = False  # whether any is longer than 0
+        self.goes_on = False  # whether any is longer than 0
         self.lengths = np.empty(0, np.int64)
         self.since = np.empty(0, np.int64)
 
@@ -111,14 +111,14 @@ class Streak:
         new = len(ill) - len(self.lengths)
         if new > 0:
             self.lengths, self.since = extended(self.lengths, len(ill), 0), extended(self.since, len(ill), number)
-        if not self._goes_on and not ill.any():
+        if not self.goes_on and not ill.any():
             return ill
         lengths = self.lengths
         after = np.where(ill, lengths + 1, 0)
         self.lengths = after if judged is None else np.where(judged, after, lengths)
         begins = (self.lengths == 1) & (lengths == 0)
         self.since = np.where(begins, number, self.since)
-        self._goes_on = bool(self.lengths.any())
+        self.goes_on = bool(self.lengths.any())
         return ill & (self.lengths >= (self._consecutive_steps if steps is None else steps))
 
     def push_one(self, number: int, ill: bool) -> bool:

@@ -12,28 +12,28 @@ import numpy as np
 from hookstats.numbers.blocks import Drained
 from hookstats.numbers.fields import Site
 from hookstats.numbers.snapshot import Snapshot
-from hookstats.rules.activations import DeadChannels, SaturatedChannels
+from hookstats.rules.activations import dead_channels, saturated_channels
 from hookstats.rules.answers import InitialLoss, NoProgress, ProbabilitiesAsLogits
 from hookstats.rules.arriving import GrowingGradients, MissingGradients
 from hookstats.rules.attention import attention_entropy, attention_logits, attention_sink
 from hookstats.rules.engine import Rule, Verdict
-from hookstats.rules.experts import DeadExperts, ExpertLoad
+from hookstats.rules.experts import dead_experts, expert_load
 from hookstats.rules.finding import SEVERITIES, Finding
-from hookstats.rules.gradients import ExplodingGradients, VanishingGradients
+from hookstats.rules.gradients import exploding_gradients, vanishing_gradients
 from hookstats.rules.inputs import ConstantInput, InputShift, UnscaledInput
-from hookstats.rules.laws import BiasGradient, ReducedGradient, ReplicaDrift
+from hookstats.rules.laws import bias_gradient, reduced_gradient, replica_drift
 from hookstats.rules.learning import LostUpdates, ShrinkingWeights, UnchangedParameters
 from hookstats.rules.memory import Memory, from_state, to_state
 from hookstats.rules.moments import second_moment
 from hookstats.rules.nonfinite import NonFinite
 from hookstats.rules.outliers import massive_activations, outlier_channels
-from hookstats.rules.precision import LowPrecisionFit
-from hookstats.rules.residual import ResidualDrift
+from hookstats.rules.precision import low_precision_fit
+from hookstats.rules.residual import residual_drift
 from hookstats.rules.samples import named
 from hookstats.rules.spikes import GradientNormSpike, LossSpike
 from hookstats.rules.step import Sites, Step
 from hookstats.rules.story import Plot
-from hookstats.rules.updates import UpdateRatio
+from hookstats.rules.updates import update_ratio
 
 Function: TypeAlias = Callable[[Step], Verdict]  # one's own rule, without thresholds
 
@@ -45,13 +45,13 @@ def defaults() -> list[Rule | Function]:
     """The rules that judge where none are named, each as it is without arguments."""
     return [
         NonFinite(),
-        ReplicaDrift(),
+        replica_drift,
         InputShift(),
         ConstantInput(),
         UnscaledInput(),
         GrowingGradients(),
-        BiasGradient(),
-        ReducedGradient(),
+        bias_gradient,
+        reduced_gradient,
         UnchangedParameters(),
         LostUpdates(),
         ShrinkingWeights(),
@@ -60,21 +60,21 @@ def defaults() -> list[Rule | Function]:
         InitialLoss(),
         LossSpike(),
         GradientNormSpike(),
-        ExplodingGradients(),
-        VanishingGradients(),
-        DeadChannels(),
-        SaturatedChannels(),
+        exploding_gradients,
+        vanishing_gradients,
+        dead_channels,
+        saturated_channels,
         massive_activations,
         outlier_channels,
-        LowPrecisionFit(),
-        UpdateRatio(),
+        low_precision_fit,
+        update_ratio,
         second_moment,
         attention_logits,
         attention_entropy,
         attention_sink,
-        ExpertLoad(),
-        DeadExperts(),
-        ResidualDrift(),
+        expert_load,
+        dead_experts,
+        residual_drift,
         NoProgress(),
     ]
 
@@ -250,23 +250,26 @@ class Judge:
             "story": self._plot.state(),
         }
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: Mapping[str, Any]) -> bool:
         """Goes on where a judge was when `state` was taken; before the first step. ValueError for anything else.
 
-        Rules that were not there, or had other thresholds, begin with nothing.
+        False: some rules were not there, had other thresholds, or keep things by themselves: they begin with nothing.
         """
         try:
             self._sites.ids([Site(*site) for site in state["sites"]])
             self._failed = list(state["failed"])
             self._rulings = [each for each in self._rulings if each.rule.name not in self._failed]
             known = {(each["name"], str(each["arguments"])): each for each in state["rules"]}
+            is_whole = True
             for ruling in self._rulings:
                 own = known.get((ruling.rule.name, str(to_state(dict(ruling.rule.arguments)))))
+                is_whole &= own is not None and ruling.rule.is_function
                 if own is not None:
                     ruling.restore(own)
             self._plot.restore(state["story"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"expected what `Judge.state` gave, got {state!r:.200}: {error!r}") from error
+        return is_whole
 
 
 def judge(
@@ -287,4 +290,4 @@ def _as_rule(rule: str | Rule | Function) -> Rule:
         raise TypeError(f'rules: expected rules, functions or "module:function"; got {rule!r}')
     name = getattr(rule, "__qualname__", type(rule).__qualname__)
     own: Any = dataclasses.replace(rule) if dataclasses.is_dataclass(rule) else rule  # type: ignore[type-var]
-    return Rule(name, own, per_site=getattr(rule, "per_site", True))
+    return Rule(name, own, per_site=getattr(rule, "per_site", True), is_function=False)

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from hookstats.rules import (
-    DeadExperts,
-    ExpertLoad,
     Finding,
     attention_entropy,
     attention_logits,
     attention_sink,
+    dead_experts,
+    expert_load,
     judge,
     second_moment,
 )
@@ -113,19 +113,19 @@ def load(*tokens: float) -> dict[tuple[str, str], torch.Tensor]:
 
 def test_an_expert_without_tokens_for_long_is_dead() -> None:
     idle = load(40, 40, 0, 40)
-    assert told(DeadExperts(), [idle] * 49 + [load(40, 40, 1, 40)] + [idle] * 49) == []
-    assert told(DeadExperts(), [idle] * 50) == [(49, "dead-experts")]
+    assert told(dead_experts, [idle] * 49 + [load(40, 40, 1, 40)] + [idle] * 49) == []
+    assert told(dead_experts, [idle] * 50) == [(49, "dead-experts")]
     lost = load(*[float("nan")] * 4)  # as what failed in a graph: it ran, and has no values
-    assert told(DeadExperts(), [idle] * 49 + [lost] + [idle]) == [(50, "dead-experts")]
-    assert told(DeadExperts(), [load(1, 1, 0, 1)] * 60) == []
-    assert told(DeadExperts(), [load(400, 0, 0, 0)] * 60) == []  # of which expert-load tells
+    assert told(dead_experts, [idle] * 49 + [lost] + [idle]) == [(50, "dead-experts")]
+    assert told(dead_experts, [load(1, 1, 0, 1)] * 60) == []
+    assert told(dead_experts, [load(400, 0, 0, 0)] * 60) == []  # of which expert-load tells
 
 
 def test_a_router_that_has_collapsed_is_told_by_its_own_load() -> None:
-    assert told(ExpertLoad(), [load(98, 1, 1, 0, 0, 0, 0, 0)] * 10) == [(9, "expert-load")]
-    assert told(ExpertLoad(), [load(40, 5, 5, 5, 5, 5, 5, 0)] * 20) == []
+    assert told(expert_load, [load(98, 1, 1, 0, 0, 0, 0, 0)] * 10) == [(9, "expert-load")]
+    assert told(expert_load, [load(40, 5, 5, 5, 5, 5, 5, 0)] * 20) == []
     turns = [load(*np.roll([98, 1, 1, 0, 0, 0, 0, 0], turn).tolist()) for turn in range(30)]
-    assert told(ExpertLoad(), turns) == []
+    assert told(expert_load, turns) == []
 
 
 def test_a_mixture_whose_router_collapses() -> None:

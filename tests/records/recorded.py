@@ -16,6 +16,7 @@ import numpy as np
 
 from hookstats.numbers.blocks import COUNTERS, Drained, Layout, Part, Row
 from hookstats.numbers.fields import FIELDS, ExponentBins, Site, Skipped, histogram_shape
+from hookstats.rules import Finding, Memory, Step, rule
 
 ROOT = Path(__file__).parents[2]  # tests.conftest imports torch
 SITES = 40
@@ -84,6 +85,13 @@ def drained(step: int) -> Drained:
     if step % 6 == 0:
         made.skipped = {Site("layers.0", "output"): Skipped("a reason", 3 if step % 12 == 0 else None)}
     return made
+
+
+@rule()
+def counting(step: Step, memory: Memory) -> list[Finding]:
+    """Say of each step how many came before it."""
+    memory["steps"] = memory.get("steps", 0) + 1
+    return [step.finding(f"counting-{step.number}", None, memory["steps"], 0.0, "note", "")]
 
 
 def each(step: Any) -> list[Any]:

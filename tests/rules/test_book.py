@@ -33,7 +33,7 @@ def test_the_command_prints_a_page_or_all_names(capsys: pytest.CaptureFixture[st
     printed = capsys.readouterr().out
     assert printed.startswith("dead-channels: A ReLU whose channels are 0 nearly always")
     assert "\n\nWhat to do: lower the learning rate" in printed
-    assert "\n\nhookstats.rules.DeadChannels(active=0.01, share=0.5" in printed
+    assert "\n\nhookstats.rules.dead_channels(active=0.01, share=0.5" in printed
     assert all(len(line) <= 100 for line in printed.splitlines())
     assert main(["rule"]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith(" ")]
