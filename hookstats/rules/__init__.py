@@ -4,25 +4,25 @@ findings = hookstats.rules.judge(snapshots)
 """
 
 from hookstats.rules.activations import dead_channels, saturated_channels
-from hookstats.rules.answers import InitialLoss, NoProgress, ProbabilitiesAsLogits
-from hookstats.rules.arriving import GrowingGradients, MissingGradients
+from hookstats.rules.answers import initial_loss, no_progress, probabilities_as_logits
+from hookstats.rules.arriving import growing_gradients, missing_gradients
 from hookstats.rules.attention import attention_entropy, attention_logits, attention_sink
 from hookstats.rules.blocks import BLOCK_FORMATS, BlockFit
 from hookstats.rules.engine import Ill, Rule, rule
 from hookstats.rules.experts import dead_experts, expert_load
 from hookstats.rules.finding import SEVERITIES, Cause, Finding
 from hookstats.rules.gradients import exploding_gradients, vanishing_gradients
-from hookstats.rules.inputs import ConstantInput, InputShift, UnscaledInput
+from hookstats.rules.inputs import constant_input, input_shift, unscaled_input
 from hookstats.rules.judging import Function, Judge, defaults, is_ours, judge, rule_from_json, rule_to_json
 from hookstats.rules.laws import bias_gradient, reduced_gradient, replica_drift
-from hookstats.rules.learning import LostUpdates, ShrinkingWeights, UnchangedParameters
+from hookstats.rules.learning import lost_updates, shrinking_weights, unchanged_parameters
 from hookstats.rules.memory import Memory
 from hookstats.rules.moments import second_moment
-from hookstats.rules.nonfinite import NonFinite
+from hookstats.rules.nonfinite import nonfinite
 from hookstats.rules.outliers import massive_activations, outlier_channels
 from hookstats.rules.precision import Fit, fit, low_precision_fit
 from hookstats.rules.residual import residual_drift
-from hookstats.rules.spikes import GradientNormSpike, LossSpike
+from hookstats.rules.spikes import gradient_norm_spike, loss_spike
 from hookstats.rules.step import Step
 from hookstats.rules.story import Chapter, head, story
 from hookstats.rules.updates import update_ratio
@@ -33,28 +33,28 @@ __all__ = [
     "BlockFit",
     "Cause",
     "Chapter",
-    "ConstantInput",
+    "constant_input",
     "Finding",
     "Fit",
     "Function",
-    "GradientNormSpike",
-    "GrowingGradients",
+    "gradient_norm_spike",
+    "growing_gradients",
     "Ill",
-    "InitialLoss",
-    "InputShift",
+    "initial_loss",
+    "input_shift",
     "Judge",
-    "LossSpike",
-    "LostUpdates",
+    "loss_spike",
+    "lost_updates",
     "Memory",
-    "MissingGradients",
-    "NoProgress",
-    "NonFinite",
-    "ProbabilitiesAsLogits",
+    "missing_gradients",
+    "no_progress",
+    "nonfinite",
+    "probabilities_as_logits",
     "Rule",
-    "ShrinkingWeights",
+    "shrinking_weights",
     "Step",
-    "UnchangedParameters",
-    "UnscaledInput",
+    "unchanged_parameters",
+    "unscaled_input",
     "attention_entropy",
     "attention_logits",
     "attention_sink",

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from hookstats.rules.engine import Rule
 from hookstats.rules.judging import defaults, rule_to_json
 
-_ONE_WORD = {"NonFinite": "nonfinite"}  # of the names of findings, all others are those of their classes
+_ONE_WORD = {"nonfinite": "nonfinite"}  # of the names of findings, all others are those of their classes
 
 
 class Page(NamedTuple):

@@ -13,26 +13,29 @@ from hookstats.numbers.blocks import Drained
 from hookstats.numbers.fields import Site
 from hookstats.numbers.snapshot import Snapshot
 from hookstats.rules.activations import dead_channels, saturated_channels
-from hookstats.rules.answers import InitialLoss, NoProgress, ProbabilitiesAsLogits
-from hookstats.rules.arriving import GrowingGradients, MissingGradients
+from hookstats.rules.answers import initial_loss, no_progress, probabilities_as_logits
+from hookstats.rules.arriving import growing_gradients, missing_gradients
 from hookstats.rules.attention import attention_entropy, attention_logits, attention_sink
+from hookstats.rules.clipping import clipped_gradients
+from hookstats.rules.collapse import constant_output, equal_channels, silent_rows
 from hookstats.rules.engine import Rule, Verdict
 from hookstats.rules.experts import dead_experts, expert_load
 from hookstats.rules.finding import SEVERITIES, Finding
 from hookstats.rules.gradients import exploding_gradients, vanishing_gradients
-from hookstats.rules.inputs import ConstantInput, InputShift, UnscaledInput
+from hookstats.rules.inputs import constant_input, input_shift, unscaled_input
 from hookstats.rules.laws import bias_gradient, reduced_gradient, replica_drift
-from hookstats.rules.learning import LostUpdates, ShrinkingWeights, UnchangedParameters
+from hookstats.rules.learning import lost_updates, shrinking_weights, unchanged_parameters
 from hookstats.rules.memory import Memory, from_state, to_state
 from hookstats.rules.moments import second_moment
-from hookstats.rules.nonfinite import NonFinite
+from hookstats.rules.nonfinite import nonfinite
 from hookstats.rules.outliers import massive_activations, outlier_channels
 from hookstats.rules.precision import low_precision_fit
 from hookstats.rules.residual import residual_drift
 from hookstats.rules.samples import named
-from hookstats.rules.spikes import GradientNormSpike, LossSpike
+from hookstats.rules.spikes import gradient_norm_spike, loss_spike
 from hookstats.rules.step import Sites, Step
 from hookstats.rules.story import Plot
+from hookstats.rules.targets import broadcast_target, nll_of_logits, sorted_data
 from hookstats.rules.updates import update_ratio
 
 Function: TypeAlias = Callable[[Step], Verdict]  # one's own rule, without thresholds
@@ -44,22 +47,26 @@ _GROWN = 10.0  # how much worse it must have become to be reported again
 def defaults() -> list[Rule | Function]:
     """The rules that judge where none are named, each as it is without arguments."""
     return [
-        NonFinite(),
+        nonfinite,
         replica_drift,
-        InputShift(),
-        ConstantInput(),
-        UnscaledInput(),
-        GrowingGradients(),
+        input_shift,
+        constant_input,
+        unscaled_input,
+        broadcast_target,
+        nll_of_logits,
+        sorted_data,
+        equal_channels,
+        growing_gradients,
         bias_gradient,
         reduced_gradient,
-        UnchangedParameters(),
-        LostUpdates(),
-        ShrinkingWeights(),
-        MissingGradients(),
-        ProbabilitiesAsLogits(),
-        InitialLoss(),
-        LossSpike(),
-        GradientNormSpike(),
+        unchanged_parameters,
+        lost_updates,
+        shrinking_weights,
+        missing_gradients,
+        probabilities_as_logits,
+        initial_loss,
+        loss_spike,
+        gradient_norm_spike,
         exploding_gradients,
         vanishing_gradients,
         dead_channels,
@@ -75,7 +82,10 @@ def defaults() -> list[Rule | Function]:
         expert_load,
         dead_experts,
         residual_drift,
-        NoProgress(),
+        silent_rows,
+        clipped_gradients,
+        constant_output,
+        no_progress,
     ]
 
 

@@ -14,7 +14,7 @@ import hookstats
 from hookstats import ExponentBins, Site, Snapshot
 from hookstats.numbers.columns import Columns
 from hookstats.rules import (
-    NonFinite,
+    nonfinite,
     dead_channels,
     expert_load,
     exploding_gradients,
@@ -77,10 +77,10 @@ def test_zeros_that_no_gradient_comes_back_to_are_a_mask_where_others_get_theirs
 def test_minus_infinity_in_an_input_from_the_first_step_on_is_a_mask_of_attention() -> None:
     scores = torch.zeros(4, 4).masked_fill(torch.ones(4, 4).triu(1).bool(), -math.inf)
     given = {("attention", "input.attn_mask"): scores, ("attention", "output"): torch.ones(4, 4)}
-    assert told(NonFinite(), [given] * 3) == []
-    assert told(NonFinite(), [given, given | {("attention", "input.attn_mask"): -scores}]) == [(1, "nonfinite")]
+    assert told(nonfinite, [given] * 3) == []
+    assert told(nonfinite, [given, given | {("attention", "input.attn_mask"): -scores}]) == [(1, "nonfinite")]
     finite = given | {("attention", "input.attn_mask"): torch.ones(4, 4)}
-    assert told(NonFinite(), [finite, given]) == [(1, "nonfinite")]
+    assert told(nonfinite, [finite, given]) == [(1, "nonfinite")]
 
 
 def test_of_dead_outputs_that_follow_each_other_the_first_is_told() -> None:
