@@ -62,7 +62,7 @@ class Ill:
         if self.steps:
             streak = memory.streak(self.key)
             where, since = streak.push(step.number, where, self.judged, self.steps), streak.since
-        if not where.any():
+        if not np.count_nonzero(where):
             return []
         if not isinstance(self.where, np.ndarray):
             return [self._finding(name, step, self.site, self.site, since, 0)]

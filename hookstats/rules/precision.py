@@ -178,63 +178,69 @@ def low_precision_fit(
     if not ids.size and not step.has_histograms:
         return None
     memory["turn"] = (turn + 1) % turns
-    fits = {name: _fits(values, format) for name, format in FORMATS.items()}
-    losing = np.where(gradients[ids], fits["float8_e5m2"].scaled_underflow, fits["float8_e4m3fn"].scaled_underflow)
-    overflows = outputs[ids] & (fits["float16"].most_overflow > 0)
-    enough = values.below[:, -1] >= 1000
+    is_gradient, enough = gradients[ids], values.below[:, -1] >= 1000
+    losing = _scaled_underflow(values, is_gradient)
+    overflows = outputs[ids] & (values.abs_max > FORMATS["float16"].largest)
     ill, judged = np.zeros(n, bool), np.zeros(n, bool)
     ill[ids], judged[ids] = enough & ((losing > lost) | overflows), enough
     shares, reached = memory.of_sites("shares", 0.0), memory.of_sites("reached", 0.0)
     shares[ids] = np.where(losing > lost, losing, 0.0)  # that are lost; and the largest values of those that overflow
-    reached[ids] = np.where(overflows, step.totals.abs_max[ids], 0.0)
-    texts = memory.setdefault("texts", {})
-    for place in np.flatnonzero(ill[ids]).tolist():
-        each_format = (
-            f"{percent(each.scaled_underflow[place])} in {name} (scale 2^{each.exponent[place]})"
-            for name, each in fits.items()
-        )
-        texts[int(ids[place])] = f"{', '.join(each_format)}."
-    for site, text in _with_blocks(step, ill & judged).items():
-        texts[site] += text
+    reached[ids] = np.where(overflows, values.abs_max, 0.0)
+    if np.count_nonzero(ill):
+        texts = memory.setdefault("texts", {})
+        fits = {name: _fits(values, format) for name, format in FORMATS.items()}
+        for place in np.flatnonzero(ill[ids]).tolist():
+            each_format = (
+                f"{percent(each.scaled_underflow[place])} in {name} (scale 2^{each.exponent[place]})"
+                for name, each in fits.items()
+            )
+            texts[int(ids[place])] = f"{', '.join(each_format)}."
+        for site, text in _with_blocks(step, ill).items():
+            texts[site] += text
     streak = memory.streak()
     streak.push(step.number, ill, judged)
     if memory["turn"] or not streak.goes_on:
         return []
-    lasting = (streak.lengths >= consecutive_steps) & (step.calls > 0)
-    kinds = [(kind.several, shares, lost, _losing) for kind in KINDS.values()]
-    of_kinds = [lasting & (shares > 0) & step.is_kind(kind) for kind in KINDS]
+    lasting, texts = (streak.lengths >= consecutive_steps) & (step.calls > 0), memory["texts"]
+    told = [(kind.several, lasting & (shares > 0) & step.is_kind(name), shares, lost) for name, kind in KINDS.items()]
     found = list[Finding]()
-    for (several, numbers, threshold, say), chosen in [
-        *zip(kinds, of_kinds, strict=True),
-        (("outputs", reached, 65504.0, _overflowing), lasting & (reached > 0)),
-    ]:
+    for several, chosen, numbers, threshold in [*told, ("outputs", lasting & (reached > 0), reached, 65504.0)]:
         sites = step.in_order(chosen)
         if sites:  # one finding, at the site that is worst
             worst = max(sites, key=lambda site: numbers[site])
             listed = [worst, *(site for site in sites if site != worst)]
-            sentence, since = say(step, listed, several, numbers[worst], texts), streak.since[listed].min()
-            found.append(
-                step.finding(
-                    "low-precision-fit", worst, numbers[worst], threshold, "note", sentence, since=since, sites=listed
-                )
-            )
+            where, since = tensor_of(step.sites[worst]), streak.since[listed].min()
+            say = _overflowing if numbers is reached else _losing
+            sentence = say(where, len(sites), several, numbers[worst], texts[worst])
+            numbers_of = numbers[worst], threshold, "note", sentence
+            found.append(step.finding("low-precision-fit", worst, *numbers_of, since=since, sites=listed))
     return found
 
 
-def _losing(step: Step, sites: list[int], several: str, share: float, texts: dict[int, str]) -> str:
+def _scaled_underflow(values: _Magnitudes, is_gradient: Mask) -> Array:
+    """``[k]``: the share that becomes 0 at the best scale, of gradients in float8_e5m2, of others in float8_e4m3fn."""
+    both = [FORMATS["float8_e4m3fn"], FORMATS["float8_e5m2"]]
+    most, top = np.frexp([each.largest for each in both])
+    tiniest = np.array([each.tiniest for each in both])
+    mantissa, exponent = np.frexp(values.abs_max)
+    which = is_gradient.astype(np.int64)
+    best = top[which] - exponent - (mantissa > most[which])
+    return values.up_to(tiniest[which] - 2 - best)
+
+
+def _losing(where: str, sites: int, several: str, share: float, text: str) -> str:
     return (
-        f"cast to a lower precision at its best scale, {tensor_of(step.sites[sites[0]])} would lose to 0 of its "
-        f"values: {texts[sites[0]]}{_of_others(len(sites) - 1, several)} Leave "
-        f"{'this layer' if len(sites) == 1 else 'these layers'} out where you quantise, or give "
-        f"{'it' if len(sites) == 1 else 'them'} a scale per channel or block."
+        f"cast to a lower precision at its best scale, {where} would lose to 0 of its values: {text}"
+        f"{_of_others(sites - 1, several)} Leave {'this layer' if sites == 1 else 'these layers'} out where you "
+        f"quantise, or give {'it' if sites == 1 else 'them'} a scale per channel or block."
     )
 
 
-def _overflowing(step: Step, sites: list[int], several: str, reached: float, texts: dict[int, str]) -> str:
+def _overflowing(where: str, sites: int, several: str, reached: float, text: str) -> str:
     return (
-        f"{tensor_of(step.sites[sites[0]])} reaches {reached:.3g}, beyond float16's 65504: in float16 it would be "
-        f"infinite.{_of_others(len(sites) - 1, several)} Keep "
-        f"{'this layer' if len(sites) == 1 else 'these layers'} in bfloat16 or float32."
+        f"{where} reaches {reached:.3g}, beyond float16's 65504: in float16 it would be infinite."
+        f"{_of_others(sites - 1, several)} Keep {'this layer' if sites == 1 else 'these layers'} in bfloat16 or "
+        "float32."
     )
 
 

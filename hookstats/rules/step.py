@@ -113,6 +113,7 @@ class Step:
         self._is_aligned = len(self._ids) == len(sites.all) and bool((self._ids == np.arange(len(sites.all))).all())
         self._masks: dict[tuple[str, bool], Mask] = {}
         self._ordered: dict[str, list[int]] = {}
+        self._has: dict[str, bool] = {}
 
     def is_kind(self, kind: str) -> Mask:
         """``[n]``: whether a site's tensor is an "output", a "grad_output", a "param", ..., see attach."""
@@ -135,10 +136,13 @@ class Step:
 
     def has_any(self, kinds: Iterable[str]) -> bool:
         """Whether a site of one of these kinds fired in this step."""
-        return any(self._has(kind) for kind in kinds)
-
-    def _has(self, kind: str) -> bool:
-        return bool(self.fired(kind).any())
+        for kind in kinds:
+            found = self._has.get(kind)
+            if found is None:
+                found = self._has[kind] = bool(np.count_nonzero(self.fired(kind)))
+            if found:
+                return True
+        return False
 
     def ordered(self, kind: str) -> list[int]:
         """The ids of the sites of a kind with finite values in this step, in order of execution."""

@@ -123,8 +123,8 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 230 steps, of which a rule counts all."""
     directory = tmp_path_factory.mktemp("counted") / "run"
     recording = begun(directory, rules=COUNTING)
-    for begin in range(0, 230, 23):
-        take(recording, range(begin, begin + 23))
+    for begin in range(0, 230, 10):
+        take(recording, range(begin, begin + 10))
         recording.wait(60)
     recording.close()
     return directory
