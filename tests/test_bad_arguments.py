@@ -65,7 +65,7 @@ def test_a_wrong_argument_of_a_recording_is_told(tmp_path: Path) -> None:
             refused(lambda: hookstats.record(tmp_path, **{argument: bad}))  # noqa: B023
 
 
-@pytest.mark.parametrize("judging", [each for each in hookstats.rules.defaults() if isinstance(each, Rule)], ids=repr)
+@pytest.mark.parametrize("judging", hookstats.rules.defaults(), ids=repr)
 def test_a_wrong_threshold_or_window_of_a_rule_is_told(judging: Rule) -> None:
     for name, default in judging.arguments.items():
         for bad in BAD:

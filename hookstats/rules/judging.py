@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from typing import Any, NamedTuple, TypeAlias
@@ -44,7 +43,7 @@ _ENDED = 20  # verdicts of a rule without a problem, after which it has ended
 _GROWN = 10.0  # how much worse it must have become to be reported again
 
 
-def defaults() -> list[Rule | Function]:
+def defaults() -> list[Rule]:
     """The rules that judge where none are named, each as it is without arguments."""
     return [
         nonfinite,
@@ -95,10 +94,7 @@ def rule_to_json(rule: str | Rule | Function) -> dict[str, Any]:
         return {"rule": rule, "arguments": {}}
     if isinstance(rule, Rule):
         return {"rule": f"{rule.function.__module__}:{rule.function.__qualname__}", "arguments": dict(rule.arguments)}
-    if not dataclasses.is_dataclass(rule) or isinstance(rule, type):
-        raise TypeError(f'rules: expected one of hookstats.rules, or "module:function"; got {rule!r}')
-    arguments = {each.name: getattr(rule, each.name) for each in dataclasses.fields(rule) if each.init}
-    return {"rule": f"{type(rule).__module__}:{type(rule).__qualname__}", "arguments": arguments}
+    raise TypeError(f'rules: expected one of hookstats.rules, or "module:function"; got {rule!r}')
 
 
 def rule_from_json(d: Mapping[str, Any]) -> Rule | Function:
@@ -110,10 +106,9 @@ def rule_from_json(d: Mapping[str, Any]) -> Rule | Function:
         found = getattr(import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"rules: expected a function at {d['rule']!r}: {error}") from error
-    is_rule = isinstance(found, Rule) and (not is_ours(d) or found.function.__module__ == module)
-    if is_rule or (is_ours(d) and isinstance(found, type) and dataclasses.is_dataclass(found)):
+    if isinstance(found, Rule) and (not is_ours(d) or found.function.__module__ == module):
         try:
-            return found(**d["arguments"])  # type: ignore[no-any-return]
+            return found(**d["arguments"])
         except TypeError as error:
             raise ValueError(
                 f"rules: expected arguments of {d['rule']!r}, got {d['arguments']!r:.200}: {error}"
@@ -299,5 +294,4 @@ def _as_rule(rule: str | Rule | Function) -> Rule:
     if isinstance(rule, type) or not callable(rule):
         raise TypeError(f'rules: expected rules, functions or "module:function"; got {rule!r}')
     name = getattr(rule, "__qualname__", type(rule).__qualname__)
-    own: Any = dataclasses.replace(rule) if dataclasses.is_dataclass(rule) else rule  # type: ignore[type-var]
-    return Rule(name, own, per_site=getattr(rule, "per_site", True), is_function=False)
+    return Rule(name, rule, per_site=getattr(rule, "per_site", True), is_function=False)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hookstats import Site, Snapshot
-from hookstats.rules import Finding, Ill, Judge, Memory, Rule, Step, defaults, judge, rule, rule_from_json, rule_to_json
+from hookstats.rules import Finding, Ill, Judge, Memory, Step, judge, rule, rule_from_json, rule_to_json
 from hookstats.rules.history import Course, Window
 from hookstats.rules.memory import from_state, to_state
 from tests.cluster import drifting
@@ -143,10 +143,9 @@ def judged_in_pieces(snapshots: list[Snapshot], rules: list[Any] | None = None) 
 )
 def test_a_judge_that_is_stopped_at_any_step_and_restored_finds_the_same(make: Any) -> None:
     snapshots = make()
-    rules = [each for each in defaults() if isinstance(each, Rule)]
-    expected = judge(snapshots, rules)
+    expected = judge(snapshots)
     assert expected
-    assert judged_in_pieces(snapshots, rules) == expected
+    assert judged_in_pieces(snapshots) == expected
 
 
 def test_a_rule_that_failed_and_one_with_other_thresholds_are_not_restored() -> None:

@@ -14,12 +14,12 @@ import hookstats
 from hookstats import ExponentBins, Site, Snapshot
 from hookstats.numbers.columns import Columns
 from hookstats.rules import (
-    nonfinite,
     dead_channels,
     expert_load,
     exploding_gradients,
     judge,
     massive_activations,
+    nonfinite,
     outlier_channels,
     residual_drift,
     saturated_channels,

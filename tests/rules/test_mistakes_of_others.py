@@ -11,14 +11,14 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from hookstats.rules import (
-    constant_input,
     Finding,
+    constant_input,
     input_shift,
+    judge,
     loss_spike,
     nonfinite,
-    unscaled_input,
-    judge,
     second_moment,
+    unscaled_input,
 )
 from tests.rules.test_guards import step_of
 from tests.rules.test_guards import told as told_in

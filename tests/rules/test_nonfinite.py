@@ -12,7 +12,7 @@ from torch import nn
 
 import hookstats
 from hookstats import Site, Snapshot
-from hookstats.rules import Finding, nonfinite, judge
+from hookstats.rules import Finding, judge, nonfinite
 from tests.models import THREE_KINDS
 from tests.rules.fleet.training import thinned
 from tests.rules.test_guards import step_of

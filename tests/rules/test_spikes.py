@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hookstats import Snapshot
-from hookstats.rules import Finding, gradient_norm_spike, loss_spike, judge
+from hookstats.rules import Finding, gradient_norm_spike, judge, loss_spike
 from hookstats.rules.history import Course
 from tests.rules.test_guards import step_of
 

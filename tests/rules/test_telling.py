@@ -14,7 +14,7 @@ from torch import nn
 
 import hookstats
 from hookstats import Site, Snapshot
-from hookstats.rules import Finding, Judge, nonfinite, Step, book, defaults, judge, rule_from_json, rule_to_json
+from hookstats.rules import Finding, Judge, Step, book, defaults, judge, nonfinite, rule_from_json, rule_to_json
 from tests.conftest import ROOT
 from tests.models import small_cnn
 
