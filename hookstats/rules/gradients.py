@@ -50,10 +50,27 @@ def _depth(step: Step) -> _Depth | None:
     if len(backward) < _SHORTEST:
         return None
     norms, third = step.totals.l2_norm[backward], len(backward) // 3
+    if _are_side_by_side(step, backward, norms):
+        return None
     ends, thirds = norms[[0, -1]], (middle(norms[:third]), middle(norms[-third:]))
     if min(ends[0], thirds[0]) <= 0:
         return None
     return _Depth(float(ends[1] / ends[0]), float(thirds[1] / thirds[0]), backward[0], backward[-1])
+
+
+def _are_side_by_side(step: Step, backward: list[int], norms: Array) -> bool:
+    """Whether the norms change between large parts of the model, and hardly within any: an actor and its critic, each
+    with a loss of its own, are no chain."""
+    if not norms.all() or not 100 < max(norms[0] / norms[-1], norms[-1] / norms[0]):
+        return False  # not judged as one
+    parts = [step.sites[site].name.partition(".")[0] for site in backward]
+    borders = [i for i in range(1, len(parts)) if parts[i] != parts[i - 1]]
+    sizes = np.diff([0, *borders, len(parts)])
+    if not borders or len(borders) > 3 or sizes.min() < _SHORTEST // 2:
+        return False
+    steps = np.log(norms[1:] / norms[:-1])
+    between = float(steps[[i - 1 for i in borders]].sum())
+    return abs(between) > 2 * abs(float(steps.sum()) - between)
 
 
 def _measured(step: Step) -> Mask:

@@ -25,6 +25,7 @@ _DEPTH = {
     "low-precision-fit": 7, "massive-activations": 7,
 }  # fmt: skip
 _FORWARD = 3
+_REASSURES = re.compile(r"[Nn]othing (needs to be|is|is to be) (done|wrong)")
 _NEVER_CAUSES = {"no-progress", "low-precision-fit", "massive-activations", "unscaled-input"}
 _STANDING = 20  # measured steps, for which a problem that is not seen any more still explains what begins
 _KNOWN = 200  # measured steps, for which it is remembered: what began then may be certain much later
@@ -182,7 +183,19 @@ def story(findings: Iterable[Finding]) -> list[Chapter]:
             chapters.setdefault((each.attempt, each.rank, each.as_cause), Chapter(each))
         else:
             chapter.effects.append(each)
-    return sorted(_adopted(list(chapters.values())), key=lambda each: (-_gravity(each), each.finding.step))
+    told = [_as_grave(chapter) for chapter in _adopted(list(chapters.values()))]
+    return sorted(told, key=lambda each: (-_gravity(each), each.finding.step))
+
+
+def _as_grave(chapter: Chapter) -> Chapter:
+    """A chapter whose beginning is as grave as what followed from it, and does not say that nothing is wrong."""
+    finding, rank = chapter.finding, SEVERITIES.index
+    worst = max(chapter.effects, key=lambda each: rank(each.severity), default=finding)
+    if rank(worst.severity) <= rank(finding.severity):
+        return chapter
+    sentences = [each for each in re.split(r"(?<=\.) ", finding.sentence) if not _REASSURES.search(each)]
+    sentences.append(f"What followed is {worst.severity}: {worst.rule} in step {worst.step}.")
+    return Chapter(replace(finding, severity=worst.severity, sentence=" ".join(sentences)), chapter.effects)
 
 
 def _adopted(chapters: list[Chapter]) -> list[Chapter]:
