@@ -46,7 +46,7 @@ def dead_channels(
         return None
     counts, actives = totals.count, totals.count - totals.zeros
     before = memory.of_sites("actives", np.nan)
-    by_design = (actives == before) & (actives > 0)  # as many in each of these steps
+    by_design = (actives == before) & (actives > 0) & (actives < counts)  # as many in each of these steps
     by_design = memory.streak("by design").push(step.number, by_design, None, consecutive_steps - 1)
     memory["actives"] = np.where(counts > 0, actives, before)
     gradients = step.partner("output", "grad_output")
@@ -61,14 +61,17 @@ def dead_channels(
         place = outputs.index(site)
         gradient = int(gradients[outputs[place - 1]]) if place else -1
         shares[site] = _dead(step, site, gradient, active, consecutive_steps)
-    some = memory.streak("some").push(step.number, shares > share, judged, some_consecutive_steps)
-    every = memory.streak("every").push(step.number, shares == 1, judged, consecutive_steps)
+    streaks = memory.streak("some"), memory.streak("every")
+    if not np.count_nonzero(candidates) and not streaks[0].goes_on and not streaks[1].goes_on:
+        return []
+    some = streaks[0].push(step.number, shares > share, judged, some_consecutive_steps)
+    every = streaks[1].push(step.number, shares == 1, judged, consecutive_steps)
     dead = some | every
     if dead.any():  # of outputs that follow each other, the first is named
         named = np.zeros_like(dead)
         named[outputs] = dead[outputs] & ~np.append(False, dead[outputs][:-1])
         dead = named
-    since = np.where(shares == 1, memory.streak("every").since, memory.streak("some").since)
+    since = np.where(shares == 1, streaks[1].since, streaks[0].since)
 
     def say(site: int, since: int) -> str:
         if has_zero_weights(step, site):
@@ -161,6 +164,8 @@ def saturated_channels(
     verdicts: Counts = memory.of_sites("verdicts", 0)
     verdicts += judged
     lasting, first = memory.streak("lasting"), memory.streak("from the start")
+    if not np.count_nonzero(candidates) and not lasting.goes_on and not first.goes_on:
+        return []
     ill = lasting.push(step.number, shares > share, judged, consecutive_steps)
     from_start = first.push(step.number, initial > share, judged, _INITIAL) & (first.lengths == verdicts) & ~ill
 

@@ -109,10 +109,10 @@ def exploding_gradients(
     form; behind a layer scale that grows): it must be ``beyond`` = 10 times the median of every other of its kind; and
     models with fewer than six outputs that have gradients have no depth.
     """
-    measured, found = _measured(step), list[Ill]()
-    if not measured.any():
+    measured, found = step.cached(_measured), list[Ill]()
+    if not np.count_nonzero(measured):
         return None
-    over = _depth(step)
+    over = step.cached(_depth)
     if over is not None:
 
         def say_over_depth(site: int, since: int) -> str:
@@ -124,8 +124,8 @@ def exploding_gradients(
         ill, steps = over.exceeds(depth), depth_consecutive_steps
         found.append(Ill(ill, say_over_depth, over.ratio, depth, steps=steps, key="depth", site=over.far))
     rms, usual = step.totals.rms, memory.window("rms", window, min_history)
-    ratios, grown = np.zeros(len(rms)), np.zeros(len(rms), bool)
-    if (measured & (rms > past * usual.bounds(len(rms))[0])).any():
+    ratios, grown = np.zeros(len(rms)), measured & (rms > past * usual.bounds(len(rms))[0])
+    if np.count_nonzero(grown):  # by the least that the medians can be
         median = usual.median(len(rms))
         np.divide(rms, median, out=ratios, where=measured & (median > 0))
         grown = (ratios > past) & (rms > beyond * _largest_of_kind(step, median))
@@ -175,10 +175,10 @@ def vanishing_gradients(
     tokens); a zero gradient behind weights that begin at zero (LoRA, the last norm of a residual block) lasts a step or
     two; and models with fewer than six outputs that have gradients have no depth.
     """
-    measured, found = _measured(step), list[Ill]()
-    if not measured.any():
+    measured, found = step.cached(_measured), list[Ill]()
+    if not np.count_nonzero(measured):
         return None
-    over = _depth(step)
+    over = step.cached(_depth)
     if over is not None:
 
         def say_over_depth(site: int, since: int) -> str:

@@ -22,16 +22,19 @@ _FOUND = 1e-3  # of the size of the first gradients: what is sought has been fou
 _ROUNDED = {"bfloat16": 8, "float16": 11}  # bits of the mantissa, with the one that is not stored
 
 
-def _came_down(step: Step, memory: Memory) -> bool | None:
-    """Take note of the loss; return whether it has come down since the run began, None where that is not known."""
+def _note_losses(step: Step, memory: Memory) -> None:
     firsts, last = memory.setdefault("losses", []), memory.last("last losses", 10)
     for loss in step.given("loss").values():
         if len(firsts) < 5:
             firsts.append(loss)
         last.append(loss)
-    if len(last) < 10:
+
+
+def _came_down(memory: Memory) -> bool | None:
+    """Whether the loss has come down since the run began; None where that is not known."""
+    if len(memory["last losses"]) < 10:
         return None
-    first, now = middle(np.array(firsts)), middle(np.array(last))
+    first, now = middle(np.array(memory["losses"])), middle(np.array(memory["last losses"]))
     return bool(now < first - 0.02 * abs(first))
 
 
@@ -88,7 +91,7 @@ def unchanged_parameters(
         memory["all since"], memory["norms"] = None, []
         lasts = still & (memory["stayed"] >= _LEAST) & (step.number - memory["since"] + 1 >= steps)
         if not found and lasts.any():
-            held_back = lasts & is_new & _gets_gradient(step) & ~_is_rounded_away(step, still)
+            held_back = lasts & is_new & step.cached(_gets_gradient) & ~_is_rounded_away(step, still)
             held_back &= ~_is_tiny(step, moves)
             found = list(_of_some(step, step.in_order(held_back), changed, memory["since"]))
         return found
@@ -100,7 +103,7 @@ def unchanged_parameters(
     grows = middle(np.array(norms[-third:])) > 1.5 * middle(np.array(norms[:third]))  # as it does when accumulated
     if len(norms) < _LEAST or step.number - since + 1 < (_ACCUMULATED if grows else all_steps):
         return found
-    ill = step.in_order(_gets_gradient(step) & ~_is_rounded_away(step, still))
+    ill = step.in_order(step.cached(_gets_gradient) & ~_is_rounded_away(step, still))
     if ill and not (changed[ill].any() and norm < _FOUND * memory["norm"]):
         found.append(_of_all(step, ill, bool(changed[ill].any()), since))
     return found
@@ -213,13 +216,15 @@ def lost_updates(step: Step, memory: Memory, share: float = 0.8, steps: int = 20
 
     So that a healthy run is silent: gradients that are mostly 0 (rows of an embedding) are not judged.
     """
-    came_down, totals = _came_down(step, memory), step.totals
+    _note_losses(step, memory)
+    totals = step.totals
     judged = step.updates & (totals.count > 0)
-    if not judged.any() or not (judged := judged & _gets_gradient(step)).any():
+    if not judged.any() or not (judged := judged & step.cached(_gets_gradient)).any():
         return None
-    judged &= _is_rounded(step)
-    count, zeros = float(totals.count[judged].sum()), float(totals.zeros[judged].sum())
-    streak = memory.streak()
+    streak, count, zeros = memory.streak(), 0.0, 0.0
+    if totals.zeros[judged].any():  # else nothing stayed as it is, and precisions need not be known
+        judged = judged & step.cached(_is_rounded)
+        count, zeros = float(totals.count[judged].sum()), float(totals.zeros[judged].sum())
     lasts = streak.push(step.number, np.array([bool(count and zeros > share * count)]), steps=5)[0]
     since = int(streak.since[0])
     if not lasts or step.number - since + 1 < steps:
@@ -227,7 +232,7 @@ def lost_updates(step: Step, memory: Memory, share: float = 0.8, steps: int = 20
     most = sorted(
         step.in_order(judged & (totals.zeros > 0)), key=lambda site: -float(totals.zeros[site] / totals.count[site])
     )
-    dtype = _dtype_of(step, most[0])
+    dtype, came_down = _dtype_of(step, most[0]), _came_down(memory)
     sentence = (
         f"{percent(zeros / count)} of the sampled elements of the parameters stay as they are in each step: in {dtype} a "
         f"change below 1/{2 ** (_ROUNDED[dtype] + 1)} of a value is lost to rounding. "
@@ -260,7 +265,8 @@ def shrinking_weights(
     So that a healthy run is silent: parameters with fewer than ``values`` = 64 sampled elements, and those that have
     one value, are not judged; ordinary updates go anywhere.
     """
-    came_down, totals, weights = _came_down(step, memory), step.totals, step.weights_of_updates
+    _note_losses(step, memory)
+    totals, weights = step.totals, step.weights_of_updates
     measured = (weights >= 0) & (totals.count >= values)
     measured &= (totals.min != totals.max)[weights]
     if not measured.any():
@@ -277,7 +283,7 @@ def shrinking_weights(
     if 2 * going.sum() <= measured.sum():
         return []
     first = step.in_order(going)[0]
-    fastest = float(totals.abs_mean[first] / sizes[first])
+    fastest, came_down = float(totals.abs_mean[first] / sizes[first]), _came_down(memory)
 
     def say(sites: list[int], since: int) -> str:
         return (
@@ -326,4 +332,4 @@ def _is_rounded(step: Step) -> Mask:
 
 def _is_rounded_away(step: Step, unchanged: Mask) -> Mask:
     """``[n]``: updates that may be lost to rounding, which `lost_updates` tells."""
-    return unchanged & _is_rounded(step) if unchanged.any() else unchanged
+    return unchanged & step.cached(_is_rounded) if unchanged.any() else unchanged

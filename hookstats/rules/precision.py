@@ -123,8 +123,8 @@ class _Magnitudes:
         return share
 
     def _counted(self, exponent: Counts | int) -> Counts:
-        at = np.clip(exponent + self.scaler + 127, -1, 255)
-        counts: Counts = np.take_along_axis(self.below, np.maximum(at, 0)[:, None], axis=1)[:, 0]
+        at = np.minimum(np.maximum(exponent + self.scaler + 127, -1), 255)
+        counts: Counts = self.below[np.arange(len(at)), np.maximum(at, 0)]
         return np.where(at < 0, 0, counts)
 
 

@@ -114,6 +114,7 @@ class Step:
         self._masks: dict[tuple[str, bool], Mask] = {}
         self._ordered: dict[str, list[int]] = {}
         self._has: dict[str, bool] = {}
+        self._cached: dict[Any, Any] = {}
 
     def is_kind(self, kind: str) -> Mask:
         """``[n]``: whether a site's tensor is an "output", a "grad_output", a "param", ..., see attach."""
@@ -153,6 +154,12 @@ class Step:
     def once(self, function: Callable[..., _Made], *arguments: Any) -> _Made:
         """What a function of this step makes of its sites, such as pairs of ids; made anew when sites appear."""
         return self._sites.once(function, self, arguments)
+
+    def cached(self, function: Callable[[Step], _Made]) -> _Made:
+        """What a function makes of this step, made once for all rules that ask for it."""
+        if function not in self._cached:
+            self._cached[function] = function(self)
+        return self._cached[function]  # type: ignore[no-any-return]
 
     @cached_property
     def sums(self) -> Array:

@@ -135,7 +135,7 @@ def test_a_rule_by_name_is_the_same_as_the_rule() -> None:
         with pytest.raises(ValueError, match="expected"):
             Judge([wrong])
     with pytest.raises(TypeError, match="expected rules, functions"):
-        Judge([nonfinite])
+        Judge([Judge])  # type: ignore[list-item]
 
 
 def test_a_finding_is_read_as_it_was_written_and_nothing_else_is() -> None:
@@ -166,7 +166,7 @@ def test_the_first_tensor_with_nan_is_named_with_its_step_and_rank() -> None:
     assert (finding.step, finding.rank, finding.severity, finding.site) == (4, 3, "critical", Site("3", "output"))
     assert finding.value == 16 * 16
     assert finding.sentence.startswith("256 of 3,072 values of the output of 3 are NaN, the first in this step. ")
-    assert "began in forward, behind the output of 2, which is finite" in finding.sentence
+    assert "began in forward, after the output of 2, which is finite" in finding.sentence
     assert "In step 3 everything was finite." in finding.sentence
 
 
@@ -229,7 +229,7 @@ def test_a_step_that_the_grad_scaler_skips_is_a_note_until_it_skips_too_many(ove
     snapshots = steps(model, [torch.ones(3, 2)] * 5)
     for snapshot in snapshots:
         snapshot.overflowed = True
-    found = judge(snapshots, [nonfinite(overflows)])
+    found = judge(snapshots, [nonfinite(overflows=overflows)])
     expected = [(0, "note"), (2, "critical")] if overflows == 3 else [(0, "note")]
     assert [(finding.step, finding.severity) for finding in found] == expected
 
