@@ -23,6 +23,7 @@ from hookstats.rules.outliers import massive_activations, outlier_channels
 from hookstats.rules.precision import Fit, fit, low_precision_fit
 from hookstats.rules.residual import residual_drift
 from hookstats.rules.spikes import gradient_norm_spike, loss_spike
+from hookstats.rules.step_law import outside_write
 from hookstats.rules.step import Step
 from hookstats.rules.story import Chapter, head, story
 from hookstats.rules.updates import update_ratio
@@ -67,6 +68,7 @@ __all__ = [
     "no_progress",
     "nonfinite",
     "outlier_channels",
+    "outside_write",
     "probabilities_as_logits",
     "reduced_gradient",
     "replica_drift",

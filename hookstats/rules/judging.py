@@ -32,6 +32,7 @@ from hookstats.rules.precision import low_precision_fit
 from hookstats.rules.residual import residual_drift
 from hookstats.rules.samples import named
 from hookstats.rules.spikes import gradient_norm_spike, loss_spike
+from hookstats.rules.step_law import outside_write
 from hookstats.rules.step import Sites, Step
 from hookstats.rules.story import Plot
 from hookstats.rules.targets import broadcast_target, nll_of_logits, sorted_data
@@ -58,6 +59,7 @@ def defaults() -> list[Rule]:
         growing_gradients,
         bias_gradient,
         reduced_gradient,
+        outside_write,
         unchanged_parameters,
         lost_updates,
         shrinking_weights,

@@ -419,4 +419,25 @@ MUTANTS = [
         "pass",
         "tests/tools/test_probe.py -k fault",
     ),
+    Mutant(
+        "what was written between two steps is looked for in measured steps alone",
+        "hookstats/watch/step_law.py",
+        "self._on[device] = torch.ones(1, dtype=torch.int32, device=device)",
+        "self._on[device] = torch.zeros(1, dtype=torch.int32, device=device)",
+        "tests/rules/test_step_law.py -k averaged",
+    ),
+    Mutant(
+        "what a second optimizer steps counts as written outside",
+        "hookstats/watch/step_law.py",
+        "self._stepped |= {each: sample",
+        "self._stepped = self._stepped or {each: sample",
+        "tests/rules/test_step_law.py -k two_optimizers",
+    ),
+    Mutant(
+        "a parameter that was stepped is sampled once more when the step ends",
+        "hookstats/watch/parameters.py",
+        "                if kind != OUTSIDE\n",
+        "",
+        "tests/rules/test_step_law.py -k silent",
+    ),
 ]

@@ -84,6 +84,7 @@ def test_models_that_are_right_leak_nothing(name: str) -> None:
     probe = hookstats.probe(make(), batch, **arguments)
     assert not probe.leaks, probe
     assert probe.asked["samples"] == ("eval", "train")
+    assert not any("two equal runs differ" in note for note in probe.notes), probe
     is_asked_of_tokens = "causal" in name or name in ("lstm", "gru", "residual", "torchtitan", "megatron")
     assert ("later tokens" in probe.asked) == (is_asked_of_tokens or "experts" in name or "tokens first" in name)
 
