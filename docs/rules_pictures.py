@@ -22,7 +22,7 @@ from hookstats.rules import book, judge
 from tests.cluster import drifting
 from tests.language import trainings
 from tests.report.browser import Browser
-from tests.rules import fleet
+from tests.rules import fleet, outside
 
 PAGE = Path(__file__).with_name("rules.md")
 BEGIN = "## Each rule\n\n"  # the last section of the page
@@ -36,6 +36,7 @@ SHOWN = {
     "growing-gradients": "gradients_that_are_never_zeroed_under_adam.gpt",
     "replica-drift": "a_rank_that_clips_alone",
     "reduced-gradient": "gradients_that_are_averaged_twice",
+    "outside-write": "averaged_weights_that_are_not_put_back",
     "bias-gradient": "gradients_of_one_layer_times_eight.mlp",
     "unchanged-parameters": "a_layer_that_no_optimizer_has.gpt",
     "lost-updates": "bfloat16_weights_whose_updates_are_lost.gpt",
@@ -83,6 +84,8 @@ ABSOLUTE = {
 
 def training(name: str) -> list[Snapshot]:
     seeded()
+    if name == "averaged_weights_that_are_not_put_back":
+        return outside.snapshots()
     if name in drifting.FAULTS:
         return drifting.snapshots(name)
     if name in trainings.ILL:

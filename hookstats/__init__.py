@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from hookstats.tools.capture import capture
     from hookstats.tools.explain import explain
     from hookstats.tools.gradient import grad_of
+    from hookstats.tools.probe import probe
     from hookstats.tools.softmax import softmax_rows
     from hookstats.watch.arguments import Channels, Options, Ranks
     from hookstats.watch.judging import FindingError
@@ -64,6 +65,7 @@ __all__ = [
     "load",
     "measure",
     "presets",
+    "probe",
     "record",
     "recover",
     "report",
@@ -88,6 +90,7 @@ _HOMES = {
     "hookstats.tools.capture": ["capture"],
     "hookstats.tools.explain": ["explain"],
     "hookstats.tools.gradient": ["grad_of"],
+    "hookstats.tools.probe": ["probe"],
     "hookstats.tools.softmax": ["softmax_rows"],
     "hookstats.watch.arguments": ["Channels", "Options", "Ranks"],
     "hookstats.attaching": ["attach"],

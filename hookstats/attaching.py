@@ -84,7 +84,8 @@ def attach(
             changes in them. On request ``"input"``, ``"grad_input"``, ``"param"``, ``"param_update"``, ``"buffer"``;
             ``"param_grad_local"``, a rank's own gradients, of each backward, before DistributedDataParallel reduces
             them; ``"optimizer"``, what an optimizer keeps of each parameter; ``"attention"``, the logits of each head;
-            ``"router"``, the routers of mixtures of experts.
+            ``"router"``, the routers of mixtures of experts; ``"outside_update"``, what of a parameter's sample is
+            another one when the next step of an optimizer begins, measured or not, than it was after a measured step.
         channels: whether statistics are kept per channel: True, False, globs over names, or `Channels`, which also says
             how often they are sent and along which dimension they lie.
         histogram: ``ExponentBins()``, ``LinearBins(lo, hi, n)``, either with ``per_channel=True``, or None.

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from hookstats.tools.capture import Capture, Captured
     from hookstats.tools.explain import Explanation, HookRow
     from hookstats.tools.gradient import KeptGradient
+    from hookstats.tools.leaks import Leak, Probe
     from hookstats.tools.softmax import SoftmaxRows
     from hookstats.watch.overhead import Overhead
 
@@ -41,7 +42,9 @@ __all__ = [
     "HookRow",
     "InputStats",
     "KeptGradient",
+    "Leak",
     "Overhead",
+    "Probe",
     "SchemaError",
     "SiteStats",
     "Skipped",
@@ -65,6 +68,7 @@ _HOMES = {
     "hookstats.tools.capture": ["Capture", "Captured"],
     "hookstats.tools.explain": ["Explanation", "HookRow"],
     "hookstats.tools.gradient": ["KeptGradient"],
+    "hookstats.tools.leaks": ["Leak", "Probe"],
     "hookstats.tools.softmax": ["SoftmaxRows"],
     "hookstats.watch.overhead": ["Overhead"],
 }

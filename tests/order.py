@@ -20,6 +20,7 @@ SECONDS = {
     "numbers/test_kurtosis.py": 15,
     "records/test_store.py": 15,
     "tools/test_edit.py": 15,
+    "tools/test_probe.py": 15,
     "cuda_on_cpu/test_other_gpus.py": 10,
     "cuda_on_cpu/test_scratch.py": 10,
     "kernels/test_kernels.py": 10,

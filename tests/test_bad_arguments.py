@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 from torch import nn
 
 import hookstats
-from hookstats.rules.thresholds import rule
+from hookstats.rules import Rule, Step, rule
 
 BAD = [None, 0, -1, 3.5, True, "x", "", b"x", [], ["x"], [1], {}, {"a": 1}, (), object(), float("nan"), float("inf")]
 BAD += [10**30, type]
@@ -66,28 +65,31 @@ def test_a_wrong_argument_of_a_recording_is_told(tmp_path: Path) -> None:
             refused(lambda: hookstats.record(tmp_path, **{argument: bad}))  # noqa: B023
 
 
-@pytest.mark.parametrize("made_of", [type(each) for each in hookstats.rules.defaults()])
-def test_a_wrong_threshold_or_window_of_a_rule_is_told(made_of: type) -> None:
-    for each in dataclasses.fields(made_of):
-        if not each.init:
-            continue
+@pytest.mark.parametrize("judging", hookstats.rules.defaults(), ids=repr)
+def test_a_wrong_threshold_or_window_of_a_rule_is_told(judging: Rule) -> None:
+    for name, default in judging.arguments.items():
         for bad in BAD:
-            made = refused(lambda: made_of(**{each.name: bad}))  # noqa: B023
-            if made is not None and each.type in ("int", "float"):
-                assert isinstance(bad, (int, float)), each.name
-                assert bad == bad, each.name
-                assert each.type == "float" or (isinstance(bad, int) and bad >= 0), each.name
-                assert not isinstance(bad, bool), each.name
+            made = refused(lambda: judging(**{name: bad}))  # noqa: B023
+            if made is not None and not isinstance(default, str):
+                assert isinstance(bad, (int, float)), name
+                assert bad == bad, name
+                assert isinstance(default, float) or (isinstance(bad, int) and bad >= 0), name
+                assert not isinstance(bad, bool), name
 
 
-def test_a_rule_that_extends_another_one_is_prepared_and_checked_as_that_one_is() -> None:
-    @rule
-    class Stricter(hookstats.rules.DeadChannels):
-        limit: float = 0.5
+def test_a_rule_of_ones_own_has_its_thresholds_checked_as_ours_are() -> None:
+    @rule(of="output")
+    def stricter(step: Step, limit: float = 0.5) -> None:
+        pass
 
-    assert hasattr(Stricter(), "_some_dead")
-    with pytest.raises(ValueError, match="Stricter: limit: expected a number, got 'x'"):
-        Stricter(limit="x")  # type: ignore[arg-type]
+    assert stricter(limit=1).arguments == {"limit": 1}
+    assert stricter.arguments == {"limit": 0.5}
+    with pytest.raises(ValueError, match="stricter: limit: expected a number, got 'x'"):
+        stricter(limit="x")
+    with pytest.raises(TypeError, match="stricter: expected limit; got 'other'"):
+        stricter(other=1)
+    with pytest.raises(TypeError, match="positional argument"):
+        stricter(0.5)  # type: ignore[call-arg]
 
 
 def test_a_wrong_argument_of_what_was_measured_is_told() -> None:

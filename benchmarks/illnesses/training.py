@@ -36,12 +36,15 @@ class Setup:
     zeroes: bool = True
     after_backward: Callable[[int], None] = lambda step: None
     steps_optimizer: Callable[[int], bool] = lambda step: True
+    own_step: Callable[[int], torch.Tensor] | None = None  # in place of all of this
     optimizer: torch.optim.Optimizer = field(init=False)
 
     def prepare(self) -> None:
         self.optimizer = self.make_optimizer(self.model)
 
     def step(self, number: int) -> torch.Tensor:
+        if self.own_step is not None:
+            return self.own_step(number)
         for each in self.before:
             each(number)
         if self.zeroes:
@@ -110,8 +113,10 @@ class Illness(NamedTuple):
 
     @property
     def is_unseen(self) -> bool:
-        """Whether it belongs to the half by which no threshold was set: all of more.py do, others by their name."""
-        return self.breaks.__module__.endswith(".more") or zlib.crc32(self.name.encode()) % 2 == 1
+        """Whether it belongs to the half by which no threshold was set: all of more.py do, none of public_mistakes.py
+        does, others by their name."""
+        file = self.breaks.__module__.rpartition(".")[2]
+        return file == "more" or (file != "public_mistakes" and zlib.crc32(self.name.encode()) % 2 == 1)
 
     def make(self) -> Setup:
         setup = KINDS[self.kind]()

@@ -54,6 +54,10 @@ _ROWS = (
         "update_sample", "parameter", "the sampled update{} of the parameter {}", "sampled updates of parameters",
         is_update=True, is_sample=True,
     ),
+    Kind(
+        "outside_update", "parameter", "what no optimizer's step changed{} of the sample of the parameter {}",
+        "changes between steps of optimizers", is_update=True, is_sample=True,
+    ),
     Kind("optimizer", "parameter", "the optimizer's{} of the parameter {}", "states of optimizers", is_update=True),
     Kind("buffer", "buffer", "the buffer{} {}", "buffers"),
     Kind("attention", "module", "the attention's{} of {}", "numbers of attention", is_about=True),

@@ -14,7 +14,7 @@ import select
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -39,7 +39,7 @@ from hookstats.records.places import (
 from hookstats.records.ring import CLOSED, Ring, RingError
 from hookstats.records.run import Run
 from hookstats.records.store import Store
-from hookstats.rules import Finding, Judge, is_ours, rule_from_json
+from hookstats.rules import Finding, Function, Judge, Rule, is_ours, rule_from_json
 from hookstats.sinks import from_spec
 
 PART_BYTES = 64 << 20
@@ -49,6 +49,7 @@ _LOCK_SECONDS = 120.0
 KNOWN_SITES = 8
 _MOST_WAITING = 10_000  # steps, what was given with which waits for a measured one, with which the rules see them
 _FIRST, _LAST = 10, 200  # recorded steps from which the rules' windows are made again
+_REMEMBERED = "rules.json"  # what the rules remember of the attempts that have ended, beside what these have recorded
 
 
 class Attempt:
@@ -93,12 +94,12 @@ class Attempt:
             rules = [rule_from_json(rule) for rule in judges["rules"]]
         except ValueError as error:
             raise RunError(f"{path}: {error}") if is_left else error from None
-        self._judge = Judge(rules, self._rank, self.number)
-        self._judge.rebuild(_past(folder))
+        self._judge = _judge_after(folder, rules, self._rank, self.number)
         self._findings = Findings(folder / "findings.jsonl")
         self._judged = self.ring.judged  # what was found in these is told already
         self.ring.findings = self._findings.size
         self._waiting = Given({}, {})  # what the rules have not seen
+        self._last: int | None = None  # the last step that was judged
         self._told: dict[str, Any] = {}  # at the end, for the settings
         self._since: float | None = None  # when the first step came that is not committed
 
@@ -138,6 +139,7 @@ class Attempt:
         if self._since is None:
             self._since = time.monotonic()
         found = [replace(each, rank=self._rank, attempt=self.number) for each in self._judged_now(frame)]
+        self._last = frame.step
         if number >= self.ring.fed:
             self.ring.fed = number + 1
             found += self._feed(frame, found)
@@ -194,6 +196,10 @@ class Attempt:
                 sink.close()
         ended = how or ("closed" if self.ring.closed == CLOSED else "died")
         self._store.finish(self.number, ended, self.ring.dropped, self._told)
+        if self._last is not None:
+            with suppress(OSError, TypeError):  # a full disk, or what is no memory
+                kept = {"step": self._last, "state": self._judge.state()}
+                write_whole(self._folder / _REMEMBERED, json.dumps(kept).encode())
         self.tidy()
 
     def tidy(self) -> None:
@@ -268,6 +274,18 @@ def locked(folder: Path, seconds: float) -> Iterator[None]:
                     ) from None
                 time.sleep(0.05)
         yield
+
+
+def _judge_after(folder: Path, rules: Sequence[Rule | Function], rank: int, attempt: int) -> Judge:
+    """One that goes on where that of the attempt before ended; where this is not known, from what was recorded."""
+    judge = Judge(rules, rank, attempt)
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        kept = json.loads((folder / _REMEMBERED).read_bytes())
+        if Run(folder, None, None, None).steps[-1:] == [kept["step"]] and judge.restore(kept["state"]):
+            return judge
+        judge = Judge(rules, rank, attempt)
+    judge.rebuild(_past(folder))
+    return judge
 
 
 def _past(folder: Path) -> Run:

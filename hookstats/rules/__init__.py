@@ -3,77 +3,85 @@
 findings = hookstats.rules.judge(snapshots)
 """
 
-from hookstats.rules.activations import DeadChannels, SaturatedChannels
-from hookstats.rules.answers import InitialLoss, NoProgress, ProbabilitiesAsLogits
-from hookstats.rules.arriving import GrowingGradients, MissingGradients
-from hookstats.rules.attention import AttentionEntropy, AttentionLogits, AttentionSink
+from hookstats.rules.activations import dead_channels, saturated_channels
+from hookstats.rules.answers import initial_loss, no_progress, probabilities_as_logits
+from hookstats.rules.arriving import growing_gradients, missing_gradients
+from hookstats.rules.attention import attention_entropy, attention_logits, attention_sink
 from hookstats.rules.blocks import BLOCK_FORMATS, BlockFit
-from hookstats.rules.experts import DeadExperts, ExpertLoad
+from hookstats.rules.engine import Ill, Rule, rule
+from hookstats.rules.experts import dead_experts, expert_load
 from hookstats.rules.finding import SEVERITIES, Cause, Finding
-from hookstats.rules.gradients import ExplodingGradients, VanishingGradients
-from hookstats.rules.inputs import ConstantInput, InputShift, UnscaledInput
-from hookstats.rules.judging import Judge, Rule, defaults, is_ours, judge, rule_from_json, rule_to_json
-from hookstats.rules.laws import BiasGradient, ReducedGradient, ReplicaDrift
-from hookstats.rules.learning import LostUpdates, ShrinkingWeights, UnchangedParameters
-from hookstats.rules.moments import SecondMoment
-from hookstats.rules.nonfinite import NonFinite
-from hookstats.rules.outliers import MassiveActivations, OutlierChannels
-from hookstats.rules.precision import Fit, LowPrecisionFit, fit
-from hookstats.rules.residual import ResidualDrift
-from hookstats.rules.spikes import GradientNormSpike, LossSpike
+from hookstats.rules.gradients import exploding_gradients, vanishing_gradients
+from hookstats.rules.inputs import constant_input, input_shift, unscaled_input
+from hookstats.rules.judging import Function, Judge, defaults, is_ours, judge, rule_from_json, rule_to_json
+from hookstats.rules.laws import bias_gradient, reduced_gradient, replica_drift
+from hookstats.rules.learning import lost_updates, shrinking_weights, unchanged_parameters
+from hookstats.rules.memory import Memory
+from hookstats.rules.moments import second_moment
+from hookstats.rules.nonfinite import nonfinite
+from hookstats.rules.outliers import massive_activations, outlier_channels
+from hookstats.rules.precision import Fit, fit, low_precision_fit
+from hookstats.rules.residual import residual_drift
+from hookstats.rules.spikes import gradient_norm_spike, loss_spike
 from hookstats.rules.step import Step
+from hookstats.rules.step_law import outside_write
 from hookstats.rules.story import Chapter, head, story
-from hookstats.rules.updates import UpdateRatio
+from hookstats.rules.updates import update_ratio
 
 __all__ = [
     "BLOCK_FORMATS",
     "SEVERITIES",
-    "AttentionEntropy",
-    "AttentionLogits",
-    "AttentionSink",
-    "BiasGradient",
     "BlockFit",
     "Cause",
     "Chapter",
-    "ConstantInput",
-    "DeadChannels",
-    "DeadExperts",
-    "ExpertLoad",
-    "ExplodingGradients",
     "Finding",
     "Fit",
-    "GradientNormSpike",
-    "GrowingGradients",
-    "InitialLoss",
-    "InputShift",
+    "Function",
+    "Ill",
     "Judge",
-    "LossSpike",
-    "LostUpdates",
-    "LowPrecisionFit",
-    "MassiveActivations",
-    "MissingGradients",
-    "NoProgress",
-    "NonFinite",
-    "OutlierChannels",
-    "ProbabilitiesAsLogits",
-    "ReducedGradient",
-    "ReplicaDrift",
-    "ResidualDrift",
+    "Memory",
     "Rule",
-    "SaturatedChannels",
-    "SecondMoment",
-    "ShrinkingWeights",
     "Step",
-    "UnchangedParameters",
-    "UnscaledInput",
-    "UpdateRatio",
-    "VanishingGradients",
+    "attention_entropy",
+    "attention_logits",
+    "attention_sink",
+    "bias_gradient",
+    "constant_input",
+    "dead_channels",
+    "dead_experts",
     "defaults",
+    "expert_load",
+    "exploding_gradients",
     "fit",
+    "gradient_norm_spike",
+    "growing_gradients",
     "head",
+    "initial_loss",
+    "input_shift",
     "is_ours",
     "judge",
+    "loss_spike",
+    "lost_updates",
+    "low_precision_fit",
+    "massive_activations",
+    "missing_gradients",
+    "no_progress",
+    "nonfinite",
+    "outlier_channels",
+    "outside_write",
+    "probabilities_as_logits",
+    "reduced_gradient",
+    "replica_drift",
+    "residual_drift",
+    "rule",
     "rule_from_json",
     "rule_to_json",
+    "saturated_channels",
+    "second_moment",
+    "shrinking_weights",
     "story",
+    "unchanged_parameters",
+    "unscaled_input",
+    "update_ratio",
+    "vanishing_gradients",
 ]

@@ -7,15 +7,14 @@ from collections import deque
 import numpy as np
 
 from hookstats.numbers.fields import Array
-from hookstats.rules.finding import Finding
+from hookstats.rules.engine import Ill, rule
 from hookstats.rules.formatting import number, times
-from hookstats.rules.history import Streak
+from hookstats.rules.memory import Memory
 from hookstats.rules.step import Step
-from hookstats.rules.thresholds import rule
 
 
-@rule
-class AttentionLogits:
+@rule(of="attention.max_logit")
+def attention_logits(step: Step, value: float = 100.0, consecutive_steps: int = 3) -> list[Ill]:
     """Logits of an attention are so large that its softmax is a choice of one key (warning): above ``value`` = 100.
 
     Kimi K2 scales the weights of query and key down where a head's largest logit is beyond 100 (Kimi Team 2025, arXiv
@@ -29,55 +28,46 @@ class AttentionLogits:
 
     So that a healthy run is silent: in ``consecutive_steps`` = 3 verdicts in a row.
     """
+    judged = step.fired("attention.max_logit")
+    largest = np.where(judged, step.totals.max, -np.inf)
+    partner = step.partner("attention.max_logit", "attention.bound")
+    bound = np.where(judged & (partner >= 0), step.totals.max[partner], -np.inf)
+    beyond = largest > value
 
-    value: float = 100.0
-    consecutive_steps: int = 3
-
-    def __post_init__(self) -> None:
-        self._seen, self._allowed = Streak(self.consecutive_steps), Streak(self.consecutive_steps)
-
-    def __call__(self, step: Step) -> list[Finding] | None:
-        judged = step.is_kind("attention.max_logit") & (step.calls > 0)
-        if not judged.any():
-            return None
-        largest = np.where(judged, step.totals.max, -np.inf)
-        partner = step.partner("attention.max_logit", "attention.bound")
-        bound = np.where(judged & (partner >= 0), step.totals.max[partner], -np.inf)
-        beyond = largest > self.value
-        seen = self._seen.push(step.number, beyond, judged)
-        allowed = self._allowed.push(step.number, ~beyond & (largest > self.value / 2) & (bound > self.value), judged)
-        return [self._finding(step, site, float(largest[site])) for site in step.in_order(seen)] + [
-            self._note(step, site, float(largest[site]), float(bound[site])) for site in step.in_order(allowed)
-        ]
-
-    def _finding(self, step: Step, site: int, largest: float) -> Finding:
-        sentence = (
-            f"the attention logits of {step.sites[site].name} reach {number(largest)}{self._heads(step, site)}: beyond "
-            f"{number(self.value)} its softmax chooses one key, and gradients through it vanish or jump. Clip or "
+    def say(site: int, since: int) -> str:
+        channels, heads = step.channels(site), ""
+        if channels is not None and len(channels.max) > 1:
+            many = times(len(channels.max), "head")
+            heads = f" in head {np.nanargmax(channels.max)}; {(channels.max > value).sum()} of {many} are beyond"
+        return (
+            f"the attention logits of {step.sites[site].name} reach {number(largest[site])}{heads}: beyond "
+            f"{number(value)} its softmax chooses one key, and gradients through it vanish or jump. Clip or "
             "normalise query and key, or lower the learning rate of their weights."
         )
-        since = self._seen.since[site]
-        return step.finding("attention-logits", site, largest, self.value, "warning", sentence, since=since)
 
-    def _note(self, step: Step, site: int, largest: float, bound: float) -> Finding:
-        sentence = (
-            f"the attention logits of {step.sites[site].name} reach {number(largest)} in the queries that were looked "
-            f"at, and may reach {number(bound)} in others, by the norms of queries and keys."
+    def say_of_others(site: int, since: int) -> str:
+        return (
+            f"the attention logits of {step.sites[site].name} reach {number(largest[site])} in the queries that were "
+            f"looked at, and may reach {number(bound[site])} in others, by the norms of queries and keys."
         )
-        since = self._allowed.since[site]
-        return step.finding("attention-logits", site, bound, self.value, "note", sentence, since=since)
 
-    def _heads(self, step: Step, site: int) -> str:
-        channels = step.channels(site)
-        if channels is None or len(channels.max) < 2:
-            return ""
-        beyond = int((channels.max > self.value).sum())
-        largest = int(np.nanargmax(channels.max))
-        return f" in head {largest}; {beyond} of {times(len(channels.max), 'head')} are beyond"
+    may_be = ~beyond & (largest > value / 2) & (bound > value)
+    return [
+        Ill(beyond, say, largest, value, judged=judged, steps=consecutive_steps),
+        Ill(may_be, say_of_others, bound, value, "note", judged, consecutive_steps, key="others"),
+    ]
 
 
-@rule
-class AttentionEntropy:
+@rule(of="attention.entropy")
+def attention_entropy(
+    step: Step,
+    memory: Memory,
+    ratio: float = 0.1,
+    heads: float = 0.5,
+    window: int = 50,
+    min_history: int = 5,
+    consecutive_steps: int = 3,
+) -> Ill:
     """The heads of an attention have come to look at a single key each (warning).
 
     The entropy of the softmax, averaged over queries, has fallen below ``ratio`` = 0.1 of its past in at least
@@ -91,48 +81,33 @@ class AttentionEntropy:
     So that a healthy run is silent: in ``consecutive_steps`` = 3 verdicts in a row; single heads may do so, for they
     learn to look at the token before, or at the first one.
     """
+    judged = step.fired("attention.entropy")
+    ill, ratios = np.zeros(len(step.sites), bool), np.ones(len(step.sites))
+    for site in np.flatnonzero(judged).tolist():
+        entropy = step.channels_or_whole(site).mean
+        past: deque[Array] = memory.last(f"past of {site}", window)
+        if past and len(past[0]) != len(entropy):
+            past.clear()
+        if len(past) >= min_history:
+            fallen = entropy / np.median(np.array(past), axis=0)
+            ill[site] = np.mean(fallen < ratio) >= heads
+            ratios[site] = np.median(fallen)
+        if not ill[site] and np.isfinite(entropy).all():
+            past.append(entropy)
 
-    ratio: float = 0.1
-    heads: float = 0.5
-    window: int = 50
-    min_history: int = 5
-    consecutive_steps: int = 3
-
-    def __post_init__(self) -> None:
-        self._past: dict[int, deque[Array]] = {}
-        self._streak = Streak(self.consecutive_steps)
-
-    def __call__(self, step: Step) -> list[Finding] | None:
-        judged = step.is_kind("attention.entropy") & (step.calls > 0)
-        if not judged.any():
-            return None
-        ill, worst = np.zeros(len(step.sites), bool), np.ones(len(step.sites))
-        for site in np.flatnonzero(judged).tolist():
-            entropy = step.channels_or_whole(site).mean
-            past = self._past.setdefault(site, deque(maxlen=self.window))
-            if past and len(past[0]) != len(entropy):
-                past.clear()
-            if len(past) >= self.min_history:
-                ratios = entropy / np.median(np.array(past), axis=0)
-                ill[site] = np.mean(ratios < self.ratio) >= self.heads
-                worst[site] = np.median(ratios)
-            if not ill[site] and np.isfinite(entropy).all():
-                past.append(entropy)
-        told = self._streak.push(step.number, ill, judged)
-        return [self._finding(step, site, float(worst[site])) for site in step.in_order(told)]
-
-    def _finding(self, step: Step, site: int, ratio: float) -> Finding:
-        sentence = (
+    def say(site: int, since: int) -> str:
+        return (
             f"the attention of {step.sites[site].name} has collapsed: the entropy of its heads has fallen to "
-            f"{number(100 * ratio)} % of what it was, to {number(step.totals.mean[site])} nats: each query looks at "
-            "hardly more than one key. Look at its logits; lower the learning rate, or normalise query and key."
+            f"{number(100 * ratios[site])} % of what it was, to {number(step.totals.mean[site])} nats: each query "
+            "looks at hardly more than one key. Look at its logits; lower the learning rate, or normalise query and "
+            "key."
         )
-        since = self._streak.since[site]
-        return step.finding("attention-entropy", site, ratio, self.ratio, "warning", sentence, since=since)
+
+    return Ill(ill, say, ratios, ratio, judged=judged, steps=consecutive_steps)
 
 
-@rule
-class AttentionSink:
+@rule(of="attention.sink")
+def attention_sink(step: Step, share: float = 0.3, heads: float = 0.5, consecutive_steps: int = 10) -> Ill:
     """Heads of an attention rest on the first key (a note): more than ``share`` = 0.3 of what they give.
 
     bo-ke/llm-internal-medicine calls a head with more than 0.3 a sink; Xiao et al. 2023, arXiv 2309.17453, found them
@@ -145,30 +120,16 @@ class AttentionSink:
     So that a healthy run is silent: at least ``heads`` = 0.5 of the heads do so, in ``consecutive_steps`` = 10 verdicts
     in a row; and their entropy is at least 0.5 nats, which queries with few keys do not have.
     """
+    judged, means = step.fired("attention.sink"), step.totals.mean
+    entropy = step.partner("attention.sink", "attention.entropy")
+    ill = np.zeros(len(step.sites), bool)
+    for site in np.flatnonzero(judged & (entropy >= 0) & (means[entropy] > 0.5)).tolist():
+        ill[site] = np.mean(step.channels_or_whole(site).mean > share) >= heads
 
-    share: float = 0.3
-    heads: float = 0.5
-    consecutive_steps: int = 10
-
-    def __post_init__(self) -> None:
-        self._streak = Streak(self.consecutive_steps)
-
-    def __call__(self, step: Step) -> list[Finding] | None:
-        judged = step.is_kind("attention.sink") & (step.calls > 0)
-        if not judged.any():
-            return None
-        ill = np.zeros(len(step.sites), bool)
-        entropy = step.partner("attention.sink", "attention.entropy")
-        for site in np.flatnonzero(judged & (entropy >= 0)).tolist():
-            shares = step.channels_or_whole(site).mean
-            ill[site] = np.mean(shares > self.share) >= self.heads and step.totals.mean[entropy[site]] > 0.5
-        told = self._streak.push(step.number, ill, judged)
-        return [self._finding(step, site) for site in step.in_order(told)]
-
-    def _finding(self, step: Step, site: int) -> Finding:
-        share = float(step.totals.mean[site])
-        sentence = (
-            f"the attention of {step.sites[site].name} rests on the first key, which gets {number(100 * share)} % of "
-            "it. Large language models do so; low precision and a cache that drops the first key suffer from it."
+    def say(site: int, since: int) -> str:
+        return (
+            f"the attention of {step.sites[site].name} rests on the first key, which gets {number(100 * means[site])} "
+            "% of it. Large language models do so; low precision and a cache that drops the first key suffer from it."
         )
-        return step.finding("attention-sink", site, share, self.share, "note", sentence, since=self._streak.since[site])
+
+    return Ill(ill, say, means, share, "note", judged, consecutive_steps)

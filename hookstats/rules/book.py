@@ -9,9 +9,7 @@ from collections.abc import Iterator
 from difflib import get_close_matches
 from typing import NamedTuple
 
-from hookstats.rules.judging import defaults, rule_to_json
-
-_ONE_WORD = {"NonFinite": "nonfinite"}  # of the names of findings, all others are those of their classes
+from hookstats.rules.judging import defaults
 
 
 class Page(NamedTuple):
@@ -34,19 +32,17 @@ def pages() -> list[Page]:
     """Those of all default rules, in their order."""
     found = []
     for rule in defaults():
-        of = type(rule).__name__
-        name = _ONE_WORD.get(of) or re.sub(r"(?<!^)(?=[A-Z])", "-", of).lower()
-        said = rule_to_json(rule)["arguments"]
-        text = (inspect.getdoc(type(rule)) or "").replace("``", "`")
-        paragraphs = [" ".join(each.split()) for each in text.split("\n\n")]
+        of, text = rule.function.__name__, inspect.getdoc(rule.function) or ""
+        arguments = ", ".join(f"{key}={value!r}" for key, value in rule.arguments.items())
+        paragraphs = [" ".join(each.split()) for each in text.replace("``", "`").split("\n\n")]
         looks = next(i for i, each in enumerate(paragraphs) if each.startswith("What else looks like it: "))
         paragraphs[looks : looks + 1] = re.split(r" (?=What to do: )", paragraphs[looks])
-        found.append(Page(name, of, ", ".join(f"{key}={value!r}" for key, value in said.items()), paragraphs))
+        found.append(Page(rule.name, of, arguments, paragraphs))
     return found
 
 
 def page(name: str) -> Page:
-    """By the name of its findings, or of its class. ValueError for any other, with those that are near."""
+    """By the name of its findings, or of its function. ValueError for any other, with those that are near."""
     all_pages = pages()
     for each in all_pages:
         if name in (each.name, each.of):

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from hookstats.numbers.fields import Array
-from hookstats.rules.finding import Finding
+from hookstats.rules.engine import Ill, rule
 from hookstats.rules.formatting import number, tensor_of, times
-from hookstats.rules.history import Streak, Window
+from hookstats.rules.history import middle
+from hookstats.rules.memory import Memory
 from hookstats.rules.step import Mask, Step
-from hookstats.rules.thresholds import rule
 
 _SHORTEST = 6  # gradients of outputs, before which there is no depth to speak of
 
@@ -47,23 +46,50 @@ class _Depth(NamedTuple):
 def _depth(step: Step) -> _Depth | None:
     """Of L2 norms: pooling divides a gradient's values by an area, and as many more values there are; the norm does not
     know."""
-    backward = step.in_order(step.is_kind("grad_output") & (step.totals.count > 0))
+    backward = step.ordered("grad_output")
     if len(backward) < _SHORTEST:
         return None
     norms, third = step.totals.l2_norm[backward], len(backward) // 3
-    ends, thirds = norms[[0, -1]], (np.median(norms[:third]), np.median(norms[-third:]))
+    if _are_side_by_side(step, backward, norms):
+        return None
+    ends, thirds = norms[[0, -1]], (middle(norms[:third]), middle(norms[-third:]))
     if min(ends[0], thirds[0]) <= 0:
         return None
     return _Depth(float(ends[1] / ends[0]), float(thirds[1] / thirds[0]), backward[0], backward[-1])
 
 
+def _are_side_by_side(step: Step, backward: list[int], norms: Array) -> bool:
+    """Whether the norms change between large parts of the model, and hardly within any: an actor and its critic, each
+    with a loss of its own, are no chain."""
+    if not norms.all() or not 100 < max(norms[0] / norms[-1], norms[-1] / norms[0]):
+        return False  # not judged as one
+    parts = [step.sites[site].name.partition(".")[0] for site in backward]
+    borders = [i for i in range(1, len(parts)) if parts[i] != parts[i - 1]]
+    sizes = np.diff([0, *borders, len(parts)])
+    if not borders or len(borders) > 3 or sizes.min() < _SHORTEST // 2:
+        return False
+    steps = np.log(norms[1:] / norms[:-1])
+    between = float(steps[[i - 1 for i in borders]].sum())
+    return abs(between) > 2 * abs(float(steps.sum()) - between)
+
+
 def _measured(step: Step) -> Mask:
     """Gradients of outputs and of parameters that came."""
-    return (step.is_kind("grad_output") | step.is_kind("param_grad")) & (step.totals.count > 0)
+    return step.valued("grad_output") | step.valued("param_grad")
 
 
-@rule
-class ExplodingGradients:
+@rule(of=("grad_output", "param_grad"), per_site=False)
+def exploding_gradients(
+    step: Step,
+    memory: Memory,
+    depth: float = 1e4,
+    depth_consecutive_steps: int = 5,
+    past: float = 100.0,
+    beyond: float = 10.0,
+    consecutive_steps: int = 3,
+    window: int = 128,
+    min_history: int = 16,
+) -> list[Ill] | None:
     """Gradients grow on their way back, or against their own past.
 
     Over depth (warning): ``depth`` = 1e4 times over the model, in ``depth_consecutive_steps`` = 5 measured steps in a
@@ -83,56 +109,53 @@ class ExplodingGradients:
     form; behind a layer scale that grows): it must be ``beyond`` = 10 times the median of every other of its kind; and
     models with fewer than six outputs that have gradients have no depth.
     """
+    measured, found = step.cached(_measured), list[Ill]()
+    if not np.count_nonzero(measured):
+        return None
+    over = step.cached(_depth)
+    if over is not None:
 
-    depth: float = 1e4
-    depth_consecutive_steps: int = 5
-    past: float = 100.0
-    beyond: float = 10.0
-    consecutive_steps: int = 3
-    window: int = 128
-    min_history: int = 16
-    per_site: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        self._deep = Streak(self.depth_consecutive_steps)
-        self._past, self._streak = Window(self.window, self.min_history), Streak(self.consecutive_steps)
-
-    def __call__(self, step: Step) -> list[Finding] | None:
-        measured = _measured(step)
-        return [*self._over_depth(step), *self._against_past(step, measured)] if measured.any() else None
-
-    def _over_depth(self, step: Step) -> Iterator[Finding]:
-        depth = _depth(step)
-        if depth is not None and self._deep.push_one(step.number, depth.exceeds(self.depth)):
-            sentence = (
-                f"the gradients grow {number(depth.ratio)} times {depth.path(step)}. Lower the initial weights, "
+        def say_over_depth(site: int, since: int) -> str:
+            return (
+                f"the gradients grow {number(over.ratio)} times {over.path(step)}. Lower the initial weights, "
                 "normalise, or add residual connections."
             )
-            far, since = depth.far, self._deep.since[0]
-            yield step.finding("exploding-gradients", far, depth.ratio, self.depth, "warning", sentence, since=since)
 
-    def _against_past(self, step: Step, measured: Mask) -> Iterator[Finding]:
-        rms, median = step.totals.rms, self._past.median(len(measured))
-        ratio: Array = np.divide(rms, median, out=np.zeros_like(rms), where=measured & (median > 0))
-        grown = (ratio > self.past) & (rms > self.beyond * _largest_of_kind(step, median))
-        ill = step.in_order(self._streak.push(step.number, grown, measured))
-        if ill:
-            first = ill[0]
-            severity = "critical" if ratio[first] > 100 * self.past else "warning"
-            sentence = (
-                f"{tensor_of(step.sites[first])} has been {number(self.past)} times its usual size for "
-                f"{self.consecutive_steps} measured steps, now {number(ratio[first])} times{_and_others(ill)}. Lower "
-                "the learning rate, or clip gradients."
-            )
-            value, since = ratio[first], self._streak.since[first]
-            yield step.finding(
-                "exploding-gradients", first, value, self.past, severity, sentence, since=since, sites=ill
-            )
-        self._past.push(rms, measured)
+        ill, steps = over.exceeds(depth), depth_consecutive_steps
+        found.append(Ill(ill, say_over_depth, over.ratio, depth, steps=steps, key="depth", site=over.far))
+    rms, usual = step.totals.rms, memory.window("rms", window, min_history)
+    ratios, grown = np.zeros(len(rms)), measured & (rms > past * usual.bounds(len(rms))[0])
+    if np.count_nonzero(grown):  # by the least that the medians can be
+        median = usual.median(len(rms))
+        np.divide(rms, median, out=ratios, where=measured & (median > 0))
+        grown = (ratios > past) & (rms > beyond * _largest_of_kind(step, median))
+    usual.push(rms, measured)
+
+    def say(sites: list[int], since: int) -> str:
+        return (
+            f"{tensor_of(step.sites[sites[0]])} has been {number(past)} times its usual size for {consecutive_steps} "
+            f"measured steps, now {number(ratios[sites[0]])} times{_and_others(sites)}. Lower the learning rate, or "
+            "clip gradients."
+        )
+
+    def severity(site: int) -> str:
+        return "critical" if ratios[site] > 100 * past else "warning"
+
+    found.append(Ill(grown, say, ratios, past, severity, measured, consecutive_steps, key="past", together=True))
+    return found
 
 
-@rule
-class VanishingGradients:
+@rule(of=("grad_output", "param_grad"), per_site=False)
+def vanishing_gradients(
+    step: Step,
+    memory: Memory,
+    depth: float = 1e-4,
+    past: float = 1e-4,
+    consecutive_steps: int = 5,
+    window: int = 128,
+    min_history: int = 16,
+    values: int = 16,
+) -> list[Ill] | None:
     """Gradients disappear on their way back, or against their own past (warning).
 
     Over depth: ``depth`` = 1e-4 over the model: from end to end, the norm of the gradient of the first output in order
@@ -152,52 +175,49 @@ class VanishingGradients:
     tokens); a zero gradient behind weights that begin at zero (LoRA, the last norm of a residual block) lasts a step or
     two; and models with fewer than six outputs that have gradients have no depth.
     """
+    measured, found = step.cached(_measured), list[Ill]()
+    if not np.count_nonzero(measured):
+        return None
+    over = step.cached(_depth)
+    if over is not None:
 
-    depth: float = 1e-4
-    past: float = 1e-4
-    consecutive_steps: int = 5
-    window: int = 128
-    min_history: int = 16
-    values: int = 16
-    per_site: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        self._deep = Streak(self.consecutive_steps)
-        self._past, self._streak = Window(self.window, self.min_history), Streak(self.consecutive_steps)
-
-    def __call__(self, step: Step) -> list[Finding] | None:
-        measured = _measured(step)
-        return [*self._over_depth(step), *self._against_past(step, measured)] if measured.any() else None
-
-    def _over_depth(self, step: Step) -> Iterator[Finding]:
-        depth = _depth(step)
-        if depth is not None and self._deep.push_one(step.number, depth.exceeds(self.depth)):
-            sentence = (
-                f"the gradients fall to {number(depth.ratio)} {depth.path(step)}: they vanish, and what lies there "
+        def say_over_depth(site: int, since: int) -> str:
+            return (
+                f"the gradients fall to {number(over.ratio)} {over.path(step)}: they vanish, and what lies there "
                 "does not learn. Use ReLU or GELU instead of sigmoid and tanh, normalise, or add residual connections."
             )
-            far, since = depth.far, self._deep.since[0]
-            yield step.finding("vanishing-gradients", far, depth.ratio, self.depth, "warning", sentence, since=since)
 
-    def _against_past(self, step: Step, measured: Mask) -> Iterator[Finding]:
-        rms, median = step.totals.rms, self._past.median(len(measured))
-        known = measured & (median > 0) & (step.totals.count >= self.values * step.calls)
+        ill, steps = over.exceeds(depth), consecutive_steps
+        found.append(Ill(ill, say_over_depth, over.ratio, depth, steps=steps, key="depth", site=over.far))
+    rms, usual = step.totals.rms, memory.window("rms", window, min_history)
+    compared = measured & (step.totals.count >= values * step.calls)
+    if memory.streak("past").goes_on or _may_have_fallen(rms, usual.bounds(len(rms)), compared, past):
+        median = usual.median(len(rms))
+        known = compared & (median > 0)
         if known.any():
-            ratio: Array = np.divide(rms, median, out=np.full_like(rms, np.nan), where=known)
-            usual = float(np.median(ratio[known]))
-            ill = step.in_order(self._streak.push(step.number, known & (ratio < self.past * usual), known))
-            if ill:
-                first, value = ill[0], ratio[ill[0]] / usual
-                sentence = (
-                    f"{tensor_of(step.sites[first])} has fallen to {number(value)} of its usual size, while the others "
-                    f"have not{_and_others(ill)}: what it belongs to does not learn any more. Look for dead or "
-                    "saturated units behind it, or a layer that was cut off."
+            ratios = np.divide(rms, median, out=np.full_like(rms, np.nan), where=known)
+            ratios /= middle(ratios[known])
+
+            def say(sites: list[int], since: int) -> str:
+                return (
+                    f"{tensor_of(step.sites[sites[0]])} has fallen to {number(ratios[sites[0]])} of its usual size, "
+                    f"while the others have not{_and_others(sites)}: what it belongs to does not learn any more. Look "
+                    "for dead or saturated units behind it, or a layer that was cut off."
                 )
-                since = self._streak.since[first]
-                yield step.finding(
-                    "vanishing-gradients", first, value, self.past, "warning", sentence, since=since, sites=ill
-                )
-        self._past.push(rms, measured)
+
+            fallen, steps = known & (ratios < past), consecutive_steps
+            found.append(Ill(fallen, say, ratios, past, judged=known, steps=steps, key="past", together=True))
+    usual.push(rms, measured)
+    return found
+
+
+def _may_have_fallen(rms: Array, bounds: Array, compared: Mask, past: float) -> bool:
+    """Whether any may be so far below its median, beside the others: from the bounds of the medians."""
+    low, high = bounds
+    known = compared & (low > 0)
+    if (compared & ~known & (high > 0)).any():
+        return True
+    return bool(known.any()) and bool((rms / high)[known].min() <= past * (rms / low)[known].max())
 
 
 def _largest_of_kind(step: Step, median: Array) -> Array:

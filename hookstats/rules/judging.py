@@ -2,36 +2,43 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
+
 from hookstats.numbers.fields import Site
 from hookstats.numbers.frame import StepFrame
 from hookstats.numbers.snapshot import Snapshot
-from hookstats.rules.activations import DeadChannels, SaturatedChannels
-from hookstats.rules.answers import InitialLoss, NoProgress, ProbabilitiesAsLogits
-from hookstats.rules.arriving import GrowingGradients, MissingGradients
-from hookstats.rules.attention import AttentionEntropy, AttentionLogits, AttentionSink
-from hookstats.rules.experts import DeadExperts, ExpertLoad
+from hookstats.rules.activations import dead_channels, saturated_channels
+from hookstats.rules.answers import initial_loss, no_progress, probabilities_as_logits
+from hookstats.rules.arriving import growing_gradients, missing_gradients
+from hookstats.rules.attention import attention_entropy, attention_logits, attention_sink
+from hookstats.rules.clipping import clipped_gradients
+from hookstats.rules.collapse import constant_output, equal_channels, silent_rows
+from hookstats.rules.engine import Rule, Verdict
+from hookstats.rules.experts import dead_experts, expert_load
 from hookstats.rules.finding import SEVERITIES, Finding
-from hookstats.rules.gradients import ExplodingGradients, VanishingGradients
-from hookstats.rules.inputs import ConstantInput, InputShift, UnscaledInput
-from hookstats.rules.laws import BiasGradient, ReducedGradient, ReplicaDrift
-from hookstats.rules.learning import LostUpdates, ShrinkingWeights, UnchangedParameters
-from hookstats.rules.moments import SecondMoment
-from hookstats.rules.nonfinite import NonFinite
-from hookstats.rules.outliers import MassiveActivations, OutlierChannels
-from hookstats.rules.precision import LowPrecisionFit
-from hookstats.rules.residual import ResidualDrift
+from hookstats.rules.gradients import exploding_gradients, vanishing_gradients
+from hookstats.rules.inputs import constant_input, input_shift, unscaled_input
+from hookstats.rules.laws import bias_gradient, reduced_gradient, replica_drift
+from hookstats.rules.learning import lost_updates, shrinking_weights, unchanged_parameters
+from hookstats.rules.memory import Memory, from_state, to_state
+from hookstats.rules.moments import second_moment
+from hookstats.rules.nonfinite import nonfinite
+from hookstats.rules.outliers import massive_activations, outlier_channels
+from hookstats.rules.precision import low_precision_fit
+from hookstats.rules.residual import residual_drift
 from hookstats.rules.samples import named
-from hookstats.rules.spikes import GradientNormSpike, LossSpike
+from hookstats.rules.spikes import gradient_norm_spike, loss_spike
 from hookstats.rules.step import Sites, Step
+from hookstats.rules.step_law import outside_write
 from hookstats.rules.story import Plot
-from hookstats.rules.updates import UpdateRatio
+from hookstats.rules.targets import broadcast_target, nll_of_logits, sorted_data
+from hookstats.rules.updates import update_ratio
 
-Rule: TypeAlias = Callable[[Step], Iterable[Finding] | None]
+Function: TypeAlias = Callable[[Step], Verdict]  # one's own rule, without thresholds
 
 _ENDED = 20  # verdicts of a rule without a problem, after which it has ended
 _GROWN = 10.0  # how much worse it must have become to be reported again
@@ -40,52 +47,59 @@ _GROWN = 10.0  # how much worse it must have become to be reported again
 def defaults() -> list[Rule]:
     """The rules that judge where none are named, each as it is without arguments."""
     return [
-        NonFinite(),
-        ReplicaDrift(),
-        InputShift(),
-        ConstantInput(),
-        UnscaledInput(),
-        GrowingGradients(),
-        BiasGradient(),
-        ReducedGradient(),
-        UnchangedParameters(),
-        LostUpdates(),
-        ShrinkingWeights(),
-        MissingGradients(),
-        ProbabilitiesAsLogits(),
-        InitialLoss(),
-        LossSpike(),
-        GradientNormSpike(),
-        ExplodingGradients(),
-        VanishingGradients(),
-        DeadChannels(),
-        SaturatedChannels(),
-        MassiveActivations(),
-        OutlierChannels(),
-        LowPrecisionFit(),
-        UpdateRatio(),
-        SecondMoment(),
-        AttentionLogits(),
-        AttentionEntropy(),
-        AttentionSink(),
-        ExpertLoad(),
-        DeadExperts(),
-        ResidualDrift(),
-        NoProgress(),
+        nonfinite,
+        replica_drift,
+        input_shift,
+        constant_input,
+        unscaled_input,
+        broadcast_target,
+        nll_of_logits,
+        sorted_data,
+        equal_channels,
+        growing_gradients,
+        bias_gradient,
+        reduced_gradient,
+        outside_write,
+        unchanged_parameters,
+        lost_updates,
+        shrinking_weights,
+        missing_gradients,
+        probabilities_as_logits,
+        initial_loss,
+        loss_spike,
+        gradient_norm_spike,
+        exploding_gradients,
+        vanishing_gradients,
+        dead_channels,
+        saturated_channels,
+        massive_activations,
+        outlier_channels,
+        low_precision_fit,
+        update_ratio,
+        second_moment,
+        attention_logits,
+        attention_entropy,
+        attention_sink,
+        expert_load,
+        dead_experts,
+        residual_drift,
+        silent_rows,
+        clipped_gradients,
+        constant_output,
+        no_progress,
     ]
 
 
-def rule_to_json(rule: str | Rule) -> dict[str, Any]:
-    """``{"rule": "module:name", "arguments": {...}}`` of one of our rules, or of a name. TypeError for others."""
+def rule_to_json(rule: str | Rule | Function) -> dict[str, Any]:
+    """``{"rule": "module:name", "arguments": {...}}`` of a rule, or of a name. TypeError for others."""
     if isinstance(rule, str):
         return {"rule": rule, "arguments": {}}
-    if not dataclasses.is_dataclass(rule) or isinstance(rule, type):
-        raise TypeError(f'rules: expected one of hookstats.rules, or "module:function"; got {rule!r}')
-    arguments = {each.name: getattr(rule, each.name) for each in dataclasses.fields(rule) if each.init}
-    return {"rule": f"{type(rule).__module__}:{type(rule).__qualname__}", "arguments": arguments}
+    if isinstance(rule, Rule):
+        return {"rule": f"{rule.function.__module__}:{rule.function.__qualname__}", "arguments": dict(rule.arguments)}
+    raise TypeError(f'rules: expected one of hookstats.rules, or "module:function"; got {rule!r}')
 
 
-def rule_from_json(d: Mapping[str, Any]) -> Rule:
+def rule_from_json(d: Mapping[str, Any]) -> Rule | Function:
     """What `rule_to_json` gave. Imports the module; ValueError where it has no such thing."""
     module, _, name = d["rule"].partition(":")
     if not module or not name:
@@ -94,19 +108,18 @@ def rule_from_json(d: Mapping[str, Any]) -> Rule:
         found = getattr(import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"rules: expected a function at {d['rule']!r}: {error}") from error
-    if is_ours(d):
-        if not (isinstance(found, type) and dataclasses.is_dataclass(found) and found.__module__ == module):
-            raise ValueError(f"rules: expected a rule at {d['rule']!r}, got {found!r}")
+    if isinstance(found, Rule) and (not is_ours(d) or found.function.__module__ == module):
         try:
-            ours: Rule = found(**d["arguments"])  # type: ignore[assignment]
+            return found(**d["arguments"])
         except TypeError as error:
             raise ValueError(
                 f"rules: expected arguments of {d['rule']!r}, got {d['arguments']!r:.200}: {error}"
             ) from None
-        return ours
+    if is_ours(d):
+        raise ValueError(f"rules: expected a rule at {d['rule']!r}, got {found!r}")
     if not callable(found) or isinstance(found, type) or d["arguments"]:
         raise ValueError(f"rules: expected a function without arguments at {d['rule']!r}, got {found!r}")
-    function: Rule = found
+    function: Function = found
     return function
 
 
@@ -119,55 +132,67 @@ class _Episode(NamedTuple):
     """A problem that goes on."""
 
     last: int  # of the rule's verdicts, when it was last seen
-    reported: Finding  # the latest that was
+    severity: str  # when it was last reported
+    value: float
+    threshold: float
+
+    def grows_to(self, finding: Finding) -> bool:
+        """Whether it has become more severe; or, where there is a threshold, lies further beyond it by a factor."""
+        if SEVERITIES.index(finding.severity) > SEVERITIES.index(self.severity):
+            return True
+        if self.threshold == 0:
+            return False
+        now, before = abs(finding.value), abs(self.value)
+        if now > abs(finding.threshold):
+            return now >= _GROWN * before
+        return now * _GROWN <= before and now < before
 
 
 class _Ruling:
-    """A rule, and what it has said."""
+    """A rule, what it remembers, and what it has said."""
 
-    def __init__(self, rule: Rule, name: str) -> None:
+    def __init__(self, rule: Rule) -> None:
         self.rule = rule
-        self.name = name
+        self.memory = Memory()
         self.verdicts = 0
         self.episodes: dict[tuple[str, Site | None], _Episode] = {}
         self.seen: set[str] = set()  # names of the findings of the last step, new or not
-        self.per_site = getattr(rule, "per_site", True)
 
     def findings(self, step: Step) -> list[Finding]:
         """Those that are new."""
         self.seen = set()
-        said = self.rule(step)
-        if said is None:
+        self.memory.sites = len(step.sites)
+        found = self.rule.verdict(step, self.memory)
+        if found is None:
             return []
         self.verdicts += 1
-        new = []
-        for finding in said:
-            if self._is_new(finding):
-                new.append(finding)
-            self.seen.add(finding.rule)
+        new = [finding for finding in found if self._is_new(finding)]
+        self.seen = {finding.rule for finding in found}
         return new
 
     def _is_new(self, finding: Finding) -> bool:
         if not isinstance(finding, Finding):
             raise TypeError(f"expected a Finding, got {finding!r}")
-        key = (finding.rule, finding.site if self.per_site else None)
+        key = (finding.rule, finding.site if self.rule.per_site else None)
         known = self.episodes.get(key)
-        is_new = known is None or self.verdicts - known.last > _ENDED or _is_worse(finding, known.reported)
-        reported = finding if is_new or known is None else known.reported
-        self.episodes[key] = _Episode(self.verdicts, reported)
+        is_new = known is None or self.verdicts - known.last > _ENDED or known.grows_to(finding)
+        if is_new or known is None:
+            known = _Episode(self.verdicts, finding.severity, finding.value, finding.threshold)
+        self.episodes[key] = known._replace(last=self.verdicts)
         return is_new
 
+    def state(self) -> dict[str, Any]:
+        episodes = [[name, site, *episode] for (name, site), episode in self.episodes.items()]
+        kept = {"verdicts": self.verdicts, "episodes": to_state(episodes), "memory": to_state(dict(self.memory))}
+        return {"name": self.rule.name, "arguments": to_state(dict(self.rule.arguments)), **kept}
 
-def _is_worse(finding: Finding, than: Finding) -> bool:
-    """More severe; or, where there is a threshold, further beyond it by a factor."""
-    if SEVERITIES.index(finding.severity) > SEVERITIES.index(than.severity):
-        return True
-    if than.threshold == 0:
-        return False
-    now, before = abs(finding.value), abs(than.value)
-    if now > abs(finding.threshold):
-        return now >= _GROWN * before
-    return now * _GROWN <= before and now < before
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.memory = Memory(from_state(state["memory"]))
+        self.verdicts = state["verdicts"]
+        self.episodes = {
+            (name, None if site is None else Site(*site)): _Episode(*episode)
+            for name, site, *episode in from_state(state["episodes"])
+        }
 
 
 class Judge:
@@ -178,7 +203,7 @@ class Judge:
     without it.
     """
 
-    def __init__(self, rules: Iterable[str | Rule] | None = None, rank: int = 0, attempt: int = 0) -> None:
+    def __init__(self, rules: Iterable[str | Rule | Function] | None = None, rank: int = 0, attempt: int = 0) -> None:
         """rules: of `hookstats.rules`, functions, or "module:function"; None: `defaults`. Windows are the judge's own.
 
         ValueError for a name that leads to no function.
@@ -187,49 +212,88 @@ class Judge:
         self._rank = rank
         self._attempt = attempt
         self._plot = Plot()
-        self._rulings = [_Ruling(_fresh(rule), _name(rule)) for rule in (defaults() if rules is None else rules)]
+        self._rulings = [_Ruling(_as_rule(rule)) for rule in (defaults() if rules is None else rules)]
+        self._failed: list[str] = []
 
     def judge(self, measured: Snapshot | StepFrame) -> list[Finding]:
         """What is new in a step; steps come in order. Never raises: a rule that does is a finding, and is left out."""
         step = Step(measured, self._sites, self._rank, self._attempt)
         found: list[Finding] = []
         failed: list[Finding] = []
-        for ruling in list(self._rulings):
-            try:
-                found += ruling.findings(step)
-            except Exception as error:
-                self._rulings.remove(ruling)
-                sentence = (
-                    f"the rule {ruling.name} failed and does not judge any more: {error!r}. Mend it, or leave it out."
-                )
-                failed.append(step.finding(ruling.name, None, 1.0, 0.0, "warning", sentence))
+        with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+            for ruling in list(self._rulings):
+                try:
+                    found += ruling.findings(step)
+                except Exception as error:
+                    self._rulings.remove(ruling)
+                    name = ruling.rule.name
+                    self._failed.append(name)
+                    sentence = (
+                        f"the rule {name} failed and does not judge any more: {error!r}. Fix it, or leave it out."
+                    )
+                    failed.append(step.finding(name, None, 1.0, 0.0, "warning", sentence))
         told = self._plot.tell(step.number, found, set().union(*(ruling.seen for ruling in self._rulings)))
         return failed + [named(finding, step) for finding in told]
 
     def rebuild(self, measured: Iterable[Snapshot | StepFrame]) -> None:
-        """Fills the rules' windows with the steps before those that are to be judged, when a run is resumed.
+        """Fills the rules' windows with the steps before those that are to be judged, where no `state` was kept.
 
         What is found in them was reported then. The last 200 measured steps are enough, and before them the first 10,
-        from which `LossSpike` knows where the loss began, and `UpdateRatio` how parameters did.
+        from which `loss_spike` knows where the loss began, and `update_ratio` how parameters did.
         """
         for each in measured:
             self.judge(each)
 
+    def state(self) -> dict[str, Any]:
+        """All that the rules remember, for json.dumps: a judge that is given it by `restore` goes on as this one does.
 
-def judge(measured: Iterable[Snapshot | StepFrame], rules: Iterable[str | Rule] | None = None) -> list[Finding]:
+        What a function or an object of one's own keeps by itself is not in it: a rule that is made by `rule` and keeps
+        things in its `Memory` is.
+        """
+        return {
+            "sites": [list(site) for site in self._sites.all],
+            "rules": [ruling.state() for ruling in self._rulings],
+            "failed": list(self._failed),
+            "story": self._plot.state(),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> bool:
+        """Goes on where a judge was when `state` was taken; before the first step. ValueError for anything else.
+
+        False: some rules were not there, had other thresholds, or keep things by themselves: they begin with nothing.
+        """
+        try:
+            self._sites.ids([Site(*site) for site in state["sites"]])
+            self._failed = list(state["failed"])
+            self._rulings = [each for each in self._rulings if each.rule.name not in self._failed]
+            known = {(each["name"], str(each["arguments"])): each for each in state["rules"]}
+            is_whole = True
+            for ruling in self._rulings:
+                own = known.get((ruling.rule.name, str(to_state(dict(ruling.rule.arguments)))))
+                is_whole &= own is not None and ruling.rule.is_function
+                if own is not None:
+                    ruling.restore(own)
+            self._plot.restore(state["story"])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ValueError(f"expected what `Judge.state` gave, got {state!r:.200}: {error!r}") from error
+        return is_whole
+
+
+def judge(
+    measured: Iterable[Snapshot | StepFrame], rules: Iterable[str | Rule | Function] | None = None
+) -> list[Finding]:
     """The findings in the steps of a run, in order: see `Judge`."""
     judge = Judge(rules)
     return [finding for each in measured for finding in judge.judge(each)]
 
 
-def _fresh(rule: str | Rule) -> Rule:
-    """With windows of its own."""
+def _as_rule(rule: str | Rule | Function) -> Rule:
+    """A function, or an object that is called, as a rule without arguments."""
     if isinstance(rule, str):
-        return rule_from_json(rule_to_json(rule))
+        rule = rule_from_json(rule_to_json(rule))
+    if isinstance(rule, Rule):
+        return rule
     if isinstance(rule, type) or not callable(rule):
         raise TypeError(f'rules: expected rules, functions or "module:function"; got {rule!r}')
-    return dataclasses.replace(rule) if dataclasses.is_dataclass(rule) else rule
-
-
-def _name(rule: str | Rule) -> str:
-    return rule if isinstance(rule, str) else getattr(rule, "__qualname__", type(rule).__qualname__)
+    name = getattr(rule, "__qualname__", type(rule).__qualname__)
+    return Rule(name, rule, per_site=getattr(rule, "per_site", True), is_function=False)

@@ -6,16 +6,21 @@ import math
 
 import numpy as np
 
-from hookstats.numbers.fields import Site
-from hookstats.rules.finding import Finding
+from hookstats.numbers.fields import Counts, Site
+from hookstats.rules.engine import Ill, rule
 from hookstats.rules.formatting import number
-from hookstats.rules.history import Streak
-from hookstats.rules.step import Mask, Step, is_bias
-from hookstats.rules.thresholds import rule
+from hookstats.rules.step import Step, is_bias
 
 
-@rule
-class SecondMoment:
+@rule(of="optimizer.exp_avg_sq")
+def second_moment(
+    step: Step,
+    eps: float = 1e-8,
+    share: float = 0.5,
+    values: int = 64,
+    consecutive_steps: int = 20,
+    cancelled: float = 1e-4,
+) -> Ill | None:
     """Adam divides by its epsilon instead of its second moment, in most values of a parameter (warning).
 
     An update is m / (sqrt(v) + eps). Where sqrt(v) is below ``eps`` = 1e-8 it is no longer of the size of the learning
@@ -32,48 +37,37 @@ class SecondMoment:
     has met. A bias whose gradient is below ``cancelled`` = 1e-4 of that of its weight is not judged: that of a key's
     bias in attention is 0 but for rounding.
     """
+    nonzero, means = step.totals.count - step.totals.zeros, step.totals.mean
+    judged = step.fired("optimizer.exp_avg_sq") & (nonzero >= values) & (step.nonfinite == 0)
+    biases, weights = step.once(_biases_and_weights)
+    both = judged[biases] & judged[weights]
+    judged[biases[both & (means[biases] < cancelled**2 * means[weights])]] = False
+    if not judged.any():
+        return None
+    below = np.zeros(len(step.sites))
+    # Where even the mean is so small, most values may be; it spares the others.
+    ids, counts = step.exponents(judged & (means < 1e4 * eps**2))
+    last = 126 + math.floor(math.log2(eps**2))  # of the bins whose values are all below
+    below[ids] = (counts[:, : last + 1].sum(1) - step.totals.zeros[ids]) / nonzero[ids]
 
-    eps: float = 1e-8
-    share: float = 0.5
-    values: int = 64
-    consecutive_steps: int = 20
-    cancelled: float = 1e-4
-
-    def __post_init__(self) -> None:
-        self._streak = Streak(self.consecutive_steps)
-
-    def __call__(self, step: Step) -> list[Finding] | None:
-        judged = step.is_kind("optimizer.exp_avg_sq") & (step.calls > 0)
-        nonzero = step.totals.count - step.totals.zeros
-        judged &= (nonzero >= self.values) & (step.nonfinite == 0)
-        judged[self._cancelled(step, judged)] = False
-        # Where even the mean is so small, most values may be; it spares the others.
-        likely = judged & (step.totals.mean < 1e4 * self.eps**2)
-        if not judged.any():
-            return None
-        below = np.zeros(len(step.sites))
-        ids, counts = step.exponents(likely)
-        last = 126 + math.floor(math.log2(self.eps**2))  # of the bins whose values are all below
-        small = counts[:, : last + 1].sum(1) - step.totals.zeros[ids]
-        below[ids] = small / nonzero[ids]
-        ill = self._streak.push(step.number, below > self.share, judged)
-        return [self._finding(step, site, float(below[site])) for site in step.in_order(ill)]
-
-    def _cancelled(self, step: Step, judged: Mask) -> list[int]:
-        """The ids of second moments of biases that are far smaller than those of their weights."""
-        ids = {step.sites[i]: i for i in np.flatnonzero(judged).tolist()}
-        means, found = step.totals.mean, []
-        for (name, tensor), i in ids.items():
-            weight = ids.get(Site(name.removesuffix("bias") + "weight", tensor)) if is_bias(name) else None
-            if weight is not None and means[i] < self.cancelled**2 * means[weight]:
-                found.append(i)
-        return found
-
-    def _finding(self, step: Step, site: int, below: float) -> Finding:
-        sentence = (
-            f"the square root of Adam's second moment of {step.sites[site].name} is below {number(self.eps)} in "
-            f"{number(100 * below)} % of its values: epsilon decides how far a step goes, and it learns more slowly "
-            "than its learning rate says. Lower epsilon, or see why its gradients are so small."
+    def say(site: int, since: int) -> str:
+        return (
+            f"the square root of Adam's second moment of {step.sites[site].name} is below {number(eps)} in "
+            f"{number(100 * below[site])} % of its values: epsilon decides how far a step goes, and it learns more "
+            "slowly than its learning rate says. Lower epsilon, or see why its gradients are so small."
         )
-        since = self._streak.since[site]
-        return step.finding("second-moment", site, below, self.share, "warning", sentence, since=since)
+
+    return Ill(below > share, say, below, share, judged=judged, steps=consecutive_steps)
+
+
+def _biases_and_weights(step: Step) -> Counts:
+    """``[2, pairs]``: the ids of second moments of biases, and of those of their weights."""
+    ids = {site: i for i, site in enumerate(step.sites)}
+    weights = {
+        i: ids.get(Site(name.removesuffix("bias") + "weight", tensor), -1)
+        for (name, tensor), i in ids.items()
+        if is_bias(name) and step.is_kind("optimizer.exp_avg_sq")[i]
+    }
+    pairs = [(bias, weight) for bias, weight in weights.items() if weight >= 0]
+    result: Counts = np.array(pairs, np.int64).reshape(-1, 2).T
+    return result

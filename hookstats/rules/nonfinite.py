@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar
 
 import numpy as np
 
 from hookstats.numbers.fields import Array
 from hookstats.numbers.kinds import kind_of
+from hookstats.rules.engine import rule
 from hookstats.rules.finding import Finding
 from hookstats.rules.formatting import number, tensor_of, times
-from hookstats.rules.history import extended
+from hookstats.rules.memory import Memory
 from hookstats.rules.step import Step
-from hookstats.rules.thresholds import rule
 
 
-@rule
-class NonFinite:
+@rule(per_site=False)
+def nonfinite(step: Step, memory: Memory, overflows: int = 16) -> list[Finding]:
     """The first tensor, in order of execution, that holds NaN, Inf or -Inf, in forward or in backward: critical.
 
     There is no threshold to set: one such value ends most trainings. Two things are in order, and are recognised. -Inf
@@ -33,50 +32,16 @@ class NonFinite:
     logarithm or a root of what can be 0, and for float16; where only the loss is not finite, look at the loss and the
     labels. Go back to a checkpoint before the step.
     """
-
-    overflows: int = 16
-    per_site: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        self._seen, self._masks = np.empty(0, bool), np.empty(0, bool)  # sites; those in which -Inf is in order
-        self._clean: int | None = None  # the last step in which everything was finite
-        self._latest: int | None = None  # the last measured step
-        self._lost: int | None = None  # since when the loss is not finite
-        self._skipped = 0  # steps in a row, by the scaler
-
-    def __call__(self, step: Step) -> list[Finding]:
-        bad = self._count(step)[step.order]
-        self._skipped = self._skipped + 1 if step.overflowed else 0
-        lost = self._note_losses(step)
-        found = self._finding(step, bad, lost)
-        if self._lost is None and not bad.any():
-            self._clean = step.number
-        self._latest = step.number
-        return [] if found is None else [found]
-
-    def _finding(self, step: Step, bad: Array, lost: list[tuple[int, float]]) -> Finding | None:
-        """bad: values that are not finite, of sites in the order of execution. lost: losses of steps before this."""
-        if bad.any():
-            place = int(np.flatnonzero(bad)[0])
-            return self._tensor_finding(step, place, bad[place])
-        if self._lost is not None:
-            loss = step.scalars.get("loss", math.nan)
-            masks = [site for site in step.in_order(self._masks) if step.totals.neginfs[site]]
-            if masks:
-                where = tensor_of(step.sites[masks[0]])
-                sentence = (
-                    f"the loss is {loss}, and of the watched tensors {where} holds -Inf, as it has from its first step "
-                    "on. If that is no mask, it began there: look for a logarithm of 0 (clamp before it, or use "
-                    f"log_softmax). Else it began in the loss.{self._since(step)}"
-                )
-            else:
-                sentence = (
-                    f"the loss is {loss}, and every watched tensor is finite: it began behind the model, in the loss "
-                    f"itself. Look for a logarithm or a division there, and at the labels.{self._since(step)}"
-                )
-            return step.finding("nonfinite", None, loss, 0, "critical", sentence, self._lost)
-        if not lost:
-            return None
+    bad = _count(step, memory)[step.order]
+    memory["skipped"] = memory.get("skipped", 0) + 1 if step.overflowed else 0
+    lost = _note_losses(step, memory)
+    found = None
+    if bad.any():
+        place = int(np.flatnonzero(bad)[0])
+        found = _of_tensor(step, memory, place, bad[place], overflows)
+    elif memory["lost"] is not None:
+        found = _of_loss(step, memory)
+    elif lost:
         at, loss = lost[0]
         more = f", and in {times(len(lost) - 1, 'more step')}" if len(lost) > 1 else ""
         sentence = (
@@ -84,74 +49,101 @@ class NonFinite:
             "finite again. Look at the batch of that step, and for a logarithm or a division in the loss. With "
             "every=1, the tensor is named in which it begins."
         )
-        return step.finding("nonfinite", None, loss, 0, "warning", sentence, at)
+        found = step.finding("nonfinite", None, loss, 0, "warning", sentence, at)
+    if memory["lost"] is None and not bad.any():
+        memory["clean"] = step.number  # the last step in which everything was finite
+    memory["latest"] = step.number
+    return [] if found is None else [found]
 
-    def _note_losses(self, step: Step) -> list[tuple[int, float]]:
-        """Takes note of since when it has not been finite; those of the steps before this one that were not."""
-        losses = [(at, each["loss"]) for at, each in step.earlier_scalars.items() if "loss" in each]
-        for at, loss in [*losses, (step.number, step.scalars.get("loss", 0.0))]:
-            if np.isfinite(loss):
-                self._lost = None
-            elif self._lost is None:
-                self._lost = at
-        return [(at, loss) for at, loss in losses if not np.isfinite(loss)]
 
-    def _tensor_finding(self, step: Step, place: int, bad: float) -> Finding:
-        """place: in the order of execution."""
-        first = int(step.order[place])
-        is_backward = kind_of(step.sites[first].tensor).is_gradient
-        what = "NaN" if step.totals.nans[first] else "an infinity"
-        text = f"{number(bad)} of {number(bad + step.totals.count[first])} values of {tensor_of(step.sites[first])}"
-        if step.overflowed and is_backward and self._skipped < self.overflows:
-            sentence = (
-                f"{text} are {what}: the GradScaler has skipped this step and lowers its scale. Nothing is to be done."
-            )
-            return step.finding("nonfinite", first, bad, 0, "note", sentence)
-        advice = self._in_between(step)
-        if not advice and is_backward and self._lost == step.number:
-            advice = (
-                "It began in the loss, which is not finite while all outputs are: look for a logarithm or a division "
-                "there, and at the labels."
-            )
-        advice = advice or _began(step, place, self._clean)
-        if step.overflowed:
-            advice += f" The GradScaler has now skipped {self._skipped} measured steps in a row."
+def _count(step: Step, memory: Memory) -> Array:
+    """``[n]``: values that are not finite, without those of masks: sites in which -Inf is in order."""
+    seen, masks, totals = memory.of_sites("seen", False), memory.of_sites("masks", False), step.totals
+    begins = (step.calls > 0) & ~seen
+    if begins.any():
+        may_mask = step.is_kind("output") | step.is_kind("input") | step.is_kind("buffer")
+        masks |= begins & may_mask & (totals.neginfs > 0) & (totals.nans + totals.posinfs == 0)
+        seen |= begins
+    return np.where(masks, totals.nans + totals.posinfs, step.nonfinite)
+
+
+def _note_losses(step: Step, memory: Memory) -> list[tuple[int, float]]:
+    """Take note of since when the loss has not been finite; return those of the steps before this one that were not."""
+    losses = [(at, each["loss"]) for at, each in step.earlier_scalars.items() if "loss" in each]
+    memory.setdefault("lost", None)
+    for at, loss in [*losses, (step.number, step.scalars.get("loss", 0.0))]:
+        if np.isfinite(loss):
+            memory["lost"] = None
+        elif memory["lost"] is None:
+            memory["lost"] = at
+    return [(at, loss) for at, loss in losses if not np.isfinite(loss)]
+
+
+def _of_loss(step: Step, memory: Memory) -> Finding:
+    loss, since = step.scalars.get("loss", math.nan), _since(step, memory)
+    masks = [site for site in step.in_order(memory.of_sites("masks", False)) if step.totals.neginfs[site]]
+    if masks:
         sentence = (
-            f"{text} are {what}, the first in this step. {advice}{self._since(step)} Go back to a checkpoint before it."
+            f"the loss is {loss}, and of the watched tensors {tensor_of(step.sites[masks[0]])} holds -Inf, as it has "
+            "from its first step on. If that is no mask, it began there: look for a logarithm of 0 (clamp before it, or "
+            f"use log_softmax). Else it began in the loss.{since}"
         )
-        return step.finding("nonfinite", first, bad, 0, "critical", sentence)
-
-    def _in_between(self, step: Step) -> str:
-        """That it may have begun in steps that were not measured; empty where there are none, or it has not."""
-        first = 0 if self._latest is None else self._latest + 1
-        if first >= step.number or self._latest != self._clean:
-            return ""
-        steps = f"step {first} was" if first == step.number - 1 else f"steps {first} to {step.number - 1} were"
-        if self._lost is not None and self._lost < step.number:
-            where = f"It began in step {self._lost}, in which the loss was not finite any more, or just before"
-        else:
-            where = "It may have begun in any of them"
-        return (
-            f"{where}: {steps} not measured, and so it may have been in forward, in the loss, in backward or in the "
-            "optimizer, and in any layer. To see where, begin again from a checkpoint before it with every=1."
+    else:
+        sentence = (
+            f"the loss is {loss}, and every watched tensor is finite: it began after the model, in the loss itself. "
+            f"Look for a logarithm or a division there, and at the labels.{since}"
         )
+    return step.finding("nonfinite", None, loss, 0, "critical", sentence, memory["lost"])
 
-    def _since(self, step: Step) -> str:
-        text = ""
-        if self._lost is not None:
-            text = " The loss is not finite, either"
-            text += "." if self._lost == step.number else f", since step {self._lost}."
-        return text if self._clean is None else f"{text} In step {self._clean} everything was finite."
 
-    def _count(self, step: Step) -> Array:
-        """``[n]``: values that are not finite, without those of masks."""
-        self._seen, self._masks = (extended(each, len(step.sites), False) for each in (self._seen, self._masks))
-        totals, begins = step.totals, (step.calls > 0) & ~self._seen
-        if begins.any():
-            may_mask = step.is_kind("output") | step.is_kind("input") | step.is_kind("buffer")
-            self._masks |= begins & may_mask & (totals.neginfs > 0) & (totals.nans + totals.posinfs == 0)
-            self._seen |= begins
-        return np.where(self._masks, totals.nans + totals.posinfs, step.nonfinite)
+def _of_tensor(step: Step, memory: Memory, place: int, bad: float, overflows: int) -> Finding:
+    """place: in the order of execution. bad: how many of its values are not finite."""
+    first, skipped = int(step.order[place]), memory["skipped"]
+    is_backward = kind_of(step.sites[first].tensor).is_gradient
+    what = "NaN" if step.totals.nans[first] else "an infinity"
+    text = f"{number(bad)} of {number(bad + step.totals.count[first])} values of {tensor_of(step.sites[first])}"
+    if step.overflowed and is_backward and skipped < overflows:
+        sentence = (
+            f"{text} are {what}: the GradScaler has skipped this step and lowers its scale. Nothing is to be done."
+        )
+        return step.finding("nonfinite", first, bad, 0, "note", sentence)
+    advice = _in_between(step, memory)
+    if not advice and is_backward and memory["lost"] == step.number:
+        advice = (
+            "It began in the loss, which is not finite while all outputs are: look for a logarithm or a division "
+            "there, and at the labels."
+        )
+    advice = advice or _began(step, place, memory.get("clean"))
+    if step.overflowed:
+        advice += f" The GradScaler has now skipped {skipped} measured steps in a row."
+    since = _since(step, memory)
+    sentence = f"{text} are {what}, the first in this step. {advice}{since} Go back to a checkpoint before it."
+    return step.finding("nonfinite", first, bad, 0, "critical", sentence)
+
+
+def _in_between(step: Step, memory: Memory) -> str:
+    """That it may have begun in steps that were not measured; empty where there are none, or it has not."""
+    latest, lost = memory.get("latest"), memory["lost"]
+    first = 0 if latest is None else latest + 1
+    if first >= step.number or latest != memory.get("clean"):
+        return ""
+    steps = f"step {first} was" if first == step.number - 1 else f"steps {first} to {step.number - 1} were"
+    if lost is not None and lost < step.number:
+        where = f"It began in step {lost}, in which the loss was not finite any more, or just before"
+    else:
+        where = "It may have begun in any of them"
+    return (
+        f"{where}: {steps} not measured, and so it may have been in forward, in the loss, in backward or in the "
+        "optimizer, and in any layer. To see where, begin again from a checkpoint before it with every=1."
+    )
+
+
+def _since(step: Step, memory: Memory) -> str:
+    text, lost, clean = "", memory["lost"], memory.get("clean")
+    if lost is not None:
+        text = " The loss is not finite, either"
+        text += "." if lost == step.number else f", since step {lost}."
+    return text if clean is None else f"{text} In step {clean} everything was finite."
 
 
 def _began(step: Step, place: int, clean: int | None) -> str:
@@ -186,10 +178,15 @@ def _began(step: Step, place: int, clean: int | None) -> str:
             f"begins here. Look at {one}, then at {two}.{why} "
             'tensors=("input", "output", ...) tells these apart.'
         )
+    if kind.name == "output" and _is_of_rows(step, first) and (rows := _rows(step, first)):
+        return (
+            f"It began in forward, after {before}, which is finite: {rows} of it do, in all channels alike, and weights "
+            f"cannot do that. Look at what is computed between the two, such as a division, a logarithm or a root, or at "
+            f"the arithmetic of {module}, and at these rows."
+        )
     if kind.name == "output":
         return (
-            f"It began in forward, behind {before}, which is finite: look at the weights and the arithmetic of "
-            f"{module}."
+            f"It began in forward, after {before}, which is finite: look at the weights and the arithmetic of {module}."
         )
     if kind.is_gradient:
         return (
@@ -221,3 +218,12 @@ def _is_of_rows(step: Step, site: int) -> bool | None:
     if bad.min() == 0:
         return False
     return True if bad.min() == bad.max() and channels.count.min() > 0 else None
+
+
+def _rows(step: Step, site: int) -> str:
+    """ "1 of 16 rows": how many hold it, if not all do."""
+    channels = step.channels(site)
+    if channels is None:
+        return ""
+    bad = float((channels.nans + channels.posinfs + channels.neginfs)[0])
+    return f"{number(bad)} of {number(bad + float(channels.count[0]))} rows"

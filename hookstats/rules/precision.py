@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Literal, NamedTuple, overload
 
 import numpy as np
@@ -12,11 +11,11 @@ from hookstats.numbers.frame import StepFrame
 from hookstats.numbers.kinds import KINDS
 from hookstats.numbers.snapshot import Snapshot
 from hookstats.rules.blocks import BLOCK_FORMATS, BlockFit, block_fits
+from hookstats.rules.engine import rule
 from hookstats.rules.finding import Finding
 from hookstats.rules.formatting import percent, tensor_of
-from hookstats.rules.history import Streak, extended
+from hookstats.rules.memory import Memory
 from hookstats.rules.step import Mask, Sites, Step
-from hookstats.rules.thresholds import rule
 
 
 class _Format(NamedTuple):
@@ -124,8 +123,8 @@ class _Magnitudes:
         return share
 
     def _counted(self, exponent: Counts | int) -> Counts:
-        at = np.clip(exponent + self.scaler + 127, -1, 255)
-        counts: Counts = np.take_along_axis(self.below, np.maximum(at, 0)[:, None], axis=1)[:, 0]
+        at = np.minimum(np.maximum(exponent + self.scaler + 127, -1), 255)
+        counts: Counts = self.below[np.arange(len(at)), np.maximum(at, 0)]
         return np.where(at < 0, 0, counts)
 
 
@@ -145,8 +144,10 @@ def _fits(values: _Magnitudes, format: _Format) -> _Fits:
     )
 
 
-@rule
-class LowPrecisionFit:
+@rule()
+def low_precision_fit(
+    step: Step, memory: Memory, lost: float = 0.01, consecutive_steps: int = 5, turns: int = 4
+) -> list[Finding] | None:
     """A tensor that would not survive a low precision, while the run still has a higher one (a note).
 
     Outputs, inputs and parameters are judged in float8_e4m3fn, gradients of outputs and inputs in float8_e5m2 (the
@@ -168,82 +169,79 @@ class LowPrecisionFit:
     0. Only steps with histograms by exponent are judged, in each of them one of ``turns`` = 4 parts of the sites:
     reading histograms is what costs most of all rules, and nobody chooses a precision within four steps.
     """
-
-    lost: float = 0.01
-    consecutive_steps: int = 5
-    turns: int = 4
-
-    def __post_init__(self) -> None:
-        self._turn, self._streak = 0, Streak(self.consecutive_steps)
-        self._lost, self._reached = np.empty(0), np.empty(0)  # shares; the largest values of those that overflow
-        self._shares: dict[int, str] = {}  # of each format, of what would be lost
-        self._with_blocks: dict[int, str] = {}  # the same of formats of blocks, where these are counted
-
-    def __call__(self, step: Step) -> list[Finding] | None:
-        outputs, weights = step.is_kind("output") | step.is_kind("input"), step.is_kind("param")
-        gradients = step.is_kind("grad_output") | step.is_kind("grad_input")
-        n = len(step.sites)
-        in_turn = np.arange(n) % self.turns == self._turn
-        values = _Magnitudes(step, (step.calls > 0) & in_turn & (outputs | weights | gradients))
-        if not values.ids.size and not step.has_histograms:
-            return None
-        self._turn = (self._turn + 1) % self.turns
-        ids = values.ids
+    outputs = step.is_kind("output") | step.is_kind("input")
+    gradients = step.is_kind("grad_output") | step.is_kind("grad_input")
+    n, turn = len(step.sites), memory.get("turn", 0)
+    in_turn = (np.arange(n) % turns == turn) & (step.calls > 0)
+    values = _Magnitudes(step, in_turn & (outputs | gradients | step.is_kind("param")))
+    ids = values.ids
+    if not ids.size and not step.has_histograms:
+        return None
+    memory["turn"] = (turn + 1) % turns
+    is_gradient, enough = gradients[ids], values.below[:, -1] >= 1000
+    losing = _scaled_underflow(values, is_gradient)
+    overflows = outputs[ids] & (values.abs_max > FORMATS["float16"].largest)
+    ill, judged = np.zeros(n, bool), np.zeros(n, bool)
+    ill[ids], judged[ids] = enough & ((losing > lost) | overflows), enough
+    shares, reached = memory.of_sites("shares", 0.0), memory.of_sites("reached", 0.0)
+    shares[ids] = np.where(losing > lost, losing, 0.0)  # that are lost; and the largest values of those that overflow
+    reached[ids] = np.where(overflows, values.abs_max, 0.0)
+    if np.count_nonzero(ill):
+        texts = memory.setdefault("texts", {})
         fits = {name: _fits(values, format) for name, format in FORMATS.items()}
-        lost = np.where(gradients[ids], fits["float8_e5m2"].scaled_underflow, fits["float8_e4m3fn"].scaled_underflow)
-        overflow = np.where(outputs[ids], fits["float16"].most_overflow, 0.0)
-        enough = values.below[:, -1] >= 1000
-        is_ill, judged = np.zeros(n, bool), np.zeros(n, bool)
-        is_ill[ids] = enough & ((lost > self.lost) | (overflow > 0))
-        judged[ids] = enough
-        self._lost, self._reached = (extended(each, n, 0.0) for each in (self._lost, self._reached))
-        self._lost[ids] = np.where(lost > self.lost, lost, 0.0)
-        self._reached[ids] = np.where(overflow > 0, step.totals.abs_max[ids], 0.0)
-        for place in np.flatnonzero(is_ill[ids]).tolist():
-            self._shares[int(ids[place])] = ", ".join(
+        for place in np.flatnonzero(ill[ids]).tolist():
+            each_format = (
                 f"{percent(each.scaled_underflow[place])} in {name} (scale 2^{each.exponent[place]})"
                 for name, each in fits.items()
             )
-        self._with_blocks |= _with_blocks(step, is_ill & judged)
-        self._streak.push(step.number, is_ill, judged)
-        if self._turn:
-            return []
-        ill = (self._streak.lengths >= self.consecutive_steps) & (step.calls > 0)
-        return [*self._losing(step, ill & (self._lost > 0)), *self._overflowing(step, ill & (self._reached > 0))]
+            texts[int(ids[place])] = f"{', '.join(each_format)}."
+        for site, text in _with_blocks(step, ill).items():
+            texts[site] += text
+    streak = memory.streak()
+    streak.push(step.number, ill, judged)
+    if memory["turn"] or not streak.goes_on:
+        return []
+    lasting, texts = (streak.lengths >= consecutive_steps) & (step.calls > 0), memory["texts"]
+    told = [(kind.several, lasting & (shares > 0) & step.is_kind(name), shares, lost) for name, kind in KINDS.items()]
+    found = list[Finding]()
+    for several, chosen, numbers, threshold in [*told, ("outputs", lasting & (reached > 0), reached, 65504.0)]:
+        sites = step.in_order(chosen)
+        if sites:  # one finding, at the site that is worst
+            worst = max(sites, key=lambda site: numbers[site])
+            listed = [worst, *(site for site in sites if site != worst)]
+            where, since = tensor_of(step.sites[worst]), streak.since[listed].min()
+            say = _overflowing if numbers is reached else _losing
+            sentence = say(where, len(sites), several, numbers[worst], texts[worst])
+            numbers_of = numbers[worst], threshold, "note", sentence
+            found.append(step.finding("low-precision-fit", worst, *numbers_of, since=since, sites=listed))
+    return found
 
-    def _losing(self, step: Step, ill: Mask) -> Iterator[Finding]:
-        """One finding for each kind of tensor, at the site that loses most."""
-        for kind in KINDS.values():
-            sites = step.in_order(ill & step.is_kind(kind.name))
-            if not sites:
-                continue
-            worst = max(sites, key=lambda site: self._lost[site])
-            sentence = (
-                f"cast to a lower precision at its best scale, {tensor_of(step.sites[worst])} would lose to 0 of its "
-                f"values: {self._shares[worst]}.{self._with_blocks.get(worst, '')}"
-                f"{_of_others(len(sites) - 1, kind.several)} Leave "
-                f"{'this layer' if len(sites) == 1 else 'these layers'} out where you quantise, or give "
-                f"{'it' if len(sites) == 1 else 'them'} a scale per channel or block."
-            )
-            yield self._finding(step, worst, sites, self._lost[worst], self.lost, sentence)
 
-    def _overflowing(self, step: Step, ill: Mask) -> Iterator[Finding]:
-        sites = step.in_order(ill)
-        if sites:
-            worst = max(sites, key=lambda site: self._reached[site])
-            sentence = (
-                f"{tensor_of(step.sites[worst])} reaches {self._reached[worst]:.3g}, beyond float16's 65504: in "
-                f"float16 it would be infinite.{_of_others(len(sites) - 1, 'outputs')} Keep "
-                f"{'this layer' if len(sites) == 1 else 'these layers'} in bfloat16 or float32."
-            )
-            yield self._finding(step, worst, sites, self._reached[worst], 65504.0, sentence)
+def _scaled_underflow(values: _Magnitudes, is_gradient: Mask) -> Array:
+    """``[k]``: the share that becomes 0 at the best scale, of gradients in float8_e5m2, of others in float8_e4m3fn."""
+    both = [FORMATS["float8_e4m3fn"], FORMATS["float8_e5m2"]]
+    most, top = np.frexp([each.largest for each in both])
+    tiniest = np.array([each.tiniest for each in both])
+    mantissa, exponent = np.frexp(values.abs_max)
+    which = is_gradient.astype(np.int64)
+    best = top[which] - exponent - (mantissa > most[which])
+    return values.up_to(tiniest[which] - 2 - best)
 
-    def _finding(
-        self, step: Step, worst: int, sites: list[int], value: float, threshold: float, sentence: str
-    ) -> Finding:
-        listed = [worst, *(site for site in sites if site != worst)]
-        since = self._streak.since[listed].min()
-        return step.finding("low-precision-fit", worst, value, threshold, "note", sentence, since=since, sites=listed)
+
+def _losing(where: str, sites: int, several: str, share: float, text: str) -> str:
+    return (
+        f"cast to a lower precision at its best scale, {where} would lose to 0 of its values: {text}"
+        f"{_of_others(sites - 1, several)} Leave {'this layer' if sites == 1 else 'these layers'} out where you "
+        f"quantise, or give {'it' if sites == 1 else 'them'} a scale per channel or block."
+    )
+
+
+def _overflowing(where: str, sites: int, several: str, reached: float, text: str) -> str:
+    return (
+        f"{where} reaches {reached:.3g}, beyond float16's 65504: in float16 it would be infinite."
+        f"{_of_others(sites - 1, several)} Keep {'this layer' if sites == 1 else 'these layers'} in bfloat16 or "
+        "float32."
+    )
 
 
 def _with_blocks(step: Step, chosen: Mask) -> dict[int, str]:

@@ -7,18 +7,16 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from hookstats.numbers.fields import Counts
-from hookstats.rules.finding import Finding
+from hookstats.numbers.fields import Array, Counts
+from hookstats.rules.engine import Ill, rule
 from hookstats.rules.formatting import number
-from hookstats.rules.history import Streak
 from hookstats.rules.step import Step
-from hookstats.rules.thresholds import rule
 
 _BLOCK = re.compile(r"(?P<path>.*?)\.?(?P<number>\d+)")
 
 
-@rule
-class ResidualDrift:
+@rule()
+def residual_drift(step: Step, ratio: float = 100.0, consecutive_steps: int = 5, blocks: int = 4) -> Ill | None:
     """The stream grows, or shrinks, from block to block (warning): the rms behind the last over that behind the first.
 
     A stream is ill at ``ratio`` = 100 times, or one 100th, in ``consecutive_steps`` = 5 measured steps in a row; the
@@ -32,65 +30,46 @@ class ResidualDrift:
     ``blocks`` = 4 on; blocks are modules with a number as their name that hold others which are watched, not experts,
     and run in the order of these numbers.
     """
+    stacks = step.once(_stacks, blocks)
+    if not stacks:
+        return None
+    ratios, gains = np.ones(len(step.sites)), dict[int, tuple[str, Counts, Array]]()
+    places = np.zeros(len(step.sites), np.int64)
+    places[step.order] = np.arange(1, len(step.order) + 1)
+    for path, stack in stacks.items():
+        rms = step.totals.rms[stack]
+        if places[stack[0]] > 0 and (np.diff(places[stack]) > 0).all() and (rms > 0).all():
+            ratios[stack[-1]] = rms[-1] / rms[0]
+            gains[int(stack[-1])] = path, stack, rms[1:] / rms[:-1]
 
-    ratio: float = 100.0
-    consecutive_steps: int = 5
-    blocks: int = 4
+    def say(site: int, since: int) -> str:
+        path, stack, gain = gains[site]
+        most, sign = int(np.abs(np.log(gain)).argmax()), 1 if ratios[site] > 1 else -1
+        return (
+            f"the stream through {path or 'the model'} {'grows' if sign == 1 else 'shrinks'} "
+            f"{number(ratios[site] ** sign)} times from its first block to the last, most of all in "
+            f"{step.sites[int(stack[most + 1])].name}, {number(gain[most] ** sign)} times. Scale down what a block "
+            "adds (initial weights by the root of the depth, a norm behind the block), or look for a missing norm."
+        )
 
-    def __post_init__(self) -> None:
-        self._stacks: dict[str, Counts] = {}
-        self._known = 0  # sites
-        self._streak = Streak(self.consecutive_steps)
+    drifted = (ratios > ratio) | (ratios < 1 / ratio)
+    return Ill(drifted, say, ratios, np.where(ratios > 1, ratio, 1 / ratio), steps=consecutive_steps)
 
-    def __call__(self, step: Step) -> list[Finding] | None:
-        if self._known < len(step.sites):
-            self._stacks, self._known = self._find_stacks(step), len(step.sites)
-        return list(self._drifted(step)) if self._stacks else None
 
-    def _drifted(self, step: Step) -> Iterator[Finding]:
-        ratios = np.ones(len(step.sites))
-        gains = {}
-        places = np.zeros(len(step.sites), np.int64)
-        places[step.order] = np.arange(1, len(step.order) + 1)
-        for path, stack in self._stacks.items():
-            rms = step.totals.rms[stack]
-            in_order = (np.diff(places[stack]) > 0).all() and places[stack[0]] > 0
-            if in_order and (rms > 0).all():
-                ratios[stack[-1]] = rms[-1] / rms[0]
-                gains[path] = rms[1:] / rms[:-1]
-        ill = self._streak.push(step.number, (ratios > self.ratio) | (ratios < 1 / self.ratio))
-        for path, gain in gains.items():
-            stack = self._stacks[path]
-            last = int(stack[-1])
-            if not ill[last]:
-                continue
-            most = int(np.abs(np.log(gain)).argmax())
-            grows = ratios[last] > 1
-            factor = ratios[last] if grows else 1 / ratios[last]
-            gain_there = gain[most] if grows else 1 / gain[most]
-            sentence = (
-                f"the stream through {path or 'the model'} {'grows' if grows else 'shrinks'} {number(factor)} times "
-                f"from its first block to the last, most of all in {step.sites[int(stack[most + 1])].name}, "
-                f"{number(gain_there)} times. Scale down what a block adds (initial weights by the root of the depth, "
-                "a norm behind the block), or look for a missing norm."
-            )
-            ratio, since = self.ratio if grows else 1 / self.ratio, self._streak.since[last]
-            yield step.finding("residual-drift", last, ratios[last], ratio, "warning", sentence, since=since)
-
-    def _find_stacks(self, step: Step) -> dict[str, Counts]:
-        """Of each stack, the ids of its blocks' outputs."""
-        outputs = [step.sites[i] for i in np.flatnonzero(step.is_kind("output")).tolist()]
-        inner = {prefix for site in outputs for prefix in _prefixes(site.name)}
-        found: dict[str, dict[int, int]] = {}
-        for i, (name, tensor) in enumerate(step.sites):
-            match = _BLOCK.fullmatch(name)
-            if match and tensor in ("output", "output.0") and name in inner and not match["path"].endswith("experts"):
-                found.setdefault(match["path"], {})[int(match["number"])] = i
-        return {
-            path: np.array([stack[number] for number in sorted(stack)])
-            for path, stack in found.items()
-            if len(stack) >= self.blocks
-        }
+def _stacks(step: Step, blocks: int) -> dict[str, Counts]:
+    """Of each stack, the ids of its blocks' outputs."""
+    outputs = [step.sites[i] for i in np.flatnonzero(step.is_kind("output")).tolist()]
+    inner = {prefix for site in outputs for prefix in _prefixes(site.name)}
+    found: dict[str, dict[int, int]] = {}
+    for i, (name, tensor) in enumerate(step.sites):
+        match = _BLOCK.fullmatch(name)
+        if match and tensor in ("output", "output.0") and name in inner and not match["path"].endswith("experts"):
+            found.setdefault(match["path"], {})[int(match["number"])] = i
+    return {
+        path: np.array([stack[number] for number in sorted(stack)])
+        for path, stack in found.items()
+        if len(stack) >= blocks
+    }
 
 
 def _prefixes(name: str) -> Iterator[str]:

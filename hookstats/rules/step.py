@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import Any, TypeAlias, TypeVar
 
@@ -18,6 +18,7 @@ from hookstats.rules.formatting import times
 
 Mask: TypeAlias = NDArray[np.bool_]
 _Over = TypeVar("_Over", bound=NDArray[Any])
+_Made = TypeVar("_Made")
 
 
 def is_bias(name: str) -> bool:
@@ -34,6 +35,7 @@ class Sites:
         self._latest: tuple[Sequence[Site], Counts] = ([], np.empty(0, np.int64))
         self._kinds: dict[str, Mask] = {}
         self._partners: dict[tuple[str, str], Counts] = {}
+        self._once: dict[Any, tuple[int, Any]] = {}
 
     def ids(self, sites: Sequence[Site]) -> Counts:
         """Of these sites; those that are new get the next ones."""
@@ -75,6 +77,13 @@ class Sites:
             self._partners[kind, other] = partners
         return partners
 
+    def once(self, function: Callable[..., _Made], step: Step, arguments: tuple[Any, ...]) -> _Made:
+        """What a function makes of the sites, made anew when there are more of them."""
+        known: tuple[int, _Made] | None = self._once.get((function, arguments))
+        if known is None or known[0] < len(self.all):
+            known = self._once[function, arguments] = len(self.all), function(step, *arguments)
+        return known[1]
+
 
 class Step:
     """A measured step as a rule sees it.
@@ -101,11 +110,61 @@ class Step:
         self._ids = sites.ids(self._frame.sites)
         self._sites = sites
         self.sites: Sequence[Site] = sites.all
-        self._is_aligned = np.array_equal(self._ids, np.arange(len(sites.all)))
+        self._is_aligned = len(self._ids) == len(sites.all) and bool((self._ids == np.arange(len(sites.all))).all())
+        self._masks: dict[tuple[str, bool], Mask] = {}
+        self._ordered: dict[str, list[int]] = {}
+        self._has: dict[str, bool] = {}
+        self._cached: dict[Any, Any] = {}
 
     def is_kind(self, kind: str) -> Mask:
         """``[n]``: whether a site's tensor is an "output", a "grad_output", a "param", ..., see attach."""
         return self._sites.is_kind(kind)
+
+    def fired(self, kind: str) -> Mask:
+        """``[n]``: the sites of a kind that fired in this step."""
+        return self._mask(kind, False)
+
+    def valued(self, kind: str) -> Mask:
+        """``[n]``: the sites of a kind with finite values in this step."""
+        return self._mask(kind, True)
+
+    def _mask(self, kind: str, is_valued: bool) -> Mask:
+        mask = self._masks.get((kind, is_valued))
+        if mask is None:
+            mask = self.is_kind(kind) & (self.totals.count > 0 if is_valued else self.calls > 0)
+            self._masks[kind, is_valued] = mask
+        return mask
+
+    def has_any(self, kinds: Iterable[str]) -> bool:
+        """Whether a site of one of these kinds fired in this step."""
+        for kind in kinds:
+            found = self._has.get(kind)
+            if found is None:
+                found = self._has[kind] = bool(np.count_nonzero(self.fired(kind)))
+            if found:
+                return True
+        return False
+
+    def ordered(self, kind: str) -> list[int]:
+        """The ids of the sites of a kind with finite values in this step, in order of execution."""
+        if kind not in self._ordered:
+            self._ordered[kind] = self.in_order(self.valued(kind))
+        return self._ordered[kind]
+
+    def once(self, function: Callable[..., _Made], *arguments: Any) -> _Made:
+        """What a function of this step makes of its sites, such as pairs of ids; made anew when sites appear."""
+        return self._sites.once(function, self, arguments)
+
+    def cached(self, function: Callable[[Step], _Made]) -> _Made:
+        """What a function makes of this step, made once for all rules that ask for it."""
+        if function not in self._cached:
+            self._cached[function] = function(self)
+        return self._cached[function]  # type: ignore[no-any-return]
+
+    @cached_property
+    def sums(self) -> Array:
+        """``[n]``: of the values of each site."""
+        return self.totals.mean * self.totals.count
 
     @property
     def is_of_model(self) -> Mask:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from hookstats.numbers.kinds import kind_of
 from hookstats.rules.finding import MOST_SITES, SEVERITIES, Cause, Finding
@@ -17,13 +18,14 @@ _DEPTH = {
     "input-shift": 0, "constant-input": 0, "unscaled-input": 0,
     "nonfinite": 1, "replica-drift": 1,
     "growing-gradients": 2, "unchanged-parameters": 2, "lost-updates": 2, "shrinking-weights": 2,
-    "probabilities-as-logits": 2,
-    "missing-gradients": 4, "bias-gradient": 4, "reduced-gradient": 4, "exploding-gradients": 4,
+    "probabilities-as-logits": 2, "outside-write": 2, "nll-of-logits": 2, "broadcast-target": 2, "sorted-data": 0, "equal-channels": 1,
+    "silent-rows": 4, "clipped-gradients": 5, "constant-output": 5, "missing-gradients": 4, "bias-gradient": 4, "reduced-gradient": 4, "exploding-gradients": 4,
     "vanishing-gradients": 4, "gradient-norm-spike": 4, "update-ratio": 4,
     "loss-spike": 5, "no-progress": 6,
     "low-precision-fit": 7, "massive-activations": 7,
 }  # fmt: skip
 _FORWARD = 3
+_REASSURES = re.compile(r"[Nn]othing (needs to be|is|is to be) (done|wrong)")
 _NEVER_CAUSES = {"no-progress", "low-precision-fit", "massive-activations", "unscaled-input"}
 _STANDING = 20  # measured steps, for which a problem that is not seen any more still explains what begins
 _KNOWN = 200  # measured steps, for which it is remembered: what began then may be certain much later
@@ -82,6 +84,16 @@ class Plot:
                 cause.has_critical |= is_critical
             result.append(finding)
         return result
+
+    def state(self) -> dict[str, Any]:
+        """What is remembered, for json.dumps."""
+        told = [[each.finding.to_json(), each.last, each.until, each.has_critical] for each in self._told]
+        return {"steps": self._steps, "told": told}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what `state` gave."""
+        self._steps = state["steps"]
+        self._told = [_Standing(Finding.from_json(finding), *others) for finding, *others in state["told"]]
 
     def _cause(self, finding: Finding) -> _Standing | None:
         began = _began(finding)
@@ -171,7 +183,19 @@ def story(findings: Iterable[Finding]) -> list[Chapter]:
             chapters.setdefault((each.attempt, each.rank, each.as_cause), Chapter(each))
         else:
             chapter.effects.append(each)
-    return sorted(_adopted(list(chapters.values())), key=lambda each: (-_gravity(each), each.finding.step))
+    told = [_as_grave(chapter) for chapter in _adopted(list(chapters.values()))]
+    return sorted(told, key=lambda each: (-_gravity(each), each.finding.step))
+
+
+def _as_grave(chapter: Chapter) -> Chapter:
+    """A chapter whose beginning is as grave as what followed from it, and does not say that nothing is wrong."""
+    finding, rank = chapter.finding, SEVERITIES.index
+    worst = max(chapter.effects, key=lambda each: rank(each.severity), default=finding)
+    if rank(worst.severity) <= rank(finding.severity):
+        return chapter
+    sentences = [each for each in re.split(r"(?<=\.) ", finding.sentence) if not _REASSURES.search(each)]
+    sentences.append(f"What followed is {worst.severity}: {worst.rule} in step {worst.step}.")
+    return Chapter(replace(finding, severity=worst.severity, sentence=" ".join(sentences)), chapter.effects)
 
 
 def _adopted(chapters: list[Chapter]) -> list[Chapter]:

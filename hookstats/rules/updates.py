@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 
-from hookstats.numbers.fields import Counts
+from hookstats.rules.engine import rule
 from hookstats.rules.finding import Finding
 from hookstats.rules.formatting import number
-from hookstats.rules.history import Streak, extended
+from hookstats.rules.history import middle
+from hookstats.rules.memory import Memory
 from hookstats.rules.step import Mask, Step, is_bias
-from hookstats.rules.thresholds import rule
 
 _AFTER = 10  # steps, in which the loss shows what an update did
 
 
-@rule
-class UpdateRatio:
+@rule()
+def update_ratio(
+    step: Step,
+    memory: Memory,
+    ratio: float = 0.1,
+    consecutive_steps: int = 10,
+    whole: float = 1.0,
+    worse: float = 0.1,
+    begun: float = 1e-5,
+    values: int = 64,
+) -> list[Finding] | None:
     """An optimizer's step changes a parameter too much: mean |update| over mean |parameter| (warning).
 
     About 1e-3 is usual, far above 1e-2 is bad (bo-ke/llm-internal-medicine, docs/optim_update.md): a parameter is ill
@@ -44,78 +51,66 @@ class UpdateRatio:
     size but that of their updates, and neither have biases, which may pass through 0 (those of keys in attention change
     nothing, and only tremble): these are not judged; nor are parameters of fewer than ``values`` = 64 numbers.
     """
+    losses: dict[int, float] = memory.setdefault("losses", {})
+    losses |= step.given("loss")
+    rewritten: dict[int, tuple[int, float]] = memory.setdefault("rewritten", {})  # in which step, and how far, by id
+    weights, means = step.weights_of_updates, step.totals.abs_mean
+    measured, sizes = (weights >= 0) & (step.totals.count >= values), means[weights]
+    if not measured.any() and not rewritten:
+        return None
+    seen, unsized = memory.of_sites("seen", False), memory.of_sites("unsized", False)
+    begins = measured & ~seen
+    if begins.any():
+        is_constant = (step.totals.min == step.totals.max)[weights]
+        unsized |= begins & (is_constant | (sizes < begun) | step.once(_are_biases))
+        seen |= begins
+    ratios = np.divide(means, sizes, out=np.zeros(len(means)), where=measured & (sizes > 0))
+    too_large, streak = (ratios > ratio) & ~unsized, memory.streak()
+    lasting = streak.push(step.number, too_large, measured, consecutive_steps)
 
-    ratio: float = 0.1
-    consecutive_steps: int = 10
-    whole: float = 1.0
-    worse: float = 0.1
-    begun: float = 1e-5
-    values: int = 64
-
-    def __post_init__(self) -> None:
-        self._streak = Streak(self.consecutive_steps)
-        self._seen, self._unsized = np.empty(0, bool), np.empty(0, bool)  # parameters; those without a size
-        self._losses: dict[int, float] = {}
-        self._rewritten: dict[int, tuple[int, float]] = {}  # in which step, and how far, by id
-
-    def __call__(self, step: Step) -> list[Finding] | None:
-        self._losses |= step.given("loss")
-        weights = step.weights_of_updates
-        measured = (weights >= 0) & (step.totals.count >= self.values)
-        return list(self._changed(step, weights, measured)) if measured.any() or self._rewritten else None
-
-    def _changed(self, step: Step, weights: Counts, measured: Mask) -> Iterator[Finding]:
-        means = step.totals.abs_mean
-        sizes = np.where(measured, means[weights], np.nan)
-        new = step.sites[len(self._seen) :]
-        self._seen = extended(self._seen, len(step.sites), False)
-        self._unsized = np.append(self._unsized, np.array([is_bias(name) for name, _ in new], bool))
-        begins = measured & ~self._seen
-        self._unsized |= begins & ((step.totals.min == step.totals.max)[weights] | (sizes < self.begun))
-        self._seen |= begins
-        with np.errstate(invalid="ignore", divide="ignore"):
-            ratios = np.where(measured & (sizes > 0), means / sizes, 0.0)
-        too_large = (ratios > self.ratio) & ~self._unsized
-        lasting = self._streak.push(step.number, too_large, measured)
-        for site in step.in_order(too_large):
-            value = float(ratios[site])
-            if value > self.whole:
-                self._rewritten[site] = step.number, value
-                yield self._finding(step, site, value, self.whole, "note" if self._losses else "warning", step.number)
-            elif lasting[site]:
-                severity = "note" if self._came_down(int(self._streak.since[site]), step.number) else "warning"
-                yield self._finding(step, site, value, self.ratio, severity, step.number)
-        for site, (at, value) in list(self._rewritten.items()):
-            if self._went_up(at):
-                yield self._finding(step, site, value, self.whole, "warning", at)
-            if self._went_up(at) or step.number >= at + _AFTER:
-                del self._rewritten[site]
-        going_on = self._streak.since[self._streak.lengths > 0].tolist()
-        first = min([step.number, *going_on] + [at for at, _ in self._rewritten.values()])
-        self._losses = {at: loss for at, loss in self._losses.items() if at > first - 3}
-
-    def _finding(self, step: Step, site: int, value: float, threshold: float, severity: str, at: int) -> Finding:
-        since = f"for {self.consecutive_steps} measured steps"
-        if threshold == self.whole:
-            since = "so that nothing is left of what it was"
+    def finding(site: int, at: int, value: float, severity: str, is_whole: bool) -> Finding:
+        since = "so that nothing is left of what it was" if is_whole else f"for {consecutive_steps} measured steps"
         if severity == "note":
             advice = "The loss has not suffered, so nothing needs to be done; about 0.001 is usual later on."
         else:
             advice = "About 0.001 is usual. Lower its learning rate, or warm it up longer."
-            if self._losses:
-                since += f", and the loss {'went up' if threshold == self.whole else 'does not come down'}"
+            if losses:
+                since += f", and the loss {'went up' if is_whole else 'does not come down'}"
         sentence = f"a step changes {step.sites[site].name} by {number(value)} of its size, {since}. {advice}"
-        began = at if threshold == self.whole else int(self._streak.since[site])
+        began, threshold = (at, whole) if is_whole else (int(streak.since[site]), ratio)
         return step.finding("update-ratio", site, value, threshold, severity, sentence, at, began)
 
-    def _before(self, at: int) -> float:
-        """The loss up to a step, which comes before its update."""
-        return float(np.median([loss for number, loss in self._losses.items() if at - 3 < number <= at] or [np.nan]))
+    found = list[Finding]()
+    for site in step.in_order(too_large & (lasting | (ratios > whole))):
+        value = float(ratios[site])
+        if value > whole:
+            rewritten[site] = step.number, value
+            found.append(finding(site, step.number, value, "note" if losses else "warning", True))
+        else:
+            came_down = _before(losses, step.number) < _before(losses, int(streak.since[site]))
+            found.append(finding(site, step.number, value, "note" if came_down else "warning", False))
+    for site, (at, value) in list(rewritten.items()):
+        went_up = _went_up(losses, at, worse)
+        if went_up:
+            found.append(finding(site, at, value, "warning", True))
+        if went_up or step.number >= at + _AFTER:
+            del rewritten[site]
+    going_on = streak.since[streak.lengths > 0].tolist() if streak.goes_on else []
+    first = min([step.number, *going_on, *(at for at, _ in rewritten.values())])
+    memory["losses"] = {at: loss for at, loss in losses.items() if at > first - 3}
+    return found
 
-    def _went_up(self, at: int) -> bool:
-        before, after = self._before(at), [loss for number, loss in self._losses.items() if at < number <= at + _AFTER]
-        worse = before + self.worse * abs(before)
-        return any(np.median(after[i : i + 3]) > worse for i in range(len(after) - 2))
 
-    def _came_down(self, since: int, until: int) -> bool:
-        return self._before(until) < self._before(since)
+def _are_biases(step: Step) -> Mask:
+    return np.array([is_bias(name) for name, _ in step.sites], bool)
+
+
+def _before(losses: dict[int, float], at: int) -> float:
+    """The loss up to a step, which comes before its update."""
+    return middle(np.array([loss for number, loss in losses.items() if at - 3 < number <= at]))
+
+
+def _went_up(losses: dict[int, float], at: int, worse: float) -> bool:
+    before, after = _before(losses, at), [loss for number, loss in losses.items() if at < number <= at + _AFTER]
+    limit = before + worse * abs(before)
+    return any(middle(np.array(after[i : i + 3])) > limit for i in range(len(after) - 2))

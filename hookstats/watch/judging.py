@@ -13,6 +13,7 @@ from hookstats.numbers.given import Given
 
 _log = logging.getLogger("hookstats")
 _LEVELS = {"note": logging.INFO, "warning": logging.WARNING, "critical": logging.ERROR}
+_NOTES_EVERY = 1000  # steps, after which notes are summed up at a level that is heard by default
 
 
 OnFinding: TypeAlias = Callable[[Any], object] | str | None
@@ -85,9 +86,15 @@ class Judging:
         self._strict = strict
         self._until = -1  # the last step that is looked at more closely
         self._new: list[tuple[Any, OnFinding]] = []  # not acted on yet, with what its recorder wants
+        self._notes: list[Any] = []  # that were logged where nobody may have heard them, since the last sum
+        self._sum_up_at = _NOTES_EVERY
+        self._is_closed = False
 
     def look(self, step: int) -> None:
         """Takes what has been found; step: the one that begins."""
+        if step >= self._sum_up_at:
+            self._sum_up_at = step + _NOTES_EVERY
+            self._sum_up()
         for recorder in self._recorders:
             found = recorder.findings()
             if found:
@@ -101,8 +108,13 @@ class Judging:
 
     def act(self) -> None:
         """Tells what is news, and logs the rest at a level that is not heard by default. FindingError if asked for."""
-        if not self._new:
-            return
+        try:
+            self._act()
+        finally:
+            if self._is_closed:
+                self._sum_up()
+
+    def _act(self) -> None:
         new, self._new = self._new, []
         self.findings += [finding for finding, _ in new]
         for finding, on_finding in new:
@@ -116,9 +128,19 @@ class Judging:
                 self._call(on_finding, finding, f"on_finding={on_finding!r}")
             elif on_finding is not None:
                 _log.log(_LEVELS[finding.severity], "%s", finding)
+                if finding.severity == "note":
+                    self._notes.append(finding)
         fatal = [finding for finding, on_finding in new if on_finding == "raise" and finding.severity == "critical"]
         if fatal:
             raise FindingError(fatal)
+
+    def _sum_up(self) -> None:
+        """Says how many notes there were since the last time, and the first of them that stands for itself."""
+        notes, self._notes = self._notes, []
+        if notes:
+            first = next((each for each in notes if each.because is None), notes[0])
+            more = f"{len(notes)} notes, the first of them" if len(notes) > 1 else "a note"
+            _log.warning("%s (all are in monitor.findings): %s", more, first)
 
     def _call(self, tell: Callable[[Any], object], finding: Any, who: str) -> None:
         try:
@@ -150,3 +172,4 @@ class Judging:
             except Exception as error:
                 self._warn_once(("close", id(recorder)), f"{recorder!r} could not be closed: {error!r}")
         self.look(step)
+        self._is_closed = True

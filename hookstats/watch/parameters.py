@@ -33,6 +33,8 @@ from hookstats.watch.samples import Sample, Samples
 from hookstats.watch.scaling import Scaling
 from hookstats.watch.states import KIND as STATES
 from hookstats.watch.states import States
+from hookstats.watch.step_law import KIND as OUTSIDE
+from hookstats.watch.step_law import BetweenSteps
 
 BUFFER = "buffer"
 _COUNTS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -85,6 +87,7 @@ class Parameters:
         self._samples = Samples(store, binder)
         self._stepping = _Stepping()
         self._states = States(store, binder, default) if STATES in kinds else None
+        self._between = BetweenSteps() if OUTSIDE in kinds else None
         self._has_samples = not set(kinds).isdisjoint(SAMPLES)
         self._unstepped: dict[Parameter, Sample] = {}  # while a step is closed
         self._readings = 0
@@ -142,6 +145,8 @@ class Parameters:
 
         Returns None, or other (args, kwargs) for its step.
         """
+        if self._between is not None and self._between.is_waiting:
+            self._timed(lambda between: between.look(self._among(optimizer)), self._between)
         if not self._store.flags.is_open():
             return None
         if self._scaling is not None and self._store.flags.value:
@@ -357,6 +362,8 @@ class Parameters:
 
     def _sample(self, stepping: list[Parameter]) -> list[Parameter]:
         """What is to be compared when they have stepped."""
+        if self._between is not None:
+            self._measure_changes(self._between.found(stepping), by_optimizer=True, kind=OUTSIDE)
         chosen = [each for each in stepping if any(each.measures(kind) for kind in SAMPLES)]
         return list(self._samples.take(chosen, changes=False))
 
@@ -365,7 +372,11 @@ class Parameters:
         others = [
             each
             for each in self._parameters.all
-            if any(each.measures(kind) and self._is_wanted(each, kind, by_optimizer=False) for kind in SAMPLES)
+            if any(
+                each.measures(kind) and self._is_wanted(each, kind, by_optimizer=False)
+                for kind in SAMPLES
+                if kind != OUTSIDE
+            )
         ]
         known = [each for each in others if each in self._samples.taken]
         new = [each for each in others if each not in self._samples.taken]
@@ -373,8 +384,10 @@ class Parameters:
         self._measure_changes(changed, by_optimizer=False)
         self._unstepped = changed | self._samples.take(new, changes=False)
 
-    def _measure_changes(self, samples: dict[Parameter, Sample], by_optimizer: bool) -> None:
-        owners = [(each, "update_sample") for each in samples if each.measures("update_sample")]
+    def _measure_changes(
+        self, samples: dict[Parameter, Sample], by_optimizer: bool, kind: str = "update_sample"
+    ) -> None:
+        owners = [(each, kind) for each in samples if each.measures(kind)]
         if owners:
             changes: list[torch.Tensor | None] = [samples[each].differences for each, _ in owners]
             self._note(owners, changes, by_optimizer)
@@ -382,8 +395,11 @@ class Parameters:
 
     def _measure_updates(self) -> None:
         sampled, self._stepping.sampled = self._stepping.sampled, []
-        updated = [each for each in sampled if each.measures("update_sample")]
-        self._measure_changes(self._samples.take(updated, changes=True), by_optimizer=True)
+        updated = [each for each in sampled if each.measures("update_sample") or each.measures(OUTSIDE)]
+        samples = self._samples.take(updated, changes=True)
+        self._measure_changes(samples, by_optimizer=True)
+        if self._between is not None:
+            self._between.stepped(samples)
         copies, self._stepping.copies = self._stepping.copies, {}
         owners = [(each, "param_update") for each in copies]
 

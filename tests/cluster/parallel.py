@@ -64,11 +64,11 @@ def merged(monitor: hookstats.Monitor, model: nn.Module, group: Any = None, plac
     """The snapshot of all ranks of the group; what was warned of meanwhile."""
     store = monitor._store
     names = [entry.site.name for entry in store.entries]
-    drained = Drain(store).begin(scalars.Kept.of(0, scalars.Scalars({})), clear=False).finish()
+    frame = Drain(store).begin(scalars.Kept.of(0, scalars.Scalars({})), clear=False).finish()
     with hearing() as told:
         world = dist.group.WORLD if group is None else group
         joined = Joined(model, world, placements, names, False, 1 << 28, 60.0)
-        joined.submit(drained, {entry.site: entry.held for entry in store.entries})
+        joined.submit(frame, {entry.site: entry.held for entry in store.entries})
         joined.wait(60.0)
         (whole,) = joined.arrived()
         joined.close()

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import hookstats
-from hookstats.rules import Finding, Judge, ReducedGradient
+from hookstats.rules import Finding, Judge, reduced_gradient
 from tests import ranks
 from tests.cluster.test_drifts import Mlp, batch
 
@@ -38,7 +38,7 @@ def findings(rank: int, world: int, case: str) -> list[Finding]:
     model = nn.parallel.DistributedDataParallel(inner)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     monitor = hookstats.attach(model, tensors=TENSORS, every=1, process_group=dist.group.WORLD)
-    judge, taken = Judge([ReducedGradient()]), []
+    judge, taken = Judge([reduced_gradient]), []
     for step in range(STEPS):
         if case == "accumulated":
             with model.no_sync():

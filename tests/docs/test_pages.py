@@ -55,6 +55,7 @@ NAMES = (
     "recipes/experts",
     "recipes/frameworks",
     "recipes/rank",
+    "recipes/leaks",
     "recipes/from_hooks",
     "frameworks/torchtitan",
     "frameworks/megatron",

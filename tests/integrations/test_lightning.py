@@ -350,7 +350,7 @@ def test_a_finding_can_stop_training(digits: TensorDataset, tmp_path: Path) -> N
     callback, module = HookStats(sinks=recorder, every=1), Digits()
     with pytest.raises(FindingError, match="it exploded"):
         trainer(tmp_path, callback).fit(module, batches(digits))
-    assert [drained.step for drained in recorder.taken] == [0, 1, 2]
+    assert [frame.step for frame in recorder.taken] == [0, 1, 2]
     assert callback.monitor is not None
     assert [finding.sentence for finding in callback.monitor.findings] == ["it exploded"]
     assert (recorder.closed, recorder.died) == (1, True)

@@ -300,7 +300,7 @@ def test_a_finding_can_stop_training(text: list[Any], tmp_path: Path) -> None:
     callback = HookStats(sinks=recorder, every=1)
     with pytest.raises(FindingError, match="it exploded"):
         train(gpt2(), text, tmp_path, callback)
-    assert [drained.step for drained in recorder.taken] == [1, 2]
+    assert [frame.step for frame in recorder.taken] == [1, 2]
     assert callback.monitor is not None
     callback.monitor.detach()
 

@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from hookstats.rules import (
-    AttentionEntropy,
-    AttentionLogits,
-    AttentionSink,
-    DeadExperts,
-    ExpertLoad,
     Finding,
-    SecondMoment,
+    attention_entropy,
+    attention_logits,
+    attention_sink,
+    dead_experts,
+    expert_load,
     judge,
+    second_moment,
 )
 from tests.rules.test_guards import told
 
@@ -56,11 +56,11 @@ def moments(*values: float) -> dict[tuple[str, str], torch.Tensor]:
 
 
 def test_second_moments_that_are_0_do_not_count() -> None:
-    assert told(SecondMoment(), [moments(0, 0, 0, 1e-13)] * 20) == []
-    assert told(SecondMoment(), [moments(1e-18, 1e-17, 1e-10)] * 19) == []
-    assert told(SecondMoment(), [moments(1e-18, 1e-17, 1e-12)] * 20) == [(19, "second-moment")]
-    assert told(SecondMoment(), [moments(1e-18, 1e-15, 1e-12)] * 20) == []
-    assert told(SecondMoment(), [moments(0, 1e-18, 1e-17)] * 20) == [(19, "second-moment")]
+    assert told(second_moment, [moments(0, 0, 0, 1e-13)] * 20) == []
+    assert told(second_moment, [moments(1e-18, 1e-17, 1e-10)] * 19) == []
+    assert told(second_moment, [moments(1e-18, 1e-17, 1e-12)] * 20) == [(19, "second-moment")]
+    assert told(second_moment, [moments(1e-18, 1e-15, 1e-12)] * 20) == []
+    assert told(second_moment, [moments(0, 1e-18, 1e-17)] * 20) == [(19, "second-moment")]
 
 
 def heads(*values: float) -> dict[tuple[str, str], torch.Tensor]:
@@ -69,18 +69,18 @@ def heads(*values: float) -> dict[tuple[str, str], torch.Tensor]:
 
 
 def test_logits_are_large_for_some_steps_before_it_is_said() -> None:
-    assert told(AttentionLogits(), [heads(3, 101)] * 2 + [heads(3, 99)] + [heads(3, 101)] * 2) == []
-    assert told(AttentionLogits(), [heads(3, 101)] * 3) == [(2, "attention-logits")]
-    assert told(AttentionLogits(value=20), [heads(3, 21)] * 3) == [(2, "attention-logits")]
+    assert told(attention_logits, [heads(3, 101)] * 2 + [heads(3, 99)] + [heads(3, 101)] * 2) == []
+    assert told(attention_logits, [heads(3, 101)] * 3) == [(2, "attention-logits")]
+    assert told(attention_logits(value=20), [heads(3, 21)] * 3) == [(2, "attention-logits")]
 
 
 def test_a_bound_is_a_note_where_half_of_it_was_seen() -> None:
     def both(seen: float, bound: float) -> dict[tuple[str, str], torch.Tensor]:
         return heads(seen) | {("a", "attention.bound"): torch.tensor([[bound]], dtype=torch.float32)}
 
-    assert told(AttentionLogits(), [both(40, 300)] * 5) == []
-    assert told(AttentionLogits(), [both(60, 99)] * 5) == []
-    assert told(AttentionLogits(), [both(60, 300)] * 5) == [(2, "attention-logits")]
+    assert told(attention_logits, [both(40, 300)] * 5) == []
+    assert told(attention_logits, [both(60, 99)] * 5) == []
+    assert told(attention_logits, [both(60, 300)] * 5) == [(2, "attention-logits")]
 
 
 def entropies(*values: float) -> dict[tuple[str, str], torch.Tensor]:
@@ -89,11 +89,11 @@ def entropies(*values: float) -> dict[tuple[str, str], torch.Tensor]:
 
 def test_single_heads_may_come_to_look_at_one_key() -> None:
     usual, some, most = entropies(3, 3, 3, 3), entropies(3, 3, 3, 0.01), entropies(3, 3, 0.1, 0.01)
-    assert told(AttentionEntropy(), [usual] * 10 + [some] * 10) == []
-    assert told(AttentionEntropy(), [usual] * 10 + [most] * 3) == [(12, "attention-entropy")]
-    assert told(AttentionEntropy(), [usual] * 10 + [entropies(3, 3, 1, 0.5)] * 10) == []
-    assert told(AttentionEntropy(), [most] * 20) == []
-    assert told(AttentionEntropy(), [usual] * 4 + [most] * 3) == []
+    assert told(attention_entropy, [usual] * 10 + [some] * 10) == []
+    assert told(attention_entropy, [usual] * 10 + [most] * 3) == [(12, "attention-entropy")]
+    assert told(attention_entropy, [usual] * 10 + [entropies(3, 3, 1, 0.5)] * 10) == []
+    assert told(attention_entropy, [most] * 20) == []
+    assert told(attention_entropy, [usual] * 4 + [most] * 3) == []
 
 
 def sinks(share: float, entropy: float) -> dict[tuple[str, str], torch.Tensor]:
@@ -101,10 +101,10 @@ def sinks(share: float, entropy: float) -> dict[tuple[str, str], torch.Tensor]:
 
 
 def test_a_sink_is_a_note_and_short_sequences_are_none() -> None:
-    assert told(AttentionSink(), [sinks(0.4, 2.0)] * 9) == []
-    assert told(AttentionSink(), [sinks(0.4, 2.0)] * 10) == [(9, "attention-sink")]
-    assert told(AttentionSink(), [sinks(0.2, 2.0)] * 20) == []
-    assert told(AttentionSink(), [sinks(0.9, 0.3)] * 20) == []
+    assert told(attention_sink, [sinks(0.4, 2.0)] * 9) == []
+    assert told(attention_sink, [sinks(0.4, 2.0)] * 10) == [(9, "attention-sink")]
+    assert told(attention_sink, [sinks(0.2, 2.0)] * 20) == []
+    assert told(attention_sink, [sinks(0.9, 0.3)] * 20) == []
 
 
 def load(*tokens: float) -> dict[tuple[str, str], torch.Tensor]:
@@ -113,19 +113,19 @@ def load(*tokens: float) -> dict[tuple[str, str], torch.Tensor]:
 
 def test_an_expert_without_tokens_for_long_is_dead() -> None:
     idle = load(40, 40, 0, 40)
-    assert told(DeadExperts(), [idle] * 49 + [load(40, 40, 1, 40)] + [idle] * 49) == []
-    assert told(DeadExperts(), [idle] * 50) == [(49, "dead-experts")]
+    assert told(dead_experts, [idle] * 49 + [load(40, 40, 1, 40)] + [idle] * 49) == []
+    assert told(dead_experts, [idle] * 50) == [(49, "dead-experts")]
     lost = load(*[float("nan")] * 4)  # as what failed in a graph: it ran, and has no values
-    assert told(DeadExperts(), [idle] * 49 + [lost] + [idle]) == [(50, "dead-experts")]
-    assert told(DeadExperts(), [load(1, 1, 0, 1)] * 60) == []
-    assert told(DeadExperts(), [load(400, 0, 0, 0)] * 60) == []  # of which expert-load tells
+    assert told(dead_experts, [idle] * 49 + [lost] + [idle]) == [(50, "dead-experts")]
+    assert told(dead_experts, [load(1, 1, 0, 1)] * 60) == []
+    assert told(dead_experts, [load(400, 0, 0, 0)] * 60) == []  # of which expert-load tells
 
 
 def test_a_router_that_has_collapsed_is_told_by_its_own_load() -> None:
-    assert told(ExpertLoad(), [load(98, 1, 1, 0, 0, 0, 0, 0)] * 10) == [(9, "expert-load")]
-    assert told(ExpertLoad(), [load(40, 5, 5, 5, 5, 5, 5, 0)] * 20) == []
+    assert told(expert_load, [load(98, 1, 1, 0, 0, 0, 0, 0)] * 10) == [(9, "expert-load")]
+    assert told(expert_load, [load(40, 5, 5, 5, 5, 5, 5, 0)] * 20) == []
     turns = [load(*np.roll([98, 1, 1, 0, 0, 0, 0, 0], turn).tolist()) for turn in range(30)]
-    assert told(ExpertLoad(), turns) == []
+    assert told(expert_load, turns) == []
 
 
 def test_a_mixture_whose_router_collapses() -> None:

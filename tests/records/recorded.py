@@ -16,6 +16,7 @@ import numpy as np
 
 from hookstats.numbers.fields import FIELDS, ExponentBins, Site, Skipped, histogram_shape
 from hookstats.numbers.frame import Sites, StepFrame
+from hookstats.rules import Finding, Memory, Step, rule
 from tests.frames import Measured, frame_of
 
 ROOT = Path(__file__).parents[2]  # tests.conftest imports torch
@@ -79,6 +80,13 @@ def measured(step: int) -> StepFrame:
     if step % 6 == 0:
         frame.skipped = {Site("layers.0", "output"): Skipped("a reason", 3 if step % 12 == 0 else None)}
     return frame.visible()
+
+
+@rule()
+def counting(step: Step, memory: Memory) -> list[Finding]:
+    """Say of each step how many came before it."""
+    memory["steps"] = memory.get("steps", 0) + 1
+    return [step.finding(f"counting-{step.number}", None, memory["steps"], 0.0, "note", "")]
 
 
 def each(step: Any) -> list[Any]:

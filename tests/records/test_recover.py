@@ -115,6 +115,36 @@ def test_a_run_that_is_resumed_is_not_told_again_what_was_found_before(tmp_path:
     assert [(each.step, each.attempt) for each in found] == [(10, 2)]
 
 
+COUNTING = ["tests.records.recorded:counting"]
+
+
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 230 steps, of which a rule counts all."""
+    directory = tmp_path_factory.mktemp("counted") / "run"
+    recording = begun(directory, rules=COUNTING)
+    for begin in range(0, 230, 10):
+        take(recording, range(begin, begin + 10))
+        recording.wait(60)
+    recording.close()
+    return directory
+
+
+@pytest.mark.parametrize("damage", [None, "", "{}", '{"step": 2, "state": {}}', '{"step": 229, "state": {}}'])
+def test_a_run_that_is_resumed_goes_on_with_what_its_rules_remember(
+    tmp_path: Path, counted: Path, damage: str | None
+) -> None:
+    """Where that cannot be read, from the first 10 and the last 200 steps that were recorded."""
+    shutil.copytree(counted, tmp_path / "run")
+    if damage is not None:
+        (tmp_path / "run" / "rank=0" / "rules.json").write_text(damage)
+    second = begun(tmp_path / "run", rules=COUNTING)
+    take(second, [230])
+    second.close()
+    (found,) = second.findings()
+    assert (found.step, found.value) == (230, 231 if damage is None else 211)
+
+
 def test_a_run_that_was_moved_is_recovered(tmp_path: Path, died: Path) -> None:
     steps = killed(died, tmp_path / "run")
     (tmp_path / "run").rename(tmp_path / "moved")

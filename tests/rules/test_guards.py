@@ -14,17 +14,17 @@ import hookstats
 from hookstats import ExponentBins, Site, Snapshot
 from hookstats.numbers.frame import StepFrame
 from hookstats.rules import (
-    DeadChannels,
-    ExpertLoad,
-    ExplodingGradients,
-    MassiveActivations,
-    NonFinite,
-    OutlierChannels,
-    ResidualDrift,
-    SaturatedChannels,
-    UpdateRatio,
-    VanishingGradients,
+    dead_channels,
+    expert_load,
+    exploding_gradients,
     judge,
+    massive_activations,
+    nonfinite,
+    outlier_channels,
+    residual_drift,
+    saturated_channels,
+    update_ratio,
+    vanishing_gradients,
 )
 from hookstats.rules.history import Streak, Window
 
@@ -48,13 +48,13 @@ def relu(share: float, count: int = 200) -> torch.Tensor:
 
 
 def test_half_of_the_channels_may_be_dead_and_more_may_not() -> None:
-    assert told(DeadChannels(), ({("a", "output"): relu(0.5)} for _ in range(10))) == []
-    assert told(DeadChannels(), ({("a", "output"): relu(0.6)} for _ in range(19))) == []
-    assert told(DeadChannels(), ({("a", "output"): relu(0.6)} for _ in range(20))) == [(19, "dead-channels")]
-    assert told(DeadChannels(), ({("a", "output"): relu(1.0)} for _ in range(5))) == [(4, "dead-channels")]
-    assert told(DeadChannels(), ({("a", "output"): relu(0.6, count=4)} for _ in range(20))) == []
-    assert told(DeadChannels(), ({("a", "output"): relu(0.6) - 1e-3} for _ in range(20))) == []
-    assert told(DeadChannels(), ({("a", "output"): -relu(0.6)} for _ in range(20))) == []
+    assert told(dead_channels, ({("a", "output"): relu(0.5)} for _ in range(10))) == []
+    assert told(dead_channels, ({("a", "output"): relu(0.6)} for _ in range(19))) == []
+    assert told(dead_channels, ({("a", "output"): relu(0.6)} for _ in range(20))) == [(19, "dead-channels")]
+    assert told(dead_channels, ({("a", "output"): relu(1.0)} for _ in range(5))) == [(4, "dead-channels")]
+    assert told(dead_channels, ({("a", "output"): relu(0.6, count=4)} for _ in range(20))) == []
+    assert told(dead_channels, ({("a", "output"): relu(0.6) - 1e-3} for _ in range(20))) == []
+    assert told(dead_channels, ({("a", "output"): -relu(0.6)} for _ in range(20))) == []
 
 
 def test_an_output_that_always_has_as_many_zeros_is_sparse_by_design() -> None:
@@ -63,29 +63,29 @@ def test_an_output_that_always_has_as_many_zeros_is_sparse_by_design() -> None:
         chosen = torch.randint(3, (300,), generator=torch.Generator().manual_seed(seed))
         return torch.nn.functional.one_hot(chosen, 16).float()
 
-    assert told(DeadChannels(), ({("a", "output"): routed(i)} for i in range(25))) == []
+    assert told(dead_channels, ({("a", "output"): routed(i)} for i in range(25))) == []
 
 
 def test_zeros_that_no_gradient_comes_back_to_are_a_mask_where_others_get_theirs() -> None:
     zeros = {("a", "output"): torch.zeros(200, 16)}
-    assert told(DeadChannels(), [zeros] * 5) == [(4, "dead-channels")]
+    assert told(dead_channels, [zeros] * 5) == [(4, "dead-channels")]
     others = zeros | {("b", "output"): torch.randn(4, 4), ("b", "grad_output"): torch.randn(4, 4)}
-    assert told(DeadChannels(), [others] * 5) == []
-    assert told(DeadChannels(), [others | {("a", "grad_output"): torch.randn(200, 16)}] * 5) == [(4, "dead-channels")]
+    assert told(dead_channels, [others] * 5) == []
+    assert told(dead_channels, [others | {("a", "grad_output"): torch.randn(200, 16)}] * 5) == [(4, "dead-channels")]
 
 
 def test_minus_infinity_in_an_input_from_the_first_step_on_is_a_mask_of_attention() -> None:
     scores = torch.zeros(4, 4).masked_fill(torch.ones(4, 4).triu(1).bool(), -math.inf)
     given = {("attention", "input.attn_mask"): scores, ("attention", "output"): torch.ones(4, 4)}
-    assert told(NonFinite(), [given] * 3) == []
-    assert told(NonFinite(), [given, given | {("attention", "input.attn_mask"): -scores}]) == [(1, "nonfinite")]
+    assert told(nonfinite, [given] * 3) == []
+    assert told(nonfinite, [given, given | {("attention", "input.attn_mask"): -scores}]) == [(1, "nonfinite")]
     finite = given | {("attention", "input.attn_mask"): torch.ones(4, 4)}
-    assert told(NonFinite(), [finite, given]) == [(1, "nonfinite")]
+    assert told(nonfinite, [finite, given]) == [(1, "nonfinite")]
 
 
 def test_of_dead_outputs_that_follow_each_other_the_first_is_told() -> None:
     outputs = [{("relu", "output"): relu(0.8), ("pool", "output"): relu(0.8)} for _ in range(20)]
-    found = judge([step_of(number, each) for number, each in enumerate(outputs)], [DeadChannels()])
+    found = judge([step_of(number, each) for number, each in enumerate(outputs)], [dead_channels])
     assert [each.site for each in found] == [Site("relu", "output")]
 
 
@@ -98,42 +98,42 @@ def bounded(of: torch.Tensor, count: int = 3) -> list[dict[tuple[str, str], torc
 def test_tanh_and_sigmoid_are_saturated_at_their_ends() -> None:
     wide, narrow = 1000 * torch.randn(200, 16), torch.randn(200, 16)
     for ill in (wide.tanh(), wide.clamp(-80, 80).sigmoid(), (wide.abs() + 30).sigmoid()):
-        assert told(SaturatedChannels(consecutive_steps=3), bounded(ill)) == [(2, "saturated-channels")]
-        assert told(SaturatedChannels(consecutive_steps=4), bounded(ill)) == []
+        assert told(saturated_channels(consecutive_steps=3), bounded(ill)) == [(2, "saturated-channels")]
+        assert told(saturated_channels(consecutive_steps=4), bounded(ill)) == []
     for healthy in (narrow.tanh(), (3 * narrow).sigmoid(), (1000 * narrow).softmax(-1).clamp(min=1e-30), narrow / 10):
-        assert told(SaturatedChannels(consecutive_steps=3), bounded(healthy)) == []
+        assert told(saturated_channels(consecutive_steps=3), bounded(healthy)) == []
 
 
 def test_what_has_no_gradient_is_not_saturated_and_neither_is_the_answer() -> None:
     ill = (1000 * torch.randn(200, 16)).tanh()
     without = [{("a", "output"): ill, ("head", "output"): torch.randn(4, 4)}] * 3
-    assert told(SaturatedChannels(consecutive_steps=3), without) == []
+    assert told(saturated_channels(consecutive_steps=3), without) == []
     last = [{("a", "output"): ill, ("a", "grad_output"): torch.ones_like(ill)}] * 3
-    assert told(SaturatedChannels(consecutive_steps=3), last) == []
+    assert told(saturated_channels(consecutive_steps=3), last) == []
 
 
 def test_massive_values_are_compared_with_the_median_of_those_that_are_not_zero() -> None:
     half = torch.randn(1000, 32).clamp(min=0) * 30
-    assert told(MassiveActivations(), [{("a", "output"): half}] * 3) == []
+    assert told(massive_activations, [{("a", "output"): half}] * 3) == []
     one = half.clone()
     one[0, 0] = 1e5
-    assert told(MassiveActivations(), [{("a", "output"): one}] * 3) == [(2, "massive-activations")]
-    assert told(MassiveActivations(), [{("a", "output"): one / 2000}] * 3) == []
+    assert told(massive_activations, [{("a", "output"): one}] * 3) == [(2, "massive-activations")]
+    assert told(massive_activations, [{("a", "output"): one / 2000}] * 3) == []
 
 
 def test_an_outlier_channel_is_large_itself_and_dead_ones_do_not_make_one() -> None:
     tensor = torch.randn(200, 64)
     tensor[:, 3] *= 1e4
-    assert told(OutlierChannels(), [{("a", "output"): tensor}] * 3) == [(2, "outlier-channels")]
-    assert told(OutlierChannels(), [{("a", "output"): tensor / 1e4}] * 3) == []
-    assert told(OutlierChannels(), [{("a", "output"): tensor[:, :16]}] * 3) == []
+    assert told(outlier_channels, [{("a", "output"): tensor}] * 3) == [(2, "outlier-channels")]
+    assert told(outlier_channels, [{("a", "output"): tensor / 1e4}] * 3) == []
+    assert told(outlier_channels, [{("a", "output"): tensor[:, :16]}] * 3) == []
     tensor[:, 3], tensor[:, 4:] = 10, 0  # of 64, 60 are dead
-    assert told(OutlierChannels(), [{("a", "output"): tensor}] * 3) == []
+    assert told(outlier_channels, [{("a", "output"): tensor}] * 3) == []
     many = torch.randn(200, 128)
     many[:, :11] *= 300
-    assert told(OutlierChannels(), [{("a", "output"): many}] * 3) == [(2, "outlier-channels")]
+    assert told(outlier_channels, [{("a", "output"): many}] * 3) == [(2, "outlier-channels")]
     many[:, 0] = 1
-    assert told(OutlierChannels(), [{("a", "output"): many}] * 3) == []
+    assert told(outlier_channels, [{("a", "output"): many}] * 3) == []
 
 
 def test_outlier_channels_that_wander_are_no_finding_until_they_stay() -> None:
@@ -142,11 +142,11 @@ def test_outlier_channels_that_wander_are_no_finding_until_they_stay() -> None:
         tensor[:, list(channels)] *= 1e4
         return {("a", "output"): tensor}
 
-    assert told(OutlierChannels(), [step(3), step(4), step(3), step(4), step(5)] * 3) == []
+    assert told(outlier_channels, [step(3), step(4), step(3), step(4), step(5)] * 3) == []
     steps = [step(3), step(4), step(5), step(6), step(7, 8), step(9, 7), step(7)]
-    assert told(OutlierChannels(), steps) == [(6, "outlier-channels")]
+    assert told(outlier_channels, steps) == [(6, "outlier-channels")]
     (finding,) = judge(
-        [step_of(number, each) for number, each in enumerate([step(3, 4), step(3, 5)] * 2)], [OutlierChannels()]
+        [step_of(number, each) for number, each in enumerate([step(3, 4), step(3, 5)] * 2)], [outlier_channels]
     )
     assert "2 channels are beyond 100 times, 1 of them since step 0." in finding.sentence
 
@@ -157,16 +157,16 @@ def updates(weight: torch.Tensor, ratio: float, name: str = "weight") -> dict[tu
 
 def test_biases_and_few_numbers_have_no_size_that_an_update_could_exceed() -> None:
     weight = torch.ones(8, 16) + 1e-3 * torch.randn(8, 16)
-    assert told(UpdateRatio(), [updates(weight, 0.2)] * 10) == [(9, "update-ratio")]
-    assert told(UpdateRatio(), [updates(weight, 0.05)] * 20) == []
-    assert told(UpdateRatio(), [updates(weight, 0.2, "a.bias")] * 20) == []
-    assert told(UpdateRatio(), [updates(weight[0], 0.2)] * 20) == []
+    assert told(update_ratio, [updates(weight, 0.2)] * 10) == [(9, "update-ratio")]
+    assert told(update_ratio, [updates(weight, 0.05)] * 20) == []
+    assert told(update_ratio, [updates(weight, 0.2, "a.bias")] * 20) == []
+    assert told(update_ratio, [updates(weight[0], 0.2)] * 20) == []
 
 
 def test_what_began_with_almost_nothing_has_no_size_either() -> None:
     tokens = torch.randn(4, 192, generator=torch.Generator().manual_seed(0))
-    assert told(UpdateRatio(), [updates(1e-6 * tokens, 1e-5)] * 20) == []
-    assert told(UpdateRatio(), [updates(1e-4 * tokens, 1e-5)] * 20) == [(9, "update-ratio")]
+    assert told(update_ratio, [updates(1e-6 * tokens, 1e-5)] * 20) == []
+    assert told(update_ratio, [updates(1e-4 * tokens, 1e-5)] * 20) == [(9, "update-ratio")]
 
 
 @pytest.mark.parametrize("lr", [1e-5, 3e-6])
@@ -176,7 +176,7 @@ def test_updates_of_bfloat16_parameters_with_float32_masters_are_not_overstated(
     update = lr * torch.randn(400_000, generator=generator)
     seen = (master + update).bfloat16() - master.bfloat16()
     step = {("weight", "param"): master.bfloat16()[None], ("weight", "param_update"): seen[None]}
-    (found,) = judge([step_of(0, step)], [UpdateRatio(ratio=0.0, consecutive_steps=1)])
+    (found,) = judge([step_of(0, step)], [update_ratio(ratio=0.0, consecutive_steps=1)])
     true = (update.abs().mean() / master.abs().mean()).item()
     assert found.value == pytest.approx(true, rel=0.02)
     assert seen.float().square().mean().sqrt() > 2 * update.square().mean().sqrt()  # as the rms would have it
@@ -188,10 +188,10 @@ def experts(counts: list[int], inside: str = "") -> dict[tuple[str, str], torch.
 
 @pytest.mark.parametrize("inside", ["", ".down"])
 def test_the_load_of_experts_may_be_uneven_but_not_collapse(inside: str) -> None:
-    assert told(ExpertLoad(), [experts([40, 5, 5, 5, 5, 5, 5, 0], inside)] * 10) == []
-    assert told(ExpertLoad(), [experts([98, 1, 1, 0, 0, 0, 0, 0], inside)] * 10) == [(9, "expert-load")]
+    assert told(expert_load, [experts([40, 5, 5, 5, 5, 5, 5, 0], inside)] * 10) == []
+    assert told(expert_load, [experts([98, 1, 1, 0, 0, 0, 0, 0], inside)] * 10) == [(9, "expert-load")]
     turns = [experts([100 if i == step % 8 else 0 for i in range(8)], inside) for step in range(10)]
-    assert told(ExpertLoad(), turns) == []
+    assert told(expert_load, turns) == []
 
 
 def stream(sizes: list[float], inside: str = ".linear") -> dict[tuple[str, str], torch.Tensor]:
@@ -203,13 +203,13 @@ def stream(sizes: list[float], inside: str = ".linear") -> dict[tuple[str, str],
 
 
 def test_a_stream_is_judged_behind_its_first_block_and_only_where_blocks_hold_others() -> None:
-    assert told(ResidualDrift(), [stream([0.001, 1, 2, 3])] * 5) == [(4, "residual-drift")]
-    assert told(ResidualDrift(), [stream([1, 1, 2, 3])] * 5) == []
-    assert told(ResidualDrift(), [stream([0.001, 1, 2])] * 5) == []
+    assert told(residual_drift, [stream([0.001, 1, 2, 3])] * 5) == [(4, "residual-drift")]
+    assert told(residual_drift, [stream([1, 1, 2, 3])] * 5) == []
+    assert told(residual_drift, [stream([0.001, 1, 2])] * 5) == []
     alone = {(f"{i}", "output"): 10.0**i * torch.ones(4, 4) for i in range(6)}
-    assert told(ResidualDrift(), [alone] * 5) == []
+    assert told(residual_drift, [alone] * 5) == []
     backwards = dict(reversed(stream([0.001, 1, 2, 3]).items()))
-    assert told(ResidualDrift(), [backwards] * 5) == []
+    assert told(residual_drift, [backwards] * 5) == []
 
 
 def test_gradients_that_all_fall_together_do_not_vanish() -> None:
@@ -218,9 +218,9 @@ def test_gradients_that_all_fall_together_do_not_vanish() -> None:
         sizes[1] *= one
         return {(f"{i}", "grad_output"): size * torch.ones(4, 4) for i, size in enumerate(sizes)}
 
-    assert told(VanishingGradients(), [gradients(step) for step in range(60)]) == []
+    assert told(vanishing_gradients, [gradients(step) for step in range(60)]) == []
     cut = [gradients(step, one=1.0 if step < 40 else 1e-6) for step in range(60)]
-    assert told(VanishingGradients(), cut) == [(44, "vanishing-gradients")]
+    assert told(vanishing_gradients, cut) == [(44, "vanishing-gradients")]
 
 
 def test_a_window_keeps_the_last_values_of_each_site_and_what_is_silent_keeps_its_own() -> None:
@@ -253,8 +253,8 @@ def test_a_gradient_that_was_negligible_and_finds_its_size_does_not_explode() ->
         sizes = [1.0, 1e-3 if step < 30 else grown, 1.0]
         return {(f"{i}", "grad_output"): size * torch.ones(4, 4) for i, size in enumerate(sizes)}
 
-    assert told(ExplodingGradients(), [gradients(step, 1.0) for step in range(40)]) == []
-    assert told(ExplodingGradients(), [gradients(step, 20.0) for step in range(40)]) == [(32, "exploding-gradients")]
+    assert told(exploding_gradients, [gradients(step, 1.0) for step in range(40)]) == []
+    assert told(exploding_gradients, [gradients(step, 20.0) for step in range(40)]) == [(32, "exploding-gradients")]
 
 
 def test_gradients_that_grow_ten_thousandfold_from_end_to_end_explode_and_one_odd_layer_does_not() -> None:
@@ -263,15 +263,15 @@ def test_gradients_that_grow_ten_thousandfold_from_end_to_end_explode_and_one_od
         return {(f"{len(sizes) - 1 - i}", "grad_output"): size * torch.ones(4, 4) for i, size in backward}
 
     growing = [1.9e5 ** (i / 8) for i in range(9)]
-    (found,) = judge([step_of(number, gradients(growing)) for number in range(5)], [ExplodingGradients()])
+    (found,) = judge([step_of(number, gradients(growing)) for number in range(5)], [exploding_gradients])
     assert found.value == pytest.approx(1.9e5)
     assert "190,000 times from end to end, from the output of 8 back to that of 0" in found.sentence
-    (found,) = judge([step_of(number, gradients(growing[::-1])) for number in range(5)], [VanishingGradients()])
+    (found,) = judge([step_of(number, gradients(growing[::-1])) for number in range(5)], [vanishing_gradients])
     assert found.value == pytest.approx(1 / 1.9e5)
     assert "5.26e-06 from end to end, from the output of 8 back to that of 0" in found.sentence
     odd = [1e-6, *[1.0] * 8]
-    assert told(ExplodingGradients(), [gradients(odd)] * 5) == []
-    assert told(VanishingGradients(), [gradients(odd[::-1])] * 5) == []
+    assert told(exploding_gradients, [gradients(odd)] * 5) == []
+    assert told(vanishing_gradients, [gradients(odd[::-1])] * 5) == []
 
 
 def test_gradients_of_a_few_numbers_may_be_zero_by_chance() -> None:
@@ -279,15 +279,15 @@ def test_gradients_of_a_few_numbers_may_be_zero_by_chance() -> None:
         one = torch.ones(size) if step < 40 else torch.zeros(size)
         return {("a", "param_grad"): one, ("b", "param_grad"): torch.ones(64), ("c", "param_grad"): torch.ones(64)}
 
-    assert told(VanishingGradients(), [gradients(1, step) for step in range(60)]) == []
-    assert told(VanishingGradients(), [gradients(16, step) for step in range(60)]) == [(44, "vanishing-gradients")]
+    assert told(vanishing_gradients, [gradients(1, step) for step in range(60)]) == []
+    assert told(vanishing_gradients, [gradients(16, step) for step in range(60)]) == [(44, "vanishing-gradients")]
 
 
 def test_an_output_of_zeros_beside_another_is_no_relu() -> None:
     zeros, others = torch.zeros(200, 16), torch.randn(200, 16)
     given = {("flow", "output.0"): others, ("flow", "output.1"): zeros}
-    assert told(DeadChannels(), [given] * 25) == []
-    assert told(DeadChannels(), [{("flow", "output.0"): zeros}] * 5) == [(4, "dead-channels")]
+    assert told(dead_channels, [given] * 25) == []
+    assert told(dead_channels, [{("flow", "output.0"): zeros}] * 5) == [(4, "dead-channels")]
 
 
 def test_channels_through_which_gradients_come_are_masked_and_not_dead() -> None:
@@ -300,13 +300,13 @@ def test_channels_through_which_gradients_come_are_masked_and_not_dead() -> None
             ("linear", "grad_output"): gradient * (half > 0) if is_relu else gradient,
         }
 
-    assert told(DeadChannels(), [given(is_relu=False) for _ in range(25)]) == []
-    assert told(DeadChannels(), [given(is_relu=True) for _ in range(25)]) == [(19, "dead-channels")]
+    assert told(dead_channels, [given(is_relu=False) for _ in range(25)]) == []
+    assert told(dead_channels, [given(is_relu=True) for _ in range(25)]) == [(19, "dead-channels")]
 
 
 def with_loss(steps: list[dict[tuple[str, str], torch.Tensor]], losses: list[float]) -> list[tuple[int, str]]:
     snapshots = [step_of(number, each, loss=losses[number]) for number, each in enumerate(steps)]
-    return [(each.step, each.severity) for each in judge(snapshots, [UpdateRatio()])]
+    return [(each.step, each.severity) for each in judge(snapshots, [update_ratio])]
 
 
 def test_a_weight_may_be_rewritten_where_the_loss_does_not_suffer() -> None:
@@ -315,7 +315,7 @@ def test_a_weight_may_be_rewritten_where_the_loss_does_not_suffer() -> None:
     assert with_loss(once, [2.0 - 0.01 * step for step in range(20)]) == [(3, "note")]
     assert with_loss(once, [2.0 + (step > 3) for step in range(20)]) == [(3, "note"), (3, "warning")]
     assert with_loss(once, [2.0 + (step > 14) for step in range(20)]) == [(3, "note")]
-    assert told(UpdateRatio(), once) == [(3, "update-ratio")]
+    assert told(update_ratio, once) == [(3, "update-ratio")]
 
 
 def test_updates_may_stay_large_as_long_as_the_loss_comes_down() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 
-from hookstats.rules import BiasGradient, Finding, judge
+from hookstats.rules import Finding, bias_gradient, judge
 from tests.rules.trainings import OnDigits, train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -40,7 +40,7 @@ def judged(
 ) -> list[Finding]:
     torch.manual_seed(0)
     optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
-    return judge(train(model, loss_of or OnDigits(model), optimizer, steps, before, KINDS), [BiasGradient()])
+    return judge(train(model, loss_of or OnDigits(model), optimizer, steps, before, KINDS), [bias_gradient])
 
 
 def times(model: nn.Module, name: str, factor: float, since: int = 0) -> Callable[[int], None]:
@@ -144,7 +144,7 @@ def test_clipping_in_parts_is_told_nothing_where_gradients_hardly_vary(how: str)
     optimizer = torch.optim.SGD(parameters, 0.05)
     step, optimizer.step = optimizer.step, clip_and_step  # type: ignore[assignment]
     snapshots = train(healthy, loss_of, optimizer, 150, None, KINDS)
-    assert judge(snapshots, [BiasGradient()]) == []
+    assert judge(snapshots, [bias_gradient]) == []
 
 
 def test_a_backward_that_reaches_no_parameter_is_not_judged() -> None:

@@ -10,7 +10,16 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from hookstats.rules import ConstantInput, Finding, InputShift, LossSpike, NonFinite, SecondMoment, UnscaledInput, judge
+from hookstats.rules import (
+    Finding,
+    constant_input,
+    input_shift,
+    judge,
+    loss_spike,
+    nonfinite,
+    second_moment,
+    unscaled_input,
+)
 from tests.rules.test_guards import step_of
 from tests.rules.test_guards import told as told_in
 from tests.rules.test_learning import named, only, run, sgd, told
@@ -36,8 +45,8 @@ def test_where_every_label_is_ignored_gradients_are_zero_and_nobody_is_sent_to_z
 
 
 def test_a_loss_of_both_signs_ends_no_rule_and_began_in_no_step_before_the_first() -> None:
-    assert found_in([-1.0, *[0.5 + 0.1 * i for i in range(60)]], LossSpike()) == []
-    (found, *_) = found_in([0.1 * 1.6**i for i in range(12)], LossSpike())
+    assert found_in([-1.0, *[0.5 + 0.1 * i for i in range(60)]], loss_spike) == []
+    (found, *_) = found_in([0.1 * 1.6**i for i in range(12)], loss_spike)
     assert found.severity == "critical"
     assert found.since is not None
     assert found.since >= 0
@@ -74,16 +83,16 @@ def test_a_bias_whose_gradient_cancels_is_not_said_to_learn_slowly() -> None:
         kind = "optimizer.exp_avg_sq"
         return {("k.weight", kind): torch.full((64, 64), of_weight), ("k.bias", kind): torch.full((64,), 1e-20)}
 
-    assert told_in(SecondMoment(), [moments(1e-8)] * 20) == []
-    assert told_in(SecondMoment(), [moments(1e-13)] * 20) == [(19, "second-moment")]
+    assert told_in(second_moment, [moments(1e-8)] * 20) == []
+    assert told_in(second_moment, [moments(1e-13)] * 20) == [(19, "second-moment")]
 
 
 def test_a_logarithm_of_0_in_an_output_is_looked_for_there_where_the_loss_is_infinite() -> None:
     logits = torch.tensor([[0.5, 0.0], [0.25, 1.0]]).log()
     steps = [step_of(0, {("0", "output"): torch.ones(2, 2), ("1", "output"): logits}, loss=math.inf)]
-    (found,) = judge(steps, [NonFinite()])
+    (found,) = judge(steps, [nonfinite])
     assert found.severity == "critical"
-    assert "began behind the model" not in found.sentence
+    assert "began after the model" not in found.sentence
     assert "the output of 1 holds -Inf" in found.sentence
 
 
@@ -98,10 +107,10 @@ def batches(count: int, scale: float = 1.0) -> list[torch.Tensor]:
 
 
 def test_a_batch_of_zeros_is_not_like_those_before_it() -> None:
-    (found,) = of_input(InputShift(), [*batches(12), torch.zeros(16, 8), torch.zeros(16, 8), *batches(3)])
+    (found,) = of_input(input_shift, [*batches(12), torch.zeros(16, 8), torch.zeros(16, 8), *batches(3)])
     assert (found.step, found.since, found.severity) == (14, 12, "warning")
     assert "the batch of step 12 was all zeros" in found.sentence
-    assert of_input(InputShift(), [torch.zeros(16, 8), *batches(12)]) == []
+    assert of_input(input_shift, [torch.zeros(16, 8), *batches(12)]) == []
 
 
 def test_the_state_of_a_recurrent_model_may_begin_at_zero_and_a_mask_may_be_the_same() -> None:
@@ -109,38 +118,38 @@ def test_the_state_of_a_recurrent_model_may_begin_at_zero_and_a_mask_may_be_the_
         return judge([step_of(i, {("", kind): x}) for i, x in enumerate(inputs)], [rule])
 
     states = [torch.zeros(16, 8) if i % 15 == 0 else x for i, x in enumerate(batches(40))]
-    assert judged(InputShift(), "input.1", states) == []
+    assert judged(input_shift, "input.1", states) == []
     masks = [torch.full((8, 8), -1e9).triu(i % 3) for i in range(40)]
     masks[20] = torch.zeros(8, 8)  # of a batch without padding
-    assert judged(InputShift(), "input", masks) == []
+    assert judged(input_shift, "input", masks) == []
     for kind in ("input", "input.1"):
-        assert judged(ConstantInput(), kind, masks[:1] * 40) == []
+        assert judged(constant_input, kind, masks[:1] * 40) == []
 
 
 def test_the_same_batch_in_every_step_is_a_note() -> None:
     first, *others = batches(30)
-    (found,) = of_input(ConstantInput(), [*others[:5], *[first] * 40])
+    (found,) = of_input(constant_input, [*others[:5], *[first] * 40])
     assert (found.step, found.since, found.severity) == (25, 5, "note")
     assert "the same batch, to the bit, since step 5" in found.sentence
     every_tenth = [step_of(10 * i, {("", "input"): first, ("0", "output"): first + i}) for i in range(25)]
-    assert [(each.step, each.since) for each in judge(every_tenth, [ConstantInput()])] == [(200, 0)]
-    assert of_input(ConstantInput(), [first, others[0]] * 30) == []  # two in turn
-    assert of_input(ConstantInput(), others * 2) == []
+    assert [(each.step, each.since) for each in judge(every_tenth, [constant_input])] == [(200, 0)]
+    assert of_input(constant_input, [first, others[0]] * 30) == []  # two in turn
+    assert of_input(constant_input, others * 2) == []
 
 
 def test_pixels_that_were_divided_by_255_twice_are_too_small() -> None:
     pixels = [x.abs() for x in batches(8, scale=0.3)]
-    (found,) = of_input(UnscaledInput(), [x / 255 for x in pixels])
+    (found,) = of_input(unscaled_input, [x / 255 for x in pixels])
     assert "scaled twice, or not at all" in found.sentence
-    assert of_input(UnscaledInput(), pixels) == []
+    assert of_input(unscaled_input, pixels) == []
     sparse = [torch.where(x > 2, x, 0) / 200 for x in batches(8)]  # counts of words
-    assert of_input(UnscaledInput(), sparse) == []
+    assert of_input(unscaled_input, sparse) == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_a_mask_that_is_added_to_logits_is_no_data_that_was_not_scaled(dtype: torch.dtype) -> None:
     mask = torch.full((8, 8), torch.finfo(dtype).min, dtype=dtype).triu(1)
-    assert of_input(UnscaledInput(), [mask] * 8) == []
+    assert of_input(unscaled_input, [mask] * 8) == []
 
 
 def test_a_healthy_training_of_each_of_them_is_told_nothing() -> None:

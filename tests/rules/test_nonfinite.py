@@ -12,7 +12,7 @@ from torch import nn
 
 import hookstats
 from hookstats import Site, Snapshot
-from hookstats.rules import Finding, NonFinite, judge
+from hookstats.rules import Finding, judge, nonfinite
 from tests.models import THREE_KINDS
 from tests.rules.fleet.training import thinned
 from tests.rules.test_guards import step_of
@@ -39,7 +39,7 @@ def trained(
             loss.backward()
             optimizer.step()
             monitor.step(loss=loss)
-    return judge(thinned(snapshots, every), [NonFinite()])
+    return judge(thinned(snapshots, every), [nonfinite])
 
 
 def clean(step: int) -> torch.Tensor:
@@ -81,13 +81,13 @@ def test_nan_in_the_data_is_said_to_be_in_the_data_where_the_input_is_watched() 
 def test_nan_behind_a_finite_input_is_the_layers_own() -> None:
     (found,) = trained(clean, poison, tensors=("input", "output", "grad_output"))
     assert (found.step, found.site) == (13, Site("0", "output"))
-    assert "behind the input of 0, which is finite: look at the weights and the arithmetic of 0" in found.sentence
+    assert "after the input of 0, which is finite: look at the weights and the arithmetic of 0" in found.sentence
 
 
 def test_an_input_in_the_middle_may_come_from_the_data_or_from_what_nobody_watched() -> None:
     ok, bad = torch.ones(4, 4), torch.full((4, 4), math.nan)
     given = {("a", "output"): ok, ("b", "input"): bad, ("b", "output"): bad}
-    (found,) = judge([step_of(0, given)], [NonFinite()])
+    (found,) = judge([step_of(0, given)], [nonfinite])
     assert found.site == Site("b", "input")
     assert "the output of a and all before it are finite" in found.sentence
     assert "in the data, where these reach b directly, or in what is computed on the way" in found.sentence
@@ -126,11 +126,11 @@ def test_what_began_in_a_step_that_was_not_measured_is_said_to_and_not_where() -
 
 def test_without_losses_between_measured_steps_it_may_have_begun_in_any_of_them() -> None:
     ok, bad = {("0", "output"): torch.ones(4, 4)}, {("0", "output"): torch.full((4, 4), math.nan)}
-    (found,) = judge([step_of(0, ok), step_of(10, bad)], [NonFinite()])
+    (found,) = judge([step_of(0, ok), step_of(10, bad)], [nonfinite])
     assert "It may have begun in any of them: steps 1 to 9 were not measured" in found.sentence
-    (found,) = judge([step_of(0, ok), step_of(2, bad)], [NonFinite()])
+    (found,) = judge([step_of(0, ok), step_of(2, bad)], [nonfinite])
     assert "step 1 was not measured" in found.sentence
-    (found,) = judge([step_of(0, ok), step_of(1, bad)], [NonFinite()])
+    (found,) = judge([step_of(0, ok), step_of(1, bad)], [nonfinite])
     assert "not measured" not in found.sentence
 
 
@@ -144,7 +144,7 @@ def test_nan_that_the_loss_makes_is_said_to_begin_there() -> None:
 def test_a_loss_that_was_not_finite_between_measured_steps_and_is_again_is_told_in_its_step() -> None:
     snapshots = [step_of(number, {("0", "output"): torch.ones(4, 4)}, loss=1.0) for number in range(21)]
     snapshots[13].scalars["loss"], snapshots[14].scalars["loss"] = math.nan, math.inf
-    (found,) = judge(thinned(snapshots, 10), [NonFinite()])
+    (found,) = judge(thinned(snapshots, 10), [nonfinite])
     assert (found.step, found.site, found.severity) == (13, None, "warning")
     assert "the loss was nan in step 13, which was not measured, and in 1 more step" in found.sentence
     assert "in step 20 everything is finite again" in found.sentence
@@ -155,6 +155,6 @@ def test_a_loss_that_alone_is_not_finite_is_told_with_its_first_step(since: int)
     snapshots = [step_of(number, {("0", "output"): torch.ones(4, 4)}, loss=1.0) for number in range(21)]
     for snapshot in snapshots[since:]:
         snapshot.scalars["loss"] = math.nan
-    (found,) = judge(thinned(snapshots, 10), [NonFinite()])
+    (found,) = judge(thinned(snapshots, 10), [nonfinite])
     assert (found.step, found.site, found.severity) == (since, None, "critical")
     assert "every watched tensor is finite" in found.sentence

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from hookstats import Snapshot
-from hookstats.rules import Finding, GradientNormSpike, LossSpike, judge
+from hookstats.rules import Finding, gradient_norm_spike, judge, loss_spike
 from hookstats.rules.history import Course
 from tests.rules.test_guards import step_of
 
 
 def found_in(
-    values: Iterable[float], rule: LossSpike | None = None, every: int = 1, moved: Mapping[int, float] | None = None
+    values: Iterable[float], rule: loss_spike | None = None, every: int = 1, moved: Mapping[int, float] | None = None
 ) -> list[Finding]:
     """Of a loss's course. every: how often a step is measured. moved: from these steps on, the factor by which an
     output is larger; None: there is no output."""
@@ -30,10 +30,10 @@ def found_in(
         tensors = {} if moved is None else {("0", "output"): size * torch.ones(4, 4)}
         snapshots.append(step_of(number, tensors, loss=value))
         snapshots[-1].earlier_scalars, earlier = earlier, {}
-    return judge(snapshots, [rule or LossSpike()])
+    return judge(snapshots, [rule or loss_spike])
 
 
-def losses(rule: LossSpike, values: Iterable[float]) -> list[tuple[int, str]]:
+def losses(rule: loss_spike, values: Iterable[float]) -> list[tuple[int, str]]:
     return [(each.step, each.severity) for each in found_in(values, rule)]
 
 
@@ -83,7 +83,7 @@ def test_a_jump_that_the_outputs_follow_while_the_loss_stays_up_becomes_a_warnin
 def test_a_level_that_is_higher_is_no_divergence_and_one_with_other_outputs_is() -> None:
     noise = [0.01 * math.sin(i) for i in range(400)]
     values = [1 + each for each in noise[:100]] + [5 + each for each in noise]
-    assert losses(LossSpike(), values) == [(100, "warning")]
+    assert losses(loss_spike, values) == [(100, "warning")]
     assert [(each.step, each.severity) for each in found_in(values, moved={})] == [(100, "note")]
     found = found_in(values, moved={100: 3.0})
     assert [(each.step, each.severity) for each in found] == [(100, "warning"), (105, "critical")]
@@ -101,8 +101,8 @@ def test_a_loss_that_goes_on_rising_above_the_first_ones_diverges(generator: np.
 
 
 def test_a_loss_that_doubles_and_doubles_from_the_start_diverges() -> None:
-    assert losses(LossSpike(), [0.1 * 2.5**i for i in range(12)])[0] == (8, "critical")
-    assert losses(LossSpike(), [0.1 * 1.05**i for i in range(100)]) == []
+    assert losses(loss_spike, [0.1 * 2.5**i for i in range(12)])[0] == (8, "critical")
+    assert losses(loss_spike, [0.1 * 1.05**i for i in range(100)]) == []
 
 
 def test_losses_of_a_single_bad_batch_are_a_warning_and_those_of_a_new_target_a_note(
@@ -120,7 +120,7 @@ def test_losses_of_a_single_bad_batch_are_a_warning_and_those_of_a_new_target_a_
 def test_heavy_tails_are_no_jumps(generator: np.random.Generator) -> None:
     cauchy, student = np.abs(generator.standard_cauchy((2, 300, 16))), generator.standard_t(2, (2, 300, 16)) ** 2
     for values in [*cauchy.mean(2), *student.mean(2)]:
-        assert losses(LossSpike(), values) == []
+        assert losses(loss_spike, values) == []
 
 
 def test_a_jump_of_the_loss_is_told_and_what_undoes_little_of_the_descent_is_not(
@@ -128,32 +128,32 @@ def test_a_jump_of_the_loss_is_told_and_what_undoes_little_of_the_descent_is_not
 ) -> None:
     falling = list(np.exp(-np.arange(100) / 20) * (1 + 0.01 * generator.standard_normal(100)) * 5)
     flat = [0.04 * (1 + 0.01 * generator.standard_normal()) for _ in range(150)]
-    assert losses(LossSpike(), [*falling, *flat]) == []
-    assert losses(LossSpike(), [*falling, *flat, 0.2, *flat]) == []
-    assert losses(LossSpike(), [*falling, *flat, 0.5, *flat]) == [(250, "note")]
-    assert losses(LossSpike(undone=0.0), [*falling, *flat, 0.2, *flat]) == [(250, "note")]
+    assert losses(loss_spike, [*falling, *flat]) == []
+    assert losses(loss_spike, [*falling, *flat, 0.2, *flat]) == []
+    assert losses(loss_spike, [*falling, *flat, 0.5, *flat]) == [(250, "note")]
+    assert losses(loss_spike(undone=0.0), [*falling, *flat, 0.2, *flat]) == [(250, "note")]
 
 
 def test_losses_of_both_signs_are_judged(generator: np.random.Generator) -> None:
     values = list(0.1 * generator.standard_normal(300))
-    assert losses(LossSpike(), values) == []
-    assert losses(LossSpike(), [*values, 2.0]) == [(300, "warning")]
-    assert losses(LossSpike(), [-0.02, *np.linspace(0.1, 0.2, 20)]) == []
+    assert losses(loss_spike, values) == []
+    assert losses(loss_spike, [*values, 2.0]) == [(300, "warning")]
+    assert losses(loss_spike, [-0.02, *np.linspace(0.1, 0.2, 20)]) == []
 
 
 def test_one_jump_does_not_hide_the_next(generator: np.random.Generator) -> None:
     values = np.exp(0.01 * generator.standard_normal(120))
     values[[60, 95]] = math.exp(0.15), math.exp(0.14)
-    assert losses(LossSpike(), values) == [(60, "warning"), (95, "warning")]
+    assert losses(loss_spike, values) == [(60, "warning"), (95, "warning")]
 
 
 def test_losses_that_vary_by_factors_are_in_order(generator: np.random.Generator) -> None:
-    assert losses(LossSpike(undone=0.0), np.exp(generator.standard_normal(500))) == []
+    assert losses(loss_spike(undone=0.0), np.exp(generator.standard_normal(500))) == []
 
 
 def norms(values: Iterable[float]) -> list[tuple[int, str]]:
     steps = [step_of(number, {}, grad_norm=float(value)) for number, value in enumerate(values)]
-    return [(each.step, each.severity) for each in judge(steps, [GradientNormSpike()])]
+    return [(each.step, each.severity) for each in judge(steps, [gradient_norm_spike])]
 
 
 def test_a_jump_of_the_gradients_is_a_note_and_three_are_a_warning(generator: np.random.Generator) -> None:

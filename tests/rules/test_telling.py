@@ -14,7 +14,7 @@ from torch import nn
 
 import hookstats
 from hookstats import Site, Snapshot
-from hookstats.rules import Finding, Judge, NonFinite, Step, defaults, judge, rule_from_json, rule_to_json
+from hookstats.rules import Finding, Judge, Step, book, defaults, judge, nonfinite, rule_from_json, rule_to_json
 from tests.conftest import ROOT
 from tests.models import small_cnn
 
@@ -100,7 +100,7 @@ def test_rebuilding_fills_the_windows_and_tells_nothing_of_the_past_again() -> N
 def test_each_judge_has_windows_of_its_own() -> None:
     snapshots = steps(nn.Sequential(nn.Linear(2, 2)), [torch.ones(1, 2)] * 3)
     snapshots[1].scalars["loss"] = math.nan
-    rule = NonFinite()
+    rule = nonfinite
     for _ in range(2):
         (found,) = judge(snapshots[1:], [rule])
         assert "In step" not in found.sentence
@@ -129,13 +129,13 @@ def test_ids_stay_when_sites_appear_later_or_are_missing() -> None:
 
 
 def test_a_rule_by_name_is_the_same_as_the_rule() -> None:
-    assert rule_from_json(json.loads(json.dumps(rule_to_json(NonFinite(overflows=3))))) == NonFinite(overflows=3)
+    assert rule_from_json(json.loads(json.dumps(rule_to_json(nonfinite(overflows=3))))) == nonfinite(overflows=3)
     assert rule_from_json(rule_to_json("math:floor")) is math.floor
     for wrong in ("floor", "math:", "math:flour", "no.such:thing", "math:pi"):
         with pytest.raises(ValueError, match="expected"):
             Judge([wrong])
     with pytest.raises(TypeError, match="expected rules, functions"):
-        Judge([NonFinite])
+        Judge([Judge])  # type: ignore[list-item]
 
 
 def test_a_finding_is_read_as_it_was_written_and_nothing_else_is() -> None:
@@ -166,7 +166,7 @@ def test_the_first_tensor_with_nan_is_named_with_its_step_and_rank() -> None:
     assert (finding.step, finding.rank, finding.severity, finding.site) == (4, 3, "critical", Site("3", "output"))
     assert finding.value == 16 * 16
     assert finding.sentence.startswith("256 of 3,072 values of the output of 3 are NaN, the first in this step. ")
-    assert "began in forward, behind the output of 2, which is finite" in finding.sentence
+    assert "began in forward, after the output of 2, which is finite" in finding.sentence
     assert "In step 3 everything was finite." in finding.sentence
 
 
@@ -182,7 +182,7 @@ def test_what_begins_in_backward_is_said_to() -> None:
     with torch.no_grad():
         model[0].weight.fill_(0)
         model[0].bias.fill_(0)
-    (finding,) = judge(steps(model, [torch.ones(3, 2)] * 2), [NonFinite()])
+    (finding,) = judge(steps(model, [torch.ones(3, 2)] * 2), [nonfinite])
     assert finding.site == Site("0", "grad_output")
     assert "It began in backward, all outputs are finite" in finding.sentence
 
@@ -190,7 +190,7 @@ def test_what_begins_in_backward_is_said_to() -> None:
 def test_a_loss_that_alone_is_not_finite_is_said_to_be() -> None:
     snapshots = steps(nn.Sequential(nn.Linear(2, 2)), [torch.ones(1, 2)] * 2)
     snapshots[1].scalars["loss"] = math.nan
-    (finding,) = judge(snapshots, [NonFinite()])
+    (finding,) = judge(snapshots, [nonfinite])
     assert (finding.step, finding.site) == (1, None)
     assert "the loss is nan, and every watched tensor is finite" in finding.sentence
 
@@ -207,16 +207,16 @@ class Logarithm(nn.Module):
 
 def test_minus_infinity_from_the_first_step_on_is_a_mask_and_later_is_none() -> None:
     masked = nn.Sequential(nn.Linear(2, 2), Masked(), nn.Softmax(-1))
-    assert judge(steps(masked, [torch.ones(2, 2)] * 3), [NonFinite()]) == []
+    assert judge(steps(masked, [torch.ones(2, 2)] * 3), [nonfinite]) == []
     ones, zeros = torch.ones(2, 2, requires_grad=True), torch.zeros(2, 2, requires_grad=True)
-    (finding,) = judge(steps(nn.Sequential(Logarithm()), [ones, zeros]), [NonFinite()])
+    (finding,) = judge(steps(nn.Sequential(Logarithm()), [ones, zeros]), [nonfinite])
     assert (finding.step, finding.site, finding.value) == (1, Site("0", "output"), 4)
     assert "are an infinity" in finding.sentence
 
 
 def test_minus_infinity_beside_nan_is_no_mask() -> None:
     both = torch.tensor([[0.0, -1.0], [0.0, 0.0]], requires_grad=True)
-    (finding,) = judge(steps(nn.Sequential(Logarithm()), [both]), [NonFinite()])
+    (finding,) = judge(steps(nn.Sequential(Logarithm()), [both]), [nonfinite])
     assert (finding.step, finding.site, finding.value) == (0, Site("0", "output"), 4)
 
 
@@ -229,7 +229,7 @@ def test_a_step_that_the_grad_scaler_skips_is_a_note_until_it_skips_too_many(ove
     snapshots = steps(model, [torch.ones(3, 2)] * 5)
     for snapshot in snapshots:
         snapshot.frame.overflowed = True
-    found = judge(snapshots, [NonFinite(overflows)])
+    found = judge(snapshots, [nonfinite(overflows=overflows)])
     expected = [(0, "note"), (2, "critical")] if overflows == 3 else [(0, "note")]
     assert [(finding.step, finding.severity) for finding in found] == expected
 
@@ -242,15 +242,15 @@ def rows_of_the_page() -> dict[str, list[str]]:
 
 
 def test_the_page_lists_every_default_rule_with_its_arguments_and_sources() -> None:
-    rows = rows_of_the_page()
-    assert list(rows) == [type(rule).__name__ for rule in defaults()]
-    for rule in defaults():
-        _, arguments, sources = rows[type(rule).__name__]
+    rows, pages = rows_of_the_page(), book.pages()
+    assert list(rows) == [page.of for page in pages]
+    for rule, page in zip(defaults(), pages, strict=True):
+        _, arguments, sources = rows[page.of]
         said = rule_to_json(rule)["arguments"]
         assert arguments == ", ".join(f"`{name}={json.dumps(value)}`" for name, value in said.items())
-        docstring = " ".join((type(rule).__doc__ or "").split())
+        prose = " ".join(page.paragraphs)
         for name in said:
-            assert f"``{name}``" in docstring, name
+            assert f"`{name}`" in prose, name
         for source in sources.split("; "):
-            assert source in ("-", "ours") or source in docstring, source
-        assert bool(re.search(r"\b[Oo]urs\b", docstring)) or "ours" not in sources
+            assert source in ("-", "ours") or source in prose, source
+        assert bool(re.search(r"\b[Oo]urs\b", prose)) or "ours" not in sources

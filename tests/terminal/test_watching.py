@@ -23,17 +23,17 @@ from hookstats.terminal import following
 from hookstats.terminal.following import WINDOW, Followed, State
 from hookstats.terminal.formatting import BARS, plain, sparkline
 from hookstats.terminal.watching import lines, picture, watch
-from tests.records.recorded import ROOT, drained, wait_for
+from tests.records.recorded import ROOT, measured, wait_for
 from tests.serve.served import describe
 
 CODE = """
 import sys, time
 import hookstats
-from tests.records.recorded import drained
+from tests.records.recorded import measured
 recording = hookstats.record(sys.argv[1])
 recording.begin({"rank": 0, "model": "made of numbers"})
 for step in range(6):
-    recording.take(drained(step))
+    recording.take(measured(step))
 recording.wait(60)
 print("judged", flush=True)
 time.sleep(600)
@@ -65,7 +65,7 @@ def written(path: Path, steps: range) -> Path:
     attempt = 1 + len(read(folder).attempts) if (folder / "manifest.json").exists() else 1
     store.begin(attempt, {"model": "made of numbers"})
     for step in steps:
-        store.add(drained(step))
+        store.add(measured(step))
     store.finish(attempt, "closed")
     store.close()
     return path
@@ -112,7 +112,7 @@ def test_a_run_whose_writer_finishes_meanwhile_ends_as_it_did(
     folder = tmp_path / "run" / "rank=0"
     store = Store(folder)
     store.begin(1, {"model": "made of numbers"})
-    store.add(drained(0))
+    store.add(measured(0))
     store.commit(1)
     description = describe(folder, 1, os.getpid())
     followed = Followed(tmp_path / "run")

@@ -16,7 +16,7 @@ from hookstats import ExponentBins, Site, Snapshot
 from hookstats.numbers.fields import kernel_block
 from hookstats.report.record import Recorded
 from hookstats.report.writing import contents
-from hookstats.rules import LowPrecisionFit, fit, judge
+from hookstats.rules import fit, judge, low_precision_fit
 from tests.kernels.test_blocks import counted
 from tests.reference import Array
 
@@ -182,7 +182,7 @@ def test_low_precision_fit_tells_what_blocks_would_lose(bins: ExponentBins, told
         for _ in range(30):
             net(torch.randn(80, 64))
             mon.step()
-    found = [each for each in judge(steps, [LowPrecisionFit()]) if each.rule == "low-precision-fit"]
+    found = [each for each in judge(steps, [low_precision_fit]) if each.rule == "low-precision-fit"]
     assert found
     sentences = " ".join(each.sentence for each in found)
     assert "would lose to 0" in sentences

@@ -1,0 +1,158 @@
+"""What has no differences any more: rows that get one answer, channels that are one channel, rows of weights at rest."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hookstats.numbers.fields import Counts
+from hookstats.rules.engine import Ill, rule
+from hookstats.rules.formatting import number, tensor_of, times
+from hookstats.rules.memory import Memory
+from hookstats.rules.step import Step
+
+
+@rule(of="output")
+def constant_output(
+    step: Step, ratio: float = 0.003, exactly: float = 1e-5, consecutive_steps: int = 10, rows: int = 8
+) -> Ill | None:
+    """The model gives all rows one answer: what comes out does not depend on what comes in (warning).
+
+    How far the channels of the model's last output vary from row to row, their standard deviation, is less than
+    ``ratio`` = 0.003 of that of all its values; where there is one channel, its largest and smallest value agree to
+    ``exactly`` = 1e-5. In ``consecutive_steps`` = 10 measured steps in a row. Healthy models of the fleet, a third of
+    them language models that have learned little but how often a token comes, have 0.03 and more. The figures are ours.
+
+    What else looks like it: data of which the input says nothing about the target. What to do: look for a mean over the
+    batch in place of the features, inputs that are far too small, layers that are dead, a loss that is least where all
+    is one point (embeddings without negatives, a KL term that is too large).
+
+    So that a healthy run is silent: channels of fewer than ``rows`` = 8 values are not judged, nor is an output of
+    nothing but zeros, nor what is constant because the inputs are (`constant_input`).
+    """
+    outputs = step.ordered("output")
+    if not outputs:
+        return None
+    site = outputs[-1]
+    totals = step.totals
+    channels = step.channels(site)
+    is_one = channels is None or len(channels.count) == 1
+    if totals.abs_max[site] == 0 or (totals.count[site] if is_one else channels.count.min()) < rows:  # type: ignore[union-attr]
+        return None
+    if is_one:
+        varies, limit = float(totals.max[site] - totals.min[site]) / float(totals.abs_max[site]), exactly
+    else:
+        assert channels is not None
+        within = float(np.nansum(channels.var * (channels.count - 1)))
+        whole = float(totals.var[site] * (totals.count[site] - 1))
+        if not whole > 0:
+            return None
+        varies, limit = float(np.sqrt(within / whole)), ratio
+
+    def say(_: int, since: int) -> str:
+        return (
+            f"all rows get one answer: {tensor_of(step.sites[site])} varies from row to row by {number(varies)} of "
+            f"{'its size' if is_one else 'what its values vary in all'}, in each measured step since step {since}. "
+            "Look for a mean over the batch dimension, for inputs that are far too small, for dead layers, and for a "
+            "loss that is least where everything is one point."
+        )
+
+    return Ill(varies < limit, say, varies, limit, steps=consecutive_steps, site=site)
+
+
+@rule(of="output", per_site=False)
+def equal_channels(step: Step, memory: Memory, consecutive_steps: int = 5, width: int = 8) -> Ill | None:
+    """All channels of a layer are one and the same: its weights began with one value, and can never differ (warning).
+
+    Rows of weights that are equal get equal gradients, and stay so: of all of its channels the layer has one. The mean,
+    the deviation and both extremes of all channels of its output agree to 1e-6, in the first ``consecutive_steps`` = 5
+    measured steps. It follows from the chain rule; the figures are ours.
+
+    What else looks like it: nothing that we know. What to do: initialise weights at random; biases may be constant.
+
+    So that a healthy run is silent: outputs that do not vary at all, fewer than ``width`` = 8 channels, and modules
+    without weights are not judged.
+    """
+    known = memory.of_sites("different", False)
+    judged = step.valued("output") & ~known
+    if not judged.any():
+        return None
+    weighted = step.once(_has_weights)
+    equal = np.zeros(len(step.sites), bool)
+    for site in step.in_order(judged):
+        channels = step.channels(site)
+        if channels is None or not weighted[site] or len(channels.count) < width or channels.count.min() < 8:
+            known[site] = True
+        elif step.totals.std[site] > 0:
+            rows = np.array([channels.mean, channels.std, channels.min, channels.max])
+            equal[site] = bool((np.ptp(rows, axis=1) <= 1e-6 * np.abs(rows).max(axis=1)).all())
+            known[site] = not equal[site]
+
+    def say(sites: list[int], since: int) -> str:
+        more = f", and so of {times(len(sites) - 1, 'other layer')}" if len(sites) > 1 else ""
+        channels = step.channels(sites[0])
+        count = 0 if channels is None else len(channels.count)
+        return (
+            f"all {count} channels of {tensor_of(step.sites[sites[0]])} are the same{more}: the weights began with one "
+            "value, so that all rows get the same gradient and stay equal. Initialise them at random."
+        )
+
+    return Ill(equal, say, 1.0, 1.0, judged=judged, steps=consecutive_steps, together=True)
+
+
+@rule(of="param_grad")
+def silent_rows(step: Step, memory: Memory, share: float = 0.7, consecutive_steps: int = 50) -> Ill | None:
+    """Most neurons or heads of a layer get no gradient at all (a note; a warning where they had one before).
+
+    ``share`` = 0.7 of the rows of a weight's gradient are exactly 0, and so are the gradients of the same channels of
+    the layer's output, in ``consecutive_steps`` = 50 measured steps in a row: what comes after them is masked, dead or
+    never chosen. In a healthy ReLU network it is 0.6 at most, for a while. The figures are ours.
+
+    What else looks like it: a network that was pruned, or is masked, on purpose. What to do: look at masks of heads and
+    neurons after this layer, and at whether a ReLU after it is dead.
+
+    So that a healthy run is silent: embeddings, whose rows are tokens, have no such channels in their outputs; fewer
+    than 8 rows are not judged.
+    """
+    gradients, outputs = step.once(_weights_and_outputs)
+    totals = step.totals
+    silent, judged, had = np.zeros(len(step.sites)), step.valued("param_grad"), memory.of_sites("had", False)
+    zeros, count = totals.zeros[gradients], totals.count[gradients]
+    likely = (zeros >= share * count) & (count > 0) & (totals.count[outputs] > 0) & (zeros < count)
+    had[gradients[(count > 0) & ~likely]] = True
+    for weight, output in zip(gradients[likely].tolist(), outputs[likely].tolist(), strict=True):
+        rows, channels = step.channels(weight), step.channels(output)
+        if rows is not None and channels is not None and len(rows.count) == len(channels.count) >= 8:
+            silent[weight] = float(((rows.zeros == rows.count) & (channels.zeros == channels.count)).mean())
+
+    def say(site: int, since: int) -> str:
+        rows = step.channels(site)
+        count = 0 if rows is None else len(rows.count)
+        return (
+            f"{number(round(silent[site] * count))} of {count} rows of {tensor_of(step.sites[site])} have been exactly "
+            f"0 in each measured step since step {since}: these neurons or heads do not learn. Look at masks after "
+            "this layer, and at whether it is dead there; nothing is wrong if they were pruned on purpose."
+        )
+
+    def severity(site: int) -> str:
+        return "warning" if had[site] else "note"
+
+    return Ill(silent >= share, say, silent, share, severity, judged, consecutive_steps)
+
+
+def _has_weights(step: Step) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    """``[n]``: whether the module of an output has a weight that is watched."""
+    modules = {name.rpartition(".")[0] for name, _ in step.sites if name.rpartition(".")[2] == "weight"}
+    return np.array([site.name in modules for site in step.sites], bool)
+
+
+def _weights_and_outputs(step: Step) -> Counts:
+    """``[2, pairs]``: the ids of gradients of weights, and those of the gradients of their modules' outputs."""
+    ids = {site.name: i for i, site in enumerate(step.sites) if step.is_kind("grad_output")[i]}
+    pairs = [
+        (i, ids[module])
+        for i in np.flatnonzero(step.is_kind("param_grad")).tolist()
+        if step.sites[i].name.rpartition(".")[2] == "weight"
+        and (module := step.sites[i].name.rpartition(".")[0]) in ids
+    ]
+    result: Counts = np.array(pairs, np.int64).reshape(-1, 2).T
+    return result

@@ -1,0 +1,163 @@
+"""The engine: what a rule is, and what all rules share, so that a rule itself is a function over a step's arrays.
+
+@rule(of="output")
+def massive_activations(step, value=100.0, consecutive_steps=3):
+    ill = step.totals.abs_max > value
+    say = lambda site, since: f"{step.sites[site]} reaches {step.totals.abs_max[site]:.3g}"
+    return Ill(ill, say, step.totals.abs_max, value, judged=step.fired("output"), steps=consecutive_steps)
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from numbers import Integral, Real
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from hookstats.numbers.fields import Array, Counts
+from hookstats.rules.finding import Finding
+from hookstats.rules.memory import Memory
+from hookstats.rules.step import Mask, Step
+
+_MOST = 2**31 - 1
+
+
+@dataclass(slots=True)
+class Ill:
+    """Where a rule sees its problem in a step, and what it says of it. The engine makes findings of it.
+
+    ``where``: a mask over ids of sites ``[n]``, or a bool for the step as a whole. ``say``: gives the sentence for a
+    site's id and the step since which it is so. ``value``, ``threshold``: of the finding, a number or ``[n]``.
+    ``severity``: the same for all sites, or a function of a site's id.
+
+    ``judged``: where the problem could have been seen; other sites' streaks wait. None: everywhere. ``steps``: in how
+    many verdicts in a row it must be seen; 0: each verdict stands for itself, and ``since`` says when it began (a
+    number or ``[n]``; None: in this step). ``key`` tells a rule's several streaks apart.
+
+    ``together``: one finding for all sites, at the first in order of execution; then ``say`` gets the list of their
+    ids. ``site``: of a step as a whole, the id of the site that is named; ``at``: the step that it is of.
+    """
+
+    where: Mask | bool | np.bool_
+    say: Callable[[Any, int], str]
+    value: Array | Counts | float = 1.0
+    threshold: Array | float = 0.0
+    severity: str | Callable[[int], str] = "warning"
+    judged: Mask | None = None
+    steps: int = 0
+    since: Counts | int | None = None
+    key: str = ""
+    together: bool = False
+    site: int | None = None
+    at: int | None = None
+
+    def findings(self, name: str, step: Step, memory: Memory) -> list[Finding]:
+        """Those of its sites where it has lasted for long enough, in order of execution."""
+        where, since = self.where, self.since
+        if not isinstance(where, np.ndarray):
+            where = np.array([bool(where)])
+        if self.steps:
+            streak = memory.streak(self.key)
+            where, since = streak.push(step.number, where, self.judged, self.steps), streak.since
+        if not np.count_nonzero(where):
+            return []
+        if not isinstance(self.where, np.ndarray):
+            return [self._finding(name, step, self.site, self.site, since, 0)]
+        sites = step.in_order(where)
+        if self.together:
+            return [self._finding(name, step, sites, sites[0], since, sites[0], sites)] if sites else []
+        return [self._finding(name, step, site, site, since, site) for site in sites]
+
+    def _finding(
+        self, name: str, step: Step, told: Any, site: int | None, since: Any, place: int, sites: list[int] | None = None
+    ) -> Finding:
+        """told: what the sentence is made for. place: of its numbers in arrays."""
+        began = step.number if since is None else int(_at(since, place))
+        severity = self.severity if isinstance(self.severity, str) else self.severity(place)
+        numbers = float(_at(self.value, place)), float(_at(self.threshold, place))
+        return step.finding(
+            name, site, *numbers, severity, self.say(told, began), self.at, began, () if sites is None else sites
+        )
+
+
+def _at(values: Any, place: int) -> Any:
+    return values[place] if isinstance(values, np.ndarray) else values
+
+
+Verdict: TypeAlias = Ill | Finding | Iterable[Ill | Finding] | None
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule with its thresholds: ``massive_activations`` as it is, ``massive_activations(value=50.0)`` with another.
+
+    ``name``: of its findings, that of the function with dashes. ``function``: of a `Step`, of a `Memory` if it takes
+    one, and of the ``arguments``. It returns None where a step says nothing of its problem, an `Ill`, a Finding (see
+    `Step.finding`), or several of these. ``of``: kinds of tensors; a step without any of them is not looked at.
+    ``per_site``: whether the same problem at another site is another one.
+    """
+
+    name: str
+    function: Callable[..., Verdict]
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    of: tuple[str, ...] = ()
+    per_site: bool = True
+    has_memory: bool = False
+    is_function: bool = True  # made by `rule`, so that it keeps nothing but its memory
+
+    def __call__(self, **arguments: Any) -> Rule:
+        """The same rule with other thresholds. ValueError for what is no number of the default's type."""
+        for name, value in arguments.items():
+            if name not in self.arguments:
+                known = ", ".join(self.arguments) or "no arguments"
+                raise TypeError(f"{self.function.__name__}: expected {known}; got {name!r}")
+            _check(f"{self.function.__name__}: {name}", type(self.arguments[name]), value)
+        return replace(self, arguments={**self.arguments, **arguments})
+
+    def __repr__(self) -> str:
+        return f"{self.function.__name__}({', '.join(f'{name}={value!r}' for name, value in self.arguments.items())})"
+
+    def verdict(self, step: Step, memory: Memory) -> list[Finding] | None:
+        """What it finds in a step; None where that says nothing."""
+        if self.of and not step.has_any(self.of):
+            return None
+        found = (
+            self.function(step, memory, **self.arguments) if self.has_memory else self.function(step, **self.arguments)
+        )
+        if found is None:
+            return None
+        if isinstance(found, Ill):
+            return found.findings(self.name, step, memory)
+        findings: list[Finding] = []
+        for each in (found,) if isinstance(found, Finding) else found:
+            findings += each.findings(self.name, step, memory) if isinstance(each, Ill) else [each]
+        return findings
+
+
+def rule(*, of: str | tuple[str, ...] = (), per_site: bool = True) -> Callable[[Callable[..., Verdict]], Rule]:
+    """Make a `Rule` of a function: its defaults are the thresholds, its docstring is its page in the book of rules.
+
+    of: a kind of tensors, or several, without which a step is not looked at. per_site: see `Rule`.
+    """
+
+    def make(function: Callable[..., Verdict]) -> Rule:
+        kinds = (of,) if isinstance(of, str) else of
+        parameters = inspect.signature(function).parameters
+        arguments = {name: each.default for name, each in parameters.items() if each.default is not each.empty}
+        name = function.__name__.strip("_").replace("_", "-")
+        return Rule(name, function, arguments, kinds, per_site, "memory" in parameters)
+
+    return make
+
+
+def _check(where: str, kind: type, value: object) -> None:
+    is_number = isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
+    if kind is int and not (is_number and 0 <= value <= _MOST):  # type: ignore[operator]
+        raise ValueError(f"{where}: expected an int from 0 to {_MOST}, got {value!r}")
+    if kind is float and not (is_number and value == value):
+        raise ValueError(f"{where}: expected a number, got {value!r}")
+    if kind is str and not isinstance(value, str):
+        raise ValueError(f"{where}: expected a string, got {value!r}")

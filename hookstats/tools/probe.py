@@ -1,0 +1,130 @@
+"""probe(): what of a batch reaches where it must not: other samples, earlier tokens, padding. Over torch alone."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from hookstats.modules.order import STATISTICS, ModuleHook
+from hookstats.tools.leaking import Probing
+from hookstats.tools.leaks import Probe
+from hookstats.tools.questions import Batch
+from hookstats.tools.undo import ModuleState, RandomState
+
+
+def probe(model: nn.Module, batch: Any, *, batch_dim: int = 0, causal: bool | None = None) -> Probe:
+    """Finds what of a batch reaches where it must not: what no statistic of a training shows.
+
+        print(hookstats.probe(model, batch))
+        assert not hookstats.probe(model, batch).leaks  # as a test
+
+    The model runs some ten times without gradients, in evaluation and in training mode, with the same random numbers.
+    Each time something of the batch is another one: the first sample, the last one, the order of samples, the last
+    token, later tokens, the first of packed documents, padding, its side. Each module's output is compared with that of
+    before, and named if it changed where it must not: no causal mask, or one that is off by one, an inverted mask of
+    padding, documents that attend to each other, an LSTM over the batch dimension, positions over the batch, a mean
+    over padding. BatchNorm in training mode is listed apart, in ``by_design``.
+
+    Afterwards random numbers of the CPU and of devices, modes, buffers, hooks and attributes are as before, bit for
+    bit. Parameters are not copied: nothing writes them but a forward that does so itself. Monitors do not measure it.
+    Outputs of all modules are kept, as in a forward of training. A compiled model runs as it was before, and inside
+    DistributedDataParallel the module. Where forwards communicate (FSDP), all ranks call it.
+
+    Args:
+        model: on any device.
+        batch: what the model is called with, on its device: a mapping by name, as of transformers (``input_ids``,
+            ``attention_mask``, ``position_ids``), a tuple or list as positional arguments, all else as the only one.
+            At least two rows; rows that differ, and are shorter than the widest layer, tell most.
+        batch_dim: along which dimension samples lie, 0 or 1; tokens lie along the other.
+        causal: whether a token must not see later ones. None: what the ``is_causal`` of the model's modules says,
+            else so if the batch has indices of tokens ``[samples, tokens]``. True also asks it of floating tokens
+            ``[samples, tokens, features]``.
+
+    Which entries of an output are whose is read off its sizes, and a change counts only if no reading explains it.
+    Outputs without a dimension of samples, DTensors, packed, nested and sparse ones are not judged. A model that draws
+    random numbers in evaluation mode is not asked about places in the batch.
+
+    Returns a `hookstats.results.Probe`.
+
+    Raises:
+        TypeError: for what is no module, or a batch without a tensor. ValueError: for fewer than two rows, and for
+            parameters that are not initialised yet. What the model raises for the batch as it is, it raises.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"probe: expected a torch.nn.Module, got {type(model).__name__}")
+    if batch_dim not in (0, 1) or isinstance(batch_dim, bool):
+        raise ValueError(f"batch_dim: expected 0 or 1, got {batch_dim!r}")
+    if causal not in (None, True, False):
+        raise TypeError(f"causal: expected True, False or None, got {causal!r}")
+    inner = _bare(model)
+    lazy = [name for name, each in inner.named_parameters() if isinstance(each, nn.parameter.UninitializedParameter)]
+    if lazy:
+        raise ValueError(f"probe: expected parameters that are initialised, got {lazy[0]}: run the model once before")
+    given = Batch(inner, batch, batch_dim)
+    if causal is None:
+        flags = [each for module in inner.modules() if isinstance(each := getattr(module, "is_causal", None), bool)]
+        decodes = any(name.startswith("decoder") for name, _ in given.tensors())
+        causal = any(flags) if flags and not decodes else None
+    devices = {tensor.device for tensor in (*inner.parameters(), *inner.buffers(), *(x for _, x in given.tensors()))}
+    state, randomness = ModuleState(inner), RandomState(inner, devices)
+    was_training = inner.training
+    try:
+        with torch.no_grad(), _without_statistics(inner), _eager(), _without_autocast_cache():
+            return Probing(inner, given, causal, state, randomness, was_training).run()
+    finally:
+        state.put_back()
+        randomness.put_back()
+
+
+def _bare(model: nn.Module) -> nn.Module:
+    """What is inside DistributedDataParallel and a compiled module: these communicate, and compile anew."""
+    while True:
+        inside = getattr(model, "_orig_mod", None)
+        if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            inside = model.module
+        if not isinstance(inside, nn.Module):
+            return model
+        model = inside
+
+
+@contextlib.contextmanager
+def _without_statistics(model: nn.Module) -> Iterator[None]:
+    """Our own hooks that measure, off for a while; edits stay, which are part of what the model computes."""
+    kept = []
+    for module in model.modules():
+        for hooks in (module._forward_hooks, module._forward_pre_hooks):
+            kept.append((hooks, list(hooks.items())))
+            for key, hook in list(hooks.items()):
+                if isinstance(hook, ModuleHook) and hook.stage == STATISTICS:
+                    del hooks[key]
+    try:
+        yield
+    finally:
+        for hooks, items in kept:
+            hooks.clear()
+            hooks.update(items)
+
+
+@contextlib.contextmanager
+def _eager() -> Iterator[None]:
+    """Parts that are compiled run as they are written, so that their modules are seen."""
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@contextlib.contextmanager
+def _without_autocast_cache() -> Iterator[None]:
+    """Weights that autocast has cast without gradients are not those of training."""
+    torch.clear_autocast_cache()
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()

@@ -1,0 +1,112 @@
+"""Puts back what a forward changes beside its output: random numbers, buffers, attributes. Knows torch alone."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+_OWN = frozenset(vars(nn.Module())) - {"_buffers", "_parameters", "_modules", "training"}  # hooks, by torch itself
+
+
+class RandomState:
+    """The generators of the process, of devices and of a model's own attributes, as they are now."""
+
+    def __init__(self, model: nn.Module, devices: set[torch.device]) -> None:
+        self._generators = [each for module in model.modules() for each in vars(module).values() if _is_generator(each)]
+        self._devices = sorted((device for device in devices if device.type not in ("cpu", "meta")), key=str)
+        self._python, self._numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
+        self._states = self._read()
+
+    def _read(self) -> list[torch.Tensor]:
+        states = [torch.get_rng_state()]
+        states += [torch.get_device_module(device).get_rng_state(device) for device in self._devices]
+        return states + [each.get_state() for each in self._generators]
+
+    def put_back(self) -> None:
+        """Sets the generators to what they were."""
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)  # noqa: NPY002
+        torch.set_rng_state(self._states[0])
+        for device, state in zip(self._devices, self._states[1:], strict=False):
+            torch.get_device_module(device).set_rng_state(state, device)
+        for generator, state in zip(self._generators, self._states[1 + len(self._devices) :], strict=True):
+            generator.set_state(state)
+
+    def has_moved(self) -> bool:
+        """Whether random numbers were drawn since."""
+        if any(not torch.equal(now, before) for now, before in zip(self._read(), self._states, strict=True)):
+            return True
+        name, keys, *rest = np.random.get_state()  # noqa: NPY002
+        before, keys_before, *rest_before = self._numpy
+        same = name == before and rest == rest_before and np.array_equal(keys, keys_before)
+        return not same or random.getstate() != self._python
+
+
+def _is_generator(value: object) -> bool:
+    return isinstance(value, torch.Generator)
+
+
+class ModuleState:
+    """The modes, buffers and plain attributes of a model's modules, as they are now. Parameters are not copied.
+
+    Attributes are put back by name; of lists, dicts and sets among them the items, too. Tensors that are buffers,
+    attributes or such items get their values back, if these have changed.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = [(module, dict(vars(module))) for module in model.modules()]
+        self._containers = list[tuple[Any, Any]]()
+        self._tensors = list[tuple[torch.Tensor, torch.Tensor]]()
+        self._versions = list[int]()
+        seen = set[int]()
+        for _, attributes in self._modules:
+            for name, value in attributes.items():
+                if name not in _OWN and id(value) not in seen:
+                    seen.add(id(value))
+                    self._keep(value, seen)
+
+    def _keep(self, value: Any, seen: set[int]) -> None:
+        items: list[Any] = [value]
+        if type(value) in (dict, list, set, deque) or type(value).__name__ == "OrderedDict":
+            self._containers.append((value, value.copy()))
+            items = list(value.values() if isinstance(value, dict) else value)
+        for tensor in items:
+            is_plain = isinstance(tensor, torch.Tensor) and not isinstance(tensor, nn.Parameter)
+            if is_plain and not tensor.is_meta and (tensor is value or id(tensor) not in seen):
+                seen.add(id(tensor))
+                self._tensors.append((tensor, tensor.detach().clone()))
+                self._versions.append(_version(tensor))
+
+    def put_back(self) -> None:
+        """Makes attributes, containers and tensors what they were."""
+        for module, attributes in self._modules:
+            now = vars(module)
+            for name in [name for name in now if name not in attributes]:
+                del now[name]
+            now.update(attributes)
+        for container, items in self._containers:
+            container.clear()
+            (container.update if isinstance(container, dict | set) else container.extend)(items)
+        with torch.no_grad():
+            for number, (tensor, values) in enumerate(self._tensors):
+                if self._versions[number] != _version(tensor) or not torch.equal(tensor, values):
+                    tensor.detach().copy_(values)
+                    self._versions[number] = _version(tensor)
+
+    def set_mode(self, training: bool) -> None:
+        """Puts every module into this mode: by its attribute, as `train()` of some merges weights."""
+        for module in self._all():
+            module.training = training
+
+    def _all(self) -> Iterator[nn.Module]:
+        return (module for module, _ in self._modules)
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version

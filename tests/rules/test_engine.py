@@ -1,0 +1,212 @@
+"""The engine of rules: streaks, what is said of several sites, what a rule remembers, a judge that goes on later."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import deque
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hookstats import Site, Snapshot
+from hookstats.rules import Finding, Ill, Judge, Memory, Step, judge, rule, rule_from_json, rule_to_json
+from hookstats.rules.history import Course, Window
+from hookstats.rules.memory import from_state, to_state
+from tests.cluster import drifting
+from tests.language import trainings
+from tests.rules import fleet
+from tests.rules.test_guards import step_of
+
+
+def steps(sizes: list[dict[str, float]], tensor: str = "output") -> list[Snapshot]:
+    """Of each step, what a module's output holds throughout."""
+    return [
+        step_of(number, {(name, tensor): size * torch.ones(4, 2) for name, size in each.items()})
+        for number, each in enumerate(sizes)
+    ]
+
+
+@rule(of="output")
+def large_outputs(step: Step, value: float = 10.0, consecutive_steps: int = 2) -> Ill:
+    """Say where an output is large."""
+    largest, judged = step.totals.abs_max, step.fired("output")
+
+    def say(site: int, since: int) -> str:
+        return f"{step.sites[site].name} reaches {largest[site]:g} since step {since}"
+
+    return Ill(largest > value, say, largest, value, judged=judged, steps=consecutive_steps)
+
+
+@rule(of="output", per_site=False)
+def large_together(step: Step, value: float = 10.0) -> Ill:
+    """Say it once of all."""
+    largest = step.totals.abs_max
+    return Ill(largest > value, lambda sites, since: f"{len(sites)} of them", largest, value, "note", together=True)
+
+
+def test_a_rule_is_told_of_sites_that_are_ill_for_long_enough_and_since_when() -> None:
+    taken = steps([{"a": 1, "b": 20}, {"a": 20, "b": 20}, {"b": 20}, {"a": 20, "b": 1}])
+    found = judge(taken, [large_outputs])
+    assert [(each.rule, each.step, each.since, each.site) for each in found] == [
+        ("large-outputs", 1, 0, Site("b", "output")),
+        ("large-outputs", 3, 1, Site("a", "output")),  # silent in step 2, so its streak has waited
+    ]
+    assert found[0].sentence == "b reaches 20 since step 0"
+    assert [each.step for each in judge(taken, [large_outputs(consecutive_steps=3)])] == [2]
+    assert judge(taken, [large_outputs(value=30.0)]) == []
+
+
+def test_what_is_said_of_all_sites_together_lists_them_in_order_of_execution() -> None:
+    (found,) = judge(steps([{"a": 1, "b": 20, "c": 30}]), [large_together])
+    assert (found.sentence, found.value, found.severity) == ("2 of them", 20, "note")
+    assert found.sites == (Site("b", "output"), Site("c", "output"))
+    assert found.site_count == 2
+
+
+def test_a_step_without_its_kind_of_tensors_is_no_verdict() -> None:
+    seen: list[int] = []
+
+    @rule(of=("param", "output"))
+    def looks(step: Step) -> list[Finding]:
+        seen.append(step.number)
+        return [step.finding("looks", 0, 1.0, 0.0, "note", "")] if step.number in (0, 41) else []
+
+    taken = steps([{"a": 1.0}])
+    taken += [step_of(number, {("a", "grad_output"): torch.ones(4, 2)}) for number in range(1, 41)]
+    taken += [step_of(41, {("a", "output"): torch.ones(4, 2)})]
+    assert [each.step for each in judge(taken, [looks])] == [0]  # it has not been away for 20 verdicts
+    assert seen == [0, 41]
+
+
+def test_a_rule_and_its_thresholds_go_through_json() -> None:
+    written = json.loads(json.dumps(rule_to_json(large_outputs(value=30.0))))
+    assert written == {"rule": f"{__name__}:large_outputs", "arguments": {"value": 30.0, "consecutive_steps": 2}}
+    assert rule_from_json(written) == large_outputs(value=30.0)
+    with pytest.raises(ValueError, match=r"expected arguments of .*large_outputs"):
+        rule_from_json({**written, "arguments": {"other": 1}})
+
+
+def test_what_a_rule_remembers_goes_through_json_as_it_is() -> None:
+    memory = Memory(
+        number=3, real=0.1, text="x", nothing=None, flag=True, bad=[math.nan, math.inf, -math.inf],
+        of_sites={2: (1, 2.5), 7: (3, 4.5)}, some={1, 5}, last=deque([1.0, 2.0], maxlen=2),
+        mask=np.array([True, False]), values=np.array([[0.1, math.nan], [1e-300, -0.0]]),
+    )  # fmt: skip
+    memory.course("loss", 4).push(2.0)
+    again = Memory(from_state(json.loads(json.dumps(to_state(dict(memory))))))
+    assert list(again) == list(memory)
+    for name in ("number", "real", "text", "nothing", "flag", "of_sites", "some", "last"):
+        assert again[name] == memory[name], name
+        assert type(again[name]) is type(memory[name]), name
+    assert again["last"].maxlen == 2
+    assert repr(again["bad"]) == repr(memory["bad"])
+    for name in ("mask", "values"):
+        assert again[name].dtype == memory[name].dtype
+        assert again[name].tobytes() == memory[name].tobytes()
+        again[name][0] = 0  # can be written to
+    assert again.course("loss", 4).level == 2.0
+    with pytest.raises(TypeError, match="a rule's memory: expected numbers"):
+        to_state({"step": object()})
+    for bad in ({"array": [1]}, {"Judge": {}}, {"a": 1, "b": 2}, {"array": ["<f8", [3], ""]}):
+        with pytest.raises(ValueError, match=r"a rule's memory: expected what was written by `Judge.state`"):
+            from_state(bad)
+
+
+def judged_in_pieces(snapshots: list[Snapshot], rules: list[Any] | None = None) -> list[Finding]:
+    """Each step by a new judge, that goes on where the one before was."""
+    state, found = None, list[Finding]()
+    for snapshot in snapshots:
+        one = Judge(rules)
+        if state is not None:
+            one.restore(json.loads(state))
+        found += one.judge(snapshot)
+        state = json.dumps(one.state())
+    return found
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: fleet.run(fleet.ILL["jump_of_a_language_model"][0]),
+        lambda: fleet.run(fleet.ILL["relus_that_adam_has_killed"][0]),
+        lambda: fleet.run(fleet.ILL["updates_that_are_too_large"][0]),
+        lambda: fleet.run(fleet.ILL["nan_by_the_loss"][0]),
+        lambda: drifting.snapshots("a_rank_that_clips_alone"),
+        lambda: trainings.ILL["a_balancing_loss_of_the_wrong_sign"](),
+        lambda: trainings.ILL["a_learning_rate_of_queries_and_keys_that_spikes"](),
+    ],
+    ids=["jump", "dead", "updates", "nan", "drift", "experts", "attention"],
+)
+def test_a_judge_that_is_stopped_at_any_step_and_restored_finds_the_same(make: Any) -> None:
+    snapshots = make()
+    expected = judge(snapshots)
+    assert expected
+    assert judged_in_pieces(snapshots) == expected
+
+
+def test_a_rule_that_failed_and_one_with_other_thresholds_are_not_restored() -> None:
+    @rule()
+    def broken(step: Step) -> None:
+        raise ZeroDivisionError("oh")
+
+    taken = steps([{"a": 20.0}] * 4)
+    assert [each.step for each in judged_in_pieces(taken, [broken])] == [0]
+    first = Judge([large_outputs])
+    first.judge(taken[0])
+    same, other = Judge([large_outputs]), Judge([large_outputs(value=15.0)])
+    for one in (same, other):
+        one.restore(json.loads(json.dumps(first.state())))
+    assert [len(one.judge(taken[1])) for one in (same, other)] == [1, 0]
+
+
+@pytest.mark.parametrize("bad", [None, [], {}, {"sites": 1}, {"sites": [], "failed": [], "rules": [{}], "story": {}}])
+def test_what_is_no_state_is_refused(bad: Any) -> None:
+    with pytest.raises(ValueError, match=r"expected what `Judge.state` gave, got"):
+        Judge().restore(bad)
+
+
+def test_the_bounds_of_a_window_hold_its_median_whatever_comes() -> None:
+    generator = np.random.default_rng(0)
+    window, apart = Window(40, min_history=5), 0
+    for step in range(300):
+        sites = 3 if step < 30 else 6
+        median, (low, high) = window.median(sites), window.bounds(sites)
+        known = ~np.isnan(median)
+        assert not np.isnan(low[known]).any()
+        assert (low[known] <= median[known]).all()
+        assert (median[known] <= high[known]).all()
+        apart += int((low < high).sum())
+        scale = 10.0 ** (step // 60)
+        window.push(scale * generator.standard_normal(sites), generator.random(sites) < 0.8)
+    assert apart > 0
+
+
+def test_a_course_keeps_what_it_would_compute_from_all_of_its_values() -> None:
+    generator = np.random.default_rng(0)
+    course, values = Course(20), list[tuple[float, float]]()
+    near: list[float] = []
+    for step in range(200):
+        value = float(np.exp(generator.standard_normal()))
+        if 80 <= step < 90:
+            value -= 1.0  # some are negative, and later forgotten
+        if near:
+            values.append((value, float(np.median(near[-8:]))))
+        near.append(value)
+        course.push(value)
+        past = np.array(values[-20:])
+        if len(past) < 5:
+            continue
+        in_logs = bool((past > 0).all()) and min(near[-8:]) > 0
+        distances = np.log(past[:, 0] / past[:, 1]) if in_logs else past[:, 0] - past[:, 1]
+        deviation = 1.4826 * np.median(np.abs(distances - np.median(distances)))
+        usual = max(float(np.median(distances)), 0.0)
+        beyond = usual + max(6 * deviation, 2 * max(distances.max() - usual, 0.0))
+        level = float(np.median(near[-8:]))
+        assert course.in_logs == in_logs
+        assert course.level == level
+        assert course.deviation == pytest.approx(deviation, rel=1e-12)
+        assert course.limit(6.0, 2.0) == pytest.approx(level * np.exp(beyond) if in_logs else level + beyond, rel=1e-9)

@@ -1,0 +1,128 @@
+"""What a step has left of a parameter is what the next one finds: else something else has written it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hookstats
+from hookstats.rules import Finding, judge, outside_write
+from tests.rules.outside import TENSORS, snapshots
+
+
+def findings(*given: Any, **options: Any) -> list[Finding]:
+    return judge(snapshots(*given, **options), rules=[outside_write])
+
+
+def nothing(step: int, model: nn.Module) -> None:
+    pass
+
+
+def evaluated(step: int, model: nn.Module) -> None:
+    """With other weights, which are put back."""
+    kept = copy.deepcopy(model.state_dict())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+        model.eval()
+        model(torch.ones(3, 8, dtype=next(model.parameters()).dtype))
+        model.train()
+    model.load_state_dict(kept)
+
+
+@pytest.mark.parametrize("between", [nothing, evaluated])
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_training_that_nothing_else_writes_is_silent(
+    between: Callable[[int, nn.Module], None], every: int, dtype: torch.dtype
+) -> None:
+    taken = snapshots(between, every=every, dtype=dtype)
+    assert judge(taken, rules=[outside_write]) == []
+    for snapshot in taken[1:]:
+        sites = [site for site in snapshot.order if site.tensor == "outside_update"]
+        assert len(sites) == 4
+        assert {snapshot[site].total.abs_max for site in sites} == {0.0}
+        assert snapshot["0.weight", "outside_update"].total.count == 8 * 32
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_averaged_weights_that_stay_are_found_once_with_the_place_and_the_step(every: int) -> None:
+    def put_in(step: int, model: nn.Module) -> None:
+        if step == 12:
+            with torch.no_grad():
+                model[2].weight.mul_(0.75)
+
+    (finding,) = findings(put_in, every=every)
+    assert (finding.severity, finding.site.name) == ("warning", "2.weight")
+    assert finding.value == pytest.approx(1 / 3, rel=0.02)  # of what it is when it is told
+    assert (finding.step, finding.since) == (12 + every, 12)
+    assert "changed the parameter 2.weight by 33." in finding.sentence
+    assert "% of its rms between its step 12 and the next one." in finding.sentence
+
+
+def test_what_is_written_where_no_step_is_measured_before_or_after_is_not_looked_at() -> None:
+    def put_in(step: int, model: nn.Module) -> None:
+        if step == 13:
+            with torch.no_grad():
+                model[2].weight.mul_(0.75)
+
+    assert findings(put_in, every=3) == []
+
+
+def test_a_checkpoint_and_a_second_writer_are_found() -> None:
+    (finding,) = findings()
+    assert finding.step == 12
+    assert ", and 3 others," in finding.sentence
+
+    def second(step: int, model: nn.Module) -> None:
+        if step > 15:
+            with torch.no_grad():
+                model[0].bias.add_(1e-3)
+
+    found = findings(second)
+    assert [(each.site.name, each.severity) for each in found][:1] == [("0.bias", "warning")]
+
+
+def test_what_is_written_after_every_step_is_a_note_from_the_fourth_time_on() -> None:
+    def clamp(step: int, model: nn.Module) -> None:
+        with torch.no_grad():
+            model[0].weight.clamp_(-0.2, 0.2)
+
+    found = findings(clamp)
+    assert {each.severity for each in found if each.step > 3} <= {"note"}
+    assert (found[0].step, found[0].since) == (1, 0)
+
+
+def test_two_optimizers_of_the_same_parameters_are_none_that_write_outside() -> None:
+    torch.manual_seed(0)
+    model, taken = nn.Linear(4, 4), list[hookstats.Snapshot]()
+    first, second = (torch.optim.SGD(model.parameters(), 0.1) for _ in range(2))
+    with hookstats.attach(model, tensors=TENSORS, every=2, sinks=taken.append) as monitor:
+        for _ in range(8):
+            model(torch.randn(3, 4)).square().mean().backward()
+            first.step()
+            second.step()
+            monitor.step()
+    assert judge(taken, rules=[outside_write]) == []
+    assert taken[-1]["weight", "outside_update"].total.count > 0
+
+
+def test_training_is_the_same_to_the_last_bit() -> None:
+    def run(watched: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.AdamW(model.parameters())
+        monitor = hookstats.attach(model, tensors=TENSORS, every=2) if watched else None
+        for _ in range(6):
+            model(torch.randn(3, 4)).square().mean().backward()
+            optimizer.step()
+            if monitor is not None:
+                monitor.step()
+        return [each.detach() for each in model.parameters()]
+
+    assert all(map(torch.equal, run(True), run(False)))
