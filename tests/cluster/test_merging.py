@@ -356,7 +356,6 @@ def repeats(rank: int, world: int) -> Any:
     done = []
     for number in [0, 1, 2, 3, 3, 4, 5, 6, 7, 8, 9] if rank == 0 else [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]:
         done += submit(merging, [number])
-        time.sleep(0.01)
     done += merging.wait(60)
     dist.barrier()
     merging.close()
@@ -477,7 +476,7 @@ def ends_in_flight(rank: int, world: int, way: str) -> Any:
         until(lambda: not Path(f"/proc/{first}").exists())
     merging.submit(step_of(10, rank))
     if rank == 0:
-        time.sleep(0.1)
+        until(merging._queue.empty)  # the thread has it in hand
         if way == "closed":
             return ranks_of(merging.close(timeout=0))
         if way == "raised":
