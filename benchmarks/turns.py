@@ -4,7 +4,8 @@ In one process, as `make bench` has them, the programs of five watched models be
 block may first go through the guards of others. Here one process at a time makes steps, in turns. `python -m
 benchmarks.turns others` compares with what people use instead, every step measured, in eager mode; `language`: what
 attention logits and optimizer states add, in a GPT of 12 layers and 512 tokens; `glue`: what it costs to measure beside
-a torch that no glue fits, for 400 modules that do next to nothing (0.4 ms are a microsecond for each) and in a step.
+a torch that no glue fits, for 400 modules that do next to nothing (0.4 ms are a microsecond for each) and in a step;
+`off`: what a step adds that is not measured, behind some that were, in a processor's time, for a busy machine.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,7 +25,7 @@ import hookstats
 from benchmarks.interleaved import figures, interleaved
 from benchmarks.llama import Shape
 from benchmarks.peers import Peer, nine_by_operators
-from benchmarks.steps import ATTACHED, MODES, OF_OUTPUTS, SMALL, Trainer
+from benchmarks.steps import ATTACHED, DEFAULT, MODES, NEVER, OF_OUTPUTS, SMALL, Trainer
 
 GPT = Shape(width=384, hidden=1024, heads=6, blocks=12, vocabulary=2048, batch=1, length=512)  # 22 M parameters
 LANGUAGE: dict[str, dict[str, Any] | None] = {
@@ -66,6 +68,30 @@ class Wandb(Trainer):
         self._run.log({})
 
 
+class OffStep(Trainer):
+    """As in training: a few steps are measured, then none, without pauses."""
+
+    def __init__(self, attached: dict[str, Any] | None) -> None:
+        super().__init__(SMALL, "cpu", attached)
+        if self.monitor is not None:
+            self.monitor.resume()
+        self._left = 4  # steps until none is measured
+
+    def timed(self, every: int = 1, pause: bool = False) -> float:
+        self._left -= 1
+        self.every = NEVER if self._left <= 0 else every
+        begin = time.process_time()
+        self.steps(1)
+        return time.process_time() - begin
+
+
+OFF: dict[str, Callable[[], Trainer]] = {
+    "bare, none measured": lambda: OffStep(None),
+    "off-step": lambda: OffStep(ATTACHED[DEFAULT]),
+    "bare, none measured, again": lambda: OffStep(None),
+}
+
+
 def _peer(fold: Callable[..., None]) -> Peer:
     monitor = hookstats.attach(Trainer(SMALL, "cpu", None).model, tensors=OF_OUTPUTS)
     modules = {site.name for site in monitor.sites}
@@ -92,6 +118,8 @@ def work(compiled: bool, name: str) -> None:
     trainer: Any
     if hooks:
         trainer = Hooks(name)
+    elif name in OFF:
+        trainer = OFF[name]()
     elif shape or name not in OTHERS:
         trainer = Trainer(GPT if shape else SMALL, "cpu", (LANGUAGE if shape else ATTACHED)[name])
     else:
@@ -100,7 +128,7 @@ def work(compiled: bool, name: str) -> None:
         for block in trainer.model.blocks:
             block.compile()
     every = (10,) if name.endswith(", every=10") else ()
-    for _ in range(4):
+    for _ in range(6 if name in OFF else 4):
         trainer.timed(*every)
     print("ready", flush=True)
     for _ in sys.stdin:
@@ -160,6 +188,8 @@ if __name__ == "__main__":
         work(sys.argv[1] == "1", sys.argv[2])
     elif sys.argv[1:] == ["others"]:
         main(MODES[:1], OTHERS)
+    elif sys.argv[1:] == ["off"]:
+        main(MODES, OFF, rounds=150)
     elif sys.argv[1:] == ["language"]:
         main(MODES, [f"{name} of a GPT" for name in LANGUAGE], rounds=10)
     elif sys.argv[1:] == ["glue"]:

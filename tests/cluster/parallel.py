@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -93,18 +94,20 @@ def check_merged(
 ) -> None:
     """A site is what these ranks hold: of each list one tensor, whose channels the ranks of the list have side by side.
 
-    Counts, extremes and histograms exactly, moments to 1e-6 of float64. like: as which site the ranks kept it.
+    Counts, extremes and histograms exactly, moments to 1e-12 of float64 (means: of the rms), where the tensors are of
+    that; to 1e-6 where kernels add up in float32. like: as which site the ranks kept it.
     """
     stats = snapshot[site]
     own = like or site
     held = [[rows_of(parts[r][own], dim) for r in line if own in parts[r]] for line in ranks]
     whole = torch.cat([torch.cat(line, 1) for line in held if line])
+    close = 1e-12 if whole.dtype == torch.float64 else 1e-6
     rows = reference.channel_rows(whole, -1)
     if stats.channels is not None:
         named = {name: getattr(stats.channels, name) for name in hookstats.numbers.fields.STATISTICS}
-        compare(named, rows, f"{site}", 1e-6)
+        compare(named, rows, f"{site}", close)
     total = {name: getattr(stats.total, name) for name in hookstats.numbers.fields.STATISTICS}
-    compare(total, rows.reshape(1, -1), f"{site} total", 1e-6)
+    compare(total, rows.reshape(1, -1), f"{site} total", close)
     counts = stats.histogram.counts
     wanted = reference.exponent_counts(rows.reshape(-1)) if counts.ndim == 1 else reference.octave_counts(rows)
     assert (counts == wanted).all(), site
@@ -129,3 +132,26 @@ def check_all(model: nn.Module, monitor: Any, kept: Kept, ranks_of: Any) -> Any:
         if lines is not None:
             check_merged(snapshot, site, parts, lines, 0 if "param" in site[1] else -1)
     return snapshot, told
+
+
+def check_as_one_process(snapshot: hookstats.Snapshot, alone: hookstats.Snapshot) -> None:
+    """What ranks measured is what one process measures of the whole: counts exactly, moments to 1e-12, means and
+    extremes to 1e-12 of the rms; so much more than rounding moves them, in float64."""
+    assert set(snapshot) == set(alone)
+    for site, want in alone.items():
+        got = snapshot[site]
+        assert got.calls == want.calls or site.tensor in ("output", "grad_output"), site  # which each rank has
+        assert np.array_equal(got.histogram.counts, want.histogram.counts), site
+        assert (got.channels is None) == (want.channels is None), site
+        for mine, theirs in ((got.total, want.total), (got.channels, want.channels)):
+            if theirs is None:
+                continue
+            for name in ("count", "zeros", "nans", "posinfs", "neginfs"):
+                assert np.array_equal(getattr(mine, name), getattr(theirs, name)), (site, name)
+            for name in ("mean", "min", "max"):
+                far = np.abs(getattr(mine, name) - getattr(theirs, name))
+                assert (far <= 1e-12 * np.asarray(theirs.rms)).all(), (site, name, far)
+            for name in ("var", "rms", "abs_mean"):
+                np.testing.assert_allclose(
+                    getattr(mine, name), getattr(theirs, name), 1e-12, 0, err_msg=f"{site} {name}"
+                )

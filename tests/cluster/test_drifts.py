@@ -28,6 +28,7 @@ from hookstats import Snapshot
 from hookstats.numbers.ranks import drifts_from_json, drifts_to_json
 from hookstats.rules import Finding, Judge
 from tests import ranks
+from tests.plain import hearing
 
 STEPS, BREAKS = 12, 7
 MONITORS: list[hookstats.Monitor] = []  # of this rank, the latest last
@@ -543,6 +544,31 @@ def test_healthy_trainings_are_silent(name: str) -> None:
     findings, drifts = of_healthy(4 if name in OF_FOUR else 2)[name]
     assert findings == []
     assert not any(drifts)
+
+
+def closes_more_steps(rank: int, world: int) -> tuple[list[Any], list[str]]:
+    """Rank 1 closes three steps in one of its own: from then on it holds what the others held two steps before."""
+    case = ddp(rank, world)
+    monitor = hookstats.attach(case.model, every=1, process_group=dist.group.WORLD)
+    snapshots = []
+    with hearing() as told:
+        for step in range(STEPS):
+            case.loss(step).backward()
+            case.optimizer.step()
+            case.optimizer.zero_grad()
+            for _ in range(3 if rank == 1 and step == 4 else 1):
+                snapshots.append(monitor.step())
+        snapshots += monitor.detach()
+    merged = [each for each in snapshots if each is not None and len(each.ranks) == world]
+    assert len(merged) == STEPS
+    return [each.drifts for each in merged], told
+
+
+def test_a_rank_that_has_closed_more_steps_has_not_drifted_and_is_told_of_once() -> None:
+    for drifts, told in ranks.run(closes_more_steps, 3):
+        assert drifts == [()] * STEPS
+        (behind,) = [each for each in told if "some measured steps before or after" in each]
+        assert "rank 1 holds in a step what rank 0 held" in behind
 
 
 def recorded(rank: int, world: int, folder: str) -> list[Any]:

@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import (
 
 import hookstats
 from tests import ranks
-from tests.cluster.parallel import Kept, check_all, check_merged, merged, of_all_ranks
+from tests.cluster.parallel import Kept, check_all, check_as_one_process, check_merged, merged, of_all_ranks
 from tests.plain import hearing
 
 COMPILES = True
@@ -31,12 +31,12 @@ MLP = ["0", "1", "2"]
 
 def mlp() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 7))
+    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 7)).double()
 
 
 def batch(rank: int) -> torch.Tensor:
     """Means 1000 standard deviations apart from rank to rank."""
-    return torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(rank)) + 1000.0 * rank
+    return torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(rank), dtype=torch.float64) + 1000.0 * rank
 
 
 def attached(model: nn.Module, **settings: Any) -> hookstats.Monitor:
@@ -47,7 +47,7 @@ def attached(model: nn.Module, **settings: Any) -> hookstats.Monitor:
 
 def trained(monitor: Any, model: nn.Module, x: torch.Tensor, kept: Kept) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-    model(x).float().square().mean().backward()
+    model(x).double().square().mean().backward()
     kept.parameters()
     optimizer.step()
     if monitor is not None:
@@ -98,6 +98,25 @@ def flat(rank: int, world: int) -> None:
     assert not told
     assert snapshot["0.weight", "param"].total.count == 8 * 16
     assert snapshot["0.weight", "param"].calls == 1
+
+
+def alone(batches: list[torch.Tensor], together: bool) -> hookstats.Snapshot:
+    """What one process measures of the whole model, whose gradients are the mean over these batches.
+
+    together: in one call, else one for each of them.
+    """
+    model = mlp()
+    monitor = attached(model, process_group=None)
+    for x in [torch.cat(batches)] if together else batches:
+        outputs = model(x).chunk(len(batches) if together else 1)
+        sum(y.square().mean() for y in outputs).backward()
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad /= len(batches)
+    torch.optim.SGD(model.parameters(), lr=1e-6).step()
+    monitor._parameters.measure()
+    (snapshot,) = [each for each in (monitor.step(), *monitor.detach()) if each is not None]
+    return snapshot
 
 
 def is_matrix(site: tuple[str, str]) -> bool:
@@ -169,7 +188,7 @@ def named_by_the_user() -> None:
 def sequence_parallel(rank: int) -> None:
     """Each of two ranks has its part of each sequence; the gradients of the norm are yet to be reduced."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 7), nn.LayerNorm(7))
+    model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 7), nn.LayerNorm(7)).double()
     plan = {
         "0": SequenceParallel(),
         "1": ColwiseParallel(input_layouts=Shard(1), use_local_output=False),
@@ -181,7 +200,7 @@ def sequence_parallel(rank: int) -> None:
     with hearing() as told:
         even = torch.__version__ < (2, 13)  # torch 2.11 itself, without hookstats, raises where the parts are not equal
         mine, whole = (4, 8) if even else (3 + rank, 7)  # rows of a sequence over two ranks
-        x, mesh = torch.randn(2, mine, 8) + 1000.0 * rank, model[0].weight.device_mesh
+        x, mesh = torch.randn(2, mine, 8).double() + 1000.0 * rank, model[0].weight.device_mesh
         y = model(DTensor.from_local(x, mesh, [Shard(1)], shape=(2, whole, 8), stride=(8 * whole, 8, 1)))
         y.to_local().square().sum().backward()
         kept.parameters()
@@ -221,6 +240,7 @@ def two_dimensions(rank: int, world: int) -> None:
     snapshot, told = check_all(model, monitor, kept, lambda site: lines[site[0]])
     assert not told
     assert snapshot["0", "output"].calls == snapshot["1", "output"].calls == 2
+    check_as_one_process(snapshot, alone([batch(0), batch(1)], together=True))
 
     model = mlp()
     for each in (model[0], model[2], model):
@@ -252,23 +272,25 @@ def pipeline(rank: int, world: int) -> None:
     torch.manual_seed(0)
     layers = {"0": nn.Linear(8, 16), "1": nn.GELU(), "2": nn.Linear(16, 7)}
     stages = (["0", "1"], ["2"])
-    model = nn.Sequential(OrderedDict((name, layers[name]) for name in stages[rank]))
+    model = nn.Sequential(OrderedDict((name, layers[name]) for name in stages[rank])).double()
     monitor, kept = attached(model), Kept(model, stages[rank])
     stage = PipelineStage(model, rank, world, torch.device("cpu"))
     schedule = ScheduleGPipe(stage, n_microbatches=2, loss_fn=lambda y, target: (y - target).square().mean())
     for _ in range(2):
         monitor.reset()  # the first time, each stage is run once more, to see shapes
         kept.seen.clear()
+        model.zero_grad()
         if rank == 0:
             schedule.step(batch(1).flatten(0, 1))
         else:
-            schedule.step(target=torch.zeros(6, 7))
+            schedule.step(target=torch.zeros(6, 7).double())
     kept.parameters()
     torch.optim.SGD(model.parameters(), lr=1e-6).step()
     monitor._parameters.measure()
     snapshot, told = check_all(model, monitor, kept, lambda site: [[1]] if site[0].startswith("2") else [[0]])
     assert not told
     assert [snapshot[name, "output"].calls for name in "012"] == [2, 2, 2]
+    check_as_one_process(snapshot, alone(list(batch(1).flatten(0, 1).chunk(2)), together=False))
 
 
 class Experts(nn.Module):
@@ -286,7 +308,7 @@ class Experts(nn.Module):
 
 def experts_by_name(rank: int) -> None:
     torch.manual_seed(rank)
-    model = Experts([["a", "b"], ["c", "d"]][rank])
+    model = Experts([["a", "b"], ["c", "d"]][rank]).double()
     names = ["router", *(f"experts.{name}" for name in model.experts)]
     monitor, kept = attached(model), Kept(model, names)
     trained(monitor, model, batch(rank), kept)
@@ -308,7 +330,7 @@ def experts_by_name(rank: int) -> None:
 def experts_of_one_name(rank: int) -> None:
     """Other experts of the same name on each rank: the user says that they are not replicas."""
     torch.manual_seed(rank)
-    model = Experts(["0"])
+    model = Experts(["0"]).double()
     monitor, kept = (
         attached(model, process_group=hookstats.Ranks(dist.group.WORLD, placements={"experts.*": Shard(0)})),
         Kept(model, ["experts.0"]),
@@ -327,7 +349,7 @@ def experts_of_one_name(rank: int) -> None:
 def experts_as_dtensors(rank: int, world: int) -> None:
     """Over ranks that are data parallel for the rest of the model: their batches differ, nothing is apart."""
     torch.manual_seed(0)
-    model = Experts(["0"])
+    model = Experts(["0"]).double()
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
     expert = model.experts["0"]
     expert.weight = nn.Parameter(distribute_tensor(expert.weight.detach(), mesh, [Shard(0)]))
@@ -363,7 +385,7 @@ def compiled(rank: int, world: int) -> None:
         parallelize_module(model, mesh, plan)
         monitor = monitor or hookstats.attach(model, **settings)
         with hearing() as told:
-            torch.compile(model, backend="aot_eager", fullgraph=True)(batch(1)).float().square().mean().backward()
+            torch.compile(model, backend="aot_eager", fullgraph=True)(batch(1)).square().mean().backward()
             snapshot, _ = merged(monitor, model)
             assert any("P(sum)" in each.reason for each in monitor.skipped.values()) == attach_first
         assert any("P(sum)" in each for each in told) == attach_first

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
@@ -13,9 +14,10 @@ from typing import NamedTuple
 
 import torch
 
+import hookstats
 from tests.conftest import ROOT
 
-PACKAGE = ROOT / "hookstats"
+PACKAGE = Path(hookstats.__file__).parent  # an installed one, too
 GLUE = f"torch{'_'.join(torch.__version__.split('.')[:2])}"
 
 
@@ -221,39 +223,46 @@ class Ended(NamedTuple):
     err: str
 
 
-@cache
-def without_glue() -> dict[str, Ended]:
-    """How each of the programs ended."""
-    done = python("-c", FORKING, HOOKSTATS_GLUE="none", sent=json.dumps(PROGRAMS))
+def all_ended(programs: dict[str, str], **environment: str) -> dict[str, Ended]:
+    done = python("-c", FORKING, sent=json.dumps(programs), **environment)
     assert done.returncode == 0, done.stderr
     return {name: Ended(*each) for name, each in json.loads(done.stdout).items()}
 
 
-def said_by(name: str) -> str:
-    ended = without_glue()[name]
+@cache
+def without_glue() -> dict[str, Ended]:
+    """How each of the programs ended."""
+    return all_ended(PROGRAMS, HOOKSTATS_GLUE="none")
+
+
+@cache
+def with_glue() -> dict[str, Ended]:
+    """Those that say the same, whether there is glue or not."""
+    return all_ended({name: PROGRAMS[name] for name in ("training", "compiled", "backward")})
+
+
+def said_by(name: str, of: Callable[[], dict[str, Ended]] = without_glue) -> str:
+    ended = of()[name]
     assert ended.status == 0, ended.err
     return ended.out
 
 
 def test_a_training_is_measured_and_trained_to_the_same_bits() -> None:
-    with_glue, without = python("-m", "tests.glue.training"), said_by("training")
-    assert with_glue.returncode == 0, with_glue.stderr
-    assert len(with_glue.stdout.splitlines()) > 700
-    assert without.splitlines() == with_glue.stdout.splitlines()
+    said = said_by("training", with_glue)
+    assert len(said.splitlines()) > 700
+    assert said_by("training").splitlines() == said.splitlines()
 
 
 def test_what_is_inside_a_compiled_graph_is_measured_to_the_same_numbers() -> None:
-    with_glue, without = python("-c", COMPILED), said_by("compiled")
-    assert with_glue.returncode == 0, with_glue.stderr
-    assert without.count("output 1 0x") == 2 * 6  # of three modules, and their gradients
-    assert without == with_glue.stdout
+    said = said_by("compiled")
+    assert said.count("output 1 0x") == 2 * 6  # of three modules, and their gradients
+    assert said == said_by("compiled", with_glue)
 
 
 def test_compiled_autograd_measures_the_same_gradients() -> None:
-    with_glue, without = python("-c", BACKWARD), said_by("backward")
-    assert with_glue.returncode == 0, with_glue.stderr
-    assert without.count(" 1 0x") == 6
-    assert without == with_glue.stdout
+    said = said_by("backward")
+    assert said.count(" 1 0x") == 6
+    assert said == said_by("backward", with_glue)
 
 
 def test_neither_subclasses_nor_modes_see_what_it_asks_of_a_tensor() -> None:

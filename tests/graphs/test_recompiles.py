@@ -114,8 +114,12 @@ def keep(model: nn.Module, run: Callable[[torch.Tensor], torch.Tensor]) -> None:
         assert all(shot.gradient is not None for shot in shots)
 
 
-@pytest.mark.parametrize("cycle", [measure, change, keep])
-@pytest.mark.parametrize("how", ["fullgraph", "function", "module.compile", "blocks", "sequential", "breaks"])
+# What edits and captures hang on modules a graph meets as it meets monitors' hooks.
+@pytest.mark.parametrize(
+    ("how", "cycle"),
+    [(how, measure) for how in ("fullgraph", "function", "module.compile", "blocks", "sequential", "breaks")]
+    + [(how, cycle) for cycle in (change, keep) for how in ("function", "blocks", "breaks")],
+)
 def test_hooks_that_come_and_go_often_are_never_missed_and_never_end_compilation(
     how: str, cycle: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

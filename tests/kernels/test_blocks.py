@@ -71,14 +71,11 @@ def spread(*shape: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("histogram", BLOCKS)
-@pytest.mark.parametrize(
-    "shape", [(1,), (31,), (70,), (4, 64), (5, 96), (33, 48), (7, 130), (2, 3, 20), (70, 1), (300, 7)], ids=str
-)
-def test_every_value_of_every_shape(
-    backend: Backend, dtype: torch.dtype, histogram: str, shape: tuple[int, ...]
-) -> None:
-    check_blocks(backend, spread(*shape).to(dtype), histogram, len(shape) - 1)
-    check_blocks(backend, spread(*shape).to(dtype), histogram, None)
+def test_every_value_of_every_shape(backend: Backend, dtype: torch.dtype, histogram: str) -> None:
+    shapes = [(1,), (31,), (70,), (4, 64), (5, 96), (33, 48), (7, 130), (2, 3, 20), (70, 1), (300, 7)]
+    for shape in shapes:
+        check_blocks(backend, spread(*shape).to(dtype), histogram, len(shape) - 1)
+        check_blocks(backend, spread(*shape).to(dtype), histogram, None)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)

@@ -224,6 +224,27 @@ MUTANTS = [
         "tests/cluster/test_drifts.py -k 'independent or lora'",
     ),
     Mutant(
+        "a rank is behind by one step at most",
+        "hookstats/cluster/drifts.py",
+        "_PAST = 8  # measured",
+        "_PAST = 1  # measured",
+        "tests/cluster/test_drifts.py -k closed_more_steps",
+    ),
+    Mutant(
+        "what others held before is not looked at",
+        "hookstats/cluster/drifts.py",
+        "if all(hashes[each] in past[first] or hashes[first] in past[each] for each in decided.others):",
+        "if False:",
+        "tests/cluster/test_drifts.py -k closed_more_steps",
+    ),
+    Mutant(
+        "second moments cross the network as float32",
+        "hookstats/cluster/packing.py",
+        "return columns[M2] + np.where(columns[COUNT] > 0, apart, 0.0),",
+        "return np.float32(columns[M2]) + np.where(columns[COUNT] > 0, apart, 0.0),",
+        "tests/cluster/test_parallel.py -k two_dimensions",
+    ),
+    Mutant(
         "a communication hook changes nothing",
         "hookstats/cluster/placements.py",
         'if not getattr(outer, "_comm_hooks", None):',

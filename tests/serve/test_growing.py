@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -43,12 +44,27 @@ def followed(tmp_path: Path) -> tuple[Growing, growing.Growing]:
     return Growing(tmp_path / "run", SITES), growing.Growing(Watched(tmp_path / "run", "run"))
 
 
+@pytest.fixture(autouse=True)
+def threads(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
+    """Those that were begun, the last one last."""
+    begun: list[threading.Thread] = []
+    start = threading.Thread.start
+
+    def counted(thread: threading.Thread) -> None:
+        begun.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", counted)
+    return begun
+
+
 def look(seen: growing.Growing) -> growing.Version | None:
     """The newest version, when what the look has begun is made."""
+    before = set(threading.enumerate())
     seen.look()
-    if seen._making is not None:
-        seen._making.join(60)
-        assert not seen._making.is_alive()
+    for begun in set(threading.enumerate()) - before:
+        begun.join(60)
+        assert not begun.is_alive()
     return seen.newest
 
 
@@ -107,16 +123,16 @@ def test_when_two_columns_become_one_all_is_sent(followed: tuple[Growing, growin
 
 
 def test_a_run_is_read_only_when_it_has_changed_and_not_more_than_once_a_second(
-    followed: tuple[Growing, growing.Growing], clock: Clock
+    followed: tuple[Growing, growing.Growing], clock: Clock, threads: list[threading.Thread]
 ) -> None:
     run, seen = followed
     run.add(range(30))
     first = grown(seen, run)
-    making = seen._making
+    begun = len(threads)
     for _ in range(5):
         clock.now += LONG
         assert look(seen) is first  # nothing has changed
-        assert seen._making is making
+        assert len(threads) == begun
     run.add(range(30, 31))
     second = look(seen)
     assert second is not None

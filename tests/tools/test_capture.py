@@ -180,21 +180,21 @@ model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(inplace=True), nn.Linear(8, 2))
 captured = hookstats.capture(model, "*", keep=3, edited=True)
 mask = hookstats.edit.mask_activations(model, "0", 10)  # of all
 x = torch.randn(2, 4)
-for step in range(1, 5_001):
+for step in range(1, 2_001):
     model(x).sum().backward()
-    if step in (100, 5_000):
+    if step in (100, 2_000):
         print(*[live() for _ in range(5)][-1])  # to look takes memory, too, the first few times
 print(*(shot.call for shot in captured["0"]), mask.changed > 0)
 """
 
 
-def test_5_000_steps_take_no_more_memory_than_the_first() -> None:
+def test_2_000_steps_take_no_more_memory_than_the_first() -> None:
     done = subprocess.run([sys.executable, "-c", STEPS], cwd=ROOT, capture_output=True, text=True)
     early, late, calls = done.stdout.splitlines()
     (tensors, held), (tensors_later, held_later) = ([int(n) for n in line.split()] for line in (early, late))
     assert tensors_later == tensors
-    assert held_later < held + (1 << 18)  # 53 bytes per step
-    assert calls == "4997 4998 4999 True"
+    assert held_later < held + (1 << 17)  # 69 bytes per step
+    assert calls == "1997 1998 1999 True"
 
 
 def test_remove_leaves_the_model_as_it_was() -> None:
