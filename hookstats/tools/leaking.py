@@ -361,6 +361,9 @@ class Probing:
             )
         if self._moving:
             notes.append(f"not judged, as two equal runs differ: {', '.join(sorted(self._moving)[:8])}")
+        written = self._state.written_parameters()
+        if written:
+            notes.append(f"forwards of the model write parameters, which are not as before: {', '.join(written[:8])}")
         unread = sorted(self._unread - self._read)
         if unread:
             names = ", ".join(name or "the model itself" for name in unread[:8]) + ", ..." * (len(unread) > 8)

@@ -25,7 +25,7 @@ class RandomState:
 
     def _read(self) -> list[torch.Tensor]:
         states = [torch.get_rng_state()]
-        states += [torch.get_device_module(device).get_rng_state(device) for device in self._devices]
+        states += [torch.get_device_module(device).get_rng_state(*_index(device)) for device in self._devices]
         return states + [each.get_state() for each in self._generators]
 
     def put_back(self) -> None:
@@ -34,7 +34,7 @@ class RandomState:
         np.random.set_state(self._numpy)  # noqa: NPY002
         torch.set_rng_state(self._states[0])
         for device, state in zip(self._devices, self._states[1:], strict=False):
-            torch.get_device_module(device).set_rng_state(state, device)
+            torch.get_device_module(device).set_rng_state(state, *_index(device))
         for generator, state in zip(self._generators, self._states[1 + len(self._devices) :], strict=True):
             generator.set_state(state)
 
@@ -46,6 +46,11 @@ class RandomState:
         before, keys_before, *rest_before = self._numpy
         same = name == before and rest == rest_before and np.array_equal(keys, keys_before)
         return not same or random.getstate() != self._python
+
+
+def _index(device: torch.device) -> tuple[torch.device, ...]:
+    """What a device's module is told of it: nothing by MPS, of which there is one."""
+    return () if device.type == "mps" else (device,)
 
 
 def _is_generator(value: object) -> bool:
@@ -61,6 +66,8 @@ class ModuleState:
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = [(module, dict(vars(module))) for module in model.modules()]
+        self._modes = [(module, module.training) for module in model.modules()]  # which scripted ones keep elsewhere
+        self._parameters = [(name, each, _version(each)) for name, each in model.named_parameters()]
         self._containers = list[tuple[Any, Any]]()
         self._tensors = list[tuple[torch.Tensor, torch.Tensor]]()
         self._versions = list[int]()
@@ -90,6 +97,9 @@ class ModuleState:
             for name in [name for name in now if name not in attributes]:
                 del now[name]
             now.update(attributes)
+        for module, mode in self._modes:
+            if module.training != mode:
+                module.training = mode
         for container, items in self._containers:
             container.clear()
             (container.update if isinstance(container, dict | set) else container.extend)(items)
@@ -98,6 +108,10 @@ class ModuleState:
                 if self._versions[number] != _version(tensor) or not torch.equal(tensor, values):
                     tensor.detach().copy_(values)
                     self._versions[number] = _version(tensor)
+
+    def written_parameters(self) -> list[str]:
+        """Those that forwards have written themselves."""
+        return [name for name, each, version in self._parameters if _version(each) != version]
 
     def set_mode(self, training: bool) -> None:
         """Puts every module into this mode: by its attribute, as `train()` of some merges weights."""

@@ -297,6 +297,30 @@ def test_a_model_that_does_not_repeat_is_not_judged() -> None:
     assert "two equal runs differ: 0" in str(probe)
 
 
+def test_a_forward_that_writes_parameters_is_told_of() -> None:
+    class Codebook(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.codes = nn.Parameter(torch.ones(6), requires_grad=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                self.codes.mul_(1)
+            return x * self.codes
+
+    (note,) = hookstats.probe(Codebook(), torch.randn(4, 6)).notes
+    assert note == "forwards of the model write parameters, which are not as before: codes"
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_a_scripted_model_is_judged_as_a_whole_and_keeps_its_modes() -> None:
+    model = torch.jit.script(nn.Sequential(nn.Linear(6, 6), nn.Softmax(0), nn.Dropout(0.5)))
+    model[2].eval()
+    probe = hookstats.probe(nn.Sequential(model, nn.ReLU()), torch.randn(4, 6))
+    assert [leak.kind for leak in probe.leaks] == ["samples"]
+    assert (model.training, model[2].training) == (True, False)
+
+
 def test_a_compiled_model_runs_as_it_was_before() -> None:
     compiled = torch.compile(no_mask_in_the_second_block(), backend="eager")
     assert found(hookstats.probe(compiled, ids())) == [("later tokens", "blocks.1.attention")]  # type: ignore[arg-type]
