@@ -37,6 +37,7 @@ SHOWN = {
     "replica-drift": "a_rank_that_clips_alone",
     "reduced-gradient": "gradients_that_are_averaged_twice",
     "outside-write": "averaged_weights_that_are_not_put_back",
+    "optimizer-formula": "gradients_that_are_halved_while_an_optimizer_steps",
     "bias-gradient": "gradients_of_one_layer_times_eight.mlp",
     "unchanged-parameters": "a_layer_that_no_optimizer_has.gpt",
     "lost-updates": "bfloat16_weights_whose_updates_are_lost.gpt",
@@ -86,6 +87,8 @@ def training(name: str) -> list[Snapshot]:
     seeded()
     if name == "averaged_weights_that_are_not_put_back":
         return outside.snapshots()
+    if name == "gradients_that_are_halved_while_an_optimizer_steps":
+        return outside.snapshots(lambda step, model: None, make_optimizer=outside.halving)
     if name in drifting.FAULTS:
         return drifting.snapshots(name)
     if name in trainings.ILL:

@@ -85,7 +85,8 @@ def attach(
             ``"param_grad_local"``, a rank's own gradients, of each backward, before DistributedDataParallel reduces
             them; ``"optimizer"``, what an optimizer keeps of each parameter; ``"attention"``, the logits of each head;
             ``"router"``, the routers of mixtures of experts; ``"outside_update"``, what of a parameter's sample is
-            another one when the next step of an optimizer begins, measured or not, than it was after a measured step.
+            another one when the next step of an optimizer begins, measured or not, than it was after a measured step;
+            ``"optimizer_law"``, what a step of SGD, Adam or AdamW did to a parameter's sample over its formula.
         channels: whether statistics are kept per channel: True, False, globs over names, or `Channels`, which also says
             how often they are sent and along which dimension they lie.
         histogram: ``ExponentBins()``, ``LinearBins(lo, hi, n)``, either with ``per_channel=True``, or None.

@@ -58,6 +58,10 @@ _ROWS = (
         "outside_update", "parameter", "what no optimizer's step changed{} of the sample of the parameter {}",
         "changes between steps of optimizers", is_update=True, is_sample=True,
     ),
+    Kind(
+        "optimizer_law", "parameter", "what a step did{} to the parameter {} over what the formula says",
+        "steps over what formulas say", is_update=True, is_sample=True, is_about=True,
+    ),
     Kind("optimizer", "parameter", "the optimizer's{} of the parameter {}", "states of optimizers", is_update=True),
     Kind("buffer", "buffer", "the buffer{} {}", "buffers"),
     Kind("attention", "module", "the attention's{} of {}", "numbers of attention", is_about=True),

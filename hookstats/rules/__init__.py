@@ -19,6 +19,7 @@ from hookstats.rules.learning import lost_updates, shrinking_weights, unchanged_
 from hookstats.rules.memory import Memory
 from hookstats.rules.moments import second_moment
 from hookstats.rules.nonfinite import nonfinite
+from hookstats.rules.optimizer_law import optimizer_formula
 from hookstats.rules.outliers import massive_activations, outlier_channels
 from hookstats.rules.precision import Fit, fit, low_precision_fit
 from hookstats.rules.residual import residual_drift
@@ -67,6 +68,7 @@ __all__ = [
     "missing_gradients",
     "no_progress",
     "nonfinite",
+    "optimizer_formula",
     "outlier_channels",
     "outside_write",
     "probabilities_as_logits",

@@ -27,6 +27,7 @@ from hookstats.rules.learning import lost_updates, shrinking_weights, unchanged_
 from hookstats.rules.memory import Memory, from_state, to_state
 from hookstats.rules.moments import second_moment
 from hookstats.rules.nonfinite import nonfinite
+from hookstats.rules.optimizer_law import optimizer_formula
 from hookstats.rules.outliers import massive_activations, outlier_channels
 from hookstats.rules.precision import low_precision_fit
 from hookstats.rules.residual import residual_drift
@@ -60,6 +61,7 @@ def defaults() -> list[Rule]:
         bias_gradient,
         reduced_gradient,
         outside_write,
+        optimizer_formula,
         unchanged_parameters,
         lost_updates,
         shrinking_weights,

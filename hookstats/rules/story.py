@@ -18,7 +18,7 @@ _DEPTH = {
     "input-shift": 0, "constant-input": 0, "unscaled-input": 0,
     "nonfinite": 1, "replica-drift": 1,
     "growing-gradients": 2, "unchanged-parameters": 2, "lost-updates": 2, "shrinking-weights": 2,
-    "probabilities-as-logits": 2, "outside-write": 2, "nll-of-logits": 2, "broadcast-target": 2, "sorted-data": 0, "equal-channels": 1,
+    "probabilities-as-logits": 2, "outside-write": 2, "optimizer-formula": 2, "nll-of-logits": 2, "broadcast-target": 2, "sorted-data": 0, "equal-channels": 1,
     "silent-rows": 4, "clipped-gradients": 5, "constant-output": 5, "missing-gradients": 4, "bias-gradient": 4, "reduced-gradient": 4, "exploding-gradients": 4,
     "vanishing-gradients": 4, "gradient-norm-spike": 4, "update-ratio": 4,
     "loss-spike": 5, "no-progress": 6,

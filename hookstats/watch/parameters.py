@@ -28,6 +28,8 @@ from hookstats.watch.binding import SiteBinder
 from hookstats.watch.flags import is_capturing
 from hookstats.watch.local_gradients import LOCAL_GRADIENT, LocalGradients
 from hookstats.watch.memory import Entry, Store, local_part
+from hookstats.watch.optimizer_law import KIND as LAW
+from hookstats.watch.optimizer_law import OptimizerLaw
 from hookstats.watch.samples import KINDS as SAMPLES
 from hookstats.watch.samples import Sample, Samples
 from hookstats.watch.scaling import Scaling
@@ -88,6 +90,7 @@ class Parameters:
         self._stepping = _Stepping()
         self._states = States(store, binder, default) if STATES in kinds else None
         self._between = BetweenSteps() if OUTSIDE in kinds else None
+        self._law = OptimizerLaw(store.flags.on) if LAW in kinds else None
         self._has_samples = not set(kinds).isdisjoint(SAMPLES)
         self._unstepped: dict[Parameter, Sample] = {}  # while a step is closed
         self._readings = 0
@@ -161,6 +164,8 @@ class Parameters:
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if not callable(closure):
             self.measure(stepping, getattr(optimizer, "grad_scale", None))
+            if self._law is not None and self._store.flags.value:
+                self._timed(self._law.before, optimizer, stepping)
             return None
         first = True
 
@@ -375,7 +380,7 @@ class Parameters:
             if any(
                 each.measures(kind) and self._is_wanted(each, kind, by_optimizer=False)
                 for kind in SAMPLES
-                if kind != OUTSIDE
+                if kind not in (OUTSIDE, LAW)
             )
         ]
         known = [each for each in others if each in self._samples.taken]
@@ -395,11 +400,17 @@ class Parameters:
 
     def _measure_updates(self) -> None:
         sampled, self._stepping.sampled = self._stepping.sampled, []
-        updated = [each for each in sampled if each.measures("update_sample") or each.measures(OUTSIDE)]
+        kinds = ("update_sample", OUTSIDE, LAW)
+        updated = [each for each in sampled if any(map(each.measures, kinds))]
         samples = self._samples.take(updated, changes=True)
         self._measure_changes(samples, by_optimizer=True)
         if self._between is not None:
             self._between.stepped(samples)
+        if self._law is not None:
+            ratios = self._law.after(samples)
+            owners = [(each, LAW) for each in ratios]
+            self._note(owners, list(ratios.values()), by_optimizer=True)
+            self._batches.accumulate(owners, list(ratios.values()))
         copies, self._stepping.copies = self._stepping.copies, {}
         owners = [(each, "param_update") for each in copies]
 

@@ -457,8 +457,29 @@ MUTANTS = [
     Mutant(
         "a parameter that was stepped is sampled once more when the step ends",
         "hookstats/watch/parameters.py",
-        "                if kind != OUTSIDE\n",
+        "                if kind not in (OUTSIDE, LAW)\n",
         "",
         "tests/rules/test_step_law.py -k silent",
+    ),
+    Mutant(
+        "Adam's formula has no bias correction",
+        "hookstats/watch/optimizer_law.py",
+        "scale = lr / (1 - beta1**step) / divisor",
+        "scale = lr / divisor",
+        "tests/rules/test_optimizer_law.py -k formula",
+    ),
+    Mutant(
+        "momentum is not Nesterov's where it is to be",
+        "hookstats/watch/optimizer_law.py",
+        'g + momentum * new if group["nesterov"] else new',
+        "new",
+        "tests/rules/test_optimizer_law.py -k formula",
+    ),
+    Mutant(
+        "a step that is never made is within rounding",
+        "hookstats/watch/optimizer_law.py",
+        "_CLOSE, _ROUNDINGS = 1e-3, 8",
+        "_CLOSE, _ROUNDINGS = 1.0, 8",
+        "tests/rules/test_optimizer_law.py -k fault",
     ),
 ]

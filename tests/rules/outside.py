@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import nn
 import hookstats
 from hookstats import Snapshot
 
-TENSORS = ("output", "param_sample", "update_sample", "outside_update")
+TENSORS = ("output", "param_sample", "update_sample", "outside_update", "optimizer_law")
 
 
 def snapshots(
@@ -42,3 +43,15 @@ def snapshots(
             elif step == 11:
                 model.load_state_dict(average)
     return taken
+
+
+def halving(parameters: Any, begin: int = 12) -> torch.optim.Optimizer:
+    """An optimizer with a hook of its own, which halves the gradient of one parameter from a step on."""
+    optimizer, steps = torch.optim.SGD(parameters, 0.1), itertools.count()
+
+    def halve(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if next(steps) >= begin:
+            optimizer.param_groups[0]["params"][2].grad.mul_(0.5)
+
+    optimizer.register_step_pre_hook(halve)
+    return optimizer

@@ -1,0 +1,45 @@
+"""A law: what a step does to an element is what the optimizer's formula makes of its gradient."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hookstats.rules.engine import Ill, rule
+from hookstats.rules.formatting import number
+from hookstats.rules.step import Step
+
+
+@rule(of="optimizer_law")
+def optimizer_formula(step: Step, factor: float = 1.5, consecutive_steps: int = 2) -> Ill:
+    """A step changes a parameter by other than the optimizer's formula says: critical from a factor on, or a warning.
+
+    Needs ``"optimizer_law"`` among the tensors: at up to 4,096 elements of each parameter, what SGD, Adam or AdamW make
+    of the gradient, of their states before the step, and of the group's lr, betas, eps, momentum and weight decay,
+    against what the step has changed. Both agree within rounding: 1e-3 of the terms, 8 roundings of the parameter's
+    dtype, and that of the written value. It is critical where an element is ``factor`` = 1.5 times off, or 0, in
+    ``consecutive_steps`` = 2 measured steps in a row, else a warning.
+
+    What else looks like it: a hook on the optimizer that changes gradients or parameters, by design. What to do: look
+    at what changes gradients, states or parameters while the optimizer steps: a shard that is never stepped (0), a clip
+    coefficient that differs, a learning rate that is another one than the group says.
+
+    False-positive guards: not judged are other optimizers, derived ones among them, closures, float16, gradients that a
+    fused optimizer unscales, and tensors that lie in memory in another order than their parameter.
+    """
+    judged = step.is_kind("optimizer_law") & (step.calls > 0)
+    low, high = step.totals.min, step.totals.max
+    far = np.where(abs(high - 1) >= abs(low - 1), high, low)
+    where = judged & (far != 1)
+
+    def say(site: int, since: int) -> str:
+        size = f"by {number(far[site])} times what the optimizer's formula says" if far[site] else "not at all"
+        return (
+            f"the parameter {step.sites[site].name} is changed {size}, at one sampled element at least, in each "
+            f"measured step since step {since}. Look at what changes gradients, states or parameters while the optimizer "
+            "steps, and at shards that are not stepped."
+        )
+
+    def severity(site: int) -> str:
+        return "critical" if not 1 / factor < far[site] < factor else "warning"
+
+    return Ill(where, say, far, factor, severity, judged=judged, steps=consecutive_steps)
