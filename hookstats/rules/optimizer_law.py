@@ -35,8 +35,8 @@ def optimizer_formula(step: Step, factor: float = 1.5, consecutive_steps: int = 
         size = f"by {number(far[site])} times what the optimizer's formula says" if far[site] else "not at all"
         return (
             f"the parameter {step.sites[site].name} is changed {size}, at one sampled element at least, in each "
-            f"measured step since step {since}. Look at what changes gradients, states or parameters while the optimizer "
-            "steps, and at shards that are not stepped."
+            f"measured step since step {since}. Look at what changes gradients, states or parameters while it steps, "
+            "and at shards that are not stepped."
         )
 
     def severity(site: int) -> str:
