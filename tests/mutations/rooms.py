@@ -448,11 +448,11 @@ MUTANTS = [
         "tests/rules/test_step_law.py -k averaged",
     ),
     Mutant(
-        "what a second optimizer steps counts as written outside",
+        "of several optimizers the parameters of one alone are looked at",
         "hookstats/watch/step_law.py",
         "self._stepped |= {each: sample",
         "self._stepped = self._stepped or {each: sample",
-        "tests/rules/test_step_law.py -k two_optimizers",
+        "tests/rules/test_step_law.py -k several_optimizers",
     ),
     Mutant(
         "a parameter that was stepped is sampled once more when the step ends",

@@ -43,6 +43,7 @@ def test_a_training_that_nothing_else_writes_is_silent(
 ) -> None:
     taken = snapshots(between, every=every, dtype=dtype)
     assert judge(taken, rules=[outside_write]) == []
+    assert {each[name, "update_sample"].calls for each in taken for name in ("0.weight", "2.bias")} == {1}
     for snapshot in taken[1:]:
         sites = [site for site in snapshot.order if site.tensor == "outside_update"]
         assert len(sites) == 4
@@ -110,6 +111,23 @@ def test_two_optimizers_of_the_same_parameters_are_none_that_write_outside() -> 
             monitor.step()
     assert judge(taken, rules=[outside_write]) == []
     assert taken[-1]["weight", "outside_update"].total.count > 0
+
+
+def test_parameters_of_several_optimizers_are_all_looked_at() -> None:
+    torch.manual_seed(0)
+    model, taken = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), list[hookstats.Snapshot]()
+    optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in model]
+    with hookstats.attach(model, tensors=TENSORS, every=2, sinks=taken.append) as monitor:
+        for step in range(8):
+            model(torch.randn(3, 4)).square().mean().backward()
+            for each in optimizers:
+                each.step()
+            monitor.step()
+            if step == 4:
+                with torch.no_grad():
+                    model[1].weight.add_(1)
+    (finding,) = judge(taken, rules=[outside_write])
+    assert (finding.site.name, finding.step) == ("1.weight", 6)
 
 
 def test_training_is_the_same_to_the_last_bit() -> None:
