@@ -230,7 +230,8 @@ class _Siamese(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.projector = nn.Sequential(
-            nn.Linear(64, 64, bias=False), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 64, bias=False), nn.BatchNorm1d(64)
+            nn.Linear(64, 64, bias=False), nn.BatchNorm1d(64), nn.ReLU(),
+            nn.Linear(64, 64, bias=False), nn.BatchNorm1d(64),
         )  # fmt: skip
         self.predictor = nn.Sequential(nn.Linear(64, 16, bias=False), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 64))
 

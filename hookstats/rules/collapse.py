@@ -1,4 +1,4 @@
-"""What has no differences any more: rows that get one answer, channels that are one channel, rows of weights at rest."""
+"""What has no differences any more: rows that get one answer, channels that are one, rows of weights at rest."""
 
 from __future__ import annotations
 

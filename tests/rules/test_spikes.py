@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from hookstats import Snapshot
-from hookstats.rules import Finding, gradient_norm_spike, judge, loss_spike
+from hookstats.rules import Finding, Rule, gradient_norm_spike, judge, loss_spike
 from hookstats.rules.history import Course
 from tests.rules.test_guards import step_of
 
 
 def found_in(
-    values: Iterable[float], rule: loss_spike | None = None, every: int = 1, moved: Mapping[int, float] | None = None
+    values: Iterable[float], rule: Rule | None = None, every: int = 1, moved: Mapping[int, float] | None = None
 ) -> list[Finding]:
     """Of a loss's course. every: how often a step is measured. moved: from these steps on, the factor by which an
     output is larger; None: there is no output."""
