@@ -183,8 +183,8 @@ def _repeated(step: Step, memory: Memory, inputs: list[int], batches: int) -> It
     if same == batches:
         sentence = (
             f"{tensor_of(step.sites[inputs[0]])} has been the same batch, to the bit, since step {memory['since']}. "
-            "That is right where every step trains on all the data, or on one batch to test the model; else look at the "
-            "sampler, and at workers whose random generators begin alike."
+            "That is right where every step trains on all the data, or on one batch to test the model; else look at "
+            "the sampler, and at workers whose random generators begin alike."
         )
         yield step.finding("constant-input", inputs[0], same, batches, "note", sentence, since=memory["since"])
     elif len(again) == _LAST and is_again and sum(again) >= _LAST / 3 and again.count(False) > _NEAR:
