@@ -13,7 +13,7 @@ from benchmarks.illnesses import public_mistakes
 from benchmarks.illnesses.healthy import HEALTHY
 from benchmarks.illnesses.training import ILL, run, seeded
 from hookstats import Snapshot, attach
-from hookstats.rules import Finding, judge, loss_spike, nonfinite, story
+from hookstats.rules import Finding, judge, loss_spike, nonfinite, outlier_channels, story
 from tests.rules.test_guards import step_of
 from tests.rules.test_spikes import found_in
 
@@ -155,3 +155,18 @@ def test_one_noisy_batch_that_comes_back_is_no_warning_and_a_broken_one_is() -> 
     falling = [2.3 - 0.01 * i + 0.002 * (i % 3) for i in range(52)]
     assert {each.severity for each in found_in([*falling, 2.46, *falling[-20:]], loss_spike)} <= {"note"}
     assert "warning" in {each.severity for each in found_in([*falling, 24.6, *falling[-20:]], loss_spike)}
+
+
+def test_one_channel_of_a_residual_stream_is_one_problem_however_many_blocks_it_runs_through() -> None:
+    def step(number: int) -> Snapshot:
+        stream = torch.ones(200, 64)
+        tensors = {}
+        for block in range(10):
+            each = stream.clone()
+            if number >= block:
+                each[:, 3] = 1e5
+            tensors[f"blocks.{block}", "output"] = each
+        return step_of(number, tensors)
+
+    found = judge([step(i) for i in range(20)], [outlier_channels])
+    assert [each.step for each in found if each.because is None] == [found[0].step]
