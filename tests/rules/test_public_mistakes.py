@@ -147,14 +147,14 @@ def test_a_story_is_as_grave_as_what_followed_and_does_not_say_that_nothing_is_w
 
 def test_a_loss_that_rises_by_three_percent_is_no_jump() -> None:
     quiet = [2.0 + 0.001 * (i % 3) for i in range(60)]
-    assert found_in([*quiet, 2.06, *quiet[:20]], loss_spike) == []
-    assert [each.severity for each in found_in([*quiet, 2.2, *quiet[:20]], loss_spike)] == ["note"]
+    assert found_in([*quiet, 2.06, *quiet[:20]], loss_spike, moved={}) == []
+    assert [each.severity for each in found_in([*quiet, 2.2, *quiet[:20]], loss_spike, moved={})] == ["note"]
 
 
 def test_one_noisy_batch_that_comes_back_is_no_warning_and_a_broken_one_is() -> None:
     falling = [2.3 - 0.01 * i + 0.002 * (i % 3) for i in range(52)]
-    assert {each.severity for each in found_in([*falling, 2.46, *falling[-20:]], loss_spike)} <= {"note"}
-    assert "warning" in {each.severity for each in found_in([*falling, 24.6, *falling[-20:]], loss_spike)}
+    assert {each.severity for each in found_in([*falling, 2.46, *falling[-20:]], loss_spike, moved={})} <= {"note"}
+    assert "warning" in {each.severity for each in found_in([*falling, 24.6, *falling[-20:]], loss_spike, moved={})}
 
 
 def test_one_channel_of_a_residual_stream_is_one_problem_however_many_blocks_it_runs_through() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -28,8 +29,8 @@ def found_in(
             earlier[number] = {"loss": value}
             continue
         tensors = {} if moved is None else {("0", "output"): size * torch.ones(4, 4)}
-        snapshots.append(step_of(number, tensors, loss=value))
-        snapshots[-1].earlier_scalars, earlier = earlier, {}
+        snapshots.append(Snapshot(replace(step_of(number, tensors, loss=value).frame, earlier_scalars=earlier)))
+        earlier = {}
     return judge(snapshots, [rule or loss_spike])
 
 
