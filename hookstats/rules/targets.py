@@ -133,8 +133,8 @@ def sorted_data(step: Step, memory: Memory, share: float = 0.7, batches: int = 1
     chosen = int(pulled[0]) if len(pulled) == 1 and channels.max[pulled[0]] <= 0 else -1
     last, known = memory.last("last", batches), memory.setdefault("classes", set())
     last.append(chosen)
-    if chosen >= 0 and not memory.setdefault("since", 0):
-        memory["since"] = step.number
+    if chosen >= 0:
+        memory.setdefault("since", step.number)
     known |= {chosen} - {-1}
     alone = sum(each >= 0 for each in last)
     is_ill = len(last) == batches and alone >= share * batches and len(known) > 1
