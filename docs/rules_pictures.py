@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.illnesses import ill, more  # noqa: F401, they register theirs
+from benchmarks.illnesses import ill, more, public_mistakes  # noqa: F401, they register theirs
 from benchmarks.illnesses.training import ILL, run, seeded
 from hookstats import Site, Snapshot, report
 from hookstats.report.record import Recorded
@@ -33,6 +33,10 @@ SHOWN = {
     "input-shift": "a_batch_a_thousand_times_too_large.cnn",
     "constant-input": "a_loader_that_gives_zeros_from_the_middle_on.cnn",
     "unscaled-input": "an_identifier_among_the_features.tanh",
+    "broadcast-target": "one_column_against_a_row.mlp",
+    "nll-of-logits": "a_negative_log_likelihood_of_logits.gpt",
+    "sorted-data": "data_that_are_sorted_by_class.cnn",
+    "equal-channels": "kernels_that_are_all_equal.cnn",
     "growing-gradients": "gradients_that_are_never_zeroed_under_adam.gpt",
     "replica-drift": "a_rank_that_clips_alone",
     "reduced-gradient": "gradients_that_are_averaged_twice",
@@ -62,6 +66,9 @@ SHOWN = {
     "expert-load": "a_balancing_loss_of_the_wrong_sign",
     "dead-experts": "an_expert_that_is_never_chosen",
     "residual-drift": "a_residual_stream_that_grows_in_each_block.gpt",
+    "silent-rows": "heads_that_are_masked.gpt",
+    "clipped-gradients": "gradients_that_are_clipped_before_they_are_unscaled.mlp",
+    "constant-output": "a_mean_over_the_batch.tanh",
     "no-progress": "a_learning_rate_ten_thousand_times_too_small.gpt",
 }
 # What is so from the start shows in absolute values, others in how far a site is from its past; and of what.
@@ -80,6 +87,9 @@ ABSOLUTE = {
     "expert-load": "abs_max",
     "dead-experts": "abs_max",
     "missing-gradients": "rms",
+    "equal-channels": "rms",
+    "silent-rows": "rms",
+    "constant-output": "rms",
 }
 
 

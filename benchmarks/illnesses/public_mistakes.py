@@ -230,7 +230,8 @@ class _Siamese(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.projector = nn.Sequential(
-            nn.Linear(64, 64, bias=False), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 64, bias=False), nn.BatchNorm1d(64)
+            nn.Linear(64, 64, bias=False), nn.BatchNorm1d(64), nn.ReLU(),
+            nn.Linear(64, 64, bias=False), nn.BatchNorm1d(64),
         )  # fmt: skip
         self.predictor = nn.Sequential(nn.Linear(64, 16, bias=False), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 64))
 
@@ -434,7 +435,7 @@ def _two_losses(setup: Setup, weight: Callable[[int], float]) -> None:
     setup.after_backward = lambda step: nn.utils.clip_grad_norm_(setup.model.parameters(), 1.0)
 
 
-@ill("vanishing-gradients", "starved-gradients", on=("mlp",), where=("classes",), began=50)
+@ill("vanishing-gradients", "exploding-gradients", on=("mlp",), began=50)
 def a_loss_that_takes_all_of_the_clipped_norm(setup: Setup) -> None:
     _two_losses(setup, lambda step: 1.0 if step < 50 else 3e6)
 

@@ -8,6 +8,8 @@ from hookstats.rules.answers import initial_loss, no_progress, probabilities_as_
 from hookstats.rules.arriving import growing_gradients, missing_gradients
 from hookstats.rules.attention import attention_entropy, attention_logits, attention_sink
 from hookstats.rules.blocks import BLOCK_FORMATS, BlockFit
+from hookstats.rules.clipping import clipped_gradients
+from hookstats.rules.collapse import constant_output, equal_channels, silent_rows
 from hookstats.rules.engine import Ill, Rule, rule
 from hookstats.rules.experts import dead_experts, expert_load
 from hookstats.rules.finding import SEVERITIES, Cause, Finding
@@ -27,6 +29,7 @@ from hookstats.rules.spikes import gradient_norm_spike, loss_spike
 from hookstats.rules.step import Step
 from hookstats.rules.step_law import outside_write
 from hookstats.rules.story import Chapter, head, story
+from hookstats.rules.targets import broadcast_target, nll_of_logits, sorted_data
 from hookstats.rules.updates import update_ratio
 
 __all__ = [
@@ -47,10 +50,14 @@ __all__ = [
     "attention_logits",
     "attention_sink",
     "bias_gradient",
+    "broadcast_target",
+    "clipped_gradients",
     "constant_input",
+    "constant_output",
     "dead_channels",
     "dead_experts",
     "defaults",
+    "equal_channels",
     "expert_load",
     "exploding_gradients",
     "fit",
@@ -66,6 +73,7 @@ __all__ = [
     "low_precision_fit",
     "massive_activations",
     "missing_gradients",
+    "nll_of_logits",
     "no_progress",
     "nonfinite",
     "optimizer_formula",
@@ -81,6 +89,8 @@ __all__ = [
     "saturated_channels",
     "second_moment",
     "shrinking_weights",
+    "silent_rows",
+    "sorted_data",
     "story",
     "unchanged_parameters",
     "unscaled_input",

@@ -72,10 +72,10 @@ def initial_loss(step: Step, memory: Memory, factor: float = 3.0) -> Ill | None:
 
     The first measured step is judged, if it is the first of the run: the loss is more than ``factor`` = 3 times
     log(classes), the cross-entropy of guessing, with as many classes as the last output has channels. That it is a
-    cross-entropy shows in the gradient of this output: its mean is 0, and its L1 norm between 1 and 2, which is
-    2 (1 - p) of the right class. Where the output came in several microbatches, and each of their gradients has that
-    size, the loss is the sum of theirs. That the loss has to begin near log(classes) is said by Karpathy, "A Recipe for
-    Training Neural Networks" (2019); the factor is ours.
+    cross-entropy shows in the gradient of this output: its mean is 0, and its L1 norm between 1 and 2, which is 2 (1 -
+    p) of the right class. Where the output came in several microbatches, and each of their gradients has that size, the
+    loss is the sum of theirs. That the loss has to begin near log(classes) is said by Karpathy, "A Recipe for Training
+    Neural Networks" (2019); the factor is ours.
 
     What else looks like it: a pretrained model on data that it was not made for. What to do: look at the size of the
     initial weights, above all of the last layer and of embeddings that it shares its weight with; a deviation of 0.02
@@ -102,8 +102,8 @@ def initial_loss(step: Step, memory: Memory, factor: float = 3.0) -> Ill | None:
         begin += f"{number(guessing)}: "
         if calls > 1:
             return begin + (
-                f"{calls} microbatches, each with a loss of its own, were added up, and so were their gradients. Divide "
-                f"each loss by {calls}, or lower the learning rate as much."
+                f"{calls} microbatches, each with a loss of its own, were added up, and so were their gradients. "
+                f"Divide each loss by {calls}, or lower the learning rate as much."
             )
         return begin + (
             f"the model is sure of wrong answers from the start; the deviation of {tensor_of(step.sites[site])} is "

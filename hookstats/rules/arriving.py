@@ -20,10 +20,10 @@ def missing_gradients(step: Step, memory: Memory, steps: int = 20) -> list[Findi
     """Parameters that never get a gradient, although what they belong to runs and others get theirs: note, or warning.
 
     A warning where the path from the loss is cut for certain: everything that runs before has no gradient either, what
-    runs behind it in the same block has one, or gradients arrive and are exactly 0. The parameters have had no gradient, or one that is 0 throughout,
-    from the start and for ``steps`` = 20 steps in which the module ran, at least five of them measured. The finding
-    names the last module without one in order of execution: behind it the path from the loss is cut, by ``detach()``,
-    ``no_grad``, an integer, ``.item()``, or weights that are 0. The figures are ours.
+    runs behind it in the same block has one, or gradients arrive and are exactly 0. The parameters have had no
+    gradient, or one that is 0 throughout, from the start and for ``steps`` = 20 steps in which the module ran, at least
+    five of them measured. The finding names the last module without one in order of execution: behind it the path from
+    the loss is cut, by ``detach()``, ``no_grad``, an integer, ``.item()``, or weights that are 0. The figures are ours.
 
     What else looks like it: a head that this loss does not use, or not yet. What to do: look at what is done with the
     output that is named, up to the next module; freeze what is not to learn with ``requires_grad=False``.

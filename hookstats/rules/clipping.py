@@ -19,11 +19,11 @@ def clipped_gradients(
 ) -> Ill | None:
     """The gradients are clipped in every step, to one norm (a note; a warning where that is next to nothing).
 
-    The norm of all gradients is what it was in the measured step before, to ``equal`` = 1e-5, for
-    ``consecutive_steps`` = 30 of them: no training does that by itself. By how much they were cut is told by the
-    gradients of biases, which without clipping are the sums of their outputs' gradients. It is a warning where the
-    norm is below ``tiny`` = 1e-3, which nobody clips to on purpose: gradients that are clipped first and unscaled by a
-    GradScaler then have a norm of 1/65536. The figures are ours.
+    The norm of all gradients is what it was in the measured step before, to ``equal`` = 1e-5, for ``consecutive_steps``
+    = 30 of them: no training does that by itself. By how much they were cut is told by the gradients of biases, which
+    without clipping are the sums of their outputs' gradients. It is a warning where the norm is below ``tiny`` = 1e-3,
+    which nobody clips to on purpose: gradients that are clipped first and unscaled by a GradScaler then have a norm of
+    1/65536. The figures are ours.
 
     What else looks like it: gradients that an optimizer or a hook normalises on purpose. What to do: nothing, if the
     training goes well, though the learning rate then sets the length of each step alone; otherwise a larger max_norm.

@@ -1,4 +1,4 @@
-"""What has no differences any more: rows that get one answer, channels that are one channel, rows of weights at rest."""
+"""What has no differences any more: rows that get one answer, channels that are one, rows of weights at rest."""
 
 from __future__ import annotations
 
@@ -27,13 +27,15 @@ def constant_output(
     is one point (embeddings without negatives, a KL term that is too large).
 
     So that a healthy run is silent: channels of fewer than ``rows`` = 8 values are not judged, nor is an output of
-    nothing but zeros, nor what is constant because the inputs are (`constant_input`).
+    nothing but zeros, or without a gradient, nor what is constant because the inputs are (`constant_input`).
     """
     outputs = step.ordered("output")
     if not outputs:
         return None
-    site = outputs[-1]
-    totals = step.totals
+    site, totals = outputs[-1], step.totals
+    gradient = int(step.partner("output", "grad_output")[site])
+    if gradient < 0 or not totals.count[gradient]:
+        return None
     channels = step.channels(site)
     is_one = channels is None or len(channels.count) == 1
     if totals.abs_max[site] == 0 or (totals.count[site] if is_one else channels.count.min()) < rows:  # type: ignore[union-attr]

@@ -61,7 +61,7 @@ def _depth(step: Step) -> _Depth | None:
 def _are_side_by_side(step: Step, backward: list[int], norms: Array) -> bool:
     """Whether the norms change between large parts of the model, and hardly within any: an actor and its critic, each
     with a loss of its own, are no chain."""
-    if not norms.all() or not 100 < max(norms[0] / norms[-1], norms[-1] / norms[0]):
+    if not norms.all() or max(norms[0] / norms[-1], norms[-1] / norms[0]) < 100:
         return False  # not judged as one
     parts = [step.sites[site].name.partition(".")[0] for site in backward]
     borders = [i for i in range(1, len(parts)) if parts[i] != parts[i - 1]]

@@ -52,8 +52,8 @@ def input_shift(
     ``factor`` = 10 times its level, or a tenth of it, and also ``sigmas`` = 8 deviations and ``tail`` = 3 times as far
     from it as any of the last ``window`` = 128 measured batches went, in logarithms. One value of a batch that is 1000
     times too large shows in the largest |x|. A mean that has moved by more than ``moved`` = 0.5 standard deviations of
-    the data, as far beyond its own past, is a note. A first argument of
-    nothing but zeros is a warning when other batches follow. The figures are ours.
+    the data, as far beyond its own past, is a note. A first argument of nothing but zeros is a warning when other
+    batches follow. The figures are ours.
 
     What else looks like it: a curriculum, another data set, augmentation that begins. What to do: look at the samples
     of this batch and at what loads and scales them; leave out the batch, or clip its values.
@@ -135,10 +135,10 @@ def constant_input(
 
     An input of the model that has varied holds one value throughout; or the first output of the model has no variance
     in any channel, which means that all rows that came in are the same: images that were not loaded, one sample in each
-    row, tokens that are all padding. This holds in ``consecutive_steps`` = 5 measured steps in a row. Where the
-    first argument, if it is floating, is what it was in the step before, to the bit, for ``batches`` = 20 steps, that
-    is a note; and so it is where a third of the last 64 batches are what one of the eight before them was, and yet new
-    ones come: that is what workers give whose random generators begin alike. The figures are ours.
+    row, tokens that are all padding. This holds in ``consecutive_steps`` = 5 measured steps in a row. Where the first
+    argument, if it is floating, is what it was in the step before, to the bit, for ``batches`` = 20 steps, that is a
+    note; and so it is where a third of the last 64 batches are what one of the eight before them was, and yet new ones
+    come: that is what workers give whose random generators begin alike. The figures are ours.
 
     What else looks like it: batches of one row, which are not judged; training on all data in every step, of which the
     note says so; several epochs on each batch, as in PPO. What to do: print a batch as the model gets it.
@@ -182,16 +182,16 @@ def _repeated(step: Step, memory: Memory, inputs: list[int], batches: int) -> It
     last.append(now)
     if same == batches:
         sentence = (
-            f"{tensor_of(step.sites[inputs[0]])} has been the same batch, to the bit, since step {memory['since']}. That "
-            "is right where every step trains on all the data, or on one batch to test the model; else look at the "
-            "sampler, and at workers whose random generators begin alike."
+            f"{tensor_of(step.sites[inputs[0]])} has been the same batch, to the bit, since step {memory['since']}. "
+            "That is right where every step trains on all the data, or on one batch to test the model; else look at "
+            "the sampler, and at workers whose random generators begin alike."
         )
         yield step.finding("constant-input", inputs[0], same, batches, "note", sentence, since=memory["since"])
     elif len(again) == _LAST and is_again and sum(again) >= _LAST / 3 and again.count(False) > _NEAR:
         sentence = (
             f"of the last {_LAST} measured batches, {sum(again)} are what one of the {_NEAR} before them was, to the "
-            f"bit: {tensor_of(step.sites[inputs[0]])} comes several times. That is right where a batch is used more than "
-            "once; else look at workers whose random generators begin alike, or that all read the same files."
+            f"bit: {tensor_of(step.sites[inputs[0]])} comes several times. That is right where a batch is used more "
+            "than once; else look at workers whose random generators begin alike, or that all read the same files."
         )
         yield step.finding("constant-input", inputs[0], sum(again), _LAST / 3, "note", sentence)
 
@@ -268,8 +268,9 @@ def unscaled_input(
         largest, is_small = sizes[site]
         rms = float(totals.rms[site])
         what = f"an rms of {number(rms)}" if rms > size or is_small else f"a channel {number(largest)} times the others"
+        how = "scaled twice, or not at all" if is_small else "not scaled"
         return (
-            f"{tensor_of(step.sites[site])} has {what}: it was {'scaled twice, or not at all' if is_small else 'not scaled'}. "
+            f"{tensor_of(step.sites[site])} has {what}: it was {how}. "
             "Initial weights expect values near 1; subtract the mean of each feature and divide by its deviation, "
             "unless a norm of the model does that."
         )

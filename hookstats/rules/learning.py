@@ -62,8 +62,9 @@ def unchanged_parameters(step: Step, memory: Memory, steps: int = 20, all_steps:
 
     For ``steps`` = 20 steps, in which other parameters changed, or ``all_steps`` = 30 in which none did, of which at
     least three were measured. The sample of each parameter is judged: "update_sample" has nothing but zeros, and
-    "param_sample" is what it was in the measured step before, so that nothing happened between them, either. Where every gradient is exactly 0 from the start, though the model runs, that is told, too, whatever
-    weight decay does to the parameters. The figures are ours.
+    "param_sample" is what it was in the measured step before, so that nothing happened between them, either. Where
+    every gradient is exactly 0 from the start, though the model runs, that is told, too, whatever weight decay does to
+    the parameters. The figures are ours.
 
     What else looks like it: updates that are lost to rounding (lost_updates), a learning rate of 0 on purpose, a
     schedule that has ended. What to do: see that the optimizer was made of ``model.parameters()`` of this very model,
@@ -72,9 +73,9 @@ def unchanged_parameters(step: Step, memory: Memory, steps: int = 20, all_steps:
     So that a healthy run is silent: frozen parameters (``requires_grad=False``) have no gradient, and neither have
     those whose modules do not run; both are not judged, nor are gradients that are mostly 0 (an embedding, whose rows
     are not in each batch), below 1e-4 of the others' (these vanish), or what they were in the measured step before
-    (nobody has computed them anew). A training whose gradients have fallen to 1e-3 of what they were has found what
-    it was looking for. Warmup from 0 and turns of several optimizers
-    end before; while gradients grow from step to step, as they do when they are accumulated, it waits for 100 steps.
+    (nobody has computed them anew). A training whose gradients have fallen to 1e-3 of what they were has found what it
+    was looking for. Warmup from 0 and turns of several optimizers end before; while gradients grow from step to step,
+    as they do when they are accumulated, it waits for 100 steps.
     """
     measured = step.updates & (step.totals.count > 0)
     if not measured.any():
@@ -145,8 +146,8 @@ def _all_zero(step: Step, memory: Memory, measured: Mask, steps: int) -> Iterato
         )
     elif step.totals.abs_max[through].any():
         sentence = (
-            f"{what}: gradients of the outputs arrive, and those of all parameters are 0. Look for units that are dead, "
-            "weights that are 0, and gradients that are too small for float16 (use a GradScaler)."
+            f"{what}: gradients of the outputs arrive, and those of all parameters are 0. Look for units that are "
+            "dead, weights that are 0, and gradients that are too small for float16 (use a GradScaler)."
         )
     else:
         sentence = (
@@ -184,9 +185,9 @@ def _of_some(step: Step, ill: list[int], changed: Mask, since: Array) -> Iterato
     if stopped:
         sentence = (
             f"{step.names_of(stopped)} {'has' if len(stopped) == 1 else 'have'} not changed since step "
-            f"{int(since[stopped[0]])}, although gradients arrive and other parameters learn. Look at the learning rate "
-            "of the group, and at whether the optimizer was made anew without them; freeze with requires_grad=False, if "
-            "it is meant."
+            f"{int(since[stopped[0]])}, although gradients arrive and other parameters learn. Look at the learning "
+            "rate of the group, and at whether the optimizer was made anew without them; freeze with "
+            "requires_grad=False, if it is meant."
         )
         yield _said_of(step, stopped, sentence, since)
 
@@ -230,8 +231,8 @@ def lost_updates(step: Step, memory: Memory, share: float = 0.8, steps: int = 20
     )
     dtype, came_down = _dtype_of(step, most[0]), _came_down(memory)
     sentence = (
-        f"{percent(zeros / count)} of the sampled elements of the parameters stay as they are in each step: in {dtype} a "
-        f"change below 1/{2 ** (_ROUNDED[dtype] + 1)} of a value is lost to rounding. "
+        f"{percent(zeros / count)} of the sampled elements of the parameters stay as they are in each step: in {dtype} "
+        f"a change below 1/{2 ** (_ROUNDED[dtype] + 1)} of a value is lost to rounding. "
     )
     if came_down:
         sentence += "The loss comes down, so the optimizer may keep float32 copies; then nothing is wrong."
@@ -283,10 +284,10 @@ def shrinking_weights(
 
     def say(sites: list[int], since: int) -> str:
         return (
-            f"{step.names_of(sites)} {'becomes' if len(sites) == 1 else 'become'} smaller by {percent(fastest)} in each "
-            f"step, and nearly nothing else changes them: weight decay is stronger than the gradient"
-            f"{', and the loss does not come down' if came_down is False else ''}. Lower weight_decay; AdamW multiplies "
-            "it by the learning rate, Adam and SGD add it to the gradient."
+            f"{step.names_of(sites)} {'becomes' if len(sites) == 1 else 'become'} smaller by {percent(fastest)} in "
+            f"each step, and nearly nothing else changes them: weight decay is stronger than the gradient"
+            f"{', and the loss does not come down' if came_down is False else ''}. Lower weight_decay; AdamW "
+            "multiplies it by the learning rate, Adam and SGD add it to the gradient."
         )
 
     severity = "warning" if came_down is False else "note"

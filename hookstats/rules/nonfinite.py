@@ -85,8 +85,8 @@ def _of_loss(step: Step, memory: Memory) -> Finding:
     if masks:
         sentence = (
             f"the loss is {loss}, and of the watched tensors {tensor_of(step.sites[masks[0]])} holds -Inf, as it has "
-            "from its first step on. If that is no mask, it began there: look for a logarithm of 0 (clamp before it, or "
-            f"use log_softmax). Else it began in the loss.{since}"
+            "from its first step on. If that is no mask, it began there: look for a logarithm of 0 (clamp before it, "
+            f"or use log_softmax). Else it began in the loss.{since}"
         )
     else:
         sentence = (
@@ -180,9 +180,9 @@ def _began(step: Step, place: int, clean: int | None) -> str:
         )
     if kind.name == "output" and _is_of_rows(step, first) and (rows := _rows(step, first)):
         return (
-            f"It began in forward, after {before}, which is finite: {rows} of it do, in all channels alike, and weights "
-            f"cannot do that. Look at what is computed between the two, such as a division, a logarithm or a root, or at "
-            f"the arithmetic of {module}, and at these rows."
+            f"It began in forward, after {before}, which is finite: {rows} of it do, in all channels alike, and "
+            f"weights cannot do that. Look at what is computed between the two, such as a division, a logarithm or a "
+            f"root, or at the arithmetic of {module}, and at these rows."
         )
     if kind.name == "output":
         return (

@@ -166,18 +166,18 @@ def low_precision_fit(
     float32.
 
     So that a healthy run is silent: in ``consecutive_steps`` = 5 verdicts in a row, from 1,000 values on that are not
-    0. Only steps with histograms by exponent are judged, in each of them one of ``turns`` = 4 parts of the sites:
-    reading histograms is what costs most of all rules, and nobody chooses a precision within four steps.
+    0. Of the steps with histograms by exponent one in ``turns`` = 4 is judged: reading histograms is what costs most of
+    all rules, and nobody chooses a precision within four steps.
     """
-    outputs = step.is_kind("output") | step.is_kind("input")
-    gradients = step.is_kind("grad_output") | step.is_kind("grad_input")
-    n, turn = len(step.sites), memory.get("turn", 0)
-    in_turn = (np.arange(n) % turns == turn) & (step.calls > 0)
-    values = _Magnitudes(step, in_turn & (outputs | gradients | step.is_kind("param")))
-    ids = values.ids
-    if not ids.size and not step.has_histograms:
+    if not step.has_histograms:
         return None
-    memory["turn"] = (turn + 1) % turns
+    memory["turn"] = (memory.get("turn", 0) + 1) % max(turns, 1)
+    if memory["turn"]:
+        return []
+    outputs = step.is_kind("output") | step.is_kind("input")
+    gradients, n = step.is_kind("grad_output") | step.is_kind("grad_input"), len(step.sites)
+    values = _Magnitudes(step, (outputs | gradients | step.is_kind("param")) & (step.calls > 0))
+    ids = values.ids
     is_gradient, enough = gradients[ids], values.below[:, -1] >= 1000
     losing = _scaled_underflow(values, is_gradient)
     overflows = outputs[ids] & (values.abs_max > FORMATS["float16"].largest)
@@ -199,7 +199,7 @@ def low_precision_fit(
             texts[site] += text
     streak = memory.streak()
     streak.push(step.number, ill, judged)
-    if memory["turn"] or not streak.goes_on:
+    if not streak.goes_on:
         return []
     lasting, texts = (streak.lengths >= consecutive_steps) & (step.calls > 0), memory["texts"]
     told = [(kind.several, lasting & (shares > 0) & step.is_kind(name), shares, lost) for name, kind in KINDS.items()]

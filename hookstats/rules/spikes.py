@@ -66,8 +66,8 @@ def loss_spike(
     where the model changes with it, at once or while the loss stays up (half of its outputs by a factor of
     exp(``moved`` = 0.3) in rms since the last measured step, and 3 times what they did before the jump); where it goes
     above the first losses, and no outputs are measured that could tell; or where, from above the first losses, it comes
-    back at once, within ``consecutive_steps`` = 5 steps, and was 1.5 times these: that is bad data. (Not of losses of both signs, as those of
-    policies are: they say nothing of what was learned.)
+    back at once, within ``consecutive_steps`` = 5 steps, and was 1.5 times these: that is bad data. (Not of losses of
+    both signs, as those of policies are: they say nothing of what was learned.)
 
     Divergence (critical): after a jump with which the model changed, the loss has been above the first losses for
     ``consecutive_steps`` steps; or it goes on rising over 9 steps, or 30, from third to third and beyond its noise:
@@ -79,9 +79,9 @@ def loss_spike(
     where the loss stays up, go back to a checkpoint before it.
 
     So that a healthy run is silent: a jump is judged when there are ``min_history`` = 16 losses, must be one by 5 % of
-    the level, and must undo a share
-    ``undone`` = 0.05 of what the loss has come down since the first steps, because a model that has learned its data by
-    heart has losses near 0 that vary by any factor. What OLMo-core does not say is a setting of ours.
+    the level, and must undo a share ``undone`` = 0.05 of what the loss has come down since the first steps, because a
+    model that has learned its data by heart has losses near 0 that vary by any factor. What OLMo-core does not say is a
+    setting of ours.
     """
     values = {at: value for at, value in step.given(scalar).items() if math.isfinite(value)}
     move, moves = _move(step, memory), memory.last("moves", 8)

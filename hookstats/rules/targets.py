@@ -29,11 +29,11 @@ def broadcast_target(step: Step, consecutive_steps: int = 5, residual: float = 1
     rows, the gradient varies from row to row exactly as the answer does: std(gradient) * N / std(answer) is 2, or 1 for
     half of the square, and so it is if each answer is compared with all targets, which broadcasting does silently. Then
     the loss is also larger than the mean square that this gradient implies, by the variance of the targets. A model
-    with one output is ill if both hold, to ``residual`` = 1e-4 and 0.01, in ``consecutive_steps`` = 5 measured steps
-    in a row. The law is arithmetic; the figures are ours.
+    with one output is ill if both hold, to ``residual`` = 1e-4 and 0.01, in ``consecutive_steps`` = 5 measured steps in
+    a row. The law is arithmetic; the figures are ours.
 
-    What else looks like it: one target for the whole batch, and a second term of the loss. What to do: give both the same shape, by
-    ``output.squeeze(-1)`` or ``target[:, None]``; torch warns of it where the loss is `mse_loss`.
+    What else looks like it: one target for the whole batch, and a second term of the loss. What to do: give both the
+    same shape, by ``output.squeeze(-1)`` or ``target[:, None]``; torch warns of it where the loss is `mse_loss`.
 
     So that a healthy run is silent: where targets differ the two agree by chance alone; answers of fewer than 8 values,
     and those that are the same for all rows, are not judged.
@@ -76,8 +76,8 @@ def nll_of_logits(step: Step, consecutive_steps: int = 5) -> Ill | None:
     What else looks like it: a model whose chosen output is to grow for its own sake. What to do: use `cross_entropy`,
     which takes logits; or give `nll_loss` the result of ``log_softmax``.
 
-    So that a healthy run is silent: a gradient that has several sizes, as that of Q learning has, is not judged, nor
-    is one of fewer than 8 rows.
+    So that a healthy run is silent: a gradient that has several sizes, as that of Q learning has, is not judged, nor is
+    one of fewer than 8 rows.
     """
     found = answer(step)
     if found is None:
@@ -133,8 +133,8 @@ def sorted_data(step: Step, memory: Memory, share: float = 0.7, batches: int = 1
     chosen = int(pulled[0]) if len(pulled) == 1 and channels.max[pulled[0]] <= 0 else -1
     last, known = memory.last("last", batches), memory.setdefault("classes", set())
     last.append(chosen)
-    if chosen >= 0 and not memory.setdefault("since", 0):
-        memory["since"] = step.number
+    if chosen >= 0:
+        memory.setdefault("since", step.number)
     known |= {chosen} - {-1}
     alone = sum(each >= 0 for each in last)
     is_ill = len(last) == batches and alone >= share * batches and len(known) > 1

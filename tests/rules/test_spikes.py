@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from hookstats import Snapshot
-from hookstats.rules import Finding, gradient_norm_spike, judge, loss_spike
+from hookstats.rules import Finding, Rule, gradient_norm_spike, judge, loss_spike
 from hookstats.rules.history import Course
 from tests.rules.test_guards import step_of
 
 
 def found_in(
-    values: Iterable[float], rule: loss_spike | None = None, every: int = 1, moved: Mapping[int, float] | None = None
+    values: Iterable[float], rule: Rule | None = None, every: int = 1, moved: Mapping[int, float] | None = None
 ) -> list[Finding]:
     """Of a loss's course. every: how often a step is measured. moved: from these steps on, the factor by which an
     output is larger; None: there is no output."""
@@ -28,8 +29,8 @@ def found_in(
             earlier[number] = {"loss": value}
             continue
         tensors = {} if moved is None else {("0", "output"): size * torch.ones(4, 4)}
-        snapshots.append(step_of(number, tensors, loss=value))
-        snapshots[-1].earlier_scalars, earlier = earlier, {}
+        snapshots.append(Snapshot(replace(step_of(number, tensors, loss=value).frame, earlier_scalars=earlier)))
+        earlier = {}
     return judge(snapshots, [rule or loss_spike])
 
 

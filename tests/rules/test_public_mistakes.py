@@ -1,0 +1,172 @@
+"""Mistakes that people described in public: each is named, by its rule and in words, and its healthy twin is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.illnesses import public_mistakes
+from benchmarks.illnesses.healthy import HEALTHY
+from benchmarks.illnesses.training import ILL, run, seeded
+from hookstats import Snapshot, attach
+from hookstats.rules import Finding, judge, loss_spike, nonfinite, outlier_channels, story
+from tests.rules.test_guards import step_of
+from tests.rules.test_spikes import found_in
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@cache
+def of_ill(name: str, kind: str = "mlp") -> list[Finding]:
+    (ill,) = [each for each in ILL if (each.name, each.kind) == (name, kind)]
+    seeded()
+    return judge(run(ill.make()).snapshots)
+
+
+@cache
+def of_healthy(name: str) -> list[Finding]:
+    seeded()
+    return judge(HEALTHY[name]().snapshots)
+
+
+def alarms(found: list[Finding]) -> list[str]:
+    return [str(each) for each in found if each.because is None and each.severity != "note"]
+
+
+NAMED = [
+    ("labels_that_are_all_ignored", "mlp", "unchanged-parameters", "critical", "ignores every label"),
+    ("labels_that_are_all_ignored", "gpt", "unchanged-parameters", "critical", "only weight decay changes"),
+    ("one_column_against_a_row", "mlp", "broadcast-target", "warning", "output.squeeze(-1)"),
+    ("a_negative_log_likelihood_of_logits", "cnn", "nll-of-logits", "warning", "Use cross_entropy"),
+    ("a_negative_log_likelihood_of_probabilities", "mlp", "nll-of-logits", "warning", "log_softmax"),
+    ("data_that_are_sorted_by_class", "mlp", "sorted-data", "warning", "Shuffle them"),
+    ("a_class_after_another", "mlp", "sorted-data", "warning", "a single class each, 2 different ones"),
+    ("a_mean_over_the_batch", "mlp", "constant-output", "warning", "all rows get one answer"),
+    ("an_input_that_does_not_matter", "mlp", "constant-output", "warning", "inputs that are far too small"),
+    ("weights_that_are_all_equal", "mlp", "equal-channels", "warning", "the weights began with one value"),
+    ("kernels_that_are_all_equal", "cnn", "equal-channels", "warning", "all 16 channels of the output of 0"),
+    ("neurons_that_are_cut_off", "mlp", "silent-rows", "note", "of 64 rows of the gradient"),
+    (
+        "gradients_that_are_clipped_before_they_are_unscaled", "mlp", "clipped-gradients", "warning",
+        "scaler.unscale_(optimizer) before clipping",
+    ),
+    ("a_critic_whose_gradients_nobody_zeroes", "mlp", "growing-gradients", "warning", "nobody zeroes them"),
+    ("workers_whose_random_generators_are_equal", "mlp", "constant-input", "note", "random generators begin alike"),
+    ("microbatches_whose_losses_are_added_up", "gpt", "initial-loss", "note", "Divide each loss by 8"),
+    ("a_training_that_forgets_all", "mlp", "no-progress", "note", "after 200 steps"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "kind", "rule", "severity", "words"), NAMED, ids=lambda each: str(each)[:40])
+def test_a_mistake_is_named(name: str, kind: str, rule: str, severity: str, words: str) -> None:
+    found = [each for each in of_ill(name, kind) if each.rule == rule and each.because is None]
+    assert found, [str(each) for each in of_ill(name, kind)]
+    assert found[0].severity == severity
+    assert words in found[0].sentence
+
+
+@pytest.mark.parametrize("name", sorted(public_mistakes.PUBLIC))
+def test_what_is_healthy_beside_it_sets_off_no_alarm(name: str) -> None:
+    assert alarms(of_healthy(name)) == []
+
+
+TWINS = {
+    "broadcast-target": [
+        "a_column_against_a_column.mlp", "a_whole_data_set_and_a_number.mlp", "numbers_that_are_large.mlp",
+    ],
+    "nll-of-logits": [
+        "a_negative_log_likelihood_of_log_probabilities.mlp", "a_log_softmax_in_the_loss.mlp", "values_of_actions.mlp",
+    ],
+    "sorted-data": ["batches_of_eight.cnn", "a_class_that_is_nearly_all.mlp", "as_it_is.mlp"],
+    "constant-output": ["an_encoder_by_contrast.mlp", "a_class_that_is_nearly_all.mlp", "two_views_of_an_image.mlp"],
+    "equal-channels": ["low_rank_adapters.mlp", "as_it_is.mlp"],
+    "silent-rows": ["four_heads.gpt"],
+    "clipped-gradients": ["two_losses.mlp"],
+    "growing-gradients": ["a_gradient_that_is_scaled_from_outside.mlp", "a_generator_and_its_critic.mlp"],
+    "initial-loss": ["microbatches.gpt"],
+    "unchanged-parameters": ["layers_that_are_trained_one_after_another.mlp", "a_minimum_that_is_found.mlp"],
+    "vanishing-gradients": ["an_actor_and_a_critic.mlp"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("rule", "name"), [(rule, name) for rule, names in TWINS.items() for name in names])
+def test_a_healthy_twin_is_told_nothing_of_it_not_even_a_note(rule: str, name: str) -> None:
+    assert [str(each) for each in of_healthy(name) if each.rule == rule] == []
+
+
+def test_norms_that_are_clipped_now_and_then_are_a_note_at_most() -> None:
+    found = of_healthy("gradients_that_are_unscaled_and_then_clipped.mlp")
+    assert {each.severity for each in found if each.rule == "clipped-gradients"} <= {"note"}
+
+
+def test_one_row_that_is_not_finite_is_no_matter_of_weights() -> None:
+    def told(bad: Callable[[torch.Tensor], None]) -> str:
+        first, second = torch.randn(16, 8), torch.randn(16, 8)
+        bad(second)
+        steps = [step_of(0, {("0", "output"): first, ("1", "output"): second})]
+        (found,) = judge(steps, [nonfinite])
+        return found.sentence
+
+    assert "1 of 16 rows of it do, in all channels alike, and weights cannot" in told(lambda x: x[3].fill_(torch.nan))
+    assert "look at the weights and the arithmetic of 1" in told(lambda x: x[:, 3].fill_(torch.nan))
+
+
+def test_a_fine_tuned_model_is_not_told_that_it_has_learned_nothing_yet() -> None:
+    model = nn.Linear(8, 10)
+    with torch.no_grad():
+        model.weight.mul_(100)
+    torch.manual_seed(0)
+    x, snapshots = torch.randn(64, 8), list[Snapshot]()
+    with attach(model, every=1, sinks=snapshots.append) as monitor:
+        loss = nn.functional.cross_entropy(model(x), torch.arange(64) % 10)
+        loss.backward()
+        monitor.step(loss=loss)
+    (found,) = [each for each in judge(snapshots) if each.rule == "initial-loss"]
+    assert "to a pretrained one give labels, tokens and scaling as it had them" in found.sentence
+    assert "before it has learned" not in found.sentence
+
+
+def test_a_story_is_as_grave_as_what_followed_and_does_not_say_that_nothing_is_wrong() -> None:
+    def finding(rule: str, step: int, severity: str, sentence: str, since: int) -> Finding:
+        return Finding(rule, step, None, 2.0, 1.0, severity, sentence, since=since)
+
+    note = finding(
+        "update-ratio", 60, "note", "A step is large. The loss has not suffered, so nothing needs to be done.", 60
+    )
+    cause = finding("update-ratio", 62, "warning", "A step is large.", 60)
+    effect = Finding("loss-spike", 66, None, 2.0, 1.0, "critical", "It diverges.", since=61, because=note.as_cause)
+    for chapter in story([note, cause, effect]):
+        assert chapter.finding.severity == "critical"
+        assert "nothing needs to be done" not in chapter.finding.sentence
+        assert "What followed is critical: loss-spike in step 66." in chapter.finding.sentence
+
+
+def test_a_loss_that_rises_by_three_percent_is_no_jump() -> None:
+    quiet = [2.0 + 0.001 * (i % 3) for i in range(60)]
+    assert found_in([*quiet, 2.06, *quiet[:20]], loss_spike, moved={}) == []
+    assert [each.severity for each in found_in([*quiet, 2.2, *quiet[:20]], loss_spike, moved={})] == ["note"]
+
+
+def test_one_noisy_batch_that_comes_back_is_no_warning_and_a_broken_one_is() -> None:
+    falling = [2.3 - 0.01 * i + 0.002 * (i % 3) for i in range(52)]
+    assert {each.severity for each in found_in([*falling, 2.46, *falling[-20:]], loss_spike, moved={})} <= {"note"}
+    assert "warning" in {each.severity for each in found_in([*falling, 24.6, *falling[-20:]], loss_spike, moved={})}
+
+
+def test_one_channel_of_a_residual_stream_is_one_problem_however_many_blocks_it_runs_through() -> None:
+    def step(number: int) -> Snapshot:
+        stream = torch.ones(200, 64)
+        tensors = {}
+        for block in range(10):
+            each = stream.clone()
+            if number >= block:
+                each[:, 3] = 1e5
+            tensors[f"blocks.{block}", "output"] = each
+        return step_of(number, tensors)
+
+    found = judge([step(i) for i in range(20)], [outlier_channels])
+    assert [each.step for each in found if each.because is None] == [found[0].step]
