@@ -36,14 +36,14 @@ class Written:
 
     def add(self, steps: range, sites: list[Site] = SITES, channels: int = 1) -> None:
         """With scalars between steps, a site that is skipped and one that is silent now and then."""
-        layout = sites_of(sites, channels, 512 if channels > 1 else 0)
+        where = sites_of(sites, channels, 512 if channels > 1 else 0)
         for step in steps:
-            drained = step_of(layout, np.random.default_rng(step), step, np.exp(np.arange(len(sites)) / 3))
+            frame = step_of(where, np.random.default_rng(step), step, np.exp(np.arange(len(sites)) / 3))
             if step % 4 == 0:
-                drained.blocks[0].reshape(len(sites), -1)[2, -2 if channels == 1 else -514] = 0  # calls
-                drained.skipped[SITES[0]] = Skipped("a dtype", 3)
-            drained.earlier_scalars = {}
-            self.store.add(drained)
+                frame.calls[2] = 0
+                frame.order = np.flatnonzero(frame.calls)
+                frame.skipped[SITES[0]] = Skipped("a dtype", 3)
+            self.store.add(frame)
         self.store.commit(steps[-1])
 
     def find(self, *steps: int) -> None:
