@@ -331,7 +331,7 @@ def low_rank_adapters(setup: Setup) -> None:
 # What does not learn
 
 
-@ill("silent-rows", on=("mlp",), where="2.weight")
+@ill("silent-rows", on=("mlp",), where="model.2.weight")
 def neurons_that_are_cut_off(setup: Setup) -> None:
     """A mask that was meant to be soft: of 64, 12 are left."""
     mask = (torch.arange(64) < 12).float()
@@ -575,7 +575,7 @@ def microbatches(setup: Setup) -> None:
     setup.own_step = step
 
 
-@ill("no-progress", on=("mlp",))
+@ill("no-progress", on=("tanh",))
 def a_training_that_forgets_all(setup: Setup) -> None:
     """It has learned by step 100; then labels are random, and the loss is where it began."""
     setup.steps = 420

@@ -19,8 +19,8 @@ SPARSE = 0.5  # share of a gradient that is 0, from which on it is one of rows t
 def missing_gradients(step: Step, memory: Memory, steps: int = 20) -> list[Finding] | None:
     """Parameters that never get a gradient, although what they belong to runs and others get theirs: note, or warning.
 
-    A warning where the path from the loss is cut for certain: everything that runs before has no gradient either, what
-    runs behind it in the same block has one, or gradients arrive and are exactly 0. The parameters have had no
+    A warning where the path from the loss is cut for certain: everything that runs before has no gradient either, or
+    what runs behind it in the same block has one. The parameters have had no
     gradient, or one that is 0 throughout, from the start and for ``steps`` = 20 steps in which the module ran, at least
     five of them measured. The finding names the last module without one in order of execution: behind it the path from
     the loss is cut, by ``detach()``, ``no_grad``, an integer, ``.item()``, or weights that are 0. The figures are ours.
@@ -72,7 +72,7 @@ def missing_gradients(step: Step, memory: Memory, steps: int = 20) -> list[Findi
         f"{step.names_of(sites[::-1])} {'gets' if is_one else 'get'} {what}, in all {int(waited[sites[-1]])} measured "
         f"steps, and {'does' if is_one else 'do'} not learn: the way back from the loss ends {cut}: {why}."
     )
-    severity = "warning" if is_zero or _is_cut(step, sites, ran, reached) else "note"
+    severity = "warning" if _is_cut(step, sites, ran, reached) else "note"
     listed = [sites[-1], *sites[:-1]]
     return [
         step.finding("missing-gradients", listed[0], 0.0, 0.0, severity, sentence, since=first[listed[0]], sites=listed)

@@ -132,11 +132,14 @@ def _all_zero(step: Step, memory: Memory, measured: Mask, steps: int) -> Iterato
     memory["has gradients"] = bool(step.grad_norm)
     if memory["has gradients"] or not through.any():
         return
+    changes = bool((step.totals.abs_max[measured] > 0).any())
+    if changes and step.grad_norm is None:  # gradients that are not measured, such as sparse ones
+        memory["has gradients"] = True
+        return
     zero_since, count = memory.setdefault("zero since", step.number), memory.get("zeros", 0) + 1
     memory["zeros"] = count
     if count < _LEAST or step.number - zero_since + 1 < steps:
         return
-    changes = bool((step.totals.abs_max[measured] > 0).any())
     what = "only weight decay changes the parameters" if changes else "no parameter of the model changes"
     gradients, outputs, _ = step.once(sums_of_outputs)
     if (step.sums[outputs] != 0)[step.totals.count[gradients] > 0].any():  # of which those of biases are the sums

@@ -138,7 +138,7 @@ class Judging:
         """Says how many notes there were since the last time, and the first of them that stands for itself."""
         notes, self._notes = self._notes, []
         if notes:
-            first = next((each for each in notes if each.because is None), notes[0])
+            first = next((each for each in notes if getattr(each, "because", None) is None), notes[0])
             more = f"{len(notes)} notes, the first of them" if len(notes) > 1 else "a note"
             _log.warning("%s (all are in monitor.findings): %s", more, first)
 

@@ -148,6 +148,21 @@ def test_a_judge_that_is_stopped_at_any_step_and_restored_finds_the_same(make: A
     assert judged_in_pieces(snapshots) == expected
 
 
+def test_what_was_told_and_what_it_explains_are_restored_too() -> None:
+    @rule()
+    def says(step: Step) -> list[Finding]:
+        if step.number == 1:
+            return [step.finding("nonfinite", 0, 1.0, 0.0, "critical", "the cause")]
+        again = step.number in (2, 12, 40)
+        return [step.finding("dead-channels", 0, 1.0, 0.0, "warning", "an effect")] if again else []
+
+    taken = steps([{"a": 1.0}] * 41)
+    found = judged_in_pieces(taken, [says])
+    assert found == judge(taken, [says])
+    assert [each.step for each in found] == [1, 2, 40]  # told again after 20 verdicts without it
+    assert found[1].because == found[0].as_cause
+
+
 def test_a_rule_that_failed_and_one_with_other_thresholds_are_not_restored() -> None:
     @rule()
     def broken(step: Step) -> None:

@@ -174,7 +174,7 @@ def test_a_nan_in_the_middle_of_a_training_is_found_in_the_step_and_the_layer_wh
 
     (found,) = named(train(model, OnDigits(model), sgd(model), 30, before=poison), "nonfinite")
     assert (found.step, found.site, found.severity) == (15, ("2", "output"), "critical")
-    assert "It began in forward, behind the output of 1, which is finite" in found.sentence
+    assert "It began in forward, after the output of 1, which is finite" in found.sentence
 
 
 def test_updates_that_are_too_large_for_the_weights_are_found() -> None:

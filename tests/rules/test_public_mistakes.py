@@ -57,7 +57,7 @@ NAMED = [
     ("a_critic_whose_gradients_nobody_zeroes", "mlp", "growing-gradients", "warning", "nobody zeroes them"),
     ("workers_whose_random_generators_are_equal", "mlp", "constant-input", "note", "random generators begin alike"),
     ("microbatches_whose_losses_are_added_up", "gpt", "initial-loss", "note", "Divide each loss by 8"),
-    ("a_training_that_forgets_all", "mlp", "no-progress", "note", "after 200 steps"),
+    ("a_training_that_forgets_all", "tanh", "no-progress", "note", "after 200 steps"),
 ]  # fmt: skip
 
 
