@@ -135,7 +135,7 @@ def test_what_follows_is_folded_beneath_its_cause_and_notes_stand_apart(
     assert text(chromium, "#summary").split("\n")[0].startswith("Since step 20: The batch is unlike the others; what")
     assert chromium.run("document.querySelectorAll('#findings-list > li').length") == 1
     folds = chromium.run("[...document.querySelectorAll('#findings-list summary')].map((each) => each.innerText)")
-    assert folds == ["At 25 sites", "and 1 finding that follows from it, 1 critical"]
+    assert folds == ["At 25 sites", "and 1 finding that follows from it"]  # the cause is as grave
     assert "since step 20" in text(chromium, "#findings-list > li")
     assert "rose" not in text(chromium, "#findings-list")
     assert chromium.run("document.querySelectorAll('#findings-list .sites a').length") == 3
@@ -427,7 +427,7 @@ CanvasRenderingContext2D.prototype.fillText = function (text, x, ...more) {
 def test_no_label_is_cut_at_the_edge_of_its_chart(tmp_path: Path, width: int, factor: int) -> None:
     snapshots = list(run(sites_of(3), 51))
     for snapshot in snapshots:
-        snapshot.step *= factor  # the last one has a label of its own
+        snapshot.frame.step *= factor  # the last one has a label of its own
     page = write(snapshots, tmp_path / "page.html")
     with Browser(width) as browser:
         browser.call("Page.addScriptToEvaluateOnNewDocument", source=_WRITTEN)

@@ -30,9 +30,15 @@ def test_a_healthy_training_gives_no_warning(name: str) -> None:
     assert fleet.alarms(fleet.thinned(snapshots, 10)) == []
 
 
+# One loss, 1.17 times the first ones, that comes back in the next step: so does that of a noisy batch. Whether outputs
+# changed with it is known only where the step was measured; a note, otherwise.
+ONLY_MEASURED = {"weights_that_a_bit_has_flipped"}
+
+
 @pytest.mark.parametrize("name", ILL)
 def test_an_ill_training_is_found(name: str) -> None:
     make, rules = fleet.ILL[name]
     snapshots = fleet.run(make)
-    for measured in (snapshots, fleet.thinned(snapshots, 10)):
-        assert {each.rule for each in judge(measured) if each.severity != "note"} & rules
+    assert {each.rule for each in judge(snapshots) if each.severity != "note"} & rules
+    thinned = judge(fleet.thinned(snapshots, 10))
+    assert {each.rule for each in thinned if each.severity != "note" or name in ONLY_MEASURED} & rules

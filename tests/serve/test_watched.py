@@ -12,7 +12,7 @@ import hookstats
 from hookstats.records import places, writer
 from hookstats.records.store import Store
 from hookstats.serve import runs
-from tests.records.recorded import drained, wait_for
+from tests.records.recorded import measured, wait_for
 from tests.serve.served import Growing, serving
 
 
@@ -39,7 +39,7 @@ def test_what_is_measured_is_written_within_seconds_while_somebody_looks(
     recording = hookstats.record(tmp_path / "run")
     recording.begin({"rank": 0})
     monkeypatch.setattr(recording._writer, "look_after", lambda ring: None)  # which writes is this process
-    recording.take(drained(0))
+    recording.take(measured(0))
     ring = recording._ring
     store = Store(folder)
     attempt = writer.Attempt(store, folder, recording._description, {"rules": [], "sinks": []})
@@ -54,12 +54,12 @@ def test_what_is_measured_is_written_within_seconds_while_somebody_looks(
     assert not after(writer.PART_SECONDS - 1)
     assert after(1.1)
     looks = True
-    recording.take(drained(1))
+    recording.take(measured(1))
     assert not after(1000.0)  # it counts from when a step is read
     assert not after(writer.WATCHED_SECONDS - 1)
     assert after(1.1)
     looks = False
-    recording.take(drained(2))
+    recording.take(measured(2))
     assert not after(0.0)
     assert not after(writer.WATCHED_SECONDS + 1)
     assert after(writer.PART_SECONDS)
@@ -74,7 +74,7 @@ def test_a_page_that_is_looked_at_shows_what_was_measured_last(tmp_path: Path) -
     """Though nothing more comes."""
     recording = hookstats.record(tmp_path / "run")
     recording.begin({"rank": 0})
-    recording.take(drained(0))
+    recording.take(measured(0))
     with serving(tmp_path) as served:
         [address] = served.runs().values()
         assert not (tmp_path / "run" / "rank=0" / "watched").exists()  # the index alone is nobody who looks
