@@ -15,9 +15,9 @@ def optimizer_formula(step: Step, factor: float = 1.5, consecutive_steps: int = 
 
     Needs ``"optimizer_law"`` among the tensors: at up to 4,096 elements of each parameter, what SGD, Adam
     (arXiv 1412.6980) or AdamW (arXiv 1711.05101) make of the gradient, of their states before the step, and of the
-    group's lr, betas, eps, momentum and weight decay, against what the step has changed. Both agree within rounding: 1e-3 of the
-    terms, 8 roundings of the parameter's dtype, and that of the written value. It is critical where an element is
-    ``factor`` = 1.5 times off, or 0, in ``consecutive_steps`` = 2 measured steps in a row, else a warning.
+    group's lr, betas, eps, momentum and weight decay, against what the step has changed. Both agree within rounding:
+    1e-3 of the terms, 8 roundings of the parameter's dtype, and that of the written value. It is critical where an
+    element is ``factor`` = 1.5 times off, or 0, in ``consecutive_steps`` = 2 measured steps in a row, else a warning.
 
     What else looks like it: a hook on the optimizer that changes gradients or parameters, by design. What to do: look
     at what changes gradients, states or parameters while the optimizer steps: a shard that is never stepped (0), a clip
