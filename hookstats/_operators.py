@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.utils._python_dispatch import _disable_current_modes
 
 _PYTHON = torch._C.DispatchKey.Python
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -119,12 +120,19 @@ class Operators:
         self.end_closing(number_of(device))
 
 
+def untraced(function: Callable[..., object], *arguments: Any) -> None:
+    """Call a function from a finalizer. The garbage collector runs these while somebody's program is traced, too, and
+    what they call is no part of it: inductor fails where a graph that it traces twice differs."""
+    with _disable_current_modes():
+        function(*arguments)
+
+
 class _Held:
     """A number by which the library knows an object, as long as this is there."""
 
     def __init__(self, ops: Operators, number: int) -> None:
         self.number = number
-        weakref.finalize(self, ops.let_go, number).atexit = False
+        weakref.finalize(self, untraced, ops.let_go, number).atexit = False
 
 
 class MadeOn:

@@ -164,7 +164,7 @@ def _give_away(blocks: dict[torch.device, list[torch.Tensor]]) -> None:
     """Of a store that is no more: launches on other streams may still write into them."""
     for each in blocks.values():
         with suppress(RuntimeError):  # of a device that has failed, which garbage cannot tell anybody
-            _native.give_away(each)
+            _native.untraced(_native.give_away, each)
 
 
 class Store:

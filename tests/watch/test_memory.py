@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
+import weakref
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import hookstats
 from hookstats import LinearBins, _native
@@ -325,3 +328,31 @@ def test_what_is_kept_of_a_step_never_changes() -> None:
 def test_a_device_has_one_flag_by_whatever_name_it_is_asked_for() -> None:
     flags = Flags()
     assert flags.on(torch.device("cpu:0")) is flags.on(torch.device("cpu")) is flags.host
+
+
+def test_a_monitor_that_the_garbage_collector_takes_while_a_program_is_traced_is_no_part_of_it() -> None:
+    """Its memory is given back by operators; inductor traces parts of a graph twice, and fails where they differ."""
+
+    def traced(function: Any) -> list[Any]:
+        graph = make_fx(function, tracing_mode="fake")(torch.ones(2)).graph
+        return [node.target for node in graph.nodes]
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        gc.collect()
+        return x + 1
+
+    gc.collect()
+    gc.disable()
+    try:
+        model = nn.Linear(4, 4)
+        monitor = hookstats.attach(model, every=1)
+        model(torch.randn(2, 4)).sum().backward()
+        monitor.step()
+        monitor.detach()
+        monitor.itself, gone = monitor, weakref.ref(monitor)  # type: ignore[attr-defined]
+        del model, monitor
+        assert gone() is not None
+        assert traced(program) == traced(lambda x: x + 1)
+        assert gone() is None
+    finally:
+        gc.enable()
