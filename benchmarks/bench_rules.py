@@ -14,8 +14,7 @@ from hookstats import ExponentBins, Site
 from hookstats.numbers.fields import EXPONENT_BINS
 from hookstats.numbers.frame import Sites, StepFrame, block_of
 from hookstats.rules import Judge
-from hookstats.rules.step import Sites as KnownSites
-from hookstats.rules.step import Step
+from hookstats.rules.step import SiteIds, Step
 
 KINDS = ("output", "grad_output", "param_grad", "param_sample", "update_sample")  # as attach measures them
 VALUES = 256  # of a channel
@@ -64,5 +63,5 @@ def bench_rules(benchmark: Any, sites: int, channels: int) -> None:
 @pytest.mark.parametrize(("sites", "channels"), [(30, 1), (30, 64), (1000, 1), (1000, 64)])
 @pytest.mark.benchmark(group="of this, to read the state: sites and totals")
 def bench_reading(benchmark: Any, sites: int, channels: int) -> None:
-    coming, known = steps(channels, sites), KnownSites()
+    coming, known = steps(channels, sites), SiteIds()
     benchmark.pedantic(lambda step: Step(step, known).totals, setup=lambda: ((next(coming),), {}), rounds=100)

@@ -33,7 +33,7 @@ from hookstats.rules.precision import low_precision_fit
 from hookstats.rules.residual import residual_drift
 from hookstats.rules.samples import named
 from hookstats.rules.spikes import gradient_norm_spike, loss_spike
-from hookstats.rules.step import Sites, Step
+from hookstats.rules.step import SiteIds, Step
 from hookstats.rules.step_law import outside_write
 from hookstats.rules.story import Plot
 from hookstats.rules.targets import broadcast_target, nll_of_logits, sorted_data
@@ -210,7 +210,7 @@ class Judge:
 
         ValueError for a name that leads to no function.
         """
-        self._sites = Sites()
+        self._sites = SiteIds()
         self._rank = rank
         self._attempt = attempt
         self._plot = Plot()

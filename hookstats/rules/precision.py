@@ -15,7 +15,7 @@ from hookstats.rules.engine import rule
 from hookstats.rules.finding import Finding
 from hookstats.rules.formatting import percent, tensor_of
 from hookstats.rules.memory import Memory
-from hookstats.rules.step import Mask, Sites, Step
+from hookstats.rules.step import Mask, SiteIds, Step
 
 
 class _Format(NamedTuple):
@@ -85,7 +85,7 @@ def fit(measured: Snapshot | StepFrame, format: str) -> list[Fit] | list[BlockFi
     """
     if format not in FORMATS and format not in BLOCK_FORMATS:
         raise ValueError(f"format: expected one of {', '.join([*FORMATS, *BLOCK_FORMATS])}; got {format!r}")
-    step = Step(measured, Sites())
+    step = Step(measured, SiteIds())
     if format in BLOCK_FORMATS:
         size = BLOCK_FORMATS[format].block
         if not isinstance(step.bins, ExponentBins) or step.bins.block != size:

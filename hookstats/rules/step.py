@@ -26,7 +26,7 @@ def is_bias(name: str) -> bool:
     return "bias" in name.rpartition(".")[2]
 
 
-class Sites:
+class SiteIds:
     """All sites that a run has shown so far: each has an id that stays, its place in ``all``."""
 
     def __init__(self) -> None:
@@ -95,7 +95,7 @@ class Step:
     counts of 0, and NaN else.
     """
 
-    def __init__(self, measured: Snapshot | StepFrame, sites: Sites, rank: int = 0, attempt: int = 0) -> None:
+    def __init__(self, measured: Snapshot | StepFrame, sites: SiteIds, rank: int = 0, attempt: int = 0) -> None:
         frame = measured.frame if isinstance(measured, Snapshot) else measured
         self.number = frame.step
         self.scalars = frame.scalars

@@ -12,7 +12,7 @@ import hookstats
 from hookstats import Snapshot
 from hookstats.rules import defaults
 from hookstats.rules.finding import Finding
-from hookstats.rules.step import Sites, Step
+from hookstats.rules.step import SiteIds, Step
 
 
 class Stranger:
@@ -33,7 +33,7 @@ def objects() -> dict[str, Any]:
     with hookstats.capture(model, "0") as captured:
         model(torch.ones(2, 4))
     found: list[Any] = [snapshot, stats, stats.total, stats.channels, stats.histogram, snapshot.frame, captured]
-    found += [hookstats.explain(model), hookstats.compare([snapshot], [snapshot]), Step(snapshot, Sites())]
+    found += [hookstats.explain(model), hookstats.compare([snapshot], [snapshot]), Step(snapshot, SiteIds())]
     found += [hookstats.ExponentBins(), hookstats.LinearBins(0, 1, 4), Finding("x", 0, None, 0, 0, "note", "said")]
     return {type(each).__name__: each for each in [*found, *defaults()]}
 

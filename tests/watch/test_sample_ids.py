@@ -18,7 +18,7 @@ from hookstats.records import wire
 from hookstats.records.ring import RingError
 from hookstats.rules import Finding
 from hookstats.rules.samples import named
-from hookstats.rules.step import Sites, Step
+from hookstats.rules.step import SiteIds, Step
 from tests.rules.test_judging import Recorder, model
 from tests.watch.test_scalars import train
 
@@ -197,7 +197,7 @@ def judged(batches: list[torch.Tensor], ids: list[int], rule: str = "loss-spike"
         net(batch)
     snapshot = net.monitor.step(sample_ids=ids)
     assert snapshot is not None
-    step = Step(snapshot, Sites())
+    step = Step(snapshot, SiteIds())
     return named(step.finding(rule, None, 2.0, 1.0, "warning", "Something."), step)
 
 
@@ -255,7 +255,7 @@ def test_what_no_single_batch_sets_off_names_no_samples() -> None:
         net(batch(8, 5))
         snapshot = net.monitor.step(sample_ids=range(8))
     assert snapshot is not None
-    step = Step(snapshot, Sites())
+    step = Step(snapshot, SiteIds())
     long = step.finding("loss-spike", None, 2.0, 1.0, "critical", "It diverges.", since=0)
     assert named(long, step) == long
 
@@ -306,7 +306,7 @@ def test_rules_about_channels_do_not_take_samples_for_some() -> None:
         net(batch(8, 5))
         snapshot = net.monitor.step(sample_ids=ids)
         assert snapshot is not None
-        step = Step(snapshot, Sites())
+        step = Step(snapshot, SiteIds())
         site = step.sites.index(hookstats.Site("rows", "output"))
         assert bool(step.has_channels[site]) == is_channel
         assert (step.channels(site) is not None) == is_channel
