@@ -8,9 +8,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.func import functional_call
-from torch.utils._pytree import tree_map
 
 from hookstats import _native
 from hookstats.language.attention import Attentions
@@ -27,7 +24,6 @@ from hookstats.watch.arguments import (
     Options,
     Ranks,
     Sink,
-    check_example,
     check_histogram,
     checked_every,
     checked_sinks,
@@ -37,7 +33,7 @@ from hookstats.watch.arguments import (
 )
 from hookstats.watch.binding import SiteBinder
 from hookstats.watch.delivery import Delivery
-from hookstats.watch.flags import TrainingOnly, check_training_only
+from hookstats.watch.flags import TrainingOnly
 from hookstats.watch.hooks import InputHook
 from hookstats.watch.judging import Recorder
 from hookstats.watch.memory import Store
@@ -45,7 +41,7 @@ from hookstats.watch.monitor import Monitor
 from hookstats.watch.optimizers import watch_optimizers
 from hookstats.watch.parameters import Parameters
 from hookstats.watch.planning import Plan
-from hookstats.watch.scaling import Scaling, check_scaler
+from hookstats.watch.scaling import Scaling
 
 if TYPE_CHECKING:
     from hookstats.cluster.joining import Joined
@@ -62,11 +58,8 @@ def attach(
     channels: bool | str | Iterable[str] | Channels = True,
     histogram: Bins | None = ExponentBins(),
     every: int | Callable[[int], bool] = 10,
-    example: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
     sinks: Sink | Iterable[Sink] = (),
     process_group: Any = None,
-    grad_scaler: Any = None,
-    training_only: bool | None = None,
     options: Options = Options(),
 ) -> Monitor:
     """Watches a model: takes statistics of its modules' outputs, of its parameters, and of the gradients of both.
@@ -92,16 +85,12 @@ def attach(
         histogram: ``ExponentBins()``, ``LinearBins(lo, hi, n)``, either with ``per_channel=True``, or None.
             ``ExponentBins(block=32)`` or 16 also counts what formats with a scale for each block would lose.
         every: n, to measure every n-th step from step 0 on, or a callable ``step -> bool``. Step 0 is always measured.
-        example: (args, kwargs) for the model. One forward on fake tensors then shows every width and what is in
-            containers before the first step; no value is computed, no buffer changes.
         sinks: a callable or several, called with each Snapshot when it arrives; or `hookstats.record`, which keeps and
             judges them.
         process_group: the torch.distributed.ProcessGroup or DeviceMesh whose ranks measure together, or `Ranks`, which
             also says how tensors lie on them. None: nothing is communicated.
-        grad_scaler: the torch.amp.GradScaler that the loss goes through: gradients are then reported without its scale.
-        training_only: whether only forwards in training mode are measured, so that evaluation between steps is not.
-            None: as soon as the model was in training mode, at attach or when a step ended.
-        options: `Options`: ``strict``, ``memory_budget``, ``compiled_programs``, ``attention_rows``.
+        options: `Options`: ``strict``, ``memory_budget``, ``grad_scaler``, ``training_only``, ``compiled_programs``,
+            ``attention_rows``.
 
     Raises:
         TypeError, ValueError: for arguments that are not as above: an unknown tensor kind, a glob that matches nothing,
@@ -109,17 +98,14 @@ def attach(
             ``"attention"`` or ``"router"`` where the model has none; where even totals would not fit into the
             memory_budget.
         RuntimeError: for a model on a GPU where hookstats was built without CUDA, or whose driver or GPU cannot run
-            what was built; where the forward of `example` fails.
+            what was built.
     """
     refuse(model)
-    check_example(example)
     kinds = checked_tensors(tensors)
     due = checked_every(every)
     kept = channels if isinstance(channels, Channels) else Channels(channels)
     callables = checked_sinks(sinks)
     check_histogram(histogram)
-    check_scaler(grad_scaler)
-    check_training_only(training_only)
     if not isinstance(options, Options):
         raise TypeError(f"options: expected hookstats.Options(...), got {options!r}")
     plan = Plan(model, modules, exclude, kinds, kept)
@@ -128,12 +114,13 @@ def attach(
     for device in store.blocks:
         if device.type == "cuda":
             _native.load_kernels(device, _dtypes_of(model), histogram)
-    binder = SiteBinder(store, TrainingOnly(model, training_only, store.flags, options.compiled_programs))
+    binder = SiteBinder(store, TrainingOnly(model, options.training_only, store.flags, options.compiled_programs))
     handles: list[Any] = []
     joined = monitor = None
     begun = 0
     try:
-        scaling = None if grad_scaler is None else Scaling(grad_scaler, model, options.strict, binder.warn_once)
+        scaler = options.grad_scaler
+        scaling = None if scaler is None else Scaling(scaler, model, options.strict, binder.warn_once)
         parts = _Parts(
             binder,
             Parameters(model, store, plan.of_parameters, binder, plan.device, scaling),
@@ -141,7 +128,7 @@ def attach(
             Routers(binder, kept.which is not False),
             scaling,
         )
-        names = _hang(parts, handles, model, plan, exclude, example)
+        names = _hang(parts, handles, model, plan, exclude)
         ranks, joined = _joined(model, process_group, names, options.memory_budget)
         delivery = Delivery(store, binder, callables, plan.trained, ranks, joined)
         monitor = Monitor(
@@ -158,12 +145,12 @@ def attach(
             routing=parts.routers,
             is_judged=any(isinstance(sink, Recorder) for sink in callables),
         )
-        settings = _settings(model, monitor, plan, every, kept.every)
+        settings = _settings(model, monitor, plan, every, kept.every, options)
         of_all = settings if joined is None else settings | {"rank": 0, "world_size": ranks.world_size}
         for recorder in delivery.recorders:
             recorder.begin(settings if recorder.every_rank else of_all)
             begun += 1
-        _report(model, monitor, plan, None if example is None else binder.example_bytes, joined is not None)
+        _report(model, monitor, plan, options, joined is not None)
         if too_much is not None:
             _report_totals(too_much, options.memory_budget)
         order.make_room_for_graphs()
@@ -194,14 +181,7 @@ class _Parts(NamedTuple):
     scaling: Scaling | None
 
 
-def _hang(
-    parts: _Parts,
-    handles: list[Any],
-    model: nn.Module,
-    plan: Plan,
-    exclude: Modules,
-    example: tuple[tuple[Any, ...], dict[str, Any]] | None,
-) -> list[str]:
+def _hang(parts: _Parts, handles: list[Any], model: nn.Module, plan: Plan, exclude: Modules) -> list[str]:
     """Hangs all hooks. Returns the names of modules and parameters on which they are.
 
     handles: gets those of the hooks, also where it raises.
@@ -213,8 +193,6 @@ def _hang(
     for name, slot in plan.parameters.items():
         parts.parameters.add(name, slot, name in plan.keeping, plan.group_size_of(name))
     handles.append(parts.parameters.local_gradients)
-    if example is not None:
-        _learn(model, parts.binder, *example)
     if plan.parameters or parts.scaling is not None:
         handles.append(watch_optimizers(parts.parameters))
     names = [*plan.modules, *plan.parameters]
@@ -268,7 +246,12 @@ def _joined(
 
 
 def _settings(
-    model: nn.Module, monitor: Monitor, plan: Plan, every: int | Callable[[int], bool], channels_every: int
+    model: nn.Module,
+    monitor: Monitor,
+    plan: Plan,
+    every: int | Callable[[int], bool],
+    channels_every: int,
+    options: Options,
 ) -> dict[str, Any]:
     """What a recording keeps of a run."""
     return {
@@ -281,6 +264,7 @@ def _settings(
         "device": str(plan.device),
         "every": every if isinstance(every, int) else repr(every),
         "channels_every": channels_every,
+        "options": options.to_json(),
         "torch": torch.__version__,
     }
 
@@ -289,14 +273,14 @@ def _is_distributed() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
-def _report(model: nn.Module, monitor: Monitor, plan: Plan, example_bytes: int | None, is_joined: bool) -> None:
+def _report(model: nn.Module, monitor: Monitor, plan: Plan, options: Options, is_joined: bool) -> None:
     _log.info(
-        "attached to %d sites of %d modules and %d parameters, state %.1f MB%s",
+        "attached to %d sites of %d modules and %d parameters, state %.1f MB; %s",
         len(monitor.sites),
         len(plan.modules),
         len(plan.parameters),
         monitor.state_bytes / 2**20,
-        "" if example_bytes is None else f"; a step like the example reads {example_bytes / 2**20:.1f} MB",
+        options,
     )
     _report_model(model)
     if _is_distributed() and not is_joined and torch.distributed.get_world_size() > 1:
@@ -336,18 +320,3 @@ def _report_totals(wanted: int, memory_budget: int) -> None:
         wanted / 2**20,
         memory_budget / 2**20,
     )
-
-
-def _learn(model: nn.Module, binder: SiteBinder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """One forward on fake tensors, which the hooks see."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-
-    def fake(value: Any) -> Any:
-        return mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
-
-    try:
-        with binder.learning(), torch.no_grad(), torch.compiler.set_stance("force_eager"), mode:
-            state = {name: fake(value) for name, value in (*model.named_parameters(), *model.named_buffers())}
-            functional_call(model, state, tree_map(fake, args), tree_map(fake, kwargs))
-    except Exception as error:
-        raise RuntimeError(f"example: the model's forward on fake tensors failed: {error}") from error

@@ -121,8 +121,7 @@ def _watching(model: nn.Module, layers: Mapping[str, nn.Module]) -> Monitor:
         (lambda name, module: name in layers) if layers else None,
         tensors=("input",) if layers else ("model_input",),  # of stacked experts alone: anything, to tap them
         every=1,
-        training_only=False,
-        options=Options(strict=True, memory_budget=sys.maxsize),
+        options=Options(strict=True, memory_budget=sys.maxsize, training_only=False),
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import hookstats
-from hookstats import Monitor, Ranks
+from hookstats import Monitor, Options, Ranks
 
 
 class Attached:
@@ -30,9 +30,9 @@ class Attached:
             modules: as for `hookstats.attach`.
             before_clipping: parameters' gradients as they are before they are clipped; by default they are read as the
                 optimizer gets them.
-            settings: the other arguments of `hookstats.attach`, by name. ``training_only`` is True and ``grad_scaler``
-                is the trainer's, where they are not given. ``process_group="world"``: all processes of the trainer,
-                whose group is not there yet when a callback is made; likewise ``Ranks("world", ...)``.
+            settings: the other arguments of `hookstats.attach`, by name. Of its options, ``training_only`` is True and
+                ``grad_scaler`` is the trainer's, where they are not given. ``process_group="world"``: all processes of
+                the trainer, whose group is not there yet when a callback is made; likewise ``Ranks("world", ...)``.
 
         Raises:
             TypeError: for an argument that `hookstats.attach` does not have. What `hookstats.attach` raises comes when
@@ -51,7 +51,13 @@ class Attached:
 
     def _attach(self, model: Any, scaler: Any) -> None:
         """Nothing is measured before the first batch. A GradScaler that is not in use says so by itself."""
-        settings = {"training_only": True, "grad_scaler": scaler} | self._settings
+        settings = {"options": Options()} | self._settings
+        options = settings["options"]
+        settings["options"] = replace(
+            options,
+            training_only=True if options.training_only is None else options.training_only,
+            grad_scaler=scaler if options.grad_scaler is None else options.grad_scaler,
+        )
         ranks = settings.get("process_group")
         if ranks == "world":
             settings["process_group"] = _world()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, fields
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -18,6 +18,7 @@ from hookstats.numbers.fields import ExponentBins, LinearBins
 from hookstats.numbers.kinds import KINDS
 from hookstats.numbers.snapshot import Snapshot
 from hookstats.watch.judging import Recorder
+from hookstats.watch.scaling import check_scaler
 
 DEFAULT_TENSORS = ("output", "grad_output", "model_input", "param_sample", "param_grad", "update_sample")
 OF_PARAMETERS = tuple(kind.name for kind in KINDS.values() if kind.of != "module")
@@ -132,6 +133,9 @@ class Options:
             tap, a width) and does not fit keeps totals, or is skipped. Not in it is the copy of the state that leaves
             the device when a measured step is closed: for that long it takes as much again; on a CPU, for as long as
             the Snapshot is kept.
+        grad_scaler: the torch.amp.GradScaler that the loss goes through: gradients are then reported without its scale.
+        training_only: whether only forwards in training mode are measured, so that evaluation between steps is not.
+            None: as soon as the model was in training mode, at attach or when a step ended.
         compiled_programs: how many programs torch.compile makes for training. 2: one that measures, and the bare one,
             compiled when the first step comes that is not measured. 1, where compiling takes too long: the one that
             measures runs in all steps, those of the other monitors, too, and costs something between measured steps.
@@ -144,6 +148,8 @@ class Options:
 
     strict: bool = False
     memory_budget: int = 256 << 20
+    grad_scaler: Any = None
+    training_only: bool | None = None
     compiled_programs: int = 2
     attention_rows: int | None = 64
 
@@ -152,10 +158,21 @@ class Options:
             raise TypeError(f"Options.strict: expected True or False, got {self.strict!r}")
         if not isinstance(self.memory_budget, int) or self.memory_budget < 0:
             raise ValueError(f"Options.memory_budget: expected a number of bytes, got {self.memory_budget!r}")
+        check_scaler(self.grad_scaler)
+        if self.training_only is not None and not isinstance(self.training_only, bool):
+            raise TypeError(f"Options.training_only: expected True, False or None, got {self.training_only!r}")
         if isinstance(self.compiled_programs, bool) or self.compiled_programs not in (1, 2):
             raise ValueError(f"Options.compiled_programs: expected 1 or 2, got {self.compiled_programs!r}")
         if self.attention_rows is not None and (not _is_int(self.attention_rows) or self.attention_rows < 1):
             raise ValueError(f"Options.attention_rows: expected an int from 1, or None, got {self.attention_rows!r}")
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what a recording keeps: of a scaler, its class."""
+        kept = {each.name: getattr(self, each.name) for each in fields(self)}
+        return kept | {"grad_scaler": None if self.grad_scaler is None else type(self.grad_scaler).__name__}
+
+    def __str__(self) -> str:
+        return f"Options({', '.join(f'{name}={value}' for name, value in self.to_json().items())})"
 
 
 def _is_int(value: object) -> bool:
@@ -246,14 +263,6 @@ def _no_sink(sink: Any) -> str | None:
     except TypeError as error:
         return f"{sink!r}, which cannot be called with one argument: {error}"
     return None
-
-
-def check_example(example: Any) -> None:
-    if example is None:
-        return
-    is_pair = isinstance(example, tuple) and len(example) == 2
-    if not is_pair or not isinstance(example[0], tuple) or not isinstance(example[1], dict):
-        raise TypeError(f"example: expected (args, kwargs), a tuple and a dict, got {type(example).__name__}")
 
 
 def channel_names(

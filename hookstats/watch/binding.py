@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
@@ -46,9 +46,6 @@ class SiteBinder:
         self.training = training
         self.ignoring = Ignoring(store, self.warn_once)
         self.skipping = Skipping(store.strict)
-        self._seen: list[tuple[Hook, Any]] | None = None  # while a forward on fake tensors runs
-        self._learns = False  # after it
-        self.example_bytes = 0  # that it would have read, gradients included
         self.store = store
         self.monitor = store.flags.monitor  # its name, for graphs
         self._fitting = Fitting(store, self.ignoring, self.warn_once)
@@ -72,20 +69,6 @@ class SiteBinder:
         """Whether a forward that runs now is measured."""
         return self.store.flags.is_open() and self.store.flags.enabled.counts_now()
 
-    @contextlib.contextmanager
-    def learning(self) -> Iterator[None]:
-        """Inside, a forward on fake tensors shows the hooks every width, and what is in containers."""
-        before, self.store.flags.value = self.store.flags.value, True
-        seen = self._seen = []
-        try:
-            yield
-        finally:
-            self._seen, self.store.flags.value = None, before
-        self._learns = True
-        for hook, value in seen:  # only now: in there, states would be fake, too
-            self.take_apart(hook, value)
-        self._learns = False
-
     def hook(self, spec: SiteSpec, device: torch.device, make: type[_Hook]) -> _Hook:
         """A hook for a tensor, with its sites' states on this device."""
         hook = make(self, spec)
@@ -107,7 +90,7 @@ class SiteBinder:
             for path, tensor in walk(output):
                 if not path:
                     self._measure(hook, tensor)
-                elif tensor.is_floating_point() and (self._learns or not is_a_mere_shape(tensor)):
+                elif tensor.is_floating_point() and not is_a_mere_shape(tensor):
                     if path in hook.parts or not is_capturing():
                         self._measure(hook.parts.get(path) or self._part_once(hook, path, tensor.device), tensor)
                     else:
@@ -145,12 +128,7 @@ class SiteBinder:
         return make(self, spec)
 
     def _measure(self, hook: Hook, tensor: torch.Tensor) -> None:
-        if hook.output is None and hook.gradient is None:
-            return
-        if is_a_mere_shape(tensor):
-            if self._learns and tensor.numel() > 0:
-                self.example_bytes += tensor.nbytes * len(hook.spec.sites)
-                self._fitting.fit(hook, tensor)
+        if (hook.output is None and hook.gradient is None) or is_a_mere_shape(tensor):
             return
         if is_wrapper(tensor):
             try:
@@ -235,9 +213,6 @@ class SiteBinder:
 
     def rebind(self, hook: Hook, value: Any, problem: Any) -> None:
         """The extension did not measure what it was given: a container, or a tensor whose state does not fit it."""
-        if self._seen is not None:
-            self._seen.append((hook, value))
-            return
         with self.span_of_a_hook():
             if problem is NotImplemented:
                 self.take_apart(hook, value)

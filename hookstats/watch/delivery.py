@@ -234,7 +234,8 @@ class Delivery:
             self._binder.warn_once(
                 "evaluation",
                 f"in {_SILENT_STEPS} measured steps nothing came from {len(silent)} sites: the model is in evaluation "
-                "mode, which is left out: call model.train(), or attach with training_only=False",
+                "mode, which is left out: call model.train(), or attach with "
+                "options=hookstats.Options(training_only=False)",
             )
         elif silent:
             some = ", ".join(map(str, silent[:5])) + (f" and {len(silent) - 5} more" if len(silent) > 5 else "")
@@ -258,7 +259,8 @@ class Delivery:
             self._binder.warn_once(
                 "evaluation",
                 f"since step {self._evaluated_since} the model has been in evaluation mode, which is left out: after a "
-                "validation call model.train(); if it is to train so, attach with training_only=False",
+                "validation call model.train(); if it is to train so, attach with "
+                "options=hookstats.Options(training_only=False)",
             )
 
     def _needs_no_gradient(self, site: Site) -> bool:

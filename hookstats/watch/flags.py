@@ -114,8 +114,3 @@ def _forget(part: _native.Part, enabled: _native.Enabled, monitor: str) -> None:
     part.remove()
     delattr(MONITORS, monitor)
     enabled.decide_by(None)
-
-
-def check_training_only(training_only: object) -> None:
-    if training_only is not None and not isinstance(training_only, bool):
-        raise TypeError(f"training_only: expected True, False or None, got {training_only!r}")

@@ -62,4 +62,4 @@ class Scaling:
 
 def check_scaler(scaler: Any) -> None:
     if scaler is not None and not callable(getattr(scaler, "get_scale", None)):
-        raise TypeError(f"grad_scaler: expected a torch.amp.GradScaler or None, got {type(scaler).__name__}")
+        raise TypeError(f"Options.grad_scaler: expected a torch.amp.GradScaler or None, got {type(scaler).__name__}")

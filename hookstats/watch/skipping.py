@@ -21,7 +21,7 @@ class Captured(Exception):
     def __str__(self) -> str:
         return (
             "a CUDA graph captures its first tensor, or one of another width, and perhaps others' too: run one eager "
-            "forward and backward that is measured before the capture, or attach with example="
+            "forward and backward that is measured before the capture"
         )
 
 

@@ -146,9 +146,7 @@ def test_graphs_count_every_kind_of_bins_as_eager_mode_does(bins: Any) -> None:
 def test_many_blocks_compiled_apart_stay_under_the_recompile_limit_whatever_two_monitors_do() -> None:
     counter = CompileCounterWithBackend("eager")
     model = Residual(depth=DEPTH)
-    first = hookstats.attach(
-        model, every=2, channels=hookstats.Channels(every=2), tensors=OF_OUTPUTS, example=((batch(),), {})
-    )
+    first = hookstats.attach(model, every=2, channels=hookstats.Channels(every=2), tensors=OF_OUTPUTS)
     second = hookstats.attach(model, every=3, tensors="output")
     run = compiled_blocks(model, backend=counter)
 
@@ -298,7 +296,10 @@ def test_a_monitor_of_another_model_compiles_no_more_than_the_two_programs() -> 
 
 def test_where_one_monitor_measures_evaluation_and_another_does_not_each_has_its_own() -> None:
     model = Residual()
-    only, always = (hookstats.attach(model, every=1, tensors=OF_OUTPUTS, training_only=it) for it in (True, False))
+    only, always = (
+        hookstats.attach(model, every=1, tensors=OF_OUTPUTS, options=hookstats.Options(training_only=it))
+        for it in (True, False)
+    )
     run = torch.compile(model, backend="eager", fullgraph=True)
     for _ in range(2):
         model.eval()
@@ -400,7 +401,7 @@ def test_a_recomputation_runs_the_program_of_its_forward(options: str, between: 
     if torch.__version__ < (2, 12) and not how["use_reentrant"]:
         pytest.skip("torch 2.11 compiles frames of its own checkpoints until it fails, also without hooks")
     model = short(2)
-    mon = hookstats.attach(model, every=2, tensors=OF_OUTPUTS, example=((batch(),), {}))
+    mon = hookstats.attach(model, every=2, tensors=OF_OUTPUTS)
     compiled_blocks(model, backend=SAVES_AS_INDUCTOR)
 
     def forward() -> torch.Tensor:

@@ -105,7 +105,8 @@ def plain(
     """The loop that the trainer runs, with `hookstats.attach`."""
     torch.manual_seed(1)
     snapshots: list[Snapshot] = []
-    monitor = hookstats.attach(module, training_only=True, sinks=snapshots.append, grad_scaler=scaler, **EVERYTHING)
+    options = hookstats.Options(strict=True, grad_scaler=scaler, training_only=True)
+    monitor = hookstats.attach(module, sinks=snapshots.append, **EVERYTHING | {"options": options})
     [optimizer], [scheduler] = module.configure_optimizers()
     for number, group in enumerate(groups(batches(data), accumulate)):
         total, rate = torch.zeros(()), optimizer.param_groups[0]["lr"]

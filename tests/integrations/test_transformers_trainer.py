@@ -80,7 +80,8 @@ def train(
 def plain(model: GPT2LMHeadModel, text: list[Any], before: bool) -> list[Snapshot]:
     """The loop that Trainer runs, with `hookstats.attach`."""
     snapshots: list[Snapshot] = []
-    monitor = hookstats.attach(model, sinks=snapshots.append, training_only=True, **EVERYTHING)
+    options = hookstats.Options(strict=True, training_only=True)
+    monitor = hookstats.attach(model, sinks=snapshots.append, **EVERYTHING | {"options": options})
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0, fused=True)
     model.train()
     for step in range(4):

@@ -143,7 +143,9 @@ def test_a_scaled_gradient_has_its_heads_without_the_scale() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(Attention())
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
-    with hookstats.attach(model, tensors="grad_output", every=1, grad_scaler=scaler) as monitor:
+    with hookstats.attach(
+        model, tensors="grad_output", every=1, options=hookstats.Options(grad_scaler=scaler)
+    ) as monitor:
         scaler.scale(model(torch.randn(2, 10, 32)).square().mean()).backward()
         snapshot = monitor.step()
     assert snapshot is not None

@@ -211,8 +211,9 @@ def test_gradients_are_judged_without_the_scale_of_a_grad_scaler() -> None:
     found, bins = [], ExponentBins(block=16)
     for scale in (1.0, 2.0**16):
         model, scaler = torch.nn.Sequential(torch.nn.ReLU6()), torch.amp.GradScaler("cpu", init_scale=scale)
-        kinds = {"every": 1, "tensors": "grad_output", "histogram": bins, "grad_scaler": scaler}
-        with hookstats.attach(model, **kinds) as monitor:  # type: ignore[arg-type]
+        kinds = {"every": 1, "tensors": "grad_output", "histogram": bins}
+        options = hookstats.Options(grad_scaler=scaler)
+        with hookstats.attach(model, options=options, **kinds) as monitor:  # type: ignore[arg-type]
             x = torch.ones(9, 16, requires_grad=True)
             (model(x) * small_blocks(2.0**-16, 0.9, 0.04)).sum().mul(scale).backward()
             found.append([(each.site, each.lost) for each in rules.fit(monitor.snapshot(), "nvfp4")])

@@ -131,7 +131,7 @@ def test_gradients_that_were_scaled_have_shares_of_their_own_values() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
     scaler = torch.amp.GradScaler("cpu", init_scale=1000.0)
-    mon = hookstats.attach(model, tensors="grad_output", grad_scaler=scaler)
+    mon = hookstats.attach(model, tensors="grad_output", options=hookstats.Options(grad_scaler=scaler))
     output = model(torch.randn(500, 8))
     output.retain_grad()
     scaler.scale(output.square().sum()).backward()

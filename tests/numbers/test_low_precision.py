@@ -89,7 +89,7 @@ def test_gradients_are_judged_without_the_scale_of_a_grad_scaler(wide: torch.Ten
     for scale in (1.0, 4096.0):
         scaler = torch.amp.GradScaler("cpu", init_scale=scale)
         model = nn.Sequential(Given())
-        with hookstats.attach(model, every=1, grad_scaler=scaler) as monitor:
+        with hookstats.attach(model, every=1, options=hookstats.Options(grad_scaler=scaler)) as monitor:
             x = torch.ones_like(wide, requires_grad=True)
             (scaler.scale((model(x) * wide).sum())).backward()
             snapshot = monitor.snapshot()

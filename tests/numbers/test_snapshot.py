@@ -98,7 +98,9 @@ def test_a_site_that_is_kept_holds_its_own_numbers_alone(histogram: Any) -> None
 def test_a_compact_snapshot_keeps_the_totals_and_nothing_of_the_steps_memory(channels: bool) -> None:
     model = nn.Sequential(nn.Linear(4, 1000), nn.ReLU(), nn.Linear(1000, 3), nn.Tanh())
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    mon = hookstats.attach(model, ["0", "2", "3", ""], tensors="output", channels=channels, grad_scaler=scaler)
+    mon = hookstats.attach(
+        model, ["0", "2", "3", ""], tensors="output", channels=channels, options=hookstats.Options(grad_scaler=scaler)
+    )
     model[2](model[0](torch.randn(8, 4)))
     mon.step(loss=3.0)
     taken = mon.snapshot()

@@ -28,7 +28,7 @@ def taken(scale: float | None = None, **settings: Any) -> Snapshot:
     model = network()
     scaler = None if scale is None else torch.amp.GradScaler("cpu", init_scale=scale)
     settings = {"tensors": OF_ALL, "every": 1, **settings}
-    mon = hookstats.attach(model, grad_scaler=scaler, **settings)
+    mon = hookstats.attach(model, options=hookstats.Options(grad_scaler=scaler), **settings)
     with torch.no_grad():
         model[0].bias[3] = 1e3
     loss = model[2](model[1](model[0](torch.randn(9, 4)))).square().mean()

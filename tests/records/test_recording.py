@@ -191,6 +191,24 @@ def train(net: nn.Module, monitor: hookstats.Monitor | None, steps: int, poison:
     return losses
 
 
+def test_the_options_are_logged_and_kept_with_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    net, scaler = model(), torch.amp.GradScaler("cpu")
+    options = hookstats.Options(attention_rows=None, grad_scaler=scaler, training_only=True)
+    caplog.set_level("INFO", logger="hookstats")
+    with hookstats.attach(net, sinks=hookstats.record(tmp_path / "run"), options=options) as monitor:
+        train(net, monitor, 1)
+    kept = {
+        "strict": False,
+        "memory_budget": 256 << 20,
+        "grad_scaler": "GradScaler",
+        "training_only": True,
+        "compiled_programs": 2,
+        "attention_rows": None,
+    }
+    assert hookstats.load(tmp_path / "run").manifest["attempts"][0]["settings"]["options"] == kept
+    assert f"Options({', '.join(f'{name}={value}' for name, value in kept.items())})" in caplog.text
+
+
 def test_a_training_run_is_kept_and_read_without_torch(tmp_path: Path) -> None:
     net, snapshots = model(), list[Snapshot]()
     with hookstats.attach(net, every=1, sinks=[hookstats.record(tmp_path / "run"), snapshots.append]) as monitor:

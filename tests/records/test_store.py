@@ -146,7 +146,7 @@ def test_a_site_whose_width_changes_in_a_step_is_kept_as_it_is_read(tmp_path: Pa
             return x
 
     model = nn.Sequential(Wide())
-    monitor = hookstats.attach(model, every=1, training_only=False, tensors="output")
+    monitor = hookstats.attach(model, every=1, options=hookstats.Options(training_only=False), tensors="output")
     steps = []
     for step, widths in enumerate([(5, 5), (5, 3), (3,), (3, 1), (1,)]):
         for width in widths:

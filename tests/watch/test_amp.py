@@ -55,7 +55,9 @@ def train(model: nn.Module, optimizer: Any, scaler: Any, times: float = 1.0) -> 
 def test_gradients_are_reported_without_the_scale(scale: float, bins: Any) -> None:
     model = network()
     scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=1000)
-    mon = hookstats.attach(model, tensors=("grad_output", "output"), grad_scaler=scaler, histogram=bins)
+    mon = hookstats.attach(
+        model, tensors=("grad_output", "output"), options=hookstats.Options(grad_scaler=scaler), histogram=bins
+    )
     train(model, torch.optim.SGD(model.parameters(), lr=0.1), scaler)
     snapshot = mon.step()
     assert snapshot is not None
@@ -85,7 +87,7 @@ def test_gradients_are_reported_without_the_scale(scale: float, bins: Any) -> No
 def test_what_is_not_a_gradient_of_the_scaled_loss_keeps_its_values() -> None:
     model = network()
     scaler = torch.amp.GradScaler("cpu", init_scale=512.0)
-    mon = hookstats.attach(model, tensors=("param_grad", "param"), grad_scaler=scaler)
+    mon = hookstats.attach(model, tensors=("param_grad", "param"), options=hookstats.Options(grad_scaler=scaler))
     train(model, torch.optim.SGD(model.parameters(), lr=0.0), scaler)
     snapshot = mon.step()
     assert snapshot is not None
@@ -101,7 +103,7 @@ def test_a_step_that_the_scaler_skips_is_marked(fused: bool) -> None:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, fused=fused)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=1)
-    mon = hookstats.attach(model, every=1, grad_scaler=scaler)
+    mon = hookstats.attach(model, every=1, options=hookstats.Options(grad_scaler=scaler))
     marks, scales = [], []
     for times in (1.0, 1e38, 1.0):
         train(model, optimizer, scaler, times)
@@ -117,7 +119,7 @@ def test_the_scale_is_that_of_the_step_also_where_few_are_measured() -> None:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=1)
-    mon = hookstats.attach(model, every=3, grad_scaler=scaler)
+    mon = hookstats.attach(model, every=3, options=hookstats.Options(grad_scaler=scaler))
     seen = {}
     for _ in range(5):
         train(model, optimizer, scaler)
@@ -131,7 +133,7 @@ def test_an_optimizer_of_another_model_says_nothing_about_this_one() -> None:
     model, other = network(), network()
     optimizers = [torch.optim.SGD(each.parameters(), lr=1e-4) for each in (model, other)]
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
-    mon = hookstats.attach(model, every=1, grad_scaler=scaler)
+    mon = hookstats.attach(model, every=1, options=hookstats.Options(grad_scaler=scaler))
     scaler.scale(model(batch()).square().mean() * 1e38 + other(batch()).square().mean()).backward()
     for optimizer in optimizers:
         scaler.step(optimizer)
@@ -144,7 +146,7 @@ def test_an_optimizer_of_another_model_says_nothing_about_this_one() -> None:
 def test_a_disabled_scaler_scales_nothing() -> None:
     model = network()
     scaler = torch.amp.GradScaler("cpu", enabled=False)
-    mon = hookstats.attach(model, grad_scaler=scaler)
+    mon = hookstats.attach(model, options=hookstats.Options(grad_scaler=scaler))
     train(model, torch.optim.SGD(model.parameters(), lr=0.1), scaler)
     snapshot = mon.step()
     assert snapshot is not None
@@ -162,7 +164,7 @@ def test_without_a_scaler_nothing_is_said_of_overflows() -> None:
 def test_no_scalar_of_the_user_is_taken_for_the_scalers(with_scaler: bool) -> None:
     model = network()
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled=with_scaler)
-    mon = hookstats.attach(model, grad_scaler=scaler if with_scaler else None)
+    mon = hookstats.attach(model, options=hookstats.Options(grad_scaler=scaler if with_scaler else None))
     train(model, torch.optim.SGD(model.parameters(), lr=0.1), scaler)
     own = {"grad_scale": 2.0, "overflowed": True, "scale": 3.0}
     snapshot = mon.step(**own, loss=torch.tensor(7.0))
@@ -175,7 +177,7 @@ def test_no_scalar_of_the_user_is_taken_for_the_scalers(with_scaler: bool) -> No
 
 def test_bad_input_is_refused() -> None:
     with pytest.raises(TypeError, match=r"expected a torch.amp.GradScaler or None, got int"):
-        hookstats.attach(network(), grad_scaler=3)
+        hookstats.attach(network(), options=hookstats.Options(grad_scaler=3))
 
 
 def test_a_state_is_divided_like_its_values() -> None:
@@ -187,7 +189,7 @@ def test_a_state_is_divided_like_its_values() -> None:
 def test_the_scale_that_is_loaded_after_attach_is_the_one_that_counts() -> None:
     model = network()
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
-    mon = hookstats.attach(model, grad_scaler=scaler)
+    mon = hookstats.attach(model, options=hookstats.Options(grad_scaler=scaler))
     saved = torch.amp.GradScaler("cpu", init_scale=1024.0).state_dict()
     scaler.load_state_dict(saved)
     train(model, torch.optim.SGD(model.parameters(), lr=0.1), scaler)
@@ -202,7 +204,7 @@ def test_a_step_that_is_still_open_or_accumulates_has_not_overflowed() -> None:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
-    mon = hookstats.attach(model, every=1, grad_scaler=scaler)
+    mon = hookstats.attach(model, every=1, options=hookstats.Options(grad_scaler=scaler))
     marks = []
     for microbatch in range(4):
         scaler.scale(model(batch()).square().mean()).backward()
@@ -218,7 +220,7 @@ def test_one_of_two_optimizers_that_is_skipped_is_marked() -> None:
     model = network()
     optimizers = [torch.optim.SGD(module.parameters(), lr=1e-4) for module in (model[0], model[2])]
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
-    mon = hookstats.attach(model, every=1, grad_scaler=scaler)
+    mon = hookstats.attach(model, every=1, options=hookstats.Options(grad_scaler=scaler))
     scaler.scale(model(batch()).square().mean()).backward()
     assert model[0].weight.grad is not None
     model[0].weight.grad.fill_(float("inf"))
@@ -242,7 +244,7 @@ def test_a_scaler_that_fails_does_not_stop_training() -> None:
     scaler = Broken("cpu", enabled=False)
     scaler.broken = False
     model = network()
-    mon = hookstats.attach(model, every=1, grad_scaler=scaler)
+    mon = hookstats.attach(model, every=1, options=hookstats.Options(grad_scaler=scaler))
     scaler.broken = True
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     model(batch()).sum().backward()
@@ -262,7 +264,7 @@ def test_a_scaler_that_fails_when_an_optimizer_steps_is_told_and_no_earlier_scal
 
     scaler, model = Broken("cpu", enabled=False), network()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    with hookstats.attach(model, every=1, grad_scaler=scaler) as monitor:
+    with hookstats.attach(model, every=1, options=hookstats.Options(grad_scaler=scaler)) as monitor:
         (model(batch()).sum() * 64.0).backward()  # a scale that it has been given since
         scaler.broken = True
         with pytest.warns(UserWarning, match="grad_scaler failed, gradients are reported with their scale.*no scale"):

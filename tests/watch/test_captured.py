@@ -53,8 +53,7 @@ def test_widths_and_containers_that_a_capture_shows_first_are_left_out_with_one_
         model(x)
     assert [str(each.message) for each in told] == [
         "hookstats: not measured: 1 output: a CUDA graph captures its first tensor, or one of another width, and "
-        "perhaps others' too: run one eager forward and backward that is measured before the capture, or attach with "
-        "example="
+        "perhaps others' too: run one eager forward and backward that is measured before the capture"
     ]
     assert (len(mon.sites), mon.state_bytes) == (sites, memory)
     assert {site.name for site in mon.skipped} == {"1", "3", "4"}

@@ -192,7 +192,7 @@ def test_compiled_models_take_every_new_mask_without_compiling_anew(
     if backend == "inductor":  # fewer kernels
         net.blocks, net.head = nn.ModuleList([nn.Sequential(nn.Linear(16, 8), nn.Tanh())]), nn.Linear(8, 4)
     twin = copy.deepcopy(net)
-    mon = hookstats.attach(net, every=2, example=((batch(),), {}), tensors=OF_OUTPUTS)
+    mon = hookstats.attach(net, every=2, tensors=OF_OUTPUTS)
     counter = CompileCounterWithBackend(backend)
     run: Any = net
     if how == "whole":
@@ -399,7 +399,7 @@ def test_a_failure_under_strict_leaves_no_mask_behind(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("compiled", [False, True])
 def test_rows_are_ignored_on_the_thread_that_entered_and_in_its_forwards_backward(compiled: bool) -> None:
     net = model(2)
-    mon = hookstats.attach(net, every=1, example=((batch(),), {}))
+    mon = hookstats.attach(net, every=1)
     run: Any = torch.compile(net, backend="aot_eager", fullgraph=True) if compiled else net
     ours, theirs = padding(), padding(5)
     losses: list[torch.Tensor] = []

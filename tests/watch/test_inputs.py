@@ -295,44 +295,20 @@ def test_what_needs_no_gradient_is_not_named() -> None:
 
 
 @pytest.mark.parametrize("kind", ["tuple", "dict", "dataclass", "nested"])
-def test_an_example_shows_widths_and_containers_to_a_compiled_model(kind: str) -> None:
+def test_a_model_that_is_compiled_before_it_ever_ran_shows_its_widths_and_containers(kind: str) -> None:
     torch.manual_seed(0)
     model, x = Containers(kind), torch.randn(3, 6)
     plain = hookstats.attach(model, "*", tensors=THREE_KINDS)
     model(x)
     expected = plain.snapshot()
     plain.detach()
-    mon = hookstats.attach(model, "*", tensors=THREE_KINDS, example=((x,), {}))
+    mon = hookstats.attach(model, "*", tensors=THREE_KINDS)
     torch.compile(model, backend="aot_eager", fullgraph=True)(x)
     taken = mon.snapshot()
     assert set(taken.order) == set(expected.order)
     for site in expected.order:
         assert taken[site].channels is not None
         np.testing.assert_allclose(taken[site].channels.rms, expected[site].channels.rms, rtol=1e-6)
-
-
-def test_the_line_of_attach_says_what_a_step_like_the_example_reads(caplog: pytest.LogCaptureFixture) -> None:
-    model = nn.Sequential(nn.Linear(64, 1024), nn.Tanh())
-    with caplog.at_level("INFO", logger="hookstats"):
-        hookstats.attach(model, example=((torch.zeros(256, 64),), {}))
-    assert "a step like the example reads 4.1 MB" in caplog.text  # the input is 64 KB, each of four others 1 MB
-
-
-def test_an_example_changes_nothing_in_the_model_and_measures_nothing() -> None:
-    model = small_cnn()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    torch.manual_seed(7)
-    mon = hookstats.attach(model, every=1, example=((images(),), {}))
-    assert torch.equal(torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(7)))
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert not mon.snapshot().order
-    model(images())
-    assert mon.snapshot()["2", "output"].channels is not None
-    with pytest.raises(RuntimeError, match="forward on fake tensors failed"):
-        hookstats.attach(model, example=((torch.randn(3),), {}))
-    assert len(model[0]._forward_hooks) == 1
-    with pytest.raises(TypeError, match=r"expected \(args, kwargs\), a tuple and a dict, got Tensor"):
-        hookstats.attach(model, example=images())
 
 
 class Custom(nn.Module):

@@ -107,7 +107,9 @@ def test_optimizers_of_another_model_are_looked_up_in_this_one_once(monkeypatch:
 def test_a_grad_scaler_does_not_read_the_whole_model_at_each_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
     model = residual()
     step_in_backward(model)
-    mon = hookstats.attach(model, tensors=BOTH, every=1, grad_scaler=torch.amp.GradScaler("cpu"))
+    mon = hookstats.attach(
+        model, tensors=BOTH, every=1, options=hookstats.Options(grad_scaler=torch.amp.GradScaler("cpu"))
+    )
     parameters, listings = model.parameters, []
     monkeypatch.setattr(model, "parameters", lambda: listings.append(1) or parameters())
     for seed in range(3):

@@ -107,7 +107,7 @@ def test_compiled_autograd_fills_bins_as_eager_does(histogram: Any) -> None:
 def test_a_whole_step_compiled_with_compiled_autograd_is_measured() -> None:
     torch.compiler.reset()
     model = mlp()
-    mon = hookstats.attach(model, channels=hookstats.Channels(dim={"*": -1}), example=((batch(),), {}))
+    mon = hookstats.attach(model, channels=hookstats.Channels(dim={"*": -1}))
     with torch._dynamo.config.patch(compiled_autograd=True):
         step = torch.compile(lambda: run(model, batch()), backend="aot_eager")
         for _ in range(2):

@@ -55,7 +55,8 @@ def train() -> torch.nn.Module:
     envs = gymnasium.vector.SyncVectorEnv([lambda: gymnasium.make("CartPole-v1") for _ in range(ENVS)])
     agent = Agent(4, 2)
     optimizer = torch.optim.Adam(agent.parameters(), lr=2.5e-4, eps=1e-5)
-    monitor = hookstats.attach(agent, training_only=True, sinks=hookstats.record("runs"))  # +
+    options = hookstats.Options(training_only=True)  # +
+    monitor = hookstats.attach(agent, options=options, sinks=hookstats.record("runs"))  # +
     seen, done = torch.tensor(envs.reset(seed=1)[0]), torch.zeros(ENVS)
     for iteration in range(4):
         optimizer.param_groups[0]["lr"] = (1 - iteration / 4) * 2.5e-4

@@ -13,7 +13,8 @@ import hookstats  # +
 def train() -> torch.nn.Module:
     class Watch(Callback):  # +
         def before_fit(self):  # +
-            self.monitor = hookstats.attach(self.model, training_only=True, sinks=hookstats.record("runs"))  # +
+            options = hookstats.Options(training_only=True)  # +
+            self.monitor = hookstats.attach(self.model, options=options, sinks=hookstats.record("runs"))  # +
 
         def after_step(self):  # +
             self.monitor.step(loss=self.loss)  # +

@@ -25,7 +25,8 @@ def train() -> torch.nn.Module:
 
     def created(*args, **kwargs):
         made.append(create(*args, **kwargs))
-        monitors.append(hookstats.attach(made[0][0], training_only=True, sinks=hookstats.record("runs")))  # +
+        options = hookstats.Options(training_only=True)  # +
+        monitors.append(hookstats.attach(made[0][0], options=options, sinks=hookstats.record("runs")))  # +
         register_optimizer_step_post_hook(lambda *_: monitors[0].step())  # +
         return made[-1]
 

@@ -37,7 +37,8 @@ def train() -> torch.nn.Module:
     model = GCN(data.num_features, 16, 7)
     decayed = [{"params": model.conv1.parameters(), "weight_decay": 5e-4}, {"params": model.conv2.parameters()}]
     optimizer = torch.optim.Adam(decayed, lr=0.01)
-    monitor = hookstats.attach(model, training_only=True, sinks=hookstats.record("runs"))  # +
+    options = hookstats.Options(training_only=True)  # +
+    monitor = hookstats.attach(model, options=options, sinks=hookstats.record("runs"))  # +
     for _ in range(60):
         model.train()
         optimizer.zero_grad()

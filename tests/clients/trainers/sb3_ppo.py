@@ -11,7 +11,8 @@ def train() -> torch.nn.Module:
     agent = PPO(
         "MlpPolicy", gymnasium.make("CartPole-v1"), n_steps=256, batch_size=64, n_epochs=4, seed=0, device="cpu"
     )
-    monitor = hookstats.attach(agent.policy, training_only=True, sinks=hookstats.record("runs"))  # +
+    options = hookstats.Options(training_only=True)  # +
+    monitor = hookstats.attach(agent.policy, options=options, sinks=hookstats.record("runs"))  # +
     agent.policy.optimizer.register_step_post_hook(lambda *_: monitor.step())  # +
     agent.learn(1024)
     monitor.detach()  # +

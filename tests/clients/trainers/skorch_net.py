@@ -11,7 +11,8 @@ import hookstats  # +
 def train() -> torch.nn.Module:
     class Watch(skorch.callbacks.Callback):  # +
         def on_train_begin(self, net, **_):  # +
-            self.monitor = hookstats.attach(net.module_, training_only=True, sinks=hookstats.record("runs"))  # +
+            options = hookstats.Options(training_only=True)  # +
+            self.monitor = hookstats.attach(net.module_, options=options, sinks=hookstats.record("runs"))  # +
 
         def on_batch_end(self, net, training, loss, **_):  # +
             if training:  # +

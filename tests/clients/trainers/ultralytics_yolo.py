@@ -31,7 +31,8 @@ def train() -> torch.nn.Module:
     yolo = YOLO("yolo11n.yaml", verbose=False)
 
     def begin(trainer):  # +
-        trainer.monitor = hookstats.attach(trainer.model, training_only=True, sinks=hookstats.record("runs"))  # +
+        options = hookstats.Options(training_only=True)  # +
+        trainer.monitor = hookstats.attach(trainer.model, options=options, sinks=hookstats.record("runs"))  # +
         trainer.optimizer.register_step_post_hook(lambda *_: trainer.monitor.step(loss=trainer.loss))  # +
 
     yolo.add_callback("on_train_start", begin)  # +
