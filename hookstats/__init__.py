@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from hookstats.calibration.gathering import calibrate
     from hookstats.cluster.replicas import check_replicas
     from hookstats.comparing.comparison import compare
+    from hookstats.identities.finding import find_identities
     from hookstats.numbers.fields import ExponentBins, LinearBins, Site
     from hookstats.numbers.snapshot import Snapshot
     from hookstats.records.errors import RunError
@@ -61,6 +62,7 @@ __all__ = [
     "compare",
     "edit",
     "explain",
+    "find_identities",
     "grad_of",
     "load",
     "measure",
@@ -79,6 +81,7 @@ _HOMES = {
     "hookstats": ["presets", "report", "results", "rules", "sinks"],
     "hookstats._native": ["build_info"],
     "hookstats.comparing.comparison": ["compare"],
+    "hookstats.identities.finding": ["find_identities"],
     "hookstats.numbers.fields": ["ExponentBins", "LinearBins", "Site"],
     "hookstats.numbers.snapshot": ["Snapshot"],
     "hookstats.records.errors": ["RunError"],

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from hookstats.calibration.results import Calibration
     from hookstats.cluster.replicas import Disagreement
     from hookstats.comparing.comparison import Comparison, Divergence
+    from hookstats.identities.checking import Checked, Identities
+    from hookstats.identities.terms import Break, Identity, Term
     from hookstats.numbers.fields import Skipped, Stats
     from hookstats.numbers.histogram import BlockExponents, Histogram
     from hookstats.numbers.ranks import Drift, Spread
@@ -28,10 +30,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BlockExponents",
+    "Break",
     "Calibration",
     "Capture",
     "Captured",
     "ChannelValue",
+    "Checked",
     "Comparison",
     "Disagreement",
     "Divergence",
@@ -40,6 +44,8 @@ __all__ = [
     "Finding",
     "Histogram",
     "HookRow",
+    "Identities",
+    "Identity",
     "InputStats",
     "KeptGradient",
     "Leak",
@@ -51,6 +57,7 @@ __all__ = [
     "SoftmaxRows",
     "Spread",
     "Stats",
+    "Term",
 ]
 
 _HOMES = {
@@ -58,6 +65,8 @@ _HOMES = {
     "hookstats.calibration.results": ["Calibration"],
     "hookstats.cluster.replicas": ["Disagreement"],
     "hookstats.comparing.comparison": ["Comparison", "Divergence"],
+    "hookstats.identities.checking": ["Checked", "Identities"],
+    "hookstats.identities.terms": ["Break", "Identity", "Term"],
     "hookstats.numbers.fields": ["Skipped", "Stats"],
     "hookstats.numbers.histogram": ["BlockExponents", "Histogram"],
     "hookstats.numbers.ranks": ["Drift", "Spread"],

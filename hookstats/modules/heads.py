@@ -16,9 +16,9 @@ _LATENT = {"kv_b_proj"}  # keys and values of each head, from what multi-head la
 _TOGETHER = {"qkv_proj", "qkv", "Wqkv", "wqkv", "c_attn", "query_key_value", "att_proj", "W_pack"}
 _LAST = {"o_proj", "o", "out_proj", "wo", "dense", "c_proj", "proj", "out_lin"}
 
-_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads")
-_KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads")
-_HEAD_DIM = ("head_dim", "head_size", "attention_head_size")
+HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads")
+KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads")
+SIZES_OF_HEADS = ("head_dim", "head_size", "attention_head_size")
 _OF_MULTIHEAD = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
 
 
@@ -34,7 +34,7 @@ NO_GROUPS = GroupSizes(None, None)
 
 def heads_of(attention: nn.Module) -> int | None:
     """As it says itself."""
-    return number_said((attention,), _HEADS)
+    return number_said((attention,), HEADS)
 
 
 def group_sizes(modules: Mapping[str, nn.Module]) -> dict[str, GroupSizes]:
@@ -64,9 +64,9 @@ def _sizes(own: str, module: nn.Module, attention: nn.Module) -> GroupSizes:
     if own in _QUERIES | _LATENT:
         return GroupSizes(_part(outputs, heads), None)
     if own in _KEYS:
-        return GroupSizes(_part(outputs, number_said((attention,), _KEY_HEADS) or heads), None)
+        return GroupSizes(_part(outputs, number_said((attention,), KEY_HEADS) or heads), None)
     if own in _TOGETHER:
-        size = number_said((attention,), _HEAD_DIM) or _part(inputs, heads)
+        size = number_said((attention,), SIZES_OF_HEADS) or _part(inputs, heads)
         return GroupSizes(size if size and outputs and outputs % size == 0 and outputs > size else None, None)
     children = {name for name, _ in attention.named_children()}
     if own in _LAST and not children.isdisjoint(_QUERIES | _LATENT | _TOGETHER):

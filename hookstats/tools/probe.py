@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-from hookstats.modules.order import STATISTICS, ModuleHook
 from hookstats.tools.leaking import Probing
 from hookstats.tools.leaks import Probe
 from hookstats.tools.questions import Batch
-from hookstats.tools.undo import ModuleState, RandomState
+from hookstats.tools.undo import ModuleState, RandomState, bare, eager, without_autocast_cache, without_statistics
 
 
 def probe(model: nn.Module, batch: Any, *, batch_dim: int = 0, causal: bool | None = None) -> Probe:
@@ -61,7 +57,7 @@ def probe(model: nn.Module, batch: Any, *, batch_dim: int = 0, causal: bool | No
         raise ValueError(f"batch_dim: expected 0 or 1, got {batch_dim!r}")
     if causal not in (None, True, False):
         raise TypeError(f"causal: expected True, False or None, got {causal!r}")
-    inner = _bare(model)
+    inner = bare(model)
     lazy = [name for name, each in inner.named_parameters() if isinstance(each, nn.parameter.UninitializedParameter)]
     if lazy:
         raise ValueError(f"probe: expected parameters that are initialised, got {lazy[0]}: run the model once before")
@@ -74,57 +70,8 @@ def probe(model: nn.Module, batch: Any, *, batch_dim: int = 0, causal: bool | No
     state, randomness = ModuleState(inner), RandomState(inner, devices)
     was_training = inner.training
     try:
-        with torch.no_grad(), _without_statistics(inner), _eager(), _without_autocast_cache():
+        with torch.no_grad(), without_statistics(inner), eager(), without_autocast_cache():
             return Probing(inner, given, causal, state, randomness, was_training).run()
     finally:
         state.put_back()
         randomness.put_back()
-
-
-def _bare(model: nn.Module) -> nn.Module:
-    """What is inside DistributedDataParallel and a compiled module: these communicate, and compile anew."""
-    while True:
-        inside = getattr(model, "_orig_mod", None)
-        if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
-            inside = model.module
-        if not isinstance(inside, nn.Module):
-            return model
-        model = inside
-
-
-@contextlib.contextmanager
-def _without_statistics(model: nn.Module) -> Iterator[None]:
-    """Our own hooks that measure, off for a while; edits stay, which are part of what the model computes."""
-    kept = []
-    for module in model.modules():
-        for hooks in (module._forward_hooks, module._forward_pre_hooks):
-            kept.append((hooks, list(hooks.items())))
-            for key, hook in list(hooks.items()):
-                if isinstance(hook, ModuleHook) and hook.stage == STATISTICS:
-                    del hooks[key]
-    try:
-        yield
-    finally:
-        for hooks, items in kept:
-            hooks.clear()
-            hooks.update(items)
-
-
-@contextlib.contextmanager
-def _eager() -> Iterator[None]:
-    """Parts that are compiled run as they are written, so that their modules are seen."""
-    if "torch._dynamo" not in sys.modules:
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield
-
-
-@contextlib.contextmanager
-def _without_autocast_cache() -> Iterator[None]:
-    """Weights that autocast has cast without gradients are not those of training."""
-    torch.clear_autocast_cache()
-    try:
-        yield
-    finally:
-        torch.clear_autocast_cache()

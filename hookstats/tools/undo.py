@@ -1,8 +1,10 @@
-"""Puts back what a forward changes beside its output: random numbers, buffers, attributes. Knows torch alone."""
+"""Runs of a model that leave it as it was: random numbers, buffers, attributes, hooks. Over torch alone."""
 
 from __future__ import annotations
 
+import contextlib
 import random
+import sys
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -10,6 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+
+from hookstats.modules.order import STATISTICS, ModuleHook
 
 _OWN = frozenset(vars(nn.Module())) - {"_buffers", "_parameters", "_modules", "training"}  # hooks, by torch itself
 
@@ -124,3 +128,52 @@ class ModuleState:
 
 def _version(tensor: torch.Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
+
+
+def bare(model: nn.Module) -> nn.Module:
+    """What is inside DistributedDataParallel and a compiled module: these communicate, and compile anew."""
+    while True:
+        inside = getattr(model, "_orig_mod", None)
+        if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            inside = model.module
+        if not isinstance(inside, nn.Module):
+            return model
+        model = inside
+
+
+@contextlib.contextmanager
+def without_statistics(model: nn.Module) -> Iterator[None]:
+    """Our own hooks that measure, off for a while; edits stay, which are part of what the model computes."""
+    kept = []
+    for module in model.modules():
+        for hooks in (module._forward_hooks, module._forward_pre_hooks):
+            kept.append((hooks, list(hooks.items())))
+            for key, hook in list(hooks.items()):
+                if isinstance(hook, ModuleHook) and hook.stage == STATISTICS:
+                    del hooks[key]
+    try:
+        yield
+    finally:
+        for hooks, items in kept:
+            hooks.clear()
+            hooks.update(items)
+
+
+@contextlib.contextmanager
+def eager() -> Iterator[None]:
+    """Parts that are compiled run as they are written, so that their modules are seen."""
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@contextlib.contextmanager
+def without_autocast_cache() -> Iterator[None]:
+    """Weights that autocast has cast without gradients are not those of training."""
+    torch.clear_autocast_cache()
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()

@@ -56,6 +56,8 @@ NAMES = (
     "recipes/frameworks",
     "recipes/rank",
     "recipes/leaks",
+    "recipes/kernel",
+    "identities",
     "recipes/from_hooks",
     "frameworks/torchtitan",
     "frameworks/megatron",

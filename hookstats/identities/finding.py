@@ -1,0 +1,346 @@
+"""find_identities(): which sums of weight times gradient a model's symmetries make equal, proved by powers of two."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from hookstats.identities.checking import Identities
+from hookstats.identities.inside import identities_inside
+from hookstats.identities.runs import (
+    Part,
+    Reading,
+    Runs,
+    Scaled,
+    powers_of_two,
+    same,
+    scale,
+    scaled_output,
+    spreads,
+    tensors_in,
+)
+from hookstats.identities.terms import Identity, Term
+from hookstats.modules.heads import KEY_HEADS, SIZES_OF_HEADS, heads_of, number_said
+
+_RUNS = ("channel", "rotated pair", "adjacent pair", "head", "all")
+
+
+def find_identities(model: nn.Module, forward: Callable[[], Any]) -> Identities:
+    """Find the equations that a model's gradients must fulfil in every step, for any loss and batch, by proof.
+
+        found = hookstats.find_identities(model, lambda: model(batch))
+        print(found)
+        print(found.check(lambda: loss_of(model(batch)).backward()))
+
+    Scaling a channel by a and its readers' columns by 1 / a changes nothing. So the sum of weight times gradient over
+    that channel's row equals the same sum over its readers' columns (Kunin et al., arXiv 2012.04728): between a norm
+    and its readers, values and the projection of attention's output, queries and keys, the two matrices of a gated or
+    ReLU MLP, convolutions. That a scale changes nothing is proved and not taken from names. Outputs are scaled by
+    powers of two, which do not round; each reader is given what it had before; the model's output must be the old one
+    bit for bit.
+
+    The model runs some ten to some hundred times without gradients, in the mode that it is in. A forward hook scales
+    outputs; no parameter is changed. Afterwards random numbers, buffers, modes and attributes are as before. What every
+    module that has parameters was given and has returned is kept meanwhile, so take a small batch.
+
+    Args:
+        model: of plain parameters, not sharded: find them before `fully_shard`; the names hold afterwards.
+        forward: runs the model on a batch, under autocast if training does, and returns its outputs.
+
+    Returns:
+        `Identities`: prints as a list; `check(run)` compares the gradients of a forward and backward.
+
+    Raises:
+        TypeError: for a model that is no module or has DTensors, or a forward that cannot be called.
+        ValueError: for a forward that returns no floating tensor, or is another one in a second run with the same
+            random numbers.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"find_identities: expected a torch.nn.Module, got {type(model).__name__}")
+    if not callable(forward):
+        raise TypeError(f"find_identities: expected a function that runs the model, got {type(forward).__name__}")
+    sharded = [name for name, each in model.named_parameters() if hasattr(each, "placements")]
+    if sharded:
+        raise TypeError(
+            f"find_identities: expected plain parameters, got a DTensor for {sharded[0]}; call it before sharding"
+        )
+    return Identities(model, _Finding(Runs(model, forward)).all())
+
+
+class _Finding:
+    def __init__(self, runs: Runs) -> None:
+        self._runs = runs
+        self._model = runs.model
+        self._generator = torch.Generator().manual_seed(0)
+        self._carriers: dict[str, list[tuple[str, int, float]]] = {}  # of a producer: parameter, dim, offset
+        self._inside: list[Identity] = []
+        self._shared = _shared(runs.model)
+
+    def all(self) -> list[Identity]:
+        self._runs.visit(self._find_carriers)
+        self._runs.visit(self._find_inside)
+        alone: dict[str, list[Part]] = {}  # parts that no reader undoes, by the parent of their module
+        found: list[Identity] = []
+        for names in _alike(self._model, self._carriers):
+            first, *others = names
+            proved, failed = self._parts(first)
+            found += [identity for _, identity in proved]
+            for part in failed:
+                alone.setdefault(_parent(first), []).append(part)
+            found += self._repeat([part for part, _ in proved], others)
+            for name in others:
+                alone.setdefault(_parent(name), []).extend(Part(name, each.channels) for each in failed)
+        found += self._pairs(alone)
+        kept = [each for each in (*found, *self._inside) if not self._shared.intersection(each.parameters)]
+        return kept
+
+    # Producers
+
+    def _find_carriers(self, name: str) -> None:
+        """Find which parameters scale a module's output, channel by channel."""
+        outputs = tensors_in(self._runs.calls[name][0].output)
+        if not outputs or not outputs[0].dim():
+            return
+        if not same(self._runs.call(name, {}), self._runs.calls[name][0].output):
+            return  # it keeps something from call to call
+        own = self._runs.lively(name)
+        plain = self._runs.call(name, own)
+        for dim in dict.fromkeys((outputs[0].dim() - 1, min(1, outputs[0].dim() - 1))):
+            powers = powers_of_two(outputs[0].shape[dim], self._generator) if outputs[0].shape[dim] > 1 else None
+            if powers is None:
+                continue
+            wanted = scaled_output(plain, dim, powers)
+            if same(wanted, plain):
+                return  # it is 0
+            for carriers in _candidates(own, len(powers)):
+                changed = own | {key: _scaled(own[key], d, powers, offset) for key, d, offset in carriers}
+                got = self._runs.call(name, changed)
+                offset = any(each[2] for each in carriers)
+                if same(got, wanted) or (offset and _close(got, wanted)):
+                    self._carriers[name] = carriers
+                    self._runs.dims[name] = dim
+                    return
+
+    def _parts(self, name: str) -> tuple[list[tuple[Part, Identity]], list[Part]]:
+        """Prove what can be of a module's channels. Returns it, and the parts that nothing undoes."""
+        proved: list[tuple[Part, Identity]] = []
+        failed: list[Part] = []
+        taken = torch.zeros(self._runs.width(name), dtype=torch.bool)
+        for channels in self._divisions(name):
+            if taken[channels].any():
+                continue
+            part = Part(name, channels)
+            found = self._prove([part])
+            if found:
+                proved += [(part, each) for each in found]
+                taken[channels] = True
+            else:
+                failed.append(part)
+        return proved, [each for each in failed if not taken[each.channels].any()]
+
+    def _divisions(self, name: str) -> Iterator[torch.Tensor]:
+        """Yield parts of an output: all of it, halves, thirds, the queries, keys and values of its heads."""
+        width = self._runs.width(name)
+        every = torch.arange(width)
+        yield every
+        seen = {tuple(every.tolist())}
+        for part in self._fused(name, every):
+            if tuple(part.tolist()) not in seen:
+                seen.add(tuple(part.tolist()))
+                yield part
+
+    def _fused(self, name: str, every: torch.Tensor) -> Iterator[torch.Tensor]:
+        width = len(every)
+        parent = self._module(_parent(name))
+        heads = heads_of(parent)
+        if heads and width % (3 * heads) == 0:
+            yield from (each.reshape(-1) for each in every.view(heads, 3, -1).unbind(1))
+        of_keys = number_said((parent,), KEY_HEADS) or heads
+        if heads and of_keys and width % (heads + 2 * of_keys) == 0:
+            size = width // (heads + 2 * of_keys)
+            yield from every.split([heads * size, of_keys * size, of_keys * size])
+        for count in (2, 3):
+            if width % count == 0 and width > count:
+                yield from every.chunk(count)
+
+    def _module(self, name: str) -> nn.Module:
+        return self._model.get_submodule(name)
+
+    def _prove(self, parts: list[Part]) -> list[Identity] | None:
+        """Prove at once that the scale of each part is undone by what reads it."""
+        readings = self._read(parts)
+        if readings is None or readings != self._read(parts):  # other powers: two channels may have had the same
+            return None
+        if {each.producer for each in readings} != set(range(len(parts))):
+            return None
+        return [
+            self._junction(part, [each for each in readings if each.producer == number])
+            for number, part in enumerate(parts)
+        ]
+
+    def _read(self, parts: list[Part]) -> list[Reading] | None:
+        scaled = [Scaled(each, powers_of_two(len(each.channels), self._generator)) for each in parts]
+        return self._runs.readers(scaled)
+
+    def _repeat(self, parts: list[Part], others: list[str]) -> list[Identity]:
+        """Prove in the same modules of other layers what was proved in the first: all at once, or one by one."""
+        found: list[Identity] = []
+        for part in parts:
+            alike = [Part(name, part.channels) for name in others]
+            if not alike:
+                continue
+            at_once = self._prove(alike)
+            if at_once is not None:
+                found += at_once
+                continue
+            for each in alike:
+                found += self._prove([each]) or []
+        return found
+
+    def _junction(self, part: Part, readings: list[Reading]) -> Identity:
+        count = len(part.channels)
+        right = []
+        for each in readings:
+            numbers = torch.arange(count, dtype=torch.float64)
+            (groups,) = [places for places, repeats, run in spreads(numbers, count * each.repeats) if run == each.run]
+            right.append(Term(_full(each.module, each.parameter), each.dim, torch.arange(len(groups)), groups.long()))
+        groups = torch.arange(count)
+        return Identity("channels", self._terms(part, groups), tuple(right), count, part.module, part.channels, groups)
+
+    def _terms(self, part: Part, groups: torch.Tensor) -> tuple[Term, ...]:
+        return tuple(
+            Term(_full(part.module, key), dim, part.channels, groups, offset)
+            for key, dim, offset in self._carriers[part.module]
+        )
+
+    def _find_inside(self, name: str) -> None:
+        self._inside += identities_inside(self._runs, name, self._generator)
+
+    # Pairs
+
+    def _pairs(self, alone: dict[str, list[Part]]) -> list[Identity]:
+        found: list[Identity] = []
+        for parent, parts in alone.items():
+            taken: list[Part] = []
+            for few in parts:
+                for many in parts:
+                    if len(many.channels) < len(few.channels) or not self._may_pair(many, few):
+                        continue
+                    if any(_overlap(each, other) for each in (many, few) for other in taken):
+                        continue
+                    pair = self._pair(parent, many, few)
+                    if pair is not None:
+                        found.append(pair)
+                        taken += [many, few]
+        return found
+
+    def _may_pair(self, many: Part, few: Part) -> bool:
+        """Return whether both are parts of one output, or outputs as a whole."""
+        if many.module == few.module:
+            return not _overlap(many, few)
+        return all(len(each.channels) == self._runs.width(each.module) for each in (many, few))
+
+    def _pair(self, parent: str, many: Part, few: Part) -> Identity | None:
+        """Prove that two outputs may be scaled against each other, in the finest groups that hold."""
+        count, width = len(few.channels), len(many.channels)
+        if width % count:
+            return None
+        whole = torch.zeros(count, dtype=torch.long)
+        run = self._scaled_against(many, few, whole, torch.zeros(width, dtype=torch.long), 1)
+        if not run or self._read([many]) == [] or self._read([few]) == []:  # an output that nothing is made of
+            return None
+        for groups in self._groupings(parent, count):
+            number = int(groups.max()) + 1
+            if number < 2:
+                continue
+            for spread, _, _ in spreads(groups.double(), width):
+                if self._scaled_against(many, few, groups, spread.long(), number):
+                    return self._of_pair(many, few, groups, spread.long(), number)
+        return self._of_pair(many, few, whole, torch.zeros(width, dtype=torch.long), 1)
+
+    def _of_pair(self, many: Part, few: Part, groups: torch.Tensor, spread: torch.Tensor, number: int) -> Identity:
+        left, right = self._terms(many, spread), self._terms(few, groups)
+        return Identity("pair", left, right, number, many.module, many.channels, spread)
+
+    def _scaled_against(self, many: Part, few: Part, groups: torch.Tensor, spread: torch.Tensor, number: int) -> bool:
+        for _ in range(3):  # two groups that must not be apart may have had the same power
+            powers = powers_of_two(max(number, 2), self._generator)[:number]
+            if self._runs.readers([Scaled(many, powers[spread]), Scaled(few, 1 / powers[groups])]) != []:
+                return False
+        return True
+
+    def _groupings(self, parent: str, count: int) -> Iterator[torch.Tensor]:
+        """Yield groups of channels, the finest first: channels, pairs that are rotated together, heads."""
+        every = torch.arange(count)
+        yield every
+        said = number_said((self._module(parent),), SIZES_OF_HEADS)
+        heads = heads_of(self._module(parent))
+        sizes = [
+            size for size in dict.fromkeys((said, count // heads if heads else None, count, 64, 128, 32, 16, 8)) if size
+        ]
+        sizes = [size for size in sizes if count % size == 0]
+        for size in sizes:
+            if size % 2 == 0:
+                yield every // size * (size // 2) + every % (size // 2)
+        if count % 2 == 0:
+            yield every // 2
+        for size in sizes:
+            yield every // size
+
+
+def _candidates(own: dict[str, torch.Tensor], width: int) -> Iterator[list[tuple[str, int, float]]]:
+    """Yield which of a module's parameters may carry the channels of its output: name, dimension, offset."""
+    vectors = [key for key, each in own.items() if each.dim() == 1 and len(each) == width]
+    for key, each in own.items():
+        for dim in range(each.dim() if each.dim() > 1 else 0):
+            if each.shape[dim] == width:
+                yield [(key, dim, 0.0), *((vector, 0, 0.0) for vector in vectors)]
+    if vectors:
+        yield [(vector, 0, 0.0) for vector in vectors]
+    if len(vectors) == 1:
+        yield [(vectors[0], 0, 1.0)]
+
+
+def _alike(model: nn.Module, names: Iterable[str]) -> list[list[str]]:
+    """Group modules that are the same part of other layers: one name but for numbers, one class, the same sizes."""
+    found: dict[Any, list[str]] = {}
+    for name in names:
+        module = model.get_submodule(name)
+        sizes = tuple(each.shape for each in module.parameters())
+        found.setdefault((re.sub(r"\b\d+\b", "*", name), type(module), sizes), []).append(name)
+    return list(found.values())
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _full(module: str, parameter: str) -> str:
+    return f"{module}.{parameter}" if module else parameter
+
+
+def _overlap(left: Part, right: Part) -> bool:
+    return left.module == right.module and bool(torch.isin(left.channels, right.channels).any())
+
+
+def _scaled(parameter: torch.Tensor, dim: int, powers: torch.Tensor, offset: float) -> torch.Tensor:
+    return (
+        scale(parameter.detach() + offset, dim, powers) - offset if offset else scale(parameter.detach(), dim, powers)
+    )
+
+
+def _close(left: Any, right: Any) -> bool:
+    (a, *_), (b, *_) = tensors_in(left), tensors_in(right)
+    return a.shape == b.shape and torch.allclose(a.double(), b.double(), rtol=torch.finfo(a.dtype).eps * 16, atol=0)
+
+
+def _shared(model: nn.Module) -> set[str]:
+    """Return the names of parameters that stand in several places: their gradient is not of one of them."""
+    places: dict[int, list[str]] = {}
+    for name, each in model.named_parameters(remove_duplicate=False):
+        places.setdefault(id(each), []).append(name)
+    return {name for names in places.values() if len(names) > 1 for name in names}

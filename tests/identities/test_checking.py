@@ -1,0 +1,279 @@
+"""Gradients that are right fulfil the identities to rounding, and wrong ones are named."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import hookstats
+from hookstats.results import Identities
+from tests import ranks
+from tests.identities.models import Llama, RMSNorm, ids, loss_of
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@cache
+def found_once() -> tuple[Llama, Identities]:
+    torch.manual_seed(0)
+    model = Llama()
+    with torch.no_grad():
+        for each in model.parameters():
+            each.add_(0.02 * torch.randn_like(each))
+    return model, hookstats.find_identities(model, lambda: model(ids()))
+
+
+def train(model: nn.Module, autocast: bool = False, scale: float = 1.0) -> None:
+    for number in range(2):  # microbatches
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = loss_of(model, ids(2 + number))
+        (loss * scale).backward()
+
+
+@pytest.mark.parametrize("how", ["float32", "bfloat16", "autocast", "scaled", "clipped by the norm", "after training"])
+def test_gradients_that_are_right_are_silent(how: str) -> None:
+    model, found = copy.deepcopy(found_once())
+    if how == "bfloat16":
+        model.bfloat16()
+    if how == "after training":
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for _ in range(30):
+            optimizer.zero_grad()
+            loss_of(model, ids()).backward()
+            optimizer.step()
+
+    def run() -> None:
+        train(model, autocast=how == "autocast", scale=2.0**12 if how == "scaled" else 1.0)
+        if how == "clipped by the norm":
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+    checked = found.check(run, model)
+    assert checked, checked
+    assert checked.judged == len(found) == 11
+
+
+def test_gradients_that_cancel_are_silent() -> None:
+    """All data in each batch, and labels that contradict each other: sums vanish, their roundings do not."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 2))
+    x, y = torch.randn(64, 8).repeat(2, 1), torch.tensor([0] * 64 + [1] * 64)
+    found = hookstats.find_identities(model, lambda: model(x))
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+
+    def run() -> None:
+        F.cross_entropy(model(x), y).backward()
+
+    for _ in range(400):
+        optimizer.zero_grad()
+        run()
+        optimizer.step()
+    assert found.check(run), found.check(run)
+
+
+def scaled(name: str, factor: float, places: Any = ...) -> Callable[[dict[str, torch.Tensor]], None]:
+    def change(gradients: dict[str, torch.Tensor]) -> None:
+        gradients[name][places] *= factor
+
+    return change
+
+
+FAULTS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], None], str, float | None]] = {
+    "up x2": (scaled("layers.1.mlp.up_proj.weight", 2.0), "layers.1.mlp.up_proj.weight", 2.0),
+    "down lost half": (scaled("layers.0.mlp.down_proj.weight", 0.5), "layers.0.mlp.down_proj.weight", 0.5),
+    "values x4": (scaled("layers.0.attention.v_proj.weight", 4.0), "layers.0.attention.v_proj.weight", 4.0),
+    "norm averaged": (scaled("layers.1.norm1.weight", 0.25), "layers.1.norm1.weight", 0.25),
+    "head x1.01": (scaled("head.weight", 1.01), "head.weight", 1.01),
+    "keys of one head": (
+        scaled("layers.1.attention.k_proj.weight", 0.0, slice(0, 8)),
+        "layers.1.attention.k_proj.weight",
+        None,
+    ),
+    "one element": (scaled("layers.0.mlp.up_proj.weight", -3.0, (5, 7)), "layers.0.mlp.up_proj.weight", None),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_gradient_that_is_wrong_is_named_with_its_factor(fault: str) -> None:
+    model, found = found_once()
+    change, name, factor = FAULTS[fault]
+
+    def run() -> None:
+        train(model)
+        change({name: each.grad for name, each in model.named_parameters() if each.grad is not None})
+
+    checked = found.check(run)
+    assert checked.breaks, "nothing was found"
+    assert all(name in each.identity.parameters for each in checked.breaks), checked
+    if factor is not None:
+        assert all(dict(each.suspects)[name] == pytest.approx(factor, rel=1e-3) for each in checked.breaks)
+        assert f"the gradient of {name} looks {factor:.3g} times as large as it should be" in str(checked)
+
+
+def test_a_side_that_another_identity_has_cleared_is_not_named() -> None:
+    model, found = found_once()
+    change, name, factor = FAULTS["down lost half"]
+
+    def run() -> None:
+        train(model)
+        change(dict(of_gradients(model)))
+
+    (broken,) = found.check(run).breaks  # the norm and its readers, up among them, agree
+    assert broken.suspects == ((name, pytest.approx(factor)),)
+
+
+def test_a_norm_that_is_stored_less_one_is_judged_by_what_it_multiplies() -> None:
+    torch.manual_seed(0)
+    model = Llama(offset=1.0)
+    found = hookstats.find_identities(model, lambda: model(ids()))
+    assert found.check(lambda: train(model))
+
+
+def test_the_sums_that_differ_are_named() -> None:
+    model, found = found_once()
+    change, *_ = FAULTS["one element"]
+
+    def run() -> None:
+        train(model)
+        change(dict(of_gradients(model)))
+
+    checked = found.check(run)
+    (up,) = [each for each in checked.breaks if each.identity.module == "layers.0.mlp.up_proj"]
+    assert up.groups.tolist() == [5]
+    assert "1 of 64 sums differ" in str(up)
+
+
+def of_gradients(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [(name, each.grad) for name, each in model.named_parameters() if each.grad is not None]
+
+
+class WrongNorm(torch.autograd.Function):
+    """An RMSNorm whose backward forgets the projection, as a fused kernel has done."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+        ctx.save_for_backward(x, weight, scale)
+        return x * scale * weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight, scale = ctx.saved_tensors
+        rows = gradient.flatten(0, 1)
+        # Of the last block of rows, the gradient of the weight is lost.
+        of_weight = (rows * (x * scale).flatten(0, 1))[: len(rows) - len(rows) % 16].sum(0)
+        return gradient * weight * scale, of_weight
+
+
+def test_a_kernel_whose_backward_loses_rows_is_found_in_one_step() -> None:
+    class Norm(RMSNorm):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = WrongNorm.apply(x, self.weight)  # type: ignore[no-untyped-call]
+            return out
+
+    torch.manual_seed(0)
+    model = Llama()
+    model.layers[1].norm2 = Norm(32)
+    found = hookstats.find_identities(model, lambda: model(ids()))
+    checked = found.check(lambda: train(model))
+    assert {name for each in checked.breaks for name in each.identity.parameters} == {
+        f"layers.1.{each}.weight" for each in ("norm2", "mlp.gate_proj", "mlp.up_proj")
+    }
+
+
+def test_changes_of_all_gradients_one_by_one_are_said_as_such() -> None:
+    model, found = found_once()
+
+    def run() -> None:
+        train(model)
+        for each in model.parameters():
+            nn.utils.clip_grad_norm_([each], 1e-3)
+
+    checked = found.check(run)
+    assert len(checked.breaks) > 5
+    assert "look first for what changes gradients after backward, parameter by parameter" in str(checked)
+
+
+def test_what_has_no_or_no_finite_gradient_is_not_judged() -> None:
+    model, found = copy.deepcopy(found_once())
+    dict(model.named_parameters())["layers.0.mlp.up_proj.weight"].requires_grad_(False)
+
+    def run() -> None:
+        train(model)
+        gradient = model.head.weight.grad
+        assert gradient is not None
+        gradient[0, 0] = torch.nan
+
+    checked = found.check(run, model)
+    assert checked.judged == 8
+    assert sorted(checked.left_out.values()) == ["layers.0.mlp.up_proj.weight has no gradient"] * 2 + [
+        "the gradient of head.weight is not finite"
+    ]
+    assert "3 were not judged" in str(checked)
+
+
+def test_gradients_of_before_are_put_back_and_hooks_are_gone() -> None:
+    model, found = copy.deepcopy(found_once())
+    train(model)
+    before = {name: gradient.clone() for name, gradient in of_gradients(model)}
+    assert found.check(lambda: train(model), model)
+    assert all(torch.equal(gradient, before[name]) for name, gradient in of_gradients(model))
+
+    def fail() -> None:
+        raise KeyError("data")
+
+    with pytest.raises(KeyError, match="data"):
+        found.check(fail, model)
+    assert all(torch.equal(gradient, before[name]) for name, gradient in of_gradients(model))
+    assert not any(each._forward_hooks for each in model.modules())
+
+
+def test_another_model_and_a_run_without_a_backward_are_refused() -> None:
+    _, found = found_once()
+    with pytest.raises(ValueError, match="expected a model with the parameter"):
+        found.check(lambda: None, nn.Linear(2, 2))
+    checked = found.check(lambda: None)
+    assert not checked
+    assert checked.judged == 0
+    assert len(checked.left_out) == len(found)
+
+
+def shards(rank: int, world: int) -> list[Any]:
+    """FSDP2 over two ranks: right, and with gradients of one layer's shards on one rank counted twice."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
+    torch.manual_seed(0)
+    model = Llama()
+    found = hookstats.find_identities(model, lambda: model(ids()))
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+
+    def wrong() -> None:
+        train(model)
+        gradient = dict(model.named_parameters())["layers.1.mlp.up_proj.weight"].grad
+        assert isinstance(gradient, DTensor)
+        if rank == 1:
+            gradient.to_local().mul_(2)
+
+    right, broken = found.check(lambda: train(model)), found.check(wrong)
+    return [
+        right.judged,
+        len(right.breaks),
+        sorted(broken.breaks[0].groups.tolist()),
+        broken.breaks[0].identity.parameters,
+    ]
+
+
+def test_shards_of_fsdp2_are_judged_as_a_whole() -> None:
+    for judged, breaks, groups, parameters in ranks.run(shards, 2):
+        assert (judged, breaks) == (11, 0)
+        assert groups == list(range(32, 64))  # the rows of rank 1
+        assert parameters[0] == "layers.1.mlp.up_proj.weight"
