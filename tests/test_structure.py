@@ -21,7 +21,7 @@ PACKAGE = ROOT / "hookstats"
 # Each room, and the rooms that it may import: downwards only. A room is a folder, or a file beside the folders.
 MAY_IMPORT: dict[str, set[str]] = {
     "numbers": set(),
-    "modules": set(),
+    "modules": {"numbers"},
     "_warn": set(),
     "_locks": set(),
     "_figure": set(),

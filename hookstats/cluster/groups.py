@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
 from hookstats.cluster.exchange import some
-from hookstats.modules.selection import as_globs
+from hookstats.numbers.selection import as_globs
 
 Wanted: TypeAlias = Mapping[str, tuple[Placement, ...]]  # by glob; one placement for each axis of the group
 

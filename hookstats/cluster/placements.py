@@ -26,10 +26,11 @@ from torch.nn.parallel import DistributedDataParallel
 from hookstats.cluster.groups import Axis, Group, Wanted, axes_of
 from hookstats.cluster.union import Owners, OwnSite, Placed, Placing, Share, whole
 from hookstats.modules.channels import input_channels, natural_channels
-from hookstats.modules.selection import Slot, clean_names, matches
+from hookstats.modules.selection import Slot, clean_names
 from hookstats.modules.sharding import LocalShard, Sharding, flattened
 from hookstats.numbers.fields import Site
 from hookstats.numbers.kinds import kind_of
+from hookstats.numbers.selection import matches
 
 
 class Span(NamedTuple):

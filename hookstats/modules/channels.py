@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from hookstats.modules.selection import Slot, as_globs, matches
+from hookstats.modules.selection import Slot
+from hookstats.numbers.selection import as_globs, matches
 
 # Modules of torch.nn whose features are in the last place of all that they return.
 _LAST = (

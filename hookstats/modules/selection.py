@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import nn
 
-Globs: TypeAlias = str | Iterable[str]
+from hookstats.numbers.selection import Globs, as_globs, matches
+
 Modules: TypeAlias = Globs | Callable[[str, nn.Module], bool] | None
 
 # Put into a module's path by what wraps it.
@@ -56,26 +56,6 @@ def clean_names(model: nn.Module) -> dict[str, nn.Module]:
         children = [(path if wraps and name in _WRAPPERS else (*path, name), m) for name, m in module.named_children()]
         waiting += reversed(children)
     return named
-
-
-def matches(name: str, globs: Iterable[str]) -> bool:
-    """Whether a clean name matches one of the globs (``*`` crosses dots)."""
-    return any(fnmatch.fnmatchcase(name, glob) for glob in globs)
-
-
-def as_globs(argument: str, globs: str | Iterable[str], names: Iterable[str]) -> list[str]:
-    """The globs as a list; ValueError for one that matches no name."""
-    if not isinstance(globs, Iterable):
-        raise TypeError(f"{argument}: expected globs over names, got {globs!r}")
-    listed = [globs] if isinstance(globs, str) else list(globs)
-    known = list(names)
-    for glob in listed:
-        if not isinstance(glob, str):
-            raise TypeError(f"{argument}: expected globs over names, got {glob!r}")
-        if not fnmatch.filter(known, glob):
-            some = ", ".join(repr(name) for name in known[:8])
-            raise ValueError(f"{argument}: the glob {glob!r} matches nothing; the names are {some}, ...")
-    return listed
 
 
 def select(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,7 +11,6 @@ import numpy as np
 
 from hookstats.numbers.fields import STATISTICS, Array, Counts, Site, Skipped, Stats
 from hookstats.numbers.frame import StepFrame
-from hookstats.numbers.kinds import is_of_kind
 from hookstats.numbers.ranks import (
     Drift,
     Spread,
@@ -20,6 +18,7 @@ from hookstats.numbers.ranks import (
     drifts_from_json,
     drifts_to_json,
 )
+from hookstats.numbers.selection import choose
 from hookstats.numbers.site_stats import SiteStats, bits_of
 from hookstats.numbers.tables import aligned, html
 
@@ -176,23 +175,7 @@ class Snapshot(Mapping[Site, SiteStats]):
         for all: "output" takes "output.0" as well. ``skipped`` is selected, too; what concerns the step stays.
         ValueError for a glob or a tensor that no site of this Snapshot has, TypeError for what is no string.
         """
-        globs, kinds = _listed("names", names), [] if tensors is None else _listed("tensors", tensors)
-        known = list(dict.fromkeys([*self, *self.skipped]))
-
-        for glob in globs:
-            if not any(fnmatchcase(site.name, glob) for site in known):
-                some = ", ".join(repr(name) for name in list(dict.fromkeys(site.name for site in known))[:8])
-                raise ValueError(f"select: the glob {glob!r} matches nothing; the names are {some}, ...")
-        for kind in kinds:
-            if not any(is_of_kind(site.tensor, kind) for site in known):
-                some = ", ".join(dict.fromkeys(site.tensor for site in known))
-                raise ValueError(f"select: tensors: expected some of {some}; got {kind!r}")
-        chosen = {
-            site
-            for site in known
-            if any(fnmatchcase(site.name, glob) for glob in globs)
-            and (tensors is None or any(is_of_kind(site.tensor, kind) for kind in kinds))
-        }
+        chosen = choose("select", [*self, *self.skipped], names, tensors)
         places = np.array([i for i, site in enumerate(self.frame.sites) if site in chosen], np.int64)
         skipped = {site: skipped for site, skipped in self.skipped.items() if site in chosen}
         return Snapshot(replace(self.frame.select(places), skipped=skipped))
@@ -423,13 +406,6 @@ class Snapshot(Mapping[Site, SiteStats]):
         calls = np.array([self.frame.calls[self.frame.sites.place[site]] for site in sites], np.int64)[places]
         columns = {"calls": calls} | {name: getattr(stats, name) for name in STATISTICS}
         return pandas.DataFrame(columns, pandas.MultiIndex.from_arrays(list(index.values()), names=list(index)))
-
-
-def _listed(argument: str, given: str | Iterable[str]) -> list[str]:
-    listed = [given] if isinstance(given, str) else list(given) if isinstance(given, Iterable) else [given]
-    if not all(isinstance(each, str) for each in listed):
-        raise TypeError(f"select: {argument}: expected a string, or several; got {given!r}")
-    return listed
 
 
 def _check_statistics(argument: str, names: Sequence[str]) -> None:

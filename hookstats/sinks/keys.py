@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from fnmatch import fnmatchcase
 from hashlib import sha256
 from typing import Any, NamedTuple, Protocol
 
@@ -13,6 +12,7 @@ import numpy as np
 from hookstats._warn import WarnOnce
 from hookstats.numbers.fields import STATISTICS, Array, Counts, Site
 from hookstats.numbers.kinds import kind_of
+from hookstats.numbers.selection import as_globs, matches, unmatched
 from hookstats.numbers.site_stats import SiteStats
 from hookstats.numbers.snapshot import Snapshot
 
@@ -72,7 +72,7 @@ class Keys:
         unknown = [name for name in self._statistics if name not in STATISTICS]
         if unknown:
             raise ValueError(f"{sink}: statistics: expected some of {', '.join(STATISTICS)}; got {', '.join(unknown)}")
-        self._globs = None if sites is None else _strings(f"{sink}: sites", sites)
+        self._globs = None if sites is None else as_globs(f"{sink}: sites", sites, None)
         if not isinstance(histograms, bool):
             raise TypeError(f"{sink}: histograms: expected True or False, got {histograms!r}")
         self._histograms = histograms
@@ -84,8 +84,7 @@ class Keys:
     @property
     def arguments(self) -> dict[str, Any]:
         """In JSON's types."""
-        globs = None if self._globs is None else list(self._globs)
-        return {"statistics": list(self._statistics), "sites": globs, "histograms": self._histograms}
+        return {"statistics": list(self._statistics), "sites": self._globs, "histograms": self._histograms}
 
     def values(self, snapshot: Snapshot) -> dict[str, float]:
         """Without the prefix: "step", "nonfinite", "grad_norm", "scalars/loss", "output/rms/layers.0"."""
@@ -122,8 +121,10 @@ class Keys:
         new = [site for site in snapshot if site not in self._known]
         self._known |= dict.fromkeys(new)
         if self._globs is not None:
-            self._send(site for site in new if any(fnmatchcase(site.name, glob) for glob in self._globs))
-            self._tell_unmatched()
+            self._send(site for site in new if matches(site.name, self._globs))
+            problem = unmatched(f"{self._sink}: sites", self._globs, [site.name for site in self._known])
+            if problem is not None:
+                self._tell("sites", problem)
         else:
             self._send(_spread(new, MOST_SITES) if first else new[: MOST_SITES - len(self._sent)])
             if len(self._known) > len(self._sent):
@@ -137,14 +138,6 @@ class Keys:
         for site in sites:
             tensor = spelled(site.tensor, _MOST_BYTES["tensor"])
             self._sent[site] = tensor, spelled(site.name, _MOST_BYTES["name"]) if site.name else _MODEL
-
-    def _tell_unmatched(self) -> None:
-        names = {site.name: None for site in self._known}
-        unmatched = [glob for glob in self._globs or () if not any(fnmatchcase(name, glob) for name in names)]
-        if unmatched:
-            some = ", ".join(map(repr, list(names)[:8]))
-            told = f"{', '.join(map(repr, unmatched))} match nothing; names are {some}, ..."
-            self._tell("sites", f"{self._sink}: sites: {told}")
 
 
 def _strings(what: str, given: Any) -> tuple[str, ...]:

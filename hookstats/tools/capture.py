@@ -24,7 +24,8 @@ from hookstats._warn import warn
 from hookstats.modules import order
 from hookstats.modules.channels import channel_dim_of, natural_channels
 from hookstats.modules.containers import walk
-from hookstats.modules.selection import Globs, Modules, modules_at
+from hookstats.modules.selection import Modules, modules_at
+from hookstats.numbers.selection import Globs
 from hookstats.tools import pictures
 
 

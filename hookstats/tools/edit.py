@@ -32,7 +32,8 @@ from torch import nn
 from hookstats import _native
 from hookstats.modules import order
 from hookstats.modules.containers import rebuilt, walk
-from hookstats.modules.selection import Globs, Modules, modules_at
+from hookstats.modules.selection import Modules, modules_at
+from hookstats.numbers.selection import Globs
 
 VALUES = ("output", "input")
 GRADIENTS = ("grad_output", "grad_input")

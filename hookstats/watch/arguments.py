@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from hookstats import _native
-from hookstats.modules.selection import Slot, as_globs, matches
+from hookstats.modules.selection import Slot
 from hookstats.numbers.fields import ExponentBins, LinearBins
 from hookstats.numbers.kinds import KINDS
+from hookstats.numbers.selection import as_globs, matches
 from hookstats.numbers.snapshot import Snapshot
 from hookstats.watch.judging import Recorder
 from hookstats.watch.scaling import check_scaler

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from hookstats.numbers.fields import Site, Skipped
-from hookstats.numbers.frame import StepFrame
+from hookstats.numbers.frame import Mask, StepFrame
 from hookstats.numbers.kinds import is_of_kind, is_of_module, kind_of
 from hookstats.numbers.ranks import StepRanks
 from hookstats.numbers.snapshot import Snapshot
@@ -154,32 +154,37 @@ class Delivery:
 
     def send_last(self, step: int, scalars: Scalars) -> None:
         """Delivers the open step, if it has anything. Waits."""
-        pending = self._drain.begin(self._taken(step, scalars))
-        last = pending.finish()
-        calls = last.calls[pending.layout.is_parameter]
-        if calls.max(initial=0) > 1 and (self.sinks or self.recorders):
-            self._binder.warn_once(
-                "unstepped",
-                f"monitor.step() was never called: {calls.max()} steps of an optimizer are together in step {step}; "
-                "call it at the end of each training step",
-            )
-        if last.order.size:
-            self._deliver(last, self._binder.skipping.take(), pending.held)
+        self._arrived(self._drain.begin(self._taken(step, scalars)), self._binder.skipping.take(), is_open=True)
 
     def raise_failure(self) -> None:
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
 
-    def _arrived(self, pending: Pending, left_out: LeftOut) -> None:
+    def _arrived(self, pending: Pending, left_out: LeftOut, is_open: bool = False) -> None:
+        """is_open: nobody has closed the step, which is delivered for what it has."""
         try:
             frame = pending.finish()
         except Exception as error:
             return self._failed("finish", f"a step was measured, but could not be read: {error!r}", error)
+        if is_open:
+            self._look_for_steps(frame, pending.layout.is_parameter)
+        if is_open and not frame.order.size:
+            return
         try:
             self._deliver(frame, left_out, pending.held)
         except Exception as error:
             self._failed("deliver", f"step {frame.step} was measured, but could not be delivered: {error!r}", error)
+
+    def _look_for_steps(self, frame: StepFrame, is_parameter: Mask) -> None:
+        """Of all that was measured, where `Monitor.step` was never called."""
+        most = frame.calls[is_parameter].max(initial=0)
+        if most > 1 and (self.sinks or self.recorders):
+            self._binder.warn_once(
+                "unstepped",
+                f"monitor.step() was never called: {most} steps of an optimizer are together in step {frame.step}; "
+                "call it at the end of each training step",
+            )
 
     def _scalars_arrived(self, pending: PendingScalars) -> None:
         try:

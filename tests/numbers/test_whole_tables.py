@@ -130,7 +130,7 @@ def test_select_takes_sites_by_name_and_tensor_in_the_same_order() -> None:
     assert part.grad_norm == pytest.approx(np.sqrt(sum(part.totals.l2_norm[-2:] ** 2)))
     assert {site.tensor for site in snapshot.select(tensors="output")} == {"output"}
     assert list(snapshot.select("0", ("grad_output", "param_grad"))) == [Site("0", "grad_output")]
-    with pytest.raises(ValueError, match=r"select: the glob '7\*' matches nothing; the names are '0', '1'"):
+    with pytest.raises(ValueError, match=r"select: names: the glob '7\*' matches nothing; the names are '0', '1'"):
         snapshot.select(["2", "7*"])
     with pytest.raises(ValueError, match=r"select: tensors: expected some of output, .*got 'input'"):
         snapshot.select(tensors="input")

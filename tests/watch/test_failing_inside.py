@@ -63,3 +63,22 @@ def test_a_step_that_cannot_be_delivered_is_told_once_and_ends_no_training(monke
         model(torch.ones(2, 3))
         assert monitor.step() is not None
         monitor.detach()
+
+
+@pytest.mark.parametrize("where", ["skipping.Skipping.judge", "drain.Pending.finish"])
+def test_a_step_that_nobody_closed_and_cannot_be_delivered_is_told_at_detach(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*arguments: Any) -> Any:
+        raise ValueError("no such number")
+
+    for strict in (False, True):
+        model, handed = nn.Linear(3, 3), list[hookstats.Snapshot]()
+        monitor = hookstats.attach(model, sinks=handed.append, options=hookstats.Options(strict=strict))
+        model(torch.ones(2, 3))
+        monkeypatch.setattr(f"hookstats.watch.{where}", broken)
+        with hearing() as told, pytest.raises(ValueError, match="no such number") if strict else nullcontext():
+            assert monitor.detach() == []
+        assert [text for text in told if "was measured, but could not be" in text] == told
+        assert (len(told), handed) == (1 - strict, [])
+        monkeypatch.undo()
