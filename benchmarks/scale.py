@@ -21,7 +21,7 @@ from hookstats.cluster.exchange import levels
 from hookstats.numbers.fields import EXPONENT_BINS, FIELDS, Counts, ExponentBins, Site
 from hookstats.numbers.frame import COUNTERS
 from hookstats.watch.arguments import Channels
-from hookstats.watch.layout import Layout, Part, Row
+from hookstats.watch.layout import Layout, sites_at
 from hookstats.watch.memory import Store
 from hookstats.watch.planning import Plan
 
@@ -176,9 +176,12 @@ def merge_of(shape: Shape, mesh: Mesh) -> Merge:
 def host_seconds(sites: int, rounds: int = 20) -> float:
     """What reading a copied step of so many sites takes of the host, measured here."""
     size = len(FIELDS) + COUNTERS + EXPONENT_BINS
-    places = [Part(0, i * size, 1, EXPONENT_BINS) for i in range(sites)]
-    rows = [Row(Site(str(i), "output"), (place,), False, None) for i, place in enumerate(places)]
-    layout = Layout([0], rows, ExponentBins())
+    places, names = (
+        [(0, i * size, 1, EXPONENT_BINS) for i in range(sites)],
+        [Site(str(i), "output") for i in range(sites)],
+    )
+    of = sites_at(np.array(places), names, [False] * sites, [None] * sites, None, ExponentBins())
+    layout = Layout([0], of, sites_at(np.empty((0, 4), np.int64), (), (), (), None, ExponentBins()))
     block: Counts = np.ones((sites, size), np.int64)
     block[:, : len(FIELDS)] = np.ones(len(FIELDS)).view(np.int64)
     taken = []

@@ -11,6 +11,7 @@ from hookstats.numbers.fields import Array, Bins, Counts, Site
 from hookstats.numbers.frame import Sites, StepFrame, block_of
 from hookstats.numbers.merge import merge
 from hookstats.numbers.snapshot import Snapshot
+from hookstats.watch.layout import Layout, sites_at
 
 
 class Measured(NamedTuple):
@@ -23,6 +24,41 @@ class Measured(NamedTuple):
     keeps: bool = True
     dim: int | None = -1
     group_size: int | None = None
+
+
+class Part(NamedTuple):
+    """A place of a site in copied blocks, in units of 8 bytes."""
+
+    block: int
+    begin: int
+    channels: int
+    counters: int  # of its histogram
+
+
+class Row(NamedTuple):
+    """A site, and its places, the present one last."""
+
+    site: Site
+    parts: tuple[Part, ...]
+    keep_channels: bool
+    channel_dim: int | None
+    group_size: int | None = None
+
+
+def layout_of(devices: Sequence[int], rows: Sequence[Row], bins: Bins | None) -> Layout:
+    """devices: of each block, the number of its device."""
+    left = [(row.site, part) for row in rows for part in row.parts[:-1]]
+    n = len(left)
+    sites = sites_at(
+        np.array([row.parts[-1] for row in rows], np.int64),
+        [row.site for row in rows],
+        [row.keep_channels for row in rows],
+        [row.channel_dim for row in rows],
+        [row.group_size for row in rows],
+        bins,
+    )
+    parts = np.array([part for _, part in left], np.int64).reshape(-1, 4)
+    return Layout(devices, sites, sites_at(parts, [s for s, _ in left], [False] * n, [None] * n, None, bins))
 
 
 def sites_of(measured: Sequence[Measured], bins: Bins | None = None) -> Sites:

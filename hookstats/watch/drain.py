@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from typing import TypeAlias
 
+import numpy as np
 import torch
 
 from hookstats import _native
@@ -18,7 +19,7 @@ from hookstats.numbers.fields import Counts, Site
 from hookstats.numbers.frame import COUNTERS, StepFrame
 from hookstats.numbers.given import Given
 from hookstats.numbers.ranks import ALONE, StepRanks
-from hookstats.watch.layout import Layout, Part, Row
+from hookstats.watch.layout import Layout, sites_at
 from hookstats.watch.memory import TOTALS, Entry, Place, Store
 from hookstats.watch.scalars import Kept, Slots, by_step, sample_ids_by_step
 
@@ -200,17 +201,21 @@ def _layout(entries: list[Entry], store: Store, totals_only: bool) -> tuple[Layo
     number = {key: i for i, key in enumerate(keys)}
     devices = list(dict.fromkeys(device for device, _ in keys))
 
-    def part(place: Place) -> Part:
-        return Part(number[place.device, place.block], place.offset, place.channels, place.bins)
+    def numbers(chosen: list[Place]) -> Counts:
+        found = [(number[p.device, p.block], p.offset, p.channels, p.bins) for p in chosen]
+        return np.array(found, np.int64).reshape(-1, 4)
 
-    rows = [
-        Row(
-            e.site,
-            tuple(map(part, each)),
-            e.keep_channels and not totals_only,
-            e.channel_dim if e.keep_channels else None,
-            e.group_size,
-        )
-        for e, each in zip(entries, places, strict=True)
-    ]
-    return Layout([devices.index(device) for device, _ in keys], rows, store.histogram), keys
+    sites = sites_at(
+        numbers([each[-1] for each in places]),
+        [e.site for e in entries],
+        [e.keep_channels and not totals_only for e in entries],
+        [e.channel_dim if e.keep_channels else None for e in entries],
+        [e.group_size for e in entries],
+        store.histogram,
+    )
+    before = [(e.site, place) for e, each in zip(entries, places, strict=True) for place in each[:-1]]
+    n = len(before)
+    left = sites_at(
+        numbers([place for _, place in before]), [s for s, _ in before], [False] * n, [None] * n, None, store.histogram
+    )
+    return Layout([devices.index(device) for device, _ in keys], sites, left), keys

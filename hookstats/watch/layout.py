@@ -2,75 +2,53 @@
 
 What is copied from a device are blocks of int64: for each place, one part after another, its moments (float64
 ``[fields, channels]``), its counters (calls, and when the first of them came), its histogram. A site that has moved to
-another width or device lies in several places, the present one last.
+another width or device has left places behind, to which backwards may still bring their gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
 from hookstats.numbers.fields import FIELDS, Array, Bins, Counts, Site
-from hookstats.numbers.frame import COUNTERS, Mask, Sites, StepFrame, block_of, merge_states
+from hookstats.numbers.frame import COUNTERS, Sites, StepFrame, block_of, merge_states
 from hookstats.numbers.kinds import kind_of
 
 
-class Part(NamedTuple):
-    """A place of a site, in units of 8 bytes."""
+def sites_at(
+    places: Counts,
+    names: Iterable[Site],
+    keeps: Sequence[bool],
+    dims: Sequence[int | None],
+    group_sizes: Sequence[int | None] | None,
+    bins: Bins | None,
+) -> Sites:
+    """Return the sites whose states lie at these places of copied blocks.
 
-    block: int
-    begin: int
-    channels: int
-    counters: int  # of its histogram
-
-
-class Row(NamedTuple):
-    """A site, and its places."""
-
-    site: Site
-    parts: tuple[Part, ...]
-    keep_channels: bool
-    channel_dim: int | None
-    group_size: int | None = None
+    places: int64 ``[n, 4]``: block, beginning, channels, and the size of the histogram, in units of 8 bytes.
+    """
+    block, begin, channels, counters = places.T
+    behind = begin + len(FIELDS) * channels + COUNTERS
+    return Sites(names, keeps, dims, group_sizes, bins, np.stack([block, begin, channels, block, behind, counters]))
 
 
 class Layout:
     """Where all sites of a monitor lie in copied blocks. It holds for many steps."""
 
-    def __init__(self, devices: Sequence[int], rows: Sequence[Row], bins: Bins | None) -> None:
-        """devices: of each block, the number of its device."""
-        parts = np.array([part for row in rows for part in row.parts], np.int64).reshape(-1, len(Part._fields))
-        self._block, self._begin, self._channels, _ = parts.T
+    def __init__(self, devices: Sequence[int], sites: Sites, left: Sites) -> None:
+        """devices: of each block, the number of its device. left: the places that sites have left behind."""
+        self.sites = sites
+        self._left = left
+        self._row = np.array([*range(len(sites)), *(sites.place[site] for site in left)], np.int64)
+        self._block, begin, channels = np.concatenate([sites.places[:3], left.places[:3]], axis=1)
         self._device = np.array(devices, np.int64)[self._block]
-        counts = np.array([len(row.parts) for row in rows], np.int64)
-        self._row = np.repeat(np.arange(len(rows)), counts)
-        self._first = np.cumsum(counts) - counts
-        self._last = self._first + counts - 1
-        self._has_moved = counts > 1
-        self._counters = self._begin + len(FIELDS) * self._channels
+        self._counters = begin + len(FIELDS) * channels
         # Measured together with others: what is of parameters.
-        self.is_parameter = np.array([kind_of(row.site.tensor).is_replicated for row in rows], bool)
-        kinds = {kind: number for number, kind in enumerate(dict.fromkeys(row.site.tensor for row in rows))}
-        self._kind = np.array([kinds[row.site.tensor] for row in rows], np.int64)
-        block, begin, channels, counters = parts[self._last].T
-        self.sites = Sites(
-            [row.site for row in rows],
-            [row.keep_channels for row in rows],
-            [row.channel_dim for row in rows],
-            [row.group_size for row in rows],
-            bins,
-            np.stack([block, begin, channels, block, begin + len(FIELDS) * channels + COUNTERS, counters]),
-        )
-        self._parts = Sites(  # the same of all places
-            [rows[i].site for i in self._row.tolist()],
-            [False] * len(parts),
-            [None] * len(parts),
-            None,
-            bins,
-            np.stack([*parts.T[:3], self._block, self._counters + COUNTERS, parts[:, 3]]),
-        )
+        self.is_parameter = np.array([kind_of(site.tensor).is_replicated for site in sites], bool)
+        kinds = {kind: number for number, kind in enumerate(dict.fromkeys(site.tensor for site in sites))}
+        self._kind = np.array([kinds[site.tensor] for site in sites], np.int64)
 
     def frame(
         self,
@@ -86,21 +64,17 @@ class Layout:
         others it was measured, and when, modulo 4: see StepFrame.phases. given: as the attributes of StepFrame.
         """
         calls, first = self._read_counters(blocks)
-        is_live = calls > 0
-        is_live[self._last] = True
-        of_rows = np.add.reduceat(calls, self._first) if len(self.sites) else calls
-        order = self._order(calls, first, np.asarray(readings, np.int64))
-        sites, memory = self.sites, list(blocks)
-        if self._has_moved.any():
-            several = np.flatnonzero(np.add.reduceat(is_live, self._first, dtype=np.int64) > 1)
-            if several.size:
-                sites, block = self._together(memory, several, is_live)
-                memory.append(block)
+        sites, memory, n = self.sites, list(blocks), len(self.sites)
+        of_sites = calls[:n].copy()
+        np.add.at(of_sites, self._row[n:], calls[n:])
+        if calls[n:].any():
+            sites, block = self._together(blocks, np.flatnonzero(calls[n:]))
+            memory.append(block)
         return StepFrame(
             sites,
             memory,
-            of_rows,
-            order,
+            of_sites,
+            self._order(calls, first, np.asarray(readings, np.int64)),
             sites.scales(grad_scale),
             grad_scale=grad_scale,
             hidden=np.asarray(hidden, bool),
@@ -109,7 +83,7 @@ class Layout:
         )
 
     def _read_counters(self, blocks: Sequence[Counts]) -> Counts:
-        """``[2, parts]``: calls, and when the first of them came."""
+        """``[2, places]``: calls, and when the first of them came."""
         found = np.zeros((COUNTERS, len(self._block)), np.int64)
         for number, block in enumerate(blocks):
             here = np.flatnonzero(self._block == number)
@@ -129,25 +103,34 @@ class Layout:
         result: Counts = rows[np.lexsort((first, device))]
         return result
 
-    def _together(self, blocks: Sequence[Counts], chosen: Counts, is_live: Mask) -> tuple[Sites, Counts]:
-        """Put the parts of these sites together, each in a place of its own behind the other blocks."""
-        nothing = np.zeros(0, np.int64)
-        parts = StepFrame(self._parts, blocks, nothing, nothing, np.zeros(0), 0)
+    def _together(self, blocks: Sequence[Counts], late: Counts) -> tuple[Sites, Counts]:
+        """Put what came to places that were left, and the states of their sites, in a place behind the other blocks.
+
+        late: the numbers of these places.
+        """
+        of, left = (self._read(sites, blocks) for sites in (self.sites, self._left))
+        came = self._row[len(self.sites) + late]
+        chosen = np.unique(came)
         states: list[Array] = []
         histograms: list[Counts | None] = []
         for row in chosen.tolist():
-            live = np.flatnonzero(is_live & (self._row == row)).tolist()
-            state, counts = merge_states([parts.state(i) for i in live], [parts.histogram(i) for i in live])
+            parts = [*((left, i) for i in late[came == row].tolist()), (of, row)]
+            state, counts = merge_states([f.state(i) for f, i in parts], [f.histogram(i) for f, i in parts])
             states.append(state)
             histograms.append(counts)
         widths = np.array([state.shape[1] for state in states], np.int64)
         counters = np.array([0 if counts is None else counts.size for counts in histograms], np.int64)
         begin = np.cumsum(len(FIELDS) * widths + counters) - counters
-        number, of = np.full(len(chosen), len(blocks)), self.sites
-        places, keeps, dims = of.places.copy(), of.keeps.copy(), list(of.dims)
+        number, sites = np.full(len(chosen), len(blocks)), self.sites
+        places, keeps, dims = sites.places.copy(), sites.keeps.copy(), list(sites.dims)
         places[:, chosen] = number, begin - len(FIELDS) * widths, widths, number, begin, counters
-        for i, is_alike in zip(chosen.tolist(), (widths == of.channels[chosen]).tolist(), strict=True):
+        for i, is_alike in zip(chosen.tolist(), (widths == sites.channels[chosen]).tolist(), strict=True):
             if keeps[i] and not is_alike:
                 keeps[i], dims[i] = False, None
-        sites = Sites(of.names, keeps, dims, of.group_sizes, of.bins, places)
-        return sites, block_of(states, histograms)
+        return Sites(sites.names, keeps, dims, sites.group_sizes, sites.bins, places), block_of(states, histograms)
+
+    @staticmethod
+    def _read(sites: Sites, blocks: Sequence[Counts]) -> StepFrame:
+        """The states alone."""
+        nothing = np.zeros(0, np.int64)
+        return StepFrame(sites, blocks, nothing, nothing, np.zeros(0), 0)

@@ -48,14 +48,6 @@ class SiteState(NamedTuple):
 Rows: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
 
-def channel_dim_for(channel_dim: int, ndim: int) -> int | None:
-    """The channel dimension of a tensor with so many dimensions, from that of a SiteState; None: not known yet."""
-    if channel_dim < _native.DIMS_BY_NDIM:
-        return channel_dim
-    entry = channel_dim >> 4 * ndim & 15 if ndim < 8 else 0
-    return -1 if ndim > 7 else entry - 1 if entry else None
-
-
 def accumulate(x: torch.Tensor, state: SiteState, rows: Rows | None = None) -> None:
     """Folds a tensor into a SiteState, by the operator."""
     row_index, kept = rows or (None, None)

@@ -16,11 +16,10 @@ from hookstats.numbers.frame import Sites, StepFrame
 from hookstats.records.wire import of_step, step_from
 from hookstats.results import SiteStats
 from hookstats.rules import judge
-from hookstats.watch.layout import Layout, Part, Row
 from tests import reference
 from tests.cluster.steps import Here, Job, job_of, measured, placing_of, shard
 from tests.conftest import BINS, HISTOGRAMS
-from tests.frames import merged_snapshot, snapshot_of
+from tests.frames import Part, Row, layout_of, merged_snapshot, snapshot_of
 
 A, B, C = Site("a", "output"), Site("b", "output"), Site("c", "grad_output")
 COUNTED = ("count", "zeros", "nans", "posinfs", "neginfs", "min", "max", "abs_max")
@@ -371,7 +370,7 @@ def wander(seed: int, bins: Bins | None, rank: int) -> StepFrame:
         rows.append(Row(Site(f"layer.{number}", kind), tuple(parts), is_kept, dim_here))
     hidden, readings = draw.random(len(rows)) < 0.5, draw.integers(1, 4, len(rows))
     scalars = {"loss": float(draw.normal()), "lr": 0.5}
-    layout = Layout([0, 1, 0], rows, bins)
+    layout = layout_of([0, 1, 0], rows, bins)
     given = {"step": 7, "time": 1.5 + rank, "scalars": scalars, "overflowed": False}
     return layout.frame(words, hidden.tolist(), readings.tolist(), 4.0, **given)
 

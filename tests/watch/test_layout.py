@@ -20,10 +20,9 @@ import hookstats
 from hookstats import ExponentBins, LinearBins, Site, Snapshot
 from hookstats.numbers.fields import FIELDS, STATISTICS, Bins, Stats, fold_channels, histogram_shape
 from hookstats.numbers.frame import COUNTERS, Sites, StepFrame
-from hookstats.watch.layout import Layout, Part, Row
 from hookstats.watch.scalars import Kept, Scalars
 from tests.conftest import BINS
-from tests.frames import snapshot_of
+from tests.frames import Part, Row, layout_of, snapshot_of
 
 
 class Copied(NamedTuple):
@@ -37,7 +36,7 @@ class Copied(NamedTuple):
     readings: list[int]
 
     def frame(self) -> StepFrame:
-        layout = Layout(self.devices, self.rows, self.bins)
+        layout = layout_of(self.devices, self.rows, self.bins)
         given = {"step": 7, "time": 1.5, "scalars": {"loss": 2.0}, "overflowed": False}
         return layout.frame(self.blocks, self.hidden, self.readings, 4.0, **given)
 
