@@ -53,11 +53,10 @@ class Attached:
         """Nothing is measured before the first batch. A GradScaler that is not in use says so by itself."""
         settings = {"options": Options()} | self._settings
         options = settings["options"]
-        settings["options"] = replace(
-            options,
-            training_only=True if options.training_only is None else options.training_only,
-            grad_scaler=scaler if options.grad_scaler is None else options.grad_scaler,
-        )
+        if isinstance(options, Options):  # else attach says what it expected
+            training_only = True if options.training_only is None else options.training_only
+            scaler = scaler if options.grad_scaler is None else options.grad_scaler
+            settings["options"] = replace(options, training_only=training_only, grad_scaler=scaler)
         ranks = settings.get("process_group")
         if ranks == "world":
             settings["process_group"] = _world()

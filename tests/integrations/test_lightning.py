@@ -360,6 +360,34 @@ def test_a_finding_can_stop_training(digits: TensorDataset, tmp_path: Path) -> N
 def test_an_argument_that_attach_does_not_have_is_refused_at_once() -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'evry'"):
         HookStats(evry=10)
+    with pytest.raises(TypeError, match=r"options: expected hookstats.Options\(...\), got 3"):
+        HookStats(options=3)._attach(torch.nn.Linear(2, 2), None)
+
+
+def test_options_that_are_given_keep_what_they_say_of_scaler_and_evaluation() -> None:
+    scaler, own = torch.amp.GradScaler("cpu"), torch.amp.GradScaler("cpu", init_scale=4.0)
+    kept: list[hookstats.Options] = []
+    really = hookstats.attach
+
+    def attach(model: Any, modules: Any = None, *, options: hookstats.Options, **settings: Any) -> hookstats.Monitor:
+        kept.append(options)
+        return really(model, modules, options=options, **settings)
+
+    for given in (
+        {},
+        {"options": hookstats.Options(strict=True)},
+        {"options": hookstats.Options(grad_scaler=own, training_only=False)},
+    ):
+        callback = HookStats(**given)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("hookstats.integrations.attached.hookstats.attach", attach)
+            callback._attach(torch.nn.Linear(2, 2), scaler)
+        callback._detach()
+    assert [(each.strict, each.grad_scaler, each.training_only) for each in kept] == [
+        (False, scaler, True),
+        (True, scaler, True),
+        (False, own, False),
+    ]
 
 
 def test_the_group_of_all_processes_is_the_one_that_is_there_when_training_begins(
