@@ -39,7 +39,7 @@ MOST_PARTS = 128  # of one module's container; 64 layers' keys and values are as
 
 
 class SiteBinder:
-    """Makes the hooks, and mends them when a tensor is not what its site was made for."""
+    """Makes the hooks, and fits them anew when a tensor is not what its site was made for."""
 
     def __init__(self, store: Store, training: TrainingOnly) -> None:
         self.warn_once = WarnOnce()
@@ -84,7 +84,7 @@ class SiteBinder:
             self.ignoring.refresh()  # the device may be a new one
         return hook
 
-    def take_apart(self, hook: Hook, output: Any) -> None:
+    def _observe_container(self, hook: Hook, output: Any) -> None:
         """Measures the tensors in a container, each at its own site; and a wrapped tensor, at the module's."""
         try:
             for path, tensor in walk(output):
@@ -215,7 +215,7 @@ class SiteBinder:
         """The extension did not measure what it was given: a container, or a tensor whose state does not fit it."""
         with self.span_of_a_hook():
             if problem is NotImplemented:
-                self.take_apart(hook, value)
+                self._observe_container(hook, value)
             else:
                 self._rebind(hook, value, problem)
 
