@@ -55,7 +55,7 @@ class Replicas:
         self._seen: dict[Site, tuple[int, Counts]] = {}  # in how many steps; the latest hashes, of all ranks
         self._waited: dict[Site, int] = {}  # steps without a change
         self._settled: set[Site] = set()  # learned, or given up
-        self._past: deque[tuple[Union, Counts]] = deque(maxlen=_PAST)  # this rank's hashes of the steps before
+        self._past: deque[tuple[Union, Held]] = deque(maxlen=_PAST)  # what this rank has held in the steps before
 
     def to_learn(self, union: Union) -> list[Site]:
         """The sites whose hashes are to be exchanged, a million at most, then the next ones."""
@@ -90,16 +90,17 @@ class Replicas:
 
     def remember(self, union: Union, held: Held) -> None:
         """What this rank has held in a step."""
-        self._past.append((union, held.hashes))
+        self._past.appendleft((union, held))
 
     def told(self, union: Union, sites: Sequence[Site], held: Held) -> Counts:
-        """``[sites, 3 + _PAST]``: of sites that differ, what this rank holds, with whom it is to be the same, whether
-        that is certain, and what it held before."""
-        rows = np.zeros((len(sites), 3 + _PAST), np.int64)
+        """``[sites, 2 + _PAST, 2]``: of sites that differ, with whom this rank is to hold the same, and whether that is
+        certain; what it holds, and when it was measured; the same of the steps before, the latest first."""
+        rows = np.zeros((len(sites), 2 + _PAST, 2), np.int64)
         for row, site in zip(rows, sites, strict=True):
-            row[:3] = held.hashes[union.compared[site]], min(held.peers.get(site, (-1,))), site not in self.learned
-            past = [hashes[of.compared[site]] for of, hashes in self._past if site in of.compared]
-            row[3 : 3 + len(past)] = past
+            row[0] = min(held.peers.get(site, (-1,))), site not in self.learned
+            for place, (of, each) in enumerate([(union, held), *self._past], start=1):
+                if site in of.compared:
+                    row[place] = each.hashes[of.compared[site]], each.moments[of.compared[site]]
         return rows
 
 
@@ -113,26 +114,40 @@ def differing(union: Union, sums: Array) -> list[Site]:
 
 
 def drifts(union: Union, sites: Sequence[Site], everybodys: Counts) -> tuple[tuple[Drift, ...], tuple[int, int] | None]:
-    """everybodys: what `Replicas.told` gave, ``[ranks, sites, 3 + _PAST]``.
+    """everybodys: what `Replicas.told` gave, ``[ranks, sites, 2 + _PAST, 2]``.
 
     The second: two ranks that are at different steps, where there are some; nothing of theirs has drifted.
     """
     found, apart = [], None
     for n, site in enumerate(sites):
         groups: dict[int, list[int]] = {}
-        for place, (there, group, *_) in enumerate(everybodys[:, n].tolist()):
+        for place, ((group, _), (there, _)) in enumerate(everybodys[:, n, :2].tolist()):
             if (group >= 0 and there > UNUSED) or there < 0:
                 groups.setdefault(group, []).append(place)
         for places in groups.values():
-            hashes = {place: int(everybodys[place, n, 0]) for place in places}
-            decided = vote(hashes)
+            decided = vote({place: int(everybodys[place, n, 1, 0]) for place in places})
             if decided is None:
                 continue
-            first = decided.agree[0]
-            ranks, past = tuple(union.ranks[place] for place in decided.others), everybodys[:, n, 3:]
-            if all(hashes[each] in past[first] or hashes[first] in past[each] for each in decided.others):
+            first, ranks = decided.agree[0], tuple(union.ranks[place] for place in decided.others)
+            if all(_are_apart(everybodys[first, n, 1:], everybodys[each, n, 1:]) for each in decided.others):
                 apart = ranks[0], union.ranks[first]
                 continue
-            agree, is_certain = len(decided.agree), bool(everybodys[places, n, 2].all())
+            agree, is_certain = len(decided.agree), bool(everybodys[places, n, 0, 1].all())
             found.append(Drift(site, ranks, union.ranks[first], agree, decided.majority, is_certain))
     return tuple(found), apart
+
+
+def _are_apart(one: Counts, other: Counts) -> bool:
+    """Whether two ranks that hold different values are at different steps: nothing says that they have drifted.
+
+    one, other: ``[1 + _PAST, 2]``, what each holds and held, and when. One holds now what the other one held. Or, by
+    the number of optimizers' steps, they were measured at different moments, and held the same at the latest that both
+    know, if any: one has closed fewer steps than it trained.
+    """
+    (here, at), (there, then) = one[0].tolist(), other[0].tolist()
+    if here in other[1:, 0] or there in one[1:, 0]:
+        return True
+    held = dict(one[::-1, ::-1].tolist())
+    common = [(moment, hash_, held[moment]) for hash_, moment in other.tolist() if moment in held and hash_]
+    latest = max(common, default=None)
+    return at != then and (latest is None or latest[1] == latest[2])

@@ -42,7 +42,7 @@ class Joined:
         rank = dist.get_rank()
         self._merging = Merging(group.ranks, Tables(budget, spread), timeout)
         self._placements = Placements(model, group, wanted, self._merging.notes.append)
-        self._placing: tuple[dict[Site, LocalShard], Placing] | None = None
+        self._placing: tuple[Any, Any, Placing] | None = None  # what it was made of
         weakref.finalize(self, self._merging.give_up).atexit = False  # where nobody detaches the monitor, nor holds it
         self._arrived: list[StepFrame] = []
         self.ranks = StepRanks((rank,), len(group.ranks))
@@ -51,9 +51,10 @@ class Joined:
     def submit(self, frame: StepFrame, held: dict[Site, LocalShard]) -> None:
         """held: what this rank has of each site; the same object while nothing of it has changed."""
         try:
-            if self._placing is None or self._placing[0] is not held:
-                self._placing = held, self._placements.placing(held)
-            placing = self._placing[1]
+            replicated = self._placements.replicated()
+            if self._placing is None or self._placing[0] is not held or self._placing[1] != replicated:
+                self._placing = held, replicated, self._placements.placing(held)
+            placing = self._placing[2]
         except Exception as error:  # the groups of the model were destroyed, say: the step cannot be merged
             placing = _failing(error)
         self._merging.submit(LocalStep(frame, placing))

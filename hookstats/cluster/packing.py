@@ -24,7 +24,7 @@ from hookstats.numbers.fields import (
     histogram_shape,
     in_order,
 )
-from hookstats.numbers.frame import AT_END, Sites, StepFrame, wholes_of
+from hookstats.numbers.frame import AT_END, OF_OPTIMIZER, Sites, StepFrame, wholes_of
 from hookstats.numbers.kinds import kind_of
 from hookstats.numbers.ranks import Spread
 
@@ -36,6 +36,7 @@ SILENT, UNUSED = (
     2,
 )  # in place of a hash; the latter of a gradient that no optimizer has taken: it need not be reduced
 NEVER = 4  # in place of a phase
+_MOST_CALLS = 1023  # that are told apart in a moment
 _OF_STEP = ("time", "grad_scale", "overflowed")  # scalars that every step has
 _FEW = 1 << 13  # numbers of a site that are moved one by one, by index, together with those of other sites
 CALLS, FIRED, SHOWN, FOLDED, SKIPPED, GIVEN_UP = range(6)  # rows of counts
@@ -86,7 +87,8 @@ class Held(NamedTuple):
 
     peers: Mapping[Site, tuple[int, ...]]  # the ranks that are to hold the same, this one among them, where known
     hashes: Counts  # of states; 0: this rank has no such site, SILENT: nothing came
-    phases: Counts  # when they were measured, see StepFrame; NEVER: nothing came
+    phases: Counts  # when in a step they were measured, see StepFrame.readings; NEVER: nothing came
+    moments: Counts  # the same among all steps, and how many tensors it were
 
 
 class First:
@@ -125,15 +127,14 @@ class Packer:
         self.shape = Shape.of(union)
         self.apart = apart
         self._rank = rank
-        self._parts: dict[tuple[Sites, int], _Part] = {}
+        self._part: tuple[Local, _Part] | None = None
         self._wholes: dict[tuple[tuple[int, ...], tuple[Site, ...]], _Whole] = {}
 
     def part(self, frame: StepFrame, local: Local) -> _Part:
         """What this rank has of the steps of these sites. local: of the frame."""
-        key = frame.sites, local.checksum
-        if key not in self._parts:
-            self._parts = {key: _Part(self.union, self.shape, frame.sites, local, self._rank)}
-        return self._parts[key]
+        if self._part is None or self._part[0] is not local:
+            self._part = local, _Part(self.union, self.shape, frame.sites, local, self._rank)
+        return self._part[1]
 
     def nothing(self) -> First:
         """The first round's, of a rank that cannot bring its part."""
@@ -304,14 +305,17 @@ class _Compared:
     def hold(self, frame: StepFrame, learned: Mapping[Site, tuple[int, ...]]) -> Held:
         """learned: of sites of which it was not known, the ranks that have held the same of it so far."""
         peers = self._known | {self._sites[i]: learned[self._sites[i]] for i in self._to if self._sites[i] in learned}
-        held = Held(peers, np.zeros(len(self._sites), np.int64), np.zeros(len(self._sites), np.int64))
+        held = Held(peers, *(np.zeros(len(self._sites), np.int64) for _ in range(3)))
         if self._rows.size:
-            hashes, phases = self._hashes(frame), np.zeros(len(self._rows), np.int64)
-            if frame.phases is not None:
-                phases = frame.phases[self._rows]
+            hashes, readings = self._hashes(frame), np.zeros(len(self._rows), np.int64)
+            if frame.readings is not None:
+                readings = frame.readings[self._rows]
+            phases = readings % 4
             hashes[self._is_reduced & (phases == AT_END) & (hashes != SILENT)] = UNUSED
             held.hashes[self._to] = hashes
             held.phases[self._to] = np.where(hashes == SILENT, NEVER, phases)
+            calls = np.minimum(frame.calls[self._rows], _MOST_CALLS)
+            held.moments[self._to] = (readings // OF_OPTIMIZER * (_MOST_CALLS + 1) + calls) * 4 + phases
         return held
 
     def _hashes(self, frame: StepFrame) -> Counts:

@@ -99,13 +99,23 @@ class Placements:
         self._tell = tell
         self._told: set[str] = set()  # reasons
         self._axes: dict[Any, tuple[Axis, ...] | None] = {}  # by mesh
+        self._replicated = [weakref.ref(each) for each in model.modules() if isinstance(each, DistributedDataParallel)]
         self.group = group
         self.ranks = frozenset(group.ranks)
 
     def placing(self, held: Mapping[Site, LocalShard]) -> Placing:
         """How sites lie in the whole, with the model's parameters as they are now. held: of each site."""
         model = self._model()
-        return _Placing(self, nn.Module() if model is None else model, dict(held))
+        return _Placing(self, nn.Module() if model is None else model, dict(held), self.replicated())
+
+    def replicated(self) -> list[tuple[DistributedDataParallel, bool]]:
+        """The parts of the model that are replicated, and whether what their ranks hold can be compared step by step.
+
+        Not with a communication hook, which may reduce gradients over fewer ranks, and average parameters now and then,
+        after steps in which they were the same. Nor with ``join``, where ranks have unlike numbers of steps.
+        """
+        there = [each for each in (ref() for ref in self._replicated) if each is not None]
+        return [(each, not getattr(each, "_comm_hooks", None) and not _joins(each)) for each in there]
 
     def axes_of(self, mesh: Any) -> tuple[Axis, ...] | None:
         """See `groups.axes_of`."""
@@ -137,7 +147,13 @@ class Placements:
 class _Placing:
     """The sites of a model as it is now."""
 
-    def __init__(self, placements: Placements, model: nn.Module, held: dict[Site, LocalShard]) -> None:
+    def __init__(
+        self,
+        placements: Placements,
+        model: nn.Module,
+        held: dict[Site, LocalShard],
+        replicated: Sequence[tuple[DistributedDataParallel, bool]],
+    ) -> None:
         self._placements = placements
         self._held = held
         # Merging keeps the latest of these for good; a model that nobody else holds is to go all the same.
@@ -147,7 +163,7 @@ class _Placing:
             id(module): placements.ranks.intersection(dist.get_process_group_ranks(outer.process_group))
             for module, outer in flattened(model).items()
         }
-        self._by_ddp = _replicated_modules(model, placements.ranks)
+        self._by_ddp = _replicated_modules(replicated, placements.ranks)
 
     def __call__(self, own: OwnSite) -> Placed:
         held = self._held.get(own.site, LocalShard(None, None))
@@ -301,24 +317,27 @@ class _Placing:
         return list(found.values())
 
 
-def _replicated_modules(model: nn.Module, ranks: frozenset[int]) -> dict[int, tuple[tuple[int, ...], frozenset[str]]]:
+def _replicated_modules(
+    replicated: Sequence[tuple[DistributedDataParallel, bool]], ranks: frozenset[int]
+) -> dict[int, tuple[tuple[int, ...], frozenset[str]]]:
     """By the module's id: the ranks over which DistributedDataParallel replicates it, and parameters that it ignores.
 
-    With a communication hook this rank alone: it may reduce gradients over fewer ranks, and average parameters now and
-    then, after steps in which they were the same.
+    replicated: see `Placements.replicated`; what cannot be compared is this rank's alone.
     """
     found = {}
-    for outer in model.modules():
-        if isinstance(outer, DistributedDataParallel):
-            members = [dist.get_rank()]
-            if not getattr(outer, "_comm_hooks", None):
-                members = dist.get_process_group_ranks(outer.process_group)
-            peers = tuple(sorted(ranks.intersection(members)))
-            ignored: set[str] = set(getattr(outer, "parameters_to_ignore", ()))
-            for path, module in outer.module.named_modules():
-                keys = (name.rpartition(".") for name in ignored)
-                found[id(module)] = peers, frozenset(key for owner, _, key in keys if owner == path)
+    for outer, is_comparable in replicated:
+        members = dist.get_process_group_ranks(outer.process_group) if is_comparable else [dist.get_rank()]
+        peers = tuple(sorted(ranks.intersection(members)))
+        ignored: set[str] = set(getattr(outer, "parameters_to_ignore", ()))
+        for path, module in outer.module.named_modules():
+            keys = (name.rpartition(".") for name in ignored)
+            found[id(module)] = peers, frozenset(key for owner, _, key in keys if owner == path)
     return found
+
+
+def _joins(outer: DistributedDataParallel) -> bool:
+    """Whether it was given to torch.distributed.algorithms.Join, which does not take that back."""
+    return bool(getattr(getattr(outer, "_join_config", None), "enable", False))
 
 
 def _data_parallel_ranks(model: nn.Module) -> list[set[int]]:

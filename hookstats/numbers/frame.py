@@ -37,8 +37,10 @@ from hookstats.numbers.kinds import kind_of
 from hookstats.numbers.ranks import ALONE, Drift, Spread, StepRanks
 from hookstats.numbers.site_stats import SiteStats
 
-# When a parameter was measured: as the step ended, as an optimizer stepped, or when somebody asked for gradients.
+# When a parameter was measured: as the step ended, as an optimizer stepped, or when somebody asked for gradients. It is
+# a reading modulo 4; divided by OF_OPTIMIZER, that is the number of steps that optimizers of the model had begun.
 AT_END, AT_OPTIMIZER, BEFORE_CLIPPING = 1, 2, 3
+OF_OPTIMIZER = 1 << 24
 COUNTERS = 2  # between the moments of a state and its histogram: calls, and when the first of them came, on its device
 _CHUNK = 1 << 16  # channels whose states are put together at once: 5 MB
 _SELECTIONS = 4  # of sites, that are kept
@@ -224,8 +226,9 @@ class StepFrame:
     closed since the measured one before, by their number, ascending; the ids of this one are among the latter.
     ``spread``: over the ranks, over ``sites``. The others are as in Snapshot.
 
-    ``hidden`` ``[n]``: the sites of which nothing is said where they were silent; `visible` is without them. ``phases``
-    ``[n]``: of parameters, AT_END, AT_OPTIMIZER or BEFORE_CLIPPING. Both only until ranks are merged.
+    ``hidden`` ``[n]``: the sites of which nothing is said where they were silent; `visible` is without them.
+    ``readings`` ``[n]``: of a parameter, with which others it was measured, and when (AT_END). Both only until ranks
+    are merged.
     """
 
     sites: Sites
@@ -245,7 +248,7 @@ class StepFrame:
     spread: dict[str, Spread] = field(default_factory=dict)
     drifts: tuple[Drift, ...] = ()
     hidden: Mask | None = None
-    phases: Counts | None = None
+    readings: Counts | None = None
     known_wholes: Array | None = None
     """``wholes``, where they are known without the states."""
 
@@ -402,7 +405,7 @@ class StepFrame:
             scales=self.scales[chosen],
             spread={name: Spread(*(each[chosen] for each in spread)) for name, spread in self.spread.items()},
             hidden=None if self.hidden is None else self.hidden[chosen],
-            phases=None if self.phases is None else self.phases[chosen],
+            readings=None if self.readings is None else self.readings[chosen],
             known_wholes=None if self.known_wholes is None else self.known_wholes[:, chosen],
         )
 

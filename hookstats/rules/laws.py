@@ -182,15 +182,14 @@ def replica_drift(step: Step, memory: Memory) -> list[Finding] | None:
     mesh, or by DistributedDataParallel: then it is critical. Else it is known from three measured steps in which ranks
     changed alike: then it is a warning.
 
-    What else looks like it: parameters that are averaged every so many steps, by design; ranks that do not call
-    ``monitor.step`` as often, as with uneven inputs under DistributedDataParallel.join. What to do: look at what one
-    rank does alone since the step that is named: clipping by a norm of its own, a step of the optimizer that is left
-    out, a gradient that is not reduced, a generator of random numbers with another seed. `check_replicas` compares all
-    bits.
+    What else looks like it: parameters that are averaged every so many steps, by design. What to do: look at
+    what one rank does alone since the step that is named: clipping by a norm of its own, a step of the optimizer that
+    is left out, a gradient that is not reduced, a generator of random numbers with another seed. `check_replicas`
+    compares all bits.
 
     So that a healthy run is silent: it is arithmetic, without a threshold. Not compared is what one rank alone holds,
-    what was measured at another place in the step, and a gradient that no optimizer has taken; a rank that holds what
-    others held one of eight measured steps before or after is at another step.
+    what was measured at another place in the step, and a gradient that no optimizer has taken; ranks that do not call
+    ``monitor.step`` as often are at other steps, and under DistributedDataParallel.join nothing is compared.
     """
     if step.ranks == 1:
         return None

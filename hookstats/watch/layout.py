@@ -60,8 +60,8 @@ class Layout:
     ) -> StepFrame:
         """Return the step that these blocks are of.
 
-        hidden: of each site, whether nothing is said of it where it was silent. readings: of a parameter, with which
-        others it was measured, and when, modulo 4: see StepFrame.phases. given: as the attributes of StepFrame.
+        hidden: of each site, whether nothing is said of it where it was silent. readings, given: as the attributes
+        of StepFrame.
         """
         calls, first = self._read_counters(blocks)
         sites, memory, n = self.sites, list(blocks), len(self.sites)
@@ -78,7 +78,7 @@ class Layout:
             sites.scales(grad_scale),
             grad_scale=grad_scale,
             hidden=np.asarray(hidden, bool),
-            phases=np.asarray(readings, np.int64) % 4,
+            readings=np.asarray(readings, np.int64),
             **given,
         )
 

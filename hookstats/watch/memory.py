@@ -107,7 +107,7 @@ class Entry:
         self.keep_channels = keep_channels
         self.channel_dim: int | None = None  # where its channels are, for people
         self.group_size: int | None = None  # channels that belong together
-        self.reading = 0  # the latest of these, by number
+        self.reading = 0  # the latest of these, see StepFrame.readings
         self.is_container = False  # the output was one, whose tensors have sites of their own
         self.left_out = False  # tensors of it could not be measured
         self.given_up = False

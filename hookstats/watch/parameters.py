@@ -21,7 +21,7 @@ from hookstats.modules.channels import parameter_channels
 from hookstats.modules.selection import Slot
 from hookstats.modules.sharding import is_dtensor, sharding_of
 from hookstats.numbers.fields import Site
-from hookstats.numbers.frame import BEFORE_CLIPPING
+from hookstats.numbers.frame import BEFORE_CLIPPING, OF_OPTIMIZER
 from hookstats.numbers.kinds import is_of_kind, kind_of
 from hookstats.watch.batches import Batches, ByIdentity, Owner, Parameter, part_held, placing
 from hookstats.watch.binding import SiteBinder
@@ -93,7 +93,8 @@ class Parameters:
         self._law = OptimizerLaw(store.flags.on) if LAW in kinds else None
         self._has_samples = not set(kinds).isdisjoint(SAMPLES)
         self._unstepped: dict[Parameter, Sample] = {}  # while a step is closed
-        self._readings = 0
+        self._readings = 0  # of the open step; counted on from a multiple of OF_OPTIMIZER
+        self._is_ours: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
         timed = weakref.WeakMethod(self._timed)
         self.local_gradients = LocalGradients(model, store, binder, self._batches, timed)
 
@@ -148,6 +149,7 @@ class Parameters:
 
         Returns None, or other (args, kwargs) for its step.
         """
+        self._carefully(self._count_step, optimizer)
         if self._between is not None and self._between.is_waiting:
             self._timed(lambda between: between.look(self._among(optimizer)), self._between)
         if not self._store.flags.is_open():
@@ -180,6 +182,13 @@ class Parameters:
         if len(args) > 1:
             return (args[0], measured_closure, *args[2:]), kwargs
         return args, kwargs | {"closure": measured_closure}
+
+    def _count_step(self, optimizer: Optimizer) -> None:
+        """Also of steps that are not measured: ranks that are at different steps are told apart by it."""
+        if optimizer not in self._is_ours:
+            self._is_ours[optimizer] = self._is_of_model(optimizer)
+        if self._is_ours[optimizer]:
+            self._readings += OF_OPTIMIZER - self._readings % OF_OPTIMIZER
 
     def after_optimizer_step(self, optimizer: Optimizer) -> None:
         """Measures by how much the step has changed them, and what the optimizer keeps of them."""
@@ -331,13 +340,13 @@ class Parameters:
         self, owners: list[Owner], found: list[torch.Tensor | None], by_optimizer: bool, before: bool = False
     ) -> None:
         """These have been measured together in the open step, as far as they were found. before: clipping, maybe."""
-        self._readings += 1
+        self._readings += 4
         capturing = is_capturing()
         for (each, kind), tensor in zip(owners, found, strict=True):
             if tensor is None:
                 continue
             if kind not in each.measured:
-                each.entries[kind].reading = 4 * self._readings + (BEFORE_CLIPPING if before else 1 + by_optimizer)
+                each.entries[kind].reading = self._readings + (BEFORE_CLIPPING if before else 1 + by_optimizer)
             each.measured[kind] = by_optimizer
             if capturing:
                 each.captured.add(kind)

@@ -421,7 +421,7 @@ def fails(rank: int, world: int, where: str) -> Any:
             merging.submit(step_of(20, rank)._replace(placing=fault))
         else:
             if rank == 1:
-                part = merging._packers[1]._parts.popitem()[1]
+                part = merging._packers[1]._part[1]
                 part.first = fault  # type: ignore[method-assign]
                 merging._packers[1].part = lambda *args: part  # type: ignore[method-assign]
             submit(merging, [20])
