@@ -120,26 +120,14 @@ def checksums(tensors: Sequence[torch.Tensor]) -> npt.NDArray[np.int64]:
     """64 bits that stand for those of each tensor, wherever it lies, in the order of its elements.
 
     Words of 8 bytes w_i become the sum of fmix64(w_i + (i + 1) * golden), modulo 2^64, where fmix64, the finalizer of
-    MurmurHash3, is one to one: one flipped bit always makes another sum. Read a few words at a time, by torch's
-    operators.
+    MurmurHash3, is one to one: one flipped bit always makes another sum. By torch's operators; one copy a device.
     """
     sums = np.zeros(len(tensors), np.int64)
     for device in {each.device for each in tensors}:
         here = [i for i, each in enumerate(tensors) if each.device == device]
         at_once = _WORDS if device.type == "cpu" else 64 * _WORDS  # what a cache holds; what makes up for a launch
         steps = torch.arange(1, at_once + 1, device=device) * _GOLDEN
-        found = torch.zeros(len(here), dtype=torch.int64, device=device)
-        owners, parts, size = list[int](), list[torch.Tensor](), 0
-        for n, i in enumerate(here):
-            for number, words in enumerate(_words(tensors[i]).split(at_once)):
-                if size + len(words) > at_once:
-                    _add_up(found, owners, parts)
-                    owners, parts, size = [], [], 0
-                owners.append(n)
-                parts.append(words + steps[: len(words)].add(_signed(number * at_once * _GOLDEN)))
-                size += len(words)
-        _add_up(found, owners, parts)
-        sums[here] = found.cpu().numpy()
+        sums[here] = torch.stack([_sum_of(_words(tensors[i]), steps) for i in here]).cpu().numpy()
     return sums
 
 
@@ -156,19 +144,15 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
     return content.view(torch.int64)
 
 
-def _add_up(sums: torch.Tensor, owners: list[int], parts: list[torch.Tensor]) -> None:
-    """Mixes the words and adds them to the sums of those that own them."""
-    if not parts:
-        return
-    words = torch.cat(parts) if len(parts) > 1 else parts[0]
-    for shift, factor in ((33, _signed(0xFF51AFD7ED558CCD)), (33, _signed(0xC4CEB9FE1A85EC53)), (33, 1)):
-        words.bitwise_xor_((words >> shift).bitwise_and_((1 << 64 - shift) - 1)).mul_(factor)
-    if len(parts) == 1:
-        sums[owners[0]] += words.sum()
-        return
-    lengths = torch.tensor([len(each) for each in parts], device=words.device)
-    owner = torch.tensor(owners, device=words.device).repeat_interleave(lengths, output_size=len(words))
-    sums.index_add_(0, owner, words)
+def _sum_of(words: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
+    total = steps.new_zeros(())
+    for number, part in enumerate(words.split(len(steps))):
+        mixed = part + steps[: len(part)]
+        mixed += _signed(number * len(steps) * _GOLDEN)
+        for shift, factor in ((33, _signed(0xFF51AFD7ED558CCD)), (33, _signed(0xC4CEB9FE1A85EC53)), (33, 1)):
+            mixed.bitwise_xor_((mixed >> shift).bitwise_and_((1 << 64 - shift) - 1)).mul_(factor)
+        total += mixed.sum()
+    return total
 
 
 def _signed(bits: int) -> int:

@@ -12,6 +12,8 @@ import ctypes
 import itertools
 import os
 import time
+import weakref
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -29,6 +31,8 @@ Numbers: TypeAlias = NDArray[Any]
 
 FAN = 64
 _POLL, _LONGEST_POLL = 1e-4, 2e-2  # seconds between two looks at a collective
+# By the group of all ranks: how many there are of a name over the same ranks.
+_made: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary()
 _LOOK = 0.5  # seconds until the first look at the store; later ones are farther apart
 
 
@@ -94,9 +98,10 @@ class Exchange:
     """
 
     def __init__(self, name: str, ranks: Sequence[int], timeout: float, fan: int = FAN) -> None:
-        """name: of keys in the store, other than those of all other groups. timeout: of an all-reduce, in seconds.
+        """name: what it is for. timeout: of an all-reduce, in seconds.
 
-        Connects with nobody yet: the first all-reduce does. ValueError where this rank is not one of them.
+        All ranks make those of one name in the same order. Connects with nobody yet: the first all-reduce does.
+        ValueError where this rank is not one of them.
         """
         self.rank: int = c10d.get_rank()
         self.ranks = tuple(sorted(ranks))
@@ -105,7 +110,9 @@ class Exchange:
         self.place = self.ranks.index(self.rank)
         self.timeout = timeout
         self.is_ending = False  # set by another thread: what waits is to raise
-        self._store = c10d.PrefixStore(f"hookstats/{name}/{_name_of(self.ranks)}", default_store())
+        name, made = f"{name}/{_name_of(self.ranks)}", _made.setdefault(c10d.group.WORLD, Counter())
+        self._store = c10d.PrefixStore(f"hookstats/{name}/{made[name]}", default_store())
+        made[name] += 1
         self._fan = fan
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self._local = local if local > 0 and c10d.get_world_size() % local == 0 else 1

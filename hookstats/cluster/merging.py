@@ -13,7 +13,7 @@ import os
 import queue
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -41,7 +41,6 @@ _BEHIND = (
     "rank {} holds in a step what rank {} held some measured steps before or after it: monitor.step() is not called as "
     "often on all ranks (uneven inputs, a batch that was left out), and numbers of different moments are put together"
 )
-_mergings: Counter[tuple[int, ...]] = Counter()  # of the same ranks, so far
 
 
 class LocalStep(NamedTuple):
@@ -76,9 +75,7 @@ class Merging:
         RuntimeError where this torch does not have what is needed.
         """
         self.notes: deque[str] = deque()  # messages for the user about how ranks differ
-        number = _mergings[tuple(sorted(ranks))]
-        self._exchange = Exchange(f"merging/{number}", ranks, timeout, fan)
-        _mergings[self._exchange.ranks] += 1
+        self._exchange = Exchange("merging", ranks, timeout, fan)
         # What only training's thread touches, which makes all public calls.
         self._slots: deque[_Slot] = deque()  # not delivered yet
         self._begun, self._last = 0, -1

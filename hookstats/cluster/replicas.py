@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from torch import nn
 
 from hookstats._warn import WarnOnce
 from hookstats.cluster.contents import Replica, bytes_of, checksums, contents_of
-from hookstats.cluster.drifts import Vote, vote
+from hookstats.cluster.drifts import vote
 from hookstats.cluster.exchange import Exchange, some
 from hookstats.cluster.groups import group_of
 from hookstats.cluster.union import checksum_of as digest_of
@@ -135,12 +136,13 @@ def check_replicas(
     for each in optimizers:
         if not (hasattr(each, "state") and hasattr(each, "param_groups")):
             raise TypeError(f"optimizer: expected an Optimizer or a sequence of them, got {type(each).__name__}")
-    ranks = sorted(group_of(dist.group.WORLD if process_group is None else process_group).ranks)
+    ranks = tuple(sorted(group_of(dist.group.WORLD if process_group is None else process_group).ranks))
     held, skipped, text, failure, found = list[Replica](), dict[str, str](), b"", None, []
     try:
         held, skipped = contents_of(model, optimizers, buffers, gradients)
         sums = checksums([each.local for each in held]).tolist()
-        text = json.dumps([[*each[:-1], checksum] for each, checksum in zip(held, sums, strict=True)]).encode()
+        rows = [[*each[:-1], list(each.local.shape), sum_] for each, sum_ in zip(held, sums, strict=True)]
+        text = json.dumps(rows).encode()
     except Exception as error:  # nobody waits for this rank
         failure = error
     with _exchange_among(ranks) as exchange:
@@ -148,13 +150,20 @@ def check_replicas(
         heads = exchange.gather(np.array([size, digest_of(text), locate]))
         failed = [rank for rank, (told, *_) in zip(ranks, heads, strict=True) if told == _FAILED]
         if not failed and not (heads[:, :2] == heads[0, :2]).all():
-            found = list(_disagreements(ranks, [json.loads(each) for each in exchange.gather_texts(text)]))
-            if heads[:, 2].any():
-                found = _located(exchange, found, {(each.name, each.kind): each.local for each in held})
+            tables = [_table(each) for each in exchange.gather_texts(text)]
+            found = list(_disagreements(ranks, tables))
+            local = {(each.name, each.kind): each.local for each in held}
+            of_values = [i for i, each in enumerate(found) if each.differs == "values"]
+            for i in of_values[:_LOCATED] if heads[:, 2].any() else ():
+                key = found[i].tensor, found[i].kind
+                row = tables[ranks.index(found[i].reference_rank)][key]
+                found[i] = _located(exchange, found[i], row, local.get(key))
     if failure is not None:
         raise failure
     if failed:
-        raise RuntimeError(f"hookstats: expected the tensors of all ranks {ranks}, but these could not tell: {failed}")
+        raise RuntimeError(
+            f"hookstats: expected the tensors of all ranks {list(ranks)}, but these could not tell: {failed}"
+        )
     if skipped:
         listed = ", ".join(f"{name}: {why}" for name, why in list(skipped.items())[:8])
         more = f", and {len(skipped) - 8} more" if len(skipped) > 8 else ""
@@ -162,111 +171,91 @@ def check_replicas(
     return found
 
 
+class _Row(NamedTuple):
+    """What a rank tells of a tensor. Of the same form and piece, ranks hold the same."""
+
+    form: str
+    piece: str
+    shape: list[int]  # of its part
+    checksum: int
+
+
+_Table: TypeAlias = dict[tuple[str, str], _Row]  # by name and kind
+
+
+def _table(text: bytes) -> _Table:
+    return {(name, kind): _Row(*row) for name, kind, *row in json.loads(text)}
+
+
 @contextmanager
-def _exchange_among(ranks: Sequence[int]) -> Iterator[Exchange]:
-    """That of these ranks, kept from call to call. One that has failed is not used again, nor is that of another job.
+def _exchange_among(ranks: tuple[int, ...]) -> Iterator[Exchange]:
+    """That of these ranks, kept from call to call. One that has failed is not used again.
 
     RuntimeError where a rank did not come in time, or is gone.
     """
-    known = _exchanges.get(tuple(ranks))
-    if known is None or known.world() is not dist.group.WORLD:
-        known = _Kept(weakref.ref(dist.group.WORLD), 0, None)
-    number = known.number + (known.exchange is None)
-    exchange = known.exchange or Exchange(f"replicas/{number}", ranks, _TIMEOUT)
-    _exchanges[tuple(ranks)] = known._replace(number=number, exchange=None)
+    kept = _exchanges.setdefault(dist.group.WORLD, {})
+    exchange = kept.pop(ranks, None) or Exchange("replicas", ranks, _TIMEOUT)
     try:
         yield exchange
     except (RuntimeError, TimeoutError) as error:
         expected = f"the ranks {some(ranks)} to come within {_TIMEOUT:g} s"
         raise RuntimeError(f"hookstats: expected {expected}, got: {error}") from error
-    _exchanges[tuple(ranks)] = known._replace(number=number, exchange=exchange)
+    kept[ranks] = exchange
 
 
-class _Kept(NamedTuple):
-    """The exchange among some ranks."""
-
-    world: Any  # a weak reference to the group of all ranks
-    number: int  # one more after each that has failed
-    exchange: Exchange | None  # None while it is used, and when it has failed
+# By the group of all ranks. None of a job that was ended and begun anew is used again.
+_exchanges: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Exchange]] = weakref.WeakKeyDictionary()
 
 
-_exchanges: dict[tuple[int, ...], _Kept] = {}
-
-
-def _disagreements(ranks: Sequence[int], tables: Sequence[Any]) -> Iterator[Disagreement]:
-    """tables: of each rank, what it holds: name, kind, form, piece and checksum. Every rank finds the same."""
-    by_name: dict[tuple[str, str], dict[int, tuple[str, str, int]]] = {}  # of what is held, by place
-    for place, table in enumerate(tables):
-        for name, kind, *row in table:
-            by_name.setdefault((name, kind), {})[place] = tuple(row)
-    for (name, kind), rows in by_name.items():
-
-        def differs(how: str, decided: Vote, of: tuple[str, str] = (name, kind), **fields: Any) -> Disagreement:
-            others = tuple(ranks[place] for place in decided.others)
-            return Disagreement(
-                *of, how, others, ranks[decided.agree[0]], len(decided.agree), decided.majority, **fields
-            )
-
-        forms: dict[int, str | None] = {place: form for place, (form, _, _) in rows.items()}
-        if not kind_of(kind).is_update:  # of an optimizer's state a rank may have nothing: some cut it
-            forms = {place: forms.get(place) for place in range(len(ranks))}
-        decided = vote(forms)
-        if decided is not None:
-            reference = forms[decided.agree[0]]
-            missing = [place for place in decided.others if forms[place] is None or reference is None]
-            for how, places in (
-                ("missing", missing),
-                ("form", [each for each in decided.others if each not in missing]),
-            ):
-                if places:
-                    yield differs(how, decided._replace(others=places), values=(reference, forms[places[0]]))
+def _disagreements(ranks: Sequence[int], tables: Sequence[_Table]) -> Iterator[Disagreement]:
+    """Every rank finds the same."""
+    for name, kind in dict.fromkeys(key for table in tables for key in table):
+        rows = {place: table[name, kind] for place, table in enumerate(tables) if (name, kind) in table}
+        forms = {place: row.form for place, row in rows.items()}
+        # Of an optimizer's state a rank may have nothing: some cut it.
+        everybodys = forms if kind_of(kind).is_update else {place: forms.get(place) for place in range(len(ranks))}
+        compared: list[tuple[str, dict[int, Any]]] = [("form", everybodys)]
         for same in dict.fromkeys(row[:2] for row in rows.values()):
-            decided = vote({place: checksum for place, (*of, checksum) in rows.items() if tuple(of) == same})
-            if decided is not None:
-                yield differs("values", decided)
+            compared.append(("values", {place: row.checksum for place, row in rows.items() if row[:2] == same}))
+        for differs, have in compared:
+            decided = vote(have)
+            if decided is None:
+                continue
+            agree, others, majority = decided
+            missing = [place for place in others if have[place] is None or have[agree[0]] is None]
+            for how, places in (("missing", missing), (differs, [each for each in others if each not in missing])):
+                if places:
+                    values = None if how == "values" else (have[agree[0]], have[places[0]])
+                    those = tuple(ranks[place] for place in places)
+                    yield Disagreement(name, kind, how, those, ranks[agree[0]], len(agree), majority, values=values)
 
 
-def _located(
-    exchange: Exchange, found: list[Disagreement], held: Mapping[tuple[str, str], torch.Tensor]
-) -> list[Disagreement]:
-    """The same; the first of those in values say at which element they begin. held: by this rank."""
-    for i in [i for i, each in enumerate(found) if each.differs == "values"][:_LOCATED]:
-        pair = exchange.ranks.index(found[i].reference_rank), exchange.ranks.index(found[i].ranks[0])
-        local = held[found[i].tensor, found[i].kind] if exchange.place in pair else None
-        at, values, bits = _first_difference(exchange, pair, local)
-        found[i] = replace(found[i], index=at, values=values, bits=bits)
-    return found
+def _located(exchange: Exchange, found: Disagreement, row: _Row, local: torch.Tensor | None) -> Disagreement:
+    """The same, with the first element in which the reference and the first of the others differ, by their places.
 
-
-def _first_difference(
-    exchange: Exchange, pair: tuple[int, int], local: torch.Tensor | None
-) -> tuple[tuple[int, ...], tuple[Any, Any], tuple[str, str]]:
-    """The first element in which the tensors of two ranks differ, by their places: its indices, values, and bits.
-
-    local: what this rank has, if it is one of them. All ranks take part: what the first has is shown to all, a few MB
-    at a time.
+    row: of the reference. local: of this rank, if it has it. All ranks take part: the tensors of both are shown to all,
+    a few MB at a time.
     """
-    content = None if local is None else bytes_of(local).cpu().numpy()
-    size = int(exchange.max(np.array(0 if content is None else len(content))))
+    dtype = getattr(torch, row.form.split()[0])
+    pair, size = (found.reference_rank, found.ranks[0]), math.prod(row.shape) * dtype.itemsize
+    content = bytes_of(local).cpu().numpy() if local is not None and exchange.rank in pair else None
     for begin in range(0, size, _AT_ONCE):
-        shown = np.zeros(min(_AT_ONCE, size - begin), np.uint8)
-        mine = shown if content is None else content[begin : begin + _AT_ONCE]
-        reference = exchange.max(mine if exchange.place == pair[0] else shown)
-        differs = np.flatnonzero(mine != reference) if exchange.place == pair[1] else np.zeros(0, np.int64)
-        first = int(exchange.max(np.array(begin + differs[0] if differs.size else -1)))
-        if first >= 0:
-            break
-    told = b"null"
-    if content is not None and local is not None:
-        element = first // local.itemsize
-        at = [int(i) for i in np.unravel_index(element, tuple(local.shape))]
-        bits = content[element * local.itemsize : (element + 1) * local.itemsize].tobytes()
-        told = json.dumps([at, str(local.dtype), bits.hex()]).encode()
-    texts = exchange.gather_texts(told)
-    (index, dtype, ours), (_, _, theirs) = (json.loads(texts[place]) for place in pair)
-    numbers = [_number(bytes.fromhex(each), getattr(torch, dtype.removeprefix("torch."))) for each in (ours, theirs)]
-    in_hex = [bytes.fromhex(each)[::-1].hex() for each in (ours, theirs)]
-    return tuple(index), (numbers[0], numbers[1]), (in_hex[0], in_hex[1])
+        mine = np.zeros((2, min(_AT_ONCE, size - begin)), np.uint8)
+        if content is not None:
+            mine[pair.index(exchange.rank)] = content[begin : begin + _AT_ONCE]
+        shown = exchange.max(mine)
+        differs = np.flatnonzero(shown[0] != shown[1])
+        if differs.size:
+            element = int(differs[0]) // dtype.itemsize
+            ours, theirs = (each.tobytes() for each in shown.reshape(2, -1, dtype.itemsize)[:, element])
+            at = np.unravel_index(begin // dtype.itemsize + element, row.shape)
+            return replace(
+                found,
+                index=tuple(map(int, at)),
+                values=(_number(ours, dtype), _number(theirs, dtype)),
+                bits=(ours[::-1].hex(), theirs[::-1].hex()),
+            )
+    return found
 
 
 def _number(content: bytes, dtype: torch.dtype) -> Any:
