@@ -20,7 +20,6 @@ from hookstats.numbers.fields import (
     Counts,
     Site,
     Skipped,
-    fold_channels,
     histogram_shape,
     in_order,
 )
@@ -37,9 +36,9 @@ SILENT, UNUSED = (
 )  # in place of a hash; the latter of a gradient that no optimizer has taken: it need not be reduced
 NEVER = 4  # in place of a phase
 _MOST_CALLS = 1023  # that are told apart in a moment
-_OF_STEP = ("time", "grad_scale", "overflowed")  # scalars that every step has
+_OF_STEP = ("time", "overflowed")  # scalars that every step has
 _FEW = 1 << 13  # numbers of a site that are moved one by one, by index, together with those of other sites
-CALLS, FIRED, SHOWN, FOLDED, SKIPPED, GIVEN_UP = range(6)  # rows of counts
+CALLS, FIRED, SHOWN, SKIPPED, GIVEN_UP = range(5)  # rows of counts
 ORDER, SKIPPED_BY = range(2)  # rows of earliest
 COUNT, MEAN, M2, MIN, MAX = (FIELDS.index(name) for name in ("count", "mean", "m2", "min", "max"))
 
@@ -60,7 +59,7 @@ class Shape(NamedTuple):
                 "failed": (1, 1),
                 "moments": (len(_SUMS), channels),  # of the mean, with the count
                 "bins": (1, int(union.bin_begin[-1])),
-                "counts": (6, sites),
+                "counts": (5, sites),
                 "scalars": (2, scalars),  # sum, and number
                 "compared": (3, len(union.compared)),  # halves of hashes, phases; 0 where peers hold the same
             },
@@ -128,7 +127,7 @@ class Packer:
         self.apart = apart
         self._rank = rank
         self._part: tuple[Local, _Part] | None = None
-        self._wholes: dict[tuple[tuple[int, ...], tuple[Site, ...]], _Whole] = {}
+        self._wholes: dict[tuple[Site, ...], _Whole] = {}
 
     def part(self, frame: StepFrame, local: Local) -> _Part:
         """What this rank has of the steps of these sites. local: of the frame."""
@@ -145,14 +144,13 @@ class Packer:
     def unpack(self, first: First, second: Numbers, ranks: Numbers, own: StepFrame) -> StepFrame:
         """The whole. second, ranks: as `_Part.second` has them, of all ranks. own: the same step of this rank."""
         union = self.union
-        folded = tuple(np.flatnonzero(first.sums["counts"][FOLDED, : len(union.rows)]).tolist())
         for site in union.alternatives:
             if first.sums["compared"][:2, union.compared[site]].any():
                 self.apart[site] = None
-        key = folded, tuple(site for site in union.alternatives if site not in self.apart)
-        if key not in self._wholes:
-            self._wholes = {key: _Whole(union, *key)}
-        return self._wholes[key].unpack(first, second, ranks, own)
+        once = tuple(site for site in union.alternatives if site not in self.apart)
+        if once not in self._wholes:
+            self._wholes = {once: _Whole(union, once)}
+        return self._wholes[once].unpack(first, second, ranks, own)
 
 
 class _Part:
@@ -181,7 +179,6 @@ class _Part:
         self._bin_begin = union.bin_begin[self._place] + (first * each if self._per_channel else 0)
         is_fold = is_total & (channels > 1)  # together with the others' totals
         self._folds = np.flatnonzero(is_fold).tolist()
-        self._is_narrow = ~is_total & np.array([row.is_narrow for row in table.rows], bool)
         here = np.flatnonzero(self._counts & ~is_fold)
         to = int(union.channel_begin[-1]), sites.block[here], sites.begin[here], self._begin[here], channels[here]
         self._moments = _Moves(len(FIELDS), *to)
@@ -203,7 +200,6 @@ class _Part:
         self._moments.gather(frame.memory, columns)
         self._histograms.gather(frame.memory, whole_numbers)
         calls, order, place = frame.calls, frame.order, self._place
-        counts[FOLDED, place] = self._is_narrow & self._counts & (calls > 0)
         self._put_folded(columns, whole_numbers, frame)
         bins[...] = whole_numbers
         counts[CALLS, place] = calls * self._leads
@@ -217,8 +213,7 @@ class _Part:
             counts[SKIPPED, i], counts[GIVEN_UP, i] = skipped.times or 0, skipped.times is None
             flat.extremes["earliest"][SKIPPED_BY, i] = -self._rank
         time = frame.time if self._rank == union.ranks[0] else None
-        of_step = (time, frame.grad_scale, frame.overflowed)
-        for i, value in enumerate([*of_step, *(frame.scalars.get(name) for name in union.scalars)]):
+        for i, value in enumerate([time, frame.overflowed, *(frame.scalars.get(name) for name in union.scalars)]):
             if value is not None:
                 flat.sums["scalars"][:, i] = value, 1
                 both = np.array([value, value], np.float64)
@@ -343,18 +338,15 @@ def _mix(words: Counts) -> Counts:
 class _Whole:
     """What has been merged, as steps of the same sites."""
 
-    def __init__(self, union: Union, folded: tuple[int, ...], once: tuple[Site, ...]) -> None:
-        """folded: rows of which some rank had totals alone. once: sites of which the ranks' states are the same."""
+    def __init__(self, union: Union, once: tuple[Site, ...]) -> None:
+        """once: sites of which the ranks' states are the same."""
         self._union = union
-        self._sites = sites = union.whole(folded, once)
+        self._sites = sites = union.whole(once)
         self._kept = kept = union.kept(once)
-        self._folded = [n for n, i in enumerate(kept.tolist()) if i in folded]
-        here = np.flatnonzero(~np.isin(kept, folded))
-        begin, zeros = union.channel_begin, np.zeros(len(here), np.int64)
-        to = zeros, sites.begin[here], begin[kept[here]], sites.channels[here]
-        self._moments = _Moves(len(FIELDS), int(begin[-1]), *to)
+        begin = union.channel_begin
+        self._moments = _Moves(len(FIELDS), int(begin[-1]), sites.block, sites.begin, begin[kept], sites.channels)
         begin = union.bin_begin
-        to = zeros, sites.histogram_begin[here], begin[kept[here]], sites.counters[here]
+        to = sites.histogram_block, sites.histogram_begin, begin[kept], sites.counters
         self._bins = _Moves(1, int(begin[-1]), *to)
 
     def unpack(self, first: First, second: Array, ranks: Counts, own: StepFrame) -> StepFrame:
@@ -363,25 +355,23 @@ class _Whole:
         block = np.zeros(sum(sites.sizes), np.int64)
         self._moments.scatter(columns, [block])
         self._bins.scatter(bins, [block])
-        for n in self._folded:
-            self._put_total(columns, bins, block, n)
         counts = first.sums["counts"].astype(np.int64)[:, self._kept]
         order = -first.extremes["earliest"][ORDER, self._kept]
         has_fired = counts[FIRED] > 0
         fired = np.flatnonzero(has_fired)
-        time, scale, overflowed, *scalars = _means(first)
+        time, overflowed, *scalars = _means(first)
         frame = StepFrame(
             sites,
             [block],
             np.maximum(counts[CALLS], has_fired),
             fired[np.argsort(order[fired], kind="stable")],
-            sites.scales(scale),
+            sites.scales(own.grad_scale),
             own.step,
             own.time if time is None else time,
             {name: value for name, value in zip(union.scalars, scalars, strict=True) if value is not None},
             own.earlier_scalars,
             dict(own.sample_ids),
-            scale,
+            own.grad_scale,
             None if overflowed is None else overflowed > 0,
             self._skipped(first, own),
             hidden=counts[SHOWN] == 0,
@@ -392,16 +382,6 @@ class _Whole:
         if union.spread:
             frame.spread = _spreads(first.extremes["spread"][:, self._kept], ranks[:, self._kept])
         return frame
-
-    def _put_total(self, columns: Array, bins: Counts, block: Counts, n: int) -> None:
-        sites, union, i = self._sites, self._union, int(self._kept[n])
-        begin, end = union.channel_begin[i : i + 2]
-        at = int(sites.begin[n])
-        block[at : at + len(FIELDS)] = fold_channels(columns[:, begin:end]).view(np.int64)
-        if counters := int(sites.counters[n]):
-            begin, end = union.bin_begin[i : i + 2]
-            at = int(sites.histogram_begin[n])
-            block[at : at + counters] = bins[0, begin:end].reshape(-1, counters).sum(0)
 
     def _skipped(self, first: First, own: StepFrame) -> dict[Site, Skipped]:
         result = {}

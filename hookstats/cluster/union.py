@@ -39,6 +39,7 @@ class TableRow(NamedTuple):
     apart_of: str = ""  # the tensor that this is one rank's of, where it is not known whether others hold the same
     group_size: int | None = None
     is_known: bool = True  # of a parameter, whether it is known which ranks hold the same of it
+    has_folded: bool = False  # has measured tensors as totals alone
 
     @property
     def is_narrow(self) -> bool:
@@ -109,15 +110,14 @@ class Table(NamedTuple):
     def to_text(self) -> bytes:
         """JSON, the same for equal tables."""
         bins = None if self.bins is None else bins_to_json(self.bins)
-        rows = [[*row.site, *row[1:]] for row in self.rows]
-        return json.dumps(self._replace(rows=rows, bins=bins), separators=(",", ":")).encode()  # type: ignore[arg-type]
+        return json.dumps((self.rows, bins, *self[2:]), separators=(",", ":")).encode()
 
     @classmethod
     def from_text(cls, text: bytes) -> Table:
         """What `to_text` gave, of a rank of the same job."""
         rows, bins, scalars, unmeasured, *others = json.loads(text)
         return cls(
-            tuple(TableRow(Site(name, tensor), *row) for name, tensor, *row in rows),
+            tuple(TableRow(Site(*site), *row) for site, *row in rows),
             None if bins is None else bins_from_json(bins),
             tuple(scalars),
             tuple(Site(*each) for each in unmeasured),
@@ -148,7 +148,7 @@ class Tables:
     """The tables of a rank's steps: made anew only where something has changed.
 
     A scalar, or a site without state of which something was left out, stays in them when it was there once, and the
-    most ids of samples.
+    most ids of samples, and that a site without channels has measured something.
     """
 
     def __init__(self, budget: int, spread: bool) -> None:
@@ -157,6 +157,7 @@ class Tables:
         self._spread = spread
         self._scalars: dict[str, None] = {}
         self._left_out: dict[Site, None] = {}
+        self._folded: set[Site] = set()
         self._samples = 0
         self._known: dict[Sites, tuple[Placing, tuple[int, int], Local]] = {}
 
@@ -168,7 +169,9 @@ class Tables:
         self._scalars |= dict.fromkeys(frame.scalars)
         self._left_out |= dict.fromkeys(frame.skipped)
         self._samples = max(self._samples, len(frame.sample_ids.get(frame.step, ())))
-        seen = len(self._scalars) + len(self._left_out), self._samples
+        of = frame.sites
+        self._folded.update(of[i] for i in np.flatnonzero((frame.calls > 0) & ~of.keeps & (of.channels == 1)).tolist())
+        seen = len(self._scalars) + len(self._left_out) + len(self._folded), self._samples
         known = self._known.get(frame.sites)
         if known is None or known[:2] != (placing, seen):
             known = self._known[frame.sites] = (placing, seen, self._make(frame.sites, placing))
@@ -190,6 +193,7 @@ class Tables:
                 each.site.tensor if place.site is not None and place.share.peers else "",
                 group_size,
                 bool(place.share.peers) or not each.is_parameter,
+                each.channels == 1 and not each.keep_channels and each.site in self._folded,
             )
             for each, place, counters, group_size in zip(own, placed, of.counters.tolist(), of.group_sizes, strict=True)
         )
@@ -266,10 +270,10 @@ class Union:
             channel_dim=next(iter(dims)) if len(dims) == 1 else None,
             group_size=first.group_size if len(group_sizes) == 1 else None,
         )
-        if len(dims) < 2 and len({row.channels for row in wide}) == 1:
-            return merged
-        self.unlike.append(first.site)
-        return _total(merged, self.bins)
+        is_unlike = len(dims) > 1 or len({row.channels for row in wide}) > 1
+        if is_unlike:
+            self.unlike.append(first.site)
+        return _total(merged, self.bins) if is_unlike or any(row.has_folded for row in rows) else merged
 
     def _fit(self) -> None:
         """Leaves out what would take more than the budget."""
@@ -289,7 +293,7 @@ class Union:
     def bytes(self) -> int:
         """The size of what is merged."""
         states = sum(len(FIELDS) * row.channels + row.counters for row in self.rows)
-        return 8 * (states + (8 + 4 * len(SPREAD) * self.spread) * len(self.sites))
+        return 8 * (states + (7 + 4 * len(SPREAD) * self.spread) * len(self.sites))
 
     @cached_property
     def channel_begin(self) -> Counts:
@@ -320,11 +324,9 @@ class Union:
         lowest, owners = self._owners[row.site]
         return row.owners == owners and (owners != "first" or lowest == rank)
 
-    def whole(self, folded: Sequence[int], once: Sequence[Site]) -> Sites:
-        """The sites of the whole, in one block. folded: rows that are totals in it. once: see `kept`."""
+    def whole(self, once: Sequence[Site]) -> Sites:
+        """The sites of the whole, in one block. once: see `kept`."""
         rows = list(self.rows)
-        for i in folded:
-            rows[i] = _total(rows[i], self.bins)
         for site in once:
             first = self.alternatives[site][0]
             rows[first] = rows[first]._replace(site=site)

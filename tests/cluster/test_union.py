@@ -58,6 +58,7 @@ def test_pieces_are_not_in_the_table_and_everything_else_is() -> None:
         table(row(group_size=2)),
         table(row(owners="first")),
         table(row(owners=0)),
+        table(row(has_folded=True)),
         table(row(), bins=LinearBins(0, 1, 510)),
         table(row(), scalars=("loss",)),
         table(row(), unmeasured=(B,)),
