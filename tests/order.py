@@ -37,7 +37,8 @@ SECONDS = {
 # Files that wait most of that time, for ranks, browsers and clocks. One worker has them, so that the others compute.
 WAITING = {
     "serve/test_pages.py": 60,
-    "cluster/test_merging.py": 30,
+    "cluster/test_lost_ranks.py": 20,
+    "cluster/test_merging.py": 15,
     "records/test_recording.py": 35,
     "report/test_page.py": 20,
     "cluster/test_drifts.py": 10,

@@ -19,6 +19,8 @@ from tests.conftest import compare
 from tests.frames import snapshot_of
 from tests.plain import hearing
 
+TENSORS = ("output", "grad_output", "param", "param_grad")
+MLP = ["0", "1", "2"]
 Parts = dict[tuple[str, str], list[torch.Tensor]]
 
 
@@ -155,3 +157,22 @@ def check_as_one_process(snapshot: hookstats.Snapshot, alone: hookstats.Snapshot
                 np.testing.assert_allclose(
                     getattr(mine, name), getattr(theirs, name), 1e-12, 0, err_msg=f"{site} {name}"
                 )
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 7)).double()
+
+
+def batch(rank: int) -> torch.Tensor:
+    """Means 1000 standard deviations apart from rank to rank."""
+    return torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(rank), dtype=torch.float64) + 1000.0 * rank
+
+
+def trained(monitor: Any, model: nn.Module, x: torch.Tensor, kept: Kept) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    model(x).double().square().mean().backward()
+    kept.parameters()
+    optimizer.step()
+    if monitor is not None:
+        monitor._parameters.measure()

@@ -200,7 +200,7 @@ MUTANTS = [
         "hookstats/cluster/exchange.py",
         "if waited > look:",
         "if waited > 1e9 * look:",
-        "tests/cluster/test_merging.py -k is_killed",
+        "tests/cluster/test_lost_ranks.py -k is_killed",
     ),
     Mutant(
         "what an optimizer steps and what it does not are compared",
