@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from benchmarks.bench_records import sites_of
 from hookstats.cluster.exchange import Exchange
-from hookstats.cluster.merging import LocalStep, Merging
+from hookstats.cluster.merging import Merging
 from hookstats.cluster.union import Tables
 from hookstats.numbers.fields import Bins, ExponentBins
 from hookstats.numbers.frame import Sites, StepFrame
@@ -50,7 +50,7 @@ def merges(rank: int, world: int, bins: Bins | None) -> dict[str, float]:
     submits: list[float] = []
     before = 0.0
     for step in range(ROUNDS + 1):
-        made = LocalStep(step_of(where, step))
+        made = step_of(where, step)
         dist.barrier()
         if step == 1:
             before, moved[0] = time.process_time(), 0

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import nn
 
 from hookstats.cluster.groups import checked_placements, group_of
-from hookstats.cluster.merging import LocalStep, Merging
+from hookstats.cluster.merging import Merging
 from hookstats.cluster.placements import Placements
-from hookstats.cluster.union import OwnSite, Placed, Placing, Tables
+from hookstats.cluster.union import Placing, Tables
 from hookstats.modules.sharding import LocalShard
 from hookstats.numbers.fields import Site
 from hookstats.numbers.frame import StepFrame
@@ -54,10 +54,10 @@ class Joined:
             replicated = self._placements.replicated()
             if self._placing is None or self._placing[0] is not held or self._placing[1] != replicated:
                 self._placing = held, replicated, self._placements.placing(held)
-            placing = self._placing[2]
-        except Exception as error:  # the groups of the model were destroyed, say: the step cannot be merged
-            placing = _failing(error)
-        self._merging.submit(LocalStep(frame, placing))
+        except Exception as error:  # the groups of the model were destroyed, say
+            self._merging.submit(frame, problem=repr(error))
+        else:
+            self._merging.submit(frame, self._placing[2])
 
     def arrived(self) -> list[StepFrame]:
         """What all ranks have together, or this one alone, in the order of their submission; each once."""
@@ -71,12 +71,3 @@ class Joined:
     def close(self) -> None:
         """What is not settled by now is this rank's own."""
         self._arrived += self._merging.close()
-
-
-def _failing(error: Exception) -> Placing:
-    """Raises it where it is met: beside training, which then tells it, and has the step as this rank's own."""
-
-    def placing(own: OwnSite) -> Placed:
-        raise error
-
-    return placing

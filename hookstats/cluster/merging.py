@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
@@ -43,18 +42,13 @@ _BEHIND = (
 )
 
 
-class LocalStep(NamedTuple):
-    """A step of this rank."""
-
-    frame: StepFrame
-    placing: Placing = whole  # as `Tables.local` has it
-
-
 @dataclass
 class _Slot:
     """A step that was submitted, until it is delivered."""
 
-    step: LocalStep
+    frame: StepFrame
+    placing: Placing
+    problem: str  # why it cannot be merged
     begun: int  # how often numbers have begun anew
     merged: StepFrame | None = None
 
@@ -97,13 +91,16 @@ class Merging:
         self._thread.start()
         atexit.register(self._end_thread)
 
-    def submit(self, step: LocalStep) -> None:
-        """Merges a step with those of the same number on other ranks. Takes some microseconds, whatever they do."""
-        number = step.frame.step
+    def submit(self, frame: StepFrame, placing: Placing = whole, problem: str = "") -> None:
+        """Merges a step with those of the same number on other ranks. Takes some microseconds, whatever they do.
+
+        placing: as `Tables.local` has it. problem: why this rank cannot bring its part.
+        """
+        number = frame.step
         self._begun += number <= self._last  # trained anew, on all ranks
         self._last = number
-        slot = _Slot(step, self._begun)
-        size = sum(block.nbytes for block in step.frame.memory)
+        slot = _Slot(frame, placing, problem, self._begun)
+        size = sum(block.nbytes for block in frame.memory)
         self._room = min(max(_FEW, _WAITING_BYTES // max(1, size)), _MANY)
         if self._thread.is_alive():  # it is not in a fork, where it may have held the queue's lock
             if self._queue.qsize() >= self._room:
@@ -177,8 +174,8 @@ class Merging:
         return sum(slot.merged is None for slot in self._slots)
 
     def _leave_alone(self, slot: _Slot) -> None:
-        slot.step.frame.ranks = StepRanks((self._exchange.rank,), len(self._exchange.ranks))
-        slot.merged = slot.step.frame
+        slot.frame.ranks = StepRanks((self._exchange.rank,), len(self._exchange.ranks))
+        slot.merged = slot.frame
 
     # What follows runs in the thread.
 
@@ -195,25 +192,25 @@ class Merging:
 
     def _merge_all(self) -> None:
         while (slot := self._queue.get()) is not None:
-            frame, local, problem = slot.step.frame, None, ""
+            local = None
             try:
-                local = self._tables.local(*slot.step)
+                local = None if slot.problem else self._tables.local(slot.frame, slot.placing)
             except Exception as error:
-                problem = repr(error)
-            merged = self._merged(frame, local, problem) if self._agree(slot, local, problem) else None
-            if merged is None:
+                slot.problem = repr(error)
+            if not self._agree(slot, local) or local is None:
                 self._leave_alone(slot)
-            elif slot.merged is None:
-                slot.merged = merged
+            else:
+                merged = self._merged(slot.frame, local)
+                slot.merged = slot.merged or merged
         self._exchange.max(_announced(_END, None, -1, False))
 
-    def _agree(self, slot: _Slot, local: Local | None, problem: str) -> bool:
+    def _agree(self, slot: _Slot, local: Local | None) -> bool:
         """Whether all ranks are to merge this step. Waits for those that have an older one in hand."""
-        number, scale = slot.step.frame.step, slot.step.frame.grad_scale
+        number, scale = slot.frame.step, slot.frame.grad_scale
         union = -1 if local is None else self._known.get(local.checksum, -1)
         moment = (slot.begun + self._shift) * _BEGUN + number
         while True:
-            mine = _announced(moment, scale, union, bool(problem))
+            mine = _announced(moment, scale, union, bool(slot.problem))
             newest, oldest, high, low, last, first, failed = self._exchange.max(mine).tolist()
             if newest == _END:
                 raise _Over("a rank was detached, or has ended")
@@ -231,7 +228,7 @@ class Merging:
             if newest == -oldest:
                 break
         if failed:
-            self._told.append(("failed", f"step {number}: {problem or 'another rank could not bring its part'}"))
+            self._told.append(("failed", f"step {number}: {slot.problem or 'another rank could not bring its part'}"))
         elif high != -low:
             self._told.append(("scale", f"the grad_scale is not the same on all ranks at step {number}"))
         elif local is not None:
@@ -254,22 +251,11 @@ class Merging:
         self._known[local.checksum] = self._unions
         self._packers[self._unions] = Packer(union, exchange.rank, self._apart)
 
-    def _merged(self, frame: StepFrame, local: Local | None, problem: str) -> StepFrame | None:
-        assert local is not None
+    def _merged(self, frame: StepFrame, local: Local) -> StepFrame:
         exchange, packer = self._exchange, self._packers[self._known[local.checksum]]
-        union, learned, own = packer.union, self._replicas.learned, None
-        try:
-            part = packer.part(frame, local)
-            own = part.first(frame, learned)
-        except Exception as error:  # the others are not to wait for what this rank cannot bring
-            problem = repr(error)
-        mine = packer.nothing() if own is None else own[0]
+        union, part = packer.union, packer.part(frame, local)
+        own = mine, _, held = part.first(frame, self._replicas.learned)
         first = First(packer.shape, *exchange.sum_and_max(mine.all_sums, mine.all_extremes))
-        if first.failed or own is None:
-            problem = problem or "another rank could not bring its part"
-            self._told.append(("failed", f"step {frame.step}: {problem}"))
-            return None
-        held = own[2]
         sums, ranks = part.second(own, first)
         second, before = exchange.sum(sums), len(self._apart)
         merged = packer.unpack(first, second, exchange.max(ranks), frame)

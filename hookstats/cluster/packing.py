@@ -56,7 +56,6 @@ class Shape(NamedTuple):
         spread = 2 * len(SPREAD) * union.spread
         return cls(
             {
-                "failed": (1, 1),
                 "moments": (len(_SUMS), channels),  # of the mean, with the count
                 "bins": (1, int(union.bin_begin[-1])),
                 "counts": (5, sites),
@@ -102,11 +101,6 @@ class First:
         self.extremes = _sections(self.all_extremes, shape.extremes)
 
     @property
-    def failed(self) -> bool:
-        """Whether a rank could not bring its part."""
-        return bool(self.sums["failed"][0, 0])
-
-    @property
     def mean(self) -> Array:
         """``[channels]``, of all ranks. Of equal values it is exactly these."""
         count, total = (self.sums["moments"][_SUMS.index(name)] for name in ("count", "mean"))
@@ -134,12 +128,6 @@ class Packer:
         if self._part is None or self._part[0] is not local:
             self._part = local, _Part(self.union, self.shape, frame.sites, local, self._rank)
         return self._part[1]
-
-    def nothing(self) -> First:
-        """The first round's, of a rank that cannot bring its part."""
-        flat = First(self.shape)
-        flat.sums["failed"][0, 0] = 1
-        return flat
 
     def unpack(self, first: First, second: Numbers, ranks: Numbers, own: StepFrame) -> StepFrame:
         """The whole. second, ranks: as `_Part.second` has them, of all ranks. own: the same step of this rank."""

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from hookstats import Site
-from hookstats.cluster.merging import LocalStep, Merging
+from hookstats.cluster.merging import Merging
 from hookstats.cluster.union import Tables
 from hookstats.numbers.frame import StepFrame
 from tests.cluster.steps import BUDGET, Here, measured
@@ -24,10 +24,10 @@ def merging_of(world: int, timeout: float = 600.0, fan: int = 64, spread: bool =
     return Merging(range(world), Tables(BUDGET, spread), timeout, fan)
 
 
-def step_of(number: int, rank: int, site: Site = A, **fields: Any) -> LocalStep:
+def step_of(number: int, rank: int, site: Site = A, **fields: Any) -> StepFrame:
     """Of one site, whose only value says which rank and step it is."""
     values = torch.full((1, 1), 1000.0 * rank + number, dtype=torch.float64)
-    return LocalStep(measured({site: Here(values)}, step=number, **fields))
+    return measured({site: Here(values)}, step=number, **fields)
 
 
 def submit(merging: Merging, numbers: Iterable[int], **fields: Any) -> list[StepFrame]:

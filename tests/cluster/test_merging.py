@@ -13,7 +13,6 @@ import torch.distributed as dist
 from hookstats import ExponentBins, Site
 from hookstats.cluster import merging as room
 from hookstats.cluster.exchange import Exchange, default_store
-from hookstats.cluster.merging import LocalStep
 from hookstats.numbers.fields import FIELDS, Bins
 from hookstats.numbers.frame import StepFrame
 from tests.cluster.merging import ALL, A, merging_of, ranks_of, submit, train
@@ -40,7 +39,7 @@ def merges_real_steps(rank: int, world: int, fan: int) -> Any:
     merging = merging_of(world, fan=fan, spread=True)
     for step in (0, 1):
         made = measured(sites_of(rank, step), ExponentBins(), step=step, scalars={"loss": float(rank)})
-        merging.submit(LocalStep(made))
+        merging.submit(made)
     done = merging.wait(60)
     merging.close()
     return [(each.ranks.present, each.step, each.scalars, each.memory, list(each.sites)) for each in done]
@@ -70,7 +69,7 @@ def all_reduces(rank: int, world: int) -> list[int]:
         merging, made = merging_of(world), []
         for number in range(2):
             values = {Site(str(i), "output"): Here(torch.full((1, 1), float(i))) for i in range(sites)}
-            made.append(LocalStep(measured(values, step=number)))
+            made.append(measured(values, step=number))
         merging.submit(made[0])
         merging.wait(60)
         called, reduce = [0], Exchange._reduce
@@ -207,7 +206,7 @@ def alternates(rank: int, world: int) -> Any:
         bins: Bins | None = ExponentBins() if whole else None
         made = measured({A: Here(torch.ones(2, 3), keeps=whole)}, bins, step=number)
         made.sites = rows.setdefault(whole, made).sites
-        merging.submit(LocalStep(made))
+        merging.submit(made)
         (done,) = merging.wait(60)
         counts.append((len(done.ranks.present), snapshot_of(done)[A].total.count, texts[0]))
     merging.close()
