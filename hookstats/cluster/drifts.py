@@ -128,12 +128,13 @@ def drifts(union: Union, sites: Sequence[Site], everybodys: Counts) -> tuple[tup
             decided = vote({place: int(everybodys[place, n, 1, 0]) for place in places})
             if decided is None:
                 continue
-            first, ranks = decided.agree[0], tuple(union.ranks[place] for place in decided.others)
-            if all(_are_apart(everybodys[first, n, 1:], everybodys[each, n, 1:]) for each in decided.others):
-                apart = ranks[0], union.ranks[first]
-                continue
-            agree, is_certain = len(decided.agree), bool(everybodys[places, n, 0, 1].all())
-            found.append(Drift(site, ranks, union.ranks[first], agree, decided.majority, is_certain))
+            first, *_ = decided.agree
+            behind = [each for each in decided.others if _are_apart(everybodys[first, n, 1:], everybodys[each, n, 1:])]
+            if behind:
+                apart = union.ranks[behind[0]], union.ranks[first]
+            if ranks := tuple(union.ranks[place] for place in decided.others if place not in behind):
+                agree, is_certain = len(decided.agree), bool(everybodys[places, n, 0, 1].all())
+                found.append(Drift(site, ranks, union.ranks[first], agree, decided.majority, is_certain))
     return tuple(found), apart
 
 

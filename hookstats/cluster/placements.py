@@ -204,25 +204,19 @@ class _Placing:
         return placed if own.is_parameter else self._keep_apart(own, placed, left)
 
     def _place_as_wanted(self, own: OwnSite, wanted: tuple[Placement, ...], channels: int | None) -> Placed:
-        size, offset, counts, leads = channels or 1, 0, True, True
-        apart: list[Axis] = []
-        for axis, placement in reversed(list(zip(self._placements.group.axes, wanted, strict=True))):
+        cuts, others, apart, replicated = list[Axis](), list[Axis](), list[Axis](), list[Axis]()
+        for axis, placement in zip(self._placements.group.axes, wanted, strict=True):
             if placement.is_replicate():
-                counts &= axis.coordinate == 0
-                continue
-            if own.is_parameter:  # parts of one tensor, whichever dimension is cut
-                leads &= axis.coordinate == 0
-            if channels is not None:
-                is_of_channels = self._is_of_channels(own, getattr(placement, "dim", 0))
-                if is_of_channels is None:
-                    apart.append(axis)
-                elif is_of_channels:
-                    offset += axis.coordinate * size
-                    size *= len(axis.ranks)
-                    leads &= axis.coordinate == 0
-        placed = Placed(size, "each", Share(offset, counts, leads))
+                replicated.append(axis)
+            else:
+                of_channels = channels is not None and self._is_of_channels(own, getattr(placement, "dim", 0))
+                (apart if of_channels is None else cuts if of_channels else others).append(axis)
+        size = (channels or 1) * math.prod(len(axis.ranks) for axis in cuts)
+        offset, _ = _cut(size, cuts, [axis.coordinate for axis in cuts])
+        parts = [*cuts, *others, *apart] if own.is_parameter else cuts  # of one tensor
+        share = Share(offset, self._placements.is_lowest(replicated), self._placements.is_lowest(parts))
         why = "placements= counts a dimension from another end than the channels"
-        return self._keep_apart(own, placed, apart, why)
+        return self._keep_apart(own, Placed(size, "each", share), apart, why)
 
     def _is_of_channels(self, own: OwnSite, dim: int) -> bool | None:
         """Whether this is the channels' dimension. None: they are counted from different ends of a tensor."""

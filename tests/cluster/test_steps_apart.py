@@ -42,13 +42,14 @@ def test_a_rank_that_has_closed_more_steps_has_not_drifted_and_is_told_of_once()
 
 
 def closes_fewer_steps(rank: int, world: int) -> dict[str, Any]:
-    """One rank leaves out a batch's `monitor.step`, as behind a `continue`. In the last case it is ill later."""
+    """One rank leaves out a batch's `monitor.step`, as behind a `continue`. In the last cases a rank is ill later."""
     found = {}
     for name, every, who, left_out in (
         ("every step", 1, 1, (4,)),
         ("the first rank, two steps", 1, 0, (4, 5)),
         ("every second step", 2, 1, (5,)),
-        ("ill", 1, 1, (4,)),
+        ("1 is ill", 1, 1, (4,)),
+        ("2 is ill", 1, 1, (4,)),
     ):
         case = ddp(rank, world)
         monitor = hookstats.attach(case.model, every=every, process_group=dist.group.WORLD)
@@ -56,7 +57,7 @@ def closes_fewer_steps(rank: int, world: int) -> dict[str, Any]:
         with hearing() as told:
             for step in range(2 * STEPS):
                 case.train(step)
-                if name == "ill" and rank == 1 and step == STEPS:
+                if name == f"{rank} is ill" and step == STEPS:
                     case.model.module.up.weight.data[0, 0] += 1e-3
                 if rank != who or step not in left_out:
                     snapshots.append(monitor.step())
@@ -69,12 +70,13 @@ def closes_fewer_steps(rank: int, world: int) -> dict[str, Any]:
 
 def test_a_rank_that_leaves_out_a_step_has_not_drifted_and_one_that_is_ill_as_well_has() -> None:
     for found in ranks.run(closes_fewer_steps, 3):
-        drifts, told = found.pop("ill")
-        assert len(told) == 1
-        (first, *_) = (each for each in drifts if each)
-        assert drifts.index(first) >= STEPS - 1
-        assert {each.ranks for each in first} == {(1,)}
-        assert "up.weight" in {each.site.name for each in first}
+        for ill in (1, 2):
+            drifts, told = found.pop(f"{ill} is ill")
+            assert len(told) == 1
+            (first, *_) = (each for each in drifts if each)
+            assert drifts.index(first) >= STEPS - 1
+            assert {each.ranks for each in first} == {(ill,)}
+            assert "up.weight" in {each.site.name for each in first}
         for drifts, told in found.values():
             assert len(drifts) >= STEPS - 1
             assert not any(drifts)
