@@ -13,7 +13,7 @@ ASKED := $(TORCH) HOOKSTATS_CUDA=$(HOOKSTATS_CUDA) TORCH_CUDA_ARCH_LIST=$(TORCH_
 .PHONY: demo test quick compat lint format bench gpu gpu-first gpu-bench gpu-prebuilt clean FORCE
 
 demo: .venv/.demo       ## trains a small CNN on handwritten digits, every layer watched
-	$(PY) -m hookstats.demo
+	$(PY) examples/digits.py
 
 .PHONY: report-example
 report-example: .venv/.demo  ## a small GPT with two illnesses that were put in, and the report of its run

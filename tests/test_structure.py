@@ -60,7 +60,6 @@ MAY_IMPORT: dict[str, set[str]] = {
         "sinks",
     }
     | {"attaching", "tools", "watch"},
-    "demo": {"__init__"},
     "integrations": {"__init__"},
     "terminal": {"numbers", "records", "rules"},
     "serve": {"numbers", "records", "report", "rules", "terminal"},

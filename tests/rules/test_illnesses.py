@@ -227,7 +227,7 @@ def test_a_stream_that_grows_from_block_to_block_is_found() -> None:
 
 
 def test_the_digits_cnn_is_healthy() -> None:
-    demo = pytest.importorskip("hookstats.demo")
+    demo = pytest.importorskip("examples.digits")
     images, labels, *_ = demo.digits(torch.device("cpu"))
     model = demo.cnn()
     loss_of = OnDigits(model, shape=(1, 8, 8))

@@ -170,8 +170,8 @@ def picture(snapshots: list[Snapshot], path: Path) -> None:
 
 
 def main() -> None:
-    """Runs the demo."""
-    parser = argparse.ArgumentParser(prog="python -m hookstats.demo", description=__doc__.splitlines()[0])
+    """Train, and print and draw what happened."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=40)
     parser.add_argument("--output", type=Path, default=Path("demo_output"), help="folder for the picture")
     arguments = parser.parse_args()
