@@ -1,0 +1,279 @@
+"""What hooks measure now, in Python: which monitors are open, for whom, which rows count, and the time that it takes.
+
+It does what now.h and times.h of csrc do for a torch that no glue fits, see _hook.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from hookstats._operators import MadeOn, Operators, backward_is_running
+
+_Found = TypeVar("_Found")
+_THREAD = "hookstats.thread"  # where the identity of a thread that ignores rows is left for those of its backward
+_ops: Operators  # of `load`
+
+
+def load(ops: Operators) -> None:
+    """Use these operators, which know in which CUDA graph a stream captures."""
+    global _ops
+    _ops = ops
+
+
+def name_thread(ident: int) -> None:
+    """For the threads of this one's backward."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(ident))  # torch 2.11 takes a reference that it was not given
+    torch._C._stash_obj_in_tls(_THREAD, ident)
+
+
+def _here(found: Callable[[int], _Found | None]) -> _Found | None:
+    """What is found for this thread, or, in a backward, for the one that called it."""
+    own = found(threading.get_ident())
+    if own is not None or not backward_is_running():
+        return own
+    return found(torch._C._get_obj_in_tls(_THREAD)) if torch._C._is_key_in_tls(_THREAD) else None
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+class Times:
+    """The host's time that hookstats itself takes of a step."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self._host_ns = 0
+        self._lock = threading.Lock()
+
+    @property
+    def host_us(self) -> float:
+        return self._host_ns / 1e3
+
+    def span(self, calls: int = 0) -> Span:
+        return Span(self, calls)
+
+
+class Span:
+    """Counts its own life; inside another span of the thread, that is already counted."""
+
+    _depths = threading.local()
+
+    def __init__(self, times: Times, calls: int) -> None:
+        self._times, self._calls = times, calls
+
+    def __enter__(self) -> None:
+        self._depth = getattr(self._depths, "value", 0)
+        self._depths.value = self._depth + 1
+        self._begin = time.perf_counter_ns()
+
+    def __exit__(self, *error: object) -> None:
+        took = time.perf_counter_ns() - self._begin
+        self._depths.value = self._depth
+        if self._depth == 0:
+            with self._times._lock:
+                self._times._host_ns += took
+                self._times.calls += self._calls
+
+
+class Rows(NamedTuple):
+    """What counts of the tensors that a mask is about: csrc/ops.h."""
+
+    row_index: torch.Tensor
+    kept: torch.Tensor
+    made: MadeOn | None = None  # None: who launches has seen to it
+
+    def used_here(self) -> None:
+        if self.made is not None:
+            self.made.used_here(self[:2])
+
+
+def _written(rows: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[Rows]:
+    """Rows that were just written on the current streams."""
+    found = []
+    for row_index, kept in rows:
+        made = MadeOn(_ops, row_index.device)
+        made.written()
+        found.append(Rows(row_index, kept, made))
+    return found
+
+
+class Counted:
+    """What counts of the tensors that a thread measures, where it has rows ignored: for each device."""
+
+    def __init__(self, thread: int) -> None:
+        self.thread = thread
+        self.rows: list[Rows] = []
+        self.met = 0, 0  # tensors that met these rows: those that they are about, and others
+
+    def set_rows(self, rows: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self.rows = _written(rows)
+
+    def on(self, device: torch.device) -> Rows | None:
+        return next((rows for rows in self.rows if rows.row_index.device == device), None)
+
+    def note(self, concerned: bool) -> None:
+        self.met = self.met[0] + concerned, self.met[1] + (not concerned)
+
+
+class Enabled:
+    """What all hooks of a monitor share: whether and what they measure."""
+
+    def __init__(self, open: torch.Tensor) -> None:
+        """open: one int32 on the CPU, zero while nothing is to be measured."""
+        if open.device.type != "cpu" or open.dtype != torch.int32 or open.numel() != 1:
+            raise TypeError(
+                "Enabled: expected one int32 on the CPU that says whether anything is measured, got "
+                f"{open.dtype} {list(open.shape)} on {open.device}"
+            )
+        self.open = open
+        self.is_open = ctypes.c_int32.from_address(open.data_ptr())
+        self.is_paused = False
+        self.times: Times | None = None
+        self._root: weakref.ref[torch.nn.Module] | None = None
+        self._counted: Sequence[Counted] = ()
+
+    def decide_by(self, root: torch.nn.Module | None) -> None:
+        """Its `training` decides; None: nothing does."""
+        self._root = None if root is None else weakref.ref(root)
+
+    def count(self, all: Sequence[Counted]) -> None:
+        """Of all threads; the innermost last."""
+        self._counted = tuple(all)
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether a forward that runs now is evaluation, which is not measured."""
+        root = None if self._root is None else self._root()
+        return root is not None and vars(root).get("training") is False
+
+    def counts_now(self) -> bool:
+        """Whether a forward that runs now counts. A recomputation belongs to a forward that did."""
+        return not self.leaves_out or backward_is_running()
+
+    def is_open_here(self) -> bool:
+        """What a CUDA graph captures is in every step: in each replay the flag on the device decides."""
+        return bool(self.is_open.value) or (not self.is_paused and _is_capturing())
+
+    def counted_here(self) -> Counted | None:
+        """The innermost of this thread; in a backward that another thread called, of that one. None: all counts."""
+        if not self._counted:
+            return None
+        return _here(lambda thread: next((each for each in self._counted[::-1] if each.thread == thread), None))
+
+    def span(self, calls: int = 0) -> Any:
+        times = self.times  # another thread may close the step
+        return nullcontext() if times is None else times.span(calls)
+
+
+def _as_in_c(get: Callable[[Any], Any]) -> Any:
+    """A property that dynamo does not look into: it guards what is returned, as of one that is C."""
+    opaque = ctypes.pythonapi.PyInstanceMethod_New
+    opaque.restype, opaque.argtypes = ctypes.py_object, [ctypes.py_object]
+    return property(opaque(get))
+
+
+class _AllRows(NamedTuple):
+    """Never changed, as answers hold it. By monitor: for graphs, and with the streams on which they were written."""
+
+    told: dict[str, tuple[tuple[torch.Tensor, torch.Tensor], ...]]
+    made: dict[str, list[Rows]]
+
+
+class _Answer(NamedTuple):
+    thread: int
+    node: int  # the number of the next node of the graph when it was given
+    measured: bool
+    left_out: tuple[Enabled, ...]
+    rows: _AllRows
+
+    def is_like(self, other: _Answer) -> bool:
+        return self[2:4] == other[2:4] and self.rows is other.rows
+
+
+class Now:
+    """What compiled graphs look at before they run, in guards: csrc/now.h.
+
+    A node of the graph does not tell Python its thread: where a thread has given no answer, that of any counts.
+    """
+
+    def __init__(self) -> None:
+        self._monitors: list[tuple[Enabled, bool]] = []
+        self._rows: dict[int, _AllRows] = {}  # by thread
+        self._none = _AllRows({}, {})
+        self._answers: deque[_Answer] = deque(maxlen=32)
+
+    def add(self, enabled: Enabled, always: bool) -> Part:
+        self._monitors.append((enabled, always))
+        return Part(self, enabled)
+
+    def remove(self, enabled: Enabled) -> None:
+        self._monitors = [each for each in self._monitors if each[0] is not enabled]
+        if not self._monitors:
+            self._answers.clear()
+
+    def set_rows(self, thread: int, monitor: str, rows: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """The rows that count of what a thread measures for a monitor, just written; none: all."""
+        before = self._rows.pop(thread, self._none)
+        told, made = before.told | {monitor: ()}, before.made | {monitor: []}
+        del told[monitor], made[monitor]
+        if rows:
+            told[monitor], made[monitor] = tuple(rows), _written(rows)
+        if told:
+            self._rows[thread] = _AllRows(told, made)
+
+    monitors = property(lambda self: len(self._monitors))
+    measured = _as_in_c(lambda self: self._answer().measured)
+
+    @_as_in_c
+    def rows(self) -> dict[str, tuple[tuple[torch.Tensor, torch.Tensor], ...]]:
+        """By monitor. Whoever asks goes on to use them on the current stream."""
+        all = self._answer().rows
+        for made in all.made.values():
+            for each in made:
+                each.used_here()
+        return all.told
+
+    def leaves_out(self, enabled: Enabled) -> bool:
+        return any(each is enabled for each in self._answer().left_out)
+
+    def _answer(self) -> _Answer:
+        node = torch._C._current_autograd_node() if backward_is_running() else None
+        thread = threading.get_ident()
+        if node is not None:
+            # A reentrant checkpoint's node comes just before what its forward asks.
+            given = [each for each in reversed(self._answers) if each.node <= node._sequence_nr() + 1]
+            for each in [*(each for each in given if each.thread == thread), *given]:
+                return each
+        counting = [each for each, always in self._monitors if always or each.is_open.value]
+        left_out = tuple(each for each in counting if each.leaves_out)
+        measured = len(left_out) < len(counting)
+        rows = self._rows.get(thread, self._none) if measured else self._none
+        now = _Answer(thread, torch._C._autograd._get_sequence_nr(), measured, left_out if measured else (), rows)
+        if node is None:
+            before = next((each for each in reversed(self._answers) if each.thread == thread), None)
+            if before is not None and before.is_like(now):
+                return before
+            self._answers.append(now)
+        return now
+
+
+class Part:
+    """One monitor's part of it, as an object of its own, because guards look at attributes."""
+
+    def __init__(self, now: Now, enabled: Enabled) -> None:
+        self._now, self._enabled = now, enabled
+
+    left_out = _as_in_c(lambda self: self._now.leaves_out(self._enabled))
+
+    def remove(self) -> None:
+        self._now.remove(self._enabled)
