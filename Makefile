@@ -82,11 +82,12 @@ release-check: .venv/.dev .venv/.release
 	$(PY) -m pip wheel -q --no-deps --no-build-isolation --wheel-dir build/from-sdist dist/hookstats-*.tar.gz
 	$(PY) -m twine check --strict dist/*
 
-lint: .venv/.dev        ## ruff, mypy --strict, clang-format
+lint: .venv/.dev        ## ruff, mypy --strict, clang-format; prints the lines of each room
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu' | xargs .venv/bin/clang-format --dry-run --Werror
+	$(PY) -m tests.rooms
 
 format: .venv/.dev
 	$(PY) -m ruff check --fix .

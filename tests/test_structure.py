@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import subprocess
 import sys
@@ -16,8 +15,8 @@ from hookstats import _native
 from tests import order
 from tests.conftest import DTYPES, ROOT
 from tests.mutations import csrc, misplaced, rooms
+from tests.rooms import FILES, PACKAGE, floors, imports, inner, needed, room_of
 
-PACKAGE = ROOT / "hookstats"
 # Each room, and the rooms that it may import: downwards only. A room is a folder, or a file beside the folders.
 MAY_IMPORT: dict[str, set[str]] = {
     "numbers": set(),
@@ -85,39 +84,6 @@ WITHOUT_TORCH = {
 }
 
 
-def name_of(path: Path) -> str:
-    """The module's name behind "hookstats."; of a package, the package's."""
-    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
-
-
-def room_of(name: str) -> str:
-    return name.split(".")[0]
-
-
-FILES = {name_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
-
-
-def imports(path: Path) -> set[str]:
-    """Modules that a file imports, at any depth, also by name."""
-    known = {f"hookstats.{name}" for name in [*FILES, "_C"]}
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            submodules = {f"{node.module}.{alias.name}" for alias in node.names} & known
-            found |= submodules or {node.module}
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "import_module":
-            found |= {each.value for each in node.args if isinstance(each, ast.Constant)}
-    return found
-
-
-def inner(path: Path) -> set[str]:
-    """Those of hookstats, without its name; "__init__" where public names are imported."""
-    names = {"hookstats.__init__" if name == "hookstats" else name for name in imports(path)}
-    return {name.removeprefix("hookstats.") for name in names if name.startswith("hookstats.")}
-
-
 def test_rooms_import_downwards_only() -> None:
     assert {room_of(name) for name in FILES} == set(MAY_IMPORT)
     for name, path in FILES.items():
@@ -133,6 +99,12 @@ def test_no_files_import_each_other_in_a_circle() -> None:
         free = {name for name, needed in waiting.items() if not needed & set(waiting)}
         assert free, f"a circle among {sorted(waiting)}"
         waiting = {name: needed for name, needed in waiting.items() if name not in free}
+
+
+def test_no_rooms_import_each_other_in_a_circle() -> None:
+    assert min(floors(needed()).values()) == 0
+    with pytest.raises(ValueError, match="expected no circle, got one among a, b"):
+        floors({"a": {"b"}, "b": {"a"}, "c": set()})
 
 
 def test_one_file_names_torch_ops_and_one_the_extension() -> None:
