@@ -1,4 +1,4 @@
-"""The rooms of the package, as their imports have them; `python -m tests.rooms` prints how large each is: `make lint`."""
+"""The rooms of the package, as their imports have them. `python -m tests.rooms` prints how large each is."""
 
 from __future__ import annotations
 
