@@ -82,21 +82,30 @@ def test_a_part_that_hangs_crashes_or_is_wrong_ends_no_other_one(
     monkeypatch.setenv("FAILING", "gpu_figures step")
     monkeypatch.setenv("CRASHING", "gpu_figures where")
     monkeypatch.setenv("HANGING", "gpu_figures floor")
-    of_call = gpu.figures
-    limit = {"floor": 10.0}
-    monkeypatch.setattr(gpu, "figures", lambda session, part, most: of_call(session, part, limit.get(part, most)))
+    child = machine / "ran.child"
+
+    class ImpatientPopen(subprocess.Popen[bytes]):
+        """Of the part that hangs, the time is over as soon as it does."""
+
+        def wait(self, timeout: float | None = None) -> int:
+            if timeout is not None and "floor" in self.args:  # type: ignore[operator]
+                until(lambda: child.exists() and child.read_text().endswith("\n"))
+                raise subprocess.TimeoutExpired(self.args, timeout)
+            return super().wait(timeout)
+
+    monkeypatch.setattr(gpu.subprocess, "Popen", ImpatientPopen)
     assert gpu.main("first") == 1
     found = record(machine / "out")
     status = {part["name"]: part["status"] for part in found["parts"]}
     assert {name: each for name, each in status.items() if each != 0} == {
         "step": 3,
         "where": -6,
-        "floor": "stopped after 10 s",
+        "floor": "stopped after 0 s",
     }
     assert list(status) == ["load", *FIRST]
     assert sorted(figure["name"] for figure in found["figures"]) == ["closing", "floor", "step", "where"]
     assert next(part for part in found["parts"] if part["name"] == "step")["said"] == ["went wrong"]
-    until(lambda: has_ended(int((machine / "ran.child").read_text())))
+    until(lambda: has_ended(int(child.read_text())))
 
 
 def test_every_part_of_the_figures_is_in_one_of_the_calls(machine: Path) -> None:
@@ -169,6 +178,15 @@ def test_the_glue_asks_for_nothing_that_only_a_torch_with_cuda_has() -> None:
     assert not any("cuda" in line for line in needed)
 
 
+def beside_little(folder: Path) -> dict[str, str]:
+    """The environment of a pytest whose workers need not import torch: what outcomes.py asks of it is in the folder."""
+    (folder / "torch.py").write_text("class cuda:\n    is_initialized = staticmethod(lambda: False)\n")
+    paths = os.pathsep.join([str(folder), str(ROOT)])
+    environment = os.environ | {"OUTCOMES": str(folder / "lines"), "PYTHONPATH": paths}
+    environment.pop("PYTEST_XDIST_WORKER", None)
+    return environment
+
+
 def test_a_worker_whose_gpu_failed_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "test_some.py").write_text(
         "import os, torch\n"
@@ -180,9 +198,7 @@ def test_a_worker_whose_gpu_failed_is_replaced(tmp_path: Path) -> None:
         "def test_3(): pass\n"
     )
     command = [sys.executable, "-m", "pytest", "-q", "-p", "benchmarks.outcomes", "-p", "no:cacheprovider", "-n", "1"]
-    environment = os.environ | {"OUTCOMES": str(tmp_path / "lines"), "PYTHONPATH": str(ROOT)}
-    environment.pop("PYTEST_XDIST_WORKER", None)
-    subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True)
+    subprocess.run(command, cwd=tmp_path, env=beside_little(tmp_path), capture_output=True)
     found = gpu.summary([json.loads(line) for line in (tmp_path / "lines").read_text().splitlines()])["tests"]
     assert (found["passed"], found["failed"], found["without_outcome"]) == (2, 1, [])
 
@@ -224,10 +240,8 @@ def test_the_outcome_of_each_test_is_written_when_it_is_known(tmp_path: Path, pr
     lines = tmp_path / "lines"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "benchmarks.outcomes", "-p", "no:cacheprovider", *processes]
     command += ["--continue-on-collection-errors"]
-    environment = os.environ | {"OUTCOMES": str(lines), "PYTHONPATH": str(ROOT)}
-    environment.pop("PYTEST_XDIST_WORKER", None)
     running = subprocess.Popen(
-        command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL, start_new_session=True
+        command, cwd=tmp_path, env=beside_little(tmp_path), stdout=subprocess.DEVNULL, start_new_session=True
     )
     try:
         until((tmp_path / "hangs").exists)

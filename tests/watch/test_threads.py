@@ -155,7 +155,8 @@ def test_optimizers_of_other_threads_do_not_look_like_outer_ones() -> None:
 
 def test_closing_a_step_under_a_dispatch_mode_waits_for_no_thread_that_waits_for_it() -> None:
     code = """
-import threading, torch, hookstats
+import sys, threading, torch, hookstats
+sys.setswitchinterval(1e-5)  # so that it meets the thread often, and waits for it no longer
 from torch.utils.flop_counter import FlopCounterMode
 model = torch.nn.Linear(4, 4096).requires_grad_(False)
 mon = hookstats.attach(model, every=1, tensors="output", channels=hookstats.Channels(every=2))
