@@ -6,12 +6,12 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Iterator
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
 import torch
 
 import hookstats
@@ -19,19 +19,63 @@ from tests.conftest import ROOT
 
 PACKAGE = Path(hookstats.__file__).parent  # an installed one, too
 GLUE = f"torch{'_'.join(torch.__version__.split('.')[:2])}"
+# Runs each program in a process of its own, which has imported nothing but torch.
+FORKING = """
+import json, os, sys, tempfile, warnings
+import torch._dynamo.backends.debugging, torch._dynamo.compiled_autograd, torch._functorch.aot_autograd
+for line in sys.stdin:
+    code, folder, glue, warnings_are_errors = json.loads(line)
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        child = os.fork()
+        if not child:
+            os.dup2(out.fileno(), 1)
+            os.dup2(err.fileno(), 2)
+            status = 1
+            try:
+                sys.path.insert(0, folder)
+                os.environ["HOOKSTATS_GLUE"] = glue
+                if warnings_are_errors:
+                    warnings.simplefilter("error", UserWarning)
+                exec(compile(code, "program", "exec"), {"__name__": "__main__"})
+                status = 0
+            except BaseException:
+                sys.excepthook(*sys.exc_info())
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        out.seek(0)
+        err.seek(0)
+        print(json.dumps([status, out.read(), err.read()]), flush=True)
+"""
 
 
-def python(*words: str, package: Path = ROOT, sent: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
-    before = {name: value for name, value in os.environ.items() if name != "HOOKSTATS_GLUE"}
-    path = os.pathsep.join([str(package), str(ROOT)])
-    return subprocess.run(
-        [sys.executable, *words],
-        input=sent,
-        capture_output=True,
-        text=True,
-        cwd=package,
-        env=before | {"PYTHONPATH": path} | environment,
-    )
+class Ended(NamedTuple):
+    status: int
+    out: str
+    err: str
+
+
+Run = Callable[..., Ended]
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Run]:
+    """Runs a program with the hookstats of a folder, by default the one of these tests."""
+    command = [sys.executable, "-c", FORKING]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment
+    ) as forking:
+        assert forking.stdin is not None
+        assert forking.stdout is not None
+        asked, answers = forking.stdin, forking.stdout
+
+        def run(code: str, folder: Path = PACKAGE.parent, glue: str = "", warnings_are_errors: bool = False) -> Ended:
+            print(json.dumps([code, str(folder), glue, warnings_are_errors]), file=asked, flush=True)
+            return Ended(*json.loads(answers.readline()))
+
+        yield run
 
 
 def other_package(folder: Path) -> Path:
@@ -48,39 +92,36 @@ def other_package(folder: Path) -> Path:
 MEASURE = "import hookstats, torch; print(hookstats.measure(torch.tensor([3.0, 4.0])).total.l2_norm)"
 
 
-def test_a_torch_that_no_glue_is_for_is_measured_beside_and_told_in_one_line(tmp_path: Path) -> None:
+def test_a_torch_that_no_glue_is_for_is_measured_beside_and_told_in_one_line(run: Run, tmp_path: Path) -> None:
     package = other_package(tmp_path)
     (package / "_glue" / GLUE).rename(package / "_glue" / "torch2_1")
     (package / "_glue" / "torch2_1" / f"_C{EXTENSION_SUFFIXES[0]}").touch()
-    done = python("-c", MEASURE, package=tmp_path)
-    assert done.stdout == "5.0\n", done.stderr
-    (told,) = [line for line in done.stderr.splitlines() if "hookstats: " in line]
+    done = run(MEASURE, tmp_path)
+    assert done.out == "5.0\n", done.err
+    (told,) = [line for line in done.err.splitlines() if "hookstats: " in line]
     assert f"there is none for torch {torch.__version__} and Python 3." in told
     assert "but for torch 2.1. hookstats measures without, which is slower" in told
     assert "--no-build-isolation --force-reinstall" in told
-    doctor = python("-m", "hookstats", "doctor", package=tmp_path)
-    assert doctor.returncode == 1
-    assert "slower" in doctor.stdout
 
 
-def test_glue_that_does_not_load_is_told_with_its_reason(tmp_path: Path) -> None:
+def test_glue_that_does_not_load_is_told_with_its_reason(run: Run, tmp_path: Path) -> None:
     package = other_package(tmp_path)
     (package / "_glue" / GLUE / f"_C{EXTENSION_SUFFIXES[0]}").write_bytes(b"no library")
-    done = python("-c", MEASURE, package=tmp_path)
-    assert done.stdout == "5.0\n", done.stderr
-    assert "that does not load (" in done.stderr
-    assert "invalid ELF header" in done.stderr or "file too short" in done.stderr
+    done = run(MEASURE, tmp_path)
+    assert done.out == "5.0\n", done.err
+    assert "that does not load (" in done.err
+    assert "invalid ELF header" in done.err or "file too short" in done.err
 
 
-def test_warnings_as_errors_do_not_keep_it_from_being_imported(tmp_path: Path) -> None:
+def test_warnings_as_errors_do_not_keep_it_from_being_imported(run: Run, tmp_path: Path) -> None:
     other_package(tmp_path)
-    done = python("-W", "error::UserWarning", "-c", MEASURE, package=tmp_path)
-    assert done.stdout == "5.0\n", done.stderr
+    done = run(MEASURE, tmp_path, warnings_are_errors=True)
+    assert done.out == "5.0\n", done.err
 
 
-def test_another_word_than_none_is_refused() -> None:
-    done = python("-c", MEASURE, HOOKSTATS_GLUE="2.13")
-    assert "HOOKSTATS_GLUE: expected none, or that it is not set, got '2.13'" in done.stderr.splitlines()[-1]
+def test_another_word_than_none_is_refused(run: Run) -> None:
+    done = run(MEASURE, glue="2.13")
+    assert "HOOKSTATS_GLUE: expected none, or that it is not set, got '2.13'" in done.err.splitlines()[-1]
 
 
 TRAINING = """
@@ -180,96 +221,35 @@ print({{str(site): (each.reason, each.times) for site, each in monitor.skipped.i
 """
 
 
-PROGRAMS = {
-    "training": TRAINING,
-    "compiled": COMPILED,
-    "backward": BACKWARD,
-    "own": OWN,
-    "failing": FAILING.format(strict=False),
-    "failing under strict": FAILING.format(strict=True),
-}
-# Each in a process that has imported nothing but what all of them import.
-FORKING = """
-import json, os, sys, tempfile
-import torch._dynamo
-import hookstats.attaching
-ended = {}
-for name, code in json.load(sys.stdin).items():
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        child = os.fork()
-        if not child:
-            os.dup2(out.fileno(), 1)
-            os.dup2(err.fileno(), 2)
-            status = 1
-            try:
-                exec(compile(code, name, "exec"), {"__name__": "__main__"})
-                status = 0
-            except BaseException:
-                sys.excepthook(*sys.exc_info())
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(status)
-        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        out.seek(0)
-        err.seek(0)
-        ended[name] = status, out.read(), err.read()
-print(json.dumps(ended))
-"""
-
-
-class Ended(NamedTuple):
-    status: int
-    out: str
-    err: str
-
-
-def all_ended(programs: dict[str, str], **environment: str) -> dict[str, Ended]:
-    done = python("-c", FORKING, sent=json.dumps(programs), **environment)
-    assert done.returncode == 0, done.stderr
-    return {name: Ended(*each) for name, each in json.loads(done.stdout).items()}
-
-
-@cache
-def without_glue() -> dict[str, Ended]:
-    """How each of the programs ended."""
-    return all_ended(PROGRAMS, HOOKSTATS_GLUE="none")
-
-
-@cache
-def with_glue() -> dict[str, Ended]:
-    """Those that say the same, whether there is glue or not."""
-    return all_ended({name: PROGRAMS[name] for name in ("training", "compiled", "backward")})
-
-
-def said_by(name: str, of: Callable[[], dict[str, Ended]] = without_glue) -> str:
-    ended = of()[name]
+def said_by(run: Run, program: str, glue: str) -> str:
+    ended = run(program, glue=glue)
     assert ended.status == 0, ended.err
     return ended.out
 
 
-def test_a_training_is_measured_and_trained_to_the_same_bits() -> None:
-    said = said_by("training", with_glue)
+def test_a_training_is_measured_and_trained_to_the_same_bits(run: Run) -> None:
+    said = said_by(run, TRAINING, "")
     assert len(said.splitlines()) > 700
-    assert said_by("training").splitlines() == said.splitlines()
+    assert said_by(run, TRAINING, "none").splitlines() == said.splitlines()
 
 
-def test_what_is_inside_a_compiled_graph_is_measured_to_the_same_numbers() -> None:
-    said = said_by("compiled")
+def test_what_is_inside_a_compiled_graph_is_measured_to_the_same_numbers(run: Run) -> None:
+    said = said_by(run, COMPILED, "none")
     assert said.count("output 1 0x") == 2 * 6  # of three modules, and their gradients
-    assert said == said_by("compiled", with_glue)
+    assert said == said_by(run, COMPILED, "")
 
 
-def test_compiled_autograd_measures_the_same_gradients() -> None:
-    said = said_by("backward")
+def test_compiled_autograd_measures_the_same_gradients(run: Run) -> None:
+    said = said_by(run, BACKWARD, "none")
     assert said.count(" 1 0x") == 6
-    assert said == said_by("backward", with_glue)
+    assert said == said_by(run, BACKWARD, "")
 
 
-def test_neither_subclasses_nor_modes_see_what_it_asks_of_a_tensor() -> None:
-    said = said_by("own")
+def test_neither_subclasses_nor_modes_see_what_it_asks_of_a_tensor(run: Run) -> None:
+    said = said_by(run, OWN, "none")
     assert said == "['0 grad_output', '0 output', '1 grad_output', '1 output'] {}\n"
 
 
-def test_what_fails_inside_backward_is_counted_and_told_and_raised_under_strict() -> None:
-    assert said_by("failing") == "{'0 grad_output': ('not today', 1)}\n"
-    assert "ValueError: not today" in without_glue()["failing under strict"].err
+def test_what_fails_inside_backward_is_counted_and_told_and_raised_under_strict(run: Run) -> None:
+    assert said_by(run, FAILING.format(strict=False), "none") == "{'0 grad_output': ('not today', 1)}\n"
+    assert "ValueError: not today" in run(FAILING.format(strict=True), glue="none").err

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 
 import hookstats
@@ -19,33 +17,6 @@ def test_the_statistics_are_listed_and_each_has_a_reference() -> None:
     total = hookstats.measure(torch.randn(6, 2)).total
     assert set(fields.STATISTICS) == {*reference.STATISTICS, *reference.COUNTED} <= set(dir(total))
     assert all(isinstance(getattr(total, name), float) for name in fields.STATISTICS)
-
-
-TYPED = """
-import numpy as np
-import hookstats
-def f(s: hookstats.results.SiteStats) -> None:
-    reveal_type(s.total.rms)
-    assert s.channels is not None
-    reveal_type(s.channels.rms)
-    s.total.size
-"""
-
-
-def test_a_type_checker_tells_floats_from_arrays_and_refuses_unknown_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    api = pytest.importorskip("mypy.api")
-    monkeypatch.chdir(ROOT)
-    (tmp_path / "typed.py").write_text(TYPED)
-    # All that has no part in these types, as torch has not, would take most of the time.
-    followed = "hookstats,hookstats.results,hookstats.numbers.*,hookstats._lazy,numpy.*"
-    config = tmp_path / "mypy.ini"
-    config.write_text(f"[mypy]\nfollow_imports = skip\n[mypy-{followed}]\nfollow_imports = silent\n")
-    found = api.run([str(tmp_path / "typed.py"), f"--config-file={config}", f"--cache-dir={tmp_path / 'cache'}"])[0]
-    assert 'typed.py:5: note: Revealed type is "float"' in found.replace("builtins.", "")
-    assert 'typed.py:7: note: Revealed type is "numpy.ndarray[' in found
-    assert 'typed.py:8: error: "Stats[float]" has no attribute "size"' in found
 
 
 def sites(widths: list[int]) -> tuple[list[torch.Tensor], np.ndarray, np.ndarray]:
