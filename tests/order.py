@@ -14,7 +14,7 @@ SECONDS = {
     "docs/test_pages.py": 30,
     "rules/test_fleet.py": 30,
     "cluster/test_parallel_matrix.py": 20,
-    "glue/test_without_glue.py": 20,
+    "glue/test_without_glue.py": 15,
     "identities/test_finding.py": 20,
     "rules/test_illnesses.py": 20,
     "graphs/test_recompiles.py": 15,

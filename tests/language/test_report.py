@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,16 +24,26 @@ def show(browser: Browser, snapshots: list[Snapshot], site: Site, folder: Path) 
     browser.wait("document.querySelector('#site .tensor:last-child .top:last-child') !== null")
 
 
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with Browser(1200, 1000) as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def language() -> list[Snapshot]:
+    return train(Language(), 12)
+
+
 @pytest.mark.parametrize("unit", ["Head", "Expert"])
-def test_a_channel_is_called_what_it_is(unit: str, tmp_path: Path) -> None:
+def test_a_channel_is_called_what_it_is(unit: str, browser: Browser, language: list[Snapshot], tmp_path: Path) -> None:
     if unit == "Head":
-        snapshots, site = train(Language(), 12), Site("blocks.1.attention", "attention.entropy")
+        snapshots, site = language, Site("blocks.1.attention", "attention.entropy")
     else:
         snapshots, site = mixture(12, 0.1), Site("model.layers.1.mlp.router", "router.load")
-    with Browser(1200, 1000) as browser:
-        show(browser, snapshots, site, tmp_path)
-        fits = browser.run("document.querySelector('#precision')?.textContent ?? ''")
-        captions = browser.run("[...document.querySelectorAll('#site figcaption')].map((each) => each.innerText)")
+    show(browser, snapshots, site, tmp_path)
+    fits = browser.run("document.querySelector('#precision')?.textContent ?? ''")
+    captions = browser.run("[...document.querySelectorAll('#site figcaption')].map((each) => each.innerText)")
     assert "weight" in fits or "output" in fits.lower()
     assert " attention." not in fits
     assert " router." not in fits
@@ -40,11 +51,12 @@ def test_a_channel_is_called_what_it_is(unit: str, tmp_path: Path) -> None:
     assert any(f"Top {unit.lower()}s" in caption for caption in captions)
 
 
-def test_heads_of_a_projection_stand_beside_its_channels(tmp_path: Path) -> None:
-    with Browser(1200, 1000) as browser:
-        show(browser, train(Language(), 12), Site("blocks.1.attention.qkv", "output"), tmp_path)
-        captions = browser.run("[...document.querySelectorAll('#site figcaption')].map((each) => each.innerText)")
-        page = browser.run("document.querySelector('#site').innerText")
+def test_heads_of_a_projection_stand_beside_its_channels(
+    browser: Browser, language: list[Snapshot], tmp_path: Path
+) -> None:
+    show(browser, language, Site("blocks.1.attention.qkv", "output"), tmp_path)
+    captions = browser.run("[...document.querySelectorAll('#site figcaption')].map((each) => each.innerText)")
+    page = browser.run("document.querySelector('#site').innerText")
     heads, channels = (
         next(i for i, text in enumerate(captions) if f"{unit}s over time" in text) for unit in ("Head", "Channel")
     )
