@@ -80,9 +80,6 @@ _SUM = 64 * UNIT_ROUNDOFF["float32"]  # sqrt(4,096) terms
 _MEASUREMENT = 2.0**-22
 _ALIKE = 0.68  # three roundings (input, weight, output), the root mean square of each 0.39 u
 _FLIPS = 3  # so many where few are expected: the chance of a fourth, if 0.05 are, is 3e-7
-_FINE = UNIT_ROUNDOFF["float32"]  # two programs that are no coarser hold the same weights, and hardly a kink flips
-_ALIKE = 0.68  # three roundings (input, weight, output), the root mean square of each 0.39 u
-_FLIPS = 3  # where 8 roots of those expected are less than one
 # Significant bits that values of a dtype need at most; what needs fewer is told from it by two extremes a step.
 _BITS = {"bfloat16": 8, "float16": 11, "float32": 24, "float64": 53}
 _SPECIAL = 3  # values of so few bits, as 0, 1 or 6, occur in every dtype

@@ -6,18 +6,18 @@ import errno
 import json
 import os
 from collections.abc import Iterable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hookstats._locks import Lock
 from hookstats.numbers.snapshot import Snapshot
+from hookstats.sinks.adapter import FileSink
 from hookstats.sinks.keys import DEFAULT_STATISTICS, Finding, Keys
 
 _BEGINNING = b'{"step": '  # of each line
 
 
-class JsonLines:
+class JsonLines(FileSink):
     """Appends a line to a file for each snapshot.
 
     A line is an object: ``step``, ``nonfinite`` (how many values of all sites are NaN or Inf), ``grad_norm``,
@@ -56,6 +56,7 @@ class JsonLines:
     ) -> None:
         self._keys = Keys("JsonLines", statistics, sites, histograms)
         self._path = Path(path).absolute()
+        self._place = {"path": str(self._path)}
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._lock: Lock | None = None
         file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
@@ -63,15 +64,6 @@ class JsonLines:
             self._end_of_whole_lines(file)
         finally:
             os.close(file)  # opened when it is first written, maybe by another process, see spec()
-
-    def spec(self) -> dict[str, Any]:
-        """In JSON's types, for `from_spec`."""
-        name = f"{type(self).__module__}:{type(self).__name__}"
-        return {"sink": name, "arguments": {"path": str(self._path), **self._keys.arguments}}
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """A copy begins anew: it does not share the open file."""
-        return partial(JsonLines, **self.spec()["arguments"]), ()
 
     def __call__(self, snapshot: Snapshot) -> None:
         row: dict[str, Any] = self._keys.values(snapshot)

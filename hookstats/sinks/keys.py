@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from hashlib import sha256
 from typing import Any, NamedTuple, Protocol
 
@@ -106,6 +106,13 @@ class Keys:
             if site in self._had_nonfinite:
                 values[f"{tensor}/nonfinite/{name}"] = float(nonfinite[i])
         return values
+
+    def row(self, snapshot: Snapshot, histogram: Callable[..., Any]) -> dict[str, Any]:
+        """With the prefix, "hookstats/step" among them; histograms as W&B and Trackio take numpy's."""
+        row: dict[str, Any] = self.values(snapshot)
+        for key, bars in self.histograms(snapshot).items():
+            row[key] = histogram(np_histogram=(bars.counts, bars.edges))
+        return {PREFIX + key: value for key, value in row.items()}
 
     def histograms(self, snapshot: Snapshot) -> dict[str, Bars]:
         """Without the prefix: "output/histogram/layers.0". After `values`; nothing where they are not asked for."""

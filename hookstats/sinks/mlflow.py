@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable
 
 from hookstats.numbers.snapshot import Snapshot
+from hookstats.sinks.adapter import active_run, package_of
 from hookstats.sinks.keys import DEFAULT_STATISTICS, PREFIX, Finding, Keys, spelled
 
 _LONGEST = 5000  # characters of a tag, which all of mlflow's stores take
@@ -36,22 +37,13 @@ class Mlflow:
         statistics: str | Iterable[str] = DEFAULT_STATISTICS,
         sites: str | Iterable[str] | None = None,
     ) -> None:
-        try:
-            import mlflow
-            from mlflow.entities import Metric, RunTag
-        except ImportError as error:
-            raise ImportError(f"Mlflow needs mlflow-skinny: pip install 'hookstats[mlflow]' ({error})") from None
+        mlflow = package_of("Mlflow", "mlflow", "mlflow-skinny")
         self._keys = Keys("Mlflow", statistics, sites)
-        self._metric, self._tag = Metric, RunTag
+        self._metric, self._tag = mlflow.entities.Metric, mlflow.entities.RunTag
         self._findings = 0
         self._there: set[str] = set()
         if run_id is None:
-            active = mlflow.active_run()
-            if active is None:
-                raise RuntimeError(
-                    "Mlflow: expected an active run, got none: call mlflow.start_run() before, or give run_id="
-                )
-            run_id = active.info.run_id
+            run_id = active_run("Mlflow", mlflow.active_run(), "mlflow.start_run", "run_id").info.run_id
         self._client = mlflow.MlflowClient()
         self._run_id = self._client.get_run(run_id).info.run_id
 

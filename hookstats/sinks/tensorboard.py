@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hookstats.numbers.snapshot import Snapshot
+from hookstats.sinks.adapter import FileSink, package_of
 from hookstats.sinks.keys import DEFAULT_STATISTICS, PREFIX, Finding, Keys, spelled
 
 
-class TensorBoard:
+class TensorBoard(FileSink):
     """Writes an event for each snapshot, with its step: ``hookstats/<tensor>/<statistic>/<name>``, as float32.
 
     TensorBoard reads histograms as float32, too: counts beyond 2^24 are not exact there.
@@ -37,32 +37,22 @@ class TensorBoard:
         sites: str | Iterable[str] | None = None,
         histograms: bool = False,
     ) -> None:
-        try:
-            from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, types_pb2
-            from tensorboard.plugins.text import metadata
-            from tensorboard.summary.writer.event_file_writer import EventFileWriter
-        except ImportError as error:
-            raise ImportError(
-                f"TensorBoard needs tensorboard: pip install 'hookstats[tensorboard]' ({error})"
-            ) from None
+        writing = package_of("TensorBoard", "tensorboard.summary.writer.event_file_writer")
+        event, self._summary, tensor, types = (
+            package_of("TensorBoard", f"tensorboard.compat.proto.{name}_pb2")
+            for name in ("event", "summary", "tensor", "types")
+        )
+        text = package_of("TensorBoard", "tensorboard.plugins.text.metadata")
         self._keys = Keys("TensorBoard", statistics, sites, histograms)
         self._directory = os.fspath(directory)
         if "://" not in self._directory:
             self._directory = str(Path(directory).absolute())
             Path(directory).mkdir(parents=True, exist_ok=True)
-        self._new_writer, self._event, self._summary = EventFileWriter, event_pb2.Event, summary_pb2
-        self._tensor, self._string = tensor_pb2.TensorProto, types_pb2.DT_STRING
-        self._text = metadata.create_summary_metadata(display_name="", description="")
+        self._place = {"directory": self._directory}
+        self._new_writer, self._event = writing.EventFileWriter, event.Event
+        self._tensor, self._string = tensor.TensorProto, types.DT_STRING
+        self._text = text.create_summary_metadata(display_name="", description="")
         self._writer: Any = None
-
-    def spec(self) -> dict[str, Any]:
-        """In JSON's types, for `from_spec`."""
-        name = f"{type(self).__module__}:{type(self).__name__}"
-        return {"sink": name, "arguments": {"directory": self._directory, **self._keys.arguments}}
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """A copy begins anew: it does not share the open file."""
-        return partial(TensorBoard, **self.spec()["arguments"]), ()
 
     def __call__(self, snapshot: Snapshot) -> None:
         values = self._keys.values(snapshot)

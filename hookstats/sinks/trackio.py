@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from hookstats.numbers.snapshot import Snapshot
+from hookstats.sinks.adapter import active_run, package_of
 from hookstats.sinks.keys import DEFAULT_STATISTICS, PREFIX, Finding, Keys
 
 
@@ -33,21 +34,15 @@ class Trackio:
         sites: str | Iterable[str] | None = None,
         histograms: bool = False,
     ) -> None:
-        try:
-            import trackio
-        except ImportError as error:
-            raise ImportError(f"Trackio needs trackio: pip install 'hookstats[trackio]' ({error})") from None
+        trackio = package_of("Trackio", "trackio")
         self._keys = Keys("Trackio", statistics, sites, histograms)
-        self._run: Any = trackio.context_vars.current_run.get() if run is None else run
-        if self._run is None:
-            raise RuntimeError("Trackio: expected an active run, got none: call trackio.init() before, or give run=")
+        active = trackio.context_vars.current_run.get() if run is None else run
+        self._run = active_run("Trackio", active, "trackio.init")
         self._histogram, self._level = trackio.Histogram, trackio.AlertLevel
 
     def __call__(self, snapshot: Snapshot) -> None:
-        values: dict[str, Any] = {PREFIX + key: value for key, value in self._keys.values(snapshot).items()}
+        values = self._keys.row(snapshot, self._histogram)
         del values[f"{PREFIX}step"]
-        for key, bars in self._keys.histograms(snapshot).items():
-            values[PREFIX + key] = self._histogram(np_histogram=(bars.counts, bars.edges))
         self._run.log(values, step=snapshot.step)
 
     def finding(self, finding: Finding) -> None:

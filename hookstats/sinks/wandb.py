@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 from hookstats.numbers.snapshot import Snapshot
+from hookstats.sinks.adapter import active_run, package_of
 from hookstats.sinks.keys import DEFAULT_STATISTICS, PREFIX, Finding, Keys, spelled
 
 
@@ -36,23 +37,16 @@ class Wandb:
         sites: str | Iterable[str] | None = None,
         histograms: bool = False,
     ) -> None:
-        try:
-            import wandb
-        except ImportError as error:
-            raise ImportError(f"Wandb needs wandb: pip install 'hookstats[wandb]' ({error})") from None
+        wandb = package_of("Wandb", "wandb")
         self._keys = Keys("Wandb", statistics, sites, histograms)
-        self._run: Any = wandb.run if run is None else run
-        if self._run is None:
-            raise RuntimeError("Wandb: expected an active run, got none: call wandb.init() before, or give run=")
+        self._run = active_run("Wandb", wandb.run if run is None else run, "wandb.init")
         self._histogram = wandb.Histogram
         self._run.define_metric(f"{PREFIX}*", step_metric=f"{PREFIX}step")
         self._shared = self._run.settings.mode == "shared"  # by several processes: such a run has no step to look at
         self._row: int | None = None  # W&B's step of the row that the last snapshot joined
 
     def __call__(self, snapshot: Snapshot) -> None:
-        values: dict[str, Any] = {PREFIX + key: value for key, value in self._keys.values(snapshot).items()}
-        for key, bars in self._keys.histograms(snapshot).items():
-            values[PREFIX + key] = self._histogram(np_histogram=(bars.counts, bars.edges))
+        values = self._keys.row(snapshot, self._histogram)
         if self._shared:
             self._run.log(values)
             return

@@ -263,21 +263,20 @@ def test_file_sinks_are_made_again_from_json(
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("hookstats.sinks.jsonl:JsonLines", "expected a dict with 'sink' and 'arguments', got 'hookstats"),
-        ({"sink": "hookstats.sinks.jsonl:JsonLines"}, "expected a dict with 'sink' and 'arguments'"),
-        ({"sink": "os:system", "arguments": {"command": "true"}}, "sink: expected one of hookstats.*; got 'os:system'"),
-        ({"sink": "hookstats.sinks.jsonl:os", "arguments": {}}, "sink: expected one of hookstats"),
-        ({"sink": ["a"], "arguments": {}}, r"sink: expected one of hookstats.*; got \['a'\]"),
-        ({"sink": "hookstats.sinks.jsonl:JsonLines", "arguments": [1]}, r"expected arguments \(path: .*, got \[1\]"),
-        ({"sink": "hookstats.sinks.jsonl:JsonLines", "arguments": {}}, "expected arguments.*missing a required"),
+        ("hookstats.sinks.jsonl:JsonLines", "got 'hookstats"),
+        ({"sink": "hookstats.sinks.jsonl:JsonLines"}, "'arguments'$"),
+        ({"sink": "os:system", "arguments": {"command": "true"}}, "one of hookstats.*: 'os:system'$"),
+        ({"sink": ["a"], "arguments": {}}, "unhashable"),
+        ({"sink": "hookstats.sinks.jsonl:JsonLines", "arguments": [1]}, "must be a mapping"),
+        ({"sink": "hookstats.sinks.jsonl:JsonLines", "arguments": {}}, "missing 1 required"),
         (
             {"sink": "hookstats.sinks.tensorboard:TensorBoard", "arguments": {"directory": "a", "path": "b"}},
-            "TensorBoard: expected arguments.*unexpected keyword argument 'path'",
+            "unexpected keyword argument 'path'",
         ),
     ],
 )
 def test_what_is_no_spec_of_a_file_sink_is_refused(spec: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=f"from_spec: .*{message}"):
+    with pytest.raises(ValueError, match=f"from_spec: expected a dict with 'sink', .*{message}"):
         hookstats.sinks.from_spec(spec)
 
 
