@@ -12,70 +12,43 @@ returned are in `hookstats.results`.
 
 from typing import TYPE_CHECKING
 
-from hookstats._lazy import getter
+from hookstats._lazy import getter, names_in
 
 if TYPE_CHECKING:
-    from hookstats import presets, report, results, rules, sinks
-    from hookstats._native import build_info
-    from hookstats.attaching import attach
-    from hookstats.calibration.gathering import calibrate
-    from hookstats.cluster.replicas import check_replicas
-    from hookstats.comparing.comparison import compare
-    from hookstats.identities.finding import find_identities
-    from hookstats.numbers.fields import ExponentBins, LinearBins, Site
-    from hookstats.numbers.snapshot import Snapshot
-    from hookstats.records.errors import RunError
-    from hookstats.records.recording import record
-    from hookstats.records.run import Run, load
-    from hookstats.records.writer import recover
-    from hookstats.tools import edit
-    from hookstats.tools.capture import capture
-    from hookstats.tools.explain import explain
-    from hookstats.tools.gradient import grad_of
-    from hookstats.tools.probe import probe
-    from hookstats.tools.softmax import softmax_rows
-    from hookstats.watch.arguments import Channels, Options, Ranks
-    from hookstats.watch.judging import FindingError
-    from hookstats.watch.measuring import measure
-    from hookstats.watch.monitor import Monitor
+    from hookstats import presets as presets
+    from hookstats import report as report
+    from hookstats import results as results
+    from hookstats import rules as rules
+    from hookstats import sinks as sinks
+    from hookstats._native import build_info as build_info
+    from hookstats.attaching import attach as attach
+    from hookstats.calibration.gathering import calibrate as calibrate
+    from hookstats.cluster.replicas import check_replicas as check_replicas
+    from hookstats.comparing.comparison import compare as compare
+    from hookstats.identities.finding import find_identities as find_identities
+    from hookstats.numbers.fields import ExponentBins as ExponentBins
+    from hookstats.numbers.fields import LinearBins as LinearBins
+    from hookstats.numbers.fields import Site as Site
+    from hookstats.numbers.snapshot import Snapshot as Snapshot
+    from hookstats.records.errors import RunError as RunError
+    from hookstats.records.recording import record as record
+    from hookstats.records.run import Run as Run
+    from hookstats.records.run import load as load
+    from hookstats.records.writer import recover as recover
+    from hookstats.tools import edit as edit
+    from hookstats.tools.capture import capture as capture
+    from hookstats.tools.explain import explain as explain
+    from hookstats.tools.gradient import grad_of as grad_of
+    from hookstats.tools.probe import probe as probe
+    from hookstats.tools.softmax import softmax_rows as softmax_rows
+    from hookstats.watch.arguments import Channels as Channels
+    from hookstats.watch.arguments import Options as Options
+    from hookstats.watch.arguments import Ranks as Ranks
+    from hookstats.watch.judging import FindingError as FindingError
+    from hookstats.watch.measuring import measure as measure
+    from hookstats.watch.monitor import Monitor as Monitor
 
 __version__ = "0.1.0"
-
-__all__ = [
-    "Channels",
-    "ExponentBins",
-    "FindingError",
-    "LinearBins",
-    "Monitor",
-    "Options",
-    "Ranks",
-    "Run",
-    "RunError",
-    "Site",
-    "Snapshot",
-    "__version__",
-    "attach",
-    "build_info",
-    "calibrate",
-    "capture",
-    "check_replicas",
-    "compare",
-    "edit",
-    "explain",
-    "find_identities",
-    "grad_of",
-    "load",
-    "measure",
-    "presets",
-    "probe",
-    "record",
-    "recover",
-    "report",
-    "results",
-    "rules",
-    "sinks",
-    "softmax_rows",
-]
 
 _HOMES = {
     "hookstats": ["presets", "report", "results", "rules", "sinks"],
@@ -102,6 +75,7 @@ _HOMES = {
     "hookstats.watch.measuring": ["measure"],
     "hookstats.watch.monitor": ["Monitor"],
 }
+__all__ = ["__version__", *names_in(_HOMES)]
 __getattr__ = getter(__name__, _HOMES)
 
 

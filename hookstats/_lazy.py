@@ -7,6 +7,11 @@ from importlib import import_module
 from typing import Any
 
 
+def names_in(homes: Mapping[str, Iterable[str]]) -> list[str]:
+    """The public names, in their order."""
+    return sorted(name for names in homes.values() for name in names)
+
+
 def getter(module: str, homes: Mapping[str, Iterable[str]]) -> Callable[[str], Any]:
     """The ``__getattr__`` of a module. homes: the names that each module has, or that are modules inside of it."""
     home_of = {name: home for home, names in homes.items() for name in names}

@@ -5,60 +5,38 @@ Each is imported when it is first used. Those that are named most stand in `hook
 
 from typing import TYPE_CHECKING
 
-from hookstats._lazy import getter
+from hookstats._lazy import getter, names_in
 
 if TYPE_CHECKING:
-    from hookstats.calibration.inputs import InputStats
-    from hookstats.calibration.results import Calibration
-    from hookstats.cluster.replicas import Disagreement
-    from hookstats.comparing.comparison import Comparison, Divergence
-    from hookstats.identities.checking import Checked, Identities
-    from hookstats.identities.terms import Break, Identity, Term
-    from hookstats.numbers.fields import Skipped, Stats
-    from hookstats.numbers.histogram import BlockExponents, Histogram
-    from hookstats.numbers.ranks import Drift, Spread
-    from hookstats.numbers.site_stats import SiteStats
-    from hookstats.numbers.snapshot import ChannelValue
-    from hookstats.records.errors import SchemaError
-    from hookstats.rules.finding import Finding
-    from hookstats.tools.capture import Capture, Captured
-    from hookstats.tools.explain import Explanation, HookRow
-    from hookstats.tools.gradient import KeptGradient
-    from hookstats.tools.leaks import Leak, Probe
-    from hookstats.tools.softmax import SoftmaxRows
-    from hookstats.watch.overhead import Overhead
-
-__all__ = [
-    "BlockExponents",
-    "Break",
-    "Calibration",
-    "Capture",
-    "Captured",
-    "ChannelValue",
-    "Checked",
-    "Comparison",
-    "Disagreement",
-    "Divergence",
-    "Drift",
-    "Explanation",
-    "Finding",
-    "Histogram",
-    "HookRow",
-    "Identities",
-    "Identity",
-    "InputStats",
-    "KeptGradient",
-    "Leak",
-    "Overhead",
-    "Probe",
-    "SchemaError",
-    "SiteStats",
-    "Skipped",
-    "SoftmaxRows",
-    "Spread",
-    "Stats",
-    "Term",
-]
+    from hookstats.calibration.inputs import InputStats as InputStats
+    from hookstats.calibration.results import Calibration as Calibration
+    from hookstats.cluster.replicas import Disagreement as Disagreement
+    from hookstats.comparing.comparison import Comparison as Comparison
+    from hookstats.comparing.comparison import Divergence as Divergence
+    from hookstats.identities.checking import Checked as Checked
+    from hookstats.identities.checking import Identities as Identities
+    from hookstats.identities.terms import Break as Break
+    from hookstats.identities.terms import Identity as Identity
+    from hookstats.identities.terms import Term as Term
+    from hookstats.numbers.fields import Skipped as Skipped
+    from hookstats.numbers.fields import Stats as Stats
+    from hookstats.numbers.histogram import BlockExponents as BlockExponents
+    from hookstats.numbers.histogram import Histogram as Histogram
+    from hookstats.numbers.ranks import Drift as Drift
+    from hookstats.numbers.ranks import Spread as Spread
+    from hookstats.numbers.site_stats import SiteStats as SiteStats
+    from hookstats.numbers.snapshot import ChannelValue as ChannelValue
+    from hookstats.records.errors import SchemaError as SchemaError
+    from hookstats.rules.finding import Finding as Finding
+    from hookstats.tools.capture import Capture as Capture
+    from hookstats.tools.capture import Captured as Captured
+    from hookstats.tools.explain import Explanation as Explanation
+    from hookstats.tools.explain import HookRow as HookRow
+    from hookstats.tools.gradient import KeptGradient as KeptGradient
+    from hookstats.tools.leaks import Leak as Leak
+    from hookstats.tools.leaks import Probe as Probe
+    from hookstats.tools.softmax import SoftmaxRows as SoftmaxRows
+    from hookstats.watch.overhead import Overhead as Overhead
 
 _HOMES = {
     "hookstats.calibration.inputs": ["InputStats"],
@@ -81,6 +59,7 @@ _HOMES = {
     "hookstats.tools.softmax": ["SoftmaxRows"],
     "hookstats.watch.overhead": ["Overhead"],
 }
+__all__ = names_in(_HOMES)
 __getattr__ = getter(__name__, _HOMES)
 
 
