@@ -55,11 +55,11 @@ def snapshot(
     """Of these sites; a name alone is an output. silent: sites that are watched and did not fire. scale: with
     which the values were multiplied.
     """
-    sites = {
-        site if isinstance(site, Site) else Site(site, "output"): hookstats.measure(x, histogram=histogram)
-        for site, x in tensors.items()
+    measured = {
+        key: hookstats.measure(x, histogram=histogram) for key, x in {id(x): x for x in tensors.values()}.items()
     }
-    for stats in sites.values():
+    sites = {site if isinstance(site, Site) else Site(site, "output"): measured[id(x)] for site, x in tensors.items()}
+    for stats in measured.values():
         stats._scale = scale
     idle = hookstats.measure(torch.zeros(0, 2), histogram=None)
     idle.calls = 0
