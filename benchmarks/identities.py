@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 import hookstats
 from hookstats.identities import terms
-from tests.identities.models import Llama, RMSNorm, ids, loss_of
+from tests.identities.models import Llama, ids, loss_of
 from tests.language import zoo as languages
 from tests.modules import zoo as others
 
@@ -194,13 +194,17 @@ def norm_without_rows(model: Llama) -> Any:
             y, weight = ctx.saved_tensors
             return gradient * weight, (gradient * y)[:, :-4].sum((0, 1))  # a block of rows is lost
 
-    class Module(RMSNorm):
+    class Module(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(32))
+
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             out: torch.Tensor = Norm.apply(x, self.weight)  # type: ignore[no-untyped-call]
             return out
 
     before = model.layers[1].norm2
-    model.layers[1].norm2 = Module(32).to(dtype=next(model.parameters()).dtype)
+    model.layers[1].norm2 = Module().to(dtype=next(model.parameters()).dtype)
 
     class Undo:
         def remove(self) -> None:
