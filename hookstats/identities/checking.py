@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -23,9 +24,11 @@ class Identities:
         identities: each, with its parameters on both sides.
     """
 
-    def __init__(self, model: nn.Module, identities: list[Identity]) -> None:
+    def __init__(self, model: nn.Module, identities: list[Identity], unseen: list[str]) -> None:
         self._model = model
         self.identities = identities
+        held = {name for each in identities for name in each.parameters}
+        self._unseen = [name for name in unseen if name not in held]
 
     def __len__(self) -> int:
         return len(self.identities)
@@ -81,8 +84,9 @@ class Identities:
     def _judge(self, parameters: dict[str, nn.Parameter], spreads: dict[str, _Spread]) -> Checked:
         breaks, left_out, judged = list[Break](), dict[str, str](), 0
         right_ones = set[str]()  # parameters of an identity that holds
+        woken = {_place(name): name for name in self._unseen if _moves(parameters[name].grad)}
         for each in self.identities:
-            reason = _reason(each, parameters)
+            reason = _reason(each, parameters, woken)
             if reason is not None:
                 left_out[str(each)] = reason
                 continue
@@ -183,10 +187,26 @@ def _whole(tensor: Any) -> torch.Tensor:
     return full
 
 
-def _reason(identity: Identity, parameters: dict[str, nn.Parameter]) -> str | None:
-    """Return why an identity is not judged."""
+def _place(name: str) -> str:
+    """Return a parameter's name without its numbers: experts of all layers have one place."""
+    return re.sub(r"\b\d+\b", "*", name)
+
+
+def _moves(gradient: torch.Tensor | None) -> bool:
+    return gradient is not None and bool(_whole(gradient).any())
+
+
+def _reason(identity: Identity, parameters: dict[str, nn.Parameter], woken: dict[str, str]) -> str | None:
+    """Return why an identity is not judged.
+
+    woken: parameters that had no part in the runs by which identities were found, and have one now, by their place.
+    """
     for name in identity.parameters:
         gradient = parameters[name].grad
+        if _place(name) in woken:
+            return (
+                f"{woken[_place(name)]} did not run when identities were found; find them with a batch that reaches it"
+            )
         if gradient is None:
             return f"{name} has no gradient"
         if not _whole(gradient).isfinite().all():

@@ -68,7 +68,8 @@ def find_identities(model: nn.Module, forward: Callable[[], Any]) -> Identities:
         raise TypeError(
             f"find_identities: expected plain parameters, got a DTensor for {sharded[0]}; call it before sharding"
         )
-    return Identities(model, _Finding(Runs(model, forward)).all())
+    runs = Runs(model, forward)
+    return Identities(model, _Finding(runs).all(), runs.unseen())
 
 
 class _Finding:

@@ -139,6 +139,11 @@ class Runs:
                 found |= {f"{path}.{key}": each for key, each in inner.named_parameters(recurse=False)}
         return found
 
+    def unseen(self) -> list[str]:
+        """Return the names of parameters of modules that were not called: experts that got no token."""
+        silent = {name for name in self.modules if name not in self.calls}
+        return [name for name, _ in self.model.named_parameters() if name.rpartition(".")[0] in silent]
+
     def lively(self, name: str) -> dict[str, torch.Tensor]:
         """Return a module's parameters with vectors that are 0 as others, so that a scale of them shows."""
         found = {key: each.detach() for key, each in self.parameters_of(name).items()}

@@ -218,6 +218,40 @@ def test_what_has_no_or_no_finite_gradient_is_not_judged() -> None:
     assert "3 were not judged" in str(checked)
 
 
+class Experts(nn.Module):
+    """Each token goes to one of three experts, by its first feature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen, y = (x[:, 0].clamp(0, 2.9)).long(), self.norm(x)
+        out = torch.zeros_like(y)
+        for number, expert in enumerate(self.experts):
+            rows = (chosen == number).nonzero()[:, 0]
+            if len(rows):
+                out = out.index_add(0, rows, expert(y[rows]))
+        return out
+
+
+def test_an_expert_that_had_no_token_makes_no_false_alarm() -> None:
+    torch.manual_seed(0)
+    model, x = Experts(), torch.randn(30, 8)
+    some, every = x.clone(), x.clone()
+    some[:, 0], every[:, 0] = torch.arange(30) % 2, torch.arange(30) % 3
+    found = hookstats.find_identities(model, lambda: model(some))
+    assert len(found) == 1
+    assert found.check(lambda: model(some).square().sum().backward())
+    checked = found.check(lambda: model(every).square().sum().backward())
+    assert (checked.judged, checked.breaks) == (0, [])
+    assert list(checked.left_out.values()) == [
+        "experts.2.weight did not run when identities were found; find them with a batch that reaches it"
+    ]
+    assert hookstats.find_identities(model, lambda: model(every)).check(lambda: model(every).square().sum().backward())
+
+
 def test_gradients_of_before_are_put_back_and_hooks_are_gone() -> None:
     model, found = copy.deepcopy(found_once())
     train(model)
