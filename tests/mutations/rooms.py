@@ -207,7 +207,7 @@ MUTANTS = [
         "hookstats/cluster/drifts.py",
         "if sums[:2, i].any() and not sums[2, i]]",
         "if sums[:2, i].any()]",
-        "tests/cluster/test_healthy_replicas.py -k zero_one",
+        "tests/cluster/test_drifts.py -k many",
     ),
     Mutant(
         "zeros that stay are replicas",
@@ -228,7 +228,7 @@ MUTANTS = [
         "hookstats/cluster/drifts.py",
         "_PAST = 8  # measured",
         "_PAST = 1  # measured",
-        "tests/cluster/test_steps_apart.py -k closed_more_steps",
+        "tests/cluster/test_steps_apart.py -k leaves_out",
     ),
     Mutant(
         "what others held before is not looked at",
