@@ -18,6 +18,7 @@ from benchmarks.illnesses import ill, more, public_mistakes  # noqa: F401, they 
 from benchmarks.illnesses.training import ILL, run, seeded
 from hookstats import Site, Snapshot, report
 from hookstats.report.record import Recorded
+from hookstats.report.writing import kind_of_rule
 from hookstats.rules import book, judge
 from tests.cluster import drifting
 from tests.language import trainings
@@ -74,6 +75,7 @@ SHOWN = {
 # What is so from the start shows in absolute values, others in how far a site is from its past; and of what.
 ABSOLUTE = {
     "initial-loss": "rms",
+    "clipped-gradients": "rms",
     "unscaled-input": "rms",
     "exploding-gradients": "rms",
     "vanishing-gradients": "rms",
@@ -115,13 +117,16 @@ def picture(rule: str) -> None:
     found = next(each for each in findings if each.rule == rule)
     to = PAGE.with_name("rules") / f"{rule}.png"
     site = found.sites[0] if found.sites else None
-    shot(Recorded.of(snapshots, rule, findings), site, found.step, ABSOLUTE.get(rule), to)
+    recorded = Recorded.of(snapshots, rule, findings)
+    shot(recorded, site, found.step, ABSOLUTE.get(rule), to, kind_of_rule(rule, recorded.sites))
     print(f"{rule}: step {found.step}, {found.site}, {to.stat().st_size / 1024:.0f} KB", flush=True)
 
 
-def shot(recorded: Recorded, site: Site | None, step: int, absolute: str | None, to: Path) -> None:
-    """The report's heatmap at a site and a step: of a statistic, or (None) against each site's past."""
-    place = "" if site not in recorded.sites else f"site={recorded.sites.index(site)}&"
+def shot(
+    recorded: Recorded, site: Site | None, step: int, absolute: str | None, to: Path, kind: str | None = None
+) -> None:
+    """The report's heatmap at a site, or a kind of them, and a step: of a statistic; None: against each one's past."""
+    place = f"site={recorded.sites.index(site)}&" if site in recorded.sites else f"kind={kind}&" if kind else ""
     with tempfile.TemporaryDirectory() as folder, Browser(WIDE, 1000) as browser:
         path = Path(folder) / "report.html"
         report.write(recorded, path)

@@ -44,7 +44,6 @@ WAITING = {
     "cluster/test_drifts.py": 10,
     "cluster/test_healthy_replicas.py": 10,
     "cluster/test_steps_apart.py": 10,
-    "serve/test_watched.py": 15,
     "serve/test_server.py": 10,
     "serve/test_growing.py": 10,
 }

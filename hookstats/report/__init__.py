@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 from hookstats.numbers.snapshot import Snapshot
 from hookstats.report import plotting
-from hookstats.report.page import Shown, put
+from hookstats.report.page import Shown, page, put
 from hookstats.report.record import Recorded
-from hookstats.report.writing import html
+from hookstats.report.writing import Contents
 
 if TYPE_CHECKING:
     from hookstats.records.run import Run
@@ -45,7 +45,7 @@ def write(
     written.
     """
     path = Path(output)
-    put(html(of(run), None if other is None else of(other)), path)
+    put(_html(of(run), other), path)
     return path
 
 
@@ -65,7 +65,7 @@ def show(
     if not isinstance(height, int) or height < 200:
         raise ValueError(f"show: expected a height of at least 200 pixels, got {height!r}")
     recorded = of(run)
-    return Shown(html(recorded, None if other is None else of(other)), recorded.name, height)
+    return Shown(_html(recorded, other), recorded.name, height)
 
 
 def plot(
@@ -86,6 +86,10 @@ def plot(
     ImportError without matplotlib.
     """
     return plotting.plot(of(run), statistic, tensor, relative, log, axes)
+
+
+def _html(recorded: Recorded, other: Shows | None) -> str:
+    return page(*Contents(recorded, None if other is None else of(other)).all())
 
 
 def of(run: Shows) -> Recorded:

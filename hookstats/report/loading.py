@@ -11,15 +11,14 @@ import numpy as np
 
 from hookstats.numbers.fields import Array, Counts, Site, Skipped
 from hookstats.numbers.snapshot import Snapshot
-from hookstats.records.arrays import to_numpy
 from hookstats.records.errors import NO_STEP, RunError
 from hookstats.records.grid import Grid
-from hookstats.records.manifest import Manifest
 from hookstats.records.reading import Chosen
 from hookstats.records.run import Run, load
 from hookstats.records.snapshots import Snapshots
 from hookstats.report.record import Recorded, by_name, ordered, together
 
+_EVENTS = ("site", "reason", "times")
 _LOOKED_AT = 3  # steps, from the last: their order of execution is that of the page
 
 
@@ -35,7 +34,7 @@ def recorded(run: object) -> Recorded:
     if type(loaded) is Run and loaded._chosen_sites is None and loaded._has_all_steps:
         if not loaded.steps:
             raise RunError(f"{loaded._folders[0]}: {NO_STEP}")
-        return Loaded(loaded).recorded()
+        return _Loaded(loaded).recorded()
     return Recorded.of(list(loaded), _name(loaded), loaded.findings)
 
 
@@ -43,88 +42,69 @@ def _name(run: Run) -> str:
     return run._folders[0].resolve().parent.name
 
 
-class Loaded:
-    """What of a rank's tables makes a `Recorded`. ``row``: of each site by its id, its place there."""
+class _Loaded:
+    """What of a rank's tables makes a `Recorded`."""
 
     def __init__(self, run: Run) -> None:
-        self.reader = run._reader
-        self.timeline = run._timeline
-        self._run = run
-        known = self.reader.manifest.sites
+        self._run, self._reader, self._timeline = run, run._reader, run._timeline
+        self._known = self._reader.manifest.sites
         orders = (run[step].order for step in run.steps[::-1][:_LOOKED_AT])
-        self.sites = ordered([*orders, known])
-        row = {site: i for i, site in enumerate(self.sites)}
-        self.row = np.array([row[site] for site in known], np.int64)
-        self.grid = Grid(self.reader, self.timeline, self.row)
+        self._sites = ordered([*orders, self._known])
+        row = {site: i for i, site in enumerate(self._sites)}
+        self._grid = Grid(self._reader, self._timeline, np.array([row[site] for site in self._known], np.int64))
 
     def recorded(self) -> Recorded:
-        steps = self.timeline.step
+        steps = self._timeline.step
         return Recorded(
             _name(self._run),
-            self.sites,
+            self._sites,
             steps,
-            lambda name: self.grid.read([name], 0, len(steps))[name],
+            lambda name: self._grid.read([name], 0, len(steps))[name],
             self._snapshots,
             self._detailed(),
-            self.timeline.time / 1e6,
-            scalars_of(self._run.scalars),
+            self._timeline.time / 1e6,
+            self._scalars(),
             self._run.findings,
-            skipped_of(*self._table("events", EVENTS), self.reader.manifest.sites, steps),
-            settings_of(self.reader.manifest),
-            row=self._near,
+            self._skipped(),
+            self._settings(),
         )
-
-    def _near(self, site: int, at: slice, names: Sequence[str]) -> list[Array]:
-        steps = self.timeline.step[at]
-        chosen = Chosen((int(steps[0]), int(steps[-1])), np.flatnonzero(self.row == site))
-        table = self.reader.table("totals", ["attempt", "record", "calls", *names], chosen)
-        rows = self.timeline.rows_of(table, self.reader.manifest) - at.start
-        kept = np.flatnonzero((rows >= 0) & (rows < len(steps)) & (to_numpy(table["calls"]) > 0))
-        found = np.full((len(names), len(steps)), np.nan)
-        for values, name in zip(found, names, strict=True):
-            values[rows[kept]] = to_numpy(table[name])[kept]
-        return list(found)
 
     def _table(self, table: str, columns: Sequence[str]) -> tuple[Any, Counts]:
         """Its rows, and the place in steps of each; -1 for those that do not count."""
-        found = self.reader.table(table, ["attempt", "record", *columns], Chosen())
-        return found, self.timeline.rows_of(found, self.reader.manifest)
+        found = self._reader.table(table, ["attempt", "record", *columns], Chosen())
+        return found, self._timeline.rows_of(found, self._reader.manifest)
 
     def _snapshots(self, steps: Sequence[int], sites: Sequence[Site]) -> Iterator[Snapshot]:
         """One step after another: all their channels together may be more than the memory."""
-        place = {site: i for i, site in enumerate(self.reader.manifest.sites)}
+        place = {site: i for i, site in enumerate(self._known)}
         chosen = np.sort(np.array([place[site] for site in sites], np.int64))
-        reader = Snapshots(self.reader, self.timeline, chosen)
-        for at in np.searchsorted(self.timeline.step, np.sort(np.array(steps, np.int64))).tolist():
+        reader = Snapshots(self._reader, self._timeline, chosen)
+        for at in np.searchsorted(self._timeline.step, np.sort(np.array(steps, np.int64))).tolist():
             yield from reader.read([at])
 
     def _detailed(self) -> Counts:
         found = [rows[rows >= 0] for table in ("channels", "histograms") for _, rows in [self._table(table, [])]]
-        result: Counts = self.timeline.step[np.unique(np.concatenate(found))]
+        result: Counts = self._timeline.step[np.unique(np.concatenate(found))]
         return result
 
+    def _scalars(self) -> dict[str, tuple[Counts, Array]]:
+        table = self._run.scalars
+        return by_name(zip(*(table[name].to_pylist() for name in ("step", "name", "value")), strict=True))
 
-def scalars_of(table: Any) -> dict[str, tuple[Counts, Array]]:
-    """Scalars by their names, as `Recorded` has them, from rows of the table scalars."""
-    return by_name(zip(*(table[name].to_pylist() for name in ("step", "name", "value")), strict=True))
+    def _skipped(self) -> list[tuple[Site, Skipped, int]]:
+        table, rows = self._table("events", _EVENTS)
+        lines = zip(rows.tolist(), *(table[name].to_pylist() for name in _EVENTS), strict=True)
+        return together(
+            (self._known[site], Skipped(reason, times), int(self._timeline.step[row]))
+            for row, site, reason, times in lines
+            if row >= 0
+        )
 
-
-EVENTS = ("site", "reason", "times")
-
-
-def skipped_of(table: Any, rows: Counts, sites: Sequence[Site], steps: Counts) -> list[tuple[Site, Skipped, int]]:
-    """What was skipped, from the table of `EVENTS`. rows: of each its place in steps; -1 where it does not count."""
-    lines = zip(rows.tolist(), *(table[name].to_pylist() for name in EVENTS), strict=True)
-    return together(
-        (sites[site], Skipped(reason, times), int(steps[row])) for row, site, reason, times in lines if row >= 0
-    )
-
-
-def settings_of(manifest: Manifest) -> dict[str, Any]:
-    last = manifest.attempts[-1]
-    return {
-        **last.settings,
-        "attempts": len(manifest.attempts),
-        "ended": last.ended or "it has not ended, or was cut off",
-        "dropped": sum(each.dropped for each in manifest.attempts),
-    }
+    def _settings(self) -> dict[str, Any]:
+        attempts = self._reader.manifest.attempts
+        return {
+            **attempts[-1].settings,
+            "attempts": len(attempts),
+            "ended": attempts[-1].ended or "it has not ended, or was cut off",
+            "dropped": sum(each.dropped for each in attempts),
+        }

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hookstats.numbers.fields import Array, Counts
 from hookstats.report.record import Recorded
@@ -14,19 +15,18 @@ from hookstats.report.reducing import (
     NONFINITE,
     PER_OCTAVE,
     Codes,
-    Ends,
     Marks,
     Rows,
     absolute_rows,
     average,
+    edges,
     farthest,
     largest,
-    line,
     linear_rows,
     logarithm,
-    marks,
     past,
     relative_codes,
+    rounded,
     smallest,
 )
 
@@ -43,6 +43,17 @@ STATISTICS: dict[str, tuple[str, str]] = {
     "centre": ("mean / rms", "signed"),
     "zeros": ("share of zeros", "share"),
 }
+# Name of a line, its statistic, and how a column is made of steps.
+LINES: dict[str, tuple[str, Callable[[Array, Counts], Array]]] = {
+    "rms": ("rms", average),
+    "rms_low": ("rms", smallest),
+    "rms_high": ("rms", largest),
+    "abs_max": ("abs_max", largest),
+    "mean": ("mean", average),
+    "std": ("std", average),
+    "min": ("min", smallest),
+    "max": ("max", largest),
+}
 
 
 def numbers_of(statistic: Callable[[str], Array], key: str) -> Array:
@@ -53,6 +64,11 @@ def numbers_of(statistic: Callable[[str], Array], key: str) -> Array:
         if key in ("peak", "centre"):
             return statistic("abs_max" if key == "peak" else "mean") / statistic("rms")  # of a tensor of zeros: silent
     return statistic(key)
+
+
+def bad_of(recorded: Recorded) -> Array:
+    """``[n, t]``: how many values were not finite; NaN where a site was silent."""
+    return recorded.statistic("nans") + recorded.statistic("posinfs") + recorded.statistic("neginfs")
 
 
 def change(values: Array, kind: str) -> Array:
@@ -74,66 +90,38 @@ def told(is_pair: bool = False) -> dict[str, dict[str, Any]]:
     }
 
 
-def heatmap(recorded: Recorded, key: str, bad: Array) -> dict[str, bytes]:
-    """The bytes of one of `STATISTICS` in all views, by name. bad: see `bad_of`."""
-    begin, kind, count = recorded.begin(COLUMNS), STATISTICS[key][1], len(recorded.sites)
-    values = numbers_of(recorded.statistic, key)
+def heatmap(values: Array, kind: str, is_bad: Marks) -> tuple[Codes, Rows]:
+    """One of `STATISTICS`, ``[n, t]``, in both views: relative to each site's past, and absolute."""
+    begin = edges(values.shape[1], COLUMNS)
     far, top = [], []
-    for at in (slice(i, i + _AT_ONCE) for i in range(0, count, _AT_ONCE)):
+    for at in (slice(i, i + _AT_ONCE) for i in range(0, len(values), _AT_ONCE)):
         far.append(farthest(change(values[at], kind), begin))
-        top.append(topmost(kind)(logarithm(values[at]) if kind == "scale" else values[at], begin))
-    is_bad = marks(bad, begin)
-    relative = relative_codes(np.concatenate(far), is_bad, UNITS[kind])
-    shown = absolute(np.concatenate(top), kind, is_bad, recorded.grows)
-    return {f"{key}.relative": relative.tobytes(), f"{key}.absolute": scaled(shown)}
+        shown = logarithm(values[at]) if kind == "scale" else values[at]
+        top.append((farthest if kind == "signed" else largest)(shown, begin))
+    return relative_codes(np.concatenate(far), is_bad, UNITS[kind]), _absolute(np.concatenate(top), kind, is_bad)
 
 
-def topmost(kind: str) -> Callable[[Array, Counts], Array]:
-    """How the absolute view of a heatmap is reduced to columns; of "scale" its logarithms are."""
-    return farthest if kind == "signed" else largest
+def difference(first: Array, second: Array, kind: str, is_bad: Marks) -> Codes:
+    """How far a second run is from the first, as codes of columns, where both were measured."""
+    apart = logarithm(second) - logarithm(first) if kind == "scale" else second - first
+    far = farthest(apart, edges(apart.shape[1], COLUMNS))
+    return relative_codes(far, is_bad & ~np.isnan(far), DIFFERENCE[kind])
 
 
-def scaled(rows: Rows) -> bytes:
-    """Codes, and the scales of their rows."""
-    return b"".join([rows.codes.tobytes(), rows.low.astype("<f8").tobytes(), rows.step.astype("<f8").tobytes()])
-
-
-def restless(codes: Codes) -> Array:
-    """Of each site, how far its rms went from its past, in octaves. codes: that heatmap."""
-    far = np.where((codes == NONFINITE) | (codes == 0), 128, codes).astype(np.int64)
-    result: Array = np.abs(far - 128).max(axis=1) / UNITS[STATISTICS["rms"][1]]
-    return result
-
-
-def absolute(top: Array, kind: str, is_bad: Marks, grows: bool, ends: Ends | None = None) -> Rows:
-    """See `topmost`. ends: of other columns of the rows, whose scale it is, too."""
+def _absolute(top: Array, kind: str, is_bad: Marks) -> Rows:
     if kind == "scale":
-        return absolute_rows(top, is_bad, grows, ends)
+        return absolute_rows(top, is_bad)
     if kind == "share":
-        return linear_rows(top, is_bad, grows, ends)
+        return linear_rows(top, is_bad)
     codes = relative_codes(top, is_bad, 125)
     return Rows(codes, np.full(len(top), -126 / 125), np.full(len(top), 1 / 125))
 
 
-def bad_of(recorded: Recorded) -> Array:
-    """``[n, t]``: how many values were not finite."""
-    result = recorded.statistic("nans")
-    result += recorded.statistic("posinfs")
-    result += recorded.statistic("neginfs")
+def restless(codes: Codes) -> Array:
+    """Of each site, how far its rms went from its past, in octaves. codes: the relative view of that heatmap."""
+    far = np.where((codes == NONFINITE) | (codes == 0), 128, codes).astype(np.int64)
+    result: Array = np.abs(far - 128).max(axis=1) / PER_OCTAVE
     return result
-
-
-# Name of a line, its statistic, how a column is made of steps, whether it is told by factors.
-LINES: dict[str, tuple[str, Callable[[Array, Counts], Array], bool]] = {
-    "rms": ("rms", average, True),
-    "rms_low": ("rms", smallest, True),
-    "rms_high": ("rms", largest, True),
-    "abs_max": ("abs_max", largest, True),
-    "mean": ("mean", average, False),
-    "std": ("std", average, False),
-    "min": ("min", smallest, False),
-    "max": ("max", largest, False),
-}
 
 
 def line_columns(sites: int) -> int:
@@ -141,22 +129,17 @@ def line_columns(sites: int) -> int:
     return min(max(250, _CELLS // max(sites, 1)), COLUMNS)
 
 
-def lines(recorded: Recorded, names: Iterable[str] = tuple(LINES)) -> dict[str, bytes]:
-    """Twelve bits a value, the high bytes before the low ones, then float64 of each row: low, step."""
-    begin = recorded.begin(line_columns(len(recorded.sites)))
-    blobs = {}
+def lines(recorded: Recorded, names: list[str]) -> NDArray[np.float32]:
+    """``[names, n, columns]`` of `LINES`; NaN where a site was silent."""
+    begin = edges(len(recorded.steps), line_columns(len(recorded.sites)))
+    found = np.empty((len(names), len(recorded.sites), len(begin)), np.float32)
     last: tuple[str, Array] = ("", np.empty(0))
-    for name in names:
-        statistic, reduce, is_log = LINES[name]
+    for place, name in enumerate(names):
+        statistic, reduce = LINES[name]
         if statistic != last[0]:
             last = (statistic, recorded.statistic(statistic))
-        blobs[f"line.{name}"] = packed(line(reduce(last[1], begin), is_log, recorded.grows))
-    return blobs
-
-
-def packed(found: Rows) -> bytes:
-    high, low = (found.codes >> 8).astype(np.uint8), (found.codes & 255).astype(np.uint8)
-    return b"".join([high.tobytes(), low.tobytes(), *(part.astype("<f8").tobytes() for part in found[1:])])
+        found[place] = rounded(reduce(last[1], begin))
+    return found
 
 
 def scalars(recorded: Recorded) -> dict[str, list[list[float | None]]]:
@@ -164,7 +147,7 @@ def scalars(recorded: Recorded) -> dict[str, list[list[float | None]]]:
 
     A step that was not measured counts with the next one that was.
     """
-    begin = recorded.begin(COLUMNS)
+    begin = edges(len(recorded.steps), COLUMNS)
     found = {}
     for name, (steps, values) in recorded.scalars.items():
         row = np.minimum(np.searchsorted(recorded.steps, steps), len(recorded.steps) - 1)

@@ -10,7 +10,6 @@ import numpy as np
 
 from hookstats.numbers.fields import Array, Counts, Site, Skipped
 from hookstats.numbers.snapshot import Snapshot
-from hookstats.report.reducing import edges
 from hookstats.rules import Finding
 
 
@@ -22,8 +21,7 @@ class Recorded:
     by name, steps ``[m]``, measured or not, and values ``[m]``. ``statistic``: by the name of a row of `Stats`, its
     totals ``[n, t]``, NaN where a site was silent. ``snapshots``: those of some steps, with these sites at least,
     channels and histograms where they were kept; ``detailed``: the steps in which they were. ``skipped``: of a site,
-    the reason, how many tensors in all (None: given up), since which step. ``grows``: it is looked at again later.
-    ``row``: what `near` gives, where that can be read without the whole planes.
+    the reason, how many tensors in all (None: given up), since which step.
     """
 
     name: str
@@ -37,27 +35,6 @@ class Recorded:
     findings: Sequence[Finding] = ()
     skipped: Sequence[tuple[Site, Skipped, int]] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
-    grows: bool = False
-    row: Callable[[int, slice, Sequence[str]], list[Array]] | None = None
-
-    def near(self, site: int, at: slice, names: Sequence[str]) -> list[Array]:
-        """Of the site with this place, statistics in these steps, by their places."""
-        if self.row is not None:
-            return self.row(site, at, names)
-        return [self.statistic(name)[site, at] for name in names]
-
-    def begin(self, columns: int) -> Counts:
-        """Where each of at most so many columns of a picture begins, places in `steps`, ascending.
-
-        Of a run that grows, columns stay as they are until there are too many: then two of them become one.
-        """
-        count = len(self.steps)
-        if not self.grows:
-            return edges(count, columns)
-        wide = 1
-        while wide * columns < count:
-            wide *= 2
-        return np.arange(0, max(count, 1), wide, dtype=np.int64)
 
     @classmethod
     def of(cls, snapshots: Sequence[Snapshot], name: str = "snapshots", findings: Sequence[Finding] = ()) -> Recorded:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import re
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -11,103 +14,153 @@ import numpy as np
 from hookstats.numbers.fields import Counts, Site
 from hookstats.numbers.kinds import is_of_module, kind_of
 from hookstats.report import detail, planes
-from hookstats.report.page import page
 from hookstats.report.pair import Pair
+from hookstats.report.precision import precision
 from hookstats.report.record import Recorded
-from hookstats.rules import Chapter, Finding, head, story
+from hookstats.report.reducing import by_bytes, edges, marks
+from hookstats.rules import Finding, head, story
 
 _FINDINGS = 2000  # on a page: the gravest, and what follows from them
 _TEXT = 20_000  # characters of settings
+_DETAILS = re.compile(r"details\.[0-9]{1,9}")
+_ABOUT = {
+    "gradient": ("param_grad", "grad_output"),
+    "parameters": ("param_update", "update_sample", "param_grad"),
+    "loss": ("loss",),
+    "progress": ("loss",),
+    "nonfinite": ("loss",),
+}  # by a word of a rule's name, kinds of tensors, or a scalar
+_LINES_OF_SECOND = ["rms", "abs_max"]
 
 
-def html(recorded: Recorded, second: Recorded | None = None) -> str:
-    """The page of a run, and how far a second one is from it. ValueError where it holds no step, or no site."""
-    if not len(recorded.steps) or not recorded.sites:
-        raise ValueError(
-            f"expected a run in which something was measured; {recorded.name} holds {len(recorded.steps)} steps of "
-            f"{len(recorded.sites)} sites"
-        )
-    record, blobs = contents(recorded, second)
-    return page(record, blobs)
+class Contents:
+    """What a page is made from: ``record``, to become JSON, and bytes by name, made when they are first asked for.
 
-
-def contents(recorded: Recorded, second: Recorded | None = None) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """What a page is made from: JSON, and bytes by name."""
-    record, blobs = of_all_sites(recorded, second)
-    details, pictures = detailed(recorded, record, blobs)
-    return record | details, blobs | pictures
-
-
-def of_all_sites(recorded: Recorded, second: Recorded | None = None) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """The same without what `detailed` says."""
-    pair = None if second is None else Pair(recorded, second)
-    run = recorded if pair is None else pair.first
-    bad = planes.bad_of(run)
-    blobs: dict[str, bytes] = {}
-    for key in planes.STATISTICS:
-        blobs |= planes.heatmap(run, key, bad)
-    blobs |= planes.lines(run)
-    count = run.statistic("count")
-    record = overview(run, float(np.nansum(count + bad)), (~np.isnan(count)).sum(axis=1))
-    if pair is not None:
-        blobs |= pair.blobs((bad, planes.bad_of(pair.second)))
-        record |= _of_both(pair)
-    return record, blobs
-
-
-def _of_both(pair: Pair) -> dict[str, Any]:
-    """What of a page's JSON is other where a second run is on it, too."""
-    place = {site: i for i, site in enumerate(pair.sites)}
-    ordered = pair.rows()
-    first = pair.a.steps
-    return {
-        "rows": [place[ordered[i]] for i in in_order(ordered)],
-        "measured": [int(first[0]), int(first[-1]), len(first)],
-        "statistics": planes.told(is_pair=True),
-        "other": pair.told()
-        | {"head": head(pair.b.findings, _last_loss(pair.b)), "chapters": chapters_of(pair.b, place)[0]},
-    }
-
-
-def detailed(
-    recorded: Recorded, record: Mapping[str, Any], blobs: Mapping[str, bytes]
-) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """What is told of some sites only, and its bytes. record, blobs: of its page, where its sites are the first."""
-    codes = np.frombuffer(blobs["rms.relative"], np.uint8).reshape(len(record["sites"]), -1)[: len(recorded.sites)]
-    details, pictures = detail.details(recorded, planes.restless(codes))
-    windows = detail.windows(recorded, planes.line_columns(len(recorded.sites)))
-    return {"details": details, "windows": windows, "precision": detail.precision(recorded)}, pictures
-
-
-def overview(recorded: Recorded, values: float, fired: Counts) -> dict[str, Any]:
-    """The JSON of a page without what `detailed` says.
-
-    values: how many were read in all; fired ``[n]``: in how many steps each site was not silent.
+    A name begins with its group, of which all is made at once: each of `planes.STATISTICS` (its heatmaps), ``line``
+    (``line.rms`` of all sites, and all lines of each site by its place), ``more`` (what belongs to the record and takes
+    long to tell, as JSON), and ``details.3`` (pictures of the site with this place).
+    ``seconds``: how long all of that took.
     """
-    columns = planes.line_columns(len(recorded.sites))
-    steps = recorded.steps
-    chapters, left_out = chapters_of(recorded, {site: i for i, site in enumerate(recorded.sites)})
-    return {
-        "name": recorded.name,
-        "written": round(time.time()),
-        "sites": [list(site) for site in recorded.sites],
-        "rows": in_order(recorded.sites),
-        "steps": [int(steps[0]), int(steps[-1]), len(steps)],
-        "begin": steps[recorded.begin(planes.COLUMNS)].tolist(),
-        "line_begin": steps[recorded.begin(columns)].tolist(),
-        "times": None if recorded.times is None else [float(recorded.times[0]), float(recorded.times[-1])],
-        "values": values,
-        "readings": int(fired.sum()),
-        "fired": fired.tolist(),
-        "statistics": planes.told(),
-        "scalars": planes.scalars(recorded),
-        "head": head(recorded.findings, _last_loss(recorded)),
-        "chapters": chapters,
-        "left_out": left_out,
-        "skipped": [[*site, why.reason, why.times, since] for site, why, since in recorded.skipped],
-        "settings": _short(recorded.settings),
-        "other": None,
-    }
+
+    def __init__(self, recorded: Recorded, second: Recorded | None = None) -> None:
+        """second: another run beside the first. ValueError where a run holds no step, or no site."""
+        for run in [recorded] if second is None else [recorded, second]:
+            if not len(run.steps) or not run.sites:
+                held = f"{run.name} holds {len(run.steps)} steps of {len(run.sites)} sites"
+                raise ValueError(f"expected a run in which something was measured; {held}")
+        began = time.monotonic()
+        self._own = recorded
+        self._pair = None if second is None else Pair(recorded, second)
+        self._runs = [recorded] if self._pair is None else [self._pair.first, self._pair.second]
+        self._begin = edges(len(self._runs[0].steps), planes.COLUMNS)
+        bad = [planes.bad_of(run) for run in self._runs]
+        self._is_bad = [marks(each, self._begin) for each in bad]
+        self._bad = float(np.nansum(bad[0]))
+        self.record = self._record([(~np.isnan(each)).sum(axis=1) for each in bad])
+        self._made: dict[str, dict[str, bytes]] = {}
+        self._locks: dict[str, threading.Lock] = {}
+        self.seconds = time.monotonic() - began
+
+    def __getitem__(self, name: str) -> bytes:
+        """KeyError for what there is not."""
+        first, _, rest = name.partition(".")
+        group = f"details.{rest.partition('.')[0]}" if first == "details" else first
+        with self._locks.setdefault(group, threading.Lock()):
+            if group not in self._made:
+                began = time.monotonic()
+                self._made[group] = self._make(group)
+                self.seconds += time.monotonic() - began
+        return self._made[group][name]
+
+    def all(self) -> tuple[dict[str, Any], dict[str, bytes]]:
+        """The whole record, and all bytes but those that belong to it; pictures of as many sites as have room."""
+        blobs = {}
+        for key in planes.STATISTICS:
+            blobs |= self._heatmaps(key)
+        codes = np.frombuffer(blobs["rms.relative"], np.uint8).reshape(len(self.record["sites"]), -1)
+        own = self._own
+        detailed = detail.worth_showing(own, planes.restless(codes[: len(own.sites)])) if len(own.detailed) else []
+        blobs |= self._lines() | detail.details(own, detailed)
+        return self.record | {"detailed": detailed} | self._more(), blobs
+
+    def _make(self, group: str) -> dict[str, bytes]:
+        if group in planes.STATISTICS:
+            return self._heatmaps(group)
+        if group == "line":
+            return self._lines()
+        if group == "more":
+            return {"more": json.dumps(self._more(), allow_nan=False).encode()}
+        place = int(group.partition(".")[2]) if _DETAILS.fullmatch(group) else len(self.record["sites"])
+        if place >= len(self.record["sites"]):
+            raise KeyError(group)
+        is_seen = place < len(self._own.sites) and len(self._own.detailed)
+        return detail.details(self._own, [place]) if is_seen else {group: b"{}"}
+
+    def _heatmaps(self, key: str) -> dict[str, bytes]:
+        kind = planes.STATISTICS[key][1]
+        values = [planes.numbers_of(run.statistic, key) for run in self._runs]
+        found = {}
+        for of, each, is_bad in zip(("", "other_"), values, self._is_bad, strict=False):
+            relative, absolute = planes.heatmap(each, kind, is_bad)
+            found |= {f"{key}.{of}relative": relative.tobytes(), f"{key}.{of}absolute": absolute.to_bytes()}
+        if self._pair is not None:
+            apart = planes.difference(*values, kind, self._is_bad[0] | self._is_bad[1])
+            found[f"{key}.difference"] = apart.tobytes()
+        return found
+
+    def _lines(self) -> dict[str, bytes]:
+        found = planes.lines(self._runs[0], list(planes.LINES))
+        if self._pair is not None:
+            found = np.concatenate([found, planes.lines(self._runs[1], _LINES_OF_SECOND)])
+        return {"line.rms": by_bytes(found[0])} | {f"line.{i}": by_bytes(found[:, i]) for i in range(found.shape[1])}
+
+    def _more(self) -> dict[str, Any]:
+        run = self._own
+        windows = detail.windows(run, planes.line_columns(len(self.record["sites"])))
+        values = self._bad + float(np.nansum(run.statistic("count")))
+        told = {"windows": windows, "precision": precision(run), "values": values}
+        return told if self._pair is None else told | self._pair.parting()
+
+    def _record(self, fired: list[Counts]) -> dict[str, Any]:
+        """fired ``[n]``, of each run: in how many steps each site was not silent."""
+        own, pair, steps = self._own, self._pair, self._runs[0].steps
+        sites, first = self._runs[0].sites, own.steps
+        place = {site: i for i, site in enumerate(sites)}
+        chapters, left_out = chapters_of(own, place)
+        rows = in_order(sites)
+        if pair is not None:
+            ordered = pair.ordered()
+            rows = [place[ordered[i]] for i in in_order(ordered)]
+        return {
+            "name": own.name,
+            "written": round(time.time()),
+            "sites": [list(site) for site in sites],
+            "rows": rows,
+            "steps": [int(steps[0]), int(steps[-1]), len(steps)],
+            "measured": [int(first[0]), int(first[-1]), len(first)],
+            "begin": steps[self._begin].tolist(),
+            "line_begin": steps[edges(len(steps), planes.line_columns(len(sites)))].tolist(),
+            "lines": [*planes.LINES, *(f"other_{name}" for name in _LINES_OF_SECOND if pair is not None)],
+            "times": None if own.times is None else [float(own.times[0]), float(own.times[-1])],
+            "readings": int(fired[0].sum()),
+            "fired": fired[0].tolist(),
+            "statistics": planes.told(pair is not None),
+            "scalars": planes.scalars(self._runs[0]),
+            "head": head(own.findings, _last_loss(own)),
+            "chapters": chapters,
+            "left_out": left_out,
+            "skipped": [[*site, why.reason, why.times, since] for site, why, since in own.skipped],
+            "settings": _short(own.settings),
+            "other": None
+            if pair is None
+            else {
+                **pair.told(),
+                "fired": fired[1].tolist(),
+                "scalars": planes.scalars(pair.second),
+                "head": head(pair.b.findings, _last_loss(pair.b)),
+                "chapters": chapters_of(pair.b, place)[0],
+            },
+        }
 
 
 def _last_loss(recorded: Recorded) -> tuple[int, float] | None:
@@ -117,23 +170,13 @@ def _last_loss(recorded: Recorded) -> tuple[int, float] | None:
 
 def chapters_of(recorded: Recorded, place: Mapping[Site, int]) -> tuple[list[dict[str, Any]], int]:
     """The story as JSON, and how many findings have no room in it. place: of sites."""
-    chapters = _chapters(recorded)
-    told = [
-        {"finding": _told(each.finding, place), "effects": [_told(effect, place) for effect in each.effects]}
-        for each in chapters
-    ]
-    return told, len(recorded.findings) - sum(1 + len(each.effects) for each in chapters)
-
-
-def _chapters(recorded: Recorded) -> list[Chapter]:
-    """The story of the run, as much of it as a page holds: what stands for itself goes before what follows."""
     chapters = story(recorded.findings)[:_FINDINGS]
-    room = _FINDINGS - len(chapters)
-    result = []
-    for each in chapters:
-        result.append(Chapter(each.finding, each.effects[:room]))
-        room -= len(result[-1].effects)
-    return result
+    room, told = _FINDINGS - len(chapters), []
+    for each in chapters:  # what stands for itself goes before what follows
+        effects = [_told(effect, place) for effect in each.effects[:room]]
+        told.append({"finding": _told(each.finding, place), "effects": effects})
+        room -= len(effects)
+    return told, len(recorded.findings) - sum(1 + len(each["effects"]) for each in told)
 
 
 def _told(finding: Finding, place: Mapping[Site, int]) -> dict[str, Any]:
@@ -142,6 +185,7 @@ def _told(finding: Finding, place: Mapping[Site, int]) -> dict[str, Any]:
         "step": finding.step,
         "since": finding.since,
         "site": None if finding.site is None else place.get(finding.site),
+        "kind": kind_of_rule(finding.rule, place) if finding.site is None else None,
         "sites": [place[site] for site in finding.sites if site in place],
         "site_count": finding.site_count,
         "severity": finding.severity,
@@ -149,6 +193,13 @@ def _told(finding: Finding, place: Mapping[Site, int]) -> dict[str, Any]:
         "rank": finding.rank,
         "attempt": finding.attempt,
     }
+
+
+def kind_of_rule(rule: str, sites: Iterable[Site]) -> str | None:
+    """What a page shows for a finding without a site: the kind of tensors, or the scalar, that its rule is about."""
+    known = {"loss", *(kind_of(site.tensor).name for site in sites)}
+    kinds = [kind for word, of in _ABOUT.items() if word in rule for kind in of if kind in known]
+    return kinds[0] if kinds else None
 
 
 def in_order(sites: list[Site]) -> list[int]:

@@ -19,32 +19,30 @@ _WIDE, _TALL = 120, 22  # of a sparkline
 
 
 def index(directory: str, runs: Iterable[tuple[str, Summary]]) -> Answer:
-    """Summaries by the ids of their runs, as a page."""
+    """Summaries by the ids of their runs, as a page, the run that changed last first."""
     style = asset("page.css") + (_ASSETS / "index.css").read_text()
     script = (_ASSETS / "index.js").read_text()
     heads = "".join(
         f'<th scope="col" class="{"number" * (each in ("last step", "ranks", "last change"))}">{each}</th>'
         for each in ("run", "state", "model", "last step", "loss", "findings", "ranks", "last change", "beside")
     )
+    ordered = sorted(runs, key=lambda each: (-each[1].changed, each[1].name))
+    rows = "".join(_row(id, run) for id, run in ordered)
     body = (
         f'<main>\n<header><p class="mark">hookstats serve</p><h1>{escaped(directory)}</h1></header>\n'
         '<div class="tools"><label for="filter"><span>Filter</span></label>'
         '<input id="filter" type="search" autocomplete="off" spellcheck="false">'
         '<span id="count" class="muted" aria-live="polite"></span><a id="both" hidden>Show both on one page</a></div>\n'
         '<p id="trouble" class="critical" aria-live="polite"></p>\n'
-        f'<div class="runs"><table><thead><tr>{heads}</tr></thead>\n'
-        f'<tbody id="rows">{rows(runs)}</tbody></table></div>\n'
-        f"</main>\n<script>{script}</script>\n"
+        f'<div class="runs"><table><thead><tr>{heads}</tr></thead>\n<tbody id="rows">'
+        f"{rows or _NO_RUN}</tbody></table></div>\n</main>\n<script>{script}</script>\n"
     )
     policy = f"script-src '{hashed(script)}'; style-src '{hashed(style)}'; connect-src 'self'"
-    return _page("runs", style, body, policy)
+    found = _page("runs", style, body, policy)
+    return found._replace(tag=hashed(found.body.decode()))
 
 
-def rows(runs: Iterable[tuple[str, Summary]]) -> str:
-    """The rows of the index, the run that changed last first."""
-    ordered = sorted(runs, key=lambda each: (-each[1].changed, each[1].name))
-    found = "".join(_row(id, run) for id, run in ordered)
-    return found or '<tr><td colspan="9" class="muted">There is no run yet.</td></tr>'
+_NO_RUN = '<tr><td colspan="9" class="muted">There is no run yet.</td></tr>'
 
 
 def _row(id: str, run: Summary) -> str:
@@ -101,12 +99,12 @@ def _loss(run: Summary) -> str:
     return f'<svg class="spark" {shape} aria-hidden="true">{paths}</svg> <span{kind}>{run.last_loss:.4g}</span>'
 
 
-def told(status: HTTPStatus, title: str, sentence: str, again: int | None = None) -> Answer:
-    """A page that says one thing. again: seconds after which it asks for itself once more."""
+def told(status: HTTPStatus, title: str, sentence: str, kind: str = "", again: int | None = None) -> Answer:
+    """A page that says one thing. kind: of the state of a run; again: seconds after which it asks for itself anew."""
     style = asset("page.css")
     refresh = "" if again is None else f'<meta http-equiv="refresh" content="{again}">\n'
     body = (
-        f'<main>\n<p class="mark"><a href="/">hookstats serve</a></p>\n<h1>{escaped(title)}</h1>\n'
+        f'<main data-state="{kind}">\n<p class="mark"><a href="/">hookstats serve</a></p>\n<h1>{escaped(title)}</h1>\n'
         f'<p class="lead">{escaped(sentence)}</p>\n<p><a href="/">All runs</a></p>\n</main>\n'
     )
     return _page(title, style, body, f"style-src '{hashed(style)}'", status, refresh)

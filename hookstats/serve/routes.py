@@ -2,22 +2,98 @@
 
 from __future__ import annotations
 
+import gzip
+import hashlib
 import re
+import threading
+import time
+from collections import OrderedDict
 from http import HTTPStatus
 from pathlib import Path
 
 from hookstats.records.errors import RunError
-from hookstats.report.page import policy
+from hookstats.report.page import page, policy
+from hookstats.report.writing import Contents
 from hookstats.serve import pages
-from hookstats.serve.growing import Growing, GrowingPair, Kept, Version, as_json
-from hookstats.serve.runs import Both, Runs, unreadable
+from hookstats.serve.runs import Runs, Watched, changed, together, unreadable
 from hookstats.serve.server import Answer, Query, said
 
-_RUN = re.compile(r"/run/([0-9a-f]{16})/(?:([0-9a-f]{16})/)?(update|blob|)")  # of a run, or of two
-_PATIENCE = 2.0  # seconds that the first page of a run is waited for, before another one says that it is being read
+_RUN = re.compile(r"/run/([0-9a-f]{16})/(?:([0-9a-f]{16})/)?(blob|)")  # of a run, or of two
 _POLICY = policy(is_live=True) + "; frame-ancestors 'none'"
-_JSON = "application/json"
-_BYTES = "application/octet-stream"
+_EVERY = 10.0  # seconds: a page is made anew no more often
+_REST = 4.0  # times as long as making it took
+_PAGES = 4  # that are kept; one that was not asked for longest goes
+_VERSIONS = 2  # of each: somebody may still ask for bytes of the last one
+_LEVEL = 4  # of gzip
+
+
+class Page:
+    """The page of a run, or of two: made anew when they have changed, and somebody asks for it.
+
+    The first to ask waits until it is made, and whoever asks meanwhile waits as well.
+    """
+
+    def __init__(self, runs: list[Watched]) -> None:
+        self._runs = runs
+        self._lock = threading.Lock()
+        self._made: OrderedDict[str, Contents] = OrderedDict()  # by version
+        self._ended = 0.0  # when the last one was made
+        self._sent: tuple[str, bytes] = ("", b"")  # the last page that was sent, by its tag
+
+    def answer(self) -> Answer:
+        state, name = together(self._runs), " and ".join(run.name for run in self._runs)
+        if state.kind == "deleted":
+            return pages.told(HTTPStatus.OK, name, "This run was deleted.", state.kind)
+        with self._lock:
+            try:
+                version, made = self._newest()
+                first = {"rms.relative": made["rms.relative"]}
+            except (ValueError, OSError) as error:  # deleted or torn, also while it is read
+                return self._refused(name, error)
+            tag = f"{version}-{hashlib.sha256(repr(state).encode()).hexdigest()[:8]}"
+            if self._sent[0] != tag:
+                last = max(changed(run.look()[1]) for run in self._runs)
+                told = {"version": version, "tag": tag, "state": [state.kind, state.sentence, last]}
+                whole = page(made.record | told, first, is_live=True)
+                self._sent = (tag, gzip.compress(whole.encode(), _LEVEL, mtime=0))
+            return Answer(HTTPStatus.OK, self._sent[1], "text/html; charset=utf-8", _POLICY, True, tag)
+
+    def _newest(self) -> tuple[str, Contents]:
+        marks = [run.look()[1] for run in self._runs]
+        version, last = hashlib.sha256(repr(marks).encode()).hexdigest()[:16], next(reversed(self._made), None)
+        if version != last and (last is None or time.monotonic() >= self._again(self._made[last])):
+            self._made[version] = Contents(*(run.recorded() for run in self._runs))
+            self._made.move_to_end(version)
+            self._ended = time.monotonic()
+            while len(self._made) > _VERSIONS:
+                self._made.popitem(last=False)
+        return next(reversed(self._made.items()))
+
+    def _again(self, last: Contents) -> float:
+        """When it may be made anew. What was asked for of the last version since it was made counts as well."""
+        return self._ended + max(_EVERY, _REST * last.seconds)
+
+    def _refused(self, name: str, error: Exception) -> Answer:
+        torn = unreadable(self._runs[0].path, error)
+        if isinstance(error, RunError):
+            return pages.told(HTTPStatus.OK, name, torn.sentence, torn.kind, 5)
+        if len(self._runs) > 1:
+            words = f"The two cannot be shown together: {str(error)[:500]}."
+            return pages.told(HTTPStatus.OK, name, words, "waiting", 5)
+        words = "Nothing is recorded yet. This page looks again by itself."
+        return pages.told(HTTPStatus.OK, name, words, "waiting", 1)
+
+    def blob(self, version: str, name: str) -> Answer:
+        made = self._made.get(version)  # nobody waits for a newer one
+        if made is None:
+            return said(HTTPStatus.GONE, "The run has grown since; ask for its page.")
+        try:
+            packed = gzip.compress(made[name], _LEVEL, mtime=0)
+        except KeyError:
+            return said(HTTPStatus.NOT_FOUND, "There are no such numbers.")
+        except (ValueError, OSError):  # files that are merged into others, or gone
+            return said(HTTPStatus.GONE, "The run has changed since; ask for its page.")
+        return Answer(HTTPStatus.OK, packed, "application/octet-stream", packed=True)
 
 
 class Routes:
@@ -25,71 +101,31 @@ class Routes:
 
     def __init__(self, directory: Path) -> None:
         self._runs = Runs(directory)
-        self._kept = Kept()
+        self._lock = threading.Lock()
+        self._pages: OrderedDict[tuple[str, str | None], Page] = OrderedDict()
 
     def __call__(self, query: Query) -> Answer:
-        if query.path in ("/", "/rows"):
-            found = [(id, run.summary()) for id, run in self._runs.find().items()]
-            if query.path == "/":
-                return pages.index(self._runs.directory.name, found)
-            return Answer(HTTPStatus.OK, pages.rows(found).encode(), "text/html; charset=utf-8")
+        if query.path == "/":
+            return pages.index(
+                self._runs.directory.name, [(id, run.summary()) for id, run in self._runs.find().items()]
+            )
         match = _RUN.fullmatch(query.path)
-        growing = self._growing(match[1], match[2]) if match else None
-        if match is None or growing is None:
+        asked = self._page(match[1], match[2]) if match else None
+        if match is None or asked is None:
             return pages.told(HTTPStatus.NOT_FOUND, "Not found", "There is no such page here.")
-        growing.watched.watch()
-        if match[3] == "update":
-            return self._update(growing, query)
         if match[3] == "blob":
-            return _blob(growing, query)
-        return self._page(growing)
+            return asked.blob(query.given.get("version", ""), query.given.get("name", ""))
+        return asked.answer()
 
-    def _growing(self, id: str, other: str | None) -> Growing | None:
+    def _page(self, id: str, other: str | None) -> Page | None:
         """None where there are no such runs."""
-        watched = self._runs.get(id)
-        second = self._runs.get(other) if other else None
-        if watched is None or (other and (second is None or other == id)):
+        runs = [self._runs.get(each) for each in (id, other) if each is not None]
+        known = [run for run in runs if run is not None]
+        if len(known) < len(runs) or id == other:
             return None
-        if second is None:
-            return self._kept.get(id, lambda: Growing(watched))
-        return self._kept.get(f"{id}/{other}", lambda: GrowingPair(Both(watched, second)))
-
-    def _page(self, growing: Growing) -> Answer:
-        version = growing.look(_PATIENCE)
-        name, (state, _) = growing.watched.name, growing.watched.told()
-        if state.kind == "deleted":
-            return pages.told(HTTPStatus.GONE, name, "This run was deleted.")
-        if version is not None:
-            return Answer(HTTPStatus.OK, version.page, "text/html; charset=utf-8", _POLICY, True)
-        if isinstance(growing.error, RunError):
-            torn = unreadable(growing.watched.path, growing.error)
-            return pages.told(HTTPStatus.OK, name, torn.sentence, 5)
-        if isinstance(growing, GrowingPair) and growing.error:
-            return pages.told(HTTPStatus.OK, name, f"The two cannot be shown together: {str(growing.error)[:500]}.", 5)
-        sentence = "Nothing is recorded yet." if growing.error else "The record is being read."
-        return pages.told(HTTPStatus.OK, name, f"{sentence} This page looks again by itself.", 1)
-
-    def _update(self, growing: Growing, query: Query) -> Answer:
-        newest = growing.look()
-        state, changed = growing.watched.told()
-        told = {"state": state.kind, "sentence": state.sentence, "changed": changed}
-        old = _version(growing, query, "version")
-        if newest is not None and query.given.get("version") != str(newest.number):
-            told |= {"since": 0 if old is None else old.number, "record": newest.changes(old)}
-        return Answer(HTTPStatus.OK, as_json(told), _JSON, packed=True)
-
-
-def _blob(growing: Growing, query: Query) -> Answer:
-    version = _version(growing, query, "version")
-    if version is None:
-        return said(HTTPStatus.GONE, "The run has grown since; ask for what is new.")
-    try:
-        packed = version.packed(query.given.get("name", ""), _version(growing, query, "since"))
-    except KeyError:
-        return said(HTTPStatus.NOT_FOUND, "There are no such numbers.")
-    return Answer(HTTPStatus.OK, packed, _BYTES, packed=True)
-
-
-def _version(growing: Growing, query: Query, name: str) -> Version | None:
-    number = query.given.get(name, "")
-    return growing.get(int(number)) if re.fullmatch(r"[0-9]{1,18}", number) else None
+        with self._lock:
+            found = self._pages.setdefault((id, other), Page(known))
+            self._pages.move_to_end((id, other))
+            while len(self._pages) > _PAGES:
+                self._pages.popitem(last=False)
+            return found

@@ -7,25 +7,29 @@ import os
 import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from hookstats.numbers.fields import Array
-from hookstats.records import manifest
 from hookstats.records.errors import RunError
-from hookstats.records.places import rank_folder, runs_below, watch
+from hookstats.records.places import runs_below
 from hookstats.records.run import load
+from hookstats.report.loading import recorded
+from hookstats.report.record import Recorded
 from hookstats.report.reducing import edges
 from hookstats.terminal.following import Followed, State
 
 _OFTEN = 1.0  # seconds: a run is looked at no more often, however many look
 _POINTS = 120  # of a sparkline
 _REST = 20.0  # times as long as a line of the index took, it is not made again
-_DELETED = State("deleted", "the run was deleted")
 _ORDER = ("deleted", "torn", "unreadable", "recording", "died", "waiting", "ended")  # what is told of two runs
 _BROKEN = ("deleted", "torn", "unreadable")
+
+Mark = tuple[tuple[str, int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -48,126 +52,99 @@ class Summary:
 
 
 class Watched:
-    """A run that is looked at: what is read of it is read once, until it has changed."""
+    """A run that is looked at, without a file of it ever being written."""
 
     def __init__(self, path: Path, name: str) -> None:
         self.path = path
         self.name = name
         self._lock = threading.Lock()
         self._looked = -_OFTEN
-        self._watched = -_OFTEN
+        self._state = State("waiting", "")
+        self._mark: Mark = ()
         self._rested = 0.0  # when a line of the index may be made again
-        self._state: tuple[State, float] | None = None
-        self._followed = Followed(path)
-        self._followed_mark: object = None  # of the manifest that it has
-        self._read: tuple[object, Summary] | None = None
+        self._summary: tuple[Mark, Summary] | None = None
 
-    def mark(self) -> tuple[int, ...]:
-        """Another one as soon as more was written: of the manifest, and of the findings, their size and time."""
-        found: list[int] = []
-        for name in ("manifest.json", "findings.jsonl"):
-            try:
-                told = (self.path / "rank=0" / name).stat()
-            except OSError:
-                found += [0, 0, 0]
-            else:
-                found += [told.st_mtime_ns, told.st_size, told.st_ino]
-        return tuple(found)
-
-    def watch(self) -> None:
-        """Says to whoever records it that somebody looks, so that it is written sooner."""
+    def look(self) -> tuple[State, Mark]:
+        """How the run is, and a mark that is another one as soon as more was written; at most a second old."""
         with self._lock:
-            now = time.monotonic()
-            if self._look()[0].kind == "recording" and now - self._watched >= _OFTEN:
-                self._watched = now
-                watch(rank_folder(self.path, 0))
+            if time.monotonic() - self._looked >= _OFTEN:
+                self._mark = _mark(self.path / "rank=0")
+                try:
+                    self._state = Followed(self.path).state() if self.path.exists() else unreadable(self.path)
+                except (ValueError, OSError) as error:
+                    self._state = unreadable(self.path, error)
+                self._looked = time.monotonic()
+            return self._state, self._mark
 
-    def told(self) -> tuple[State, float]:
-        """How the run is, and when it changed last, in seconds since the epoch; at most a second old."""
-        with self._lock:
-            return self._look()
+    def recorded(self) -> Recorded:
+        """Rank 0 of it. ValueError where nothing was measured yet; RunError, OSError as for `hookstats.load`."""
+        run = load(self.path)
+        if not run.steps:
+            raise ValueError("nothing was measured yet")
+        return replace(recorded(run), name=self.name)
 
     def summary(self) -> Summary:
         """At most a second old; older where it takes long to read. Whatever is wrong with the run stands in it."""
+        state, mark = self.look()
+        last = changed(mark)
+        if state.kind in _BROKEN:
+            return Summary(self.name, state, changed=last)
         with self._lock:
-            state, changed = self._look()
-            if state.kind in _BROKEN:
-                return Summary(self.name, state, changed=changed)
-            mark, began = self.mark(), time.monotonic()
-            if self._read is None or (self._read[0] != mark and began >= self._rested):
+            began = time.monotonic()
+            if self._summary is None or (self._summary[0] != mark and began >= self._rested):
                 try:
-                    self._read = (mark, self._summarised(mark))
-                except (ValueError, OSError) as error:  # deleted or torn meanwhile
-                    return Summary(self.name, unreadable(self.path, error), changed=changed)
+                    self._summary = (mark, self._summarise())
+                except FileNotFoundError:
+                    ranks = sum(1 for each in self.path.glob("rank=*") if each.is_dir())
+                    return Summary(self.name, state, ranks=ranks, changed=last)
+                except (ValueError, OSError) as error:  # torn meanwhile
+                    return Summary(self.name, unreadable(self.path, error), changed=last)
                 now = time.monotonic()
                 self._rested = now + _REST * (now - began)
-            return replace(self._read[1], state=state, changed=changed)
+            return replace(self._summary[1], state=state, changed=last)
 
-    def _look(self) -> tuple[State, float]:
-        if self._state is None or time.monotonic() - self._looked >= _OFTEN:
-            self._state = self._looked_at()
-            self._looked = time.monotonic()
-        return self._state
-
-    def _looked_at(self) -> tuple[State, float]:
-        mark = self.mark()
-        changed = max(mark[0], mark[3]) / 1e9
-        if not self.path.exists():
-            return _DELETED, 0.0
-        try:
-            followed = self._followed
-            if self._followed_mark != mark:
-                followed.manifest = manifest.read(followed.folder, followed.manifest) if mark[0] else None
-                self._followed_mark = mark
-            return followed.state(), changed
-        except (ValueError, OSError) as error:
-            self._read = self._followed_mark = None
-            return unreadable(self.path, error), mark[0] / 1e9
-
-    def _summarised(self, mark: tuple[int, ...]) -> Summary:
-        ranks = sum(1 for each in self.path.glob("rank=*") if each.is_dir())
-        waiting = State("waiting", "nothing is recorded yet")
-        if not mark[0]:
-            return Summary(self.name, waiting, ranks=ranks)
+    def _summarise(self) -> Summary:
         run = load(self.path)
         settings = run._attempts[-1].settings if run._attempts else {}
-        table = run.scalars
-        names, values = table["name"].to_pylist(), table["value"].to_pylist()
+        names, values, steps = (run.scalars[name].to_pylist() for name in ("name", "value", "step"))
         loss = np.array([value for name, value in zip(names, values, strict=True) if name == "loss"])
         counts = Counter(finding.severity for finding in run.findings)
-        step = max([*run.steps[-1:], *table["step"].to_pylist()[-1:]], default=None)
         return Summary(
             self.name,
-            waiting,
+            State("waiting", ""),
             model_of(settings),
-            step,
+            max([*run.steps[-1:], *steps[-1:]], default=None),
             tuple(_averages(loss).tolist()),
             loss.tolist()[-1] if len(loss) else None,
             tuple((name, counts[name]) for name in ("critical", "warning", "note") if counts[name]),
-            ranks,
+            sum(1 for each in self.path.glob("rank=*") if each.is_dir()),
         )
 
 
-class Both:
-    """Two runs that are looked at, as one."""
+def _mark(folder: Path) -> Mark:
+    """Names, times and sizes of what lies in a rank's folder; a folder's time is that of its newest part."""
+    found = []
+    with suppress(OSError), os.scandir(folder) as entries:
+        for each in entries:
+            if not each.name.startswith(("ring", "lock")):  # which change while nothing is to be seen yet
+                with suppress(OSError):
+                    told = each.stat(follow_symlinks=False)
+                    found.append((each.name, told.st_mtime_ns, told.st_size))
+    return tuple(sorted(found))
 
-    def __init__(self, first: Watched, second: Watched) -> None:
-        self.runs = (first, second)
-        self.name = f"{first.name} and {second.name}"
-        self.path = first.path
 
-    def mark(self) -> tuple[int, ...]:
-        return self.runs[0].mark() + self.runs[1].mark()
+def changed(mark: Mark) -> float:
+    """When a run changed last, in seconds since the epoch."""
+    return max((time for _, time, _ in mark), default=0) / 1e9
 
-    def watch(self) -> None:
-        for run in self.runs:
-            run.watch()
 
-    def told(self) -> tuple[State, float]:
-        states, changed = zip(*(run.told() for run in self.runs), strict=True)
-        kind = min((state.kind for state in states), key=_ORDER.index)
-        sentence = "; ".join(f"{run.name}: {state.sentence}" for run, state in zip(self.runs, states, strict=True))
-        return State(kind, sentence), max(changed)
+def together(runs: Sequence[Watched]) -> State:
+    """How one run is, or two that are shown on one page."""
+    states = [run.look()[0] for run in runs]
+    kind = min((state.kind for state in states), key=_ORDER.index)
+    if len(states) == 1:
+        return states[0]
+    return State(kind, "; ".join(f"{run.name}: {state.sentence}" for run, state in zip(runs, states, strict=True)))
 
 
 def model_of(settings: object) -> str:
@@ -176,9 +153,9 @@ def model_of(settings: object) -> str:
     return str(model.get("class", "") if isinstance(model, dict) else model)
 
 
-def unreadable(path: Path, error: Exception) -> State:
+def unreadable(path: Path, error: Exception | None = None) -> State:
     if not path.exists():
-        return _DELETED
+        return State("deleted", "the run was deleted")
     kind = "torn" if isinstance(error, RunError) else "unreadable"
     return State(kind, f"the run cannot be read: {str(error)[:500]}")
 

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import errno
 import hmac
-import io
 import ipaddress
 import re
 import secrets
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple
 from urllib.parse import parse_qs, urlsplit
 
-HEAD_BYTES = 16 << 10  # of a request: its line and its headers; a body is not read
-HEAD_SECONDS = 10.0  # until all of them have come
+HEAD_SECONDS = 10.0  # until a request has come; a body is not read
 ANSWER_SECONDS = 120.0  # until the answer has been read
 CONNECTIONS = 48  # at once, each with a thread
 _LOOPBACK = {"localhost", "127.0.0.1", "[::1]"}
@@ -34,13 +32,14 @@ _BARE = "default-src 'none'; frame-ancestors 'none'; base-uri 'none'; form-actio
 
 
 class Answer(NamedTuple):
-    """What is sent. policy: the Content-Security-Policy; packed: whether the body is in gzip."""
+    """What is sent. policy: the Content-Security-Policy; packed: whether the body is in gzip; tag: its ETag, if any."""
 
     status: HTTPStatus
     body: bytes
     type: str = "text/plain; charset=utf-8"
     policy: str = _BARE
     packed: bool = False
+    tag: str = ""
 
 
 class Query(NamedTuple):
@@ -62,9 +61,7 @@ class Server(ThreadingHTTPServer):
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.answers = answers
         self.token = secrets.token_urlsafe(24) if has_token else None
-        self._free = threading.BoundedSemaphore(CONNECTIONS)
-        self._until: dict[socket.socket, float] = {}
-        self._lock = threading.Lock()
+        self._until: dict[socket.socket, float] = {}  # when each connection is closed
         self._host, self._own = host, _as_address(host)
         super().__init__((host, port), _Handler)
         self.port = int(self.server_address[1])
@@ -102,43 +99,27 @@ class Server(ThreadingHTTPServer):
         return not self.is_local and (is_address or name == socket.gethostname().lower())
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """In a thread, if one is free; else the connection is closed."""
-        if not self._free.acquire(blocking=False):
+        """In a thread, unless there are too many; then the connection is closed."""
+        if len(self._until) >= CONNECTIONS:
             self.shutdown_request(request)
             return
         self.keep(request, HEAD_SECONDS)
-        try:
-            super().process_request(request, client_address)
-        except BaseException:
-            self._let_go(request)
-            raise
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._let_go(request)
+        super().process_request(request, client_address)
 
     def keep(self, request: socket.socket, seconds: float) -> None:
         """A connection is closed when its time is over, whatever comes or goes meanwhile, a byte at a time."""
-        with self._lock:
-            self._until[request] = time.monotonic() + seconds
+        self._until[request] = time.monotonic() + seconds
 
-    def _let_go(self, request: socket.socket) -> None:
-        with self._lock:
-            self._until.pop(request, None)
-        self._free.release()
+    def shutdown_request(self, request: Any) -> None:
+        self._until.pop(request, None)
+        super().shutdown_request(request)
 
     def service_actions(self) -> None:
         """Twice a second."""
         now = time.monotonic()
-        with self._lock:
-            late = [request for request, until in self._until.items() if until < now]
-            for request in late:
-                try:
-                    request.shutdown(socket.SHUT_RDWR)
-                except OSError:
-                    continue
+        for request in [each for each, until in list(self._until.items()) if until < now]:
+            with suppress(OSError):
+                request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         error = sys.exc_info()[1]
@@ -167,25 +148,6 @@ class _Handler(BaseHTTPRequestHandler):
     sys_version = ""
     default_request_version = "HTTP/1.0"  # not 0.9, which has no headers
 
-    def setup(self) -> None:
-        self._is_too_long = False
-        super().setup()
-        self.rfile = io.BufferedReader(io.BytesIO(self._head()))
-
-    def _head(self) -> bytes:
-        """Up to the empty line; what came until then where it is too long, or stops."""
-        head = b""
-        try:
-            while b"\r\n\r\n" not in head and b"\n\n" not in head and len(head) <= HEAD_BYTES:
-                more = self.request.recv(4096)
-                if not more:
-                    return b""
-                head += more
-        except OSError:
-            return b""
-        self._is_too_long = len(head) > HEAD_BYTES
-        return head
-
     def do_GET(self) -> None:
         self.server.keep(self.request, ANSWER_SECONDS)
         self.request.settimeout(ANSWER_SECONDS)
@@ -195,6 +157,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send(self, answer: Answer, more: dict[str, str]) -> None:
         """more: headers."""
+        if answer.tag:
+            more = {**more, "ETag": f'"{answer.tag}"'}
+            if self.headers.get("If-None-Match") == more["ETag"]:
+                answer = answer._replace(status=HTTPStatus.NOT_MODIFIED, body=b"")
         self.send_response(answer.status)
         for name, value in {**_HEADERS, "Content-Security-Policy": answer.policy, **more}.items():
             self.send_header(name, value)
@@ -207,8 +173,6 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(answer.body)
 
     def _answer(self) -> tuple[Answer, dict[str, str]]:
-        if self._is_too_long:
-            return said(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "The request is too long."), {}
         hosts = self.headers.get_all("Host", [])
         if len(hosts) != 1 or not self.server.is_asked_as(hosts[0].strip()):
             names = "The Host header names another server. Ask by the address that hookstats serve has printed."

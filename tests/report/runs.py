@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from hookstats.numbers.fields import ExponentBins, Site
 from hookstats.numbers.snapshot import Snapshot
+from hookstats.report.record import Recorded
+from hookstats.report.writing import Contents
 from tests.frames import Measured, frame_of
 
 LEAVES = ("norm1", "attention.qkv", "attention.out", "norm2", "mlp.up", "mlp.act", "mlp.down")
 _COUNT = 4096.0  # values of a channel
+
+
+def contents(recorded: Recorded, second: Recorded | None = None) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """What the page of a run is made from: what becomes JSON, and bytes by name."""
+    return Contents(recorded, second).all()
 
 
 def sites_of(blocks: int, leaves: Sequence[str] = LEAVES) -> list[Site]:
@@ -46,14 +54,15 @@ def state_of(rng: np.random.Generator, scale: float, channels: int, outlier: tup
 
 
 def counts_of(state: np.ndarray) -> np.ndarray:
-    """512 bins by exponent, of a normal of each channel's spread."""
+    """512 bins by exponent: all zeros, and other values as of a normal of the first channel's spread."""
     counts = np.zeros(512)
+    counts[0] = state[6].sum()
     edges = 2.0 ** (np.arange(256) - 127)
-    for total, spread in zip(state[0], np.sqrt(state[2] / state[0]), strict=True):
-        below = np.array([math.erf(min(edge / spread, 9.0) / math.sqrt(2)) for edge in edges])
-        share = np.diff(below, append=1.0)
-        counts[:256] += total * share / 2
-        counts[256:] += total * share / 2
+    total, spread = state[0, 0], np.sqrt(state[2, 0] / state[0, 0])
+    below = np.array([math.erf(min(edge / spread, 9.0) / math.sqrt(2)) for edge in edges])
+    share = np.diff(below, append=1.0)
+    counts[:256] += total * share / 2
+    counts[256:] += total * share / 2
     return counts.round().astype(np.int64)
 
 
@@ -77,7 +86,7 @@ def run(
             state = state_of(rng, float(scale), channels if t % detail_every == 0 else 1, grown)
             if is_gradient and t == spike and depth < 0.2:
                 state[7] = 5
-            counts = counts_of(state[:, :1]) if t % detail_every == 0 else None
+            counts = counts_of(state) if t % detail_every == 0 else None
             measured.append(Measured(site, state, counts, keeps=channels > 1))
         loss = 2.2 + 8 * np.exp(-5 * t / steps) + 0.05 * rng.normal() + (4 if spike <= t < spike + steps // 40 else 0)
         scalars = {"loss": float(loss), "lr": 3e-4}

@@ -174,6 +174,36 @@ def test_a_finding_leads_to_its_cell_and_its_site(browser: Browser) -> None:
     assert "layers.1.mlp.down output · step 30 ·" in text(browser, "#readout")
 
 
+def test_a_finding_without_a_site_leads_to_what_its_rule_is_about(
+    chromium: Browser, recorded: Recorded, tmp_path: Path
+) -> None:
+    """Gradients, or the loss; one of another rule leads to its step."""
+    found = [
+        replace(finding(SPIKE, None, "critical"), rule="clipped-gradients"),
+        replace(finding(30, None), rule="loss-spike"),
+        replace(finding(20, None), rule="my own"),
+    ]
+    path = write(replace(recorded, findings=found), tmp_path / "page.html")
+    chromium.look(1280)
+    chromium.open(path)
+    links = "document.querySelectorAll('#findings-list a')"
+    places = chromium.run(f"[...{links}].map((each) => each.innerText)")
+    assert sorted(places) == ["step 20", "step 30, loss", "step 40, gradients of outputs"]
+    assert chromium.run("document.querySelector('#tools select').value") == "grad_output"  # which the first is about
+    chromium.run(
+        "(() => { const select = [...document.querySelectorAll('#tools select')].at(-1); select.value = 'lr';"
+        "select.dispatchEvent(new Event('change')) })()"
+    )
+    chromium.run(f"{links}[{places.index('step 30, loss')}].click()")
+    chromium.wait("document.querySelector('#readout').innerText.includes('· step 30 · ')")
+    assert "loss 2." in text(chromium, "#readout")
+    chromium.run("document.querySelector('#tools select').value = 'output'")
+    chromium.run("document.querySelector('#tools select').dispatchEvent(new Event('change'))")
+    chromium.run(f"{links}[{places.index('step 40, gradients of outputs')}].click()")
+    chromium.wait("document.querySelector('#readout').innerText.includes('gradient of the output · step 40 · ')")
+    assert chromium.errors == []
+
+
 def test_a_value_that_is_not_finite_is_told_as_such(browser: Browser) -> None:
     browser.run("document.querySelector('#findings-list a').click()")
     browser.wait("document.querySelector('#readout').innerText.includes('holds NaN or infinity')")

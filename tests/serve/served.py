@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,18 +33,23 @@ class Reply(NamedTuple):
         return self.body.decode()
 
 
-# After a look it rests for a multiple of what the look took, which is long on a busy machine.
+def record_of(page: str) -> dict[str, Any]:
+    text = page.partition('id="record">')[2].partition("</script>")[0]
+    return dict(json.loads(text))
+
+
+# A page is made anew every 10 seconds at most, for which no test waits.
 _SERVE = """
 import sys
 from hookstats.__main__ import main
-from hookstats.serve import growing, runs
-growing._REST = growing._REST_DETAILS = runs._REST = 0.0
+from hookstats.serve import routes, runs
+routes._EVERY = routes._REST = runs._REST = 0.0
 sys.exit(main())
 """
 
 
 class Served:
-    """``hookstats serve``, as a user starts it, but that it rests no longer after a look that took long."""
+    """``hookstats serve``, as a user starts it, but that a page is made anew as often as its run changes."""
 
     def __init__(self, directory: Path, *arguments: str) -> None:
         command = [sys.executable, "-c", _SERVE, "serve", str(directory), "--port", "0", *arguments]
@@ -78,8 +82,9 @@ class Served:
         rows = self.ask("/").text.split("<tr>")[2:]
         return {row.partition("<bdi>")[2].partition("</bdi>")[0]: row.split('href="')[1].split('"')[0] for row in rows}
 
-    def json(self, path: str) -> Any:
-        return json.loads(self.ask(path).body)
+    def record(self, address: str) -> dict[str, Any]:
+        """What the page of a run is made from."""
+        return record_of(self.ask(address).text)
 
 
 @contextmanager
@@ -153,34 +158,3 @@ class Growing:
         ended.wait()
         self._describe(ended.pid)
         self._store.close()
-
-
-def restored(told: bytes, old: bytes, sites: int, columns: tuple[int, int], planes: int) -> bytes:
-    """A blob as a page makes it of an older one and of what it was sent. columns: before, and now."""
-    if not told[0]:
-        return told[1:]
-    first, many, size = np.frombuffer(told, "<u4", 3, 1)
-    rows = np.frombuffer(told, "<u4", many, 13)
-    rest = told[13 + 4 * many :]
-    new, again = planes * sites * (columns[1] - first), planes * many * first
-    before = np.frombuffer(old, np.uint8)[: planes * sites * columns[0]].reshape(planes, sites, -1)
-    made = np.empty((planes, sites, columns[1]), np.uint8)
-    made[:, :, :first] = before[..., :first]
-    made[:, :, first:] = np.frombuffer(rest[:new], np.uint8).reshape(planes, sites, -1)
-    made[:, rows, :first] = np.frombuffer(rest[new : new + again], np.uint8).reshape(planes, many, first)
-    bits = iter(np.unpackbits(np.frombuffer(rest[new + again : new + again + size], np.uint8)).tolist())
-    end = rest[new + again + size :]
-    if end:
-        scales = [np.frombuffer(each, "<f8").reshape(2, sites).tolist() for each in (old[-16 * sites :], end)]
-        for row in sorted(set(range(sites)) - set(rows.tolist())):
-            (low, step), (now, wide) = ([Fraction(plane[row]) for plane in each] for each in scales)
-            for column in range(first) if (low, step) != (now, wide) else ():
-                code = int.from_bytes(made[:, row, column].tobytes(), "big")
-                if not 2 <= code <= (253 if planes == 1 else 4095):
-                    continue
-                place = (low + (code - 2) * step - now) / wide  # exactly, in steps of the new scale
-                whole, over = divmod(place, 1)
-                whole += next(bits) if over == Fraction(1, 2) else over > Fraction(1, 2)
-                made[:, row, column] = list(int(whole + 2).to_bytes(planes, "big"))
-    assert all(bit == 0 for bit in bits)
-    return made.tobytes() + end

@@ -1,26 +1,28 @@
-"""Versions of a run that grows: what is sent of a newer one to somebody who has an older one."""
+"""The pages of runs that grow, as they are answered: what is sent, when it is made anew, and what is never done."""
 
 from __future__ import annotations
 
 import gzip
-import threading
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from hookstats.numbers.fields import Site
-from hookstats.records.errors import RunError
-from hookstats.serve import growing, pages
-from hookstats.serve.runs import Both, Runs, Watched
-from tests.serve.served import Growing, restored
+from hookstats.report.loading import recorded
+from hookstats.report.writing import Contents
+from hookstats.serve import pages, routes, runs
+from hookstats.serve.routes import Routes
+from hookstats.serve.runs import Runs, Watched
+from hookstats.serve.server import Answer, Query
+from tests.serve.served import Growing, record_of
 
 SITES = [Site(f"layers.{i}", "output") for i in range(20)]
-LONG = 1000.0  # seconds, after which all may be looked at again
 
 
 class Clock:
-    """`time` for growing.py: it passes when a test says so."""
+    """`time` for routes.py and runs.py: it passes when a test says so."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -28,187 +30,159 @@ class Clock:
     def monotonic(self) -> float:
         return self.now
 
-    def time_ns(self) -> int:
-        return 1_700_000_000_000_000_000
-
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(growing, "time", clock)
+    monkeypatch.setattr(routes, "time", clock)
+    monkeypatch.setattr(runs, "time", clock)
     return clock
 
 
+class Asked:
+    """The page of a run, or of two, below a directory."""
+
+    def __init__(self, directory: Path, *names: str) -> None:
+        self.routes = Routes(directory)
+        self.routes(Query("/", {}))  # which finds the runs
+        ids = {run.name: id for id, run in self.routes._runs.find().items()}
+        self.path = "/run/" + "".join(f"{ids[name]}/" for name in names)
+
+    def page(self) -> Answer:
+        return self.routes(Query(self.path, {}))
+
+    def record(self) -> dict[str, object]:
+        found = self.page()
+        assert found.packed, found.body
+        return record_of(gzip.decompress(found.body).decode())
+
+    def blob(self, version: object, name: str) -> Answer:
+        return self.routes(Query(f"{self.path}blob", {"version": str(version), "name": name}))
+
+
 @pytest.fixture
-def followed(tmp_path: Path) -> tuple[Growing, growing.Growing]:
-    return Growing(tmp_path / "run", SITES), growing.Growing(Watched(tmp_path / "run", "run"))
+def run(tmp_path: Path) -> Growing:
+    return Growing(tmp_path / "run", SITES)
 
 
-@pytest.fixture(autouse=True)
-def threads(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
-    """Those that were begun, the last one last."""
-    begun: list[threading.Thread] = []
-    start = threading.Thread.start
-
-    def counted(thread: threading.Thread) -> None:
-        begun.append(thread)
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", counted)
-    return begun
-
-
-def look(seen: growing.Growing) -> growing.Version | None:
-    """The newest version, when what the look has begun is made."""
-    before = set(threading.enumerate())
-    seen.look()
-    for begun in set(threading.enumerate()) - before:
-        begun.join(60)
-        assert not begun.is_alive()
-    return seen.newest
-
-
-def grown(seen: growing.Growing, run: Growing) -> growing.Version:
-    """A whole version with the last step that was written: a look after some time makes it."""
-    growing.time.now += LONG  # type: ignore[attr-defined]
-    found = look(seen)
-    assert found is not None
-    assert found.record["steps"][1] == run.last
-    assert found.is_whole.is_set()
-    return found
-
-
-@pytest.mark.parametrize("steps", [700, 1101])  # a column each, and two a column, the last with one
-def test_columns_that_were_there_stay_and_only_what_is_new_is_sent(
-    followed: tuple[Growing, growing.Growing], steps: int
-) -> None:
-    run, seen = followed
-    run.add(range(steps))
-    old = grown(seen, run)
-    run.add(range(steps, steps + 20))
-    new = grown(seen, run)
-    assert new.number > old.number
-    before, after = (np.frombuffer(each.blobs["rms.relative"], np.uint8).reshape(20, -1) for each in (old, new))
-    full = steps if steps == 700 else steps // 2
-    np.testing.assert_array_equal(before[:, :full], after[:, :full])
-    whole, less = new.packed("rms.relative", None), new.packed("rms.relative", old)
-    assert len(less) < len(whole) / 8
-    for name, blob in new.blobs.items():
-        planes, begin = (2, "line_begin") if name.startswith("line.") else (1, "begin")
-        columns = (len(old.record[begin]), len(new.record[begin]))
-        assert restored(gzip.decompress(new.packed(name, old)), old.blobs[name], 20, columns, planes) == blob, name
-
-
-def test_a_record_is_sent_once_and_then_what_changed_of_it(followed: tuple[Growing, growing.Growing]) -> None:
-    run, seen = followed
+def test_what_is_sent_is_what_a_report_has(tmp_path: Path, run: Growing) -> None:
+    """Of one run, and of two; channels of any site."""
     run.add(range(30))
-    old = grown(seen, run)
-    run.add(range(30, 40))
-    new = grown(seen, run)
-    assert new.changes(None) == new.record
-    changes = new.changes(old)
-    assert {"steps", "begin", "version", "scalars"} <= set(changes)
-    assert not {"sites", "rows", "name", "head", "chapters"} & set(changes)
-    assert {**old.record, **changes} == new.record
+    other = Growing(tmp_path / "other", SITES[3:])
+    other.add(range(20, 40))
+    for names in (("run",), ("run", "other")):
+        asked = Asked(tmp_path, *names)
+        record = asked.record()
+        expected, blobs = Contents(*(recorded(tmp_path / name) for name in names)).all()
+        more = json.loads(gzip.decompress(asked.blob(record["version"], "more").body))
+        found = {**record, **more, "written": expected["written"], "detailed": expected["detailed"]}
+        assert {name: found[name] for name in expected} == expected
+        assert set(found) - set(expected) == {"version", "tag", "state"}
+        for name, blob in blobs.items():
+            assert gzip.decompress(asked.blob(record["version"], name).body) == blob, name
 
 
-def test_when_two_columns_become_one_all_is_sent(followed: tuple[Growing, growing.Growing]) -> None:
-    run, seen = followed
-    run.add(range(1000))
-    old = grown(seen, run)
-    run.add(range(1000, 1001))
-    new = grown(seen, run)
-    assert (len(old.record["begin"]), len(new.record["begin"])) == (1000, 501)
-    assert gzip.decompress(new.packed("rms.relative", old))[0] == 0
-
-
-def test_a_run_is_read_only_when_it_has_changed_and_not_more_than_once_a_second(
-    followed: tuple[Growing, growing.Growing], clock: Clock, threads: list[threading.Thread]
+def test_a_page_is_made_anew_when_its_run_has_changed_and_at_most_every_ten_seconds(
+    run: Growing, tmp_path: Path, clock: Clock
 ) -> None:
-    run, seen = followed
     run.add(range(30))
-    first = grown(seen, run)
-    begun = len(threads)
-    for _ in range(5):
-        clock.now += LONG
-        assert look(seen) is first  # nothing has changed
-        assert len(threads) == begun
+    asked = Asked(tmp_path, "run")
+    first = asked.page()
+    for _ in range(3):
+        clock.now += 1000
+        assert asked.page() is not first
+        assert asked.page() == first  # nothing has changed
+    clock.now += 1000
     run.add(range(30, 31))
-    second = look(seen)
-    assert second is not None
-    assert second.record["steps"][1] == 30
+    assert asked.record()["steps"] == [0, 30, 31]
     run.add(range(31, 32))
-    clock.now += 0.99
-    assert look(seen) is second
-    clock.now += 0.02
-    third = look(seen)
-    assert third is not None
-    assert third.record["steps"][1] == 31
+    clock.now += 9.9
+    assert asked.record()["steps"] == [0, 30, 31]
+    clock.now += 0.2
+    assert asked.record()["steps"] == [0, 31, 32]
 
 
-def test_details_of_one_run_keep_no_other_waiting(followed: tuple[Growing, growing.Growing]) -> None:
-    run, seen = followed
+def test_a_page_that_takes_long_to_make_is_made_less_often(run: Growing, tmp_path: Path, clock: Clock) -> None:
     run.add(range(30))
-    with growing._detailing:  # as another run holds it
-        assert len(grown(seen, run).record["begin"]) == 30
-        run.add(range(30, 35))
-        assert len(grown(seen, run).record["begin"]) == 35
-        assert seen._detailed is None
-    grown(seen, run)
-    assert seen._detailed is not None
+    asked = Asked(tmp_path, "run")
+    asked.record()
+    [page] = asked.routes._pages.values()
+    [made] = page._made.values()
+    made.seconds = 20.0
+    run.add(range(30, 31))
+    clock.now += 79
+    assert asked.record()["steps"] == [0, 29, 30]
+    clock.now += 2
+    assert asked.record()["steps"] == [0, 30, 31]
 
 
-def test_a_run_that_is_torn_says_so_until_it_is_read_again(
-    followed: tuple[Growing, growing.Growing], clock: Clock
+def test_how_a_run_is_is_told_at_once(run: Growing, tmp_path: Path, clock: Clock) -> None:
+    run.add(range(30))
+    asked = Asked(tmp_path, "run")
+    before = asked.record()
+    run.die()
+    clock.now += 1.1
+    after = asked.record()
+    assert (before["state"][0], after["state"][0]) == ("recording", "died")  # type: ignore[index]
+    assert after["tag"] != before["tag"]
+    assert asked.page().tag == after["tag"]
+
+
+def test_bytes_belong_to_a_version_and_those_of_the_last_one_are_still_given(
+    run: Growing, tmp_path: Path, clock: Clock
 ) -> None:
-    """Also while it is too early to read all of it once more."""
-    run, seen = followed
+    asked, versions = Asked.__new__(Asked), []
+    for step in range(3):
+        run.add(range(step, step + 1))
+        asked = asked if versions else Asked(tmp_path, "run")
+        clock.now += 11
+        versions.append(asked.record()["version"])
+    assert [asked.blob(version, "line.rms").status for version in versions] == [410, 200, 200]
+    for name in ("line.20", "details.20", "details.", "details.x", "nothing", "rms.", "", "line", "more.x", "../x"):
+        assert asked.blob(versions[-1], name).status == 404, name
+
+
+def test_a_run_that_is_torn_says_so_until_it_can_be_read_again(run: Growing, tmp_path: Path, clock: Clock) -> None:
     run.add(range(30))
-    grown(seen, run)
+    asked = Asked(tmp_path, "run")
+    asked.record()
     manifest = run.folder / "manifest.json"
     whole = manifest.read_bytes()
     for text in (b"{}", whole[:-9]):
         manifest.write_bytes(text)
-        clock.now += LONG
-        seen._rested_anew = clock.now + (60 if text != b"{}" else 0)
-        look(seen)
-        assert isinstance(seen.error, RunError)
+        clock.now += 60
+        found = asked.page()
+        assert b'data-state="torn"' in found.body
     manifest.write_bytes(whole)
     run.add(range(30, 32))
-    assert len(grown(seen, run).record["begin"]) == 32
-    assert seen.error is None
+    clock.now += 60
+    assert asked.record()["steps"] == [0, 31, 32]
 
 
-def test_two_runs_of_which_one_was_torn_are_told_of_in_detail_anew(tmp_path: Path, clock: Clock) -> None:
-    """Though there are as many steps and findings as before."""
-    runs = [Growing(tmp_path / name, SITES) for name in ("first", "second")]
-    for run in runs:
-        run.add(range(30))
-    seen = growing.GrowingPair(Both(*(Watched(tmp_path / name, name) for name in ("first", "second"))))
-    grown(seen, runs[0])
-    before = seen._detailed
-    assert before is not None
-    manifest = runs[0].folder / "manifest.json"
-    whole = manifest.read_bytes()
-    for text in (b"{}", whole):
-        manifest.write_bytes(text)
-        clock.now += LONG
-        look(seen)
-        assert (seen._detailed is None) == (text == b"{}")
-    assert seen.error is None
-    assert seen._detailed == before
+def test_few_pages_are_kept(tmp_path: Path) -> None:
+    names = [f"run{number}" for number in range(5)]
+    for name in names:
+        Growing(tmp_path / name, SITES).add(range(2))
+    asked = [Asked(tmp_path, name) for name in names]
+    versions = []
+    for each in asked:
+        each.routes = asked[0].routes
+        versions.append(each.record()["version"])
+    given = [each.blob(version, "more").status for each, version in zip(asked[::-1], versions[::-1], strict=True)]
+    assert given == [200, 200, 200, 200, 410]
 
 
-def test_few_versions_of_few_runs_are_kept(tmp_path: Path, followed: tuple[Growing, growing.Growing]) -> None:
-    run, seen = followed
-    for step in range(5):
-        run.add(range(step, step + 1))
-        grown(seen, run)
-    assert len(seen.versions) == growing._KEPT
-    kept = growing.Kept()
-    all_of_them = [kept.get(str(number), lambda: growing.Growing(seen.watched)) for number in range(9)]
-    assert kept.get("8", lambda: seen) is all_of_them[8]
-    assert kept.get("0", lambda: seen) is seen
+def test_nothing_is_written(run: Growing, tmp_path: Path) -> None:
+    def files() -> dict[str, tuple[int, int]]:
+        return {f"{path}": (path.stat().st_size, path.stat().st_mtime_ns) for path in tmp_path.rglob("*")}
+
+    run.add(range(30))
+    before = files()
+    asked = Asked(tmp_path, "run")
+    version = asked.record()["version"]
+    for name in ("more", "details.0", "line.1", "peak.absolute"):
+        assert asked.blob(version, name).status == 200
+    assert files() == before
 
 
 def test_runs_are_found_below_a_directory_without_following_links(tmp_path: Path) -> None:
@@ -224,6 +198,11 @@ def test_runs_are_found_below_a_directory_without_following_links(tmp_path: Path
     assert alone.name == "a"
 
 
+def row_of(run: Growing) -> str:
+    summary = Watched(run.folder.parent, "run").summary()
+    return pages.index("runs", [("0", summary)]).body.decode().partition("<tbody")[2]
+
+
 def test_a_loss_that_is_not_finite_is_shown_in_the_index_and_its_number_is_the_last_one(tmp_path: Path) -> None:
     broken, healed = Growing(tmp_path / "broken", SITES), Growing(tmp_path / "healed", SITES)
     for run, last in ((broken, float("nan")), (healed, 0.25)):
@@ -233,14 +212,12 @@ def test_a_loss_that_is_not_finite_is_shown_in_the_index_and_its_number_is_the_l
     for run, words in ((broken, "nan"), (healed, "0.25")):
         summary = Watched(run.folder.parent, "run").summary()
         assert np.isnan(summary.loss).tolist() == [False] * 72 + [True] * 48  # of 200 steps, 120 in 72 parts
-        row = pages.rows([("0", summary)])
-        assert f"{words}</td>" in row.replace("</span>", "")
-        assert '<path class="nan"' in row
+        assert f"{words}</td>" in row_of(run).replace("</span>", "")
+        assert '<path class="nan"' in row_of(run)
 
 
 def test_a_loss_that_was_never_finite_is_shown_as_that(tmp_path: Path) -> None:
     run = Growing(tmp_path / "run", SITES)
     run.add(range(3), loss=float("inf"))
-    row = pages.rows([("0", Watched(tmp_path / "run", "run").summary())])
-    assert "inf" in row
-    assert '<path class="nan"' in row
+    assert "inf" in row_of(run)
+    assert '<path class="nan"' in row_of(run)

@@ -76,7 +76,7 @@ def test_the_address_that_is_printed_opens_the_index_and_gives_a_cookie(served: 
     assert set(served.runs()) == {"plain", "twin", "deep/&lt;img src=x onerror=alert(1)&gt;&amp;&quot;&#x27;\\u202egnp"}
 
 
-@pytest.mark.parametrize("path", ["/", "/rows", "/?token=wrong", "/?token=", "/nothing", "RUN", "RUNupdate", "RUNblob"])
+@pytest.mark.parametrize("path", ["/", "/?token=wrong", "/?token=", "/nothing", "RUN", "RUNblob"])
 @pytest.mark.parametrize("cookie", ["", "hookstats=x", "hookstats-PORT=", "hookstats-PORT=wrong", "other=TOKEN"])
 def test_without_the_token_nothing_is_shown(served: Served, path: str, cookie: str) -> None:
     given = cookie.replace("PORT", str(served.port)).replace("TOKEN", served.token)
@@ -145,8 +145,9 @@ def test_no_path_of_a_request_is_opened(served: Served, path: str) -> None:
     for asked in (f"/{path}", f"/run/{path}", f"{run}{path}", f"{run}../{path}", f"//{path}"):
         found = served.ask(asked)
         assert found.status == 404, asked
-    for name in ("name", "version", "since"):
-        found = served.ask(f"{run}blob?version=1&{name}={path}")
+    version = served.record(run)["version"]
+    for name in ("name", "version"):
+        found = served.ask(f"{run}blob?version={version}&{name}={path}")
         assert found.status in (404, 410)
         assert b"secret" not in found.body
 
@@ -165,6 +166,15 @@ def test_the_page_of_a_run_says_all_headers_that_keep_others_out(served: Served)
         assert "access-control-allow-origin" not in found.headers
 
 
+def test_what_somebody_has_already_is_not_sent_again(served: Served) -> None:
+    for path in ("/", served.runs()["plain"]):
+        found = served.ask(path)
+        again = served.ask(path, headers={"If-None-Match": found.headers["etag"]})
+        assert (again.status, again.body, again.headers["etag"]) == (304, b"", found.headers["etag"])
+        assert served.ask(path, headers={"If-None-Match": '"another"'}).body == found.body
+    assert served.record(served.runs()["plain"])["tag"] == found.headers["etag"].strip('"')
+
+
 def test_hostile_names_are_text_in_every_page(served: Served) -> None:
     for path in ("/", *served.runs().values()):
         body = served.ask(path).text
@@ -181,8 +191,8 @@ def test_a_request_that_is_too_long_is_refused(served: Served) -> None:
     ):
         found = raw(served.port, sent)
         assert not found or re.match(rb"HTTP/1\.\d (414|431|400) ", found), found[:80]
-    assert served.ask("/", headers={"X": "y" * (http_server.HEAD_BYTES // 2)}).status == 200
-    assert served.ask("/", headers={"X": "y" * http_server.HEAD_BYTES}).status == 431
+    assert served.ask("/", headers={"X": "y" * 8_000}).status == 200
+    assert served.ask("/", headers={"X": "y" * 70_000}).status == 431
 
 
 @contextmanager
@@ -289,11 +299,9 @@ def test_1500_random_requests_get_an_answer_or_a_closed_connection(served: Serve
         run,
         both(served, "plain", "twin"),
         run.split("/")[2],
-        "update",
         "blob",
         "?",
         "version=",
-        "&since=",
         "name=",
         "..",
         "%2e",
@@ -326,7 +334,7 @@ def test_1500_random_requests_get_an_answer_or_a_closed_connection(served: Serve
             sent = "".join(part + rng.choice(["", " ", "\r\n"]) for part in parts).encode("latin-1") + b"\r\n\r\n"
         else:
             path = "".join(
-                rng.choice([*words[3:16], rng.choice(string.ascii_letters)]) for _ in range(rng.randrange(8))
+                rng.choice([*words[3:14], rng.choice(string.ascii_letters)]) for _ in range(rng.randrange(8))
             )
             method = rng.choice(["GET", "GET", "HEAD", "POST", "XX"])
             sent = f"{method} {'/' if kind == 2 else ''}{path} HTTP/1.1\r\n{good}\r\n".encode()
@@ -357,11 +365,9 @@ def test_a_run_that_is_deleted_or_torn_is_said_to_be(tmp_path: Path) -> None:
         manifest = tmp_path / "torn" / "rank=0" / "manifest.json"
         manifest.write_text(manifest.read_text()[:-9])
         says(served, runs["gone"], "This run was deleted.")
-        assert served.ask(runs["gone"]).status == 410
-        wait_for(lambda: served.json(f"{runs['torn']}update")["state"] == "torn")
-        assert served.json(f"{runs['gone']}update")["state"] == "deleted"
+        says(served, runs["torn"], "the run cannot be read")
         assert "Nothing is recorded yet." in says(served, runs["empty"], "Nothing")
-        rows = served.ask("/rows").text
+        rows = served.ask("/").text
         assert all(word in rows for word in (">deleted<", ">torn<", ">alive<"))
 
 
@@ -374,15 +380,15 @@ def test_a_run_may_be_torn_and_deleted_while_it_is_read(tmp_path: Path) -> None:
             run.add(range(40))
             paths = ["/", *served.runs().values(), both(served, "other", "run")]
             for path in paths:
-                assert served.ask(path).status in (200, 410)
+                assert served.ask(path).status == 200
             if turn % 2:
                 part = next((run.folder / "totals").iterdir())
                 part.write_bytes(part.read_bytes()[: 100 * turn])
                 for path in paths[1:]:
-                    assert served.ask(f"{path}update").status == 200
+                    assert served.ask(path).status == 200
             shutil.rmtree(tmp_path / "run")
             for path in paths:
-                assert served.ask(path).status in (200, 410)
+                assert served.ask(path).status == 200
 
 
 def test_other_hosts_and_no_token_are_said_out_loud(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import hookstats
 from hookstats import ExponentBins, Site, Snapshot
 from hookstats.numbers.fields import kernel_block
 from hookstats.report.record import Recorded
-from hookstats.report.writing import contents
+from hookstats.report.writing import Contents
 from hookstats.rules import fit, judge, low_precision_fit
 from tests.kernels.test_blocks import counted
 from tests.reference import Array
@@ -146,14 +146,14 @@ def test_a_record_keeps_blocks_and_its_page_shows_what_formats_lose(tmp_path: Pa
         kept = run[snapshot.step]
         assert kept.to_dict() == snapshot.to_dict()
         assert fit(kept, "mxfp4") == fit(snapshot, "mxfp4") != []
-    record, _ = contents(Recorded.of(steps))
+    record, _ = Contents(Recorded.of(steps)).all()
     said = record["precision"]["blocks"]
     assert (said["size"], said["dim"], list(said["formats"])) == (32, -1, ["mxfp8_e4m3", "mxfp8_e5m2", "mxfp4"])
     sites = [Site(*site) for site in record["sites"]]
     expected = {each.site: (*each.lost, each.standard_error) for each in fit(steps[-1], "mxfp4")}
     for row, shares in zip(record["precision"]["rows"], said["formats"]["mxfp4"], strict=True):
         assert shares == pytest.approx(expected[sites[row[0]]], rel=1e-2)
-    without, _ = contents(Recorded.of(_records(tmp_path / "other", ExponentBins())[0]))
+    without, _ = Contents(Recorded.of(_records(tmp_path / "other", ExponentBins())[0])).all()
     assert without["precision"]["blocks"] is None
 
 

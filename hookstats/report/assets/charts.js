@@ -81,8 +81,8 @@ function chart(host, { label, steps, series, bands = [], isLog = false, height =
 }
 
 // A plane of one site: rows x steps, codes on a logarithmic scale; labels tell rows.
-function picture(host, { label, codes, of, isUpwards, rowLabels, sayRow, height = 180, note }) {
-  const { rows, steps, low, step, bounds } = of, columns = steps.length;
+function picture(host, { label, of, isUpwards, rowLabels, sayRow, height = 180, note }) {
+  const { rows, steps, low, step, bounds, codes } = of, columns = steps.length;
   const figure = node("figure", { class: "chart" }, node("figcaption", {}, label));
   const canvas = node("canvas", { role: "img", "aria-label": label }), words = node("p", { class: "small muted" }, note);
   figure.append(canvas, words);

@@ -213,7 +213,7 @@ const findingsOfRun = () => [...(state.run === "second" ? [] : record.findings),
 function drawFindings(context) {
   const { cells } = geometry, [first, end] = state.seen.columns;
   const rank = ({ severity }) => ["note", "warning", "critical"].indexOf(severity);
-  if (record.other?.parting) drawParting(context, record.other.parting.step);
+  if (record.parting) drawParting(context, record.parting.step);
   for (const finding of findingsOfRun().sort((a, b) => rank(a) - rank(b))) {
     const column = columnOf(finding.step);
     if (column < first || column >= end) continue;

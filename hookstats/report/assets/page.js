@@ -35,7 +35,7 @@ function showTools() {
     showPlane();
   })] : [];
   byId("tools").replaceChildren(
-    options("Tensor", kinds.map((kind) => [kind, KINDS[kind] ?? shortened(kind)]), state.kind, (kind) => { setKind(kind); recolour(); drawHeat(); describe(); }),
+    options("Tensor", kinds.map((kind) => [kind, titleOf(kind)]), state.kind, (kind) => { setKind(kind); recolour(); drawHeat(); describe(); }),
     options("Statistic", Object.entries(record.statistics).map(([name, { title }]) => [name, title]), state.statistic, (name) => { state.statistic = name; update(); showPlane(); }),
     ...runs,
     views,
@@ -63,7 +63,7 @@ function setKind(kind) {
 function describe() {
   const per = record.steps[2] / COLUMNS;
   byId("layers-about").textContent = `${many(state.rows.length, "row")} in order of execution, ${per > 1 ? `${count(COLUMNS)} columns of about ${say(per, 2)} measured steps; a cell shows the farthest of them` : "a column for each measured step"}.`;
-  byId("heat").setAttribute("aria-label", `${KINDS[state.kind] ?? state.kind}: ${record.statistics[state.statistic].title}, layers by steps. Arrow keys move from cell to cell.`);
+  byId("heat").setAttribute("aria-label", `${titleOf(state.kind)}: ${record.statistics[state.statistic].title}, layers by steps. Arrow keys move from cell to cell.`);
 }
 
 function go(site, step) {
@@ -72,14 +72,18 @@ function go(site, step) {
   else location.hash = link;
 }
 
-// "#site=12&step=300", or one of the two
+// "#site=12&step=300", "#kind=param_grad&step=300", or a part of it
 function chosen() {
-  const given = new URLSearchParams(location.hash.slice(1)), number = (name) => given.has(name) ? Number(given.get(name)) : NaN;
+  const given = new URLSearchParams(location.hash.slice(1)), kind = given.get("kind"), number = (name) => given.has(name) ? Number(given.get(name)) : NaN;
   const site = number("site"), step = number("step");
-  return { site: record.sites[site] ? site : null, step: Number.isInteger(step) ? step : null };
+  return { site: record.sites[site] ? site : null, step: Number.isInteger(step) ? step : null, kind: present().includes(kind) ? kind : null, scalar: record.scalars[kind] ? kind : null };
 }
 async function chooseFromLink(isFirst = false) {
-  const found = chosen(), { step } = found, site = found.site ?? (isFirst ? worst() : state.site);
+  const found = chosen(), { step } = found, site = found.site ?? (found.kind ? rowsOfKind(found.kind)[0] : isFirst ? worst() : state.site);
+  if (found.scalar && found.scalar !== state.scalar) {
+    state.scalar = found.scalar;
+    showTools();
+  }
   state.site = site;
   if (kindOf(site) !== state.kind) { setKind(kindOf(site)); recolour(); describe(); }
   if (found.site !== null || step !== null) {
@@ -91,8 +95,10 @@ async function chooseFromLink(isFirst = false) {
   if (found.site !== null && !isFirst) byId("site").focus({ preventScroll: true });
 }
 function worst() {
-  const finding = record.findings.find((each) => each.site !== null);
-  return finding ? finding.site : state.rows.find((site) => record.details[site]) ?? state.rows[0];
+  const finding = record.findings.find((each) => each.site !== null || present().includes(each.kind)), outputs = rowsOfKind("output");
+  if (finding) return finding.site ?? rowsOfKind(finding.kind)[0];
+  const rows = outputs.length ? outputs : rowsOfKind(kindOf(record.rows[0]));
+  return rows.find((site) => record.detailed?.includes(site)) ?? rows[0];
 }
 
 function draw() {
@@ -109,8 +115,7 @@ async function begin() {
   const scalars = Object.keys(record.scalars);
   seeView();
   state.scalar = scalars.includes("loss") ? "loss" : scalars[0] ?? "";
-  const first = record.findings.find((each) => each.site !== null);
-  setKind(first ? kindOf(first.site) : record.rows.some((site) => kindOf(site) === "output") ? "output" : kindOf(record.rows[0]));
+  setKind(kindOf(worst()));
   showHead();
   showFindings();
   showTools();
@@ -119,6 +124,7 @@ async function begin() {
   await showPlane();
   performance.mark("first picture");
   await chooseFromLink(true);
+  if (isLive) await showMore();
   showPrecision();
   showFlow();
   await showParameters();

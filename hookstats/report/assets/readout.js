@@ -1,12 +1,12 @@
 // What a cell is, in words, in numbers, and as a line of Python that leads to the data.
 
-const NUMBERS = [["rms", "rms", true], ["abs_max", "largest |x|", true], ["mean", "mean", false], ["std", "std", false], ["min", "smallest", false], ["max", "largest", false]];
+const NUMBERS = [["rms", "rms"], ["abs_max", "largest |x|"], ["mean", "mean"], ["std", "std"], ["min", "smallest"], ["max", "largest"]];
 
 // Of a site at a step, or at the steps that share a column with it; null where it was silent.
 async function numbersAt(site, step, run = "first") {
   const column = columnOf(step, record.line_begin), next = record.line_begin[column + 1] ?? record.steps[1] + 1;
-  const wanted = run === "second" ? NUMBERS.slice(0, 2).map(([name, ...rest]) => ["other_" + name, ...rest]) : NUMBERS;
-  const values = await Promise.all(wanted.map(([name, , isLog]) => valueAt("line." + name, site, column, isLog)));
+  const wanted = run === "second" ? NUMBERS.slice(0, 2).map(([name, title]) => ["other_" + name, title]) : NUMBERS;
+  const found = await lines(site), values = wanted.map(([name]) => found[name][column]);
   if (values[0] === null) return null;
   const several = record.steps[2] > record.line_begin.length && next - record.line_begin[column] > 1;
   const told = wanted.map(([, title], i) => [title, values[i]]).filter(([, value]) => value !== null);

@@ -7,6 +7,7 @@ function settle() {
   record.findings = record.chapters.flatMap(({ finding, effects }) => [finding, ...effects]);
   for (const { finding, effects } of record.chapters) for (const effect of effects) effect.cause = finding;
   if (record.other) record.other.findings = record.other.chapters.flatMap(({ finding, effects }) => [finding, ...effects]);
+  record.windows ??= []; // this and others come later where the page is served
   SITES = record.sites.length;
   COLUMNS = record.begin.length;
 }
@@ -43,6 +44,7 @@ const KINDS = {
   param: "Parameters", param_grad: "Gradients of parameters", param_update: "Updates of parameters",
   param_sample: "Parameters, a sample", update_sample: "Updates, a sample",
 };
+const titleOf = (kind) => KINDS[kind] ?? shortened(kind);
 const kindOf = (site) => record.sites[site][1].split(".")[0];
 const wordsOf = (tensor) => {
   const [kind, ...rest] = tensor.split(".");
@@ -78,11 +80,12 @@ const arrived = document.readyState === "loading"
   ? new Promise((resolve) => document.addEventListener("DOMContentLoaded", resolve, { once: true }))
   : Promise.resolve();
 let source = unpack;
-async function blob(name) {
+// read: what is made of the bytes, once.
+async function blob(name, read = (bytes) => bytes) {
   const { version } = record; // of a run that grows, see live.js
-  if (!unpacked.has(name)) unpacked.set(name, source(name));
-  const bytes = await unpacked.get(name);
-  return record.version === version ? bytes : blob(name);
+  if (!unpacked.has(name)) unpacked.set(name, source(name).then((bytes) => bytes && read(bytes)));
+  const found = await unpacked.get(name);
+  return found && record.version === version ? found : blob(name, read);
 }
 async function unpack(name) {
   if (!byId("blob-" + name)) await arrived;
@@ -93,37 +96,39 @@ async function unpack(name) {
   const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
   return new Uint8Array(await new Response(stream).arrayBuffer());
 }
+const json = (bytes) => JSON.parse(new TextDecoder().decode(bytes));
 
 async function plane(statistic, view, run) {
-  const bytes = await blob(`${run === "second" && view !== "difference" ? "other." : ""}${statistic}.${view}`);
+  const bytes = await blob(`${statistic}.${run === "second" && view !== "difference" ? "other_" : ""}${view}`);
   const cells = SITES * COLUMNS;
   if (view !== "absolute") return { codes: bytes };
   const scales = new Float64Array(bytes.slice(cells).buffer);
   return { codes: bytes.subarray(0, cells), low: scales.subarray(0, SITES), step: scales.subarray(SITES) };
 }
 
-// Of one site: numbers, null where it was silent.
-async function line(name, site, isLog) {
-  const bytes = await blob("line." + name), columns = record.line_begin.length;
-  const [low, step] = scalesOf(bytes, site, 2 * SITES * columns), values = [];
-  for (let i = site * columns; i < (site + 1) * columns; i++) values.push(numberOf(bytes, i, SITES * columns, low, step, isLog));
-  return values;
+// Numbers of lines by their names, of one site: null where it was silent, or nothing is finite.
+const lines = (site) => blob("line." + site, (bytes) => {
+  const numbers = floats(bytes), columns = record.line_begin.length;
+  return Object.fromEntries(record.lines.map((name, i) => [name, numbers.slice(i * columns, (i + 1) * columns)]));
+});
+// The rms of all sites, one after another.
+const rmsOfAll = () => blob("line.rms", floats);
+function floats(bytes) {
+  const count = bytes.length / 4, mixed = new Uint8Array(bytes.length); // all first bytes stand before the second ones
+  for (let byte = 0; byte < 4; byte++) for (let i = 0; i < count; i++) mixed[4 * i + byte] = bytes[byte * count + i];
+  return Array.from(new Float32Array(mixed.buffer), (x) => Number.isFinite(x) ? x : null);
 }
-async function valueAt(name, site, column, isLog) {
-  const bytes = await blob(name), columns = record.line_begin.length;
-  return numberOf(bytes, site * columns + column, SITES * columns, ...scalesOf(bytes, site, 2 * SITES * columns), isLog);
-}
-function scalesOf(bytes, site, begin) {
-  const view = new DataView(bytes.buffer, bytes.byteOffset);
-  return [site, SITES + site].map((i) => view.getFloat64(begin + 8 * i, true));
-}
-function numberOf(bytes, i, cells, low, step, isLog) {
-  const code = (bytes[i] << 8) | bytes[cells + i], told = low + (code - FIRST) * step;
-  return code === SILENT ? null : code === ZERO ? (isLog ? 0 : null) : isLog ? 2 ** told : told;
+
+// Pictures of a site by their names, with what is said of each. A file has those of some sites.
+async function detailsOf(site) {
+  if (record.detailed && !record.detailed.includes(site)) return {};
+  const found = await blob("details." + site, json);
+  for (const [name, each] of Object.entries(found)) each.codes = await blob(`details.${site}.${name}`);
+  return found;
 }
 
 // First and last step of the first run, and how many it has; its last column of lines.
-const own = () => record.measured ?? record.steps;
+const own = () => record.measured;
 const ownLast = () => columnOf(own()[1], record.line_begin);
 const lastStepOf = (column) => column + 1 < COLUMNS ? record.begin[column + 1] - 1 : record.steps[1];
 function columnOf(step, begin = record.begin) {

@@ -13,9 +13,11 @@ async function showSite(site, step) {
   const chosen = kin.indexOf(site);
   const first = kin.slice(chosen - chosen % 2, chosen - chosen % 2 + 2);
   const title = byId("site-title"), body = byId("site-body");
-  const parts = await Promise.all((kin.length > 4 ? first : kin).map((each) => linesOf(each)));
+  const seen = kin.length > 4 ? first : kin, parts = await Promise.all(seen.map(lines)), pictures = seen.map(detailsOf);
   const marked = step ?? own()[1], found = await numbersAt(site, marked);
+  if (title.dataset.site === `${name} ${tensor}`) await Promise.all(pictures); // it is drawn anew: nothing jumps
   if (turn !== asked) return;
+  title.dataset.site = `${name} ${tensor}`;
   title.replaceChildren(node("bdi", { title: name.length <= 2000 ? plain(name) : null }, shortened(name, 90)));
   const about = node("p", { class: "about" }, `${state.rows.indexOf(site) >= 0 ? `Row ${state.rows.indexOf(site) + 1} of ${state.rows.length} in order of execution. ` : ""}`,
     step === null ? "" : `The line marks step ${count(step)}.`);
@@ -24,9 +26,10 @@ async function showSite(site, step) {
   body.replaceChildren(about, ...line, ...findingsOf(kin), columns);
   if (name.length > 90) about.after(node("details", { class: "hint" }, node("summary", {}, `The whole name, ${count(name.length)} characters`), node("p", { class: "whole" }, node("bdi", {}, plain(name)))));
   if (kin.length > 4) columns.before(node("p", { class: "chips" }, ...kin.map((each) => node("a", { href: linkTo(each, step), "aria-current": each === site ? "true" : null }, wordsOf(record.sites[each][1])))));
-  const hosts = parts.map((part) => node("div", { class: "tensor" }, node("h3", {}, wordsOf(record.sites[part.site][1]))));
+  const hosts = seen.map((each) => node("div", { class: "tensor" }, node("h3", {}, wordsOf(record.sites[each][1]))));
   columns.append(...hosts); // all of them before any is drawn: they share the width
-  parts.forEach((part, i) => drawTensor(hosts[i], part, step));
+  seen.forEach((each, i) => drawLines(hosts[i], each, parts[i], step));
+  seen.forEach((each, i) => pictures[i].then((found) => { if (turn === asked) drawPictures(hosts[i], each, found); }));
 }
 
 function findingsOf(kin) {
@@ -35,72 +38,64 @@ function findingsOf(kin) {
 }
 
 function followsFrom({ cause }) {
-  return cause ? [node("p", { class: "small muted" }, "It follows from ", node("a", { href: linkTo(cause.site, cause.step) }, `${shortened(cause.rule, 60)} in step ${count(cause.step)}`), ".")] : [];
+  return cause ? [node("p", { class: "small muted" }, "It follows from ", node("a", { href: linkTo(cause.site, cause.step, cause.kind) }, `${shortened(cause.rule, 60)} in step ${count(cause.step)}`), ".")] : [];
 }
 
-async function linesOf(site) {
-  const details = record.details[site] ?? {};
-  const [rms, rmsLow, rmsHigh, top] = await Promise.all(["rms", "rms_low", "rms_high", "abs_max"].map((name) => line(name, site, true)));
-  const others = record.other ? await Promise.all(["other_rms", "other_abs_max"].map((name) => line(name, site, true))) : null;
-  const [mean, std, least, most] = await Promise.all(["mean", "std", "min", "max"].map((name) => line(name, site, false)));
-  const [channels, groups] = await Promise.all(["channels", "groups"].map((name) => details[name] ? blob(name + "." + site) : null));
-  const histogram = details.histogram ? await blob("histogram." + site) : null;
-  return { site, details, others, rms, rmsLow, rmsHigh, top, mean, std, least, most, channels, groups, histogram };
-}
-
-function drawTensor(host, part, mark) {
-  const unit = channelUnit(record.sites[part.site][1]);
-  const steps = record.line_begin, { details } = part, accent = ink("accent"), second = ink("second");
-  const isOfSecond = record.other?.fired[part.site] > 0;
-  if (!record.fired[part.site]) {
+function drawLines(host, site, part, mark) {
+  const steps = record.line_begin, accent = ink("accent"), second = ink("second"), isOfSecond = record.other?.fired[site] > 0;
+  if (!record.fired[site]) {
     const name = isOfSecond ? shortened(record.other.name, 40) : "";
     host.append(node("p", { class: "muted" }, isOfSecond ? `Only ${name} has it, or it did not fire in the first run.` : "Silent: it did not fire in any measured step."));
     if (!isOfSecond) return;
   }
   const plus = (sign) => part.mean.map((mean, i) => mean === null || part.std[i] === null ? null : mean + sign * part.std[i]);
+  const others = record.other ? [[part.other_rms, "rms", accent], [part.other_abs_max, "largest |x|", second]] : [];
   chart(host, {
     label: "Size", steps, isLog: true, mark,
     series: [
-      { label: "rms", values: part.rms, colour: accent, width: 1.8, between: [part.rmsLow, part.rmsHigh] }, { values: part.rmsLow },
-      { values: part.rmsHigh }, { label: "largest |x|", values: part.top, colour: second, width: 1.2 },
-      ...(part.others ?? []).map((values, i) => ({ label: `${["rms", "largest |x|"][i]} of ${shortened(record.other.name, 24)}`, values, colour: clear([accent, second][i], 0.6), width: 1.4, dash: [5, 4] })),
+      { label: "rms", values: part.rms, colour: accent, width: 1.8, between: [part.rms_low, part.rms_high] }, { values: part.rms_low },
+      { values: part.rms_high }, { label: "largest |x|", values: part.abs_max, colour: second, width: 1.2 },
+      ...others.map(([values, of, colour]) => ({ label: `${of} of ${shortened(record.other.name, 24)}`, values, colour: clear(colour, 0.6), width: 1.4, dash: [5, 4] })),
     ],
     bands: [[2, 1, accent, 0.22]],
   });
-  if (!record.fired[part.site]) return;
+  if (!record.fired[site]) return;
   chart(host, {
     label: "Range", steps, mark,
     series: [
       { label: "mean", values: part.mean, colour: accent, width: 1.6 }, { values: plus(-1) }, { values: plus(1) },
-      { values: part.least, colour: clear(accent, 0.45), width: 0.8 }, { values: part.most, colour: clear(accent, 0.45), width: 0.8 },
+      { values: part.min, colour: clear(accent, 0.45), width: 0.8 }, { values: part.max, colour: clear(accent, 0.45), width: 0.8 },
       { label: "standard deviation", values: part.std, colour: clear(accent, 0.4), hidden: true },
-      { label: "smallest to largest", values: part.most, colour: clear(accent, 0.18), between: [part.least, part.most], hidden: true },
+      { label: "smallest to largest", values: part.max, colour: clear(accent, 0.18), between: [part.min, part.max], hidden: true },
     ],
     bands: [[4, 3, accent, 0.1], [2, 1, accent, 0.22]],
   });
-  for (const window of record.windows.filter((each) => each.site === part.site && (mark === null || (each.steps[0] <= mark && mark <= each.steps.at(-1)))).slice(0, 2))
+  for (const window of record.windows.filter((each) => each.site === site && (mark === null || (each.steps[0] <= mark && mark <= each.steps.at(-1)))).slice(0, 2))
     chart(host, {
       label: "Single steps around the finding", steps: window.steps, isLog: true, mark,
       series: [{ label: "rms", values: window.rms, colour: accent, width: 1.8 }, { label: "largest |x|", values: window.abs_max, colour: second, width: 1.2 }],
     });
-  if (part.histogram) {
-    const of = details.histogram, edge = (row) => of.edges[row], between = (row) => `${say(edge(row), 2)} to ${say(edge(row + 1), 2)}`;
+}
+
+function drawPictures(host, site, { histogram: of, groups, channels }) {
+  if (of) {
+    const edge = (row) => of.edges[row], between = (row) => `${say(edge(row), 2)} to ${say(edge(row + 1), 2)}`;
     const every = Math.max(1, Math.round(of.rows / 6)), labels = [];
     for (let row = 0; row <= of.rows; row += every) labels.push([Math.min(row, of.rows - 0.01), say(edge(row), 1)]);
     picture(host, {
-      label: of.magnitude ? "Values over time: the share in each octave of |x|" : "Values over time: the share in each bin", codes: part.histogram, of, isUpwards: true, rowLabels: labels.slice(1),
+      label: of.magnitude ? "Values over time: the share in each octave of |x|" : "Values over time: the share in each bin", of, isUpwards: true, rowLabels: labels.slice(1),
       note: "Brighter: more of the values lie there, on a logarithmic scale.",
       sayRow: (row, value, step) => `step ${count(step)} · ${between(row)}: ${value === "none" ? "nothing" : percent(Number(value.replace("−", "-")))}`,
     });
   }
-  if (part.groups) drawChannels(host, details.groups, part.groups, "head", `of ${count(details.channels.channels / details.groups.channels)} channels`);
-  if (part.channels) drawChannels(host, details.channels, part.channels, unit);
+  if (groups) drawChannels(host, groups, "head", channels ? `of ${count(channels.channels / groups.channels)} channels` : "");
+  if (channels) drawChannels(host, channels, channelUnit(record.sites[site][1]));
 }
 
-function drawChannels(host, of, codes, unit, each = "") {
+function drawChannels(host, of, unit, each = "") {
   const per = of.channels / of.rows, labels = [0, 0.25, 0.5, 0.75, 1].map((x) => [x * of.rows, count(Math.round(x * of.channels))]);
   picture(host, {
-    label: `${capital(unit)}s over time: rms of each`, codes, of, rowLabels: labels.slice(0, -1),
+    label: `${capital(unit)}s over time: rms of each`, of, rowLabels: labels.slice(0, -1),
     note: per > 1 ? `Each row is the largest of ${say(per)} ${unit}s.` : `A row for each ${unit}${each && " " + each}.`,
     sayRow: (row, value, step) => `step ${count(step)} · ${unit} ${per > 1 ? "from " : ""}${Math.floor(row * per)}: rms ${value}`,
   });

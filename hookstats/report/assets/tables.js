@@ -1,6 +1,6 @@
 // What it is, findings, and everything behind the site.
 
-const linkTo = (site, step) => "#" + [site === null ? "" : `site=${site}`, step === null ? "" : `step=${step}`].filter(Boolean).join("&");
+const linkTo = (site, step, kind = null) => "#" + Object.entries({ site, kind, step }).filter(([, value]) => value !== null).map((pair) => pair.join("=")).join("&");
 
 function fill(id, ...children) {
   byId(id + "-body").replaceChildren(...children);
@@ -42,7 +42,7 @@ function showHead() {
   facts.push(["Steps", first === last ? count(first) : `${count(first)} to ${count(last)}`, `${count(steps)} measured`]);
   facts.push(["Sites", count(SITES - (record.other?.alone[1].length ?? 0)), `${many(names.size, "module or parameter", "modules and parameters")}`]);
   if (record.times) facts.push(["Recorded", at(record.times[0]), record.times[1] > record.times[0] ? `for ${lasted(record.times[1] - record.times[0])}` : ""]);
-  facts.push(["Measured", said(record.values) + " values", `${count(record.readings)} readings`]);
+  if (record.values) facts.push(["Measured", said(record.values) + " values", `${count(record.readings)} readings`]);
   if (settings.state_bytes > 0) facts.push(["Cost", `${say(settings.state_bytes / 2 ** 20, 2)} MB of state`, settings.dropped > 0 ? `${many(settings.dropped, "step")} dropped` : "no step dropped"]);
   const took = settings.overhead, share = took && 100 * took.measured_host / took.measured_step;
   // Above 100 it says no more than that the machine was busier in the few steps that were timed.
@@ -54,7 +54,8 @@ function showHead() {
 // Where two runs part, as a sentence with a link.
 function partingLine() {
   if (!record.other) return [];
-  const { parting, name, steps, is_equal: isEqual } = record.other, common = `In the ${many(steps, "step")} that both have`;
+  const { name, steps } = record.other, { parting, is_equal: isEqual } = record, common = `In the ${many(steps, "step")} that both have`;
+  if (isEqual === undefined) return []; // not known yet
   if (!parting) return [node("p", {}, isEqual ? `${common}, all sizes of ${shortened(record.name, 40)} and ${shortened(name, 40)} are the same.`
     : `${common}, ${shortened(record.name, 40)} and ${shortened(name, 40)} differ by no more than rounding, as far as was looked.`)];
   const [site, tensor] = record.sites[parting.site];
@@ -76,10 +77,11 @@ tellApart();
 
 function findingLine(finding, ...below) {
   const place = finding.site === null ? null : record.sites[finding.site];
-  const where = node("a", { href: linkTo(finding.site, finding.step) },
-    `step ${count(finding.step)}`, ...(place ? [", ", node("bdi", {}, shortened(place[0], 44)), ` ${wordsOf(place[1])}`] : []));
+  const link = (step) => linkTo(finding.site, step, finding.kind);
+  const where = node("a", { href: link(finding.step) },
+    `step ${count(finding.step)}`, finding.kind ? `, ${titleOf(finding.kind).toLowerCase()}` : "", ...(place ? [", ", node("bdi", {}, shortened(place[0], 44)), ` ${wordsOf(place[1])}`] : []));
   const more = [shortened(finding.rule, 60), ...Object.keys(several).filter((of) => several[of]).map((of) => `${of} ${count(finding[of])}`)];
-  const since = finding.since === finding.step ? [] : [", ", node("a", { href: linkTo(finding.site, finding.since) }, `since step ${count(finding.since)}`)];
+  const since = finding.since === finding.step ? [] : [", ", node("a", { href: link(finding.since) }, `since step ${count(finding.since)}`)];
   return node("li", { class: finding.severity }, node("span", { class: "severity" }, finding.severity),
     node("div", {}, node("p", {}, shortened(begun(finding.sentence), 700)),
       node("p", { class: "small" }, where, ...since, node("span", { class: "muted" }, ` · ${more.join(" · ")}`)), ...sitesOf(finding), ...below));
@@ -137,13 +139,14 @@ function showPrecision() {
   const blockNames = blocks ? Object.keys(blocks.formats) : [];
   const order = precision.rows.map((_, i) => i).sort((i, j) => {
     const a = precision.rows[i], b = precision.rows[j];
-    return (b[6] - a[6]) || (b[3] + b[4] - a[3] - a[4]);
+    return (b[3][4] - a[3][4]) || (b[3][0] + b[3][2] - a[3][0] - a[3][2]);
   });
+  const lost = ([small, least, most]) => share(small + most, small + least);
   const rows = order.map((i) => {
     const row = precision.rows[i];
     return [node("span", {}, siteLink(row[0], precision.step), ` ${wordsOf(record.sites[row[0]][1])}`), node("span", {}, ...octave(row[1]), " to ", ...octave(row[2] + 1)),
-      share(row[3] + row[4]), share(row[6]), node("span", {}, ...octave(row[5])), share(row[7] + row[8]), share(row[10]), share(row[11] + row[12]),
-      ...blockNames.map((name) => { const lost = blocks.formats[name][i]; return lost ? share(lost[1], lost[0], lost[2]) : node("span", { class: "muted" }, "–"); })];
+      lost(row[3]), share(row[3][4]), node("span", {}, ...octave(row[3][3])), lost(row[4]), share(row[4][4]), lost(row[5]),
+      ...blockNames.map((name) => { const of = blocks.formats[name][i]; return of ? share(of[1], of[0], of[2]) : node("span", { class: "muted" }, "–"); })];
   });
   const along = blocks && (blocks.dim === -1 ? "the last dimension" : "the other dimensions");
   const shown = [node("p", { class: "about" }, `Share of the values at step ${count(precision.step)} that a format cannot hold: too small, and become zero, or too large. “Scaled”: after multiplying by the power of two that brings the largest value just below the format's.`,
@@ -166,16 +169,6 @@ function share(most, least = most, error = 0) {
   return made;
 }
 
-// Of all sites, a line's numbers at one column.
-async function across(name, column) {
-  const bytes = await blob("line." + name), columns = record.line_begin.length, cells = SITES * columns;
-  const scales = new Float64Array(bytes.slice(2 * cells).buffer);
-  return record.sites.map((_, site) => {
-    const code = (bytes[site * columns + column] << 8) | bytes[cells + site * columns + column];
-    return code < FIRST ? null : 2 ** (scales[site] + (code - FIRST) * scales[SITES + site]);
-  });
-}
-
 let flowStep = null;
 function showFlow() {
   const layers = rowsOfKind("grad_output");
@@ -188,7 +181,7 @@ function showFlow() {
   const draw = async () => {
     const mine = ++turn, column = Number(slider.value);
     flowStep = column;
-    const rms = await across("rms", column);
+    const all = await rmsOfAll(), rms = (site) => all[site * begin.length + column];
     if (mine !== turn) return;
     words.textContent = `step ${count(begin[column])}`;
     host.replaceChildren();
@@ -197,8 +190,8 @@ function showFlow() {
     const made = chart(host, {
       label: "rms over depth", steps, isLog: true, height: 240,
       series: [
-        { label: "gradient", values: layers.map((site) => rms[site]), colour: ink("accent"), width: 1.6 },
-        { label: "activation", values: outputs.map((site) => site < 0 ? null : rms[site]), colour: ink("second"), width: 1.2 },
+        { label: "gradient", values: layers.map(rms), colour: ink("accent"), width: 1.6 },
+        { label: "activation", values: outputs.map((site) => site < 0 ? null : rms(site)), colour: ink("second"), width: 1.2 },
       ],
       axis: { value: (i) => shortened(named(i), 40) },
       onstep: (i) => go(layers[i], begin[column]),
@@ -217,19 +210,19 @@ async function showParameters() {
     for (const site of record.rows) if (record.sites[site][1] === tensor) of[kind].set(record.sites[site][0], site);
   const names = [...new Set(kinds.flatMap((kind) => [...of[kind].keys()]))];
   if (!names.length) { fill("parameters", node("p", { class: "muted" }, "Not told: parameters were not recorded (tensors=(..., \"param_sample\", \"param_grad\", \"update_sample\")).")); return; }
-  const column = ownLast(), rms = await across("rms", column);
-  const lines = await Promise.all(names.map(async (name) => {
-    const at = (kind) => of[kind].has(name) ? rms[of[kind].get(name)] : null;
+  const rms = await rmsOfAll(), columns = record.line_begin.length, column = ownLast();
+  const lines = names.map((name) => {
+    const at = (kind) => of[kind].has(name) ? rms[of[kind].get(name) * columns + column] : null;
     const size = at("param"), update = at("param_update");
     return { name, site: kinds.map((kind) => of[kind].get(name)).find((site) => site !== undefined), size, gradient: at("param_grad"), update, ratio: size > 0 && update !== null ? update / size : null };
-  }));
+  });
   lines.sort((a, b) => (b.ratio ?? -1) - (a.ratio ?? -1));
-  const spark = async (each) => {
+  const spark = (each) => {
     const site = of.param_update.get(each.name) ?? of.param_grad.get(each.name) ?? each.site;
-    return sparkline((await line("rms", site, true)));
+    return sparkline(rms.slice(site * columns, (site + 1) * columns));
   };
-  const rows = await Promise.all(lines.map(async (each) => [siteLink(each.site), say(each.size), say(each.gradient), say(each.update),
-    node("span", { class: each.ratio > 0.01 ? "strong" : null }, say(each.ratio, 2)), await spark(each)]));
+  const rows = lines.map((each) => [siteLink(each.site), say(each.size), say(each.gradient), say(each.update),
+    node("span", { class: each.ratio > 0.01 ? "strong" : null }, say(each.ratio, 2)), spark(each)]);
   fill("parameters", node("p", { class: "about" }, `rms of each parameter, its gradient and its update at step ${count(record.line_begin[column])}. An update of about a thousandth of the weight is usual; more than a hundredth is set in bold. The line: updates over time, else gradients, on a logarithmic scale.`),
     ...table(["parameter", "weight", "gradient", "update", "update / weight", "over time"], rows));
 }

@@ -29,17 +29,18 @@ function showTicks() {
 }
 rows.addEventListener("change", tick);
 
-let last = rows.innerHTML;
+let tag = null;
 async function look() {
   let words = "";
   if (!document.hidden) try {
-    const answer = await fetch("/rows");
-    if (!answer.ok) throw new Error(await answer.text());
-    const next = await answer.text();
-    if (next !== last) {
+    const answer = await fetch("/", { headers: tag ? { "If-None-Match": tag } : {} });
+    if (!answer.ok && answer.status !== 304) throw new Error(await answer.text());
+    if (answer.ok) {
+      tag = answer.headers.get("ETag");
       const named = (element) => element?.getAttribute("href") ?? element?.value;
       const at = named(document.activeElement?.closest("#rows a, #rows input"));
-      rows.innerHTML = last = next;
+      const next = new DOMParser().parseFromString(await answer.text(), "text/html").getElementById("rows");
+      rows.replaceChildren(...next.children);
       for (const each of rows.querySelectorAll("a, input")) if (named(each) === at) each.focus({ preventScroll: true });
       showTicks();
       choose();
