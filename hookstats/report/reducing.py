@@ -152,9 +152,11 @@ def rounded(values: Array) -> NDArray[np.float32]:
     with np.errstate(over="ignore"):
         bits = np.ascontiguousarray(values, "<f4").view("<u4")
     half, whole = np.uint32(1 << (_DROPPED - 1)), np.uint32(0xFFFFFFFF >> _DROPPED << _DROPPED)
-    return ((bits + half) & whole).view("<f4")
+    result: NDArray[np.float32] = ((bits + half) & whole).view("<f4")
+    return result
 
 
 def by_bytes(values: NDArray[np.float32]) -> bytes:
     """All first bytes, then all second ones, and so on: what is alike lies together, and becomes small."""
-    return np.ascontiguousarray(values, "<f4").view(np.uint8).reshape(-1, 4).T.tobytes()
+    bytes_of: NDArray[np.uint8] = np.ascontiguousarray(values, "<f4").view(np.uint8).reshape(-1, 4)
+    return bytes_of.T.tobytes()

@@ -53,10 +53,7 @@ def _row(id: str, run: Summary) -> str:
     kind, sentence = escaped(run.state.kind), escaped(run.state.sentence)
     word = escaped(_WORDS.get(run.state.kind, run.state.kind))
     cells = (
-        (
-            "state",
-            f'<span class="state {kind}" title="{sentence}"><i></i>{word}</span>',
-        ),
+        ("state", f'<span class="state {kind}" title="{sentence}"><i></i>{word}</span>'),
         ("", escaped(run.model)),
         ("number", "" if run.step is None else f"step {run.step}"),
         ("", _loss(run)),

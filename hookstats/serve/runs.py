@@ -9,8 +9,10 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,15 +27,13 @@ from hookstats.terminal.following import Followed, State
 
 _OFTEN = 1.0  # seconds: a run is looked at no more often, however many look
 _POINTS = 120  # of a sparkline
-_REST = 20.0  # times as long as a line of the index took, it is not made again
 _ORDER = ("deleted", "torn", "unreadable", "recording", "died", "waiting", "ended")  # what is told of two runs
 _BROKEN = ("deleted", "torn", "unreadable")
 
 Mark = tuple[tuple[str, int, int], ...]
 
 
-@dataclass(frozen=True)
-class Summary:
+class Summary(NamedTuple):
     """A run as a line of the index.
 
     changed: seconds since the epoch; loss: at most 120 averages of equal parts, NaN where a part holds a value that is
@@ -42,13 +42,13 @@ class Summary:
 
     name: str
     state: State
+    changed: float
     model: str = ""
     step: int | None = None
     loss: tuple[float, ...] = ()
     last_loss: float | None = None
     findings: tuple[tuple[str, int], ...] = ()
     ranks: int = 0
-    changed: float = 0.0
 
 
 class Watched:
@@ -61,8 +61,6 @@ class Watched:
         self._looked = -_OFTEN
         self._state = State("waiting", "")
         self._mark: Mark = ()
-        self._rested = 0.0  # when a line of the index may be made again
-        self._summary: tuple[Mark, Summary] | None = None
 
     def look(self) -> tuple[State, Mark]:
         """How the run is, and a mark that is another one as soon as more was written; at most a second old."""
@@ -84,41 +82,37 @@ class Watched:
         return replace(recorded(run), name=self.name)
 
     def summary(self) -> Summary:
-        """At most a second old; older where it takes long to read. Whatever is wrong with the run stands in it."""
+        """At most a second old. Whatever is wrong with the run stands in it."""
         state, mark = self.look()
-        last = changed(mark)
-        if state.kind in _BROKEN:
-            return Summary(self.name, state, changed=last)
-        with self._lock:
-            began = time.monotonic()
-            if self._summary is None or (self._summary[0] != mark and began >= self._rested):
-                try:
-                    self._summary = (mark, self._summarise())
-                except FileNotFoundError:
-                    ranks = sum(1 for each in self.path.glob("rank=*") if each.is_dir())
-                    return Summary(self.name, state, ranks=ranks, changed=last)
-                except (ValueError, OSError) as error:  # torn meanwhile
-                    return Summary(self.name, unreadable(self.path, error), changed=last)
-                now = time.monotonic()
-                self._rested = now + _REST * (now - began)
-            return replace(self._summary[1], state=state, changed=last)
+        if state.kind not in _BROKEN:
+            try:
+                return _summary(self.path, mark)._replace(name=self.name, state=state)
+            except FileNotFoundError:
+                pass  # nothing is recorded yet
+            except (ValueError, OSError) as error:  # torn meanwhile
+                state = unreadable(self.path, error)
+        return Summary(self.name, state, changed(mark))
 
-    def _summarise(self) -> Summary:
-        run = load(self.path)
-        settings = run._attempts[-1].settings if run._attempts else {}
-        names, values, steps = (run.scalars[name].to_pylist() for name in ("name", "value", "step"))
-        loss = np.array([value for name, value in zip(names, values, strict=True) if name == "loss"])
-        counts = Counter(finding.severity for finding in run.findings)
-        return Summary(
-            self.name,
-            State("waiting", ""),
-            model_of(settings),
-            max([*run.steps[-1:], *steps[-1:]], default=None),
-            tuple(_averages(loss).tolist()),
-            loss.tolist()[-1] if len(loss) else None,
-            tuple((name, counts[name]) for name in ("critical", "warning", "note") if counts[name]),
-            sum(1 for each in self.path.glob("rank=*") if each.is_dir()),
-        )
+
+@lru_cache(maxsize=1000)
+def _summary(path: Path, mark: Mark) -> Summary:
+    """Of a run as it was when it had this mark, but for its name and its state."""
+    run = load(path)
+    settings = run._attempts[-1].settings if run._attempts else {}
+    names, values, steps = (run.scalars[name].to_pylist() for name in ("name", "value", "step"))
+    loss = np.array([value for name, value in zip(names, values, strict=True) if name == "loss"])
+    counts = Counter(finding.severity for finding in run.findings)
+    return Summary(
+        "",
+        State("waiting", ""),
+        changed(mark),
+        model_of(settings),
+        max([*run.steps[-1:], *steps[-1:]], default=None),
+        tuple(_averages(loss).tolist()),
+        loss.tolist()[-1] if len(loss) else None,
+        tuple((name, counts[name]) for name in ("critical", "warning", "note") if counts[name]),
+        sum(1 for each in path.glob("rank=*") if each.is_dir()),
+    )
 
 
 def _mark(folder: Path) -> Mark:

@@ -42,8 +42,8 @@ def record_of(page: str) -> dict[str, Any]:
 _SERVE = """
 import sys
 from hookstats.__main__ import main
-from hookstats.serve import routes, runs
-routes._EVERY = routes._REST = runs._REST = 0.0
+from hookstats.serve import routes
+routes._EVERY = routes._REST = 0.0
 sys.exit(main())
 """
 

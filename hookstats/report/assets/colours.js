@@ -3,34 +3,18 @@
 const darkness = matchMedia("(prefers-color-scheme: dark)");
 const ink = (name) => getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
 
-const VIRIDIS = ["440154", "482878", "3e4989", "31688e", "26828e", "1f9e89", "35b779", "6ece58", "b5de2b", "fde725"].map(
-  (hex) => [0, 2, 4].map((at) => parseInt(hex.slice(at, at + 2), 16)));
+const ramp = (text) => text.split(" ").map((hex) => [0, 2, 4].map((at) => parseInt(hex.slice(at, at + 2), 16)));
+const VIRIDIS = ramp("440154 482878 3e4989 31688e 26828e 1f9e89 35b779 6ece58 b5de2b fde725");
+const ON_LIGHT = ramp("055b99 2e74b2 518dc6 76a7d7 9ec1e3 c8daec f3f3f3 f4d2ca f0b2a3 e7927e d9745d c6583f af3f26");
+const ON_DARK = ramp("7fc4ff 65a6e4 5088be 406c96 34516d 293744 1e1e1e 462e28 703f33 9a513f c2654f e97d64 ff997e");
 
 function between(colours, x) {
   const at = Math.min(Math.max(x, 0), 1) * (colours.length - 1), i = Math.min(Math.floor(at), colours.length - 2);
   return colours[i].map((from, part) => from + (at - i) * (colours[i + 1][part] - from));
 }
 
-// OKLab to sRGB: B. Ottosson, "A perceptual color space for image processing", 2020.
-function fromOklab([lightness, a, b]) {
-  const l = (lightness + 0.3963377774 * a + 0.2158037573 * b) ** 3;
-  const m = (lightness - 0.1055613458 * a - 0.0638541728 * b) ** 3;
-  const s = (lightness - 0.0894841775 * a - 1.291485548 * b) ** 3;
-  return [
-    4.0767416621 * l - 3.3077115913 * m + 0.2309699292 * s,
-    -1.2684380046 * l + 2.6097574011 * m - 0.3413193965 * s,
-    -0.0041960863 * l - 0.7034186147 * m + 1.707614701 * s,
-  ].map((x) => 255 * Math.min(Math.max(x <= 0.0031308 ? 12.92 * x : 1.055 * x ** (1 / 2.4) - 0.055, 0), 1));
-}
-
 // x from -1, less than usual, to 1, more.
-function diverging(x) {
-  const size = Math.min(Math.abs(x), 1), hue = x < 0 ? [-0.045, -0.115] : [0.125, 0.085];
-  const [middle, end] = darkness.matches ? [0.235, 0.8] : [0.965, x < 0 ? 0.46 : 0.52];
-  const strength = Math.sin(size * Math.PI / 2) * (darkness.matches ? 0.95 : 1);
-  return fromOklab([middle + (end - middle) * size, hue[0] * strength, hue[1] * strength]);
-}
-
+const diverging = (x) => between(darkness.matches ? ON_DARK : ON_LIGHT, (x + 1) / 2);
 const sequential = (x) => between(VIRIDIS, x);
 const NAN_COLOUR = [255, 0, 130];
 
