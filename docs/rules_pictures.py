@@ -18,7 +18,7 @@ from benchmarks.illnesses import ill, more, public_mistakes  # noqa: F401, they 
 from benchmarks.illnesses.training import ILL, run, seeded
 from hookstats import Site, Snapshot, report
 from hookstats.report.record import Recorded
-from hookstats.report.writing import kind_of_rule
+from hookstats.report.writing import kind_of_rule, kinds_of
 from hookstats.rules import book, judge
 from tests.cluster import drifting
 from tests.language import trainings
@@ -118,7 +118,7 @@ def picture(rule: str) -> None:
     to = PAGE.with_name("rules") / f"{rule}.png"
     site = found.sites[0] if found.sites else None
     recorded = Recorded.of(snapshots, rule, findings)
-    shot(recorded, site, found.step, ABSOLUTE.get(rule), to, kind_of_rule(rule, recorded.sites))
+    shot(recorded, site, found.step, ABSOLUTE.get(rule), to, kind_of_rule(rule, kinds_of(recorded.sites)))
     print(f"{rule}: step {found.step}, {found.site}, {to.stat().st_size / 1024:.0f} KB", flush=True)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import threading
 import time
 from collections.abc import Iterable, Mapping
@@ -22,7 +21,6 @@ from hookstats.rules import Finding, head, story
 
 _FINDINGS = 2000  # on a page: the gravest, and what follows from them
 _TEXT = 20_000  # characters of settings
-_DETAILS = re.compile(r"details\.[0-9]{1,9}")
 _ABOUT = {
     "gradient": ("param_grad", "grad_output"),
     "parameters": ("param_update", "update_sample", "param_grad"),
@@ -58,14 +56,15 @@ class Contents:
         self._bad = float(np.nansum(bad[0]))
         self.record = self._record([(~np.isnan(each)).sum(axis=1) for each in bad])
         self._made: dict[str, dict[str, bytes]] = {}
-        self._locks: dict[str, threading.Lock] = {}
+        details = (f"details.{place}" for place in range(len(self.record["sites"])))
+        self._locks = {group: threading.Lock() for group in (*planes.STATISTICS, "line", "more", *details)}
         self.seconds = time.monotonic() - began
 
     def __getitem__(self, name: str) -> bytes:
         """KeyError for what there is not."""
         first, _, rest = name.partition(".")
         group = f"details.{rest.partition('.')[0]}" if first == "details" else first
-        with self._locks.setdefault(group, threading.Lock()):
+        with self._locks[group]:
             if group not in self._made:
                 began = time.monotonic()
                 self._made[group] = self._make(group)
@@ -90,9 +89,7 @@ class Contents:
             return self._lines()
         if group == "more":
             return {"more": json.dumps(self._more(), allow_nan=False).encode()}
-        place = int(group.partition(".")[2]) if _DETAILS.fullmatch(group) else len(self.record["sites"])
-        if place >= len(self.record["sites"]):
-            raise KeyError(group)
+        place = int(group.removeprefix("details."))
         is_seen = place < len(self._own.sites) and len(self._own.detailed)
         return detail.details(self._own, [place]) if is_seen else {group: b"{}"}
 
@@ -170,22 +167,22 @@ def _last_loss(recorded: Recorded) -> tuple[int, float] | None:
 
 def chapters_of(recorded: Recorded, place: Mapping[Site, int]) -> tuple[list[dict[str, Any]], int]:
     """The story as JSON, and how many findings have no room in it. place: of sites."""
-    chapters = story(recorded.findings)[:_FINDINGS]
+    chapters, kinds = story(recorded.findings)[:_FINDINGS], kinds_of(place)
     room, told = _FINDINGS - len(chapters), []
     for each in chapters:  # what stands for itself goes before what follows
-        effects = [_told(effect, place) for effect in each.effects[:room]]
-        told.append({"finding": _told(each.finding, place), "effects": effects})
+        effects = [_told(effect, place, kinds) for effect in each.effects[:room]]
+        told.append({"finding": _told(each.finding, place, kinds), "effects": effects})
         room -= len(effects)
     return told, len(recorded.findings) - sum(1 + len(each["effects"]) for each in told)
 
 
-def _told(finding: Finding, place: Mapping[Site, int]) -> dict[str, Any]:
+def _told(finding: Finding, place: Mapping[Site, int], kinds: set[str]) -> dict[str, Any]:
     return {
         "rule": finding.rule,
         "step": finding.step,
         "since": finding.since,
         "site": None if finding.site is None else place.get(finding.site),
-        "kind": kind_of_rule(finding.rule, place) if finding.site is None else None,
+        "kind": kind_of_rule(finding.rule, kinds) if finding.site is None else None,
         "sites": [place[site] for site in finding.sites if site in place],
         "site_count": finding.site_count,
         "severity": finding.severity,
@@ -195,11 +192,17 @@ def _told(finding: Finding, place: Mapping[Site, int]) -> dict[str, Any]:
     }
 
 
-def kind_of_rule(rule: str, sites: Iterable[Site]) -> str | None:
-    """What a page shows for a finding without a site: the kind of tensors, or the scalar, that its rule is about."""
-    known = {"loss", *(kind_of(site.tensor).name for site in sites)}
-    kinds = [kind for word, of in _ABOUT.items() if word in rule for kind in of if kind in known]
-    return kinds[0] if kinds else None
+def kinds_of(sites: Iterable[Site]) -> set[str]:
+    return {kind_of(site.tensor).name for site in sites}
+
+
+def kind_of_rule(rule: str, kinds: set[str]) -> str | None:
+    """What a page shows for a finding without a site: the kind of tensors, or the scalar, that its rule is about.
+
+    kinds: those that were measured.
+    """
+    about = [kind for word, of in _ABOUT.items() if word in rule for kind in of]
+    return next((kind for kind in about if kind in kinds or kind == "loss"), None)
 
 
 def in_order(sites: list[Site]) -> list[int]:
