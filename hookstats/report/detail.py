@@ -13,7 +13,7 @@ from hookstats.numbers.fields import Array, Site, Stats
 from hookstats.numbers.site_stats import SiteStats
 from hookstats.report.planes import short
 from hookstats.report.record import Recorded
-from hookstats.report.reducing import FIRST, LAST, absolute_rows, edges, largest
+from hookstats.report.reducing import FIRST, LAST, Codes, absolute_rows, edges, largest
 from hookstats.rules import SEVERITIES
 
 _WORST = 20  # sites beside those with findings
@@ -98,7 +98,7 @@ def _columns(stats: SiteStats) -> Iterator[tuple[str, Array]]:
         yield "histogram", _shares(stats)[0]
 
 
-def _channel_picture(rms: Array) -> tuple[dict[str, Any], Array]:
+def _channel_picture(rms: Array) -> tuple[dict[str, Any], Codes]:
     """``[rows, steps]``: what is said of it, and its codes."""
     with np.errstate(divide="ignore", invalid="ignore"):
         logs = np.maximum(np.log2(rms), -1075.0)
@@ -124,7 +124,7 @@ def _shares(stats: SiteStats) -> tuple[Array, Array]:
     return merged, np.append(bounds[begin], bounds[-1])
 
 
-def _histogram_picture(shares: Array, bounds: Array) -> tuple[dict[str, Any], Array]:
+def _histogram_picture(shares: Array, bounds: Array) -> tuple[dict[str, Any], Codes]:
     used = np.flatnonzero(shares.max(axis=1) > 2.0**_FAINTEST)
     if bounds[0] == 0 and len(used) > 1 and used[0] == 0:
         used = used[1:]  # zeros have a statistic of their own, and would lie far below

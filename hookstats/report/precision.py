@@ -12,7 +12,7 @@ from hookstats.numbers.kinds import kind_of
 from hookstats.numbers.snapshot import Snapshot
 from hookstats.report.planes import short
 from hookstats.report.record import Recorded
-from hookstats.rules import BLOCK_FORMATS, fit
+from hookstats.rules import BLOCK_FORMATS, BlockFit, fit
 
 _LOOKED_AT = 32  # steps, from the last
 
@@ -62,7 +62,8 @@ def _blocks(snapshot: Snapshot, sites: list[Site]) -> dict[str, Any] | None:
     shares = {}
     for name, format in BLOCK_FORMATS.items():
         if format.block == bins.block:
-            lost = {each.site: (*each.lost, each.standard_error) for each in fit(snapshot, name)}  # type: ignore[call-overload]
+            fits = [each for each in fit(snapshot, name) if isinstance(each, BlockFit)]
+            lost = {each.site: (*each.lost, each.standard_error) for each in fits}
             shares[name] = [[short(x, 3) for x in lost[site]] if site in lost else None for site in sites]
     return {"size": bins.block, "dim": bins.block_dim, "formats": shares}
 

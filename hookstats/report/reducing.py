@@ -158,5 +158,5 @@ def rounded(values: Array) -> NDArray[np.float32]:
 
 def by_bytes(values: NDArray[np.float32]) -> bytes:
     """All first bytes, then all second ones, and so on: what is alike lies together, and becomes small."""
-    bytes_of: NDArray[np.uint8] = np.ascontiguousarray(values, "<f4").view(np.uint8).reshape(-1, 4)
-    return bytes_of.T.tobytes()
+    result: bytes = np.ascontiguousarray(values, "<f4").view(np.uint8).reshape(-1, 4).T.tobytes()
+    return result

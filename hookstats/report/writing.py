@@ -73,7 +73,7 @@ class Contents:
 
     def all(self) -> tuple[dict[str, Any], dict[str, bytes]]:
         """The whole record, and all bytes but those that belong to it; pictures of as many sites as have room."""
-        blobs = {}
+        blobs: dict[str, bytes] = {}
         for key in planes.STATISTICS:
             blobs |= self._heatmaps(key)
         codes = np.frombuffer(blobs["rms.relative"], np.uint8).reshape(len(self.record["sites"]), -1)
@@ -96,12 +96,12 @@ class Contents:
     def _heatmaps(self, key: str) -> dict[str, bytes]:
         kind = planes.STATISTICS[key][1]
         values = [planes.numbers_of(run.statistic, key) for run in self._runs]
-        found = {}
+        found: dict[str, bytes] = {}
         for of, each, is_bad in zip(("", "other_"), values, self._is_bad, strict=False):
             relative, absolute = planes.heatmap(each, kind, is_bad)
             found |= {f"{key}.{of}relative": relative.tobytes(), f"{key}.{of}absolute": absolute.to_bytes()}
         if self._pair is not None:
-            apart = planes.difference(*values, kind, self._is_bad[0] | self._is_bad[1])
+            apart = planes.difference(values[0], values[1], kind, self._is_bad[0] | self._is_bad[1])
             found[f"{key}.difference"] = apart.tobytes()
         return found
 
