@@ -68,7 +68,10 @@ def numbers_of(statistic: Callable[[str], Array], key: str) -> Array:
 
 def bad_of(recorded: Recorded) -> Array:
     """``[n, t]``: how many values were not finite; NaN where a site was silent."""
-    return recorded.statistic("nans") + recorded.statistic("posinfs") + recorded.statistic("neginfs")
+    result = recorded.statistic("nans")
+    result += recorded.statistic("posinfs")
+    result += recorded.statistic("neginfs")
+    return result
 
 
 def change(values: Array, kind: str) -> Array:

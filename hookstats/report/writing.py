@@ -53,8 +53,9 @@ class Contents:
         self._begin = edges(len(self._runs[0].steps), planes.COLUMNS)
         bad = [planes.bad_of(run) for run in self._runs]
         self._is_bad = [marks(each, self._begin) for each in bad]
-        self._bad = float(np.nansum(bad[0]))
-        self.record = self._record([(~np.isnan(each)).sum(axis=1) for each in bad])
+        known = [~np.isnan(each) for each in bad]
+        self._bad = float(bad[0].sum(where=known[0]))
+        self.record = self._record([each.sum(axis=1) for each in known])
         self._made: dict[str, dict[str, bytes]] = {}
         details = (f"details.{place}" for place in range(len(self.record["sites"])))
         self._locks = {group: threading.Lock() for group in (*planes.STATISTICS, "line", "more", *details)}
