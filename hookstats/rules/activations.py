@@ -50,20 +50,18 @@ def dead_channels(
     by_design = memory.streak("by design").push(step.number, by_design, None, consecutive_steps - 1)
     memory["actives"] = np.where(counts > 0, actives, before)
     gradients = step.partner("output", "grad_output")
-    judged = step.valued("output") & step.once(_firsts)
-    if step.once(_has_gradients):
-        judged = judged & (gradients >= 0) & (step.calls[gradients] > 0)
+    judged = step.alike(_layers)
     # More than `share` dead channels of equal size leave at most this many values.
     most = (1 - share) + share * active
     candidates = judged & (totals.min >= 0) & (actives < most * counts) & ~by_design
+    streaks = memory.streak("some"), memory.streak("every")
+    if not np.count_nonzero(candidates) and not streaks[0].goes_on and not streaks[1].goes_on:
+        return []
     shares = np.zeros(len(step.sites))
     for site in np.flatnonzero(candidates).tolist():
         place = outputs.index(site)
         gradient = int(gradients[outputs[place - 1]]) if place else -1
         shares[site] = _dead(step, site, gradient, active, consecutive_steps)
-    streaks = memory.streak("some"), memory.streak("every")
-    if not np.count_nonzero(candidates) and not streaks[0].goes_on and not streaks[1].goes_on:
-        return []
     some = streaks[0].push(step.number, shares > share, judged, some_consecutive_steps)
     every = streaks[1].push(step.number, shares == 1, judged, consecutive_steps)
     dead = some | every
@@ -84,6 +82,12 @@ def dead_channels(
         return f"{_channels(shares[site])} of {tensor_of(step.sites[site])} are dead: {why}"
 
     return [Ill(dead, say, shares, share, lambda site: "critical" if shares[site] == 1 else "warning", since=since)]
+
+
+def _layers(step: Step) -> Mask:
+    """``[n]``: the outputs with values that are judged, of which gradients come back if any do."""
+    gradients, judged = step.partner("output", "grad_output"), step.valued("output") & step.once(_firsts)
+    return judged & (gradients >= 0) & (step.calls[gradients] > 0) if step.once(_has_gradients) else judged
 
 
 def _firsts(step: Step) -> Mask:
@@ -150,22 +154,21 @@ def saturated_channels(
     if not outputs:
         return None
     beyond, negative = memory.of_sites("beyond", False), memory.of_sites("negative", False)  # where values have been
-    beyond |= (totals.abs_max > 1) | (step.nonfinite > 0)
+    beyond |= (totals.abs_max > 1) | (step.nonfinite > 0) if step.has_nonfinite else totals.abs_max > 1
     negative |= totals.min < 0
-    gradients = step.partner("output", "grad_output")
-    judged = step.valued("output") & (gradients >= 0)
+    gradients, judged = step.partner("output", "grad_output"), step.alike(_with_gradients)
     candidates = judged & ~beyond & (totals.abs_max > 0.9) & (totals.zeros == 0)
+    verdicts: Counts = memory.of_sites("verdicts", 0)
+    verdicts += judged
+    lasting, first = memory.streak("lasting"), memory.streak("from the start")
+    if not np.count_nonzero(candidates) and not lasting.goes_on and not first.goes_on:
+        return []
     shares, initial = np.zeros((2, len(step.sites)))
     for site in np.flatnonzero(candidates).tolist():
         if site != outputs[-1] and step.calls[gradients[site]]:
             shares[site] = _saturated(step, site, slope, negative[site])
             if negative[site]:
                 initial[site] = _saturated(step, site, initial_slope, True)
-    verdicts: Counts = memory.of_sites("verdicts", 0)
-    verdicts += judged
-    lasting, first = memory.streak("lasting"), memory.streak("from the start")
-    if not np.count_nonzero(candidates) and not lasting.goes_on and not first.goes_on:
-        return []
     ill = lasting.push(step.number, shares > share, judged, consecutive_steps)
     from_start = first.push(step.number, initial > share, judged, _INITIAL) & (first.lengths == verdicts) & ~ill
 
@@ -181,6 +184,10 @@ def saturated_channels(
 
     values, since = np.where(from_start, initial, shares), np.where(from_start, first.since, lasting.since)
     return [Ill(ill | from_start, say, values, share, since=since)]
+
+
+def _with_gradients(step: Step) -> Mask:
+    return step.valued("output") & (step.partner("output", "grad_output") >= 0)
 
 
 def _saturated(step: Step, site: int, slope: float, is_tanh: bool) -> float:

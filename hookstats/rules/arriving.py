@@ -33,8 +33,10 @@ def missing_gradients(step: Step, memory: Memory, steps: int = 20) -> list[Findi
     with 0 (LoRA, the last norm of a residual block) lasts a step or two.
     """
     gradients, totals = step.is_kind("param_grad"), step.totals
-    arrived = gradients & (totals.count + step.nonfinite > 0)
-    if not arrived.any():
+    arrived = step.valued("param_grad")
+    if step.has_nonfinite:
+        arrived = gradients & (totals.count + step.nonfinite > 0)
+    if not np.count_nonzero(arrived):
         return None
     outputs = step.once(_outputs_of_gradients)
     reached, waited, first = (
@@ -43,8 +45,11 @@ def missing_gradients(step: Step, memory: Memory, steps: int = 20) -> list[Findi
         memory.of_sites("first", 0),
     )
     updates = step.updates_of_gradients
-    reached |= arrived & ((totals.abs_max > 0) | (step.nonfinite > 0))
-    waits = gradients & ~reached & (outputs >= 0) & (totals.count > 0)[outputs]
+    reached |= arrived & ((totals.abs_max > 0) | (step.nonfinite > 0) if step.has_nonfinite else totals.abs_max > 0)
+    waits = gradients & ~reached
+    if not np.count_nonzero(waits):
+        return []
+    waits &= (outputs >= 0) & (totals.count > 0)[outputs]
     if not waits.any():
         return []
     changes = (updates >= 0) & ((totals.abs_max > 0) & (totals.count > 0))[updates] & ~arrived
@@ -177,12 +182,18 @@ def _added_alone(
 def _pairs(step: Step) -> Counts:
     """``[2, pairs]``: the ids of gradients, and of the gradients of outputs that add up to the same."""
     totals = step.totals
-    pairs = step.once(sums_of_outputs)
-    gradients, outputs, is_embedding = pairs
-    came = (totals.count[gradients] > 0) & (totals.count[outputs] > 0)
-    is_sparse = totals.zeros[gradients] > SPARSE * totals.count[gradients]
-    chosen = came & _changed(step)[gradients] & ((is_embedding == 0) | is_sparse)
+    pairs = step.alike(_pairs_that_came)
+    gradients, _, is_embedding = pairs
+    chosen = (totals.zeros[gradients] > SPARSE * totals.count[gradients]) | (is_embedding == 0)
+    if np.count_nonzero(chosen):
+        chosen &= _changed(step)[gradients]
     result: Counts = pairs[:2, chosen]
+    return result
+
+
+def _pairs_that_came(step: Step) -> Counts:
+    pairs, count = step.once(sums_of_outputs), step.totals.count
+    result: Counts = pairs[:, (count[pairs[0]] > 0) & (count[pairs[1]] > 0)]
     return result
 
 
@@ -209,9 +220,13 @@ def _outputs_of_gradients(step: Step) -> Counts:
     return result
 
 
+def _has_updates(step: Step) -> bool:
+    return bool(step.updates.any())
+
+
 def _changed(step: Step) -> Mask:
     """``[n]``: of each gradient of a parameter, whether this step changed it; all, where that is not measured."""
-    if not step.updates.any():
+    if not step.once(_has_updates):
         return step.is_kind("param_grad")
     updates = step.updates_of_gradients
     return (updates >= 0) & (step.totals.zeros < step.totals.count)[updates]

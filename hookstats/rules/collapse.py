@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from hookstats.numbers.fields import Counts
+from hookstats.numbers.fields import FIELDS, Counts
 from hookstats.rules.engine import Ill, rule
 from hookstats.rules.formatting import number, tensor_of, times
 from hookstats.rules.memory import Memory
 from hookstats.rules.step import Step
+
+_COUNT, _M2 = FIELDS.index("count"), FIELDS.index("m2")
 
 
 @rule(of="output")
@@ -36,13 +38,16 @@ def constant_output(
     gradient = int(step.partner("output", "grad_output")[site])
     if gradient < 0 or not totals.count[gradient]:
         return None
-    channels = step.channels(site)
-    is_one = channels is None or len(channels.count) == 1
-    if totals.abs_max[site] == 0 or (totals.count[site] if is_one else channels.count.min()) < rows:  # type: ignore[union-attr]
+    state = step.state(site)
+    if totals.abs_max[site] == 0 or (totals.count[site] if state is None else state[_COUNT].min()) < rows:
         return None
-    if is_one:
+    is_one = state is None or state.shape[1] == 1
+    if state is None or is_one:
         varies, limit = float(totals.max[site] - totals.min[site]) / float(totals.abs_max[site]), exactly
+    elif state[_M2].sum() > 2 * ratio**2 * (totals.l2_norm[site] * step.scales[site]) ** 2:  # which spares most the rest
+        varies, limit = 1.0, ratio
     else:
+        channels = step.channels(site)
         assert channels is not None
         within = float(np.nansum(channels.var * (channels.count - 1)))
         whole = float(totals.var[site] * (totals.count[site] - 1))
@@ -76,7 +81,7 @@ def equal_channels(step: Step, memory: Memory, consecutive_steps: int = 5, width
     """
     known = memory.of_sites("different", False)
     judged = step.valued("output") & ~known
-    if not judged.any():
+    if not np.count_nonzero(judged):
         return None
     weighted = step.once(_has_weights)
     equal = np.zeros(len(step.sites), bool)
@@ -119,7 +124,9 @@ def silent_rows(step: Step, memory: Memory, share: float = 0.7, consecutive_step
     totals = step.totals
     silent, judged, had = np.zeros(len(step.sites)), step.valued("param_grad"), memory.of_sites("had", False)
     zeros, count = totals.zeros[gradients], totals.count[gradients]
-    likely = (zeros >= share * count) & (count > 0) & (totals.count[outputs] > 0) & (zeros < count)
+    likely = zeros >= share * count
+    if np.count_nonzero(likely):
+        likely &= (count > 0) & (totals.count[outputs] > 0) & (zeros < count)
     had[gradients[(count > 0) & ~likely]] = True
     for weight, output in zip(gradients[likely].tolist(), outputs[likely].tolist(), strict=True):
         rows, channels = step.channels(weight), step.channels(output)

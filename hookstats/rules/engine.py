@@ -121,9 +121,7 @@ class Rule:
         return f"{self.function.__name__}({', '.join(f'{name}={value!r}' for name, value in self.arguments.items())})"
 
     def verdict(self, step: Step, memory: Memory) -> list[Finding] | None:
-        """What it finds in a step; None where that says nothing."""
-        if self.of and not step.has_any(self.of):
-            return None
+        """What it finds in a step that has tensors of its kinds; None where that says nothing."""
         found = (
             self.function(step, memory, **self.arguments) if self.has_memory else self.function(step, **self.arguments)
         )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 
-from hookstats.numbers.fields import Array
+from hookstats.numbers.fields import Array, Counts
 from hookstats.rules.engine import Ill, rule
 from hookstats.rules.formatting import number, tensor_of, times
 from hookstats.rules.history import middle
@@ -43,12 +44,24 @@ class _Depth(NamedTuple):
         return f"{how}, from the output of {near} back to that of {far}"
 
 
+def _over_depth(step: Step, memory: Memory, depth: float, steps: int, say: Callable[[_Depth], str]) -> Iterator[Ill]:
+    """Where the gradients have exceeded it over depth; nothing where that surely is not so, and was not."""
+    backward, norms = step.ordered("grad_output"), step.totals.l2_norm
+    if len(backward) < _SHORTEST:
+        return
+    ends = norms[backward[-1]] / norms[backward[0]]
+    if not memory.streak("depth").goes_on and (ends < depth**0.5 if depth > 1 else ends > depth**0.5):
+        return
+    over = step.cached(_depth)
+    if over is not None:
+        found, ill = over, over.exceeds(depth)
+        yield Ill(ill, lambda _, since: say(found), over.ratio, depth, steps=steps, key="depth", site=over.far)
+
+
 def _depth(step: Step) -> _Depth | None:
     """Of L2 norms: pooling divides a gradient's values by an area, and as many more values there are; the norm does not
     know."""
     backward = step.ordered("grad_output")
-    if len(backward) < _SHORTEST:
-        return None
     norms, third = step.totals.l2_norm[backward], len(backward) // 3
     if _are_side_by_side(step, backward, norms):
         return None
@@ -76,6 +89,10 @@ def _are_side_by_side(step: Step, backward: list[int], norms: Array) -> bool:
 def _measured(step: Step) -> Mask:
     """Gradients of outputs and of parameters that came."""
     return step.valued("grad_output") | step.valued("param_grad")
+
+
+def _measured_ids(step: Step) -> Counts:
+    return np.flatnonzero(_measured(step))
 
 
 @rule(of=("grad_output", "param_grad"), per_site=False)
@@ -109,27 +126,24 @@ def exploding_gradients(
     form; behind a layer scale that grows): it must be ``beyond`` = 10 times the median of every other of its kind; and
     models with fewer than six outputs that have gradients have no depth.
     """
-    measured, found = step.cached(_measured), list[Ill]()
-    if not np.count_nonzero(measured):
+    measured, ids = step.alike(_measured), step.alike(_measured_ids)
+    if not len(ids):
         return None
-    over = step.cached(_depth)
-    if over is not None:
 
-        def say_over_depth(site: int, since: int) -> str:
-            return (
-                f"the gradients grow {number(over.ratio)} times {over.path(step)}. Lower the initial weights, "
-                "normalise, or add residual connections."
-            )
+    def say_over_depth(over: _Depth) -> str:
+        return (
+            f"the gradients grow {number(over.ratio)} times {over.path(step)}. Lower the initial weights, "
+            "normalise, or add residual connections."
+        )
 
-        ill, steps = over.exceeds(depth), depth_consecutive_steps
-        found.append(Ill(ill, say_over_depth, over.ratio, depth, steps=steps, key="depth", site=over.far))
+    found = list(_over_depth(step, memory, depth, depth_consecutive_steps, say_over_depth))
     rms, usual = step.totals.rms, memory.window("rms", window, min_history)
     ratios, grown = np.zeros(len(rms)), measured & (rms > past * usual.bounds(len(rms))[0])
     if np.count_nonzero(grown):  # by the least that the medians can be
         median = usual.median(len(rms))
         np.divide(rms, median, out=ratios, where=measured & (median > 0))
         grown = (ratios > past) & (rms > beyond * _largest_of_kind(step, median))
-    usual.push(rms, measured)
+    usual.push(rms, ids)
 
     def say(sites: list[int], since: int) -> str:
         return (
@@ -175,20 +189,17 @@ def vanishing_gradients(
     tokens); a zero gradient behind weights that begin at zero (LoRA, the last norm of a residual block) lasts a step or
     two; and models with fewer than six outputs that have gradients have no depth.
     """
-    measured, found = step.cached(_measured), list[Ill]()
-    if not np.count_nonzero(measured):
+    measured, ids = step.alike(_measured), step.alike(_measured_ids)
+    if not len(ids):
         return None
-    over = step.cached(_depth)
-    if over is not None:
 
-        def say_over_depth(site: int, since: int) -> str:
-            return (
-                f"the gradients fall to {number(over.ratio)} {over.path(step)}: they vanish, and what lies there "
-                "does not learn. Use ReLU or GELU instead of sigmoid and tanh, normalise, or add residual connections."
-            )
+    def say_over_depth(over: _Depth) -> str:
+        return (
+            f"the gradients fall to {number(over.ratio)} {over.path(step)}: they vanish, and what lies there "
+            "does not learn. Use ReLU or GELU instead of sigmoid and tanh, normalise, or add residual connections."
+        )
 
-        ill, steps = over.exceeds(depth), consecutive_steps
-        found.append(Ill(ill, say_over_depth, over.ratio, depth, steps=steps, key="depth", site=over.far))
+    found = list(_over_depth(step, memory, depth, consecutive_steps, say_over_depth))
     rms, usual = step.totals.rms, memory.window("rms", window, min_history)
     compared = measured & (step.totals.count >= values * step.calls)
     if memory.streak("past").goes_on or _may_have_fallen(rms, usual.bounds(len(rms)), compared, past):
@@ -207,7 +218,7 @@ def vanishing_gradients(
 
             fallen, steps = known & (ratios < past), consecutive_steps
             found.append(Ill(fallen, say, ratios, past, judged=known, steps=steps, key="past", together=True))
-    usual.push(rms, measured)
+    usual.push(rms, ids)
     return found
 
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from hookstats.numbers.fields import Array
+from hookstats.numbers.fields import Array, Counts
 from hookstats.rules.step import Mask
 
 _NEAR = 8
@@ -78,11 +78,10 @@ class Window:
             self._bounds, self._age = both, 0
         return self._bounds
 
-    def push(self, values: Array, chosen: Mask) -> None:
-        """values, chosen: ``[sites]``, those that have one in this step."""
+    def push(self, values: Array, ids: Counts) -> None:
+        """values: ``[sites]``. ids: of those that have one in this step."""
         self._grow(len(values))
         self._age += 1
-        ids = np.flatnonzero(chosen)
         pushed = self._pushed[ids]
         self._values[ids, pushed % self._length] = values[ids]
         self._pushed[ids] = pushed + 1
@@ -140,6 +139,7 @@ class Course:
         self._past: deque[tuple[float, float]] = deque(maxlen=length)  # values, each with the level before it
         self._distances: list[float] = []  # of these, sorted; in logarithms or not
         self._others = 0  # of these, not positive
+        self._level = math.nan
         self.in_logs = True  # whether all values are positive
 
     def __len__(self) -> int:
@@ -148,7 +148,7 @@ class Course:
     @property
     def level(self) -> float:
         """NaN before the first value."""
-        return _middle(sorted(self._near)) if self._near else math.nan
+        return self._level
 
     @property
     def deviation(self) -> float:
@@ -174,6 +174,12 @@ class Course:
         beyond = usual + max(sigmas * self.deviation, tail * furthest)
         return self.level * math.exp(min(beyond, 700.0)) if self.in_logs else self.level + beyond
 
+    def surely_holds(self, value: float, tail: float) -> bool:
+        """Whether a value is within each `limit` of this tail: it is known at once, while a deviation is not."""
+        usual = max(_middle(self._distances), 0.0)
+        beyond = usual + tail * max(self._distances[-1] - usual, 0.0)
+        return value <= (self.level * math.exp(min(beyond, 700.0)) if self.in_logs else self.level + beyond)
+
     def push(self, value: float, limit: float = math.inf) -> None:
         """limit: what is beyond it counts, among those that tell what is usual, as what is half as far."""
         if self._near:
@@ -189,6 +195,7 @@ class Course:
             if self._others == 0 or not self.in_logs:
                 insort(self._distances, self._distance(counts, level))
         self._near.append(value)
+        self._level = _middle(sorted(self._near))
         in_logs = min(self._near) > 0 and self._others == 0
         if in_logs != self.in_logs:
             self.in_logs = in_logs

@@ -6,23 +6,27 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from hookstats.numbers.fields import FIELDS
 from hookstats.rules.activations import has_zero_weights
 from hookstats.rules.engine import Ill, rule
 from hookstats.rules.finding import Finding
 from hookstats.rules.formatting import number, tensor_of
-from hookstats.rules.history import Course
 from hookstats.rules.memory import Memory
 from hookstats.rules.step import Step
 
 _MASKED = -1e4  # what is so far down counts for nothing
 _MOMENTS = ("count", "mean", "std", "min", "max", "abs_mean")  # of two batches, not all are equal to the bit
+_MIN, _MAX = FIELDS.index("min"), FIELDS.index("max")
 _LAST, _NEAR = 64, 8  # batches that are looked at for others that are equal, and how near these lie
 
 
 def _inputs(step: Step) -> list[int]:
     """The floating inputs of the model itself that came in this step."""
-    inputs = step.valued("input") & step.is_of_model
-    return step.in_order(inputs) if inputs.any() else []
+    return step.alike(_inputs_of_model)
+
+
+def _inputs_of_model(step: Step) -> list[int]:
+    return step.in_order(step.valued("input") & step.is_of_model)
 
 
 def _is_first(step: Step, site: int) -> bool:
@@ -63,10 +67,6 @@ def input_shift(
     """
     inputs = _inputs(step)
     totals, found = step.totals, list[Finding]()
-
-    def limit_of(course: Course) -> float:
-        return course.limit(sigmas, tail) if len(course) >= min_history else np.inf
-
     for site in inputs:
         if totals.min[site] == totals.max[site] != 0:
             continue
@@ -81,12 +81,14 @@ def input_shift(
         for name, size in (("rms", float(totals.rms[site])), ("largest |x|", float(totals.abs_max[site]))):
             course = memory.course(f"{name} {site}", window)
             if size > 0 and np.isfinite(size):
-                limit, level = limit_of(course), course.level
-                beyond = max(limit / level, factor) if len(course) >= min_history else np.inf
-                shift = size / level
-                if not said and not 1 / beyond <= shift <= beyond and len(course) >= min_history:
-                    said = True
-                    found.append(_shifted(step, site, name, size, level, shift, factor))
+                level, limit = course.level, np.inf
+                shift, is_known = size / level, len(course) >= min_history
+                if is_known and not (1 / factor <= shift <= factor and course.surely_holds(size, tail)):
+                    limit = course.limit(sigmas, tail)
+                    beyond = max(limit / level, factor)
+                    if not said and not 1 / beyond <= shift <= beyond:
+                        said = True
+                        found.append(_shifted(step, site, name, size, level, shift, factor))
                 course.push(size, limit)
         mean, std = float(totals.mean[site]), float(totals.std[site])
         course = memory.course(f"mean {site}", window)
@@ -149,6 +151,8 @@ def constant_input(
     """
     inputs, outputs = _inputs(step), step.ordered("output")
     totals, varied = step.totals, memory.of_sites("varied", False)
+    if not inputs and not outputs:
+        return None
     varies = totals.min < totals.max
     ill, judged = np.zeros((2, len(step.sites)), bool)
     for site in inputs:
@@ -156,10 +160,10 @@ def constant_input(
         ill[site], judged[site] = varied[site] and not varies[site], True
     if outputs:
         site = outputs[0]
-        says = not varies[inputs].any() or (totals.abs_max[site] > 0 and not has_zero_weights(step, site))
-        ill[site], judged[site] = bool(says) and _has_equal_rows(step, site, values), True
-    if not judged.any():
-        return None
+        if _has_equal_rows(step, site, values):
+            is_other = totals.abs_max[site] > 0 and not has_zero_weights(step, site)
+            ill[site] = is_other or not varies[inputs].any()
+        judged[site] = True
     streak = memory.streak()
     lasting = streak.push(step.number, ill, judged, consecutive_steps)
     for site in [each for each in (*inputs, *outputs[:1]) if lasting[each]][:1]:  # the inputs first
@@ -169,6 +173,8 @@ def constant_input(
 
 def _repeated(step: Step, memory: Memory, inputs: list[int], batches: int) -> Iterator[Finding]:
     """What is said where batches come again, all of them or some."""
+    if not inputs:
+        return
     totals, last = step.totals, memory.last("batches", _NEAR)
     now = [float(getattr(totals, name)[site]) for site in inputs for name in _MOMENTS]
     varies = any(totals.min[site] < totals.max[site] and not _is_mask(step, site) for site in inputs)
@@ -197,8 +203,14 @@ def _repeated(step: Step, memory: Memory, inputs: list[int], batches: int) -> It
 
 
 def _has_equal_rows(step: Step, site: int, values: int) -> bool:
+    state = step.state(site)
+    if state is None or step.nonfinite[site]:
+        return False
+    low, high = state[_MIN, 0], state[_MAX, 0]
+    if high - low > 1.1e-5 * max(abs(low), abs(high)):  # which spares most the others
+        return False
     channels = step.channels(site)
-    if channels is None or channels.count.min() < values or step.nonfinite[site]:
+    if channels is None or channels.count.min() < values:
         return False
     return bool((channels.max - channels.min <= 1e-5 * channels.abs_max).all())
 

@@ -158,7 +158,7 @@ class _Ruling:
         self.memory = Memory()
         self.verdicts = 0
         self.episodes: dict[tuple[str, Site | None], _Episode] = {}
-        self.seen: set[str] = set()  # names of the findings of the last step, new or not
+        self.seen: set[str] = set()  # names of the findings of the last step that was judged, new or not
 
     def findings(self, step: Step) -> list[Finding]:
         """Those that are new."""
@@ -223,7 +223,8 @@ class Judge:
         found: list[Finding] = []
         failed: list[Finding] = []
         with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
-            for ruling in list(self._rulings):
+            rulings = [each for each in self._rulings if step.has_any(each.rule.of)]
+            for ruling in rulings:
                 try:
                     found += ruling.findings(step)
                 except Exception as error:
@@ -234,7 +235,7 @@ class Judge:
                         f"the rule {name} failed and does not judge any more: {error!r}. Fix it, or leave it out."
                     )
                     failed.append(step.finding(name, None, 1.0, 0.0, "warning", sentence))
-        told = self._plot.tell(step.number, found, set().union(*(ruling.seen for ruling in self._rulings)))
+        told = self._plot.tell(step.number, found, set().union(*(each.seen for each in rulings if each.seen)))
         return failed + [named(finding, step) for finding in told]
 
     def rebuild(self, measured: Iterable[Snapshot | StepFrame]) -> None:

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from hookstats.numbers.fields import Array
+from hookstats.numbers.fields import Array, Counts
 from hookstats.rules.arriving import SPARSE, sums_of_outputs
 from hookstats.rules.engine import Ill, rule
 from hookstats.rules.finding import Finding
 from hookstats.rules.formatting import percent
 from hookstats.rules.history import middle
 from hookstats.rules.memory import Memory
-from hookstats.rules.step import Mask, Step
+from hookstats.rules.step import Mask, Step, fired_ids
 
 _LEAST = 3  # measured steps, by which anything is said to last
 _ACCUMULATED = 100  # steps, in which gradients may be accumulated
@@ -45,13 +45,19 @@ def _stays(step: Step, memory: Memory, measured: Mask) -> Mask:
     """
     weights, counts, since = step.weights_of_updates, memory.of_sites("stayed", 0), memory.of_sites("since", 0)
     before = memory.of_sites("sizes", np.nan)
-    values = np.where(measured & (weights >= 0), step.totals.l2_norm[weights], np.nan)
     still = measured & (step.totals.zeros == step.totals.count)
+    if not memory.get("any stay", False) and not np.count_nonzero(still):
+        ids = step.alike(_updates_with_weights)
+        sizes = step.totals.l2_norm[weights[ids]]
+        before[ids] = np.where(np.isfinite(sizes), sizes, before[ids])
+        return still
+    values = np.where(measured & (weights >= 0), step.totals.l2_norm[weights], np.nan)
     is_other = (counts > 0) & np.isfinite(values) & np.isfinite(before) & (values != before)
     memory["sizes"] = np.where(np.isfinite(values), values, before)
     begins = still & ((counts == 0) | is_other)
     since[begins] = step.number
     memory["stayed"] = np.where(begins, 1, np.where(still, counts + 1, np.where(measured, 0, counts)))
+    memory["any stay"] = bool(memory["stayed"].any())
     result: Mask = still & ~is_other
     return result
 
@@ -77,19 +83,22 @@ def unchanged_parameters(step: Step, memory: Memory, steps: int = 20, all_steps:
     was looking for. Warmup from 0 and turns of several optimizers end before; while gradients grow from step to step,
     as they do when they are accumulated, it waits for 100 steps.
     """
-    measured = step.updates & (step.totals.count > 0)
-    if not measured.any():
+    measured = step.alike(measured_updates)
+    if not np.count_nonzero(measured):
         return None
     found = list(_all_zero(step, memory, measured, all_steps))
     still, changed = _stays(step, memory, measured), memory.of_sites("changed", False)
-    moves, is_new = measured & ~still, _is_computed_anew(step, memory)
+    is_new = _is_computed_anew(step, memory)
+    moves = measured & ~still if np.count_nonzero(still) else measured
     changed |= moves
     norm = step.grad_norm or 0.0
     memory["norm"] = max(memory.get("norm", 0.0), norm if np.isfinite(norm) else 0.0)
-    if moves.any():
+    if np.count_nonzero(moves):
         memory["all since"], memory["norms"] = None, []
+        if found or not np.count_nonzero(still):
+            return found
         lasts = still & (memory["stayed"] >= _LEAST) & (step.number - memory["since"] + 1 >= steps)
-        if not found and lasts.any():
+        if lasts.any():
             held_back = lasts & is_new & step.cached(_gets_gradient) & ~_is_rounded_away(step, still)
             held_back &= ~_is_tiny(step, moves)
             found = list(_of_some(step, step.in_order(held_back), changed, memory["since"]))
@@ -111,9 +120,10 @@ def unchanged_parameters(step: Step, memory: Memory, steps: int = 20, all_steps:
 def _is_computed_anew(step: Step, memory: Memory) -> Mask:
     """``[n]``: of each update, whether its gradient is other than it was in the measured step before."""
     gradients, before = step.gradients_of_updates, memory.of_sites("gradients", np.nan)
-    now = step.totals.l1_norm
-    memory["gradients"] = np.where(step.fired("param_grad"), now, before)
-    return np.asarray((gradients >= 0) & (now[gradients] != before[gradients]))
+    now, ids = step.totals.l1_norm, step.alike(fired_ids, "param_grad")
+    is_new = (gradients >= 0) & (now[gradients] != before[gradients])
+    before[ids] = now[ids]
+    return np.asarray(is_new)
 
 
 def _is_tiny(step: Step, changed: Mask) -> Mask:
@@ -218,11 +228,11 @@ def lost_updates(step: Step, memory: Memory, share: float = 0.8, steps: int = 20
     """
     _note_losses(step, memory)
     totals = step.totals
-    judged = step.updates & (totals.count > 0)
-    if not judged.any() or not (judged := judged & step.cached(_gets_gradient)).any():
+    judged = step.alike(measured_updates)
+    if not np.count_nonzero(judged) or not np.count_nonzero(judged := judged & step.cached(_gets_gradient)):
         return None
     streak, count, zeros = memory.streak(), 0.0, 0.0
-    if totals.zeros[judged].any():  # else nothing stayed as it is, and precisions need not be known
+    if np.count_nonzero(totals.zeros[judged]):  # else nothing stayed as it is, and precisions need not be known
         judged = judged & step.cached(_is_rounded)
         count, zeros = float(totals.count[judged].sum()), float(totals.zeros[judged].sum())
     lasts = streak.push(step.number, np.array([bool(count and zeros > share * count)]), steps=5)[0]
@@ -269,15 +279,18 @@ def shrinking_weights(
     totals, weights = step.totals, step.weights_of_updates
     measured = (weights >= 0) & (totals.count >= values)
     measured &= (totals.min != totals.max)[weights]
-    if not measured.any():
+    if not np.count_nonzero(measured):
         return None
     sizes, before = np.where(measured, totals.abs_mean[weights], np.nan), memory.of_sites("sizes", np.nan)
     passed = step.number - memory.get("at", -1)
     memory["sizes"], memory["at"] = sizes, step.number
     path = totals.abs_mean * passed
     lost = (before - sizes) / path
-    ill = measured & (lost > part) & (path > rate * passed * sizes)
+    ill = (lost > part) & (path > rate * passed * sizes)
     streak = memory.streak()
+    if not np.count_nonzero(ill) and not streak.goes_on:
+        return []
+    ill &= measured
     going = streak.push(step.number, ill, measured & np.isfinite(lost), 5)
     going &= step.number - streak.since + 1 >= steps
     if 2 * going.sum() <= measured.sum():
@@ -295,6 +308,15 @@ def shrinking_weights(
 
     severity = "warning" if came_down is False else "note"
     return Ill(going, say, fastest, rate, severity, since=streak.since, together=True)
+
+
+def measured_updates(step: Step) -> Mask:
+    """``[n]``: the updates that have values in this step."""
+    return step.updates & (step.totals.count > 0)
+
+
+def _updates_with_weights(step: Step) -> Counts:
+    return np.flatnonzero(measured_updates(step) & (step.weights_of_updates >= 0))
 
 
 def _gets_gradient(step: Step) -> Mask:

@@ -32,11 +32,11 @@ def nonfinite(step: Step, memory: Memory, overflows: int = 16) -> list[Finding]:
     logarithm or a root of what can be 0, and for float16; where only the loss is not finite, look at the loss and the
     labels. Go back to a checkpoint before the step.
     """
-    bad = _count(step, memory)[step.order]
+    bad = _count(step, memory)  # None: all is finite
     memory["skipped"] = memory.get("skipped", 0) + 1 if step.overflowed else 0
     lost = _note_losses(step, memory)
     found = None
-    if bad.any():
+    if bad is not None:
         place = int(np.flatnonzero(bad)[0])
         found = _of_tensor(step, memory, place, bad[place], overflows)
     elif memory["lost"] is not None:
@@ -50,21 +50,22 @@ def nonfinite(step: Step, memory: Memory, overflows: int = 16) -> list[Finding]:
             "every=1, the tensor is named in which it begins."
         )
         found = step.finding("nonfinite", None, loss, 0, "warning", sentence, at)
-    if memory["lost"] is None and not bad.any():
+    if memory["lost"] is None and bad is None:
         memory["clean"] = step.number  # the last step in which everything was finite
     memory["latest"] = step.number
     return [] if found is None else [found]
 
 
-def _count(step: Step, memory: Memory) -> Array:
-    """``[n]``: values that are not finite, without those of masks: sites in which -Inf is in order."""
+def _count(step: Step, memory: Memory) -> Array | None:
+    """In order of execution: values that are not finite, without those of masks: sites in which -Inf is in order. None
+    where all are."""
     seen, masks, totals = memory.of_sites("seen", False), memory.of_sites("masks", False), step.totals
-    begins = (step.calls > 0) & ~seen
-    if begins.any():
+    if step.has_nonfinite:
         may_mask = step.is_kind("output") | step.is_kind("input") | step.is_kind("buffer")
-        masks |= begins & may_mask & (totals.neginfs > 0) & (totals.nans + totals.posinfs == 0)
-        seen |= begins
-    return np.where(masks, totals.nans + totals.posinfs, step.nonfinite)
+        masks |= ~seen & may_mask & (totals.neginfs > 0) & (totals.nans + totals.posinfs == 0)
+    seen |= step.calls > 0
+    bad = np.where(masks, totals.nans + totals.posinfs, step.nonfinite)[step.order] if step.has_nonfinite else None
+    return bad if bad is not None and bad.any() else None
 
 
 def _note_losses(step: Step, memory: Memory) -> list[tuple[int, float]]:
@@ -72,11 +73,11 @@ def _note_losses(step: Step, memory: Memory) -> list[tuple[int, float]]:
     losses = [(at, each["loss"]) for at, each in step.earlier_scalars.items() if "loss" in each]
     memory.setdefault("lost", None)
     for at, loss in [*losses, (step.number, step.scalars.get("loss", 0.0))]:
-        if np.isfinite(loss):
+        if math.isfinite(loss):
             memory["lost"] = None
         elif memory["lost"] is None:
             memory["lost"] = at
-    return [(at, loss) for at, loss in losses if not np.isfinite(loss)]
+    return [(at, loss) for at, loss in losses if not math.isfinite(loss)]
 
 
 def _of_loss(step: Step, memory: Memory) -> Finding:

@@ -42,7 +42,7 @@ def massive_activations(step: Step, value: float = 100.0, ratio: float = 1000.0,
 def _over_median(step: Step, candidates: Mask) -> Array:
     """``[n]``: the largest |x| over the median of the values that are not 0; 0 of those that are no candidates."""
     totals, ratios = step.totals, np.zeros(len(step.sites))
-    if candidates.any():
+    if np.count_nonzero(candidates):
         some = totals.count[candidates] - totals.zeros[candidates]
         ratios[candidates] = totals.abs_max[candidates] * some / totals.l1_norm[candidates]
         ids, counts = step.exponents(candidates)
@@ -81,7 +81,7 @@ def outlier_channels(
     others.
     """
     totals, judged = step.totals, step.fired("output") & step.has_channels
-    if not judged.any():
+    if not np.count_nonzero(judged):
         return None
     ill, ratios = np.zeros(len(step.sites), bool), dict[int, Array]()
     staying: dict[int, set[int]] = memory.setdefault("staying", {})  # channels beyond the ratio since the streak began
@@ -95,6 +95,8 @@ def outlier_channels(
             ill[site] = bool(staying[site])
     for site in [site for site in staying if judged[site] and not ill[site]]:
         del staying[site]
+    if not ratios:
+        return Ill(ill, lambda _, since: "", judged=judged, steps=consecutive_steps)
 
     def say(site: int, since: int) -> str:
         channels = step.channels(site)

@@ -12,7 +12,7 @@ from hookstats.rules.finding import Finding
 from hookstats.rules.formatting import number, times
 from hookstats.rules.history import middle
 from hookstats.rules.memory import Memory
-from hookstats.rules.step import Step
+from hookstats.rules.step import Step, valued_ids
 
 _LEAST_RISE = 0.05  # of what jumps, or rises from one third of the steps to the next
 _MOVED, _KNOWN = 3.0, 3  # times the largest of the last moves; how many of them there must be
@@ -100,8 +100,9 @@ def loss_spike(
 def _judge(step: Step, memory: Memory, how: _Losses, at: int, value: float, has_moved: bool | None) -> list[Finding]:
     """at: the step of this value, which may be an earlier one."""
     past, last, firsts = memory.course("past", how.window), memory.last("last", 30), memory.setdefault("firsts", [])
-    is_known = len(past) >= how.min_history
-    limit = past.limit(how.sigmas, how.tail) if is_known else math.inf
+    is_known, limit = len(past) >= how.min_history, math.inf
+    if is_known and (memory.get("jump") is not None or not past.surely_holds(value, how.tail)):
+        limit = past.limit(how.sigmas, how.tail)
     if past.in_logs:
         limit = max(limit, past.level * (1 + _LEAST_RISE)) if is_known else limit
     found = [
@@ -203,6 +204,8 @@ def _rising(memory: Memory, how: _Losses, value: float) -> int:
     for third in (3, 10):
         if len(last) < 3 * third:
             break
+        if math.log(sorted(last[-3 * third : -2 * third])[third // 2]) <= start + doubled:
+            continue  # which spares most the rest
         values = np.log(last[-3 * third :])
         one, two, three = (middle(values[i * third : (i + 1) * third]) for i in range(3))
         if not one > start + doubled or not min(two - one, three - two) > max(_LEAST_RISE, doubled):
@@ -216,11 +219,14 @@ def _rising(memory: Memory, how: _Losses, value: float) -> int:
 
 def _move(step: Step, memory: Memory) -> float | None:
     """By how much, in logarithms, half of the outputs changed since the last measured step; None: none can tell."""
-    before, rms = memory.of_sites("outputs", np.nan), step.totals.rms
-    mask = step.valued("output")
-    memory["outputs"] = np.where(mask, rms, before)
-    both = mask & (rms > 0) & (before > 0)
-    return middle(np.abs(np.log(rms[both] / before[both]))) if both.any() else None
+    known, ids = memory.of_sites("outputs", np.nan), step.alike(valued_ids, "output")
+    now, before = step.totals.rms[ids], known[ids]
+    known[ids] = now
+    ratios = now / before
+    usable = (ratios > 0) & (ratios < np.inf)
+    if np.count_nonzero(usable) < len(ids):
+        ratios = ratios[usable]
+    return middle(np.abs(np.log(ratios))) if len(ratios) else None
 
 
 @rule(per_site=False)
@@ -254,7 +260,9 @@ def gradient_norm_spike(
     past, limit = memory.course("past", window), math.inf
     level, severity, is_ill = past.level, "note", False
     if len(past) >= min_history:
-        limit = max(past.limit(sigmas, tail), factor * level)
+        limit = factor * level
+        if value > limit:
+            limit = max(past.limit(sigmas, tail), limit)
         spikes, is_ill = memory.last("spikes", window), value > limit
         spikes.append(is_ill)
         if is_ill:

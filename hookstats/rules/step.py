@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, TypeAlias, TypeVar
 
@@ -17,8 +17,24 @@ from hookstats.rules.finding import MOST_SITES, Finding
 from hookstats.rules.formatting import times
 
 Mask: TypeAlias = NDArray[np.bool_]
+_MOST_ALIKE = 16  # kinds of steps that are known at once: with channels and without, in training and in evaluation
 _Over = TypeVar("_Over", bound=NDArray[Any])
 _Made = TypeVar("_Made")
+
+
+class Totals(Stats[Array]):
+    """Statistics of all sites ``[n]``: those that rules ask for are finished at once, the others when they are read."""
+
+    def __init__(self, moments: Array) -> None:
+        super().__init__(moments)
+        state = self._state
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+            squares = state.m2 + state.count * state.mean**2
+            found = np.array([state.mean, state.min, state.max, state.abs_sum / state.count, squares / state.count])
+            if np.count_nonzero(state.count) < len(state.count):
+                found[:, state.count == 0] = np.nan
+            self.mean, self.min, self.max, self.abs_mean, mean_squares = found
+            self.rms, self.l2_norm = np.sqrt(mean_squares), np.sqrt(squares)
 
 
 def is_bias(name: str) -> bool:
@@ -36,6 +52,8 @@ class SiteIds:
         self._kinds: dict[str, Mask] = {}
         self._partners: dict[tuple[str, str], Counts] = {}
         self._once: dict[Any, tuple[int, Any]] = {}
+        self._aligned: tuple[Counts, int, bool] = (self._latest[1], 0, True)
+        self._alike: dict[Any, dict[Any, Any]] = {}
 
     def ids(self, sites: Sequence[Site]) -> Counts:
         """Of these sites; those that are new get the next ones."""
@@ -48,6 +66,23 @@ class SiteIds:
             ids = np.array([self._ids[site] for site in sites], np.int64)
             self._latest = sites, ids
         return ids
+
+    def are_all(self, ids: Counts) -> bool:
+        """Whether these, as `ids` gave them, are all sites that were shown so far, in the order of their ids."""
+        known, count, is_aligned = self._aligned
+        if known is not ids or count != len(self.all):
+            is_aligned = len(ids) == len(self.all) and bool((ids == np.arange(len(ids))).all())
+            self._aligned = ids, len(self.all), is_aligned
+        return is_aligned
+
+    def alike(self, key: Any) -> dict[Any, Any]:
+        """What was made for steps of this key; the oldest are forgotten."""
+        found = self._alike.get(key)
+        if found is None:
+            if len(self._alike) >= _MOST_ALIKE:
+                del self._alike[next(iter(self._alike))]
+            found = self._alike[key] = {}
+        return found
 
     def is_kind(self, kind: str) -> Mask:
         """``[n]``: whether a site's tensor is of this kind: "output.0" is an "output"."""
@@ -110,10 +145,7 @@ class Step:
         self._ids = sites.ids(self._frame.sites)
         self._sites = sites
         self.sites: Sequence[Site] = sites.all
-        self._is_aligned = len(self._ids) == len(sites.all) and bool((self._ids == np.arange(len(sites.all))).all())
-        self._masks: dict[tuple[str, bool], Mask] = {}
-        self._ordered: dict[str, list[int]] = {}
-        self._has: dict[str, bool] = {}
+        self._is_aligned = sites.are_all(self._ids)
         self._cached: dict[Any, Any] = {}
 
     def is_kind(self, kind: str) -> Mask:
@@ -122,34 +154,36 @@ class Step:
 
     def fired(self, kind: str) -> Mask:
         """``[n]``: the sites of a kind that fired in this step."""
-        return self._mask(kind, False)
+        return self.alike(_fired, kind)
 
     def valued(self, kind: str) -> Mask:
         """``[n]``: the sites of a kind with finite values in this step."""
-        return self._mask(kind, True)
+        return self.alike(_valued, kind)
 
-    def _mask(self, kind: str, is_valued: bool) -> Mask:
-        mask = self._masks.get((kind, is_valued))
-        if mask is None:
-            mask = self.is_kind(kind) & (self.totals.count > 0 if is_valued else self.calls > 0)
-            self._masks[kind, is_valued] = mask
-        return mask
-
-    def has_any(self, kinds: Iterable[str]) -> bool:
-        """Whether a site of one of these kinds fired in this step."""
-        for kind in kinds:
-            found = self._has.get(kind)
-            if found is None:
-                found = self._has[kind] = bool(np.count_nonzero(self.fired(kind)))
-            if found:
-                return True
-        return False
+    def has_any(self, kinds: Sequence[str]) -> bool:
+        """Whether a site of one of these kinds fired in this step; of none of them: True."""
+        return not kinds or self.alike(_has_any, *kinds)
 
     def ordered(self, kind: str) -> list[int]:
         """The ids of the sites of a kind with finite values in this step, in order of execution."""
-        if kind not in self._ordered:
-            self._ordered[kind] = self.in_order(self.valued(kind))
-        return self._ordered[kind]
+        return self.alike(_ordered, kind)
+
+    def alike(self, function: Callable[..., _Made], *arguments: Any) -> _Made:
+        """What a function of this step makes of which sites fired, how often and in which order, and which have values.
+
+        It must look at no value: it is made once for all steps that agree in these, as those of a training do. Nor may
+        anybody write into it.
+        """
+        key = function, arguments
+        if key not in self._shared:
+            self._shared[key] = function(self, *arguments)
+        return self._shared[key]  # type: ignore[no-any-return]
+
+    @cached_property
+    def _shared(self) -> dict[Any, Any]:
+        frame, ids = self._frame, None if self._is_aligned else self._ids.tobytes()
+        has_values = (self.totals.count > 0).tobytes()
+        return self._sites.alike((len(self.sites), ids, frame.calls.tobytes(), frame.order.tobytes(), has_values))
 
     def once(self, function: Callable[..., _Made], *arguments: Any) -> _Made:
         """What a function of this step makes of its sites, such as pairs of ids; made anew when sites appear."""
@@ -185,8 +219,8 @@ class Step:
     @cached_property
     def order(self) -> Counts:
         """The ids of the sites that fired, in order of execution."""
-        ids: Counts = self._ids[self._frame.order]
-        return ids
+        order = self._frame.order
+        return order if self._is_aligned else np.asarray(self._ids[order])
 
     def given(self, scalar: str) -> dict[int, float]:
         """A scalar of the steps before this one that were not measured, and of this one, by their numbers."""
@@ -206,10 +240,10 @@ class Step:
     def totals(self) -> Stats[Array]:
         """Statistics of each site, ``[n]``, without the scaler's scale."""
         if self._is_aligned:
-            return self._frame.totals
+            return Totals(unscale(self._frame.wholes, self._frame.scales))
         wholes = np.zeros((len(FIELDS), len(self.sites)))
         wholes[:, self._ids] = unscale(self._frame.wholes, self._frame.scales)
-        return Stats(wholes)
+        return Totals(wholes)
 
     @cached_property
     def nonfinite(self) -> Array:
@@ -217,9 +251,23 @@ class Step:
         return self.totals.nans + self.totals.posinfs + self.totals.neginfs
 
     @cached_property
+    def has_nonfinite(self) -> bool:
+        """Whether any value is."""
+        return bool(np.count_nonzero(self.nonfinite))
+
+    @cached_property
     def _place(self) -> Counts:
         """Of each id, in the frame; -1 where it is not in this step."""
         return self._spread(np.arange(len(self._ids)), -1)
+
+    def state(self, site: int) -> Array | None:
+        """The state of the channels of a site ``[fields, channels]``, as they were measured: the rows of `FIELDS`, with
+        the scaler's scale. It costs less than `channels`, which is None where this is.
+        """
+        place = site if self._is_aligned else int(self._place[site])
+        if place < 0 or not self._frame.sites.keeps[place] or site in self.of_samples:
+            return None
+        return self._frame.state(place)
 
     def channels(self, site: int) -> Stats[Array] | None:
         """Those of a site by its id, ``[channels]``, without the scaler's scale; None where none were kept, or sent, or
@@ -300,7 +348,7 @@ class Step:
     @cached_property
     def _kinds_of_parameters(self) -> tuple[str, str]:
         """Updates and their parameters: of all of their values, if any are measured, else of their samples."""
-        is_whole = self.is_kind("param_update").any()
+        is_whole = self.once(_has_whole_updates)
         return ("param_update", "param") if is_whole else ("update_sample", "param_sample")
 
     @property
@@ -331,12 +379,12 @@ class Step:
     @cached_property
     def grad_norm(self) -> float | None:
         """As `Snapshot.grad_norm`."""
-        chosen = np.flatnonzero(self.is_kind("param_grad") & (self.calls > 0))
+        chosen = self.alike(fired_ids, "param_grad")
         if not chosen.size:
             return None
-        if self.totals.nans[chosen].any():
+        if self.has_nonfinite and self.totals.nans[chosen].any():
             return float("nan")
-        if self.nonfinite[chosen].any():
+        if self.has_nonfinite and self.nonfinite[chosen].any():
             return float("inf")
         return float(np.sqrt((self.totals.l2_norm[chosen] ** 2 / self.calls[chosen]).sum()))
 
@@ -371,3 +419,33 @@ class Step:
         result: Any = np.full(len(self.sites), missing, values.dtype)
         result[self._ids] = values
         return result  # type: ignore[no-any-return]
+
+
+def _fired(step: Step, kind: str) -> Mask:
+    return step.is_kind(kind) & (step.calls > 0)
+
+
+def _valued(step: Step, kind: str) -> Mask:
+    return step.is_kind(kind) & (step.totals.count > 0)
+
+
+def _has_any(step: Step, *kinds: str) -> bool:
+    return any(step.fired(kind).any() for kind in kinds)
+
+
+def _ordered(step: Step, kind: str) -> list[int]:
+    return step.in_order(step.valued(kind))
+
+
+def fired_ids(step: Step, kind: str) -> Counts:
+    """The ids of the sites of a kind that fired, ascending: for `Step.alike`."""
+    return np.flatnonzero(step.fired(kind))
+
+
+def valued_ids(step: Step, kind: str) -> Counts:
+    """The ids of the sites of a kind with finite values, ascending: for `Step.alike`."""
+    return np.flatnonzero(step.valued(kind))
+
+
+def _has_whole_updates(step: Step) -> bool:
+    return bool(step.is_kind("param_update").any())

@@ -12,6 +12,10 @@ from hookstats.rules.step import Step
 
 def answer(step: Step) -> tuple[int, int] | None:
     """The ids of the model's last output and of its gradient; None where there is none, or it came more than once."""
+    return step.alike(_answer)
+
+
+def _answer(step: Step) -> tuple[int, int] | None:
     outputs = step.ordered("output")
     if not outputs:
         return None
@@ -43,8 +47,11 @@ def broadcast_target(step: Step, consecutive_steps: int = 5, residual: float = 1
         return None
     site, gradient = found
     totals = step.totals
-    spread, count = float(totals.std[site]), float(totals.count[site])
-    if count < 8 or count != totals.count[gradient] or not spread > 1e-3 * float(totals.rms[site]):
+    count = float(totals.count[site])
+    if count < 8 or count != totals.count[gradient]:
+        return None
+    spread = float(totals.std[site])
+    if not spread > 1e-3 * float(totals.rms[site]):
         return None
     ratio = float(totals.std[gradient]) * count / spread
     factor = 2.0 if ratio > 1.5 else 1.0
@@ -84,10 +91,13 @@ def nll_of_logits(step: Step, consecutive_steps: int = 5) -> Ill | None:
         return None
     site, gradient = found
     totals = step.totals
-    size, count, lowest = float(totals.l1_norm[gradient]), float(totals.count[gradient]), float(totals.min[gradient])
-    chosen = count - float(totals.zeros[gradient])
     is_ill = False
-    if totals.max[gradient] == 0 and lowest < 0 and chosen >= 8 and abs(size / (-lowest * chosen) - 1) < 1e-5:
+    if totals.max[gradient] == 0:
+        lowest, count = float(totals.min[gradient]), float(totals.count[gradient])
+        chosen = count - float(totals.zeros[gradient])
+        size = float(totals.l1_norm[gradient])
+        is_ill = lowest < 0 and chosen >= 8 and abs(size / (-lowest * chosen) - 1) < 1e-5
+    if is_ill:
         channels = step.channels(gradient)
         is_ill = channels is not None and chosen * len(channels.count) <= count and len(channels.count) > 1
     is_ill = is_ill and bool(totals.max[site] > 0)

@@ -56,16 +56,20 @@ def update_ratio(
     rewritten: dict[int, tuple[int, float]] = memory.setdefault("rewritten", {})  # in which step, and how far, by id
     weights, means = step.weights_of_updates, step.totals.abs_mean
     measured, sizes = (weights >= 0) & (step.totals.count >= values), means[weights]
-    if not measured.any() and not rewritten:
+    if not np.count_nonzero(measured) and not rewritten:
         return None
     seen, unsized = memory.of_sites("seen", False), memory.of_sites("unsized", False)
     begins = measured & ~seen
-    if begins.any():
+    if np.count_nonzero(begins):
         is_constant = (step.totals.min == step.totals.max)[weights]
         unsized |= begins & (is_constant | (sizes < begun) | step.once(_are_biases))
         seen |= begins
+    too_large, streak = measured & (means > 0.99 * ratio * sizes) & ~unsized, memory.streak()
+    if not np.count_nonzero(too_large) and not streak.goes_on and not rewritten:
+        memory["losses"] = {at: loss for at, loss in losses.items() if at > step.number - 3}
+        return []
     ratios = np.divide(means, sizes, out=np.zeros(len(means)), where=measured & (sizes > 0))
-    too_large, streak = (ratios > ratio) & ~unsized, memory.streak()
+    too_large = (ratios > ratio) & ~unsized
     lasting = streak.push(step.number, too_large, measured, consecutive_steps)
 
     def finding(site: int, at: int, value: float, severity: str, is_whole: bool) -> Finding:
